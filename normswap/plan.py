@@ -1,0 +1,210 @@
+"""What can be swapped, as data: sites, matches, refusals and the plan that holds them.
+
+A plan is printed, written as JSON, read back and replayed; it never touches a model.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PLAN_FORMAT = 1
+
+KINDS = ("layer_norm", "group_norm", "rms_norm", "l1_norm", "linear_scale_batch_norm")
+"""Every kind of site, in the order of reports."""
+
+
+class NormswapError(RuntimeError):
+    """Base of the errors normswap raises on its own account."""
+
+
+class MismatchError(NormswapError):
+    """A swapped site did not match the original and ``on_mismatch="raise"`` was asked for."""
+
+
+class NothingSwappedError(NormswapError):
+    """No site was swapped and ``on_empty="raise"`` was asked for."""
+
+
+class PlanError(NormswapError):
+    """A plan does not fit the model it is applied to."""
+
+
+class Reason(enum.Enum):
+    """Why a recognised site was left alone: the sentence a report shows, and the cure."""
+
+    SUBCLASS = (
+        "a subclass with its own forward computes another function",
+        "use the torch.nn class itself",
+    )
+    INSTANCE_FORWARD = (
+        "forward was replaced on the instance",
+        "delete the instance's forward",
+    )
+    PARAMETRIZED = (
+        "the module is parametrized",
+        "remove the parametrization, or apply it after optimize()",
+    )
+    LAZY = (
+        "the module is lazy and has no shapes yet",
+        "run one batch through the model first",
+    )
+    SCRIPTED = (
+        "the module is a ScriptModule",
+        "optimize the eager model before scripting it",
+    )
+    EXCLUDED = (
+        "left out by include/exclude",
+        "change the filters",
+    )
+    SOURCE = (
+        "the source of forward cannot be read",
+        "define the class in a file",
+    )
+    NOT_STRAIGHT_LINE = (
+        "forward holds control flow, a with block, a store or a name that is not understood",
+        "move the normalisation into a module of its own",
+    )
+    PART_OF_FORWARD = (
+        "the expression is part of a larger forward",
+        "move the normalisation into a module of its own",
+    )
+    CHILD = (
+        "a module the expression calls is not a plain torch.nn one, or carries hooks",
+        "use plain torch.nn modules, or attach hooks after optimize()",
+    )
+    TRACE = (
+        "forward could not be traced",
+        "move the normalisation into a module of its own",
+    )
+    UNSUPPORTED = (
+        "this form is not supported",
+        "see the limits in the README",
+    )
+
+    @property
+    def sentence(self) -> str:
+        return self.value[0]
+
+    @property
+    def cure(self) -> str:
+        return self.value[1]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place in a model: a module's qualified name ("" for the root) and its type.
+
+    ``aliases`` are the further names under which the same module object is reachable.
+    """
+
+    name: str
+    type_name: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Match:
+    """What to put at a site. ``attributes`` holds what the swapped forward needs to know and is
+    JSON: for l1_norm ``{"dim": 1}``, for linear_scale_batch_norm the attribute names
+    ``{"linear": "gemm", "scale": "scale", "batch_norm": "bn"}``; empty for module sites."""
+
+    kind: str
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Recognised, but unsafe or unsupported: the reason goes into the report."""
+
+    kind: str
+    reason: Reason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason.sentence}{f' ({self.detail})' if self.detail else ''}"
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A site and the match found there."""
+
+    site: Site
+    match: Match
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A site and why it is left alone."""
+
+    site: Site
+    refusal: Refusal
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is to be swapped in one model, and all that was refused, in module order."""
+
+    swaps: tuple[Swap, ...] = ()
+    refused: tuple[Refused, ...] = ()
+
+    def to_json(self) -> str:
+        """The plan as JSON text; ``Plan.from_json`` reads it back to an equal plan."""
+        return json.dumps(
+            {
+                "format": PLAN_FORMAT,
+                "swaps": [
+                    {**_site_json(s.site), "kind": s.match.kind, "attributes": dict(s.match.attributes)}
+                    for s in self.swaps
+                ],
+                "refused": [
+                    {
+                        **_site_json(r.site),
+                        "kind": r.refusal.kind,
+                        "reason": r.refusal.reason.name,
+                        "detail": r.refusal.detail,
+                    }
+                    for r in self.refused
+                ],
+            },
+            indent=2,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan written by ``to_json``. Raises PlanError on anything else."""
+        try:
+            data = json.loads(text)
+            if data["format"] != PLAN_FORMAT:
+                raise PlanError(f"plan: format {data['format']} is not {PLAN_FORMAT}; write it anew with this version")
+            return cls(
+                tuple(Swap(_site_of(d), Match(_kind_of(d), d["attributes"])) for d in data["swaps"]),
+                tuple(
+                    Refused(_site_of(d), Refusal(_kind_of(d), Reason[d["reason"]], d["detail"]))
+                    for d in data["refused"]
+                ),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlanError(f"plan: not a normswap plan ({type(error).__name__}: {error})") from error
+
+    def __str__(self) -> str:
+        lines = [f"{s.site.name or '(root)'}: {s.match.kind}" for s in self.swaps]
+        lines += [f"{r.site.name or '(root)'}: {r.refusal.kind} refused, {r.refusal}" for r in self.refused]
+        return "\n".join(lines) or "nothing to swap"
+
+
+def _site_json(site: Site) -> dict[str, Any]:
+    return {"name": site.name, "type": site.type_name, "aliases": list(site.aliases)}
+
+
+def _site_of(data: Mapping[str, Any]) -> Site:
+    return Site(data["name"], data["type"], tuple(data["aliases"]))
+
+
+def _kind_of(data: Mapping[str, Any]) -> str:
+    if data["kind"] not in KINDS:
+        raise PlanError(f"plan: kind {data['kind']!r} is not one of {', '.join(KINDS)}")
+    return str(data["kind"])
