@@ -1,0 +1,33 @@
+"""What can be swapped: one file per kind, each with a KIND and a ``match``. ``find`` asks them in the order of KINDS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from normswap.plan import Match, Refusal
+from normswap.rules import group_norm, l1_norm, layer_norm, linear_scale_batch_norm, rms_norm
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind, and the question whether a module is a site of it: a Match, a Refusal with the reason, or None."""
+
+    kind: str
+    match: Callable[[nn.Module], Match | Refusal | None]
+
+
+RULES: tuple[Rule, ...] = tuple(
+    Rule(rule.KIND, rule.match) for rule in (layer_norm, group_norm, rms_norm, l1_norm, linear_scale_batch_norm)
+)
+
+
+def find(module: nn.Module) -> Match | Refusal | None:
+    """The first rule's answer that is not None."""
+    for rule in RULES:
+        answer = rule.match(module)
+        if answer is not None:
+            return answer
+    return None

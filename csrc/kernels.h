@@ -1,0 +1,75 @@
+// The boundary between the device code (*.cu, nvcc, no torch headers) and the torch side (*.cpp, g++, stable ABI).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "row_plan.h"
+
+namespace normswap {
+
+enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
+
+// rows x cols contiguous elements, normalised row by row. `weight` and `bias` (both optional, of one dtype: x's or
+// float32) hold one value an element of the row for layer_norm and rms_norm, one a channel for group_norm.
+// x, y, weight and bias start at multiples of 16 bytes.
+struct RowNorm {
+  const void* x;
+  const void* weight;
+  const void* bias;
+  void* y;
+  float* mean;       // (rows), optional: the row's mean (l1_norm: mean |x|, as rounded to x's dtype)
+  float* rstd;       // (rows), optional
+  void* workspace;   // row_workspace_bytes(plan, rows)
+  int64_t rows, cols;
+  double eps;
+  int64_t num_groups, channels_per_group, spatial;  // group_norm: row = (sample, group), cols = channels * spatial
+  DType dtype, weight_dtype;
+};
+
+cudaError_t layer_norm(const RowNorm&, const RowPlan&, cudaStream_t);
+cudaError_t rms_norm(const RowNorm&, const RowPlan&, cudaStream_t);
+cudaError_t l1_norm(const RowNorm&, const RowPlan&, cudaStream_t);
+cudaError_t group_norm(const RowNorm&, const RowPlan&, cudaStream_t);
+
+// A vector with one value a channel, in its own dtype; data == nullptr: absent.
+struct ChannelVector {
+  const void* data;
+  DType dtype;
+};
+
+// batch x rows x channels contiguous elements, statistics over the rows of each channel (scale_batch_norm: batch = 1)
+// or of each group of channels (group_norm, channels last).
+struct ChannelNorm {
+  const void* x;
+  void* y;
+  ChannelVector scale, weight, bias;
+  ChannelVector running_mean, running_var;  // read in eval; written too in training
+  float* mean;                              // (channels) in training, (batch, groups) for group_norm
+  float* rstd;
+  void* workspace;  // channel_workspace_bytes
+  int64_t batch, rows, channels, num_groups;
+  double eps, momentum;
+  DType dtype;
+};
+
+int64_t channel_workspace_bytes(const ChannelNorm&);
+cudaError_t scale_batch_norm(const ChannelNorm&, cudaStream_t);          // statistics, running stats, apply
+cudaError_t affine(const ChannelNorm&, cudaStream_t);                    // apply with the running statistics
+cudaError_t group_norm_channels_last(const ChannelNorm&, cudaStream_t);  // statistics, apply
+
+// out_weight[c, :] = a_c weight[c, :], out_bias[c] = a_c linear_bias[c] + bias[c] - (a_c / scale_c) running_mean[c]
+struct FoldLinear {
+  const void* linear_weight;
+  void* out_weight;
+  void* out_bias;
+  ChannelVector linear_bias, scale, weight, bias, running_mean, running_var;
+  int64_t channels, in_features;
+  double eps;
+  DType dtype;
+};
+
+cudaError_t fold_linear(const FoldLinear&, cudaStream_t);
+
+}  // namespace normswap

@@ -1,0 +1,151 @@
+"""A plan and a model make a swapped model, with a journal by which every swap is undone exactly.
+
+The only code that changes a model, and all it changes is ``__class__`` of the modules at the plan's sites.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+
+from normswap import modules
+from normswap.plan import NormswapError, Plan, PlanError, Site, Swap
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+_INSTALLED = (modules.LayerNorm, modules.GroupNorm, modules.RMSNorm, modules.Rewritten)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One module whose class was changed: the class before and the class installed."""
+
+    site: Site
+    module: nn.Module
+    before: type[nn.Module]
+    after: type[nn.Module]
+
+
+class Journal:
+    """The swaps that ``apply`` made, in order, each until it is undone."""
+
+    def __init__(self) -> None:
+        self._changes: list[Change] = []
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """What is still swapped."""
+        return tuple(self._changes)
+
+    def record(self, change: Change) -> None:
+        """Install ``change.after`` and remember how to put ``change.before`` back."""
+        _set_class(change.module, change.after)
+        self._changes.append(change)
+
+    def undo(self, name: str | None = None) -> None:
+        """Put back the class of the one site called ``name`` (or an alias of it), or of all sites for None.
+
+        Raises NormswapError, with nothing put back, when no swapped site has that name or when a module's class has
+        been changed again since (parametrizations and FSDP do that).
+        """
+        chosen = [c for c in self._changes if name is None or name in (c.site.name, *c.site.aliases)]
+        if name is not None and not chosen:
+            raise NormswapError(f"undo: no swapped site is called {name!r}; swapped are {self._names()}")
+        for change in chosen:
+            if type(change.module) is not change.after:
+                raise _changed_since(change.site.name, change.module)
+        for change in reversed(chosen):
+            _set_class(change.module, change.before)
+            self._changes.remove(change)
+
+    def _names(self) -> str:
+        return ", ".join(repr(change.site.name) for change in self._changes) or "none"
+
+
+def apply(model: nn.Module, plan: Plan) -> Journal:
+    """Swap every site of ``plan`` in ``model``, in place, and return the journal that undoes it.
+
+    Raises PlanError when a site is missing, is of another type than the plan says, is reachable under other names, or
+    holds no such kind; then, and on any other exception, the model is as it was.
+    """
+    changes = _changes(model, plan)
+    journal = Journal()
+    try:
+        for change in changes:
+            journal.record(change)
+    except BaseException:
+        for change in changes:  # not journal.undo(): an interrupt may have come between a swap and its record
+            _set_class(change.module, change.before)
+        raise
+    return journal
+
+
+def revert(model: _Module) -> _Module:
+    """Give every swapped module in ``model`` its original class back, in place; returns ``model``.
+
+    It needs no journal: swapped modules know what they were. Raises NormswapError, with nothing reverted, when a
+    module's class has been changed again since it was swapped (parametrizations and FSDP do that).
+    """
+    swapped: list[tuple[nn.Module, type[nn.Module]]] = []
+    for name, module in model.named_modules():
+        before = modules.original_class(module)
+        if before is not None:
+            swapped.append((module, before))
+        elif isinstance(module, _INSTALLED):
+            raise _changed_since(name, module)
+    for module, before in swapped:
+        _set_class(module, before)
+    return model
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    object.__setattr__(module, "__class__", cls)  # a model's own __setattr__ has no say in it
+
+
+def _changed_since(name: str, module: nn.Module) -> NormswapError:
+    return NormswapError(
+        f"revert: {name or '(root)'} is now a {type(module).__qualname__}, not the class that was installed there; "
+        "remove the parametrization (or FSDP wrapping) first, then revert"
+    )
+
+
+def _changes(model: nn.Module, plan: Plan) -> list[Change]:
+    changes = [_change(swap, _at(swap.site, model)) for swap in plan.swaps]
+    if len({id(change.module) for change in changes}) != len(changes):
+        raise PlanError("plan: two sites are the same module in this model; plan it anew")
+    return changes
+
+
+def _at(site: Site, model: nn.Module) -> nn.Module:
+    shown = site.name or "(root)"
+    module = _submodule(model, site.name)
+    if module is None:
+        raise PlanError(f"plan: the model has no module {shown}; plan it anew")
+    found = f"{type(module).__module__}.{type(module).__qualname__}"
+    swapped = modules.original_class(module) is not None
+    if found != site.type_name or swapped:
+        found = f"a swapped {found}" if swapped else found
+        raise PlanError(f"plan: {shown} must be a {site.type_name}, got {found}; plan it anew")
+    for alias in site.aliases:
+        if _submodule(model, alias) is not module:
+            raise PlanError(f"plan: {alias} and {shown} must be the same module; plan it anew")
+    return module
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    module: nn.Module | None = model
+    for key in name.split(".") if name else ():
+        module = None if module is None else module._modules.get(key)
+    return module
+
+
+def _change(swap: Swap, module: nn.Module) -> Change:
+    before = type(module)
+    try:
+        after = modules.swapped_class(swap.match.kind, before, swap.match.attributes)
+    except (KeyError, TypeError) as error:
+        shown = swap.site.name or "(root)"
+        raise PlanError(f"plan: {shown}: attributes {dict(swap.match.attributes)} do not fit {swap.match.kind}") from error
+    return Change(swap.site, module, before, after)

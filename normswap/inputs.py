@@ -1,0 +1,85 @@
+"""Example inputs, as one writes them on a command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from normswap.tensors import read_tensors
+
+_SPEC = re.compile(
+    r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\](?::(?P<low>-?\d+)\.\.(?P<high>-?\d+))?"
+)
+_FILE = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<path>.+\.safetensors)")
+_FLOATS = {d: getattr(torch, d) for d in ("float16", "bfloat16", "float32", "float64")}
+_INTEGERS = {d: getattr(torch, d) for d in ("uint8", "int8", "int16", "int32", "int64")}
+_FORMS = "[name=]float32[8,3,224,224], [name=]int64[2,128]:0..30521 or [name=]FILE.safetensors"
+
+
+def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """The positional and named tensors that ``specs`` describe, in their order, on the CPU.
+
+    ``float32[8,3]`` is drawn from a standard normal, ``int64[2,128]:0..9`` uniformly with both ends included,
+    ``bool[4]`` evenly; ``name=`` makes it a keyword argument. ``FILE.safetensors`` stands for its tensors by name, or
+    for a positional one when it holds only one. The same specs and seed give the same values.
+
+    Raises ValueError for a malformed spec or a name given twice, CheckpointError for an unreadable file.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    positional: list[Tensor] = []
+    named: dict[str, Tensor] = {}
+    for spec in specs:
+        for name, tensor in _tensors_of(spec, generator):
+            if name is None:
+                positional.append(tensor)
+            elif name in named:
+                raise ValueError(f"input {name!r} is given twice")
+            else:
+                named[name] = tensor
+    return tuple(positional), named
+
+
+def _tensors_of(spec: str, generator: torch.Generator) -> list[tuple[str | None, Tensor]]:
+    if match := _SPEC.fullmatch(spec):
+        return [(match["name"], _drawn(spec, match, generator))]
+    if match := _FILE.fullmatch(spec):
+        tensors, _ = read_tensors(Path(match["path"]))
+        if len(tensors) == 1:
+            return [(match["name"], next(iter(tensors.values())))]
+        if match["name"]:
+            raise ValueError(f"input {spec!r}: the file holds {len(tensors)} tensors, which have names of their own")
+        return list(tensors.items())
+    raise ValueError(f"input {spec!r} is not {_FORMS}")
+
+
+def _drawn(spec: str, match: re.Match[str], generator: torch.Generator) -> Tensor:
+    try:
+        shape = [int(size) for size in match["shape"].split(",")] if match["shape"].strip() else []
+    except ValueError as error:
+        raise ValueError(f"input {spec!r}: the shape is not a list of sizes") from error
+    try:
+        return _values(spec, match, shape, generator)
+    except RuntimeError as error:  # what torch raises for a size it cannot allocate or a range it cannot draw from
+        raise ValueError(f"input {spec!r}: {str(error).splitlines()[0]}") from error
+
+
+def _values(spec: str, match: re.Match[str], shape: list[int], generator: torch.Generator) -> Tensor:
+    dtype = match["dtype"]
+    if dtype in _INTEGERS:
+        if match["low"] is None:
+            raise ValueError(f"input {spec!r}: integers need a range, as in {dtype}[2,128]:0..30521")
+        low, high = int(match["low"]), int(match["high"])
+        if low > high:
+            raise ValueError(f"input {spec!r}: the range is empty")
+        return torch.randint(low, high + 1, shape, generator=generator, dtype=_INTEGERS[dtype])
+    if match["low"] is not None:
+        raise ValueError(f"input {spec!r}: only integers take a range")
+    if dtype == "bool":
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    if dtype in _FLOATS:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(_FLOATS[dtype])
+    raise ValueError(f"input {spec!r}: dtype {dtype!r} is not one of {', '.join((*_FLOATS, *_INTEGERS, 'bool'))}")

@@ -1,0 +1,345 @@
+"""The swapped modules: torch.nn classes whose forward calls our ops, and subclasses made for expression sites.
+
+A module is swapped by giving it one of these classes; parameters, buffers, hooks, children and keys stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _torch_module
+
+from normswap import ops
+from normswap.plan import Match, PlanError
+
+_Forward = Callable[..., Tensor]
+
+
+class LayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on our kernel: same arguments, state_dict and results."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input`` (*, *normalized_shape); see ``normswap.ops.layer_norm``."""
+        return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    @classmethod
+    def from_torch(cls, module: nn.LayerNorm) -> LayerNorm:
+        """A copy of ``module`` of this class, with weights of its own. Raises TypeError for another type."""
+        return _copied_as(cls, module, nn.LayerNorm)
+
+
+class GroupNorm(nn.GroupNorm):
+    """``torch.nn.GroupNorm`` on our kernel: same arguments, state_dict and results; channels_last stays so."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input`` (N, C, *); see ``normswap.ops.group_norm``."""
+        return ops.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+    @classmethod
+    def from_torch(cls, module: nn.GroupNorm) -> GroupNorm:
+        """A copy of ``module`` of this class, with weights of its own. Raises TypeError for another type."""
+        return _copied_as(cls, module, nn.GroupNorm)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on our kernel: same arguments, state_dict and results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` (*, *normalized_shape); see ``normswap.ops.rms_norm``."""
+        return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+    @classmethod
+    def from_torch(cls, module: nn.RMSNorm) -> RMSNorm:
+        """A copy of ``module`` of this class, with weights of its own. Raises TypeError for another type."""
+        return _copied_as(cls, module, nn.RMSNorm)
+
+
+def _copied_as(cls: Any, module: nn.Module, expected: type[nn.Module]) -> Any:
+    if type(module) not in (expected, cls):
+        raise TypeError(
+            f"{cls.__name__}.from_torch: module must be exactly a torch.nn.{expected.__name__}, "
+            f"got {type(module).__name__}; a subclass may compute something else"
+        )
+    twin = copy.deepcopy(module)
+    twin.__class__ = cls
+    return twin
+
+
+class L1Norm(nn.Module):
+    """``x / torch.mean(torch.abs(x), dim=dim, keepdim=True)`` on our kernel. No parameters."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Divide ``x`` by its mean magnitude along ``dim``; see ``normswap.ops.l1_norm``."""
+        return ops.l1_norm(x, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
+    @classmethod
+    def from_torch(cls, module: nn.Module, dim: int = 1) -> L1Norm:
+        """An L1Norm for a torch ``module`` without parameters that computes the expression along ``dim``.
+
+        Raises ValueError when ``module`` has parameters or buffers: it is then no plain L1 norm.
+        """
+        if module.state_dict():
+            raise ValueError(f"L1Norm.from_torch: module must have no state, got keys {list(module.state_dict())}")
+        return cls(getattr(module, "dim", dim)).train(module.training)
+
+
+class LinearScaleBatchNorm(nn.Module):
+    """``bn(gemm(x) * scale)``: a Linear, a learned scale and a BatchNorm1d, with the product never stored.
+
+    Keys: ``gemm.weight``, ``gemm.bias``, ``scale``, ``bn.*``. ``scale_shape`` is (), (1,), (C,) or (1, C) with
+    C = out_features; other arguments are those of nn.Linear and nn.BatchNorm1d.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scale_shape: tuple[int, ...] | None = None,
+        *,
+        bias: bool = True,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        shape = (out_features,) if scale_shape is None else tuple(scale_shape)
+        if shape not in ((), (1,), (out_features,), (1, out_features)):
+            raise ValueError(
+                f"LinearScaleBatchNorm: scale_shape must be (), (1,), ({out_features},) or (1, {out_features}), got {shape}"
+            )
+        self.gemm = nn.Linear(in_features, out_features, bias=bias, **where)
+        self.scale = nn.Parameter(torch.ones(shape, **where))
+        self.bn = nn.BatchNorm1d(out_features, eps, momentum, affine, track_running_stats, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x`` (N, in_features) to (N, out_features)."""
+        out = _linear_scale_batch_norm(x, self.gemm, self.scale, self.bn)
+        return self.bn(self.gemm(x) * self.scale) if out is None else out
+
+    @classmethod
+    def from_torch(cls, linear: nn.Linear, scale: Tensor, batch_norm: nn.BatchNorm1d) -> LinearScaleBatchNorm:
+        """The module that computes ``batch_norm(linear(x) * scale)`` with copies of their weights and running stats.
+
+        Raises TypeError when ``linear`` or ``batch_norm`` is not exactly of its type.
+        """
+        if type(linear) is not nn.Linear or type(batch_norm) is not nn.BatchNorm1d:
+            raise TypeError(
+                "LinearScaleBatchNorm.from_torch: needs exactly a torch.nn.Linear and a torch.nn.BatchNorm1d, got "
+                f"{type(linear).__name__} and {type(batch_norm).__name__}"
+            )
+        new = cls(linear.in_features, linear.out_features, tuple(scale.shape), device="meta")
+        new.gemm, new.bn = copy.deepcopy(linear), copy.deepcopy(batch_norm)
+        new.scale = nn.Parameter(scale.detach().clone(), scale.requires_grad or isinstance(scale, nn.Parameter))
+        new.training = batch_norm.training
+        return new
+
+
+def _linear_scale_batch_norm(x: Any, linear: Any, scale: Any, bn: Any) -> Tensor | None:
+    """``bn(linear(x) * scale)``, or None where only the original code is sure to be right: a child that is no longer
+    a plain one (hooks, LoRA, parametrizations), an input that is not (N, K), autocast, a scale of another dtype."""
+    if not (
+        isinstance(x, Tensor)
+        and x.dim() == 2
+        and isinstance(scale, Tensor)
+        and _is_plain(linear, nn.Linear)
+        and _is_plain(bn, nn.BatchNorm1d)
+        and linear.weight.dtype == x.dtype == scale.dtype
+        and scale.shape in ((), (1,), (linear.out_features,), (1, linear.out_features))
+        and linear.out_features == bn.num_features
+        and not torch.is_autocast_enabled(x.device.type)
+    ):
+        return None
+    if bn.training or (bn.running_mean is None and bn.running_var is None):
+        return _train_batch_norm(linear(x), scale, bn) if x.shape[0] > 1 else None
+    if torch.is_grad_enabled() and _any_requires_grad(x, scale, linear, bn):
+        return None
+    statistics = (bn.running_mean, bn.running_var, bn.weight, bn.bias)
+    if x.shape[0] > linear.in_features and ops.native_serves(x, linear.weight, linear.bias, scale, *statistics):
+        weight, bias = ops.fold_scale_batch_norm(linear.weight, linear.bias, scale, *statistics, bn.eps)
+        return nn.functional.linear(x, weight, bias)
+    return ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps)
+
+
+def _train_batch_norm(z: Tensor, scale: Tensor, bn: nn.BatchNorm1d) -> Tensor:
+    """BatchNorm of ``z * scale`` with batch statistics, updating the buffers exactly as nn.BatchNorm1d.forward does."""
+    tracks = bn.training and bn.track_running_stats
+    momentum = 0.0 if bn.momentum is None else bn.momentum
+    if tracks and bn.num_batches_tracked is not None:
+        bn.num_batches_tracked.add_(1)
+        if bn.momentum is None:
+            momentum = 1.0 / float(bn.num_batches_tracked)
+    mean, var = (bn.running_mean, bn.running_var) if tracks else (None, None)
+    return ops.scale_batch_norm(z, scale, mean, var, bn.weight, bn.bias, True, momentum, bn.eps)
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def _is_plain(module: Any, expected: type[nn.Module]) -> bool:
+    """True when calling ``module`` does what ``expected.forward`` does and nothing more."""
+    return (
+        type(module) is expected
+        and "forward" not in module.__dict__
+        and not any(getattr(module, hooks) for hooks in _HOOKS)
+        and not _torch_module._has_any_global_hook()
+    )
+
+
+def _any_requires_grad(x: Tensor, scale: Tensor, *modules: nn.Module) -> bool:
+    return x.requires_grad or scale.requires_grad or any(p.requires_grad for m in modules for p in m.parameters(False))
+
+
+# --- the classes installed at sites -----------------------------------------------------------------------------
+
+_MODULE_CLASSES: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
+    "layer_norm": (nn.LayerNorm, LayerNorm),
+    "group_norm": (nn.GroupNorm, GroupNorm),
+    "rms_norm": (nn.RMSNorm, RMSNorm),
+}
+
+
+class Rewritten:
+    """Mixin of the classes made for expression sites: what they replace and how they pickle."""
+
+    _normswap_original: ClassVar[type[nn.Module]]
+    _normswap_match: ClassVar[Match]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deepcopy by the original class and the match: the class itself has no importable name."""
+        reduced = super().__reduce_ex__(protocol)
+        if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return reduced
+        match = self._normswap_match
+        return (_rebuild, (self._normswap_original, match.kind, dict(match.attributes)), *reduced[2:])
+
+
+def _rebuild(original: type[nn.Module], kind: str, attributes: Mapping[str, Any]) -> nn.Module:
+    cls = swapped_class(kind, original, attributes)
+    return cls.__new__(cls)
+
+
+def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str, Any]) -> type[nn.Module]:
+    """The class to install at a site of ``kind`` whose module has the class ``original``.
+
+    For layer_norm, group_norm and rms_norm that is the importable class; for expression kinds a subclass of
+    ``original``, made once per (original, attributes), that has its name. Raises PlanError when they do not fit.
+    """
+    if kind in _MODULE_CLASSES:
+        expected, swapped = _MODULE_CLASSES[kind]
+        if original is not expected:
+            raise PlanError(f"{kind}: a site must be exactly a {expected.__name__}, got {original.__name__}")
+        return swapped
+    if kind not in _FORWARDS:
+        raise PlanError(f"no swap for kind {kind!r}; known: {', '.join((*_MODULE_CLASSES, *_FORWARDS))}")
+    return _rewritten_class(kind, original, tuple(sorted(attributes.items())))
+
+
+@functools.lru_cache(maxsize=None)
+def _rewritten_class(kind: str, original: type[nn.Module], items: tuple[tuple[str, Any], ...]) -> type[nn.Module]:
+    attributes = dict(items)
+    base_forward = original.forward
+    forward = functools.wraps(base_forward)(_FORWARDS[kind](original, base_forward, attributes))
+    body = {
+        "forward": forward,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_normswap_original": original,
+        "_normswap_match": Match(kind, attributes),
+    }
+    return type(original.__name__, (Rewritten, original), body)
+
+
+def _only_argument(base_forward: _Forward) -> str:
+    """The name of the one input of a forward(self, input)."""
+    return list(inspect.signature(base_forward).parameters)[1]
+
+
+def _l1_norm_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
+    dim, name = attributes["dim"], _only_argument(base_forward)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        x = args[0] if args else kwargs.get(name)
+        if original.forward is base_forward and isinstance(x, Tensor) and ops.native_serves(x):
+            return ops.l1_norm(x, dim)
+        return base_forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _linear_scale_batch_norm_forward(
+    original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]
+) -> _Forward:
+    linear, scale, bn = attributes["linear"], attributes["scale"], attributes["batch_norm"]
+    name = _only_argument(base_forward)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        out = None
+        if original.forward is base_forward:
+            x = args[0] if args else kwargs.get(name)
+            out = _linear_scale_batch_norm(x, getattr(self, linear), getattr(self, scale), getattr(self, bn))
+        return base_forward(self, *args, **kwargs) if out is None else out
+
+    return forward
+
+
+_FORWARDS: dict[str, Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]] = {
+    "l1_norm": _l1_norm_forward,
+    "linear_scale_batch_norm": _linear_scale_batch_norm_forward,
+}
+
+
+def original_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class ``module`` had before it was swapped; None when its class is not one that swapping installs."""
+    if isinstance(module, Rewritten):
+        return type(module)._normswap_original if "_normswap_match" in vars(type(module)) else None
+    return next((original for original, swapped in _MODULE_CLASSES.values() if type(module) is swapped), None)
+
+
+def site_match(module: nn.Module) -> Match | None:
+    """What was swapped at ``module``: its kind and attributes; None when it is not swapped."""
+    if isinstance(module, Rewritten) and "_normswap_match" in vars(type(module)):
+        return type(module)._normswap_match
+    return next((Match(kind) for kind, (_, swapped) in _MODULE_CLASSES.items() if type(module) is swapped), None)
+
+
+def copy_weights(src: nn.Module, dst: nn.Module) -> None:
+    """Copy every parameter and buffer of ``src`` into ``dst`` by name, keeping dst's own storage, dtype and device.
+
+    Raises ValueError, with nothing copied, when names or shapes differ.
+    """
+    source, target = src.state_dict(), dst.state_dict()
+    if missing := sorted(source.keys() ^ target.keys()):
+        raise ValueError(f"copy_weights: src and dst must have the same keys; these are in one only: {missing[:10]}")
+    for key, value in source.items():
+        if isinstance(value, Tensor) and value.shape != target[key].shape:
+            raise ValueError(
+                f"copy_weights: {key} is {tuple(value.shape)} in src and {tuple(target[key].shape)} in dst"
+            )
+    with torch.no_grad():
+        for key, value in source.items():
+            if isinstance(value, Tensor):
+                target[key].copy_(value)

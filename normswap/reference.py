@@ -1,0 +1,72 @@
+"""The plain PyTorch mathematics of every op: the path where our kernels do not run, the differentiable
+formula behind double backward, and what the tests compare with.
+
+The function of a name here takes the same arguments as the op of that name in ``ops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+layer_norm = F.layer_norm
+group_norm = F.group_norm
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """``input / sqrt(mean(input^2) + eps) * weight`` over the trailing ``normalized_shape`` (Zhang & Sennrich 2019)."""
+    return F.rms_norm(input, list(normalized_shape), weight, eps)
+
+
+def l1_norm(input: Tensor, dim: int = -1) -> Tensor:
+    """``input / mean(|input|)`` along ``dim``; the mean is rounded to the input's dtype, as the expression does."""
+    return input / torch.mean(torch.abs(input), dim=dim, keepdim=True)
+
+
+def scale_batch_norm(
+    input: Tensor,
+    scale: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``batch_norm(input * scale)`` over the rows of ``input`` (N, C) (Ioffe & Szegedy 2015)."""
+    scaled = input if scale is None else input * scale
+    return F.batch_norm(scaled, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def fold_scale_batch_norm(
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    scale: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The weight (C, K) and bias (C,) of the one Linear that equals Linear -> * scale -> BatchNorm in eval.
+
+    With ``a = weight * scale / sqrt(running_var + eps)`` per output channel and ``t = weight / sqrt(running_var + eps)``:
+    ``W' = a W`` and ``b' = a b + bias - t running_mean``, in float32 or better, each rounded once to the Linear's dtype.
+    """
+    wide = torch.promote_types(linear_weight.dtype, torch.float32)
+    gain = (running_var.to(wide) + eps).rsqrt()
+    if weight is not None:
+        gain = gain * weight.to(wide)
+    column = gain if scale is None else gain * scale.to(wide).reshape(-1)
+    shift = -gain * running_mean.to(wide)
+    if bias is not None:
+        shift = shift + bias.to(wide)
+    if linear_bias is not None:
+        shift = shift + column * linear_bias.to(wide)
+    return (linear_weight.to(wide) * column[:, None]).to(linear_weight.dtype), shift.to(linear_weight.dtype)

@@ -1,0 +1,113 @@
+"""What every rule about an expression asks before it reads a forward closely.
+
+*Recognising* is cheap and lenient: does the source hold something of the pattern's shape? It decides only whether the
+report should speak of this module at all. *Judging* (in each rule, by ``tracing``) is exact and decides what is swapped.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import fx, nn
+from torch.nn.utils import parametrize
+
+from normswap import tracing
+from normswap.plan import Reason, Refusal
+from normswap.rules.module_site import is_ours
+
+DIVISION = frozenset({"/", "div", "divide", "true_divide"})
+MULTIPLICATION = frozenset({"*", "mul", "multiply"})
+ABS = frozenset({"abs", "absolute"})
+
+_names: weakref.WeakKeyDictionary[types.FunctionType, tuple[types.CodeType, frozenset[str]]]
+_names = weakref.WeakKeyDictionary()
+
+
+def class_forward(module: nn.Module) -> types.FunctionType | None:
+    """The plain function behind ``type(module).forward``; None where there is none, or the module is ours."""
+    forward = inspect.getattr_static(type(module), "forward", None)
+    return None if is_ours(module) or not isinstance(forward, types.FunctionType) else forward
+
+
+def names_in(forward: types.FunctionType) -> frozenset[str]:
+    """Every global and attribute name in the code of ``forward``, seen through decorators, and in code inside it."""
+    known = _names.get(forward)
+    if known is None or known[0] is not forward.__code__:
+        known = _names[forward] = (forward.__code__, _code_names(inspect.unwrap(forward)))
+    return known[1]
+
+
+def _code_names(forward: object) -> frozenset[str]:
+    codes, names = [getattr(forward, "__code__", None)], set[str]()
+    while codes:
+        code = codes.pop()
+        if isinstance(code, types.CodeType):
+            names.update(code.co_names)
+            codes.extend(code.co_consts)
+    return frozenset(names)
+
+
+def recognised_in(forward: types.FunctionType, looks_like: Callable[[Flow], bool]) -> bool:
+    """True when ``looks_like`` the pattern, or when there is no source to tell."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    tree = tracing.source_tree(code) if isinstance(code, types.CodeType) else None
+    return tree is None or looks_like(Flow(tree))
+
+
+def not_rewritable(module: nn.Module, kind: str) -> Refusal | None:
+    """Why a module whose class's forward is recognised must not be given another class."""
+    if parametrize.is_parametrized(module):
+        return Refusal(kind, Reason.PARAMETRIZED, ", ".join(module.parametrizations))
+    if "forward" in module.__dict__:
+        return Refusal(kind, Reason.INSTANCE_FORWARD)
+    if isinstance(module, fx.GraphModule):
+        return Refusal(kind, Reason.UNSUPPORTED, "a torch.fx.GraphModule writes its class anew on recompile()")
+    return None
+
+
+def besides(scanned: tracing.Scan, pattern: Counter[str], canonical: Mapping[str, str]) -> list[str]:
+    """The operations of a forward that ``pattern`` does not account for, by their ``canonical`` names."""
+    done = Counter(canonical.get(operation, operation) for operation in scanned.operations)
+    return sorted((done - pattern).elements())
+
+
+class Flow:
+    """Which expressions of a function may flow into which, through its local names. Control flow and the order of
+    assignments are ignored: enough to recognise a shape, not to judge it."""
+
+    def __init__(self, tree: ast.FunctionDef) -> None:
+        self.nodes = list(ast.walk(tree))
+        self._assigned: dict[str, list[ast.expr]] = {}
+        for node in self.nodes:
+            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    if isinstance(target, ast.Name):
+                        self._assigned.setdefault(target.id, []).append(node.value)
+
+    def into(self, *expressions: ast.AST) -> Iterator[ast.AST]:
+        """Every node that may flow into any of ``expressions``, themselves included."""
+        waiting, followed = list(expressions), set[str]()
+        while waiting:
+            for node in ast.walk(waiting.pop()):
+                yield node
+                if isinstance(node, ast.Name) and node.id not in followed:
+                    followed.add(node.id)
+                    waiting.extend(self._assigned.get(node.id, ()))
+
+    def calls(self, names: frozenset[str], *within: ast.AST) -> Iterator[ast.Call]:
+        """The calls of a function or method of one of ``names`` that flow into ``within``."""
+        for node in self.into(*within):
+            if isinstance(node, ast.Call) and called_name(node) in names:
+                yield node
+
+
+def called_name(call: ast.Call) -> str | None:
+    """``f`` for ``f(...)`` and ``anything.f(...)``."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else None

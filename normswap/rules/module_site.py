@@ -1,0 +1,64 @@
+"""What every rule about a torch.nn module asks: is calling it exactly what the class of torch.nn does?"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from normswap import modules
+from normswap.plan import Match, Reason, Refusal
+
+
+def match_exact(module: nn.Module, expected: type[nn.Module], kind: str) -> Match | Refusal | None:
+    """Match a module whose type is exactly ``expected``; refuse one that is an ``expected`` in another guise."""
+    if isinstance(module, torch.jit.ScriptModule):
+        scripted = getattr(module, "original_name", None) == expected.__name__
+        return Refusal(kind, Reason.SCRIPTED) if scripted else None
+    if not isinstance(module, expected) or is_ours(module):
+        return None
+    difference = why_not_exact(module, expected)
+    if difference is not None:
+        return Refusal(kind, *difference)
+    return Match(kind)
+
+
+def why_not_exact(module: nn.Module, expected: type[nn.Module]) -> tuple[Reason, str] | None:
+    """Why calling ``module``, an instance of ``expected``, may do something else than ``expected.forward``; hooks on
+    the module are not looked at."""
+    cls = type(module)
+    if parametrize.is_parametrized(module):
+        return Reason.PARAMETRIZED, ", ".join(module.parametrizations)
+    if is_lazy(module):
+        return Reason.LAZY, ""
+    if cls is not expected:
+        own = cls.forward is not expected.forward
+        return Reason.SUBCLASS, cls.__name__ if own else f"{cls.__name__}: only the exact type is swapped"
+    if "forward" in module.__dict__:
+        return Reason.INSTANCE_FORWARD, ""
+    if not _has_torchs_forward(expected):
+        return Reason.UNSUPPORTED, f"torch.nn.{expected.__name__}.forward was replaced on the class"
+    return None
+
+
+def is_ours(module: nn.Module) -> bool:
+    """True for a swapped module (parametrized or not since then), and for one of ``normswap.modules``' own."""
+    ours = (modules.LayerNorm, modules.GroupNorm, modules.RMSNorm, modules.L1Norm, modules.LinearScaleBatchNorm)
+    return isinstance(module, (*ours, modules.Rewritten))
+
+
+def is_lazy(module: nn.Module) -> bool:
+    """True while a lazy module waits for its first input."""
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()  # type: ignore[misc]
+
+
+def _has_torchs_forward(expected: type[nn.Module]) -> bool:
+    """False when some library replaced ``expected.forward`` for the whole process: its globals are then its own."""
+    forward = expected.forward
+    return (
+        isinstance(forward, types.FunctionType) and forward.__globals__ is sys.modules[expected.__module__].__dict__
+    )

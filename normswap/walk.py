@@ -1,0 +1,125 @@
+"""A model and the rules make a plan: every site once, under all its names, with filters applied."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from normswap import rules
+from normswap.plan import Match, Plan, Reason, Refusal, Refused, Site, Swap
+
+Filter: TypeAlias = "str | Callable[[nn.Module, str], bool] | Iterable[str | Callable[[nn.Module, str], bool]] | None"
+"""A glob over qualified names (``"encoder.*"``; ``*`` crosses dots, case counts), ``"re:..."`` for a regular
+expression that must match the whole name, ``fn(module, name) -> bool``, or several of these."""
+
+
+def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None) -> Plan:
+    """What would be swapped in ``model`` and what is refused, in module order; the model is not changed.
+
+    A module reachable under several names is one site: its first name, and the others as aliases. A site is taken when
+    ``include`` is None or matches any of its names, and ``exclude`` matches none; one that is left out is listed as
+    refused with Reason.EXCLUDED. The root has the name "". Raises TypeError for a model that is no nn.Module or a
+    filter of another type, ValueError for a regular expression that does not compile; warns of a pattern that
+    matches no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan: model must be a torch.nn.Module, got {type(model).__name__}")
+    found = list(_distinct(model))
+    included, excluded = _selector(include, "include", found), _selector(exclude, "exclude", found)
+    swaps: list[tuple[Swap, nn.Module]] = []
+    refused: list[Refused] = []
+    for place in found:
+        answer = rules.find(place.module)
+        if answer is None:
+            continue
+        site = Site(place.names[0], type_name(place.module), tuple(place.names[1:]))
+        if (included is not None and not included(place)) or (excluded is not None and excluded(place)):
+            refused.append(Refused(site, Refusal(answer.kind, Reason.EXCLUDED)))
+        elif isinstance(answer, Match):
+            swaps.append((Swap(site, answer), place.module))
+        else:
+            refused.append(Refused(site, answer))
+    claimed = {id(child) for swap, module in swaps for child in _claimed(module, swap.match)}
+    return Plan(tuple(swap for swap, module in swaps if id(module) not in claimed), tuple(refused))
+
+
+def type_name(module: nn.Module) -> str:
+    """The importable name of a module's type, as a Site has it."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+@dataclass
+class _Place:
+    """One module object and every name that leads to it, first in module order first."""
+
+    module: nn.Module
+    names: list[str] = field(default_factory=list)
+
+
+def _distinct(model: nn.Module) -> Iterable[_Place]:
+    places: dict[int, _Place] = {}
+    for name, module in _named(model, "", ()):
+        places.setdefault(id(module), _Place(module)).names.append(name)
+    return places.values()
+
+
+def _named(module: nn.Module, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """Every (name, module) in module order. Unlike named_modules(remove_duplicate=False) it ends where a module
+    holds one of its own ancestors."""
+    yield name, module
+    above = (*above, id(module))
+    for key, child in module._modules.items():
+        if child is not None and id(child) not in above:
+            yield from _named(child, f"{name}.{key}" if name else key, above)
+
+
+def _claimed(module: nn.Module, match: Match) -> Iterator[nn.Module]:
+    """The children an expression site calls: it counts on their exact type, so no other site may swap them."""
+    for name in match.attributes.values():
+        child = module._modules.get(name) if isinstance(name, str) else None
+        if child is not None:
+            yield child
+
+
+def _selector(given: Any, argument: str, found: list[_Place]) -> Callable[[_Place], bool] | None:
+    """One predicate over places for all of the filters ``given``; None when there is no filter."""
+    if given is None:
+        return None
+    several = isinstance(given, Iterable) and not isinstance(given, (str, nn.Module, type))
+    tests = [_test(one, argument) for one in (given if several else [given])]
+    names = [name for place in found for name in place.names]
+    for test in tests:
+        if test.pattern is not None and not any(test.holds(None, name) for name in names):
+            warnings.warn(f"{argument}: the pattern {test.pattern!r} matches no module", UserWarning, stacklevel=3)
+    return lambda place: any(test.holds(place.module, name) for test in tests for name in place.names)
+
+
+@dataclass(frozen=True)
+class _Test:
+    """One filter: what it asks of (module, name), and the pattern it came from if it is one."""
+
+    holds: Callable[[Any, str], bool]
+    pattern: str | None = None
+
+
+def _test(given: Any, argument: str) -> _Test:
+    if isinstance(given, str) and given.startswith("re:"):
+        try:
+            expression = re.compile(given[len("re:") :])
+        except re.error as error:
+            raise ValueError(f"{argument}: {given!r} is not a regular expression: {error}") from error
+        return _Test(lambda module, name: expression.fullmatch(name) is not None, given)
+    if isinstance(given, str):
+        return _Test(lambda module, name: fnmatch.fnmatchcase(name, given), given)
+    if callable(given) and not isinstance(given, (type, nn.Module)):
+        return _Test(lambda module, name: bool(given(module, name)))
+    shown = given.__name__ if isinstance(given, type) else type(given).__name__
+    raise TypeError(
+        f"{argument}: a filter must be a glob, 're:...', fn(module, name) -> bool or a list of these, got {shown}"
+    )
