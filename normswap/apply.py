@@ -15,7 +15,7 @@ from normswap.plan import NormswapError, Plan, PlanError, Site, Swap
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-_INSTALLED = (modules.LayerNorm, modules.GroupNorm, modules.RMSNorm, modules.Rewritten)
+_INSTALLED: tuple[type, ...] = (modules.LayerNorm, modules.GroupNorm, modules.RMSNorm, modules.Rewritten)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def revert(model: _Module) -> _Module:
         before = modules.original_class(module)
         if before is not None:
             swapped.append((module, before))
-        elif isinstance(module, _INSTALLED):
+        elif issubclass(type(module), _INSTALLED):
             raise _changed_since(name, module)
     for module, before in swapped:
         _set_class(module, before)
@@ -147,5 +147,7 @@ def _change(swap: Swap, module: nn.Module) -> Change:
         after = modules.swapped_class(swap.match.kind, before, swap.match.attributes)
     except (KeyError, TypeError) as error:
         shown = swap.site.name or "(root)"
-        raise PlanError(f"plan: {shown}: attributes {dict(swap.match.attributes)} do not fit {swap.match.kind}") from error
+        raise PlanError(
+            f"plan: {shown}: attributes {dict(swap.match.attributes)} do not fit {swap.match.kind}"
+        ) from error
     return Change(swap.site, module, before, after)

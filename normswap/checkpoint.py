@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from normswap.apply import apply
-from normswap.optimize import optimize, plan, report
-from normswap.report import Report
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from normswap import native
+from normswap.apply import apply
 from normswap.factory import build_model, load_strictly
 from normswap.files import replacing, sha256
 from normswap.modules import site_match
+from normswap.optimize import optimize, plan, report
 from normswap.plan import NormswapError, Plan, PlanError
+from normswap.report import Report
 from normswap.tensors import (
     SUFFIXES,
     CheckpointError,
@@ -73,10 +73,10 @@ def convert(
     """Write to ``out`` the checkpoint ``source`` as one that ``load_model`` opens swapped; returns the proof.
 
     The model comes from ``factory`` ("pkg.module:function", imported and called), takes the tensors strictly, goes to
-    ``device`` (CUDA where there is any, else the CPU) and is optimized there in eval mode; the other arguments are those of
-    ``optimize``. ``out`` with a suffix of SUFFIXES is a file, without one a folder in which the
-    tensors file keeps its name; ``normswap.json`` lies beside it. The tensors are those of ``source``, bit for bit, also
-    from one format into the other, and ``out`` may be ``source``.
+    ``device`` (CUDA where there is any, else the CPU) and is optimized there in eval mode; the other arguments are
+    those of ``optimize``. ``out`` with a suffix of SUFFIXES is a file, without one a folder in which the tensors file
+    keeps its name; ``normswap.json`` lies beside it. The tensors are those of ``source``, bit for bit, also from one
+    format into the other, and ``out`` may be ``source``.
 
     Raises CheckpointError (unreadable, unfit, ``out`` exists and not ``force``), MismatchError and
     NothingSwappedError as ``optimize`` does. Nothing is written unless everything succeeded.
@@ -107,7 +107,7 @@ def convert(
         "device": str(where),
         "gpu": torch.cuda.get_device_name(where) if where.type == "cuda" else None,
         "kernels": native.status().origin,
-        "report": proof.to_json(),
+        "report": proof.to_dict(),
     }
     _write(source, target, tensors, metadata, manifest)
     return proof

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from normswap.optimize import plan
 from tabulate import tabulate
 
 from normswap import checkpoint, native
 from normswap.factory import load_strictly
 from normswap.inputs import make_inputs
+from normswap.optimize import plan
 from normswap.plan import MismatchError, NormswapError, NothingSwappedError, Plan
 from normswap.summary import Summary, summarize
 from normswap.tensors import one_line

@@ -123,7 +123,8 @@ class LinearScaleBatchNorm(nn.Module):
         shape = (out_features,) if scale_shape is None else tuple(scale_shape)
         if shape not in ((), (1,), (out_features,), (1, out_features)):
             raise ValueError(
-                f"LinearScaleBatchNorm: scale_shape must be (), (1,), ({out_features},) or (1, {out_features}), got {shape}"
+                f"LinearScaleBatchNorm: scale_shape must be (), (1,), ({out_features},) or (1, {out_features}), "
+                f"got {shape}"
             )
         self.gemm = nn.Linear(in_features, out_features, bias=bias, **where)
         self.scale = nn.Parameter(torch.ones(shape, **where))
@@ -254,10 +255,11 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
         return swapped
     if kind not in _FORWARDS:
         raise PlanError(f"no swap for kind {kind!r}; known: {', '.join((*_MODULE_CLASSES, *_FORWARDS))}")
-    return _rewritten_class(kind, original, tuple(sorted(attributes.items())))
+    key: Any = (kind, original, tuple(sorted(attributes.items())))
+    return _rewritten_class(*key)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _rewritten_class(kind: str, original: type[nn.Module], items: tuple[tuple[str, Any], ...]) -> type[nn.Module]:
     attributes = dict(items)
     base_forward = original.forward

@@ -8,7 +8,6 @@ machine without the library - goes to ``reference``.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,15 +47,16 @@ def _library_ready() -> bool:
     if not _native_tried and not torch.compiler.is_compiling():
         _native_tried = True
         native.load(build=False)
-    return native.available() and _fakes_registered()
+    return native.available()
 
 
-@functools.cache
-def _fakes_registered() -> bool:
+def _register_fakes() -> None:
     """Every native op only fills tensors it is given, so its fake does nothing."""
     for name in ("layer_norm", "rms_norm", "l1_norm", "group_norm", "scale_batch_norm", "affine", "fold_linear"):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
-    return True
+
+
+native.on_load(_register_fakes)
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
@@ -70,13 +70,27 @@ def _autocast_to_float(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tensors
 
 
-def _differentiable_gradients(
+def _affine_dtypes_fit(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """True when weight and bias have one dtype, the input's or float32."""
+    given = {t.dtype for t in (weight, bias) if t is not None}
+    return len(given) <= 1 and given <= {input.dtype, torch.float32}
+
+
+def _mixed(input: Tensor, *affine: Tensor | None) -> bool:
+    return any(t is not None and t.dtype != input.dtype for t in affine)
+
+
+def _reference_gradients(
     function: Callable[..., Tensor], tensors: Sequence[Tensor | None], grad: Tensor
 ) -> list[Tensor | None]:
-    """Gradients that can themselves be differentiated: those of the reference formula, for double backward."""
-    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    """The gradients of the reference formula, in float32: differentiable where grad mode is on (double backward)."""
+    create = torch.is_grad_enabled()
     with torch.enable_grad():
-        found = iter(torch.autograd.grad(function(*tensors), wanted, grad, create_graph=True, allow_unused=True))
+        if not create:
+            tensors = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        wanted = [t for t in tensors if t is not None and t.requires_grad]
+        out = function(*(None if t is None else t.float() for t in tensors))
+        found = iter(torch.autograd.grad(out, wanted, grad.float(), create_graph=create, allow_unused=True))
     return [next(found) if t is not None and t.requires_grad else None for t in tensors]
 
 
@@ -90,11 +104,11 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Layer normalisation over the trailing ``normalized_shape`` (Ba et al. 2016), as ``torch.nn.functional.layer_norm``.
+    """Layer normalisation over the trailing ``normalized_shape`` (Ba et al. 2016), as ``torch.nn.functional``'s.
 
-    ``input`` is (*, *normalized_shape); ``weight`` and ``bias`` have ``normalized_shape``. Statistics are float32 or
-    better and two-pass. Returns a contiguous tensor of the input's shape and dtype (float32 under autocast). Raises
-    what PyTorch's op raises.
+    ``input`` is (*, *normalized_shape); ``weight`` and ``bias`` have ``normalized_shape`` and the input's dtype or
+    float32. Statistics are float32 or better and two-pass. Returns a contiguous tensor of the input's shape and dtype
+    (float32 under autocast). Raises what PyTorch's op raises.
     """
     input, weight, bias = _autocast_to_float(input, weight, bias)  # type: ignore[assignment]
     shape = tuple(normalized_shape)
@@ -102,12 +116,13 @@ def layer_norm(
         native_serves(input, weight, bias)
         and len(shape) > 0
         and input.shape[-len(shape) :] == shape
-        and (weight is None or (weight.shape == shape and weight.dtype == input.dtype))
-        and (bias is None or (bias.shape == shape and bias.dtype == input.dtype))
+        and (weight is None or weight.shape == shape)
+        and (bias is None or bias.shape == shape)
+        and _affine_dtypes_fit(input, weight, bias)
     ):
         return reference.layer_norm(input, list(shape), weight, bias, eps)
     if _needs_grad(input, weight, bias):
-        return _LayerNorm.apply(input, weight, bias, shape, eps)  # type: ignore[no-any-return]
+        return _LayerNorm.apply(input, weight, bias, shape, eps)
     return _layer_norm_forward(input, weight, bias, shape, eps, None, None)
 
 
@@ -149,9 +164,9 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, weight, bias, mean, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _mixed(input, weight, bias):
             formula = lambda x, w, b: reference.layer_norm(x, list(ctx.shape), w, b, ctx.eps)  # noqa: E731
-            return *_differentiable_gradients(formula, (input, weight, bias), grad), None, None
+            return *_reference_gradients(formula, (input, weight, bias), grad), None, None
         needs = [bool(n) for n in ctx.needs_input_grad[:3]]
         grads = torch.ops.aten.native_layer_norm_backward(
             grad.contiguous(), input.contiguous(), list(ctx.shape), mean, rstd, weight, bias, needs
@@ -174,15 +189,15 @@ def rms_norm(
     shape = tuple(normalized_shape)
     if not (
         native_serves(input, weight)
-        and not torch.is_autocast_enabled("cuda")
         and len(shape) > 0
         and input.shape[-len(shape) :] == shape
-        and (weight is None or (weight.shape == shape and weight.dtype == input.dtype))
+        and (weight is None or weight.shape == shape)
+        and _affine_dtypes_fit(input, weight, None)
     ):
         return reference.rms_norm(input, shape, weight, eps)
     epsilon = torch.finfo(torch.float32).eps if eps is None else eps
     if _needs_grad(input, weight):
-        return _RMSNorm.apply(input, weight, shape, epsilon)  # type: ignore[no-any-return]
+        return _RMSNorm.apply(input, weight, shape, epsilon)
     return _rms_norm_forward(input, weight, shape, epsilon, None)
 
 
@@ -207,9 +222,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, weight, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _mixed(input, weight):
             formula = lambda x, w: reference.rms_norm(x, ctx.shape, w, ctx.eps)  # noqa: E731
-            return *_differentiable_gradients(formula, (input, weight), grad), None, None
+            return *_reference_gradients(formula, (input, weight), grad), None, None
         needs = [bool(n) for n in ctx.needs_input_grad[:2]]
         grads = torch.ops.aten._fused_rms_norm_backward(
             grad.contiguous(), input.contiguous(), list(ctx.shape), rstd, weight, needs
@@ -229,7 +244,7 @@ def l1_norm(input: Tensor, dim: int = -1) -> Tensor:
     if not (native_serves(input) and input.dim() > 0 and dim in (-1, input.dim() - 1) and input.shape[-1] > 0):
         return reference.l1_norm(input, dim)
     if _needs_grad(input):
-        return _L1Norm.apply(input)  # type: ignore[no-any-return]
+        return _L1Norm.apply(input)
     return _l1_norm_forward(input, None)
 
 
@@ -253,7 +268,7 @@ class _L1Norm(torch.autograd.Function):
         """With m = mean|x| over the N elements of a row: dx = dy / m - sign(x) sum(dy x) / (N m^2)."""
         input, mean_abs = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _differentiable_gradients(reference.l1_norm, (input,), grad)[0]
+            return _reference_gradients(reference.l1_norm, (input,), grad)[0]
         x, dy = input.float(), grad.float()
         shared = (dy * x).mean(-1, keepdim=True) / (mean_abs * mean_abs)
         return (dy / mean_abs).addcmul_(x.sign(), shared, value=-1).to(input.dtype)
@@ -277,12 +292,13 @@ def group_norm(
         and num_groups > 0
         and input.shape[1] > 0
         and input.shape[1] % num_groups == 0
-        and (weight is None or (weight.shape == input.shape[1:2] and weight.dtype == input.dtype))
-        and (bias is None or (bias.shape == input.shape[1:2] and bias.dtype == input.dtype))
+        and (weight is None or weight.shape == input.shape[1:2])
+        and (bias is None or bias.shape == input.shape[1:2])
+        and _affine_dtypes_fit(input, weight, bias)
     ):
         return reference.group_norm(input, num_groups, weight, bias, eps)
     if _needs_grad(input, weight, bias):
-        return _GroupNorm.apply(input, weight, bias, num_groups, eps)  # type: ignore[no-any-return]
+        return _GroupNorm.apply(input, weight, bias, num_groups, eps)
     return _group_norm_forward(input, weight, bias, num_groups, eps, None, None)
 
 
@@ -329,7 +345,7 @@ class _GroupNorm(torch.autograd.Function):
         input, weight, bias, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():
             formula = lambda x, w, b: reference.group_norm(x, ctx.num_groups, w, b, ctx.eps)  # noqa: E731
-            return *_differentiable_gradients(formula, (input, weight, bias), grad), None, None
+            return *_reference_gradients(formula, (input, weight, bias), grad), None, None
         needs = [bool(n) for n in ctx.needs_input_grad[:3]]
         layout = _channels_last_format(input)
         batch, channels = input.shape[:2]
@@ -346,7 +362,7 @@ class _GroupNorm(torch.autograd.Function):
             ctx.num_groups,
             needs,
         )
-        dx, dw, db = (g.to(input.dtype) if n else None for g, n in zip(grads, needs, strict=True))
+        dx, dw, db = (g.to(t.dtype) if n else None for g, t, n in zip(grads, (input, weight, bias), needs, strict=True))
         return None if dx is None else dx.contiguous(memory_format=layout), dw, db, None, None
 
 
@@ -386,9 +402,7 @@ def scale_batch_norm(
             input, scale, running_mean, running_var, weight, bias, training, momentum, eps
         )
     if training:
-        return _ScaleBatchNorm.apply(  # type: ignore[no-any-return]
-            input, scale, weight, bias, running_mean, running_var, momentum, eps
-        )
+        return _ScaleBatchNorm.apply(input, scale, weight, bias, running_mean, running_var, momentum, eps)
     if _needs_grad(input, scale, weight, bias):
         return reference.scale_batch_norm(input, scale, running_mean, running_var, weight, bias, False, momentum, eps)
     input = input.contiguous()
@@ -443,7 +457,7 @@ class _ScaleBatchNorm(torch.autograd.Function):
             formula = lambda z, s, w, b: reference.scale_batch_norm(  # noqa: E731
                 z, s, None, None, w, b, True, 0.0, ctx.eps
             )
-            return *_differentiable_gradients(formula, (input, scale, weight, bias), grad), None, None, None, None
+            return *_reference_gradients(formula, (input, scale, weight, bias), grad), None, None, None, None
         rows = input.shape[0]
         dy = grad.float()
         centred = input.float() - mean

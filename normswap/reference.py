@@ -56,8 +56,8 @@ def fold_scale_batch_norm(
 ) -> tuple[Tensor, Tensor]:
     """The weight (C, K) and bias (C,) of the one Linear that equals Linear -> * scale -> BatchNorm in eval.
 
-    With ``a = weight * scale / sqrt(running_var + eps)`` per output channel and ``t = weight / sqrt(running_var + eps)``:
-    ``W' = a W`` and ``b' = a b + bias - t running_mean``, in float32 or better, each rounded once to the Linear's dtype.
+    With ``t = weight / sqrt(running_var + eps)`` and ``a = t scale`` per output channel: ``W' = a W`` and ``b' = a b +
+    bias - t running_mean``, in float32 or better, each rounded once to the Linear's dtype.
     """
     wide = torch.promote_types(linear_weight.dtype, torch.float32)
     gain = (running_var.to(wide) + eps).rsqrt()

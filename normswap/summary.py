@@ -32,7 +32,8 @@ class Summary:
 
     def __str__(self) -> str:
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
-        return f"{_count(self.tensors, 'tensor')} ({dtypes}), {_readable(self.size)}, {_count(len(self.norms), 'likely norm')}"
+        norms = _count(len(self.norms), "likely norm")
+        return f"{_count(self.tensors, 'tensor')} ({dtypes}), {_readable(self.size)}, {norms}"
 
     @property
     def norm_names(self) -> list[str]:

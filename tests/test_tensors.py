@@ -167,8 +167,8 @@ def test_torchscript_and_compressed_archives(tmp_path: Path) -> None:
     [
         (
             {"epoch": 3, "model": {"w": torch.ones(2)}, "w": torch.ones(2)},
-            r"not a flat state_dict .*epoch \(int\), model \(dict of 1\), w \(tensor \[2\]\); save the inner one by itself: "
-            + r"torch.save\(checkpoint\['model'\], ...\)",
+            r"not a flat state_dict .*epoch \(int\), model \(dict of 1\), w \(tensor \[2\]\); save the inner one by "
+            r"itself: torch.save\(checkpoint\['model'\], ...\)",
         ),
         ({"w": torch.ones(2), "note": "text"}, r"w \(tensor \[2\]\), note \(str\)$"),
         ({}, "not a state_dict .* but dict of 0"),
@@ -293,4 +293,4 @@ def test_replacing_works_without_hard_links(tmp_path: Path, monkeypatch: pytest.
     with replacing() as files:
         for name in ("one", "two"):
             files.write(tmp_path / name, lambda path: path.write_text("new"))
-    assert {k: v for k, v in snapshot(tmp_path).items()} == {"one": b"new", "two": b"new"}
+    assert snapshot(tmp_path) == {"one": b"new", "two": b"new"}

@@ -1,4 +1,4 @@
-"""What can be swapped: one file per kind, each with a KIND and a ``match``. ``find`` asks them in the order of KINDS."""
+"""What can be swapped: one file per kind, each with a KIND and a ``match``; ``find`` asks them in that order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What every rule about an expression asks before it reads a forward closely.
 
 *Recognising* is cheap and lenient: does the source hold something of the pattern's shape? It decides only whether the
-report should speak of this module at all. *Judging* (in each rule, by ``tracing``) is exact and decides what is swapped.
+report should speak of this module at all. *Judging* (in each rule, by ``source.scan`` and ``tracing.trace``) is exact
+and decides what is swapped.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from normswap import tracing
 from normswap.plan import Reason, Refusal
-from normswap.rules.module_site import is_ours
+from normswap.rules import source
+from normswap.rules.module_site import is_ours, parametrized_names
 
 DIVISION = frozenset({"/", "div", "divide", "true_divide"})
 MULTIPLICATION = frozenset({"*", "mul", "multiply"})
@@ -55,14 +56,14 @@ def _code_names(forward: object) -> frozenset[str]:
 def recognised_in(forward: types.FunctionType, looks_like: Callable[[Flow], bool]) -> bool:
     """True when ``looks_like`` the pattern, or when there is no source to tell."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
-    tree = tracing.source_tree(code) if isinstance(code, types.CodeType) else None
+    tree = source.source_tree(code) if isinstance(code, types.CodeType) else None
     return tree is None or looks_like(Flow(tree))
 
 
 def not_rewritable(module: nn.Module, kind: str) -> Refusal | None:
     """Why a module whose class's forward is recognised must not be given another class."""
     if parametrize.is_parametrized(module):
-        return Refusal(kind, Reason.PARAMETRIZED, ", ".join(module.parametrizations))
+        return Refusal(kind, Reason.PARAMETRIZED, parametrized_names(module))
     if "forward" in module.__dict__:
         return Refusal(kind, Reason.INSTANCE_FORWARD)
     if isinstance(module, fx.GraphModule):
@@ -70,7 +71,7 @@ def not_rewritable(module: nn.Module, kind: str) -> Refusal | None:
     return None
 
 
-def besides(scanned: tracing.Scan, pattern: Counter[str], canonical: Mapping[str, str]) -> list[str]:
+def besides(scanned: source.Scan, pattern: Counter[str], canonical: Mapping[str, str]) -> list[str]:
     """The operations of a forward that ``pattern`` does not account for, by their ``canonical`` names."""
     done = Counter(canonical.get(operation, operation) for operation in scanned.operations)
     return sorted((done - pattern).elements())
@@ -82,12 +83,13 @@ class Flow:
 
     def __init__(self, tree: ast.FunctionDef) -> None:
         self.nodes = list(ast.walk(tree))
-        self._assigned: dict[str, list[ast.expr]] = {}
+        self._assigned: dict[str, list[ast.AST]] = {}
         for node in self.nodes:
             if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     if isinstance(target, ast.Name):
-                        self._assigned.setdefault(target.id, []).append(node.value)
+                        value = node if isinstance(node, ast.AugAssign) else node.value
+                        self._assigned.setdefault(target.id, []).append(value)
 
     def into(self, *expressions: ast.AST) -> Iterator[ast.AST]:
         """Every node that may flow into any of ``expressions``, themselves included."""

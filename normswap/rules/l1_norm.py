@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from normswap import tracing
 from normswap.plan import Match, Reason, Refusal
+from normswap.rules import source
 from normswap.rules.expression_site import (
     ABS,
     DIVISION,
@@ -67,7 +68,7 @@ def _divisors(flow: Flow) -> list[ast.AST]:
 
 
 def _judge(module: nn.Module, forward: types.FunctionType) -> Match | Refusal:
-    scanned = tracing.scan(forward)
+    scanned = source.scan(forward)
     if isinstance(scanned, tracing.Rejection):
         return Refusal(KIND, scanned.reason, scanned.detail)
     if extra := besides(scanned, _PATTERN, _CANONICAL):
@@ -79,15 +80,15 @@ def _judge(module: nn.Module, forward: types.FunctionType) -> Match | Refusal:
     return next((answer for answer in answers if isinstance(answer, Refusal)), answers[0])
 
 
-def _judge_trace(module: nn.Module, scanned: tracing.Scan, training: bool) -> Match | Refusal:
+def _judge_trace(module: nn.Module, scanned: source.Scan, training: bool) -> Match | Refusal:
     # The scan has no operation that could ask for a shape, so one rank speaks for all; equal sizes let a forward
     # without keepdim run, so that it is refused for that.
-    traced = tracing.trace(module, scanned, (3,) * _RANK, training=training)
+    traced = tracing.trace(module, scanned.reads, (3,) * _RANK, training=training)
     if isinstance(traced, tracing.Rejection):
         return Refusal(KIND, traced.reason, traced.detail)
     mean = _mean_of_l1_norm(traced)
     if mean is None:
-        return Refusal(KIND, Reason.UNSUPPORTED, f"forward computes another function: {_targets(traced.graph)}")
+        return Refusal(KIND, Reason.UNSUPPORTED, f"forward computes another function: {_targets(traced)}")
     dims, keepdim = mean.args[1], len(mean.args) > 2 and mean.args[2]
     if not (isinstance(dims, (list, tuple)) and len(dims) == 1 and keepdim and not mean.kwargs):
         detail = f"mean over dim={dims}, keepdim={bool(keepdim)}{', dtype given' if mean.kwargs else ''}"
@@ -97,7 +98,7 @@ def _judge_trace(module: nn.Module, scanned: tracing.Scan, training: bool) -> Ma
 
 def _mean_of_l1_norm(traced: tracing.Traced) -> fx.Node | None:
     """The mean of a graph that is exactly ``argument / mean(abs(argument), ...)``; None for any other graph."""
-    nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
+    nodes = traced.operations
     if [node.target for node in nodes] != [_aten.abs.default, _aten.mean.dim, _aten.div.Tensor]:
         return None
     magnitude, mean, quotient = nodes
@@ -107,10 +108,10 @@ def _mean_of_l1_norm(traced: tracing.Traced) -> fx.Node | None:
         and mean.args[0] is magnitude
         and quotient.args == (x, mean)
         and not quotient.kwargs
-        and traced.graph.output_node().args == (quotient,)
+        and traced.result is quotient
     )
     return mean if exact and all(len(node.users) == 1 for node in nodes) else None
 
 
-def _targets(graph: fx.Graph) -> str:
-    return ", ".join(str(node.target) for node in graph.nodes if node.op == "call_function")
+def _targets(traced: tracing.Traced) -> str:
+    return ", ".join(str(node.target) for node in traced.operations)

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from normswap import tracing
 from normswap.plan import Match, Reason, Refusal
+from normswap.rules import source
 from normswap.rules.expression_site import (
     MULTIPLICATION,
     Flow,
@@ -24,7 +25,7 @@ from normswap.rules.expression_site import (
     not_rewritable,
     recognised_in,
 )
-from normswap.rules.module_site import is_lazy, why_not_exact
+from normswap.rules.module_site import is_lazy, settled_type, why_not_exact
 
 KIND = "linear_scale_batch_norm"
 
@@ -62,7 +63,8 @@ def match(module: nn.Module) -> Match | Refusal | None:
 
 
 def _children(module: nn.Module, cls: type[nn.Module], names: frozenset[str]) -> frozenset[str]:
-    return frozenset(name for name, child in module._modules.items() if isinstance(child, cls) and name in names)
+    children = ((name, child) for name, child in module._modules.items() if child is not None and name in names)
+    return frozenset(name for name, child in children if issubclass(settled_type(child), cls))
 
 
 def _looks_like(flow: Flow, linears: frozenset[str], batch_norms: frozenset[str]) -> bool:
@@ -84,17 +86,19 @@ def _is_product(node: ast.AST) -> bool:
 def _judge(
     module: nn.Module, forward: types.FunctionType, linears: frozenset[str], batch_norms: frozenset[str]
 ) -> Match | Refusal:
-    scanned = tracing.scan(forward)
+    scanned = source.scan(forward)
     if isinstance(scanned, tracing.Rejection):
         return Refusal(KIND, scanned.reason, scanned.detail)
     site = _site(scanned, linears, batch_norms)
     if isinstance(site, Refusal):
         return site
+    if (rejection := tracing.unreadable(module, scanned.reads)) is not None:
+        return Refusal(KIND, rejection.reason, rejection.detail)
     refusal = _why_no_site(module, site) or _why_no_match(module, forward, scanned, site)
     return refusal or Match(KIND, site._asdict())
 
 
-def _site(scanned: tracing.Scan, linears: frozenset[str], batch_norms: frozenset[str]) -> _Site | Refusal:
+def _site(scanned: source.Scan, linears: frozenset[str], batch_norms: frozenset[str]) -> _Site | Refusal:
     """Which attribute plays which part, by the scan; whether they are put together rightly, only the trace tells."""
     called = [name for name in scanned.reads if f"self.{name}" in scanned.operations]
     linear = next((name for name in called if name in linears), "")
@@ -115,7 +119,7 @@ def _why_no_site(module: nn.Module, site: _Site) -> Refusal | None:
     for name, child, expected in ((site.linear, linear, nn.Linear), (site.batch_norm, batch_norm, nn.BatchNorm1d)):
         if (refusal := _why_not_plain(name, child, expected)) is not None:
             return refusal
-    scale = {**module._parameters, **module._buffers}.get(site.scale)
+    scale = tracing.own_tensors(module).get(site.scale)
     if scale is None:
         return Refusal(KIND, Reason.UNSUPPORTED, f"self.{site.scale} is neither a Parameter nor a buffer")
     channels = linear.out_features  # type: ignore[union-attr]
@@ -138,9 +142,7 @@ def _why_not_plain(name: str, child: nn.Module | None, expected: type[nn.Module]
     return None
 
 
-def _why_no_match(
-    module: nn.Module, forward: types.FunctionType, scanned: tracing.Scan, site: _Site
-) -> Refusal | None:
+def _why_no_match(module: nn.Module, forward: types.FunctionType, scanned: source.Scan, site: _Site) -> Refusal | None:
     """The verdict of both modes' graphs, kept by all that they depend on."""
     linear, batch_norm = module.get_submodule(site.linear), module.get_submodule(site.batch_norm)
     scale = getattr(module, site.scale)
@@ -154,17 +156,17 @@ def _why_no_match(
     return known[key]
 
 
-def _why_no_match_in(module: nn.Module, scanned: tracing.Scan, site: _Site, training: bool) -> Refusal | None:
+def _why_no_match_in(module: nn.Module, scanned: source.Scan, site: _Site, training: bool) -> Refusal | None:
     linear = module.get_submodule(site.linear)
     # momentum None divides by the number of batches seen, a value that fakes do not have; 1.0 stands for it.
     settings = {site.batch_norm: {"momentum": 1.0}}
     shape, dtype = (_ROWS, linear.in_features), linear.weight.dtype
-    traced = tracing.trace(module, scanned, shape, dtype, training=training, settings=settings)  # type: ignore[arg-type]
+    traced = tracing.trace(module, scanned.reads, shape, dtype, training=training, settings=settings)  # type: ignore[arg-type]
     if isinstance(traced, tracing.Rejection):
         return Refusal(KIND, traced.reason, traced.detail)
     if not _is_pattern(traced, site, module.get_submodule(site.batch_norm), training):
         mode = "train" if training else "eval"
-        computed = ", ".join(str(node.target) for node in traced.graph.nodes if node.op == "call_function")
+        computed = ", ".join(str(node.target) for node in traced.operations)
         return Refusal(KIND, Reason.UNSUPPORTED, f"in {mode} mode, forward computes another function: {computed}")
     return None
 
@@ -173,7 +175,7 @@ def _is_pattern(traced: tracing.Traced, site: _Site, batch_norm: nn.Module, trai
     """True when the graph is exactly ``batch_norm(linear(argument, weight, bias) * scale)`` of the site's tensors,
     with each result used once, and in training the count of batches advanced by one where there is one."""
     node_of = {path: node for node, path in traced.inputs.items()}
-    nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
+    nodes = traced.operations
     tracks = bool(training and batch_norm.track_running_stats)
     batches = node_of.get(f"{site.batch_norm}.num_batches_tracked") if tracks else None
     counts = [node for node in nodes if node.target is _aten.add_.Tensor]
@@ -189,7 +191,7 @@ def _is_pattern(traced: tracing.Traced, site: _Site, batch_norm: nn.Module, trai
         _arguments(linear, 3) == (traced.argument, node_of[f"{site.linear}.weight"], bias)
         and product.args in ((linear, scale), (scale, linear))
         and normalised.args[:6] == (product, *_statistics(node_of, site, batch_norm, training))
-        and traced.graph.output_node().args == (normalised,)
+        and traced.result is normalised
         and all(len(node.users) == 1 and not node.kwargs for node in steps)
     )
 

@@ -32,7 +32,7 @@ def why_not_exact(module: nn.Module, expected: type[nn.Module]) -> tuple[Reason,
     the module are not looked at."""
     cls = type(module)
     if parametrize.is_parametrized(module):
-        return Reason.PARAMETRIZED, ", ".join(module.parametrizations)
+        return Reason.PARAMETRIZED, parametrized_names(module)
     if is_lazy(module):
         return Reason.LAZY, ""
     if cls is not expected:
@@ -45,20 +45,28 @@ def why_not_exact(module: nn.Module, expected: type[nn.Module]) -> tuple[Reason,
     return None
 
 
+def parametrized_names(module: nn.Module) -> str:
+    """The parametrized tensors of a parametrized module, for a report."""
+    return ", ".join(name for name, _ in module.get_submodule("parametrizations").named_children())
+
+
 def is_ours(module: nn.Module) -> bool:
     """True for a swapped module (parametrized or not since then), and for one of ``normswap.modules``' own."""
     ours = (modules.LayerNorm, modules.GroupNorm, modules.RMSNorm, modules.L1Norm, modules.LinearScaleBatchNorm)
     return isinstance(module, (*ours, modules.Rewritten))
 
 
+def settled_type(module: nn.Module) -> type[nn.Module]:
+    """The type of ``module``; for a lazy one, the type it will have after its first input."""
+    return (module.cls_to_become if isinstance(module, LazyModuleMixin) else None) or type(module)
+
+
 def is_lazy(module: nn.Module) -> bool:
     """True while a lazy module waits for its first input."""
-    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()  # type: ignore[misc]
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def _has_torchs_forward(expected: type[nn.Module]) -> bool:
     """False when some library replaced ``expected.forward`` for the whole process: its globals are then its own."""
     forward = expected.forward
-    return (
-        isinstance(forward, types.FunctionType) and forward.__globals__ is sys.modules[expected.__module__].__dict__
-    )
+    return isinstance(forward, types.FunctionType) and forward.__globals__ is sys.modules[expected.__module__].__dict__

@@ -1,0 +1,95 @@
+// scale_batch_norm, affine and fold_linear on CUDA tensors: checks, workspace, launch.
+#include "tensors.h"
+
+namespace normswap {
+namespace {
+
+ChannelVector vector_of(const char* op, const OptionalTensor& t, int64_t channels) {
+  if (!t.has_value()) return {nullptr, DType::f32};
+  STD_TORCH_CHECK(t->numel() == channels && t->is_contiguous(), op,
+                  ": per-channel tensors must be contiguous with one value a channel (", channels, "), got ",
+                  t->numel());
+  return {t->const_data_ptr(), dtype_of(*t, op)};
+}
+
+ChannelNorm channel_norm_of(const char* op, const Tensor& input, const OptionalTensor& scale,
+                            const OptionalTensor& weight, const OptionalTensor& bias, double eps, Tensor& out) {
+  STD_TORCH_CHECK(input.dim() == 2 && input.is_contiguous(), op, ": input must be contiguous (rows, channels)");
+  STD_TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.numel() == input.numel(), op,
+                  ": out must have the input's dtype and size");
+  ChannelNorm n{};
+  n.x = input.const_data_ptr();
+  n.y = out.mutable_data_ptr();
+  n.batch = 1;
+  n.rows = input.size(0);
+  n.channels = n.num_groups = input.size(1);
+  n.scale = vector_of(op, scale, n.channels);
+  n.weight = vector_of(op, weight, n.channels);
+  n.bias = vector_of(op, bias, n.channels);
+  n.eps = eps;
+  n.dtype = dtype_of(input, op);
+  return n;
+}
+
+void scale_batch_norm_cuda(const Tensor& input_, const OptionalTensor& scale, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps, double momentum, Tensor out, Tensor mean,
+                           Tensor rstd, OptionalTensor running_mean, OptionalTensor running_var) {
+  if (input_.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
+  const Tensor input = on_boundary(input_);
+  ChannelNorm n = channel_norm_of("scale_batch_norm", input, scale, weight, bias, eps, out);
+  n.running_mean = vector_of("scale_batch_norm", running_mean, n.channels);
+  n.running_var = vector_of("scale_batch_norm", running_var, n.channels);
+  n.momentum = momentum;
+  n.mean = static_cast<float*>(mean.mutable_data_ptr());
+  n.rstd = static_cast<float*>(rstd.mutable_data_ptr());
+  Tensor workspace = scratch(input, channel_workspace_bytes(n));
+  n.workspace = workspace.mutable_data_ptr();
+  STD_CUDA_CHECK(scale_batch_norm(n, stream_of(input)));
+}
+
+void affine_cuda(const Tensor& input_, const OptionalTensor& scale, const Tensor& running_mean,
+                 const Tensor& running_var, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                 Tensor out) {
+  if (input_.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
+  const Tensor input = on_boundary(input_);
+  ChannelNorm n = channel_norm_of("affine", input, scale, weight, bias, eps, out);
+  n.running_mean = vector_of("affine", running_mean, n.channels);
+  n.running_var = vector_of("affine", running_var, n.channels);
+  STD_CUDA_CHECK(affine(n, stream_of(input)));
+}
+
+void fold_linear_cuda(const Tensor& linear_weight_, const OptionalTensor& linear_bias, const OptionalTensor& scale,
+                      const Tensor& running_mean, const Tensor& running_var, const OptionalTensor& weight,
+                      const OptionalTensor& bias, double eps, Tensor out_weight, Tensor out_bias) {
+  if (linear_weight_.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(linear_weight_.get_device_index());
+  const Tensor linear_weight = on_boundary(linear_weight_);
+  STD_TORCH_CHECK(linear_weight.dim() == 2 && linear_weight.is_contiguous(),
+                  "fold_linear: linear_weight must be contiguous (out_features, in_features)");
+  FoldLinear f{};
+  f.linear_weight = linear_weight.const_data_ptr();
+  f.out_weight = out_weight.mutable_data_ptr();
+  f.out_bias = out_bias.mutable_data_ptr();
+  f.channels = linear_weight.size(0);
+  f.in_features = linear_weight.size(1);
+  f.linear_bias = vector_of("fold_linear", linear_bias, f.channels);
+  f.scale = vector_of("fold_linear", scale, f.channels);
+  f.weight = vector_of("fold_linear", weight, f.channels);
+  f.bias = vector_of("fold_linear", bias, f.channels);
+  f.running_mean = vector_of("fold_linear", running_mean, f.channels);
+  f.running_var = vector_of("fold_linear", running_var, f.channels);
+  f.eps = eps;
+  f.dtype = dtype_of(linear_weight, "fold_linear");
+  STD_CUDA_CHECK(fold_linear(f, stream_of(linear_weight)));
+}
+
+}  // namespace
+}  // namespace normswap
+
+STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
+  m.impl("scale_batch_norm", TORCH_BOX(&normswap::scale_batch_norm_cuda));
+  m.impl("affine", TORCH_BOX(&normswap::affine_cuda));
+  m.impl("fold_linear", TORCH_BOX(&normswap::fold_linear_cuda));
+}

@@ -1,0 +1,25 @@
+// Every schema in one place. Outputs are allocated by the caller: sizes, strides and out-of-memory errors are PyTorch's.
+// No autograd here: normswap/ops.py calls these under autograd Functions, nothing else should.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(normswap, m) {
+  // regime: 0 lets the plan choose; 1 to 5 (row_plan.h) force one, for tests.
+  m.def(
+      "layer_norm(Tensor input, Tensor? weight, Tensor? bias, int cols, float eps, "
+      "Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");
+  m.def(
+      "rms_norm(Tensor input, Tensor? weight, int cols, float eps, Tensor(a!) out, Tensor(b!)? rstd, int regime) -> ()");
+  m.def("l1_norm(Tensor input, int cols, Tensor(a!) out, Tensor(b!)? mean_abs, int regime) -> ()");
+  m.def(
+      "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, bool channels_last, "
+      "Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");
+  m.def(
+      "scale_batch_norm(Tensor input, Tensor? scale, Tensor? weight, Tensor? bias, float eps, float momentum, "
+      "Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor(d!)? running_mean, Tensor(e!)? running_var) -> ()");
+  m.def(
+      "affine(Tensor input, Tensor? scale, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, "
+      "float eps, Tensor(a!) out) -> ()");
+  m.def(
+      "fold_linear(Tensor linear_weight, Tensor? linear_bias, Tensor? scale, Tensor running_mean, Tensor running_var, "
+      "Tensor? weight, Tensor? bias, float eps, Tensor(a!) out_weight, Tensor(b!) out_bias) -> ()");
+}

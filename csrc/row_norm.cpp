@@ -1,0 +1,167 @@
+// layer_norm, rms_norm, l1_norm and group_norm on CUDA tensors: checks, plan, workspace, launch.
+#include "tensors.h"
+
+namespace normswap {
+namespace {
+
+using Launch = cudaError_t (*)(const RowNorm&, const RowPlan&, cudaStream_t);
+
+bool has_clusters() {
+  int device = 0, major = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major == 9 || major == 10;
+}
+
+void check_same(const char* op, const Tensor& input, const Tensor& out) {
+  STD_TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.numel() == input.numel(), op,
+                  ": out must have the input's dtype and size");
+}
+
+// Fill in dtypes and affine parameters of `n`; `parameters` is the length they must have.
+void set_affine(const char* op, RowNorm& n, const OptionalTensor& weight, const OptionalTensor& bias,
+                int64_t parameters) {
+  n.weight_dtype = n.dtype;
+  for (const OptionalTensor* p : {&weight, &bias}) {
+    if (!p->has_value()) continue;
+    n.weight_dtype = dtype_of(**p, op);
+    STD_TORCH_CHECK((*p)->numel() == parameters && (*p)->is_contiguous(), op,
+                    ": weight and bias must be contiguous with ", parameters, " elements");
+    STD_TORCH_CHECK(n.weight_dtype == n.dtype || n.weight_dtype == DType::f32, op,
+                    ": weight and bias must have the input's dtype or float32");
+  }
+  STD_TORCH_CHECK(!weight.has_value() || !bias.has_value() || weight->scalar_type() == bias->scalar_type(), op,
+                  ": weight and bias must have one dtype");
+  n.weight = data_or_null(weight);
+  n.bias = data_or_null(bias);
+}
+
+void run(const char* op, Launch launch, RowNorm n, const Tensor& input, const Tensor& out, int64_t regime) {
+  RowPlan plan;
+  STD_TORCH_CHECK(make_row_plan(n.rows, n.cols, static_cast<int>(itemsize(n.dtype)), has_clusters(),
+                                static_cast<Regime>(regime), &plan),
+                  op, ": rows of ", n.cols, " elements cannot be done in regime ", regime);
+  Tensor workspace = scratch(input, row_workspace_bytes(plan, n.rows));
+  n.workspace = workspace.mutable_data_ptr();
+  n.y = out.mutable_data_ptr();
+  STD_CUDA_CHECK(launch(n, plan, stream_of(input)));
+}
+
+RowNorm row_norm_of(const char* op, const Tensor& input, const Tensor& out, int64_t cols, double eps) {
+  check_same(op, input, out);
+  STD_TORCH_CHECK(cols > 0 && input.numel() % cols == 0, op, ": rows of ", cols, " elements do not divide ",
+                  input.numel());
+  RowNorm n{};
+  n.x = input.const_data_ptr();
+  n.rows = input.numel() / cols;
+  n.cols = cols;
+  n.eps = eps;
+  n.num_groups = n.channels_per_group = n.spatial = 1;
+  n.dtype = dtype_of(input, op);
+  return n;
+}
+
+void layer_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t cols,
+                     double eps, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
+  if (input_.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
+  const Tensor input = on_boundary(input_);
+  const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
+  RowNorm n = row_norm_of("layer_norm", input, out, cols, eps);
+  set_affine("layer_norm", n, weight, bias, cols);
+  n.mean = floats_or_null(mean);
+  n.rstd = floats_or_null(rstd);
+  run("layer_norm", layer_norm, n, input, out, regime);
+}
+
+void rms_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, int64_t cols, double eps, Tensor out,
+                   OptionalTensor rstd, int64_t regime) {
+  if (input_.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
+  const Tensor input = on_boundary(input_);
+  const OptionalTensor weight = on_boundary(weight_);
+  RowNorm n = row_norm_of("rms_norm", input, out, cols, eps);
+  set_affine("rms_norm", n, weight, std::nullopt, cols);
+  n.rstd = floats_or_null(rstd);
+  run("rms_norm", rms_norm, n, input, out, regime);
+}
+
+void l1_norm_cuda(const Tensor& input_, int64_t cols, Tensor out, OptionalTensor mean_abs, int64_t regime) {
+  if (input_.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
+  const Tensor input = on_boundary(input_);
+  RowNorm n = row_norm_of("l1_norm", input, out, cols, 0.0);
+  n.weight_dtype = n.dtype;
+  n.mean = floats_or_null(mean_abs);
+  run("l1_norm", l1_norm, n, input, out, regime);
+}
+
+ChannelNorm channels_last_of(const RowNorm& n, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  ChannelNorm c{};
+  c.x = n.x;
+  c.weight = {n.weight, n.weight_dtype};
+  c.bias = {n.bias, n.weight_dtype};
+  c.num_groups = n.num_groups;
+  c.batch = n.rows / n.num_groups;
+  c.rows = n.spatial;
+  c.channels = n.num_groups * n.channels_per_group;
+  c.eps = eps;
+  c.dtype = n.dtype;
+  return c;
+}
+
+void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const OptionalTensor& bias_,
+                     int64_t num_groups, double eps, bool channels_last, Tensor out, OptionalTensor mean,
+                     OptionalTensor rstd, int64_t regime) {
+  if (input_.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
+  STD_TORCH_CHECK(input_.dim() >= 2 && num_groups > 0 && input_.size(1) % num_groups == 0, "group_norm: ", num_groups,
+                  " groups do not divide the channels");
+  const Tensor input = on_boundary(input_);
+  const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
+  const int64_t channels = input.size(1), rows = input.size(0) * num_groups;
+  RowNorm n = row_norm_of("group_norm", input, out, input.numel() / rows, eps);
+  n.num_groups = num_groups;
+  n.channels_per_group = channels / num_groups;
+  n.spatial = n.cols / n.channels_per_group;
+  STD_TORCH_CHECK(n.spatial < (int64_t{1} << 31), "group_norm: a channel must have fewer than 2^31 elements, got ",
+                  n.spatial);
+  set_affine("group_norm", n, weight, bias, channels);
+  n.mean = floats_or_null(mean);
+  n.rstd = floats_or_null(rstd);
+  if (!channels_last) return run("group_norm", group_norm, n, input, out, regime);
+
+  ChannelNorm c = channels_last_of(n, weight, bias, eps);
+  Tensor statistics = scratch(input, 2 * rows * static_cast<int64_t>(sizeof(float)));
+  float* values = static_cast<float*>(statistics.mutable_data_ptr());
+  c.mean = n.mean != nullptr ? n.mean : values;
+  c.rstd = n.rstd != nullptr ? n.rstd : values + rows;
+  Tensor workspace = scratch(input, channel_workspace_bytes(c));
+  c.workspace = workspace.mutable_data_ptr();
+  c.y = out.mutable_data_ptr();
+  STD_CUDA_CHECK(group_norm_channels_last(c, stream_of(input)));
+}
+
+}  // namespace
+}  // namespace normswap
+
+STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
+  m.impl("layer_norm", TORCH_BOX(&normswap::layer_norm_cuda));
+  m.impl("rms_norm", TORCH_BOX(&normswap::rms_norm_cuda));
+  m.impl("l1_norm", TORCH_BOX(&normswap::l1_norm_cuda));
+  m.impl("group_norm", TORCH_BOX(&normswap::group_norm_cuda));
+}
+
+// The launch plan, for tests that have no GPU: (regime, vec, lanes, chunk_len, chunks, warps, cluster, grid) into out.
+// Returns 0 when the row cannot be done in that regime.
+extern "C" __attribute__((visibility("default"))) int normswap_row_plan(int64_t rows, int64_t cols, int itemsize,
+                                                                        int has_clusters, int regime, int64_t* out) {
+  normswap::RowPlan p;
+  if (!normswap::make_row_plan(rows, cols, itemsize, has_clusters != 0, static_cast<normswap::Regime>(regime), &p)) {
+    return 0;
+  }
+  const int64_t values[] = {static_cast<int64_t>(p.regime), p.vec, p.lanes, p.chunk_len, p.chunks, p.warps,
+                            p.cluster, p.grid};
+  for (int i = 0; i < 8; ++i) out[i] = values[i];
+  return 1;
+}

@@ -1,0 +1,63 @@
+// What the launchers need of a tensor, on the LibTorch stable ABI.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "kernels.h"
+
+// Only libtorch_cuda.so has these. Weak, so that a CPU-only torch loads the library too.
+extern "C" {
+__attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+__attribute__((weak)) AOTITorchError torch_c10_cuda_check_msg(int32_t, const char*, const char*, uint32_t, bool, char**);
+__attribute__((weak)) void torch_c10_cuda_free_error_msg(char*);
+}
+
+namespace normswap {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+inline DType dtype_of(const Tensor& t, const char* op) {
+  switch (t.scalar_type()) {
+    case torch::headeronly::ScalarType::Float: return DType::f32;
+    case torch::headeronly::ScalarType::Half: return DType::f16;
+    case torch::headeronly::ScalarType::BFloat16: return DType::bf16;
+    default: STD_TORCH_CHECK(false, op, ": dtype must be float32, float16 or bfloat16");
+  }
+}
+
+inline int64_t itemsize(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+inline cudaStream_t stream_of(const Tensor& t) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Kernels read 16 bytes at a time; a tensor that starts elsewhere (buf[1:]) is copied to memory that does not.
+inline Tensor on_boundary(const Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 ? t : torch::stable::clone(t);
+}
+
+inline OptionalTensor on_boundary(const OptionalTensor& t) {
+  return t.has_value() ? OptionalTensor(on_boundary(*t)) : std::nullopt;
+}
+
+inline const void* data_or_null(const OptionalTensor& t) { return t.has_value() ? t->const_data_ptr() : nullptr; }
+
+inline float* floats_or_null(const OptionalTensor& t) {
+  return t.has_value() ? static_cast<float*>(t->mutable_data_ptr()) : nullptr;
+}
+
+inline Tensor scratch(const Tensor& like, int64_t bytes) {
+  return torch::stable::new_empty(like, {bytes}, torch::headeronly::ScalarType::Byte);
+}
+
+}  // namespace normswap

@@ -1,0 +1,279 @@
+"""The orchestrator: the one place that knows the order of plan, apply, proof, roll-back and report."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from normswap import apply as _apply
+from normswap import modules, native, walk, whole
+from normswap import validate as _validate
+from normswap.plan import MismatchError, NothingSwappedError, Plan, Site, Swap
+from normswap.report import Report, make_report
+from normswap.validate import MODES, SiteProof
+from normswap.walk import Filter
+
+OnMismatch = Literal["rollback", "raise", "warn"]
+OnEmpty = Literal["warn", "raise", "ignore"]
+Validate = Literal["auto", "forward", "grad", "off"]
+
+_reports: WeakKeyDictionary[nn.Module, Report] = WeakKeyDictionary()
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: Tensor | tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    inplace: bool = False,
+    include: Filter = None,
+    exclude: Filter = None,
+    validate: Validate = "auto",
+    on_mismatch: OnMismatch = "rollback",
+    on_empty: OnEmpty = "warn",
+) -> nn.Module:
+    """Swap the normalisation layers of ``model`` for fast ones, prove that nothing else changed, return the result.
+
+    ``example_inputs`` is a tensor or a tuple of positional arguments, ``example_kwargs`` a dict: what the model is
+    called with, on its device. The proof runs the model on them in its present train or eval mode; without them sites
+    are proved on made-up inputs. The model given is left untouched and a copy is returned, unless ``inplace``.
+
+    include, exclude: a glob over module names, "re:..." (must match the whole name), ``fn(module, name) -> bool``, or a
+    list of these. validate: "forward", "grad" (gradients too), "auto" (gradients where a parameter or input requires
+    one) or "off". on_mismatch: what to do with a site that fails its proof - "rollback" (put it back), "raise"
+    MismatchError, or "warn". on_empty: "warn", "raise" NothingSwappedError or "ignore" when nothing is swapped.
+
+    Raises TypeError and ValueError for arguments of another kind, and what the model itself raises on the inputs. On
+    any exception the model given is as it was.
+    """
+    _check_arguments(model, example_inputs, example_kwargs, validate, on_mismatch)
+    _check_choice("on_empty", on_empty, ("warn", "raise", "ignore"))
+    target = model if inplace else _copied(model)
+    found = walk.plan(target, include=include, exclude=exclude)
+    run = _runner(target, example_inputs, example_kwargs)
+    if found.swaps:
+        native.load(build=_on_cuda(target, example_inputs, example_kwargs))
+    journal = _apply.apply(target, found)
+    try:
+        proofs = _proofs(target, found.swaps, run, validate, _first_tensor(example_inputs, example_kwargs))
+        _settle(target, proofs, on_mismatch, journal.undo)
+        report = _whole_report(target, found, proofs, run if validate != "off" else None, example_inputs)
+        _tell_empty(report, on_empty)
+    except BaseException:
+        journal.undo()
+        raise
+    _reports[target] = report
+    return target
+
+
+def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None) -> Plan:
+    """What ``optimize`` would swap in ``model`` and what it would refuse, and why; nothing is changed or run."""
+    return walk.plan(model, include=include, exclude=exclude)
+
+
+def report(model: nn.Module) -> Report:
+    """The report of the last optimize() or validate() of ``model``; for another swapped model (loaded, copied) its
+    sites, unchecked. Raises TypeError when ``model`` is no nn.Module."""
+    _check_model(model)
+    if model in _reports:
+        return _reports[model]
+    swaps = _swaps_in(model)
+    return _whole_report(model, Plan(swaps), [_unchecked(swap) for swap in swaps], None, None)
+
+
+def validate(
+    model: nn.Module,
+    example_inputs: Tensor | tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    mode: Validate = "auto",
+    on_mismatch: OnMismatch = "rollback",
+) -> Report:
+    """Prove the swapped sites of ``model`` where and as it is now: after ``.cuda()``, ``.half()``, ``.train()``.
+
+    Arguments as in ``optimize``; ``mode`` is its ``validate``. Returns the report that ``report(model)`` then gives.
+    """
+    _check_arguments(model, example_inputs, example_kwargs, mode, on_mismatch)
+    swaps = _swaps_in(model)
+    run = _runner(model, example_inputs, example_kwargs)
+    if swaps:
+        native.load(build=_on_cuda(model, example_inputs, example_kwargs))
+    proofs = _proofs(model, swaps, run, mode, _first_tensor(example_inputs, example_kwargs))
+    _settle(model, proofs, on_mismatch, lambda name: _apply.revert(model.get_submodule(name)))
+    made = _whole_report(model, Plan(swaps), proofs, run, example_inputs)
+    _reports[model] = made
+    return made
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Put the original class back at every swapped site of ``model``, in place; returns ``model``."""
+    _check_model(model)
+    _apply.revert(model)
+    _reports.pop(model, None)
+    return model
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _check_arguments(model: Any, inputs: Any, kwargs: Any, mode: str, on_mismatch: str) -> None:
+    _check_model(model)
+    if inputs is not None and not isinstance(inputs, Tensor | tuple):
+        raise TypeError(
+            f"example_inputs must be a tensor or a tuple of positional arguments, got {type(inputs).__name__}; "
+            "put a single argument of another kind into a tuple: (argument,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"example_kwargs must be a dict, got {type(kwargs).__name__}")
+    _check_choice("validate", mode, MODES)
+    _check_choice("on_mismatch", on_mismatch, ("rollback", "raise", "warn"))
+
+
+def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    if model.training and any(p.requires_grad for p in model.parameters()):
+        warnings.warn(
+            "optimize() returns a copy: an optimizer made before still holds the parameters of the model given; make "
+            "it from the copy, or pass inplace=True",
+            stacklevel=3,
+        )
+    return copy.deepcopy(model)
+
+
+def _runner(
+    model: nn.Module, inputs: Tensor | tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None
+) -> Callable[[], Any] | None:
+    """The model's call on copies of the example inputs; None when there are none."""
+    if inputs is None and not kwargs:
+        return None
+    given = (inputs,) if isinstance(inputs, Tensor) else inputs or ()
+
+    def run() -> Any:
+        args, named = tree_map(_cloned, (given, dict(kwargs or {})))
+        return model(*args, **named)
+
+    return run
+
+
+def _cloned(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _first_tensor(inputs: Any, kwargs: Any) -> Tensor | None:
+    leaves = tree_leaves((inputs, dict(kwargs or {})))
+    return next((v for v in leaves if isinstance(v, Tensor) and v.is_floating_point()), None)
+
+
+def _on_cuda(model: nn.Module, inputs: Any, kwargs: Any) -> bool:
+    leaves = [*model.parameters(), *model.buffers(), *tree_leaves((inputs, dict(kwargs or {})))]
+    return any(isinstance(v, Tensor) and v.is_cuda for v in leaves)
+
+
+# --- proof --------------------------------------------------------------------------------------------------------
+
+
+def _swaps_in(model: nn.Module) -> tuple[Swap, ...]:
+    found = []
+    for name, module in model.named_modules():
+        match, original = modules.site_match(module), modules.original_class(module)
+        if match is not None and original is not None:
+            found.append(Swap(Site(name, f"{original.__module__}.{original.__qualname__}"), match))
+    return tuple(found)
+
+
+def _unchecked(swap: Swap) -> SiteProof:
+    return SiteProof(swap.site.name, swap.match.kind, "unchecked")
+
+
+def _proofs(
+    model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any] | None, mode: str, like: Tensor | None
+) -> list[SiteProof]:
+    if mode == "off" or any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        return [_unchecked(swap) for swap in swaps]
+    learns = any(p.requires_grad for p in model.parameters()) or (like is not None and like.requires_grad)
+    gradients = mode == "grad" or (mode == "auto" and learns)
+    reference = next((p for p in model.parameters() if p.is_floating_point()), like)
+    return _validate.prove_sites(model, swaps, run, gradients=gradients, like=reference)
+
+
+def _settle(model: nn.Module, proofs: list[SiteProof], on_mismatch: str, undo: Callable[[str], Any]) -> None:
+    """Put back, raise or warn for the sites whose proof failed."""
+    failed = [proof for proof in proofs if proof.status == "failed"]
+    if not failed:
+        return
+    told = "; ".join(f"{proof.name or '(root)'} ({proof.kind}): {proof.detail}" for proof in failed)
+    if on_mismatch == "raise":
+        raise MismatchError(f"{len(failed)} swapped sites do not match the original: {told}")
+    if on_mismatch == "rollback":
+        for proof in failed:
+            undo(proof.name)
+    warnings.warn(
+        f"normswap: {len(failed)} sites do not match the original and were "
+        f"{'put back' if on_mismatch == 'rollback' else 'kept (on_mismatch=warn)'}: {told}",
+        stacklevel=3,
+    )
+
+
+def _whole_report(
+    model: nn.Module, found: Plan, proofs: list[SiteProof], run: Callable[[], Any] | None, inputs: Any
+) -> Report:
+    kept = [p.name for p in proofs if modules.site_match(model.get_submodule(p.name)) is not None]
+    end_to_end = None
+    if run is not None and kept:
+        end_to_end = whole.compare_models(model, [model.get_submodule(name) for name in kept], run)
+        if not end_to_end.passed:
+            worst = sorted((p for p in proofs if p.name in kept), key=lambda p: -p.error_share)[:3]
+            warnings.warn(
+                f"normswap: every swapped site matches, yet the model's output moved by {end_to_end.max_error:.3g}, "
+                f"more than {end_to_end.limit:.3g} {end_to_end.problem}; sites with the largest errors: "
+                f"{', '.join(p.name or '(root)' for p in worst)}",
+                stacklevel=3,
+            )
+    like = next((t for t in model.parameters() if t.is_floating_point()), _first_tensor(inputs, None))
+    return make_report(
+        found,
+        proofs,
+        kept,
+        device="none" if like is None else _device_name(like.device),
+        dtype="no parameters" if like is None else str(like.dtype).removeprefix("torch."),
+        mode="train" if model.training else "eval",
+        kernels=_kernels_line(),
+        model=end_to_end,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def _kernels_line() -> str:
+    status = native.status()
+    return {"package": "prebuilt", "cache": "built on this machine", "built": "built now"}.get(
+        status.origin, f"none, PyTorch's ops serve: {status.reason}"
+    )
+
+
+def _tell_empty(report: Report, on_empty: str) -> None:
+    if report.swapped or on_empty == "ignore":
+        return
+    left = sum(row["status"] == "refused" for row in report.rows)
+    text = f"normswap: nothing was swapped ({left} sites were recognised and left alone; see normswap.report(model))"
+    if on_empty == "raise":
+        raise NothingSwappedError(text)
+    warnings.warn(text, stacklevel=3)

@@ -1,0 +1,18 @@
+"""The criterion of the proof as an assertion, for the tests of single ops."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from normswap.criterion import error_share
+
+
+def assert_within(ours: Tensor, reference: Tensor, magnitude: Tensor, what: str = "") -> None:
+    """Fail when an element is further from the float64 ``reference`` than its limit allows (c = 4)."""
+    share = error_share(ours, reference, magnitude, 4.0)
+    assert share <= 1.0, f"{what}: error is {share:.3g} times its limit"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """True when two tensors hold the same values (NaN equals NaN)."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,243 @@
+"""group_norm in both layouts, scale_batch_norm, affine and fold_linear on the GPU against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from limits import assert_within, same_bits
+from torch import Tensor, nn
+
+from normswap import modules, native, ops
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = (  # input, groups
+    ((2, 4), 2),
+    ((3, 6, 5), 6),
+    ((2, 8, 7, 7), 1),
+    ((2, 32, 8, 8), 8),
+    ((5, 10, 3, 3), 5),
+    ((2, 64, 56, 56), 32),
+    ((1, 320, 64, 64), 32),
+    ((2, 12, 4, 5, 6), 3),
+    ((2, 128, 130, 131), 4),
+    ((300, 640, 2, 2), 32),
+    ((1, 8, 1024, 1024), 2),
+)
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator, device="cuda") + mean).to(dtype)
+
+
+def check_group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, ours: Tensor) -> None:
+    x64, w64, b64 = x.double(), weight.double(), bias.double()
+    reference = F.group_norm(x64, groups, w64, b64)
+    flat = x64.reshape(x.shape[0], groups, -1)
+    rstd = (flat.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
+    size = (rstd * (flat.abs() + flat.square().mean(-1, keepdim=True).sqrt())).reshape(x.shape)
+    channel = (1, -1, *(1,) * (x.dim() - 2))
+    size = size * w64.abs().view(channel) + b64.abs().view(channel)
+    assert_within(ours, reference, size, f"group_norm {tuple(x.shape)} {groups} {x.stride()}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", (0.0, 100.0))
+def test_group_norm(dtype: torch.dtype, mean: float) -> None:
+    for shape, groups in SHAPES:
+        x = tensor(shape, dtype, mean)
+        weight, bias = tensor(shape[1:2], dtype, 0.5), tensor(shape[1:2], dtype, 0.0, seed=1)
+        ours = ops.group_norm(x, groups, weight, bias)
+        assert ours.stride() == F.group_norm(x, groups, weight, bias).stride()
+        check_group_norm(x, groups, weight, bias, ours)
+        assert same_bits(ours, ops.group_norm(x, groups, weight, bias))
+        assert same_bits(ours[:1], ops.group_norm(x[:1], groups, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", (0.0, 100.0))
+def test_group_norm_channels_last(dtype: torch.dtype, mean: float) -> None:
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for shape, groups in SHAPES:
+        if len(shape) not in layouts:
+            continue
+        x = tensor(shape, dtype, mean).to(memory_format=layouts[len(shape)])
+        weight, bias = tensor(shape[1:2], dtype, 0.5), tensor(shape[1:2], dtype, 0.0, seed=1)
+        ours = ops.group_norm(x, groups, weight, bias)
+        assert ours.stride() == x.stride()
+        check_group_norm(x, groups, weight, bias, ours)
+        assert same_bits(ours, ops.group_norm(x, groups, weight, bias))
+        assert same_bits(ours[:1], ops.group_norm(x[:1], groups, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_group_norm_regimes_give_the_same_bits(dtype: torch.dtype) -> None:
+    compared = 0
+    for shape, groups in SHAPES:
+        x = tensor(shape, dtype, 3.0)
+        cols = x[0].numel() // groups
+        weight, bias = tensor(shape[1:2], dtype, 0.5), tensor(shape[1:2], dtype, 0.0, seed=1)
+        outs = []
+        for regime in (0, 2, 3, 4, 5):
+            if native.row_plan(1, cols, x.element_size(), clusters=True, regime=regime) is None:
+                continue
+            out = torch.empty_like(x)
+            torch.ops.normswap.group_norm(x, weight, bias, groups, 1e-5, False, out, None, None, regime)
+            outs.append(out)
+        assert all(same_bits(outs[0], out) for out in outs[1:]), (shape, groups)
+        compared += len(outs) - 1
+    assert compared >= 15
+
+
+def test_group_norm_without_affine_empty_and_special() -> None:
+    x = tensor((4, 6, 5, 5), torch.float32)
+    torch.testing.assert_close(ops.group_norm(x, 3), F.group_norm(x, 3))
+    empty = torch.empty(0, 4, 3, device="cuda", requires_grad=True)
+    ops.group_norm(empty, 2).sum().backward()
+    assert empty.grad is not None and empty.grad.shape == (0, 4, 3)
+    x[1, 2, 0, 0] = float("nan")
+    x[2, 4, 0, 0] = float("inf")
+    x[3] = 7.0
+    for layout in (torch.contiguous_format, torch.channels_last):
+        placed = x.contiguous(memory_format=layout)
+        ours, eager = ops.group_norm(placed, 3), F.group_norm(placed, 3)
+        assert torch.equal(ours.isnan(), eager.isnan())
+        assert torch.equal(ours[3], torch.zeros_like(ours[3]))
+
+
+def test_group_norm_more_than_2_31_elements() -> None:
+    x = torch.randn(2, 64, 64, 64, device="cuda", dtype=torch.float16).repeat(4100, 1, 1, 1)
+    assert x.numel() > 2**31
+    ours = ops.group_norm(x, 8)
+    expected = ops.group_norm(x[:2], 8)
+    assert torch.equal(ours[:2], expected) and torch.equal(ours[-2:], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", (False, True))
+def test_group_norm_gradients(dtype: torch.dtype, channels_last: bool) -> None:
+    shape, groups = (3, 12, 9, 9), 4
+    x, w, b = tensor(shape, dtype, 1.0), tensor((12,), dtype, 0.5), tensor((12,), dtype, seed=2)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    dy = tensor(shape, dtype, seed=5)
+    leaves = [t.detach().clone().requires_grad_() for t in (x, w, b)]
+    ours = torch.autograd.grad(ops.group_norm(leaves[0], groups, *leaves[1:]), leaves, dy)
+    exact_leaves = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    exact = torch.autograd.grad(F.group_norm(exact_leaves[0], groups, *exact_leaves[1:]), exact_leaves, dy.double())
+    assert ours[0].stride() == x.stride()
+    flat = x.double().reshape(3, groups, -1)
+    rstd = (flat.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
+    xhat = rstd * (flat.abs() + flat.square().mean(-1, keepdim=True).sqrt())
+    g = (dy.double() * w.double().view(1, -1, 1, 1)).abs().reshape(flat.shape)
+    size = rstd * (g + g.mean(-1, keepdim=True) + xhat * (g * xhat).mean(-1, keepdim=True))
+    assert_within(ours[0], exact[0], size.reshape(shape), "dx")
+    assert_within(ours[1], exact[1], (dy.double().abs() * xhat.reshape(shape)).sum((0, 2, 3)), "dweight")
+    assert_within(ours[2], exact[2], dy.double().abs().sum((0, 2, 3)), "dbias")
+
+
+SCALES = ((), (1,), (96,), (1, 96))
+
+
+def batch_norm_case(scale_shape: tuple[int, ...], dtype: torch.dtype, rows: int = 300, mean: float = 3.0):
+    z, scale = tensor((rows, 96), dtype, mean), tensor((*scale_shape, 1), dtype, -0.5)[..., 0]
+    weight, bias = tensor((96,), torch.float32, 0.5), tensor((96,), torch.float32, seed=3)
+    running = tensor((96,), torch.float32, 1.0, seed=4), tensor((96,), torch.float32, seed=5).abs() + 0.5
+    return z, scale, weight, bias, running
+
+
+@pytest.mark.parametrize("scale_shape", SCALES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale_batch_norm_training(scale_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for rows in (2, 7, 300, 5000):
+        z, scale, weight, bias, (mean, var) = batch_norm_case(scale_shape, dtype, rows)
+        ours_mean, ours_var = mean.clone(), var.clone()
+        mean64, var64 = mean.double(), var.double()
+        ours = ops.scale_batch_norm(z, scale, ours_mean, ours_var, weight, bias, True, 0.3, 1e-5)
+        u = z.double() * scale.double()
+        reference = F.batch_norm(u, mean64, var64, weight.double(), bias.double(), True, 0.3, 1e-5)
+        rstd = (u.var(0, correction=0) + 1e-5).rsqrt()
+        size = weight.double().abs() * rstd * (u.abs() + u.square().mean(0).sqrt()) + bias.double().abs()
+        assert_within(ours, reference, size, f"rows {rows}")
+        assert_within(ours_mean, mean64, mean64.abs() + u.abs().mean(0), "running_mean")
+        assert_within(ours_var, var64, var64 + u.square().mean(0), "running_var")
+
+
+@pytest.mark.parametrize("shape", ((1, 1), (33, 1), (1, 130), (1000, 3), (70_000, 8), (129, 4098)))
+def test_affine_shapes(shape: tuple[int, int]) -> None:
+    for dtype in DTYPES:
+        z, scale = tensor(shape, dtype, 1.0), tensor(shape[1:], dtype, 0.5)
+        weight, bias = tensor(shape[1:], torch.float32, 0.5), tensor(shape[1:], torch.float32, seed=3)
+        mean, var = tensor(shape[1:], torch.float32, 1.0, seed=4), tensor(shape[1:], torch.float32).abs() + 0.5
+        with torch.no_grad():
+            ours = ops.scale_batch_norm(z, scale, mean, var, weight, bias, False, 0.0, 1e-5)
+        wide = [t.double() for t in (z, scale, mean, var, weight, bias)]
+        reference = F.batch_norm(wide[0] * wide[1], *wide[2:], False, 0.0, 1e-5)
+        gain = (wide[4] * (wide[3] + 1e-5).rsqrt()).abs()
+        assert_within(ours, reference, gain * ((wide[0] * wide[1]).abs() + wide[2].abs()) + wide[5].abs())
+        if shape[0] > 1:
+            trained = ops.scale_batch_norm(z, scale, None, None, weight, bias, True, 0.0, 1e-5)
+            u = wide[0] * wide[1]
+            exact = F.batch_norm(u, None, None, wide[4], wide[5], True, 0.0, 1e-5)
+            rstd = (u.var(0, correction=0) + 1e-5).rsqrt()
+            size = wide[4].abs() * rstd * (u.abs() + u.square().mean(0).sqrt()) + wide[5].abs()
+            assert_within(trained, exact, size, f"train {shape} {dtype}")
+            again = ops.scale_batch_norm(z, scale, None, None, weight, bias, True, 0.0, 1e-5)
+            assert same_bits(trained, again)
+
+
+@pytest.mark.parametrize("scale_shape", SCALES)
+def test_scale_batch_norm_gradients(scale_shape: tuple[int, ...]) -> None:
+    for scale_value in (None, 0.0):
+        z, scale, weight, bias, _ = batch_norm_case(scale_shape, torch.float32)
+        if scale_value is not None:
+            scale = torch.full_like(scale, scale_value)
+        dy = tensor(tuple(z.shape), torch.float32, seed=9)
+        function = lambda z, s, w, b: ops.scale_batch_norm(z, s, None, None, w, b, True, 0.1, 1e-2)  # noqa: E731
+        exact_function = lambda z, s, w, b: F.batch_norm(z * s, None, None, w, b, True, 0.1, 1e-2)  # noqa: E731
+        leaves = [t.detach().clone().requires_grad_() for t in (z, scale, weight, bias)]
+        wide = [t.detach().double().requires_grad_() for t in (z, scale, weight, bias)]
+        ours = torch.autograd.grad(function(*leaves), leaves, dy)
+        exact = torch.autograd.grad(exact_function(*wide), wide, dy.double())
+        for mine, ref in zip(ours, exact, strict=True):
+            assert mine.shape == ref.shape
+            torch.testing.assert_close(mine.double(), ref, rtol=1e-4, atol=1e-4 * float(ref.abs().max() + 1e-3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("linear_bias", (True, False))
+def test_fold(dtype: torch.dtype, linear_bias: bool) -> None:
+    for features in (64, 129):
+        w, b = tensor((96, features), dtype), tensor((96,), dtype, seed=1) if linear_bias else None
+        _, scale, weight, bias, (mean, var) = batch_norm_case((96,), dtype)
+        ours = ops.fold_scale_batch_norm(w, b, scale, mean, var, weight, bias, 1e-5)
+        gain = weight.double() * (var.double() + 1e-5).rsqrt()
+        column = gain * scale.double()
+        assert_within(ours[0], w.double() * column[:, None], (w.double() * column[:, None]).abs(), "weight")
+        b64 = torch.zeros_like(gain) if b is None else b.double()
+        size = (column * b64).abs() + bias.double().abs() + (gain * mean.double()).abs()
+        assert_within(ours[1], column * b64 + bias.double() - gain * mean.double(), size, "bias")
+
+
+@pytest.mark.parametrize("rows", (2, 64, 500))
+def test_linear_scale_batch_norm_module(rows: int) -> None:
+    module = modules.LinearScaleBatchNorm(64, 96).cuda()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+        module.bn.running_mean.normal_()
+        module.bn.running_var.uniform_(0.5, 2.0)
+    plain = nn.Sequential(module.gemm, nn.Identity(), module.bn)
+    x = tensor((rows, 64), torch.float32)
+    for training in (True, False):
+        module.train(training)
+        state = {k: v.clone() for k, v in module.state_dict().items()}
+        with torch.no_grad():
+            ours = module(x)
+            after = {k: v.clone() for k, v in module.state_dict().items()}
+            module.load_state_dict(state)
+            expected = plain[2](module.gemm(x) * module.scale)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+        for key, value in module.state_dict().items():
+            torch.testing.assert_close(after[key], value, rtol=1e-5, atol=1e-5, msg=key)
