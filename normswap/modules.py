@@ -245,16 +245,15 @@ def _rebuild(original: type[nn.Module], kind: str, attributes: Mapping[str, Any]
 def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str, Any]) -> type[nn.Module]:
     """The class to install at a site of ``kind`` whose module has the class ``original``.
 
-    For layer_norm, group_norm and rms_norm that is the importable class; for expression kinds a subclass of
-    ``original``, made once per (original, attributes), that has its name. Raises PlanError when they do not fit.
+    For nn.LayerNorm, nn.GroupNorm and nn.RMSNorm that is the importable class; for their subclasses and for expression
+    kinds a subclass of ``original``, made once per (original, attributes), that has its name. Raises PlanError when
+    they do not fit.
     """
-    if kind in _MODULE_CLASSES:
-        expected, swapped = _MODULE_CLASSES[kind]
-        if original is not expected:
-            raise PlanError(f"{kind}: a site must be exactly a {expected.__name__}, got {original.__name__}")
+    expected, swapped = _MODULE_CLASSES.get(kind, (nn.Module, nn.Module))
+    if original is expected:
         return swapped
-    if kind not in _FORWARDS:
-        raise PlanError(f"no swap for kind {kind!r}; known: {', '.join((*_MODULE_CLASSES, *_FORWARDS))}")
+    if kind not in _FORWARDS or not issubclass(original, expected):
+        raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
     key: Any = (kind, original, tuple(sorted(attributes.items())))
     return _rewritten_class(*key)
 
@@ -287,7 +286,7 @@ def _l1_norm_forward(original: type[nn.Module], base_forward: _Forward, attribut
         x = args[0] if args else kwargs.get(name)
         if original.forward is base_forward and isinstance(x, Tensor) and ops.native_serves(x):
             return ops.l1_norm(x, dim)
-        return base_forward(self, *args, **kwargs)
+        return original.forward(self, *args, **kwargs)
 
     return forward
 
@@ -303,12 +302,33 @@ def _linear_scale_batch_norm_forward(
         if original.forward is base_forward:
             x = args[0] if args else kwargs.get(name)
             out = _linear_scale_batch_norm(x, getattr(self, linear), getattr(self, scale), getattr(self, bn))
-        return base_forward(self, *args, **kwargs) if out is None else out
+        return original.forward(self, *args, **kwargs) if out is None else out
 
     return forward
 
 
+def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]:
+    """The forward of a subclass of a torch.nn norm that computes what its base class does unless a flag is set."""
+    swapped = _MODULE_CLASSES[name][1]
+
+    def make(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
+        flag, argument = attributes.get("unless"), _only_argument(base_forward)
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            x = args[0] if args else kwargs.get(argument)
+            if original.forward is base_forward and isinstance(x, Tensor) and not (flag and getattr(self, flag)):
+                return swapped.forward(self, x)
+            return original.forward(self, *args, **kwargs)
+
+        return forward
+
+    return make
+
+
 _FORWARDS: dict[str, Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]] = {
+    "layer_norm": _subclass_forward("layer_norm"),
+    "rms_norm": _subclass_forward("rms_norm"),
+    "group_norm": _subclass_forward("group_norm"),
     "l1_norm": _l1_norm_forward,
     "linear_scale_batch_norm": _linear_scale_batch_norm_forward,
 }

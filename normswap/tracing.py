@@ -90,7 +90,7 @@ def trace(
             fakes = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors.values()]
             x = torch.empty(tuple(shape), dtype=dtype, device="cpu")
             graph = make_fx(forward, tracing_mode="fake", pre_dispatch=True)(fakes, x).graph
-    except Exception as error:
+    except Exception as error:  # forward is the user's code: whatever it raises becomes the reason
         first_line = (str(error).splitlines() or [""])[0]
         return Rejection(Reason.TRACE, f"{type(error).__name__}: {first_line}")
     if returned[-1]:

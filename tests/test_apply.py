@@ -262,7 +262,7 @@ def _matched(plan: Plan, index: int, match: Match) -> Plan:
         (lambda plan: _altered(plan, 1, aliases=("rms",)), "rms and layer must be the same module"),
         (lambda plan: _altered(plan, 1, aliases=("gone",)), "gone and layer must be the same module"),
         (lambda plan: Plan((*plan.swaps, plan.swaps[0])), "two sites are the same module"),
-        (lambda plan: _matched(plan, 4, Match("layer_norm")), "exactly a LayerNorm"),
+        (lambda plan: _matched(plan, 4, Match("layer_norm")), "layer_norm: no swap of this kind for a Projection"),
         (lambda plan: _matched(plan, 4, Match("no_norm")), "no_norm"),
         (lambda plan: _matched(plan, 3, Match("l1_norm", {})), "l1: attributes {} do not fit l1_norm"),
         (lambda plan: _matched(plan, 3, Match("l1_norm", {"dim": [1]})), "do not fit"),

@@ -111,14 +111,13 @@ def test_a_swapped_module_is_left_alone_parametrized_or_not(kind: str) -> None:
 
 
 @by_norm
-def test_a_subclass_is_refused_with_or_without_a_forward_of_its_own(kind: str) -> None:
+def test_a_subclass_with_a_forward_of_its_own_is_refused_and_one_without_is_not(kind: str) -> None:
     base = type(NORMS[kind]())
-    own = type("Own", (base,), {"forward": lambda self, x: base.forward(self, x) * 2})
-    same = type("Same", (base,), {})
-    for cls in (own, same):
-        norm = NORMS[kind]()
-        norm.__class__ = cls
-        assert_refused(norm, kind, Reason.SUBCLASS, cls.__name__)
+    norm = NORMS[kind]()
+    norm.__class__ = type("Own", (base,), {"forward": lambda self, x: base.forward(self, x) * 2})
+    assert_refused(norm, kind, Reason.SUBCLASS, "Own")
+    norm.__class__ = type("Same", (base,), {})
+    assert rules.find(norm) == Match(kind)
 
 
 @by_norm
@@ -262,6 +261,15 @@ def twice_abs(self, x):
     return m / m.mean(1, keepdim=True)
 
 
+def divided_by_itself(self, x):
+    m = x.abs().mean(1, keepdim=True)
+    return m / m
+
+
+def weight_divided(self, x):
+    return self.weight / x.abs().mean(1, keepdim=True)
+
+
 def rounded(self, x):
     return torch.div(x, x.abs().mean(1, keepdim=True), rounding_mode="floor")
 
@@ -344,7 +352,8 @@ REFUSED_L1 = [
     *((with_eps, Reason.UNSUPPORTED, "+"), (clamped, Reason.UNSUPPORTED, "clamp")),
     *((two_dims, Reason.UNSUPPORTED, "[1, 2]"), (dims_dropped, Reason.UNSUPPORTED, "keepdim=False")),
     *((all_dims, Reason.UNSUPPORTED, "mean.default"), (widened, Reason.UNSUPPORTED, "dtype")),
-    *((dim_of_self, Reason.UNSUPPORTED, "self.dim"), (twice_abs, Reason.UNSUPPORTED, "")),
+    *((dim_of_self, Reason.UNSUPPORTED, "reads self.dim"), (twice_abs, Reason.UNSUPPORTED, "")),
+    *((divided_by_itself, Reason.UNSUPPORTED, "div"), (weight_divided, Reason.UNSUPPORTED, "reads self.weight")),
     *((rounded, Reason.UNSUPPORTED, "div.Tensor_mode"), (in_a_tuple, Reason.UNSUPPORTED, "tuple")),
     *((no_such_dim, Reason.TRACE, "IndexError"), (with_linear, Reason.PART_OF_FORWARD, "linear")),
     *((residual_product, Reason.PART_OF_FORWARD, "*"), (dim_of_shape, Reason.PART_OF_FORWARD, "dim")),
@@ -544,6 +553,12 @@ def squared(self, x):
     return self.bn(y * y)
 
 
+def scale_read_in_vain(self, x):
+    _unused = self.scale
+    y = self.gemm(x)
+    return self.bn(y * y)
+
+
 def literal_scale(self, x):
     return self.bn(self.gemm(x) * 2.0)
 
@@ -596,6 +611,7 @@ REFUSED_LSB = [
     *((two_batch_norms, Reason.PART_OF_FORWARD, "self.bn2"), (scaled_after, Reason.PART_OF_FORWARD, "*")),
     *((squared, Reason.UNSUPPORTED, "scale"), (literal_scale, Reason.UNSUPPORTED, "scale")),
     *((number_scale, Reason.UNSUPPORTED, "self.factor"), (swapped_arguments, Reason.UNSUPPORTED, "train")),
+    (scale_read_in_vain, Reason.UNSUPPORTED, "another function"),
     *((without_gradients, Reason.NOT_STRAIGHT_LINE, "with"), (counting, Reason.NOT_STRAIGHT_LINE, "self.calls")),
     *((in_place_product, Reason.NOT_STRAIGHT_LINE, "in-place"), (mul_in_place, Reason.PART_OF_FORWARD, "mul_")),
     *((flagged, Reason.UNSUPPORTED, "flag"), (returned_twice, Reason.UNSUPPORTED, "tuple")),
@@ -727,15 +743,31 @@ def test_a_parametrized_scale_is_refused() -> None:
     assert_refused(module, LSB, Reason.PARAMETRIZED, "scale")
 
 
-def test_a_match_needs_the_trace_and_not_only_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("linear", "word"),
+    [
+        (lambda x, w, b: torch.addmm(b, x, w.t()), "addmm"),
+        (lambda x, w, b: torch.ops.aten.linear(x, w), "another function"),
+        (lambda x, w, b: torch.ops.aten.linear(x, w, b) * 1, "aten.mul.Tensor, aten.mul.Tensor"),
+    ],
+    ids=["other_op", "bias_forgotten", "one_op_more"],
+)
+def test_a_match_needs_the_trace_and_not_only_the_scan(linear: Any, word: str, monkeypatch: Any) -> None:
     """A source that says bn(gemm(x) * scale) is not believed where torch computes something else."""
 
     def forward(self, x):
         return self.bn(self.gemm(x) * self.scale)
 
-    monkeypatch.setattr(nn.functional, "linear", lambda x, w, b: torch.addmm(b, x, w.t()))
+    monkeypatch.setattr(nn.functional, "linear", linear)
     assert isinstance(source.scan(forward), source.Scan)
-    assert_refused(block(forward), LSB, Reason.UNSUPPORTED, "addmm")
+    assert_refused(block(forward), LSB, Reason.UNSUPPORTED, word)
+
+
+def test_a_momentum_of_none_matches_even_when_met_first() -> None:
+    def forward(self, x):
+        return self.bn(self.gemm(x) * self.scale)
+
+    assert isinstance(rules.find(block(forward, momentum=None)), Match)
 
 
 def test_a_verdict_is_kept_for_modules_of_one_make(monkeypatch: pytest.MonkeyPatch) -> None:

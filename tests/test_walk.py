@@ -101,7 +101,7 @@ def test_equal_modules_are_not_the_same() -> None:
 
         __hash__ = nn.Module.__hash__
 
-    assert len(walk.plan(nn.Sequential(AllEqual(4), AllEqual(4))).refused) == 2
+    assert len(walk.plan(nn.Sequential(AllEqual(4), AllEqual(4))).swaps) == 2
 
 
 def test_a_module_that_holds_its_ancestor_ends() -> None:

@@ -12,19 +12,22 @@ from torch.nn.utils import parametrize
 
 from normswap import modules
 from normswap.plan import Match, Reason, Refusal
+from normswap.rules.subclass_site import SUBCLASSED, match_subclass
 
 
 def match_exact(module: nn.Module, expected: type[nn.Module], kind: str) -> Match | Refusal | None:
-    """Match a module whose type is exactly ``expected``; refuse one that is an ``expected`` in another guise."""
+    """Match a module whose type is exactly ``expected``, or a subclass that provably computes the same; refuse one that
+    is an ``expected`` in another guise."""
     if isinstance(module, torch.jit.ScriptModule):
         scripted = getattr(module, "original_name", None) == expected.__name__
         return Refusal(kind, Reason.SCRIPTED) if scripted else None
     if not isinstance(module, expected) or is_ours(module):
         return None
     difference = why_not_exact(module, expected)
-    if difference is not None:
-        return Refusal(kind, *difference)
-    return Match(kind)
+    if difference is None:
+        return Match(kind)
+    alike = match_subclass(module, kind) if difference[0] is Reason.SUBCLASS and kind in SUBCLASSED else None
+    return alike or Refusal(kind, *difference)
 
 
 def why_not_exact(module: nn.Module, expected: type[nn.Module]) -> tuple[Reason, str] | None:

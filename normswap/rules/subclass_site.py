@@ -1,0 +1,126 @@
+"""Subclasses of torch.nn's norms that compute what their base class does: those without a forward of their own, and
+those whose forward calls the very torch.nn.functional op with the base class's attributes, if need be unless a flag of
+the instance is set (as timm's norms do)."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from normswap.plan import Match
+from normswap.rules.source import source_tree
+
+_CALLS = {
+    "layer_norm": (F.layer_norm, nn.LayerNorm, ("normalized_shape", "weight", "bias", "eps")),
+    "rms_norm": (F.rms_norm, nn.RMSNorm, ("normalized_shape", "weight", "eps")),
+    "group_norm": (F.group_norm, nn.GroupNorm, ("num_groups", "weight", "bias", "eps")),
+}
+
+SUBCLASSED = tuple(_CALLS)
+"""The kinds whose subclasses are looked into."""
+
+
+def match_subclass(module: nn.Module, kind: str) -> Match | None:
+    """A Match when ``module``, of a subclass of the kind's torch.nn class, provably computes what that class does;
+    its attribute "unless" names the flag under which it does not, if there is one. None: not provable."""
+    _, expected, attributes = _CALLS[kind]
+    cls = type(module)
+    forward: Any = cls.forward
+    described = any(inspect.getattr_static(cls, name, None) is not None for name in attributes)
+    if described or "forward" in module.__dict__ or cls.__call__ is not nn.Module.__call__:
+        return None
+    if cls._call_impl is not nn.Module._call_impl or not isinstance(forward, types.FunctionType):
+        return None
+    if forward is expected.forward:
+        return Match(kind)
+    body = _body_of(forward)
+    if body is None:
+        return None
+    flag, argument, call = body
+    if flag is not None and not isinstance(module.__dict__.get(flag), bool):
+        return None
+    if not _is_the_call(call, argument, forward, kind):
+        return None
+    return Match(kind, {} if flag is None else {"unless": flag})
+
+
+def _body_of(forward: types.FunctionType) -> tuple[str | None, str, ast.expr] | None:
+    """(flag, argument, expression) of a forward that returns the expression unless ``self.flag``; None for others."""
+    code = forward.__code__
+    if forward.__closure__ or forward.__kwdefaults__ or forward.__defaults__ or code.co_argcount != 2:
+        return None
+    tree = source_tree(code)
+    if tree is None or tree.decorator_list or _names(tree) != {*code.co_names}:
+        return None
+    argument = code.co_varnames[1]
+    statements = [s for s in tree.body if not _is_docstring(s)]
+    flag = None
+    if statements and isinstance(statements[0], ast.If):
+        flag = _attribute_of_self(statements[0].test, code)
+        if flag is None:
+            return None
+        statements = statements[0].orelse + statements[1:]
+    expression = _returned(statements, argument)
+    return None if expression is None else (flag, argument, expression)
+
+
+def _names(tree: ast.FunctionDef) -> set[str]:
+    """The names a function's code must have if the source is its own: attributes and globals."""
+    local = {a.arg for a in tree.args.args}
+    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    body = [node for statement in tree.body for node in ast.walk(statement)]
+    attributes = {n.attr for n in body if isinstance(n, ast.Attribute)}
+    return attributes | {n.id for n in body if isinstance(n, ast.Name) and n.id not in local | stored}
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _attribute_of_self(node: ast.expr, code: types.CodeType) -> str | None:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == code.co_varnames[0]:
+        return node.attr
+    return None
+
+
+def _returned(statements: list[ast.stmt], argument: str) -> ast.expr | None:
+    """The expression of ``return e`` or ``x = e; return x``."""
+    match statements:
+        case [ast.Return(value=ast.expr() as value)]:
+            return value
+        case [ast.Assign(targets=[ast.Name(id=stored)], value=value), ast.Return(value=ast.Name(id=returned))]:
+            return value if stored == returned else None
+    return None
+
+
+def _is_the_call(node: ast.expr, argument: str, forward: types.FunctionType, kind: str) -> bool:
+    """True for ``F.op(argument, self.a, self.b, ...)`` with all attributes of the base class, in order."""
+    op, _, attributes = _CALLS[kind]
+    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 + len(attributes):
+        return False
+    first, *rest = node.args
+    read = [_attribute_of_self(arg, forward.__code__) for arg in rest]
+    return (
+        isinstance(first, ast.Name)
+        and first.id == argument
+        and read == [*attributes]
+        and _resolved(node, forward) is op
+    )
+
+
+def _resolved(call: ast.Call, forward: types.FunctionType) -> object:
+    """The global that ``F.layer_norm``, ``torch.nn.functional.layer_norm`` or ``layer_norm`` is, None if unknown."""
+    path: list[str] = []
+    node = call.func
+    while isinstance(node, ast.Attribute):
+        path.append(node.attr)
+        node = node.value
+    found = forward.__globals__.get(node.id) if isinstance(node, ast.Name) else None
+    for name in reversed(path):
+        found = getattr(found, name, None) if isinstance(found, types.ModuleType) else None
+    return found

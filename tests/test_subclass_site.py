@@ -1,0 +1,138 @@
+"""Subclasses of torch.nn's norms: swapped when they provably compute what their base class does, else refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import normswap
+from normswap import modules
+from normswap.plan import Reason
+
+
+class Flagged(nn.LayerNorm):
+    """timm's way."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._fast_norm = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._fast_norm:
+            x = 2 * x
+        else:
+            x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x
+
+
+class FlaggedGroup(nn.GroupNorm):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._fast_norm = False
+
+    def forward(self, x):
+        if self._fast_norm:
+            return -x
+        else:
+            return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class Bare(nn.LayerNorm):
+    pass
+
+
+class Root(nn.RMSNorm):
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class Doubled(nn.LayerNorm):
+    def forward(self, x):
+        return 2 * F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class NoBias(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, None, self.eps)
+
+
+class OtherEps(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-3)
+
+
+class Permuted(nn.LayerNorm):
+    def forward(self, x):
+        x = x.permute(0, 2, 1)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Swapped(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.bias, self.weight, self.eps)
+
+
+class PropertyWeight(nn.LayerNorm):
+    @property
+    def eps(self):
+        return 1e-2
+
+    @eps.setter
+    def eps(self, value):
+        pass
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module
+
+
+CASES = (
+    (Flagged(12), (4, 12), {"unless": "_fast_norm"}),
+    (FlaggedGroup(3, 6), (4, 6, 5), {"unless": "_fast_norm"}),
+    (Bare(12), (4, 12), {}),
+    (Root(12), (4, 12), {}),
+)
+
+
+@pytest.mark.parametrize(("module", "shape", "attributes"), CASES, ids=lambda v: type(v).__name__)
+def test_swapped_and_equal(module: nn.Module, shape: tuple[int, ...], attributes: dict[str, str]) -> None:
+    module, x = randomised(module), torch.randn(shape)
+    swapped = normswap.optimize(module, x)
+    match = modules.site_match(swapped)
+    assert match is not None and dict(match.attributes) == attributes
+    name = next(iter(inspect.signature(module.forward).parameters))
+    assert isinstance(swapped, type(module)) and type(swapped) is not type(module)
+    for twin in (swapped, copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
+        assert torch.equal(twin(x), module(x)) and torch.equal(twin(**{name: x}), module(x))
+        assert modules.site_match(twin) == match
+    assert type(normswap.revert(swapped)) is type(module)
+
+
+def test_the_flag_is_read_on_every_call() -> None:
+    module, x = randomised(Flagged(12)), torch.randn(4, 12)
+    swapped = normswap.optimize(module, x)
+    swapped._fast_norm = True
+    assert torch.equal(swapped(x), 2 * x)
+
+
+@pytest.mark.parametrize("cls", (Doubled, NoBias, OtherEps, Permuted, Swapped, PropertyWeight))
+def test_look_alikes_are_refused(cls: type[nn.LayerNorm]) -> None:
+    found = normswap.plan(randomised(cls(12)))
+    assert not found.swaps
+    assert [r.refusal.reason for r in found.refused] == [Reason.SUBCLASS]
+
+
+def test_a_forward_replaced_on_the_class_afterwards_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = randomised(Flagged(12)), torch.randn(4, 12)
+    swapped = normswap.optimize(module, x)
+    monkeypatch.setattr(Flagged, "forward", lambda self, x: x + 1)
+    assert torch.equal(swapped(x), x + 1)
