@@ -1,4 +1,6 @@
 // layer_norm, rms_norm, l1_norm and group_norm on CUDA tensors: checks, plan, workspace, launch.
+#include <atomic>
+
 #include "tensors.h"
 
 namespace normswap {
@@ -6,11 +8,16 @@ namespace {
 
 using Launch = cudaError_t (*)(const RowNorm&, const RowPlan&, cudaStream_t);
 
-bool has_clusters() {
-  int device = 0, major = 0;
-  STD_CUDA_CHECK(cudaGetDevice(&device));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major == 9 || major == 10;
+// Whether the GPU has thread-block clusters of eight; asked of the driver once a device.
+bool has_clusters(int device) {
+  static std::atomic<int> known[64];  // 0: not asked yet, else 1 + the answer
+  std::atomic<int>& answer = known[device % 64];
+  if (answer.load(std::memory_order_relaxed) == 0) {
+    int major = 0;
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    answer.store(1 + (major == 9 || major == 10), std::memory_order_relaxed);
+  }
+  return answer.load(std::memory_order_relaxed) == 2;
 }
 
 void check_same(const char* op, const Tensor& input, const Tensor& out) {
@@ -38,11 +45,13 @@ void set_affine(const char* op, RowNorm& n, const OptionalTensor& weight, const 
 
 void run(const char* op, Launch launch, RowNorm n, const Tensor& input, const Tensor& out, int64_t regime) {
   RowPlan plan;
-  STD_TORCH_CHECK(make_row_plan(n.rows, n.cols, static_cast<int>(itemsize(n.dtype)), has_clusters(),
+  STD_TORCH_CHECK(make_row_plan(n.rows, n.cols, static_cast<int>(itemsize(n.dtype)),
+                                has_clusters(input.get_device_index()),
                                 static_cast<Regime>(regime), &plan),
                   op, ": rows of ", n.cols, " elements cannot be done in regime ", regime);
-  Tensor workspace = scratch(input, row_workspace_bytes(plan, n.rows));
-  n.workspace = workspace.mutable_data_ptr();
+  const int64_t bytes = row_workspace_bytes(plan, n.rows);
+  const OptionalTensor workspace = bytes > 0 ? OptionalTensor(scratch(input, bytes)) : std::nullopt;
+  n.workspace = bytes > 0 ? workspace->mutable_data_ptr() : nullptr;
   n.y = out.mutable_data_ptr();
   STD_CUDA_CHECK(launch(n, plan, stream_of(input)));
 }

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from normswap import modules, native
+from importlib import metadata as _metadata
+
+from normswap import modules
 from normswap.checkpoint import load_model
 from normswap.modules import copy_weights
 from normswap.optimize import optimize, plan, report, revert, validate
 from normswap.plan import MismatchError, NormswapError, NothingSwappedError, Plan, PlanError
 from normswap.report import Report
 
-__version__ = native.version()
+try:
+    __version__ = _metadata.version("normswap")
+except _metadata.PackageNotFoundError:  # run from its sources
+    __version__ = "0+unknown"
 
 __all__ = [
     "MismatchError",

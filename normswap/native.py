@@ -1,56 +1,63 @@
-"""The compiled library: find it, build it if asked, load it, and say why not.
+"""Find, compile and load the library of CUDA kernels.
 
-Order: the prebuilt library in the package, the user's cache, and, where ``load(build=True)`` is called on a machine
-with a GPU and nvcc, a build into that cache. A library is used only if it was compiled from the sources that ship with
-this package. Nothing here runs inside a model's forward except ``available`` and, once, ``load(build=False)``.
+The library comes from the package (a wheel built where nvcc was), else from the user's cache, else it is compiled once
+for the GPUs of this machine. A library is taken only if it was compiled from exactly the sources that ship with this
+package, for these GPUs, with a CUDA runtime that the driver can serve. Where none can be had, PyTorch's own ops serve
+and one warning says why.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
+import importlib.metadata
 import os
 import platform
+import shutil
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import filelock
-import platformdirs
 import torch
+from filelock import FileLock, Timeout
+from platformdirs import user_cache_path
 
 from normswap import builder
-from normswap.builder import LIBRARY, MANIFEST, BuildError
+from normswap.builder import LIBRARY, METADATA, BuildError, Metadata, Toolkit
 
-_LOCK_SECONDS = 1800.0
+__all__ = ["BuildError", "NativeStatus", "available", "build", "environment", "load", "on_load", "row_plan", "status"]
+
+PACKAGE = Path(__file__).parent
+LOCK_SECONDS = 600.0
+"""How long to wait for another process that compiles the same library."""
 
 
 @dataclass(frozen=True)
 class NativeStatus:
-    """Whether our kernels can run, where the library came from, and, if they cannot, why and what to do."""
+    """Where the library came from ("package", "cache", "built" or "none"), or the reason and cure if there is none."""
 
     available: bool
-    origin: str  # "package", "cache", "built" or "none"
+    origin: str
     path: Path | None
     reason: str
     digest: str
 
 
-_lock = threading.RLock()
+_STALE = "it was compiled from other sources than this package ships; run `normswap build`"
+
+_mutex = threading.RLock()
 _status: NativeStatus | None = None
 _available = False
+_compiled_in_vain = False
 _warned = False
 _on_load: list[Callable[[], None]] = []
 
 
 def on_load(callback: Callable[[], None]) -> None:
-    """Call ``callback`` once when the library is loaded, now if it is already."""
-    with _lock:
+    """Call ``callback`` once, when the library is loaded; now if it is already."""
+    with _mutex:
         if _available:
             callback()
         else:
@@ -58,223 +65,303 @@ def on_load(callback: Callable[[], None]) -> None:
 
 
 def available() -> bool:
-    """True when the library is loaded and the driver can run it. Cheap: asked on every call of an op."""
+    """Whether the library is loaded, with a CUDA runtime no newer than the driver's. Costs nothing to ask."""
     return _available
 
 
 def status() -> NativeStatus:
-    """What is loaded, loading what can be had without compiling."""
-    return load(build=False)
+    """What load() found; looks for the library, without compiling, if nobody has yet."""
+    return _resolve(build=False)
 
 
 def load(*, build: bool = False) -> NativeStatus:
-    """Load the library if it can be had; compile it for the local GPU first when ``build`` is true, CUDA is available,
-    nvcc is found and NORMSWAP_BUILD is not "never". Repeated calls cost nothing. Where CUDA is available and no library
-    can be had, one warning says why and PyTorch's ops serve."""
-    global _status, _available
-    with _lock:
-        if _status is None or (build and not _status.available and _may_build()):
-            _status = _find_and_load(build)
+    """Load the library if there is one and, with ``build``, compile it for the local GPUs if there is none.
+
+    Can be called any number of times, from any thread. Never raises because a library cannot be had: the status says
+    why, and so does one Python warning if CUDA is available. Compiles only where CUDA is available, NORMSWAP_BUILD is
+    not "never", and not again after a failure in the same process.
+    """
+    global _warned
+    found = _resolve(build)
+    if not found.available and not _warned and _cuda_available():
+        _warned = True
+        warnings.warn(f"normswap's kernels cannot run, PyTorch's own ops serve: {found.reason}", stacklevel=2)
+    return found
+
+
+def _resolve(build: bool) -> NativeStatus:
+    global _status, _available, _compiled_in_vain
+    with _mutex:
+        if _status is None or (build and not _status.available and not _compiled_in_vain):
+            compiling = build and _cuda_available() and not _forbidden()
+            _status = _find(compiling)
             if _status.available:
                 while _on_load:
                     _on_load.pop()()
             _available = _status.available
-        if build:
-            _warn_once(_status)
+            _compiled_in_vain = compiling and not _available
         return _status
 
 
-def _warn_once(status: NativeStatus) -> None:
-    global _warned
-    if torch.cuda.is_available() and not status.available and not _warned:
-        _warned = True
-        warnings.warn(f"normswap: PyTorch's own ops serve: {status.reason}", stacklevel=4)
-
-
-def _find_and_load(build: bool) -> NativeStatus:
-    try:
-        digest = builder.source_digest(builder.source_dir())
-    except BuildError as error:
-        return NativeStatus(False, "none", None, str(error), "")
-    path, origin, reason = _prebuilt(digest)
-    if path is None and build and _may_build():
-        path, origin, reason = _built()
-    elif path is None and not reason:
-        reason = _why_not_built()
-    if path is None:
-        return NativeStatus(False, "none", None, reason, digest)
-    if too_old := driver_problem(_manifest_of(path.parent).get("cuda_runtime", "0")):
-        return NativeStatus(False, "none", path, too_old, digest)
-    try:
-        torch.ops.load_library(str(path))
-    except OSError as error:
-        return NativeStatus(False, "none", path, f"the library {path} cannot be loaded: {error}", digest)
-    return NativeStatus(True, origin, path, "", digest)
-
-
-def _prebuilt(digest: str) -> tuple[Path | None, str, str]:
-    """(path, origin, reason): the package's library or the cache's, if compiled from these very sources."""
-    packaged = Path(__file__).resolve().parent / "lib"
-    reason = ""
-    for folder, origin in ((packaged, "package"), *((f, "cache") for f in _cached_folders(digest))):
+def _find(compiling: bool) -> NativeStatus:
+    """Load the first library that fits, from the package, the cache or, if ``compiling``, the compiler."""
+    reasons = []
+    cached = [("cache", path.parent) for path in sorted(cache_dir().glob(f"*/{LIBRARY}"))]
+    for origin, folder in [("package", PACKAGE / "lib"), *cached]:
         if not (folder / LIBRARY).is_file():
             continue
-        manifest = _manifest_of(folder)
-        if manifest.get("digest") != digest:
-            reason = (
-                f"{folder / LIBRARY} was compiled from other sources ({manifest.get('digest', 'unknown')}) than this "
-                f"package ships ({digest}); run `normswap build` or reinstall normswap"
-            )
-        elif origin == "cache" and not _fits_gpu(manifest.get("archs", [])):
-            continue
-        else:
-            return folder / LIBRARY, origin, ""
-    return None, "none", reason
+        reason = _misfit(folder) or _open(folder / LIBRARY)
+        if not reason:
+            return _loaded(origin, folder)
+        if origin == "package" or reason != _STALE:
+            reasons.append(f"{folder / LIBRARY}: {reason}")
+    if compiling:
+        try:
+            return _loaded("built", _compile_here())
+        except (BuildError, OSError) as error:
+            reasons.append(str(error))
+    else:
+        reasons.append(_why_not_compiled())
+    return NativeStatus(False, "none", None, "; ".join(reasons), "")
 
 
-def _fits_gpu(archs: Sequence[str]) -> bool:
-    """True when a library for ``archs`` holds code for the local GPU, or there is no GPU to ask."""
-    return not torch.cuda.is_available() or local_arch() in archs
+def _loaded(origin: str, folder: Path) -> NativeStatus:
+    return NativeStatus(True, origin, folder / LIBRARY, "", builder.read_metadata(folder).digest)
 
 
-def local_arch() -> str:
-    """The compute capability of the current GPU, as "90"."""
-    major, minor = torch.cuda.get_device_capability()
-    return f"{major}{minor}"
+def _compile_here() -> Path:
+    """Compile for the local GPUs, into the cache, and load the result."""
+    reason = _driver_too_old(builder.find_toolkit().cuda)
+    if not reason:
+        path = build()
+        reason = _open(path)
+    if reason:
+        raise BuildError(reason)
+    return path.parent
 
 
-def _manifest_of(folder: Path) -> dict[str, Any]:
+def _why_not_compiled() -> str:
+    if not _cuda_available():
+        return "not compiled, and no GPU here to compile for; `normswap build --arch 80,90,100,120` names some"
+    if _forbidden():
+        return "not compiled, and NORMSWAP_BUILD=never forbids it; unset that, or run `normswap build`"
+    return "not compiled yet; normswap.optimize does it for a model on CUDA, and so does `normswap build`"
+
+
+def _forbidden() -> bool:
+    return os.environ.get("NORMSWAP_BUILD") == "never"
+
+
+def _cuda_available() -> bool:
+    """On ROCm too torch.cuda is available; our kernels are not for it."""
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+def _open(path: Path) -> str:
+    """Load the library into this process; why it cannot be, or ""."""
     try:
-        found = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        torch.ops.load_library(str(path))
+    except (OSError, RuntimeError) as error:
+        return f"it cannot be loaded ({error}); run `normswap build`"
+    return ""
+
+
+def _misfit(folder: Path) -> str:
+    """Why the library in ``folder`` is not for these sources or this machine, or ""."""
+    try:
+        metadata = builder.read_metadata(folder)
+        current = builder.digest(source_dir(), metadata.arch, metadata.cuda)
+    except (ValueError, BuildError) as error:
+        return str(error)
+    if metadata.digest != current:
+        return _STALE
+    return _driver_too_old(metadata.cuda) or _wrong_gpu(metadata)
+
+
+def _driver_too_old(cuda: int) -> str:
+    """CUDA promises that a driver runs every runtime of its own major version and of those before."""
+    driver = driver_cuda()
+    if driver == 0 or driver // 1000 >= cuda // 1000:
+        return ""
+    return (
+        f"the NVIDIA driver serves CUDA {_dotted(driver)} and the library needs {_dotted(cuda)}; update the driver, "
+        f"or compile with a CUDA {driver // 1000} toolkit: CUDA_HOME=... normswap build"
+    )
+
+
+def _wrong_gpu(metadata: Metadata) -> str:
+    missing = [arch for arch in local_arch() if not _serves(metadata, int(arch))]
+    if not missing:
+        return ""
+    return (
+        f"it was compiled for sm_{', sm_'.join(metadata.arch)} and a GPU here is sm_{missing[0]}; run `normswap build`"
+    )
+
+
+def _serves(metadata: Metadata, gpu: int) -> bool:
+    """Machine code runs within its major version; the newest's PTX on all later GPUs, if the driver knows its CUDA."""
+    codes = [int(arch) for arch in metadata.arch]
+    same_major = any(code // 10 == gpu // 10 and code <= gpu for code in codes)
+    return same_major or (codes[-1] <= gpu and driver_cuda() >= metadata.cuda)
+
+
+def local_arch() -> tuple[str, ...]:
+    """The architectures of the GPUs of this machine, such as ("90",); none without CUDA."""
+    if not _cuda_available():
+        return ()
+    capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    return tuple(f"{major}{minor}" for major, minor in sorted(capabilities))
+
+
+def driver_cuda() -> int:
+    """The newest CUDA version that the NVIDIA driver serves, as 13000 for 13.0; 0 if there is no driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int(0)
+    return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
+
+
+def source_dir() -> Path:
+    """Where the sources of the kernels lie: inside an installed package, beside it in a checkout."""
+    packaged = PACKAGE / "csrc"
+    return packaged if packaged.is_dir() else PACKAGE.parent / "csrc"
 
 
 def cache_dir() -> Path:
-    """Where libraries built on this machine are kept."""
-    return Path(platformdirs.user_cache_dir("normswap"))
-
-
-def _cached_folders(digest: str) -> list[Path]:
-    return sorted(cache_dir().glob(f"{digest}-*"))
-
-
-def _may_build() -> bool:
-    return (
-        os.environ.get("NORMSWAP_BUILD") != "never"
-        and torch.cuda.is_available()
-        and builder.find_toolchain() is not None
-    )
-
-
-def _why_not_built() -> str:
-    if not torch.cuda.is_available():
-        return "no CUDA device is available, and the package holds no prebuilt library"
-    if os.environ.get("NORMSWAP_BUILD") == "never":
-        return "no prebuilt library was found and NORMSWAP_BUILD=never forbids building one; run `normswap build`"
-    if builder.find_toolchain() is None:
-        return (
-            "no prebuilt library was found and nvcc or g++ is missing; install the CUDA toolkit, or "
-            "`pip install normswap[nvcc]`, or a wheel that holds the library"
-        )
-    return "the library is not built yet; normswap.optimize() on a CUDA model builds it, or run `normswap build`"
-
-
-def _built() -> tuple[Path | None, str, str]:
-    try:
-        return build([local_arch()]), "built", ""
-    except BuildError as error:
-        return None, "none", str(error)
+    """The folder of compiled libraries, each in a folder named by its digest; XDG_CACHE_HOME moves it."""
+    return user_cache_path("normswap")
 
 
 def build(
-    archs: Sequence[str] | None = None,
+    arch: Sequence[str] | None = None,
     out: Path | None = None,
-    *,
-    progress: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    progress: Callable[[str], None] | None = None,
+    sources: Path | None = None,
 ) -> Path:
-    """Compile the library for ``archs`` (default: the local GPU's, or those of the wheels where there is no GPU) into
-    the folder ``out`` (default: the user's cache) and return its path. Only one process builds at a time; a build that
-    the cache holds already is not repeated. Raises BuildError with the compiler's own text."""
-    chosen = list(archs or ([local_arch()] if torch.cuda.is_available() else builder.WHEEL_ARCHS))
+    """Compile the library and return its path.
+
+    Args:
+        arch: GPU architectures, such as ["80", "90"]; those of the GPUs here if None.
+        out: The folder for it; the user's cache if None, where a library compiled before is taken as it is.
+        progress: Told in one line what is being compiled; prints to stderr if None.
+        sources: The folder of the sources; those of this package if None.
+
+    Raises:
+        BuildError: with the compiler's own text, or naming what is missing and the cure.
+        ValueError: if an architecture is not a number like 90.
+    """
+    wanted = builder.check_arch(arch if arch is not None else _arch_here())
+    source = sources or source_dir()
+    toolkit = builder.find_toolkit()
+    progress = progress or _print_progress
     if out is not None:
-        return builder.build_library(chosen, Path(out), progress=progress)
-    digest = builder.source_digest(builder.source_dir())
-    folder = cache_dir() / f"{digest}-{'-'.join(chosen)}"
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{folder}.lock", timeout=_LOCK_SECONDS):
-        if _manifest_of(folder).get("digest") == digest and (folder / LIBRARY).is_file():
-            return folder / LIBRARY
-        return builder.build_library(chosen, folder, progress=progress)
+        return builder.compile_library(source, wanted, toolkit, out, progress)
+    return _build_into_cache(source, wanted, toolkit, progress)
 
 
-def driver_version() -> str | None:
-    """The CUDA release the driver supports, as "13.0"; None without a driver."""
+def _arch_here() -> tuple[str, ...]:
+    found = local_arch()
+    if not found:
+        raise BuildError("no GPU here to compile for; name architectures: `normswap build --arch 80,90,100,120`")
+    return found
+
+
+def _build_into_cache(source: Path, arch: Sequence[str], toolkit: Toolkit, progress: Callable[[str], None]) -> Path:
+    """Compile beside the cache entry and rename: a reader sees a whole entry or none. The lock is the kernel's (flock),
+    so it dies with its process; under it a leftover of a killed build is cleared away."""
+    entry = cache_dir() / builder.digest(source, arch, toolkit.cuda)
+    entry.parent.mkdir(parents=True, exist_ok=True)
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    number = ctypes.c_int()
-    if cuda.cuDriverGetVersion(ctypes.byref(number)) != 0:
-        return None
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+        with FileLock(entry.with_suffix(".lock"), timeout=LOCK_SECONDS):
+            if (entry / LIBRARY).is_file() and (entry / METADATA).is_file():
+                return entry / LIBRARY
+            unfinished = entry.with_suffix(".unfinished")
+            for leftover in (entry, unfinished):
+                if leftover.exists():
+                    shutil.rmtree(leftover)
+            try:
+                builder.compile_library(source, arch, toolkit, unfinished, progress)
+                unfinished.rename(entry)
+            finally:
+                if unfinished.exists():
+                    shutil.rmtree(unfinished)
+    except Timeout as error:
+        raise BuildError(
+            f"another process has been compiling the kernels for {LOCK_SECONDS:.0f} s; "
+            f"end the one that holds {error.lock_file}"
+        ) from error
+    return entry / LIBRARY
 
 
-def driver_problem(runtime: str) -> str:
-    """Why a driver cannot run a library of CUDA ``runtime``, "" when it can or there is no driver to ask.
-
-    A driver serves every runtime of its own major release and of older ones."""
-    driver = driver_version()
-    if driver is None or int(driver.split(".")[0]) >= int(runtime.split(".")[0]):
-        return ""
-    return (
-        f"the NVIDIA driver supports CUDA {driver}, the library was compiled with CUDA {runtime}; update the driver, "
-        "or build with an older toolkit: `CUDA_HOME=... normswap build`"
-    )
+def _print_progress(line: str) -> None:
+    print(f"normswap: {line}", file=sys.stderr, flush=True)
 
 
 def row_plan(rows: int, cols: int, itemsize: int, *, clusters: bool, regime: int = 0) -> dict[str, int] | None:
-    """How the library would cut rows of ``cols`` elements of ``itemsize`` bytes and who would work on them; None when
-    ``regime`` (0 chooses; 1 subwarp, 2 warp, 3 block, 4 cluster, 5 split) cannot do such rows. Needs no GPU."""
+    """How the kernels cut rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
+
+    ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block, 4 cluster, 5 split force one, and None is returned where such
+    rows cannot be done in it. Needs the library, but no GPU. Raises BuildError without the library.
+    """
     found = load()
-    if found.path is None or not found.available:
+    if not found.available:
         raise BuildError(f"row_plan: the library is not loaded: {found.reason}")
-    values = (ctypes.c_int64 * 8)()
     function = ctypes.CDLL(str(found.path)).normswap_row_plan
     function.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+    values = (ctypes.c_int64 * 8)()
     if not function(rows, cols, itemsize, int(clusters), regime, values):
         return None
     names = ("regime", "vec", "lanes", "chunk_len", "chunks", "warps", "cluster", "grid")
     return dict(zip(names, values, strict=True))
 
 
-def version() -> str:
-    """The installed version of normswap."""
-    try:
-        return metadata.version("normswap")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
-
-
 def environment() -> dict[str, str]:
-    """What `normswap env` prints: versions, GPU, driver, compilers, and the library's state with its cure."""
+    """What `normswap env` shows: versions, GPU, compilers, and where the library comes from or why there is none."""
     found = status()
-    toolchain = builder.find_toolchain()
-    gpu = "none"
-    if torch.cuda.is_available():
-        gpu = f"{torch.cuda.get_device_name()} (compute capability {local_arch()})"
+    driver = driver_cuda()
     return {
-        "normswap": version(),
-        "python": platform.python_version(),
+        "normswap": _version("normswap"),
+        "python": f"{platform.python_version()} ({sys.executable})",
         "torch": torch.__version__,
-        "torch CUDA": torch.version.cuda or "none (CPU build)",
-        "GPU": gpu,
-        "driver CUDA": driver_version() or "none",
-        "nvcc": f"{toolchain.nvcc} ({toolchain.runtime_version()})" if toolchain else "not found",
-        "host compiler": toolchain.cxx if toolchain else "not found",
-        "library": f"{found.origin}: {found.path}" if found.available else f"none: {found.reason}",
-        "sources": found.digest,
+        "torch CUDA": torch.version.cuda or "none (a CPU build)",
+        "GPU": _gpus(),
+        "driver CUDA": _dotted(driver) if driver else "no NVIDIA driver",
+        "nvcc": _told(lambda: _compiler(builder.find_toolkit().nvcc)),
+        "host compiler": _told(lambda: _compiler(builder.host_compiler())),
+        "library": found.origin if found.available else f"none: {found.reason}",
+        "library path": str(found.path or "-"),
+        "library digest": found.digest or "-",
         "cache": str(cache_dir()),
-        "NORMSWAP_BUILD": os.environ.get("NORMSWAP_BUILD", "(unset)"),
+        "NORMSWAP_BUILD": os.environ.get("NORMSWAP_BUILD", "not set"),
     }
+
+
+def _gpus() -> str:
+    if not torch.cuda.is_available():
+        return "none that torch can use"
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return ", ".join(f"{device.name} (sm_{device.major}{device.minor})" for device in devices)
+
+
+def _compiler(path: str | Path) -> str:
+    return f"{path} ({builder.compiler_version(path)})"
+
+
+def _told(question: Callable[[], str]) -> str:
+    try:
+        return question()
+    except BuildError as error:
+        return f"none: {error}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed (run from its sources)"
+
+
+def _dotted(cuda: int) -> str:
+    return f"{cuda // 1000}.{cuda % 1000 // 10}"

@@ -130,8 +130,8 @@ def table(found: dict[str, Any]) -> str:
         "equal to 1e-4",
     )
     title = (
-        f"{found['device']}, torch {found['torch']}, {found['date']}, copy {found['copy_GB_per_s']:.0f} GB/s; the floor of "
-        "linear_scale_batch_norm is the Linear alone"
+        f"{found['device']}, torch {found['torch']}, {found['date']}, copy {found['copy_GB_per_s']:.0f} GB/s; "
+        "the floor of linear_scale_batch_norm is the Linear alone"
     )
     return f"{title}\n{tabulate(lines, headers, disable_numparse=True)}"
 

@@ -3,6 +3,7 @@
 With the library the wheel is py3-none-linux_x86_64 (no Python ABI is used), without it py3-none-any.
 """
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -29,8 +30,12 @@ def why_not() -> str:
     """Why the library cannot be compiled here, "" when it can."""
     if os.environ.get("NORMSWAP_BUILD") == "never":
         return "NORMSWAP_BUILD=never"
-    if load_builder().find_toolchain() is None:
-        return "nvcc or g++ was not found"
+    builder = load_builder()
+    try:
+        builder.find_toolkit()
+        builder.host_compiler()
+    except builder.BuildError as error:
+        return str(error)
     for module, package in (("torch", "torch"), ("ninja", "ninja")):
         if importlib.util.find_spec(module) is None:
             return f"{package} is not installed in the build environment; use --no-build-isolation"
@@ -56,8 +61,9 @@ class BuildPy(build_py):
             print(f"normswap: a pure wheel, without the compiled library: {reason}", file=sys.stderr)
             return
         builder = load_builder()
-        archs = os.environ.get("NORMSWAP_ARCH", ",".join(builder.WHEEL_ARCHS)).split(",")
-        builder.build_library(archs, package / "lib", progress=lambda line: print(line, file=sys.stderr))
+        arch = os.environ.get("NORMSWAP_ARCH", ",".join(builder.WHEEL_ARCH)).split(",")
+        tell = functools.partial(print, "normswap:", file=sys.stderr, flush=True)
+        builder.compile_library(ROOT / "csrc", builder.check_arch(arch), builder.find_toolkit(), package / "lib", tell)
 
 
 class BdistWheel(bdist_wheel):

@@ -54,6 +54,7 @@ def unaccounted(model: nn.Module, plan: normswap.Plan) -> list[str]:
         name
         for name, module in model.named_modules()
         if "Norm" in type(module).__name__ and "BatchNorm" not in type(module).__name__ and name not in known
+        if not list(module.children())  # a head that holds a norm is not one
     ]
 
 
@@ -95,9 +96,8 @@ def check(name: str, dtype: torch.dtype) -> dict[str, Any]:
     problems = [f"not accounted for: {n}" for n in unaccounted(model, plan)]
     problems += [f"{row['name']}: {row['status']} {row['detail']}" for row in rows if row["status"] != "proved"]
     problems += [] if called == ran and called else [f"{called} calls of swapped sites, {ran} of our kernels"]
-    problems += (
-        [] if report.model and report.model["passed"] else [str(w.message) for w in caught][:1] or ["model limit"]
-    )
+    if not (report.model and report.model["passed"]):
+        problems += [str(w.message) for w in caught][:1] or ["the whole model is beyond its limit"]
     return {
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import shutil
@@ -50,9 +51,8 @@ def run_sanitizer(tool: str) -> dict[str, Any]:
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [found, "--tool", tool, "--error-exitcode", "99", "--kernel-name", "kns=normswap", *tests]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    summary = [
-        line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or "passed" in line or "failed" in line
-    ]
+    told = ("ERROR SUMMARY", "passed", "failed")
+    summary = [line for line in done.stdout.splitlines() if any(word in line for word in told)]
     return {"tool": tool, "exit": done.returncode, "result": "; ".join(summary) or done.stdout[-500:]}
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     status = native.load(build=True)
     if not torch.cuda.is_available() or not status.available:
         raise SystemExit(f"gpu_check needs a CUDA device and the library: {status.reason}")
-    digest = builder.source_digest(builder.source_dir())
+    digest = hashlib.sha256(b"".join(f.read_bytes() for f in builder.sources(native.source_dir()))).hexdigest()[:16]
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
     if record.get("kernel_sources") != digest:
         record = {}
@@ -75,7 +75,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "driver": native.driver_version(),
+        "driver": native.driver_cuda(),
         "date": datetime.date.today().isoformat(),
         "kernel_sources": digest,
     }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -12,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from normswap import modules
 from normswap.plan import Match, Reason, Refusal
-from normswap.rules.subclass_site import SUBCLASSED, match_subclass
+from normswap.rules.subclass_site import SUBCLASSED, has_torchs_forward, match_subclass
 
 
 def match_exact(module: nn.Module, expected: type[nn.Module], kind: str) -> Match | Refusal | None:
@@ -43,7 +40,7 @@ def why_not_exact(module: nn.Module, expected: type[nn.Module]) -> tuple[Reason,
         return Reason.SUBCLASS, cls.__name__ if own else f"{cls.__name__}: only the exact type is swapped"
     if "forward" in module.__dict__:
         return Reason.INSTANCE_FORWARD, ""
-    if not _has_torchs_forward(expected):
+    if not has_torchs_forward(expected):
         return Reason.UNSUPPORTED, f"torch.nn.{expected.__name__}.forward was replaced on the class"
     return None
 
@@ -67,9 +64,3 @@ def settled_type(module: nn.Module) -> type[nn.Module]:
 def is_lazy(module: nn.Module) -> bool:
     """True while a lazy module waits for its first input."""
     return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
-
-
-def _has_torchs_forward(expected: type[nn.Module]) -> bool:
-    """False when some library replaced ``expected.forward`` for the whole process: its globals are then its own."""
-    forward = expected.forward
-    return isinstance(forward, types.FunctionType) and forward.__globals__ is sys.modules[expected.__module__].__dict__

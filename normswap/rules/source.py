@@ -116,7 +116,7 @@ def _scan(forward: types.FunctionType) -> Scan | Rejection:
         return Rejection(Reason.SOURCE, f"no definition found at {code.co_filename}:{code.co_firstlineno}")
     if tree.decorator_list:
         return Rejection(Reason.NOT_STRAIGHT_LINE, "forward is decorated")
-    if not _is_what_runs(_source(code), code):
+    if not is_what_runs(code):
         return Rejection(Reason.SOURCE, f"{code.co_filename}:{tree.lineno} is not the code that runs")
     if not _takes_one_argument(forward):
         return Rejection(Reason.UNSUPPORTED, f"forward takes {inspect.signature(forward)}, not (self, input)")
@@ -128,10 +128,10 @@ def _scan(forward: types.FunctionType) -> Scan | Rejection:
     return Scan(code.co_varnames[1], tuple(dict.fromkeys(scanner.reads)), tuple(scanner.operations))
 
 
-def _is_what_runs(source: str, code: types.CodeType) -> bool:
-    """True when compiling ``source`` gives, at the line of ``code``, the same instructions, constants and names. The
-    file is compiled whole: what a method compiles to depends on the imports and the class around it."""
-    compiled = _compile(source, code.co_filename).get((code.co_name, code.co_firstlineno))
+def is_what_runs(code: types.CodeType) -> bool:
+    """True when compiling the source file gives, at the line of ``code``, the same instructions, constants and names.
+    The file is compiled whole: what a method compiles to depends on the imports and the class around it."""
+    compiled = _compile(_source(code), code.co_filename).get((code.co_name, code.co_firstlineno))
     return compiled is not None and _fingerprint(compiled) == _fingerprint(code)
 
 

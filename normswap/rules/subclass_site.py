@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import types
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from normswap.plan import Match
-from normswap.rules.source import source_tree
+from normswap.rules.source import is_what_runs, source_tree
 
-_CALLS = {
+_CALLS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "layer_norm": (F.layer_norm, nn.LayerNorm, ("normalized_shape", "weight", "bias", "eps")),
     "rms_norm": (F.rms_norm, nn.RMSNorm, ("normalized_shape", "weight", "eps")),
     "group_norm": (F.group_norm, nn.GroupNorm, ("num_groups", "weight", "bias", "eps")),
@@ -29,15 +30,15 @@ def match_subclass(module: nn.Module, kind: str) -> Match | None:
     """A Match when ``module``, of a subclass of the kind's torch.nn class, provably computes what that class does;
     its attribute "unless" names the flag under which it does not, if there is one. None: not provable."""
     _, expected, attributes = _CALLS[kind]
-    cls = type(module)
-    forward: Any = cls.forward
+    cls: Any = type(module)
+    forward = cls.forward
     described = any(inspect.getattr_static(cls, name, None) is not None for name in attributes)
     if described or "forward" in module.__dict__ or cls.__call__ is not nn.Module.__call__:
         return None
     if cls._call_impl is not nn.Module._call_impl or not isinstance(forward, types.FunctionType):
         return None
     if forward is expected.forward:
-        return Match(kind)
+        return Match(kind) if has_torchs_forward(expected) else None
     body = _body_of(forward)
     if body is None:
         return None
@@ -49,13 +50,19 @@ def match_subclass(module: nn.Module, kind: str) -> Match | None:
     return Match(kind, {} if flag is None else {"unless": flag})
 
 
+def has_torchs_forward(expected: Any) -> bool:
+    """False when some library replaced ``expected.forward`` for the whole process: its globals are then its own."""
+    forward = expected.forward
+    return isinstance(forward, types.FunctionType) and forward.__globals__ is sys.modules[expected.__module__].__dict__
+
+
 def _body_of(forward: types.FunctionType) -> tuple[str | None, str, ast.expr] | None:
     """(flag, argument, expression) of a forward that returns the expression unless ``self.flag``; None for others."""
     code = forward.__code__
     if forward.__closure__ or forward.__kwdefaults__ or forward.__defaults__ or code.co_argcount != 2:
         return None
     tree = source_tree(code)
-    if tree is None or tree.decorator_list or _names(tree) != {*code.co_names}:
+    if tree is None or tree.decorator_list or not is_what_runs(code):
         return None
     argument = code.co_varnames[1]
     statements = [s for s in tree.body if not _is_docstring(s)]
@@ -67,15 +74,6 @@ def _body_of(forward: types.FunctionType) -> tuple[str | None, str, ast.expr] | 
         statements = statements[0].orelse + statements[1:]
     expression = _returned(statements, argument)
     return None if expression is None else (flag, argument, expression)
-
-
-def _names(tree: ast.FunctionDef) -> set[str]:
-    """The names a function's code must have if the source is its own: attributes and globals."""
-    local = {a.arg for a in tree.args.args}
-    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    body = [node for statement in tree.body for node in ast.walk(statement)]
-    attributes = {n.attr for n in body if isinstance(n, ast.Attribute)}
-    return attributes | {n.id for n in body if isinstance(n, ast.Name) and n.id not in local | stored}
 
 
 def _is_docstring(statement: ast.stmt) -> bool:

@@ -1,0 +1,119 @@
+"""What scripts/demo runs: train, convert, reload; a planted error; the speed on a GPU, or the record of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import digits
+import torch
+from torch import nn
+
+import normswap
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "build" / "demo"
+
+
+def say(title: str) -> None:
+    print(f"\n== {title}", flush=True)
+
+
+def run(*command: str) -> str:
+    """Run a command as a user would, show it and what it prints, and return that."""
+    shown = " ".join(Path(c).name if c == sys.executable else c for c in command)
+    print(f"$ {shown}", flush=True)
+    done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=False)
+    print(done.stdout, end="", flush=True)
+    if done.returncode:
+        raise SystemExit(f"{shown} ended with {done.returncode}: {done.stderr}")
+    return done.stdout
+
+
+RELOAD = """
+import digits, json, sys, torch, normswap
+model = normswap.load_model(sys.argv[1], map_location="cuda" if torch.cuda.is_available() else "cpu")
+_, _, images, _ = digits.data()
+with torch.no_grad():
+    predicted = model(images.to(next(model.parameters()).device)).argmax(1)
+print(json.dumps({"swapped": len(normswap.report(model).swapped), "predictions": predicted.tolist()}))
+"""
+
+
+def convert_and_reload() -> nn.Module:
+    say("1. Train a classifier on scikit-learn's digits, convert its checkpoint, reload it in a new process")
+    started = time.perf_counter()
+    model = digits.train()
+    right = digits.accuracy(model)
+    print(f"trained in {time.perf_counter() - started:.0f} s: {right:.1%} of the test images right")
+    if right <= 0.95:
+        raise SystemExit(f"the classifier should get more than 95% right, got {right:.1%}")
+    OUT.mkdir(parents=True, exist_ok=True)
+    checkpoint, converted = OUT / "digits.pt", OUT / "converted"
+    torch.save(model.state_dict(), checkpoint)
+    cli = (sys.executable, "-m", "normswap.cli")
+    run(*cli, "inspect", str(checkpoint))
+    options = ("--model", "digits:build", "--input", "float32[64,1,8,8]", "--force")
+    run(*cli, "convert", str(checkpoint), str(converted), *options)
+    _, _, images, _ = digits.data()
+    with torch.no_grad():
+        expected = model(images).argmax(1).tolist()
+    print("$ python -c 'model = normswap.load_model(...); ...'")
+    done = subprocess.run(
+        [sys.executable, "-c", RELOAD, str(converted)], cwd=ROOT / "scripts", capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    if found["predictions"] != expected:
+        raise SystemExit("the reloaded model predicts something else than the trained one")
+    print(f"reloaded in a new process: {found['swapped']} sites swapped, all {len(expected)} predictions equal")
+    return model
+
+
+def trust(model: nn.Module) -> None:
+    say("2. Trust: one site computes with an eps of 1e-3 instead of its own; only that site is put back")
+    from normswap import modules
+
+    class Wrong(modules.LayerNorm):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return normswap.modules.ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, 1e-3)
+
+    right = modules._MODULE_CLASSES["layer_norm"]
+    modules._MODULE_CLASSES["layer_norm"] = (nn.LayerNorm, Wrong)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            swapped = normswap.optimize(model, digits.data()[0][:64])
+    finally:
+        modules._MODULE_CLASSES["layer_norm"] = right
+    report = normswap.report(swapped)
+    print(report)
+    failed = [row["name"] for row in report.rows if row["status"] == "failed"]
+    if failed != ["norm"] or type(swapped.norm) is not nn.LayerNorm or len(report.swapped) != 4:
+        raise SystemExit(f"only 'norm' should have been put back, got {failed}")
+
+
+def speed() -> None:
+    import benchmark
+
+    if torch.cuda.is_available():
+        say("3. Speed on this GPU")
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        shrink = next(s for s in (1, 2, 4, 8, 16) if s == 16 or memory / (56 / s) > 1.05)
+        print(benchmark.table(benchmark.measure_all(shrink)))
+        return
+    say("3. Speed: this machine has no GPU. Recorded earlier on another machine, not here:")
+    print(benchmark.table(json.loads((ROOT / "tests" / "gpu_record.json").read_text())["benchmark"]))
+
+
+def main() -> None:
+    trust(convert_and_reload())
+    speed()
+    print("\nDone.")
+
+
+if __name__ == "__main__":
+    main()
