@@ -198,7 +198,7 @@ def compile_library(
         OSError: if ``out`` cannot be written.
     """
     arch = check_arch(arch)
-    cxx, torch, ninja = host_compiler(), torch_folder(), _ninja()
+    cxx, torch, ninja = host_compiler(), torch_folder(), find_ninja()
     metadata = Metadata(
         digest(source_dir, arch, toolkit.cuda),
         arch,
@@ -227,8 +227,8 @@ def read_metadata(folder: Path) -> Metadata:
         raise ValueError(f"{path} does not describe a library: {error}") from error
 
 
-def _ninja() -> str:
-    """The ninja beside this Python, where the PyPI package puts it, else the one on PATH."""
+def find_ninja() -> str:
+    """The ninja beside this Python, where the PyPI package puts it, else the one on PATH. Raises BuildError."""
     found = shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
     if found is None:
         raise BuildError("no ninja; `pip install ninja`")

@@ -12,9 +12,10 @@ import json
 import os
 import platform
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from normswap.apply import apply
 from normswap.factory import build_model, load_strictly
 from normswap.files import replacing, sha256
 from normswap.modules import site_match
-from normswap.optimize import optimize, plan, report
+from normswap.optimize import Filter, OnEmpty, OnMismatch, Validate, optimize, plan, report
 from normswap.plan import NormswapError, Plan, PlanError
 from normswap.report import Report
 from normswap.tensors import (
@@ -63,11 +64,11 @@ def convert(
     inputs: Tensor | tuple[Any, ...] | None = None,
     input_kwargs: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
-    include: Any = None,
-    exclude: Any = None,
-    validate: Any = "auto",
-    on_mismatch: Literal["rollback", "raise", "warn"] = "rollback",
-    on_empty: Literal["warn", "raise", "ignore"] = "warn",
+    include: Filter = None,
+    exclude: Filter = None,
+    validate: Validate = "auto",
+    on_mismatch: OnMismatch = "rollback",
+    on_empty: OnEmpty = "warn",
     force: bool = False,
 ) -> Report:
     """Write to ``out`` the checkpoint ``source`` as one that ``load_model`` opens swapped; returns the proof.
@@ -150,7 +151,7 @@ def versions() -> dict[str, str]:
     try:
         own = importlib.metadata.version("normswap")
     except importlib.metadata.PackageNotFoundError:
-        own = "unknown (not installed)"
+        own = "0+unknown"
     return {"normswap": own, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
@@ -213,7 +214,10 @@ def _optimized(
     try:
         model = model.to(device)
         inputs, kwargs = _moved((inputs, kwargs), device)
-        return optimize(model, inputs, kwargs or None, **filters, **options), plan(model, **filters)
+        swapped = optimize(model, inputs, kwargs or None, **filters, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # optimize has planned, and warned, before
+            return swapped, plan(model, **filters)
     except NormswapError:
         raise
     except Exception as error:  # the model's own code may raise anything on these inputs

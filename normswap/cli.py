@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 from tabulate import tabulate
@@ -16,7 +17,7 @@ from tabulate import tabulate
 from normswap import checkpoint, native
 from normswap.factory import load_strictly
 from normswap.inputs import make_inputs
-from normswap.optimize import plan
+from normswap.optimize import OnEmpty, OnMismatch, Validate, plan
 from normswap.plan import MismatchError, NormswapError, NothingSwappedError, Plan
 from normswap.summary import Summary, summarize
 from normswap.tensors import one_line
@@ -61,11 +62,28 @@ def main() -> None:
     """
 
 
+def _patterns(_context: click.Context, _parameter: click.Parameter, patterns: tuple[str, ...]) -> list[str] | None:
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[len("re:") :])
+            except re.error as error:
+                raise click.BadParameter(f"{pattern!r} is not a regular expression: {error}") from error
+    return list(patterns) or None
+
+
 def _filters(command: _F) -> _F:
     help_ = "glob or re:... over module names; may be repeated"
     for name, verb in (("--exclude", "Leave out sites"), ("--include", "Take only sites")):
-        command = click.option(name, multiple=True, metavar="PATTERN", help=f"{verb} that match this {help_}.")(command)
+        option = click.option(
+            name, multiple=True, metavar="PATTERN", callback=_patterns, help=f"{verb} that match this {help_}."
+        )
+        command = option(command)
     return command
+
+
+def _choice(name: str, literal: Any, default: str, text: str) -> Callable[[_F], _F]:
+    return click.option(name, type=click.Choice(get_args(literal)), default=default, show_default=True, help=text)
 
 
 _MODEL = click.option(
@@ -80,7 +98,7 @@ _MODEL = click.option(
 @click.argument("source", metavar="IN")
 @_MODEL
 @_filters
-def inspect(source: str, factory: str | None, include: tuple[str, ...], exclude: tuple[str, ...]) -> None:
+def inspect(source: str, factory: str | None, include: list[str] | None, exclude: list[str] | None) -> None:
     """Show what the checkpoint IN holds and, with --model, what would be swapped."""
     tensors, _ = checkpoint.read_tensors(source)
     summary = summarize(tensors)
@@ -89,7 +107,7 @@ def inspect(source: str, factory: str | None, include: tuple[str, ...], exclude:
     else:
         model = checkpoint.build_model(factory)
         load_strictly(model, tensors, source)
-        table = _plan_table(plan(model.eval(), include=_some(include), exclude=_some(exclude)))
+        table = _plan_table(plan(model.eval(), include=include, exclude=exclude))
     click.echo(f"{source}: {summary}\n{table}")
 
 
@@ -107,9 +125,11 @@ def inspect(source: str, factory: str | None, include: tuple[str, ...], exclude:
 )
 @click.option("--device", help="Where to prove: cpu, cuda, cuda:1. [default: cuda where there is any]")
 @_filters
-@click.option("--validate", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True)
-@click.option("--on-mismatch", type=click.Choice(["rollback", "raise", "warn"]), default="rollback", show_default=True)
-@click.option("--on-empty", type=click.Choice(["warn", "raise", "ignore"]), default="warn", show_default=True)
+@_choice(
+    "--validate", Validate, "auto", "What to prove: outputs (forward), gradients too (grad), or as trained (auto)."
+)
+@_choice("--on-mismatch", OnMismatch, "rollback", "What to do with a site that fails its proof.")
+@_choice("--on-empty", OnEmpty, "warn", "What to do when there is nothing to swap.")
 @click.option("--force", is_flag=True, help="Replace an existing OUT.")
 def convert(
     source: str,
@@ -117,11 +137,11 @@ def convert(
     factory: str | None,
     specs: tuple[str, ...],
     device: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    validate: str,
-    on_mismatch: Any,
-    on_empty: Any,
+    include: list[str] | None,
+    exclude: list[str] | None,
+    validate: Validate,
+    on_mismatch: OnMismatch,
+    on_empty: OnEmpty,
     force: bool,
 ) -> None:
     """Write to OUT the tensors of IN, bit for bit, and normswap.json beside them.
@@ -142,8 +162,8 @@ def convert(
         inputs=inputs or None,
         input_kwargs=input_kwargs,
         device=device,
-        include=_some(include),
-        exclude=_some(exclude),
+        include=include,
+        exclude=exclude,
         validate=validate,
         on_mismatch=on_mismatch,
         on_empty=on_empty,
@@ -166,7 +186,10 @@ def env() -> None:
 def build(arch: str | None, out: Path | None) -> None:
     """Compile the kernel library ahead of its first use."""
     architectures = [a.strip() for a in arch.split(",")] if arch is not None else None
-    click.echo(native.build(architectures, out, progress=_say))
+    try:
+        click.echo(native.build(architectures, out, progress=_say))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--arch") from error
 
 
 def _needs_model(source: str) -> str:
@@ -194,10 +217,6 @@ def _plan_table(found: Plan) -> str:
     return tabulate(rows, ["module", "type", "kind", "what"]) if rows else "nothing to swap"
 
 
-def _some(patterns: tuple[str, ...]) -> list[str] | None:
-    return list(patterns) or None
-
-
 def _exit_code(error: NormswapError) -> int:
     if isinstance(error, MismatchError):
         return MISMATCH
@@ -205,14 +224,16 @@ def _exit_code(error: NormswapError) -> int:
 
 
 def _say(message: str) -> None:
-    click.echo(f"normswap: {message}", err=True)
+    click.echo(f"normswap: {message.removeprefix('normswap: ')}", err=True)
 
 
 @contextmanager
 def _told_warnings() -> Iterator[None]:
     """Warnings as lines of ours, without the file and source line that Python adds."""
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_args, **_kwargs: _say(f"warning: {message}")
+        warnings.showwarning = lambda message, *_args, **_kwargs: _say(
+            f"warning: {str(message).removeprefix('normswap: ')}"
+        )
         yield
 
 

@@ -1,7 +1,10 @@
-"""Build steps of the wheel: csrc/ goes in as package data, and the compiled library too where nvcc and torch are there.
+"""The wheel's build steps (named in pyproject.toml): csrc/ goes into the package, and where nvcc and torch are, the
+compiled library too.
 
-With the library the wheel is py3-none-linux_x86_64 (no Python ABI is used), without it py3-none-any.
+With the library the wheel is py3-none-linux_x86_64 (it uses no Python ABI), without it py3-none-any.
 """
+
+from __future__ import annotations
 
 import functools
 import importlib.util
@@ -9,67 +12,79 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = (".cpp", ".cu", ".cuh", ".h")
 
 
-def load_builder():
+@functools.cache
+def load_builder() -> ModuleType:
     """normswap/builder.py alone: importing the package would import torch and every dependency."""
     spec = importlib.util.spec_from_file_location("normswap_builder", ROOT / "normswap" / "builder.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{ROOT}/normswap/builder.py cannot be loaded")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def why_not() -> str:
-    """Why the library cannot be compiled here, "" when it can."""
+def why_pure() -> str:
+    """Why the library cannot be compiled here, or ""."""
     if os.environ.get("NORMSWAP_BUILD") == "never":
         return "NORMSWAP_BUILD=never"
     builder = load_builder()
     try:
         builder.find_toolkit()
         builder.host_compiler()
+        builder.torch_folder()
+        builder.find_ninja()
     except builder.BuildError as error:
         return str(error)
-    for module, package in (("torch", "torch"), ("ninja", "ninja")):
-        if importlib.util.find_spec(module) is None:
-            return f"{package} is not installed in the build environment; use --no-build-isolation"
     return ""
 
 
 class BuildPy(build_py):
-    """Copy csrc/ into the package, and compile it."""
+    """Copy csrc/ into the package and compile it. An editable install finds csrc/ where it is."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
-        package = Path(self.build_lib) / "normswap"
-        shutil.rmtree(package / "csrc", ignore_errors=True)
-        (package / "csrc").mkdir(parents=True)
-        for file in sorted((ROOT / "csrc").iterdir()):
-            if file.suffix in SOURCES:
-                shutil.copy2(file, package / "csrc" / file.name)
-        shutil.rmtree(package / "lib", ignore_errors=True)
-        reason = why_not()
-        if reason:
-            print(f"normswap: a pure wheel, without the compiled library: {reason}", file=sys.stderr)
-            return
-        builder = load_builder()
-        arch = os.environ.get("NORMSWAP_ARCH", ",".join(builder.WHEEL_ARCH)).split(",")
-        tell = functools.partial(print, "normswap:", file=sys.stderr, flush=True)
-        builder.compile_library(ROOT / "csrc", builder.check_arch(arch), builder.find_toolkit(), package / "lib", tell)
+        package = Path(self.build_lib, "normswap")
+        for folder in (package / "csrc", package / "lib"):
+            if folder.exists():  # of an earlier build in this folder
+                shutil.rmtree(folder)
+        (package / "csrc").mkdir()
+        for source in load_builder().sources(ROOT / "csrc"):
+            shutil.copy2(source, package / "csrc")
+        if reason := why_pure():
+            tell(f"a pure wheel, without the compiled kernels: {reason}")
+            tell("for a wheel with them: `pip install torch ninja`, then `pip wheel . --no-build-isolation --no-deps`")
+        else:
+            compile_into(package / "lib")
+
+
+def compile_into(folder: Path) -> None:
+    """Compile for NORMSWAP_ARCH ("80,90"), by default for every architecture the wheels serve."""
+    builder = load_builder()
+    arch = os.environ.get("NORMSWAP_ARCH", ",".join(builder.WHEEL_ARCH)).split(",")
+    builder.compile_library(ROOT / "csrc", arch, builder.find_toolkit(), folder, tell)
+
+
+def tell(line: str) -> None:
+    print(f"normswap: {line}", file=sys.stderr, flush=True)
 
 
 class BdistWheel(bdist_wheel):
-    """Tag the wheel for the platform when it holds the library."""
+    """Tag the wheel for the platform, and for every Python 3, when it holds the library."""
+
+    def finalize_options(self) -> None:
+        if not why_pure():
+            self.distribution.has_ext_modules = lambda: True
+        super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:
-        if (Path(self.bdist_dir) / "normswap" / "lib").is_dir() or not why_not():
-            return "py3", "none", "linux_x86_64"
-        return "py3", "none", "any"
+        return "py3", "none", super().get_tag()[2]

@@ -14,9 +14,28 @@ from torch import Tensor, nn
 
 REPOSITORY = Path(__file__).parent.parent
 
+SITES = {"norm", "blocks.0", "group", "rms", "l1", "tail"}
+"""What is swapped in zoo:net."""
+
 ZOO = '''
 import torch
 from torch import nn
+
+
+class L1(nn.Module):
+    def forward(self, x):
+        return x / torch.mean(torch.abs(x), dim=1, keepdim=True)
+
+
+class Tail(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gemm = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.bn = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.bn(self.gemm(x) * self.scale)
 
 
 class Net(nn.Module):
@@ -29,13 +48,15 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.LayerNorm(8) for _ in range(layers))
         self.group = nn.GroupNorm(2, 8)
         self.rms = nn.RMSNorm(8)
+        self.l1 = L1()
         self.bn = nn.BatchNorm1d(8)
+        self.tail = Tail()
 
     def forward(self, x):
         x = self.norm(self.stem(x))
         for block in self.blocks:
             x = block(x)
-        return self.bn(self.rms(self.group(x)))
+        return self.tail(self.bn(self.l1(self.rms(self.group(x)))))
 
 
 class Tied(nn.Module):

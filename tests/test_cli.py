@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from checkpoints import ZOO, environment, forget_zoo, randomized, snapshot, write_payload
+from checkpoints import SITES, ZOO, environment, forget_zoo, randomized, snapshot, write_payload
 from click.testing import CliRunner, Result
 from torch import nn
 
@@ -55,6 +55,7 @@ def refused(folder: Path, code: int, message: str, *arguments: str) -> None:
     assert (result.exit_code, result.stdout) == (code, ""), result.output
     told = [line for line in result.stderr.splitlines() if not line.startswith("normswap: warning: ")]
     assert len(told) == 1 and told[0].startswith("normswap: ") and message in told[0], result.stderr
+    assert "normswap: normswap" not in told[0]
     assert snapshot(folder) == before
 
 
@@ -97,15 +98,15 @@ def test_include_and_exclude() -> None:
         for out in ("one", "two")
     }
     assert swaps["one"] == {"norm", "rms"}
-    assert {"norm", "group", "rms"} <= swaps["two"] and "blocks.0" not in swaps["two"]
+    assert swaps["two"] == SITES - {"blocks.0"}
 
 
 def test_a_bare_state_dict_needs_a_model(folder: Path) -> None:
     result = run("convert", "net.pt", "out")
     refused(
-        folder, USAGE, "net.pt holds tensors and no model: 14 tensors (13 float32, 1 int64)", "convert", "net.pt", "out"
+        folder, USAGE, "net.pt holds tensors and no model: 22 tensors (20 float32, 2 int64)", "convert", "net.pt", "out"
     )
-    for part in ("5 likely norms (norm, blocks.0, group, rms, bn)", "pass --model pkg.module:function"):
+    for part in ("6 likely norms (norm, blocks.0, group, rms, bn, tail.bn)", "pass --model pkg.module:function"):
         assert part in result.stderr
 
 
@@ -119,6 +120,11 @@ def test_a_bare_state_dict_needs_a_model(folder: Path) -> None:
         (USAGE, "integers need a range", ["convert", "net.pt", "out", "--model", "zoo:net", "--input", "int64[2]"]),
         (FAILED, "none.pt: no such file", ["convert", "none.pt", "out", "--model", "zoo:net"]),
         (FAILED, "none.pt: no such file", ["convert", "none.pt", "out"]),
+        (
+            USAGE,
+            "'re:(' is not a regular expression",
+            ["inspect", "net.pt", "--model", "zoo:net", "--include", "re:("],
+        ),
         (FAILED, "none.pt: no such file", ["inspect", "none.pt"]),
         (
             FAILED,
@@ -141,7 +147,12 @@ def test_a_bare_state_dict_needs_a_model(folder: Path) -> None:
             "could not be optimized",
             ["convert", "net.pt", "out", "--model", "zoo:net", "--input", "float32[2,5]"],
         ),
-        (EMPTY, "", ["convert", "plain.pt", "out", "--model", "zoo:plain", "--on-empty", "raise"]),
+        (USAGE, "--arch", ["build", "--arch", "hopper"]),
+        (
+            EMPTY,
+            "normswap: nothing was swapped",
+            ["convert", "plain.pt", "out", "--model", "zoo:plain", "--on-empty", "raise"],
+        ),
     ],
 )
 def test_refusals(folder: Path, code: int, message: str, arguments: list[str]) -> None:
@@ -178,7 +189,7 @@ def test_force_replaces() -> None:
 def test_warnings_are_lines_of_ours() -> None:
     result = run("convert", "plain.pt", "out", "--model", "zoo:plain", "--device", "cpu", "--on-empty", "warn")
     assert result.exit_code == DONE and Path("out/plain.pt").exists()
-    assert result.stderr.startswith("normswap: warning: ") and ".py:" not in result.stderr
+    assert result.stderr.startswith("normswap: warning: nothing was swapped") and ".py:" not in result.stderr
 
 
 # --- inspect --------------------------------------------------------------------------------------------------------
@@ -187,9 +198,9 @@ def test_warnings_are_lines_of_ours() -> None:
 def test_inspect_a_checkpoint_alone() -> None:
     result = run("inspect", "net.pt")
     assert result.exit_code == DONE
-    assert "net.pt: 14 tensors (13 float32, 1 int64), 584 bytes, 5 likely norms" in result.stdout
+    assert "net.pt: 22 tensors (20 float32, 2 int64), 1.0 kB, 6 likely norms" in result.stdout
     rows = [line.split(maxsplit=1) for line in result.stdout.splitlines()[3:]]
-    assert [row[0] for row in rows] == ["norm", "blocks.0", "group", "rms", "bn"]
+    assert [row[0] for row in rows] == ["norm", "blocks.0", "group", "rms", "bn", "tail.bn"]
     assert "BatchNorm" in rows[4][1] and "RMSNorm" in rows[3][1] and "8" in rows[0][1]
     assert "no likely norms" in run("inspect", "plain.pt").stdout
 

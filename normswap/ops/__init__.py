@@ -1,0 +1,26 @@
+"""The normalisation ops: argument checks, the choice between our kernels and PyTorch's own op, and autograd.
+
+Every op here is differentiable any number of times and accepts what PyTorch's op accepts. Our kernels serve dense CUDA
+tensors of float32, float16 and bfloat16 with shapes PyTorch's op would accept; everything else - other dtypes, CPU
+tensors, functorch transforms, forward-mode AD, tensor subclasses, bad shapes (whose errors are then PyTorch's own), a
+machine without the library - goes to ``reference``.
+"""
+
+from __future__ import annotations
+
+from normswap.ops.dispatch import native_serves
+from normswap.ops.group_norm import group_norm
+from normswap.ops.l1_norm import l1_norm
+from normswap.ops.layer_norm import layer_norm
+from normswap.ops.rms_norm import rms_norm
+from normswap.ops.scale_batch_norm import fold_scale_batch_norm, scale_batch_norm
+
+__all__ = [
+    "fold_scale_batch_norm",
+    "group_norm",
+    "l1_norm",
+    "layer_norm",
+    "native_serves",
+    "rms_norm",
+    "scale_batch_norm",
+]

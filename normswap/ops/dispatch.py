@@ -1,0 +1,95 @@
+"""Who computes a call: our kernels or PyTorch, and what every op shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+from normswap import native
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_native_tried = False
+
+
+def native_serves(*tensors: Tensor | None) -> bool:
+    """True when our kernels can take these tensors: the library is loaded, all are plain CUDA tensors of one
+    device and of dtype float32, float16 or bfloat16, and no functorch transform or forward-mode AD is active."""
+    first = tensors[0]
+    if first is None or not first.is_cuda or not _library_ready():
+        return False
+    device = first.device
+    for tensor in tensors:
+        if tensor is not None and not (
+            tensor.dtype in DTYPES
+            and (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter)
+            and tensor.device == device
+        ):
+            return False
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+
+
+def _library_ready() -> bool:
+    """Load the library on the first CUDA call if optimize() has not done so; never compiles."""
+    global _native_tried
+    if not _native_tried and not torch.compiler.is_compiling():
+        _native_tried = True
+        native.load(build=False)
+    return native.available()
+
+
+def _register_fakes() -> None:
+    """Every native op only fills tensors it is given, so its fake does nothing."""
+    for name in ("layer_norm", "rms_norm", "l1_norm", "group_norm", "scale_batch_norm", "affine", "fold_linear"):
+        torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
+
+
+native.on_load(_register_fakes)
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def autocast_to_float(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What autocast does to the inputs of PyTorch's float32 ops (layer_norm, group_norm)."""
+    if tensors[0] is not None and tensors[0].is_cuda and torch.is_autocast_enabled("cuda"):
+        return tuple(t.float() if t is not None and t.dtype in DTYPES else t for t in tensors)
+    return tensors
+
+
+def affine_dtypes_fit(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """True when weight and bias have one dtype, the input's or float32."""
+    given = {t.dtype for t in (weight, bias) if t is not None}
+    return len(given) <= 1 and given <= {input.dtype, torch.float32}
+
+
+def mixed(input: Tensor, *affine: Tensor | None) -> bool:
+    return any(t is not None and t.dtype != input.dtype for t in affine)
+
+
+def reference_gradients(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor | None], grad: Tensor
+) -> list[Tensor | None]:
+    """The gradients of the reference formula, in float32: differentiable where grad mode is on (double backward)."""
+    create = torch.is_grad_enabled()
+    with torch.enable_grad():
+        if not create:
+            tensors = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        wanted = [t for t in tensors if t is not None and t.requires_grad]
+        out = function(*(None if t is None else t.float() for t in tensors))
+        found = iter(torch.autograd.grad(out, wanted, grad.float(), create_graph=create, allow_unused=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in tensors]
+
+
+def dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def row_statistic(input: Tensor, dims: int) -> Tensor:
+    """An uninitialised float32 value per row, in the shape PyTorch's backward expects: (*, 1, ..., 1)."""
+    return input.new_empty((*input.shape[: input.dim() - dims], *(1,) * dims), dtype=torch.float32)

@@ -1,0 +1,76 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normswap import reference
+from normswap.ops.dispatch import (
+    affine_dtypes_fit,
+    dense,
+    mixed,
+    native_serves,
+    needs_grad,
+    reference_gradients,
+    row_statistic,
+)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Root-mean-square normalisation over the trailing ``normalized_shape`` (Zhang & Sennrich 2019), as
+    ``torch.nn.functional.rms_norm``.
+
+    ``eps=None`` means the machine epsilon PyTorch takes. Returns a contiguous tensor of the input's shape and dtype.
+    Raises what PyTorch's op raises.
+    """
+    shape = tuple(normalized_shape)
+    if not (
+        native_serves(input, weight)
+        and len(shape) > 0
+        and input.shape[-len(shape) :] == shape
+        and (weight is None or weight.shape == shape)
+        and affine_dtypes_fit(input, weight, None)
+    ):
+        return reference.rms_norm(input, shape, weight, eps)
+    epsilon = torch.finfo(torch.float32).eps if eps is None else eps
+    if needs_grad(input, weight):
+        return _RMSNorm.apply(input, weight, shape, epsilon)
+    return _rms_norm_forward(input, weight, shape, epsilon, None)
+
+
+def _rms_norm_forward(
+    input: Tensor, weight: Tensor | None, shape: tuple[int, ...], eps: float, rstd: Tensor | None
+) -> Tensor:
+    input = input.contiguous()
+    out = torch.empty_like(input)
+    torch.ops.normswap.rms_norm.default(input, dense(weight), math.prod(shape), eps, out, rstd, 0)
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Any, shape: tuple[int, ...], eps: float) -> Tensor:
+        rstd = row_statistic(input, len(shape))
+        out = _rms_norm_forward(input, weight, shape, eps, rstd)
+        ctx.save_for_backward(input, weight, rstd)
+        ctx.shape, ctx.eps = shape, eps
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input, weight, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled() or mixed(input, weight):
+            formula = lambda x, w: reference.rms_norm(x, ctx.shape, w, ctx.eps)  # noqa: E731
+            return *reference_gradients(formula, (input, weight), grad), None, None
+        needs = [bool(n) for n in ctx.needs_input_grad[:2]]
+        grads = torch.ops.aten._fused_rms_norm_backward(
+            grad.contiguous(), input.contiguous(), list(ctx.shape), rstd, weight, needs
+        )
+        return *(g if n else None for g, n in zip(grads, needs, strict=True)), None, None

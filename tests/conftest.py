@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+KERNEL = """
+#include <cuda_runtime.h>
+__global__ void twice_kernel(float* x) { x[threadIdx.x] *= 2; }
+cudaError_t twice(float* x, cudaStream_t stream) {
+  twice_kernel<<<1, 32, 0, stream>>>(x);
+  return cudaGetLastError();
+}
+"""
+
+OPERATOR = """
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <cuda_runtime_api.h>
+cudaError_t twice(float* x, cudaStream_t stream);
+extern "C" __attribute__((visibility("default"))) int normswap_answer() { return 42; }
+void twice_cuda(torch::stable::Tensor x) { twice(static_cast<float*>(x.mutable_data_ptr()), nullptr); }
+STABLE_TORCH_LIBRARY(normswap_tiny, m) { m.def("twice(Tensor(a!) x) -> ()"); }
+STABLE_TORCH_LIBRARY_IMPL(normswap_tiny, CUDA, m) { m.impl("twice", TORCH_BOX(&twice_cuda)); }
+"""
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiny_sources(tmp_path: Path) -> Path:
+    """A csrc of the same build as ours - one kernel, one stable-ABI file - that compiles in seconds."""
+    folder = tmp_path / "tiny sources" / "csrc"  # the space is there on purpose
+    folder.mkdir(parents=True)
+    (folder / "twice.cu").write_text(KERNEL)
+    (folder / "register.cpp").write_text(OPERATOR)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty user cache; child processes see it too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "normswap"

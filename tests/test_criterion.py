@@ -1,0 +1,127 @@
+"""The error bound: PyTorch's own ops stay within it, every planted bug does not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import L1, Projection, randomised
+from torch import Tensor, nn
+
+from normswap.criterion import C, RoundedMeans, error_share, half_ulp, magnitudes, mask_mismatch
+from normswap.plan import Match
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LSB = Match("linear_scale_batch_norm", {"linear": "gemm", "scale": "scale", "batch_norm": "bn"})
+
+SITES: dict[str, tuple[Match, Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layer_norm": (Match("layer_norm"), lambda: nn.LayerNorm(96), (16, 96)),
+    "group_norm": (Match("group_norm"), lambda: nn.GroupNorm(4, 8), (4, 8, 5, 5)),
+    "rms_norm": (Match("rms_norm"), lambda: nn.RMSNorm(96, eps=1e-6), (16, 96)),
+    "l1_norm": (Match("l1_norm", {"dim": 1}), L1, (16, 96)),
+    "linear_scale_batch_norm": (LSB, lambda: Projection(48, 24), (32, 48)),
+}
+
+
+def share(match: Match, site: nn.Module, x: Tensor, ours: Callable[[nn.Module, Tensor], Tensor] | None = None) -> float:
+    """The share of the limit of what ``ours`` makes of ``x``; PyTorch's own for None."""
+    out = site(x) if ours is None else ours(site, x)
+    wide = copy.deepcopy(site).double()
+    rounded = match.kind == "l1_norm" and x.dtype is not torch.float32
+    with torch.no_grad():
+        size = magnitudes(match, copy.deepcopy(wide), x.double(), x.dtype)
+        if rounded:
+            with RoundedMeans(x.dtype):
+                reference = wide(x.double())
+        else:
+            reference = wide(x.double())
+    return error_share(out, reference, size.output, C[match.kind])
+
+
+@pytest.mark.parametrize("kind", SITES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", (0.0, 100.0))
+def test_pytorch_passes(kind: str, dtype: torch.dtype, mean: float) -> None:
+    match, make, shape = SITES[kind]
+    if kind == "linear_scale_batch_norm" and dtype is not torch.float32:
+        pytest.skip("16-bit matmuls round in steps the site's proof accounts for by their unit")
+    for seed in range(40):
+        torch.manual_seed(seed)
+        site = randomised(make()).eval().to(dtype)
+        with torch.no_grad():
+            assert share(match, site, (torch.randn(shape) + mean).to(dtype)) <= 1.0
+
+
+def forgets_bias(site: nn.Module, x: Tensor) -> Tensor:
+    return F.layer_norm(x, site.normalized_shape, site.weight, None, site.eps)
+
+
+def large_eps(site: nn.Module, x: Tensor) -> Tensor:
+    return F.layer_norm(x, site.normalized_shape, site.weight, site.bias, 1e-3)
+
+
+def leaves_columns(site: nn.Module, x: Tensor) -> Tensor:
+    x32 = x.float()[:, :-3]
+    normed = (x.float() - x32.mean(1, keepdim=True)) * (x32.var(1, correction=0, keepdim=True) + site.eps).rsqrt()
+    return (normed * site.weight.float() + site.bias.float()).to(x.dtype)
+
+
+def one_pass(site: nn.Module, x: Tensor) -> Tensor:
+    x32 = x.float()
+    variance = x32.square().mean(1, keepdim=True) - x32.mean(1, keepdim=True).square()
+    normed = (x32 - x32.mean(1, keepdim=True)) * (variance.clamp(min=0) + site.eps).rsqrt()
+    return (normed * site.weight.float() + site.bias.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "dtypes", "mean"),
+    [
+        (forgets_bias, DTYPES, 0.0),
+        (large_eps, DTYPES, 0.0),
+        (leaves_columns, DTYPES, 0.0),
+        (one_pass, (torch.float32,), 1000.0),
+    ],
+)
+def test_planted_bugs_fail(
+    wrong: Callable[[nn.Module, Tensor], Tensor], dtypes: tuple[torch.dtype, ...], mean: float
+) -> None:
+    for dtype in dtypes:
+        for seed in range(20):
+            torch.manual_seed(seed)
+            site = randomised(nn.LayerNorm(96)).to(dtype)
+            x = (torch.randn(64, 96) + mean).to(dtype)
+            with torch.no_grad():
+                assert share(Match("layer_norm"), site, x, wrong) > 1.0, (dtype, seed)
+
+
+def test_a_gradient_one_percent_off_fails() -> None:
+    site = randomised(nn.LayerNorm(96))
+    x, dy = torch.randn(16, 96), torch.randn(16, 96)
+    leaf = x.clone().requires_grad_()
+    grads = torch.autograd.grad(site(leaf), [leaf, site.weight, site.bias], dy)
+    wide, wide_leaf = copy.deepcopy(site).double(), x.double().requires_grad_()
+    exact = torch.autograd.grad(wide(wide_leaf), [wide_leaf, wide.weight, wide.bias], dy.double())
+    with torch.no_grad():
+        size = magnitudes(Match("layer_norm"), wide, x.double(), x.dtype).gradients(dy.double())
+    for name, ours, reference in zip(("input", "weight", "bias"), grads, exact, strict=True):
+        assert error_share(ours, reference, size[name], C["layer_norm"]) <= 1.0
+        assert error_share(ours * 1.01, reference, size[name], C["layer_norm"]) > 1.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_half_ulp(dtype: torch.dtype) -> None:
+    for value in (1.0, 1.5, 2.0, 3.7, 1000.0, 0.01):
+        x = torch.tensor([value]).to(dtype)
+        above = torch.nextafter(x, torch.full_like(x, float("inf")))
+        assert float(half_ulp(x.double(), dtype)) == float(above.double() - x.double()) / 2
+
+
+def test_masks() -> None:
+    nan, inf = float("nan"), float("inf")
+    ours, eager = torch.tensor([1.0, nan, inf, 2.0]), torch.tensor([1.0, nan, inf, nan])
+    assert "NaN differs" in mask_mismatch(ours, eager, torch.tensor([1.0, nan, inf, nan]))
+    assert mask_mismatch(ours, eager, torch.tensor([1.0, nan, inf, 2.0])) == ""  # PyTorch is the one that is wrong
+    assert mask_mismatch(eager, eager, torch.tensor([1.0, nan, inf, nan])) == ""

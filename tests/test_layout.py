@@ -1,0 +1,125 @@
+"""Imports inside the package go one way, files stay readable, and nothing names what is not in the repository."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "normswap"
+
+# For every module of the package, the modules of the package it may import.
+MAY_IMPORT: dict[str, set[str]] = {
+    "plan": set(),
+    "reference": set(),
+    "builder": set(),
+    "files": set(),
+    "sites": set(),
+    "native": {"builder"},
+    "ops": {"native", "reference", "ops"},
+    "modules": {"ops", "plan"},
+    "tracing": {"plan"},
+    "rules": {"plan", "tracing", "modules", "rules"},
+    "walk": {"plan", "rules"},
+    "apply": {"plan", "modules"},
+    "criterion": {"plan"},
+    "validate": {"plan", "ops", "modules", "criterion", "sites"},
+    "whole": {"plan", "ops", "modules", "sites"},
+    "report": {"plan"},
+    "optimize": {"plan", "native", "modules", "walk", "apply", "sites", "validate", "whole", "report"},
+    "tensors": {"plan", "files"},
+    "inputs": {"tensors"},
+    "summary": {"tensors"},
+    "factory": {"tensors"},
+    "checkpoint": {"plan", "native", "modules", "apply", "optimize", "report", "factory", "files", "tensors"},
+    "cli": {"plan", "native", "optimize", "checkpoint", "report", "factory", "inputs", "summary", "tensors"},
+    "__init__": {"plan", "modules", "optimize", "checkpoint", "report"},
+}
+
+
+def part(path: Path) -> str:
+    """The name under which a file stands in the table: its own, or its subpackage's."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(source: str) -> set[str]:
+    """The parts of the package that ``source`` imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("normswap.")}
+    return found
+
+
+def relative_imports(source: str) -> int:
+    return sum(isinstance(node, ast.ImportFrom) and node.level > 0 for node in ast.walk(ast.parse(source)))
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    source = path.read_text()
+    assert part(path) in MAY_IMPORT, f"give {part(path)} a line in MAY_IMPORT"
+    assert imported(source) <= MAY_IMPORT[part(path)]
+    assert relative_imports(source) == 0, "write `from normswap import ...`"
+
+
+def test_the_table_has_no_cycle() -> None:
+    above: dict[str, set[str]] = {name: set(below) - {name} for name, below in MAY_IMPORT.items()}
+    while above:
+        ground = {name for name, below in above.items() if not below}
+        assert ground, f"a cycle among {sorted(above)}"
+        above = {name: below - ground for name, below in above.items() if name not in ground}
+
+
+def test_imports_are_seen() -> None:
+    assert imported("import normswap.ops") == {"ops"}
+    assert imported("from normswap import native, plan") == {"native", "plan"}
+    assert imported("def f():\n    from normswap.rules.l1_norm import match\n") == {"rules"}
+    assert imported("import torch\nfrom pathlib import Path") == set()
+    assert relative_imports("from . import ops") == 1
+
+
+def test_builder_imports_only_the_standard_library() -> None:
+    """The wheel build loads builder.py where nothing else is installed."""
+    used = set()
+    for node in ast.walk(ast.parse((PACKAGE / "builder.py").read_text())):
+        if isinstance(node, ast.Import):
+            used |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            used.add((node.module or "").partition(".")[0])
+    assert used <= {*sys.stdlib_module_names}
+
+
+def tracked() -> list[Path]:
+    """The files of the repository, those not committed yet included."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    return [ROOT / name for name in listed.splitlines() if (ROOT / name).is_file()]
+
+
+def test_files_can_be_read_in_a_sitting() -> None:
+    code = [path for path in tracked() if path.relative_to(ROOT).parts[0] in ("normswap", "csrc", "scripts")]
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in code}
+    assert len(lines) > 20
+    assert {name: count for name, count in lines.items() if count > 500} == {}
+
+
+def test_nothing_names_a_place_outside_the_repository() -> None:
+    words = ["/work" + "/", "shared" + "/design", "shared" + "/kernels", "abi" + "_probe"]
+    found = []
+    for path in tracked():
+        text = path.read_bytes().decode(errors="ignore")
+        found += [f"{path.relative_to(ROOT)}: {word}" for word in words if word in text]
+    assert found == []

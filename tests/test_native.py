@@ -1,0 +1,522 @@
+"""Finding, compiling and loading the library: what is taken, what is refused and why, what is left behind."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from normswap import builder, native
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def nvcc_missing() -> bool:
+    try:
+        builder.find_toolkit()
+    except builder.BuildError:
+        return True
+    return False
+
+
+needs_nvcc = pytest.mark.skipif(nvcc_missing(), reason="there is no nvcc on this machine")
+
+
+def quiet(line: str) -> None:
+    """A progress callback that tells nobody."""
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path, tiny_sources: Path) -> Path:
+    """native as in a new process: nothing loaded, an empty cache, a package folder that holds only the tiny sources.
+    Loading is left out, since what is loaded cannot be unloaded; the paths loaded are listed in native.opened."""
+    package = tmp_path / "package"
+    shutil.copytree(tiny_sources, package / "csrc")
+    opened: list[Path] = []
+    for name, value in {"_status": None, "_available": False, "_compiled_in_vain": False, "_warned": False}.items():
+        monkeypatch.setattr(native, name, value)
+    monkeypatch.setattr(native, "_on_load", [])
+    monkeypatch.setattr(native, "PACKAGE", package)
+    monkeypatch.setattr(native, "opened", opened, raising=False)
+    monkeypatch.setattr(native, "_open", lambda path: opened.append(path) or "")
+    monkeypatch.delenv("NORMSWAP_BUILD", raising=False)
+    return package
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, arch: str = "90", driver: int = 13000) -> None:
+    monkeypatch.setattr(native, "_cuda_available", lambda: True)
+    monkeypatch.setattr(native, "local_arch", lambda: (arch,))
+    monkeypatch.setattr(native, "driver_cuda", lambda: driver)
+
+
+def put_library(folder: Path, sources: Path, arch: tuple[str, ...] = ("90",), cuda: int = 13000) -> Path:
+    """A file in the place of a library, with the metadata of one compiled from ``sources``."""
+    folder.mkdir(parents=True)
+    metadata = {"digest": builder.digest(sources, arch, cuda), "arch": arch, "cuda": cuda}
+    (folder / builder.METADATA).write_text(json.dumps({**metadata, "nvcc": "13.0", "host_compiler": "g++"}))
+    (folder / builder.LIBRARY).write_bytes(b"not read in these tests")
+    return folder / builder.LIBRARY
+
+
+def cached(cache: Path, sources: Path, arch: tuple[str, ...] = ("90",), cuda: int = 13000) -> Path:
+    return put_library(cache / builder.digest(sources, arch, cuda), sources, arch, cuda)
+
+
+# The digest
+
+
+def test_digest_follows_every_byte_the_target_and_the_runtime(tiny_sources: Path) -> None:
+    def digest(arch: tuple[str, ...] = ("80", "90"), cuda: int = 13000) -> str:
+        return builder.digest(tiny_sources, arch, cuda)
+
+    first = digest()
+    assert len(first) == 64 and digest() == first
+    assert first not in (digest(arch=("90",)), digest(cuda=12080))
+    (tiny_sources / "notes.txt").write_text("no source")
+    assert digest() == first
+    kernel = tiny_sources / "twice.cu"
+    content = kernel.read_bytes()
+    kernel.write_bytes(content.replace(b"*= 2", b"*= 3"))
+    assert digest() != first
+    kernel.write_bytes(content)
+    assert digest() == first
+    (tiny_sources / "new.cuh").write_text("")
+    assert digest() != first
+
+
+def test_digest_follows_the_flags(tiny_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = builder.digest(tiny_sources, ("90",), 13000)
+    monkeypatch.setattr(builder, "NVCC_FLAGS", (*builder.NVCC_FLAGS, "-lineinfo"))
+    assert builder.digest(tiny_sources, ("90",), 13000) != first
+
+
+def test_digest_keeps_names_and_contents_apart(tmp_path: Path) -> None:
+    for name, header in (("a", "ab"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.cu").write_text("c")
+        (tmp_path / name / f"{header}.h").write_text("b" if header == "a" else "")
+    assert builder.digest(tmp_path / "a", ("90",), 13000) != builder.digest(tmp_path / "b", ("90",), 13000)
+
+
+def test_no_sources_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(builder.BuildError, match=r"no \.cpp or \.cu file in .*install normswap again"):
+        builder.digest(tmp_path, ("90",), 13000)
+
+
+@pytest.mark.parametrize("arch", [[], [""], ["sm_90"], ["9.0"], ["90", "x"], ["90 "]])
+def test_wrong_architectures_are_named(arch: list[str]) -> None:
+    with pytest.raises(ValueError, match="an architecture is a number like 80, 90 or 120"):
+        native.build(arch)
+
+
+def test_the_newest_architecture_also_has_ptx() -> None:
+    arch = builder.check_arch(["120", "80", "100", "90", "80"])
+    assert arch == ("80", "90", "100", "120")
+    assert builder.gencode(arch) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_100,code=sm_100",
+        "-gencode=arch=compute_120,code=[sm_120,compute_120]",
+    ]
+
+
+# What is found
+
+
+def test_package_comes_before_cache(fresh: Path, cache: Path) -> None:
+    in_cache = cached(cache, fresh / "csrc")
+    found = native.load()
+    assert (found.available, found.origin, found.path, found.reason) == (True, "cache", in_cache, "")
+    assert found.digest == in_cache.parent.name and native.available() and native.status() is found
+    native._status = None
+    in_package = put_library(fresh / "lib", fresh / "csrc", ("80", "120"))
+    assert (native.load().origin, native.load().path) == ("package", in_package)
+    assert native.opened == [in_cache, in_package]  # type: ignore[attr-defined]
+
+
+def test_callbacks_run_once_when_the_library_is_there(fresh: Path, cache: Path) -> None:
+    calls: list[str] = []
+    native.on_load(lambda: calls.append("before"))
+    native.load()
+    assert calls == [] and not native.available()
+    cached(cache, fresh / "csrc")
+    native._status = None
+    native.load()
+    native.load()
+    assert calls == ["before"]
+    native.on_load(lambda: calls.append("after"))
+    assert calls == ["before", "after"]
+
+
+def test_library_of_other_sources_is_refused(fresh: Path, cache: Path) -> None:
+    in_package = put_library(fresh / "lib", fresh / "csrc")
+    cached(cache, fresh / "csrc")
+    (fresh / "csrc" / "twice.cu").write_text("// changed")
+    found = native.load()
+    assert not found.available and not native.available() and found.path is None and found.origin == "none"
+    assert f"{in_package}: it was compiled from other sources than this package ships; run `normswap build`" in (
+        found.reason
+    )
+    assert str(cache) not in found.reason  # what the cache still holds for older sources concerns nobody
+    assert native.opened == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"digest": 1}', '{"arch": ["x"]}'])
+def test_unreadable_metadata_is_refused(fresh: Path, content: str) -> None:
+    library = put_library(fresh / "lib", fresh / "csrc")
+    library.with_suffix(".json").write_text(content)
+    found = native.load()
+    assert not found.available and "libnormswap.json does not describe a library" in found.reason
+
+
+def test_library_without_metadata_is_refused(fresh: Path) -> None:
+    put_library(fresh / "lib", fresh / "csrc").with_suffix(".json").unlink()
+    assert "libnormswap.json does not describe a library" in native.load().reason
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "runs"),
+    [(13000, 13000, True), (13000, 13020, True), (13020, 12080, True), (12080, 13000, False)],
+)
+def test_driver_must_serve_the_runtime(
+    fresh: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, driver: int, cuda: int, runs: bool
+) -> None:
+    pretend_gpu(monkeypatch, driver=driver)
+    monkeypatch.setenv("NORMSWAP_BUILD", "never")
+    cached(cache, fresh / "csrc", cuda=cuda)
+    if runs:
+        assert native.load().available
+        return
+    with pytest.warns(UserWarning, match="PyTorch's own ops serve"):
+        found = native.load()
+    assert not native.available()
+    assert "the NVIDIA driver serves CUDA 12.8 and the library needs 13.0; update the driver" in found.reason
+
+
+def test_old_driver_stops_the_compiler_too(fresh: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, driver=12040)
+    monkeypatch.setattr(builder, "find_toolkit", lambda: builder.Toolkit(Path("nvcc"), Path(), Path(), 13000))
+    monkeypatch.setattr(native, "build", lambda: pytest.fail("compiled for a driver that cannot run it"))
+    with pytest.warns(UserWarning, match="driver serves CUDA 12.4"):
+        native.load(build=True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "gpu", "driver", "runs"),
+    [
+        (("80", "90"), "90", 13000, True),
+        (("80",), "86", 13000, True),  # machine code of 8.0 runs on 8.6
+        (("86",), "80", 13000, False),
+        (("90",), "80", 13000, False),
+        (("80", "90"), "100", 13000, True),  # by the PTX of 9.0
+        (("80", "90"), "100", 12080, False),  # which a driver older than the compiler does not understand
+        (("80", "120"), "90", 13000, False),
+        (("100", "120"), "103", 13000, True),
+    ],
+)
+def test_library_must_hold_code_for_the_gpu(
+    fresh: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, arch: tuple[str, ...], gpu: str, driver: int, runs: bool
+) -> None:
+    pretend_gpu(monkeypatch, gpu, driver)
+    cached(cache, fresh / "csrc", arch, 12090)
+    if runs:
+        assert native.load().available
+        return
+    with pytest.warns(UserWarning, match=f"compiled for sm_.* and a GPU here is sm_{gpu}"):
+        native.load()
+
+
+# What is compiled, and when
+
+
+def test_never_means_never(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch)
+    monkeypatch.setenv("NORMSWAP_BUILD", "never")
+    monkeypatch.setattr(native, "build", lambda: pytest.fail("compiled under NORMSWAP_BUILD=never"))
+    with pytest.warns(UserWarning, match="NORMSWAP_BUILD=never forbids it; unset that, or run `normswap build`"):
+        assert not native.load(build=True).available
+
+
+def test_nothing_is_compiled_unless_asked_for_or_without_a_gpu(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "build", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(native, "_cuda_available", lambda: False)
+    assert "no GPU here to compile for" in native.load(build=True).reason
+    pretend_gpu(monkeypatch)
+    native._status = None
+    with pytest.warns(UserWarning, match=r"not compiled yet; normswap\.optimize does it"):
+        native.load(build=False)
+
+
+def test_one_warning_and_one_failed_compilation_a_process(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(builder, "find_toolkit", lambda: builder.Toolkit(Path("nvcc"), Path(), Path(), 13000))
+    tried: list[str] = []
+
+    def failing() -> Path:
+        tried.append("")
+        raise builder.BuildError("twice.cu(3): error: a ';' is expected")
+
+    monkeypatch.setattr(native, "build", failing)
+    for _ in range(3):
+        assert "twice.cu(3): error: a ';' is expected" in native.load(build=True).reason
+    assert len(tried) == 1
+    assert len([w for w in recwarn if "normswap" in str(w.message)]) == 1
+
+
+def test_a_library_that_comes_later_is_found_by_optimize(
+    fresh: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch)
+    with pytest.warns(UserWarning, match="not compiled yet"):
+        native.load()
+    cached(cache, fresh / "csrc")
+    assert not native.load().available
+    assert native.load(build=True).origin == "cache"
+
+
+def test_without_a_gpu_architectures_must_be_named(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "local_arch", lambda: ())
+    with pytest.raises(native.BuildError, match="no GPU here to compile for; name architectures: `normswap build"):
+        native.build()
+
+
+# The toolkit
+
+
+def test_explicit_cuda_home_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(builder.BuildError, match=f"CUDA_HOME is {tmp_path}, which holds no bin/nvcc"):
+        builder.find_toolkit()
+
+
+def test_no_compiler_is_told_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(builder, "_nvcc_candidates", lambda: iter([Path("/nowhere/nvcc")]))
+    with pytest.raises(builder.BuildError, match="no CUDA compiler .nvcc.; install a CUDA toolkit, or `pip install"):
+        builder.find_toolkit()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(builder.BuildError, match=r"no C\+\+ compiler \(no-such-compiler\); install g\+\+"):
+        builder.host_compiler()
+
+
+def test_torch_is_needed_to_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(builder.BuildError, match="has no torch, whose headers the kernels need; install torch >= 2.10"):
+        builder.torch_folder()
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    with pytest.raises(builder.BuildError, match="has no stable-ABI headers; install torch >= 2.10"):
+        builder.torch_folder()
+
+
+@needs_nvcc
+def test_toolkit_is_found_through_links_and_wrappers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = builder.find_toolkit()
+    wrapper, link = tmp_path / "a" / "nvcc", tmp_path / "b" / "nvcc"
+    for path in (wrapper, link):
+        path.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {real.nvcc} "$@"\n')
+    wrapper.chmod(0o755)
+    link.symlink_to(real.nvcc)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    for nvcc in (wrapper, link):
+        monkeypatch.setenv("PATH", f"{nvcc.parent}:{os.environ['PATH']}")
+        found = builder.find_toolkit()
+        assert found == builder.Toolkit(nvcc, real.include, real.lib, real.cuda)
+
+
+@needs_nvcc
+def test_toolkit_without_its_runtime_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f'#!/bin/sh\necho "#$ TOP={tmp_path}/bin/.." >&2\n')
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(builder.BuildError, match=r"lacks cuda_runtime_api\.h .*install its runtime development"):
+        builder.find_toolkit()
+
+
+# Compiling for real
+
+LOAD = """
+import ctypes, sys, torch
+torch.ops.load_library(sys.argv[1])
+print(torch.ops.normswap_tiny.twice.default._schema, ctypes.CDLL(sys.argv[1]).normswap_answer())
+"""
+
+
+def running(program: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@needs_nvcc
+def test_built_library_loads_and_is_kept(tiny_sources: Path, cache: Path) -> None:
+    told: list[str] = []
+    path = native.build(["90", "80"], progress=told.append, sources=tiny_sources)
+    assert path == cache / builder.digest(tiny_sources, ("80", "90"), builder.find_toolkit().cuda) / builder.LIBRARY
+    assert len(told) == 1 and told[0].startswith("compiling the kernels for sm_80, sm_90 with nvcc ")
+    metadata = builder.read_metadata(path.parent)
+    assert metadata.digest == path.parent.name and metadata.arch == ("80", "90")
+    assert metadata.host_compiler and metadata.nvcc
+    assert sorted(p.name for p in path.parent.iterdir()) == [builder.METADATA, builder.LIBRARY]
+    child = running(LOAD, path)
+    assert child.communicate(timeout=120)[0].strip() == "normswap_tiny::twice(Tensor(a!) x) -> () 42"
+    before = path.stat().st_mtime_ns
+    assert native.build(["80", "90"], progress=told.append, sources=tiny_sources) == path
+    assert len(told) == 1 and path.stat().st_mtime_ns == before
+
+
+@needs_nvcc
+def test_library_needs_only_libtorch_and_the_system(tiny_sources: Path, tmp_path: Path) -> None:
+    path = native.build(["80"], tmp_path / "out", quiet, tiny_sources)
+    dynamic = subprocess.run(["readelf", "-d", str(path)], text=True, capture_output=True, check=True).stdout
+    needed = {line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "(NEEDED)" in line}
+    assert "libtorch.so" in needed
+    assert needed <= {"libtorch.so", "libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6", "libdl.so.2"} | {
+        name for name in needed if name.startswith(("ld-linux", "librt.", "libpthread."))
+    }
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", ["twice.cu", "register.cpp"])
+def test_compiler_error_is_shown_and_leaves_nothing(tiny_sources: Path, cache: Path, tmp_path: Path, name: str) -> None:
+    (tiny_sources / name).write_text((tiny_sources / name).read_text() + "int broken = undefined_name;\n")
+    for out in (None, tmp_path / "out"):
+        with pytest.raises(native.BuildError) as error:
+            native.build(["90"], out, quiet, tiny_sources)
+        assert name in str(error.value) and "undefined_name" in str(error.value) and "error" in str(error.value)
+    assert [p.name for p in cache.iterdir() if p.suffix != ".lock"] == []
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@needs_nvcc
+def test_architecture_unknown_to_nvcc_is_its_error(tiny_sources: Path, cache: Path) -> None:
+    with pytest.raises(native.BuildError, match="Unsupported gpu architecture 'compute_999'"):
+        native.build(["999"], progress=quiet, sources=tiny_sources)
+
+
+BUILD = """
+import sys
+from pathlib import Path
+from normswap import native
+print(native.build(["90"], sources=Path(sys.argv[1])))
+"""
+
+
+@needs_nvcc
+def test_two_processes_compile_once(tiny_sources: Path, cache: Path) -> None:
+    children = [running(BUILD, tiny_sources) for _ in range(2)]
+    outputs = [child.communicate(timeout=300) for child in children]
+    assert [child.returncode for child in children] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0]
+    assert sum("compiling" in stderr for _, stderr in outputs) == 1
+
+
+HOLD = """
+import sys, time
+from filelock import FileLock
+lock = FileLock(sys.argv[1])
+lock.acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@needs_nvcc
+def test_what_a_killed_build_leaves_is_no_obstacle(tiny_sources: Path, cache: Path) -> None:
+    entry = cache / builder.digest(tiny_sources, ("90",), builder.find_toolkit().cuda)
+    unfinished = entry.with_suffix(".unfinished")
+    unfinished.mkdir(parents=True)
+    (unfinished / builder.LIBRARY).write_bytes(b"half")
+    entry.mkdir()
+    holder = running(HOLD, entry.with_suffix(".lock"))
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert entry.with_suffix(".lock").exists()
+    started = time.monotonic()
+    path = native.build(["90"], progress=quiet, sources=tiny_sources)
+    assert time.monotonic() - started < 100
+    assert path.parent == entry and path.stat().st_size > 1000 and not unfinished.exists()
+
+
+@needs_nvcc
+def test_waiting_for_another_build_ends(tiny_sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LOCK_SECONDS", 0.2)
+    cache.mkdir(parents=True)
+    lock = cache / f"{builder.digest(tiny_sources, ('90',), builder.find_toolkit().cuda)}.lock"
+    holder = running(HOLD, lock)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(native.BuildError, match=f"another process has been compiling.*{lock.name}"):
+            native.build(["90"], progress=quiet, sources=tiny_sources)
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+@needs_nvcc
+def test_a_cache_that_cannot_be_written_is_a_reason(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend_gpu(monkeypatch)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="PyTorch's own ops serve.*Not a directory"):
+        assert not native.load(build=True).available
+
+
+@needs_nvcc
+def test_load_compiles_for_the_gpu_and_loads_that(fresh: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, "86")
+    found = native.load(build=True)
+    assert (found.origin, found.reason) == ("built", "") and found.path is not None
+    assert native.opened == [found.path]  # type: ignore[attr-defined]
+    assert builder.read_metadata(found.path.parent).arch == ("86",) and found.digest == found.path.parent.name
+
+
+# What the person sees
+
+
+def test_environment_names_everything(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMSWAP_BUILD", "never")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    shown = native.environment()
+    assert list(shown) == [
+        *("normswap", "python", "torch", "torch CUDA", "GPU", "driver CUDA", "nvcc", "host compiler"),
+        *("library", "library path", "library digest", "cache", "NORMSWAP_BUILD"),
+    ]
+    assert all(isinstance(value, str) and value for value in shown.values())
+    assert shown["torch"] == torch.__version__ and shown["NORMSWAP_BUILD"] == "never"
+    assert shown["host compiler"].startswith("none: no C++ compiler (no-such-compiler)")
+    assert shown["library"].startswith("none: not compiled") and shown["library path"] == "-"
+
+
+def test_environment_shows_the_library(fresh: Path, cache: Path) -> None:
+    library = cached(cache, fresh / "csrc")
+    shown = native.environment()
+    assert (shown["library"], shown["library path"], shown["library digest"]) == (
+        "cache",
+        str(library),
+        library.parent.name,
+    )
+
+
+def test_a_file_that_is_no_library_is_a_reason_not_a_crash(tmp_path: Path) -> None:
+    (tmp_path / builder.LIBRARY).write_bytes(b"no library")
+    assert "it cannot be loaded" in native._open(tmp_path / builder.LIBRARY)

@@ -1,0 +1,303 @@
+"""optimize, report, validate and revert from outside: what is swapped, what is left alone, and no trace."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from models import Every, Projection, randomised
+from torch import Tensor, nn
+
+import normswap
+from normswap import modules
+
+SITES = ("group", "layer", "projection", "l1", "rms")
+X = (8, 6, 5)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*returns a copy.*")
+        yield
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return randomised(Every())
+
+
+def state_of(model: nn.Module) -> dict[str, object]:
+    """All that validation could leave behind."""
+    return {
+        "classes": [type(m) for m in model.modules()],
+        "ids": [id(t) for t in (*model.parameters(), *model.buffers())],
+        "values": [t.detach().clone() for t in (*model.parameters(), *model.buffers())],
+        "grads": [p.grad for p in model.parameters()],
+        "training": [m.training for m in model.modules()],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "keys": list(model.state_dict()),
+        "plain": [{k: v for k, v in m.__dict__.items() if isinstance(v, int | str)} for m in model.modules()],
+        "rng": torch.get_rng_state(),
+    }
+
+
+def assert_same(before: dict[str, object], after: dict[str, object], *, classes: bool = True) -> None:
+    for key, value in before.items():
+        if key == "values":
+            assert all(torch.equal(a, b) for a, b in zip(value, after[key], strict=True))  # type: ignore[call-overload]
+        elif key == "rng":
+            assert torch.equal(value, after[key])  # type: ignore[arg-type]
+        elif key != "classes" or classes:
+            assert value == after[key], key
+
+
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("inputs", (True, False))
+def test_every_kind_is_swapped_checked_and_leaves_no_trace(model: nn.Module, training: bool, inputs: bool) -> None:
+    model.train(training)
+    x = torch.randn(X) if inputs else None
+    before = state_of(model)
+    swapped = normswap.optimize(model, x)
+    assert_same(before, state_of(model))
+    assert_same({k: v for k, v in before.items() if k not in ("ids", "grads")}, state_of(swapped), classes=False)
+    report = normswap.report(swapped)
+    assert report.swapped == SITES
+    assert {row["status"] for row in report.rows} == {"wiring"}
+    assert {row["inputs"] for row in report.rows} == {"captured" if inputs else "synthesised"}
+    assert all(row["gradients"] for row in report.rows)
+    assert (report.model is not None) == inputs
+
+
+@pytest.mark.parametrize("training", (True, False))
+def test_same_outputs_gradients_and_buffers(model: nn.Module, training: bool) -> None:
+    model.train(training)
+    swapped = normswap.optimize(model, torch.randn(X))
+    outs = []
+    for one in (model, swapped):
+        torch.manual_seed(3)
+        x = torch.randn(X, requires_grad=True)
+        y = one(x)
+        y.square().sum().backward()
+        outs.append([y, x.grad, *(p.grad for p in one.parameters()), *one.buffers()])
+    for a, b in zip(*outs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_inplace_keeps_the_objects_and_revert_undoes(model: nn.Module) -> None:
+    x, before = torch.randn(X), state_of(model)
+    assert normswap.optimize(model, x, inplace=True) is model
+    assert_same(before, state_of(model), classes=False)
+    assert sum(modules.site_match(m) is not None for m in model.modules()) == 5
+    assert normswap.revert(model) is model
+    assert_same(before, state_of(model))
+
+
+def test_optimizing_twice_changes_nothing(model: nn.Module) -> None:
+    once = normswap.optimize(model, torch.randn(X), inplace=True)
+    with pytest.warns(UserWarning, match="nothing was swapped"):
+        normswap.optimize(once, torch.randn(X), inplace=True)
+    assert sum(modules.site_match(m) is not None for m in model.modules()) == 5
+
+
+@pytest.mark.parametrize("seen", (True, False))
+def test_copies_and_pickles_stay_swapped(model: nn.Module, seen: bool) -> None:
+    swapped = normswap.optimize(model.eval(), torch.randn(X))
+    x = torch.randn(X)
+    for twin in (copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
+        assert torch.equal(twin(x), model(x))
+        assert {row["status"] for row in normswap.report(twin).rows} == {"unchecked"}
+        assert normswap.validate(twin, x).swapped == SITES
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, kind: str, forward: object) -> None:
+    """Make the swapped class of a module kind compute something else."""
+    original, swapped = modules._MODULE_CLASSES[kind]
+    wrong = type("Wrong", (swapped,), {"forward": forward})
+    monkeypatch.setitem(modules._MODULE_CLASSES, kind, (original, wrong))
+
+
+def wrong_eps(self: nn.LayerNorm, input: Tensor) -> Tensor:
+    return nn.functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, 1e-3)
+
+
+def test_a_wrong_site_is_put_back_alone(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "layer_norm", wrong_eps)
+    with pytest.warns(UserWarning, match=r"1 sites do not match .* put back: layer \(layer_norm\)"):
+        swapped = normswap.optimize(model, torch.randn(X))
+    assert type(swapped.layer) is nn.LayerNorm
+    report = normswap.report(swapped)
+    assert report.swapped == tuple(name for name in SITES if name != "layer")
+    assert [row["name"] for row in report.rows if row["status"] == "failed"] == ["layer"]
+
+
+def test_a_wrong_site_raises_or_is_kept_as_asked(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "layer_norm", wrong_eps)
+    x, before = torch.randn(X), state_of(model)
+    with pytest.raises(normswap.MismatchError, match="layer"):
+        normswap.optimize(model, x, inplace=True, on_mismatch="raise")
+    assert_same(before, state_of(model))
+    with pytest.warns(UserWarning, match="kept"):
+        kept = normswap.optimize(model, torch.randn(X), on_mismatch="warn")
+    assert "layer" in normswap.report(kept).swapped
+
+
+def test_one_wrong_site_of_fifty(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomised(nn.Sequential(*(nn.LayerNorm(24) for _ in range(50))))
+    model[31].eps = 2e-5
+
+    def wrong(self: nn.LayerNorm, input: Tensor) -> Tensor:
+        eps = 1e-3 if self.eps == 2e-5 else self.eps
+        return nn.functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, eps)
+
+    plant(monkeypatch, "layer_norm", wrong)
+    with pytest.warns(UserWarning, match="1 sites do not match"):
+        swapped = normswap.optimize(model, torch.randn(6, 24))
+    assert [row["name"] for row in normswap.report(swapped).rows if row["status"] == "failed"] == ["31"]
+
+
+def test_validate_puts_back_what_became_wrong(model: nn.Module) -> None:
+    swapped = normswap.optimize(model, torch.randn(X))
+    swapped.layer.__class__ = modules.LayerNorm
+    normswap.validate(swapped, torch.randn(X))
+    assert normswap.report(swapped).swapped == SITES
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.bn = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bn(self.norm(x))
+        raise ArithmeticError("in the middle")
+
+
+def test_an_error_in_the_model_leaves_it_as_it_was() -> None:
+    model = randomised(Broken()).train()
+    x, before = torch.randn(8, 4), state_of(model)
+    with pytest.raises(ArithmeticError):
+        normswap.optimize(model, x, inplace=True)
+    assert_same(before, state_of(model))
+
+
+def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, before = torch.randn(X), state_of(model)
+    optimize_module, validate_module = sys.modules["normswap.optimize"], sys.modules["normswap.validate"]
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    for owner, name in (
+        (optimize_module.walk, "plan"),
+        (optimize_module, "_proofs"),
+        (optimize_module, "_settle"),
+        (optimize_module, "_whole_report"),
+        (validate_module, "error_share"),
+        (validate_module, "magnitudes"),
+        (optimize_module.whole, "_outputs"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, fail)
+            with pytest.raises(KeyboardInterrupt):
+                normswap.optimize(model, x, inplace=True)
+        assert_same(before, state_of(model))
+
+
+def test_filters(model: nn.Module) -> None:
+    assert normswap.report(normswap.optimize(model, include="*ro*")).swapped == ("group", "projection")
+    assert normswap.report(normswap.optimize(model, exclude=["re:l.*", "group"])).swapped == ("projection", "rms")
+    only = normswap.optimize(model, include=lambda module, name: isinstance(module, nn.RMSNorm))
+    assert normswap.report(only).swapped == ("rms",)
+
+
+def test_nothing_to_swap() -> None:
+    plain = nn.Sequential(nn.Linear(3, 3)).eval()
+    with pytest.warns(UserWarning, match="nothing was swapped"):
+        normswap.optimize(plain)
+    with pytest.raises(normswap.NothingSwappedError):
+        normswap.optimize(plain, on_empty="raise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        normswap.optimize(plain, on_empty="ignore")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
+        ({"example_inputs": [torch.ones(2)]}, TypeError, "a tensor or a tuple .* got list"),
+        ({"example_kwargs": [1]}, TypeError, "example_kwargs must be a dict, got list"),
+        ({"validate": "yes"}, ValueError, "validate must be one of .*'auto'.* got 'yes'"),
+        ({"on_mismatch": "no"}, ValueError, "on_mismatch must be one of"),
+        ({"on_empty": "no"}, ValueError, "on_empty must be one of"),
+        ({"include": 3}, TypeError, "include"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        normswap.optimize(**{"model": nn.LayerNorm(4), **arguments})  # type: ignore[arg-type]
+
+
+def test_root_shared_frozen_and_float64_models() -> None:
+    root = normswap.optimize(randomised(nn.LayerNorm(6)), torch.randn(2, 6))
+    assert type(root) is modules.LayerNorm
+    shared = nn.LayerNorm(6)
+    both = normswap.optimize(nn.Sequential(shared, nn.ReLU(), shared), torch.randn(2, 6))
+    assert both[0] is both[2] and type(both[0]) is modules.LayerNorm
+    frozen = randomised(nn.GroupNorm(2, 4)).requires_grad_(False)
+    report = normswap.report(normswap.optimize(frozen, torch.randn(2, 4)))
+    assert [row["gradients"] for row in report.rows] == [False]
+    wide = randomised(nn.LayerNorm(6)).double()
+    assert normswap.report(normswap.optimize(wide, torch.randn(2, 6).double())).swapped == ("",)
+
+
+def test_kwargs_and_meta_models() -> None:
+    model = randomised(nn.LayerNorm(6))
+    swapped = normswap.optimize(model, example_kwargs={"input": torch.randn(2, 6)})
+    assert [row["inputs"] for row in normswap.report(swapped).rows] == ["captured"]
+    meta = normswap.optimize(nn.LayerNorm(6, device="meta"))
+    assert [row["status"] for row in normswap.report(meta).rows] == ["unchecked"]
+
+
+@pytest.mark.parametrize("momentum", (None, 0.0, 0.3))
+def test_batch_norm_variants(momentum: float | None) -> None:
+    for change in ("affine", "untracked", "frozen", "none"):
+        model = randomised(Projection(7, 5, momentum)).train()
+        if change == "affine":
+            model.bn = nn.BatchNorm1d(5, momentum=momentum, affine=False)
+        if change == "untracked":
+            model.bn = nn.BatchNorm1d(5, momentum=momentum, track_running_stats=False)
+        if change == "frozen":
+            model.bn.eval()
+        swapped = normswap.optimize(model, torch.randn(9, 7))
+        assert normswap.report(swapped).swapped == ("",)
+        for _ in range(2):
+            x = torch.randn(9, 7)
+            torch.testing.assert_close(swapped(x), model(x))
+        for a, b in zip(swapped.buffers(), model.buffers(), strict=True):
+            torch.testing.assert_close(a, b)
+        if change == "none":
+            with pytest.raises(ValueError, match="more than 1 value per channel"):
+                swapped(torch.randn(1, 7))
+
+
+def test_one_running_model_is_warned_about_its_optimizer(model: nn.Module) -> None:
+    with pytest.warns(UserWarning, match="optimizer made before"):
+        warnings.simplefilter("always")
+        normswap.optimize(model.train(), torch.randn(X))
+
+
+def test_names_are_functions_and_modules_import_too() -> None:
+    from normswap.plan import Plan
+    from normswap.report import Report
+
+    assert callable(normswap.plan) and callable(normswap.report) and callable(normswap.validate)
+    assert normswap.Plan is Plan and normswap.Report is Report

@@ -1,0 +1,135 @@
+"""What `pip wheel .` makes: with nvcc a wheel that holds the library, without it a pure one; both hold the sources."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from normswap import builder
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def nvcc_missing() -> bool:
+    try:
+        builder.find_toolkit()
+    except builder.BuildError:
+        return True
+    return False
+
+
+needs_nvcc = pytest.mark.skipif(nvcc_missing(), reason="there is no nvcc on this machine")
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_sources: Path) -> Path:
+    """This repository's packaging around a csrc that compiles in seconds and a package that imports little."""
+    folder = tmp_path / "project"
+    files = ["pyproject.toml", "MANIFEST.in", "scripts/build_library.py"]
+    for name in [*files, *(f"normswap/{f}" for f in ("builder.py", "native.py", "py.typed", "rules/__init__.py"))]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "normswap/__init__.py").write_text("")
+    (folder / "normswap/rules/__init__.py").write_text("")
+    shutil.copytree(tiny_sources, folder / "csrc")
+    return folder
+
+
+def pip_wheel(project: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-v", "-w", "dist"]
+    env = {name: value for name, value in os.environ.items() if name not in ("NORMSWAP_BUILD", "NORMSWAP_ARCH")}
+    return subprocess.run(
+        command, cwd=project, env={**env, **environment}, text=True, capture_output=True, check=False, timeout=300
+    )
+
+
+def the_wheel(project: Path) -> zipfile.ZipFile:
+    (wheel,) = (project / "dist").glob("*.whl")
+    return zipfile.ZipFile(wheel)
+
+
+SOURCES = {"normswap/csrc/register.cpp", "normswap/csrc/twice.cu"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [({"CUDA_HOME": "/nowhere"}, "CUDA_HOME is /nowhere, which holds no bin/nvcc"), ({"NORMSWAP_BUILD": "never"}, "")],
+)
+def test_without_a_compiler_the_wheel_is_pure(project: Path, environment: dict[str, str], reason: str) -> None:
+    (project / "normswap/lib").mkdir()  # what `normswap build --out` left in the checkout stays there
+    (project / "normswap/lib" / builder.LIBRARY).write_bytes(b"")
+    done = pip_wheel(project, **environment)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert f"a pure wheel, without the compiled kernels: {reason}" in said and "--no-build-isolation" in said
+    wheel = the_wheel(project)
+    assert str(wheel.filename).endswith("-py3-none-any.whl")
+    names = set(wheel.namelist())
+    assert names >= SOURCES | {"normswap/native.py", "normswap/rules/__init__.py", "normswap/py.typed"}
+    assert not [name for name in names if name.startswith(("normswap/lib", "scripts", "tests"))]
+    metadata = wheel.read(next(name for name in names if name.endswith("/WHEEL"))).decode()
+    assert "Root-Is-Purelib: true" in metadata
+
+
+LOAD = """
+from normswap import native
+found = native.load()
+print(found.available, found.origin, found.path, found.reason)
+"""
+
+
+@needs_nvcc
+def test_with_nvcc_the_wheel_holds_a_library_that_loads(project: Path, tmp_path: Path, cache: Path) -> None:
+    done = pip_wheel(project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wheel = the_wheel(project)
+    assert str(wheel.filename).endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    names = set(wheel.namelist())
+    assert names >= SOURCES | {f"normswap/lib/{name}" for name in (builder.LIBRARY, builder.METADATA)}
+    assert "Root-Is-Purelib: false" in wheel.read(next(name for name in names if name.endswith("/WHEEL"))).decode()
+
+    installed = tmp_path / "installed"
+    wheel.extractall(installed)
+    assert builder.read_metadata(installed / "normswap/lib").arch == builder.WHEEL_ARCH
+    assert loaded_from(installed) == f"True package {installed}/normswap/lib/{builder.LIBRARY} "
+    assert not cache.exists()
+
+    with (installed / "normswap/csrc/twice.cu").open("a") as kernel:
+        kernel.write("// changed\n")
+    assert loaded_from(installed).startswith("False none None")
+    assert "compiled from other sources than this package ships" in loaded_from(installed)
+
+
+def loaded_from(folder: Path) -> str:
+    """What a process that has ``folder`` as its site-packages finds, NVCC or not."""
+    env = {**os.environ, "PYTHONPATH": str(folder), "NORMSWAP_BUILD": "never"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD], cwd=folder, env=env, text=True, capture_output=True, check=True, timeout=120
+    )
+    return done.stdout.rstrip("\n")
+
+
+@needs_nvcc
+def test_a_compiler_error_stops_the_wheel(project: Path) -> None:
+    with (project / "csrc/twice.cu").open("a") as kernel:
+        kernel.write("int broken = undefined_name;\n")
+    done = pip_wheel(project, NORMSWAP_ARCH="90")
+    assert done.returncode != 0 and not (project / "dist").exists()
+    assert 'identifier "undefined_name" is undefined' in done.stdout + done.stderr
+
+
+def test_sdist_holds_what_the_wheel_needs(project: Path) -> None:
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation"]
+    subprocess.run(command, cwd=project, capture_output=True, check=True, timeout=120)
+    (archive,) = (project / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    assert names >= {"csrc/twice.cu", "csrc/register.cpp", "scripts/build_library.py", "pyproject.toml"}
