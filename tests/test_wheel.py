@@ -34,7 +34,10 @@ def project(tmp_path: Path, tiny_sources: Path) -> Path:
     """This repository's packaging around a csrc that compiles in seconds and a package that imports little."""
     folder = tmp_path / "project"
     files = ["pyproject.toml", "MANIFEST.in", "scripts/build_library.py"]
-    for name in [*files, *(f"normswap/{f}" for f in ("builder.py", "native.py", "py.typed", "rules/__init__.py"))]:
+    for name in [
+        *files,
+        *(f"normswap/{f}" for f in ("builder.py", "native.py", "py.typed", "ops/__init__.py", "rules/__init__.py")),
+    ]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "normswap/__init__.py").write_text("")
