@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from normswap import builder
+
 KERNEL = """
 #include <cuda_runtime.h>
 __global__ void twice_kernel(float* x) { x[threadIdx.x] *= 2; }
@@ -29,6 +31,15 @@ STABLE_TORCH_LIBRARY_IMPL(normswap_tiny, CUDA, m) { m.impl("twice", TORCH_BOX(&t
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def nvcc() -> builder.Toolkit:
+    """The CUDA toolkit of this machine; a test that compiles is skipped where there is none."""
+    try:
+        return builder.find_toolkit()
+    except builder.BuildError as error:
+        pytest.skip(f"this test compiles: {error}")
 
 
 @pytest.fixture

@@ -294,6 +294,26 @@ def test_a_disk_that_fails_at_any_step_leaves_the_old_or_the_new(
     assert ("norm" in swapped_names(load_model("out"))) is new
 
 
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors"])
+def test_what_is_written_is_read_back_before_it_counts(folder: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    def with_a_flipped_bit(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        bits = tensors["norm.weight"].clone()
+        bits.view(torch.uint8)[0] ^= 1
+        checkpoint.write_tensors(path.with_suffix(".pt"), {**tensors, "norm.weight": bits})
+        path.with_suffix(".pt").replace(path)
+
+    state = read_tensors("net.pt")[0]
+    if out.endswith(".pt"):
+        monkeypatch.setattr(checkpoint.shutil, "copyfile", lambda _, path: with_a_flipped_bit(state, path))
+    else:
+        changed = {**state, "norm.weight": state["norm.weight"] + 1}
+        real = checkpoint.tensor_writer
+        monkeypatch.setattr(checkpoint, "tensor_writer", lambda path, _, metadata: real(path, changed, metadata))
+    fails(
+        folder, CheckpointError, f"{out}: what was written does not read back equal to net.pt", "net.pt", out, "zoo:net"
+    )
+
+
 def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, failing: int) -> list[Any]:
     real, calls = getattr(os, name), []
 

@@ -21,15 +21,7 @@ from normswap import builder, native
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def nvcc_missing() -> bool:
-    try:
-        builder.find_toolkit()
-    except builder.BuildError:
-        return True
-    return False
-
-
-needs_nvcc = pytest.mark.skipif(nvcc_missing(), reason="there is no nvcc on this machine")
+needs_nvcc = pytest.mark.usefixtures("nvcc")
 
 
 def quiet(line: str) -> None:
