@@ -277,10 +277,11 @@ def test_several_files_are_replaced_together_or_not_at_all(tmp_path: Path, monke
             files.write(tmp_path / "second", lambda path: path.write_text("new"))
         assert snapshot(tmp_path) == before
     monkeypatch.undo()
-    with pytest.raises(KeyError), replacing() as files:
-        files.write(tmp_path / "old", lambda path: path.write_text("new"))
-        raise KeyError
-    assert snapshot(tmp_path) == before
+    for name in ("old", "new/folder/file"):
+        with pytest.raises(KeyError), replacing() as files:
+            files.write(tmp_path / name, lambda path: path.write_text("new"))
+            raise KeyError
+        assert snapshot(tmp_path) == before
 
 
 def test_replacing_works_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
