@@ -205,7 +205,7 @@ def _needs_model(source: str) -> str:
 
 def _norm_table(summary: Summary) -> str:
     rows = [(norm.name or "(root)", norm.guess, norm.size) for norm in summary.norms]
-    return tabulate(rows, ["module", "likely a", "size"]) if rows else "no likely norms by name"
+    return tabulate(rows, ["module", "likely a", "size"], disable_numparse=[0]) if rows else "no likely norms by name"
 
 
 def _plan_table(found: Plan) -> str:
@@ -214,7 +214,7 @@ def _plan_table(found: Plan) -> str:
         (r.site.name or "(root)", r.site.type_name, r.refusal.kind, f"leave: {r.refusal}; {r.refusal.reason.cure}")
         for r in found.refused
     ]
-    return tabulate(rows, ["module", "type", "kind", "what"]) if rows else "nothing to swap"
+    return tabulate(rows, ["module", "type", "kind", "what"], disable_numparse=True) if rows else "nothing to swap"
 
 
 def _exit_code(error: NormswapError) -> int:

@@ -18,9 +18,6 @@ import torch
 
 from normswap import builder, native
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
 needs_nvcc = pytest.mark.usefixtures("nvcc")
 
 
