@@ -57,7 +57,7 @@ def optimize(
     _check_choice("on_empty", on_empty, ("warn", "raise", "ignore"))
     target = model if inplace else _copied(model)
     found = walk.plan(target, include=include, exclude=exclude)
-    run = _runner(target, example_inputs, example_kwargs)
+    run = None if _is_meta(target) else _runner(target, example_inputs, example_kwargs)
     if found.swaps:
         native.load(build=_on_cuda(target, example_inputs, example_kwargs))
     journal = _apply.apply(target, found)
@@ -102,7 +102,7 @@ def validate(
     """
     _check_arguments(model, example_inputs, example_kwargs, mode, on_mismatch)
     swaps = _swaps_in(model)
-    run = _runner(model, example_inputs, example_kwargs)
+    run = None if _is_meta(model) else _runner(model, example_inputs, example_kwargs)
     if swaps:
         native.load(build=_on_cuda(model, example_inputs, example_kwargs))
     proofs = _proofs(model, swaps, run, mode, _first_tensor(example_inputs, example_kwargs))
@@ -153,7 +153,8 @@ def _copied(model: nn.Module) -> nn.Module:
             "it from the copy, or pass inplace=True",
             stacklevel=3,
         )
-    return copy.deepcopy(model)
+    with torch.inference_mode(False):  # else the copy could never be trained
+        return copy.deepcopy(model)
 
 
 def _runner(
@@ -173,6 +174,11 @@ def _runner(
 
 def _cloned(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _is_meta(model: nn.Module) -> bool:
+    """True when a parameter or buffer has no values, so that nothing can be run."""
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
 def _first_tensor(inputs: Any, kwargs: Any) -> Tensor | None:
@@ -204,7 +210,7 @@ def _unchecked(swap: Swap) -> SiteProof:
 def _proofs(
     model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any] | None, mode: str, like: Tensor | None
 ) -> list[SiteProof]:
-    if mode == "off" or any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+    if mode == "off" or _is_meta(model):
         return [_unchecked(swap) for swap in swaps]
     learns = any(p.requires_grad for p in model.parameters()) or (like is not None and like.requires_grad)
     gradients = mode == "grad" or (mode == "auto" and learns)
@@ -239,9 +245,9 @@ def _whole_report(
         end_to_end = whole.compare_models(model, [model.get_submodule(name) for name in kept], run)
         if not end_to_end.passed:
             worst = sorted((p for p in proofs if p.name in kept), key=lambda p: -p.error_share)[:3]
+            moved = f"its output moved by {end_to_end.max_error:.3g}, more than {end_to_end.limit:.3g}"
             warnings.warn(
-                f"normswap: every swapped site matches, yet the model's output moved by {end_to_end.max_error:.3g}, "
-                f"more than {end_to_end.limit:.3g} {end_to_end.problem}; sites with the largest errors: "
+                f"normswap: the whole model: {end_to_end.problem or moved}; swapped sites with the largest errors: "
                 f"{', '.join(p.name or '(root)' for p in worst)}",
                 stacklevel=3,
             )

@@ -78,8 +78,10 @@ class Report:
     def _model_line(self) -> str:
         if self.model is None:
             return ""
+        if self.model["problem"]:
+            return f"whole model: {self.model['problem']}"
         line = f"whole model: largest difference {self.model['max_error']:.3g}, limit {self.model['limit']:.3g}"
-        return line + ("" if self.model["passed"] else f"; NOT WITHIN IT {self.model['problem']}".rstrip())
+        return line + ("" if self.model["passed"] else "; NOT WITHIN IT")
 
     def _lists(self) -> Iterable[str]:
         for status, title in (("failed", "did not match"), ("refused", "left alone")):

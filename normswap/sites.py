@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, str, bytes, type(None), tuple)
+_OWN = ("_parameters", "_buffers", "_modules")
+"""What a module keeps in its __dict__ and is restored by its own means, or never changes."""
 
 
 def detached_copy(module: nn.Module, cls: type[nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
@@ -34,7 +35,10 @@ def detached_copy(module: nn.Module, cls: type[nn.Module], dtype: torch.dtype | 
 def _parameter(parameter: Tensor | None, dtype: torch.dtype | None) -> nn.Parameter | None:
     if parameter is None:
         return None
-    return nn.Parameter(_converted(parameter.detach(), dtype), requires_grad=parameter.requires_grad)
+    values = parameter.detach()
+    if values.is_inference():  # made in inference mode: such a tensor can take no part in a backward
+        values = values.clone()
+    return nn.Parameter(_converted(values, dtype), requires_grad=parameter.requires_grad)
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -43,10 +47,11 @@ def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore, at the end and whatever happens, the model's buffers (objects and values), plain attributes, training
-    flags and gradients, and the random number generators of the CPU and of the model's GPUs."""
+    """Restore, at the end and whatever happens, the model's buffers (objects and values), every other attribute (what
+    it was; lists, dicts and sets also what they held), training flags and gradients, and the random number generators
+    of the CPU and of the model's GPUs."""
     modules = list(model.modules())
-    attributes = [(m, {k: v for k, v in m.__dict__.items() if isinstance(v, _PLAIN)}) for m in modules]
+    attributes = [(m, _Attributes(m)) for m in modules]
     buffers = [
         (m, dict(m._buffers), {k: b.detach().clone() for k, b in m._buffers.items() if b is not None}) for m in modules
     ]
@@ -59,11 +64,30 @@ def preserved(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for module, before in attributes:
-                module.__dict__.update(before)
+                before.restore(module)
             for module, objects, values in buffers:
                 _restore_buffers(module, objects, values)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+
+class _Attributes:
+    """The attributes a module had, parameters, buffers and children apart, and what the containers among them held."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.values = {k: v for k, v in module.__dict__.items() if k not in _OWN}
+        self.held = [(v, v.copy()) for v in self.values.values() if type(v) in (list, dict, set)]
+
+    def restore(self, module: nn.Module) -> None:
+        for name in [k for k in module.__dict__ if k not in _OWN and k not in self.values]:
+            del module.__dict__[name]
+        module.__dict__.update(self.values)
+        for container, before in self.held:
+            if isinstance(container, list):
+                container[:] = before
+            else:
+                container.clear()
+                container.update(before)
 
 
 def _restore_buffers(module: nn.Module, objects: dict[str, Any], values: dict[str, Tensor]) -> None:

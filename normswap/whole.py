@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ _FLOOR = {
 
 @dataclass(frozen=True)
 class ModelProof:
-    """The largest difference of any output, the limit it was held against (4 times the spread of the original when
-    the outputs of its sites move by one ulp) and the largest value of the original's output."""
+    """The largest difference in the output tensor that comes closest to its limit, that limit (4 times the spread of
+    the original when the outputs of its sites move by one ulp) and the largest value of the original's tensor."""
 
     max_error: float
     limit: float
@@ -46,19 +46,35 @@ def compare_models(model: nn.Module, sites: Sequence[nn.Module], run: Callable[[
     original = [(site, modules.original_class(site) or type(site)) for site in sites]
     with classes(original):
         expected = _outputs(model, run)
-        spread = max(_distance(_jittered(model, sites, run, seed), expected) for seed in _SEEDS)
+        moved = [_jittered(model, sites, run, seed) for seed in _SEEDS]
     ours = _outputs(model, run)
-    problem = _structure_problem(ours, expected)
-    if problem:
+    if problem := _structure_problem(ours, expected, moved):
         return ModelProof(0.0, 0.0, 0.0, problem)
-    largest = max((_largest(t) for t in expected), default=0.0)
-    floor = max((_FLOOR.get(t.dtype, 0.0) for t in expected), default=0.0) * largest
+    proofs = [_compare(*tensors) for tensors in zip(ours, expected, *moved, strict=True)]
+    return max(proofs, key=lambda proof: proof.max_error / (proof.limit or 1e-300))
+
+
+def _compare(ours: Tensor, expected: Tensor, *moved: Tensor) -> ModelProof:
+    """One output tensor: a large one beside it must not lend it its limit."""
+    largest = _largest(expected)
+    spread = max(_distance(one, expected) for one in moved)
+    floor = _FLOOR.get(expected.dtype, 0.0) * largest
     return ModelProof(_distance(ours, expected), max(_SPREADS * spread, floor), largest)
 
 
 def _outputs(model: nn.Module, run: Callable[[], Any]) -> list[Tensor]:
     with preserved(model), torch.no_grad():
-        return [leaf.detach().clone() for leaf in tree_leaves(run()) if isinstance(leaf, Tensor)]
+        return [tensor.detach().clone() for tensor in _tensors(run())]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, dicts and dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for one in fields(leaf):
+                yield from _tensors(getattr(leaf, one.name))
 
 
 def _jittered(model: nn.Module, sites: Sequence[nn.Module], run: Callable[[], Any], seed: int) -> list[Tensor]:
@@ -85,20 +101,29 @@ def _jitter(seed: int) -> Callable[..., Any]:
     return hook
 
 
-def _structure_problem(ours: list[Tensor], expected: list[Tensor]) -> str:
-    if [(t.shape, t.dtype) for t in ours] != [(t.shape, t.dtype) for t in expected]:
+def _structure_problem(ours: list[Tensor], expected: list[Tensor], moved: list[list[Tensor]]) -> str:
+    if not expected:
+        return "the output holds no tensor to compare"
+    if _forms(ours) != _forms(expected):
         return "the outputs have other shapes or dtypes than the original's"
+    if any(_forms(one) != _forms(expected) for one in moved):
+        return "the original's own output changes its shape when its norms move by one ulp: nothing to compare"
     for mine, theirs in zip(ours, expected, strict=True):
         if theirs.is_floating_point() and not torch.equal(mine.isfinite(), theirs.isfinite()):
             return "the outputs are not finite where the original's are, or the reverse"
     return ""
 
 
-def _distance(one: list[Tensor], other: list[Tensor]) -> float:
-    """The largest difference between floating-point outputs, over elements finite in both."""
-    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a.is_floating_point()]
-    pieces = (zip(_pieces(a), _pieces(b), strict=True) for a, b in pairs)
-    return max((_largest(p.double() - q.double()) for piece in pieces for p, q in piece), default=0.0)
+def _forms(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(t.shape, t.dtype) for t in tensors]
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference between floating-point tensors, over elements finite in both."""
+    if not one.is_floating_point():
+        return 0.0
+    pairs = zip(_pieces(one), _pieces(other), strict=True)
+    return max((_largest(p.double() - q.double()) for p, q in pairs), default=0.0)
 
 
 def _largest(tensor: Tensor) -> float:

@@ -190,7 +190,7 @@ def test_an_error_in_the_model_leaves_it_as_it_was() -> None:
 
 def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     x, before = torch.randn(X), state_of(model)
-    optimize_module, validate_module = sys.modules["normswap.optimize"], sys.modules["normswap.validate"]
+    optimize_module, compare_module = sys.modules["normswap.optimize"], sys.modules["normswap.compare"]
 
     def fail(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
@@ -200,8 +200,8 @@ def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, mon
         (optimize_module, "_proofs"),
         (optimize_module, "_settle"),
         (optimize_module, "_whole_report"),
-        (validate_module, "error_share"),
-        (validate_module, "magnitudes"),
+        (compare_module, "error_share"),
+        (compare_module, "magnitudes"),
         (optimize_module.whole, "_outputs"),
     ):
         with monkeypatch.context() as patched:
