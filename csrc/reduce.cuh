@@ -35,12 +35,15 @@ __device__ inline Moments shuffle_xor(const Moments& s, int mask) {
 
 __device__ inline Sum shuffle_xor(const Sum& s, int mask) { return {__shfl_xor_sync(0xffffffffu, s.sum, mask)}; }
 
-// Sum over the Lanes (8 or 32) lanes of a chunk; every lane holds it. All 32 lanes of the warp must call.
-template <int Lanes>
-__device__ inline float lanes_sum(float v) {
+// Sums over the Lanes (8 or 32) lanes of a chunk, of several rows at once; every lane holds them. All 32 lanes of the
+// warp must call.
+template <int Lanes, int Rows>
+__device__ inline void lanes_sum(float (&v)[Rows]) {
 #pragma unroll
-  for (int mask = Lanes / 2; mask > 0; mask /= 2) v = __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, mask));
-  return v;
+  for (int mask = Lanes / 2; mask > 0; mask /= 2) {
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) v[r] = __fadd_rn(v[r], __shfl_xor_sync(0xffffffffu, v[r], mask));
+  }
 }
 
 // Binary tree over the 32 lanes' statistics by lane index; every lane holds the result.
@@ -55,13 +58,23 @@ __device__ inline Stat warp_tree(Stat s) {
   return s;
 }
 
-// Binary tree over parts[0, count), count <= 128, by index; every lane of the calling warp holds the result.
+// Binary tree over parts[first, first + Count), those from `end` on being absent.
+template <int Count, class Stat>
+__device__ inline Stat subtree(const Stat* parts, int first, int end) {
+  if constexpr (Count == 1) {
+    return first < end ? parts[first] : Stat{};
+  } else {
+    return merge(subtree<Count / 2>(parts, first, end), subtree<Count / 2>(parts, first + Count / 2, end));
+  }
+}
+
+// Binary tree over parts[0, count), count <= 512, by index; every lane of the calling warp holds the result.
 template <class Stat>
 __device__ inline Stat tree_of(const Stat* parts, int count) {
   const int lane = threadIdx.x % 32;
-  const auto at = [&](int i) { return i < count ? parts[i] : Stat{}; };
-  if (count <= 32) return warp_tree(at(lane));
-  return warp_tree(merge(merge(at(4 * lane), at(4 * lane + 1)), merge(at(4 * lane + 2), at(4 * lane + 3))));
+  if (count <= 32) return warp_tree(subtree<1>(parts, lane, count));
+  if (count <= 128) return warp_tree(subtree<4>(parts, 4 * lane, count));
+  return warp_tree(subtree<16>(parts, 16 * lane, count));
 }
 
 // The same tree in place in memory; the whole block calls, parts[0] is the result after the last barrier.
@@ -73,6 +86,20 @@ __device__ inline void tree_in_place(Stat* parts, int64_t count) {
     }
     __syncthreads();
   }
+}
+
+// Waits until all `blocks` blocks of a team have called for the `round`-th time (from 1). `count` starts at 0. What a
+// block wrote before is then visible to all of the team. The blocks must all be running: cooperative launch.
+__device__ inline void team_barrier(unsigned* count, unsigned blocks, unsigned round) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(count, 1u);
+    while (*static_cast<volatile unsigned*>(count) < blocks * round) {
+    }
+    __threadfence();
+  }
+  __syncthreads();
 }
 
 }  // namespace normswap

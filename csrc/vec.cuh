@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels.h"
 
@@ -27,6 +28,28 @@ __device__ inline __half from_float<__half>(float v) {
 template <>
 __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
   return __float2bfloat16_rn(v);
+}
+
+template <class T>
+__device__ inline unsigned pair_bits(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+  }
+}
+
+// The 16 bytes from byte `shift` (even, below 16) on of the 32 in (low, high).
+__device__ inline uint4 window(const uint4& low, const uint4& high, int shift) {
+  const bool two = shift & 8, one = shift & 4;
+  const unsigned a0 = two ? low.z : low.x, a1 = two ? low.w : low.y, a2 = two ? high.x : low.z;
+  const unsigned a3 = two ? high.y : low.w, a4 = two ? high.z : high.x, a5 = two ? high.w : high.y;
+  const unsigned b0 = one ? a1 : a0, b1 = one ? a2 : a1, b2 = one ? a3 : a2, b3 = one ? a4 : a3, b4 = one ? a5 : a4;
+  const int bits = shift % 4 * 8;
+  return {__funnelshift_r(b0, b1, bits), __funnelshift_r(b1, b2, bits), __funnelshift_r(b2, b3, bits),
+          __funnelshift_r(b3, b4, bits)};
 }
 
 template <int Bytes>
@@ -74,6 +97,27 @@ struct alignas(sizeof(T) * V) Pack {
     return pack;
   }
 
+  __device__ static Pack of_raw(Raw raw) {
+    Pack pack;
+    *reinterpret_cast<Raw*>(&pack) = raw;
+    return pack;
+  }
+
+  __device__ Raw raw() const { return *reinterpret_cast<const Raw*>(this); }
+
+  // Each value rounded once; 16-bit ones in pairs, which is one instruction.
+  __device__ static Pack of(const float (&values)[V]) {
+    Pack pack;
+    if constexpr (sizeof(T) == 2 && V % 2 == 0) {
+#pragma unroll
+      for (int j = 0; j < V; j += 2) *reinterpret_cast<unsigned*>(&pack.v[j]) = pair_bits<T>(values[j], values[j + 1]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < V; ++j) pack.v[j] = from_float<T>(values[j]);
+    }
+    return pack;
+  }
+
   __device__ void store(T* p) const { __stcs(reinterpret_cast<Raw*>(p), *reinterpret_cast<const Raw*>(this)); }
 };
 
@@ -94,6 +138,15 @@ __device__ inline void set_channel_value(const ChannelVector& vector, int64_t i,
     case DType::f16: static_cast<__half*>(data)[i] = __float2half_rn(value); break;
     default: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(value);
   }
+}
+
+// What l1_norm divides by, from mean |x|: every step rounded to T, as the expression of PyTorch ops rounds it.
+template <class T>
+__device__ inline float l1_divisor(float mean, double eps, double minimum) {
+  const float rounded = to_float(from_float<T>(mean));
+  const float sum = to_float(from_float<T>(__fadd_rn(rounded, static_cast<float>(eps))));
+  const float least = to_float(from_float<T>(static_cast<float>(minimum)));
+  return sum < least ? least : sum;
 }
 
 }  // namespace normswap

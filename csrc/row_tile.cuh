@@ -1,0 +1,130 @@
+// A chunk of a row in registers. The lanes own the same elements wherever the row lies: where rows do not start at
+// multiples of 16 bytes (Ragged), a lane's vector is cut from the two aligned ones that hold it, and stores pass the
+// piece that belongs to the neighbour's aligned vector on to it.
+#pragma once
+
+#include "reduce.cuh"
+#include "vec.cuh"
+
+namespace normswap {
+namespace {
+
+// Vector k of a lane is vector k * Lanes + lane of the chunk. Unless Ragged, `len` is a multiple of V.
+template <class T, int Lanes_, int Slots_, bool Ragged_>
+struct Tile {
+  static constexpr int Lanes = Lanes_, Slots = Slots_, V = 16 / sizeof(T);
+  static constexpr bool Ragged = Ragged_;
+  using Vector = Pack<T, V>;
+
+  Vector packs[Slots];
+  int len;
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % Lanes; }
+  __device__ static int offset(int k) { return (k * Lanes + lane()) * V; }
+  __device__ static int phase(const T* p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16); }
+
+  // `end`: of the tensor; nothing is read from there on.
+  __device__ void load(const T* chunk, int length, const T* end) {
+    len = length;
+#pragma unroll
+    for (int k = 0; k < Slots; ++k) {
+      if (offset(k) < len) {
+        if constexpr (Ragged) {
+          packs[k] = load_ragged(chunk + offset(k), len - offset(k), end);
+        } else {
+          packs[k] = Vector::load(chunk + offset(k));
+        }
+      }
+    }
+  }
+
+  // Tells the compiler nothing is known of the elements: it must not keep what it made of them (16-bit ones as floats
+  // take twice the registers) from one use to the next.
+  __device__ void forget() {
+#pragma unroll
+    for (int k = 0; k < Slots; ++k) {
+      unsigned* words = reinterpret_cast<unsigned*>(&packs[k]);
+      asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
+    }
+  }
+
+  // Partial sums of term(x) over this lane's elements of the chunk, in an order fixed by element index.
+  template <class Term>
+  __device__ float partial_sum(Term term) const {
+    float partial[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int k = 0; k < Slots; ++k) {
+      if (offset(k) < len) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          float& into = partial[(k * V + j) % 4];
+          if (!Ragged || offset(k) + j < len) into = term(to_float(packs[k].v[j]), into);
+        }
+      }
+    }
+    return __fadd_rn(__fadd_rn(partial[0], partial[1]), __fadd_rn(partial[2], partial[3]));
+  }
+
+  // make(k) gives the k-th vector to store. All lanes of the warp must call.
+  template <class Make>
+  __device__ void store(T* chunk, Make make) const {
+    if constexpr (Ragged) {
+      store_ragged(chunk, make);
+    } else {
+#pragma unroll
+      for (int k = 0; k < Slots; ++k) {
+        if (offset(k) < len) make(k).store(chunk + offset(k));
+      }
+    }
+  }
+
+ private:
+  __device__ static Vector load_ragged(const T* p, int valid, const T* end) {
+    const int shift = phase(p);
+    const T* aligned = p - shift / static_cast<int>(sizeof(T));
+    const bool crosses = shift / static_cast<int>(sizeof(T)) + valid > V && shift > 0;
+    if (aligned + (crosses ? 2 * V : V) <= end) {
+      const uint4 low = __ldg(reinterpret_cast<const uint4*>(aligned));
+      const uint4 high = crosses ? __ldg(reinterpret_cast<const uint4*>(aligned + V)) : low;
+      return Vector::of_raw(window(low, high, shift));
+    }
+    Vector pack{};
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (j < valid) pack.v[j] = p[j];
+    }
+    return pack;
+  }
+
+  // The aligned vector in memory at this lane's place holds the end of the vector before and the start of this one.
+  template <class Make>
+  __device__ void store_ragged(T* chunk, Make make) const {
+    const int shift = phase(chunk), skipped = shift / static_cast<int>(sizeof(T));
+    uint4 before{};
+#pragma unroll
+    for (int k = 0; k <= Slots; ++k) {
+      const uint4 mine = k < Slots ? make(k < Slots ? k : 0).raw() : uint4{};
+      const uint4 given = lane() == Lanes - 1 ? before : mine;
+      const uint4 left = {from_left(given.x), from_left(given.y), from_left(given.z), from_left(given.w)};
+      const uint4 merged = shift == 0 ? mine : window(left, mine, 16 - shift);
+      const int first = offset(k) - skipped;
+      if (first >= 0 && first + V <= len) {
+        __stcs(reinterpret_cast<uint4*>(chunk + first), merged);
+      } else {
+        const Vector pieces = Vector::of_raw(merged);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          if (first + j >= 0 && first + j < len) chunk[first + j] = pieces.v[j];
+        }
+      }
+      before = mine;
+    }
+  }
+
+  __device__ static unsigned from_left(unsigned value) {
+    return __shfl_sync(0xffffffffu, value, (lane() + Lanes - 1) % Lanes, Lanes);
+  }
+};
+
+}  // namespace
+}  // namespace normswap
