@@ -24,7 +24,7 @@ struct RowNorm {
   void* workspace;   // row_workspace_bytes(plan, rows)
   int64_t rows, cols;
   double eps;
-  double minimum;           // l1_norm: the divisor is at least that; 0: no bound
+  double minimum;           // l1_norm: mean |x| counts as at least that; 0: no bound
   double weight_offset;     // rms_norm: the factor is offset + weight
   bool cast_before_weight;  // rms_norm: round to x's dtype before the product with the weight
   int64_t num_groups, channels_per_group, spatial;  // group_norm: row = (sample, group), cols = channels * spatial
@@ -35,9 +35,6 @@ cudaError_t layer_norm(const RowNorm&, const RowPlan&, cudaStream_t);
 cudaError_t rms_norm(const RowNorm&, const RowPlan&, cudaStream_t);
 cudaError_t l1_norm(const RowNorm&, const RowPlan&, cudaStream_t);
 cudaError_t group_norm(const RowNorm&, const RowPlan&, cudaStream_t);
-
-// How many blocks of the team regime's kernel run at once on the current device; 0 without cooperative launches.
-int row_team_blocks();
 
 // A vector with one value a channel, in its own dtype; data == nullptr: absent.
 struct ChannelVector {
@@ -78,27 +75,30 @@ struct FoldLinear {
 
 cudaError_t fold_linear(const FoldLinear&, cudaStream_t);
 
-// outer x n x inner contiguous elements, normalised along the middle dimension: x / (mean|x| + eps) or
-// / max(mean|x|, minimum) (l1_norm), x rsqrt(mean(x^2) + eps) weight (rms_norm, one weight an index along n, optional).
+// outer x n x inner contiguous elements, normalised along the middle dimension: x / (max(mean|x|, minimum) + eps)
+// (l1_norm), x rsqrt(mean(x^2) + eps) weight (rms_norm, one weight an index along n, optional).
 struct DimNorm {
   const void* x;
-  const void* dy;      // backward only
-  const void* weight;  // of x's dtype
-  void* y;             // backward: dx
-  float* statistic;    // (outer, inner): mean |x| or rstd; optional in forward, given in backward
-  void* workspace;     // dim_workspace_bytes
+  const void* dy;  // backward only
+  ChannelVector weight;
+  void* y;           // backward: dx
+  float* statistic;  // (outer, inner): mean |x| or rstd; optional in forward, read in backward
+  void* workspace;   // dim_workspace_bytes; backward of rms_norm with a weight: see dim_weight_rows
   int64_t outer, n, inner;
   double eps, minimum;
   DType dtype;
 };
 
 // Longer dimensions have no backward kernel.
-constexpr int kDimBackward = 128;
+constexpr int kMaxDimBackward = 512;
 
 int64_t dim_workspace_bytes(const DimNorm&);
 cudaError_t l1_norm_dim(const DimNorm&, cudaStream_t);
 cudaError_t rms_norm_dim(const DimNorm&, cudaStream_t);
 cudaError_t l1_norm_dim_backward(const DimNorm&, cudaStream_t);
+
+// The backward of rms_norm_dim leaves one row of n float32 partial gradients of the weight a block in the workspace.
+int64_t dim_weight_rows(const DimNorm&);
 cudaError_t rms_norm_dim_backward(const DimNorm&, cudaStream_t);
 
 }  // namespace normswap

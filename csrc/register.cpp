@@ -3,13 +3,26 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(normswap, m) {
-  // regime: 0 lets the plan choose; 1 to 5 (row_plan.h) force one, for tests.
+  // regime: 0 lets the plan choose; 1 to 6 (row_plan.h) force one, for tests.
   m.def(
       "layer_norm(Tensor input, Tensor? weight, Tensor? bias, int cols, float eps, "
       "Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");
   m.def(
-      "rms_norm(Tensor input, Tensor? weight, int cols, float eps, Tensor(a!) out, Tensor(b!)? rstd, int regime) -> ()");
-  m.def("l1_norm(Tensor input, int cols, Tensor(a!) out, Tensor(b!)? mean_abs, int regime) -> ()");
+      "rms_norm(Tensor input, Tensor? weight, int cols, float eps, float weight_offset, bool cast_before_weight, "
+      "Tensor(a!) out, Tensor(b!)? rstd, int regime) -> ()");
+  m.def(
+      "l1_norm(Tensor input, int cols, float eps, float minimum, Tensor(a!) out, Tensor(b!)? mean_abs, int regime) "
+      "-> ()");
+  m.def(
+      "l1_norm_dim(Tensor input, int dim, float eps, float minimum, Tensor(a!) out, Tensor(b!)? mean_abs) -> ()");
+  m.def(
+      "l1_norm_dim_backward(Tensor grad, Tensor input, Tensor mean_abs, int dim, float eps, float minimum, "
+      "Tensor(a!) grad_input) -> ()");
+  m.def(
+      "rms_norm_dim(Tensor input, Tensor? weight, int dim, float eps, Tensor(a!) out, Tensor(b!)? rstd) -> ()");
+  m.def(
+      "rms_norm_dim_backward(Tensor grad, Tensor input, Tensor? weight, Tensor rstd, int dim, Tensor(a!) grad_input, "
+      "Tensor(b!)? grad_weight) -> ()");
   m.def(
       "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, bool channels_last, "
       "Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");

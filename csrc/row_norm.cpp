@@ -8,16 +8,21 @@ namespace {
 
 using Launch = cudaError_t (*)(const RowNorm&, const RowPlan&, cudaStream_t);
 
-// Whether the GPU has thread-block clusters of eight; asked of the driver once a device.
-bool has_clusters(int device) {
-  static std::atomic<int> known[64];  // 0: not asked yet, else 1 + the answer
-  std::atomic<int>& answer = known[device % 64];
-  if (answer.load(std::memory_order_relaxed) == 0) {
-    int major = 0;
+// Asked of the driver once a device.
+Gpu gpu_of(int device) {
+  static std::atomic<int64_t> known[64];  // 0: not asked yet
+  std::atomic<int64_t>& answer = known[device % 64];
+  int64_t packed = answer.load(std::memory_order_relaxed);
+  if (packed == 0) {
+    int major = 0, multiprocessors = 0, cooperative = 0;
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    answer.store(1 + (major == 9 || major == 10), std::memory_order_relaxed);
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device));
+    const int64_t resident = cooperative != 0 ? multiprocessors * kTeamBlocksAMultiprocessor : 0;
+    packed = 1 + 2 * (resident * 2 + (major == 9 || major == 10));
+    answer.store(packed, std::memory_order_relaxed);
   }
-  return answer.load(std::memory_order_relaxed) == 2;
+  return {(packed / 2) % 2 == 1, static_cast<int>(packed / 4)};
 }
 
 void check_same(const char* op, const Tensor& input, const Tensor& out) {
@@ -46,8 +51,7 @@ void set_affine(const char* op, RowNorm& n, const OptionalTensor& weight, const 
 void run(const char* op, Launch launch, RowNorm n, const Tensor& input, const Tensor& out, int64_t regime) {
   RowPlan plan;
   STD_TORCH_CHECK(make_row_plan(n.rows, n.cols, static_cast<int>(itemsize(n.dtype)),
-                                has_clusters(input.get_device_index()),
-                                static_cast<Regime>(regime), &plan),
+                                gpu_of(input.get_device_index()), static_cast<Regime>(regime), &plan),
                   op, ": rows of ", n.cols, " elements cannot be done in regime ", regime);
   const int64_t bytes = row_workspace_bytes(plan, n.rows);
   const OptionalTensor workspace = bytes > 0 ? OptionalTensor(scratch(input, bytes)) : std::nullopt;
@@ -70,11 +74,10 @@ RowNorm row_norm_of(const char* op, const Tensor& input, const Tensor& out, int6
   return n;
 }
 
-void layer_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t cols,
+void layer_norm_cuda(const Tensor& input, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t cols,
                      double eps, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
-  if (input_.numel() == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
-  const Tensor input = on_boundary(input_);
+  if (input.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
   RowNorm n = row_norm_of("layer_norm", input, out, cols, eps);
   set_affine("layer_norm", n, weight, bias, cols);
@@ -83,24 +86,30 @@ void layer_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
   run("layer_norm", layer_norm, n, input, out, regime);
 }
 
-void rms_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, int64_t cols, double eps, Tensor out,
-                   OptionalTensor rstd, int64_t regime) {
-  if (input_.numel() == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
-  const Tensor input = on_boundary(input_);
+void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight_, int64_t cols, double eps, double weight_offset,
+                   bool cast_before_weight, Tensor out, OptionalTensor rstd, int64_t regime) {
+  if (input.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_);
   RowNorm n = row_norm_of("rms_norm", input, out, cols, eps);
   set_affine("rms_norm", n, weight, std::nullopt, cols);
+  STD_TORCH_CHECK(!cast_before_weight || n.weight_dtype == n.dtype,
+                  "rms_norm: weight must have the input's dtype with cast_before_weight");
+  n.weight_offset = weight.has_value() ? weight_offset : 0.0;
+  n.cast_before_weight = cast_before_weight;
   n.rstd = floats_or_null(rstd);
   run("rms_norm", rms_norm, n, input, out, regime);
 }
 
-void l1_norm_cuda(const Tensor& input_, int64_t cols, Tensor out, OptionalTensor mean_abs, int64_t regime) {
-  if (input_.numel() == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
-  const Tensor input = on_boundary(input_);
-  RowNorm n = row_norm_of("l1_norm", input, out, cols, 0.0);
+void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum, Tensor out, OptionalTensor mean_abs,
+                  int64_t regime) {
+  if (input.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  STD_TORCH_CHECK(eps >= 0.0 && minimum >= 0.0, "l1_norm: eps and minimum must not be negative, got ", eps, " and ",
+                  minimum);
+  RowNorm n = row_norm_of("l1_norm", input, out, cols, eps);
   n.weight_dtype = n.dtype;
+  n.minimum = minimum;
   n.mean = floats_or_null(mean_abs);
   run("l1_norm", l1_norm, n, input, out, regime);
 }
@@ -126,7 +135,7 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
   const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
   STD_TORCH_CHECK(input_.dim() >= 2 && num_groups > 0 && input_.size(1) % num_groups == 0, "group_norm: ", num_groups,
                   " groups do not divide the channels");
-  const Tensor input = on_boundary(input_);
+  const Tensor input = channels_last ? on_boundary(input_) : input_;
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
   const int64_t channels = input.size(1), rows = input.size(0) * num_groups;
   RowNorm n = row_norm_of("group_norm", input, out, input.numel() / rows, eps);
@@ -161,12 +170,14 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("group_norm", TORCH_BOX(&normswap::group_norm_cuda));
 }
 
-// The launch plan, for tests that have no GPU: (regime, vec, lanes, chunk_len, chunks, warps, cluster, grid) into out.
+// The launch plan, for tests that have no GPU, of one with clusters and as many resident blocks: (regime, vec, lanes, chunk_len, chunks, warps, cluster, grid) into out.
 // Returns 0 when the row cannot be done in that regime.
 extern "C" __attribute__((visibility("default"))) int normswap_row_plan(int64_t rows, int64_t cols, int itemsize,
-                                                                        int has_clusters, int regime, int64_t* out) {
+                                                                        int has_clusters, int resident, int regime,
+                                                                        int64_t* out) {
   normswap::RowPlan p;
-  if (!normswap::make_row_plan(rows, cols, itemsize, has_clusters != 0, static_cast<normswap::Regime>(regime), &p)) {
+  const normswap::Gpu gpu{has_clusters != 0, resident};
+  if (!normswap::make_row_plan(rows, cols, itemsize, gpu, static_cast<normswap::Regime>(regime), &p)) {
     return 0;
   }
   const int64_t values[] = {static_cast<int64_t>(p.regime), p.vec, p.lanes, p.chunk_len, p.chunks, p.warps,

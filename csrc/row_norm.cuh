@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kMaxWarpsBlock * 32, 2) row_block(const RowArg
 // A team of args.blocks_a_row blocks a row, row after row; while one team waits at its barrier the others, which share
 // its multiprocessors, load and store.
 template <class Policy, class T, class W, bool Ragged>
-__global__ void __launch_bounds__(kWarpsTeam * 32, 2) row_team(const RowArgs args) {
+__global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocksAMultiprocessor) row_team(const RowArgs args) {
   using Stat = typename Policy::Stat;
   __shared__ Stat parts[kWarpsTeam];
   __shared__ Stat all[kMaxTeam];

@@ -35,6 +35,7 @@ constexpr int kWarpsSmall = 8;      // subwarp, warp: several rows a block
 constexpr int kMaxWarpsBlock = 16;  // block, cluster
 constexpr int kMaxCluster = 8;      // the largest portable cluster
 constexpr int kWarpsTeam = 16;      // team, split: a power of two, so that a block's chunks are a subtree
+constexpr int kTeamBlocksAMultiprocessor = 2;
 constexpr int kWarpsSplit = 8;
 constexpr int kMaxTeam = 512;       // blocks of a team: their statistics meet in shared memory
 

@@ -95,7 +95,7 @@ struct RMSNormPolicy {
   }
 };
 
-// y = x / (mean|x| + eps) or x / max(mean|x|, minimum), the divisor rounded to x's dtype as the expression does.
+// y = x / (max(mean|x|, minimum) + eps), the divisor rounded to x's dtype as the expression does.
 struct L1NormPolicy {
   using Stat = Sum;
   static constexpr bool has_affine = false;

@@ -38,14 +38,10 @@ struct Tile {
     }
   }
 
-  // Tells the compiler nothing is known of the elements: it must not keep what it made of them (16-bit ones as floats
-  // take twice the registers) from one use to the next.
+  // See Pack::forget.
   __device__ void forget() {
 #pragma unroll
-    for (int k = 0; k < Slots; ++k) {
-      unsigned* words = reinterpret_cast<unsigned*>(&packs[k]);
-      asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
-    }
+    for (int k = 0; k < Slots; ++k) packs[k].forget();
   }
 
   // Partial sums of term(x) over this lane's elements of the chunk, in an order fixed by element index.

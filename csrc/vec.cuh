@@ -105,6 +105,19 @@ struct alignas(sizeof(T) * V) Pack {
 
   __device__ Raw raw() const { return *reinterpret_cast<const Raw*>(this); }
 
+  // Tells the compiler that nothing is known of the elements: it must not keep what it made of them (16-bit ones as
+  // floats take twice the registers) from one use to the next.
+  __device__ void forget() {
+    if constexpr (sizeof(Raw) == 2) {
+      asm volatile("" : "+h"(*reinterpret_cast<unsigned short*>(this)));
+    } else {
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(Raw) / 4); ++i) {
+        asm volatile("" : "+r"(reinterpret_cast<unsigned*>(this)[i]));
+      }
+    }
+  }
+
   // Each value rounded once; 16-bit ones in pairs, which is one instruction.
   __device__ static Pack of(const float (&values)[V]) {
     Pack pack;
@@ -140,13 +153,17 @@ __device__ inline void set_channel_value(const ChannelVector& vector, int64_t i,
   }
 }
 
-// What l1_norm divides by, from mean |x|: every step rounded to T, as the expression of PyTorch ops rounds it.
+// Whether what l1_norm divides by follows mean |x|, or is the minimum.
+template <class T>
+__device__ inline bool l1_follows(float mean, double minimum) {
+  return !(to_float(from_float<T>(mean)) < to_float(from_float<T>(static_cast<float>(minimum))));
+}
+
+// What l1_norm divides by: max(mean, minimum) + eps, every step rounded to T, as the expression of PyTorch ops does.
 template <class T>
 __device__ inline float l1_divisor(float mean, double eps, double minimum) {
-  const float rounded = to_float(from_float<T>(mean));
-  const float sum = to_float(from_float<T>(__fadd_rn(rounded, static_cast<float>(eps))));
-  const float least = to_float(from_float<T>(static_cast<float>(minimum)));
-  return sum < least ? least : sum;
+  const float least = l1_follows<T>(mean, minimum) ? mean : static_cast<float>(minimum);
+  return to_float(from_float<T>(__fadd_rn(to_float(from_float<T>(least)), static_cast<float>(eps))));
 }
 
 }  // namespace normswap

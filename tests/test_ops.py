@@ -52,17 +52,21 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
             for itemsize in (2, 4):
                 if rows * cols * itemsize > 80e9:
                     continue
-                for clusters in (True, False):
-                    p = native.row_plan(rows, cols, itemsize, clusters=clusters)
+                for clusters, resident in ((True, 264), (False, 264), (True, 0), (False, 40)):
+                    p = native.row_plan(rows, cols, itemsize, clusters=clusters, resident=resident)
                     assert p is not None
-                    assert cols % p["vec"] == 0 and p["vec"] * itemsize in (2, 4, 16)
+                    assert p["vec"] * itemsize == 16
                     assert (p["chunks"] - 1) * p["chunk_len"] < cols <= p["chunks"] * p["chunk_len"]
                     assert p["chunk_len"] % (p["vec"] * (p["lanes"] if p["chunks"] > 1 else 1)) == 0
-                    assert p["chunk_len"] * max(itemsize, 4 // p["vec"]) <= 4 * 32 * p["lanes"]  # registers of a lane
-                    assert 1 <= p["warps"] <= 16 and 1 <= p["cluster"] <= (8 if clusters else 1)
-                    assert 1 <= p["grid"] < 2**31
-                    works = {1: rows, 2: rows, 3: rows * p["chunks"], 4: rows * p["chunks"], 5: rows * p["chunks"]}
-                    assert p["grid"] * p["warps"] * (32 // p["lanes"]) >= works[p["regime"]]
+                    assert p["chunk_len"] <= 32 * p["lanes"]  # registers of a lane
+                    assert 1 <= p["warps"] <= 16 and 1 <= p["grid"] < 2**31
+                    at_once = p["grid"] * p["warps"] * (32 // p["lanes"])
+                    if p["regime"] == 6:
+                        assert p["grid"] <= resident and p["grid"] % p["cluster"] == 0
+                        assert p["cluster"] <= 512 and p["cluster"] * p["warps"] >= p["chunks"]
+                    else:
+                        assert 1 <= p["cluster"] <= (8 if clusters else 1)
+                        assert at_once >= rows * p["chunks"]
 
 
 @pytest.mark.usefixtures("library")
@@ -71,9 +75,9 @@ def test_the_reduction_tree_depends_on_row_length_and_dtype_alone() -> None:
     for cols in (5, 64, 129, 1000, 1001, 5000, 65535, 262144, 4_194_304):
         for itemsize in (2, 4):
             plans = [
-                native.row_plan(rows, cols, itemsize, clusters=clusters, regime=regime)
+                native.row_plan(rows, cols, itemsize, clusters=clusters, resident=264 * clusters, regime=regime)
                 for rows in (1, 16, 5000)
                 for clusters in (True, False)
-                for regime in range(6)
+                for regime in range(7)
             ]
             assert len({tuple(p[key] for key in tree) for p in plans if p is not None}) == 1

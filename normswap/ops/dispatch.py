@@ -11,6 +11,8 @@ from torch import Tensor
 from normswap import native
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_DIM_BACKWARD = 512
+"""The longest dimension other than the last that the kernels differentiate (kMaxDimBackward)."""
 _native_tried = False
 
 
@@ -44,7 +46,9 @@ def _library_ready() -> bool:
 
 def _register_fakes() -> None:
     """Every native op only fills tensors it is given, so its fake does nothing."""
-    for name in ("layer_norm", "rms_norm", "l1_norm", "group_norm", "scale_batch_norm", "affine", "fold_linear"):
+    rows = ("layer_norm", "rms_norm", "l1_norm", "group_norm")
+    dims = ("rms_norm_dim", "rms_norm_dim_backward", "l1_norm_dim", "l1_norm_dim_backward")
+    for name in (*rows, *dims, "scale_batch_norm", "affine", "fold_linear"):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
 
 
@@ -93,3 +97,8 @@ def dense(tensor: Tensor | None) -> Tensor | None:
 def row_statistic(input: Tensor, dims: int) -> Tensor:
     """An uninitialised float32 value per row, in the shape PyTorch's backward expects: (*, 1, ..., 1)."""
     return input.new_empty((*input.shape[: input.dim() - dims], *(1,) * dims), dtype=torch.float32)
+
+
+def statistic_along(input: Tensor, dim: int) -> Tensor:
+    """An uninitialised float32 value for every position that ``dim`` runs over, contiguous, of extent 1 along it."""
+    return input.new_empty([*input.shape[:dim], 1, *input.shape[dim + 1 :]], dtype=torch.float32)

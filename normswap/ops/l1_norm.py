@@ -8,48 +8,64 @@ import torch
 from torch import Tensor
 
 from normswap import reference
-from normswap.ops.dispatch import (
-    native_serves,
-    needs_grad,
-    reference_gradients,
-    row_statistic,
-)
+from normswap.ops.dispatch import MAX_DIM_BACKWARD, native_serves, needs_grad, reference_gradients, statistic_along
 
 
-def l1_norm(input: Tensor, dim: int = -1) -> Tensor:
+def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | None = None) -> Tensor:
     """``input / torch.mean(torch.abs(input), dim=dim, keepdim=True)`` in one pass over memory.
 
-    The mean is rounded to the input's dtype before the division, as the expression does. A row of zeros gives NaN.
-    Our kernel serves the last dimension; another ``dim`` is computed by PyTorch.
+    The mean is rounded to the input's dtype before the division, as the expression does; so is what it becomes by
+    ``clamp(min=minimum)`` or ``+ eps``. Without these, a row of zeros gives NaN.
     """
-    if not (native_serves(input) and input.dim() > 0 and dim in (-1, input.dim() - 1) and input.shape[-1] > 0):
-        return reference.l1_norm(input, dim)
+    if not (
+        native_serves(input)
+        and -input.dim() <= dim < input.dim()
+        and input.shape[dim] > 0
+        and eps >= 0.0
+        and (minimum is None or minimum >= 0.0)
+    ):
+        return reference.l1_norm(input, dim, eps, minimum)
+    arguments = (dim % input.dim(), eps, minimum or 0.0)  # a mean of magnitudes is never below 0
     if needs_grad(input):
-        return _L1Norm.apply(input)
-    return _l1_norm_forward(input, None)
+        return _L1Norm.apply(input, *arguments)
+    return _l1_norm_forward(input, *arguments, None)
 
 
-def _l1_norm_forward(input: Tensor, mean_abs: Tensor | None) -> Tensor:
+def _l1_norm_forward(input: Tensor, dim: int, eps: float, minimum: float, mean_abs: Tensor | None) -> Tensor:
     input = input.contiguous()
     out = torch.empty_like(input)
-    torch.ops.normswap.l1_norm.default(input, input.shape[-1], out, mean_abs, 0)
+    if dim == input.dim() - 1:
+        torch.ops.normswap.l1_norm.default(input, input.shape[-1], eps, minimum, out, mean_abs, 0)
+    else:
+        torch.ops.normswap.l1_norm_dim.default(input, dim, eps, minimum, out, mean_abs)
     return out
 
 
 class _L1Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
-        mean_abs = row_statistic(input, 1)
-        out = _l1_norm_forward(input, mean_abs)
+    def forward(ctx: Any, input: Tensor, dim: int, eps: float, minimum: float) -> Tensor:
+        mean_abs = statistic_along(input, dim)
+        out = _l1_norm_forward(input, dim, eps, minimum, mean_abs)
         ctx.save_for_backward(input, mean_abs)
+        ctx.dim, ctx.eps, ctx.minimum = dim, eps, minimum
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """With m = mean|x| over the N elements of a row: dx = dy / m - sign(x) sum(dy x) / (N m^2)."""
+        """With d the divisor over the N elements of a row: dx = dy / d - sign(x) sum(dy x) / (N d^2), the second term
+        only where d follows the mean."""
         input, mean_abs = ctx.saved_tensors
+        dim, eps, minimum = ctx.dim, ctx.eps, ctx.minimum
         if torch.is_grad_enabled():
-            return reference_gradients(reference.l1_norm, (input,), grad)[0]
-        x, dy = input.float(), grad.float()
-        shared = (dy * x).mean(-1, keepdim=True) / (mean_abs * mean_abs)
-        return (dy / mean_abs).addcmul_(x.sign(), shared, value=-1).to(input.dtype)
+            formula = lambda x: reference.l1_norm(x, dim, eps, minimum or None)  # noqa: E731
+            return *reference_gradients(formula, (input,), grad), None, None, None
+        if dim < input.dim() - 1 and input.shape[dim] <= MAX_DIM_BACKWARD:
+            out = torch.empty_like(input, memory_format=torch.contiguous_format)
+            torch.ops.normswap.l1_norm_dim_backward.default(
+                grad.contiguous(), input.contiguous(), mean_abs, dim, eps, minimum, out
+            )
+            return out, None, None, None
+        x, dy, mean = input.float(), grad.float(), mean_abs.to(input.dtype)
+        divisor = (mean.clamp(min=minimum) + eps).float()
+        shared = (dy * x).mean(dim, keepdim=True) / (divisor * divisor) * (mean >= minimum)
+        return (dy / divisor).addcmul_(x.sign(), shared, value=-1).to(input.dtype), None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from normswap.criterion import error_share
@@ -16,3 +17,9 @@ def assert_within(ours: Tensor, reference: Tensor, magnitude: Tensor, what: str 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """True when two tensors hold the same values (NaN equals NaN)."""
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def gpu_of_plans() -> dict[str, int]:
+    """This GPU, as native.row_plan wants to know it."""
+    device = torch.cuda.get_device_properties()
+    return {"clusters": device.major in (9, 10), "resident": 2 * device.multi_processor_count}

@@ -38,8 +38,12 @@ def test_opcheck() -> None:
     n = torch.ops.normswap
     calls = [
         (n.layer_norm.default, (x, w, w, 64, 1e-5, torch.empty_like(x), s, s.clone(), 0)),
-        (n.rms_norm.default, (x, w, 64, 1e-5, torch.empty_like(x), s, 0)),
-        (n.l1_norm.default, (x, 64, torch.empty_like(x), None, 0)),
+        (n.rms_norm.default, (x, w, 64, 1e-5, 1.0, True, torch.empty_like(x), s, 0)),
+        (n.l1_norm.default, (x, 64, 0.0, 0.0, torch.empty_like(x), None, 0)),
+        (n.l1_norm_dim.default, (x, 0, 0.0, 0.1, torch.empty_like(x), w.clone())),
+        (n.l1_norm_dim_backward.default, (x, x, w, 0, 0.0, 0.1, torch.empty_like(x))),
+        (n.rms_norm_dim.default, (x, s, 0, 1e-5, torch.empty_like(x), w.clone())),
+        (n.rms_norm_dim_backward.default, (x, x, s, w, 0, torch.empty_like(x), s.clone())),
         (
             n.group_norm.default,
             (x.view(3, 8, 4, 4), w[:8], w[:8], 4, 1e-5, False, x.view(3, 8, 4, 4) * 0, None, None, 0),
@@ -50,6 +54,25 @@ def test_opcheck() -> None:
     ]
     for op, arguments in calls:
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_ops_along_a_dim_compile_with_gradients() -> None:
+    x, w = torch.randn(3, 16, 5, device="cuda"), torch.randn(16, device="cuda")
+    for function in (
+        lambda x, w: ops.l1_norm(x, 1, 0.0, 0.1) * w[:, None],
+        lambda x, w: ops.rms_norm_dim(x, 1, w),
+        lambda x, w: ops.rms_norm(x.transpose(1, 2), (16,), w, 1e-6, weight_offset=1.0, cast_before_weight=True),
+    ):
+        torch._dynamo.reset()
+        results = []
+        for f in (function, torch.compile(function, fullgraph=True, dynamic=True)):
+            leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+            out = f(*leaves)
+            out.square().sum().backward()
+            results.append([out, *(leaf.grad for leaf in leaves)])
+        for mine, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_our_kernels_run() -> None:

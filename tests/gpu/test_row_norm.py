@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from limits import assert_within, same_bits
+from limits import assert_within, gpu_of_plans, same_bits
 from torch import Tensor
 
-from normswap import native, ops
+from normswap import native, ops, reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 7, 31, 32, 33, 64, 65, 127, 128, 130, 255, 256, 258, 769, 1000, 1001, 1023, 1025, 2047, 2050, 4096)
@@ -89,23 +89,22 @@ def forced(kind: str, x: Tensor, weight: Tensor, bias: Tensor, regime: int) -> T
     if kind == "layer_norm":
         torch.ops.normswap.layer_norm(x, weight, bias, x.shape[-1], 1e-5, out, None, None, regime)
     elif kind == "rms_norm":
-        torch.ops.normswap.rms_norm(x, weight, x.shape[-1], 1e-5, out, None, regime)
+        torch.ops.normswap.rms_norm(x, weight, x.shape[-1], 1e-5, 0.0, False, out, None, regime)
     else:
-        torch.ops.normswap.l1_norm(x, x.shape[-1], out, None, regime)
+        torch.ops.normswap.l1_norm(x, x.shape[-1], 0.0, 0.0, out, None, regime)
     return out
 
 
 @pytest.mark.parametrize("kind", ("layer_norm", "rms_norm", "l1_norm"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_regime_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None:
-    clusters = torch.cuda.get_device_capability()[0] in (9, 10)
     compared = 0
     for cols in (*(c for c in LENGTHS if c > 256), *LONG):
         x = values(4, cols, dtype, 3.0)
         weight, bias = affine(cols, dtype)
         automatic = forced(kind, x, weight, bias, 0)
-        for regime in (2, 3, 4, 5):
-            if native.row_plan(4, cols, x.element_size(), clusters=clusters, regime=regime) is None:
+        for regime in (2, 3, 4, 5, 6):
+            if native.row_plan(4, cols, x.element_size(), regime=regime, **gpu_of_plans()) is None:
                 continue
             assert same_bits(automatic, forced(kind, x, weight, bias, regime)), (cols, regime)
             compared += 1
@@ -214,6 +213,44 @@ def test_eps(eps: float) -> None:
 def test_rms_norm_eps_none_is_pytorch_s(dtype: torch.dtype) -> None:
     x = values(9, 512, dtype, 0.0) * 1e-3
     torch.testing.assert_close(ops.rms_norm(x, (512,)), F.rms_norm(x, (512,)))
+
+
+@pytest.mark.case("rms-cast-orders")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", (33, 128, 1001, 4096, 40_000))
+def test_rms_norm_cast_orders(dtype: torch.dtype, cols: int) -> None:
+    x, (w, _) = values(12, cols, dtype, 0.5), affine(cols, dtype)
+    dy = values(12, cols, dtype, 0.0, seed=5)
+    for offset in (0.0, 1.0):
+        for cast in (False, True):
+            order = {"weight_offset": offset, "cast_before_weight": cast}
+            ours = ops.rms_norm(x, (cols,), w, 1e-6, **order)
+            x64, w64 = x.double(), w.double()
+            factor = ((w + offset) if cast else w.float() + offset).double()
+            normalised = x64 * (x64.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            # Rounding the normalised value may go the other way where it lies near a tie: one ulp.
+            size = (normalised * factor).abs() * (1 + 2.0**23 * torch.finfo(dtype).eps / 4 * cast)
+            assert_within(ours, normalised * factor, size, f"{offset} {cast}")
+            got = gradients(lambda x, w, o=order: ops.rms_norm(x, (cols,), w, 1e-6, **o), (x, w), dy)
+            exact = gradients(lambda x, w, o=offset: F.rms_norm(x, (cols,), w + o, 1e-6), (x64, w64), dy.double())
+            for mine, ref in zip(got, exact, strict=True):
+                torch.testing.assert_close(mine.double(), ref, rtol=3e-2, atol=4 * torch.finfo(dtype).eps * cols**0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", (33, 1024, 5000))
+def test_l1_norm_variants(dtype: torch.dtype, cols: int) -> None:
+    x = values(12, cols, dtype, 0.0)
+    x[3], x[4] = 0, 1e-3
+    dy = values(12, cols, dtype, 0.0, seed=5)
+    for eps, minimum in ((1e-2, None), (0.0, 0.5), (0.0, 1e-2)):
+        variant = lambda x, e=eps, m=minimum: ops.l1_norm(x, -1, e, m)  # noqa: E731
+        plain = lambda x, e=eps, m=minimum: reference.l1_norm(x, -1, e, m)  # noqa: E731
+        torch.testing.assert_close(variant(x), plain(x))
+        tolerance = 8 * torch.finfo(dtype).eps
+        (mine,), (theirs,) = gradients(variant, (x,), dy), gradients(plain, (x.double(),), dy.double())
+        scale = theirs.abs().amax(-1, keepdim=True)
+        assert ((mine.double() - theirs).abs() <= tolerance * scale).all()
 
 
 def test_many_rows() -> None:

@@ -1,0 +1,342 @@
+// l1_norm and rms_norm along a dimension that is not the last: x is (outer, n, inner), every (outer, inner) position is
+// normalised over n. A thread owns one vector of positions and every R-th index along n, which it keeps in registers;
+// the R threads of a vector meet in shared memory. The order of a sum is a function of n alone.
+#include "vec.cuh"
+
+namespace normswap {
+namespace {
+
+constexpr int kSlots = 8;            // indices a thread holds
+constexpr int kMaxLanes = 32;        // vectors of positions a block holds
+constexpr int kMinLanes = 8;
+constexpr int kThreads = 256;        // of a block, unless n needs more
+constexpr int kMaxWhole = 512;       // a longer n is cut into chunks of kLongChunk and the input is read twice
+constexpr int kLongChunk = 256;
+
+// How a block is cut: `lanes` vectors of positions by `rows` threads along n.
+struct Shape {
+  int lanes, rows;
+  int64_t chunks, vectors;  // along n; vectors of positions in all
+};
+
+Shape shape_of(const DimNorm& n, int vec) {
+  Shape s{};
+  const int64_t length = n.n <= kMaxWhole ? n.n : kLongChunk;
+  s.rows = 1;
+  while (s.rows * kSlots < length) s.rows *= 2;
+  s.lanes = kThreads / s.rows;
+  s.lanes = s.lanes > kMaxLanes ? kMaxLanes : s.lanes < kMinLanes ? kMinLanes : s.lanes;
+  s.chunks = n.n <= kMaxWhole ? 1 : ceil_div(n.n, kLongChunk);
+  s.vectors = n.outer * (n.inner / vec);
+  return s;
+}
+
+// The widest vector that divides `inner` and the addresses.
+template <class T>
+int vec_of(const DimNorm& n) {
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(n.x) | reinterpret_cast<uintptr_t>(n.y) |
+                              reinterpret_cast<uintptr_t>(n.dy);
+  constexpr int full = 16 / sizeof(T);
+  if (n.inner % full == 0 && addresses % 16 == 0) return full;
+  return sizeof(T) == 2 && n.inner % 2 == 0 && addresses % 4 == 0 ? 2 : 1;
+}
+
+// The vector of positions a thread works on, and its indices along n.
+template <class T, int V>
+struct Place {
+  const DimNorm& n;
+  int lanes, lane, row, rows;
+  int64_t vector, chunk, begin, end;  // [begin, end): this chunk's indices along n
+  int64_t first;                      // the offset of (outer, 0, inner)
+  bool inside;
+
+  __device__ Place(const DimNorm& norm, const Shape& shape) : n(norm), lanes(shape.lanes), rows(shape.rows) {
+    lane = threadIdx.x % lanes;
+    row = threadIdx.x / lanes;
+    const int64_t tiles = (shape.vectors + lanes - 1) / lanes;
+    chunk = blockIdx.x / tiles;
+    vector = blockIdx.x % tiles * lanes + lane;
+    inside = vector < shape.vectors;
+    begin = chunk * kLongChunk;
+    end = shape.chunks == 1 ? n.n : min(n.n, begin + kLongChunk);
+    const int64_t across = n.inner / V, outer = vector / across;
+    first = outer * n.n * n.inner + (vector - outer * across) * V;
+  }
+  __device__ int64_t index(int slot) const { return begin + slot * rows + row; }
+  __device__ bool has(int slot) const { return inside && index(slot) < end; }
+  __device__ int64_t offset(int slot) const { return first + index(slot) * n.inner; }
+  __device__ void load(Pack<T, V> (&packs)[kSlots], const void* from) const {
+#pragma unroll
+    for (int k = 0; k < kSlots; ++k) {
+      if (has(k)) packs[k] = Pack<T, V>::load(static_cast<const T*>(from) + offset(k));
+    }
+  }
+};
+
+// Sums over the rows of the block in a binary tree; every row holds them. `shared` has room for a float a thread and
+// element of a vector.
+template <int V>
+__device__ inline void rows_sum(float (&sums)[V], float* shared, int lanes, int rows) {
+  const int lane = threadIdx.x % lanes, row = threadIdx.x / lanes;
+  const auto at = [&](int r, int j) -> float& { return shared[(j * rows + r) * lanes + lane]; };
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < V; ++j) at(row, j) = sums[j];
+  for (int half = rows / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (row < half) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) at(row, j) = __fadd_rn(at(row, j), at(row + half, j));
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < V; ++j) sums[j] = at(0, j);
+}
+
+struct L1 {
+  static constexpr bool weighted = false;
+  __device__ static float term(float x, float into) { return __fadd_rn(into, fabsf(x)); }
+  // What is kept for the backward, from the sum.
+  __device__ static float statistic(float sum, const DimNorm& n) { return __fdiv_rn(sum, static_cast<float>(n.n)); }
+  // What elements are divided by or multiplied with.
+  template <class T>
+  __device__ static float factor(float mean, const DimNorm& n) {
+    return l1_divisor<T>(mean, n.eps, n.minimum);
+  }
+  __device__ static float apply(float x, float divisor, float) { return __fdiv_rn(x, divisor); }
+
+  // With d the divisor, m = mean|x| and s = sum(dy x): dx = dy / d - sign(x) s / (n d^2), the second term only where d
+  // follows m.
+  template <class T>
+  __device__ static float shared_term(float s, float mean, const DimNorm& n) {
+    const float divisor = l1_divisor<T>(mean, n.eps, n.minimum);
+    return l1_follows<T>(mean, n.minimum) ? s / (static_cast<float>(n.n) * divisor * divisor) : 0.f;
+  }
+  __device__ static float gradient(float x, float dy, float divisor, float, float shared) {
+    const float sign = x > 0.f ? 1.f : x < 0.f ? -1.f : 0.f;
+    return fmaf(-sign, shared, __fdiv_rn(dy, divisor));
+  }
+};
+
+struct RMS {
+  static constexpr bool weighted = true;
+  __device__ static float term(float x, float into) { return fmaf(x, x, into); }
+  __device__ static float statistic(float sum, const DimNorm& n) {
+    return rsqrtf(__fadd_rn(__fdiv_rn(sum, static_cast<float>(n.n)), static_cast<float>(n.eps)));
+  }
+  template <class T>
+  __device__ static float factor(float rstd, const DimNorm&) {
+    return rstd;
+  }
+  __device__ static float apply(float x, float rstd, float w) { return x * rstd * w; }
+
+  // With s = sum(dy w x): dx = rstd dy w - x rstd^3 s / n.
+  template <class T>
+  __device__ static float shared_term(float s, float rstd, const DimNorm& n) {
+    return s / static_cast<float>(n.n) * rstd * rstd * rstd;
+  }
+  __device__ static float gradient(float x, float dy, float rstd, float w, float shared) {
+    return fmaf(-x, shared, dy * w * rstd);
+  }
+};
+
+// This thread's share of the sums. The packs hold x.
+template <class Policy, class T, int V>
+__device__ inline void partial_sums(const Place<T, V>& place, Pack<T, V> (&packs)[kSlots], float (&sums)[V]) {
+#pragma unroll
+  for (int j = 0; j < V; ++j) sums[j] = 0.f;
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) {
+    if (place.has(k)) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) sums[j] = Policy::term(to_float(packs[k].v[j]), sums[j]);
+    }
+    packs[k].forget();
+  }
+}
+
+template <class Policy, class T, int V>
+__device__ inline void finish(const Place<T, V>& place, Pack<T, V> (&packs)[kSlots], const float (&sums)[V]) {
+  const DimNorm& n = place.n;
+  float factor[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const float statistic = Policy::statistic(sums[j], n);
+    factor[j] = Policy::template factor<T>(statistic, n);
+    if (n.statistic != nullptr && place.inside && place.row == 0 && place.begin == 0) {
+      n.statistic[place.vector * V + j] = statistic;
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) {
+    if (!place.has(k)) continue;
+    const float w = Policy::weighted ? channel_value(n.weight, place.index(k), 1.f) : 1.f;
+    float out[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) out[j] = Policy::apply(to_float(packs[k].v[j]), factor[j], w);
+    Pack<T, V>::of(out).store(static_cast<T*>(n.y) + place.offset(k));
+  }
+}
+
+// n in one chunk: read once, normalised from registers.
+template <class Policy, class T, int V>
+__global__ void __launch_bounds__(512) dim_whole(const DimNorm n, const Shape shape) {
+  extern __shared__ float shared[];
+  const Place<T, V> place(n, shape);
+  Pack<T, V> packs[kSlots];
+  float sums[V];
+  place.load(packs, n.x);
+  partial_sums<Policy>(place, packs, sums);
+  rows_sum(sums, shared, shape.lanes, shape.rows);
+  finish<Policy>(place, packs, sums);
+}
+
+// Otherwise the sums of every chunk first, (chunks, positions) in the workspace ...
+template <class Policy, class T, int V>
+__global__ void __launch_bounds__(512) dim_partial(const DimNorm n, const Shape shape) {
+  extern __shared__ float shared[];
+  const Place<T, V> place(n, shape);
+  Pack<T, V> packs[kSlots];
+  float sums[V];
+  place.load(packs, n.x);
+  partial_sums<Policy>(place, packs, sums);
+  rows_sum(sums, shared, shape.lanes, shape.rows);
+  if (!place.inside || place.row != 0) return;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    static_cast<float*>(n.workspace)[(place.chunk * shape.vectors + place.vector) * V + j] = sums[j];
+  }
+}
+
+// ... which every block then adds up for its positions: chunks in turn to a thread, then the tree.
+template <class Policy, class T, int V>
+__global__ void __launch_bounds__(512) dim_apply(const DimNorm n, const Shape shape) {
+  extern __shared__ float shared[];
+  const Place<T, V> place(n, shape);
+  Pack<T, V> packs[kSlots];
+  float sums[V] = {};
+  place.load(packs, n.x);
+  if (place.inside) {
+    for (int64_t chunk = place.row; chunk < shape.chunks; chunk += shape.rows) {
+      const float* partial = static_cast<const float*>(n.workspace) + (chunk * shape.vectors + place.vector) * V;
+#pragma unroll
+      for (int j = 0; j < V; ++j) sums[j] = __fadd_rn(sums[j], partial[j]);
+    }
+  }
+  rows_sum(sums, shared, shape.lanes, shape.rows);
+  finish<Policy>(place, packs, sums);
+}
+
+template <class Policy, class T, int V>
+__global__ void __launch_bounds__(512) dim_backward(const DimNorm n, const Shape shape) {
+  extern __shared__ float shared[];
+  const Place<T, V> place(n, shape);
+  Pack<T, V> x[kSlots], dy[kSlots];
+  place.load(x, n.x);
+  place.load(dy, n.dy);
+  float sums[V] = {}, statistic[V], factor[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    statistic[j] = place.inside ? n.statistic[place.vector * V + j] : 1.f;
+    factor[j] = Policy::template factor<T>(statistic[j], n);
+  }
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) {
+    float of_weight = 0.f;
+    if (place.has(k)) {
+      const float w = Policy::weighted ? channel_value(n.weight, place.index(k), 1.f) : 1.f;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const float product = to_float(x[k].v[j]) * to_float(dy[k].v[j]);
+        sums[j] = fmaf(product, w, sums[j]);
+        of_weight = fmaf(product, factor[j], of_weight);
+      }
+    }
+    if constexpr (Policy::weighted) {
+      if (n.workspace != nullptr) {
+        for (int mask = shape.lanes / 2; mask > 0; mask /= 2) of_weight += __shfl_xor_sync(0xffffffffu, of_weight, mask);
+        if (place.lane == 0 && place.index(k) < place.end) {
+          static_cast<float*>(n.workspace)[blockIdx.x * n.n + place.index(k)] = of_weight;
+        }
+      }
+    }
+    x[k].forget();
+    dy[k].forget();
+  }
+  rows_sum(sums, shared, shape.lanes, shape.rows);
+#pragma unroll
+  for (int j = 0; j < V; ++j) sums[j] = Policy::template shared_term<T>(sums[j], statistic[j], n);
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) {
+    if (!place.has(k)) continue;
+    const float w = Policy::weighted ? channel_value(n.weight, place.index(k), 1.f) : 1.f;
+    float out[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      out[j] = Policy::gradient(to_float(x[k].v[j]), to_float(dy[k].v[j]), factor[j], w, sums[j]);
+    }
+    Pack<T, V>::of(out).store(static_cast<T*>(n.y) + place.offset(k));
+  }
+}
+
+// --- launch ------------------------------------------------------------------------------------------------------
+
+template <class Policy, class T, int V, bool Backward>
+cudaError_t launch_vec(const DimNorm& n, cudaStream_t stream) {
+  const Shape shape = shape_of(n, V);
+  const int threads = shape.lanes * shape.rows;
+  const size_t bytes = sizeof(float) * threads * V;
+  const int64_t blocks = ceil_div(shape.vectors, shape.lanes) * shape.chunks;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  const dim3 grid(static_cast<unsigned>(blocks));
+  if constexpr (Backward) {
+    dim_backward<Policy, T, V><<<grid, threads, bytes, stream>>>(n, shape);
+  } else if (shape.chunks == 1) {
+    dim_whole<Policy, T, V><<<grid, threads, bytes, stream>>>(n, shape);
+  } else {
+    dim_partial<Policy, T, V><<<grid, threads, bytes, stream>>>(n, shape);
+    dim_apply<Policy, T, V><<<grid, threads, bytes, stream>>>(n, shape);
+  }
+  return cudaGetLastError();
+}
+
+template <class Policy, class T, bool Backward>
+cudaError_t launch_dtype(const DimNorm& n, cudaStream_t stream) {
+  const int vec = vec_of<T>(n);
+  if (vec == 1) return launch_vec<Policy, T, 1, Backward>(n, stream);
+  if constexpr (sizeof(T) == 2) {
+    if (vec == 2) return launch_vec<Policy, T, 2, Backward>(n, stream);
+  }
+  return launch_vec<Policy, T, 16 / sizeof(T), Backward>(n, stream);
+}
+
+template <class Policy, bool Backward>
+cudaError_t launch(const DimNorm& n, cudaStream_t stream) {
+  switch (n.dtype) {
+    case DType::f32: return launch_dtype<Policy, float, Backward>(n, stream);
+    case DType::f16: return launch_dtype<Policy, __half, Backward>(n, stream);
+    default: return launch_dtype<Policy, __nv_bfloat16, Backward>(n, stream);
+  }
+}
+
+int vec_of_dtype(const DimNorm& n) { return n.dtype == DType::f32 ? vec_of<float>(n) : vec_of<__half>(n); }
+
+}  // namespace
+
+int64_t dim_workspace_bytes(const DimNorm& n) {
+  const int64_t chunks = shape_of(n, vec_of_dtype(n)).chunks;
+  return chunks == 1 ? 0 : chunks * n.outer * n.inner * static_cast<int64_t>(sizeof(float));
+}
+
+int64_t dim_weight_rows(const DimNorm& n) {
+  const Shape shape = shape_of(n, vec_of_dtype(n));
+  return ceil_div(shape.vectors, shape.lanes);
+}
+
+cudaError_t l1_norm_dim(const DimNorm& n, cudaStream_t stream) { return launch<L1, false>(n, stream); }
+cudaError_t rms_norm_dim(const DimNorm& n, cudaStream_t stream) { return launch<RMS, false>(n, stream); }
+cudaError_t l1_norm_dim_backward(const DimNorm& n, cudaStream_t stream) { return launch<L1, true>(n, stream); }
+cudaError_t rms_norm_dim_backward(const DimNorm& n, cudaStream_t stream) { return launch<RMS, true>(n, stream); }
+
+}  // namespace normswap
