@@ -12,6 +12,16 @@
 namespace normswap {
 namespace {
 
+// Chan, Golub & LeVeque 1979. `a` precedes `b`.
+__device__ inline Moments merge(const Moments& a, const Moments& b) {
+  if (b.n == 0.f) return a;
+  const float n = __fadd_rn(a.n, b.n);
+  const float share = __fdiv_rn(b.n, n);
+  const float delta = __fsub_rn(b.mean, a.mean);
+  const float between = __fmul_rn(__fmul_rn(delta, delta), __fmul_rn(a.n, share));
+  return {fmaf(delta, share, a.mean), __fadd_rn(__fadd_rn(a.m2, b.m2), between), n};
+}
+
 constexpr int kThreads = 256;
 constexpr int kRowsAtOnce = 8;
 constexpr int kMaxSegments = 256;
@@ -178,7 +188,12 @@ __global__ void __launch_bounds__(kThreads) group_finish(const ColumnArgs args) 
   const bool inside = group < args.n.batch * args.n.num_groups;
   Moments mine{};
   for (int64_t c = lane; inside && c < width; c += 32) mine = merge(mine, args.column[group * width + c]);
-  mine = warp_tree(mine);
+#pragma unroll
+  for (int mask = 1; mask < 32; mask *= 2) {
+    const Moments other = {__shfl_xor_sync(kWholeWarp, mine.mean, mask), __shfl_xor_sync(kWholeWarp, mine.m2, mask),
+                           __shfl_xor_sync(kWholeWarp, mine.n, mask)};
+    mine = lane & mask ? merge(other, mine) : merge(mine, other);
+  }
   if (!inside || lane != 0) return;
   const float count = static_cast<float>(args.n.rows * width);
   args.n.mean[group] = mine.mean;

@@ -4,36 +4,22 @@
 
 #include <cuda_runtime.h>
 
+#include "row_plan.h"
+
 namespace normswap {
+namespace {
+
+constexpr unsigned kWholeWarp = 0xffffffffu;
 
 // Mean and sum of squared differences from it over n elements; n == 0: nothing.
 struct Moments {
   float mean, m2, n;
 };
 
-// Chan, Golub & LeVeque 1979. `a` precedes `b`.
-__device__ inline Moments merge(const Moments& a, const Moments& b) {
-  if (b.n == 0.f) return a;
-  const float n = __fadd_rn(a.n, b.n);
-  const float share = __fdiv_rn(b.n, n);
-  const float delta = __fsub_rn(b.mean, a.mean);
-  const float between = __fmul_rn(__fmul_rn(delta, delta), __fmul_rn(a.n, share));
-  return {fmaf(delta, share, a.mean), __fadd_rn(__fadd_rn(a.m2, b.m2), between), n};
-}
-
 // A plain sum (of squares, of magnitudes).
 struct Sum {
   float sum;
 };
-
-__device__ inline Sum merge(const Sum& a, const Sum& b) { return {__fadd_rn(a.sum, b.sum)}; }
-
-__device__ inline Moments shuffle_xor(const Moments& s, int mask) {
-  return {__shfl_xor_sync(0xffffffffu, s.mean, mask), __shfl_xor_sync(0xffffffffu, s.m2, mask),
-          __shfl_xor_sync(0xffffffffu, s.n, mask)};
-}
-
-__device__ inline Sum shuffle_xor(const Sum& s, int mask) { return {__shfl_xor_sync(0xffffffffu, s.sum, mask)}; }
 
 // Sums over the Lanes (8 or 32) lanes of a chunk, of several rows at once; every lane holds them. All 32 lanes of the
 // warp must call.
@@ -42,51 +28,144 @@ __device__ inline void lanes_sum(float (&v)[Rows]) {
 #pragma unroll
   for (int mask = Lanes / 2; mask > 0; mask /= 2) {
 #pragma unroll
-    for (int r = 0; r < Rows; ++r) v[r] = __fadd_rn(v[r], __shfl_xor_sync(0xffffffffu, v[r], mask));
+    for (int r = 0; r < Rows; ++r) v[r] = __fadd_rn(v[r], __shfl_xor_sync(kWholeWarp, v[r], mask));
   }
 }
 
-// Binary tree over the 32 lanes' statistics by lane index; every lane holds the result.
-template <class Stat>
-__device__ inline Stat warp_tree(Stat s) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int mask = 1; mask < 32; mask *= 2) {
-    const Stat other = shuffle_xor(s, mask);
-    s = lane & mask ? merge(other, s) : merge(s, other);
-  }
-  return s;
-}
+// --- uniting statistics ------------------------------------------------------------------------------------------
+// The statistics of a row's chunks are united in runs of kGroup chunks by index, those of the groups all at once. A
+// sum over statistics is always a binary tree by index with 0 for what is absent, whoever takes it: lanes holding one
+// or several each, or threads working in memory.
 
-// Binary tree over parts[first, first + Count), those from `end` on being absent.
-template <int Count, class Stat>
-__device__ inline Stat subtree(const Stat* parts, int first, int end) {
+// Binary tree over Count values.
+template <int Count>
+__device__ inline float tree(const float (&v)[Count], int first = 0) {
   if constexpr (Count == 1) {
-    return first < end ? parts[first] : Stat{};
+    return v[first];
   } else {
-    return merge(subtree<Count / 2>(parts, first, end), subtree<Count / 2>(parts, first + Count / 2, end));
+    float half[Count / 2];
+#pragma unroll
+    for (int i = 0; i < Count / 2; ++i) half[i] = __fadd_rn(v[2 * i], v[2 * i + 1]);
+    return tree(half);
   }
 }
 
-// Binary tree over parts[0, count), count <= 512, by index; every lane of the calling warp holds the result.
-template <class Stat>
-__device__ inline Stat tree_of(const Stat* parts, int count) {
-  const int lane = threadIdx.x % 32;
-  if (count <= 32) return warp_tree(subtree<1>(parts, lane, count));
-  if (count <= 128) return warp_tree(subtree<4>(parts, 4 * lane, count));
-  return warp_tree(subtree<16>(parts, 16 * lane, count));
+// The same over what the lanes hold: runs of `To` lanes, of which every From consecutive ones hold the same Count values.
+template <int From, int To, int Count>
+__device__ inline float lanes_tree(const float (&v)[Count]) {
+  float sum = tree(v);
+#pragma unroll
+  for (int mask = From; mask < To; mask *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kWholeWarp, sum, mask));
+  return sum;
 }
 
-// The same tree in place in memory; the whole block calls, parts[0] is the result after the last barrier.
+template <int From, int To, int Count>
+__device__ inline Sum unite(const Sum (&s)[Count]) {
+  float v[Count];
+#pragma unroll
+  for (int i = 0; i < Count; ++i) v[i] = s[i].sum;
+  return {lanes_tree<From, To>(v)};
+}
+
+// Means relative to the first one, which rounds less where they are large; then the squares about their mean.
+template <int From, int To, int Count>
+__device__ inline Moments unite(const Moments (&s)[Count]) {
+  const float pivot = __shfl_sync(kWholeWarp, s[0].mean, threadIdx.x % 32 & ~(To - 1));
+  float v[Count];
+#pragma unroll
+  for (int i = 0; i < Count; ++i) v[i] = s[i].n;
+  const float n = lanes_tree<From, To>(v);
+#pragma unroll
+  for (int i = 0; i < Count; ++i) v[i] = __fmul_rn(s[i].n, __fsub_rn(s[i].mean, pivot));
+  const float mean = n > 0.f ? __fadd_rn(pivot, __fdiv_rn(lanes_tree<From, To>(v), n)) : 0.f;
+#pragma unroll
+  for (int i = 0; i < Count; ++i) {
+    const float d = __fsub_rn(s[i].mean, mean);
+    v[i] = s[i].n > 0.f ? fmaf(__fmul_rn(s[i].n, d), d, s[i].m2) : 0.f;
+  }
+  return {mean, lanes_tree<From, To>(v), n};
+}
+
+template <int From, int To, class Stat>
+__device__ inline Stat unite_one(const Stat& s) {
+  const Stat one[1] = {s};
+  return unite<From, To>(one);
+}
+
+// parts[first, first + Count), those from `end` on being absent.
+template <int Count, class Stat>
+__device__ inline void gather(Stat (&s)[Count], const Stat* parts, int first, int end) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) s[i] = first + i < end ? parts[first + i] : Stat{};
+}
+
+// A row from the statistics of its `count` <= 32 * Each chunks; every lane of the calling warp holds the result.
+template <int Each, class Stat>
+__device__ inline Stat unite_each(const Stat* parts, int count) {
+  constexpr int run = kGroup / Each;
+  Stat s[Each];
+  gather(s, parts, static_cast<int>(threadIdx.x) % 32 * Each, count);
+  return unite_one<run, 32>(unite<1, run>(s));
+}
+
 template <class Stat>
-__device__ inline void tree_in_place(Stat* parts, int64_t count) {
+__device__ inline Stat unite_chunks(const Stat* parts, int count) {
+  if (count <= 32) return unite_each<1>(parts, count);
+  if (count <= 128) return unite_each<4>(parts, count);
+  return unite_each<16>(parts, count);
+}
+
+// A row from the statistics of its `count` <= 512 groups; every lane of the calling warp holds the result.
+template <class Stat>
+__device__ inline Stat unite_groups(const Stat* parts, int count) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (count <= 32) return unite_one<1, 32>(lane < count ? parts[lane] : Stat{});
+  if (count <= 128) {
+    Stat s[4];
+    gather(s, parts, 4 * lane, count);
+    return unite<1, 32>(s);
+  }
+  Stat s[16];
+  gather(s, parts, 16 * lane, count);
+  return unite<1, 32>(s);
+}
+
+// The tree in memory, of any number of values; the whole block calls. Spoils v.
+__device__ inline float tree_in_memory(float* v, int64_t count) {
+  __syncthreads();
   for (int64_t stride = 1; stride < count; stride *= 2) {
     for (int64_t i = threadIdx.x * 2 * stride; i + stride < count; i += blockDim.x * 2 * stride) {
-      parts[i] = merge(parts[i], parts[i + stride]);
+      v[i] = __fadd_rn(v[i], v[i + stride]);
     }
     __syncthreads();
   }
+  const float sum = v[0];
+  __syncthreads();
+  return sum;
 }
+
+// A row from the statistics of any number of groups, with room for a float each; the whole block calls.
+__device__ inline Sum unite_in_memory(const Sum* parts, float* room, int64_t count) {
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) room[i] = parts[i].sum;
+  return {tree_in_memory(room, count)};
+}
+
+__device__ inline Moments unite_in_memory(const Moments* parts, float* room, int64_t count) {
+  const float pivot = parts[0].mean;
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) room[i] = parts[i].n;
+  const float n = tree_in_memory(room, count);
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+    room[i] = __fmul_rn(parts[i].n, __fsub_rn(parts[i].mean, pivot));
+  }
+  const float mean = __fadd_rn(pivot, __fdiv_rn(tree_in_memory(room, count), n));
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+    const float d = __fsub_rn(parts[i].mean, mean);
+    room[i] = fmaf(__fmul_rn(parts[i].n, d), d, parts[i].m2);
+  }
+  return {mean, tree_in_memory(room, count), n};
+}
+
+// --- blocks that share a row -------------------------------------------------------------------------------------
 
 // Waits until all `blocks` blocks of a team have called for the `round`-th time (from 1). `count` starts at 0. What a
 // block wrote before is then visible to all of the team. The blocks must all be running: cooperative launch.
@@ -102,4 +181,5 @@ __device__ inline void team_barrier(unsigned* count, unsigned blocks, unsigned r
   __syncthreads();
 }
 
+}  // namespace
 }  // namespace normswap

@@ -1,5 +1,6 @@
 // layer_norm, rms_norm, l1_norm and group_norm on CUDA tensors: checks, plan, workspace, launch.
-#include <atomic>
+#include <map>
+#include <mutex>
 
 #include "tensors.h"
 
@@ -10,19 +11,27 @@ using Launch = cudaError_t (*)(const RowNorm&, const RowPlan&, cudaStream_t);
 
 // Asked of the driver once a device.
 Gpu gpu_of(int device) {
-  static std::atomic<int64_t> known[64];  // 0: not asked yet
-  std::atomic<int64_t>& answer = known[device % 64];
-  int64_t packed = answer.load(std::memory_order_relaxed);
-  if (packed == 0) {
-    int major = 0, multiprocessors = 0, cooperative = 0;
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device));
-    const int64_t resident = cooperative != 0 ? multiprocessors * kTeamBlocksAMultiprocessor : 0;
-    packed = 1 + 2 * (resident * 2 + (major == 9 || major == 10));
-    answer.store(packed, std::memory_order_relaxed);
+  static std::mutex mutex;
+  static std::map<int, Gpu> known;
+  const std::lock_guard<std::mutex> guard(mutex);
+  const auto found = known.find(device);
+  if (found != known.end()) return found->second;
+  const auto attribute = [device](cudaDeviceAttr name) {
+    int value = 0;
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
+    return value;
+  };
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+  const int shared = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  const int at_once = shared / (kSliceBytes + kStatisticsBytes);
+  Gpu gpu{};
+  gpu.clusters = major == 9 || major == 10;
+  gpu.shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (attribute(cudaDevAttrCooperativeLaunch) != 0) {
+    gpu.resident = attribute(cudaDevAttrMultiProcessorCount) *
+                   (at_once < kBlocksAMultiprocessor ? at_once : kBlocksAMultiprocessor);
   }
-  return {(packed / 2) % 2 == 1, static_cast<int>(packed / 4)};
+  return known[device] = gpu;
 }
 
 void check_same(const char* op, const Tensor& input, const Tensor& out) {
@@ -170,18 +179,19 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("group_norm", TORCH_BOX(&normswap::group_norm_cuda));
 }
 
-// The launch plan, for tests that have no GPU, of one with clusters and as many resident blocks: (regime, vec, lanes, chunk_len, chunks, warps, cluster, grid) into out.
+// The launch plan, for tests that have no GPU, of the GPU described: (regime, vec, lanes, chunk_len, chunks, warps,
+// block_chunks, cluster, grid, shared) into out.
 // Returns 0 when the row cannot be done in that regime.
 extern "C" __attribute__((visibility("default"))) int normswap_row_plan(int64_t rows, int64_t cols, int itemsize,
-                                                                        int has_clusters, int resident, int regime,
-                                                                        int64_t* out) {
+                                                                        int has_clusters, int shared, int resident,
+                                                                        int regime, int64_t* out) {
   normswap::RowPlan p;
-  const normswap::Gpu gpu{has_clusters != 0, resident};
+  const normswap::Gpu gpu{has_clusters != 0, shared, resident};
   if (!normswap::make_row_plan(rows, cols, itemsize, gpu, static_cast<normswap::Regime>(regime), &p)) {
     return 0;
   }
   const int64_t values[] = {static_cast<int64_t>(p.regime), p.vec, p.lanes, p.chunk_len, p.chunks, p.warps,
-                            p.cluster, p.grid};
-  for (int i = 0; i < 8; ++i) out[i] = values[i];
+                            p.block_chunks, p.cluster, p.grid, p.shared};
+  for (int i = 0; i < 10; ++i) out[i] = values[i];
   return 1;
 }

@@ -1,12 +1,14 @@
 // The row engine: LayerNorm, RMSNorm, L1 norm and GroupNorm (contiguous) are this file and a policy (row_policy.cuh).
 // row_plan.h says how rows are cut; the kernels below are the regimes:
-//   row_small    subwarp, warp: a row is one chunk, several rows a block
-//   row_block    block, cluster: a warp holds a chunk in registers, statistics meet in shared memory
+//   row_small    subwarp, warp: a row is one chunk, in registers; several rows a block
+//   row_block    block, cluster: the chunks of a row lie in shared memory, of a cluster of blocks if need be
 //   row_team     team: the blocks that hold a row meet at a barrier in device memory; persistent, several teams at once
 //   row_partial, row_merge, row_apply    split: for rows and GPUs none of these serves; the input is read twice
 #pragma once
 
 #include <cooperative_groups.h>
+
+#include <atomic>
 
 #include "row_policy.cuh"
 
@@ -14,8 +16,8 @@ namespace normswap {
 namespace {
 
 // Normalise and store the chunk from `begin` on of several rows at once. All lanes of the warp must call.
-template <class Policy, class T, class W, class Tile, int Rows>
-__device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
+template <class Policy, bool Fast, class T, class W, class Tile, int Rows>
+__device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
                                    int64_t begin, const RowValues (&values)[Rows]) {
   constexpr int V = Tile::V;
   using Affine = typename AffineOf<Policy, W, V, Tile::Ragged>::type;
@@ -24,8 +26,8 @@ __device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
     float out[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      out[j] = Policy::template apply<T>(to_float(tiles[r].packs[k].v[j]), values[r], Policy::has_affine ? w.v[j] : 1.f,
-                                         Policy::has_affine ? b.v[j] : 0.f);
+      out[j] = Policy::template apply<T, Fast>(to_float(tiles[r].packs[k].v[j]), values[r],
+                                               Policy::has_affine ? w.v[j] : 1.f, Policy::has_affine ? b.v[j] : 0.f);
     }
     return Tile::Vector::of(out);
   };
@@ -51,6 +53,20 @@ __device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
         return normalised(r, k);
       });
     }
+  }
+}
+
+// The same, by the fast formula where that is as good for every row of the warp.
+template <class Policy, class T, class W, class Tile, int Rows>
+__device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
+                                   int64_t begin, const RowValues (&values)[Rows]) {
+  bool fast = true;
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) fast = fast && Policy::fast(values[r]);
+  if (Policy::always_fast || __all_sync(kWholeWarp, fast)) {
+    store_tiles<Policy, true, T, W>(tiles, args, rows, begin, values);
+  } else {
+    store_tiles<Policy, false, T, W>(tiles, args, rows, begin, values);
   }
 }
 
@@ -105,25 +121,52 @@ __global__ void __launch_bounds__(kWarpsSmall * 32, 4) row_small(const RowArgs a
   apply_tiles<Policy, T, W>(tiles, args, rows, 0, values);
 }
 
-// Load chunk `chunk` of a row and take its statistic.
-template <class Policy, class T, class Tile>
-__device__ inline typename Policy::Stat load_chunk(Tile (&tile)[1], const RowArgs& args, int64_t row, int64_t chunk) {
-  const int64_t begin = chunk * args.chunk_len, left = args.n.cols - begin;
-  const T* x = static_cast<const T*>(args.n.x);
-  const int len = static_cast<int>(max(int64_t{0}, min(left, static_cast<int64_t>(args.chunk_len))));
-  tile[0].load(x + row * args.n.cols + begin, len, x + args.n.rows * args.n.cols);
-  typename Policy::Stat stat[1];
-  Policy::statistics(tile, stat);
-  return stat[0];
-}
+// The chunks of a row that a block works on, in shared memory; a warp sees to every `warps`-th.
+template <class Policy, class T, class W, bool Ragged>
+struct Slice {
+  using Stat = typename Policy::Stat;
+  const RowArgs& args;
+  char* buffers;
+  int64_t first;  // the row's chunk that is the slice's first
+
+  __device__ Slice(const RowArgs& a, char* shared, int rank)
+      : args(a), buffers(shared), first(static_cast<int64_t>(rank) * a.block_chunks) {}
+  __device__ char* buffer(int chunk) const { return buffers + chunk * args.chunk_bytes; }
+  __device__ const T* row_start(int64_t row) const { return static_cast<const T*>(args.n.x) + row * args.n.cols; }
+  __device__ int64_t begin(int chunk) const { return (first + chunk) * args.chunk_len; }
+  __device__ int len(int chunk) const {
+    return static_cast<int>(
+        max(int64_t{0}, min(args.n.cols - begin(chunk), static_cast<int64_t>(args.chunk_len))));
+  }
+  __device__ void stage(int64_t row, int chunk) const {
+    const T* end = static_cast<const T*>(args.n.x) + args.n.rows * args.n.cols;
+    stage_chunk<T, Ragged>(buffer(chunk), row_start(row) + begin(chunk), len(chunk), end);
+  }
+  __device__ ChunkTile<T, Ragged> tile(int64_t row, int chunk) const {
+    ChunkTile<T, Ragged> tile;
+    tile.load_shared(staged_chunk<T, Ragged>(buffer(chunk), row_start(row) + begin(chunk)), len(chunk));
+    return tile;
+  }
+  __device__ Stat statistic(int64_t row, int chunk) const {
+    ChunkTile<T, Ragged> tiles[1] = {tile(row, chunk)};
+    Stat stat[1];
+    Policy::statistics(tiles, stat);
+    return stat[0];
+  }
+  __device__ void apply(int64_t row, int chunk, RowValues values) const {
+    const ChunkTile<T, Ragged> tiles[1] = {tile(row, chunk)};
+    apply_tile<Policy, T, W>(tiles, args, row, begin(chunk), values);
+  }
+};
 
 template <class Policy, class T, class W, bool Ragged, bool Cluster>
-__global__ void __launch_bounds__(kMaxWarpsBlock * 32, 2) row_block(const RowArgs args) {
+__global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_block(const RowArgs args) {
 #if __CUDA_ARCH__ < 900
   if constexpr (Cluster) return;  // never launched: row_plan gives clusters to sm_90 and newer only
 #endif
   using Stat = typename Policy::Stat;
-  __shared__ Stat parts[kMaxWarpsBlock * kMaxCluster];
+  extern __shared__ __align__(16) char shared[];
+  __shared__ Stat parts[kMaxChunks];
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int blocks = 1, rank = 0;
 #if __CUDA_ARCH__ >= 900
@@ -135,117 +178,172 @@ __global__ void __launch_bounds__(kMaxWarpsBlock * 32, 2) row_block(const RowArg
   }
 #endif
   const int64_t row = blockIdx.x / blocks;
-  const int chunk = rank * warps + warp;
-  ChunkTile<T, Ragged> tile[1];
-  const Stat mine = load_chunk<Policy, T>(tile, args, row, chunk);
-  if constexpr (!Cluster) {
-    if (lane == 0) parts[chunk] = mine;
-    __syncthreads();
-  }
+  const Slice<Policy, T, W, Ragged> slice(args, shared, rank);
+  for (int c = warp; c < args.block_chunks; c += warps) slice.stage(row, c);
+  wait_for_copies();
 #if __CUDA_ARCH__ >= 900
-  if constexpr (Cluster) {
-    const auto cluster = cooperative_groups::this_cluster();
-    cooperative_groups::cluster_group::barrier_wait();  // every block of the cluster runs: its shared memory is there
-    if (lane < blocks) *cluster.map_shared_rank(&parts[chunk], lane) = mine;
-    cluster.sync();
-  }
+  // Every block of the cluster runs: its shared memory is there.
+  if constexpr (Cluster) cooperative_groups::cluster_group::barrier_wait();
 #endif
-  const Stat stat = tree_of(parts, warps * blocks);
+  for (int c = warp; c < args.block_chunks; c += warps) {
+    const Stat stat = slice.statistic(row, c);
+    const int at = rank * args.block_chunks + c;
+    if constexpr (!Cluster) {
+      if (lane == 0) parts[at] = stat;
+    }
+#if __CUDA_ARCH__ >= 900
+    if constexpr (Cluster) {
+      if (lane < blocks) *cooperative_groups::this_cluster().map_shared_rank(&parts[at], lane) = stat;
+    }
+#endif
+  }
+  if constexpr (!Cluster) __syncthreads();
+#if __CUDA_ARCH__ >= 900
+  if constexpr (Cluster) cooperative_groups::this_cluster().sync();
+#endif
+  const Stat stat = unite_chunks(parts, static_cast<int>(args.chunks));
   const RowValues values = Policy::template finish<T>(stat, args.n);
-  if (chunk == 0 && lane == 0) save_values<Policy>(args.n, row, stat, values);
-  apply_tile<Policy, T, W>(tile, args, row, chunk * static_cast<int64_t>(args.chunk_len), values);
+  if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args.n, row, stat, values);
+  for (int c = warp; c < args.block_chunks; c += warps) slice.apply(row, c, values);
 }
 
 // A team of args.blocks_a_row blocks a row, row after row; while one team waits at its barrier the others, which share
 // its multiprocessors, load and store.
 template <class Policy, class T, class W, bool Ragged>
-__global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocksAMultiprocessor) row_team(const RowArgs args) {
+__global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_team(const RowArgs args) {
   using Stat = typename Policy::Stat;
-  __shared__ Stat parts[kWarpsTeam];
-  __shared__ Stat all[kMaxTeam];
-  const int warp = threadIdx.x / 32, blocks = static_cast<int>(args.blocks_a_row);
+  constexpr int chunks = kSliceBytes / (kChunk * sizeof(T)), groups = chunks / kGroup;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ Stat parts[chunks];
+  __shared__ Stat all[kMaxGroups];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = static_cast<int>(args.blocks_a_row);
   const int teams = gridDim.x / blocks, team = blockIdx.x / blocks, rank = blockIdx.x % blocks;
   unsigned* count = static_cast<unsigned*>(args.n.workspace) + 32 * team;
-  Stat* exchange = reinterpret_cast<Stat*>(static_cast<char*>(args.n.workspace) + 128 * teams) + 2 * blocks * team;
-  const int64_t chunk = static_cast<int64_t>(rank) * kWarpsTeam + warp;
+  Stat* exchange =
+      reinterpret_cast<Stat*>(static_cast<char*>(args.n.workspace) + 128 * teams) + 2 * blocks * groups * team;
+  const Slice<Policy, T, W, Ragged> slice(args, shared, rank);
+  for (int c = warp; c < chunks; c += kWarpsBlock) slice.stage(team, c);
   unsigned round = 0;
   for (int64_t row = team; row < args.n.rows; row += teams) {
     ++round;
-    ChunkTile<T, Ragged> tile[1];
-    const Stat mine = load_chunk<Policy, T>(tile, args, row, chunk);
-    if (threadIdx.x % 32 == 0) parts[warp] = mine;
+    wait_for_copies();
+    for (int c = warp; c < chunks; c += kWarpsBlock) {
+      const Stat stat = slice.statistic(row, c);
+      if (lane == 0) parts[c] = stat;
+    }
     __syncthreads();
     // Two sets in turn: a block that is a round ahead must not overwrite what another still reads.
-    Stat* published = exchange + round % 2 * blocks;
-    if (warp == 0) {
-      const Stat block = tree_of(parts, kWarpsTeam);
-      if (threadIdx.x == 0) published[rank] = block;
+    Stat* published = exchange + round % 2 * blocks * groups;
+    if (warp < groups) {
+      const Stat group = unite_one<1, kGroup>(lane < kGroup ? parts[warp * kGroup + lane] : Stat{});
+      if (lane == 0) published[rank * groups + warp] = group;
     }
     team_barrier(count, blocks, round);
     float* to = reinterpret_cast<float*>(all);
     const float* from = reinterpret_cast<const float*>(published);
-    for (int i = threadIdx.x; i < blocks * static_cast<int>(sizeof(Stat) / 4); i += blockDim.x) to[i] = __ldcg(from + i);
+    const int floats = blocks * groups * static_cast<int>(sizeof(Stat) / sizeof(float));
+    for (int i = threadIdx.x; i < floats; i += blockDim.x) to[i] = __ldcg(from + i);
     __syncthreads();
-    const Stat stat = tree_of(all, blocks);
+    const Stat stat = unite_groups(all, blocks * groups);
     const RowValues values = Policy::template finish<T>(stat, args.n);
     if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args.n, row, stat, values);
-    apply_tile<Policy, T, W>(tile, args, row, chunk * args.chunk_len, values);
+    for (int c = warp; c < chunks; c += kWarpsBlock) {
+      slice.apply(row, c, values);
+      __syncwarp();
+      if (row + teams < args.n.rows) slice.stage(row + teams, c);
+    }
   }
 }
 
-// Where a block of the split regime works: kWarpsSplit consecutive chunks of one row, a warp each.
+// split: a block is a group of chunks, a warp a chunk. The workspace holds a statistic and a float a group, then the
+// values of the rows.
 struct SplitPlace {
   int64_t row, chunk;
   __device__ SplitPlace(const RowArgs& args, int64_t at) {
     row = at / args.blocks_a_row;
-    chunk = (at - row * args.blocks_a_row) * kWarpsSplit + threadIdx.x / 32;
+    chunk = (at - row * args.blocks_a_row) * kGroup + threadIdx.x / 32;
   }
 };
 
+template <class Stat>
+__device__ inline float* split_room(const RowArgs& args) {
+  return reinterpret_cast<float*>(static_cast<Stat*>(args.n.workspace) + args.n.rows * args.blocks_a_row);
+}
+
+template <class Stat>
 __device__ inline RowValues* split_values(const RowArgs& args) {
-  return reinterpret_cast<RowValues*>(static_cast<float*>(args.n.workspace) + 3 * args.n.rows * args.blocks_a_row);
+  return reinterpret_cast<RowValues*>(split_room<Stat>(args) + args.n.rows * args.blocks_a_row);
+}
+
+template <class T, class Tile>
+__device__ inline void load_chunk(Tile& tile, const RowArgs& args, const SplitPlace& place) {
+  const int64_t begin = place.chunk * args.chunk_len, left = args.n.cols - begin;
+  const T* x = static_cast<const T*>(args.n.x);
+  const int len = static_cast<int>(max(int64_t{0}, min(left, static_cast<int64_t>(args.chunk_len))));
+  tile.load(x + place.row * args.n.cols + begin, len, x + args.n.rows * args.n.cols);
 }
 
 template <class Policy, class T, bool Ragged>
-__global__ void __launch_bounds__(kWarpsSplit * 32) row_partial(const RowArgs args) {
+__global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_partial(const RowArgs args) {
   using Stat = typename Policy::Stat;
-  __shared__ Stat parts[kWarpsSplit];
+  __shared__ Stat parts[kGroup];
   const SplitPlace place(args, blockIdx.x);
   ChunkTile<T, Ragged> tile[1];
-  const Stat mine = load_chunk<Policy, T>(tile, args, place.row, place.chunk);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
+  load_chunk<T>(tile[0], args, place);
+  Stat mine[1];
+  Policy::statistics(tile, mine);
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) parts[threadIdx.x / 32] = mine[0];
   __syncthreads();
   if (threadIdx.x < 32) {
-    const Stat block = tree_of(parts, kWarpsSplit);
-    if (threadIdx.x == 0) static_cast<Stat*>(args.n.workspace)[blockIdx.x] = block;
+    const Stat group = unite_one<1, kGroup>(lane < kGroup ? parts[lane] : Stat{});
+    if (lane == 0) static_cast<Stat*>(args.n.workspace)[blockIdx.x] = group;
   }
 }
 
 template <class Policy, class T>
 __global__ void __launch_bounds__(256) row_merge(const RowArgs args) {
   using Stat = typename Policy::Stat;
-  Stat* parts = static_cast<Stat*>(args.n.workspace) + blockIdx.x * args.blocks_a_row;
-  tree_in_place(parts, args.blocks_a_row);
+  const int64_t first = blockIdx.x * args.blocks_a_row;
+  const Stat stat = unite_in_memory(static_cast<const Stat*>(args.n.workspace) + first, split_room<Stat>(args) + first,
+                                    args.blocks_a_row);
   if (threadIdx.x == 0) {
-    const RowValues values = Policy::template finish<T>(parts[0], args.n);
-    split_values(args)[blockIdx.x] = values;
-    save_values<Policy>(args.n, blockIdx.x, parts[0], values);
+    const RowValues values = Policy::template finish<T>(stat, args.n);
+    split_values<Stat>(args)[blockIdx.x] = values;
+    save_values<Policy>(args.n, blockIdx.x, stat, values);
   }
 }
 
 template <class Policy, class T, class W, bool Ragged>
-__global__ void __launch_bounds__(kWarpsSplit * 32) row_apply(const RowArgs args) {
+__global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_apply(const RowArgs args) {
   // Backwards: what row_partial read last is still in the L2.
   const SplitPlace place(args, static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x);
   ChunkTile<T, Ragged> tile[1];
-  load_chunk<Policy, T>(tile, args, place.row, place.chunk);
-  apply_tile<Policy, T, W>(tile, args, place.row, place.chunk * args.chunk_len, split_values(args)[place.row]);
+  load_chunk<T>(tile[0], args, place);
+  const RowValues values = split_values<typename Policy::Stat>(args)[place.row];
+  apply_tile<Policy, T, W>(tile, args, place.row, place.chunk * args.chunk_len, values);
 }
 
 // --- launch ------------------------------------------------------------------------------------------------------
 
-template <class Kernel>
-cudaError_t launch_cluster(Kernel kernel, const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
+// A kernel must ask for more than 48 KB of shared memory once a device.
+template <auto kernel>
+cudaError_t allow_shared(int bytes) {
+  constexpr int without_asking = 48 * 1024 - kStatisticsBytes;
+  static std::atomic<int> allowed[64];  // of this kernel, by device
+  if (bytes <= without_asking) return cudaSuccess;
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  std::atomic<int>& known = allowed[device % 64];
+  if (known.load(std::memory_order_relaxed) >= bytes) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) known.store(bytes, std::memory_order_relaxed);
+  return error;
+}
+
+template <auto kernel>
+cudaError_t launch_block(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
+  if (const cudaError_t error = allow_shared<kernel>(plan.shared); error != cudaSuccess) return error;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = plan.cluster;
@@ -253,19 +351,21 @@ cudaError_t launch_cluster(Kernel kernel, const RowArgs& args, const RowPlan& pl
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(plan.grid));
   config.blockDim = dim3(plan.warps * 32);
+  config.dynamicSmemBytes = plan.shared;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = plan.regime == Regime::cluster ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-template <class Kernel>
-cudaError_t launch_team(Kernel kernel, RowArgs args, const RowPlan& plan, cudaStream_t stream) {
+template <auto kernel>
+cudaError_t launch_team(RowArgs args, const RowPlan& plan, cudaStream_t stream) {
+  if (const cudaError_t error = allow_shared<kernel>(plan.shared); error != cudaSuccess) return error;
   const cudaError_t error = cudaMemsetAsync(args.n.workspace, 0, team_barrier_bytes(plan), stream);
   if (error != cudaSuccess) return error;
   void* arguments[] = {&args};
   return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(plan.grid)),
-                                     dim3(plan.warps * 32), arguments, 0, stream);
+                                     dim3(plan.warps * 32), arguments, plan.shared, stream);
 }
 
 template <class Policy, class T, class W, class RowTile>
@@ -306,18 +406,16 @@ void launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, cudaStre
 
 template <class Policy, class T, class W, bool Ragged>
 cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  const int64_t blocks_a_row = plan.regime == Regime::team ? plan.cluster : ceil_div(plan.chunks, kWarpsSplit);
-  const RowArgs args{n, plan.chunks, blocks_a_row, plan.chunk_len};
+  const int64_t blocks_a_row = plan.regime == Regime::split ? row_groups(plan) : plan.cluster;
+  const RowArgs args{n, plan.chunks, blocks_a_row, plan.chunk_len, chunk_bytes(plan.chunk_len, sizeof(T)), plan.block_chunks};
   const dim3 grid(static_cast<unsigned>(plan.grid)), block(plan.warps * 32);
   cudaError_t error = cudaSuccess;
   switch (plan.regime) {
     case Regime::subwarp:
     case Regime::warp: launch_rows_of_one_chunk<Policy, T, W, Ragged>(args, plan, stream); break;
-    case Regime::block: row_block<Policy, T, W, Ragged, false><<<grid, block, 0, stream>>>(args); break;
-    case Regime::cluster:
-      error = launch_cluster(row_block<Policy, T, W, Ragged, true>, args, plan, stream);
-      break;
-    case Regime::team: error = launch_team(row_team<Policy, T, W, Ragged>, args, plan, stream); break;
+    case Regime::block: error = launch_block<row_block<Policy, T, W, Ragged, false>>(args, plan, stream); break;
+    case Regime::cluster: error = launch_block<row_block<Policy, T, W, Ragged, true>>(args, plan, stream); break;
+    case Regime::team: error = launch_team<row_team<Policy, T, W, Ragged>>(args, plan, stream); break;
     default:
       row_partial<Policy, T, Ragged><<<grid, block, 0, stream>>>(args);
       row_merge<Policy, T><<<dim3(static_cast<unsigned>(n.rows)), 256, 0, stream>>>(args);

@@ -15,31 +15,44 @@ enum class Regime : int { automatic = 0, subwarp = 1, warp = 2, block = 3, clust
 
 struct RowPlan {
   Regime regime;
-  int vec;          // elements of 16 bytes
-  int lanes;        // lanes of a warp that share a chunk: 8 or 32
-  int chunk_len;    // a multiple of lanes * vec unless the row is one chunk
+  int vec;           // elements of 16 bytes
+  int lanes;         // lanes of a warp that share a chunk: 8 or 32
+  int chunk_len;     // a multiple of lanes * vec unless the row is one chunk
   int64_t chunks;
-  int warps;        // warps of a block
-  int cluster;      // blocks of a cluster; team: blocks that share a row
-  int64_t grid;     // blocks; subwarp, warp: if a lane works on one row at a time
+  int warps;         // warps of a block
+  int block_chunks;  // chunks a block holds
+  int cluster;       // blocks that share a row and run at once: of a cluster or a team
+  int64_t grid;      // blocks; subwarp, warp: if a lane works on one row at a time
+  int shared;        // bytes of dynamic shared memory a block
 };
 
 // What a plan needs to know of the GPU.
 struct Gpu {
   bool clusters;  // of eight blocks
-  int resident;   // blocks of kWarpsTeam warps that run at once
+  int shared;     // bytes of shared memory a block can have
+  int resident;   // blocks of the team regime that run at once
 };
 
-constexpr int kChunk = 1024;        // elements of a full chunk: 32 a lane
-constexpr int kWarpsSmall = 8;      // subwarp, warp: several rows a block
-constexpr int kMaxWarpsBlock = 16;  // block, cluster
-constexpr int kMaxCluster = 8;      // the largest portable cluster
-constexpr int kWarpsTeam = 16;      // team, split: a power of two, so that a block's chunks are a subtree
-constexpr int kTeamBlocksAMultiprocessor = 2;
-constexpr int kWarpsSplit = 8;
-constexpr int kMaxTeam = 512;       // blocks of a team: their statistics meet in shared memory
+constexpr int kChunk = 1024;         // elements of a full chunk: 32 a lane
+constexpr int kGroup = 16;           // chunks whose statistics are united first
+constexpr int kWarpsSmall = 8;       // subwarp, warp: several rows a block
+constexpr int kWarpsBlock = 8;       // block, cluster, team: at most
+constexpr int kWarpsSplit = kGroup;  // split: a chunk a warp
+constexpr int kMaxCluster = 8;       // the largest portable cluster
+constexpr int kSliceBytes = 65536;   // what a block holds by choice, so that three share a multiprocessor
+constexpr int kBlocksAMultiprocessor = 3;
+constexpr int kMaxChunks = 512;      // block, cluster: chunks of a row
+constexpr int kMaxGroups = 512;      // team: groups of a row
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// A chunk in shared memory: at most 15 bytes of what precedes it come along.
+inline int chunk_bytes(int chunk_len, int itemsize) {
+  return static_cast<int>(ceil_div(static_cast<int64_t>(chunk_len) * itemsize, 16)) * 16 + 16;
+}
+
+// Room for the statistics, besides.
+constexpr int kStatisticsBytes = 8192;
 
 // The plan for `rows` rows of `cols` >= 1 elements; `regime` other than automatic asks for that one. Returns false when
 // the row cannot be done in the regime asked for.
@@ -52,27 +65,33 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, Gpu gpu, Reg
   p.chunk_len = static_cast<int>(p.chunks == 1 ? cols : ceil_div(ceil_div(cols, p.chunks), 32 * p.vec) * (32 * p.vec));
   p.chunks = ceil_div(cols, p.chunk_len);
 
-  const bool fits_cluster = gpu.clusters && p.chunks <= kMaxWarpsBlock * kMaxCluster;
-  const int64_t team = ceil_div(p.chunks, kWarpsTeam);
-  const bool fits_team = team <= gpu.resident && team <= kMaxTeam;
+  const int bytes = chunk_bytes(p.chunk_len, itemsize);
+  const int most = (gpu.shared - kStatisticsBytes) / bytes;  // chunks a block can hold
+  const int slice = kSliceBytes / (kChunk * itemsize);       // by choice: a multiple of kGroup
+  const int64_t few = ceil_div(p.chunks, slice);             // blocks a row by choice
+  const bool fits_block = p.chunks <= most && p.chunks <= kMaxChunks;
+  const int64_t cluster = few < kMaxCluster ? few : kMaxCluster;
+  const bool fits_cluster = gpu.clusters && p.chunks <= cluster * most && p.chunks <= kMaxChunks;
+  const bool fits_team = few <= gpu.resident && few * (slice / kGroup) <= kMaxGroups;
   Regime r = regime;
   if (r == Regime::automatic) {
-    r = tiny                         ? Regime::subwarp
-        : p.chunks == 1              ? Regime::warp
-        : p.chunks <= kMaxWarpsBlock ? Regime::block
-        : fits_cluster               ? Regime::cluster
-        : fits_team                  ? Regime::team
-                                     : Regime::split;
+    r = tiny                                 ? Regime::subwarp
+        : p.chunks == 1                      ? Regime::warp
+        : few == 1 && fits_block             ? Regime::block
+        : few <= kMaxCluster && fits_cluster ? Regime::cluster
+        : fits_team                          ? Regime::team
+                                             : Regime::split;
   }
   const bool possible = tiny                   ? r == Regime::subwarp
                         : r == Regime::warp    ? p.chunks == 1
-                        : r == Regime::block   ? p.chunks <= kMaxWarpsBlock
+                        : r == Regime::block   ? fits_block
                         : r == Regime::cluster ? fits_cluster
                         : r == Regime::team    ? fits_team
                                                : r == Regime::split;
   if (!possible) return false;
   p.regime = r;
   p.cluster = 1;
+  p.block_chunks = 1;
   switch (r) {
     case Regime::subwarp:
     case Regime::warp:
@@ -80,38 +99,47 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, Gpu gpu, Reg
       p.grid = ceil_div(rows, kWarpsSmall * (32 / p.lanes));
       break;
     case Regime::block:
-      p.warps = static_cast<int>(p.chunks);
-      p.grid = rows;
-      break;
     case Regime::cluster:
-      p.cluster = static_cast<int>(ceil_div(p.chunks, kMaxWarpsBlock));
-      p.warps = static_cast<int>(ceil_div(p.chunks, p.cluster));
+      p.cluster = r == Regime::block ? 1 : static_cast<int>(cluster);
+      p.block_chunks = static_cast<int>(ceil_div(p.chunks, p.cluster));
       p.grid = rows * p.cluster;
       break;
     case Regime::team: {
-      p.warps = kWarpsTeam;
-      p.cluster = static_cast<int>(team);
-      const int64_t teams = gpu.resident / team;
-      p.grid = (rows < teams ? rows : teams) * team;
+      p.block_chunks = slice;
+      p.cluster = static_cast<int>(few);
+      const int64_t teams = gpu.resident / few;
+      p.grid = (rows < teams ? rows : teams) * few;
       break;
     }
     default:
       p.warps = kWarpsSplit;
-      p.grid = rows * ceil_div(p.chunks, kWarpsSplit);
+      p.block_chunks = kGroup;
+      p.grid = rows * ceil_div(p.chunks, kGroup);
+  }
+  if (p.warps == 0) {
+    p.warps = p.block_chunks < kWarpsBlock ? p.block_chunks : kWarpsBlock;
+    p.shared = p.block_chunks * bytes;
   }
   *plan = p;
   return p.grid <= 0x7fffffff;
 }
 
-// Bytes of scratch memory. split: a statistic a block (three floats) and two floats a row. team: a 128-byte line with
-// the barrier's count a team, then two statistics a block, of alternating rows.
+inline int64_t row_groups(const RowPlan& plan) {
+  return plan.regime == Regime::team ? plan.cluster * static_cast<int64_t>(plan.block_chunks / kGroup)
+                                     : ceil_div(plan.chunks, kGroup);
+}
+
+// Bytes of scratch memory. split: a statistic (three floats) and a float a group, two floats a row. team: a 128-byte
+// line with the barrier's count a team, then two statistics a group, of alternating rows.
 inline int64_t team_barrier_bytes(const RowPlan& plan) { return plan.grid / plan.cluster * 128; }
 
 inline int64_t row_workspace_bytes(const RowPlan& plan, int64_t rows) {
-  constexpr int64_t statistic = 3 * static_cast<int64_t>(sizeof(float));
-  if (plan.regime == Regime::team) return team_barrier_bytes(plan) + 2 * plan.grid * statistic;
+  constexpr int64_t number = sizeof(float);
+  if (plan.regime == Regime::team) {
+    return team_barrier_bytes(plan) + plan.grid / plan.cluster * 2 * row_groups(plan) * 3 * number;
+  }
   if (plan.regime != Regime::split) return 0;
-  return plan.grid * statistic + rows * 2 * static_cast<int64_t>(sizeof(float));
+  return rows * (row_groups(plan) * 4 + 2) * number;
 }
 
 }  // namespace normswap

@@ -15,7 +15,7 @@ struct RowValues {
 struct RowArgs {
   RowNorm n;
   int64_t chunks, blocks_a_row;
-  int chunk_len;
+  int chunk_len, chunk_bytes, block_chunks;
 };
 
 // sums[r] = sum of term(r, x) over the chunk in tiles[r]; every lane of the chunk holds them.
@@ -32,7 +32,8 @@ __device__ inline void chunk_sums(Tile (&tiles)[Rows], float (&sums)[Rows], Term
 // y = (x - mean) rstd w + b, rstd = 1 / sqrt(var + eps), biased variance by two passes over the chunk on chip.
 struct Centred {
   using Stat = Moments;
-  static constexpr bool has_affine = true;
+  static constexpr bool has_affine = true, always_fast = true;
+  __device__ static bool fast(RowValues) { return true; }
   template <class Tile, int Rows>
   __device__ static void statistics(Tile (&tiles)[Rows], Stat (&out)[Rows]) {
     float mean[Rows], m2[Rows];
@@ -53,7 +54,7 @@ struct Centred {
     return {s.mean, rsqrtf(__fadd_rn(__fdiv_rn(s.m2, static_cast<float>(n.cols)), static_cast<float>(n.eps)))};
   }
   __device__ static float saved_mean(const Stat&, RowValues values, const RowNorm&) { return values.mean; }
-  template <class T>
+  template <class T, bool Fast>
   __device__ static float apply(float x, RowValues row, float w, float b) {
     return fmaf(__fmul_rn(__fsub_rn(x, row.mean), row.rstd), w, b);
   }
@@ -70,7 +71,8 @@ struct GroupNormPolicy : Centred {};
 template <bool CastFirst>
 struct RMSNormPolicy {
   using Stat = Sum;
-  static constexpr bool has_affine = true;
+  static constexpr bool has_affine = true, always_fast = true;
+  __device__ static bool fast(RowValues) { return true; }
   template <class Tile, int Rows>
   __device__ static void statistics(Tile (&tiles)[Rows], Stat (&out)[Rows]) {
     float sums[Rows];
@@ -83,7 +85,7 @@ struct RMSNormPolicy {
     return {0.f, rsqrtf(__fadd_rn(__fdiv_rn(s.sum, static_cast<float>(n.cols)), static_cast<float>(n.eps)))};
   }
   __device__ static float saved_mean(const Stat&, RowValues, const RowNorm&) { return 0.f; }
-  template <class T>
+  template <class T, bool Fast>
   __device__ static float apply(float x, RowValues row, float w, float) {
     const float scaled = __fmul_rn(x, row.rstd);
     return __fmul_rn(CastFirst ? to_float(from_float<T>(scaled)) : scaled, w);
@@ -98,7 +100,7 @@ struct RMSNormPolicy {
 // y = x / (max(mean|x|, minimum) + eps), the divisor rounded to x's dtype as the expression does.
 struct L1NormPolicy {
   using Stat = Sum;
-  static constexpr bool has_affine = false;
+  static constexpr bool has_affine = false, always_fast = false;
   template <class Tile, int Rows>
   __device__ static void statistics(Tile (&tiles)[Rows], Stat (&out)[Rows]) {
     float sums[Rows];
@@ -108,14 +110,20 @@ struct L1NormPolicy {
   }
   template <class T>
   __device__ static RowValues finish(const Stat& s, const RowNorm& n) {
-    return {l1_divisor<T>(__fdiv_rn(s.sum, static_cast<float>(n.cols)), n.eps, n.minimum), 0.f};
+    const float divisor = l1_divisor<T>(__fdiv_rn(s.sum, static_cast<float>(n.cols)), n.eps, n.minimum);
+    return {divisor, __frcp_rn(divisor)};
   }
   __device__ static float saved_mean(const Stat& s, RowValues, const RowNorm& n) {
     return __fdiv_rn(s.sum, static_cast<float>(n.cols));
   }
-  template <class T>
+  __device__ static bool fast(RowValues row) { return row.mean > 0x1p-60f && row.mean < 0x1p60f; }
+  // Where the divisor is neither tiny nor huge a product with its reciprocal and one correction give the quotient
+  // correctly rounded (Markstein 1990), without the branches of a division.
+  template <class T, bool Fast>
   __device__ static float apply(float x, RowValues row, float, float) {
-    return __fdiv_rn(x, row.mean);
+    if constexpr (!Fast) return __fdiv_rn(x, row.mean);
+    const float quotient = __fmul_rn(x, row.rstd);
+    return fmaf(fmaf(-row.mean, quotient, x), row.rstd, quotient);
   }
 };
 

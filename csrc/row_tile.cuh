@@ -1,4 +1,4 @@
-// A chunk of a row in registers. The lanes own the same elements wherever the row lies: where rows do not start at
+// A chunk of a row in shared memory and in registers. The lanes own the same elements wherever the row lies: where rows do not start at
 // multiples of 16 bytes (Ragged), a lane's vector is cut from the two aligned ones that hold it, and stores pass the
 // piece that belongs to the neighbour's aligned vector on to it.
 #pragma once
@@ -30,9 +30,24 @@ struct Tile {
     for (int k = 0; k < Slots; ++k) {
       if (offset(k) < len) {
         if constexpr (Ragged) {
-          packs[k] = load_ragged(chunk + offset(k), len - offset(k), end);
+          packs[k] = load_ragged<false>(chunk + offset(k), len - offset(k), end);
         } else {
           packs[k] = Vector::load(chunk + offset(k));
+        }
+      }
+    }
+  }
+
+  // The same from shared memory; what precedes and follows the chunk within its 16-byte vectors must be there too.
+  __device__ void load_shared(const T* chunk, int length) {
+    len = length;
+#pragma unroll
+    for (int k = 0; k < Slots; ++k) {
+      if (offset(k) < len) {
+        if constexpr (Ragged) {
+          packs[k] = load_ragged<true>(chunk + offset(k), V, nullptr);
+        } else {
+          packs[k] = Vector::of_raw(*reinterpret_cast<const typename Vector::Raw*>(chunk + offset(k)));
         }
       }
     }
@@ -75,14 +90,21 @@ struct Tile {
   }
 
  private:
+  template <bool Shared>
+  __device__ static uint4 fetch(const T* p) {
+    if constexpr (Shared) return *reinterpret_cast<const uint4*>(p);
+    return __ldg(reinterpret_cast<const uint4*>(p));
+  }
+
+  template <bool Shared>
   __device__ static Vector load_ragged(const T* p, int valid, const T* end) {
     const int shift = phase(p);
     const T* aligned = p - shift / static_cast<int>(sizeof(T));
     const bool crosses = shift / static_cast<int>(sizeof(T)) + valid > V && shift > 0;
-    if (aligned + (crosses ? 2 * V : V) <= end) {
-      const uint4 low = __ldg(reinterpret_cast<const uint4*>(aligned));
-      const uint4 high = crosses ? __ldg(reinterpret_cast<const uint4*>(aligned + V)) : low;
-      return Vector::of_raw(window(low, high, shift));
+    if (Shared || aligned + (crosses ? 2 * V : V) <= end) {
+      const uint4 low = fetch<Shared>(aligned);
+      const uint4 high = crosses ? fetch<Shared>(aligned + V) : low;
+      return Vector::of_raw(window<sizeof(T)>(low, high, shift));
     }
     Vector pack{};
 #pragma unroll
@@ -102,7 +124,7 @@ struct Tile {
       const uint4 mine = k < Slots ? make(k < Slots ? k : 0).raw() : uint4{};
       const uint4 given = lane() == Lanes - 1 ? before : mine;
       const uint4 left = {from_left(given.x), from_left(given.y), from_left(given.z), from_left(given.w)};
-      const uint4 merged = shift == 0 ? mine : window(left, mine, 16 - shift);
+      const uint4 merged = shift == 0 ? mine : window<sizeof(T)>(left, mine, 16 - shift);
       const int first = offset(k) - skipped;
       if (first >= 0 && first + V <= len) {
         __stcs(reinterpret_cast<uint4*>(chunk + first), merged);
@@ -121,6 +143,37 @@ struct Tile {
     return __shfl_sync(0xffffffffu, value, (lane() + Lanes - 1) % Lanes, Lanes);
   }
 };
+
+// --- staging -----------------------------------------------------------------------------------------------------
+
+__device__ inline void copy_async(void* shared, const void* global, int bytes) {
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+}
+
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+}
+
+// Starts copying a chunk with all of the 16-byte vectors that hold it, as far as they lie before `end`; the warp calls.
+template <class T, bool Ragged>
+__device__ inline void stage_chunk(char* buffer, const T* chunk, int len, const T* end) {
+  const char* from = reinterpret_cast<const char*>(chunk);
+  const int phase = Ragged ? static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16) : 0;
+  from -= phase;
+  const int bytes = len > 0 ? phase + len * static_cast<int>(sizeof(T)) : 0;
+  for (int i = threadIdx.x % 32 * 16; i < bytes; i += 32 * 16) {
+    const int64_t there = Ragged ? reinterpret_cast<const char*>(end) - (from + i) : 16;
+    copy_async(buffer + i, from + i, there < 16 ? static_cast<int>(there) : 16);
+  }
+}
+
+// Where stage_chunk put the chunk.
+template <class T, bool Ragged>
+__device__ inline const T* staged_chunk(const char* buffer, const T* chunk) {
+  return reinterpret_cast<const T*>(buffer + (Ragged ? reinterpret_cast<uintptr_t>(chunk) % 16 : 0));
+}
 
 }  // namespace
 }  // namespace normswap

@@ -41,12 +41,14 @@ __device__ inline unsigned pair_bits(float low, float high) {
   }
 }
 
-// The 16 bytes from byte `shift` (even, below 16) on of the 32 in (low, high).
+// The 16 bytes from byte `shift` (a multiple of Step, below 16) on of the 32 in (low, high).
+template <int Step>
 __device__ inline uint4 window(const uint4& low, const uint4& high, int shift) {
   const bool two = shift & 8, one = shift & 4;
   const unsigned a0 = two ? low.z : low.x, a1 = two ? low.w : low.y, a2 = two ? high.x : low.z;
   const unsigned a3 = two ? high.y : low.w, a4 = two ? high.z : high.x, a5 = two ? high.w : high.y;
   const unsigned b0 = one ? a1 : a0, b1 = one ? a2 : a1, b2 = one ? a3 : a2, b3 = one ? a4 : a3, b4 = one ? a5 : a4;
+  if constexpr (Step % 4 == 0) return {b0, b1, b2, b3};
   const int bits = shift % 4 * 8;
   return {__funnelshift_r(b0, b1, bits), __funnelshift_r(b1, b2, bits), __funnelshift_r(b2, b3, bits),
           __funnelshift_r(b3, b4, bits)};

@@ -300,23 +300,24 @@ def _print_progress(line: str) -> None:
 
 
 def row_plan(
-    rows: int, cols: int, itemsize: int, *, clusters: bool, resident: int = 0, regime: int = 0
+    rows: int, cols: int, itemsize: int, *, clusters: bool, shared: int = 101376, resident: int = 0, regime: int = 0
 ) -> dict[str, int] | None:
     """How the kernels cut rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
 
-    On a GPU with ``clusters`` of eight blocks where ``resident`` blocks of 512 threads run at once. ``regime`` 0
-    chooses; 1 subwarp, 2 warp, 3 block, 4 cluster, 5 split, 6 team force one, and None is returned where such rows
-    cannot be done in it. Needs the library, but no GPU. Raises BuildError without the library.
+    On a GPU with ``clusters`` of eight blocks, ``shared`` bytes of shared memory for a block, where ``resident``
+    blocks of a team run at once. ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block, 4 cluster, 5 split, 6 team force
+    one, and None is returned where such rows cannot be done in it. Needs the library, but no GPU. Raises BuildError
+    without the library.
     """
     found = load()
     if not found.available:
         raise BuildError(f"row_plan: the library is not loaded: {found.reason}")
     function = ctypes.CDLL(str(found.path)).normswap_row_plan
-    function.argtypes = [*[ctypes.c_int64] * 2, *[ctypes.c_int] * 4, ctypes.c_void_p]
-    values = (ctypes.c_int64 * 8)()
-    if not function(rows, cols, itemsize, int(clusters), resident, regime, values):
+    function.argtypes = [*[ctypes.c_int64] * 2, *[ctypes.c_int] * 5, ctypes.c_void_p]
+    values = (ctypes.c_int64 * 10)()
+    if not function(rows, cols, itemsize, int(clusters), shared, resident, regime, values):
         return None
-    names = ("regime", "vec", "lanes", "chunk_len", "chunks", "warps", "cluster", "grid")
+    names = ("regime", "vec", "lanes", "chunk_len", "chunks", "warps", "block_chunks", "cluster", "grid", "shared")
     return dict(zip(names, values, strict=True))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,6 +47,14 @@ def library() -> None:
         pytest.skip(f"the compiled library is not here: {native.status().reason}")
 
 
+GPUS: tuple[dict[str, Any], ...] = (
+    {"clusters": True, "shared": 232_448, "resident": 396},  # H100
+    {"clusters": False, "shared": 166_912, "resident": 216},  # A100
+    {"clusters": False, "shared": 101_376, "resident": 128},  # RTX 4090
+    {"clusters": True, "shared": 232_448, "resident": 0},  # no cooperative launches
+)
+
+
 @pytest.mark.usefixtures("library")
 def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
     for cols in (*range(1, 300), *(2**k + d for k in range(8, 23) for d in (-1, 0, 1, 2)), 65535, 3 * 10**8):
@@ -52,8 +62,8 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
             for itemsize in (2, 4):
                 if rows * cols * itemsize > 80e9:
                     continue
-                for clusters, resident in ((True, 264), (False, 264), (True, 0), (False, 40)):
-                    p = native.row_plan(rows, cols, itemsize, clusters=clusters, resident=resident)
+                for gpu in GPUS:
+                    p = native.row_plan(rows, cols, itemsize, **gpu)
                     assert p is not None
                     assert p["vec"] * itemsize == 16
                     assert (p["chunks"] - 1) * p["chunk_len"] < cols <= p["chunks"] * p["chunk_len"]
@@ -61,11 +71,15 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                     assert p["chunk_len"] <= 32 * p["lanes"]  # registers of a lane
                     assert 1 <= p["warps"] <= 16 and 1 <= p["grid"] < 2**31
                     at_once = p["grid"] * p["warps"] * (32 // p["lanes"])
+                    assert p["shared"] + 8192 <= gpu["shared"]
                     if p["regime"] == 6:
-                        assert p["grid"] <= resident and p["grid"] % p["cluster"] == 0
-                        assert p["cluster"] <= 512 and p["cluster"] * p["warps"] >= p["chunks"]
+                        assert p["grid"] <= gpu["resident"] and p["grid"] % p["cluster"] == 0
                     else:
-                        assert 1 <= p["cluster"] <= (8 if clusters else 1)
+                        assert 1 <= p["cluster"] <= (8 if gpu["clusters"] else 1)
+                    if p["regime"] in (3, 4, 6):
+                        assert p["shared"] >= p["block_chunks"] * (p["chunk_len"] * itemsize + 15)
+                        assert p["cluster"] * p["block_chunks"] >= p["chunks"]
+                    else:
                         assert at_once >= rows * p["chunks"]
 
 
@@ -75,9 +89,9 @@ def test_the_reduction_tree_depends_on_row_length_and_dtype_alone() -> None:
     for cols in (5, 64, 129, 1000, 1001, 5000, 65535, 262144, 4_194_304):
         for itemsize in (2, 4):
             plans = [
-                native.row_plan(rows, cols, itemsize, clusters=clusters, resident=264 * clusters, regime=regime)
+                native.row_plan(rows, cols, itemsize, regime=regime, **gpu)
                 for rows in (1, 16, 5000)
-                for clusters in (True, False)
+                for gpu in GPUS
                 for regime in range(7)
             ]
             assert len({tuple(p[key] for key in tree) for p in plans if p is not None}) == 1

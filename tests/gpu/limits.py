@@ -22,4 +22,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def gpu_of_plans() -> dict[str, int]:
     """This GPU, as native.row_plan wants to know it."""
     device = torch.cuda.get_device_properties()
-    return {"clusters": device.major in (9, 10), "resident": 2 * device.multi_processor_count}
+    return {
+        "clusters": device.major in (9, 10),
+        "shared": device.shared_memory_per_block_optin,
+        "resident": min(3, device.shared_memory_per_multiprocessor // 73_728) * device.multi_processor_count,
+    }
