@@ -77,7 +77,8 @@ __device__ inline Moments unite(const Moments (&s)[Count]) {
   const float n = lanes_tree<From, To>(v);
 #pragma unroll
   for (int i = 0; i < Count; ++i) v[i] = __fmul_rn(s[i].n, __fsub_rn(s[i].mean, pivot));
-  const float mean = n > 0.f ? __fadd_rn(pivot, __fdiv_rn(lanes_tree<From, To>(v), n)) : 0.f;
+  const float from_pivot = lanes_tree<From, To>(v);
+  const float mean = n > 0.f ? __fadd_rn(pivot, __fdiv_rn(from_pivot, n)) : 0.f;
 #pragma unroll
   for (int i = 0; i < Count; ++i) {
     const float d = __fsub_rn(s[i].mean, mean);

@@ -45,29 +45,113 @@ class LinearScaleBatchNorm(nn.Module):
         return self.bn(x)
 
 
+class RMSNormByHand(nn.Module):
+    """Llama's, over the last dimension."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class ChannelRMSNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-5)
+
+
 @dataclass(frozen=True)
 class Workload:
-    """A model, its input's shape, and the bytes a pass must move: each input read once, each output written once."""
+    """A model, its input, and the bytes a pass must move: each input read once, each output written once."""
 
     name: str
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     parameters: int = 0
+    dtype: torch.dtype = torch.float32
+    memory_format: torch.memory_format = torch.contiguous_format
+    precision: str = "highest"
+    """torch.set_float32_matmul_precision"""
+    target_ms: float | None = None
+    """On an H100; linear_scale_batch_norm: as a multiple of the Linear alone."""
 
     @property
     def floor_bytes(self) -> int:
-        return 4 * (2 * torch.Size(self.shape).numel() + self.parameters)
+        return self.dtype.itemsize * (2 * torch.Size(self.shape).numel() + self.parameters)
+
+    @property
+    def what(self) -> str:
+        """Dtype and layout, in words."""
+        words = [str(self.dtype).removeprefix("torch.")]
+        words += ["channels_last"] * (self.memory_format is torch.channels_last)
+        words += ["TF32"] * (self.precision == "high")
+        return ", ".join(words)
 
 
 def workloads(shrink: int = 1) -> list[Workload]:
     """The four, with the leading dimension divided by ``shrink``."""
     plane = (64, 256, 256)
     return [
-        Workload("l1_norm", L1Norm, (32768 // shrink, 65535)),
-        Workload("layer_norm", lambda: LayerNorm(plane), (max(1, 16 // shrink), *plane), 2 * 64 * 256 * 256),
-        Workload("group_norm", lambda: GroupNorm(8, 64), (max(1, 112 // shrink), 64, 512, 512)),
+        Workload("l1_norm", L1Norm, (32768 // shrink, 65535), target_ms=6.1),
+        Workload(
+            "layer_norm",
+            lambda: LayerNorm(plane),
+            (max(1, 16 // shrink), *plane),
+            2 * 64 * 256 * 256,
+            target_ms=0.26,
+        ),
+        Workload("group_norm", lambda: GroupNorm(8, 64), (max(1, 112 // shrink), 64, 512, 512), target_ms=5.6),
         Workload("linear_scale_batch_norm", lambda: LinearScaleBatchNorm(4096, 4096), (16384 // shrink, 4096)),
     ]
+
+
+def common_workloads(shrink: int = 1) -> list[Workload]:
+    """Sizes that models have, and the other forms of the four."""
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    rows = (  # rows, columns, dtype, targets of layer_norm and rms_norm
+        (16384, 768, f16, 0.0172, 0.0163),
+        (50432, 768, bf16, 0.0535, 0.0533),
+        (16384, 4096, bf16, 0.091, 0.0887),
+        (4096, 8192, bf16, 0.0460, 0.0441),
+        (4096, 32768, bf16, 0.184, 0.181),
+        (2048, 131072, bf16, 0.370, 0.359),
+        (32768, 65536, f32, 5.80, 5.70),
+        (1048576, 64, f32, 0.182, 0.180),
+        (262144, 128, bf16, 0.0467, 0.0467),
+        (16384, 1000, f16, 0.0240, 0.0238),
+        (16384, 1001, f16, 0.026, None),
+        (32, 4096, bf16, 0.0024, 0.0021),
+    )
+    images = (  # shape, dtype, layout, target
+        ((8, 128, 512, 512), f16, torch.contiguous_format, 0.42),
+        ((8, 128, 512, 512), f16, torch.channels_last, 0.56),
+        ((2, 320, 64, 64), f16, torch.contiguous_format, 0.012),
+        ((2, 320, 64, 64), f16, torch.channels_last, 0.012),
+        ((64, 256, 56, 56), f32, torch.contiguous_format, 0.16),
+    )
+    batch = max(1, 112 // shrink)
+    found = []
+    for count, width, dtype, target, rms_target in rows:
+        shape = (max(1, count // shrink), width)
+        make = lambda n=width: LayerNorm((n,))  # noqa: E731
+        found.append(Workload("layer_norm", make, shape, 2 * width, dtype, target_ms=target))
+        make = lambda n=width: RMSNormByHand(n)  # noqa: E731
+        found.append(Workload("rms_norm", make, shape, width, dtype, target_ms=rms_target))
+    for image, dtype, layout, target in images:
+        shape = (max(1, image[0] // shrink), *image[1:])
+        make = lambda n=image[1]: GroupNorm(32, n)  # noqa: E731
+        found.append(Workload("group_norm", make, shape, 0, dtype, layout, target_ms=target))
+    found.append(Workload("l1_norm over channels", L1Norm, (batch, 64, 512, 512)))
+    found.append(Workload("rms_norm over channels", ChannelRMSNorm, (batch, 64, 512, 512), target_ms=5.41))
+    linear = lambda: LinearScaleBatchNorm(4096, 4096)  # noqa: E731
+    rows_of_linear = (16384 // shrink, 4096)
+    found.append(Workload("linear_scale_batch_norm", linear, rows_of_linear, precision="high"))
+    found.append(Workload("linear_scale_batch_norm", linear, rows_of_linear, dtype=bf16))
+    return found
 
 
 def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
