@@ -20,13 +20,25 @@ def l1_norm(input: Tensor, dim: int = -1) -> Tensor:
     """``input / torch.mean(torch.abs(input), dim=dim, keepdim=True)`` in one pass over memory.
 
     The mean is rounded to the input's dtype before the division, as the expression does. A row of zeros gives NaN.
-    Our kernel serves the last dimension; another ``dim`` is computed by PyTorch.
+    The output is laid out as the expression's: contiguous, or with the input's dims in their order in memory. Our
+    kernel serves the last dimension and a contiguous output; all else is computed by PyTorch.
     """
-    if not (native_serves(input) and input.dim() > 0 and dim in (-1, input.dim() - 1) and input.shape[-1] > 0):
+    if not (
+        native_serves(input)
+        and input.dim() > 0
+        and dim in (-1, input.dim() - 1)
+        and input.shape[-1] > 0
+        and _gives_contiguous(input)
+    ):
         return reference.l1_norm(input, dim)
     if needs_grad(input):
         return _L1Norm.apply(input)
     return _l1_norm_forward(input, None)
+
+
+def _gives_contiguous(input: Tensor) -> bool:
+    """True when an elementwise expression of ``input`` is contiguous; of a transposed input it is transposed too."""
+    return input.is_contiguous() or torch.empty_like(input, device="meta").is_contiguous()
 
 
 def _l1_norm_forward(input: Tensor, mean_abs: Tensor | None) -> Tensor:

@@ -1,0 +1,256 @@
+"""One norm of each kind with an input, and what "the same function" means, for the tests of tests/cases.py's cases on
+the CPU and on the GPU."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from models import L1, Projection, randomised
+from torch import Tensor, nn
+
+import normswap
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""Between two correct kernels, as a share of a tensor's largest value and of 1; gradients, which are differences of
+sums, may be four times as far. The strict judge is the proof that ``swapped_copy`` asks for."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """How to make a module of one kind, and the shape of an input for it."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+
+
+NORMS: dict[str, Norm] = {
+    "layer_norm": Norm(lambda: nn.LayerNorm(12), (5, 12)),
+    "rms_norm": Norm(lambda: nn.RMSNorm(12, eps=1e-6), (5, 12)),
+    "group_norm": Norm(lambda: nn.GroupNorm(2, 6), (4, 6, 5, 3)),
+    "l1_norm": Norm(L1, (5, 12)),
+    "linear_scale_batch_norm": Norm(lambda: Projection(7, 6), (9, 7)),
+}
+by_kind = pytest.mark.parametrize("kind", NORMS)
+
+
+def made(kind: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
+    """A randomised module of ``kind`` in eval mode, and an input for it."""
+    norm = NORMS[kind]
+    return randomised(norm.make()).eval().to(device, dtype), drawn(norm.shape, device, dtype)
+
+
+def drawn(shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, the same on every device."""
+    return torch.randn(shape).to(device, dtype)
+
+
+def swapped_copy(model: nn.Module, x: Tensor | None, **options: Any) -> nn.Module:
+    """``model`` swapped, with every site proved, gradients included: by our kernels where ``x`` is what they take."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*returns a copy.*")
+        asked = {"validate": "grad", "on_mismatch": "raise", "on_empty": "raise", **options}
+        swapped = normswap.optimize(model, x, **asked)
+    if asked["validate"] != "off" and x is not None:
+        expected = "proved" if x.is_cuda and x.dtype in DTYPES else "wiring"
+        found = {row["name"]: row["status"] for row in normswap.report(swapped).rows if row["status"] != "refused"}
+        assert set(found.values()) == {expected}, found
+    return swapped
+
+
+# --- the same results -----------------------------------------------------------------------------------------------
+
+
+def results(model: nn.Module, x: Tensor, cotangent: Tensor | None = None) -> dict[str, Tensor]:
+    """Output, buffers and, with a ``cotangent``, gradients of one call; neither ``x`` nor ``cotangent`` may change."""
+    before = [None if t is None else t.clone() for t in (x, cotangent)]
+    leaf = x.detach().requires_grad_(cotangent is not None)
+    model.zero_grad()
+    output = model(leaf)
+    found = {"output": output.detach()}
+    if cotangent is not None:
+        output.backward(cotangent)
+        gradients = {"input": leaf.grad, **{name: p.grad for name, p in model.named_parameters()}}
+        found |= {f"gradient of {name}": g.clone() for name, g in gradients.items() if g is not None}
+    for given, old in zip((x, cotangent), before, strict=True):
+        assert given is None or given.isclose(old, rtol=0, atol=0, equal_nan=True).all(), "an argument was written to"
+    return found | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def assert_close(ours: Tensor, theirs: Tensor, what: str = "") -> None:
+    """Equal shapes, dtypes, NaN and Inf, and values up to TOLERANCE."""
+    tolerance = TOLERANCE.get(theirs.dtype, 0.0) * (4 if what.startswith("gradient") else 1)
+    finite = theirs.abs()[theirs.isfinite()]
+    size = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    torch.testing.assert_close(
+        ours, theirs, rtol=tolerance, atol=tolerance * size, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def assert_alike(
+    model: nn.Module, swapped: nn.Module, x: Tensor, cotangent: Tensor | None = None, *, strides: bool = True
+) -> None:
+    """Both compute the same from ``x``: the output with its strides, every gradient, every buffer afterwards."""
+    theirs, ours = results(model, x, cotangent), results(swapped, x, cotangent)
+    assert ours.keys() == theirs.keys()
+    # In 16 bits the gradient of what stands before a batch norm is rounding noise in PyTorch: only the proof can judge.
+    noisy = x.dtype in DTYPES[1:] and any(isinstance(m, nn.BatchNorm1d) for m in model.modules())
+    for name, expected in theirs.items():
+        if noisy and name.startswith("gradient"):
+            assert (ours[name].shape, ours[name].dtype) == (expected.shape, expected.dtype)
+        else:
+            assert_close(ours[name], expected, name)
+    if strides:
+        assert ours["output"].stride() == theirs["output"].stride()
+
+
+def cotangent_of(model: nn.Module, x: Tensor) -> Tensor:
+    """A random cotangent for ``model(x)``; its buffers stay as they are."""
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        output = model(x)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(kept[name])
+    return drawn(tuple(output.shape), str(output.device), output.dtype)
+
+
+def assert_swaps_alike(model: nn.Module, x: Tensor, *, strides: bool = True) -> None:
+    """``model`` is swapped with a proof on ``x``, and then gives what it gave, with gradients and without."""
+    swapped = swapped_copy(model, x)
+    assert_alike(model, swapped, x, cotangent_of(model, x), strides=strides)
+    with torch.no_grad():
+        assert_alike(model, swapped, x, strides=strides)
+
+
+def assert_same_error(ours: Callable[[], object], theirs: Callable[[], object]) -> None:
+    """Both raise, the same type with the same text."""
+    with pytest.raises(Exception) as expected:
+        theirs()
+    with pytest.raises(expected.type) as got:
+        ours()
+    assert type(got.value) is expected.type and str(got.value) == str(expected.value)
+
+
+def assert_same_outcome(model: nn.Module, swapped: nn.Module, x: Tensor) -> None:
+    """Both raise the same error for ``x``, or both compute the same from it; running statistics are compared too."""
+    try:
+        copy.deepcopy(model)(x)
+    except Exception:
+        assert_same_error(lambda: swapped(x), lambda: model(x))
+    else:
+        with torch.no_grad():
+            assert_alike(model, swapped, x)
+
+
+# --- layouts --------------------------------------------------------------------------------------------------------
+
+
+def _every_other(x: Tensor) -> Tensor:
+    return torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype, device=x.device)[..., ::2].copy_(x)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _rows_of_a_wider_one(x: Tensor) -> Tensor:
+    return torch.empty(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype, device=x.device)[..., 2:-1].copy_(x)
+
+
+def _misaligned(x: Tensor) -> Tensor:
+    return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "every_other": _every_other,
+    "transposed": _transposed,
+    "rows_of_a_wider_one": _rows_of_a_wider_one,
+    "misaligned": _misaligned,
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "expanded_scalar": lambda x: x.reshape(-1)[0].expand(x.shape),
+    "contiguous": lambda x: x,
+}
+
+
+def drawn_view(random: Random, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    """A view of 1 to 5 dims of a larger tensor: permuted, sliced with steps, shifted, expanded, in any combination."""
+    torch.manual_seed(random.getrandbits(32))
+    shape = [random.choice((1, 2, 3, 4, 8, 17)) for _ in range(random.randint(1, 5))]
+    order = random.sample(range(len(shape)), len(shape))
+    steps = [random.choice((1, 1, 2)) for _ in shape]
+    shifts = [random.choice((0, 0, 1)) for _ in shape]
+    storage = [shape[d] * steps[d] + shifts[d] for d in order]
+    x = drawn(tuple(storage), device, dtype).permute(*(order.index(d) for d in range(len(shape))))
+    x = x[tuple(slice(shift, None, step) for shift, step in zip(shifts, steps, strict=True))]
+    for dim in range(len(shape)):
+        if random.random() < 0.1:
+            x = x.narrow(dim, 0, 1).expand(*x.shape[:dim], 3, *x.shape[dim + 1 :])
+    return x
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+Made = tuple[Callable[[], nn.Module], tuple[int, ...]]
+
+
+def rows_of(size: int, *lead: int) -> Iterator[Made]:
+    """The norms over rows of ``size`` elements, on an input (*lead, size)."""
+    yield lambda: nn.LayerNorm(size), (*lead, size)
+    yield lambda: nn.RMSNorm(size, eps=1e-6), (*lead, size)
+    if len(lead) == 1:
+        yield L1, (*lead, size)
+
+
+EMPTY: tuple[Made, ...] = (*rows_of(8, 0), *rows_of(8, 3, 0), (lambda: nn.GroupNorm(2, 4), (0, 4, 3)))
+
+ONE_ELEMENT: tuple[Made, ...] = (
+    *rows_of(1, 5),
+    *rows_of(1, 1),
+    (lambda: nn.GroupNorm(4, 4), (3, 4)),
+    (lambda: nn.GroupNorm(1, 1), (2, 1)),
+)
+
+NORMALIZED_SHAPES: tuple[Made, ...] = tuple(
+    (lambda cls=cls, dims=dims: cls(dims), (*lead, *dims))
+    for cls in (nn.LayerNorm, nn.RMSNorm)
+    for dims in ((4,), (3, 4), (2, 3, 4))
+    for lead in ((5,), (2, 3), ())  # (): the whole tensor
+)
+
+GROUPS: tuple[Made, ...] = tuple(
+    (lambda groups=groups: nn.GroupNorm(groups, 6), shape)
+    for groups in (1, 2, 6)
+    for shape in ((4, 6), (4, 6, 5), (4, 6, 5, 3), (2, 6, 3, 4, 2))
+)
+
+BAD_SHAPES: tuple[Made, ...] = (
+    (lambda: nn.LayerNorm(12), (5, 11)),
+    (lambda: nn.LayerNorm((3, 4)), (4,)),
+    (lambda: nn.LayerNorm(12), ()),
+    (lambda: nn.RMSNorm(12), (5, 11)),
+    (lambda: nn.GroupNorm(2, 6), (4, 5, 3)),
+    (lambda: nn.GroupNorm(2, 6), (6,)),
+    (lambda: nn.GroupNorm(3, 6), (2, 7, 3)),
+    (lambda: Projection(7, 6), (9, 8)),
+    (lambda: Projection(7, 6), (7,)),
+    (L1, (5,)),
+)
+
+ONE_VALUE: tuple[Made, ...] = (
+    (lambda: nn.GroupNorm(4, 4), (1, 4)),
+    (lambda: nn.GroupNorm(6, 6), (1, 6, 1, 1)),
+    (lambda: Projection(7, 6), (1, 7)),
+)
+
+
+def shown(value: object) -> str:
+    """An id for a parametrised test."""
+    return repr(value()) if callable(value) else "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
