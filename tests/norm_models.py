@@ -95,19 +95,24 @@ def assert_close(ours: Tensor, theirs: Tensor, what: str = "") -> None:
     )
 
 
-def assert_alike(
-    model: nn.Module, swapped: nn.Module, x: Tensor, cotangent: Tensor | None = None, *, strides: bool = True
-) -> None:
-    """Both compute the same from ``x``: the output with its strides, every gradient, every buffer afterwards."""
-    theirs, ours = results(model, x, cotangent), results(swapped, x, cotangent)
+def assert_same_results(ours: dict[str, Tensor], theirs: dict[str, Tensor], model: nn.Module) -> None:
+    """Two ``results`` of modules that compute what ``model`` does are the same."""
     assert ours.keys() == theirs.keys()
     # In 16 bits the gradient of what stands before a batch norm is rounding noise in PyTorch: only the proof can judge.
-    noisy = x.dtype in DTYPES[1:] and any(isinstance(m, nn.BatchNorm1d) for m in model.modules())
+    noisy = theirs["output"].dtype in DTYPES[1:] and any(isinstance(m, nn.BatchNorm1d) for m in model.modules())
     for name, expected in theirs.items():
         if noisy and name.startswith("gradient"):
             assert (ours[name].shape, ours[name].dtype) == (expected.shape, expected.dtype)
         else:
             assert_close(ours[name], expected, name)
+
+
+def assert_alike(
+    model: nn.Module, swapped: nn.Module, x: Tensor, cotangent: Tensor | None = None, *, strides: bool = True
+) -> None:
+    """Both compute the same from ``x``: the output with its strides, every gradient, every buffer afterwards."""
+    theirs, ours = results(model, x, cotangent), results(swapped, x, cotangent)
+    assert_same_results(ours, theirs, model)
     if strides:
         assert ours["output"].stride() == theirs["output"].stride()
 
@@ -254,3 +259,25 @@ ONE_VALUE: tuple[Made, ...] = (
 def shown(value: object) -> str:
     """An id for a parametrised test."""
     return repr(value()) if callable(value) else "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def offset(mean: float, std: float) -> Callable[[Tensor], Tensor]:
+    """Normal numbers of that mean and spread in the place of standard ones."""
+    return lambda x: x * std + mean
+
+
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    **{f"mean_{mean:g}_std_{std:g}": offset(mean, std) for mean in (100.0, 1000.0) for std in (1.0, 1e-3)},
+    "zero": torch.zeros_like,
+    "constant": lambda x: torch.full_like(x, 3.0),
+    "large": lambda x: x * 1e30 if x.dtype is not torch.float16 else x * 1e4,
+    "denormal": lambda x: x * 1e-40,
+    "tiny": lambda x: x * 1e-30,
+}
+
+
+def with_row(x: Tensor, row: int, values: Tensor | float) -> Tensor:
+    """A copy of ``x`` whose sample ``row`` holds ``values``."""
+    x = x.clone()
+    x[row] = values
+    return x

@@ -63,5 +63,5 @@ class _L1Norm(torch.autograd.Function):
         if torch.is_grad_enabled():
             return reference_gradients(reference.l1_norm, (input,), grad)[0]
         x, dy = input.float(), grad.float()
-        shared = (dy * x).mean(-1, keepdim=True) / (mean_abs * mean_abs)
+        shared = (dy * (x / mean_abs)).mean(-1, keepdim=True) / mean_abs  # mean_abs^2 may over- or underflow
         return (dy / mean_abs).addcmul_(x.sign(), shared, value=-1).to(input.dtype)
