@@ -88,7 +88,7 @@ def results(model: nn.Module, x: Tensor, cotangent: Tensor | None = None) -> dic
 def assert_close(ours: Tensor, theirs: Tensor, what: str = "") -> None:
     """Equal shapes, dtypes, NaN and Inf, and values up to TOLERANCE."""
     tolerance = TOLERANCE.get(theirs.dtype, 0.0) * (4 if what.startswith("gradient") else 1)
-    finite = theirs.abs()[theirs.isfinite()]
+    finite = theirs.detach().abs()[theirs.isfinite()]
     size = max(1.0, float(finite.max())) if finite.numel() else 1.0
     torch.testing.assert_close(
         ours, theirs, rtol=tolerance, atol=tolerance * size, equal_nan=True, msg=lambda text: f"{what}: {text}"
