@@ -281,3 +281,45 @@ def with_row(x: Tensor, row: int, values: Tensor | float) -> Tensor:
     x = x.clone()
     x[row] = values
     return x
+
+
+# --- Linear -> scale -> BatchNorm -----------------------------------------------------------------------------------
+
+BATCH_NORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "momentum None": {"momentum": None},
+    "momentum 0": {"momentum": 0.0},
+    "momentum 0.3": {"momentum": 0.3},
+    "affine False": {"affine": False},
+    "untracked": {"track_running_stats": False},
+    "bare": {"affine": False, "track_running_stats": False, "momentum": None},
+}
+
+STEPS = ("t", "e", "tt", "tet", "toe", "ft")
+"""Calls in a row: in train mode, in eval mode, with the batch norm frozen in a model that trains, and with tracking
+switched off."""
+
+
+def projection(name: str, device: str = "cpu") -> Projection:
+    """A Projection(7, 6) whose batch norm has the arguments of BATCH_NORMS[name]."""
+    model = Projection(7, 6)
+    model.bn = nn.BatchNorm1d(6, **BATCH_NORMS[name])
+    randomised(model)
+    return model.to(device)
+
+
+def run_steps(model: Projection, steps: str) -> None:
+    """Swap ``model`` and compare each of the ``steps``, a letter each, on fresh inputs: outputs, gradients, buffers."""
+    device = str(model.scale.device)
+    swapped: Any = swapped_copy(model, drawn((9, 7), device))
+    for step in steps:
+        for one in (model, swapped):
+            one.train(step != "e")
+            if step == "f":
+                one.bn.eval()
+            if step == "o":
+                one.bn.track_running_stats = False
+        x = drawn((9, 7), device)
+        assert_alike(model, swapped, x, cotangent_of(model, x))
+        with torch.no_grad():
+            assert_alike(model, swapped, x)
