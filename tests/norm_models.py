@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import L1, Projection, randomised
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import normswap
 
@@ -323,3 +324,28 @@ def run_steps(model: Projection, steps: str) -> None:
         assert_alike(model, swapped, x, cotangent_of(model, x))
         with torch.no_grad():
             assert_alike(model, swapped, x)
+
+
+# --- compile --------------------------------------------------------------------------------------------------------
+
+
+def calls_of(kind: str, device: str = "cpu") -> Iterator[Tensor]:
+    """Inputs of several batch sizes and, where the norm takes them, ranks: 2-D, then 4-D."""
+    shape = NORMS[kind].shape
+    shapes = {
+        "layer_norm": [(5, 12), (7, 12), (2, 3, 5, 12)],
+        "rms_norm": [(5, 12), (7, 12), (2, 3, 5, 12)],
+        "group_norm": [(4, 6), (5, 6), (4, 6, 5, 3)],
+        "l1_norm": [(5, 12), (7, 12), (2, 3, 5, 12)],
+    }.get(kind, [shape, (11, *shape[1:]), (4, *shape[1:])])
+    for shape in shapes:
+        yield drawn(shape, device)
+
+
+def fake_call(model: nn.Module, x: Tensor) -> Tensor:
+    """The output of ``model`` for a fake of ``x``, its parameters and its buffers: nothing is computed."""
+    with FakeTensorMode() as mode:
+        state = {name: mode.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+        output = torch.func.functional_call(model, state, (mode.from_tensor(x),))
+    assert isinstance(output, FakeTensor)
+    return output
