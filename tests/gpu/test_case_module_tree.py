@@ -23,7 +23,7 @@ DEVICE = "cuda"
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     """A process group of this one process."""
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    backend = {"cuda": "nccl", "cpu": "gloo"}[DEVICE]
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -81,7 +81,7 @@ def test_fully_shard_after_the_swap() -> None:
 @pytest.mark.case("data-parallel")
 @pytest.mark.usefixtures("group")
 def test_norms_already_sharded_are_left_alone_with_a_reason() -> None:
-    model, _, x = pair()
+    model = randomised(Every()).to(DEVICE)
     fully_shard(model.layer, mesh=dist.init_device_mesh(DEVICE, (1,)))
     refused = {row.site.name: row.refusal for row in normswap.plan(model).refused}
     found = {swap.site.name for swap in normswap.plan(model).swaps}
