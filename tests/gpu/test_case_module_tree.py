@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from models import Every, randomised
 from norm_models import assert_alike, assert_close, by_kind, cotangent_of, drawn, made, results, swapped_copy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import normswap
@@ -80,12 +81,17 @@ def test_fully_shard_after_the_swap() -> None:
 
 @pytest.mark.case("data-parallel")
 @pytest.mark.usefixtures("group")
-def test_norms_already_sharded_are_left_alone_with_a_reason() -> None:
-    model = randomised(Every()).to(DEVICE)
-    fully_shard(model.layer, mesh=dist.init_device_mesh(DEVICE, (1,)))
-    refused = {row.site.name: row.refusal for row in normswap.plan(model).refused}
-    found = {swap.site.name for swap in normswap.plan(model).swaps}
-    assert "layer" in refused and "layer" not in found, refused
+def test_a_norm_already_sharded_is_swapped_under_its_shards() -> None:
+    model, x = made("layer_norm", DEVICE)
+    sharded = copy.deepcopy(model)
+    fully_shard(sharded, mesh=dist.init_device_mesh(DEVICE, (1,)))
+    cotangent = cotangent_of(model, x)
+    swapped = normswap.optimize(sharded, inplace=True, validate="off")
+    assert modules.site_match(swapped) is not None and isinstance(swapped, FSDPModule)
+    theirs = results(model, x, cotangent)
+    for name, ours in results(swapped, x, cotangent).items():
+        assert_close(ours.full_tensor() if hasattr(ours, "full_tensor") else ours, theirs[name], name)
+    assert isinstance(normswap.revert(swapped), FSDPModule)
 
 
 @by_kind
