@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from models import Projection, randomised
-from norm_models import BATCH_NORMS, STEPS, assert_alike, cotangent_of, projection, run_steps, swapped_copy
+from norm_models import (
+    BATCH_NORMS,
+    STEPS,
+    assert_alike,
+    cotangent_of,
+    projection,
+    run_steps,
+    swapped_copy,
+)
 from torch import nn
 
 import normswap

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from norm_models import (
-    LAYOUTS,
     assert_alike,
     assert_close,
     by_kind,
@@ -17,6 +16,7 @@ from norm_models import (
     made,
     swapped_copy,
 )
+from norm_tables import LAYOUTS
 
 
 @pytest.fixture(autouse=True)

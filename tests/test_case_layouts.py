@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from norm_models import (
-    LAYOUTS,
     NORMS,
     assert_alike,
     assert_swaps_alike,
@@ -15,6 +14,7 @@ from norm_models import (
     results,
     swapped_copy,
 )
+from norm_tables import LAYOUTS
 
 from normswap import ops
 

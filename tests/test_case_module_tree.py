@@ -9,7 +9,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import L1, Projection, randomised
-from norm_models import assert_alike, assert_swaps_alike, by_kind, cotangent_of, drawn, made, swapped_copy
+from norm_models import (
+    assert_alike,
+    assert_swaps_alike,
+    by_kind,
+    cotangent_of,
+    drawn,
+    made,
+    swapped_copy,
+)
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrizations, parametrize

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from models import L1, Projection, randomised
 from norm_models import (
     NORMS,
-    VALUES,
     assert_alike,
     assert_same_outcome,
     assert_swaps_alike,
@@ -17,8 +16,8 @@ from norm_models import (
     made,
     results,
     swapped_copy,
-    with_row,
 )
+from norm_tables import VALUES, with_row
 from torch import nn
 
 from normswap import ops

@@ -14,7 +14,14 @@ import pytest
 import torch
 from checkpoints import environment
 from models import Every, randomised
-from norm_models import assert_alike, by_kind, cotangent_of, drawn, made, swapped_copy
+from norm_models import (
+    assert_alike,
+    by_kind,
+    cotangent_of,
+    drawn,
+    made,
+    swapped_copy,
+)
 from torch import nn
 
 import normswap

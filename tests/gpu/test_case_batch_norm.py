@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from norm_models import BATCH_NORMS, STEPS, assert_alike, projection, run_steps, swapped_copy
+from norm_models import (
+    BATCH_NORMS,
+    STEPS,
+    assert_alike,
+    projection,
+    run_steps,
+    swapped_copy,
+)
 
 DEVICE = "cuda"
 

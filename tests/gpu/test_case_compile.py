@@ -6,7 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from norm_models import LAYOUTS, assert_close, by_kind, calls_of, drawn, fake_call, made, swapped_copy
+from norm_models import (
+    assert_close,
+    by_kind,
+    calls_of,
+    drawn,
+    fake_call,
+    made,
+    swapped_copy,
+)
+from norm_tables import LAYOUTS
 from torch.profiler import ProfilerActivity, profile
 
 DEVICE = "cuda"

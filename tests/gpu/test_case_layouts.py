@@ -6,7 +6,6 @@ import pytest
 import torch
 from norm_models import (
     DTYPES,
-    LAYOUTS,
     assert_alike,
     assert_same_results,
     assert_swaps_alike,
@@ -17,6 +16,7 @@ from norm_models import (
     results,
     swapped_copy,
 )
+from norm_tables import LAYOUTS
 
 DEVICE = "cuda"
 by_dtype = pytest.mark.parametrize("dtype", DTYPES)

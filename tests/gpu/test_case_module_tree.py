@@ -10,7 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Every, randomised
-from norm_models import assert_alike, assert_close, by_kind, cotangent_of, drawn, made, results, swapped_copy
+from norm_models import (
+    assert_alike,
+    assert_close,
+    by_kind,
+    cotangent_of,
+    drawn,
+    made,
+    results,
+    swapped_copy,
+)
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel

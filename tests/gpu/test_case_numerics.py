@@ -8,7 +8,6 @@ from models import L1
 from norm_models import (
     DTYPES,
     NORMS,
-    VALUES,
     assert_alike,
     assert_same_outcome,
     assert_swaps_alike,
@@ -17,8 +16,8 @@ from norm_models import (
     made,
     results,
     swapped_copy,
-    with_row,
 )
+from norm_tables import VALUES, with_row
 
 DEVICE = "cuda"
 ROWS = [kind for kind in NORMS if kind != "linear_scale_batch_norm"]

@@ -10,24 +10,26 @@ import torch
 import torch.nn.functional as F
 from models import Projection, randomised
 from norm_models import (
-    BAD_SHAPES,
     DTYPES,
-    EMPTY,
-    GROUPS,
-    NORMALIZED_SHAPES,
-    ONE_ELEMENT,
-    ONE_VALUE,
     assert_close,
     assert_same_error,
     assert_same_outcome,
     assert_swaps_alike,
     by_kind,
     drawn,
-    drawn_view,
     made,
+    swapped_copy,
+)
+from norm_tables import (
+    BAD_SHAPES,
+    EMPTY,
+    GROUPS,
+    NORMALIZED_SHAPES,
+    ONE_ELEMENT,
+    ONE_VALUE,
+    drawn_view,
     rows_of,
     shown,
-    swapped_copy,
 )
 from torch import nn
 
