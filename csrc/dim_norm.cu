@@ -106,12 +106,12 @@ struct L1 {
   }
   __device__ static float apply(float x, float divisor, float) { return __fdiv_rn(x, divisor); }
 
-  // With d the divisor, m = mean|x| and s = sum(dy x): dx = dy / d - sign(x) s / (n d^2), the second term only where d
+  // With d the divisor, m = mean|x| and s = sum(dy x / d): dx = dy / d - sign(x) s / (n d), the second term only where d
   // follows m.
   template <class T>
   __device__ static float shared_term(float s, float mean, const DimNorm& n) {
     const float divisor = l1_divisor<T>(mean, n.eps, n.minimum);
-    return l1_follows<T>(mean, n.minimum) ? s / (static_cast<float>(n.n) * divisor * divisor) : 0.f;
+    return l1_follows<T>(mean, n.minimum) ? s / static_cast<float>(n.n) / divisor : 0.f;
   }
   __device__ static float gradient(float x, float dy, float divisor, float, float shared) {
     const float sign = x > 0.f ? 1.f : x < 0.f ? -1.f : 0.f;
@@ -131,13 +131,13 @@ struct RMS {
   }
   __device__ static float apply(float x, float rstd, float w) { return x * rstd * w; }
 
-  // With s = sum(dy w x): dx = rstd dy w - x rstd^3 s / n.
+  // With s = sum(dy w x rstd): dx = rstd dy w - x rstd s rstd / n.
   template <class T>
   __device__ static float shared_term(float s, float rstd, const DimNorm& n) {
-    return s / static_cast<float>(n.n) * rstd * rstd * rstd;
+    return s / static_cast<float>(n.n) * rstd;
   }
   __device__ static float gradient(float x, float dy, float rstd, float w, float shared) {
-    return fmaf(-x, shared, dy * w * rstd);
+    return fmaf(-x * rstd, shared, dy * w * rstd);
   }
 };
 
@@ -248,9 +248,9 @@ __global__ void __launch_bounds__(512) dim_backward(const DimNorm n, const Shape
       const float w = Policy::weighted ? channel_value(n.weight, place.index(k), 1.f) : 1.f;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const float product = to_float(x[k].v[j]) * to_float(dy[k].v[j]);
+        const float product = Policy::apply(to_float(x[k].v[j]), factor[j], 1.f) * to_float(dy[k].v[j]);
         sums[j] = fmaf(product, w, sums[j]);
-        of_weight = fmaf(product, factor[j], of_weight);
+        of_weight += product;
       }
     }
     if constexpr (Policy::weighted) {

@@ -152,7 +152,8 @@ class _Rows:
 
     @staticmethod
     def _rows(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
-        return x.reshape(*x.shape[: x.dim() - len(normalized_shape)], -1)
+        lead = x.shape[: x.dim() - len(normalized_shape)] or (1,)  # the whole tensor may be one row
+        return x.reshape(*lead, -1)
 
     def _affine(self, parameter: Tensor | None, absent: float) -> Tensor:
         if parameter is None:

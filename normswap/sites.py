@@ -91,8 +91,9 @@ class _Attributes:
 
 
 def _restore_buffers(module: nn.Module, objects: dict[str, Any], values: dict[str, Tensor]) -> None:
-    module._buffers.clear()
-    module._buffers.update(objects)
+    if not isinstance(module, torch.jit.ScriptModule):  # which always keeps the same ones
+        module._buffers.clear()
+        module._buffers.update(objects)
     with torch.no_grad():
         for name, value in values.items():
             buffer = objects[name]

@@ -72,6 +72,7 @@ def model() -> Model:
 
 
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.case("train-eval")
 def test_a_swapped_model_computes_the_same(model: Model, training: bool) -> None:
     original = copy.deepcopy(model).train(training)
     swap(model.train(training))
@@ -90,6 +91,7 @@ def test_a_swapped_model_computes_the_same(model: Model, training: bool) -> None
         torch.testing.assert_close(mine, other, msg=name)
 
 
+@pytest.mark.case("state-dict")
 def test_only_the_class_changes(model: Model) -> None:
     before = {name: copy.copy(module.__dict__) for name, module in model.named_modules()}
     ids = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
@@ -115,6 +117,7 @@ def test_what_a_user_sees_of_a_module_stays(model: Model) -> None:
     assert model.again is model.layer
 
 
+@pytest.mark.case("hooks")
 def test_hooks_of_every_kind_are_kept_and_fire(model: Model) -> None:
     fired: list[str] = []
     for name in ("layer", "l1", "proj"):
@@ -148,6 +151,7 @@ def test_a_copy_of_a_swapped_model_is_swapped_and_its_own(model: Model) -> None:
     assert model.proj.scale.abs().min() > 0
 
 
+@pytest.mark.case("state-dict")
 def test_a_state_dict_goes_both_ways(model: Model) -> None:
     other = Model()
     swap(model)
@@ -156,6 +160,7 @@ def test_a_state_dict_goes_both_ways(model: Model) -> None:
     assert not torch.equal(other.proj.scale, model.proj.scale)
 
 
+@pytest.mark.case("optimizer-before-swap")
 def test_an_optimizer_made_before_goes_on_working(model: Model) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.proj.scale.detach().clone()
@@ -211,6 +216,7 @@ def test_revert_needs_no_journal(model: Model) -> None:
 
 
 @pytest.mark.parametrize("root", [nn.LayerNorm(6), L1(), Projection()], ids=lambda m: type(m).__name__)
+@pytest.mark.case("root-is-norm")
 def test_the_root_can_be_swapped_and_reverted(root: nn.Module) -> None:
     original = type(root)
     journal = swap(root)
@@ -222,6 +228,7 @@ def test_the_root_can_be_swapped_and_reverted(root: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ["layer", "proj"])
+@pytest.mark.case("parametrized")
 def test_what_was_parametrized_since_is_not_reverted_and_neither_is_the_rest(model: Model, name: str) -> None:
     journal = swap(model)
     tensor = "scale" if name == "proj" else "weight"

@@ -72,6 +72,7 @@ def test_one_format_to_the_same_is_a_copy_byte_for_byte() -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.case("tied-in-safetensors")
 def test_tied_weights_stay_tied_and_are_stored_once(suffix: str) -> None:
     model = built("zoo:tied")
     torch.save(model.state_dict(), "tied.pt")
@@ -101,6 +102,7 @@ def as_data(report: Any) -> Any:
     return json.loads(data) if isinstance(data, str) else data
 
 
+@pytest.mark.case("save-over-source")
 def test_out_may_be_in() -> None:
     before = Path("net.pt").read_bytes()
     inode = Path("net.pt").stat().st_ino
@@ -111,6 +113,7 @@ def test_out_may_be_in() -> None:
     assert same_tensors(load_model("net.pt").state_dict(), built("zoo:net").state_dict())
 
 
+@pytest.mark.case("save-over-source")
 def test_out_may_be_a_link_to_in_under_another_suffix(folder: Path) -> None:
     """Written over the file that is mapped: through the link, in another format."""
     model = built("zoo:net")
@@ -366,6 +369,7 @@ def test_a_given_model_is_filled_and_no_code_is_imported() -> None:
         load_model("out")
 
 
+@pytest.mark.case("malformed-files")
 def test_changed_tensors_are_refused() -> None:
     convert("net.pt", "out", "zoo:net", device="cpu")
     data = bytearray(Path("out/net.pt").read_bytes())

@@ -136,6 +136,7 @@ def test_one_pass_variance_fails(plant: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("eps", (None, 1e-6))
+@pytest.mark.case("rms-eps-none")
 def test_rms_norm_of_small_values(eps: float | None, plant: Callable[[Any], None]) -> None:
     """eps=None is float32's epsilon, which rules where values are small: in the referee too."""
     site, x = randomised(nn.RMSNorm(64, eps=eps)), torch.randn(8, 64) * 1e-4
@@ -145,6 +146,7 @@ def test_rms_norm_of_small_values(eps: float | None, plant: Callable[[Any], None
 
 
 @pytest.mark.parametrize("rows", (24, 2048))
+@pytest.mark.case("bn-unbiased-variance")
 def test_biased_running_variance_fails(rows: int, plant: Callable[[Any], None]) -> None:
     def biased(self: Any, x: Tensor) -> Tensor:
         before = self.bn.running_var.clone()
@@ -160,6 +162,7 @@ def test_biased_running_variance_fails(rows: int, plant: Callable[[Any], None]) 
     assert compared(LSB, site, x, False).problem.startswith("buffer bn.running_var: error is")
 
 
+@pytest.mark.case("bn-batches-tracked")
 def test_a_counter_that_does_not_count_fails(plant: Callable[[Any], None]) -> None:
     def uncounted(self: Any, x: Tensor) -> Tensor:
         out = self.bn(self.gemm(x) * self.scale)

@@ -65,6 +65,7 @@ def test_copy_weights_has_its_own_storage_and_checks_first() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, dst.parameters(), strict=True))
 
 
+@pytest.mark.case("later-hooks", "attributes-changed-later")
 def test_hooked_or_replaced_children_go_to_the_original_code() -> None:
     model = randomised(Projection(7, 5)).eval()
     swapped = normswap.optimize(model, torch.randn(9, 7))

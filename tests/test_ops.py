@@ -23,6 +23,7 @@ def test_cpu_tensors_go_to_pytorch() -> None:
         ops.group_norm(x, 4)
 
 
+@pytest.mark.case("zero-rows")
 def test_a_zero_row_is_nan_where_pytorch_has_nan() -> None:
     x = torch.tensor([[0.0, 0.0], [1.0, -3.0]])
     assert torch.equal(ops.l1_norm(x).isnan(), torch.tensor([[True, True], [False, False]]))

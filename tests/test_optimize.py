@@ -76,6 +76,7 @@ def test_every_kind_is_swapped_checked_and_leaves_no_trace(model: nn.Module, tra
 
 
 @pytest.mark.parametrize("training", (True, False))
+@pytest.mark.case("train-eval")
 def test_same_outputs_gradients_and_buffers(model: nn.Module, training: bool) -> None:
     model.train(training)
     swapped = normswap.optimize(model, torch.randn(X))
@@ -107,6 +108,7 @@ def test_optimizing_twice_changes_nothing(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("seen", (True, False))
+@pytest.mark.case("pickle-deepcopy")
 def test_copies_and_pickles_stay_swapped(model: nn.Module, seen: bool) -> None:
     swapped = normswap.optimize(model.eval(), torch.randn(X))
     x = torch.randn(X)
@@ -246,6 +248,7 @@ def test_bad_arguments(arguments: dict[str, object], error: type[Exception], tex
         normswap.optimize(**{"model": nn.LayerNorm(4), **arguments})  # type: ignore[arg-type]
 
 
+@pytest.mark.case("root-is-norm", "shared-module", "frozen-parameters", "float64")
 def test_root_shared_frozen_and_float64_models() -> None:
     root = normswap.optimize(randomised(nn.LayerNorm(6)), torch.randn(2, 6))
     assert type(root) is modules.LayerNorm
@@ -259,6 +262,7 @@ def test_root_shared_frozen_and_float64_models() -> None:
     assert normswap.report(normswap.optimize(wide, torch.randn(2, 6).double())).swapped == ("",)
 
 
+@pytest.mark.case("meta-device")
 def test_kwargs_and_meta_models() -> None:
     model = randomised(nn.LayerNorm(6))
     swapped = normswap.optimize(model, example_kwargs={"input": torch.randn(2, 6)})
@@ -268,6 +272,7 @@ def test_kwargs_and_meta_models() -> None:
 
 
 @pytest.mark.parametrize("momentum", (None, 0.0, 0.3))
+@pytest.mark.case("bn-momentum", "bn-affine-false", "bn-frozen", "bn-batches-tracked", "bn-one-row")
 def test_batch_norm_variants(momentum: float | None) -> None:
     for change in ("affine", "untracked", "frozen", "none"):
         model = randomised(Projection(7, 5, momentum)).train()

@@ -84,6 +84,7 @@ def test_the_exact_type_matches(kind: str) -> None:
     ],
     ids=repr,
 )
+@pytest.mark.case("no-affine")
 def test_every_configuration_matches(norm: nn.Module) -> None:
     assert isinstance(rules.find(norm), Match)
 
@@ -97,6 +98,7 @@ def test_every_configuration_matches(norm: nn.Module) -> None:
     ],
     ids=repr,
 )
+@pytest.mark.case("sync-batch-norm")
 def test_other_modules_and_our_own_are_left_alone(module: nn.Module) -> None:
     assert rules.find(module) is None
 
@@ -111,6 +113,7 @@ def test_a_swapped_module_is_left_alone_parametrized_or_not(kind: str) -> None:
 
 
 @by_norm
+@pytest.mark.case("subclass-own-forward")
 def test_a_subclass_with_a_forward_of_its_own_is_refused_and_one_without_is_not(kind: str) -> None:
     base = type(NORMS[kind]())
     norm = NORMS[kind]()
@@ -121,6 +124,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused_and_one_without_is_not(
 
 
 @by_norm
+@pytest.mark.case("instance-forward")
 def test_a_forward_on_the_instance_is_refused(kind: str) -> None:
     norm = NORMS[kind]()
     norm.forward = types.MethodType(lambda self, x: x, norm)
@@ -135,6 +139,7 @@ def test_a_forward_patched_on_the_class_is_refused(kind: str, monkeypatch: pytes
 
 
 @by_norm
+@pytest.mark.case("parametrized")
 def test_a_parametrized_norm_is_refused(kind: str) -> None:
     norm = NORMS[kind]()
     parametrize.register_parametrization(norm, "weight", nn.Identity())
@@ -143,10 +148,12 @@ def test_a_parametrized_norm_is_refused(kind: str) -> None:
 
 @by_norm
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.case("script-module")
 def test_a_scripted_norm_is_refused(kind: str) -> None:
     assert_refused(torch.jit.script(NORMS[kind]()), kind, Reason.SCRIPTED)
 
 
+@pytest.mark.case("lazy")
 def test_a_lazy_norm_is_refused_until_it_has_shapes() -> None:
     class LazyNorm(nn.modules.lazy.LazyModuleMixin, nn.LayerNorm):  # type: ignore[misc]
         cls_to_become = nn.LayerNorm
@@ -367,6 +374,8 @@ REFUSED_L1 = [
 
 
 @pytest.mark.parametrize(("forward", "reason", "word"), REFUSED_L1, ids=lambda v: getattr(v, "__name__", None))
+@pytest.mark.case("other-dim", "other-tensor", "added-eps", "training-branches", "signatures")
+@pytest.mark.case("trap-no-grad-block", "trap-grad-query")
 def test_l1_norm_refuses_what_holds_it_in_another_form(forward: Any, reason: Reason, word: str) -> None:
     assert_refused(expression(forward), "l1_norm", reason, word)
 
@@ -392,6 +401,7 @@ def relative_error(self, x, y):
 
 
 @pytest.mark.parametrize("forward", [no_abs, sum_not_mean, times_not_divided, upside_down, relative_error])
+@pytest.mark.case("l1-without-abs", "sum-not-mean")
 def test_l1_norm_is_not_seen_where_it_is_not(forward: Any) -> None:
     assert rules.find(expression(forward)) is None
 
@@ -474,6 +484,7 @@ SPELLINGS = [one_line, scale_first, several_lines, method_of_product]
 
 @pytest.mark.parametrize("forward", SPELLINGS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.case("scale-forms")
 def test_linear_scale_batch_norm_matches_every_spelling(forward: Any, training: bool) -> None:
     module = block(forward).train(training)
     match = rules.find(module)
@@ -492,6 +503,7 @@ def test_linear_scale_batch_norm_matches_every_spelling(forward: Any, training: 
     ids=str,
 )
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.case("scale-forms", "bn-momentum", "bn-affine-false", "bn-batches-tracked")
 def test_linear_scale_batch_norm_matches_every_configuration(options: dict[str, Any], training: bool) -> None:
     module = block(one_line, **options).train(training)
     match = rules.find(module)
@@ -514,6 +526,7 @@ def test_linear_scale_batch_norm_matches_in_other_dtypes_and_on_meta() -> None:
         assert isinstance(rules.find(changed), Match)
 
 
+@pytest.mark.case("tied-parameters")
 def test_linear_scale_batch_norm_matches_tied_tensors() -> None:
     module = block(one_line)
     module.scale = module.bn.weight
@@ -620,6 +633,8 @@ REFUSED_LSB = [
 
 
 @pytest.mark.parametrize(("forward", "reason", "word"), REFUSED_LSB, ids=lambda v: getattr(v, "__name__", None))
+@pytest.mark.case("linear-called-twice", "linear-output-used-elsewhere", "one-linear-two-batch-norms")
+@pytest.mark.case("side-effects", "signatures", "trap-no-grad-block")
 def test_linear_scale_batch_norm_refuses_another_form(forward: Any, reason: Reason, word: str) -> None:
     module = block(forward, scale=(FEATURES,) if forward is swapped_arguments else (CHANNELS,))
     module.bn2, module.factor, module.calls = nn.BatchNorm1d(CHANNELS), 2.0, 0
@@ -647,6 +662,7 @@ def test_linear_scale_batch_norm_is_not_seen_where_it_is_not(forward: Any) -> No
 
 
 @pytest.mark.parametrize("scale", [2.0, (1, 1, CHANNELS), (3, CHANNELS), (CHANNELS, 1)], ids=str)
+@pytest.mark.case("scale-forms")
 def test_a_scale_that_is_not_one_value_per_channel_is_refused(scale: Any) -> None:
     assert_refused(block(one_line, scale=scale), LSB, Reason.UNSUPPORTED, "self.scale")
 
@@ -722,6 +738,7 @@ def test_a_child_class_that_was_patched_is_refused(monkeypatch: pytest.MonkeyPat
     assert_refused(block(one_line), LSB, Reason.CHILD, "self.bn")
 
 
+@pytest.mark.case("sync-batch-norm")
 def test_other_norms_in_the_place_of_the_batch_norm_are_left_alone() -> None:
     for other in (nn.SyncBatchNorm(CHANNELS), nn.LayerNorm(CHANNELS), nn.BatchNorm2d(CHANNELS)):
         module = block(one_line)
@@ -729,6 +746,7 @@ def test_other_norms_in_the_place_of_the_batch_norm_are_left_alone() -> None:
         assert rules.find(module) is None
 
 
+@pytest.mark.case("lazy")
 def test_lazy_children_are_refused_until_they_have_shapes() -> None:
     module = block(one_line)
     module.gemm, module.bn = nn.LazyLinear(CHANNELS), nn.LazyBatchNorm1d()

@@ -104,6 +104,7 @@ CASES = (
 
 
 @pytest.mark.parametrize(("module", "shape", "attributes"), CASES, ids=lambda v: type(v).__name__)
+@pytest.mark.case("pickle-deepcopy")
 def test_swapped_and_equal(module: nn.Module, shape: tuple[int, ...], attributes: dict[str, str]) -> None:
     module, x = randomised(module), torch.randn(shape)
     swapped = normswap.optimize(module, x)
@@ -117,6 +118,7 @@ def test_swapped_and_equal(module: nn.Module, shape: tuple[int, ...], attributes
     assert type(normswap.revert(swapped)) is type(module)
 
 
+@pytest.mark.case("attributes-changed-later")
 def test_the_flag_is_read_on_every_call() -> None:
     module, x = randomised(Flagged(12)), torch.randn(4, 12)
     swapped = normswap.optimize(module, x)
@@ -125,6 +127,7 @@ def test_the_flag_is_read_on_every_call() -> None:
 
 
 @pytest.mark.parametrize("cls", (Doubled, NoBias, OtherEps, Permuted, Swapped, PropertyWeight))
+@pytest.mark.case("subclass-own-forward")
 def test_look_alikes_are_refused(cls: type[nn.LayerNorm]) -> None:
     found = normswap.plan(randomised(cls(12)))
     assert not found.swaps

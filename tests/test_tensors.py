@@ -53,6 +53,7 @@ def test_same_tensors_sees_every_difference() -> None:
             assert not same_tensors(tensors, {**tensors, name: other}), name
 
 
+@pytest.mark.case("tied-in-safetensors")
 def test_files_of_safetensors_own_save_model_keep_their_ties(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight
@@ -63,6 +64,7 @@ def test_files_of_safetensors_own_save_model_keep_their_ties(tmp_path: Path) -> 
     assert tensors["0.weight"].data_ptr() == tensors["1.weight"].data_ptr()
 
 
+@pytest.mark.case("tied-in-safetensors")
 def test_a_tie_is_stored_once(tmp_path: Path) -> None:
     table = torch.randn(1000, 100)
     for suffix in SUFFIXES:
@@ -210,6 +212,7 @@ def test_what_a_format_cannot_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.case("save-over-source")
 def test_writing_over_the_file_being_read(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"t{suffix}"
     tensors = {"a": torch.randn(50_000), "b": torch.randn(3)}
@@ -247,6 +250,7 @@ except CheckpointError as error:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.case("full-disk")
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"t{suffix}"
     write_tensors(path, {"a": torch.ones(3)})

@@ -211,6 +211,7 @@ def generator(self, x):
     ],
     ids=lambda f: f.__name__,
 )
+@pytest.mark.case("side-effects", "training-branches", "trap-no-grad-block")
 def test_scan_rejects_what_is_not_straight_line(forward: Any) -> None:
     rejection = source.scan(forward)
     assert isinstance(rejection, source.Rejection)
@@ -252,6 +253,7 @@ def variadic_keywords(self, x, **rest):
     [no_argument, two_arguments, default, keyword_only, variadic, variadic_keywords],
     ids=lambda f: f.__name__,
 )
+@pytest.mark.case("signatures")
 def test_scan_rejects_another_signature(forward: Any) -> None:
     rejection = source.scan(forward)
     assert isinstance(rejection, source.Rejection) and rejection.reason is Reason.UNSUPPORTED

@@ -129,6 +129,7 @@ def test_every_call_of_a_site_counts(plant: Callable[[Any], None]) -> None:
         normswap.optimize(model, torch.randn(4, 8))
 
 
+@pytest.mark.case("no-grad-inference")
 def test_inside_inference_mode_and_for_a_model_made_in_it() -> None:
     with torch.inference_mode():
         made = normswap.optimize(randomised(nn.LayerNorm(8)), torch.randn(2, 8))
@@ -138,6 +139,7 @@ def test_inside_inference_mode_and_for_a_model_made_in_it() -> None:
 
 
 @pytest.mark.parametrize("kind", ("layer_norm", "linear_scale_batch_norm"))
+@pytest.mark.case("autocast")
 def test_under_autocast(kind: str) -> None:
     model = randomised(nn.LayerNorm(8) if kind == "layer_norm" else Projection(8, 4)).train()
     with torch.autocast("cpu", torch.bfloat16):
@@ -146,6 +148,7 @@ def test_under_autocast(kind: str) -> None:
     assert row["status"] == "wiring" and row["eager_error_share"] <= 1.0, row
 
 
+@pytest.mark.case("meta-device")
 def test_a_meta_model_is_swapped_without_being_run() -> None:
     swapped = normswap.optimize(nn.Sequential(nn.LayerNorm(8, device="meta")).eval(), torch.randn(2, 8))
     assert rows(swapped)["0"]["status"] == "unchecked" and normswap.report(swapped).model is None

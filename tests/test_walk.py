@@ -65,6 +65,7 @@ ALL = {
 }
 
 
+@pytest.mark.case("containers")
 def test_every_kind_is_found_in_module_order() -> None:
     plan = walk.plan(Model())
     assert names(plan) == ALL and list(names(plan)) == list(ALL)
@@ -85,6 +86,7 @@ def test_the_root_can_be_a_site(model: nn.Module) -> None:
     assert swap.site.name == ""
 
 
+@pytest.mark.case("shared-module")
 def test_a_shared_module_is_one_site_with_aliases() -> None:
     model = nn.ModuleDict({"a": nn.ModuleList([nn.LayerNorm(4)]), "b": nn.ModuleList([nn.RMSNorm(4)])})
     model["b"].append(model["a"][0])
@@ -142,6 +144,7 @@ def test_what_an_expression_calls_is_not_swapped_too(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.case("script-module")
 def test_every_norm_in_a_script_module_is_refused() -> None:
     model = nn.Sequential(nn.LayerNorm(4), torch.jit.script(nn.Sequential(nn.LayerNorm(4), nn.ReLU())))
     plan = walk.plan(model)

@@ -102,3 +102,15 @@ def row_statistic(input: Tensor, dims: int) -> Tensor:
 def statistic_along(input: Tensor, dim: int) -> Tensor:
     """An uninitialised float32 value for every position that ``dim`` runs over, contiguous, of extent 1 along it."""
     return input.new_empty([*input.shape[:dim], 1, *input.shape[dim + 1 :]], dtype=torch.float32)
+
+
+def in_memory_order(input: Tensor) -> tuple[int, ...] | None:
+    """The dims of an elementwise function of ``input`` from the slowest to the fastest in memory; None where that is
+    their own order, as of a contiguous tensor."""
+    if input.is_contiguous():
+        return None
+    like = torch.empty_like(input, device="meta")
+    if like.is_contiguous():
+        return None
+    strides = like.stride()
+    return tuple(sorted(range(input.dim()), key=lambda i: -strides[i]))

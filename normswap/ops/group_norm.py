@@ -34,6 +34,7 @@ def group_norm(
         and num_groups > 0
         and input.shape[1] > 0
         and input.shape[1] % num_groups == 0
+        and input.numel() != num_groups  # one value per group: PyTorch raises ValueError
         and (weight is None or weight.shape == input.shape[1:2])
         and (bias is None or bias.shape == input.shape[1:2])
         and affine_dtypes_fit(input, weight, bias)

@@ -8,14 +8,23 @@ import torch
 from torch import Tensor
 
 from normswap import reference
-from normswap.ops.dispatch import MAX_DIM_BACKWARD, native_serves, needs_grad, reference_gradients, statistic_along
+from normswap.ops.dispatch import (
+    MAX_DIM_BACKWARD,
+    in_memory_order,
+    native_serves,
+    needs_grad,
+    reference_gradients,
+    statistic_along,
+)
 
 
 def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | None = None) -> Tensor:
     """``input / torch.mean(torch.abs(input), dim=dim, keepdim=True)`` in one pass over memory.
 
     The mean is rounded to the input's dtype before the division, as the expression does; so is what it becomes by
-    ``clamp(min=minimum)`` or ``+ eps``. Without these, a row of zeros gives NaN.
+    ``clamp(min=minimum)`` or ``+ eps``. Without these, a row of zeros gives NaN. The output is laid out as the
+    expression's: contiguous, or with the input's dims in their order in memory. Raises IndexError for a ``dim`` that
+    ``input`` does not have.
     """
     if not (
         native_serves(input)
@@ -25,7 +34,17 @@ def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | Non
         and (minimum is None or minimum >= 0.0)
     ):
         return reference.l1_norm(input, dim, eps, minimum)
-    arguments = (dim % input.dim(), eps, minimum or 0.0)  # a mean of magnitudes is never below 0
+    order = in_memory_order(input)
+    if order is not None:
+        return torch.permute(
+            _l1_norm(input.permute(order), order.index(dim % input.dim()), eps, minimum),
+            [order.index(i) for i in range(input.dim())],
+        )
+    return _l1_norm(input, dim % input.dim(), eps, minimum)
+
+
+def _l1_norm(input: Tensor, dim: int, eps: float, minimum: float | None) -> Tensor:
+    arguments = (dim, eps, minimum or 0.0)  # a mean of magnitudes is never below 0
     if needs_grad(input):
         return _L1Norm.apply(input, *arguments)
     return _l1_norm_forward(input, *arguments, None)
@@ -52,7 +71,7 @@ class _L1Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """With d the divisor over the N elements of a row: dx = dy / d - sign(x) sum(dy x) / (N d^2), the second term
+        """With d the divisor over the N elements of a row: dx = dy / d - sign(x) sum(dy x / d) / (N d), the second term
         only where d follows the mean."""
         input, mean_abs = ctx.saved_tensors
         dim, eps, minimum = ctx.dim, ctx.eps, ctx.minimum
@@ -67,5 +86,6 @@ class _L1Norm(torch.autograd.Function):
             return out, None, None, None
         x, dy, mean = input.float(), grad.float(), mean_abs.to(input.dtype)
         divisor = (mean.clamp(min=minimum) + eps).float()
-        shared = (dy * x).mean(dim, keepdim=True) / (divisor * divisor) * (mean >= minimum)
+        # Divided twice: the square of the divisor may over- or underflow.
+        shared = (dy * (x / divisor)).mean(dim, keepdim=True) / divisor * (mean >= minimum)
         return (dy / divisor).addcmul_(x.sign(), shared, value=-1).to(input.dtype), None, None, None

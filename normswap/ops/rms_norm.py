@@ -14,6 +14,7 @@ from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
     affine_dtypes_fit,
     dense,
+    in_memory_order,
     mixed,
     native_serves,
     needs_grad,
@@ -110,8 +111,8 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(mean(x^2, dim) + eps)`` in one pass over memory, times ``weight`` with one value per index of ``dim``.
 
-    Computed in float32. Returns a contiguous tensor of the input's shape and dtype. Raises IndexError for a ``dim``
-    that ``x`` does not have.
+    Computed in float32. The output is contiguous, or has the input's dims in their order in memory. Raises IndexError
+    for a ``dim`` that ``x`` does not have.
     """
     if not (
         native_serves(x, weight)
@@ -120,11 +121,21 @@ def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float =
         and (weight is None or (weight.dim() == 1 and len(weight) == x.shape[dim]))
     ):
         return reference.rms_norm_dim(x, dim, weight, eps)
-    if dim % x.dim() == x.dim() - 1:
+    order = in_memory_order(x)
+    if order is not None:
+        return torch.permute(
+            _rms_norm_dim(x.permute(order), order.index(dim % x.dim()), weight, eps),
+            [order.index(i) for i in range(x.dim())],
+        )
+    return _rms_norm_dim(x, dim % x.dim(), weight, eps)
+
+
+def _rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None, eps: float) -> Tensor:
+    if dim == x.dim() - 1:
         return rms_norm(x, x.shape[-1:], weight, eps)
     if needs_grad(x, weight):
-        return _RMSNormDim.apply(x, weight, dim % x.dim(), eps)
-    return _rms_norm_dim_forward(x, weight, dim % x.dim(), eps, None)
+        return _RMSNormDim.apply(x, weight, dim, eps)
+    return _rms_norm_dim_forward(x, weight, dim, eps, None)
 
 
 def _rms_norm_dim_forward(x: Tensor, weight: Tensor | None, dim: int, eps: float, rstd: Tensor | None) -> Tensor:

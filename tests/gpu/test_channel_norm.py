@@ -44,6 +44,7 @@ def check_group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, ours:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", (0.0, 100.0))
+@pytest.mark.case("group-norm-ranks", "group-norm-wide-batch", "output-strides")
 def test_group_norm(dtype: torch.dtype, mean: float) -> None:
     for shape, groups in SHAPES:
         x = tensor(shape, dtype, mean)
@@ -57,6 +58,7 @@ def test_group_norm(dtype: torch.dtype, mean: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", (0.0, 100.0))
+@pytest.mark.case("channels-last")
 def test_group_norm_channels_last(dtype: torch.dtype, mean: float) -> None:
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
     for shape, groups in SHAPES:
@@ -90,6 +92,7 @@ def test_group_norm_regimes_give_the_same_bits(dtype: torch.dtype) -> None:
     assert compared >= 15
 
 
+@pytest.mark.case("empty-batch", "non-finite-rows", "constant-rows")
 def test_group_norm_without_affine_empty_and_special() -> None:
     x = tensor((4, 6, 5, 5), torch.float32)
     torch.testing.assert_close(ops.group_norm(x, 3), F.group_norm(x, 3))
@@ -106,6 +109,7 @@ def test_group_norm_without_affine_empty_and_special() -> None:
         assert torch.equal(ours[3], torch.zeros_like(ours[3]))
 
 
+@pytest.mark.case("over-int32")
 def test_group_norm_more_than_2_31_elements() -> None:
     x = torch.randn(2, 64, 64, 64, device="cuda", dtype=torch.float16).repeat(4100, 1, 1, 1)
     assert x.numel() > 2**31
@@ -116,6 +120,7 @@ def test_group_norm_more_than_2_31_elements() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels_last", (False, True))
+@pytest.mark.case("channels-last")
 def test_group_norm_gradients(dtype: torch.dtype, channels_last: bool) -> None:
     shape, groups = (3, 12, 9, 9), 4
     x, w, b = tensor(shape, dtype, 1.0), tensor((12,), dtype, 0.5), tensor((12,), dtype, seed=2)
@@ -149,6 +154,7 @@ def batch_norm_case(scale_shape: tuple[int, ...], dtype: torch.dtype, rows: int 
 
 @pytest.mark.parametrize("scale_shape", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.case("bn-unbiased-variance")
 def test_scale_batch_norm_training(scale_shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for rows in (2, 7, 300, 5000):
         z, scale, weight, bias, (mean, var) = batch_norm_case(scale_shape, dtype, rows)
@@ -188,6 +194,7 @@ def test_affine_shapes(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("scale_shape", SCALES)
+@pytest.mark.case("scale-values")
 def test_scale_batch_norm_gradients(scale_shape: tuple[int, ...]) -> None:
     for scale_value in (None, 0.0):
         z, scale, weight, bias, _ = batch_norm_case(scale_shape, torch.float32)

@@ -86,6 +86,7 @@ def test_our_kernels_run() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.case("torch-compile")
 def test_compile_without_graph_breaks() -> None:
     for plain, swapped, x in cases():
         torch._dynamo.reset()
@@ -101,12 +102,14 @@ def test_compile_without_graph_breaks() -> None:
             torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.case("torch-export")
 def test_export() -> None:
     for plain, swapped, x in cases():
         exported = torch.export.export(swapped, (x,))
         torch.testing.assert_close(exported.module()(x), plain(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.case("cuda-graph")
 def test_cuda_graph() -> None:
     for plain, swapped, x in cases():
         with torch.no_grad():
@@ -120,6 +123,7 @@ def test_cuda_graph() -> None:
             torch.testing.assert_close(out, plain(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.case("streams")
 def test_current_stream() -> None:
     stream = torch.cuda.Stream()
     x = torch.zeros(4, 128, device="cuda")
@@ -133,6 +137,7 @@ def test_current_stream() -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.case("autocast")
 def test_autocast(dtype: torch.dtype) -> None:
     for plain, swapped, x in cases():
         for given in (x, x.to(dtype)):
@@ -142,6 +147,7 @@ def test_autocast(dtype: torch.dtype) -> None:
             torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.case("activation-checkpointing", "no-grad-inference", "functorch")
 def test_checkpointing_inference_mode_and_functional_call() -> None:
     for plain, swapped, x in cases():
         leaf, alike = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -159,6 +165,7 @@ def test_checkpointing_inference_mode_and_functional_call() -> None:
         )
 
 
+@pytest.mark.case("mixed-weights")
 def test_float32_weights_of_16_bit_inputs() -> None:
     x = torch.randn(5, 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(96, device="cuda", requires_grad=True)
@@ -175,6 +182,7 @@ def test_float32_weights_of_16_bit_inputs() -> None:
     torch.testing.assert_close(ops.layer_norm(x, (96,), w, w), expected)
 
 
+@pytest.mark.case("bad-shapes")
 def test_bad_shapes_raise_pytorch_s_errors() -> None:
     x = torch.randn(4, 30, device="cuda")
     for ours, plain in (

@@ -53,6 +53,7 @@ def check_l1_norm(x: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", (0.0, 100.0, 1000.0))
+@pytest.mark.case("one-element", "ragged-rows", "dtypes")
 def test_short_rows(dtype: torch.dtype, mean: float) -> None:
     for cols in LENGTHS:
         for rows in (1, 3, 33, 257):
@@ -65,6 +66,7 @@ def test_short_rows(dtype: torch.dtype, mean: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", (0.0, 100.0, 1000.0))
+@pytest.mark.case("ragged-rows", "long-row", "dtypes")
 def test_long_rows(dtype: torch.dtype, mean: float) -> None:
     for cols in LONG:
         for rows in (1, 5):
@@ -76,6 +78,7 @@ def test_long_rows(dtype: torch.dtype, mean: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.case("long-row")
 def test_rows_of_millions(dtype: torch.dtype) -> None:
     x = values(3, 4_194_304, dtype, 5.0)
     weight, bias = affine(x.shape[1], dtype)
@@ -126,6 +129,7 @@ def test_a_row_does_not_depend_on_the_batch_or_the_run(kind: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.case("strided-input", "misaligned", "output-strides", "never-writes-input")
 def test_layouts(dtype: torch.dtype) -> None:
     cols = 96
     weight, bias = affine(cols, dtype)
@@ -144,6 +148,7 @@ def test_layouts(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.case("normalized-shape-rank", "misaligned")
 def test_normalized_shape_of_several_dims_and_shifted_weights(dtype: torch.dtype) -> None:
     x = values(10, 3 * 5 * 8, dtype, 1.0).view(2, 5, 3, 5, 8)
     flat_weight, flat_bias = affine(121, dtype)
@@ -159,6 +164,7 @@ def test_normalized_shape_of_several_dims_and_shifted_weights(dtype: torch.dtype
     torch.testing.assert_close(whole, F.layer_norm(x, x.shape))
 
 
+@pytest.mark.case("empty-batch")
 def test_empty_inputs() -> None:
     for shape in ((0, 8), (3, 0, 8)):
         x = torch.empty(shape, device="cuda", requires_grad=True)
@@ -170,6 +176,7 @@ def test_empty_inputs() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.case("constant-rows", "zero-rows", "non-finite-rows")
 def test_special_values_stay_in_their_row(dtype: torch.dtype) -> None:
     for cols in (33, 1024, 5000, 40_000):
         x = values(6, cols, dtype, 0.0)
@@ -193,6 +200,7 @@ def test_special_values_stay_in_their_row(dtype: torch.dtype) -> None:
         assert torch.equal(pairs[0][0][:2], bias.expand(2, cols))  # constant rows: exactly the bias
 
 
+@pytest.mark.case("large-values")
 def test_values_near_1e30() -> None:
     x = values(4, 2048, torch.float32, 0.0) * 1e16
     weight, bias = affine(2048, torch.float32)
@@ -202,6 +210,7 @@ def test_values_near_1e30() -> None:
 
 
 @pytest.mark.parametrize("eps", (0.0, 1e-12, 1e3))
+@pytest.mark.case("eps-range")
 def test_eps(eps: float) -> None:
     x = values(9, 777, torch.float32, 1.0)
     weight, bias = affine(777, torch.float32)
@@ -210,6 +219,7 @@ def test_eps(eps: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.case("rms-eps-none")
 def test_rms_norm_eps_none_is_pytorch_s(dtype: torch.dtype) -> None:
     x = values(9, 512, dtype, 0.0) * 1e-3
     torch.testing.assert_close(ops.rms_norm(x, (512,)), F.rms_norm(x, (512,)))
@@ -254,6 +264,7 @@ def test_l1_norm_variants(dtype: torch.dtype, cols: int) -> None:
         assert ((mine.double() - theirs).abs() <= tolerance * scale).all()
 
 
+@pytest.mark.case("many-rows")
 def test_many_rows() -> None:
     x = values(70_001, 24, torch.float16, 0.0)
     weight, bias = affine(24, torch.float16)
@@ -261,6 +272,7 @@ def test_many_rows() -> None:
     check_l1_norm(x)
 
 
+@pytest.mark.case("over-int32")
 def test_more_than_2_31_elements() -> None:
     rows, cols = 33_001, 65_536
     x = torch.randn(8, cols, device="cuda", dtype=torch.float16).repeat(rows // 8 + 1, 1)[:rows]
@@ -316,6 +328,7 @@ def test_l1_norm_gradients(cols: int) -> None:
     assert_within(ours, exact, size)
 
 
+@pytest.mark.case("requires-grad-each", "strided-gradient")
 def test_partial_gradients_and_expanded_cotangents() -> None:
     x, (w, b) = values(7, 300, torch.float32, 1.0), affine(300, torch.float32)
     for wanted in range(3):
@@ -328,6 +341,7 @@ def test_partial_gradients_and_expanded_cotangents() -> None:
 
 
 @pytest.mark.parametrize("kind", ("layer_norm", "rms_norm", "l1_norm"))
+@pytest.mark.case("double-backward")
 def test_double_backward(kind: str) -> None:
     x = values(5, 40, torch.float32, 1.0).requires_grad_()
     weight = affine(40, torch.float32)[0].requires_grad_()
@@ -344,6 +358,7 @@ def test_double_backward(kind: str) -> None:
     torch.testing.assert_close(second(ours), second(plain), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.case("functorch", "forward-mode-ad")
 def test_transforms_go_to_pytorch() -> None:
     x, (w, b) = values(5, 40, torch.float32, 1.0), affine(40, torch.float32)
     tangent = values(5, 40, torch.float32, 0.0, seed=9)

@@ -103,6 +103,7 @@ INNER = {"layer_norm": "ln", "group_norm": "gn"}
 
 
 @by_name
+@pytest.mark.case("state-dict")
 def test_a_fresh_module_loads_the_torch_module_s_state_dict(name: str) -> None:
     workload, x = smaller(name)
     old, new = made(workload, seed=1), FRESH[name]().cuda()
