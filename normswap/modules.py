@@ -9,6 +9,7 @@ import copy
 import copyreg
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
 from normswap import ops
+from normswap.forwards import rms_norm as forwards
 from normswap.plan import Match, PlanError
 
 _Forward = Callable[..., Tensor]
@@ -252,15 +254,16 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
     expected, swapped = _MODULE_CLASSES.get(kind, (nn.Module, nn.Module))
     if original is expected:
         return swapped
-    if kind not in _FORWARDS or not issubclass(original, expected):
+    by_hand = kind == "rms_norm" and forwards.is_by_hand(attributes)
+    if kind not in _FORWARDS or not (by_hand or issubclass(original, expected)):
         raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
-    key: Any = (kind, original, tuple(sorted(attributes.items())))
-    return _rewritten_class(*key)
+    made: Any = _rewritten_class  # to mypy, a class is no hashable argument
+    return made(kind, original, json.dumps(dict(attributes), sort_keys=True))
 
 
 @functools.cache
-def _rewritten_class(kind: str, original: type[nn.Module], items: tuple[tuple[str, Any], ...]) -> type[nn.Module]:
-    attributes = dict(items)
+def _rewritten_class(kind: str, original: type[nn.Module], text: str) -> type[nn.Module]:
+    attributes: dict[str, Any] = json.loads(text)
     base_forward = original.forward
     forward = functools.wraps(base_forward)(_FORWARDS[kind](original, base_forward, attributes))
     body = {
@@ -325,9 +328,14 @@ def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping
     return make
 
 
+def _rms_norm_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
+    make = forwards.by_hand_forward if forwards.is_by_hand(attributes) else _subclass_forward("rms_norm")
+    return make(original, base_forward, attributes)
+
+
 _FORWARDS: dict[str, Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]] = {
     "layer_norm": _subclass_forward("layer_norm"),
-    "rms_norm": _subclass_forward("rms_norm"),
+    "rms_norm": _rms_norm_forward,
     "group_norm": _subclass_forward("group_norm"),
     "l1_norm": _l1_norm_forward,
     "linear_scale_batch_norm": _linear_scale_batch_norm_forward,

@@ -17,10 +17,37 @@ group_norm = F.group_norm
 
 
 def rms_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = False,
 ) -> Tensor:
-    """``input / sqrt(mean(input^2) + eps) * weight`` over the trailing ``normalized_shape`` (Zhang & Sennrich 2019)."""
-    return F.rms_norm(input, list(normalized_shape), weight, eps)
+    """``input / sqrt(mean(input^2) + eps) * (weight_offset + weight)`` over the trailing ``normalized_shape`` (Zhang &
+    Sennrich 2019); with ``cast_before_weight`` what is normalised is rounded to the input's dtype before the weight."""
+    if not (weight_offset or cast_before_weight):
+        return F.rms_norm(input, list(normalized_shape), weight, eps)
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    dims = [*range(-len(normalized_shape), 0)]
+    epsilon = torch.finfo(wide.dtype).eps if eps is None else eps
+    normalised = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + epsilon)
+    if cast_before_weight:
+        normalised = normalised.to(input.dtype)
+        return normalised if weight is None else normalised * (weight + weight_offset if weight_offset else weight)
+    return (normalised if weight is None else normalised * (weight.to(wide.dtype) + weight_offset)).to(input.dtype)
+
+
+def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """``x / sqrt(mean(x^2, dim) + eps)`` in float32 or better, times ``weight``, one value per index along ``dim``."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normalised = wide * torch.rsqrt(wide.square().mean(dim, keepdim=True) + eps)
+    if weight is not None:
+        shape = [1] * x.dim()
+        shape[dim] = -1
+        normalised = normalised * weight.to(wide.dtype).view(shape)
+    return normalised.to(x.dtype)
 
 
 def l1_norm(input: Tensor, dim: int = -1) -> Tensor:

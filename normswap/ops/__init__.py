@@ -12,7 +12,7 @@ from normswap.ops.dispatch import native_serves
 from normswap.ops.group_norm import group_norm
 from normswap.ops.l1_norm import l1_norm
 from normswap.ops.layer_norm import layer_norm
-from normswap.ops.rms_norm import rms_norm
+from normswap.ops.rms_norm import rms_norm, rms_norm_dim
 from normswap.ops.scale_batch_norm import fold_scale_batch_norm, scale_batch_norm
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "layer_norm",
     "native_serves",
     "rms_norm",
+    "rms_norm_dim",
     "scale_batch_norm",
 ]

@@ -22,15 +22,26 @@ from normswap.ops.dispatch import (
 
 
 def rms_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = False,
 ) -> Tensor:
     """Root-mean-square normalisation over the trailing ``normalized_shape`` (Zhang & Sennrich 2019), as
-    ``torch.nn.functional.rms_norm``.
+    ``torch.nn.functional.rms_norm``, times ``weight_offset + weight``.
 
-    ``eps=None`` means the machine epsilon PyTorch takes. Returns a contiguous tensor of the input's shape and dtype.
+    With ``cast_before_weight`` what is normalised is rounded to the input's dtype before the weight. ``eps=None`` means
+    the machine epsilon PyTorch takes. Returns a contiguous tensor of the input's shape and dtype.
     Raises what PyTorch's op raises.
     """
     shape = tuple(normalized_shape)
+    if weight_offset or cast_before_weight:
+        return reference.rms_norm(
+            input, shape, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight
+        )
     if not (
         native_serves(input, weight)
         and len(shape) > 0
@@ -43,6 +54,11 @@ def rms_norm(
     if needs_grad(input, weight):
         return _RMSNorm.apply(input, weight, shape, epsilon)
     return _rms_norm_forward(input, weight, shape, epsilon, None)
+
+
+def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """``x / sqrt(mean(x^2, dim) + eps)``, times ``weight``, one value per index along ``dim``."""
+    return reference.rms_norm_dim(x, dim, weight, eps)
 
 
 def _rms_norm_forward(

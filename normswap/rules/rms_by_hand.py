@@ -1,0 +1,288 @@
+"""A module whose whole forward is an RMSNorm written by hand: ``x / sqrt(mean(x^2) + eps) * weight`` in any spelling
+and any order of casts, known by what it computes and not by its name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import tracing
+from normswap.forwards import rms_norm as forwards
+from normswap.plan import Match, Reason, Refusal
+from normswap.rules import reading, source
+from normswap.rules.expression_site import (
+    DIVISION,
+    MULTIPLICATION,
+    Flow,
+    class_forward,
+    names_in,
+    not_rewritable,
+)
+from normswap.rules.module_site import is_lazy
+from normswap.rules.rms_graph import AnotherFunction, Form, form_of
+
+KIND = "rms_norm"
+
+_ROOTS = frozenset({"rsqrt", "sqrt"})
+_AVERAGES = frozenset({"mean", "sum"})
+_SQUARES = frozenset({"pow", "square"})
+# What a graph shows without a doubt. Not among them: all that reads a size, a device's name or a mode.
+_UNDERSTOOD = frozenset(
+    {
+        *(DIVISION | MULTIPLICATION | _ROOTS | _SQUARES),
+        *("/", "*", "**", "+", "add", "mean", "reciprocal"),
+        *("to", "float", "type", "type_as", ".dtype", ".device"),
+        *("view", "reshape", "unsqueeze", "[]"),
+    }
+)
+_PLAIN = (type(None), bool, int, str, float)
+_RANK = 6
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Attributes:
+    """What the attributes of self that a forward reads are: tensors, numbers that are read live, and the rest, whose
+    values are part of what the match stands on."""
+
+    tensors: tuple[str, ...]
+    numbers: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+# By class: is there something to speak of, and what tracing said, by all of a module that a graph depends on.
+_recognised: weakref.WeakKeyDictionary[type, tuple[types.CodeType, bool]] = weakref.WeakKeyDictionary()
+_traced: weakref.WeakKeyDictionary[type, dict[Hashable, Match | Refusal]] = weakref.WeakKeyDictionary()
+
+
+def match(module: nn.Module) -> Match | Refusal | None:
+    """Match a module whose forward is an RMSNorm and nothing else; refuse one that holds it in another form."""
+    forward = class_forward(module)
+    if forward is None or not _is_recognised(type(module), forward):
+        return None
+    if is_lazy(module):
+        return Refusal(KIND, Reason.LAZY)
+    return not_rewritable(module, KIND) or _judge(module, forward)
+
+
+# --- recognising --------------------------------------------------------------------------------------------------
+
+
+def _is_recognised(cls: type[nn.Module], forward: types.FunctionType) -> bool:
+    known = _recognised.get(cls)
+    if known is None or known[0] is not forward.__code__:
+        seen = any(_looks_like(function) for function in _functions(cls, forward))
+        known = _recognised[cls] = (forward.__code__, seen)
+    return known[1]
+
+
+def _functions(cls: type[nn.Module], forward: types.FunctionType) -> Iterator[types.FunctionType]:
+    """``forward`` and the methods of the class's own that it names, and those that these name."""
+    waiting, seen = [forward], {forward}
+    while waiting:
+        function = waiting.pop()
+        yield function
+        for name in names_in(function):
+            method = None if name in nn.Module.__dict__ else reading.method_of(cls, name)
+            if method is not None and method not in seen:
+                seen.add(method)
+                waiting.append(method)
+
+
+def _looks_like(function: types.FunctionType) -> bool:
+    """True when a mean (or sum) of a square flows into a root; without the source, its names decide."""
+    names = names_in(function)
+    if not names & _AVERAGES or not (names & _ROOTS or names & {"pow"} or not names & _SQUARES):
+        return False
+    tree = source.source_tree(inspect.unwrap(function).__code__)
+    if tree is None:
+        return bool(names & _ROOTS and names & _SQUARES)
+    flow = Flow(tree)
+    return any(
+        any(_is_square(node) for node in flow.into(average)) and not _centred(flow, average)
+        for root in _roots(flow)
+        for average in flow.calls(_AVERAGES, root)
+    )
+
+
+def _roots(flow: Flow) -> Iterator[ast.AST]:
+    yield from flow.calls(_ROOTS, *flow.nodes[:1])
+    for node in flow.nodes:
+        power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "pow"
+        if (power or called) and not _is_square(node):
+            yield node
+
+
+def _is_square(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp):
+        if isinstance(node.op, ast.Pow):
+            return isinstance(node.right, ast.Constant) and node.right.value == 2
+        return isinstance(node.op, ast.Mult) and ast.dump(node.left) == ast.dump(node.right)
+    if isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+        values = [*node.args, *(keyword.value for keyword in node.keywords)]
+        squared = any(isinstance(value, ast.Constant) and value.value == 2 for value in values)
+        twice = len(values) == 2 and ast.dump(values[0]) == ast.dump(values[1])
+        return name == "square" or (name == "pow" and squared) or (name in MULTIPLICATION and twice)
+    return False
+
+
+def _centred(flow: Flow, average: ast.AST) -> bool:
+    """True where a difference is averaged: a variance, and so a LayerNorm."""
+    return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) for node in flow.into(average))
+
+
+# --- judging ------------------------------------------------------------------------------------------------------
+
+
+def _judge(module: nn.Module, forward: types.FunctionType) -> Match | Refusal:
+    read = reading.read(type(module), forward)
+    if isinstance(read, tracing.Rejection):
+        return Refusal(KIND, read.reason, read.detail)
+    methods = {f"self.{name}()" for name in read.methods}
+    if extra := [*dict.fromkeys(o for o in read.operations if o not in _UNDERSTOOD and o not in methods)]:
+        return Refusal(KIND, Reason.PART_OF_FORWARD, f"besides an RMSNorm, forward does {', '.join(extra)}")
+    if any(name in module.__dict__ for name in read.methods):
+        return Refusal(KIND, Reason.UNSUPPORTED, "a method was replaced on the instance")
+    attributes = _attributes(module, read)
+    if isinstance(attributes, Refusal):
+        return attributes
+    known = _traced.setdefault(type(module), {})
+    key = _key(module, forward, read, attributes)
+    if key not in known:
+        known[key] = _judge_traces(module, forward, read, attributes)
+    return known[key]
+
+
+def _attributes(module: nn.Module, read: reading.Reading) -> _Attributes | Refusal:
+    own = tracing.own_tensors(module)
+    tensors = tuple(name for name in read.reads if isinstance(own.get(name), Tensor))
+    if (rejection := tracing.unreadable(module, tensors) or tracing.own_getattr(module)) is not None:
+        return Refusal(KIND, rejection.reason, rejection.detail)
+    numbers, settings = [], {}
+    for name in read.reads:
+        if name in tensors or name == "training":
+            continue
+        value = _plain_value(module, name, own)
+        if type(value) not in _PLAIN:
+            return Refusal(KIND, Reason.UNSUPPORTED, f"forward reads self.{name}, which is no tensor, number or flag")
+        if type(value) is float and name not in read.tested:
+            numbers.append(name)
+        else:
+            settings[name] = value
+    return _Attributes(tensors, tuple(numbers), settings)
+
+
+_UNKNOWN = object()
+
+
+def _plain_value(module: nn.Module, name: str, own: Mapping[str, Tensor | None]) -> object:
+    """The value of a plain attribute: the instance's, a parameter or buffer that is None, or the class's."""
+    on_class = inspect.getattr_static(type(module), name, _UNKNOWN)
+    if name in module.__dict__ and not hasattr(type(on_class), "__set__"):
+        return module.__dict__[name]
+    return own[name] if name in own and on_class is _UNKNOWN else on_class
+
+
+def _key(module: nn.Module, forward: types.FunctionType, read: reading.Reading, found: _Attributes) -> Hashable:
+    """All of a module that its traces depend on: sizes are no part of it, since no size is read."""
+    own = tracing.own_tensors(module)
+    shapes = tuple((name, _small(own[name])) for name in found.tensors)
+    settings = tuple((name, type(value), value) for name, value in found.settings.items())
+    return forward.__code__, read.codes, shapes, found.numbers, settings
+
+
+def _small(tensor: Tensor | None) -> tuple[int, ...]:
+    return () if tensor is None else tuple(3 if size > 1 else 1 for size in tensor.shape)
+
+
+def _judge_traces(
+    module: nn.Module, forward: types.FunctionType, read: reading.Reading, found: _Attributes
+) -> Match | Refusal:
+    """The match that every trace agrees on: of each mode, with each pair of dtypes, numbers other in every trace."""
+    if len(found.tensors) > 1:
+        return Refusal(KIND, Reason.UNSUPPORTED, f"forward reads self.{', self.'.join(found.tensors)}")
+    forms: dict[str, Form] = {}
+    for count, (x, weight) in enumerate(_pairs(bool(found.tensors))):
+        pair = _name(x) if weight in (None, x) else f"{_name(x)}*{_name(weight)}"
+        answers = [
+            _traced_form(module, read, found, x, weight or x, training, 2 * count + training)
+            for training in ((False, True) if "training" in read.reads else (False,))
+        ]
+        refusal = next((answer for answer in answers if isinstance(answer, Refusal)), None)
+        if refusal is None and len({*answers}) > 1:
+            refusal = Refusal(KIND, Reason.UNSUPPORTED, "forward computes another function in train mode")
+        if count == 0 and refusal is not None:
+            return refusal
+        if refusal is None and isinstance(answers[0], Form):
+            forms[pair] = answers[0]
+    return _agreed(forms, forward, read, found)
+
+
+def _agreed(
+    forms: Mapping[str, Form], forward: types.FunctionType, read: reading.Reading, found: _Attributes
+) -> Match | Refusal:
+    first = forms[_name(torch.float32)]
+    agreeing = {pair: form for pair, form in forms.items() if replace(form, rounds=False) == first}
+    if len(forms) > 1 and len(agreeing) == 1:
+        return Refusal(KIND, Reason.UNSUPPORTED, "forward computes with a number that is not an attribute's own value")
+    if [*found.tensors] != ([first.weight] if first.weight else []):
+        return Refusal(
+            KIND, Reason.UNSUPPORTED, f"forward reads self.{', self.'.join(found.tensors)} and does not use it"
+        )
+    rounding = next((form.rounds for pair, form in agreeing.items() if "16" in pair), False)
+    served = [pair for pair, form in agreeing.items() if "16" not in pair or form.rounds == rounding]
+    attributes: dict[str, Any] = {"dim": first.dim, "eps": first.eps, "dtypes": served}
+    if first.weight:
+        shape = [first.weight_axis, first.weight_rank, first.weight_dim]
+        attributes |= {"weight": first.weight, "cast_before_weight": rounding}
+        attributes |= {"weight_offset": first.weight_offset} if first.weight_offset else {}
+        attributes |= {"weight_shape": shape} if shape != [-1, 1, 1] else {}
+        attributes["dtypes"] = [pair if "*" in pair else f"{pair}*{pair}" for pair in served]
+    attributes |= {"settings": dict(found.settings)} if found.settings else {}
+    attributes |= {"methods": [*read.methods]} if read.methods else {}
+    return Match(KIND, attributes | {"source": forwards.digest((forward, *read.methods.values()))})
+
+
+def _pairs(weighted: bool) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
+    """(dtype of the input, dtype of the weight), float32 first."""
+    for dtype in _FLOATS:
+        yield dtype, dtype if weighted else None
+        if weighted and dtype is not torch.float32:
+            yield dtype, torch.float32
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _traced_form(
+    module: nn.Module,
+    read: reading.Reading,
+    found: _Attributes,
+    x: torch.dtype,
+    weight: torch.dtype,
+    training: bool,
+    count: int,
+) -> Form | Refusal:
+    numbers = {name: 0.371 + 0.0137 * index + 0.00119 * count for index, name in enumerate(found.numbers)}
+    own = tracing.own_tensors(module)
+    fakes = {name: torch.empty(_small(own[name]), dtype=weight, device="meta") for name in found.tensors}
+    values = {**found.settings, **numbers}
+    shape = (3,) * _RANK
+    traced = tracing.trace(module, found.tensors, shape, x, training=training, values=values, fakes=fakes)
+    if isinstance(traced, tracing.Rejection):
+        return Refusal(KIND, traced.reason, traced.detail)
+    try:
+        return form_of(traced, {number: name for name, number in numbers.items()})
+    except AnotherFunction as difference:
+        return Refusal(KIND, Reason.UNSUPPORTED, str(difference))
