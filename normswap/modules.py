@@ -9,7 +9,6 @@ import copy
 import copyreg
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
 from normswap import ops
-from normswap.forwards import rms_norm as forwards
-from normswap.plan import Match, PlanError
+from normswap.forwards.rms_norm import by_hand_forward
+from normswap.plan import Match, PlanError, is_by_hand
 
 _Forward = Callable[..., Tensor]
 
@@ -254,16 +253,15 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
     expected, swapped = _MODULE_CLASSES.get(kind, (nn.Module, nn.Module))
     if original is expected:
         return swapped
-    by_hand = kind == "rms_norm" and forwards.is_by_hand(attributes)
-    if kind not in _FORWARDS or not (by_hand or issubclass(original, expected)):
+    if kind not in _FORWARDS or not (is_by_hand(kind, attributes) or issubclass(original, expected)):
         raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
-    made: Any = _rewritten_class  # to mypy, a class is no hashable argument
-    return made(kind, original, json.dumps(dict(attributes), sort_keys=True))
+    key: Any = (kind, original, tuple(sorted(attributes.items())))
+    return _rewritten_class(*key)
 
 
 @functools.cache
-def _rewritten_class(kind: str, original: type[nn.Module], text: str) -> type[nn.Module]:
-    attributes: dict[str, Any] = json.loads(text)
+def _rewritten_class(kind: str, original: type[nn.Module], items: tuple[tuple[str, Any], ...]) -> type[nn.Module]:
+    attributes = dict(items)
     base_forward = original.forward
     forward = functools.wraps(base_forward)(_FORWARDS[kind](original, base_forward, attributes))
     body = {
@@ -329,7 +327,7 @@ def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping
 
 
 def _rms_norm_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
-    make = forwards.by_hand_forward if forwards.is_by_hand(attributes) else _subclass_forward("rms_norm")
+    make = by_hand_forward if is_by_hand("rms_norm", attributes) else _subclass_forward("rms_norm")
     return make(original, base_forward, attributes)
 
 

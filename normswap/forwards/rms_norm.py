@@ -16,10 +16,8 @@ from normswap import ops
 
 _Forward = Callable[..., Tensor]
 
-
-def is_by_hand(attributes: Mapping[str, Any]) -> bool:
-    """True for the attributes of an RMSNorm written by hand; those of nn.RMSNorm and its subclasses have no eps."""
-    return "eps" in attributes
+SELF = "self."
+"""Before the name of an attribute of the module, in a match: the match stands on this value of it."""
 
 
 def digest(functions: Iterable[Any]) -> str:
@@ -64,11 +62,13 @@ class _Site:
         self.eps: str | float = attributes["eps"]
         self.weight: str = attributes.get("weight", "")
         self.weight_offset: str | float = attributes.get("weight_offset", 0.0)
-        self.axis, self.rank, self.stored = attributes.get("weight_shape", (-1, 1, 1))
+        self.axis: int = attributes.get("weight_axis", -1)
+        self.rank: int = attributes.get("weight_rank", 1)
+        self.stored: int = attributes.get("weight_dim", 1)
         self.rounds: bool = attributes.get("cast_before_weight", False)
-        self.dtypes = frozenset(_dtypes(pair) for pair in attributes["dtypes"])
-        self.settings = tuple(dict(attributes.get("settings", {})).items())
-        self.methods = methods_of(original, attributes.get("methods", ()))
+        self.dtypes = frozenset(_dtypes(pair) for pair in attributes["dtypes"].split())
+        self.settings = tuple((key[len(SELF) :], v) for key, v in attributes.items() if key.startswith(SELF))
+        self.methods = methods_of(original, attributes.get("methods", "").split())
         self.known = digest((base_forward, *self.methods.values())) == attributes["source"]
 
     def is_as_read(self, module: Any) -> bool:

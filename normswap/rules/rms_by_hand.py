@@ -212,19 +212,22 @@ def _judge_traces(
     if len(found.tensors) > 1:
         return Refusal(KIND, Reason.UNSUPPORTED, f"forward reads self.{', self.'.join(found.tensors)}")
     forms: dict[str, Form] = {}
+    modes = (False, True) if "training" in read.reads else (False,)
     for count, (x, weight) in enumerate(_pairs(bool(found.tensors))):
-        pair = _name(x) if weight in (None, x) else f"{_name(x)}*{_name(weight)}"
+        variants = (count, -1) if count == 0 and found.numbers else (count,)
         answers = [
-            _traced_form(module, read, found, x, weight or x, training, 2 * count + training)
-            for training in ((False, True) if "training" in read.reads else (False,))
+            _traced_form(module, read, found, x, weight or x, training, variant)
+            for training in modes
+            for variant in variants
         ]
         refusal = next((answer for answer in answers if isinstance(answer, Refusal)), None)
         if refusal is None and len({*answers}) > 1:
-            refusal = Refusal(KIND, Reason.UNSUPPORTED, "forward computes another function in train mode")
+            detail = "forward depends on its mode, or on an attribute's value in another way than as its eps"
+            refusal = Refusal(KIND, Reason.UNSUPPORTED, detail)
         if count == 0 and refusal is not None:
             return refusal
         if refusal is None and isinstance(answers[0], Form):
-            forms[pair] = answers[0]
+            forms[_name(x) if weight in (None, x) else f"{_name(x)}*{_name(weight)}"] = answers[0]
     return _agreed(forms, forward, read, found)
 
 
@@ -233,23 +236,20 @@ def _agreed(
 ) -> Match | Refusal:
     first = forms[_name(torch.float32)]
     agreeing = {pair: form for pair, form in forms.items() if replace(form, rounds=False) == first}
-    if len(forms) > 1 and len(agreeing) == 1:
-        return Refusal(KIND, Reason.UNSUPPORTED, "forward computes with a number that is not an attribute's own value")
     if [*found.tensors] != ([first.weight] if first.weight else []):
         return Refusal(
             KIND, Reason.UNSUPPORTED, f"forward reads self.{', self.'.join(found.tensors)} and does not use it"
         )
     rounding = next((form.rounds for pair, form in agreeing.items() if "16" in pair), False)
     served = [pair for pair, form in agreeing.items() if "16" not in pair or form.rounds == rounding]
-    attributes: dict[str, Any] = {"dim": first.dim, "eps": first.eps, "dtypes": served}
+    both = [pair if "*" in pair or not first.weight else f"{pair}*{pair}" for pair in served]
+    attributes: dict[str, Any] = {"dim": first.dim, "eps": first.eps, "dtypes": " ".join(both)}
     if first.weight:
-        shape = [first.weight_axis, first.weight_rank, first.weight_dim]
         attributes |= {"weight": first.weight, "cast_before_weight": rounding}
-        attributes |= {"weight_offset": first.weight_offset} if first.weight_offset else {}
-        attributes |= {"weight_shape": shape} if shape != [-1, 1, 1] else {}
-        attributes["dtypes"] = [pair if "*" in pair else f"{pair}*{pair}" for pair in served]
-    attributes |= {"settings": dict(found.settings)} if found.settings else {}
-    attributes |= {"methods": [*read.methods]} if read.methods else {}
+        optional = ("weight_offset", "weight_axis", "weight_rank", "weight_dim")
+        attributes |= {name: getattr(first, name) for name in optional if getattr(first, name) != getattr(Form, name)}
+    attributes |= {f"{forwards.SELF}{name}": value for name, value in found.settings.items()}
+    attributes |= {"methods": " ".join(read.methods)} if read.methods else {}
     return Match(KIND, attributes | {"source": forwards.digest((forward, *read.methods.values()))})
 
 
@@ -274,7 +274,7 @@ def _traced_form(
     training: bool,
     count: int,
 ) -> Form | Refusal:
-    numbers = {name: 0.371 + 0.0137 * index + 0.00119 * count for index, name in enumerate(found.numbers)}
+    numbers = {name: 0.371 + 0.0137 * index + 0.00119 * (1 + count) for index, name in enumerate(found.numbers)}
     own = tracing.own_tensors(module)
     fakes = {name: torch.empty(_small(own[name]), dtype=weight, device="meta") for name in found.tensors}
     values = {**found.settings, **numbers}
