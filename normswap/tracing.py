@@ -68,14 +68,16 @@ def trace(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     values: Mapping[str, Any] | None = None,
     fakes: Mapping[str, Tensor] | None = None,
+    device: str = "cpu",
 ) -> Traced | Rejection:
     """The ATen graph of the module's class's forward for a fake input of ``shape`` and ``dtype`` in one mode.
 
     Forward runs on a twin that holds fakes of the attributes ``reads`` and the plain attributes ``values``, and nothing
     else, so the module, its hooks, its buffers and the random state are never touched, and reading anything more fails.
     Children read must be leaves; they get the mode ``training`` too, and ``settings`` (child -> attribute -> value) in
-    place of their own. ``fakes`` lends tensors read the shape and dtype of others. Whoever calls this must know from
-    the source what forward does: it is run.
+    place of their own. ``fakes`` lends tensors read the shape and dtype of others. All tensors are said to be on
+    ``device``: on "meta" a move to any device that the code names shows. Whoever calls this must know from the source
+    what forward does: it is run.
     """
     if (rejection := unreadable(module, reads)) is not None:
         return rejection
@@ -91,8 +93,8 @@ def trace(
     returned: list[str] = []
     try:
         with FakeTensorMode():
-            given = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors.values()]
-            x = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+            given = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in tensors.values()]
+            x = torch.empty(tuple(shape), dtype=dtype, device=device)
             graph = make_fx(forward, tracing_mode="fake", pre_dispatch=True)(given, x).graph
     except Exception as error:  # forward is the user's code: whatever it raises becomes the reason
         first_line = (str(error).splitlines() or [""])[0]

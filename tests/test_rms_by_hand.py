@@ -168,7 +168,7 @@ class OfChannelsOffset(Norm):
 
     def forward(self, x):
         y = x.float() * torch.rsqrt(x.float().pow(2).mean(1, keepdim=True) + self.eps)
-        return (y * (1.0 + self.weight)).to(x.dtype)
+        return (y * (1.0 + self.weight.float())).to(x.dtype)
 
 
 class OfTheThirdLast(Norm):
@@ -431,8 +431,9 @@ class DataDependent(Norm):
 
 class SideEffect(Norm):
     def forward(self, x):
-        self.seen = x.pow(2).mean(-1, keepdim=True)
-        return x * torch.rsqrt(self.seen + self.eps) * self.weight
+        variance = x.pow(2).mean(-1, keepdim=True)
+        self.seen = variance
+        return x * torch.rsqrt(variance + self.eps) * self.weight
 
 
 class Starred(Norm):
@@ -519,7 +520,7 @@ LOOK_ALIKES = [
     *((DataDependent, Reason.NOT_STRAIGHT_LINE, "x.max()"), (SideEffect, Reason.NOT_STRAIGHT_LINE, "self.seen")),
     *((Starred, Reason.UNSUPPORTED, "args"), (KeywordOnly, Reason.UNSUPPORTED, "scale")),
     *((Defaulted, Reason.UNSUPPORTED, "None"), (DifferentInTraining, Reason.UNSUPPORTED, "another function")),
-    *((Recursive, Reason.NOT_STRAIGHT_LINE, "itself"), (ToADevice, Reason.NOT_STRAIGHT_LINE, "a string")),
+    *((Recursive, Reason.NOT_STRAIGHT_LINE, "itself"), (ToADevice, Reason.TRACE, "device")),
     *((Property, Reason.UNSUPPORTED, "self.epsilon"), (Scalar, Reason.UNSUPPORTED, "not one value per index")),
     *((Child, Reason.PART_OF_FORWARD, "self.act"), (Closed, Reason.NOT_STRAIGHT_LINE, "closes over")),
     (Decorated, Reason.NOT_STRAIGHT_LINE, "decorator"),

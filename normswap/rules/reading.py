@@ -67,6 +67,8 @@ def _is_current(cls: type[nn.Module], known: Reading | Rejection) -> bool:
 
 
 def _read(cls: type[nn.Module], forward: types.FunctionType) -> Reading | Rejection:
+    if isinstance(tree := definition(forward), Rejection):
+        return tree
     if (rejection := takes_another_argument(forward)) is not None:
         return rejection
     reader = _Reader(cls, forward)

@@ -22,6 +22,7 @@ from normswap.rules.expression_site import (
     DIVISION,
     MULTIPLICATION,
     Flow,
+    called_name,
     class_forward,
     names_in,
     not_rewritable,
@@ -79,7 +80,7 @@ def match(module: nn.Module) -> Match | Refusal | None:
 def _is_recognised(cls: type[nn.Module], forward: types.FunctionType) -> bool:
     known = _recognised.get(cls)
     if known is None or known[0] is not forward.__code__:
-        seen = any(_looks_like(function) for function in _functions(cls, forward))
+        seen = _looks_like([*_functions(cls, forward)])
         known = _recognised[cls] = (forward.__code__, seen)
     return known[1]
 
@@ -97,20 +98,31 @@ def _functions(cls: type[nn.Module], forward: types.FunctionType) -> Iterator[ty
                 waiting.append(method)
 
 
-def _looks_like(function: types.FunctionType) -> bool:
-    """True when a mean (or sum) of a square flows into a root; without the source, its names decide."""
-    names = names_in(function)
-    if not names & _AVERAGES or not (names & _ROOTS or names & {"pow"} or not names & _SQUARES):
+def _looks_like(functions: list[types.FunctionType]) -> bool:
+    """True when in one of ``functions``, which may call each other, a mean (or sum) of a square flows into a root.
+    Without a source its names decide."""
+    names = frozenset[str]().union(*map(names_in, functions))
+    if not names & _AVERAGES:
         return False
-    tree = source.source_tree(inspect.unwrap(function).__code__)
-    if tree is None:
+    trees = {f.__name__: source.source_tree(inspect.unwrap(f).__code__) for f in functions}
+    if None in trees.values():
         return bool(names & _ROOTS and names & _SQUARES)
-    flow = Flow(tree)
-    return any(
-        any(_is_square(node) for node in flow.into(average)) and not _centred(flow, average)
-        for root in _roots(flow)
-        for average in flow.calls(_AVERAGES, root)
-    )
+    flows = {name: Flow(tree) for name, tree in trees.items() if tree is not None}
+    squaring = frozenset(name for name, flow in flows.items() if any(map(_is_square, flow.nodes)))
+    averaging = frozenset(name for name, flow in flows.items() if _averages(flow, squaring, flow.nodes[0]))
+    return any(_averages(flow, squaring, root, averaging) for flow in flows.values() for root in _roots(flow))
+
+
+def _averages(flow: Flow, squaring: frozenset[str], within: ast.AST, averaging: frozenset[str] = frozenset()) -> bool:
+    """True when a mean of a square that is no variance flows into ``within``; ``squaring`` and ``averaging`` are
+    methods that give a square and such a mean."""
+    for call in flow.calls(_AVERAGES | averaging, within):
+        if called_name(call) in averaging:
+            return True
+        square = any(_is_square(node) for node in flow.into(call)) or any(flow.calls(squaring, call))
+        if square and not _centred(flow, call):
+            return True
+    return False
 
 
 def _roots(flow: Flow) -> Iterator[ast.AST]:
@@ -173,6 +185,8 @@ def _attributes(module: nn.Module, read: reading.Reading) -> _Attributes | Refus
         if name in tensors or name == "training":
             continue
         value = _plain_value(module, name, own)
+        if value is _UNKNOWN:
+            continue  # it has no such attribute: where forward reads it all the same, tracing fails
         if type(value) not in _PLAIN:
             return Refusal(KIND, Reason.UNSUPPORTED, f"forward reads self.{name}, which is no tensor, number or flag")
         if type(value) is float and name not in read.tested:
@@ -279,7 +293,9 @@ def _traced_form(
     fakes = {name: torch.empty(_small(own[name]), dtype=weight, device="meta") for name in found.tensors}
     values = {**found.settings, **numbers}
     shape = (3,) * _RANK
-    traced = tracing.trace(module, found.tensors, shape, x, training=training, values=values, fakes=fakes)
+    traced = tracing.trace(
+        module, found.tensors, shape, x, training=training, values=values, fakes=fakes, device="meta"
+    )
     if isinstance(traced, tracing.Rejection):
         return Refusal(KIND, traced.reason, traced.detail)
     try:

@@ -54,6 +54,10 @@ def _dtype(node: fx.Node) -> torch.dtype:
     return node.meta["val"].dtype
 
 
+def _device(node: fx.Node) -> torch.device:
+    return node.meta["val"].device
+
+
 def _parts(node: object, *targets: object) -> tuple[object, ...] | None:
     """The arguments of a node of one of ``targets``; None for another node."""
     return node.args if isinstance(node, fx.Node) and node.target in targets else None
@@ -64,6 +68,9 @@ class _Graph:
         self.traced, self.numbers, self.x = traced, numbers, traced.argument
 
     def form(self) -> Form:
+        for node in self.traced.operations:
+            if _device(node) != _device(self.x):
+                raise AnotherFunction(f"forward moves a tensor to {_device(node)}")
         result = self.traced.result
         if _dtype(result) is not _dtype(self.x):
             raise AnotherFunction(f"forward gives {_dtype(result)} for {_dtype(self.x)}")
