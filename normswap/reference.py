@@ -26,17 +26,20 @@ def rms_norm(
     cast_before_weight: bool = False,
 ) -> Tensor:
     """``input / sqrt(mean(input^2) + eps) * (weight_offset + weight)`` over the trailing ``normalized_shape`` (Zhang &
-    Sennrich 2019); with ``cast_before_weight`` what is normalised is rounded to the input's dtype before the weight."""
-    if not (weight_offset or cast_before_weight):
-        return F.rms_norm(input, list(normalized_shape), weight, eps)
+    Sennrich 2019), in float32 or better; with ``cast_before_weight`` what is normalised is rounded to the input's
+    dtype before the weight."""
+    shape = tuple(normalized_shape)
+    fits = len(shape) > 0 and input.shape[-len(shape) :] == shape and (weight is None or weight.shape == shape)
+    if not (fits and (weight_offset or cast_before_weight)):
+        return F.rms_norm(input, list(shape), weight, eps)
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
-    dims = [*range(-len(normalized_shape), 0)]
     epsilon = torch.finfo(wide.dtype).eps if eps is None else eps
-    normalised = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + epsilon)
+    normalised = wide * torch.rsqrt(wide.square().mean([*range(-len(shape), 0)], keepdim=True) + epsilon)
     if cast_before_weight:
-        normalised = normalised.to(input.dtype)
-        return normalised if weight is None else normalised * (weight + weight_offset if weight_offset else weight)
-    return (normalised if weight is None else normalised * (weight.to(wide.dtype) + weight_offset)).to(input.dtype)
+        normalised = normalised.to(input.dtype).to(wide.dtype)
+    if weight is not None:
+        normalised = normalised * (weight.to(wide.dtype) + weight_offset)
+    return normalised.to(input.dtype)
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

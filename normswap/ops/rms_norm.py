@@ -33,23 +33,25 @@ def rms_norm(
     """Root-mean-square normalisation over the trailing ``normalized_shape`` (Zhang & Sennrich 2019), as
     ``torch.nn.functional.rms_norm``, times ``weight_offset + weight``.
 
-    With ``cast_before_weight`` what is normalised is rounded to the input's dtype before the weight. ``eps=None`` means
-    the machine epsilon PyTorch takes. Returns a contiguous tensor of the input's shape and dtype.
-    Raises what PyTorch's op raises.
+    ``weight`` has ``normalized_shape`` and the input's dtype or float32; ``weight_offset`` is added to it in float32
+    (Gemma's ``1 + weight``). With ``cast_before_weight`` what is normalised is rounded to the input's dtype before the
+    weight, as Llama does. ``eps=None`` means the machine epsilon PyTorch takes. Returns a tensor of the input's shape
+    and dtype, contiguous for a contiguous input. Raises what PyTorch's op raises.
+
+    Our kernel serves without an offset and without a cast; PyTorch computes the rest.
     """
     shape = tuple(normalized_shape)
-    if weight_offset or cast_before_weight:
-        return reference.rms_norm(
-            input, shape, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight
-        )
     if not (
-        native_serves(input, weight)
+        not (weight_offset or cast_before_weight)
+        and native_serves(input, weight)
         and len(shape) > 0
         and input.shape[-len(shape) :] == shape
         and (weight is None or weight.shape == shape)
         and affine_dtypes_fit(input, weight, None)
     ):
-        return reference.rms_norm(input, shape, weight, eps)
+        return reference.rms_norm(
+            input, shape, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight
+        )
     epsilon = torch.finfo(torch.float32).eps if eps is None else eps
     if needs_grad(input, weight):
         return _RMSNorm.apply(input, weight, shape, epsilon)
@@ -57,7 +59,20 @@ def rms_norm(
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """``x / sqrt(mean(x^2, dim) + eps)``, times ``weight``, one value per index along ``dim``."""
+    """``x / torch.sqrt(torch.mean(x**2, dim=dim, keepdim=True) + eps)`` in float32 or better, times ``weight``: an
+    RMSNorm over channels where ``dim`` is 1.
+
+    ``weight`` is a vector, one value per index along ``dim``, of any floating dtype. Returns a tensor of the shape and
+    dtype of ``x``, contiguous for a contiguous ``x``. Raises TypeError for an ``x`` that is not floating-point,
+    ValueError for a weight of another shape, IndexError for a ``dim`` out of range. PyTorch computes it so far.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"rms_norm_dim: x must be floating-point, got {x.dtype}")
+    if weight is not None and weight.shape != (x.shape[dim],):
+        raise ValueError(
+            f"rms_norm_dim: weight must have shape ({x.shape[dim]},), one value per index along dim {dim} of x "
+            f"{tuple(x.shape)}; got {tuple(weight.shape)}"
+        )
     return reference.rms_norm_dim(x, dim, weight, eps)
 
 
