@@ -93,14 +93,14 @@ class _Site:
     def serves(self, x: Tensor, weight: Any) -> bool:
         """True when the op does what the original does with these tensors."""
         rank = x.dim()
-        if not -rank <= self.dim < rank:
-            return False
+        if type(x) not in _PLAIN or not -rank <= self.dim < rank or 0 in x.stride():
+            return False  # of an expanded tensor the elementwise operations give strides of their own
         if self.rounds and x.dtype is not torch.float32 and self.dim % rank != rank - 1:
             return False  # the op along another dim than the last has no such cast
         if not self.weight:
             return (x.dtype, None) in self.dtypes
         return (
-            isinstance(weight, Tensor)
+            type(weight) in _PLAIN
             and (x.dtype, weight.dtype) in self.dtypes
             and x.device == weight.device
             and self.rank <= rank
@@ -132,6 +132,7 @@ class _Site:
 
 
 _MISSING = object()
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def _dtypes(pair: str) -> tuple[torch.dtype, torch.dtype | None]:
@@ -147,11 +148,8 @@ def _outside_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _memory_order(x: Tensor) -> list[int] | None:
-    """The dims of a tensor that is not contiguous as they lie in memory, None where they already lie so or a dim is
-    expanded."""
+    """The dims of a tensor that is not contiguous as they lie in memory, None where they already lie so."""
     strides = x.stride()
-    if any(stride == 0 and size != 1 for stride, size in zip(strides, x.shape, strict=True)):
-        return None
     order = sorted(range(x.dim()), key=lambda d: -strides[d])
     return None if order == list(range(x.dim())) else order
 
