@@ -142,7 +142,7 @@ def _dtypes(pair: str) -> tuple[torch.dtype, torch.dtype | None]:
 
 def _outside_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Autocast leaves the original alone: what it would cast to float32 is float32 already."""
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 
