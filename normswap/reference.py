@@ -28,18 +28,14 @@ def rms_norm(
     """``input / sqrt(mean(input^2) + eps) * (weight_offset + weight)`` over the trailing ``normalized_shape`` (Zhang &
     Sennrich 2019), in float32 or better; with ``cast_before_weight`` what is normalised is rounded to the input's
     dtype before the weight."""
-    shape = tuple(normalized_shape)
-    fits = len(shape) > 0 and input.shape[-len(shape) :] == shape and (weight is None or weight.shape == shape)
-    if not (fits and (weight_offset or cast_before_weight)):
-        return F.rms_norm(input, list(shape), weight, eps)
-    wide = input.to(torch.promote_types(input.dtype, torch.float32))
-    epsilon = torch.finfo(wide.dtype).eps if eps is None else eps
-    normalised = wide * torch.rsqrt(wide.square().mean([*range(-len(shape), 0)], keepdim=True) + epsilon)
+    shape = list(normalized_shape)
+    if weight is None or list(weight.shape) != shape or not (weight_offset or cast_before_weight):
+        return F.rms_norm(input, shape, weight, eps)  # one rounding, at the end; a wrong shape raises
+    wide = torch.promote_types(input.dtype, torch.float32)
+    gain = weight.to(wide) + weight_offset if weight_offset else weight
     if cast_before_weight:
-        normalised = normalised.to(input.dtype).to(wide.dtype)
-    if weight is not None:
-        normalised = normalised * (weight.to(wide.dtype) + weight_offset)
-    return normalised.to(input.dtype)
+        return (F.rms_norm(input, shape, None, eps).to(input.dtype) * gain).to(input.dtype)
+    return F.rms_norm(input.to(wide), shape, gain, eps).to(input.dtype)
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
