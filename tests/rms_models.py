@@ -90,6 +90,21 @@ class Helpers(Norm):
         return self._norm(x.float(), self.eps).type_as(x) * self.weight
 
 
+def rms(x, eps=1e-6):
+    return x * rstd_of(x, eps)
+
+
+def rstd_of(x, eps):
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+class Functions(Norm):
+    """Falcon Mamba's way."""
+
+    def forward(self, x):
+        return self.weight * rms(x.float(), eps=self.eps).to(x.dtype)
+
+
 class Optional_(Norm):
     """Diffusers' way: weight and bias may be None."""
 
@@ -174,7 +189,7 @@ class OfTheThirdLast(Norm):
         return (self.weight * y).to(x.dtype)
 
 
-LAST = (Squared, Times, Reciprocal, Power, Literal, Helpers, Optional_, NoWeight, Flags, TrainingIsRead)
+LAST = (Squared, Times, Reciprocal, Power, Literal, Helpers, Functions, Optional_, NoWeight, Flags, TrainingIsRead)
 CHANNELS = (OfChannels, OfChannelsWeighted, OfChannelsViewed, OfChannelsOffset, OfTheThirdLast)
 
 
@@ -205,6 +220,7 @@ TRANSFORMERS = (
     "qwen3_next.Qwen3NextRMSNorm",
     "olmo2.Olmo2RMSNorm",
     "gpt_oss.GptOssRMSNorm",
+    "falcon_mamba.FalconMambaRMSNorm",
     "helium.HeliumRMSNorm",
     "moshi.MoshiRMSNorm",
     "llama4.Llama4TextRMSNorm",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import rms_models
 import torch
 from models import randomised
 from rms_models import (
     Calls,
     Flags,
+    Functions,
     Helpers,
     OfChannelsWeighted,
     Optional_,
@@ -104,6 +106,12 @@ def test_code_that_changes_brings_the_original_back(calls: Calls, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr(Helpers, "_square", lambda self, x: x.abs())
         assert_equal(swapped, module, x, calls, served=False)
+    module, swapped, x = pair(Functions)
+    assert_equal(swapped, module, x, calls, served=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(rms_models, "rstd_of", lambda x, eps: 3.0)
+        assert_equal(swapped, module, x, calls, served=False)
+    module, swapped, x = pair(Helpers)
     with monkeypatch.context() as patched:
         patched.setattr(Helpers, "forward", lambda self, x: x + 1)
         assert torch.equal(swapped(x), x + 1)
@@ -215,7 +223,7 @@ def test_gradient_modes(cls: type[nn.Module], calls: Calls) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("cls", [*KINDS, Helpers, Optional_])
+@pytest.mark.parametrize("cls", [*KINDS, Helpers, Functions, Optional_])
 def test_compile_and_export_without_graph_breaks(cls: type[nn.Module]) -> None:
     module, swapped, x = pair(cls)
     torch._dynamo.reset()

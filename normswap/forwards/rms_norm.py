@@ -21,7 +21,7 @@ SELF = "self."
 
 
 def digest(functions: Iterable[Any]) -> str:
-    """A fingerprint of the source of a forward and the methods it calls: a module pickled with one version of a
+    """A fingerprint of the source of a forward and what it calls: a module pickled with one version of a
     library must not be swapped by what was read there when it is loaded with another. "" where there is no source."""
     try:
         text = "\n".join(inspect.getsource(function) for function in functions)
@@ -69,7 +69,10 @@ class _Site:
         self.dtypes = frozenset(_dtypes(pair) for pair in attributes["dtypes"].split())
         self.settings = tuple((key[len(SELF) :], v) for key, v in attributes.items() if key.startswith(SELF))
         self.methods = methods_of(original, attributes.get("methods", "").split())
-        self.known = digest((base_forward, *self.methods.values())) == attributes["source"]
+        self.globals: dict[str, Any] = getattr(base_forward, "__globals__", {})
+        self.functions = {name: self.globals.get(name) for name in attributes.get("functions", "").split()}
+        called = (*self.methods.values(), *self.functions.values())
+        self.known = digest((base_forward, *called)) == attributes["source"]
 
     def is_as_read(self, module: Any) -> bool:
         """True while the class has the functions and the instance the flags that the match was made from."""
@@ -77,6 +80,9 @@ class _Site:
             return False
         for name, method in self.methods.items():
             if getattr(self.original, name, None) is not method or name in module.__dict__:
+                return False
+        for name, function in self.functions.items():
+            if self.globals.get(name) is not function:
                 return False
         for name, value in self.settings:
             found = getattr(module, name, _MISSING)

@@ -1,4 +1,5 @@
-"""What the source of a forward says when it may branch on flags and dtypes and call methods of self.
+"""What the source of a forward says when it may branch on flags and dtypes, call methods of self and functions beside
+its class.
 
 ``source.scan`` understands straight-line code. Here an ``if`` is understood too, where its test depends on nothing but
 attributes of self, None and dtypes: which branch runs, a trace with the same values then shows. What a rule pins at
@@ -11,14 +12,14 @@ import ast
 import inspect
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from normswap.plan import Reason
-from normswap.rules.source import NotUnderstood, Scanner, definition, takes_another_argument
+from normswap.rules.source import NotUnderstood, Scanner, definition, is_torchs, takes_another_argument
 from normswap.tracing import Rejection
 
 _COMPARISONS = (ast.Is, ast.IsNot, ast.Eq, ast.NotEq, ast.In, ast.NotIn)
@@ -26,10 +27,11 @@ _COMPARISONS = (ast.Is, ast.IsNot, ast.Eq, ast.NotEq, ast.In, ast.NotIn)
 
 @dataclass(frozen=True)
 class Reading:
-    """What a ``forward(self, argument)`` says, the methods of self it calls read along.
+    """What a ``forward(self, argument)`` says, the methods of self and the functions of its module it calls read along.
 
-    ``reads`` and ``operations`` are those of ``source.Scan``, methods apart; ``tested`` holds the attributes of self on
-    which a branch depends, ``methods`` the functions that are called as methods of self, by name.
+    ``reads`` and ``operations`` are those of ``source.Scan``, what is called apart; ``tested`` holds the attributes of
+    self on which a branch depends, ``methods`` and ``functions`` what is called as a method of self and by a global
+    name of forward's module, by name.
     """
 
     argument: str
@@ -37,33 +39,44 @@ class Reading:
     operations: tuple[str, ...]
     tested: frozenset[str] = frozenset()
     methods: Mapping[str, types.FunctionType] = field(default_factory=dict)
+    functions: Mapping[str, types.FunctionType] = field(default_factory=dict)
 
     @property
-    def codes(self) -> tuple[types.CodeType, ...]:
-        """The code of every method: what ran when this was read."""
-        return tuple(method.__code__ for method in self.methods.values())
+    def called(self) -> tuple[types.FunctionType, ...]:
+        """All that forward calls."""
+        return *self.methods.values(), *self.functions.values()
 
 
 # By class; the forward is kept, and the codes, to notice others.
-_readings: weakref.WeakKeyDictionary[type, tuple[Any, types.CodeType, Reading | Rejection]] = (
-    weakref.WeakKeyDictionary()
-)
+_readings: weakref.WeakKeyDictionary[
+    type, tuple[Any, types.CodeType, Reading | Rejection, tuple[types.CodeType, ...]]
+] = weakref.WeakKeyDictionary()
 
 
 def read(cls: type[nn.Module], forward: types.FunctionType) -> Reading | Rejection:
     """Read the source of ``forward`` of ``cls`` and of the methods it calls, or the reason why it is not understood.
     The result is cached by class."""
     known = _readings.get(cls)
-    if known is None or known[:2] != (forward, forward.__code__) or not _is_current(cls, known[2]):
-        known = _readings[cls] = (forward, forward.__code__, _read(cls, forward))
+    if known is None or known[:2] != (forward, forward.__code__) or not _is_current(cls, forward, *known[2:]):
+        result = _read(cls, forward)
+        codes = () if isinstance(result, Rejection) else codes_of(result.called)
+        known = _readings[cls] = (forward, forward.__code__, result, codes)
     return known[2]
 
 
-def _is_current(cls: type[nn.Module], known: Reading | Rejection) -> bool:
+def codes_of(functions: Iterable[types.FunctionType]) -> tuple[types.CodeType, ...]:
+    """The code of each of ``functions`` now."""
+    return tuple(function.__code__ for function in functions)
+
+
+def _is_current(
+    cls: type[nn.Module], forward: types.FunctionType, known: Reading | Rejection, codes: tuple[types.CodeType, ...]
+) -> bool:
+    """True while the same functions with the same code are behind the names."""
     if isinstance(known, Rejection):
         return True
-    found = [method_of(cls, name) for name in known.methods]
-    return found == [*known.methods.values()] and tuple(m.__code__ for m in found if m is not None) == known.codes
+    found = [method_of(cls, name) for name in known.methods] + [function_of(forward, name) for name in known.functions]
+    return found == [*known.called] and codes_of(known.called) == codes
 
 
 def _read(cls: type[nn.Module], forward: types.FunctionType) -> Reading | Rejection:
@@ -71,7 +84,7 @@ def _read(cls: type[nn.Module], forward: types.FunctionType) -> Reading | Reject
         return tree
     if (rejection := takes_another_argument(forward)) is not None:
         return rejection
-    reader = _Reader(cls, forward)
+    reader = _Reader(cls, forward, forward)
     try:
         reader.read_function()
     except NotUnderstood as error:
@@ -85,6 +98,7 @@ def _read(cls: type[nn.Module], forward: types.FunctionType) -> Reading | Reject
         tuple(reader.operations),
         frozenset(reader.tested),
         dict(reader.methods),
+        dict(reader.functions),
     )
 
 
@@ -94,8 +108,15 @@ def method_of(cls: type[nn.Module], name: str) -> types.FunctionType | None:
     return found if isinstance(found, types.FunctionType) else None
 
 
+def function_of(forward: types.FunctionType, name: str) -> types.FunctionType | None:
+    """The plain function that the global ``name`` stands for in the module of ``forward``; None for anything else, and
+    for torch's own."""
+    found = forward.__globals__.get(name)
+    return found if isinstance(found, types.FunctionType) and not is_torchs(found) else None
+
+
 class _Unreadable(Exception):
-    """A method whose source cannot be trusted."""
+    """A method or function whose source cannot be trusted."""
 
     def __init__(self, rejection: Rejection) -> None:
         super().__init__(rejection.detail)
@@ -103,13 +124,24 @@ class _Unreadable(Exception):
 
 
 class _Reader(Scanner):
-    """A Scanner that follows branches and methods; ``above`` are the functions whose calls led here."""
+    """A Scanner that follows branches, methods and functions from ``forward`` on; ``above`` are the functions whose
+    calls led here. ``is_method`` says whether the first argument of ``function`` is self."""
 
-    def __init__(self, cls: type[nn.Module], function: types.FunctionType, above: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self,
+        cls: type[nn.Module],
+        forward: types.FunctionType,
+        function: types.FunctionType,
+        above: tuple[Any, ...] = (),
+        is_method: bool = True,
+    ) -> None:
         super().__init__(function)
-        self.cls, self.function, self.above = cls, function, (*above, function)
+        if not is_method:
+            self.owner = ""
+        self.cls, self.forward, self.function, self.above = cls, forward, function, (*above, function)
         self.tested: set[str] = set()
         self.methods: dict[str, types.FunctionType] = {}
+        self.functions: dict[str, types.FunctionType] = {}
         self.dtypes: frozenset[str] = frozenset()
 
     def read_function(self) -> None:
@@ -174,21 +206,30 @@ class _Reader(Scanner):
         return _reads_dtype(node) and isinstance(node.value, (ast.Name, ast.Attribute))  # type: ignore[attr-defined]
 
     def _callee(self, func: ast.expr) -> str:
-        if not (isinstance(func, ast.Attribute) and self._is_self(func.value)):
-            return super()._callee(func)
-        method = method_of(self.cls, func.attr)
-        if method is None:
-            return super()._callee(func)
-        if method in self.above or not method.__code__.co_argcount:
-            raise NotUnderstood(f"{func.attr} calls itself, or takes no self, at line {func.lineno}")
-        self.methods[func.attr] = method
-        below = _Reader(self.cls, method, self.above)
+        if isinstance(func, ast.Attribute) and self._is_self(func.value):
+            method = method_of(self.cls, func.attr)
+            if method is not None:
+                self.methods[func.attr] = method
+                return self._called(method, func, is_method=True)
+        elif isinstance(func, ast.Name) and func.id not in self.locals and self.globals is self.forward.__globals__:
+            function = function_of(self.forward, func.id)
+            if function is not None:
+                self.functions[func.id] = function
+                return self._called(function, func, is_method=False)
+        return super()._callee(func)
+
+    def _called(self, function: types.FunctionType, func: ast.expr, is_method: bool) -> str:
+        """Read ``function``, which ``func`` calls, along."""
+        if function in self.above or not function.__code__.co_argcount:
+            raise NotUnderstood(f"{ast.unparse(func)} calls itself, or takes no argument, at line {func.lineno}")
+        below = _Reader(self.cls, self.forward, function, self.above, is_method)
         below.read_function()
         self.reads += below.reads
         self.operations += below.operations
         self.tested |= below.tested
         self.methods.update(below.methods)
-        return f"self.{func.attr}()"
+        self.functions.update(below.functions)
+        return f"{ast.unparse(func)}()"
 
 
 def _is_plain(value: object) -> bool:

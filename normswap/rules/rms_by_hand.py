@@ -86,16 +86,17 @@ def _is_recognised(cls: type[nn.Module], forward: types.FunctionType) -> bool:
 
 
 def _functions(cls: type[nn.Module], forward: types.FunctionType) -> Iterator[types.FunctionType]:
-    """``forward`` and the methods of the class's own that it names, and those that these name."""
+    """``forward``, the methods of the class's own and the functions beside it that it names, and those these name."""
     waiting, seen = [forward], {forward}
     while waiting:
         function = waiting.pop()
         yield function
         for name in names_in(function):
             method = None if name in nn.Module.__dict__ else reading.method_of(cls, name)
-            if method is not None and method not in seen:
-                seen.add(method)
-                waiting.append(method)
+            for found in (method, reading.function_of(forward, name)):
+                if found is not None and found not in seen:
+                    seen.add(found)
+                    waiting.append(found)
 
 
 def _looks_like(functions: list[types.FunctionType]) -> bool:
@@ -160,8 +161,8 @@ def _judge(module: nn.Module, forward: types.FunctionType) -> Match | Refusal:
     read = reading.read(type(module), forward)
     if isinstance(read, tracing.Rejection):
         return Refusal(KIND, read.reason, read.detail)
-    methods = {f"self.{name}()" for name in read.methods}
-    if extra := [*dict.fromkeys(o for o in read.operations if o not in _UNDERSTOOD and o not in methods)]:
+    called = {*(f"self.{name}()" for name in read.methods), *(f"{name}()" for name in read.functions)}
+    if extra := [*dict.fromkeys(o for o in read.operations if o not in _UNDERSTOOD and o not in called)]:
         return Refusal(KIND, Reason.PART_OF_FORWARD, f"besides an RMSNorm, forward does {', '.join(extra)}")
     if any(name in module.__dict__ for name in read.methods):
         return Refusal(KIND, Reason.UNSUPPORTED, "a method was replaced on the instance")
@@ -212,7 +213,7 @@ def _key(module: nn.Module, forward: types.FunctionType, read: reading.Reading, 
     own = tracing.own_tensors(module)
     shapes = tuple((name, _small(own[name])) for name in found.tensors)
     settings = tuple((name, type(value), value) for name, value in found.settings.items())
-    return forward.__code__, read.codes, shapes, found.numbers, settings
+    return forward.__code__, reading.codes_of(read.called), shapes, found.numbers, settings
 
 
 def _small(tensor: Tensor | None) -> tuple[int, ...]:
@@ -264,7 +265,8 @@ def _agreed(
         attributes |= {name: getattr(first, name) for name in optional if getattr(first, name) != getattr(Form, name)}
     attributes |= {f"{forwards.SELF}{name}": value for name, value in found.settings.items()}
     attributes |= {"methods": " ".join(read.methods)} if read.methods else {}
-    return Match(KIND, attributes | {"source": forwards.digest((forward, *read.methods.values()))})
+    attributes |= {"functions": " ".join(read.functions)} if read.functions else {}
+    return Match(KIND, attributes | {"source": forwards.digest((forward, *read.called))})
 
 
 def _pairs(weighted: bool) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:

@@ -302,12 +302,13 @@ class Scanner(ast.NodeVisitor):
             value = getattr(base, node.attr, None) if base in _TORCH_MODULES else None
         else:
             return None
-        if not _is_torchs(value):
+        if not is_torchs(value):
             raise NotUnderstood(f"the name {ast.unparse(node)} at line {node.lineno}")
         return value
 
 
-def _is_torchs(value: Any) -> bool:
+def is_torchs(value: Any) -> bool:
+    """True for torch, torch.nn, torch.nn.functional, the functions in them, dtypes and builtins that take tensors."""
     if isinstance(value, types.ModuleType):
         return value in _TORCH_MODULES
     if isinstance(value, torch.dtype) or any(value is builtin for builtin in _BUILTINS.values()):
