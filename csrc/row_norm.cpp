@@ -102,8 +102,6 @@ void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight_, int64_t c
   const OptionalTensor weight = on_boundary(weight_);
   RowNorm n = row_norm_of("rms_norm", input, out, cols, eps);
   set_affine("rms_norm", n, weight, std::nullopt, cols);
-  STD_TORCH_CHECK(!cast_before_weight || n.weight_dtype == n.dtype,
-                  "rms_norm: weight must have the input's dtype with cast_before_weight");
   n.weight_offset = weight.has_value() ? weight_offset : 0.0;
   n.cast_before_weight = cast_before_weight;
   n.rstd = floats_or_null(rstd);

@@ -433,8 +433,7 @@ cudaError_t launch_ragged(const RowNorm& n, const RowPlan& plan, cudaStream_t st
 
 template <class Policy, class T>
 cudaError_t launch_weight(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  constexpr bool one_dtype = !Policy::has_affine || std::is_same_v<Policy, RMSNormPolicy<true>>;
-  if constexpr (!one_dtype && sizeof(T) == 2) {
+  if constexpr (Policy::has_affine && sizeof(T) == 2) {
     if (n.weight_dtype == DType::f32) return launch_ragged<Policy, T, float>(n, plan, stream);
   }
   return launch_ragged<Policy, T, T>(n, plan, stream);

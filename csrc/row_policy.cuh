@@ -58,10 +58,7 @@ struct Centred {
   __device__ static float apply(float x, RowValues row, float w, float b) {
     return fmaf(__fmul_rn(__fsub_rn(x, row.mean), row.rstd), w, b);
   }
-  template <class W>
-  __device__ static float factor(float w, const RowNorm&) {
-    return w;
-  }
+  __device__ static float factor(float w, const RowNorm&) { return w; }
 };
 
 struct LayerNormPolicy : Centred {};
@@ -90,11 +87,7 @@ struct RMSNormPolicy {
     const float scaled = __fmul_rn(x, row.rstd);
     return __fmul_rn(CastFirst ? to_float(from_float<T>(scaled)) : scaled, w);
   }
-  template <class W>
-  __device__ static float factor(float w, const RowNorm& n) {
-    const float sum = __fadd_rn(w, static_cast<float>(n.weight_offset));
-    return CastFirst ? to_float(from_float<W>(sum)) : sum;
-  }
+  __device__ static float factor(float w, const RowNorm& n) { return __fadd_rn(w, static_cast<float>(n.weight_offset)); }
 };
 
 // y = x / (max(mean|x|, minimum) + eps), the divisor rounded to x's dtype as the expression does.
@@ -162,7 +155,7 @@ struct AffineByElement {
     w = affine_pack<W, V, Ragged>(args.n.weight, begin + offset, args.n.cols, 1.f);
     b = affine_pack<W, V, Ragged>(args.n.bias, begin + offset, args.n.cols, 0.f);
 #pragma unroll
-    for (int j = 0; j < V; ++j) w.v[j] = Policy::template factor<W>(w.v[j], args.n);
+    for (int j = 0; j < V; ++j) w.v[j] = Policy::factor(w.v[j], args.n);
   }
 };
 

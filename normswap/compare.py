@@ -24,7 +24,8 @@ from normswap.criterion import (
     matmul_unit,
     own_rounding,
 )
-from normswap.plan import Match
+from normswap.lifted import Lifted
+from normswap.plan import Match, is_by_hand
 from normswap.sites import detached_copy
 
 _SLICE_ELEMENTS = 2**25
@@ -102,10 +103,10 @@ def _independent_dims(match: Match, module: Any, x: Tensor) -> list[int]:
     """The dims along which an element's result does not depend on other samples."""
     if match.kind == "group_norm":
         return [0]
+    if match.kind == "l1_norm" or is_by_hand(match.kind, match.attributes):
+        return [d for d in range(x.dim()) if d != match.attributes["dim"] % x.dim()]
     if match.kind in ("layer_norm", "rms_norm"):
         return list(range(x.dim() - len(module.normalized_shape)))
-    if match.kind == "l1_norm":
-        return [d for d in range(x.dim()) if d != match.attributes["dim"] % x.dim()]
     return []
 
 
@@ -145,13 +146,23 @@ class _Run:
         return dict(self.site.named_buffers())
 
 
-def _execute(site: nn.Module, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None) -> _Run:
+_Around = Callable[[Tensor], contextlib.AbstractContextManager[Any]]
+
+
+def _execute(
+    site: nn.Module,
+    x: Tensor,
+    cotangent: Callable[[Tensor], Tensor] | None,
+    around: _Around = lambda _: contextlib.nullcontext(),
+) -> _Run:
+    """Run ``site`` on ``x``, the call itself within ``around(x)``."""
     if cotangent is None:
-        with torch.no_grad():
+        with torch.no_grad(), around(x):
             return _Run(site, site(x))
     with torch.enable_grad():
         leaf = x.clone().requires_grad_()
-        output = site(leaf)
+        with around(leaf):
+            output = site(leaf)
         wanted = {"input": leaf, **{n: p for n, p in site.named_parameters() if p.requires_grad}}
         found = torch.autograd.grad(output, list(wanted.values()), cotangent(output), allow_unused=True)
     return _Run(site, output.detach(), {n: g for n, g in zip(wanted, found, strict=True) if g is not None})
@@ -186,18 +197,31 @@ def _referee(
 ) -> tuple[_Run, Magnitudes]:
     """The original site in float64, outside autocast; what depends on the dtype in the original is as it is there."""
     unit = matmul_unit(x)
-    rounding = RoundedMeans(x.dtype) if match.kind == "l1_norm" else contextlib.nullcontext()
     with torch.autocast(x.device.type, enabled=False):
-        with rounding:
-            run = _execute(_float64_copy(match, module, x), x.double(), cotangent)
+        copy = _float64_copy(match, module, x)
+        run = _execute(copy, x.double(), cotangent, lambda leaf: _as_in_the_original(match, module, copy, x, leaf))
         with torch.no_grad():
             size = magnitudes(match, _float64_copy(match, module, x), x.double(), x.dtype, unit)
     return run, size
 
 
+def _as_in_the_original(
+    match: Match, module: nn.Module, copy: nn.Module, x: Tensor, leaf: Tensor
+) -> contextlib.AbstractContextManager[Any]:
+    """What gives the float64 ``copy`` of ``module`` the roundings that the original declares on ``x``."""
+    if match.kind == "l1_norm":
+        return RoundedMeans(x.dtype)
+    if not is_by_hand(match.kind, match.attributes):
+        return contextlib.nullcontext()
+    named = dict((*module.named_parameters(), *module.named_buffers()))
+    ours = dict((*copy.named_parameters(), *copy.named_buffers()))
+    return Lifted({leaf: x.dtype, **{ours[name]: tensor.dtype for name, tensor in named.items()}})
+
+
 def _float64_copy(match: Match, module: nn.Module, x: Tensor) -> nn.Module:
     copy: Any = detached_copy(module, type(module), torch.float64)
-    if match.kind == "rms_norm" and copy.eps is None and x.dtype is not torch.float64:
+    by_hand = is_by_hand(match.kind, match.attributes)
+    if match.kind == "rms_norm" and not by_hand and copy.eps is None and x.dtype is not torch.float64:
         copy.eps = torch.finfo(torch.float32).eps  # what PyTorch takes for None: the epsilon of what it computes in
     return copy
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normswap.plan import Match
+from normswap.plan import Match, is_by_hand
 
 C: Mapping[str, float] = {
     # In float32 PyTorch's own CUDA ops come to 0.5 - 1.0 of these limits at worst, ours to 0.5 - 0.83, over hundreds of
@@ -132,6 +133,8 @@ def magnitudes(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype, uni
         return _Columns(match, site, x).magnitudes(unit)
     if match.kind == "l1_norm":
         return _l1_norm(int(match.attributes["dim"]), x, dtype)
+    if is_by_hand(match.kind, match.attributes):
+        return _rms_by_hand(match.attributes, site, x, dtype)
     rows = _Rows(match.kind, site, x)
     return Magnitudes(rows.output(), rows.gradients)
 
@@ -183,13 +186,47 @@ class _Rows:
         return found
 
 
+def _rms_by_hand(attributes: Mapping[str, Any], site: Any, x: Tensor, dtype: torch.dtype) -> Magnitudes:
+    """An RMSNorm along ``dim``, times ``weight_offset + weight``; in 16 bits it may round before the weight."""
+    dim, name = attributes["dim"], attributes.get("weight", "")
+    eps, offset = (
+        getattr(site, given) if isinstance(given, str) else given
+        for given in (attributes["eps"], attributes.get("weight_offset", 0.0))
+    )
+    weight = getattr(site, name) if name else None
+    gain = None if weight is None else weight.detach().reshape(-1) + offset
+    moved = x.movedim(dim, -1)
+    rows = _Rows("rms_norm", SimpleNamespace(weight=gain, eps=eps, normalized_shape=moved.shape[-1:]), moved)
+    unit = torch.finfo(dtype).eps / 2 if attributes.get("cast_before_weight") and dtype in _SIXTEEN_BITS else 0.0
+    size = rows.output()
+    if unit:
+        size = size * _ulp_at_ties(rows.xhat, dtype, C["rms_norm"])
+
+    def gradients(dy: Tensor) -> dict[str, Tensor]:
+        found = rows.gradients(dy.movedim(dim, -1))
+        found["input"] = found["input"].movedim(-1, dim)
+        if weight is not None:
+            # Whether what meets dy is the rounded value or the one before: those errors are independent.
+            terms = dy.movedim(dim, -1).reshape(rows.xhat.shape) * rows.xhat
+            independent = 4 * unit / (C_GRADIENT["rms_norm"] * _FLOAT32_ROUNDING) * terms.flatten(0, -2).norm(dim=0)
+            found[name] = (found.pop("weight") + independent).reshape(weight.shape)
+        return found
+
+    return Magnitudes(size.movedim(-1, dim), gradients)
+
+
+def _ulp_at_ties(value: Tensor, dtype: torch.dtype, c: float) -> Tensor:
+    """What brings a limit of ``c 2^-24`` to one ulp of a 16-bit ``dtype`` where float32 arithmetic cannot tell to which
+    side ``value`` rounds, and either neighbour is right; 1 elsewhere."""
+    low, high = (value * (1 - 2.0**-21)).to(dtype), (value * (1 + 2.0**-21)).to(dtype)
+    return torch.where(low != high, torch.finfo(dtype).eps / (c * _FLOAT32_ROUNDING), 1.0)
+
+
 def _l1_norm(dim: int, x: Tensor, dtype: torch.dtype) -> Magnitudes:
     mean = x.abs().mean(dim, keepdim=True)
     size = x.abs() / mean
     if dtype in _SIXTEEN_BITS:
-        # Where float32 arithmetic cannot tell to which side the mean rounds, either neighbour is right: one ulp.
-        low, high = (mean * (1 - 2.0**-21)).to(dtype), (mean * (1 + 2.0**-21)).to(dtype)
-        size = size * torch.where(low != high, torch.finfo(dtype).eps / (C["l1_norm"] * _FLOAT32_ROUNDING), 1.0)
+        size = size * _ulp_at_ties(mean, dtype, C["l1_norm"])
 
     def gradients(dy: Tensor) -> dict[str, Tensor]:
         shared = (dy * x).abs().mean(dim, keepdim=True) / mean.square()

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
 from normswap import ops
-from normswap.plan import Match, PlanError
+from normswap.forwards.rms_norm import by_hand_forward
+from normswap.plan import Match, PlanError, is_by_hand
 
 _Forward = Callable[..., Tensor]
 
@@ -252,7 +253,7 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
     expected, swapped = _MODULE_CLASSES.get(kind, (nn.Module, nn.Module))
     if original is expected:
         return swapped
-    if kind not in _FORWARDS or not issubclass(original, expected):
+    if kind not in _FORWARDS or not (is_by_hand(kind, attributes) or issubclass(original, expected)):
         raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
     key: Any = (kind, original, tuple(sorted(attributes.items())))
     return _rewritten_class(*key)
@@ -325,9 +326,14 @@ def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping
     return make
 
 
+def _rms_norm_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
+    make = by_hand_forward if is_by_hand("rms_norm", attributes) else _subclass_forward("rms_norm")
+    return make(original, base_forward, attributes)
+
+
 _FORWARDS: dict[str, Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]] = {
     "layer_norm": _subclass_forward("layer_norm"),
-    "rms_norm": _subclass_forward("rms_norm"),
+    "rms_norm": _rms_norm_forward,
     "group_norm": _subclass_forward("group_norm"),
     "l1_norm": _l1_norm_forward,
     "linear_scale_batch_norm": _linear_scale_batch_norm_forward,

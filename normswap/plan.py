@@ -110,10 +110,16 @@ class Site:
 class Match:
     """What to put at a site. ``attributes`` holds what the swapped forward needs to know and is
     JSON: for l1_norm ``{"dim": 1}``, for linear_scale_batch_norm the attribute names
-    ``{"linear": "gemm", "scale": "scale", "batch_norm": "bn"}``; empty for module sites."""
+    ``{"linear": "gemm", "scale": "scale", "batch_norm": "bn"}``, for an RMSNorm written by hand
+    ``{"dim": -1, "eps": "variance_epsilon", "weight": "weight", ...}``; empty for module sites."""
 
     kind: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_by_hand(kind: str, attributes: Mapping[str, Any]) -> bool:
+    """True for an RMSNorm written by hand: the match names its eps. nn.RMSNorm and its subclasses have one."""
+    return kind == "rms_norm" and "eps" in attributes
 
 
 @dataclass(frozen=True)

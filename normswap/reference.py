@@ -26,17 +26,16 @@ def rms_norm(
     cast_before_weight: bool = False,
 ) -> Tensor:
     """``input / sqrt(mean(input^2) + eps) * (weight_offset + weight)`` over the trailing ``normalized_shape`` (Zhang &
-    Sennrich 2019); with ``cast_before_weight`` what is normalised is rounded to the input's dtype before the weight."""
-    if not (weight_offset or cast_before_weight):
-        return F.rms_norm(input, list(normalized_shape), weight, eps)
-    wide = input.to(torch.promote_types(input.dtype, torch.float32))
-    dims = [*range(-len(normalized_shape), 0)]
-    epsilon = torch.finfo(wide.dtype).eps if eps is None else eps
-    normalised = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + epsilon)
+    Sennrich 2019), in float32 or better; with ``cast_before_weight`` what is normalised is rounded to the input's
+    dtype before the weight."""
+    shape = list(normalized_shape)
+    if weight is None or list(weight.shape) != shape or not (weight_offset or cast_before_weight):
+        return F.rms_norm(input, shape, weight, eps)  # one rounding, at the end; a wrong shape raises
+    wide = torch.promote_types(input.dtype, torch.float32)
+    gain = weight.to(wide) + weight_offset if weight_offset else weight
     if cast_before_weight:
-        normalised = normalised.to(input.dtype)
-        return normalised if weight is None else normalised * (weight + weight_offset if weight_offset else weight)
-    return (normalised if weight is None else normalised * (weight.to(wide.dtype) + weight_offset)).to(input.dtype)
+        return (F.rms_norm(input, shape, None, eps).to(input.dtype) * gain).to(input.dtype)
+    return F.rms_norm(input.to(wide), shape, gain, eps).to(input.dtype)
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

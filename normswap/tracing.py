@@ -66,20 +66,26 @@ def trace(
     *,
     training: bool,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
+    values: Mapping[str, Any] | None = None,
+    fakes: Mapping[str, Tensor] | None = None,
+    device: str = "cpu",
 ) -> Traced | Rejection:
     """The ATen graph of the module's class's forward for a fake input of ``shape`` and ``dtype`` in one mode.
 
-    Forward runs on a twin that holds fakes of the attributes ``reads`` and nothing else, so the module, its
-    hooks, its buffers and the random state are never touched, and reading anything more fails. Children read must
-    be leaves; they get the mode ``training`` too, and ``settings`` (child -> attribute -> value) in place of their own.
-    Whoever calls this must know from the source what forward does: it is run.
+    Forward runs on a twin that holds fakes of the attributes ``reads`` and the plain attributes ``values``, and nothing
+    else, so the module, its hooks, its buffers and the random state are never touched, and reading anything more fails.
+    Children read must be leaves; they get the mode ``training`` too, and ``settings`` (child -> attribute -> value) in
+    place of their own. ``fakes`` lends tensors read the shape and dtype of others. All tensors are said to be on
+    ``device``: on "meta" a move to any device that the code names shows. Whoever calls this must know from the source
+    what forward does: it is run.
     """
     if (rejection := unreadable(module, reads)) is not None:
         return rejection
-    tensors = _tensors(module, reads)
+    tensors = {**_tensors(module, reads), **(fakes or {})}
 
-    def forward(values: list[Tensor], x: Tensor) -> Any:
-        twin = _twin(module, reads, dict(zip(tensors, values, strict=True)), training, settings or {})
+    def forward(given: list[Tensor], x: Tensor) -> Any:
+        twin = _twin(module, reads, dict(zip(tensors, given, strict=True)), training, settings or {})
+        twin.__dict__.update(values or {})
         result = type(module).forward(twin, x)
         returned.append(type(result).__name__ if not isinstance(result, Tensor) else "")
         return result
@@ -87,9 +93,9 @@ def trace(
     returned: list[str] = []
     try:
         with FakeTensorMode():
-            fakes = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors.values()]
-            x = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-            graph = make_fx(forward, tracing_mode="fake", pre_dispatch=True)(fakes, x).graph
+            given = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in tensors.values()]
+            x = torch.empty(tuple(shape), dtype=dtype, device=device)
+            graph = make_fx(forward, tracing_mode="fake", pre_dispatch=True)(given, x).graph
     except Exception as error:  # forward is the user's code: whatever it raises becomes the reason
         first_line = (str(error).splitlines() or [""])[0]
         return Rejection(Reason.TRACE, f"{type(error).__name__}: {first_line}")
@@ -103,17 +109,24 @@ def trace(
 
 def unreadable(module: nn.Module, reads: Sequence[str]) -> Rejection | None:
     """Why reading an attribute of self may give something else than the parameter, buffer or leaf of that name."""
-    cls: Any = type(module)
-    if reads and (cls.__getattr__, cls.__getattribute__) != (nn.Module.__getattr__, object.__getattribute__):
-        return Rejection(Reason.UNSUPPORTED, f"{cls.__name__} has its own __getattr__")
+    if reads and (rejection := own_getattr(module)) is not None:
+        return rejection
     for name in reads:
         child = module._modules.get(name)
         registered = child is not None or isinstance(own_tensors(module).get(name), Tensor)
-        if not registered or name in module.__dict__ or inspect.getattr_static(cls, name, None) is not None:
+        if not registered or name in module.__dict__ or inspect.getattr_static(type(module), name, None) is not None:
             return Rejection(Reason.UNSUPPORTED, f"self.{name} is not a Parameter, a buffer or a child")
         if child is not None and any(True for _ in child.children()):
             return Rejection(Reason.CHILD, f"self.{name} has children")
     return None
+
+
+def own_getattr(module: nn.Module) -> Rejection | None:
+    """Why no attribute of self can be trusted: the class looks them up in its own way."""
+    cls: Any = type(module)
+    if (cls.__getattr__, cls.__getattribute__) == (nn.Module.__getattr__, object.__getattribute__):
+        return None
+    return Rejection(Reason.UNSUPPORTED, f"{cls.__name__} has its own __getattr__")
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from normswap import modules
 from normswap.compare import Comparison, compare
-from normswap.plan import Match, Swap
+from normswap.plan import Match, Swap, is_by_hand
 from normswap.sites import classes, preserved
 
 MODES = ("auto", "forward", "grad", "off")
@@ -166,4 +166,14 @@ def _synthetic_shape(match: Match, module: Any) -> tuple[int, ...]:
         return tuple(33 if d == dim % rank else 4 for d in range(rank))
     if match.kind == "linear_scale_batch_norm":
         return (24, getattr(module, match.attributes["linear"]).in_features)
+    if is_by_hand(match.kind, match.attributes):
+        return _shape_by_hand(match, module)
     return (4, 3, *module.normalized_shape)
+
+
+def _shape_by_hand(match: Match, module: Any) -> tuple[int, ...]:
+    dim, name = match.attributes["dim"], match.attributes.get("weight", "")
+    size = getattr(module, name).numel() if name else 33
+    axis = match.attributes.get("weight_axis", -1) if dim < 0 or name else dim - 3
+    rank = max(3, dim + 1, -dim) if dim < 0 or not name else dim - axis
+    return tuple(size if d == dim % rank else 3 + d for d in range(rank))

@@ -29,6 +29,74 @@ def test_a_zero_row_is_nan_where_pytorch_has_nan() -> None:
     assert torch.equal(ops.l1_norm(x).isnan(), torch.tensor([[True, True], [False, False]]))
 
 
+@pytest.mark.case("rms-cast-orders")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+def test_rms_norm_adds_the_offset_in_float32_and_rounds_where_told(dtype: torch.dtype) -> None:
+    x, w = torch.randn(7, 33).mul(5).to(dtype), torch.randn(33).to(dtype)
+    wide = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+    llama = w * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).to(dtype)
+    gemma = (wide * (1 + w.double())).to(dtype)
+    assert torch.equal(ops.rms_norm(x, (33,), w, 1e-6, cast_before_weight=True), llama)
+    ours = ops.rms_norm(x, (33,), w, 1e-6, weight_offset=1.0)
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours, gemma, rtol=torch.finfo(dtype).eps, atol=1e-7)
+    if dtype is not torch.float32:  # the cast orders are told apart
+        assert not torch.equal(llama, (wide * w.double()).to(dtype))
+        assert not torch.equal(gemma, (wide * (1 + w).double()).to(dtype))
+
+
+@pytest.mark.case("bad-shapes")
+def test_rms_norm_with_a_cast_or_offset_raises_what_pytorch_raises() -> None:
+    x = torch.randn(4, 6)
+    for shape, weight in (((5,), None), ((6,), torch.randn(5)), ((), None)):
+        for options in ({"weight_offset": 1.0}, {"cast_before_weight": True}):
+            with pytest.raises(RuntimeError) as expected:
+                F.rms_norm(x, list(shape), weight)
+            with pytest.raises(RuntimeError) as ours:
+                ops.rms_norm(x, shape, weight, **options)
+            assert str(ours.value) == str(expected.value)
+
+
+@pytest.mark.case("other-dim", "empty-batch", "one-element")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16, torch.float64))
+@pytest.mark.parametrize("shape", ((2, 6, 3, 5), (4, 6), (6,), (0, 6, 2), (3, 1, 4)))
+def test_rms_norm_dim_along_every_dim(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = (torch.randn(shape) + 1).to(dtype)
+    for dim in range(-len(shape), len(shape)):
+        weight = torch.randn(shape[dim])
+        column = weight.view(*(-1 if d == dim % len(shape) else 1 for d in range(len(shape))))
+        expected = x.double() / torch.sqrt(torch.mean(x.double() ** 2, dim=dim, keepdim=True) + 1e-5)
+        tolerance = {"rtol": max(torch.finfo(dtype).eps, 1e-6), "atol": 1e-7}
+        ours = ops.rms_norm_dim(x, dim, eps=1e-5)
+        assert ours.dtype == dtype and ours.stride() == x.stride()
+        torch.testing.assert_close(ours.double(), expected, **tolerance)
+        weighted = ops.rms_norm_dim(x, dim, weight, 1e-5)
+        torch.testing.assert_close(weighted.double(), expected * column.double(), **tolerance)
+
+
+@pytest.mark.case("double-backward", "forward-mode-ad", "functorch")
+def test_rms_norm_dim_is_differentiable() -> None:
+    x = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: ops.rms_norm_dim(x, 1, w), (x, weight), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda x, w: ops.rms_norm_dim(x, 1, w), (x, weight))
+    over_last = torch.vmap(lambda row: ops.rms_norm_dim(row, 1, weight), in_dims=2, out_dims=2)
+    torch.testing.assert_close(over_last(x), ops.rms_norm_dim(x, 1, weight))
+
+
+@pytest.mark.case("bad-shapes")
+def test_rms_norm_dim_says_what_is_wrong() -> None:
+    x = torch.randn(2, 5, 3)
+    with pytest.raises(ValueError, match=r"weight must have shape \(5,\).*got \(3,\)"):
+        ops.rms_norm_dim(x, 1, torch.randn(3))
+    with pytest.raises(ValueError, match=r"weight must have shape \(5,\).*got \(1,\)"):
+        ops.rms_norm_dim(x, 1, torch.randn(1))
+    with pytest.raises(TypeError, match=r"floating-point, got torch.int64"):
+        ops.rms_norm_dim(torch.ones(2, 5, dtype=torch.int64), 1)
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        ops.rms_norm_dim(x, 3)
+
+
 @pytest.mark.parametrize("bias", (True, False))
 def test_fold_equals_the_chain(bias: bool) -> None:
     model = randomised(Projection(7, 5)).eval().double()

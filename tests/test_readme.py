@@ -1,8 +1,12 @@
-"""README's figures are those of the committed record."""
+"""README's figures are those of the committed record, its outputs those of its code."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import benchmark
@@ -20,3 +24,23 @@ def test_figures_are_the_record_s() -> None:
     for row in record["models"]:
         assert f"| {row['model']} | {row['dtype']} | {row['swapped']} | {row['eager_ms']:.2f} | " in text
     assert record["device"] in text and record["torch"] in text and record["date"] in text
+
+
+def test_the_model_written_by_hand_gives_the_report_shown(tmp_path: Path) -> None:
+    """All but the figures and what the machine's library is, which differ from one CPU to the next."""
+    section = re.search(r"<!-- by hand -->(.*?)<!-- /by hand -->", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert section is not None
+    code, shown = re.findall(r"```(?:python)?\n(.*?)\n```", section[1], re.DOTALL)
+    (tmp_path / "hand.py").write_text(code)
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "hand.py"],
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+
+    def stable(text: str) -> str:
+        return re.sub(r"kernels: .*|\d+%|difference \S+ limit \S+", "_", text)
+
+    assert stable(ran.stdout.strip()) == stable(shown)

@@ -14,7 +14,6 @@ from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
     affine_dtypes_fit,
     dense,
-    in_memory_order,
     mixed,
     native_serves,
     needs_grad,
@@ -36,9 +35,10 @@ def rms_norm(
     """Root-mean-square normalisation over the trailing ``normalized_shape`` (Zhang & Sennrich 2019), as
     ``torch.nn.functional.rms_norm``, times ``weight_offset + weight``.
 
-    With ``cast_before_weight`` what is normalised is rounded to the input's dtype before the weight. ``eps=None`` means
-    the machine epsilon PyTorch takes. Returns a contiguous tensor of the input's shape and dtype.
-    Raises what PyTorch's op raises.
+    ``weight`` has ``normalized_shape`` and the input's dtype or float32; ``weight_offset`` is added to it in float32
+    (Gemma's ``1 + weight``). With ``cast_before_weight`` what is normalised is rounded to the input's dtype before the
+    weight, as Llama does. ``eps=None`` means the machine epsilon PyTorch takes. Returns a tensor of the input's shape
+    and dtype, contiguous for a contiguous input. Raises what PyTorch's op raises.
     """
     shape = tuple(normalized_shape)
     if not (
@@ -47,7 +47,6 @@ def rms_norm(
         and input.shape[-len(shape) :] == shape
         and (weight is None or weight.shape == shape)
         and affine_dtypes_fit(input, weight, None)
-        and not (cast_before_weight and mixed(input, weight))
     ):
         return reference.rms_norm(
             input, shape, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight
@@ -109,29 +108,24 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """``x / sqrt(mean(x^2, dim) + eps)`` in one pass over memory, times ``weight`` with one value per index of ``dim``.
+    """``x / torch.sqrt(torch.mean(x**2, dim=dim, keepdim=True) + eps)`` in float32 or better, times ``weight``: an
+    RMSNorm over channels where ``dim`` is 1.
 
-    Computed in float32. The output is contiguous, or has the input's dims in their order in memory. Raises IndexError
-    for a ``dim`` that ``x`` does not have.
+    ``weight`` is a vector, one value per index along ``dim``, of any floating dtype. Returns a tensor of the shape and
+    dtype of ``x``, contiguous for a contiguous ``x``. Raises TypeError for an ``x`` that is not floating-point,
+    ValueError for a weight of another shape, IndexError for a ``dim`` out of range.
     """
-    if not (
-        native_serves(x, weight)
-        and -x.dim() <= dim < x.dim()
-        and x.shape[dim] > 0
-        and (weight is None or (weight.dim() == 1 and len(weight) == x.shape[dim]))
-    ):
-        return reference.rms_norm_dim(x, dim, weight, eps)
-    order = in_memory_order(x)
-    if order is not None:
-        return torch.permute(
-            _rms_norm_dim(x.permute(order), order.index(dim % x.dim()), weight, eps),
-            [order.index(i) for i in range(x.dim())],
+    if not x.is_floating_point():
+        raise TypeError(f"rms_norm_dim: x must be floating-point, got {x.dtype}")
+    if weight is not None and weight.shape != (x.shape[dim],):
+        raise ValueError(
+            f"rms_norm_dim: weight must have shape ({x.shape[dim]},), one value per index along dim {dim} of x "
+            f"{tuple(x.shape)}; got {tuple(weight.shape)}"
         )
-    return _rms_norm_dim(x, dim % x.dim(), weight, eps)
-
-
-def _rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None, eps: float) -> Tensor:
-    if dim == x.dim() - 1:
+    if not (native_serves(x, weight) and -x.dim() <= dim < x.dim() and x.shape[dim] > 0):
+        return reference.rms_norm_dim(x, dim, weight, eps)
+    dim %= x.dim()
+    if dim == x.dim() - 1 and affine_dtypes_fit(x, weight, None):
         return rms_norm(x, x.shape[-1:], weight, eps)
     if needs_grad(x, weight):
         return _RMSNormDim.apply(x, weight, dim, eps)

@@ -107,25 +107,41 @@ def scan(forward: Any) -> Scan | Rejection:
 
 
 def _scan(forward: types.FunctionType) -> Scan | Rejection:
-    if inspect.unwrap(forward) is not forward:
-        return Rejection(Reason.NOT_STRAIGHT_LINE, "forward is wrapped by a decorator")
-    code, tree = forward.__code__, source_tree(forward.__code__)
+    tree = definition(forward)
+    if isinstance(tree, Rejection):
+        return tree
+    if (rejection := takes_another_argument(forward)) is not None:
+        return rejection
+    scanner = Scanner(forward)
+    try:
+        scanner.read_body(tree.body)
+    except NotUnderstood as error:
+        return Rejection(Reason.NOT_STRAIGHT_LINE, str(error))
+    return Scan(forward.__code__.co_varnames[1], tuple(dict.fromkeys(scanner.reads)), tuple(scanner.operations))
+
+
+def definition(function: types.FunctionType) -> ast.FunctionDef | Rejection:
+    """The definition of a plain function, checked to be the code that runs; or why there is none to be trusted."""
+    name = function.__name__
+    if inspect.unwrap(function) is not function:
+        return Rejection(Reason.NOT_STRAIGHT_LINE, f"{name} is wrapped by a decorator")
+    code, tree = function.__code__, source_tree(function.__code__)
     if code.co_freevars:
-        return Rejection(Reason.NOT_STRAIGHT_LINE, f"forward closes over {', '.join(code.co_freevars)}")
+        return Rejection(Reason.NOT_STRAIGHT_LINE, f"{name} closes over {', '.join(code.co_freevars)}")
     if tree is None:
         return Rejection(Reason.SOURCE, f"no definition found at {code.co_filename}:{code.co_firstlineno}")
     if tree.decorator_list:
-        return Rejection(Reason.NOT_STRAIGHT_LINE, "forward is decorated")
+        return Rejection(Reason.NOT_STRAIGHT_LINE, f"{name} is decorated")
     if not is_what_runs(code):
         return Rejection(Reason.SOURCE, f"{code.co_filename}:{tree.lineno} is not the code that runs")
-    if not _takes_one_argument(forward):
-        return Rejection(Reason.UNSUPPORTED, f"forward takes {inspect.signature(forward)}, not (self, input)")
-    scanner = _Scanner(forward)
-    try:
-        scanner.read_body(tree.body)
-    except _NotUnderstood as error:
-        return Rejection(Reason.NOT_STRAIGHT_LINE, str(error))
-    return Scan(code.co_varnames[1], tuple(dict.fromkeys(scanner.reads)), tuple(scanner.operations))
+    return tree
+
+
+def takes_another_argument(forward: types.FunctionType) -> Rejection | None:
+    """Why ``forward`` is not one of (self, input)."""
+    if _takes_one_argument(forward):
+        return None
+    return Rejection(Reason.UNSUPPORTED, f"forward takes {inspect.signature(forward)}, not (self, input)")
 
 
 def is_what_runs(code: types.CodeType) -> bool:
@@ -163,12 +179,12 @@ def _takes_one_argument(forward: types.FunctionType) -> bool:
     return code.co_argcount == 2 and not code.co_kwonlyargcount and not variadic and not forward.__defaults__
 
 
-class _NotUnderstood(Exception):
-    """Something in a forward that the scan does not understand."""
+class NotUnderstood(Exception):
+    """Something in a function that the scan does not understand."""
 
 
-class _Scanner(ast.NodeVisitor):
-    """Walks a body in order of evaluation; raises _NotUnderstood at the first node without a visit method."""
+class Scanner(ast.NodeVisitor):
+    """Walks a body in order of evaluation; raises NotUnderstood at the first node without a visit method."""
 
     def __init__(self, forward: types.FunctionType) -> None:
         self.globals = forward.__globals__
@@ -186,11 +202,11 @@ class _Scanner(ast.NodeVisitor):
                 self.generic_visit(statement)
             self.visit(statement)
         if not body or not isinstance(body[-1], ast.Return):
-            raise _NotUnderstood("forward does not end in a return")
+            raise NotUnderstood("forward does not end in a return")
 
     def generic_visit(self, node: ast.AST) -> NoReturn:
         name = type(node).__name__
-        raise _NotUnderstood(f"{_WORDS.get(name, name)} at line {getattr(node, 'lineno', '?')}")
+        raise NotUnderstood(f"{_WORDS.get(name, name)} at line {getattr(node, 'lineno', '?')}")
 
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is None:
@@ -209,7 +225,7 @@ class _Scanner(ast.NodeVisitor):
 
     def _store(self, target: ast.expr) -> None:
         if not isinstance(target, ast.Name) or target.id == self.owner:
-            raise _NotUnderstood(f"a store to {ast.unparse(target)} at line {target.lineno}")
+            raise NotUnderstood(f"a store to {ast.unparse(target)} at line {target.lineno}")
 
     def visit_Constant(self, node: ast.Constant) -> None:
         """A constant is no operation."""
@@ -237,7 +253,7 @@ class _Scanner(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:
         if node.id == self.owner or node.id not in self.locals:
-            raise _NotUnderstood(f"the name {node.id} at line {node.lineno}")
+            raise NotUnderstood(f"the name {node.id} at line {node.lineno}")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if self._is_self(node.value):
@@ -252,7 +268,7 @@ class _Scanner(ast.NodeVisitor):
             self.visit(argument)
         for keyword in node.keywords:
             if keyword.arg is None:
-                raise _NotUnderstood(f"a starred argument at line {node.lineno}")
+                raise NotUnderstood(f"a starred argument at line {node.lineno}")
             self.visit(keyword.value)
         self.operations.append(operation)
 
@@ -260,7 +276,7 @@ class _Scanner(ast.NodeVisitor):
         function = self._torch_value(func)
         if function is not None:
             if isinstance(function, type) or not callable(function):
-                raise _NotUnderstood(f"a call of {ast.unparse(func)} at line {func.lineno}")
+                raise NotUnderstood(f"a call of {ast.unparse(func)} at line {func.lineno}")
             return str(function.__name__)
         if not isinstance(func, ast.Attribute):
             self.visit(func)
@@ -276,7 +292,7 @@ class _Scanner(ast.NodeVisitor):
 
     def _torch_value(self, node: ast.expr) -> Any:
         """What a global name or a chain of attributes on one stands for where that is torch's; None for what is not a
-        global. Raises _NotUnderstood for any other global."""
+        global. Raises NotUnderstood for any other global."""
         if isinstance(node, ast.Name) and node.id not in self.locals:
             value = self.globals.get(node.id, _BUILTINS.get(node.id))
         elif isinstance(node, ast.Attribute):
@@ -286,12 +302,13 @@ class _Scanner(ast.NodeVisitor):
             value = getattr(base, node.attr, None) if base in _TORCH_MODULES else None
         else:
             return None
-        if not _is_torchs(value):
-            raise _NotUnderstood(f"the name {ast.unparse(node)} at line {node.lineno}")
+        if not is_torchs(value):
+            raise NotUnderstood(f"the name {ast.unparse(node)} at line {node.lineno}")
         return value
 
 
-def _is_torchs(value: Any) -> bool:
+def is_torchs(value: Any) -> bool:
+    """True for torch, torch.nn, torch.nn.functional, the functions in them, dtypes and builtins that take tensors."""
     if isinstance(value, types.ModuleType):
         return value in _TORCH_MODULES
     if isinstance(value, torch.dtype) or any(value is builtin for builtin in _BUILTINS.values()):

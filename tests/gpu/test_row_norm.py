@@ -236,7 +236,7 @@ def test_rms_norm_cast_orders(dtype: torch.dtype, cols: int) -> None:
             order = {"weight_offset": offset, "cast_before_weight": cast}
             ours = ops.rms_norm(x, (cols,), w, 1e-6, **order)
             x64, w64 = x.double(), w.double()
-            factor = ((w + offset) if cast else w.float() + offset).double()
+            factor = (w.float() + offset).double()
             normalised = x64 * (x64.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
             # Rounding the normalised value may go the other way where it lies near a tie: one ulp.
             size = (normalised * factor).abs() * (1 + 2.0**23 * torch.finfo(dtype).eps / 4 * cast)

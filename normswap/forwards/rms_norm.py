@@ -1,0 +1,164 @@
+"""The forward of a module that is an RMSNorm written by hand: our op where everything is as it was when the module was
+read, else the module's own code. Weight, eps and every flag are read from the module on each call."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import ops
+
+_Forward = Callable[..., Tensor]
+
+SELF = "self."
+"""Before the name of an attribute of the module, in a match: the match stands on this value of it."""
+
+
+def digest(functions: Iterable[Any]) -> str:
+    """A fingerprint of the source of a forward and what it calls: a module pickled with one version of a
+    library must not be swapped by what was read there when it is loaded with another. "" where there is no source."""
+    try:
+        text = "\n".join(inspect.getsource(function) for function in functions)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def methods_of(cls: type[nn.Module], names: Iterable[str]) -> dict[str, Any]:
+    """The functions that are methods of ``cls`` now, by name."""
+    return {name: inspect.getattr_static(cls, name, None) for name in names}
+
+
+def by_hand_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
+    """The forward to install on a subclass of ``original`` for a match with these attributes."""
+    site = _Site(original, base_forward, attributes)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        x = args[0] if args else kwargs.get(site.argument)
+        if len(args) + len(kwargs) == 1 and isinstance(x, Tensor) and site.is_as_read(self):
+            weight = getattr(self, site.weight) if site.weight else None
+            eps, offset = site.number(self, site.eps), site.number(self, site.weight_offset)
+            if eps is not None and offset is not None and site.serves(x, weight):
+                return site.normalised(x, weight, eps, offset)
+        return original.forward(self, *args, **kwargs)
+
+    return forward
+
+
+class _Site:
+    """What was read of a class's forward, and whether it still holds."""
+
+    def __init__(self, original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> None:
+        self.original: Any = original
+        self.base_forward = base_forward
+        self.argument = list(inspect.signature(base_forward).parameters)[1]
+        self.dim: int = attributes["dim"]
+        self.eps: str | float = attributes["eps"]
+        self.weight: str = attributes.get("weight", "")
+        self.weight_offset: str | float = attributes.get("weight_offset", 0.0)
+        self.axis: int = attributes.get("weight_axis", -1)
+        self.rank: int = attributes.get("weight_rank", 1)
+        self.stored: int = attributes.get("weight_dim", 1)
+        self.rounds: bool = attributes.get("cast_before_weight", False)
+        self.dtypes = frozenset(_dtypes(pair) for pair in attributes["dtypes"].split())
+        self.settings = tuple((key[len(SELF) :], v) for key, v in attributes.items() if key.startswith(SELF))
+        self.methods = methods_of(original, attributes.get("methods", "").split())
+        self.globals: dict[str, Any] = getattr(base_forward, "__globals__", {})
+        self.functions = {name: self.globals.get(name) for name in attributes.get("functions", "").split()}
+        called = (*self.methods.values(), *self.functions.values())
+        self.known = digest((base_forward, *called)) == attributes["source"]
+
+    def is_as_read(self, module: Any) -> bool:
+        """True while the class has the functions and the instance the flags that the match was made from."""
+        if not self.known or self.original.forward is not self.base_forward:
+            return False
+        for name, method in self.methods.items():
+            if getattr(self.original, name, None) is not method or name in module.__dict__:
+                return False
+        for name, function in self.functions.items():
+            if self.globals.get(name) is not function:
+                return False
+        for name, value in self.settings:
+            found = getattr(module, name, _MISSING)
+            if type(found) is not type(value) or found != value:
+                return False
+        return True
+
+    @staticmethod
+    def number(module: Any, given: str | float) -> float | None:
+        """The number itself, or the one in the attribute of that name now; None where that holds no number."""
+        value = getattr(module, given, None) if isinstance(given, str) else given
+        return value if type(value) in (float, int) else None
+
+    def serves(self, x: Tensor, weight: Any) -> bool:
+        """True when the op does what the original does with these tensors."""
+        rank = x.dim()
+        if type(x) not in _PLAIN or not -rank <= self.dim < rank or 0 in x.stride():
+            return False  # of an expanded tensor the elementwise operations give strides of their own
+        if self.rounds and x.dtype is not torch.float32 and self.dim % rank != rank - 1:
+            return False  # the op along another dim than the last has no such cast
+        if not self.weight:
+            return (x.dtype, None) in self.dtypes
+        return (
+            type(weight) in _PLAIN
+            and (x.dtype, weight.dtype) in self.dtypes
+            and x.device == weight.device
+            and self.rank <= rank
+            and self.dim % rank == rank + self.axis
+            and weight.dim() == self.stored
+            and weight.numel() == x.shape[self.dim]
+            and (self.stored == 1 or weight.shape[self.axis] == weight.numel())
+        )
+
+    def normalised(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+        """The norm, with the strides that elementwise operations on ``x`` give."""
+        order = None if x.is_contiguous() else _memory_order(x)
+        dim = self.dim % x.dim()
+        if order is not None:
+            x, dim = x.permute(order), order.index(dim)
+        if weight is not None and weight.dim() != 1:
+            weight = weight.reshape(-1)
+        with _outside_autocast(x.device.type):
+            out = self._computed(x, dim, weight, eps, offset)
+        return out if order is None else out.permute(_inverse(order))
+
+    def _computed(self, x: Tensor, dim: int, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+        if dim == x.dim() - 1:
+            rounds = self.rounds and x.dtype is not torch.float32
+            return ops.rms_norm(x, x.shape[-1:], weight, eps, weight_offset=float(offset), cast_before_weight=rounds)
+        if weight is not None and offset:
+            weight = weight.float() + offset
+        return ops.rms_norm_dim(x, dim, weight=weight, eps=eps)
+
+
+_MISSING = object()
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _dtypes(pair: str) -> tuple[torch.dtype, torch.dtype | None]:
+    x, _, weight = pair.partition("*")
+    return getattr(torch, x), getattr(torch, weight) if weight else None
+
+
+def _outside_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Autocast leaves the original alone: what it would cast to float32 is float32 already."""
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _memory_order(x: Tensor) -> list[int] | None:
+    """The dims of a tensor that is not contiguous as they lie in memory, None where they already lie so."""
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: -strides[d])
+    return None if order == list(range(x.dim())) else order
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]

@@ -1,0 +1,135 @@
+"""RMSNorms written by hand: every spelling that is swapped and every look-alike that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rms_look_alikes import LOOK_ALIKES, FrozenBatchNorm, HandLayerNorm, Loss
+from rms_models import (
+    CHANNELS,
+    DTYPES,
+    LAST,
+    NARROW,
+    C,
+    Calls,
+    OfChannelsOffset,
+    OfChannelsViewed,
+    OfChannelsWeighted,
+    Optional_,
+    Power,
+    Squared,
+    Sub,
+    Times,
+    assert_same,
+    check,
+    made,
+    shape_for,
+)
+from torch import nn
+
+import normswap
+from normswap import rules
+from normswap.plan import Reason, Refusal
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+@pytest.mark.case("rms-cast-orders", "dtypes", "training-branches")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cls", [*LAST, *CHANNELS, Sub], ids=lambda c: c.__name__)
+def test_every_spelling_is_swapped_and_equal(cls: type[nn.Module], dtype: torch.dtype, calls: Calls) -> None:
+    served = cls not in NARROW or dtype is torch.float32
+    check(made(cls).to(dtype), torch.randn(shape_for(cls)).to(dtype) * 2, calls, served)
+
+
+@pytest.mark.case("mixed-weights")
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("cls", [Squared, Power, OfChannelsWeighted, Times, Optional_], ids=lambda c: c.__name__)
+def test_float32_weights_with_16_bit_inputs(cls: type[nn.Module], dtype: torch.dtype, calls: Calls) -> None:
+    check(made(cls), torch.randn(shape_for(cls)).to(dtype), calls, cls not in (Times, Optional_))
+
+
+@pytest.mark.case("float64")
+@pytest.mark.parametrize("cls", [Squared, Times, OfChannelsViewed], ids=lambda c: c.__name__)
+def test_float64_runs_the_original(cls: type[nn.Module], calls: Calls) -> None:
+    module, x = made(cls).double(), torch.randn(shape_for(cls)).double()
+    swapped = normswap.optimize(module, x)
+    assert torch.equal(swapped(x), module(x)) and calls.count == 0
+
+
+@pytest.mark.case("no-affine")
+def test_a_weight_of_none(calls: Calls) -> None:
+    module = Optional_().eval()
+    module.register_parameter("weight", None)
+    swapped = check(module, torch.randn(3, C).half(), calls)
+    swapped.weight = nn.Parameter(torch.randn(C).half())
+    module.weight = swapped.weight
+    assert_same(swapped(x := torch.randn(3, C).half()), module(x), x.dtype)
+
+
+@pytest.mark.case("offset-mean", "empty-batch", "one-element", "zero-rows", "non-finite-rows", "large-values")
+@pytest.mark.parametrize("cls", [Times, Power, OfChannelsWeighted], ids=lambda c: c.__name__)
+def test_values(cls: type[nn.Module], calls: Calls) -> None:
+    module = made(cls)
+    swapped = normswap.optimize(module, torch.randn(shape_for(cls)))
+    shape = shape_for(cls)
+    bad = torch.randn(shape)
+    bad[0, 0], bad[1, 0] = torch.nan, torch.inf
+    for x in (
+        torch.randn(shape) + 1000,
+        torch.zeros(shape),
+        torch.randn(shape) * 1e30,
+        torch.randn((0, *shape[1:])),
+        bad,
+    ):
+        torch.testing.assert_close(swapped(x), module(x), equal_nan=True)
+    assert calls.count > 5
+
+
+@pytest.mark.case("strided-input", "channels-last", "output-strides", "strided-gradient", "never-writes-input")
+@pytest.mark.parametrize("cls", [Squared, Times, OfChannelsWeighted, OfChannelsOffset], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.transpose(0, -2).contiguous().transpose(0, -2),
+        lambda x: x.transpose(-1, 1).contiguous().transpose(-1, 1),
+        lambda x: torch.cat([x, x], -2)[..., : x.shape[-2], :],
+        lambda x: torch.cat([x, x], 0).transpose(0, 1).contiguous().transpose(0, 1)[::2],
+        lambda x: x[:1].expand(7, *x.shape[1:]),
+        lambda x: x[:1],
+    ],
+    ids=["swapped", "last", "sliced", "strided", "expanded", "one"],
+)
+def test_strides_are_the_originals(cls: type[nn.Module], layout: Any, calls: Calls) -> None:
+    x = layout(torch.randn(shape_for(cls)))
+    before = x.clone()
+    swapped = check(made(cls), x, calls, served=0 not in x.stride())
+    out = swapped(leaf := x.detach().clone(memory_format=torch.preserve_format).requires_grad_())
+    out.sum().backward()
+    assert leaf.grad is not None and torch.equal(x, before)
+
+
+@pytest.mark.case("trap-no-grad-block", "trap-autocast-block", "trap-grad-query", "trap-config-and-globals")
+@pytest.mark.case(
+    "trap-isinstance", "trap-shape-after-in-place", "trap-returns-rstd", "training-branches", "signatures"
+)
+@pytest.mark.case(
+    "other-dim", "other-tensor", "sum-not-mean", "added-eps", "data-dependent-control-flow", "side-effects"
+)
+@pytest.mark.case("in-place-and-aliases")
+@pytest.mark.parametrize(("cls", "reason", "word"), LOOK_ALIKES, ids=lambda v: getattr(v, "__name__", ""))
+def test_look_alikes_are_refused(cls: type[nn.Module], reason: Reason, word: str) -> None:
+    answer = rules.find(cls())
+    assert isinstance(answer, Refusal), answer
+    assert (answer.kind, answer.reason) == ("rms_norm", reason), answer
+    assert word in answer.detail
+
+
+@pytest.mark.parametrize("cls", [HandLayerNorm, FrozenBatchNorm, Loss])
+def test_other_functions_are_not_spoken_of(cls: type[nn.Module]) -> None:
+    assert rules.find(cls()) is None
