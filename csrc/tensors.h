@@ -37,7 +37,8 @@ inline int64_t itemsize(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 inline cudaStream_t stream_of(const Tensor& t) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
+                  "no current CUDA stream");
   return static_cast<cudaStream_t>(stream);
 }
 
