@@ -96,50 +96,74 @@ __device__ inline void rows_sum(float (&sums)[V], float* shared, int lanes, int 
 
 struct L1 {
   static constexpr bool weighted = false;
+  using Factor = Divisor;
   __device__ static float term(float x, float into) { return __fadd_rn(into, fabsf(x)); }
   // What is kept for the backward, from the sum.
   __device__ static float statistic(float sum, const DimNorm& n) { return __fdiv_rn(sum, static_cast<float>(n.n)); }
-  // What elements are divided by or multiplied with.
+  // What elements are divided by.
   template <class T>
-  __device__ static float factor(float mean, const DimNorm& n) {
-    return l1_divisor<T>(mean, n.eps, n.minimum);
+  __device__ static Factor factor(float mean, const DimNorm& n) {
+    return Divisor::of(l1_divisor<T>(mean, n.eps, n.minimum));
   }
-  __device__ static float apply(float x, float divisor, float) { return __fdiv_rn(x, divisor); }
+  template <bool Fast>
+  __device__ static float apply(float x, const Factor& divisor, float) {
+    return divisor.divide<Fast>(x);
+  }
 
   // With d the divisor, m = mean|x| and s = sum(dy x / d): dx = dy / d - sign(x) s / (n d), the second term only where d
   // follows m.
   template <class T>
-  __device__ static float shared_term(float s, float mean, const DimNorm& n) {
-    const float divisor = l1_divisor<T>(mean, n.eps, n.minimum);
-    return l1_follows<T>(mean, n.minimum) ? s / static_cast<float>(n.n) / divisor : 0.f;
+  __device__ static float shared_term(float s, float mean, const Factor& divisor, const DimNorm& n) {
+    return l1_follows<T>(mean, n.minimum) ? s / static_cast<float>(n.n) / divisor.value : 0.f;
   }
-  __device__ static float gradient(float x, float dy, float divisor, float, float shared) {
+  template <bool Fast>
+  __device__ static float gradient(float x, float dy, const Factor& divisor, float, float shared) {
     const float sign = x > 0.f ? 1.f : x < 0.f ? -1.f : 0.f;
-    return fmaf(-sign, shared, __fdiv_rn(dy, divisor));
+    return fmaf(-sign, shared, divisor.divide<Fast>(dy));
   }
+};
+
+struct Multiplier {
+  float value;
+  __device__ bool fast() const { return true; }
 };
 
 struct RMS {
   static constexpr bool weighted = true;
+  using Factor = Multiplier;
   __device__ static float term(float x, float into) { return fmaf(x, x, into); }
   __device__ static float statistic(float sum, const DimNorm& n) {
     return rsqrtf(__fadd_rn(__fdiv_rn(sum, static_cast<float>(n.n)), static_cast<float>(n.eps)));
   }
+  // What elements are multiplied with.
   template <class T>
-  __device__ static float factor(float rstd, const DimNorm&) {
-    return rstd;
+  __device__ static Factor factor(float rstd, const DimNorm&) {
+    return {rstd};
   }
-  __device__ static float apply(float x, float rstd, float w) { return x * rstd * w; }
+  template <bool Fast>
+  __device__ static float apply(float x, const Factor& rstd, float w) {
+    return x * rstd.value * w;
+  }
 
   // With s = sum(dy w x rstd): dx = rstd dy w - x rstd s rstd / n.
   template <class T>
-  __device__ static float shared_term(float s, float rstd, const DimNorm& n) {
-    return s / static_cast<float>(n.n) * rstd;
+  __device__ static float shared_term(float s, float, const Factor& rstd, const DimNorm& n) {
+    return s / static_cast<float>(n.n) * rstd.value;
   }
-  __device__ static float gradient(float x, float dy, float rstd, float w, float shared) {
-    return fmaf(-x * rstd, shared, dy * w * rstd);
+  template <bool Fast>
+  __device__ static float gradient(float x, float dy, const Factor& rstd, float w, float shared) {
+    return fmaf(-x * rstd.value, shared, dy * w * rstd.value);
   }
 };
+
+// True when the fast formulas are as good for all of them.
+template <int V, class Factor>
+__device__ inline bool all_fast(const Factor (&factor)[V]) {
+  bool fast = true;
+#pragma unroll
+  for (int j = 0; j < V; ++j) fast = fast && factor[j].fast();
+  return fast;
+}
 
 // This thread's share of the sums. The packs hold x.
 template <class Policy, class T, int V>
@@ -156,10 +180,25 @@ __device__ inline void partial_sums(const Place<T, V>& place, Pack<T, V> (&packs
   }
 }
 
-template <class Policy, class T, int V>
-__device__ inline void finish(const Place<T, V>& place, Pack<T, V> (&packs)[kSlots], const float (&sums)[V]) {
+template <class Policy, bool Fast, class T, int V>
+__device__ inline void store_normalised(const Place<T, V>& place, const Pack<T, V> (&packs)[kSlots],
+                                        const typename Policy::Factor (&factor)[V]) {
   const DimNorm& n = place.n;
-  float factor[V];
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) {
+    if (!place.has(k)) continue;
+    const float w = Policy::weighted ? channel_value(n.weight, place.index(k), 1.f) : 1.f;
+    float out[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) out[j] = Policy::template apply<Fast>(to_float(packs[k].v[j]), factor[j], w);
+    Pack<T, V>::of(out).store(static_cast<T*>(n.y) + place.offset(k));
+  }
+}
+
+template <class Policy, class T, int V>
+__device__ inline void finish(const Place<T, V>& place, const Pack<T, V> (&packs)[kSlots], const float (&sums)[V]) {
+  const DimNorm& n = place.n;
+  typename Policy::Factor factor[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const float statistic = Policy::statistic(sums[j], n);
@@ -168,14 +207,10 @@ __device__ inline void finish(const Place<T, V>& place, Pack<T, V> (&packs)[kSlo
       n.statistic[place.vector * V + j] = statistic;
     }
   }
-#pragma unroll
-  for (int k = 0; k < kSlots; ++k) {
-    if (!place.has(k)) continue;
-    const float w = Policy::weighted ? channel_value(n.weight, place.index(k), 1.f) : 1.f;
-    float out[V];
-#pragma unroll
-    for (int j = 0; j < V; ++j) out[j] = Policy::apply(to_float(packs[k].v[j]), factor[j], w);
-    Pack<T, V>::of(out).store(static_cast<T*>(n.y) + place.offset(k));
+  if (all_fast(factor)) {
+    store_normalised<Policy, true>(place, packs, factor);
+  } else {
+    store_normalised<Policy, false>(place, packs, factor);
   }
 }
 
@@ -228,19 +263,12 @@ __global__ void __launch_bounds__(512) dim_apply(const DimNorm n, const Shape sh
   finish<Policy>(place, packs, sums);
 }
 
-template <class Policy, class T, int V>
-__global__ void __launch_bounds__(512) dim_backward(const DimNorm n, const Shape shape) {
-  extern __shared__ float shared[];
-  const Place<T, V> place(n, shape);
-  Pack<T, V> x[kSlots], dy[kSlots];
-  place.load(x, n.x);
-  place.load(dy, n.dy);
-  float sums[V] = {}, statistic[V], factor[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    statistic[j] = place.inside ? n.statistic[place.vector * V + j] : 1.f;
-    factor[j] = Policy::template factor<T>(statistic[j], n);
-  }
+// sums: of dy w x normalised. Leaves the block's share of the weight's gradient in the workspace, if there is one.
+template <class Policy, bool Fast, class T, int V>
+__device__ inline void backward_sums(const Place<T, V>& place, int64_t block, Pack<T, V> (&x)[kSlots],
+                                     Pack<T, V> (&dy)[kSlots], const typename Policy::Factor (&factor)[V],
+                                     float (&sums)[V]) {
+  const DimNorm& n = place.n;
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
     float of_weight = 0.f;
@@ -248,25 +276,30 @@ __global__ void __launch_bounds__(512) dim_backward(const DimNorm n, const Shape
       const float w = Policy::weighted ? channel_value(n.weight, place.index(k), 1.f) : 1.f;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const float product = Policy::apply(to_float(x[k].v[j]), factor[j], 1.f) * to_float(dy[k].v[j]);
+        const float normalised = Policy::template apply<Fast>(to_float(x[k].v[j]), factor[j], 1.f);
+        const float product = normalised * to_float(dy[k].v[j]);
         sums[j] = fmaf(product, w, sums[j]);
         of_weight += product;
       }
     }
     if constexpr (Policy::weighted) {
       if (n.workspace != nullptr) {
-        for (int mask = shape.lanes / 2; mask > 0; mask /= 2) of_weight += __shfl_xor_sync(0xffffffffu, of_weight, mask);
+        for (int mask = place.lanes / 2; mask > 0; mask /= 2) of_weight += __shfl_xor_sync(0xffffffffu, of_weight, mask);
         if (place.lane == 0 && place.index(k) < place.end) {
-          static_cast<float*>(n.workspace)[blockIdx.x * n.n + place.index(k)] = of_weight;
+          static_cast<float*>(n.workspace)[block * n.n + place.index(k)] = of_weight;
         }
       }
     }
     x[k].forget();
     dy[k].forget();
   }
-  rows_sum(sums, shared, shape.lanes, shape.rows);
-#pragma unroll
-  for (int j = 0; j < V; ++j) sums[j] = Policy::template shared_term<T>(sums[j], statistic[j], n);
+}
+
+template <class Policy, bool Fast, class T, int V>
+__device__ inline void store_gradient(const Place<T, V>& place, const Pack<T, V> (&x)[kSlots],
+                                      const Pack<T, V> (&dy)[kSlots], const typename Policy::Factor (&factor)[V],
+                                      const float (&shared)[V]) {
+  const DimNorm& n = place.n;
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
     if (!place.has(k)) continue;
@@ -274,9 +307,40 @@ __global__ void __launch_bounds__(512) dim_backward(const DimNorm n, const Shape
     float out[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      out[j] = Policy::gradient(to_float(x[k].v[j]), to_float(dy[k].v[j]), factor[j], w, sums[j]);
+      out[j] =
+          Policy::template gradient<Fast>(to_float(x[k].v[j]), to_float(dy[k].v[j]), factor[j], w, shared[j]);
     }
     Pack<T, V>::of(out).store(static_cast<T*>(n.y) + place.offset(k));
+  }
+}
+
+template <class Policy, class T, int V>
+__global__ void __launch_bounds__(512) dim_backward(const DimNorm n, const Shape shape) {
+  extern __shared__ float shared[];
+  const Place<T, V> place(n, shape);
+  Pack<T, V> x[kSlots], dy[kSlots];
+  place.load(x, n.x);
+  place.load(dy, n.dy);
+  float sums[V] = {}, statistic[V];
+  typename Policy::Factor factor[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    statistic[j] = place.inside ? n.statistic[place.vector * V + j] : 1.f;
+    factor[j] = Policy::template factor<T>(statistic[j], n);
+  }
+  const bool fast = __all_sync(0xffffffffu, all_fast(factor));  // the sums are taken by whole warps
+  if (fast) {
+    backward_sums<Policy, true>(place, blockIdx.x, x, dy, factor, sums);
+  } else {
+    backward_sums<Policy, false>(place, blockIdx.x, x, dy, factor, sums);
+  }
+  rows_sum(sums, shared, shape.lanes, shape.rows);
+#pragma unroll
+  for (int j = 0; j < V; ++j) sums[j] = Policy::template shared_term<T>(sums[j], statistic[j], factor[j], n);
+  if (fast) {
+    store_gradient<Policy, true>(place, x, dy, factor, sums);
+  } else {
+    store_gradient<Policy, false>(place, x, dy, factor, sums);
   }
 }
 

@@ -16,13 +16,12 @@ namespace normswap {
 namespace {
 
 // Normalise and store the chunk from `begin` on of several rows at once. All lanes of the warp must call.
-template <class Policy, bool Fast, class T, class W, class Tile, int Rows>
+template <class Policy, bool Fast, bool Present, class T, class W, class Tile, int Rows>
 __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
                                    int64_t begin, const RowValues (&values)[Rows]) {
   constexpr int V = Tile::V;
-  using Affine = typename AffineOf<Policy, W, V, Tile::Ragged>::type;
-  Floats<V> w, b;
-  const auto normalised = [&](int r, int k) {
+  using Affine = typename AffineOf<Policy, W, V, Tile::Ragged, Present>::type;
+  const auto normalised = [&](int r, int k, const Floats<V>& w, const Floats<V>& b) {
     float out[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
@@ -33,13 +32,24 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
   };
   T* y = static_cast<T*>(args.n.y) + begin;
   if constexpr (Affine::same_for_all_rows && !Tile::Ragged) {
+    // Weights of several vectors at once, so that their loads overlap.
+    constexpr int batch = Tile::Slots * V < 16 ? Tile::Slots : 16 / V;
     const Affine affine(args, rows[0], begin, tiles[0].len);
 #pragma unroll
-    for (int k = 0; k < Tile::Slots; ++k) {
-      if (Tile::offset(k) < tiles[0].len) affine(Tile::offset(k), w, b);
+    for (int first = 0; first < Tile::Slots; first += batch) {
+      Floats<V> w[batch], b[batch];
 #pragma unroll
-      for (int r = 0; r < Rows; ++r) {
-        if (Tile::offset(k) < tiles[r].len) normalised(r, k).store(y + rows[r] * args.n.cols + Tile::offset(k));
+      for (int i = 0; i < batch; ++i) {
+        if (first + i < Tile::Slots && tiles[0].inside(first + i)) affine(Tile::offset(first + i), w[i], b[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+#pragma unroll
+        for (int r = 0; r < Rows; ++r) {
+          const int k = first + i;
+          if (k >= Tile::Slots || !tiles[r].inside(k)) continue;
+          normalised(r, k, w[i], b[i]).store(y + rows[r] * args.n.cols + Tile::offset(k));
+        }
       }
     }
   } else {
@@ -47,10 +57,11 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
     for (int r = 0; r < Rows; ++r) {
       const Affine affine(args, rows[r], begin, tiles[r].len);
       tiles[r].store(y + rows[r] * args.n.cols, [&](int k) {
+        Floats<V> w, b;
         if constexpr (Policy::has_affine) {
-          if (Tile::offset(k) < tiles[r].len) affine(Tile::offset(k), w, b);
+          if (tiles[r].inside(k)) affine(Tile::offset(k), w, b);
         }
-        return normalised(r, k);
+        return normalised(r, k, w, b);
       });
     }
   }
@@ -63,10 +74,14 @@ __device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
   bool fast = true;
 #pragma unroll
   for (int r = 0; r < Rows; ++r) fast = fast && Policy::fast(values[r]);
-  if (Policy::always_fast || __all_sync(kWholeWarp, fast)) {
-    store_tiles<Policy, true, T, W>(tiles, args, rows, begin, values);
+  // Asked once, not at every vector.
+  const bool present = args.n.weight != nullptr && (!Policy::has_bias || args.n.bias != nullptr);
+  if (!Policy::always_fast && !__all_sync(kWholeWarp, fast)) {
+    store_tiles<Policy, false, false, T, W>(tiles, args, rows, begin, values);
+  } else if (Policy::has_affine && present) {
+    store_tiles<Policy, true, Policy::has_affine, T, W>(tiles, args, rows, begin, values);
   } else {
-    store_tiles<Policy, false, T, W>(tiles, args, rows, begin, values);
+    store_tiles<Policy, true, false, T, W>(tiles, args, rows, begin, values);
   }
 }
 
@@ -92,8 +107,8 @@ constexpr int kRowsAtOnce = Tile::Slots * Tile::V >= 32 ? 1 : Tile::Slots * Tile
 template <class T>
 constexpr int kChunkSlots = kChunk / 32 / (16 / static_cast<int>(sizeof(T)));
 
-template <class T, bool Ragged>
-using ChunkTile = Tile<T, 32, kChunkSlots<T>, Ragged>;
+template <class T, bool Ragged, bool Full = false>
+using ChunkTile = Tile<T, 32, kChunkSlots<T>, Ragged, Full>;
 
 // --- kernels -----------------------------------------------------------------------------------------------------
 
@@ -142,20 +157,30 @@ struct Slice {
     const T* end = static_cast<const T*>(args.n.x) + args.n.rows * args.n.cols;
     stage_chunk<T, Ragged>(buffer(chunk), row_start(row) + begin(chunk), len(chunk), end);
   }
-  __device__ ChunkTile<T, Ragged> tile(int64_t row, int chunk) const {
-    ChunkTile<T, Ragged> tile;
+  template <bool Full>
+  __device__ void load(ChunkTile<T, Ragged, Full>& tile, int64_t row, int chunk) const {
     tile.load_shared(staged_chunk<T, Ragged>(buffer(chunk), row_start(row) + begin(chunk)), len(chunk));
-    return tile;
   }
-  __device__ Stat statistic(int64_t row, int chunk) const {
-    ChunkTile<T, Ragged> tiles[1] = {tile(row, chunk)};
+  template <bool Full>
+  __device__ Stat statistic_of(int64_t row, int chunk) const {
+    ChunkTile<T, Ragged, Full> tiles[1];
+    load<Full>(tiles[0], row, chunk);
     Stat stat[1];
     Policy::statistics(tiles, stat);
     return stat[0];
   }
-  __device__ void apply(int64_t row, int chunk, RowValues values) const {
-    const ChunkTile<T, Ragged> tiles[1] = {tile(row, chunk)};
+  __device__ Stat statistic(int64_t row, int chunk) const {
+    return len(chunk) == kChunk ? statistic_of<true>(row, chunk) : statistic_of<false>(row, chunk);
+  }
+  template <bool Full>
+  __device__ void apply_to(int64_t row, int chunk, RowValues values) const {
+    ChunkTile<T, Ragged, Full> tiles[1];
+    load<Full>(tiles[0], row, chunk);
     apply_tile<Policy, T, W>(tiles, args, row, begin(chunk), values);
+  }
+  __device__ void apply(int64_t row, int chunk, RowValues values) const {
+    if (len(chunk) == kChunk) return apply_to<true>(row, chunk, values);
+    apply_to<false>(row, chunk, values);
   }
 };
 

@@ -17,7 +17,7 @@ struct RowPlan {
   Regime regime;
   int vec;           // elements of 16 bytes
   int lanes;         // lanes of a warp that share a chunk: 8 or 32
-  int chunk_len;     // a multiple of lanes * vec unless the row is one chunk
+  int chunk_len;     // kChunk unless the row is shorter
   int64_t chunks;
   int warps;         // warps of a block
   int block_chunks;  // chunks a block holds
@@ -61,8 +61,7 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, Gpu gpu, Reg
   p.vec = 16 / itemsize;
   const bool tiny = cols <= kChunk / 8;
   p.lanes = tiny ? 8 : 32;
-  p.chunks = ceil_div(cols, kChunk);
-  p.chunk_len = static_cast<int>(p.chunks == 1 ? cols : ceil_div(ceil_div(cols, p.chunks), 32 * p.vec) * (32 * p.vec));
+  p.chunk_len = static_cast<int>(cols < kChunk ? cols : kChunk);
   p.chunks = ceil_div(cols, p.chunk_len);
 
   const int bytes = chunk_bytes(p.chunk_len, itemsize);

@@ -32,6 +32,7 @@ __device__ inline void chunk_sums(Tile (&tiles)[Rows], float (&sums)[Rows], Term
 // y = (x - mean) rstd w + b, rstd = 1 / sqrt(var + eps), biased variance by two passes over the chunk on chip.
 struct Centred {
   using Stat = Moments;
+  static constexpr bool has_bias = true;
   static constexpr bool has_affine = true, always_fast = true;
   __device__ static bool fast(RowValues) { return true; }
   template <class Tile, int Rows>
@@ -68,6 +69,7 @@ struct GroupNormPolicy : Centred {};
 template <bool CastFirst>
 struct RMSNormPolicy {
   using Stat = Sum;
+  static constexpr bool has_bias = false;
   static constexpr bool has_affine = true, always_fast = true;
   __device__ static bool fast(RowValues) { return true; }
   template <class Tile, int Rows>
@@ -93,6 +95,7 @@ struct RMSNormPolicy {
 // y = x / (max(mean|x|, minimum) + eps), the divisor rounded to x's dtype as the expression does.
 struct L1NormPolicy {
   using Stat = Sum;
+  static constexpr bool has_bias = false;
   static constexpr bool has_affine = false, always_fast = false;
   template <class Tile, int Rows>
   __device__ static void statistics(Tile (&tiles)[Rows], Stat (&out)[Rows]) {
@@ -104,29 +107,25 @@ struct L1NormPolicy {
   template <class T>
   __device__ static RowValues finish(const Stat& s, const RowNorm& n) {
     const float divisor = l1_divisor<T>(__fdiv_rn(s.sum, static_cast<float>(n.cols)), n.eps, n.minimum);
-    return {divisor, __frcp_rn(divisor)};
+    return {divisor, Divisor::of(divisor).reciprocal};
   }
   __device__ static float saved_mean(const Stat& s, RowValues, const RowNorm& n) {
     return __fdiv_rn(s.sum, static_cast<float>(n.cols));
   }
-  __device__ static bool fast(RowValues row) { return row.mean > 0x1p-60f && row.mean < 0x1p60f; }
-  // Where the divisor is neither tiny nor huge a product with its reciprocal and one correction give the quotient
-  // correctly rounded (Markstein 1990), without the branches of a division.
+  __device__ static bool fast(RowValues row) { return Divisor{row.mean, row.rstd}.fast(); }
   template <class T, bool Fast>
   __device__ static float apply(float x, RowValues row, float, float) {
-    if constexpr (!Fast) return __fdiv_rn(x, row.mean);
-    const float quotient = __fmul_rn(x, row.rstd);
-    return fmaf(fmaf(-row.mean, quotient, x), row.rstd, quotient);
+    return Divisor{row.mean, row.rstd}.template divide<Fast>(x);
   }
 };
 
 // --- affine parameters -------------------------------------------------------------------------------------------
 
 // V values from data[at] on, those from `limit` on being absent.
-template <class W, int V, bool Ragged>
+template <class W, int V, bool Ragged, bool Present>
 __device__ inline Floats<V> affine_pack(const void* data, int64_t at, int64_t limit, float absent) {
   Floats<V> out;
-  if (data == nullptr || (Ragged && at + V > limit)) {
+  if ((!Present && data == nullptr) || (Ragged && at + V > limit)) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       out.v[j] = data != nullptr && at + j < limit ? to_float(static_cast<const W*>(data)[at + j]) : absent;
@@ -145,19 +144,25 @@ __device__ inline Floats<V> affine_pack(const void* data, int64_t at, int64_t li
 }
 
 // One value an element of the row.
-template <class Policy, class W, int V, bool Ragged>
+template <class Policy, class W, int V, bool Ragged, bool Present>
 struct AffineByElement {
   static constexpr bool same_for_all_rows = true;
   const RowArgs& args;
   int64_t begin;
   __device__ AffineByElement(const RowArgs& a, int64_t, int64_t chunk_begin, int) : args(a), begin(chunk_begin) {}
   __device__ void operator()(int offset, Floats<V>& w, Floats<V>& b) const {
-    w = affine_pack<W, V, Ragged>(args.n.weight, begin + offset, args.n.cols, 1.f);
-    b = affine_pack<W, V, Ragged>(args.n.bias, begin + offset, args.n.cols, 0.f);
+    w = affine_pack<W, V, Ragged, Present>(args.n.weight, begin + offset, args.n.cols, 1.f);
+    if constexpr (Policy::has_bias) b = affine_pack<W, V, Ragged, Present>(args.n.bias, begin + offset, args.n.cols, 0.f);
 #pragma unroll
     for (int j = 0; j < V; ++j) w.v[j] = Policy::factor(w.v[j], args.n);
   }
 };
+
+// a / b for b > 0; the division of 64 bits is slow.
+__device__ inline int64_t divided(int64_t a, int64_t b) {
+  if ((a | b) >> 32 == 0) return static_cast<unsigned>(a) / static_cast<unsigned>(b);
+  return a / b;
+}
 
 // One value a channel: element e of row r belongs to channel (r % groups) * channels_per_group + e / spatial.
 template <class W, int V>
@@ -171,8 +176,8 @@ struct AffineByChannel {
   float w0, b0, w1, b1;
 
   __device__ AffineByChannel(const RowArgs& a, int64_t row, int64_t chunk_begin, int len) : args(a) {
-    const int64_t within = chunk_begin / a.n.spatial;
-    const int64_t first = row % a.n.num_groups * a.n.channels_per_group;
+    const int64_t within = divided(chunk_begin, a.n.spatial);
+    const int64_t first = (row - divided(row, a.n.num_groups) * a.n.num_groups) * a.n.channels_per_group;
     channel = first + within;
     last = first + a.n.channels_per_group - 1;
     remainder = static_cast<unsigned>(chunk_begin - within * a.n.spatial);
@@ -214,12 +219,13 @@ struct AffineByChannel {
   }
 };
 
-template <class Policy, class W, int V, bool Ragged>
+// Present: all of the parameters the policy knows are there.
+template <class Policy, class W, int V, bool Ragged, bool Present>
 struct AffineOf {
-  using type = AffineByElement<Policy, W, V, Ragged>;
+  using type = AffineByElement<Policy, W, V, Ragged, Present>;
 };
-template <class W, int V, bool Ragged>
-struct AffineOf<GroupNormPolicy, W, V, Ragged> {
+template <class W, int V, bool Ragged, bool Present>
+struct AffineOf<GroupNormPolicy, W, V, Ragged, Present> {
   using type = AffineByChannel<W, V>;
 };
 
@@ -229,8 +235,8 @@ struct AffineNone {
   __device__ AffineNone(const RowArgs&, int64_t, int64_t, int) {}
 };
 
-template <class W, int V, bool Ragged>
-struct AffineOf<L1NormPolicy, W, V, Ragged> {
+template <class W, int V, bool Ragged, bool Present>
+struct AffineOf<L1NormPolicy, W, V, Ragged, Present> {
   using type = AffineNone;
 };
 

@@ -9,11 +9,12 @@
 namespace normswap {
 namespace {
 
-// Vector k of a lane is vector k * Lanes + lane of the chunk. Unless Ragged, `len` is a multiple of V.
-template <class T, int Lanes_, int Slots_, bool Ragged_>
+// Vector k of a lane is vector k * Lanes + lane of the chunk. Unless Ragged, `len` is a multiple of V. Full: the chunk
+// is as long as the tile, so that no vector needs asking whether it is there.
+template <class T, int Lanes_, int Slots_, bool Ragged_, bool Full_ = false>
 struct Tile {
   static constexpr int Lanes = Lanes_, Slots = Slots_, V = 16 / sizeof(T);
-  static constexpr bool Ragged = Ragged_;
+  static constexpr bool Ragged = Ragged_, Full = Full_;
   using Vector = Pack<T, V>;
 
   Vector packs[Slots];
@@ -21,6 +22,7 @@ struct Tile {
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % Lanes; }
   __device__ static int offset(int k) { return (k * Lanes + lane()) * V; }
+  __device__ bool inside(int k) const { return Full || offset(k) < len; }
   __device__ static int phase(const T* p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16); }
 
   // `end`: of the tensor; nothing is read from there on.
@@ -28,7 +30,7 @@ struct Tile {
     len = length;
 #pragma unroll
     for (int k = 0; k < Slots; ++k) {
-      if (offset(k) < len) {
+      if (inside(k)) {
         if constexpr (Ragged) {
           packs[k] = load_ragged<false>(chunk + offset(k), len - offset(k), end);
         } else {
@@ -43,7 +45,7 @@ struct Tile {
     len = length;
 #pragma unroll
     for (int k = 0; k < Slots; ++k) {
-      if (offset(k) < len) {
+      if (inside(k)) {
         if constexpr (Ragged) {
           packs[k] = load_ragged<true>(chunk + offset(k), V, nullptr);
         } else {
@@ -65,11 +67,11 @@ struct Tile {
     float partial[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int k = 0; k < Slots; ++k) {
-      if (offset(k) < len) {
+      if (inside(k)) {
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           float& into = partial[(k * V + j) % 4];
-          if (!Ragged || offset(k) + j < len) into = term(to_float(packs[k].v[j]), into);
+          if (Full || !Ragged || offset(k) + j < len) into = term(to_float(packs[k].v[j]), into);
         }
       }
     }
@@ -84,7 +86,7 @@ struct Tile {
     } else {
 #pragma unroll
       for (int k = 0; k < Slots; ++k) {
-        if (offset(k) < len) make(k).store(chunk + offset(k));
+        if (inside(k)) make(k).store(chunk + offset(k));
       }
     }
   }
@@ -159,6 +161,14 @@ __device__ inline void wait_for_copies() {
 // Starts copying a chunk with all of the 16-byte vectors that hold it, as far as they lie before `end`; the warp calls.
 template <class T, bool Ragged>
 __device__ inline void stage_chunk(char* buffer, const T* chunk, int len, const T* end) {
+  if (!Ragged && len == kChunk) {
+#pragma unroll
+    for (int i = 0; i < kChunk * static_cast<int>(sizeof(T)) / 512; ++i) {
+      const int at = (i * 32 + static_cast<int>(threadIdx.x) % 32) * 16;
+      copy_async(buffer + at, reinterpret_cast<const char*>(chunk) + at, 16);
+    }
+    return;
+  }
   const char* from = reinterpret_cast<const char*>(chunk);
   const int phase = Ragged ? static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16) : 0;
   from -= phase;
