@@ -22,18 +22,19 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
   constexpr int V = Tile::V;
   using Affine = typename AffineOf<Policy, W, V, Tile::Ragged, Present>::type;
   const auto normalised = [&](int r, int k, const Floats<V>& w, const Floats<V>& b) {
+    const typename Tile::Vector x = tiles[r].pack(k);
     float out[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      out[j] = Policy::template apply<T, Fast>(to_float(tiles[r].packs[k].v[j]), values[r],
+      out[j] = Policy::template apply<T, Fast>(to_float(x.v[j]), values[r],
                                                Policy::has_affine ? w.v[j] : 1.f, Policy::has_affine ? b.v[j] : 0.f);
     }
     return Tile::Vector::of(out);
   };
   T* y = static_cast<T*>(args.n.y) + begin;
   if constexpr (Affine::same_for_all_rows && !Tile::Ragged) {
-    // Weights of several vectors at once, so that their loads overlap.
-    constexpr int batch = Tile::Slots * V < 16 ? Tile::Slots : 16 / V;
+    // Weights of several vectors at once where there are registers for them, so that their loads overlap.
+    constexpr int batch = Tile::InRegisters ? 1 : 16 / V;
     const Affine affine(args, rows[0], begin, tiles[0].len);
 #pragma unroll
     for (int first = 0; first < Tile::Slots; first += batch) {
@@ -110,6 +111,9 @@ constexpr int kChunkSlots = kChunk / 32 / (16 / static_cast<int>(sizeof(T)));
 template <class T, bool Ragged, bool Full = false>
 using ChunkTile = Tile<T, 32, kChunkSlots<T>, Ragged, Full>;
 
+template <class T, bool Ragged, bool Full>
+using StagedChunk = StagedTile<T, 32, kChunkSlots<T>, Ragged, Full>;
+
 // --- kernels -----------------------------------------------------------------------------------------------------
 
 template <class Policy, class T, class W, class RowTile>
@@ -158,13 +162,16 @@ struct Slice {
     stage_chunk<T, Ragged>(buffer(chunk), row_start(row) + begin(chunk), len(chunk), end);
   }
   template <bool Full>
-  __device__ void load(ChunkTile<T, Ragged, Full>& tile, int64_t row, int chunk) const {
-    tile.load_shared(staged_chunk<T, Ragged>(buffer(chunk), row_start(row) + begin(chunk)), len(chunk));
+  __device__ StagedChunk<T, Ragged, Full> staged(int64_t row, int chunk) const {
+    StagedChunk<T, Ragged, Full> tile;
+    tile.len = len(chunk);
+    tile.chunk = staged_chunk<T, Ragged>(buffer(chunk), row_start(row) + begin(chunk));
+    return tile;
   }
   template <bool Full>
   __device__ Stat statistic_of(int64_t row, int chunk) const {
     ChunkTile<T, Ragged, Full> tiles[1];
-    load<Full>(tiles[0], row, chunk);
+    staged<Full>(row, chunk).copy_to(tiles[0]);
     Stat stat[1];
     Policy::statistics(tiles, stat);
     return stat[0];
@@ -174,8 +181,7 @@ struct Slice {
   }
   template <bool Full>
   __device__ void apply_to(int64_t row, int chunk, RowValues values) const {
-    ChunkTile<T, Ragged, Full> tiles[1];
-    load<Full>(tiles[0], row, chunk);
+    const StagedChunk<T, Ragged, Full> tiles[1] = {staged<Full>(row, chunk)};
     apply_tile<Policy, T, W>(tiles, args, row, begin(chunk), values);
   }
   __device__ void apply(int64_t row, int chunk, RowValues values) const {

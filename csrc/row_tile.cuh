@@ -9,74 +9,20 @@
 namespace normswap {
 namespace {
 
-// Vector k of a lane is vector k * Lanes + lane of the chunk. Unless Ragged, `len` is a multiple of V. Full: the chunk
-// is as long as the tile, so that no vector needs asking whether it is there.
-template <class T, int Lanes_, int Slots_, bool Ragged_, bool Full_ = false>
-struct Tile {
+// How a chunk lies over lanes: vector k of a lane is vector k * Lanes + lane of the chunk. Unless Ragged, `len` is a
+// multiple of V. Full: the chunk is as long as the tile, so that no vector needs asking whether it is there.
+template <class T, int Lanes_, int Slots_, bool Ragged_, bool Full_>
+struct TileShape {
   static constexpr int Lanes = Lanes_, Slots = Slots_, V = 16 / sizeof(T);
   static constexpr bool Ragged = Ragged_, Full = Full_;
   using Vector = Pack<T, V>;
 
-  Vector packs[Slots];
   int len;
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % Lanes; }
   __device__ static int offset(int k) { return (k * Lanes + lane()) * V; }
   __device__ bool inside(int k) const { return Full || offset(k) < len; }
   __device__ static int phase(const T* p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16); }
-
-  // `end`: of the tensor; nothing is read from there on.
-  __device__ void load(const T* chunk, int length, const T* end) {
-    len = length;
-#pragma unroll
-    for (int k = 0; k < Slots; ++k) {
-      if (inside(k)) {
-        if constexpr (Ragged) {
-          packs[k] = load_ragged<false>(chunk + offset(k), len - offset(k), end);
-        } else {
-          packs[k] = Vector::load(chunk + offset(k));
-        }
-      }
-    }
-  }
-
-  // The same from shared memory; what precedes and follows the chunk within its 16-byte vectors must be there too.
-  __device__ void load_shared(const T* chunk, int length) {
-    len = length;
-#pragma unroll
-    for (int k = 0; k < Slots; ++k) {
-      if (inside(k)) {
-        if constexpr (Ragged) {
-          packs[k] = load_ragged<true>(chunk + offset(k), V, nullptr);
-        } else {
-          packs[k] = Vector::of_raw(*reinterpret_cast<const typename Vector::Raw*>(chunk + offset(k)));
-        }
-      }
-    }
-  }
-
-  // See Pack::forget.
-  __device__ void forget() {
-#pragma unroll
-    for (int k = 0; k < Slots; ++k) packs[k].forget();
-  }
-
-  // Partial sums of term(x) over this lane's elements of the chunk, in an order fixed by element index.
-  template <class Term>
-  __device__ float partial_sum(Term term) const {
-    float partial[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int k = 0; k < Slots; ++k) {
-      if (inside(k)) {
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          float& into = partial[(k * V + j) % 4];
-          if (Full || !Ragged || offset(k) + j < len) into = term(to_float(packs[k].v[j]), into);
-        }
-      }
-    }
-    return __fadd_rn(__fadd_rn(partial[0], partial[1]), __fadd_rn(partial[2], partial[3]));
-  }
 
   // make(k) gives the k-th vector to store. All lanes of the warp must call.
   template <class Make>
@@ -92,30 +38,6 @@ struct Tile {
   }
 
  private:
-  template <bool Shared>
-  __device__ static uint4 fetch(const T* p) {
-    if constexpr (Shared) return *reinterpret_cast<const uint4*>(p);
-    return __ldg(reinterpret_cast<const uint4*>(p));
-  }
-
-  template <bool Shared>
-  __device__ static Vector load_ragged(const T* p, int valid, const T* end) {
-    const int shift = phase(p);
-    const T* aligned = p - shift / static_cast<int>(sizeof(T));
-    const bool crosses = shift / static_cast<int>(sizeof(T)) + valid > V && shift > 0;
-    if (Shared || aligned + (crosses ? 2 * V : V) <= end) {
-      const uint4 low = fetch<Shared>(aligned);
-      const uint4 high = crosses ? fetch<Shared>(aligned + V) : low;
-      return Vector::of_raw(window<sizeof(T)>(low, high, shift));
-    }
-    Vector pack{};
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      if (j < valid) pack.v[j] = p[j];
-    }
-    return pack;
-  }
-
   // The aligned vector in memory at this lane's place holds the end of the vector before and the start of this one.
   template <class Make>
   __device__ void store_ragged(T* chunk, Make make) const {
@@ -143,6 +65,104 @@ struct Tile {
 
   __device__ static unsigned from_left(unsigned value) {
     return __shfl_sync(0xffffffffu, value, (lane() + Lanes - 1) % Lanes, Lanes);
+  }
+};
+
+// A chunk in registers.
+template <class T, int Lanes_, int Slots_, bool Ragged_, bool Full_ = false>
+struct Tile : TileShape<T, Lanes_, Slots_, Ragged_, Full_> {
+  using Shape = TileShape<T, Lanes_, Slots_, Ragged_, Full_>;
+  using Vector = typename Shape::Vector;
+  using Shape::inside, Shape::len, Shape::offset, Shape::phase, Shape::Slots, Shape::V;
+  static constexpr bool InRegisters = true;
+
+  Vector packs[Slots];
+
+  __device__ Vector pack(int k) const { return packs[k]; }
+
+  // `end`: of the tensor; nothing is read from there on.
+  __device__ void load(const T* chunk, int length, const T* end) {
+    len = length;
+#pragma unroll
+    for (int k = 0; k < Slots; ++k) {
+      if (inside(k)) {
+        if constexpr (Ragged_) {
+          packs[k] = load_ragged(chunk + offset(k), len - offset(k), end);
+        } else {
+          packs[k] = Vector::load(chunk + offset(k));
+        }
+      }
+    }
+  }
+
+  // See Pack::forget.
+  __device__ void forget() {
+#pragma unroll
+    for (int k = 0; k < Slots; ++k) packs[k].forget();
+  }
+
+  // Partial sums of term(x) over this lane's elements of the chunk, in an order fixed by element index.
+  template <class Term>
+  __device__ float partial_sum(Term term) const {
+    float partial[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int k = 0; k < Slots; ++k) {
+      if (inside(k)) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          float& into = partial[(k * V + j) % 4];
+          if (Full_ || !Ragged_ || offset(k) + j < len) into = term(to_float(packs[k].v[j]), into);
+        }
+      }
+    }
+    return __fadd_rn(__fadd_rn(partial[0], partial[1]), __fadd_rn(partial[2], partial[3]));
+  }
+
+ private:
+  __device__ static Vector load_ragged(const T* p, int valid, const T* end) {
+    const int shift = phase(p);
+    const T* aligned = p - shift / static_cast<int>(sizeof(T));
+    const bool crosses = shift / static_cast<int>(sizeof(T)) + valid > V && shift > 0;
+    if (aligned + (crosses ? 2 * V : V) <= end) {
+      const uint4 low = __ldg(reinterpret_cast<const uint4*>(aligned));
+      const uint4 high = crosses ? __ldg(reinterpret_cast<const uint4*>(aligned + V)) : low;
+      return Vector::of_raw(window<sizeof(T)>(low, high, shift));
+    }
+    Vector pack{};
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (j < valid) pack.v[j] = p[j];
+    }
+    return pack;
+  }
+};
+
+// A chunk in shared memory, with what precedes and follows it within its 16-byte vectors.
+template <class T, int Lanes_, int Slots_, bool Ragged_, bool Full_>
+struct StagedTile : TileShape<T, Lanes_, Slots_, Ragged_, Full_> {
+  using Shape = TileShape<T, Lanes_, Slots_, Ragged_, Full_>;
+  using Vector = typename Shape::Vector;
+  using Shape::inside, Shape::offset, Shape::phase, Shape::Slots, Shape::V;
+  static constexpr bool InRegisters = false;
+
+  const T* chunk;
+
+  __device__ Vector pack(int k) const {
+    if constexpr (!Ragged_) {
+      return Vector::of_raw(*reinterpret_cast<const uint4*>(chunk + offset(k)));
+    } else {
+      const int shift = phase(chunk);
+      const uint4* aligned = reinterpret_cast<const uint4*>(chunk + offset(k) - shift / static_cast<int>(sizeof(T)));
+      return Vector::of_raw(window<sizeof(T)>(aligned[0], aligned[1], shift));
+    }
+  }
+
+  __device__ void copy_to(Tile<T, Lanes_, Slots_, Ragged_, Full_>& tile) const {
+    tile.len = this->len;
+#pragma unroll
+    for (int k = 0; k < Slots; ++k) {
+      if (inside(k)) tile.packs[k] = pack(k);
+    }
   }
 };
 
