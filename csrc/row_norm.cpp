@@ -59,7 +59,9 @@ void set_affine(const char* op, RowNorm& n, const OptionalTensor& weight, const 
 
 void run(const char* op, Launch launch, RowNorm n, const Tensor& input, const Tensor& out, int64_t regime) {
   RowPlan plan;
-  STD_TORCH_CHECK(make_row_plan(n.rows, n.cols, static_cast<int>(itemsize(n.dtype)),
+  const int64_t vectors = (n.weight != nullptr) + (n.bias != nullptr);
+  const int64_t parameters = vectors * itemsize(n.weight_dtype) * (n.spatial > 0 ? n.cols / n.spatial : n.cols);
+  STD_TORCH_CHECK(make_row_plan(n.rows, n.cols, static_cast<int>(itemsize(n.dtype)), parameters,
                                 gpu_of(input.get_device_index()), static_cast<Regime>(regime), &plan),
                   op, ": rows of ", n.cols, " elements cannot be done in regime ", regime);
   const int64_t bytes = row_workspace_bytes(plan, n.rows);
@@ -185,7 +187,7 @@ extern "C" __attribute__((visibility("default"))) int normswap_row_plan(int64_t 
                                                                         int regime, int64_t* out) {
   normswap::RowPlan p;
   const normswap::Gpu gpu{has_clusters != 0, shared, resident};
-  if (!normswap::make_row_plan(rows, cols, itemsize, gpu, static_cast<normswap::Regime>(regime), &p)) {
+  if (!normswap::make_row_plan(rows, cols, itemsize, 0, gpu, static_cast<normswap::Regime>(regime), &p)) {
     return 0;
   }
   const int64_t values[] = {static_cast<int64_t>(p.regime), p.vec, p.lanes, p.chunk_len, p.chunks, p.warps,

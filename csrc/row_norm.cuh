@@ -190,8 +190,9 @@ struct Slice {
   }
 };
 
+// Slices of 16-bit rows are often smaller than kSliceBytes: a fourth block fits.
 template <class Policy, class T, class W, bool Ragged, bool Cluster>
-__global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_block(const RowArgs args) {
+__global__ void __launch_bounds__(kWarpsBlock * 32, sizeof(T) == 2 ? 4 : kBlocksAMultiprocessor) row_block(const RowArgs args) {
 #if __CUDA_ARCH__ < 900
   if constexpr (Cluster) return;  // never launched: row_plan gives clusters to sm_90 and newer only
 #endif

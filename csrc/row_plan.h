@@ -43,6 +43,7 @@ constexpr int kSliceBytes = 65536;   // what a block holds by choice, so that th
 constexpr int kBlocksAMultiprocessor = 3;
 constexpr int kMaxChunks = 512;      // block, cluster: chunks of a row
 constexpr int kMaxGroups = 512;      // team: groups of a row
+constexpr int kTeamParameters = 8 << 20;  // team: bytes of parameters that the L2 keeps for the next row
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -55,8 +56,9 @@ inline int chunk_bytes(int chunk_len, int itemsize) {
 constexpr int kStatisticsBytes = 8192;
 
 // The plan for `rows` rows of `cols` >= 1 elements; `regime` other than automatic asks for that one. Returns false when
-// the row cannot be done in the regime asked for.
-inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, Gpu gpu, Regime regime, RowPlan* plan) {
+// the row cannot be done in the regime asked for. `parameters`: bytes of weights a row reads.
+inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, int64_t parameters, Gpu gpu, Regime regime,
+                          RowPlan* plan) {
   RowPlan p{};
   p.vec = 16 / itemsize;
   const bool tiny = cols <= kChunk / 8;
@@ -74,12 +76,12 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, Gpu gpu, Reg
   const bool fits_team = few <= gpu.resident && few * (slice / kGroup) <= kMaxGroups;
   Regime r = regime;
   if (r == Regime::automatic) {
-    r = tiny                                 ? Regime::subwarp
-        : p.chunks == 1                      ? Regime::warp
-        : few == 1 && fits_block             ? Regime::block
-        : few <= kMaxCluster && fits_cluster ? Regime::cluster
-        : fits_team                          ? Regime::team
-                                             : Regime::split;
+    r = tiny                                         ? Regime::subwarp
+        : p.chunks == 1                              ? Regime::warp
+        : few == 1 && fits_block                     ? Regime::block
+        : few <= kMaxCluster && fits_cluster         ? Regime::cluster
+        : fits_team && parameters <= kTeamParameters ? Regime::team
+                                                     : Regime::split;
   }
   const bool possible = tiny                   ? r == Regime::subwarp
                         : r == Regime::warp    ? p.chunks == 1
