@@ -6,6 +6,7 @@ from importlib import metadata as _metadata
 
 from normswap import modules
 from normswap.checkpoint import load_model
+from normswap.fold import fold
 from normswap.modules import copy_weights
 from normswap.optimize import optimize, plan, report, revert, validate
 from normswap.plan import MismatchError, NormswapError, NothingSwappedError, Plan, PlanError
@@ -24,6 +25,7 @@ __all__ = [
     "PlanError",
     "Report",
     "copy_weights",
+    "fold",
     "load_model",
     "modules",
     "optimize",

@@ -104,7 +104,7 @@ def _independent_dims(match: Match, module: Any, x: Tensor) -> list[int]:
     if match.kind == "group_norm":
         return [0]
     if match.kind == "l1_norm" or is_by_hand(match.kind, match.attributes):
-        return [d for d in range(x.dim()) if d != match.attributes["dim"] % x.dim()]
+        return [d for d in range(x.dim()) if d != match.value(module, "dim") % x.dim()]
     if match.kind in ("layer_norm", "rms_norm"):
         return list(range(x.dim() - len(module.normalized_shape)))
     return []

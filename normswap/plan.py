@@ -109,12 +109,17 @@ class Site:
 @dataclass(frozen=True)
 class Match:
     """What to put at a site. ``attributes`` holds what the swapped forward needs to know and is
-    JSON: for l1_norm ``{"dim": 1}``, for linear_scale_batch_norm the attribute names
+    JSON: for l1_norm ``{"dim": 1, "eps": "eps"}``, for linear_scale_batch_norm the attribute names
     ``{"linear": "gemm", "scale": "scale", "batch_norm": "bn"}``, for an RMSNorm written by hand
     ``{"dim": -1, "eps": "variance_epsilon", "weight": "weight", ...}``; empty for module sites."""
 
     kind: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def value(self, module: object, name: str, default: Any = None) -> Any:
+        """What the attribute ``name`` stands for now: a str names the attribute of ``module`` that holds it."""
+        found = self.attributes.get(name, default)
+        return getattr(module, found) if isinstance(found, str) else found
 
 
 def is_by_hand(kind: str, attributes: Mapping[str, Any]) -> bool:

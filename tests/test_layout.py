@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sites": set(),
     "native": {"builder"},
     "ops": {"native", "reference", "ops"},
-    "forwards": {"ops"},
+    "forwards": {"ops", "forwards"},
     "modules": {"ops", "plan", "forwards"},
     "tracing": {"plan"},
     "rules": {"plan", "tracing", "modules", "forwards", "rules"},
@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "validate": {"plan", "modules", "compare", "sites"},
     "whole": {"plan", "ops", "modules", "sites"},
     "report": {"plan"},
+    "fold": {"plan", "reference", "modules", "forwards", "rules", "sites"},
     "optimize": {"plan", "native", "modules", "walk", "apply", "sites", "validate", "whole", "report"},
     "tensors": {"plan", "files"},
     "inputs": {"tensors"},
@@ -40,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "factory": {"tensors"},
     "checkpoint": {"plan", "native", "modules", "apply", "optimize", "report", "factory", "files", "tensors"},
     "cli": {"plan", "native", "optimize", "checkpoint", "report", "factory", "inputs", "summary", "tensors"},
-    "__init__": {"plan", "modules", "optimize", "checkpoint", "report"},
+    "__init__": {"plan", "modules", "optimize", "checkpoint", "fold", "report"},
 }
 
 

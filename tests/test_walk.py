@@ -22,7 +22,7 @@ class L1(nn.Module):
 
 class WithEps(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x / (x.abs().mean(1, keepdim=True) + 1e-6)
+        return x / (x.abs().mean((1, 2), keepdim=True) + 1e-6)
 
 
 class Projection(nn.Module):
