@@ -41,6 +41,7 @@ _aten = torch.ops.aten
 _OF_A_NUMBER = (_aten.add.Tensor, _aten.add.Scalar, _aten.clamp.default, _aten.clamp_min.default)
 
 _FLOAT32_ROUNDING = 2.0**-24
+_PIECE = 2**20  # elements of a large tensor that are computed with at once
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 _PYTORCH_ROUNDINGS = 4.0
@@ -76,12 +77,27 @@ def error_share(ours: Tensor, reference: Tensor, magnitude: Tensor, c: float, ex
     ``reference`` and ``magnitude`` are float64 and broadcast to ``ours``; ``extra`` is added to the limit. An error
     without a limit (a NaN in it) is infinitely too large.
     """
-    reference = reference.expand(ours.shape)
+    given = (ours, reference, magnitude, torch.as_tensor(extra, dtype=torch.float64, device=ours.device))
+    pieces = zip(*(_split(tensor.expand(ours.shape)) for tensor in given), strict=True)
+    return max((_share(o, r, m, e, c) for o, r, m, e in pieces), default=0.0)
+
+
+def _split(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Views of ``tensor`` small enough to compute with, along its largest dim; none of an empty one."""
+    if tensor.numel() == 0:
+        return ()
+    if tensor.numel() <= _PIECE:
+        return (tensor,)
+    dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
+    return tensor.split(max(1, _PIECE * tensor.shape[dim] // tensor.numel()), dim)
+
+
+def _share(ours: Tensor, reference: Tensor, magnitude: Tensor, extra: Tensor, c: float) -> float:
     limit = half_ulp(reference, ours.dtype) + c * _FLOAT32_ROUNDING * magnitude + extra
     error = (ours.double() - reference).abs()
     finite = ours.isfinite() & reference.to(ours.dtype).isfinite()
     share = torch.where(finite & (error > 0), error / limit, 0.0)
-    return float(share.nan_to_num(nan=math.inf, posinf=math.inf).max()) if share.numel() else 0.0
+    return float(share.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def excused(eager: Tensor, reference: Tensor) -> Tensor:
@@ -141,8 +157,9 @@ def magnitudes(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype, uni
         return _l1_norm(match, site, x, dtype)
     if is_by_hand(match.kind, match.attributes):
         return _rms_by_hand(match.attributes, site, x, dtype)
-    rows = _Rows(match.kind, site, x)
-    return Magnitudes(rows.output(), rows.gradients)
+    rows = _Rows(match.kind, match.view(site), x)
+    gradients = (lambda dy: match.renamed(rows.gradients(dy))) if match.registered else rows.gradients
+    return Magnitudes(rows.output(), gradients)
 
 
 class _Rows:

@@ -195,9 +195,10 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
     they do not fit.
     """
     expected, swapped = _MODULE_CLASSES.get(kind, (nn.Module, nn.Module))
-    if original is expected:
+    if original is expected and not attributes:
         return swapped
-    if kind not in _FORWARDS or not (is_by_hand(kind, attributes) or issubclass(original, expected)):
+    found = is_by_hand(kind, attributes) or Match(kind, attributes).registered
+    if kind not in _FORWARDS or not (found or issubclass(original, expected)):
         raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
     made: Any = _rewritten_class  # to mypy, a class is no hashable argument
     return made(kind, original, json.dumps(dict(attributes), sort_keys=True))
@@ -207,7 +208,8 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
 def _rewritten_class(kind: str, original: type[nn.Module], text: str) -> type[nn.Module]:
     attributes: dict[str, Any] = json.loads(text)
     base_forward = original.forward
-    forward = functools.wraps(base_forward)(_FORWARDS[kind](original, base_forward, attributes))
+    make = _registered_forward(kind) if Match(kind, attributes).registered else _FORWARDS[kind]
+    forward = functools.wraps(base_forward)(make(original, base_forward, attributes))
     body = {
         "forward": forward,
         "__module__": original.__module__,
@@ -255,6 +257,30 @@ def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping
 def _rms_norm_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
     make = by_hand_forward if is_by_hand("rms_norm", attributes) else _subclass_forward("rms_norm")
     return make(original, base_forward, attributes)
+
+
+_OPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "layer_norm": lambda x, norm: ops.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps),
+    "group_norm": lambda x, norm: ops.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps),
+    "rms_norm": lambda x, norm: ops.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps),
+}
+
+
+def _registered_forward(kind: str) -> Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]:
+    """The forward of a registered class: the op on the values that the match finds in the module."""
+
+    def make(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
+        match, argument, op = Match(kind, attributes), _only_argument(base_forward), _OPS[kind]
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            x = args[0] if args else kwargs.get(argument)
+            if len(args) + len(kwargs) == 1 and original.forward is base_forward and isinstance(x, Tensor):
+                return op(x, match.view(self))
+            return original.forward(self, *args, **kwargs)
+
+        return forward
+
+    return make
 
 
 _FORWARDS: dict[str, Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]] = {

@@ -179,7 +179,7 @@ def _synthesised(match: Match, module: Any, like: Tensor | None) -> Iterator[Ten
 
 def _synthetic_shape(match: Match, module: Any) -> tuple[int, ...]:
     if match.kind == "group_norm":
-        return (2, module.num_channels, 6, 5)
+        return (2, match.view(module).num_channels, 6, 5)
     if match.kind == "l1_norm":
         dim = match.value(module, "dim")
         rank = max(2, dim + 1, -dim)
@@ -189,7 +189,7 @@ def _synthetic_shape(match: Match, module: Any) -> tuple[int, ...]:
         return (24, getattr(module, names["linear"]).in_features)
     if is_by_hand(match.kind, match.attributes):
         return _shape_by_hand(match, module)
-    return (4, 3, *module.normalized_shape)
+    return (4, 3, *match.view(module).normalized_shape)
 
 
 def _shape_by_hand(match: Match, module: Any) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ def trust(model: nn.Module) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            swapped = normswap.optimize(model, digits.data()[0][:64])
+            swapped = normswap.optimize(model, digits.data()[0][:64], min_speedup=None)
     finally:
         modules._MODULE_CLASSES["layer_norm"] = right
     report = normswap.report(swapped)
