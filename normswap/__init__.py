@@ -6,10 +6,12 @@ from importlib import metadata as _metadata
 
 from normswap import modules
 from normswap.checkpoint import load_model
+from normswap.fold import fold
 from normswap.modules import copy_weights
-from normswap.optimize import optimize, plan, report, revert, validate
+from normswap.optimize import apply, disabled, optimize, plan, report, revert, validate
 from normswap.plan import MismatchError, NormswapError, NothingSwappedError, Plan, PlanError
 from normswap.report import Report
+from normswap.rules.registered import register_norm
 
 try:
     __version__ = _metadata.version("normswap")
@@ -23,11 +25,15 @@ __all__ = [
     "Plan",
     "PlanError",
     "Report",
+    "apply",
     "copy_weights",
+    "disabled",
+    "fold",
     "load_model",
     "modules",
     "optimize",
     "plan",
+    "register_norm",
     "report",
     "revert",
     "validate",

@@ -5,6 +5,8 @@ The only code that changes a model, and all it changes is ``__class__`` of the m
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,6 +14,7 @@ from torch import nn
 
 from normswap import modules
 from normswap.plan import NormswapError, Plan, PlanError, Site, Swap
+from normswap.sites import put_back, set_classes
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -31,18 +34,13 @@ class Change:
 class Journal:
     """The swaps that ``apply`` made, in order, each until it is undone."""
 
-    def __init__(self) -> None:
-        self._changes: list[Change] = []
+    def __init__(self, changes: Iterable[Change]) -> None:
+        self._changes = [*changes]
 
     @property
     def changes(self) -> tuple[Change, ...]:
         """What is still swapped."""
         return tuple(self._changes)
-
-    def record(self, change: Change) -> None:
-        """Install ``change.after`` and remember how to put ``change.before`` back."""
-        _set_class(change.module, change.after)
-        self._changes.append(change)
 
     def undo(self, name: str | None = None) -> None:
         """Put back the class of the one site called ``name`` (or an alias of it), or of all sites for None.
@@ -54,11 +52,10 @@ class Journal:
         if name is not None and not chosen:
             raise NormswapError(f"undo: no swapped site is called {name!r}; swapped are {self._names()}")
         for change in chosen:
-            if type(change.module) is not change.after:
+            if type(change.module) not in (change.after, change.before):
                 raise _changed_since(change.site.name, change.module)
-        for change in reversed(chosen):
-            _set_class(change.module, change.before)
-            self._changes.remove(change)
+        put_back([(change.module, change.before) for change in chosen])
+        self._changes = [change for change in self._changes if change not in chosen]
 
     def _names(self) -> str:
         return ", ".join(repr(change.site.name) for change in self._changes) or "none"
@@ -70,14 +67,11 @@ def apply(model: nn.Module, plan: Plan) -> Journal:
     Raises PlanError when a site is missing, is of another type than the plan says, is reachable under other names, or
     holds no such kind; then, and on any other exception, the model is as it was.
     """
-    changes = _changes(model, plan)
-    journal = Journal()
+    journal = Journal(_changes(model, plan))
     try:
-        for change in changes:
-            journal.record(change)
+        set_classes((change.module, change.after) for change in journal.changes)
     except BaseException:
-        for change in changes:  # not journal.undo(): an interrupt may have come between a swap and its record
-            _set_class(change.module, change.before)
+        journal.undo()
         raise
     return journal
 
@@ -88,20 +82,54 @@ def revert(model: _Module) -> _Module:
     It needs no journal: swapped modules know what they were. Raises NormswapError, with nothing reverted, when a
     module's class has been changed again since it was swapped (parametrizations and FSDP do that).
     """
-    swapped: list[tuple[nn.Module, type[nn.Module]]] = []
-    for name, module in model.named_modules():
-        before = modules.original_class(module)
-        if before is not None:
-            swapped.append((module, before))
-        elif issubclass(type(module), _INSTALLED):
-            raise _changed_since(name, module)
-    for module, before in swapped:
-        _set_class(module, before)
+    swapped = _swapped(model)
+    try:
+        set_classes((module, before) for module, before, _ in swapped)
+    except BaseException:
+        put_back([(module, now) for module, _, now in swapped])
+        raise
     return model
 
 
-def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    object.__setattr__(module, "__class__", cls)  # a model's own __setattr__ has no say in it
+@contextlib.contextmanager
+def disabled(model: _Module) -> Iterator[_Module]:
+    """Run the original code of every swapped module of ``model`` inside the ``with`` block; afterwards, also after an
+    exception, all is as it was. May be nested.
+
+    Code that torch.compile made of the model is compiled anew, on entry and on exit. Raises NormswapError as
+    ``revert`` does; at the end too, for a module whose class was changed inside the block: it keeps that class.
+    """
+    swapped = _swapped(model)
+    try:
+        set_classes((module, before) for module, before, _ in swapped)
+        yield model
+    finally:
+        try:
+            changed = _swapped_again(swapped)
+        except BaseException:  # an interrupt, say
+            _swapped_again(swapped)
+            raise
+        if changed:
+            names = {id(module): name for name, module in model.named_modules()}
+            raise _changed_since(names.get(id(changed[0]), "a module"), changed[0])
+
+
+def _swapped_again(swapped: Sequence[tuple[nn.Module, type[nn.Module], type[nn.Module]]]) -> list[nn.Module]:
+    """Swap each (module, class before, class after) that has one of the two; the others are returned."""
+    set_classes((m, after) for m, before, after in swapped if type(m) in (before, after))
+    return [m for m, before, after in swapped if type(m) not in (before, after)]
+
+
+def _swapped(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], type[nn.Module]]]:
+    """(module, class before, class now) of every swapped module; raises when one was changed again since."""
+    found = []
+    for name, module in model.named_modules():
+        before = modules.original_class(module)
+        if before is not None:
+            found.append((module, before, type(module)))
+        elif issubclass(type(module), _INSTALLED):
+            raise _changed_since(name, module)
+    return found
 
 
 def _changed_since(name: str, module: nn.Module) -> NormswapError:

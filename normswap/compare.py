@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from normswap.lifted import Lifted
 from normswap.plan import Match, is_by_hand
 from normswap.sites import detached_copy
 
-_SLICE_ELEMENTS = 2**25
-_TOTAL_ELEMENTS = 2**27
+# 100 to 150 bytes an element are held while a slice is compared: 210 to 310 MB.
+_SLICE_ELEMENTS = 2**21
+_TOTAL_ELEMENTS = 2**25
 
 # Not a seed a person would choose: inputs drawn with the same one would equal the cotangent, and their gradient cancel.
 _SEED = 0x6E6F726D
@@ -68,45 +70,98 @@ class Comparison:
 def compare(match: Match, module: nn.Module, x: Tensor, gradients: bool) -> Comparison:
     """Compare the swap ``match`` of ``module``, which is in its original class, on ``x``, under the present autocast.
 
-    Large inputs whose samples are independent are compared on slices of them. Neither ``module`` nor ``x`` is changed.
-    What the original itself raises on ``x`` is raised; what ours raises is a problem.
+    On a large input ours runs once, and slices of samples (of samples and groups for a GroupNorm) of its output are
+    compared; gradients, and a BatchNorm's batches, are those of the slices. That holds less than 512 MB beyond the
+    output, unless one sample or the weights alone are larger. Neither ``module`` nor ``x`` is changed. What the
+    original itself raises on ``x`` is raised; what ours raises is a problem.
     """
     with torch.inference_mode(False):
-        dim, starts, width = _slices(match, module, x)
+        x = x.detach()
+        pieces, coverage = _pieces(match, module, x)
+        output = None
+        if len(pieces) > 1 and match.kind != "linear_scale_batch_norm":
+            found = _ours(match, module, x, None)
+            if isinstance(found, Comparison):
+                return found
+            output = found
         worst: Comparison | None = None
-        for start in starts:
-            found = _compare_piece(
-                match, module, x.detach().narrow(dim, start, width) if width else x.detach(), gradients
-            )
+        for piece in pieces:
+            ours = None if output is None else (_Run(output[0].site, piece.cut(output[0].output)), output[1])
+            found = _compare_piece(match, piece.module, piece.cut(x), gradients, ours)
             worst = found if worst is None else worst.worst(found)
             if worst.problem:
                 break
-    coverage = min(1.0, len(starts) * width / x.shape[dim]) if width else 1.0
     return replace(worst or Comparison(problem="no input to compare on"), coverage=coverage)
 
 
-def _slices(match: Match, module: nn.Module, x: Tensor) -> tuple[int, list[int], int]:
-    """(dim, starts, width) of the slices of ``x`` to compare: first, last and some between. Width 0: all of it."""
-    dims = _independent_dims(match, module, x)
-    if x.numel() <= _SLICE_ELEMENTS or not dims:
-        return 0, [0], 0
-    dim = max(dims, key=lambda d: x.shape[d])
-    size = x.shape[dim]
-    sample = x.numel() // size
-    width = min(size, max(1, _SLICE_ELEMENTS // sample))
-    count = min(-(-size // width), max(1, _TOTAL_ELEMENTS // (width * sample)))
-    starts = sorted({round(i * (size - width) / max(1, count - 1)) for i in range(count)})
-    return dim, starts, width
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a site's input whose result depends on nothing else: the module that makes it, and what cuts it out of
+    the input or the output."""
+
+    module: nn.Module
+    cut: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+
+def _pieces(match: Match, module: Any, x: Tensor) -> tuple[list[_Piece], float]:
+    """The pieces of ``x`` to compare - all of it, or the first, the last and some between - and the share covered."""
+    dims, wide = _independent_dims(match, module, x), _widest(module) if match.kind == "linear_scale_batch_norm" else 0
+    dim = max(dims, key=lambda d: x.shape[d], default=0)
+    size = x.shape[dim] if dims else 1
+    sample = max(x.numel() // max(1, size), wide)
+    if not dims or size * sample <= _SLICE_ELEMENTS:
+        return [_Piece(module)], 1.0
+    if match.kind == "group_norm" and sample > _SLICE_ELEMENTS and not match.registered:
+        return _groups(module, x, sample)
+    least = 2 if match.kind == "linear_scale_batch_norm" else 1  # a batch has two rows
+    width = min(size, max(least, _SLICE_ELEMENTS // sample))
+    starts = _spread(size, width, max(1, _TOTAL_ELEMENTS // (width * sample)))
+    pieces = [_Piece(module, partial(torch.narrow, dim=dim, start=start, length=width)) for start in starts]
+    return pieces, min(1.0, len(pieces) * width / size)
+
+
+def _groups(module: Any, x: Tensor, sample: int) -> tuple[list[_Piece], float]:
+    """The pieces of a GroupNorm's samples that are too large as a whole: some groups of one sample each."""
+    groups, channels = module.num_groups, x.shape[1] // module.num_groups
+    width = min(groups, max(1, _SLICE_ELEMENTS * groups // sample))
+    firsts = _spread(groups, width, groups)
+    found = []
+    for place in _spread(len(x) * len(firsts), 1, max(1, _TOTAL_ELEMENTS * groups // (width * sample))):
+        row, first = place // len(firsts), firsts[place % len(firsts)]
+        part = detached_copy(module, type(module))
+        part.num_groups, part.num_channels = width, width * channels
+        along = slice(first * channels, (first + width) * channels)
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(parameter.detach()[along], parameter.requires_grad)
+        found.append(_Piece(part, partial(_cut, where=(slice(row, row + 1), along))))
+    return found, min(1.0, len(found) * width / (len(x) * groups))
+
+
+def _cut(tensor: Tensor, where: tuple[slice, ...]) -> Tensor:
+    return tensor[where]
+
+
+def _spread(size: int, width: int, most: int) -> list[int]:
+    """At most ``most`` starts of ``width`` out of ``size``, the first and the last among them."""
+    count = min(-(-size // width), most)
+    return sorted({round(i * (size - width) / max(1, count - 1)) for i in range(count)})
+
+
+def _widest(module: nn.Module) -> int:
+    """The most features a Linear in ``module`` makes of a sample."""
+    return max((m.out_features for m in module.modules() if isinstance(m, nn.Linear)), default=0)
 
 
 def _independent_dims(match: Match, module: Any, x: Tensor) -> list[int]:
-    """The dims along which an element's result does not depend on other samples."""
-    if match.kind == "group_norm":
+    """The dims along which an element's result does not depend on other samples; for Linear -> scale -> BatchNorm, of
+    whose batch a part is a batch too, the batch."""
+    if match.kind in ("group_norm", "linear_scale_batch_norm"):
         return [0]
     if match.kind == "l1_norm" or is_by_hand(match.kind, match.attributes):
-        return [d for d in range(x.dim()) if d != match.attributes["dim"] % x.dim()]
+        return [d for d in range(x.dim()) if d != match.value(module, "dim") % x.dim()]
     if match.kind in ("layer_norm", "rms_norm"):
-        return list(range(x.dim() - len(module.normalized_shape)))
+        return list(range(x.dim() - len(match.view(module).normalized_shape)))
     return []
 
 
@@ -168,28 +223,47 @@ def _execute(
     return _Run(site, output.detach(), {n: g for n, g in zip(wanted, found, strict=True) if g is not None})
 
 
-def _compare_piece(match: Match, module: nn.Module, x: Tensor, gradients: bool) -> Comparison:
-    cls = type(module)
-    swapped = modules.swapped_class(match.kind, cls, match.attributes)
+def _ours(
+    match: Match, module: nn.Module, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None
+) -> tuple[_Run, bool] | Comparison:
+    """Ours, and whether our kernel ran; the problem when it raises."""
+    swapped = modules.swapped_class(match.kind, type(module), match.attributes)
+    witness = _KernelWitness()
+    try:
+        # On a CPU no kernel of ours runs, and a dispatch mode would load torch._dynamo: a second.
+        with witness if x.is_cuda else contextlib.nullcontext():
+            run = _execute(detached_copy(module, swapped), x, cotangent)
+    except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
+        return Comparison(kernel_ran=False, problem=f"raises {type(error).__name__}: {error}", **_where(x))
+    return run, witness.ran
+
+
+def _where(x: Tensor) -> dict[str, Any]:
+    return {"dtype": str(x.dtype).removeprefix("torch."), "device": str(x.device)}
+
+
+def _compare_piece(
+    match: Match, module: nn.Module, x: Tensor, gradients: bool, ours: tuple[_Run, bool] | None
+) -> Comparison:
+    """Compare on one piece; ``ours`` is what ours made of it without gradients, if that is known."""
     cotangent = _Cotangent() if gradients else None
-    where: dict[str, Any] = {"dtype": str(x.dtype).removeprefix("torch."), "device": str(x.device)}
-    eager = _execute(detached_copy(module, cls), x, cotangent)
+    eager = _execute(detached_copy(module, type(module)), x, cotangent)
     referee, size = _referee(match, module, x, cotangent)
     checks = _Checks(match.kind, size)
     # What runs without gradients may be another path than what runs with them: both are compared.
-    paths = (None, cotangent) if gradients else (None,)
     ran = False
-    for path in paths:
-        try:
-            with _KernelWitness() as witness:
-                ours = _execute(detached_copy(module, swapped), x, path)
-        except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
-            return Comparison(kernel_ran=ran, problem=f"raises {type(error).__name__}: {error}", **where)
-        ran = ran or witness.ran
-        checks.add_run(ours, eager, referee, witness.ran)
+    for path in (None, cotangent) if gradients else (None,):
+        found = _ours(match, module, x, path) if ours is None or path is not None else ours
+        if isinstance(found, Comparison):
+            return replace(found, kernel_ran=ran)
+        run, kernel_ran = found
+        ran = ran or kernel_ran
+        checks.add_run(run, eager, referee, kernel_ran)
         if path is not None and not checks.problem:
-            checks.add_gradients(ours.gradients, eager, referee, cotangent, witness.ran)
-    return Comparison(checks.ours, checks.eager, ran, gradients, 1.0, **where, problem=checks.problem, note=checks.note)
+            checks.add_gradients(run.gradients, eager, referee, cotangent, kernel_ran)
+    return Comparison(
+        checks.ours, checks.eager, ran, gradients, 1.0, **_where(x), problem=checks.problem, note=checks.note
+    )
 
 
 def _referee(
@@ -211,7 +285,7 @@ def _as_in_the_original(
     """What gives the float64 ``copy`` of ``module`` the roundings that the original declares on ``x``."""
     if match.kind == "l1_norm":
         return RoundedMeans(x.dtype)
-    if not is_by_hand(match.kind, match.attributes):
+    if not (match.registered or is_by_hand(match.kind, match.attributes)):
         return contextlib.nullcontext()
     named = dict((*module.named_parameters(), *module.named_buffers()))
     ours = dict((*copy.named_parameters(), *copy.named_buffers()))
@@ -220,8 +294,8 @@ def _as_in_the_original(
 
 def _float64_copy(match: Match, module: nn.Module, x: Tensor) -> nn.Module:
     copy: Any = detached_copy(module, type(module), torch.float64)
-    by_hand = is_by_hand(match.kind, match.attributes)
-    if match.kind == "rms_norm" and not by_hand and copy.eps is None and x.dtype is not torch.float64:
+    plain = not (match.registered or is_by_hand(match.kind, match.attributes))
+    if match.kind == "rms_norm" and plain and copy.eps is None and x.dtype is not torch.float64:
         copy.eps = torch.finfo(torch.float32).eps  # what PyTorch takes for None: the epsilon of what it computes in
     return copy
 

@@ -37,7 +37,11 @@ C_GRADIENT: Mapping[str, float] = {
     "l1_norm": 8.0,
 }
 
+_aten = torch.ops.aten
+_OF_A_NUMBER = (_aten.add.Tensor, _aten.add.Scalar, _aten.clamp.default, _aten.clamp_min.default)
+
 _FLOAT32_ROUNDING = 2.0**-24
+_PIECE = 2**20  # elements of a large tensor that are computed with at once
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 _PYTORCH_ROUNDINGS = 4.0
@@ -73,12 +77,27 @@ def error_share(ours: Tensor, reference: Tensor, magnitude: Tensor, c: float, ex
     ``reference`` and ``magnitude`` are float64 and broadcast to ``ours``; ``extra`` is added to the limit. An error
     without a limit (a NaN in it) is infinitely too large.
     """
-    reference = reference.expand(ours.shape)
+    given = (ours, reference, magnitude, torch.as_tensor(extra, dtype=torch.float64, device=ours.device))
+    pieces = zip(*(_split(tensor.expand(ours.shape)) for tensor in given), strict=True)
+    return max((_share(o, r, m, e, c) for o, r, m, e in pieces), default=0.0)
+
+
+def _split(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Views of ``tensor`` small enough to compute with, along its largest dim; none of an empty one."""
+    if tensor.numel() == 0:
+        return ()
+    if tensor.numel() <= _PIECE:
+        return (tensor,)
+    dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
+    return tensor.split(max(1, _PIECE * tensor.shape[dim] // tensor.numel()), dim)
+
+
+def _share(ours: Tensor, reference: Tensor, magnitude: Tensor, extra: Tensor, c: float) -> float:
     limit = half_ulp(reference, ours.dtype) + c * _FLOAT32_ROUNDING * magnitude + extra
     error = (ours.double() - reference).abs()
     finite = ours.isfinite() & reference.to(ours.dtype).isfinite()
     share = torch.where(finite & (error > 0), error / limit, 0.0)
-    return float(share.nan_to_num(nan=math.inf, posinf=math.inf).max()) if share.numel() else 0.0
+    return float(share.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def excused(eager: Tensor, reference: Tensor) -> Tensor:
@@ -111,7 +130,8 @@ def own_rounding(dtype: torch.dtype, kernel_ran: bool) -> float:
 
 
 class RoundedMeans(torch.utils._python_dispatch.TorchDispatchMode):
-    """Round every ``torch.mean`` to ``dtype`` and back: the cast that ``x / mean(|x|)`` makes on 16-bit tensors."""
+    """Round every ``torch.mean``, and what a number is added to or clamps, to ``dtype`` and back: the casts that
+    ``x / (mean(|x|) + eps)`` makes on 16-bit tensors."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -119,7 +139,9 @@ class RoundedMeans(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        return out.to(self.dtype).to(out.dtype) if func is torch.ops.aten.mean.dim else out
+        # A sum of two tensors is the backward's, which accumulates gradients.
+        rounds = func is _aten.mean.dim or (func in _OF_A_NUMBER and not isinstance(args[1], Tensor))
+        return out.to(self.dtype).to(out.dtype) if rounds else out
 
 
 # --- magnitudes of each kind --------------------------------------------------------------------------------------
@@ -132,11 +154,12 @@ def magnitudes(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype, uni
     if match.kind == "linear_scale_batch_norm":
         return _Columns(match, site, x).magnitudes(unit)
     if match.kind == "l1_norm":
-        return _l1_norm(int(match.attributes["dim"]), x, dtype)
+        return _l1_norm(match, site, x, dtype)
     if is_by_hand(match.kind, match.attributes):
         return _rms_by_hand(match.attributes, site, x, dtype)
-    rows = _Rows(match.kind, site, x)
-    return Magnitudes(rows.output(), rows.gradients)
+    rows = _Rows(match.kind, match.view(site), x)
+    gradients = (lambda dy: match.renamed(rows.gradients(dy))) if match.registered else rows.gradients
+    return Magnitudes(rows.output(), gradients)
 
 
 class _Rows:
@@ -219,34 +242,53 @@ def _ulp_at_ties(value: Tensor, dtype: torch.dtype, c: float) -> Tensor:
     """What brings a limit of ``c 2^-24`` to one ulp of a 16-bit ``dtype`` where float32 arithmetic cannot tell to which
     side ``value`` rounds, and either neighbour is right; 1 elsewhere."""
     low, high = (value * (1 - 2.0**-21)).to(dtype), (value * (1 + 2.0**-21)).to(dtype)
-    return torch.where(low != high, torch.finfo(dtype).eps / (c * _FLOAT32_ROUNDING), 1.0)
+    return _ulp_where(low != high, dtype, c)
 
 
-def _l1_norm(dim: int, x: Tensor, dtype: torch.dtype) -> Magnitudes:
+def _ulp_where(tie: Tensor, dtype: torch.dtype, c: float) -> Tensor:
+    return torch.where(tie, torch.finfo(dtype).eps / (c * _FLOAT32_ROUNDING), 1.0)
+
+
+def _l1_norm(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype) -> Magnitudes:
+    dim, eps, minimum = (match.value(site, *of) for of in (("dim",), ("eps", 0.0), ("minimum",)))
     mean = x.abs().mean(dim, keepdim=True)
-    size = x.abs() / mean
+    divisor = (mean if minimum is None else mean.clamp(min=minimum)) + eps
+    # An error of the mean's own is passed on to what it is divided by, which a negative eps makes smaller.
+    size = x.abs() / divisor.abs() * ((mean + abs(eps)) / divisor.abs()).clamp(min=1.0)
+    wider = torch.ones_like(mean)
     if dtype in _SIXTEEN_BITS:
-        size = size * _ulp_at_ties(mean, dtype, C["l1_norm"])
+        # Where float32 arithmetic cannot tell to which side one of these rounds, either neighbour is right: one ulp.
+        low, high = (_rounded_divisor(mean, eps, minimum, dtype, side * 2.0**-21) for side in (-1, 1))
+        wider = _ulp_where(low != high, dtype, C["l1_norm"])
 
     def gradients(dy: Tensor) -> dict[str, Tensor]:
-        shared = (dy * x).abs().mean(dim, keepdim=True) / mean.square()
-        return {"input": (dy.abs() / mean + shared) * (size / (x.abs() / mean)).nan_to_num(1.0, 1.0)}
+        shared = (dy * x).abs().mean(dim, keepdim=True) / divisor.square()
+        return {"input": (dy.abs() / divisor.abs() + shared) * wider}
 
-    return Magnitudes(size, gradients)
+    return Magnitudes(size * wider, gradients)
+
+
+def _rounded_divisor(mean: Tensor, eps: float, minimum: float | None, dtype: torch.dtype, error: float) -> Tensor:
+    """The divisor in ``dtype`` after each step's rounding there, with a relative ``error`` before each."""
+    divisor = (mean * (1 + error)).to(dtype)
+    if minimum is not None:
+        divisor = divisor.double().clamp(min=minimum * (1 + error)).to(dtype)
+    return ((divisor.double() + eps) * (1 + error)).to(dtype) if eps else divisor
 
 
 class _Columns:
-    """linear_scale_batch_norm: u = scale * linear(x) for x (N, K), normalised column by column to uhat.
+    """linear_scale_batch_norm: u = scale * linear(x) for x (N, K), normalised column by column to uhat; the output is
+    that times ``after``.
 
     ``sums`` is the magnitude of linear(x), ``size`` that of uhat, ``coarse`` (of u) what a matmul with rounded operands
     and a rounded result moves it by, in unit roundoffs: its K errors are independent, hence the root of squares.
     """
 
     def __init__(self, match: Match, site: nn.Module, x: Tensor) -> None:
-        self.x, self.names = x, match.attributes
-        self.linear: Any = getattr(site, self.names["linear"])
-        self.bn: Any = getattr(site, self.names["batch_norm"])
-        self.scale: Tensor = getattr(site, self.names["scale"])
+        self.x, self.names = x, _parts(match)
+        children: Any = site._modules
+        self.linear, self.bn = children[self.names["linear"]], children[self.names["batch_norm"]]
+        self.scale, self.after = (self._value(site, self.names.get(part, 1.0)) for part in ("scale", "after"))
         self.batch = bool(self.bn.training or self.bn.running_mean is None)
         z, bias = self.linear(x), self.linear.bias
         u, slope = z * self.scale, self.scale.abs()
@@ -264,32 +306,45 @@ class _Columns:
         self.size = self.gain * self.sums + (self.gain * self.sums.mean(0) if self.batch else mean.abs() * self.rstd)
         self.coarse = slope * ((x.square() @ self.linear.weight.square().T).sqrt() + z.abs())
 
+    def _value(self, site: Any, factor: str | float) -> Tensor:
+        """A factor as a tensor: an attribute of the site or of a child, or a number."""
+        if isinstance(factor, str):
+            child, _, name = factor.rpartition(".")
+            factor = getattr(site.get_submodule(child), name)
+        return torch.as_tensor(factor, dtype=torch.float64, device=self.x.device)
+
     def magnitudes(self, unit: float) -> Magnitudes:
         coarse = self.coarse * self.rstd
         if self.batch:
             coarse = self._through(coarse + coarse.mean(0))
         else:  # folding rounds the new bias too
             coarse = self._through(coarse + self.size - self.gain * self.sums) + self.beta
-        output = self._through(self.size) + self.beta
+        output, after = self._through(self.size) + self.beta, self.after.abs()
         buffers, coarse_buffers = self._buffers()
-        return Magnitudes(output, self.gradients, coarse, unit, buffers, coarse_buffers)
+        return Magnitudes(output * after, self.gradients, coarse * after, unit, buffers, coarse_buffers)
 
     def _through(self, error: Tensor) -> Tensor:
         """What errors of that size in uhat do to the output: in a batch they move the variance, and so every row."""
         return self.gamma * (error + self.uhat * (self.uhat * error).mean(0) if self.batch else error)
 
     def gradients(self, dy: Tensor) -> dict[str, Tensor]:
-        du = self._input_gradient(dy.abs())
+        behind, dy = dy.abs(), (dy * self.after).abs()
+        du = self._input_gradient(dy)
         dz = self.gamma * self.gain * du
-        ds = (self.gamma * self.rstd * du * self.sums).sum(0)
-        return {
+        linear, bn, scale, after = (self.names.get(part, 0.0) for part in ("linear", "batch_norm", "scale", "after"))
+        found = {
             "input": dz @ self.linear.weight.abs(),
-            f"{self.names['linear']}.weight": dz.T @ self.x.abs(),
-            f"{self.names['linear']}.bias": dz.sum(0),
-            self.names["scale"]: (ds if self.scale.numel() > 1 else ds.sum()).reshape(self.scale.shape),
-            f"{self.names['batch_norm']}.weight": (dy.abs() * self.size).sum(0),
-            f"{self.names['batch_norm']}.bias": dy.abs().sum(0),
+            f"{linear}.weight": dz.T @ self.x.abs(),
+            f"{linear}.bias": dz.sum(0),
+            f"{bn}.weight": (dy * self.size).sum(0),
+            f"{bn}.bias": dy.sum(0),
         }
+        ofs = (scale, self.scale, self.gamma * self.rstd * du * self.sums)
+        for name, factor, terms in (ofs, (after, self.after, behind * (self._through(self.size) + self.beta))):
+            if isinstance(name, str):
+                columns = (terms.sum(0) if factor.numel() > 1 else terms.sum()).reshape(factor.shape)
+                found[name] = found.get(name, 0.0) + columns
+        return found
 
     def _input_gradient(self, dy: Tensor) -> Tensor:
         """Terms of dy - mean(dy) - uhat mean(dy uhat), and what an error of uhat does to them: through each uhat, and
@@ -317,3 +372,11 @@ class _Columns:
         }
         coarse = {mean: new * self.coarse.mean(0), var: unbiased * 2 * (self.centred * self.coarse).mean(0)}
         return size, coarse
+
+
+def _parts(match: Match) -> Mapping[str, str | float]:
+    """The parts of linear_scale_batch_norm by their paths in the site; in an nn.Sequential the scale is a child's."""
+    if "runs" not in match.attributes:
+        return match.attributes
+    (run,) = match.attributes["runs"]
+    return {**run, "scale": f"{run['scale']}.{run['attribute']}"} if "scale" in run else run

@@ -9,14 +9,18 @@ import copy
 import copyreg
 import functools
 import inspect
+import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _torch_module
 
 from normswap import ops
+from normswap.forwards import l1_norm as _l1
+from normswap.forwards import linear_scale_batch_norm as _lsb
+from normswap.forwards import only_argument
 from normswap.forwards.rms_norm import by_hand_forward
 from normswap.plan import Match, PlanError, is_by_hand
 
@@ -133,7 +137,7 @@ class LinearScaleBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (N, in_features) to (N, out_features)."""
-        out = _linear_scale_batch_norm(x, self.gemm, self.scale, self.bn)
+        out = _lsb.linear_scale_batch_norm(x, self.gemm, self.scale, self.bn)
         return self.bn(self.gemm(x) * self.scale) if out is None else out
 
     @classmethod
@@ -152,66 +156,6 @@ class LinearScaleBatchNorm(nn.Module):
         new.scale = nn.Parameter(scale.detach().clone(), scale.requires_grad or isinstance(scale, nn.Parameter))
         new.training = batch_norm.training
         return new
-
-
-def _linear_scale_batch_norm(x: Any, linear: Any, scale: Any, bn: Any) -> Tensor | None:
-    """``bn(linear(x) * scale)``, or None where only the original code is sure to be right: a child that is no longer
-    a plain one (hooks, LoRA, parametrizations), an input that is not (N, K), autocast, a scale of another dtype."""
-    if not (
-        isinstance(x, Tensor)
-        and x.dim() == 2
-        and isinstance(scale, Tensor)
-        and _is_plain(linear, nn.Linear)
-        and _is_plain(bn, nn.BatchNorm1d)
-        and linear.weight.dtype == x.dtype == scale.dtype
-        and scale.shape in ((), (1,), (linear.out_features,), (1, linear.out_features))
-        and linear.out_features == bn.num_features
-        and not torch.is_autocast_enabled(x.device.type)
-    ):
-        return None
-    if bn.training or (bn.running_mean is None and bn.running_var is None):
-        return _train_batch_norm(linear(x), scale, bn) if x.shape[0] > 1 else None
-    if torch.is_grad_enabled() and _any_requires_grad(x, scale, linear, bn):
-        return None
-    statistics = (bn.running_mean, bn.running_var, bn.weight, bn.bias)
-    if x.shape[0] > linear.in_features and ops.native_serves(x, linear.weight, linear.bias, scale, *statistics):
-        weight, bias = ops.fold_scale_batch_norm(linear.weight, linear.bias, scale, *statistics, bn.eps)
-        return nn.functional.linear(x, weight, bias)
-    return ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps)
-
-
-def _train_batch_norm(z: Tensor, scale: Tensor, bn: nn.BatchNorm1d) -> Tensor:
-    """BatchNorm of ``z * scale`` with batch statistics, updating the buffers exactly as nn.BatchNorm1d.forward does."""
-    tracks = bn.training and bn.track_running_stats
-    momentum = 0.0 if bn.momentum is None else bn.momentum
-    if tracks and bn.num_batches_tracked is not None:
-        bn.num_batches_tracked.add_(1)
-        if bn.momentum is None:
-            momentum = 1.0 / float(bn.num_batches_tracked)
-    mean, var = (bn.running_mean, bn.running_var) if tracks else (None, None)
-    return ops.scale_batch_norm(z, scale, mean, var, bn.weight, bn.bias, True, momentum, bn.eps)
-
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-
-def _is_plain(module: Any, expected: type[nn.Module]) -> bool:
-    """True when calling ``module`` does what ``expected.forward`` does and nothing more."""
-    return (
-        type(module) is expected
-        and "forward" not in module.__dict__
-        and not any(getattr(module, hooks) for hooks in _HOOKS)
-        and not _torch_module._has_any_global_hook()
-    )
-
-
-def _any_requires_grad(x: Tensor, scale: Tensor, *modules: nn.Module) -> bool:
-    return x.requires_grad or scale.requires_grad or any(p.requires_grad for m in modules for p in m.parameters(False))
 
 
 # --- the classes installed at sites -----------------------------------------------------------------------------
@@ -251,19 +195,21 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
     they do not fit.
     """
     expected, swapped = _MODULE_CLASSES.get(kind, (nn.Module, nn.Module))
-    if original is expected:
+    if original is expected and not attributes:
         return swapped
-    if kind not in _FORWARDS or not (is_by_hand(kind, attributes) or issubclass(original, expected)):
+    found = is_by_hand(kind, attributes) or Match(kind, attributes).registered
+    if kind not in _FORWARDS or not (found or issubclass(original, expected)):
         raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
-    key: Any = (kind, original, tuple(sorted(attributes.items())))
-    return _rewritten_class(*key)
+    made: Any = _rewritten_class  # to mypy, a class is no hashable argument
+    return made(kind, original, json.dumps(dict(attributes), sort_keys=True))
 
 
 @functools.cache
-def _rewritten_class(kind: str, original: type[nn.Module], items: tuple[tuple[str, Any], ...]) -> type[nn.Module]:
-    attributes = dict(items)
+def _rewritten_class(kind: str, original: type[nn.Module], text: str) -> type[nn.Module]:
+    attributes: dict[str, Any] = json.loads(text)
     base_forward = original.forward
-    forward = functools.wraps(base_forward)(_FORWARDS[kind](original, base_forward, attributes))
+    make = _registered_forward(kind) if Match(kind, attributes).registered else _FORWARDS[kind]
+    forward = functools.wraps(base_forward)(make(original, base_forward, attributes))
     body = {
         "forward": forward,
         "__module__": original.__module__,
@@ -281,31 +227,13 @@ def _only_argument(base_forward: _Forward) -> str:
 
 
 def _l1_norm_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
-    dim, name = attributes["dim"], _only_argument(base_forward)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        x = args[0] if args else kwargs.get(name)
-        if original.forward is base_forward and isinstance(x, Tensor) and ops.native_serves(x):
-            return ops.l1_norm(x, dim)
-        return original.forward(self, *args, **kwargs)
-
-    return forward
+    return _l1.make_forward(original, base_forward, attributes, _only_argument(base_forward))
 
 
 def _linear_scale_batch_norm_forward(
     original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]
 ) -> _Forward:
-    linear, scale, bn = attributes["linear"], attributes["scale"], attributes["batch_norm"]
-    name = _only_argument(base_forward)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        out = None
-        if original.forward is base_forward:
-            x = args[0] if args else kwargs.get(name)
-            out = _linear_scale_batch_norm(x, getattr(self, linear), getattr(self, scale), getattr(self, bn))
-        return original.forward(self, *args, **kwargs) if out is None else out
-
-    return forward
+    return _lsb.make_forward(original, base_forward, attributes, _only_argument(base_forward))
 
 
 def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]:
@@ -316,7 +244,7 @@ def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping
         flag, argument = attributes.get("unless"), _only_argument(base_forward)
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-            x = args[0] if args else kwargs.get(argument)
+            x = only_argument(args, kwargs, argument)
             if original.forward is base_forward and isinstance(x, Tensor) and not (flag and getattr(self, flag)):
                 return swapped.forward(self, x)
             return original.forward(self, *args, **kwargs)
@@ -329,6 +257,30 @@ def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping
 def _rms_norm_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
     make = by_hand_forward if is_by_hand("rms_norm", attributes) else _subclass_forward("rms_norm")
     return make(original, base_forward, attributes)
+
+
+_OPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "layer_norm": lambda x, norm: ops.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps),
+    "group_norm": lambda x, norm: ops.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps),
+    "rms_norm": lambda x, norm: ops.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps),
+}
+
+
+def _registered_forward(kind: str) -> Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]:
+    """The forward of a registered class: the op on the values that the match finds in the module."""
+
+    def make(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
+        match, argument, op = Match(kind, attributes), _only_argument(base_forward), _OPS[kind]
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            x = args[0] if args else kwargs.get(argument)
+            if len(args) + len(kwargs) == 1 and original.forward is base_forward and isinstance(x, Tensor):
+                return op(x, match.view(self))
+            return original.forward(self, *args, **kwargs)
+
+        return forward
+
+    return make
 
 
 _FORWARDS: dict[str, Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]] = {
@@ -352,6 +304,18 @@ def site_match(module: nn.Module) -> Match | None:
     if isinstance(module, Rewritten) and "_normswap_match" in vars(type(module)):
         return type(module)._normswap_match
     return next((Match(kind) for kind, (_, swapped) in _MODULE_CLASSES.items() if type(module) is swapped), None)
+
+
+def pieces(module: nn.Module, match: Match) -> list[tuple[Match, nn.Module, nn.Module]]:
+    """What is proved at a site: (match, module, the module whose input it takes) - the site itself, or each run of an
+    nn.Sequential as an nn.Sequential of its own, with the same children under the same names."""
+    if "runs" not in match.attributes:
+        return [(match, module, module)]
+    found: list[tuple[Match, nn.Module, nn.Module]] = []
+    for run in match.attributes["runs"]:
+        children = OrderedDict((name, module.get_submodule(name)) for name in _lsb.run_names(run))
+        found.append((Match(match.kind, {"runs": [run]}), nn.Sequential(children), children[run["linear"]]))
+    return found
 
 
 def copy_weights(src: nn.Module, dst: nn.Module) -> None:

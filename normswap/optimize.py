@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from normswap import apply as _apply
-from normswap import modules, native, walk, whole
+from normswap import footprint, measure, modules, native, sites, walk, whole
 from normswap import validate as _validate
-from normswap.plan import MismatchError, NothingSwappedError, Plan, Site, Swap
+from normswap.measure import SiteTiming
+from normswap.plan import MismatchError, NothingSwappedError, Plan, Reason, Refusal, Refused, Site, Swap
 from normswap.report import Report, make_report
 from normswap.validate import MODES, SiteProof
 from normswap.walk import Filter
@@ -23,6 +25,8 @@ from normswap.walk import Filter
 OnMismatch = Literal["rollback", "raise", "warn"]
 OnEmpty = Literal["warn", "raise", "ignore"]
 Validate = Literal["auto", "forward", "grad", "off"]
+
+_TOLD = 5
 
 _reports: WeakKeyDictionary[nn.Module, Report] = WeakKeyDictionary()
 
@@ -38,6 +42,7 @@ def optimize(
     validate: Validate = "auto",
     on_mismatch: OnMismatch = "rollback",
     on_empty: OnEmpty = "warn",
+    min_speedup: float | None = 1.0,
 ) -> nn.Module:
     """Swap the normalisation layers of ``model`` for fast ones, prove that nothing else changed, return the result.
 
@@ -49,27 +54,60 @@ def optimize(
     list of these. validate: "forward", "grad" (gradients too), "auto" (gradients where a parameter or input requires
     one) or "off". on_mismatch: what to do with a site that fails its proof - "rollback" (put it back), "raise"
     MismatchError, or "warn". on_empty: "warn", "raise" NothingSwappedError or "ignore" when nothing is swapped.
+    min_speedup: on a GPU, with example inputs, a site is put back unless it is that many times as fast as the original
+    on the shapes it is called with (in train mode forward and backward); None times nothing.
 
-    Raises TypeError and ValueError for arguments of another kind, and what the model itself raises on the inputs. On
-    any exception the model given is as it was.
+    Raises TypeError and ValueError for arguments of another kind, NormswapError when a copy would not fit on the GPU,
+    and what the model itself raises on the inputs. On any exception the model given is as it was.
     """
     _check_arguments(model, example_inputs, example_kwargs, validate, on_mismatch)
     _check_choice("on_empty", on_empty, ("warn", "raise", "ignore"))
+    _check_speedup(min_speedup)
     target = model if inplace else _copied(model)
     found = walk.plan(target, include=include, exclude=exclude)
-    run = None if _is_meta(target) else _runner(target, example_inputs, example_kwargs)
+    run = _runner(target, example_inputs, example_kwargs)
     if found.swaps:
         native.load(build=_on_cuda(target, example_inputs, example_kwargs))
-    journal = _apply.apply(target, found)
+    # The model given is kept also where it is not what runs: a hook of the copy may hold on to it.
+    with contextlib.nullcontext() if inplace else sites.preserved(model):
+        journal = _apply.apply(target, found)
+        try:
+            proofs = _proofs(target, found.swaps, run, validate, _first_tensor(example_inputs, example_kwargs))
+            found = _settle(target, found, proofs, on_mismatch, journal.undo)
+            timings: list[SiteTiming] = []
+            known = run if found.swaps and _can_be_timed(target, example_inputs, example_kwargs) else None
+            if known is not None and min_speedup is not None:
+                timings = measure.time_sites(target, found.swaps, known)
+                found = _keep_faster(found, timings, min_speedup, journal.undo)
+            run = run if validate != "off" else None
+            report = _whole_report(target, found, proofs, run, example_inputs, timings)
+            _tell_empty(report, on_empty)
+            _reports[target] = report
+        except BaseException:
+            journal.undo()
+            raise
+    return target
+
+
+def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
+    """Swap exactly the sites of ``plan`` in ``model`` - read back from JSON, say, or ``report(other).plan`` with what
+    was measured there - and return the result, a copy unless ``inplace``. Nothing is run: ``validate`` proves it.
+
+    Raises TypeError for a model or plan of another type, PlanError, which names the site, where the model's structure
+    differs from the plan's, and NormswapError when a copy would not fit on the GPU; the model is then as it was.
+    """
+    _check_model(model)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a normswap.Plan, got {type(plan).__name__}; Plan.from_json reads one from text")
+    target = model if inplace else _copied(model)
+    if plan.swaps:
+        native.load(build=_on_cuda(target, None, None))
+    journal = _apply.apply(target, plan)
     try:
-        proofs = _proofs(target, found.swaps, run, validate, _first_tensor(example_inputs, example_kwargs))
-        _settle(target, proofs, on_mismatch, journal.undo)
-        report = _whole_report(target, found, proofs, run if validate != "off" else None, example_inputs)
-        _tell_empty(report, on_empty)
+        _reports[target] = _whole_report(target, plan, [_unchecked(swap) for swap in plan.swaps], None, None)
     except BaseException:
         journal.undo()
         raise
-    _reports[target] = report
     return target
 
 
@@ -102,12 +140,18 @@ def validate(
     """
     _check_arguments(model, example_inputs, example_kwargs, mode, on_mismatch)
     swaps = _swaps_in(model)
-    run = None if _is_meta(model) else _runner(model, example_inputs, example_kwargs)
+    run = _runner(model, example_inputs, example_kwargs)
     if swaps:
         native.load(build=_on_cuda(model, example_inputs, example_kwargs))
-    proofs = _proofs(model, swaps, run, mode, _first_tensor(example_inputs, example_kwargs))
-    _settle(model, proofs, on_mismatch, lambda name: _apply.revert(model.get_submodule(name)))
-    made = _whole_report(model, Plan(swaps), proofs, run, example_inputs)
+    before = [(module, type(module)) for module in model.modules()]
+    try:
+        proofs = _proofs(model, swaps, run, mode, _first_tensor(example_inputs, example_kwargs))
+        undo = lambda name: _apply.revert(model.get_submodule(name))  # noqa: E731
+        found = _settle(model, Plan(swaps), proofs, on_mismatch, undo)
+        made = _whole_report(model, found, proofs, run, example_inputs)
+    except BaseException:
+        sites.put_back(before)
+        raise
     _reports[model] = made
     return made
 
@@ -118,6 +162,17 @@ def revert(model: nn.Module) -> nn.Module:
     _apply.revert(model)
     _reports.pop(model, None)
     return model
+
+
+def disabled(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
+    """``with normswap.disabled(model):`` runs the original code of every swapped site inside the block.
+
+    Afterwards, also after an exception, all is as it was; blocks may be nested. What torch.compile has compiled is
+    compiled anew, on entry and on exit. Raises TypeError when ``model`` is no nn.Module, NormswapError when the class
+    of a swapped module was changed since it was swapped.
+    """
+    _check_model(model)
+    return _apply.disabled(model)
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------
@@ -146,13 +201,19 @@ def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def _check_speedup(value: object) -> None:
+    if value is not None and not (isinstance(value, int | float) and value > 0):
+        raise ValueError(f"min_speedup must be a number above 0, or None to time nothing, got {value!r}")
+
+
 def _copied(model: nn.Module) -> nn.Module:
     if model.training and any(p.requires_grad for p in model.parameters()):
         warnings.warn(
-            "optimize() returns a copy: an optimizer made before still holds the parameters of the model given; make "
+            "normswap returns a copy: an optimizer made before still holds the parameters of the model given; make "
             "it from the copy, or pass inplace=True",
             stacklevel=3,
         )
+    footprint.check_copy_fits(model)
     with torch.inference_mode(False):  # else the copy could never be trained
         return copy.deepcopy(model)
 
@@ -160,8 +221,8 @@ def _copied(model: nn.Module) -> nn.Module:
 def _runner(
     model: nn.Module, inputs: Tensor | tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None
 ) -> Callable[[], Any] | None:
-    """The model's call on copies of the example inputs; None when there are none."""
-    if inputs is None and not kwargs:
+    """The model's call on copies of the example inputs; None when there are none, or nothing can be run."""
+    if (inputs is None and not kwargs) or _is_meta(model):
         return None
     given = (inputs,) if isinstance(inputs, Tensor) else inputs or ()
 
@@ -177,8 +238,10 @@ def _cloned(value: Any) -> Any:
 
 
 def _is_meta(model: nn.Module) -> bool:
-    """True when a parameter or buffer has no values, so that nothing can be run."""
-    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    """True when a parameter or buffer has no values, so that nothing can be run (or, if lazy, not without giving it
+    some)."""
+    tensors = (*model.parameters(), *model.buffers())
+    return any(torch.nn.parameter.is_lazy(t) or t.is_meta for t in tensors)
 
 
 def _first_tensor(inputs: Any, kwargs: Any) -> Tensor | None:
@@ -186,9 +249,17 @@ def _first_tensor(inputs: Any, kwargs: Any) -> Tensor | None:
     return next((v for v in leaves if isinstance(v, Tensor) and v.is_floating_point()), None)
 
 
-def _on_cuda(model: nn.Module, inputs: Any, kwargs: Any) -> bool:
+def _devices(model: nn.Module, inputs: Any, kwargs: Any) -> set[torch.device]:
     leaves = [*model.parameters(), *model.buffers(), *tree_leaves((inputs, dict(kwargs or {})))]
-    return any(isinstance(v, Tensor) and v.is_cuda for v in leaves)
+    return {v.device for v in leaves if isinstance(v, Tensor)}
+
+
+def _on_cuda(model: nn.Module, inputs: Any, kwargs: Any) -> bool:
+    return any(device.type == "cuda" for device in _devices(model, inputs, kwargs))
+
+
+def _can_be_timed(model: nn.Module, inputs: Any, kwargs: Any) -> bool:
+    return any(measure.timer_for(device) is not None for device in _devices(model, inputs, kwargs))
 
 
 # --- proof --------------------------------------------------------------------------------------------------------
@@ -218,26 +289,57 @@ def _proofs(
     return _validate.prove_sites(model, swaps, run, gradients=gradients, like=reference)
 
 
-def _settle(model: nn.Module, proofs: list[SiteProof], on_mismatch: str, undo: Callable[[str], Any]) -> None:
-    """Put back, raise or warn for the sites whose proof failed."""
-    failed = [proof for proof in proofs if proof.status == "failed"]
+def _settle(
+    model: nn.Module, found: Plan, proofs: list[SiteProof], on_mismatch: str, undo: Callable[[str], Any]
+) -> Plan:
+    """Put back, raise or warn for the sites whose proof failed; the plan of what is left."""
+    failed = {proof.name: proof for proof in proofs if proof.status == "failed"}
     if not failed:
-        return
-    told = "; ".join(f"{proof.name or '(root)'} ({proof.kind}): {proof.detail}" for proof in failed)
+        return found
+    told = "; ".join(f"{p.name or '(root)'} ({p.kind}): {p.detail}" for p in [*failed.values()][:_TOLD])
+    told += f"; and {len(failed) - _TOLD} more, see the report" if len(failed) > _TOLD else ""
     if on_mismatch == "raise":
         raise MismatchError(f"{len(failed)} swapped sites do not match the original: {told}")
     if on_mismatch == "rollback":
-        for proof in failed:
-            undo(proof.name)
+        for name in failed:
+            undo(name)
+        found = _without(found, {name: (Reason.MISMATCH, proof.detail) for name, proof in failed.items()})
     warnings.warn(
         f"normswap: {len(failed)} sites do not match the original and were "
         f"{'put back' if on_mismatch == 'rollback' else 'kept (on_mismatch=warn)'}: {told}",
         stacklevel=3,
     )
+    return found
+
+
+def _keep_faster(found: Plan, timings: list[SiteTiming], least: float, undo: Callable[[str], Any]) -> Plan:
+    """Put back the sites that do not gain enough; the plan of what is left."""
+    slower = {t.name: t for t in timings if t.gain is not None and t.gain < least}
+    for name in slower:
+        undo(name)
+    detail = "ours {:.1f} us a call, PyTorch's {:.1f}"
+    why = {name: (Reason.SLOWER, detail.format(t.ours_us, t.eager_us)) for name, t in slower.items()}
+    return _without(found, why)
+
+
+def _without(found: Plan, why: Mapping[str, tuple[Reason, str]]) -> Plan:
+    """``found`` with the swaps named in ``why`` refused for that reason."""
+    kept = tuple(swap for swap in found.swaps if swap.site.name not in why)
+    refused = (
+        Refused(swap.site, Refusal(swap.match.kind, *why[swap.site.name]))
+        for swap in found.swaps
+        if swap.site.name in why
+    )
+    return Plan(kept, (*found.refused, *refused))
 
 
 def _whole_report(
-    model: nn.Module, found: Plan, proofs: list[SiteProof], run: Callable[[], Any] | None, inputs: Any
+    model: nn.Module,
+    found: Plan,
+    proofs: list[SiteProof],
+    run: Callable[[], Any] | None,
+    inputs: Any,
+    timings: Sequence[SiteTiming] = (),
 ) -> Report:
     kept = [p.name for p in proofs if modules.site_match(model.get_submodule(p.name)) is not None]
     end_to_end = None
@@ -261,6 +363,7 @@ def _whole_report(
         mode="train" if model.training else "eval",
         kernels=_kernels_line(),
         model=end_to_end,
+        timings=timings,
     )
 
 

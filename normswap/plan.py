@@ -9,6 +9,7 @@ import enum
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 PLAN_FORMAT = 1
@@ -80,6 +81,14 @@ class Reason(enum.Enum):
         "forward could not be traced",
         "move the normalisation into a module of its own",
     )
+    MISMATCH = (
+        "did not match the original in float64",
+        "none is needed, PyTorch's own code runs there; please report it",
+    )
+    SLOWER = (
+        "not faster here",
+        "none is needed; min_speedup=None keeps it swapped",
+    )
     UNSUPPORTED = (
         "this form is not supported",
         "see the limits in the README",
@@ -109,12 +118,46 @@ class Site:
 @dataclass(frozen=True)
 class Match:
     """What to put at a site. ``attributes`` holds what the swapped forward needs to know and is
-    JSON: for l1_norm ``{"dim": 1}``, for linear_scale_batch_norm the attribute names
+    JSON: for l1_norm ``{"dim": 1, "eps": "eps"}``, for linear_scale_batch_norm the attribute names
     ``{"linear": "gemm", "scale": "scale", "batch_norm": "bn"}``, for an RMSNorm written by hand
     ``{"dim": -1, "eps": "variance_epsilon", "weight": "weight", ...}``; empty for module sites."""
 
     kind: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def value(self, module: object, name: str, default: Any = None) -> Any:
+        """What the attribute ``name`` stands for now: a str names the attribute of ``module`` that holds it."""
+        found = self.attributes.get(name, default)
+        return getattr(module, found) if isinstance(found, str) else found
+
+    @property
+    def registered(self) -> bool:
+        """True for a class that ``register_norm`` was told of: the attributes then say where its values are."""
+        return any(name.startswith(READ) for name in self.attributes)
+
+    def view(self, module: Any) -> Any:
+        """``module`` with the attributes that torch.nn's norm of this kind has: itself, or what stands for them in a
+        registered one now."""
+        if not self.registered:
+            return module
+        reads = {name[len(READ) :]: value for name, value in self.attributes.items() if name.startswith(READ)}
+        found = {n: getattr(module, value, None) if isinstance(value, str) else value for n, value in reads.items()}
+        weight = found.get("weight")
+        shape = found.get("normalized_shape", ())
+        if shape is None and weight is not None:
+            shape = tuple(weight.shape)
+        found["normalized_shape"] = (shape,) if isinstance(shape, int) else shape
+        if found.get("num_channels") is None and weight is not None:
+            found["num_channels"] = weight.numel()
+        return SimpleNamespace(**found)
+
+    def renamed(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """``found``, by the names of torch.nn's norm, by those that the registered class has for them."""
+        return {str(self.attributes.get(READ + name, name)): value for name, value in found.items()}
+
+
+READ = "read."
+"""Before the name of a value in the match of a registered class: what follows is where the class keeps it."""
 
 
 def is_by_hand(kind: str, attributes: Mapping[str, Any]) -> bool:

@@ -52,10 +52,14 @@ def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float =
 def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | None = None) -> Tensor:
     """``input / mean(|input|)`` along ``dim``; the mean is rounded to the input's dtype, as the expression does, and so
     is what it becomes by ``clamp(min=minimum)`` or ``+ eps``."""
-    mean = torch.mean(torch.abs(input), dim=dim, keepdim=True)
+    return input / l1_divisor(torch.mean(torch.abs(input), dim=dim, keepdim=True), eps, minimum)
+
+
+def l1_divisor(mean: Tensor, eps: float = 0.0, minimum: float | None = None) -> Tensor:
+    """What ``l1_norm`` divides by, of the means of |input| in its dtype."""
     if minimum is not None:
         mean = mean.clamp(min=minimum)
-    return input / (mean + eps if eps else mean)
+    return mean + eps if eps else mean
 
 
 def scale_batch_norm(

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from tabulate import tabulate
 
-from normswap.plan import KINDS, Plan
+from normswap.plan import KINDS, Plan, Refusal
 
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Report:
-    """``rows`` has a dict a site: name, kind, status ("proved", "wiring", "failed", "unchecked" or "refused"), swapped,
-    inputs, mode, dtype, device, error_share, eager_error_share, gradients, coverage, detail, reason, cure."""
+    """``rows`` has a dict a site: name, kind, status ("proved", "wiring", "failed", "unchecked", "slower" or
+    "refused"), swapped, and of what is not swapped code (the name of a ``plan.Reason``), reason and cure; for what was
+    planned also inputs, mode, dtype, device, error_share, eager_error_share, gradients, coverage, detail; for what was
+    timed also calls (in one run of the model), eager_us, ours_us (microseconds a call) and gain.
+
+    ``plan`` holds what is swapped now and what was refused, put back included: ``normswap.apply`` replays it.
+    """
 
     rows: tuple[dict[str, Any], ...]
     device: str
@@ -26,10 +31,12 @@ class Report:
     kernels: str
     model: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = field(default_factory=tuple)
+    plan: Plan = field(default_factory=Plan, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
-        return asdict(self)
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**data, "plan": json.loads(self.plan.to_json())}
 
     def to_json(self) -> str:
         """The report as JSON text."""
@@ -42,9 +49,10 @@ class Report:
 
     def __str__(self) -> str:
         parts = [
-            f"normswap: {len(self.swapped)} swapped on {self.device}, {self.dtype}, {self.mode} mode; "
-            f"kernels: {self.kernels}",
+            f"normswap: {len(self.swapped)} of {len(self.rows)} sites swapped on {self.device}, {self.dtype}, "
+            f"{self.mode} mode; kernels: {self.kernels}",
             self._table(),
+            self._time_line(),
             self._model_line(),
             *self._lists(),
             *self.notes,
@@ -52,28 +60,20 @@ class Report:
         return "\n".join(part for part in parts if part)
 
     def _table(self) -> str:
-        lines = []
-        for kind in KINDS:
-            rows = [row for row in self.rows if row["kind"] == kind]
-            if not rows:
-                continue
-            checked = [row for row in rows if row["swapped"] and row["status"] in ("proved", "wiring")]
-            worst = max((row["error_share"] for row in checked), default=0.0)
-            eager = max((row["eager_error_share"] for row in checked), default=0.0)
-            lines.append(
-                (
-                    kind,
-                    sum(row["swapped"] for row in rows),
-                    sum(row["status"] == "proved" for row in rows),
-                    sum(row["status"] == "wiring" for row in rows),
-                    sum(row["status"] == "failed" for row in rows),
-                    sum(row["status"] == "refused" for row in rows),
-                    f"{worst:.0%}" if checked else "-",
-                    f"{eager:.0%}" if checked else "-",
-                )
-            )
-        headers = ("kind", "swapped", "proved", "wiring only", "failed", "refused", "worst error", "PyTorch's")
-        return tabulate(lines, headers, disable_numparse=True) if lines else ""
+        of_kind = {kind: [row for row in self.rows if row["kind"] == kind] for kind in KINDS}
+        lines = [_line(kind, rows) for kind, rows in of_kind.items() if rows]
+        headers = ("kind", "sites", "swapped", "proved", "error", "PyTorch's", "eager us", "ours us", "gain")
+        shown = len(headers) if _timed(self.rows) else headers.index("eager us")
+        right = ("left", *("right",) * (shown - 1))
+        cut = [line[:shown] for line in lines]
+        return tabulate(cut, headers[:shown], disable_numparse=True, colalign=right) if lines else ""
+
+    def _time_line(self) -> str:
+        timed = _timed(self.rows)
+        if not timed:
+            return ""
+        calls, eager, ours = (sum(column) for column in zip(*timed, strict=True))
+        return f"one run of the model: {calls} calls of them, {eager:.0f} us with PyTorch's, {ours:.0f} us with ours"
 
     def _model_line(self) -> str:
         if self.model is None:
@@ -84,15 +84,56 @@ class Report:
         return line + ("" if self.model["passed"] else "; NOT WITHIN IT")
 
     def _lists(self) -> Iterable[str]:
-        for status, title in (("failed", "did not match"), ("refused", "left alone")):
+        for title, rows in _groups(self.rows).items():
             groups: dict[tuple[str, str], list[str]] = {}
-            for row in self.rows:
-                if row["status"] == status:
-                    put_back = "" if status == "refused" else "still swapped: " if row["swapped"] else "put back: "
-                    groups.setdefault((put_back + row["reason"], row["cure"]), []).append(row["name"] or "(root)")
+            for row in rows:
+                groups.setdefault((row["reason"], row["cure"]), []).append(row["name"] or "(root)")
             for (reason, cure), names in groups.items():
                 more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 yield f"{title}: {', '.join(names[:_SHOWN])}{more}: {reason}" + (f"; cure: {cure}" if cure else "")
+
+
+def _line(kind: str, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """A kind's row of the table; times are means of the calls of what is swapped."""
+    checked = [row for row in rows if row["swapped"] and row["status"] in ("proved", "wiring")]
+    timed = _timed(rows)
+    calls, eager, ours = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0.0, 0.0)
+    return (
+        kind,
+        len(rows),
+        sum(row["swapped"] for row in rows),
+        sum(row["swapped"] and row["status"] == "proved" for row in rows),
+        f"{max(row['error_share'] for row in checked):.0%}" if checked else "-",
+        f"{max(row['eager_error_share'] for row in checked):.0%}" if checked else "-",
+        f"{eager / calls:.1f}" if timed else "-",
+        f"{ours / calls:.1f}" if timed else "-",
+        f"{eager / ours:.2f}x" if timed else "-",
+    )
+
+
+def _timed(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, float, float]]:
+    """(calls, PyTorch's microseconds, ours), in one run of the model, of every swapped site that was timed."""
+    return [
+        (row["calls"], row["calls"] * row["eager_us"], row["calls"] * row["ours_us"])
+        for row in rows
+        if row["swapped"] and row.get("gain") is not None
+    ]
+
+
+def _groups(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of which a reason is to be told, by what became of them, in the order of the report."""
+    found: dict[str, list[dict[str, Any]]] = {
+        "rolled back": [],
+        "failed, still swapped": [],
+        "put back": [],
+        "left alone": [],
+    }
+    for row in rows:
+        if row["status"] == "failed":
+            found["failed, still swapped" if row["swapped"] else "rolled back"].append(row)
+        elif row["status"] in ("slower", "refused"):
+            found["put back" if row["status"] == "slower" else "left alone"].append(row)
+    return found
 
 
 def make_report(
@@ -105,24 +146,37 @@ def make_report(
     mode: str,
     kernels: str,
     model: Any = None,
+    timings: Iterable[Any] = (),
 ) -> Report:
-    """Put together what was planned, proved (SiteProof) and kept (names in ``swapped``)."""
-    kept, rows = set(swapped), []
-    for proof in proofs:
-        rows.append({**asdict(proof), "swapped": proof.name in kept, "reason": proof.detail, "cure": ""})
+    """Put together what was planned, proved (SiteProof), timed (SiteTiming) and kept (names in ``swapped``).
+
+    ``plan`` is the plan as it stands after sites were put back: those are among its refused.
+    """
+    kept, timed = set(swapped), {timing.name: timing for timing in timings}
+    refusals = {refused.site.name: refused.refusal for refused in plan.refused}
+    rows = [_row(proof, proof.name in kept, refusals.get(proof.name), timed.get(proof.name)) for proof in proofs]
+    planned = {row["name"] for row in rows}
     for refused in plan.refused:
-        rows.append(
-            {
-                "name": refused.site.name,
-                "kind": refused.refusal.kind,
-                "status": "refused",
-                "swapped": False,
-                "reason": str(refused.refusal),
-                "cure": refused.refusal.reason.cure,
-            }
-        )
+        if refused.site.name not in planned:
+            row = {"name": refused.site.name, "kind": refused.refusal.kind, "status": "refused", "swapped": False}
+            rows.append(row | _why(refused.refusal))
     whole = None if model is None else {**asdict(model), "passed": model.passed}
-    return Report(tuple(rows), device, dtype, mode, kernels, whole, tuple(_notes(rows)))
+    return Report(tuple(rows), device, dtype, mode, kernels, whole, tuple(_notes(rows)), plan)
+
+
+def _row(proof: Any, swapped: bool, refusal: Refusal | None, timing: Any) -> dict[str, Any]:
+    row = {**asdict(proof), "swapped": swapped, "code": "", "reason": proof.detail, "cure": ""}
+    if refusal is not None:
+        row |= _why(refusal)
+        row["status"] = row["status"] if row["status"] == "failed" else "slower"
+    if timing is not None:
+        row |= {"calls": timing.calls, "eager_us": timing.eager_us, "ours_us": timing.ours_us, "gain": timing.gain}
+        row["detail"] = row["detail"] or timing.note
+    return row
+
+
+def _why(refusal: Refusal) -> dict[str, str]:
+    return {"code": refusal.reason.name, "reason": str(refusal), "cure": refusal.reason.cure}
 
 
 def _notes(rows: list[dict[str, Any]]) -> Iterable[str]:
@@ -130,17 +184,31 @@ def _notes(rows: list[dict[str, Any]]) -> Iterable[str]:
     if not swapped:
         yield "nothing is swapped: the model is as it was"
         return
-    if any(row["status"] == "wiring" for row in swapped):
-        yield (
-            "wiring only: weights, eps, shapes and modes match, but our kernel did not run (no CUDA tensor, or no "
-            "library); prove it where it runs: normswap.validate(model, inputs)"
-        )
-    if any(row["status"] == "unchecked" for row in swapped):
-        yield "unchecked: no proof was asked for, or none since the model was loaded; normswap.validate(model, inputs)"
-    if any(row.get("inputs") == "synthesised" for row in swapped):
-        yield "some sites were proved on made-up inputs; give example_inputs for a proof on the model's own"
+    for status, why in _UNPROVED.items():
+        count = sum(row["status"] == status for row in swapped)
+        if count:
+            yield f"unproved: {count} of {len(swapped)}: {why}; cure: normswap.validate(model, inputs)"
+    made_up = sum(row.get("inputs") == "synthesised" for row in swapped)
+    if made_up:
+        yield f"made-up inputs: {made_up} of {len(swapped)}; cure: give example_inputs that reach them"
     partial = [row["coverage"] for row in swapped if row.get("coverage", 1.0) < 1.0]
     if partial:
         yield f"large inputs were compared on slices of samples: at least {min(partial):.1%} of each"
-    yield "error: share of the limit of half an ulp plus float32 rounding, against the original in float64"
-    yield "undo: normswap.revert(model)"
+    if any("gain" in row and row["gain"] is None for row in swapped):
+        yield "some sites could not be timed; see their rows"
+    if any(row["status"] == "proved" for row in swapped):
+        yield (
+            "the proof covers these inputs' dtypes and shapes, this device and mode; for others: "
+            "normswap.validate(model, inputs)"
+        )
+    yield "error: the worst, as a share of its limit: half an ulp plus float32 rounding, from the original in float64"
+    if _timed(rows):
+        yield "us: microseconds a call on the shapes seen, forward and, in train mode, backward"
+    yield "undo: normswap.revert(model); for a block: with normswap.disabled(model)"
+
+
+_UNPROVED = {
+    "wiring": "wiring only: weights, eps, shapes and modes match, but our kernel did not run (no CUDA tensor, or no "
+    "library): prove it where it runs",
+    "unchecked": "no proof was asked for, or none since the model was loaded",
+}

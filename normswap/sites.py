@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-_OWN = ("_parameters", "_buffers", "_modules")
-"""What a module keeps in its __dict__ and is restored by its own means, or never changes."""
+_CONTAINERS = (list, dict, set, OrderedDict)
 
 
 def detached_copy(module: nn.Module, cls: type[nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
@@ -49,13 +51,14 @@ def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def preserved(model: nn.Module) -> Iterator[None]:
     """Restore, at the end and whatever happens, the model's buffers (objects and values), every other attribute (what
     it was; lists, dicts and sets also what they held), training flags and gradients, and the random number generators
-    of the CPU and of the model's GPUs."""
+    of torch (the CPU's and those of the model's GPUs), of Python and of NumPy."""
     modules = list(model.modules())
-    attributes = [(m, _Attributes(m)) for m in modules]
-    buffers = [
-        (m, dict(m._buffers), {k: b.detach().clone() for k, b in m._buffers.items() if b is not None}) for m in modules
-    ]
+    values = [(b, b.detach().clone()) for b in dict.fromkeys(model.buffers())]
     gradients = [(p, p.grad) for p in model.parameters()]
+    steps: list[Callable[[], None]] = [_Attributes(m).restore for m in modules]
+    steps += [_restoring_values(buffer, value) for buffer, value in values]
+    steps += [_restoring_gradient(parameter, gradient) for parameter, gradient in gradients]
+    steps += [partial(random.setstate, random.getstate()), partial(np.random.set_state, np.random.get_state())]
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     if not devices and torch.cuda.is_available() and torch.cuda.is_initialized():
         devices = [torch.cuda.current_device()]
@@ -63,25 +66,39 @@ def preserved(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for module, before in attributes:
-                before.restore(module)
-            for module, objects, values in buffers:
-                _restore_buffers(module, objects, values)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            try:
+                every(steps)
+            except BaseException:  # an interrupt, say
+                every(steps)
+                raise
+
+
+def every(steps: Iterable[Callable[[], object]]) -> None:
+    """Do every step, also after one raised; then raise the first exception."""
+    first: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class _Attributes:
-    """The attributes a module had, parameters, buffers and children apart, and what the containers among them held."""
+    """The attributes a module had - parameters, buffers, children and hooks among them - and what its containers
+    held."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.values = {k: v for k, v in module.__dict__.items() if k not in _OWN}
-        self.held = [(v, v.copy()) for v in self.values.values() if type(v) in (list, dict, set)]
+        self.module = module
+        self.values = dict(module.__dict__)
+        self.held = [(v, v.copy()) for v in self.values.values() if type(v) in _CONTAINERS]
 
-    def restore(self, module: nn.Module) -> None:
-        for name in [k for k in module.__dict__ if k not in _OWN and k not in self.values]:
-            del module.__dict__[name]
-        module.__dict__.update(self.values)
+    def restore(self) -> None:
+        attributes = self.module.__dict__
+        for name in [k for k in attributes if k not in self.values]:
+            del attributes[name]
+        attributes.update(self.values)
         for container, before in self.held:
             if isinstance(container, list):
                 container[:] = before
@@ -90,15 +107,20 @@ class _Attributes:
                 container.update(before)
 
 
-def _restore_buffers(module: nn.Module, objects: dict[str, Any], values: dict[str, Tensor]) -> None:
-    if not isinstance(module, torch.jit.ScriptModule):  # which always keeps the same ones
-        module._buffers.clear()
-        module._buffers.update(objects)
-    with torch.no_grad():
-        for name, value in values.items():
-            buffer = objects[name]
+def _restoring_values(buffer: Tensor, value: Tensor) -> Callable[[], None]:
+    def restore() -> None:
+        with torch.no_grad():
             if not _same_values(buffer, value):
                 buffer.copy_(value)
+
+    return restore
+
+
+def _restoring_gradient(parameter: Tensor, gradient: Tensor | None) -> Callable[[], None]:
+    def restore() -> None:
+        parameter.grad = gradient
+
+    return restore
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:
@@ -110,9 +132,30 @@ def classes(modules: list[tuple[nn.Module, type[nn.Module]]]) -> Iterator[None]:
     """Give each module the class named beside it for the block."""
     before = [(module, type(module)) for module, _ in modules]
     try:
-        for module, cls in modules:
-            object.__setattr__(module, "__class__", cls)
+        set_classes(modules)
         yield
     finally:
-        for module, cls in before:
-            object.__setattr__(module, "__class__", cls)
+        put_back(before)
+
+
+def put_back(before: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
+    """``set_classes``, done again when an interrupt comes in between."""
+    try:
+        set_classes(before)
+    except BaseException:
+        set_classes(before)
+        raise
+
+
+def set_classes(modules: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
+    """Give each module the class beside it; a model's own ``__setattr__`` has no say in it. Compiled code that went by
+    the classes before is forgotten."""
+    for module, cls in modules:
+        object.__setattr__(module, "__class__", cls)
+    forget_compiled()
+
+
+def forget_compiled() -> None:
+    """Make torch.compile look anew at what it has compiled: it does not ask for a submodule's class again."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset_code_caches()

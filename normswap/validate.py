@@ -56,7 +56,9 @@ def prove_sites(
     when there are none. Sites that the run does not reach get synthesised inputs of the dtype and device of their
     parameters, or of ``like``. The model is left as it was."""
     sites = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
-    found: dict[str, list[Comparison]] = {swap.site.name: [] for swap in swaps}
+    found: dict[str, list[list[Comparison]]] = {
+        swap.site.name: [[] for _ in modules.pieces(module, swap.match)] for swap, module in sites
+    }
     with preserved(model), classes([(m, _original(m)) for _, m in sites]):
         if run is not None:
             with (
@@ -65,14 +67,23 @@ def prove_sites(
                 _explained("the ORIGINAL model, on these inputs"),
             ):
                 run()
-        captured = {name for name, comparisons in found.items() if comparisons}
+        captured = {name for name, pieces in found.items() if all(pieces)}
         for swap, module in sites:
-            if swap.site.name not in captured:
+            for (match, piece, _), comparisons in zip(
+                modules.pieces(module, swap.match), found[swap.site.name], strict=True
+            ):
+                if comparisons:
+                    continue
                 with _explained(f"site {swap.site.name or '(root)'} on made-up inputs; give example_inputs"):
-                    for x in _synthesised(swap.match, module, like):
-                        found[swap.site.name].append(compare(swap.match, module, x, gradients))
+                    for x in _synthesised(match, piece, like):
+                        comparisons.append(compare(match, piece, x, gradients))
     return [
-        _proof(swap, module, found[swap.site.name], "captured" if swap.site.name in captured else "synthesised")
+        _proof(
+            swap,
+            module,
+            [comparison for piece in found[swap.site.name] for comparison in piece],
+            "captured" if swap.site.name in captured else "synthesised",
+        )
         for swap, module in sites
     ]
 
@@ -103,6 +114,8 @@ def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs:
 
 
 def _batch_mode(match: Match, module: nn.Module) -> bool:
+    if "runs" in match.attributes:
+        return any(_batch_mode(Match(match.kind, run), module) for run in match.attributes["runs"])
     name = match.attributes.get("batch_norm")
     return bool(getattr(module, name).training) if name else module.training
 
@@ -120,27 +133,34 @@ def _explained(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _comparing(
-    sites: Sequence[tuple[Swap, nn.Module]], found: dict[str, list[Comparison]], gradients: bool
+    sites: Sequence[tuple[Swap, nn.Module]], found: dict[str, list[list[Comparison]]], gradients: bool
 ) -> Iterator[None]:
     """Compare at every call of every site in the block, before the original sees the input."""
     handles = []
     try:
         for swap, module in sites:
-            hook = _hook(swap, found[swap.site.name], gradients)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            pieces = modules.pieces(module, swap.match)
+            for (match, piece, called), comparisons in zip(pieces, found[swap.site.name], strict=True):
+                hook = _hook(match, piece, comparisons, gradients)
+                handles.append(called.register_forward_pre_hook(hook, with_kwargs=True))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _hook(swap: Swap, comparisons: list[Comparison], gradients: bool) -> Callable[..., None]:
-    def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _hook(match: Match, module: nn.Module, comparisons: list[Comparison], gradients: bool) -> Callable[..., None]:
+    def on_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
-        if x is not None and x.numel() > 0 and len(comparisons) < _MAX_CALLS:
-            comparisons.append(compare(swap.match, module, x, gradients))
+        if x is not None and _is_swapped_for(match, x) and len(comparisons) < _MAX_CALLS:
+            comparisons.append(compare(match, module, x, gradients))
 
     return on_call
+
+
+def _is_swapped_for(match: Match, x: Tensor) -> bool:
+    """False for an input on which a swapped module runs its original code, or that has nothing to compare."""
+    return x.numel() > 0 and (match.kind != "linear_scale_batch_norm" or x.dim() == 2)
 
 
 # --- synthesised inputs -------------------------------------------------------------------------------------------
@@ -159,16 +179,17 @@ def _synthesised(match: Match, module: Any, like: Tensor | None) -> Iterator[Ten
 
 def _synthetic_shape(match: Match, module: Any) -> tuple[int, ...]:
     if match.kind == "group_norm":
-        return (2, module.num_channels, 6, 5)
+        return (2, match.view(module).num_channels, 6, 5)
     if match.kind == "l1_norm":
-        dim = match.attributes["dim"]
+        dim = match.value(module, "dim")
         rank = max(2, dim + 1, -dim)
         return tuple(33 if d == dim % rank else 4 for d in range(rank))
     if match.kind == "linear_scale_batch_norm":
-        return (24, getattr(module, match.attributes["linear"]).in_features)
+        names = match.attributes["runs"][0] if "runs" in match.attributes else match.attributes
+        return (24, getattr(module, names["linear"]).in_features)
     if is_by_hand(match.kind, match.attributes):
         return _shape_by_hand(match, module)
-    return (4, 3, *module.normalized_shape)
+    return (4, 3, *match.view(module).normalized_shape)
 
 
 def _shape_by_hand(match: Match, module: Any) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -81,10 +81,19 @@ def _named(module: nn.Module, name: str, above: tuple[int, ...]) -> Iterator[tup
 
 def _claimed(module: nn.Module, match: Match) -> Iterator[nn.Module]:
     """The children an expression site calls: it counts on their exact type, so no other site may swap them."""
-    for name in match.attributes.values():
-        child = module._modules.get(name) if isinstance(name, str) else None
+    for name in _strings(match.attributes):
+        child = module._modules.get(name)
         if child is not None:
             yield child
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string among the values of a match's attributes, which are JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, Mapping)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(inner)
 
 
 def _selector(given: Any, argument: str, found: list[_Place]) -> Callable[[_Place], bool] | None:

@@ -87,7 +87,7 @@ def check(name: str, dtype: torch.dtype) -> dict[str, Any]:
     plan = normswap.plan(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        swapped = normswap.optimize(model, args, kwargs)
+        swapped = normswap.optimize(model, args, kwargs, min_speedup=None)
     report = normswap.report(swapped)
     with torch.no_grad():
         called, ran = kernel_calls(swapped, lambda: swapped(*args, **kwargs))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from models import Projection, randomised
 
 from normswap import native, ops, reference
+from normswap.ops.l1_norm import gradient as l1_gradient
 
 
 def test_cpu_tensors_go_to_pytorch() -> None:
@@ -95,6 +96,28 @@ def test_rms_norm_dim_says_what_is_wrong() -> None:
         ops.rms_norm_dim(torch.ones(2, 5, dtype=torch.int64), 1)
     with pytest.raises(IndexError, match="Dimension out of range"):
         ops.rms_norm_dim(x, 3)
+
+
+L1_VARIANTS = [(0.0, None), (1e-3, None), (-0.5, None), (0.0, 0.75), (0.25, 0.75)]
+
+
+@pytest.mark.parametrize(("eps", "minimum"), L1_VARIANTS)
+@pytest.mark.parametrize(("dtype", "tiny"), [(torch.float64, 1e-200), (torch.float32, 1e-25)])
+def test_the_l1_gradient_in_closed_form_is_autograd_s(
+    dtype: torch.dtype, tiny: float, eps: float, minimum: float | None
+) -> None:
+    x = torch.randn(4, 5, 6, dtype=dtype)
+    x[1] *= tiny  # a square of these underflows
+    x[3, 2], x[3, :, 3] = 0.0, 0.0
+    for dim in (0, 1, 2, -1):
+        leaf = x.clone().requires_grad_()
+        dy = torch.randn_like(x)
+        (expected,) = torch.autograd.grad(reference.l1_norm(leaf, dim, eps, minimum), leaf, dy)
+        mean = x.abs().mean(dim, keepdim=True)
+        ours = l1_gradient(dy, x, mean, dim, eps, minimum)
+        assert torch.equal(ours.isfinite(), expected.isfinite())
+        if dtype is torch.float64:
+            torch.testing.assert_close(ours, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("bias", (True, False))

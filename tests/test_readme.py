@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import benchmark
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_example_of_expressions_prints_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = (ROOT / "README.md").read_text().split("<!-- expressions -->")[1].split("<!-- /expressions -->")[0]
+    code, shown = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "example.py").write_text(code)
+    runpy.run_path(str(tmp_path / "example.py"))
+    # Errors and the name of the library's origin are this machine's.
+    pattern = re.escape(re.sub(r"\d\S*%|\d\.\d+e-\d+", "@", shown)).replace(r"\[\.\.\.\]", ".*").replace("@", r"\S+")
+    pattern = re.sub(r"(\\ )+", r"\\s+", pattern)
+    assert re.fullmatch(pattern, capsys.readouterr().out, re.DOTALL)
 
 
 def test_figures_are_the_record_s() -> None:

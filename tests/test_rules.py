@@ -93,7 +93,7 @@ def test_every_configuration_matches(norm: nn.Module) -> None:
     "module",
     [
         *(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4), nn.Dropout(), nn.Module()),
-        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)),
         *(modules.L1Norm(), modules.LinearScaleBatchNorm(3, 4), modules.LayerNorm(4), modules.RMSNorm(4)),
     ],
     ids=repr,
@@ -243,6 +243,98 @@ def clamped(self, x):
     return x / x.abs().mean(1, keepdim=True).clamp(min=1e-5)
 
 
+def clamped_positionally(self, x):
+    return torch.divide(x, torch.clamp(x.abs().mean(self.dim, keepdim=True), self.least))
+
+
+def clamped_minimum(self, x):
+    return x / x.abs().mean(-1, keepdim=True).clamp_min(self.eps)
+
+
+def clipped(self, x):
+    return x / torch.clip(x.abs().mean(2, keepdim=True), min=0.5)
+
+
+def eps_first(self, x):
+    return x / (self.eps + x.abs().mean(-2, keepdim=True))
+
+
+def eps_by_function(self, x):
+    return x / torch.add(x.abs().mean(0, keepdim=True), 1)
+
+
+def dim_of_self(self, x):
+    return x / x.abs().mean(self.dim, keepdim=True)
+
+
+VARIANTS: list[tuple[Any, dict[str, Any]]] = [
+    (with_eps, {"dim": 1, "eps": 1e-5}),
+    (clamped, {"dim": 1, "minimum": 1e-5}),
+    (clamped_positionally, {"dim": "dim", "minimum": "least"}),
+    (clamped_minimum, {"dim": -1, "minimum": "eps"}),
+    (clipped, {"dim": 2, "minimum": 0.5}),
+    (eps_first, {"dim": -2, "eps": "eps"}),
+    (eps_by_function, {"dim": 0, "eps": 1}),
+    (dim_of_self, {"dim": "dim"}),
+]
+
+
+@pytest.mark.parametrize(("forward", "attributes"), VARIANTS, ids=lambda v: getattr(v, "__name__", ""))
+def test_l1_norm_matches_its_variants_and_reads_numbers_live(forward: Any, attributes: dict[str, Any]) -> None:
+    module = expression(forward)
+    module.eps, module.least = 0.25, 1
+    match = rules.find(module)
+    assert match == Match("l1_norm", attributes)
+    x = torch.randn(3, 5, 4)
+    assert_swapped_is_equal(module, match, x)
+    module.eps, module.least, module.dim = -0.125, 0.75, 2
+    assert rules.find(module) == match
+    assert_swapped_is_equal(module, match, x)
+    module.eps = module.least = torch.tensor(0.5)
+    assert_swapped_is_equal(module, match, x)
+
+
+def with_eps_of_config(self, x):
+    return x / (x.abs().mean(1, keepdim=True) + self.config.eps)
+
+
+def clamped_from_above(self, x):
+    return x / x.abs().mean(1, keepdim=True).clamp(1e-5, 10.0)
+
+
+def eps_and_clamp(self, x):
+    return x / (x.abs().mean(1, keepdim=True) + 1e-5).clamp(min=1e-5)
+
+
+def eps_twice(self, x):
+    return x / (x.abs().mean(1, keepdim=True) + 1e-5 + 1e-5)
+
+
+def eps_inside(self, x):
+    return x / (x + 1e-5).abs().mean(1, keepdim=True)
+
+
+def eps_outside(self, x):
+    return x / x.abs().mean(1, keepdim=True) + 1e-5
+
+
+def eps_scaled(self, x):
+    return x / torch.add(x.abs().mean(1, keepdim=True), 1e-5, alpha=2)
+
+
+def dim_read_in_vain(self, x):
+    _unused = self.dim
+    return x / x.abs().mean(1, keepdim=True)
+
+
+def tensor_eps(self, x):
+    return x / (x.abs().mean(1, keepdim=True) + self.weight)
+
+
+def normalize(self, x):
+    return x / F.normalize(x.abs().mean(1, keepdim=True), p=1)
+
+
 def two_dims(self, x):
     return x / x.abs().mean((1, 2), keepdim=True)
 
@@ -257,10 +349,6 @@ def all_dims(self, x):
 
 def widened(self, x):
     return x / x.abs().mean(1, keepdim=True, dtype=torch.float64)
-
-
-def dim_of_self(self, x):
-    return x / x.abs().mean(self.dim, keepdim=True)
 
 
 def twice_abs(self, x):
@@ -356,10 +444,14 @@ def decorated(self, x):
 
 
 REFUSED_L1 = [
-    *((with_eps, Reason.UNSUPPORTED, "+"), (clamped, Reason.UNSUPPORTED, "clamp")),
+    *((with_eps_of_config, Reason.PART_OF_FORWARD, ".eps"), (clamped_from_above, Reason.UNSUPPORTED, "clamp")),
+    *((eps_and_clamp, Reason.UNSUPPORTED, "clamp"), (eps_twice, Reason.PART_OF_FORWARD, "+")),
+    *((eps_inside, Reason.UNSUPPORTED, "another function"), (eps_scaled, Reason.UNSUPPORTED, "add")),
+    *((eps_outside, Reason.UNSUPPORTED, "add"), (dim_read_in_vain, Reason.UNSUPPORTED, "another way")),
+    *((tensor_eps, Reason.UNSUPPORTED, "reads self.weight"), (normalize, Reason.PART_OF_FORWARD, "normalize")),
     *((two_dims, Reason.UNSUPPORTED, "[1, 2]"), (dims_dropped, Reason.UNSUPPORTED, "keepdim=False")),
     *((all_dims, Reason.UNSUPPORTED, "mean.default"), (widened, Reason.UNSUPPORTED, "dtype")),
-    *((dim_of_self, Reason.UNSUPPORTED, "reads self.dim"), (twice_abs, Reason.UNSUPPORTED, "")),
+    (twice_abs, Reason.UNSUPPORTED, ""),
     *((divided_by_itself, Reason.UNSUPPORTED, "div"), (weight_divided, Reason.UNSUPPORTED, "reads self.weight")),
     *((rounded, Reason.UNSUPPORTED, "div.Tensor_mode"), (in_a_tuple, Reason.UNSUPPORTED, "tuple")),
     *((no_such_dim, Reason.TRACE, "IndexError"), (with_linear, Reason.PART_OF_FORWARD, "linear")),
@@ -427,7 +519,7 @@ def test_l1_norm_is_judged_anew_when_the_code_is_another() -> None:
 
     module = expression(forward)
     assert isinstance(rules.find(module), Match)
-    forward.__code__ = with_eps.__code__
+    forward.__code__ = two_dims.__code__
     assert_refused(module, "l1_norm", Reason.UNSUPPORTED)
 
 
@@ -535,6 +627,61 @@ def test_linear_scale_batch_norm_matches_tied_tensors() -> None:
     assert_swapped_is_equal(module, match, torch.randn(8, FEATURES))
 
 
+def no_scale(self, x):
+    return self.bn(self.gemm(x))
+
+
+def scaled_after(self, x):
+    return self.bn(self.gemm(x) * self.scale) * self.scale
+
+
+def literal_scale(self, x):
+    return self.bn(self.gemm(x) * 2.0)
+
+
+def number_scale(self, x):
+    return self.bn(self.gemm(x) * self.factor)
+
+
+def only_after(self, x):
+    return torch.mul(self.bn(self.gemm(x)), self.scale)
+
+
+def numbers_around(self, x):
+    return self.bn(self.factor * self.gemm(x)) * -3
+
+
+def literal_and_vain(self, x):
+    _unused = self.factor
+    return self.bn(self.gemm(x) * 2.0)
+
+
+FACTORS: list[tuple[Any, dict[str, Any]]] = [
+    (no_scale, {}),
+    (scaled_after, {"scale": "scale", "after": "scale"}),
+    (only_after, {"after": "scale"}),
+    (literal_scale, {"scale": 2.0}),
+    (number_scale, {"scale": "factor"}),
+    (numbers_around, {"scale": "factor", "after": -3}),
+]
+
+
+@pytest.mark.parametrize(("forward", "factors"), FACTORS, ids=lambda v: getattr(v, "__name__", None))
+@pytest.mark.parametrize("training", [True, False])
+def test_linear_scale_batch_norm_matches_every_factor(forward: Any, factors: dict[str, Any], training: bool) -> None:
+    module = block(forward).train(training)
+    module.factor = -1.5
+    match = rules.find(module)
+    assert match == Match(LSB, {"linear": "gemm", "batch_norm": "bn", **factors})
+    assert_swapped_is_equal(module, match, torch.randn(8, FEATURES))
+
+
+def test_a_number_that_is_literal_is_not_taken_for_an_attribute_of_the_same_value() -> None:
+    module = block(literal_and_vain)
+    module.factor = 2.0
+    assert_refused(module, LSB, Reason.UNSUPPORTED, "another function")
+
+
 def plus_one(self, x):
     return self.bn(self.gemm(x) * self.scale + 1)
 
@@ -557,10 +704,6 @@ def two_batch_norms(self, x):
     return self.bn(y) + self.bn2(y)
 
 
-def scaled_after(self, x):
-    return self.bn(self.gemm(x) * self.scale) * self.scale
-
-
 def squared(self, x):
     y = self.gemm(x)
     return self.bn(y * y)
@@ -572,12 +715,21 @@ def scale_read_in_vain(self, x):
     return self.bn(y * y)
 
 
-def literal_scale(self, x):
-    return self.bn(self.gemm(x) * 2.0)
+def factor_of_config(self, x):
+    return self.bn(self.gemm(x) * self.config.factor)
 
 
-def number_scale(self, x):
-    return self.bn(self.gemm(x) * self.factor)
+def scaled_twice(self, x):
+    return self.bn(self.gemm(x) * self.scale * 2)
+
+
+def scaled_by_its_output(self, x):
+    y = self.bn(self.gemm(x))
+    return y * y
+
+
+def flag_read(self, x):
+    return self.bn(self.gemm(x) * self.training)
 
 
 def swapped_arguments(self, x):
@@ -621,9 +773,10 @@ def weight_read(self, x):
 REFUSED_LSB = [
     *((plus_one, Reason.PART_OF_FORWARD, "+"), (activated, Reason.PART_OF_FORWARD, "relu")),
     *((linear_twice, Reason.PART_OF_FORWARD, "self.gemm"), (output_also_used, Reason.PART_OF_FORWARD, "+")),
-    *((two_batch_norms, Reason.PART_OF_FORWARD, "self.bn2"), (scaled_after, Reason.PART_OF_FORWARD, "*")),
-    *((squared, Reason.UNSUPPORTED, "scale"), (literal_scale, Reason.UNSUPPORTED, "scale")),
-    *((number_scale, Reason.UNSUPPORTED, "self.factor"), (swapped_arguments, Reason.UNSUPPORTED, "train")),
+    (two_batch_norms, Reason.PART_OF_FORWARD, "self.bn2"),
+    *((squared, Reason.UNSUPPORTED, "another function"), (swapped_arguments, Reason.UNSUPPORTED, "train")),
+    *((factor_of_config, Reason.PART_OF_FORWARD, ".factor"), (scaled_twice, Reason.UNSUPPORTED, "another function")),
+    *((scaled_by_its_output, Reason.UNSUPPORTED, "another function"), (flag_read, Reason.UNSUPPORTED, "self.training")),
     (scale_read_in_vain, Reason.UNSUPPORTED, "another function"),
     *((without_gradients, Reason.NOT_STRAIGHT_LINE, "with"), (counting, Reason.NOT_STRAIGHT_LINE, "self.calls")),
     *((in_place_product, Reason.NOT_STRAIGHT_LINE, "in-place"), (mul_in_place, Reason.PART_OF_FORWARD, "mul_")),
@@ -644,24 +797,26 @@ def test_linear_scale_batch_norm_refuses_another_form(forward: Any, reason: Reas
     assert_refused(module, LSB, reason, word)
 
 
-def no_scale(self, x):
-    return self.bn(self.gemm(x))
-
-
 def linear_after(self, x):
     return self.gemm(self.bn(x) * self.scale)
+
+
+def linear_after_by_name(self, x):
+    x = self.bn(x)
+    x = self.gemm(x)
+    return x
 
 
 def apart(self, x):
     return self.gemm(x) * self.scale, self.bn(x)
 
 
-@pytest.mark.parametrize("forward", [no_scale, linear_after, apart])
+@pytest.mark.parametrize("forward", [linear_after, linear_after_by_name, apart])
 def test_linear_scale_batch_norm_is_not_seen_where_it_is_not(forward: Any) -> None:
     assert rules.find(block(forward)) is None
 
 
-@pytest.mark.parametrize("scale", [2.0, (1, 1, CHANNELS), (3, CHANNELS), (CHANNELS, 1)], ids=str)
+@pytest.mark.parametrize("scale", [(1, 1, CHANNELS), (3, CHANNELS), (CHANNELS, 1)], ids=str)
 @pytest.mark.case("scale-forms")
 def test_a_scale_that_is_not_one_value_per_channel_is_refused(scale: Any) -> None:
     assert_refused(block(one_line, scale=scale), LSB, Reason.UNSUPPORTED, "self.scale")

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normswap import apply, rules, walk
+from normswap import rules, walk
+from normswap.apply import apply
 from normswap.plan import Match, Plan, Reason, Refusal, Site
 
 
@@ -22,7 +23,7 @@ class L1(nn.Module):
 
 class WithEps(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x / (x.abs().mean(1, keepdim=True) + 1e-6)
+        return x / (x.abs().mean((1, 2), keepdim=True) + 1e-6)
 
 
 class Projection(nn.Module):
@@ -126,7 +127,7 @@ def test_the_model_is_not_changed() -> None:
 
 def test_a_swapped_model_has_nothing_left_to_swap() -> None:
     model = Model()
-    apply.apply(model, walk.plan(model))
+    apply(model, walk.plan(model))
     assert walk.plan(model).swaps == ()
 
 

@@ -1,1 +1,13 @@
 """The forwards of modules swapped for what they compute: one file per kind, each a guard and a call of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def only_argument(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """What ``forward(self, <name>)`` was called with; None when it was called otherwise, which the original refuses."""
+    if len(args) + len(kwargs) != 1:
+        return None
+    return args[0] if args else kwargs.get(name)

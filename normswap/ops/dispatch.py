@@ -32,6 +32,11 @@ def native_serves(*tensors: Tensor | None) -> bool:
             return False
     if torch.compiler.is_compiling():
         return True
+    return autograd_only()
+
+
+def autograd_only() -> bool:
+    """True when no functorch transform and no forward-mode AD is active: an autograd Function serves what is left."""
     return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
 

@@ -71,8 +71,6 @@ class _L1Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """With d the divisor over the N elements of a row: dx = dy / d - sign(x) sum(dy x / d) / (N d), the second term
-        only where d follows the mean."""
         input, mean_abs = ctx.saved_tensors
         dim, eps, minimum = ctx.dim, ctx.eps, ctx.minimum
         if torch.is_grad_enabled():
@@ -84,8 +82,23 @@ class _L1Norm(torch.autograd.Function):
                 grad.contiguous(), input.contiguous(), mean_abs, dim, eps, minimum, out
             )
             return out, None, None, None
-        x, dy, mean = input.float(), grad.float(), mean_abs.to(input.dtype)
-        divisor = (mean.clamp(min=minimum) + eps).float()
-        # Divided twice: the square of the divisor may over- or underflow.
-        shared = (dy * (x / divisor)).mean(dim, keepdim=True) / divisor * (mean >= minimum)
-        return (dy / divisor).addcmul_(x.sign(), shared, value=-1).to(input.dtype), None, None, None
+        mean = mean_abs.to(input.dtype)
+        return gradient(grad, input, mean, dim, eps, minimum or None), None, None, None
+
+
+def gradient(
+    grad: Tensor, input: Tensor, mean: Tensor, dim: int, eps: float = 0.0, minimum: float | None = None
+) -> Tensor:
+    """The gradient of ``l1_norm`` in closed form, in float32 or better, rounded once to the input's dtype.
+
+    With m the ``mean`` of |x| over N elements, d = max(m, minimum) + eps and y = x / d: ``dx = dy / d - sign(x) mean(dy
+    y) / d`` where m >= minimum, and ``dx = dy / d`` where the clamp cuts the mean off.
+    """
+    wide = torch.promote_types(input.dtype, torch.float32)
+    x, dy, m = input.to(wide), grad.to(wide), mean.to(input.dtype)
+    divisor = reference.l1_divisor(m, eps, minimum).to(wide)
+    # mean(dy x) / d^2 would leave float32's range for rows near its ends.
+    shared = (dy * (x / divisor)).mean(dim, keepdim=True) / divisor
+    if minimum is not None:
+        shared = shared.where(m >= minimum, 0.0)
+    return (dy / divisor).addcmul_(x.sign(), shared, value=-1).to(input.dtype)

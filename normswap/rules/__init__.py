@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from normswap.plan import Match, Refusal
-from normswap.rules import group_norm, l1_norm, layer_norm, linear_scale_batch_norm, rms_norm
+from normswap.rules import group_norm, l1_norm, layer_norm, linear_scale_batch_norm, registered, rms_norm
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,10 @@ RULES: tuple[Rule, ...] = tuple(
 
 
 def find(module: nn.Module) -> Match | Refusal | None:
-    """The first rule's answer that is not None."""
+    """The first rule's answer that is not None; what a person has registered goes before."""
+    declared = registered.match(module)
+    if declared is not None:
+        return declared
     for rule in RULES:
         answer = rule.match(module)
         if answer is not None:

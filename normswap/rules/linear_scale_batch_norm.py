@@ -1,4 +1,5 @@
-"""A module whose whole forward is ``self.bn(self.gemm(x) * self.scale)``, in any spelling."""
+"""A module whose whole forward is ``self.bn(self.gemm(x) * self.scale)``, in any spelling: the scale may be absent, a
+tensor or a number, and stand behind the BatchNorm instead or too."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import ast
 import types
 import weakref
 from collections import Counter
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -19,40 +20,48 @@ from normswap.rules.expression_site import (
     MULTIPLICATION,
     Flow,
     besides,
-    called_name,
     class_forward,
     names_in,
     not_rewritable,
     recognised_in,
 )
-from normswap.rules.module_site import is_lazy, settled_type, why_not_exact
+from normswap.rules.live_numbers import name_or_number, numbers_of
+from normswap.rules.module_site import settled_type, why_not_plain
+from normswap.rules.sequential_site import match_sequential
 
 KIND = "linear_scale_batch_norm"
 
 _CANONICAL = dict.fromkeys(MULTIPLICATION, "*")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ROWS = 3
 _aten = torch.ops.aten
 
 
 class _Site(NamedTuple):
-    """The attributes of a module that play the three parts."""
+    """The attributes of a module that play the parts; the factors are tensors of its own, and numbers."""
 
     linear: str
-    scale: str
     batch_norm: str
+    tensors: tuple[str, ...]
+    numbers: tuple[str, ...]
 
+
+_Factors: TypeAlias = "dict[str, str | float]"
+"""What stands before and behind the BatchNorm: "scale" and "after", where there are such, by name or as a number."""
 
 # What tracing said, by forward and by everything of a module that a graph depends on. Weights' sizes are not in it:
-# they are checked beforehand, and a graph of these three operations does not depend on them.
-_traced: weakref.WeakKeyDictionary[types.FunctionType, dict[Hashable, Refusal | None]] = weakref.WeakKeyDictionary()
+# they are checked beforehand, and a graph of these operations does not depend on them.
+_traced: weakref.WeakKeyDictionary[types.FunctionType, dict[Hashable, Refusal | _Factors]]
+_traced = weakref.WeakKeyDictionary()
 
 
 def match(module: nn.Module) -> Match | Refusal | None:
-    """Match a module whose forward is Linear -> * scale -> BatchNorm1d and nothing else; refuse one that holds these
-    in another form, or whose children are not plain ones."""
+    """Match a module whose forward is Linear -> [* scale] -> BatchNorm1d -> [* scale] and nothing else, or an
+    nn.Sequential that holds such a run; refuse one that holds these in another form, or whose children are not plain
+    ones."""
     if not module._modules or (forward := class_forward(module)) is None:
         return None
+    if forward is nn.Sequential.forward:
+        return match_sequential(module)
     names = names_in(forward)
     linears = _children(module, nn.Linear, names)
     batch_norms = _children(module, nn.BatchNorm1d, names)
@@ -68,19 +77,16 @@ def _children(module: nn.Module, cls: type[nn.Module], names: frozenset[str]) ->
 
 
 def _looks_like(flow: Flow, linears: frozenset[str], batch_norms: frozenset[str]) -> bool:
-    """True when a BatchNorm is called on what a product flows into, and a Linear's output into that product."""
+    """True when a BatchNorm is called on what the output of a Linear called before it flows into."""
     return any(
-        any(True for _ in flow.calls(linears, product))
+        _end(linear) <= _end(call)
         for call in flow.calls(batch_norms, *flow.nodes[:1])
-        for product in flow.into(*call.args, *call.keywords)
-        if _is_product(product)
+        for linear in flow.calls(linears, *call.args, *call.keywords)
     )
 
 
-def _is_product(node: ast.AST) -> bool:
-    if isinstance(node, ast.Call):
-        return called_name(node) in MULTIPLICATION | {"mul_"}
-    return isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.Mult)
+def _end(node: ast.Call) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
 
 
 def _judge(
@@ -89,111 +95,142 @@ def _judge(
     scanned = source.scan(forward)
     if isinstance(scanned, tracing.Rejection):
         return Refusal(KIND, scanned.reason, scanned.detail)
-    site = _site(scanned, linears, batch_norms)
+    site = _site(module, scanned, linears, batch_norms)
     if isinstance(site, Refusal):
         return site
-    if (rejection := tracing.unreadable(module, scanned.reads)) is not None:
+    rejection = tracing.own_getattr(module) or tracing.unreadable(module, (site.linear, site.batch_norm, *site.tensors))
+    if rejection is not None:
         return Refusal(KIND, rejection.reason, rejection.detail)
-    refusal = _why_no_site(module, site) or _why_no_match(module, forward, scanned, site)
-    return refusal or Match(KIND, site._asdict())
+    factors = _why_no_site(module, site) or _factors(module, forward, site)
+    if isinstance(factors, Refusal):
+        return factors
+    return Match(KIND, {"linear": site.linear, "batch_norm": site.batch_norm, **factors})
 
 
-def _site(scanned: source.Scan, linears: frozenset[str], batch_norms: frozenset[str]) -> _Site | Refusal:
+def _site(
+    module: nn.Module, scanned: source.Scan, linears: frozenset[str], batch_norms: frozenset[str]
+) -> _Site | Refusal:
     """Which attribute plays which part, by the scan; whether they are put together rightly, only the trace tells."""
     called = [name for name in scanned.reads if f"self.{name}" in scanned.operations]
     linear = next((name for name in called if name in linears), "")
     batch_norm = next((name for name in called if name in batch_norms), "")
-    extra = besides(scanned, Counter([f"self.{linear}", f"self.{batch_norm}", "*"]), _CANONICAL)
+    extra = besides(scanned, Counter([f"self.{linear}", f"self.{batch_norm}", "*", "*"]), _CANONICAL)
     if not (linear and batch_norm) or extra:
         return Refusal(KIND, Reason.PART_OF_FORWARD, f"besides Linear, scale and BatchNorm1d: {', '.join(extra)}")
-    scales = [name for name in scanned.reads if name not in called]
-    if len(scales) != 1:
-        found = f"self.{', self.'.join(scales)}" if scales else "none"
-        return Refusal(KIND, Reason.UNSUPPORTED, f"one scale, a Parameter or a buffer, is needed; found {found}")
-    return _Site(linear, scales[0], batch_norm)
+    factors = [name for name in scanned.reads if name not in called]
+    numbers = tuple(numbers_of(module, factors))
+    return _Site(linear, batch_norm, tuple(name for name in factors if name not in numbers), numbers)
 
 
 def _why_no_site(module: nn.Module, site: _Site) -> Refusal | None:
-    """Why the attributes are not what the pattern needs: plain children, and a scale of one value per channel."""
+    """Why the attributes are not what the pattern needs: plain children, and factors of one value per channel."""
     linear, batch_norm = module._modules[site.linear], module._modules[site.batch_norm]
     for name, child, expected in ((site.linear, linear, nn.Linear), (site.batch_norm, batch_norm, nn.BatchNorm1d)):
-        if (refusal := _why_not_plain(name, child, expected)) is not None:
+        if (refusal := why_not_plain(KIND, name, child, expected)) is not None:
             return refusal
-    scale = tracing.own_tensors(module).get(site.scale)
-    if scale is None:
-        return Refusal(KIND, Reason.UNSUPPORTED, f"self.{site.scale} is neither a Parameter nor a buffer")
     channels = linear.out_features  # type: ignore[union-attr]
     if batch_norm.num_features != channels:  # type: ignore[union-attr]
         return Refusal(KIND, Reason.UNSUPPORTED, f"self.{site.linear} and self.{site.batch_norm} differ in channels")
-    if tuple(scale.shape) not in ((), (1,), (channels,), (1, channels)):
-        detail = f"self.{site.scale} has shape {tuple(scale.shape)}, not (), (1,), ({channels},) or (1, {channels})"
-        return Refusal(KIND, Reason.UNSUPPORTED, detail)
+    for name in site.tensors:
+        scale = tracing.own_tensors(module).get(name)
+        if scale is None:
+            return Refusal(KIND, Reason.UNSUPPORTED, f"self.{name} is neither a Parameter, a buffer nor a number")
+        if tuple(scale.shape) not in ((), (1,), (channels,), (1, channels)):
+            detail = f"self.{name} has shape {tuple(scale.shape)}, not (), (1,), ({channels},) or (1, {channels})"
+            return Refusal(KIND, Reason.UNSUPPORTED, detail)
     return None
 
 
-def _why_not_plain(name: str, child: nn.Module | None, expected: type[nn.Module]) -> Refusal | None:
-    if child is None or is_lazy(child):
-        return Refusal(KIND, Reason.LAZY, f"self.{name}")
-    if (difference := why_not_exact(child, expected)) is not None:
-        reason, detail = difference
-        return Refusal(KIND, Reason.CHILD, f"self.{name}: {detail if reason is Reason.SUBCLASS else reason.sentence}")
-    if any(getattr(child, hooks) for hooks in _HOOKS):
-        return Refusal(KIND, Reason.CHILD, f"self.{name} carries hooks")
-    return None
-
-
-def _why_no_match(module: nn.Module, forward: types.FunctionType, scanned: source.Scan, site: _Site) -> Refusal | None:
+def _factors(module: nn.Module, forward: types.FunctionType, site: _Site) -> Refusal | _Factors:
     """The verdict of both modes' graphs, kept by all that they depend on."""
     linear, batch_norm = module.get_submodule(site.linear), module.get_submodule(site.batch_norm)
-    scale = getattr(module, site.scale)
     tensors = (*linear.named_parameters(), *batch_norm.named_parameters(), *batch_norm.named_buffers())
     dtypes = tuple((name, tensor.dtype) for name, tensor in tensors)
-    key = (forward.__code__, site, scale.dim(), scale.dtype, dtypes, batch_norm.track_running_stats)
+    scales = tuple((getattr(module, name).dim(), getattr(module, name).dtype) for name in site.tensors)
+    key = (forward.__code__, site, scales, dtypes, batch_norm.track_running_stats)
     known = _traced.setdefault(forward, {})
     if key not in known:
-        refusals = (_why_no_match_in(module, scanned, site, training) for training in (True, False))
-        known[key] = next((refusal for refusal in refusals if refusal is not None), None)
+        known[key] = _traced_factors(module, site)
     return known[key]
 
 
-def _why_no_match_in(module: nn.Module, scanned: source.Scan, site: _Site, training: bool) -> Refusal | None:
+def _traced_factors(module: nn.Module, site: _Site) -> Refusal | _Factors:
+    found = [_factors_in(module, site, training) for training in (True, False)]
+    if (refusal := next((one for one in found if isinstance(one, Refusal)), None)) is not None:
+        return refusal
+    if found[0] != found[1]:
+        return Refusal(KIND, Reason.UNSUPPORTED, "forward computes another function in eval than in train mode")
+    return found[0]
+
+
+def _factors_in(module: nn.Module, site: _Site, training: bool) -> Refusal | _Factors:
     linear = module.get_submodule(site.linear)
     # momentum None divides by the number of batches seen, a value that fakes do not have; 1.0 stands for it.
     settings = {site.batch_norm: {"momentum": 1.0}}
-    shape, dtype = (_ROWS, linear.in_features), linear.weight.dtype
-    traced = tracing.trace(module, scanned.reads, shape, dtype, training=training, settings=settings)  # type: ignore[arg-type]
+    # Other values in each mode: a number that the source says literally is then not taken for an attribute's.
+    values = {name: (0.734375 if training else 1.390625) + index for index, name in enumerate(site.numbers)}
+    traced = tracing.trace(
+        module,
+        (site.linear, site.batch_norm, *site.tensors),
+        (_ROWS, linear.in_features),  # type: ignore[arg-type]
+        linear.weight.dtype,  # type: ignore[arg-type, union-attr]
+        training=training,
+        settings=settings,
+        values=values,
+    )
     if isinstance(traced, tracing.Rejection):
         return Refusal(KIND, traced.reason, traced.detail)
-    if not _is_pattern(traced, site, module.get_submodule(site.batch_norm), training):
+    found = _pattern(traced, site, module.get_submodule(site.batch_norm), training, values)
+    if found is None or {*site.tensors, *site.numbers} - {*found.values()}:
         mode = "train" if training else "eval"
         computed = ", ".join(str(node.target) for node in traced.operations)
         return Refusal(KIND, Reason.UNSUPPORTED, f"in {mode} mode, forward computes another function: {computed}")
-    return None
+    return found
 
 
-def _is_pattern(traced: tracing.Traced, site: _Site, batch_norm: nn.Module, training: bool) -> bool:
-    """True when the graph is exactly ``batch_norm(linear(argument, weight, bias) * scale)`` of the site's tensors,
-    with each result used once, and in training the count of batches advanced by one where there is one."""
+def _pattern(
+    traced: tracing.Traced, site: _Site, batch_norm: nn.Module, training: bool, values: Mapping[str, float]
+) -> _Factors | None:
+    """The factors of a graph that is exactly ``batch_norm(linear(argument, weight, bias) * scale) * after`` of the
+    site's tensors, with each result used once, and in training the count of batches advanced by one where there is
+    one. None for any other graph."""
     node_of = {path: node for node, path in traced.inputs.items()}
     nodes = traced.operations
     tracks = bool(training and batch_norm.track_running_stats)
     batches = node_of.get(f"{site.batch_norm}.num_batches_tracked") if tracks else None
     counts = [node for node in nodes if node.target is _aten.add_.Tensor]
     if [(node.args, dict(node.kwargs)) for node in counts] != ([] if batches is None else [((batches, 1), {})]):
-        return False
+        return None
     steps = [node for node in nodes if node not in counts]
-    if [node.target for node in steps] != [_aten.linear.default, _aten.mul.Tensor, _aten.batch_norm.default]:
-        return False
-    linear, product, normalised = steps
-    scale = node_of[site.scale]
-    bias = node_of.get(f"{site.linear}.bias")
-    return (
-        _arguments(linear, 3) == (traced.argument, node_of[f"{site.linear}.weight"], bias)
-        and product.args in ((linear, scale), (scale, linear))
-        and normalised.args[:6] == (product, *_statistics(node_of, site, batch_norm, training))
-        and traced.result is normalised
-        and all(len(node.users) == 1 and not node.kwargs for node in steps)
-    )
+    operands = (traced.argument, node_of[f"{site.linear}.weight"], node_of.get(f"{site.linear}.bias"))
+    if not steps or steps[0].target is not _aten.linear.default or _arguments(steps[0], 3) != operands:
+        return None
+    factors: _Factors = {}
+    before, seen = steps[0], False
+    for node in steps[1:]:
+        if node.target is _aten.batch_norm.default and not seen:
+            seen = node.args[:6] == (before, *_statistics(node_of, site, batch_norm, training))
+        elif node.target is _aten.mul.Tensor and ("after" if seen else "scale") not in factors:
+            factor = _factor(node, before, traced, values)
+            if factor is None:
+                return None
+            factors["after" if seen else "scale"] = factor
+        else:
+            return None
+        before = node
+    exact = all(len(node.users) == 1 and not node.kwargs for node in steps)
+    return factors if seen and exact and traced.result is before else None
+
+
+def _factor(node: fx.Node, other: fx.Node, traced: tracing.Traced, values: Mapping[str, float]) -> str | float | None:
+    """What ``other`` is multiplied by in ``node``: a tensor of the module's own or a number."""
+    rest = [argument for argument in node.args if argument is not other]
+    if len(node.args) != 2 or len(rest) != 1:
+        return None
+    if isinstance(rest[0], fx.Node):
+        path = traced.inputs.get(rest[0], "")
+        return path if path and "." not in path else None
+    return name_or_number(rest[0], values)
 
 
 def _arguments(node: fx.Node, count: int) -> tuple[object, ...]:

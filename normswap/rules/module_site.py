@@ -11,6 +11,8 @@ from normswap import modules
 from normswap.plan import Match, Reason, Refusal
 from normswap.rules.subclass_site import SUBCLASSED, has_torchs_forward, match_subclass
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def match_exact(module: nn.Module, expected: type[nn.Module], kind: str) -> Match | Refusal | None:
     """Match a module whose type is exactly ``expected``, or a subclass that provably computes the same; refuse one that
@@ -42,6 +44,18 @@ def why_not_exact(module: nn.Module, expected: type[nn.Module]) -> tuple[Reason,
         return Reason.INSTANCE_FORWARD, ""
     if not has_torchs_forward(expected):
         return Reason.UNSUPPORTED, f"torch.nn.{expected.__name__}.forward was replaced on the class"
+    return None
+
+
+def why_not_plain(kind: str, name: str, child: nn.Module | None, expected: type[nn.Module]) -> Refusal | None:
+    """Why the child ``name`` that an expression of ``kind`` calls is not a plain ``expected`` without hooks."""
+    if child is None or is_lazy(child):
+        return Refusal(kind, Reason.LAZY, f"self.{name}")
+    if (difference := why_not_exact(child, expected)) is not None:
+        reason, detail = difference
+        return Refusal(kind, Reason.CHILD, f"self.{name}: {detail if reason is Reason.SUBCLASS else reason.sentence}")
+    if any(getattr(child, hooks) for hooks in _HOOKS):
+        return Refusal(kind, Reason.CHILD, f"self.{name} carries hooks")
     return None
 
 

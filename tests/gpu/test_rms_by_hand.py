@@ -104,7 +104,7 @@ def test_rows_of_every_length(name: str, size: int, dtype: torch.dtype, calls: C
 def test_whole_models_of_transformers(name: str, sites: int, dtype: torch.dtype, calls: Calls) -> None:
     model = tiny_model(name).to("cuda", dtype).eval()
     tokens = torch.randint(0, 90, (2, 11), device="cuda")
-    swapped = normswap.optimize(model, tokens)
+    swapped = normswap.optimize(model, tokens, min_speedup=None)
     report = normswap.report(swapped)
     assert len(report.swapped) == sites and report.model is not None and report.model["passed"], str(report)
     before = calls.count

@@ -1,0 +1,145 @@
+"""A model for deployment, in which Linear -> scale -> BatchNorm is one plain nn.Linear."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap import modules, reference, rules
+from normswap.forwards import linear_scale_batch_norm as _lsb
+from normswap.plan import Match, NormswapError
+from normswap.sites import classes
+
+KIND = "linear_scale_batch_norm"
+
+
+class _NotFoldable(Exception):
+    """Why a site is left as it is."""
+
+
+def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
+    """``model`` with every Linear -> scale -> BatchNorm1d replaced by the one ``nn.Linear`` it equals in eval.
+
+    For inference: the model must be in eval mode, and its state_dict gets other keys. A module whose whole forward is
+    the expression, or an nn.Sequential of nothing else, becomes an nn.Linear; in a longer nn.Sequential the Linear is
+    replaced and nn.Identity takes the other places. Weights are computed in float64 and rounded once. ``model`` may be
+    swapped or not; it is left untouched and a copy is returned, unless ``inplace``. Other swapped modules stay swapped.
+
+    The input of such a Linear must be (N, K), and nobody but the model's own forward may call its parts: BatchNorm1d
+    takes (N, C, L) too and then normalises another axis, which a Linear cannot.
+
+    A site that cannot be folded is left as it is, and a warning says why. Raises TypeError when ``model`` is no
+    nn.Module and NormswapError when it is in train mode, when nothing can be folded, and with ``inplace`` when the
+    model itself is what folds; ``model`` is then as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fold: model must be a torch.nn.Module, got {type(model).__name__}")
+    if model.training:
+        raise NormswapError("fold: the model is in train mode, where a BatchNorm goes by its batch; call .eval() first")
+    with torch.inference_mode(False), torch.no_grad():
+        target = model if inplace else copy.deepcopy(model)
+        whole, within = _folded(target)
+        if not whole and not within:
+            raise NormswapError("fold: no module of this model is a Linear -> scale -> BatchNorm1d that can be folded")
+        if id(target) in whole:
+            if inplace:
+                raise NormswapError("fold: the model itself is what folds, which cannot be done in place")
+            return whole[id(target)]
+        for sequential, children in within:
+            _put(sequential, children)
+        for parent in list(target.modules()):
+            for name, child in parent._modules.items():
+                parent._modules[name] = whole.get(id(child), child)
+    return target
+
+
+def _folded(model: nn.Module) -> tuple[dict[int, nn.Linear], list[tuple[nn.Module, dict[str, nn.Module]]]]:
+    """The Linear for each module that becomes one, by the module's id; and (nn.Sequential, its new children) for
+    those of which a part does. Warns of each site that stays."""
+    whole: dict[int, nn.Linear] = {}
+    within: list[tuple[nn.Module, dict[str, nn.Module]]] = []
+    for name, module in model.named_modules():
+        match = _match(module)
+        if match is None:
+            continue
+        children: dict[str, nn.Module] = {}
+        for run in match.attributes.get("runs", [match.attributes]):
+            try:
+                linear = _linear(module, run)
+            except _NotFoldable as reason:
+                warnings.warn(f"fold: {name or '(root)'} is left as it is: {reason}", stacklevel=3)
+                continue
+            if "runs" not in match.attributes or list(module._modules) == _lsb.run_names(run):
+                whole[id(module)] = linear
+            else:
+                children |= {part: nn.Identity().eval() for part in _lsb.run_names(run)} | {run["linear"]: linear}
+        if children:
+            within.append((module, children))
+    return whole, within
+
+
+def _match(module: nn.Module) -> Match | None:
+    if type(module) is modules.LinearScaleBatchNorm:
+        return Match(KIND, {"linear": "gemm", "scale": "scale", "batch_norm": "bn"})
+    original = modules.original_class(module) or type(module)
+    with classes([(module, original)]):  # what was swapped may have other children now: it is matched anew
+        found = rules.find(module)
+    return found if isinstance(found, Match) and found.kind == KIND else None
+
+
+def _put(sequential: nn.Module, children: Mapping[str, nn.Module]) -> None:
+    """Replace children; a swapped nn.Sequential without a run left gets its own class back."""
+    sequential._modules.update(children)
+    match, original = modules.site_match(sequential), modules.original_class(sequential)
+    if match is not None and original is not None and all(r["linear"] in children for r in match.attributes["runs"]):
+        object.__setattr__(sequential, "__class__", original)
+
+
+def _linear(module: nn.Module, parts: Mapping[str, Any]) -> nn.Linear:
+    """The one Linear that the parts of ``module`` named by a match equal in eval. Raises _NotFoldable."""
+    linear, bn = getattr(module, parts["linear"]), getattr(module, parts["batch_norm"])
+    owner = module._modules[parts["scale"]] if "attribute" in parts else module
+    scale, after = parts.get("attribute", parts.get("scale")), parts.get("after")
+    called = [module, owner] if "attribute" in parts else [module]
+    if not (_lsb.is_plain(linear, nn.Linear) and _lsb.is_plain(bn, nn.BatchNorm1d)):
+        raise _NotFoldable("its Linear or BatchNorm1d is no plain one, or carries hooks")
+    if not all(isinstance(one, nn.Module) and _lsb.is_unhooked(one) for one in called):
+        raise _NotFoldable("it carries hooks, or a forward of its own")
+    if bn.training or bn.running_mean is None or bn.running_var is None:
+        raise _NotFoldable("its BatchNorm1d goes by its batch: it is in train mode or keeps no running statistics")
+    before, behind = _factor(owner, scale, linear), _factor(module, after, linear)
+    if not _lsb.tensors_fit(linear.weight, linear, bn):
+        raise _NotFoldable("its tensors are of several dtypes or devices")
+    return _made(linear, before, bn, behind)
+
+
+def _factor(owner: Any, factor: str | float | None, linear: nn.Linear) -> Tensor | None:
+    """A factor in float64."""
+    value: Any = getattr(owner, factor) if isinstance(factor, str) else factor
+    if value is None:
+        return None
+    if type(value) in (int, float):
+        return torch.tensor(float(value), dtype=torch.float64, device=linear.weight.device)
+    if not _lsb.is_factor(value, linear.weight, linear.out_features):
+        raise _NotFoldable("what it multiplies by is no tensor of one value or one per channel in the Linear's dtype")
+    return value.double()
+
+
+def _made(linear: nn.Linear, scale: Tensor | None, bn: nn.BatchNorm1d, after: Tensor | None) -> nn.Linear:
+    given = (linear.weight, linear.bias, scale, bn.running_mean, bn.running_var, bn.weight, bn.bias)
+    arguments: list[Any] = [*(None if tensor is None else tensor.double() for tensor in given), bn.eps]
+    weight, bias = reference.fold_scale_batch_norm(*arguments)
+    if after is not None:
+        weight, bias = weight * after.reshape(-1, 1), bias * after.reshape(-1)
+    dtype = linear.weight.dtype
+    new = nn.Linear(linear.in_features, linear.out_features, device="meta").eval()
+    new.weight = nn.Parameter(weight.to(dtype), linear.weight.requires_grad)
+    new.bias = nn.Parameter(bias.to(dtype), linear.weight.requires_grad)
+    if not (new.weight.is_meta or (new.weight.isfinite().all() and new.bias.isfinite().all())):
+        raise _NotFoldable(f"folded, its weights are not finite in {str(dtype).removeprefix('torch.')}")
+    return new

@@ -1,0 +1,43 @@
+"""Does a copy of a model fit beside it? Asked before anything is copied."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+from normswap.plan import NormswapError
+
+
+def check_copy_fits(model: nn.Module) -> None:
+    """Raise NormswapError when a copy of the parameters and buffers of ``model`` is larger than what is free on one of
+    its GPUs, memory that PyTorch holds and does not use included."""
+    for device, size in _sizes(model).items():
+        free = free_bytes(device)
+        if free is not None and size > free:
+            raise NormswapError(
+                f"model is {_gigabytes(size)} on {device}, {_gigabytes(free)} free, so that a copy does not "
+                "fit: pass inplace=True"
+            )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What can still be allocated on ``device``; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _sizes(model: nn.Module) -> dict[torch.device, int]:
+    """Bytes of the parameters and buffers on every device."""
+    sizes = defaultdict[torch.device, int](int)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not torch.nn.parameter.is_lazy(tensor):
+            sizes[tensor.device] += tensor.numel() * tensor.element_size()
+    return sizes
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

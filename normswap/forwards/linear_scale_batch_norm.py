@@ -1,0 +1,291 @@
+"""``batch_norm(linear(x) * scale) * after`` as a swapped module runs it: with its parts read anew on every call, and
+only while each of them is still the plain module it was. Nothing is kept from one call to the next.
+
+At a site that is a module with a forward of its own, the match says which attributes play the parts::
+
+    {"linear": "gemm", "batch_norm": "bn", "scale": "scale", "after": 2.0}
+
+``scale`` and ``after`` are the name of a Parameter, buffer or number, or a number, and may be absent. At an
+nn.Sequential it lists the runs of consecutive children; ``attribute`` is then what the child ``scale`` multiplies by,
+and ``code`` the fingerprint of that child's forward::
+
+    {"runs": [{"linear": "0", "scale": "1", "attribute": "weight", "code": "3f2a...", "batch_norm": "2"}]}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _torch_module
+
+from normswap import ops
+from normswap.forwards import only_argument
+
+_Forward: TypeAlias = Callable[..., Tensor]
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
+_FORWARDS = {cls: cls.forward for cls in (nn.Linear, nn.BatchNorm1d)}
+_DEVICES = ("cpu", "cuda")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+# --- the computation ----------------------------------------------------------------------------------------------
+
+
+def linear_scale_batch_norm(
+    x: Any, linear: Any, scale: Tensor | float | None, bn: Any, after: Tensor | float | None = None
+) -> Tensor | None:
+    """``bn(linear(x) * scale) * after``, or None where only the original code is sure to be right: a child that is no
+    longer a plain one (hooks, LoRA, parametrizations), an input that is not (N, K), autocast, tensors of other dtypes,
+    devices or types, torch.export and torch.jit.trace."""
+    if not (
+        type(x) in _PLAIN_TENSORS and x.dim() == 2 and is_plain(linear, nn.Linear) and is_plain(bn, nn.BatchNorm1d)
+    ):
+        return None
+    if (
+        not x.is_floating_point()
+        or linear.out_features != bn.num_features
+        or (bn.running_mean is None) != (bn.running_var is None)
+    ):
+        return None
+    if x.device.type not in _DEVICES or torch.is_autocast_enabled(x.device.type) or _is_recorded():
+        return None
+    factors = [_factor(value, x, linear.out_features) for value in (scale, after)]
+    if not all(fits for fits, _ in factors) or not tensors_fit(x, linear, bn):
+        return None
+    (_, before), (_, behind) = factors
+    if behind is None or x.dtype is torch.float32:
+        return _normalised(x, linear, before, bn, behind)
+    out = _normalised(x, linear, before, bn, None)  # gamma * after would round once more than the original
+    return None if out is None else out * behind
+
+
+def _normalised(
+    x: Tensor, linear: nn.Linear, scale: Tensor | None, bn: nn.BatchNorm1d, after: Tensor | None
+) -> Tensor | None:
+    if bn.training or bn.running_mean is None or bn.running_var is None:
+        return _train(linear(x), scale, bn, *_affine(bn, after)) if x.shape[0] > 1 else None
+    learns = _learns(x, scale, after, linear.weight, linear.bias, bn.weight, bn.bias)
+    statistics = (bn.running_mean, bn.running_var, *_affine(bn, after))
+    if x.shape[0] > linear.in_features and x.dtype is not torch.float64:
+        # dy^T x, of which a folded backward makes all gradients, may leave float16's range where PyTorch's does not.
+        if learns and (_is_transformed() or x.dtype is torch.float16):
+            return None
+        return ops.folded_linear(x, linear.weight, linear.bias, scale, *statistics, bn.eps)
+    return None if learns else ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps)
+
+
+def _train(z: Tensor, scale: Tensor | None, bn: nn.BatchNorm1d, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """BatchNorm of ``z * scale`` with batch statistics, updating the buffers exactly as nn.BatchNorm1d.forward does."""
+    tracks = bn.training and bn.track_running_stats
+    momentum = 0.0 if bn.momentum is None else bn.momentum
+    if tracks and bn.num_batches_tracked is not None:
+        bn.num_batches_tracked.add_(1)
+        if bn.momentum is None:
+            momentum = 1.0 / float(bn.num_batches_tracked)
+    mean, var = (bn.running_mean, bn.running_var) if tracks else (None, None)
+    return ops.scale_batch_norm(z, scale, mean, var, weight, bias, True, momentum, bn.eps)
+
+
+def _affine(bn: nn.BatchNorm1d, after: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """BatchNorm's weight and bias, times ``after``."""
+    if after is None:
+        return bn.weight, bn.bias
+    column = after.reshape(-1).expand(bn.num_features)
+    return (
+        column if bn.weight is None else bn.weight * column,
+        None if bn.bias is None else bn.bias * column,
+    )
+
+
+def _factor(value: Any, x: Tensor, channels: int) -> tuple[bool, Tensor | None]:
+    """(usable, tensor or None): ``value`` as a tensor of one value or one per channel in x's dtype."""
+    if value is None:
+        return True, None
+    if type(value) in (int, float):
+        exact = x.dtype in (torch.float32, torch.float64) or _is_short(value)
+        return (True, x.new_full((), value)) if exact else (False, None)
+    fits = is_factor(value, x, channels)
+    return fits, value if fits else None
+
+
+def is_factor(value: Any, like: Tensor, channels: int) -> bool:
+    """True for a plain tensor of one value, or one per channel, in the dtype and on the device of ``like``."""
+    return (
+        type(value) in _PLAIN_TENSORS
+        and value.dtype == like.dtype
+        and value.device == like.device  # PyTorch takes a () tensor of the CPU beside one of a GPU
+        and value.shape in ((), (1,), (channels,), (1, channels))
+    )
+
+
+def _is_short(number: float) -> bool:
+    """True when float16 and bfloat16 hold ``number`` exactly: PyTorch multiplies by a number at float32 precision."""
+    mantissa, exponent = math.frexp(number)
+    return -13 <= exponent <= 9 and (mantissa * 256).is_integer()
+
+
+def tensors_fit(like: Tensor, linear: nn.Linear, bn: nn.BatchNorm1d) -> bool:
+    """True when PyTorch too would take these with an input ``like`` that, and all are plain tensors."""
+    vectors = [v for v in (bn.weight, bn.bias, bn.running_mean, bn.running_var) if v is not None]
+    tensors = [t for t in (linear.weight, linear.bias) if t is not None]
+    return (
+        all(type(t) in _PLAIN_TENSORS and t.device == like.device for t in (*tensors, *vectors))
+        and all(t.dtype == like.dtype for t in tensors)
+        and len({v.dtype for v in vectors}) <= 1
+        and all(v.dtype in (like.dtype, torch.float32) for v in vectors)
+    )
+
+
+def _learns(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _is_transformed() -> bool:
+    """True under functorch or forward-mode AD, which an autograd Function does not serve."""
+    return not torch.compiler.is_compiling() and not ops.autograd_only()
+
+
+def _is_recorded() -> bool:
+    """True where the comparison of N with K, or whether gradients are wanted, would be written into a program."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return torch.jit.is_tracing()
+
+
+def is_plain(module: Any, expected: type[nn.Module]) -> bool:
+    """True when calling ``module`` does what torch.nn's ``expected.forward`` does and nothing more."""
+    return type(module) is expected and expected.forward is _FORWARDS[expected] and is_unhooked(module)
+
+
+def is_unhooked(module: nn.Module) -> bool:
+    """True when calling ``module`` runs its class's forward and nothing before or after it."""
+    return (
+        "forward" not in module.__dict__
+        and not any(getattr(module, hooks) for hooks in _HOOKS)
+        and not _torch_module._has_any_global_hook()
+    )
+
+
+# --- a module with a forward of its own ---------------------------------------------------------------------------
+
+
+def make_forward(
+    original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any], argument: str
+) -> _Forward:
+    """The forward of the swapped class: the fused computation where it is sure to be right, else ``original``'s."""
+    if "runs" in attributes:
+        return _sequential_forward(original, base_forward, attributes["runs"])
+    linear, bn = attributes["linear"], attributes["batch_norm"]
+    scale, after = attributes.get("scale"), attributes.get("after")
+    _check_names(linear, bn)
+    _check_factors(scale, after)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        out = None
+        if original.forward is base_forward:
+            x = only_argument(args, kwargs, argument)
+            out = linear_scale_batch_norm(
+                x, getattr(self, linear), _read(self, scale), getattr(self, bn), _read(self, after)
+            )
+        return original.forward(self, *args, **kwargs) if out is None else out
+
+    return forward
+
+
+def _check_names(*names: object) -> None:
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"linear_scale_batch_norm: the name of an attribute must be a str, got {name!r}")
+
+
+def _check_factors(*factors: object) -> None:
+    for factor in factors:
+        if factor is not None and type(factor) not in (str, int, float):
+            raise TypeError(f"linear_scale_batch_norm: a factor must be a name or a number, got {factor!r}")
+
+
+def _read(module: nn.Module, factor: str | float | None) -> Any:
+    """A factor's value now; a missing one fails as reading it does in the original."""
+    return getattr(module, factor) if isinstance(factor, str) else factor
+
+
+# --- nn.Sequential ------------------------------------------------------------------------------------------------
+
+
+def _sequential_forward(
+    original: type[nn.Module], base_forward: _Forward, runs: Sequence[Mapping[str, str]]
+) -> _Forward:
+    for run in runs:
+        _check_names(*run.values(), run["linear"], run["batch_norm"])
+    starts = {run["linear"]: (run, run_names(run)) for run in runs}
+
+    def forward(self: nn.Sequential, *args: Any, **kwargs: Any) -> Tensor:
+        if original.forward is not base_forward or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return original.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
+        x, names, children = args[0], list(self._modules), self._modules
+        position = 0
+        while position < len(names):
+            run, parts = starts.get(names[position], ({}, [""]))
+            out = None
+            if names[position : position + len(parts)] == parts:
+                out = _run(x, children, run)
+            x = children[names[position]](x) if out is None else out  # type: ignore[misc]
+            position += 1 if out is None else len(parts)
+        return x
+
+    return forward
+
+
+def run_names(run: Mapping[str, str]) -> list[str]:
+    """The children of one run, in order."""
+    return [run[part] for part in ("linear", "scale", "batch_norm") if part in run]
+
+
+def _run(x: Tensor, children: Mapping[str, nn.Module | None], run: Mapping[str, str]) -> Tensor | None:
+    scale = None
+    if "scale" in run:
+        child = children[run["scale"]]
+        if child is None or not multiplies(child, run["code"]):
+            return None
+        scale = getattr(child, run["attribute"])
+        if scale is None:
+            return None
+    return linear_scale_batch_norm(x, children[run["linear"]], scale, children[run["batch_norm"]])
+
+
+def multiplies(child: nn.Module, code: str) -> bool:
+    """True when calling ``child`` runs the forward that was found to multiply its input by an attribute."""
+    if torch.compiler.is_compiling():  # a code object cannot be looked at there; the children are inlined as they are
+        return False
+    cls: Any = type(child)
+    return cls.__call__ is nn.Module.__call__ and is_unhooked(child) and fingerprint(cls.forward) == code
+
+
+_fingerprints: weakref.WeakKeyDictionary[Any, tuple[types.CodeType, str]] = weakref.WeakKeyDictionary()
+
+
+def fingerprint(function: Any) -> str:
+    """A digest of what a plain function does: its instructions, constants and names; "" for another callable."""
+    if not isinstance(function, types.FunctionType):
+        return ""
+    known = _fingerprints.get(function)
+    if known is None or known[0] is not function.__code__:
+        known = _fingerprints[function] = (function.__code__, _digest(function.__code__))
+    return known[1]
+
+
+def _digest(code: types.CodeType) -> str:
+    return hashlib.sha256(repr(_contents(code)).encode()).hexdigest()[:16]
+
+
+def _contents(code: types.CodeType) -> tuple[Any, ...]:
+    constants = [_contents(c) if isinstance(c, types.CodeType) else c for c in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, constants

@@ -1,0 +1,97 @@
+"""No trace on the GPU: as on the CPU, and its memory is as before too."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from traces import Stop, Trace, cluttered, raising_at_call, raising_at_op
+
+import normswap
+from normswap import footprint
+
+STRIDE = 97
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def x() -> torch.Tensor:
+    return torch.randn(4, 6, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+
+
+def optimize_in_place(model: nn.Module, inputs: torch.Tensor) -> None:
+    normswap.optimize(model, inputs, inplace=True, min_speedup=None)
+
+
+def optimize_and_time(model: nn.Module, inputs: torch.Tensor) -> None:
+    normswap.optimize(model, inputs, inplace=True, min_speedup=1e-6)
+
+
+def optimize_a_copy(model: nn.Module, inputs: torch.Tensor) -> None:
+    normswap.optimize(model, inputs)
+
+
+ACTIONS: list[Callable[[nn.Module, torch.Tensor], None]] = [optimize_in_place, optimize_and_time, optimize_a_copy]
+
+
+def held() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize("act", ACTIONS)
+def test_memory_and_all_else_are_as_before(act: Callable[[nn.Module, torch.Tensor], None]) -> None:
+    act(cluttered().cuda(), x())  # cuBLAS takes its workspace
+    model, inputs = cluttered().cuda(), x()
+    before = Trace(model)
+    memory = held()
+    act(model, inputs)
+    before.assert_same(model, classes=False)
+    assert held() == memory
+    normswap.revert(model)
+    before.assert_same(model)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("raising", (raising_at_call, raising_at_op))
+@pytest.mark.parametrize("act", ACTIONS)
+def test_stopped_at_any_step(act: Callable[[nn.Module, torch.Tensor], None], raising: Any) -> None:
+    model, inputs = cluttered().cuda(), x()
+    with raising(10**9) as told:
+        act(model, inputs)
+    model = cluttered().cuda()
+    for step in range(0, len(told) if isinstance(told, list) else told.seen, STRIDE):
+        before = Trace(model)
+        memory, where = held(), ""
+        try:
+            with raising(step):
+                act(model, inputs)
+        except Stop as stop:
+            where = str(stop)
+        if where:  # here, where no frame that holds tensors is kept alive
+            before.assert_same(model)
+            assert held() == memory, (step, where)
+        else:
+            model = cluttered().cuda()
+
+
+def test_a_copy_that_does_not_fit_is_refused_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = footprint.free_bytes(torch.device("cuda"))
+    assert free is not None and 0 < free <= torch.cuda.get_device_properties(0).total_memory
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.LayerNorm(1024)).cuda().eval()
+    memory = held()
+    monkeypatch.setattr(footprint, "free_bytes", lambda device: 10**6)
+    with pytest.raises(normswap.NormswapError, match=r"model is 4\.2 MB on cuda:0, 1\.0 MB free.*pass inplace=True"):
+        normswap.optimize(model)
+    assert held() == memory

@@ -1,0 +1,163 @@
+"""Whatever is called, and at whatever step it is stopped: the model is as it was, or the call is done and nothing but
+what it is for has changed.
+
+A step is a call of one of our functions, or an operation of torch. Stopped at are the first call of every function that
+does more than read the model, and steps at equal distances; NORMSWAP_EVERY_STEP=1 stops at every one (twenty minutes).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import Every, randomised
+from torch import nn
+from traces import Stop, Trace, cluttered, raising_at_call, raising_at_op
+
+import normswap
+from normswap import modules
+
+STRIDE = 1 if os.environ.get("NORMSWAP_EVERY_STEP") else 149
+
+SITES = ("norm", "projection", "l1", "group")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a few elements at a time
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(threads)
+
+
+def x() -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+
+def optimized() -> nn.Module:
+    return normswap.optimize(cluttered(), x(), inplace=True)
+
+
+def optimize_in_place(model: nn.Module) -> None:
+    normswap.optimize(model, x(), inplace=True)
+
+
+def optimize_a_copy(model: nn.Module) -> None:
+    normswap.optimize(model, x())
+
+
+def optimize_without_inputs(model: nn.Module) -> None:
+    normswap.optimize(model, inplace=True)
+
+
+def apply_in_place(model: nn.Module) -> None:
+    normswap.apply(model, PLAN, inplace=True)
+
+
+def validate(model: nn.Module) -> None:
+    normswap.validate(model, x())
+
+
+def disable(model: nn.Module) -> None:
+    with normswap.disabled(model):
+        pass
+
+
+PLAN = normswap.plan(cluttered())
+
+ACTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], bool]] = {
+    # name: (the model before, what is done, whether its classes are other ones afterwards)
+    "optimize in place": (cluttered, optimize_in_place, True),
+    "optimize a copy": (cluttered, optimize_a_copy, False),
+    "optimize without inputs": (cluttered, optimize_without_inputs, True),
+    "apply in place": (cluttered, apply_in_place, True),
+    "revert": (optimized, normswap.revert, True),
+    "validate": (optimized, validate, False),
+    "disabled": (optimized, disable, False),
+}
+actions = pytest.mark.parametrize("name", ACTIONS)
+
+
+@actions
+def test_what_is_done_leaves_nothing_else(name: str) -> None:
+    make, act, changes_classes = ACTIONS[name]
+    model = make()
+    before = Trace(model)
+    act(model)
+    before.assert_same(model, classes=not changes_classes)
+    assert (before.classes != [type(module) for module in model.modules()]) == changes_classes
+
+
+def chosen(called: list[str] | int) -> list[int]:
+    """The steps to stop at."""
+    if isinstance(called, int):
+        return list(range(0, called, STRIDE))
+    first = {name: i for i, name in reversed([*enumerate(called)]) if not name.startswith(("rules", "tracing"))}
+    return sorted({*range(0, len(called), STRIDE), *first.values()})
+
+
+def stop_everywhere(name: str, raising: Any) -> None:
+    """Stop the action at each step chosen and see that the model is as before or, where the interpreter swallowed the
+    exception (in a generator that was being closed), done."""
+    make, act, _ = ACTIONS[name]
+    model, done = make(), 0
+    with raising(10**9) as told:
+        act(model)
+    steps = chosen(told if isinstance(told, list) else told.seen)
+    assert len(steps) > 5
+    model = make()
+    for step in steps:
+        before = Trace(model)
+        try:
+            with raising(step):
+                act(model)
+        except Stop as stop:
+            try:
+                before.assert_same(model)
+            except AssertionError as error:
+                pytest.fail(f"stopped at step {step}, {stop}: {error}")
+        else:
+            before.assert_same(model, classes=False)
+            model, done = make(), done + 1
+    assert done < 0.1 * len(steps)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@actions
+def test_stopped_at_any_call_of_ours(name: str) -> None:
+    stop_everywhere(name, raising_at_call)
+
+
+@pytest.mark.parametrize("name", ["optimize in place", "optimize a copy", "validate"])
+def test_stopped_at_any_operation(name: str) -> None:
+    stop_everywhere(name, raising_at_op)
+
+
+def test_a_failure_of_ours_alone_puts_that_site_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory in a swapped site is no reason to stop: the original runs there."""
+
+    def fail(self: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(modules.LayerNorm, "forward", fail)
+    model = cluttered()
+    before = Trace(model)
+    normswap.optimize(model, x(), inplace=True)
+    before.assert_same(model, classes=False)
+    assert normswap.report(model).swapped == SITES[1:]
+
+
+def test_every_kind_without_a_trace() -> None:
+    model = randomised(Every()).train()
+    inputs = torch.randn(8, 6, 5)
+    before = Trace(model)
+    normswap.optimize(model, inputs, inplace=True)
+    before.assert_same(model, classes=False)
+    normswap.revert(model)
+    before.assert_same(model)

@@ -1,0 +1,89 @@
+"""The proof of a large site holds less than 512 MB beyond the twin's output, on slices whose share it tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from memory import Meter
+from models import L1, Projection, randomised
+from torch import Tensor, nn
+
+from normswap import compare, modules
+from normswap.plan import Match
+
+LSB = {"linear": "gemm", "scale": "scale", "batch_norm": "bn"}
+LARGE: dict[str, tuple[dict[str, Any], Any, tuple[int, ...]]] = {
+    "layer_norm": ({}, lambda: nn.LayerNorm(4096), (3, 1024, 4096)),
+    "rms_norm": ({}, lambda: nn.RMSNorm(4096), (3072, 4096)),
+    "group_norm": ({}, lambda: nn.GroupNorm(8, 32), (3, 32, 256, 512)),
+    "l1_norm": ({"dim": 1}, L1, (3072, 4096)),
+    "linear_scale_batch_norm": (LSB, lambda: Projection(64, 256), (49152, 64)),
+}
+kinds = pytest.mark.parametrize("kind", LARGE)
+
+
+@pytest.fixture
+def two_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "_TOTAL_ELEMENTS", 2 * compare._SLICE_ELEMENTS)
+
+
+def test_the_meter() -> None:
+    with Meter() as meter:
+        a = torch.zeros(1000)
+        b = (a + 1).view(10, 100)[2:]
+        del a
+        c = b * 2
+    assert (meter.peak, meter.held) == (4000 + 4000, 4000 + c.numel() * 4)
+
+
+@kinds
+def test_held_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "_TOTAL_ELEMENTS", compare._SLICE_ELEMENTS)
+    attributes, make, shape = LARGE[kind]
+    module, x = randomised(make()).train(), torch.randn(shape)
+    with Meter() as meter:
+        found = compare.compare(Match(kind, attributes), module, x, True)
+    assert not found.problem and found.gradients, found
+    output = module(x).nbytes
+    assert meter.peak <= output + 512e6, f"{meter.peak / 1e6:.0f} MB"
+    assert 0.1 < found.coverage < 0.25, found.coverage
+
+
+@pytest.mark.usefixtures("two_slices")
+@pytest.mark.parametrize("kind", ("layer_norm", "group_norm"))
+def test_a_wrong_value_in_the_last_slice_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours is run on the whole input, as in the model, and what is cut out of its output is what belongs there."""
+    attributes, make, shape = LARGE[kind]
+    original, swapped = modules._MODULE_CLASSES[kind]
+
+    class Wrong(swapped):  # type: ignore[misc, valid-type]
+        def forward(self, input: Tensor) -> Tensor:
+            out = super().forward(input).clone()
+            if input.shape == shape:
+                out.view(-1)[-1] += 0.01
+            return out
+
+    monkeypatch.setitem(modules._MODULE_CLASSES, kind, (original, Wrong))
+    found = compare.compare(Match(kind, attributes), randomised(make()), torch.randn(shape), True)
+    assert "output: error is" in found.problem
+
+
+def test_slices_are_the_first_the_last_and_some_between() -> None:
+    for size in (1, 2, 7, 100, 1000):
+        for width in {1, min(3, size), size}:
+            for most in (1, 2, 5, 10**6):
+                starts = compare._spread(size, width, most)
+                assert starts[0] == 0 and len(starts) == len(set(starts)) <= max(1, most)
+                assert all(0 <= start <= size - width for start in starts)
+                assert most == 1 or starts[-1] == size - width
+                assert most < 10**6 or {i for s in starts for i in range(s, s + width)} == set(range(size))
+
+
+def test_small_inputs_are_compared_whole() -> None:
+    for kind, (attributes, make, shape) in LARGE.items():
+        small = (4, *shape[1:-1], shape[-1]) if kind == "linear_scale_batch_norm" else (1, *shape[1:])
+        x = torch.randn(small[:2] + (8, 8) if kind == "group_norm" else small[-2:])[:4]
+        pieces, coverage = compare._pieces(Match(kind, attributes), make(), x)
+        assert len(pieces) == 1 and coverage == 1.0 and pieces[0].cut(x) is x
