@@ -302,7 +302,7 @@ def assert_same(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
 
 def check(module: nn.Module, x: Tensor, calls: Calls, served: bool = True) -> Any:
     """Swap, prove, and compare with the original; whether our op ran must be as ``served`` says."""
-    swapped = normswap.optimize(module, x, validate="grad")
+    swapped = normswap.optimize(module, x, validate="grad", min_speedup=None)
     row = normswap.report(swapped).rows[0]
     assert row["kind"] == "rms_norm" and row["swapped"] and row["status"] in ("wiring", "proved"), row
     before = calls.count
