@@ -169,18 +169,9 @@ struct StagedTile : TileShape<T, Lanes_, Slots_, Ragged_, Full_> {
 
 // --- staging -----------------------------------------------------------------------------------------------------
 
-// What is read once should leave the L2 before the weights do.
-__device__ inline uint64_t read_once() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 __device__ inline void copy_async(void* shared, const void* global, int bytes) {
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(global), "r"(bytes),
-               "l"(read_once())
-               : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
 
 __device__ inline void wait_for_copies() {
