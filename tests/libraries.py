@@ -65,10 +65,7 @@ def _bert(folder: Path, **saving: Any) -> tuple[Path, nn.Module]:
 
 
 def _vit() -> nn.Module:
-    stand_in_for_images()
-    import timm
-
-    return drawn(timm.create_model("vit_tiny_patch16_224", **VIT)).eval()
+    return drawn(import_timm().create_model("vit_tiny_patch16_224", **VIT)).eval()
 
 
 def _timm(folder: Path) -> tuple[Path, nn.Module]:
@@ -122,10 +119,11 @@ def on_device(inputs: str, device: str) -> tuple[tuple[Any, ...], dict[str, Any]
 # In a new process: load_model, its answers, the proof again, and the answers after revert.
 _OPEN = """
 import sys, torch, normswap
-from libraries import CASES, answer, on_device, stand_in_for_images
+from libraries import CASES, answer, import_timm, on_device
 from torch.profiler import profile
-stand_in_for_images()
 device, *names = sys.argv[1:]
+if any(name.startswith("timm") for name in names):
+    import_timm()
 for name in names:
     inputs = CASES[name].inputs
     model = normswap.load_model(f"out/{name}", map_location=device)
@@ -175,8 +173,14 @@ def _empty(name: str) -> type:
     return _Empty(name, (nn.Module,), {})
 
 
-def stand_in_for_images() -> None:
-    """Let timm be imported without what it reads images with, which no model needs."""
-    for package in ("torchvision", "PIL"):
-        if importlib.util.find_spec(package) is None:
-            sys.meta_path.append(_StandIn(package))
+def import_timm() -> Any:
+    """timm, also where it lacks what it reads images with, which no model needs; no trace of a stand-in is left."""
+    stand_ins = [_StandIn(name) for name in ("torchvision", "PIL") if importlib.util.find_spec(name) is None]
+    sys.meta_path += stand_ins
+    try:
+        return importlib.import_module("timm")
+    finally:
+        for stand_in in stand_ins:
+            sys.meta_path.remove(stand_in)
+            for name in [name for name in sys.modules if name.partition(".")[0] == stand_in.package]:
+                del sys.modules[name]
