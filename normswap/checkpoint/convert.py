@@ -52,6 +52,7 @@ def convert(
     validate: Validate = "auto",
     on_mismatch: OnMismatch = "rollback",
     on_empty: OnEmpty = "warn",
+    min_speedup: float = 1.0,
     fold: bool = False,
     export: str | Path | None = None,
     report_file: str | Path | None = None,
@@ -93,7 +94,8 @@ def convert(
         kept, found = Plan(), folded.replaced(found, product)
     else:
         filters = {"include": include, "exclude": exclude}
-        options = {"validate": validate, "on_mismatch": on_mismatch, "on_empty": on_empty}
+        options: dict[str, Any] = {"validate": validate, "on_mismatch": on_mismatch, "on_empty": on_empty}
+        options["min_speedup"] = min_speedup
         product, kept = optimized(model, given, filters, options)
         made = report(product)
     more: dict[Path, Callable[[Path], object]] = {}

@@ -112,6 +112,13 @@ def inspect(
 )
 @options.choice("--on-mismatch", OnMismatch, "rollback", "What to do with a site that fails its proof.")
 @options.choice("--on-empty", OnEmpty, "warn", "What to do when there is nothing to swap.")
+@click.option(
+    "--min-speedup",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="On a GPU, keep a site only if it is so many times as fast.",
+)
 @click.option("--fold", is_flag=True, help="Write a plain model instead, its BatchNorms folded into their Linears.")
 @click.option("--export", metavar="OUT.pt2", help="Write a torch.export program of the result, too.")
 @click.option("--report", "report_file", metavar="FILE", help="Write the proof there, too, as JSON.")
