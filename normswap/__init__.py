@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata as _metadata
 
 from normswap import modules
-from normswap.checkpoint import load_model
+from normswap.checkpoint import CheckpointError, load_model
 from normswap.fold import fold
 from normswap.modules import copy_weights
 from normswap.optimize import apply, disabled, optimize, plan, report, revert, validate
@@ -19,6 +19,7 @@ except _metadata.PackageNotFoundError:  # run from its sources
     __version__ = "0+unknown"
 
 __all__ = [
+    "CheckpointError",
     "MismatchError",
     "NormswapError",
     "NothingSwappedError",

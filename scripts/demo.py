@@ -37,7 +37,8 @@ def run(*command: str) -> str:
 
 RELOAD = """
 import digits, json, sys, torch, normswap
-model = normswap.load_model(sys.argv[1], map_location="cuda" if torch.cuda.is_available() else "cpu")
+where = "cuda" if torch.cuda.is_available() else "cpu"
+model = normswap.load_model(sys.argv[1], trust_factory=True, map_location=where)
 _, _, images, _ = digits.data()
 with torch.no_grad():
     predicted = model(images.to(next(model.parameters()).device)).argmax(1)

@@ -1,6 +1,6 @@
 """Write README's tables from tests/gpu_record.json.
 
-    python scripts/readme_tables.py
+python scripts/readme_tables.py
 """
 
 from __future__ import annotations

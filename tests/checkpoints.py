@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
+
+from normswap.checkpoint import open_checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -138,6 +143,31 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
             else:
                 tensor.fill_(5)
     return model
+
+
+def read_tensors(path: str | Path) -> tuple[OrderedDict[str, Any], dict[str, str]]:
+    """The state_dict at ``path`` and the file's free-text metadata."""
+    found = open_checkpoint(path)
+    return found.state, found.metadata
+
+
+def write_shards(folder: Path, state: Mapping[str, Tensor], suffix: str, count: int) -> None:
+    """``state`` in ``count`` files and their index, named and laid out as transformers does."""
+    folder.mkdir()
+    stem = {".safetensors": "model", ".bin": "pytorch_model"}[suffix]
+    names = list(state)
+    placed = {}
+    for number in range(count):
+        shard = f"{stem}-{number + 1:05}-of-{count:05}{suffix}"
+        part = {name: state[name] for name in names[number::count]}
+        placed.update(dict.fromkeys(part, shard))
+        if suffix == ".bin":
+            torch.save(part, folder / shard)
+        else:
+            safetensors.torch.save_file(part, folder / shard, metadata={"format": "pt"})
+    total = sum(tensor.nbytes for tensor in state.values())
+    content = {"metadata": {"total_size": total}, "weight_map": {name: placed[name] for name in names}}
+    (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(content, indent=2))
 
 
 def awkward_tensors() -> OrderedDict[str, Tensor]:

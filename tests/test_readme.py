@@ -6,12 +6,19 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import digits
 import pytest
 import readme_tables
+import torch
+from checkpoints import write_payload
+from click.testing import CliRunner
+
+from normswap.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,3 +58,21 @@ def test_the_model_written_by_hand_gives_the_report_shown(tmp_path: Path) -> Non
         return re.sub(r"kernels: .*|\d+%|difference \S+ limit \S+", "_", text)
 
     assert stable(ran.stdout.strip()) == stable(shown)
+
+
+def test_the_command_line_says_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the figures, and what is left out as [...]."""
+    section = re.search(r"<!-- command line -->\n```\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert section is not None
+    monkeypatch.chdir(tmp_path)
+    torch.save(digits.build().state_dict(), "digits.pt")
+    write_payload(Path("net.bin"), tmp_path / "executed")
+    for run in section[1].split("\n\n"):
+        command, shown = run.split("\n", 1)
+        result = CliRunner().invoke(main, shlex.split(command.removeprefix("$ normswap ")))
+        expected = re.escape(without_figures(shown)).replace(re.escape("[...]"), "(?s:.*)")
+        assert re.fullmatch(expected, without_figures(result.output.strip())), result.output
+
+
+def without_figures(text: str) -> str:
+    return re.sub(r"(difference )[\d.e-]+", r"\1_", text)

@@ -3,57 +3,74 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from normswap.tensors import read_tensors
+from normswap.checkpoint.factory import call_function
+from normswap.checkpoint.reading import open_checkpoint
 
 _SPEC = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\](?::(?P<low>-?\d+)\.\.(?P<high>-?\d+))?"
 )
 _FILE = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<path>.+\.safetensors)")
+_FUNCTION = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<function>\w+(\.\w+)*:\w+(\.\w+)*)")
 _FLOATS = {d: getattr(torch, d) for d in ("float16", "bfloat16", "float32", "float64")}
 _INTEGERS = {d: getattr(torch, d) for d in ("uint8", "int8", "int16", "int32", "int64")}
-_FORMS = "[name=]float32[8,3,224,224], [name=]int64[2,128]:0..30521 or [name=]FILE.safetensors"
+_FORMS = (
+    "[name=]float32[8,3,224,224], [name=]int64[2,128]:0..30521, [name=]FILE.safetensors or [name=]pkg.module:function"
+)
 
 
-def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """The positional and named tensors that ``specs`` describe, in their order, on the CPU.
+def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and named inputs that ``specs`` describe, in their order, on the CPU.
 
     ``float32[8,3]`` is drawn from a standard normal, ``int64[2,128]:0..9`` uniformly with both ends included,
     ``bool[4]`` evenly; ``name=`` makes it a keyword argument. ``FILE.safetensors`` stands for its tensors by name, or
-    for a positional one when it holds only one. The same specs and seed give the same values.
+    for a positional one when it holds only one. ``pkg.module:function`` is imported and called: what it returns is one
+    input, a tuple or list several, a dict those by name. The same specs and seed give the same values.
 
-    Raises ValueError for a malformed spec or a name given twice, CheckpointError for an unreadable file.
+    Raises ValueError for a malformed spec or a name given twice, CheckpointError for an unreadable file or a function
+    that fails.
     """
     generator = torch.Generator().manual_seed(seed)
-    positional: list[Tensor] = []
-    named: dict[str, Tensor] = {}
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
     for spec in specs:
-        for name, tensor in _tensors_of(spec, generator):
+        for name, value in _inputs_of(spec, generator):
             if name is None:
-                positional.append(tensor)
+                positional.append(value)
             elif name in named:
                 raise ValueError(f"input {name!r} is given twice")
             else:
-                named[name] = tensor
+                named[name] = value
     return tuple(positional), named
 
 
-def _tensors_of(spec: str, generator: torch.Generator) -> list[tuple[str | None, Tensor]]:
+def _inputs_of(spec: str, generator: torch.Generator) -> list[tuple[str | None, Any]]:
     if match := _SPEC.fullmatch(spec):
         return [(match["name"], _drawn(spec, match, generator))]
     if match := _FILE.fullmatch(spec):
-        tensors, _ = read_tensors(Path(match["path"]))
+        tensors = open_checkpoint(Path(match["path"])).tensors
         if len(tensors) == 1:
             return [(match["name"], next(iter(tensors.values())))]
         if match["name"]:
             raise ValueError(f"input {spec!r}: the file holds {len(tensors)} tensors, which have names of their own")
         return list(tensors.items())
+    if match := _FUNCTION.fullmatch(spec):
+        return _returned(match["name"], call_function(match["function"]))
     raise ValueError(f"input {spec!r} is not {_FORMS}")
+
+
+def _returned(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
+    if name is not None:
+        return [(name, value)]
+    if isinstance(value, Mapping):
+        return [(str(key), entry) for key, entry in value.items()]
+    return [(None, entry) for entry in value] if isinstance(value, tuple | list) else [(None, value)]
 
 
 def _drawn(spec: str, match: re.Match[str], generator: torch.Generator) -> Tensor:

@@ -1,15 +1,16 @@
-"""Tensors by name, from and to .pt, .pth and .safetensors files.
+"""Tensors by name, from and to the files that PyTorch people keep them in.
 
-A .pt file is read with ``weights_only=True`` always: nothing a file names is ever executed. Two names of one tensor
-(tied weights) stay one tensor in every format.
+A pickle is read with ``weights_only=True``, so that nothing a file names is executed, unless the caller says it may be.
+Two names of one tensor (tied weights) stay one tensor in every format.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
 import re
-import zipfile
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,67 +21,54 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from normswap.files import replacing
+from normswap.checkpoint.archive import Header, check_pickle, safetensors_header
+from normswap.checkpoint.errors import CheckpointError, listed, one_line, strict_json
+from normswap.checkpoint.files import replacing
 from normswap.plan import NormswapError
 
-PICKLE_SUFFIXES = (".pt", ".pth")
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*PICKLE_SUFFIXES, ".safetensors")
 
 _ORDER = "normswap.order"
 _VERSIONS = "normswap.state_dict_metadata"
 _FREE_TEXT = "_safetensors_metadata"
-_SHOWN = 10
-
-
-class CheckpointError(NormswapError):
-    """A checkpoint, or the model it belongs to, cannot be read, built or written: one line says why."""
-
-
-def listed(names: list[str]) -> str:
-    """The first ten names, and how many there are beyond them."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's type and the first line of what it says."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+_HARMLESS: list[Any] = [argparse.Namespace]  # which timm's training script puts beside the tensors: plain data
 
 
 def check_suffix(path: Path) -> str:
     """The suffix of ``path``. Raises CheckpointError unless it is one of SUFFIXES."""
     if path.suffix not in SUFFIXES:
-        raise CheckpointError(f"{path}: suffix {path.suffix!r} is not one of {', '.join(SUFFIXES)}")
+        cure = "; optimize before exporting: give the model's weights" if path.suffix == ".pt2" else ""
+        raise CheckpointError(f"{path}: suffix {path.suffix!r} is not one of {', '.join(SUFFIXES)}{cure}")
     return path.suffix
 
 
 def same_format(one: Path, other: Path) -> bool:
-    """Whether two checkpoint paths hold the same kind of file (.pt and .pth do)."""
+    """Whether two checkpoint paths hold the same kind of file (.pt, .pth, .bin and .ckpt do)."""
     return (one.suffix in PICKLE_SUFFIXES) == (other.suffix in PICKLE_SUFFIXES)
 
 
-def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a flat state_dict: its tensors, on the CPU and in the file's order, and the file's free-text metadata.
+def load_file(
+    path: Path, *, suffix: str | None = None, mapped: bool = True, allow_pickle: bool = False
+) -> tuple[Any, dict[str, str]]:
+    """What a checkpoint file holds, tensors on the CPU, and its free-text metadata; ``suffix`` where its own misleads.
 
-    The dict is an OrderedDict and keeps the ``_metadata`` (module versions) that ``load_state_dict`` looks for.
-    Tensors are memory-mapped where the format allows, so replace a file that was read, never write into it.
+    With ``mapped`` the tensors are memory-mapped where the format allows: such a file may be replaced, never written
+    into. Otherwise each is read once, into memory of its own. ``allow_pickle`` lets a pickle run what it names.
     A safetensors file has no order of its own: the one recorded by ``write_tensors`` is used, else names are sorted.
 
-    Raises CheckpointError for a missing, truncated or foreign file, another suffix, a pickle that names more than
-    tensors, and for anything but a flat dict of tensors.
+    Raises CheckpointError for a missing, truncated or foreign file, and for a pickle that names more than tensors.
     """
-    path = Path(path)
-    suffix = check_suffix(path)
-    if not path.is_file():
-        what = "is a folder, not a checkpoint file" if path.is_dir() else "no such file"
-        raise CheckpointError(f"{path}: {what}")
-    return read_as(suffix, path)
-
-
-def read_as(suffix: str, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """``read_tensors`` for a file whose own name does not show its format."""
-    return _read_pickle(path) if suffix in PICKLE_SUFFIXES else _read_safetensors(path)
+    suffix = suffix or check_suffix(path)
+    try:
+        if not path.is_file():
+            what = "is a folder, not a checkpoint file" if path.is_dir() else "no such file"
+            raise CheckpointError(f"{path}: {what}")
+        if suffix in PICKLE_SUFFIXES:
+            return _load_pickle(path, mapped, allow_pickle)
+        return _load_safetensors(path, mapped)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({one_line(error)})") from error
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -119,7 +107,9 @@ def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool
     return list(one) == list(other) and all(_same_bits(one[name], other[name]) for name in one)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _same_bits(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is type(other) and bool(one == other)
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
     if one.layout is not torch.strided or one.is_quantized:
@@ -131,77 +121,45 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _read_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _load_pickle(path: Path, mapped: bool, allow_pickle: bool) -> tuple[Any, dict[str, str]]:
+    archive = check_pickle(path)
+    with open(path, "rb") as file:
+        if not archive and file.read(1) != b"\x80":  # tar files of before 0.4 are left to PyTorch to convert
+            raise CheckpointError(f"{path}: truncated, or not a PyTorch checkpoint (neither a zip file nor a pickle)")
     try:
-        archive = _is_plain_archive(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
-    except CheckpointError:
-        raise
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_HARMLESS):
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            loaded = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=archive and mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(_unpickling_message(path, error)) from error
     except Exception as error:  # a damaged file makes torch.load raise nearly anything; it is told below, not lost
         raise CheckpointError(f"{path}: truncated, or not a PyTorch checkpoint ({one_line(error)})") from error
-    tensors = _flat(path, loaded)
     text = getattr(loaded, _FREE_TEXT, {})
-    return tensors, {str(k): str(v) for k, v in text.items()} if isinstance(text, Mapping) else {}
-
-
-def _is_plain_archive(path: Path) -> bool:
-    """Whether this is a zip file, as torch.save writes since 1.6, and so can be mapped."""
-    with open(path, "rb") as file:
-        if file.read(4) != b"PK\x03\x04":
-            return False
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-    if any(m.filename.endswith("/constants.pkl") for m in members):
-        raise CheckpointError(f"{path}: a TorchScript archive; optimize the eager model before scripting it")
-    if any(m.compress_type != zipfile.ZIP_STORED for m in members):
-        raise CheckpointError(f"{path}: its zip members are compressed; write it anew with torch.save")
-    return True
+    return loaded, {str(k): str(v) for k, v in text.items()} if isinstance(text, Mapping) else {}
 
 
 def _unpickling_message(path: Path, error: Exception) -> str:
     try:
-        names = list(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except (ValueError, OSError, RuntimeError, pickle.UnpicklingError):  # files older than the zip format
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # files older than the zip format, or damaged ones
         names = re.findall(r"GLOBAL ([\w.]+)", str(error))[:1]
     if not names:
         return f"{path}: truncated, or not a PyTorch checkpoint of tensors alone"
     return (
-        f"{path}: refused, it asks to run more than tensors need: {listed(names)}; "
-        "save model.state_dict() instead of the model"
+        f"{path}: refused, it asks to run more than tensors need: {listed(names)}; save model.state_dict() instead of "
+        "the model, or pass allow_pickle (--allow-pickle) if you trust where it comes from"
     )
 
 
-def _flat(path: Path, loaded: object) -> dict[str, Tensor]:
-    if isinstance(loaded, Mapping) and loaded and all(isinstance(k, str) for k in loaded):
-        others = [k for k, v in loaded.items() if not isinstance(v, Tensor)]
-        if not others:
-            return loaded if isinstance(loaded, dict) else OrderedDict(loaded)
-        found = listed([f"{k} ({_what(v)})" for k, v in loaded.items()])
-        nested = next((k for k in others if isinstance(loaded[k], Mapping)), None)
-        cure = f"; save the inner one by itself: torch.save(checkpoint[{nested!r}], ...)" if nested is not None else ""
-        raise CheckpointError(f"{path}: not a flat state_dict (names to tensors), it holds {found}{cure}")
-    raise CheckpointError(f"{path}: not a state_dict (names to tensors) but {_what(loaded)}")
-
-
-def _what(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"tensor {list(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"{type(value).__name__} of {len(value)}"
-    return type(value).__name__
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _load_safetensors(path: Path, mapped: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+    header = safetensors_header(path)
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = dict(file.metadata() or {})
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        stored = _mapped_tensors(path) if mapped else _copied_tensors(path, header)
+    except (SafetensorError, RuntimeError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: truncated, or not a safetensors file ({one_line(error)})") from error
     if not stored:
         raise CheckpointError(f"{path}: holds no tensors")
+    metadata = header.metadata
     # safetensors.torch.save_model's own record of tied names: each dropped name with the one that was kept.
     tied = {name: kept for name, kept in metadata.items() if name not in stored and kept in stored}
     named = {**stored, **{name: stored[kept] for name, kept in tied.items()}}
@@ -209,18 +167,44 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     versions = _recorded(path, metadata, _VERSIONS, None)
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(named):
         raise CheckpointError(f"{path}: the order recorded in it names other tensors than it holds; write it anew")
-    tensors: OrderedDict[str, Tensor] = OrderedDict((name, named[name]) for name in order)
+    tensors: OrderedDict[str, Tensor] = OrderedDict((str(n), named[str(n)]) for n in order)
     if isinstance(versions, dict):
         tensors._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
     own = {_ORDER, _VERSIONS, *tied}
     return tensors, {k: v for k, v in metadata.items() if k not in own}
 
 
+def _mapped_tensors(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt", device="cpu") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+
+
+def _copied_tensors(path: Path, header: Header) -> dict[str, Tensor]:
+    tensors = {}
+    with open(path, "rb", buffering=0) as file:
+        for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].start):
+            raw = torch.empty(entry.end - entry.start, dtype=torch.uint8)
+            file.seek(entry.start)
+            _fill(raw, file)
+            tensors[name] = raw.view(entry.dtype).view(entry.shape)
+    return tensors
+
+
+def _fill(raw: Tensor, file: Any) -> None:
+    buffer = memoryview(raw.numpy())  # type: ignore[arg-type]  # numpy before 2.1 says nothing of buffers
+    done = 0
+    while done < len(buffer):
+        count = file.readinto(buffer[done : done + (1 << 30)])
+        if not count:
+            raise ValueError("the file ended early")
+        done += count
+
+
 def _recorded(path: Path, metadata: Mapping[str, str], key: str, default: Any) -> Any:
     if key not in metadata:
         return default
     try:
-        return json.loads(metadata[key])
+        return strict_json(metadata[key])
     except ValueError as error:
         raise CheckpointError(f"{path}: its metadata {key} is not JSON ({one_line(error)})") from error
 
@@ -239,6 +223,9 @@ def _write_pickle(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    others = [name for name, value in tensors.items() if not isinstance(value, Tensor) or name == "__metadata__"]
+    if others:
+        raise CheckpointError(f"safetensors cannot hold {listed(others)}; name a file that ends in .pt")
     first = _first_names(tensors)
     text = dict(metadata)
     # A tied name the metadata already uses for something else cannot be recorded: such a tensor is written twice.
@@ -261,8 +248,8 @@ def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: seen.setdefault(_identity(name, t), name) for name, t in tensors.items()}
 
 
-def _identity(name: str, tensor: Tensor) -> object:
-    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
+def _identity(name: str, tensor: Any) -> object:
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
         return name
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
@@ -272,6 +259,9 @@ def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name in dict.fromkeys(_first_names(tensors).values()):
+        if not isinstance(tensors[name], Tensor):
+            kept[name] = tensors[name]
+            continue
         tensor = tensors[name].detach().resolve_conj().resolve_neg()
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()

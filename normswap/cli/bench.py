@@ -1,0 +1,143 @@
+"""How long a model takes as it was and swapped, in turns: the whole of it, and each swapped site."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+from normswap.checkpoint.errors import CheckpointError, one_line
+from normswap.report import Report
+
+_WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians over ``rounds`` forward passes each, in milliseconds, interleaved.
+
+    ``rows`` has one per swapped site: name, kind, and the same two figures for what it takes in one pass. A site is
+    timed in passes of its own, with a look at the clock around each call; on a GPU it is the GPU's clock.
+    """
+
+    device: str
+    rounds: int
+    eager_ms: float
+    optimized_ms: float
+    rows: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def speedup(self) -> float:
+        return self.eager_ms / self.optimized_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        """The timing as plain data."""
+        return {**asdict(self), "speedup": self.speedup}
+
+    def __str__(self) -> str:
+        rows = [_shown("(whole model)", "", self.eager_ms, self.optimized_ms)]
+        rows += [_shown(r["name"] or "(root)", r["kind"], r["eager_ms"], r["optimized_ms"]) for r in self.rows]
+        head = f"median of {self.rounds} forward passes on {self.device}, milliseconds"
+        table = tabulate(rows, ("module", "kind", "eager", "normswap", "speedup"), disable_numparse=True)
+        return f"{head}\n{table}"
+
+
+def bench(
+    eager: nn.Module,
+    optimized: nn.Module,
+    report: Report,
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    rounds: int = 20,
+) -> Timing:
+    """Time the forward of both models on the inputs, in turns. Raises CheckpointError when one fails on them."""
+    device = next((p.device for p in eager.parameters()), torch.device("cpu"))
+    models = {"eager_ms": eager, "optimized_ms": optimized}
+    runs = {name: _run(model, inputs, kwargs) for name, model in models.items()}
+    whole: dict[str, list[float]] = {name: [] for name in models}
+    for step in range(rounds + _WARM_UP):
+        for name, run in runs.items():
+            spent = _timed(run, device)
+            if step >= _WARM_UP:
+                whole[name].append(spent)
+    swapped = [row for row in report.rows if row["swapped"]]
+    sites: dict[str, dict[str, list[float]]] = {name: {row["name"]: [] for row in swapped} for name in models}
+    for _ in range(rounds):
+        for name, model in models.items():
+            with _clocked(model, sites[name], device):
+                runs[name]()
+    medians = {name: {site: statistics.median(times) for site, times in sites[name].items()} for name in models}
+    rows = [
+        {"name": row["name"], "kind": row["kind"], **{name: found[row["name"]] for name, found in medians.items()}}
+        for row in swapped
+    ]
+    totals = {name: statistics.median(times) for name, times in whole.items()}
+    return Timing(str(device), rounds, **totals, rows=tuple(rows))
+
+
+def _run(model: nn.Module, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        try:
+            with torch.no_grad():
+                return model(*inputs, **kwargs)
+        except Exception as error:  # the model's own code may raise anything on these inputs
+            raise CheckpointError(f"{type(model).__name__} could not be run: {one_line(error)}") from error
+
+    return run
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    _finish(device)
+    started = time.perf_counter()
+    run()
+    _finish(device)
+    return (time.perf_counter() - started) * 1000
+
+
+@contextmanager
+def _clocked(model: nn.Module, taken: Mapping[str, list[float]], device: torch.device) -> Iterator[None]:
+    """At the end of the block, what each module of ``taken`` took in it, all its calls together, is appended there."""
+    marks: dict[str, list[Any]] = {name: [] for name in taken}
+    handles = []
+    for name in taken:
+        module = model.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: marks[name].append(_now(device))))  # type: ignore[misc]
+        handles.append(module.register_forward_hook(lambda *_, name=name: marks[name].append(_now(device))))  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    _finish(device)
+    for name, seen in marks.items():
+        taken[name].append(sum(_between(start, end) for start, end in zip(seen[::2], seen[1::2], strict=True)))
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    return (end - start) * 1000 if isinstance(start, float) else float(start.elapsed_time(end))
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _shown(name: str, kind: str, eager: float, optimized: float) -> tuple[str, ...]:
+    speedup = f"{eager / optimized:.2f}x" if optimized else "-"  # a site that the inputs do not reach takes no time
+    return name, kind, f"{eager:.3f}", f"{optimized:.3f}", speedup

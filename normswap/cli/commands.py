@@ -1,0 +1,301 @@
+"""The ``normswap`` command."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from tabulate import tabulate
+
+from normswap import checkpoint, native
+from normswap.checkpoint import models
+from normswap.checkpoint.errors import MissingError, one_line
+from normswap.checkpoint.reading import Checkpoint, is_config_folder, open_checkpoint
+from normswap.cli import bench as timing
+from normswap.cli import options
+from normswap.cli.options import Inputs
+from normswap.cli.summary import Summary, summarize
+from normswap.cli.talk import Progress, fail, say, told_warnings
+from normswap.optimize import OnEmpty, OnMismatch, Validate, plan, report
+from normswap.plan import MismatchError, NormswapError, NothingSwappedError, Plan
+
+FAILED, USAGE, MISMATCH, EMPTY, ENVIRONMENT = 1, 2, 3, 4, 5
+
+
+class _Commands(click.Group):
+    """A group that tells every error in one line and ends with the code its kind has."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        with told_warnings(), _importable_folder():
+            try:
+                code = super().main(*args, **{**kwargs, "standalone_mode": False})
+            except click.ClickException as error:
+                fail(error.format_message())
+                code = error.exit_code
+            except (click.Abort, KeyboardInterrupt):
+                fail("interrupted")
+                code = FAILED
+            except native.BuildError as error:
+                fail(str(error))
+                code = ENVIRONMENT
+            except NormswapError as error:
+                fail(str(error))
+                code = _exit_code(error)
+            except (ValueError, OSError, MemoryError) as error:
+                fail(one_line(error))
+                code = FAILED
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(checkpoint.versions()["normswap"], prog_name="normswap")
+def main() -> None:
+    """Swap a model's normalisation layers for fast CUDA kernels, with proof that nothing else changed.
+
+    Results go to stdout, everything else to stderr.
+
+    \b
+    Exit codes:
+      0  done
+      1  refused or failed, nothing written
+      2  usage
+      3  the proof failed under --on-mismatch raise, nothing written; or verify found other outputs
+      4  nothing to swap under --on-empty raise, nothing written
+      5  this machine lacks what is asked for: a device, a library, a compiler that works
+    """
+
+
+@main.command()
+@click.argument("source", metavar="IN")
+@options.model
+@options.filters
+@options.quiet
+def inspect(
+    source: str,
+    factory: str | None,
+    kwargs: dict[str, Any],
+    include: list[str] | None,
+    exclude: list[str] | None,
+    as_json: bool,
+    quiet: bool,
+    **where: Any,
+) -> None:
+    """Show what the checkpoint IN holds and, where its model is known, what would be swapped."""
+    found = _open(source, quiet, **where)
+    summary = summarize(found.tensors)
+    if factory is None and found.module is None and not is_config_folder(source):
+        table, data = _norm_table(summary), {"norms": [vars(norm) for norm in summary.norms]}
+    else:
+        model = models.open_model(found, factory or models.factory_for(Path(source), found), kwargs)
+        planned = plan(model.eval(), include=include, exclude=exclude)
+        table, data = _plan_table(planned), {"plan": json.loads(planned.to_json())}
+    shown = {"tensors": summary.tensors, "size": summary.size, "dtypes": summary.dtypes, **data}
+    click.echo(_json(shown) if as_json else f"{source}: {summary}\n{table}")
+
+
+@main.command()
+@click.argument("source", metavar="IN")
+@click.argument("out", metavar="[OUT]", required=False)
+@options.model
+@options.inputs
+@options.device
+@options.filters
+@options.choice(
+    "--validate", Validate, "auto", "What to prove: outputs (forward), gradients too (grad), or as trained (auto)."
+)
+@options.choice("--on-mismatch", OnMismatch, "rollback", "What to do with a site that fails its proof.")
+@options.choice("--on-empty", OnEmpty, "warn", "What to do when there is nothing to swap.")
+@click.option(
+    "--min-speedup",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="On a GPU, keep a site only if it is so many times as fast.",
+)
+@click.option("--fold", is_flag=True, help="Write a plain model instead, its BatchNorms folded into their Linears.")
+@click.option("--export", metavar="OUT.pt2", help="Write a torch.export program of the result, too.")
+@click.option("--report", "report_file", metavar="FILE", help="Write the proof there, too, as JSON.")
+@click.option("--in-place", is_flag=True, help="Add normswap.json beside IN, and write nothing else.")
+@click.option("--force", is_flag=True, help="Replace an existing OUT.")
+@click.option("--dry-run", is_flag=True, help="Do all but write.")
+@options.quiet
+def convert(
+    source: str,
+    out: str | None,
+    factory: str | None,
+    kwargs: dict[str, Any],
+    inputs: Inputs,
+    dtype: str | None,
+    in_place: bool,
+    as_json: bool,
+    quiet: bool,
+    **settings: Any,
+) -> None:
+    """Write to OUT the tensors of IN, bit for bit, and normswap.json beside them.
+
+    normswap.load_model(OUT) then opens the model with its norms swapped. IN is a file (.pt, .pth, .bin, .ckpt,
+    .safetensors) or a folder of them with an index, as transformers writes it. OUT is a file that ends in one of these,
+    or a folder, which takes over all files of the folder IN.
+    """
+    if in_place is (out is not None):
+        raise click.UsageError("give either OUT or --in-place")
+    if factory is None and not is_config_folder(source) and not settings["allow_pickle"]:
+        raise click.UsageError(_needs_model(source, settings["key"], settings["strip_prefix"]))
+    given = options.in_dtype(inputs, dtype)
+    made = checkpoint.convert(
+        source,
+        out,
+        factory,
+        factory_kwargs=kwargs,
+        inputs=given.positional or None,
+        input_kwargs=given.named,
+        dtype=dtype,
+        progress=Progress(quiet),
+        say=None if quiet else say,
+        **settings,
+    )
+    click.echo(made.to_json() if as_json else str(made))
+
+
+@main.command()
+@click.argument("one", metavar="A")
+@click.argument("other", metavar="[B]", required=False)
+@click.option("--key", metavar="KEY", help="Where in a file the state_dict is, as in ema or a.b.")
+@click.option("--strip-prefix", multiple=True, metavar="PREFIX", help="Remove this from the tensors' names.")
+@options.inputs
+@click.option("--trust-factory", is_flag=True, help="Import and run the function that normswap.json names.")
+@click.option("--device", help="Where to run: cpu, cuda, cuda:1. [default: cuda where there is any]")
+@options.quiet
+def verify(one: str, other: str | None, inputs: Inputs, as_json: bool, quiet: bool, **settings: Any) -> None:
+    """Compare the checkpoints A and B: the same tensors and, with --input, the same outputs?
+
+    A converted one is also held to the digests in its normswap.json; A alone is held to nothing else.
+    """
+    found = checkpoint.verify(one, other, inputs=inputs.positional, input_kwargs=inputs.named, **settings)
+    click.echo(_json(found.to_dict()) if as_json else str(found))
+    if not found.same:
+        click.get_current_context().exit(FAILED if found.tensors else MISMATCH)
+
+
+@main.command()
+@click.argument("source", metavar="IN")
+@options.model
+@options.inputs
+@options.device
+@options.filters
+@click.option("--rounds", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Forward passes of each.")
+@options.quiet
+def bench(
+    source: str,
+    factory: str | None,
+    kwargs: dict[str, Any],
+    inputs: Inputs,
+    device: str | None,
+    dtype: str | None,
+    include: list[str] | None,
+    exclude: list[str] | None,
+    rounds: int,
+    as_json: bool,
+    quiet: bool,
+    **where: Any,
+) -> None:
+    """Time the model of the checkpoint IN as it is against swapped, on the example inputs."""
+    if not inputs.given:
+        raise click.UsageError("bench needs example inputs: pass --input")
+    found = _open(source, quiet, **where)
+    model = models.open_model(found, factory or models.factory_for(Path(source), found), kwargs)
+    eager = models.ready(model, models.usable_device(device), dtype)
+    given = options.on_device(options.in_dtype(inputs, dtype), models.usable_device(device))
+    swapped, _ = models.optimized(
+        copy.deepcopy(eager),
+        (given.positional or None, given.named),
+        {"include": include, "exclude": exclude},
+        {},
+    )
+    made = timing.bench(eager, swapped, report(swapped), given.positional, given.named, rounds=rounds)
+    click.echo(_json(made.to_dict()) if as_json else str(made))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def env(as_json: bool) -> None:
+    """Show the versions, the GPU and the kernel library, and what is missing."""
+    found = {str(key): str(value) for key, value in native.environment().items()}
+    click.echo(_json(found) if as_json else tabulate(found.items(), tablefmt="plain", disable_numparse=True))
+
+
+@main.command()
+@click.option("--arch", metavar="LIST", help="GPU architectures, as in 80,90,100. [default: the local GPU's]")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for it. [default: the user cache]"
+)
+def build(arch: str | None, out: Path | None) -> None:
+    """Compile the kernel library ahead of its first use."""
+    architectures = [a.strip() for a in arch.split(",")] if arch is not None else None
+    try:
+        click.echo(native.build(architectures, out, progress=say))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--arch") from error
+
+
+def _open(source: str, quiet: bool, **where: Any) -> Checkpoint:
+    found = open_checkpoint(source, **where)
+    for note in () if quiet else found.notes:
+        say(note)
+    return found
+
+
+def _needs_model(source: str, key: str | None, strip_prefix: tuple[str, ...]) -> str:
+    summary = summarize(open_checkpoint(source, key=key, strip_prefix=strip_prefix).tensors)
+    names = (
+        f" ({', '.join(summary.norm_names[:10])}{', ...' if len(summary.norms) > 10 else ''})" if summary.norms else ""
+    )
+    return (
+        f"{source} holds tensors and no model: {summary}{names}; pass --model pkg.module:function, "
+        "a function that returns the model they belong to (or timm:NAME, hf:DIR)"
+    )
+
+
+def _norm_table(summary: Summary) -> str:
+    rows = [(norm.name or "(root)", norm.guess, norm.size) for norm in summary.norms]
+    return tabulate(rows, ["module", "likely a", "size"], disable_numparse=[0]) if rows else "no likely norms by name"
+
+
+def _plan_table(found: Plan) -> str:
+    rows = [(s.site.name or "(root)", s.site.type_name, s.match.kind, "swap") for s in found.swaps]
+    rows += [
+        (r.site.name or "(root)", r.site.type_name, r.refusal.kind, f"leave: {r.refusal}; {r.refusal.reason.cure}")
+        for r in found.refused
+    ]
+    return tabulate(rows, ["module", "type", "kind", "what"], disable_numparse=True) if rows else "nothing to swap"
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=2)
+
+
+def _exit_code(error: NormswapError) -> int:
+    if isinstance(error, MissingError):
+        return ENVIRONMENT
+    if isinstance(error, MismatchError):
+        return MISMATCH
+    return EMPTY if isinstance(error, NothingSwappedError) else FAILED
+
+
+@contextmanager
+def _importable_folder() -> Iterator[None]:
+    """Modules in the current folder can be imported, as under ``python -m``."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)

@@ -1,0 +1,155 @@
+"""The options that commands share, and what checks them before anything is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args
+
+import click
+import torch
+
+from normswap.checkpoint.errors import strict_json
+from normswap.checkpoint.nested import PREFIXES
+from normswap.cli.inputs import make_inputs
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What ``--input`` described."""
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+
+    @property
+    def given(self) -> bool:
+        return bool(self.positional or self.named)
+
+
+def filters(command: F) -> F:
+    """``--include`` and ``--exclude``."""
+    help_ = "glob or re:... over module names; may be repeated"
+    for name, verb in (("--exclude", "Leave out sites"), ("--include", "Take only sites")):
+        option = click.option(
+            name, multiple=True, metavar="PATTERN", callback=_patterns, help=f"{verb} that match this {help_}."
+        )
+        command = option(command)
+    return command
+
+
+def model(command: F) -> F:
+    """What finds the tensors in a checkpoint and the model they belong to."""
+    prefixes = ", ".join(PREFIXES)
+    for option in reversed(
+        (
+            click.option(
+                "--model",
+                "factory",
+                metavar="FACTORY",
+                help="What builds the model: pkg.module:function (imported and run), timm:NAME or hf:DIR. A folder "
+                "with config.json needs none.",
+            ),
+            click.option(
+                "--kwargs", callback=_json_object, metavar="JSON", help="Keyword arguments for it, as a JSON object."
+            ),
+            click.option(
+                "--key", metavar="KEY", help="Where in the file the state_dict is, as in ema or a.b; . is the file."
+            ),
+            click.option(
+                "--strip-prefix",
+                multiple=True,
+                metavar="PREFIX",
+                help=f"Remove this from the tensors' names (often {prefixes}); may be repeated.",
+            ),
+            click.option("--allow-pickle", is_flag=True, help="Run what a pickle asks for. Only for files you trust."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def inputs(command: F) -> F:
+    """``--input``, as Inputs under the name ``inputs``."""
+    return click.option(
+        "--input",
+        "inputs",
+        multiple=True,
+        metavar="SPEC",
+        callback=_inputs,
+        help="An example input: [name=]float32[8,3,224,224], [name=]int64[2,128]:0..30521, [name=]FILE.safetensors or "
+        "[name=]pkg.module:function. Repeat for more; those without a name are positional.",
+    )(command)
+
+
+def device(command: F) -> F:
+    """``--device`` and ``--dtype``."""
+    command = click.option("--dtype", type=click.Choice(DTYPES), help="Convert the model to this dtype first.")(command)
+    return click.option("--device", help="Where to run: cpu, cuda, cuda:1. [default: cuda where there is any]")(command)
+
+
+def choice(name: str, literal: Any, default: str, text: str) -> Callable[[F], F]:
+    """An option with the values of a Literal."""
+    return click.option(name, type=click.Choice(get_args(literal)), default=default, show_default=True, help=text)
+
+
+def quiet(command: F) -> F:
+    """``-q`` and ``--json``."""
+    command = click.option("-q", "--quiet", is_flag=True, help="No progress and no remarks.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+def in_dtype(values: Inputs, dtype: str | None) -> Inputs:
+    """Floating-point inputs in ``dtype``."""
+    if dtype is None:
+        return values
+
+    def converted(value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(getattr(torch, dtype)) if floating else value
+
+    named = {name: converted(value) for name, value in values.named.items()}
+    return Inputs(tuple(converted(value) for value in values.positional), named)
+
+
+def on_device(values: Inputs, place: torch.device) -> Inputs:
+    """Tensors among the inputs on ``place``."""
+
+    def moved(value: Any) -> Any:
+        return value.to(place) if isinstance(value, torch.Tensor) else value
+
+    named = {name: moved(value) for name, value in values.named.items()}
+    return Inputs(tuple(moved(value) for value in values.positional), named)
+
+
+def _patterns(_context: click.Context, _parameter: click.Parameter, patterns: tuple[str, ...]) -> list[str] | None:
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[len("re:") :])
+            except re.error as error:
+                raise click.BadParameter(f"{pattern!r} is not a regular expression: {error}") from error
+    return list(patterns) or None
+
+
+def _json_object(_context: click.Context, _parameter: click.Parameter, text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = strict_json(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise click.BadParameter(f'{text!r} is not a JSON object, as in {{"depth": 12}}')
+    return found
+
+
+def _inputs(_context: click.Context, _parameter: click.Parameter, specs: tuple[str, ...]) -> Inputs:
+    try:
+        return Inputs(*make_inputs(specs))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error

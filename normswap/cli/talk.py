@@ -1,0 +1,62 @@
+"""How the command talks: results to stdout, remarks, errors and progress to stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+_PATIENCE = 1.0
+_WIDTH = 30
+
+
+def say(message: str) -> None:
+    """One remark on stderr."""
+    click.echo(f"normswap: {message.removeprefix('normswap: ')}", err=True)
+
+
+def fail(message: str) -> None:
+    """An error on stderr, in red where a person looks and does not ask for NO_COLOR."""
+    text = f"normswap: {message.removeprefix('normswap: ')}"
+    click.echo(click.style(text, fg="red") if _colours() else text, err=True)
+
+
+def _colours() -> bool:
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+@contextmanager
+def told_warnings(quiet: bool = False) -> Iterator[None]:
+    """Warnings as lines of ours, without the file and source line that Python adds."""
+
+    def show(message: Warning | str, *_args: object, **_kwargs: object) -> None:
+        say(f"warning: {str(message).removeprefix('normswap: ')}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+class Progress:
+    """A bar on stderr for what takes longer than a second; nothing with ``quiet`` or where stderr is no terminal."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._silent = quiet or not sys.stderr.isatty()
+        self._started: dict[str, float] = {}
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._silent or not total:
+            return
+        started = self._started.setdefault(what, time.monotonic())
+        if time.monotonic() - started < _PATIENCE:
+            return
+        filled = _WIDTH * done // total
+        end = "\n" if done >= total else ""
+        bar = f"{'#' * filled}{'.' * (_WIDTH - filled)}"
+        sys.stderr.write(f"\r{what} [{bar}] {done / 1e9:.1f} of {total / 1e9:.1f} GB{end}")
+        sys.stderr.flush()

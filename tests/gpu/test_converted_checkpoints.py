@@ -1,0 +1,32 @@
+"""What transformers and timm save converts on the GPU, and a new process runs it on our kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from libraries import CASES, answer, opened_in_a_new_process
+
+from normswap.cli import main
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_outputs_in_a_new_process(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    source, model = case.write(tmp_path / name)
+    expected = answer(model.cuda(), case.inputs, "cuda")
+    command = ["convert", str(source), str(tmp_path / "out" / name), "--input", case.inputs, "--device", "cuda"]
+    command += ["--min-speedup", "0.001"]  # the models are tiny
+    result = CliRunner().invoke(main, [*command, *case.options])
+    assert result.exit_code == 0, result.output
+    found = opened_in_a_new_process(tmp_path, "cuda", [name])[name]
+    report = json.loads(found["report"])
+    swapped = [row for row in report["rows"] if row["swapped"]]
+    assert torch.equal(found["reverted"], expected)
+    assert len(swapped) >= case.sites and (not swapped or report["model"]["passed"])
+    assert not [row for row in report["rows"] if row["status"] == "failed"]
+    if case.sites:  # the others' norms may go through PyTorch's own op
+        assert found["kernels"] and all(row["status"] == "proved" for row in swapped)
