@@ -109,6 +109,8 @@ def _close(ours: Tensor, theirs: Tensor, name: str) -> None:
         return
     finite = theirs[theirs.isfinite()]
     atol = 1e-5 * (1 + float(finite.abs().max())) if finite.numel() else 0.0
+    if name.endswith("scale"):  # before a BatchNorm its gradient is what is left of sums that nearly cancel
+        atol *= 10
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol, equal_nan=True, msg=lambda told: f"{name}: {told}")
 
 
@@ -391,8 +393,8 @@ class LoRA(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base
-        self.down = nn.Parameter(torch.randn(2, base.in_features, device=base.weight.device))
-        self.up = nn.Parameter(torch.randn(base.out_features, 2, device=base.weight.device))
+        self.down = nn.Parameter(torch.randn(2, base.in_features).to(base.weight.device))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2).to(base.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + x @ self.down.T @ self.up.T

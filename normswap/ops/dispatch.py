@@ -118,4 +118,4 @@ def in_memory_order(input: Tensor) -> tuple[int, ...] | None:
     if like.is_contiguous():
         return None
     strides = like.stride()
-    return tuple(sorted(range(input.dim()), key=lambda i: -strides[i]))
+    return tuple(sorted(range(input.dim()), key=lambda i: (-strides[i], input.shape[i] == 1)))

@@ -95,7 +95,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, weight, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled() or mixed(input, weight):
+        rounds = ctx.weight_offset and input.dtype is not torch.float32  # PyTorch's op would take a rounded sum
+        if torch.is_grad_enabled() or rounds or mixed(input, weight):
             order = {"weight_offset": ctx.weight_offset, "cast_before_weight": ctx.cast_before_weight}
             formula = lambda x, w: reference.rms_norm(x, ctx.shape, w, ctx.eps, **order)  # noqa: E731
             return *reference_gradients(formula, (input, weight), grad), None, None, None, None

@@ -165,8 +165,9 @@ def _traced_factors(module: nn.Module, site: _Site) -> Refusal | _Factors:
 
 def _factors_in(module: nn.Module, site: _Site, training: bool) -> Refusal | _Factors:
     linear = module.get_submodule(site.linear)
-    # momentum None divides by the number of batches seen, a value that fakes do not have; 1.0 stands for it.
-    settings = {site.batch_norm: {"momentum": 1.0}}
+    # momentum None divides by the number of batches seen, a value that fakes do not have; 1.0 stands for it. An eps
+    # that PyTorch refuses would speak for every model of the class.
+    settings = {site.batch_norm: {"momentum": 1.0, "eps": 1e-5}}
     # Other values in each mode: a number that the source says literally is then not taken for an attribute's.
     values = {name: (0.734375 if training else 1.390625) + index for index, name in enumerate(site.numbers)}
     traced = tracing.trace(

@@ -239,7 +239,9 @@ def test_rms_norm_cast_orders(dtype: torch.dtype, cols: int) -> None:
             factor = (w.float() + offset).double()
             normalised = x64 * (x64.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
             # Rounding the normalised value may go the other way where it lies near a tie: one ulp.
-            size = (normalised * factor).abs() * (1 + 2.0**23 * torch.finfo(dtype).eps / 4 * cast)
+            info = torch.finfo(dtype)
+            ulp = info.eps * normalised.abs().clamp(min=info.smallest_normal)
+            size = (normalised * factor).abs() + 2.0**23 * ulp / 4 * factor.abs() * cast
             assert_within(ours, normalised * factor, size, f"{offset} {cast}")
             got = gradients(lambda x, w, o=order: ops.rms_norm(x, (cols,), w, 1e-6, **o), (x, w), dy)
             exact = gradients(lambda x, w, o=offset: F.rms_norm(x, (cols,), w + o, 1e-6), (x64, w64), dy.double())
