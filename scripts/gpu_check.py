@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import json
 import os
 import shutil
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import readme_tables
 import torch
 
-from normswap import builder, native
+from normswap import native
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
@@ -67,7 +67,7 @@ def main() -> None:
     status = native.load(build=True)
     if not torch.cuda.is_available() or not status.available:
         raise SystemExit(f"gpu_check needs a CUDA device and the library: {status.reason}")
-    digest = hashlib.sha256(b"".join(f.read_bytes() for f in builder.sources(native.source_dir()))).hexdigest()[:16]
+    digest = readme_tables.kernel_digest()
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
     if record.get("kernel_sources") != digest:
         record = {}

@@ -5,6 +5,7 @@ python scripts/readme_tables.py
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,15 @@ from typing import Any
 
 import benchmark
 
+from normswap import builder, native
+
 ROOT = Path(__file__).resolve().parent.parent
+OLDER = "\nThe kernels have changed since; they are to be measured again."
+
+
+def kernel_digest() -> str:
+    """What names the kernel sources in a record."""
+    return hashlib.sha256(b"".join(f.read_bytes() for f in builder.sources(native.source_dir()))).hexdigest()[:16]
 
 
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -31,7 +40,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
     ]
     return {
         "measured on": f"One {record['device']}, torch {record['torch']}, {record['date']}; the copy rate is "
-        f"{found['copy_GB_per_s']:.0f} GB/s.",
+        f"{found['copy_GB_per_s']:.0f} GB/s.{'' if record['kernel_sources'] == kernel_digest() else OLDER}",
         "benchmark": markdown(benchmark.HEADERS, [benchmark.cells(row) for row in found["rows"]]),
         "host": markdown(("module", "eager", "normswap"), host),
         "models": markdown(("model", "dtype", "swapped", "eager ms", "normswap ms"), models),

@@ -40,6 +40,7 @@ def scale_batch_norm(
         and not torch.is_autocast_enabled("cuda")
         and input.shape[0] > (1 if training else 0)
         and (eps > 0 or not training)  # PyTorch raises ValueError
+        and not (training and torch.compiler.is_compiling())  # the compiler is left to update the running statistics
         and input.shape[1] > 0
         and (scale is None or _is_channel_scale(scale, input))
         and all(v is None or v.shape == input.shape[1:] for v in vectors)
