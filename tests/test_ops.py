@@ -159,7 +159,7 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                     assert p is not None
                     assert p["vec"] * itemsize == 16
                     assert (p["chunks"] - 1) * p["chunk_len"] < cols <= p["chunks"] * p["chunk_len"]
-                    assert p["chunk_len"] % (p["vec"] * (p["lanes"] if p["chunks"] > 1 else 1)) == 0
+                    assert p["chunks"] == 1 or p["chunk_len"] % (p["vec"] * p["lanes"]) == 0
                     assert p["chunk_len"] <= 32 * p["lanes"]  # registers of a lane
                     assert 1 <= p["warps"] <= 16 and 1 <= p["grid"] < 2**31
                     at_once = p["grid"] * p["warps"] * (32 // p["lanes"])
