@@ -133,15 +133,19 @@ def latencies(before: nn.Module, after: nn.Module, x: torch.Tensor) -> tuple[flo
 
 def speed() -> None:
     import benchmark
+    import readme_tables
 
     if torch.cuda.is_available():
         say("4. Speed on this GPU")
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
         shrink = next(s for s in (1, 2, 4, 8, 16) if s == 16 or memory / (56 / s) > 1.05)
-        print(benchmark.table(benchmark.measure_all(shrink)))
+        print(benchmark.table(benchmark.measure_all(shrink, four=True)))
         return
     say("4. Speed: this machine has no GPU. Recorded earlier on another machine, not here:")
-    print(benchmark.table(json.loads((ROOT / "tests" / "gpu_record.json").read_text())["benchmark"]))
+    record = json.loads((ROOT / "tests" / "gpu_record.json").read_text())
+    print(benchmark.table(record["benchmark"]))
+    if record["kernel_sources"] != readme_tables.kernel_digest():
+        print(readme_tables.OLDER.strip())
 
 
 def main() -> None:
