@@ -95,7 +95,7 @@ def measure(workload: Workload, training: bool, rate: float) -> dict[str, Any]:
     gemm = workload.name == "linear_scale_batch_norm"
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", UserWarning)
-        swapped = normswap.optimize(model, validate="off")
+        swapped = normswap.optimize(model, validate="off", on_empty="raise")
         fast = torch.compile(model)
         verified = close(swapped(x), model(x))
         functions: dict[str, Callable[[Tensor], object]] = {"eager": model, "normswap": swapped, "torch.compile": fast}
@@ -125,7 +125,7 @@ def host_costs(calls: int = 2000) -> list[dict[str, Any]]:
     for module, shape in ((nn.LayerNorm(256), (8, 256)), (nn.GroupNorm(8, 64), (2, 64, 8, 8))):
         model = randomised(module).cuda().eval()
         x = torch.randn(shape, device="cuda")
-        swapped = normswap.optimize(model, validate="off")
+        swapped = normswap.optimize(model, validate="off", on_empty="raise")
         times: dict[str, list[float]] = {"eager": [], "normswap": []}
         with torch.no_grad():
             for _ in range(9):

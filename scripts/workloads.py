@@ -77,7 +77,7 @@ class Workload:
     precision: str = "highest"
     """torch.set_float32_matmul_precision"""
     target_ms: float | None = None
-    """On an H100; linear_scale_batch_norm: as a multiple of the Linear alone."""
+    """On an H100."""
 
     @property
     def floor_bytes(self) -> int:

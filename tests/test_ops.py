@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from models import Projection, randomised
 
 from normswap import native, ops, reference
+from normswap.ops import dispatch
 from normswap.ops.l1_norm import gradient as l1_gradient
 
 
@@ -187,3 +188,8 @@ def test_the_reduction_tree_depends_on_row_length_and_dtype_alone() -> None:
                 for regime in range(7)
             ]
             assert len({tuple(p[key] for key in tree) for p in plans if p is not None}) == 1
+
+
+def test_the_longest_dim_with_a_backward_kernel_is_one_number() -> None:
+    header = (native.source_dir() / "kernels.h").read_text()
+    assert f"kMaxDimBackward = {dispatch.MAX_DIM_BACKWARD};" in header

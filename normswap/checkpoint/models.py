@@ -44,7 +44,7 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     try:
         torch.empty(0, device=device)
         return torch.device(device)
-    except Exception as error:  # RuntimeError, AssertionError or NotImplementedError, depending on the build of torch
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # which one depends on the build of torch
         raise MissingError(f"device {str(device)!r} cannot be used here ({one_line(error)})") from error
 
 

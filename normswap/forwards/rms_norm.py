@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normswap import ops
+from normswap.ops.dispatch import in_memory_order
 
 _Forward = Callable[..., Tensor]
 
@@ -118,15 +119,10 @@ class _Site:
 
     def normalised(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
         """The norm, with the strides that elementwise operations on ``x`` give."""
-        order = None if x.is_contiguous() else _memory_order(x)
-        dim = self.dim % x.dim()
-        if order is not None:
-            x, dim = x.permute(order), order.index(dim)
         if weight is not None and weight.dim() != 1:
             weight = weight.reshape(-1)
         with _outside_autocast(x.device.type):
-            out = self._computed(x, dim, weight, eps, offset)
-        return out if order is None else out.permute(_inverse(order))
+            return in_memory_order(lambda x, dim: self._computed(x, dim, weight, eps, offset), x, self.dim)
 
     def _computed(self, x: Tensor, dim: int, weight: Tensor | None, eps: float, offset: float) -> Tensor:
         if dim == x.dim() - 1:
@@ -151,14 +147,3 @@ def _outside_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
-
-
-def _memory_order(x: Tensor) -> list[int] | None:
-    """The dims of a tensor that is not contiguous as they lie in memory, None where they already lie so."""
-    strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda d: -strides[d])
-    return None if order == list(range(x.dim())) else order
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]

@@ -109,13 +109,12 @@ def statistic_along(input: Tensor, dim: int) -> Tensor:
     return input.new_empty([*input.shape[:dim], 1, *input.shape[dim + 1 :]], dtype=torch.float32)
 
 
-def in_memory_order(input: Tensor) -> tuple[int, ...] | None:
-    """The dims of an elementwise function of ``input`` from the slowest to the fastest in memory; None where that is
-    their own order, as of a contiguous tensor."""
-    if input.is_contiguous():
-        return None
-    like = torch.empty_like(input, device="meta")
-    if like.is_contiguous():
-        return None
+def in_memory_order(function: Callable[[Tensor, int], Tensor], input: Tensor, dim: int) -> Tensor:
+    """``function(input, dim)``, elementwise but for a reduction along ``dim``, laid out as elementwise operations on
+    ``input`` give it: ``function`` gets the dims from the slowest to the fastest in memory, and ``dim`` among them."""
+    dim %= input.dim()
+    if input.is_contiguous() or (like := torch.empty_like(input, device="meta")).is_contiguous():
+        return function(input, dim)
     strides = like.stride()
-    return tuple(sorted(range(input.dim()), key=lambda i: (-strides[i], input.shape[i] == 1)))
+    order = sorted(range(input.dim()), key=lambda i: (-strides[i], input.shape[i] == 1))
+    return function(input.permute(order), order.index(dim)).permute([order.index(i) for i in range(input.dim())])

@@ -34,13 +34,7 @@ def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | Non
         and (minimum is None or minimum >= 0.0)
     ):
         return reference.l1_norm(input, dim, eps, minimum)
-    order = in_memory_order(input)
-    if order is not None:
-        return torch.permute(
-            _l1_norm(input.permute(order), order.index(dim % input.dim()), eps, minimum),
-            [order.index(i) for i in range(input.dim())],
-        )
-    return _l1_norm(input, dim % input.dim(), eps, minimum)
+    return in_memory_order(lambda x, along: _l1_norm(x, along, eps, minimum), input, dim)
 
 
 def _l1_norm(input: Tensor, dim: int, eps: float, minimum: float | None) -> Tensor:

@@ -26,7 +26,7 @@ from normswap.rules.expression_site import (
     recognised_in,
 )
 from normswap.rules.live_numbers import name_or_number, numbers_of
-from normswap.rules.module_site import settled_type, why_not_plain
+from normswap.rules.module_site import settled_type, why_not_linear_and_batch_norm
 from normswap.rules.sequential_site import match_sequential
 
 KIND = "linear_scale_batch_norm"
@@ -124,13 +124,9 @@ def _site(
 
 def _why_no_site(module: nn.Module, site: _Site) -> Refusal | None:
     """Why the attributes are not what the pattern needs: plain children, and factors of one value per channel."""
-    linear, batch_norm = module._modules[site.linear], module._modules[site.batch_norm]
-    for name, child, expected in ((site.linear, linear, nn.Linear), (site.batch_norm, batch_norm, nn.BatchNorm1d)):
-        if (refusal := why_not_plain(KIND, name, child, expected)) is not None:
-            return refusal
-    channels = linear.out_features  # type: ignore[union-attr]
-    if batch_norm.num_features != channels:  # type: ignore[union-attr]
-        return Refusal(KIND, Reason.UNSUPPORTED, f"self.{site.linear} and self.{site.batch_norm} differ in channels")
+    if (refusal := why_not_linear_and_batch_norm(KIND, module, site.linear, site.batch_norm)) is not None:
+        return refusal
+    channels = module._modules[site.linear].out_features  # type: ignore[union-attr]
     for name in site.tensors:
         scale = tracing.own_tensors(module).get(name)
         if scale is None:

@@ -59,6 +59,17 @@ def why_not_plain(kind: str, name: str, child: nn.Module | None, expected: type[
     return None
 
 
+def why_not_linear_and_batch_norm(kind: str, module: nn.Module, linear: str, batch_norm: str) -> Refusal | None:
+    """Why the children of these names are not a plain nn.Linear and an nn.BatchNorm1d of its output."""
+    children = module._modules[linear], module._modules[batch_norm]
+    for name, child, expected in zip((linear, batch_norm), children, (nn.Linear, nn.BatchNorm1d), strict=True):
+        if (refusal := why_not_plain(kind, name, child, expected)) is not None:
+            return refusal
+    if children[0].out_features != children[1].num_features:  # type: ignore[union-attr]
+        return Refusal(kind, Reason.UNSUPPORTED, f"self.{linear} and self.{batch_norm} differ in channels")
+    return None
+
+
 def parametrized_names(module: nn.Module) -> str:
     """The parametrized tensors of a parametrized module, for a report."""
     return ", ".join(name for name, _ in module.get_submodule("parametrizations").named_children())

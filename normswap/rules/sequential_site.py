@@ -15,7 +15,7 @@ from normswap.plan import Match, Reason, Refusal
 from normswap.rules import source
 from normswap.rules.expression_site import MULTIPLICATION, class_forward, not_rewritable
 from normswap.rules.live_numbers import name_or_number, numbers_of
-from normswap.rules.module_site import settled_type, why_not_plain
+from normswap.rules.module_site import settled_type, why_not_linear_and_batch_norm
 
 _KIND = "linear_scale_batch_norm"
 _aten = torch.ops.aten
@@ -100,16 +100,12 @@ def _width(module: nn.Module, tensors: list[str]) -> int:
 
 
 def _why_no_run(module: nn.Module, run: _Run) -> Refusal | None:
-    linear, batch_norm = module._modules[run.linear], module._modules[run.batch_norm]
-    for name, child, expected in ((run.linear, linear, nn.Linear), (run.batch_norm, batch_norm, nn.BatchNorm1d)):
-        if (refusal := why_not_plain(_KIND, name, child, expected)) is not None:
-            return refusal
-    channels = linear.out_features  # type: ignore[union-attr]
-    if batch_norm.num_features != channels:  # type: ignore[union-attr]
-        return Refusal(_KIND, Reason.UNSUPPORTED, f"self.{run.linear} and self.{run.batch_norm} differ in channels")
+    if (refusal := why_not_linear_and_batch_norm(_KIND, module, run.linear, run.batch_norm)) is not None:
+        return refusal
     scale = module._modules[run.scale] if run.scale else None
     if scale is None:
         return None
+    channels = module._modules[run.linear].out_features  # type: ignore[union-attr]
     value = getattr(scale, run.attribute)
     if isinstance(value, torch.Tensor) and tuple(value.shape) not in ((), (1,), (channels,), (1, channels)):
         return Refusal(_KIND, Reason.UNSUPPORTED, f"self.{run.scale} multiplies by a {tuple(value.shape)} tensor")
