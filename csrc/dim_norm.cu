@@ -66,32 +66,52 @@ struct Place {
   __device__ bool has(int slot) const { return inside && index(slot) < end; }
   __device__ int64_t offset(int slot) const { return first + index(slot) * n.inner; }
   __device__ void load(Pack<T, V> (&packs)[kSlots], const void* from) const {
+    const T* p = static_cast<const T*>(from) + offset(0);
 #pragma unroll
-    for (int k = 0; k < kSlots; ++k) {
-      if (has(k)) packs[k] = Pack<T, V>::load(static_cast<const T*>(from) + offset(k));
+    for (int k = 0; k < kSlots; ++k, p += rows * n.inner) {
+      if (has(k)) packs[k] = Pack<T, V>::load(p);
     }
   }
 };
 
-// Sums over the rows of the block in a binary tree; every row holds them. `shared` has room for a float a thread and
-// element of a vector.
+// Sums over the rows of the block in a binary tree, in halves; every row holds them. `shared` has room for a float a
+// thread and element of a vector.
 template <int V>
 __device__ inline void rows_sum(float (&sums)[V], float* shared, int lanes, int rows) {
+  constexpr int last = 8;  // rows that one thread adds up
   const int lane = threadIdx.x % lanes, row = threadIdx.x / lanes;
-  const auto at = [&](int r, int j) -> float& { return shared[(j * rows + r) * lanes + lane]; };
+  Floats<V>* column = reinterpret_cast<Floats<V>*>(shared) + lane;
   __syncthreads();
 #pragma unroll
-  for (int j = 0; j < V; ++j) at(row, j) = sums[j];
-  for (int half = rows / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (row < half) {
+  for (int j = 0; j < V; ++j) column[row * lanes].v[j] = sums[j];
+  __syncthreads();
+  const int threads = rows;
+  for (; rows > last; rows /= 2) {
+    if (row < rows / 2) {
 #pragma unroll
-      for (int j = 0; j < V; ++j) at(row, j) = __fadd_rn(at(row, j), at(row + half, j));
+      for (int j = 0; j < V; ++j) {
+        float& into = column[row * lanes].v[j];
+        into = __fadd_rn(into, column[(row + rows / 2) * lanes].v[j]);
+      }
     }
+    __syncthreads();
+  }
+  for (int j = row; j < V; j += threads) {
+    float part[last];
+#pragma unroll
+    for (int r = 0; r < last; ++r) part[r] = r < rows ? column[r * lanes].v[j] : 0.f;
+#pragma unroll
+    for (int half = last / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int r = 0; r < half; ++r) {
+        if (half < rows) part[r] = __fadd_rn(part[r], part[r + half]);
+      }
+    }
+    column->v[j] = part[0];
   }
   __syncthreads();
 #pragma unroll
-  for (int j = 0; j < V; ++j) sums[j] = at(0, j);
+  for (int j = 0; j < V; ++j) sums[j] = column->v[j];
 }
 
 struct L1 {
@@ -180,22 +200,23 @@ __device__ inline void partial_sums(const Place<T, V>& place, Pack<T, V> (&packs
   }
 }
 
-template <class Policy, bool Fast, class T, int V>
+template <class Policy, bool Fast, bool Weighted, class T, int V>
 __device__ inline void store_normalised(const Place<T, V>& place, const Pack<T, V> (&packs)[kSlots],
                                         const typename Policy::Factor (&factor)[V]) {
   const DimNorm& n = place.n;
+  T* y = static_cast<T*>(n.y) + place.offset(0);
 #pragma unroll
-  for (int k = 0; k < kSlots; ++k) {
+  for (int k = 0; k < kSlots; ++k, y += place.rows * n.inner) {
     if (!place.has(k)) continue;
-    const float w = Policy::weighted ? channel_value(n.weight, place.index(k), 1.f) : 1.f;
+    const float w = Weighted ? channel_value(n.weight, place.index(k), 1.f) : 1.f;
     float out[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) out[j] = Policy::template apply<Fast>(to_float(packs[k].v[j]), factor[j], w);
-    Pack<T, V>::of(out).store(static_cast<T*>(n.y) + place.offset(k));
+    Pack<T, V>::of(out).store(y);
   }
 }
 
-template <class Policy, class T, int V>
+template <class Policy, bool Weighted, class T, int V>
 __device__ inline void finish(const Place<T, V>& place, const Pack<T, V> (&packs)[kSlots], const float (&sums)[V]) {
   const DimNorm& n = place.n;
   typename Policy::Factor factor[V];
@@ -208,15 +229,15 @@ __device__ inline void finish(const Place<T, V>& place, const Pack<T, V> (&packs
     }
   }
   if (all_fast(factor)) {
-    store_normalised<Policy, true>(place, packs, factor);
+    store_normalised<Policy, true, Weighted>(place, packs, factor);
   } else {
-    store_normalised<Policy, false>(place, packs, factor);
+    store_normalised<Policy, false, Weighted>(place, packs, factor);
   }
 }
 
-// n in one chunk: read once, normalised from registers.
-template <class Policy, class T, int V>
-__global__ void __launch_bounds__(512) dim_whole(const DimNorm n, const Shape shape) {
+// n in one chunk: read once, normalised from registers. Without weights these suffice for two of the largest blocks.
+template <class Policy, bool Weighted, class T, int V>
+__global__ void __launch_bounds__(512, Weighted ? 1 : 2) dim_whole(const DimNorm n, const Shape shape) {
   extern __shared__ float shared[];
   const Place<T, V> place(n, shape);
   Pack<T, V> packs[kSlots];
@@ -224,7 +245,7 @@ __global__ void __launch_bounds__(512) dim_whole(const DimNorm n, const Shape sh
   place.load(packs, n.x);
   partial_sums<Policy>(place, packs, sums);
   rows_sum(sums, shared, shape.lanes, shape.rows);
-  finish<Policy>(place, packs, sums);
+  finish<Policy, Weighted>(place, packs, sums);
 }
 
 // Otherwise the sums of every chunk first, (chunks, positions) in the workspace ...
@@ -260,7 +281,7 @@ __global__ void __launch_bounds__(512) dim_apply(const DimNorm n, const Shape sh
     }
   }
   rows_sum(sums, shared, shape.lanes, shape.rows);
-  finish<Policy>(place, packs, sums);
+  finish<Policy, Policy::weighted>(place, packs, sums);
 }
 
 // sums: of dy w x normalised. Leaves the block's share of the weight's gradient in the workspace, if there is one.
@@ -357,7 +378,11 @@ cudaError_t launch_vec(const DimNorm& n, cudaStream_t stream) {
   if constexpr (Backward) {
     dim_backward<Policy, T, V><<<grid, threads, bytes, stream>>>(n, shape);
   } else if (shape.chunks == 1) {
-    dim_whole<Policy, T, V><<<grid, threads, bytes, stream>>>(n, shape);
+    if (Policy::weighted && n.weight.data != nullptr) {
+      dim_whole<Policy, Policy::weighted, T, V><<<grid, threads, bytes, stream>>>(n, shape);
+    } else {
+      dim_whole<Policy, false, T, V><<<grid, threads, bytes, stream>>>(n, shape);
+    }
   } else {
     dim_partial<Policy, T, V><<<grid, threads, bytes, stream>>>(n, shape);
     dim_apply<Policy, T, V><<<grid, threads, bytes, stream>>>(n, shape);

@@ -1,4 +1,5 @@
 // Every schema in one place. Outputs are allocated by the caller: sizes, strides and out-of-memory errors are PyTorch's.
+// Those that end in _or_none do all of a call that records no gradient, or nothing.
 // No autograd here: normswap/ops.py calls these under autograd Functions, nothing else should.
 #include <torch/csrc/stable/library.h>
 
@@ -26,6 +27,12 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def(
       "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, bool channels_last, "
       "Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");
+  m.def("layer_norm_or_none(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps) -> Tensor?");
+  m.def(
+      "rms_norm_or_none(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight) -> Tensor?");
+  m.def("l1_norm_or_none(Tensor input, float eps, float minimum) -> Tensor?");
+  m.def("group_norm_or_none(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps) -> Tensor?");
   m.def(
       "scale_batch_norm(Tensor input, Tensor? scale, Tensor? weight, Tensor? bias, float eps, float momentum, "
       "Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor(d!)? running_mean, Tensor(e!)? running_var) -> ()");

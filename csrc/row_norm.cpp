@@ -1,6 +1,9 @@
 // layer_norm, rms_norm, l1_norm and group_norm on CUDA tensors: checks, plan, workspace, launch.
+#include <algorithm>
+#include <functional>
 #include <map>
 #include <mutex>
+#include <numeric>
 
 #include "tensors.h"
 
@@ -169,6 +172,72 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
   STD_CUDA_CHECK(group_norm_channels_last(c, stream_of(input)));
 }
 
+// --- calls that record no gradient ---------------------------------------------------------------------------------
+// Checks, allocation and launch in one call. They decline (nullopt) what is not plain enough for that: the caller then
+// goes the general way, which copies, converts or raises.
+
+bool has_served_dtype(const Tensor& t) {
+  const auto dtype = t.scalar_type();
+  return dtype == torch::headeronly::ScalarType::Float || dtype == torch::headeronly::ScalarType::Half ||
+         dtype == torch::headeronly::ScalarType::BFloat16;
+}
+
+bool fits(const OptionalTensor& parameter, const Tensor& input, const int64_t* sizes, int64_t dims) {
+  if (!parameter.has_value()) return true;
+  const Tensor& p = *parameter;
+  return p.dim() == dims && std::equal(sizes, sizes + dims, p.sizes().data()) && p.is_cuda() &&
+         p.get_device_index() == input.get_device_index() && p.is_contiguous() &&
+         (p.scalar_type() == input.scalar_type() || p.scalar_type() == torch::headeronly::ScalarType::Float);
+}
+
+// Whether the kernels can take these as they are; weight and bias have `dims` sizes of the input's, from `first` on.
+bool is_plain(const Tensor& input, int64_t first, int64_t dims, const OptionalTensor& weight,
+              const OptionalTensor& bias) {
+  if (first < 0 || dims < 1 || first + dims > input.dim()) return false;
+  if (!has_served_dtype(input) || !input.is_contiguous() || input.numel() == 0) return false;
+  const int64_t* sizes = input.sizes().data() + first;
+  return fits(weight, input, sizes, dims) && fits(bias, input, sizes, dims) &&
+         (!weight.has_value() || !bias.has_value() || weight->scalar_type() == bias->scalar_type());
+}
+
+int64_t trailing_elements(const Tensor& input, int64_t dims) {
+  const auto sizes = input.sizes();
+  return std::accumulate(sizes.end() - dims, sizes.end(), int64_t{1}, std::multiplies<int64_t>());
+}
+
+OptionalTensor layer_norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& weight,
+                                  const OptionalTensor& bias, double eps) {
+  if (!is_plain(input, input.dim() - dims, dims, weight, bias)) return std::nullopt;
+  Tensor out = unfilled_like(input);
+  layer_norm_cuda(input, weight, bias, trailing_elements(input, dims), eps, out, std::nullopt, std::nullopt, 0);
+  return out;
+}
+
+OptionalTensor rms_norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& weight, double eps,
+                                double weight_offset, bool cast_before_weight) {
+  if (!is_plain(input, input.dim() - dims, dims, weight, std::nullopt)) return std::nullopt;
+  Tensor out = unfilled_like(input);
+  rms_norm_cuda(input, weight, trailing_elements(input, dims), eps, weight_offset, cast_before_weight, out,
+                std::nullopt, 0);
+  return out;
+}
+
+OptionalTensor l1_norm_or_none(const Tensor& input, double eps, double minimum) {
+  if (!is_plain(input, input.dim() - 1, 1, std::nullopt, std::nullopt)) return std::nullopt;
+  Tensor out = unfilled_like(input);
+  l1_norm_cuda(input, trailing_elements(input, 1), eps, minimum, out, std::nullopt, 0);
+  return out;
+}
+
+OptionalTensor group_norm_or_none(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
+                                  const OptionalTensor& bias, double eps) {
+  if (!is_plain(input, 1, 1, weight, bias)) return std::nullopt;
+  if (num_groups < 1 || input.size(1) % num_groups != 0 || input.numel() == num_groups) return std::nullopt;
+  Tensor out = unfilled_like(input);
+  group_norm_cuda(input, weight, bias, num_groups, eps, false, out, std::nullopt, std::nullopt, 0);
+  return out;
+}
+
 }  // namespace
 }  // namespace normswap
 
@@ -177,6 +246,10 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("rms_norm", TORCH_BOX(&normswap::rms_norm_cuda));
   m.impl("l1_norm", TORCH_BOX(&normswap::l1_norm_cuda));
   m.impl("group_norm", TORCH_BOX(&normswap::group_norm_cuda));
+  m.impl("layer_norm_or_none", TORCH_BOX(&normswap::layer_norm_or_none));
+  m.impl("rms_norm_or_none", TORCH_BOX(&normswap::rms_norm_or_none));
+  m.impl("l1_norm_or_none", TORCH_BOX(&normswap::l1_norm_or_none));
+  m.impl("group_norm_or_none", TORCH_BOX(&normswap::group_norm_or_none));
 }
 
 // The launch plan, for tests that have no GPU, of the GPU described: (regime, vec, lanes, chunk_len, chunks, warps,

@@ -101,9 +101,9 @@ __device__ inline void save_values(const RowNorm& n, int64_t row, const typename
   if (n.rstd != nullptr) n.rstd[row] = values.rstd;
 }
 
-// Rows a lane works on at once in row_small, so that enough loads are in flight and weights are fetched once.
+// Rows a lane works on at once in row_small, so that enough loads are in flight.
 template <class Tile>
-constexpr int kRowsAtOnce = Tile::Slots * Tile::V >= 32 ? 1 : Tile::Slots * Tile::V > 8 ? 32 / (Tile::Slots * Tile::V) : 4;
+constexpr int kRowsAtOnce = Tile::Slots == 1 && Tile::V == 8 ? 2 : 1;
 
 template <class T>
 constexpr int kChunkSlots = kChunk / 32 / (16 / static_cast<int>(sizeof(T)));
@@ -239,6 +239,19 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, sizeof(T) == 2 ? 4 : kBlocks
   for (int c = warp; c < args.block_chunks; c += warps) slice.apply(row, c, values);
 }
 
+constexpr int64_t kBytesANanosecond = 3000;  // of a GPU that has clusters, more or less
+
+__device__ inline int64_t nanoseconds() {
+  int64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ inline void wait_nanoseconds(int64_t wanted) {
+  const int64_t start = nanoseconds();
+  while (nanoseconds() - start < wanted) __nanosleep(100);
+}
+
 // A team of args.blocks_a_row blocks a row, row after row; while one team waits at its barrier the others, which share
 // its multiprocessors, load and store.
 template <class Policy, class T, class W, bool Ragged>
@@ -254,6 +267,9 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
   Stat* exchange =
       reinterpret_cast<Stat*>(static_cast<char*>(args.n.workspace) + 128 * teams) + 2 * blocks * groups * team;
   const Slice<Policy, T, W, Ragged> slice(args, shared, rank);
+  // Teams that start together stay in step, all at their barriers at once: each starts when the one before has had
+  // the time to load and store a row.
+  wait_nanoseconds(team * args.n.cols * static_cast<int64_t>(sizeof(T)) * 2 / kBytesANanosecond);
   for (int c = warp; c < chunks; c += kWarpsBlock) slice.stage(team, c);
   unsigned round = 0;
   for (int64_t row = team; row < args.n.rows; row += teams) {
@@ -288,12 +304,13 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
 }
 
 // split: a block is a group of chunks, a warp a chunk. The workspace holds a statistic and a float a group, then the
-// values of the rows.
+// values of the rows. The same group of all rows comes first, so that its weights are read from memory once.
 struct SplitPlace {
-  int64_t row, chunk;
+  int64_t row, group, chunk;
   __device__ SplitPlace(const RowArgs& args, int64_t at) {
-    row = at / args.blocks_a_row;
-    chunk = (at - row * args.blocks_a_row) * kGroup + threadIdx.x / 32;
+    group = divided(at, args.n.rows);
+    row = at - group * args.n.rows;
+    chunk = group * kGroup + threadIdx.x / 32;
   }
 };
 
@@ -329,7 +346,7 @@ __global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_partial(const RowArgs
   __syncthreads();
   if (threadIdx.x < 32) {
     const Stat group = unite_one<1, kGroup>(lane < kGroup ? parts[lane] : Stat{});
-    if (lane == 0) static_cast<Stat*>(args.n.workspace)[blockIdx.x] = group;
+    if (lane == 0) static_cast<Stat*>(args.n.workspace)[place.row * args.blocks_a_row + place.group] = group;
   }
 }
 
@@ -419,15 +436,15 @@ void launch_slots(const RowArgs& args, const RowPlan& plan, cudaStream_t stream)
 
 template <class Policy, class T, class W, bool Ragged>
 void launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
+  if (plan.lanes == 8) return launch_slots<Policy, T, W, Ragged, 8, 1>(args, plan, stream);
+  if (plan.lanes == 16) return launch_slots<Policy, T, W, Ragged, 16, 1>(args, plan, stream);
   if constexpr (sizeof(T) == 4) {
-    if (plan.lanes == 8) return launch_slots<Policy, T, W, Ragged, 8, 1, 2, 4>(args, plan, stream);
     if constexpr (Ragged) {
       return launch_slots<Policy, T, W, Ragged, 32, 4, 8>(args, plan, stream);
     } else {
-      return launch_slots<Policy, T, W, Ragged, 32, 2, 4, 6, 8>(args, plan, stream);
+      return launch_slots<Policy, T, W, Ragged, 32, 1, 2, 4, 6, 8>(args, plan, stream);
     }
   } else {
-    if (plan.lanes == 8) return launch_slots<Policy, T, W, Ragged, 8, 1, 2>(args, plan, stream);
     if constexpr (Ragged) {
       return launch_slots<Policy, T, W, Ragged, 32, 2, 4>(args, plan, stream);
     } else {

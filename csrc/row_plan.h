@@ -16,7 +16,7 @@ enum class Regime : int { automatic = 0, subwarp = 1, warp = 2, block = 3, clust
 struct RowPlan {
   Regime regime;
   int vec;           // elements of 16 bytes
-  int lanes;         // lanes of a warp that share a chunk: 8 or 32
+  int lanes;         // lanes of a warp that share a chunk: 8, 16 or 32
   int chunk_len;     // kChunk unless the row is shorter
   int64_t chunks;
   int warps;         // warps of a block
@@ -61,8 +61,8 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, int64_t para
                           RowPlan* plan) {
   RowPlan p{};
   p.vec = 16 / itemsize;
-  const bool tiny = cols <= kChunk / 8;
-  p.lanes = tiny ? 8 : 32;
+  p.lanes = cols <= 8 * p.vec ? 8 : cols <= 16 * p.vec ? 16 : 32;  // a vector a lane, where the row is that short
+  const bool tiny = p.lanes < 32;
   p.chunk_len = static_cast<int>(cols < kChunk ? cols : kChunk);
   p.chunks = ceil_div(cols, p.chunk_len);
 

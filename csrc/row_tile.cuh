@@ -51,7 +51,7 @@ struct TileShape {
       const uint4 merged = shift == 0 ? mine : window<sizeof(T)>(left, mine, 16 - shift);
       const int first = offset(k) - skipped;
       if (first >= 0 && first + V <= len) {
-        __stcs(reinterpret_cast<uint4*>(chunk + first), merged);
+        *reinterpret_cast<uint4*>(chunk + first) = merged;
       } else {
         const Vector pieces = Vector::of_raw(merged);
 #pragma unroll

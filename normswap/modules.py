@@ -32,7 +32,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (*, *normalized_shape); see ``normswap.ops.layer_norm``."""
-        return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return ops.layer_norm(input, self.normalized_shape, *_affine(self), self.eps)
 
     @classmethod
     def from_torch(cls, module: nn.LayerNorm) -> LayerNorm:
@@ -45,7 +45,7 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (N, C, *); see ``normswap.ops.group_norm``."""
-        return ops.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        return ops.group_norm(input, self.num_groups, *_affine(self), self.eps)
 
     @classmethod
     def from_torch(cls, module: nn.GroupNorm) -> GroupNorm:
@@ -64,6 +64,14 @@ class RMSNorm(nn.RMSNorm):
     def from_torch(cls, module: nn.RMSNorm) -> RMSNorm:
         """A copy of ``module`` of this class, with weights of its own. Raises TypeError for another type."""
         return _copied_as(cls, module, nn.RMSNorm)
+
+
+def _affine(module: nn.Module) -> tuple[Any, Any]:
+    """The weight and bias of ``module``: parameters without the detour that nn.Module.__getattr__ takes to them."""
+    own = module._parameters
+    if "weight" in own and "bias" in own:
+        return own["weight"], own["bias"]
+    return module.weight, module.bias
 
 
 def _copied_as(cls: Any, module: nn.Module, expected: type[nn.Module]) -> Any:
@@ -244,7 +252,7 @@ def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping
         flag, argument = attributes.get("unless"), _only_argument(base_forward)
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-            x = only_argument(args, kwargs, argument)
+            x = args[0] if len(args) == 1 and not kwargs else only_argument(args, kwargs, argument)
             if original.forward is base_forward and isinstance(x, Tensor) and not (flag and getattr(self, flag)):
                 return swapped.forward(self, x)
             return original.forward(self, *args, **kwargs)

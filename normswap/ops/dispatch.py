@@ -13,7 +13,25 @@ from normswap import native
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM_BACKWARD = 512
 """The longest dimension other than the last that the kernels differentiate (kMaxDimBackward)."""
+PLAIN = (Tensor, torch.nn.Parameter)
 _native_tried = False
+
+_direct: dict[str, Callable[..., Tensor | None]] = {}
+
+
+def direct(name: str, *tensors: Tensor | None) -> Callable[..., Tensor | None] | None:
+    """The native op that does all of a call of ``name`` in one step, or None when the call must go the general way:
+    the library is not loaded, a tensor is no plain one on a GPU, or gradients, autocast, a functorch transform,
+    forward-mode AD, torch.jit.trace or torch.compile have a say in it. The op answers None where it declines."""
+    if torch.compiler.is_compiling():
+        return None
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in PLAIN or not tensor.is_cuda or (grad and tensor.requires_grad)):
+            return None
+    if torch.is_autocast_enabled("cuda") or torch._C._get_tracing_state() is not None or not autograd_only():
+        return None
+    return _direct.get(name)
 
 
 def native_serves(*tensors: Tensor | None) -> bool:
@@ -24,11 +42,7 @@ def native_serves(*tensors: Tensor | None) -> bool:
         return False
     device = first.device
     for tensor in tensors:
-        if tensor is not None and not (
-            tensor.dtype in DTYPES
-            and (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter)
-            and tensor.device == device
-        ):
+        if tensor is not None and not (tensor.dtype in DTYPES and type(tensor) in PLAIN and tensor.device == device):
             return False
     if torch.compiler.is_compiling():
         return True
@@ -50,11 +64,15 @@ def _library_ready() -> bool:
 
 
 def _register_fakes() -> None:
-    """Every native op only fills tensors it is given, so its fake does nothing."""
+    """Every native op only fills tensors it is given, so its fake does nothing; the direct ones decline."""
     rows = ("layer_norm", "rms_norm", "l1_norm", "group_norm")
     dims = ("rms_norm_dim", "rms_norm_dim_backward", "l1_norm_dim", "l1_norm_dim_backward")
     for name in (*rows, *dims, "scale_batch_norm", "affine", "fold_linear"):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
+    for name in rows:
+        torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, **kwargs: None)
+        op = getattr(torch.ops.normswap, f"{name}_or_none").default
+        _direct[name] = getattr(op, "_op", op)  # without the frame of Python around it
 
 
 native.on_load(_register_fakes)

@@ -13,6 +13,7 @@ from normswap.ops.dispatch import (
     affine_dtypes_fit,
     autocast_to_float,
     dense,
+    direct,
     native_serves,
     needs_grad,
     reference_gradients,
@@ -27,6 +28,11 @@ def group_norm(
     ``weight`` and ``bias`` are (C,). A channels_last input gives a channels_last output; any other a contiguous one.
     Returns the input's shape and dtype (float32 under autocast). Raises what PyTorch's op raises.
     """
+    op = direct("group_norm", input, weight, bias)
+    if op is not None:
+        out = op(input, num_groups, weight, bias, eps)
+        if out is not None:
+            return out
     input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
     if not (
         native_serves(input, weight, bias)

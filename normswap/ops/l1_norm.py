@@ -10,6 +10,7 @@ from torch import Tensor
 from normswap import reference
 from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
+    direct,
     in_memory_order,
     native_serves,
     needs_grad,
@@ -26,8 +27,14 @@ def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | Non
     expression's: contiguous, or with the input's dims in their order in memory. Raises IndexError for a ``dim`` that
     ``input`` does not have.
     """
+    op = direct("l1_norm", input)
+    if op is not None and dim in (-1, input.dim() - 1) and eps >= 0.0 and (minimum is None or minimum >= 0.0):
+        out = op(input, eps, minimum or 0.0)
+        if out is not None:
+            return out
     if not (
         native_serves(input)
+        and 0 not in input.stride()  # of an expanded tensor the elementwise operations give strides of their own
         and -input.dim() <= dim < input.dim()
         and input.shape[dim] > 0
         and eps >= 0.0

@@ -14,6 +14,7 @@ from normswap.ops.dispatch import (
     affine_dtypes_fit,
     autocast_to_float,
     dense,
+    direct,
     mixed,
     native_serves,
     needs_grad,
@@ -35,6 +36,13 @@ def layer_norm(
     float32. Statistics are float32 or better and two-pass. Returns a contiguous tensor of the input's shape and dtype
     (float32 under autocast). Raises what PyTorch's op raises.
     """
+    op = direct("layer_norm", input, weight, bias)
+    if op is not None and normalized_shape == (
+        input.shape[-len(normalized_shape) :] if weight is None else weight.shape
+    ):
+        out = op(input, len(normalized_shape), weight, bias, eps)
+        if out is not None:
+            return out
     input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
     shape = tuple(normalized_shape)
     if not (

@@ -14,6 +14,7 @@ from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
     affine_dtypes_fit,
     dense,
+    direct,
     mixed,
     native_serves,
     needs_grad,
@@ -40,6 +41,14 @@ def rms_norm(
     weight, as Llama does. ``eps=None`` means the machine epsilon PyTorch takes. Returns a tensor of the input's shape
     and dtype, contiguous for a contiguous input. Raises what PyTorch's op raises.
     """
+    epsilon = torch.finfo(torch.float32).eps if eps is None else eps
+    op = direct("rms_norm", input, weight)
+    if op is not None and normalized_shape == (
+        input.shape[-len(normalized_shape) :] if weight is None else weight.shape
+    ):
+        out = op(input, len(normalized_shape), weight, epsilon, weight_offset, cast_before_weight)
+        if out is not None:
+            return out
     shape = tuple(normalized_shape)
     if not (
         native_serves(input, weight)
@@ -51,7 +60,6 @@ def rms_norm(
         return reference.rms_norm(
             input, shape, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight
         )
-    epsilon = torch.finfo(torch.float32).eps if eps is None else eps
     if needs_grad(input, weight):
         return _RMSNorm.apply(input, weight, shape, epsilon, weight_offset, cast_before_weight)
     return _rms_norm_forward(input, weight, shape, epsilon, weight_offset, cast_before_weight, None)

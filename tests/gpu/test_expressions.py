@@ -113,9 +113,11 @@ def test_a_compiled_block_reads_its_weights_on_every_call(training: bool) -> Non
     )
     torch._dynamo.reset()
     compiled = torch.compile(swapped, fullgraph=True, dynamic=True)
+    # In training the gradient of the Linear's bias is rounding noise, which Adam, unlike SGD, makes steps of full size of.
+    optimizer = "sgd" if training else "adam_fused"
     for rows in (16, 24, 4):
         x = torch.randn(rows, FEATURES, device="cuda")
-        for change in ("data_in_place", "data_assigned", "adam_fused"):
+        for change in ("data_in_place", "data_assigned", optimizer):
             with torch.no_grad():
                 expected = original(x)
                 torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
