@@ -173,8 +173,8 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
 }
 
 // --- calls that record no gradient ---------------------------------------------------------------------------------
-// Checks, allocation and launch in one call. They decline (nullopt) what is not plain enough for that: the caller then
-// goes the general way, which copies, converts or raises.
+// Checks, allocation and launch in one call. They decline (nullopt) what is not plain enough for that, or too large for
+// the memory: the caller then goes the general way, which copies, converts or raises.
 
 bool has_served_dtype(const Tensor& t) {
   const auto dtype = t.scalar_type();
@@ -208,24 +208,27 @@ int64_t trailing_elements(const Tensor& input, int64_t dims) {
 OptionalTensor layer_norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& weight,
                                   const OptionalTensor& bias, double eps) {
   if (!is_plain(input, input.dim() - dims, dims, weight, bias)) return std::nullopt;
-  Tensor out = unfilled_like(input);
-  layer_norm_cuda(input, weight, bias, trailing_elements(input, dims), eps, out, std::nullopt, std::nullopt, 0);
+  const OptionalTensor out = unfilled_like(input);
+  if (!out.has_value()) return std::nullopt;
+  layer_norm_cuda(input, weight, bias, trailing_elements(input, dims), eps, *out, std::nullopt, std::nullopt, 0);
   return out;
 }
 
 OptionalTensor rms_norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& weight, double eps,
                                 double weight_offset, bool cast_before_weight) {
   if (!is_plain(input, input.dim() - dims, dims, weight, std::nullopt)) return std::nullopt;
-  Tensor out = unfilled_like(input);
-  rms_norm_cuda(input, weight, trailing_elements(input, dims), eps, weight_offset, cast_before_weight, out,
+  const OptionalTensor out = unfilled_like(input);
+  if (!out.has_value()) return std::nullopt;
+  rms_norm_cuda(input, weight, trailing_elements(input, dims), eps, weight_offset, cast_before_weight, *out,
                 std::nullopt, 0);
   return out;
 }
 
 OptionalTensor l1_norm_or_none(const Tensor& input, double eps, double minimum) {
   if (!is_plain(input, input.dim() - 1, 1, std::nullopt, std::nullopt)) return std::nullopt;
-  Tensor out = unfilled_like(input);
-  l1_norm_cuda(input, trailing_elements(input, 1), eps, minimum, out, std::nullopt, 0);
+  const OptionalTensor out = unfilled_like(input);
+  if (!out.has_value()) return std::nullopt;
+  l1_norm_cuda(input, trailing_elements(input, 1), eps, minimum, *out, std::nullopt, 0);
   return out;
 }
 
@@ -233,8 +236,9 @@ OptionalTensor group_norm_or_none(const Tensor& input, int64_t num_groups, const
                                   const OptionalTensor& bias, double eps) {
   if (!is_plain(input, 1, 1, weight, bias)) return std::nullopt;
   if (num_groups < 1 || input.size(1) % num_groups != 0 || input.numel() == num_groups) return std::nullopt;
-  Tensor out = unfilled_like(input);
-  group_norm_cuda(input, weight, bias, num_groups, eps, false, out, std::nullopt, std::nullopt, 0);
+  const OptionalTensor out = unfilled_like(input);
+  if (!out.has_value()) return std::nullopt;
+  group_norm_cuda(input, weight, bias, num_groups, eps, false, *out, std::nullopt, std::nullopt, 0);
   return out;
 }
 

@@ -57,16 +57,17 @@ inline float* floats_or_null(const OptionalTensor& t) {
   return t.has_value() ? static_cast<float*>(t->mutable_data_ptr()) : nullptr;
 }
 
-// Uninitialised, of the same shape, strides, dtype and device, without the dispatcher's way to the stable empty_like.
-inline Tensor unfilled_like(const Tensor& t) {
+// Uninitialised, of the same shape, strides, dtype and device, without the dispatcher's way to the stable empty_like;
+// nullopt where there is no memory for it.
+inline OptionalTensor unfilled_like(const Tensor& t) {
   const auto sizes = t.sizes(), strides = t.strides();
   int32_t dtype = 0, device = 0;
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  dtype, device, t.get_device_index(), &handle));
-  return Tensor(handle);
+  const bool made = aoti_torch_get_dtype(t.get(), &dtype) == AOTI_TORCH_SUCCESS &&
+                    aoti_torch_get_device_type(t.get(), &device) == AOTI_TORCH_SUCCESS &&
+                    aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                                             device, t.get_device_index(), &handle) == AOTI_TORCH_SUCCESS;
+  return made ? OptionalTensor(Tensor(handle)) : std::nullopt;
 }
 
 inline Tensor scratch(const Tensor& like, int64_t bytes) {
