@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import ops
+from normswap.forwards import group_norm_activation as _gna
 from normswap.forwards import l1_norm as _l1
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards import only_argument
@@ -244,6 +245,12 @@ def _linear_scale_batch_norm_forward(
     return _lsb.make_forward(original, base_forward, attributes, _only_argument(base_forward))
 
 
+def _group_norm_activation_forward(
+    original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]
+) -> _Forward:
+    return _gna.make_forward(original, base_forward, attributes, _only_argument(base_forward))
+
+
 def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]:
     """The forward of a subclass of a torch.nn norm that computes what its base class does unless a flag is set."""
     swapped = _MODULE_CLASSES[name][1]
@@ -297,6 +304,12 @@ _FORWARDS: dict[str, Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _F
     "group_norm": _subclass_forward("group_norm"),
     "l1_norm": _l1_norm_forward,
     "linear_scale_batch_norm": _linear_scale_batch_norm_forward,
+    "group_norm_activation": _group_norm_activation_forward,
+}
+
+_RUN_NAMES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "linear_scale_batch_norm": _lsb.run_names,
+    "group_norm_activation": _gna.run_names,
 }
 
 
@@ -321,8 +334,9 @@ def pieces(module: nn.Module, match: Match) -> list[tuple[Match, nn.Module, nn.M
         return [(match, module, module)]
     found: list[tuple[Match, nn.Module, nn.Module]] = []
     for run in match.attributes["runs"]:
-        children = OrderedDict((name, module.get_submodule(name)) for name in _lsb.run_names(run))
-        found.append((Match(match.kind, {"runs": [run]}), nn.Sequential(children), children[run["linear"]]))
+        names = _RUN_NAMES[match.kind](run)
+        children = OrderedDict((name, module.get_submodule(name)) for name in names)
+        found.append((Match(match.kind, {"runs": [run]}), nn.Sequential(children), children[names[0]]))
     return found
 
 

@@ -178,7 +178,7 @@ def _synthesised(match: Match, module: Any, like: Tensor | None) -> Iterator[Ten
 
 
 def _synthetic_shape(match: Match, module: Any) -> tuple[int, ...]:
-    if match.kind == "group_norm":
+    if match.kind in ("group_norm", "group_norm_activation"):
         return (2, match.view(module).num_channels, 6, 5)
     if match.kind == "l1_norm":
         dim = match.value(module, "dim")
