@@ -27,7 +27,7 @@ from normswap.rules.subclass_site import why_no_activation
 KIND = "group_norm_activation"
 
 _MODULES = (nn.ReLU, nn.SiLU, nn.GELU)
-_FUNCTIONS = frozenset({"relu", "relu_", "silu", "gelu", "sigmoid"})
+_FUNCTIONS = frozenset({"relu", "relu_", "silu", "gelu"})
 _aten = torch.ops.aten
 _TARGETS: dict[Any, str] = {
     _aten.relu.default: "relu",
@@ -70,8 +70,8 @@ def _called_after(scanned: source.Scan, norm: str) -> str | None:
         return None
     rest = scanned.operations[1:]
     if scanned.reads == (norm,):
-        known = {*rest} <= _FUNCTIONS | MULTIPLICATION and len(rest) == (2 if "sigmoid" in rest else 1)
-        return "" if known else None
+        one = len(rest) == 1 and rest[0] in _FUNCTIONS
+        return "" if one or (len(rest) == 2 and rest[0] == "sigmoid" and rest[1] in MULTIPLICATION) else None
     called = [name for name in scanned.reads if name != norm]
     return called[0] if len(called) == 1 and rest == (f"self.{called[0]}",) else None
 
