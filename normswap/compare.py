@@ -34,7 +34,7 @@ from normswap.sites import detached_copy
 _SLICE_ELEMENTS = 2**21
 _TOTAL_ELEMENTS = 2**25
 
-_GROUPED = ("group_norm", "group_norm_activation")
+_GROUPED = ("group_norm", "group_norm_activation", "instance_norm")
 
 # Not a seed a person would choose: inputs drawn with the same one would equal the cotangent, and their gradient cancel.
 _SEED = 0x6E6F726D
@@ -73,10 +73,10 @@ class Comparison:
 def compare(match: Match, module: nn.Module, x: Tensor, gradients: bool) -> Comparison:
     """Compare the swap ``match`` of ``module``, which is in its original class, on ``x``, under the present autocast.
 
-    On a large input ours runs once, and slices of samples (of samples and groups for a GroupNorm) of its output are
-    compared; gradients, and a BatchNorm's batches, are those of the slices. That holds less than 512 MB beyond the
-    output, unless one sample or the weights alone are larger. Neither ``module`` nor ``x`` is changed. What the
-    original itself raises on ``x`` is raised; what ours raises is a problem.
+    On a large input ours runs once, and slices of samples (of samples and groups for a GroupNorm or InstanceNorm) of
+    its output are compared; gradients, and a BatchNorm's batches, are those of the slices. That holds less than 512 MB
+    beyond the output, unless one sample or the weights alone are larger. Neither ``module`` nor ``x`` is changed. What
+    the original itself raises on ``x`` is raised; what ours raises is a problem.
     """
     with torch.inference_mode(False):
         x = x.detach()
@@ -124,8 +124,9 @@ def _pieces(match: Match, module: Any, x: Tensor) -> tuple[list[_Piece], float]:
 
 
 def _groups(match: Match, module: Any, x: Tensor, sample: int) -> tuple[list[_Piece], float]:
-    """The pieces of a GroupNorm's samples that are too large as a whole: some groups of one sample each."""
-    groups = match.view(module).num_groups
+    """The pieces of samples that are too large as a whole: some groups of one sample each; of an InstanceNorm, some
+    channels."""
+    groups = x.shape[1] if match.kind == "instance_norm" else match.view(module).num_groups
     channels = x.shape[1] // groups
     width = min(groups, max(1, _SLICE_ELEMENTS * groups // sample))
     firsts = _spread(groups, width, groups)
@@ -134,7 +135,8 @@ def _groups(match: Match, module: Any, x: Tensor, sample: int) -> tuple[list[_Pi
         row, first = place // len(firsts), firsts[place % len(firsts)]
         part = detached_copy(module, type(module))
         norm = match.view(part)
-        norm.num_groups, norm.num_channels = width, width * channels
+        sizes = {"num_groups": width, "num_channels": width * channels, "num_features": width}
+        norm.__dict__.update({name: size for name, size in sizes.items() if name in norm.__dict__})
         along = slice(first * channels, (first + width) * channels)
         for name, parameter in norm._parameters.items():
             if parameter is not None:
@@ -161,6 +163,8 @@ def _widest(module: nn.Module) -> int:
 def _independent_dims(match: Match, module: Any, x: Tensor) -> list[int]:
     """The dims along which an element's result does not depend on other samples; for Linear -> scale -> BatchNorm, of
     whose batch a part is a batch too, the batch."""
+    if match.kind == "instance_norm" and x.dim() == module._get_no_batch_dim():
+        return []
     if match.kind in (*_GROUPED, "linear_scale_batch_norm"):
         return [0]
     if match.kind == "l1_norm" or is_by_hand(match.kind, match.attributes):

@@ -25,6 +25,7 @@ C: Mapping[str, float] = {
     # random shapes, means of 0 to 1000 and spreads of 1 and 1e-3.
     "layer_norm": 4.0,
     "group_norm": 4.0,
+    "instance_norm": 4.0,
     "rms_norm": 4.0,
     "l1_norm": 4.0,
     # A path through it rounds about twice as often: a matmul, a product with the scale, a norm, a matmul back.
@@ -183,12 +184,18 @@ def magnitudes(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype, uni
 
 
 class _Rows:
-    """layer_norm, group_norm and rms_norm: rows of ``flat`` (*, N) with weight and bias that broadcast to it."""
+    """layer_norm, group_norm, instance_norm and rms_norm: rows of ``flat`` (*, N) with weight and bias that broadcast
+    to it; ``channel`` is the dim that has a weight each in a group_norm or instance_norm."""
 
     def __init__(self, kind: str, site: Any, x: Tensor) -> None:
         self.shape, self.weight, self.bias = x.shape, site.weight, getattr(site, "bias", None)
-        self.group = kind == "group_norm"
-        self.flat = x.reshape(x.shape[0], site.num_groups, -1) if self.group else self._rows(x, site.normalized_shape)
+        self.group = kind in ("group_norm", "instance_norm")
+        self.channel = x.dim() - site._get_no_batch_dim() if kind == "instance_norm" else 1
+        if self.group:
+            groups = site.num_groups if kind == "group_norm" else x.shape[self.channel]
+            self.flat = x.reshape(*x.shape[: self.channel], groups, -1)
+        else:
+            self.flat = self._rows(x, site.normalized_shape)
         eps = torch.finfo(torch.float32).eps if site.eps is None else site.eps
         square = self.flat.square().mean(-1, keepdim=True)
         self.centred = kind != "rms_norm"
@@ -206,7 +213,7 @@ class _Rows:
             return torch.full((), absent, dtype=torch.float64, device=self.flat.device)
         if not self.group:
             return parameter.abs().reshape(-1)
-        return parameter.abs().view(1, -1, *(1,) * (len(self.shape) - 2))
+        return parameter.abs().view(-1, *(1,) * (len(self.shape) - self.channel - 1))
 
     def _shaped(self, flat: Tensor) -> Tensor:
         return flat.reshape(self.shape) if self.group else flat
@@ -224,7 +231,7 @@ class _Rows:
         found = {"input": (self.rstd * through).reshape(self.shape)}
         for name, parameter, terms in (("weight", self.weight, dy * self._shaped(self.xhat)), ("bias", self.bias, dy)):
             if parameter is not None:
-                kept = 1 if self.group else terms.dim() - 1
+                kept = self.channel if self.group else terms.dim() - 1
                 found[name] = terms.sum([d for d in range(terms.dim()) if d != kept]).reshape(parameter.shape)
         return found
 

@@ -14,7 +14,15 @@ from typing import Any
 
 PLAN_FORMAT = 1
 
-KINDS = ("layer_norm", "group_norm", "rms_norm", "l1_norm", "linear_scale_batch_norm", "group_norm_activation")
+KINDS = (
+    "layer_norm",
+    "group_norm",
+    "instance_norm",
+    "rms_norm",
+    "l1_norm",
+    "linear_scale_batch_norm",
+    "group_norm_activation",
+)
 """Every kind of site, in the order of reports."""
 
 

@@ -37,6 +37,11 @@ def group_norm(
     return ACTIVATIONS[activation](F.group_norm(input, num_groups, weight, bias, eps))
 
 
+def instance_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """PyTorch's instance norm by the statistics of ``input``."""
+    return F.instance_norm(input, None, None, weight, bias, eps=eps)
+
+
 def activation_gradient(grad: Tensor, input: Tensor, activation: str) -> Tensor:
     """The gradient of ``ACTIVATIONS[activation]`` at ``input``, in its dtype."""
     aten = torch.ops.aten

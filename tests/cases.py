@@ -18,6 +18,9 @@ CASES: dict[str, str] = {
     "dtypes": "float32, float16, bfloat16",
     "mixed-weights": "weights of another dtype than the input",
     "float64": "float64 goes to PyTorch's op",
+    "instance-norm": "InstanceNorm1d, 2d and 3d, affine or not, in train and eval alike",
+    "instance-norm-running-stats": "an InstanceNorm that keeps running statistics, or is given some later",
+    "unbatched-input": "InstanceNorm on an input without a batch",
     "bad-shapes": "PyTorch's error types and texts for bad shapes",
     # Layouts
     "strided-input": "non-contiguous, transposed, sliced and expanded inputs",

@@ -36,6 +36,7 @@ NORMS: dict[str, Norm] = {
     "layer_norm": Norm(lambda: nn.LayerNorm(12), (5, 12)),
     "rms_norm": Norm(lambda: nn.RMSNorm(12, eps=1e-6), (5, 12)),
     "group_norm": Norm(lambda: nn.GroupNorm(2, 6), (4, 6, 5, 3)),
+    "instance_norm": Norm(lambda: nn.InstanceNorm2d(6, affine=True), (4, 6, 5, 3)),
     "group_norm_activation": Norm(lambda: Activated(2, 6), (4, 6, 5, 3)),
     "l1_norm": Norm(L1, (5, 12)),
     "linear_scale_batch_norm": Norm(lambda: Projection(7, 6), (9, 7)),

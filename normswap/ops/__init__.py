@@ -11,6 +11,7 @@ from __future__ import annotations
 from normswap.ops.dispatch import autograd_only, native_serves
 from normswap.ops.folded_linear import folded_linear
 from normswap.ops.group_norm import ACTIVATIONS, group_norm
+from normswap.ops.instance_norm import instance_norm
 from normswap.ops.l1_norm import l1_norm
 from normswap.ops.layer_norm import layer_norm
 from normswap.ops.rms_norm import rms_norm, rms_norm_dim
@@ -22,6 +23,7 @@ __all__ = [
     "fold_scale_batch_norm",
     "folded_linear",
     "group_norm",
+    "instance_norm",
     "l1_norm",
     "layer_norm",
     "native_serves",

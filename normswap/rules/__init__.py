@@ -11,6 +11,7 @@ from normswap.plan import Match, Refusal
 from normswap.rules import (
     group_norm,
     group_norm_activation,
+    instance_norm,
     l1_norm,
     layer_norm,
     linear_scale_batch_norm,
@@ -29,7 +30,15 @@ class Rule:
 
 RULES: tuple[Rule, ...] = tuple(
     Rule(rule.KIND, rule.match)
-    for rule in (layer_norm, group_norm, rms_norm, l1_norm, linear_scale_batch_norm, group_norm_activation)
+    for rule in (
+        layer_norm,
+        group_norm,
+        instance_norm,
+        rms_norm,
+        l1_norm,
+        linear_scale_batch_norm,
+        group_norm_activation,
+    )
 )
 
 

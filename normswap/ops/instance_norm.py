@@ -1,0 +1,31 @@
+"""Instance normalisation by the statistics of the input: a group norm with as many groups as channels."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from normswap import reference
+from normswap.ops.dispatch import affine_dtypes_fit, native_serves
+from normswap.ops.group_norm import native_group_norm
+
+
+def instance_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Instance normalisation of ``input`` (N, C, *) (Ulyanov et al. 2016), as ``torch.nn.functional.instance_norm``
+    without running statistics.
+
+    ``weight`` and ``bias`` are (C,). A channels_last input gives a channels_last output; any other a contiguous one.
+    Returns the input's shape and dtype, also under autocast. Raises what PyTorch's op raises.
+    """
+    if not (
+        native_serves(input, weight, bias)
+        and input.dim() >= 3
+        and input.numel() > 0
+        and math.prod(input.shape[2:]) > 1  # of one element PyTorch raises ValueError
+        and (weight is None or weight.shape == input.shape[1:2])
+        and (bias is None or bias.shape == input.shape[1:2])
+        and affine_dtypes_fit(input, weight, bias)
+    ):
+        return reference.instance_norm(input, weight, bias, eps)
+    return native_group_norm(input, weight, bias, input.shape[1], eps)
