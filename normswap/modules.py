@@ -60,7 +60,7 @@ class _InstanceNorm:
     def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
         if self.track_running_stats or self.running_mean is not None or self.running_var is not None:
             return super()._apply_instance_norm(input)  # type: ignore[misc,no-any-return]
-        return ops.instance_norm(input, self.weight, self.bias, self.eps)
+        return ops.instance_norm(input, *_affine(self), self.eps)
 
     @classmethod
     def from_torch(cls, module: nn.Module) -> Any:

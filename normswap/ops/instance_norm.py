@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from normswap import reference
-from normswap.ops.dispatch import affine_dtypes_fit, native_serves
+from normswap.ops.dispatch import affine_dtypes_fit, direct, native_serves
 from normswap.ops.group_norm import native_group_norm
 
 
@@ -18,14 +18,18 @@ def instance_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
     ``weight`` and ``bias`` are (C,). A channels_last input gives a channels_last output; any other a contiguous one.
     Returns the input's shape and dtype, also under autocast. Raises what PyTorch's op raises.
     """
-    if not (
-        native_serves(input, weight, bias)
-        and input.dim() >= 3
-        and input.numel() > 0
-        and math.prod(input.shape[2:]) > 1  # of one element PyTorch raises ValueError
-        and (weight is None or weight.shape == input.shape[1:2])
-        and (bias is None or bias.shape == input.shape[1:2])
-        and affine_dtypes_fit(input, weight, bias)
-    ):
-        return reference.instance_norm(input, weight, bias, eps)
-    return native_group_norm(input, weight, bias, input.shape[1], eps)
+    if input.dim() >= 3 and input.numel() > 0 and math.prod(input.shape[2:]) > 1:  # of one PyTorch raises ValueError
+        channels = input.shape[1]
+        op = direct("group_norm", input, weight, bias)
+        if op is not None:
+            out = op(input, channels, weight, bias, eps)
+            if out is not None:
+                return out
+        if (
+            native_serves(input, weight, bias)
+            and (weight is None or weight.shape == (channels,))
+            and (bias is None or bias.shape == (channels,))
+            and affine_dtypes_fit(input, weight, bias)
+        ):
+            return native_group_norm(input, weight, bias, channels, eps)
+    return reference.instance_norm(input, weight, bias, eps)
