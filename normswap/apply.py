@@ -18,8 +18,6 @@ from normswap.sites import put_back, set_classes
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-_INSTALLED: tuple[type, ...] = (modules.LayerNorm, modules.GroupNorm, modules.RMSNorm, modules.Rewritten)
-
 
 @dataclass(frozen=True)
 class Change:
@@ -127,7 +125,7 @@ def _swapped(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], type[nn
         before = modules.original_class(module)
         if before is not None:
             found.append((module, before, type(module)))
-        elif issubclass(type(module), _INSTALLED):
+        elif issubclass(type(module), modules.INSTALLED):
             raise _changed_since(name, module)
     return found
 

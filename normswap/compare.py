@@ -17,6 +17,7 @@ from normswap.criterion import (
     C_GRADIENT,
     C,
     Magnitudes,
+    RoundedGroupNorm,
     RoundedMeans,
     error_share,
     excused,
@@ -32,6 +33,8 @@ from normswap.sites import detached_copy
 # 100 to 150 bytes an element are held while a slice is compared: 210 to 310 MB.
 _SLICE_ELEMENTS = 2**21
 _TOTAL_ELEMENTS = 2**25
+
+_GROUPED = ("group_norm", "group_norm_activation", "instance_norm")
 
 # Not a seed a person would choose: inputs drawn with the same one would equal the cotangent, and their gradient cancel.
 _SEED = 0x6E6F726D
@@ -70,10 +73,10 @@ class Comparison:
 def compare(match: Match, module: nn.Module, x: Tensor, gradients: bool) -> Comparison:
     """Compare the swap ``match`` of ``module``, which is in its original class, on ``x``, under the present autocast.
 
-    On a large input ours runs once, and slices of samples (of samples and groups for a GroupNorm) of its output are
-    compared; gradients, and a BatchNorm's batches, are those of the slices. That holds less than 512 MB beyond the
-    output, unless one sample or the weights alone are larger. Neither ``module`` nor ``x`` is changed. What the
-    original itself raises on ``x`` is raised; what ours raises is a problem.
+    On a large input ours runs once, and slices of samples (of samples and groups for a GroupNorm or InstanceNorm) of
+    its output are compared; gradients, and a BatchNorm's batches, are those of the slices. That holds less than 512 MB
+    beyond the output, unless one sample or the weights alone are larger. Neither ``module`` nor ``x`` is changed. What
+    the original itself raises on ``x`` is raised; what ours raises is a problem.
     """
     with torch.inference_mode(False):
         x = x.detach()
@@ -111,8 +114,8 @@ def _pieces(match: Match, module: Any, x: Tensor) -> tuple[list[_Piece], float]:
     sample = max(x.numel() // max(1, size), wide)
     if not dims or size * sample <= _SLICE_ELEMENTS:
         return [_Piece(module)], 1.0
-    if match.kind == "group_norm" and sample > _SLICE_ELEMENTS and not match.registered:
-        return _groups(module, x, sample)
+    if match.kind in _GROUPED and sample > _SLICE_ELEMENTS and not match.registered:
+        return _groups(match, module, x, sample)
     least = 2 if match.kind == "linear_scale_batch_norm" else 1  # a batch has two rows
     width = min(size, max(least, _SLICE_ELEMENTS // sample))
     starts = _spread(size, width, max(1, _TOTAL_ELEMENTS // (width * sample)))
@@ -120,20 +123,24 @@ def _pieces(match: Match, module: Any, x: Tensor) -> tuple[list[_Piece], float]:
     return pieces, min(1.0, len(pieces) * width / size)
 
 
-def _groups(module: Any, x: Tensor, sample: int) -> tuple[list[_Piece], float]:
-    """The pieces of a GroupNorm's samples that are too large as a whole: some groups of one sample each."""
-    groups, channels = module.num_groups, x.shape[1] // module.num_groups
+def _groups(match: Match, module: Any, x: Tensor, sample: int) -> tuple[list[_Piece], float]:
+    """The pieces of samples that are too large as a whole: some groups of one sample each; of an InstanceNorm, some
+    channels."""
+    groups = x.shape[1] if match.kind == "instance_norm" else match.view(module).num_groups
+    channels = x.shape[1] // groups
     width = min(groups, max(1, _SLICE_ELEMENTS * groups // sample))
     firsts = _spread(groups, width, groups)
     found = []
     for place in _spread(len(x) * len(firsts), 1, max(1, _TOTAL_ELEMENTS * groups // (width * sample))):
         row, first = place // len(firsts), firsts[place % len(firsts)]
         part = detached_copy(module, type(module))
-        part.num_groups, part.num_channels = width, width * channels
+        norm = match.view(part)
+        sizes = {"num_groups": width, "num_channels": width * channels, "num_features": width}
+        norm.__dict__.update({name: size for name, size in sizes.items() if name in norm.__dict__})
         along = slice(first * channels, (first + width) * channels)
-        for name, parameter in part._parameters.items():
+        for name, parameter in norm._parameters.items():
             if parameter is not None:
-                part._parameters[name] = nn.Parameter(parameter.detach()[along], parameter.requires_grad)
+                norm._parameters[name] = nn.Parameter(parameter.detach()[along], parameter.requires_grad)
         found.append(_Piece(part, partial(_cut, where=(slice(row, row + 1), along))))
     return found, min(1.0, len(found) * width / (len(x) * groups))
 
@@ -156,7 +163,9 @@ def _widest(module: nn.Module) -> int:
 def _independent_dims(match: Match, module: Any, x: Tensor) -> list[int]:
     """The dims along which an element's result does not depend on other samples; for Linear -> scale -> BatchNorm, of
     whose batch a part is a batch too, the batch."""
-    if match.kind in ("group_norm", "linear_scale_batch_norm"):
+    if match.kind == "instance_norm" and x.dim() == module._get_no_batch_dim():
+        return []
+    if match.kind in (*_GROUPED, "linear_scale_batch_norm"):
         return [0]
     if match.kind == "l1_norm" or is_by_hand(match.kind, match.attributes):
         return [d for d in range(x.dim()) if d != match.value(module, "dim") % x.dim()]
@@ -248,7 +257,9 @@ def _compare_piece(
     """Compare on one piece; ``ours`` is what ours made of it without gradients, if that is known."""
     cotangent = _Cotangent() if gradients else None
     eager = _execute(detached_copy(module, type(module)), x, cotangent)
-    referee, size = _referee(match, module, x, cotangent)
+    # What is in between is rounded as the output is, which autocast may make wider than the input.
+    dtype = eager.output.dtype if match.kind == "group_norm_activation" else x.dtype
+    referee, size = _referee(match, module, x, dtype, cotangent)
     checks = _Checks(match.kind, size)
     # What runs without gradients may be another path than what runs with them: both are compared.
     ran = False
@@ -267,24 +278,28 @@ def _compare_piece(
 
 
 def _referee(
-    match: Match, module: nn.Module, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None
+    match: Match, module: nn.Module, x: Tensor, dtype: torch.dtype, cotangent: Callable[[Tensor], Tensor] | None
 ) -> tuple[_Run, Magnitudes]:
-    """The original site in float64, outside autocast; what depends on the dtype in the original is as it is there."""
+    """The original site in float64, outside autocast; what depends on the dtype in the original is as it is there.
+    ``dtype`` is the one it rounds to on the way."""
     unit = matmul_unit(x)
     with torch.autocast(x.device.type, enabled=False):
         copy = _float64_copy(match, module, x)
-        run = _execute(copy, x.double(), cotangent, lambda leaf: _as_in_the_original(match, module, copy, x, leaf))
+        around = lambda leaf: _as_in_the_original(match, module, copy, x, dtype, leaf)  # noqa: E731
+        run = _execute(copy, x.double(), cotangent, around)
         with torch.no_grad():
-            size = magnitudes(match, _float64_copy(match, module, x), x.double(), x.dtype, unit)
+            size = magnitudes(match, _float64_copy(match, module, x), x.double(), dtype, unit)
     return run, size
 
 
 def _as_in_the_original(
-    match: Match, module: nn.Module, copy: nn.Module, x: Tensor, leaf: Tensor
+    match: Match, module: nn.Module, copy: nn.Module, x: Tensor, dtype: torch.dtype, leaf: Tensor
 ) -> contextlib.AbstractContextManager[Any]:
     """What gives the float64 ``copy`` of ``module`` the roundings that the original declares on ``x``."""
     if match.kind == "l1_norm":
-        return RoundedMeans(x.dtype)
+        return RoundedMeans(dtype)
+    if match.kind == "group_norm_activation":
+        return RoundedGroupNorm(dtype)
     if not (match.registered or is_by_hand(match.kind, match.attributes)):
         return contextlib.nullcontext()
     named = dict((*module.named_parameters(), *module.named_buffers()))

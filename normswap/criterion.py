@@ -14,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from normswap import reference
 from normswap.plan import Match, is_by_hand
 
 C: Mapping[str, float] = {
@@ -23,10 +25,12 @@ C: Mapping[str, float] = {
     # random shapes, means of 0 to 1000 and spreads of 1 and 1e-3.
     "layer_norm": 4.0,
     "group_norm": 4.0,
+    "instance_norm": 4.0,
     "rms_norm": 4.0,
     "l1_norm": 4.0,
     # A path through it rounds about twice as often: a matmul, a product with the scale, a norm, a matmul back.
     "linear_scale_batch_norm": 8.0,
+    "group_norm_activation": 4.0,
 }
 
 C_GRADIENT: Mapping[str, float] = {
@@ -144,17 +148,34 @@ class RoundedMeans(torch.utils._python_dispatch.TorchDispatchMode):
         return out.to(self.dtype).to(out.dtype) if rounds else out
 
 
+class RoundedGroupNorm(torch.utils._python_dispatch.TorchDispatchMode):
+    """Round what a group norm gives to ``dtype`` and back, as it is before an activation; gradients pass."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not _aten.native_group_norm.default or self.dtype not in _SIXTEEN_BITS:
+            return out
+        return out[0].to(self.dtype).to(out[0].dtype), *out[1:]
+
+
 # --- magnitudes of each kind --------------------------------------------------------------------------------------
 
 
 def magnitudes(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype, unit: float = 0.0) -> Magnitudes:
     """The magnitudes of ``site``, a float64 copy of the original in its own class as it was before the call, on the
-    float64 input ``x``. ``dtype`` is the real input's; ``unit`` what ``matmul_unit`` says of it.
+    float64 input ``x``. ``dtype`` is the one that the original rounds to on the way; ``unit`` what ``matmul_unit`` says
+    of the real input.
     """
     if match.kind == "linear_scale_batch_norm":
         return _Columns(match, site, x).magnitudes(unit)
     if match.kind == "l1_norm":
         return _l1_norm(match, site, x, dtype)
+    if match.kind == "group_norm_activation":
+        return _activated(match, site, x, dtype)
     if is_by_hand(match.kind, match.attributes):
         return _rms_by_hand(match.attributes, site, x, dtype)
     rows = _Rows(match.kind, match.view(site), x)
@@ -163,12 +184,18 @@ def magnitudes(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype, uni
 
 
 class _Rows:
-    """layer_norm, group_norm and rms_norm: rows of ``flat`` (*, N) with weight and bias that broadcast to it."""
+    """layer_norm, group_norm, instance_norm and rms_norm: rows of ``flat`` (*, N) with weight and bias that broadcast
+    to it; ``channel`` is the dim that has a weight each in a group_norm or instance_norm."""
 
     def __init__(self, kind: str, site: Any, x: Tensor) -> None:
         self.shape, self.weight, self.bias = x.shape, site.weight, getattr(site, "bias", None)
-        self.group = kind == "group_norm"
-        self.flat = x.reshape(x.shape[0], site.num_groups, -1) if self.group else self._rows(x, site.normalized_shape)
+        self.group = kind in ("group_norm", "instance_norm")
+        self.channel = x.dim() - site._get_no_batch_dim() if kind == "instance_norm" else 1
+        if self.group:
+            groups = site.num_groups if kind == "group_norm" else x.shape[self.channel]
+            self.flat = x.reshape(*x.shape[: self.channel], groups, -1)
+        else:
+            self.flat = self._rows(x, site.normalized_shape)
         eps = torch.finfo(torch.float32).eps if site.eps is None else site.eps
         square = self.flat.square().mean(-1, keepdim=True)
         self.centred = kind != "rms_norm"
@@ -186,7 +213,7 @@ class _Rows:
             return torch.full((), absent, dtype=torch.float64, device=self.flat.device)
         if not self.group:
             return parameter.abs().reshape(-1)
-        return parameter.abs().view(1, -1, *(1,) * (len(self.shape) - 2))
+        return parameter.abs().view(-1, *(1,) * (len(self.shape) - self.channel - 1))
 
     def _shaped(self, flat: Tensor) -> Tensor:
         return flat.reshape(self.shape) if self.group else flat
@@ -204,9 +231,47 @@ class _Rows:
         found = {"input": (self.rstd * through).reshape(self.shape)}
         for name, parameter, terms in (("weight", self.weight, dy * self._shaped(self.xhat)), ("bias", self.bias, dy)):
             if parameter is not None:
-                kept = 1 if self.group else terms.dim() - 1
+                kept = self.channel if self.group else terms.dim() - 1
                 found[name] = terms.sum([d for d in range(terms.dim()) if d != kept]).reshape(parameter.shape)
         return found
+
+
+def _activated(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype) -> Magnitudes:
+    """An activation of a group norm's output z, rounded to ``dtype``: an error of z counts as much as the activation is
+    steep there, and gradients as much as it bends. The activation's own error is a few roundings of z."""
+    norm, activation, unit = match.view(site), _activation(match, site), C[match.kind] * _FLOAT32_ROUNDING
+    rows = _Rows("group_norm", norm, x)
+    z = F.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
+    error = unit * rows.output()
+    if dtype in _SIXTEEN_BITS:  # no error at all, but where float32 arithmetic cannot tell to which side z rounds
+        low, z, high = (value.to(dtype).double() for value in (z - error, z, z + error))
+        error = torch.maximum(high - z, z - low)
+    below, slope, above = (_derivative(activation, at) for at in (z - error, z, z + error))
+    steepest = torch.stack([below, slope, above]).abs().amax(0)
+    bend = torch.maximum((below - slope).abs(), (above - slope).abs())
+
+    def gradients(dy: Tensor) -> dict[str, Tensor]:
+        found = rows.gradients(dy.abs() * (steepest + bend / unit + 1.0))
+        return {
+            name if match.norm is None or name == "input" else f"{match.norm}.{name}": t for name, t in found.items()
+        }
+
+    return Magnitudes(steepest * error / unit + z.abs(), gradients)
+
+
+def _activation(match: Match, site: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What a group_norm_activation does to the norm's output."""
+    (part,) = match.attributes.get("runs", [match.attributes])
+    if "activation" in part:
+        return reference.ACTIVATIONS[part["activation"]]
+    return nn.Sequential(*(site.get_submodule(name) for name in part["children"]))
+
+
+def _derivative(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    with torch.enable_grad():
+        leaf = at.detach().requires_grad_()
+        (found,) = torch.autograd.grad(function(leaf.clone()).sum(), leaf)  # it may write to what it is given
+    return found
 
 
 def _rms_by_hand(attributes: Mapping[str, Any], site: Any, x: Tensor, dtype: torch.dtype) -> Magnitudes:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from normswap import modules, reference, rules
 from normswap.forwards import linear_scale_batch_norm as _lsb
+from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.plan import Match, NormswapError
 from normswap.sites import classes
 
@@ -106,9 +107,9 @@ def _linear(module: nn.Module, parts: Mapping[str, Any]) -> nn.Linear:
     owner = module._modules[parts["scale"]] if "attribute" in parts else module
     scale, after = parts.get("attribute", parts.get("scale")), parts.get("after")
     called = [module, owner] if "attribute" in parts else [module]
-    if not (_lsb.is_plain(linear, nn.Linear) and _lsb.is_plain(bn, nn.BatchNorm1d)):
+    if not (is_plain(linear, nn.Linear) and is_plain(bn, nn.BatchNorm1d)):
         raise _NotFoldable("its Linear or BatchNorm1d is no plain one, or carries hooks")
-    if not all(isinstance(one, nn.Module) and _lsb.is_unhooked(one) for one in called):
+    if not all(isinstance(one, nn.Module) and is_unhooked(one) for one in called):
         raise _NotFoldable("it carries hooks, or a forward of its own")
     if bn.training or bn.running_mean is None or bn.running_var is None:
         raise _NotFoldable("its BatchNorm1d goes by its batch: it is in train mode or keeps no running statistics")

@@ -1,7 +1,8 @@
 """Never slower: each swapped site timed against the original on the shapes one run of the model brings to it.
 
-Only shapes, dtypes and strides are kept of that run; what is timed runs on made-up values, on copies of the site. Sites
-that are alike in every respect that can be seen - classes, attributes, parameters, inputs - are timed once.
+Only shapes, dtypes and strides are kept of that run; what is timed runs on made-up values, on copies of the site; of an
+nn.Sequential only the runs of children that are swapped. Sites that are alike in every respect that can be seen -
+classes, attributes, parameters, inputs - are timed once.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normswap import modules, native
-from normswap.plan import Swap
+from normswap.plan import Match, Swap
 from normswap.sites import detached_copy, preserved
 
 _MAX_FORMS = 4
@@ -37,7 +38,8 @@ Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 @dataclass(frozen=True)
 class SiteTiming:
     """Microseconds a call of one site, the original's and ours (forward and backward where the site trains), averaged
-    over its ``calls`` in one run of the model. A site that could not be timed has zeros, and the reason in ``note``."""
+    over its ``calls`` in one run of the model; in an nn.Sequential every swapped run of children counts as a call. A
+    site that could not be timed has zeros, and the reason in ``note``."""
 
     name: str
     calls: int
@@ -85,28 +87,49 @@ def timer_for(device: torch.device) -> Timer | None:
 def time_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any]) -> list[SiteTiming]:
     """Time the sites of ``swaps`` in the swapped ``model`` that ``run``, a run on its example inputs, reaches with a
     floating-point tensor on a GPU. The model is left as it was."""
-    sites = {swap.site.name: model.get_submodule(swap.site.name) for swap in swaps}
-    forms: dict[str, Counter[_Form]] = {name: Counter() for name in sites}
+    sites = {swap.site.name: _parts(model.get_submodule(swap.site.name), swap.match) for swap in swaps}
     with preserved(model):
-        with _recording(sites, forms), torch.no_grad():
+        with _recording([part for parts in sites.values() for part in parts]), torch.no_grad():
             run()
         learns = any(p.requires_grad for p in model.parameters())
         known: dict[Any, tuple[float, float] | str] = {}
         timings = []
         with _progress(len(sites)) as tell:
-            for name, module in sites.items():
+            for name, parts in sites.items():
                 tell()
-                timing = _time_site(name, module, forms[name], learns, known)
+                timing = _time_site(name, parts, learns, known)
                 timings += [] if timing is None else [timing]
     return timings
 
 
+@dataclass
+class _Part:
+    """What is timed of a site: a module, its class before and after the swap, whether the site trains, the module whose
+    inputs it takes, and the forms of these with how often they came."""
+
+    module: nn.Module
+    original: type[nn.Module]
+    swapped: type[nn.Module]
+    training: bool
+    called: nn.Module
+    forms: Counter[_Form] = field(default_factory=Counter)
+
+
+def _parts(site: nn.Module, match: Match) -> list[_Part]:
+    found = []
+    for piece, module, called in modules.pieces(site, match):
+        original = modules.original_class(module) or type(module)
+        swapped = modules.swapped_class(piece.kind, original, piece.attributes)
+        found.append(_Part(module, original, swapped, site.training, called))
+    return found
+
+
 @contextlib.contextmanager
-def _recording(sites: dict[str, nn.Module], forms: dict[str, Counter[_Form]]) -> Iterator[None]:
+def _recording(parts: Sequence[_Part]) -> Iterator[None]:
     handles = []
     try:
-        for name, module in sites.items():
-            handles.append(module.register_forward_pre_hook(_recorder(forms[name]), with_kwargs=True))
+        for part in parts:  # a hook on a child of a swapped module has that call it
+            handles.append(part.called.register_forward_pre_hook(_recorder(part.forms), with_kwargs=True))
         yield
     finally:
         for handle in handles:
@@ -125,19 +148,21 @@ def _recorder(forms: Counter[_Form]) -> Callable[..., None]:
 
 
 def _time_site(
-    name: str, module: nn.Module, forms: Counter[_Form], learns: bool, known: dict[Any, tuple[float, float] | str]
+    name: str, parts: Sequence[_Part], learns: bool, known: dict[Any, tuple[float, float] | str]
 ) -> SiteTiming | None:
     """The mean over the forms the site is called with most; None when it was not called on a GPU."""
     calls, eager, ours = 0, 0.0, 0.0
-    for form, count in forms.most_common(_MAX_FORMS):
-        key = (form, *_looks(module))
-        if key not in known:
-            known[key] = _time_form(module, form, learns and module.training)
-        times = known[key]
-        if isinstance(times, str):
-            return SiteTiming(name, forms.total(), note=times)
-        calls, eager, ours = calls + count, eager + count * times[0], ours + count * times[1]
-    return SiteTiming(name, forms.total(), eager / calls, ours / calls) if calls else None
+    total = sum(part.forms.total() for part in parts)
+    for part in parts:
+        for form, count in part.forms.most_common(_MAX_FORMS):
+            key = (form, part.swapped, *_looks(part.module))
+            if key not in known:
+                known[key] = _time_form(part, form, learns and part.training)
+            times = known[key]
+            if isinstance(times, str):
+                return SiteTiming(name, total, note=times)
+            calls, eager, ours = calls + count, eager + count * times[0], ours + count * times[1]
+    return SiteTiming(name, total, eager / calls, ours / calls) if calls else None
 
 
 def _looks(module: nn.Module) -> tuple[Any, ...]:
@@ -151,15 +176,15 @@ def _looks(module: nn.Module) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _time_form(module: nn.Module, form: _Form, gradients: bool) -> tuple[float, float] | str:
+def _time_form(part: _Part, form: _Form, gradients: bool) -> tuple[float, float] | str:
     timer = timer_for(form.device)
-    original = modules.original_class(module)
-    if timer is None or original is None:
+    if timer is None:
         return "not timed: our kernels do not run here"
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), _as_called(form):
             x = form.made()
-            eager, ours = timer([_call(detached_copy(module, cls), x, gradients) for cls in (original, type(module))])
+            both = [detached_copy(part.module, cls) for cls in (part.original, part.swapped)]
+            eager, ours = timer([_call(copy, x, gradients) for copy in both])
     except torch.OutOfMemoryError:
         return "not timed: out of memory"
     return eager, ours

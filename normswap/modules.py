@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import ops
+from normswap.forwards import group_norm_activation as _gna
 from normswap.forwards import l1_norm as _l1
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards import only_argument
@@ -51,6 +52,32 @@ class GroupNorm(nn.GroupNorm):
     def from_torch(cls, module: nn.GroupNorm) -> GroupNorm:
         """A copy of ``module`` of this class, with weights of its own. Raises TypeError for another type."""
         return _copied_as(cls, module, nn.GroupNorm)
+
+
+class _InstanceNorm:
+    """Mixin of the three below: checks and unbatched inputs stay torch.nn's, which then calls this."""
+
+    def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
+        if self.track_running_stats or self.running_mean is not None or self.running_var is not None:
+            return super()._apply_instance_norm(input)  # type: ignore[misc,no-any-return]
+        return ops.instance_norm(input, *_affine(self), self.eps)
+
+    @classmethod
+    def from_torch(cls, module: nn.Module) -> Any:
+        """A copy of ``module`` of this class, with weights of its own. Raises TypeError for another type."""
+        return _copied_as(cls, module, cls.__mro__[2])
+
+
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
+    """``torch.nn.InstanceNorm1d``, without running statistics on our kernel: same arguments, state_dict and results."""
+
+
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
+    """``torch.nn.InstanceNorm2d``, without running statistics on our kernel: same arguments, state_dict and results."""
+
+
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
+    """``torch.nn.InstanceNorm3d``, without running statistics on our kernel: same arguments, state_dict and results."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -168,10 +195,13 @@ class LinearScaleBatchNorm(nn.Module):
 
 # --- the classes installed at sites -----------------------------------------------------------------------------
 
-_MODULE_CLASSES: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
-    "layer_norm": (nn.LayerNorm, LayerNorm),
-    "group_norm": (nn.GroupNorm, GroupNorm),
-    "rms_norm": (nn.RMSNorm, RMSNorm),
+_MODULE_CLASSES: dict[type[nn.Module], tuple[str, type[nn.Module]]] = {
+    nn.LayerNorm: ("layer_norm", LayerNorm),
+    nn.GroupNorm: ("group_norm", GroupNorm),
+    nn.InstanceNorm1d: ("instance_norm", InstanceNorm1d),
+    nn.InstanceNorm2d: ("instance_norm", InstanceNorm2d),
+    nn.InstanceNorm3d: ("instance_norm", InstanceNorm3d),
+    nn.RMSNorm: ("rms_norm", RMSNorm),
 }
 
 
@@ -190,6 +220,10 @@ class Rewritten:
         return (_rebuild, (self._normswap_original, match.kind, dict(match.attributes)), *reduced[2:])
 
 
+INSTALLED: tuple[type, ...] = (*(swapped for _, swapped in _MODULE_CLASSES.values()), Rewritten)
+"""Every class that swapping installs is one of these or a subclass."""
+
+
 def _rebuild(original: type[nn.Module], kind: str, attributes: Mapping[str, Any]) -> nn.Module:
     cls = swapped_class(kind, original, attributes)
     return cls.__new__(cls)
@@ -198,13 +232,13 @@ def _rebuild(original: type[nn.Module], kind: str, attributes: Mapping[str, Any]
 def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str, Any]) -> type[nn.Module]:
     """The class to install at a site of ``kind`` whose module has the class ``original``.
 
-    For nn.LayerNorm, nn.GroupNorm and nn.RMSNorm that is the importable class; for their subclasses and for expression
-    kinds a subclass of ``original``, made once per (original, attributes), that has its name. Raises PlanError when
-    they do not fit.
+    For torch.nn's own norms that is the importable class; for their subclasses and for expression kinds a subclass of
+    ``original``, made once per (original, attributes), that has its name. Raises PlanError when they do not fit.
     """
-    expected, swapped = _MODULE_CLASSES.get(kind, (nn.Module, nn.Module))
-    if original is expected and not attributes:
+    known, swapped = _MODULE_CLASSES.get(original, ("", nn.Module))
+    if known == kind and not attributes:
         return swapped
+    expected = next((cls for cls, (of, _) in _MODULE_CLASSES.items() if of == kind), nn.Module)
     found = is_by_hand(kind, attributes) or Match(kind, attributes).registered
     if kind not in _FORWARDS or not (found or issubclass(original, expected)):
         raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
@@ -244,9 +278,15 @@ def _linear_scale_batch_norm_forward(
     return _lsb.make_forward(original, base_forward, attributes, _only_argument(base_forward))
 
 
-def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]:
-    """The forward of a subclass of a torch.nn norm that computes what its base class does unless a flag is set."""
-    swapped = _MODULE_CLASSES[name][1]
+def _group_norm_activation_forward(
+    original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]
+) -> _Forward:
+    return _gna.make_forward(original, base_forward, attributes, _only_argument(base_forward))
+
+
+def _subclass_forward(swapped: Any) -> Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]:
+    """The forward of a subclass of a torch.nn norm that computes what its base class does unless a flag is set, by that
+    of ``swapped``."""
 
     def make(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
         flag, argument = attributes.get("unless"), _only_argument(base_forward)
@@ -263,7 +303,7 @@ def _subclass_forward(name: str) -> Callable[[type[nn.Module], _Forward, Mapping
 
 
 def _rms_norm_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
-    make = by_hand_forward if is_by_hand("rms_norm", attributes) else _subclass_forward("rms_norm")
+    make = by_hand_forward if is_by_hand("rms_norm", attributes) else _subclass_forward(RMSNorm)
     return make(original, base_forward, attributes)
 
 
@@ -292,11 +332,17 @@ def _registered_forward(kind: str) -> Callable[[type[nn.Module], _Forward, Mappi
 
 
 _FORWARDS: dict[str, Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]] = {
-    "layer_norm": _subclass_forward("layer_norm"),
+    "layer_norm": _subclass_forward(LayerNorm),
     "rms_norm": _rms_norm_forward,
-    "group_norm": _subclass_forward("group_norm"),
+    "group_norm": _subclass_forward(GroupNorm),
     "l1_norm": _l1_norm_forward,
     "linear_scale_batch_norm": _linear_scale_batch_norm_forward,
+    "group_norm_activation": _group_norm_activation_forward,
+}
+
+_RUN_NAMES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "linear_scale_batch_norm": _lsb.run_names,
+    "group_norm_activation": _gna.run_names,
 }
 
 
@@ -304,14 +350,14 @@ def original_class(module: nn.Module) -> type[nn.Module] | None:
     """The class ``module`` had before it was swapped; None when its class is not one that swapping installs."""
     if isinstance(module, Rewritten):
         return type(module)._normswap_original if "_normswap_match" in vars(type(module)) else None
-    return next((original for original, swapped in _MODULE_CLASSES.values() if type(module) is swapped), None)
+    return next((original for original, (_, swapped) in _MODULE_CLASSES.items() if type(module) is swapped), None)
 
 
 def site_match(module: nn.Module) -> Match | None:
     """What was swapped at ``module``: its kind and attributes; None when it is not swapped."""
     if isinstance(module, Rewritten) and "_normswap_match" in vars(type(module)):
         return type(module)._normswap_match
-    return next((Match(kind) for kind, (_, swapped) in _MODULE_CLASSES.items() if type(module) is swapped), None)
+    return next((Match(kind) for kind, swapped in _MODULE_CLASSES.values() if type(module) is swapped), None)
 
 
 def pieces(module: nn.Module, match: Match) -> list[tuple[Match, nn.Module, nn.Module]]:
@@ -321,8 +367,9 @@ def pieces(module: nn.Module, match: Match) -> list[tuple[Match, nn.Module, nn.M
         return [(match, module, module)]
     found: list[tuple[Match, nn.Module, nn.Module]] = []
     for run in match.attributes["runs"]:
-        children = OrderedDict((name, module.get_submodule(name)) for name in _lsb.run_names(run))
-        found.append((Match(match.kind, {"runs": [run]}), nn.Sequential(children), children[run["linear"]]))
+        names = _RUN_NAMES[match.kind](run)
+        children = OrderedDict((name, module.get_submodule(name)) for name in names)
+        found.append((Match(match.kind, {"runs": [run]}), nn.Sequential(children), children[names[0]]))
     return found
 
 

@@ -6,14 +6,50 @@ The function of a name here takes the same arguments as the op of that name in `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 layer_norm = F.layer_norm
-group_norm = F.group_norm
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""What may follow a norm in one op, in the order of the kernels' numbers for it (0 to 4)."""
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "none",
+) -> Tensor:
+    """PyTorch's group norm, rounded to its dtype as it is, then the activation."""
+    return ACTIVATIONS[activation](F.group_norm(input, num_groups, weight, bias, eps))
+
+
+def instance_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """PyTorch's instance norm by the statistics of ``input``."""
+    return F.instance_norm(input, None, None, weight, bias, eps=eps)
+
+
+def activation_gradient(grad: Tensor, input: Tensor, activation: str) -> Tensor:
+    """The gradient of ``ACTIVATIONS[activation]`` at ``input``, in its dtype."""
+    aten = torch.ops.aten
+    if activation == "relu":
+        return aten.threshold_backward.default(grad, input, 0)
+    if activation == "silu":
+        return aten.silu_backward.default(grad, input)
+    return aten.gelu_backward.default(grad, input, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def rms_norm(

@@ -178,8 +178,10 @@ def _synthesised(match: Match, module: Any, like: Tensor | None) -> Iterator[Ten
 
 
 def _synthetic_shape(match: Match, module: Any) -> tuple[int, ...]:
-    if match.kind == "group_norm":
+    if match.kind in ("group_norm", "group_norm_activation"):
         return (2, match.view(module).num_channels, 6, 5)
+    if match.kind == "instance_norm":
+        return (2, module.num_features, *(6, 5, 4)[: module._get_no_batch_dim() - 1])
     if match.kind == "l1_norm":
         dim = match.value(module, "dim")
         rank = max(2, dim + 1, -dim)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from normswap import rules
+from normswap.modules import site_match
 from normswap.plan import Match, Plan, Reason, Refusal, Refused, Site, Swap
 
 Filter: TypeAlias = "str | Callable[[nn.Module, str], bool] | Iterable[str | Callable[[nn.Module, str], bool]] | None"
@@ -32,20 +33,22 @@ def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None) ->
         raise TypeError(f"plan: model must be a torch.nn.Module, got {type(model).__name__}")
     found = list(_distinct(model))
     included, excluded = _selector(include, "include", found), _selector(exclude, "exclude", found)
+    answers = [(place, answer) for place in found if (answer := rules.find(place.module)) is not None]
+    left_out = {id(place.module) for place, _ in answers if excluded is not None and excluded(place)}
     swaps: list[tuple[Swap, nn.Module]] = []
     refused: list[Refused] = []
-    for place in found:
-        answer = rules.find(place.module)
-        if answer is None:
-            continue
+    for place, found_there in answers:
         site = Site(place.names[0], type_name(place.module), tuple(place.names[1:]))
-        if (included is not None and not included(place)) or (excluded is not None and excluded(place)):
+        answer = _without(found_there, place.module, left_out)
+        if (included is not None and not included(place)) or id(place.module) in left_out:
             refused.append(Refused(site, Refusal(answer.kind, Reason.EXCLUDED)))
         elif isinstance(answer, Match):
             swaps.append((Swap(site, answer), place.module))
         else:
             refused.append(Refused(site, answer))
-    claimed = {id(child) for swap, module in swaps for child in _claimed(module, swap.match)}
+    fused = [(module, swap.match) for swap, module in swaps]
+    fused += [(place.module, match) for place in found if (match := site_match(place.module)) is not None]
+    claimed = {id(child) for module, match in fused for child in _claimed(module, match)}
     return Plan(tuple(swap for swap, module in swaps if id(module) not in claimed), tuple(refused))
 
 
@@ -85,6 +88,19 @@ def _claimed(module: nn.Module, match: Match) -> Iterator[nn.Module]:
         child = module._modules.get(name)
         if child is not None:
             yield child
+
+
+def _without(match: Match | Refusal, module: nn.Module, left_out: set[int]) -> Match | Refusal:
+    """``match`` without the runs of an nn.Sequential that need a site which was left out; a Refusal where no other is
+    left, or where it is no such run that needs one."""
+    if isinstance(match, Refusal):
+        return match
+    runs = match.attributes.get("runs", [])
+    kept = [run for run in runs if not any(id(child) in left_out for child in _claimed(module, Match(match.kind, run)))]
+    if kept and len(kept) < len(runs):
+        return Match(match.kind, {"runs": kept})
+    needs = not kept if runs else any(id(child) in left_out for child in _claimed(module, match))
+    return Refusal(match.kind, Reason.EXCLUDED) if needs else match
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from models import L1, Projection, randomised
+import torch.nn.functional as F
+from models import L1, Activated, Projection, randomised
 from torch import Tensor, nn
 
 from normswap import ops
 
-KINDS = ("layer_norm", "group_norm", "rms_norm", "l1_norm", "linear_scale_batch_norm")
+KINDS = ("layer_norm", "group_norm", "rms_norm", "l1_norm", "linear_scale_batch_norm", "group_norm_activation")
 WIDTH = 24
 
 _MARK = 2e-5  # the eps of a marked site; a marked L1 norm is the one along dim -1
 _WRONG_EPS = 1e-3
-_OPS = {kind: kind for kind in KINDS} | {"linear_scale_batch_norm": "scale_batch_norm"}
+_OPS = {kind: kind for kind in KINDS} | {
+    "linear_scale_batch_norm": "scale_batch_norm",
+    "group_norm_activation": "group_norm",
+}
 
 
 class LastL1(nn.Module):
@@ -43,6 +47,8 @@ def _site(kind: str, marked: bool) -> nn.Module:
         return nn.LayerNorm(WIDTH, eps=eps)
     if kind == "group_norm":
         return nn.GroupNorm(2, WIDTH, eps=eps)
+    if kind == "group_norm_activation":
+        return Activated(2, WIDTH, eps)
     if kind == "rms_norm":
         return nn.RMSNorm(WIDTH, eps=eps)
     if kind == "l1_norm":
@@ -89,14 +95,15 @@ def one_pass_variance(right: Callable[..., Tensor], call: _Call) -> Tensor:
     weight, bias = (v.view(-1, *(1,) * (x.dim() - 2)) for v in call.args[place : place + 2])
     if call.kind == "linear_scale_batch_norm":
         x, rows, dim = x * call.args[1], x * call.args[1], 0
-    elif call.kind == "group_norm":
+    elif call.kind in ("group_norm", "group_norm_activation"):
         rows, dim = x.reshape(len(x), call.args[1], -1), -1
     else:
         rows, dim, weight, bias = x, -1, call.args[2], call.args[3]
     mean = rows.mean(dim, keepdim=True)
     variance = rows.square().mean(dim, keepdim=True) - mean.square()
     normalised = ((rows - mean) * (variance + _MARK).rsqrt()).reshape(x.shape)
-    return (normalised * weight + bias).to(out.dtype)
+    found = (normalised * weight + bias).to(out.dtype)
+    return F.silu(found) if call.kind == "group_norm_activation" else found
 
 
 class _Scaled(torch.autograd.Function):
@@ -111,15 +118,16 @@ class _Scaled(torch.autograd.Function):
 
 def gradient_off(right: Callable[..., Tensor], call: _Call) -> Tensor:
     """The gradient of the weight, or of the input where there is no weight."""
-    place = {"layer_norm": 2, "group_norm": 2, "rms_norm": 2, "l1_norm": 0, "linear_scale_batch_norm": 4}[call.kind]
+    place = {"l1_norm": 0, "linear_scale_batch_norm": 4}.get(call.kind, 2)
     return right(*call.args[:place], _Scaled.apply(call.args[place]), *call.args[place + 1 :], **call.rest)
 
 
+_CENTRED = ("layer_norm", "group_norm", "linear_scale_batch_norm", "group_norm_activation")
 FAULTS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
-    "forgets bias": (forgets_bias, ("layer_norm", "group_norm", "linear_scale_batch_norm")),
+    "forgets bias": (forgets_bias, _CENTRED),
     "eps 1e-3": (other_eps, KINDS),
     "leaves the last 3 columns": (leaves_three_columns, KINDS),
-    "one-pass variance": (one_pass_variance, ("layer_norm", "group_norm", "linear_scale_batch_norm")),
+    "one-pass variance": (one_pass_variance, _CENTRED),
     "a gradient 1% off": (gradient_off, KINDS),
 }
 """Every fault, and the kinds that can have it: the others have no bias, or no variance."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -20,6 +21,17 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.bn(self.gemm(x) * self.scale)
+
+
+class Activated(nn.Module):
+    """SiLU of a GroupNorm."""
+
+    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(num_groups, num_channels, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.norm(x))
 
 
 class Every(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import L1, Projection, randomised
+from models import L1, Activated, Projection, randomised
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -36,6 +36,8 @@ NORMS: dict[str, Norm] = {
     "layer_norm": Norm(lambda: nn.LayerNorm(12), (5, 12)),
     "rms_norm": Norm(lambda: nn.RMSNorm(12, eps=1e-6), (5, 12)),
     "group_norm": Norm(lambda: nn.GroupNorm(2, 6), (4, 6, 5, 3)),
+    "instance_norm": Norm(lambda: nn.InstanceNorm2d(6, affine=True), (4, 6, 5, 3)),
+    "group_norm_activation": Norm(lambda: Activated(2, 6), (4, 6, 5, 3)),
     "l1_norm": Norm(L1, (5, 12)),
     "linear_scale_batch_norm": Norm(lambda: Projection(7, 6), (9, 7)),
 }
@@ -46,6 +48,11 @@ def made(kind: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> 
     """A randomised module of ``kind`` in eval mode, and an input for it."""
     norm = NORMS[kind]
     return randomised(norm.make()).eval().to(device, dtype), drawn(norm.shape, device, dtype)
+
+
+def norm_in(model: Any) -> Any:
+    """The module of a made one that has the norm's weight and eps."""
+    return model._modules.get("bn") or model._modules.get("norm") or model
 
 
 def drawn(shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
@@ -207,6 +214,7 @@ def calls_of(kind: str, device: str = "cpu") -> Iterator[Tensor]:
         "layer_norm": [(5, 12), (7, 12), (2, 3, 5, 12)],
         "rms_norm": [(5, 12), (7, 12), (2, 3, 5, 12)],
         "group_norm": [(4, 6), (5, 6), (4, 6, 5, 3)],
+        "group_norm_activation": [(4, 6), (5, 6), (4, 6, 5, 3)],
         "l1_norm": [(5, 12), (7, 12), (2, 3, 5, 12)],
     }.get(kind, [shape, (11, *shape[1:]), (4, *shape[1:])])
     for shape in shapes:

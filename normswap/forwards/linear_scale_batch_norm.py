@@ -19,21 +19,21 @@ import math
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _torch_module
 
 from normswap import ops
 from normswap.forwards import only_argument
+from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.forwards.sequential import sequential_forward
 
 _Forward: TypeAlias = Callable[..., Tensor]
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
-_FORWARDS = {cls: cls.forward for cls in (nn.Linear, nn.BatchNorm1d)}
 _DEVICES = ("cpu", "cuda")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 # --- the computation ----------------------------------------------------------------------------------------------
@@ -160,20 +160,6 @@ def _is_recorded() -> bool:
     return torch.jit.is_tracing()
 
 
-def is_plain(module: Any, expected: type[nn.Module]) -> bool:
-    """True when calling ``module`` does what torch.nn's ``expected.forward`` does and nothing more."""
-    return type(module) is expected and expected.forward is _FORWARDS[expected] and is_unhooked(module)
-
-
-def is_unhooked(module: nn.Module) -> bool:
-    """True when calling ``module`` runs its class's forward and nothing before or after it."""
-    return (
-        "forward" not in module.__dict__
-        and not any(getattr(module, hooks) for hooks in _HOOKS)
-        and not _torch_module._has_any_global_hook()
-    )
-
-
 # --- a module with a forward of its own ---------------------------------------------------------------------------
 
 
@@ -225,23 +211,7 @@ def _sequential_forward(
 ) -> _Forward:
     for run in runs:
         _check_names(*run.values(), run["linear"], run["batch_norm"])
-    starts = {run["linear"]: (run, run_names(run)) for run in runs}
-
-    def forward(self: nn.Sequential, *args: Any, **kwargs: Any) -> Tensor:
-        if original.forward is not base_forward or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            return original.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
-        x, names, children = args[0], list(self._modules), self._modules
-        position = 0
-        while position < len(names):
-            run, parts = starts.get(names[position], ({}, [""]))
-            out = None
-            if names[position : position + len(parts)] == parts:
-                out = _run(x, children, run)
-            x = children[names[position]](x) if out is None else out  # type: ignore[misc]
-            position += 1 if out is None else len(parts)
-        return x
-
-    return forward
+    return sequential_forward(original, base_forward, [(run_names(run), partial(_run, run)) for run in runs])
 
 
 def run_names(run: Mapping[str, str]) -> list[str]:
@@ -249,7 +219,7 @@ def run_names(run: Mapping[str, str]) -> list[str]:
     return [run[part] for part in ("linear", "scale", "batch_norm") if part in run]
 
 
-def _run(x: Tensor, children: Mapping[str, nn.Module | None], run: Mapping[str, str]) -> Tensor | None:
+def _run(run: Mapping[str, str], x: Tensor, children: Mapping[str, nn.Module | None]) -> Tensor | None:
     scale = None
     if "scale" in run:
         child = children[run["scale"]]

@@ -19,20 +19,34 @@ from normswap.ops.dispatch import (
     reference_gradients,
 )
 
+ACTIVATIONS = {name: code for code, name in enumerate(reference.ACTIVATIONS)}
+"""What ``group_norm`` can do to its result, with the kernels' number for it."""
+
 
 def group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "none",
 ) -> Tensor:
-    """Group normalisation of ``input`` (N, C, *) (Wu & He 2018), as ``torch.nn.functional.group_norm``.
+    """Group normalisation of ``input`` (N, C, *) (Wu & He 2018), as ``torch.nn.functional.group_norm``, then the
+    activation: "none", "relu", "silu", "gelu" or "gelu_tanh", of the norm's output rounded to its dtype.
 
     ``weight`` and ``bias`` are (C,). A channels_last input gives a channels_last output; any other a contiguous one.
-    Returns the input's shape and dtype (float32 under autocast). Raises what PyTorch's op raises.
+    Returns the input's shape and dtype (float32 under autocast). Raises what PyTorch's op raises, and ValueError for
+    another activation.
     """
-    op = direct("group_norm", input, weight, bias)
+    op = direct("group_norm", input, weight, bias) if activation == "none" else None
     if op is not None:
         out = op(input, num_groups, weight, bias, eps)
         if out is not None:
             return out
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"group_norm: activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}"
+        )
     input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
     if not (
         native_serves(input, weight, bias)
@@ -45,10 +59,17 @@ def group_norm(
         and (bias is None or bias.shape == input.shape[1:2])
         and affine_dtypes_fit(input, weight, bias)
     ):
-        return reference.group_norm(input, num_groups, weight, bias, eps)
+        return reference.group_norm(input, num_groups, weight, bias, eps, activation)
+    return native_group_norm(input, weight, bias, num_groups, eps, activation)
+
+
+def native_group_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, activation: str = "none"
+) -> Tensor:
+    """``group_norm`` by our kernel, differentiable where that is asked for, of tensors that it takes."""
     if needs_grad(input, weight, bias):
-        return _GroupNorm.apply(input, weight, bias, num_groups, eps)
-    return _group_norm_forward(input, weight, bias, num_groups, eps, None, None)
+        return _GroupNorm.apply(input, weight, bias, num_groups, eps, activation)
+    return _group_norm_forward(input, weight, bias, num_groups, eps, activation, None, None)
 
 
 def _channels_last_format(input: Tensor) -> torch.memory_format:
@@ -66,35 +87,42 @@ def _group_norm_forward(
     bias: Tensor | None,
     num_groups: int,
     eps: float,
+    activation: str,
     mean: Tensor | None,
     rstd: Tensor | None,
 ) -> Tensor:
     layout = _channels_last_format(input)
     input = input.contiguous(memory_format=layout)
     out = torch.empty_like(input, memory_format=layout)
-    channels_last = layout is not torch.contiguous_format
+    channels_last, code = layout is not torch.contiguous_format, ACTIVATIONS[activation]
     torch.ops.normswap.group_norm.default(
-        input, dense(weight), dense(bias), num_groups, eps, channels_last, out, mean, rstd, 0
+        input, dense(weight), dense(bias), num_groups, eps, channels_last, code, out, mean, rstd, 0
     )
     return out
 
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Any, bias: Any, num_groups: int, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Any, bias: Any, num_groups: int, eps: float, activation: str
+    ) -> Tensor:
         mean = input.new_empty((input.shape[0], num_groups), dtype=torch.float32)
         rstd = torch.empty_like(mean)
-        out = _group_norm_forward(input, weight, bias, num_groups, eps, mean, rstd)
+        out = _group_norm_forward(input, weight, bias, num_groups, eps, activation, mean, rstd)
         ctx.save_for_backward(input, weight, bias, mean, rstd)
-        ctx.num_groups, ctx.eps = num_groups, eps
+        ctx.num_groups, ctx.eps, ctx.activation = num_groups, eps, activation
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, weight, bias, mean, rstd = ctx.saved_tensors
+        num_groups, eps, activation = ctx.num_groups, ctx.eps, ctx.activation
         if torch.is_grad_enabled():
-            formula = lambda x, w, b: reference.group_norm(x, ctx.num_groups, w, b, ctx.eps)  # noqa: E731
-            return *reference_gradients(formula, (input, weight, bias), grad), None, None
+            formula = lambda x, w, b: reference.group_norm(x, num_groups, w, b, eps, activation)  # noqa: E731
+            return *reference_gradients(formula, (input, weight, bias), grad), None, None, None
+        if activation != "none":  # what it was given is made again, which costs less than to keep it
+            normalised = _group_norm_forward(input, weight, bias, num_groups, eps, "none", None, None)
+            grad = reference.activation_gradient(grad.float(), normalised.float(), activation)
         needs = [bool(n) for n in ctx.needs_input_grad[:3]]
         layout = _channels_last_format(input)
         batch, channels = input.shape[:2]
@@ -108,8 +136,8 @@ class _GroupNorm(torch.autograd.Function):
             batch,
             channels,
             math.prod(input.shape[2:]),
-            ctx.num_groups,
+            num_groups,
             needs,
         )
         dx, dw, db = (g.to(t.dtype) if n else None for g, t, n in zip(grads, (input, weight, bias), needs, strict=True))
-        return None if dx is None else dx.contiguous(memory_format=layout), dw, db, None, None
+        return None if dx is None else dx.contiguous(memory_format=layout), dw, db, None, None, None

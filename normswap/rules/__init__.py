@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from normswap.plan import Match, Refusal
-from normswap.rules import group_norm, l1_norm, layer_norm, linear_scale_batch_norm, registered, rms_norm
+from normswap.rules import (
+    group_norm,
+    group_norm_activation,
+    instance_norm,
+    l1_norm,
+    layer_norm,
+    linear_scale_batch_norm,
+    registered,
+    rms_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,16 @@ class Rule:
 
 
 RULES: tuple[Rule, ...] = tuple(
-    Rule(rule.KIND, rule.match) for rule in (layer_norm, group_norm, rms_norm, l1_norm, linear_scale_batch_norm)
+    Rule(rule.KIND, rule.match)
+    for rule in (
+        layer_norm,
+        group_norm,
+        instance_norm,
+        rms_norm,
+        l1_norm,
+        linear_scale_batch_norm,
+        group_norm_activation,
+    )
 )
 
 

@@ -77,8 +77,7 @@ def parametrized_names(module: nn.Module) -> str:
 
 def is_ours(module: nn.Module) -> bool:
     """True for a swapped module (parametrized or not since then), and for one of ``normswap.modules``' own."""
-    ours = (modules.LayerNorm, modules.GroupNorm, modules.RMSNorm, modules.L1Norm, modules.LinearScaleBatchNorm)
-    return isinstance(module, (*ours, modules.Rewritten))
+    return isinstance(module, (*modules.INSTALLED, modules.L1Norm, modules.LinearScaleBatchNorm))
 
 
 def settled_type(module: nn.Module) -> type[nn.Module]:

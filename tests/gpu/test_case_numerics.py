@@ -16,6 +16,7 @@ from norm_models import (
     by_kind,
     cotangent_of,
     made,
+    norm_in,
     results,
     swapped_copy,
 )
@@ -99,9 +100,8 @@ def test_what_is_not_finite_stays_in_its_row(kind: str, value: float, dtype: tor
 @pytest.mark.parametrize("kind", [kind for kind in NORMS if kind != "l1_norm"])
 def test_zero_weights_have_finite_gradients(kind: str, training: bool) -> None:
     model, x = made(kind, DEVICE)
-    norm = model.bn if kind == "linear_scale_batch_norm" else model
     with torch.no_grad():
-        norm.weight.zero_()
+        norm_in(model).weight.zero_()
     assert_swaps_alike(model.train(training), x)
     found = results(swapped_copy(model, x), x, cotangent_of(model, x))
     assert all(tensor.isfinite().all() for tensor in found.values())
@@ -122,7 +122,7 @@ def test_a_scale_of_zero_or_below(scale: float, training: bool) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in NORMS if kind != "l1_norm"])
 def test_eps(kind: str, eps: float) -> None:
     model, x = made(kind, DEVICE)
-    (model.bn if kind == "linear_scale_batch_norm" else model).eps = eps
+    norm_in(model).eps = eps
     try:
         model(x)
     except ValueError as error:  # an older PyTorch refuses an eps of 0 in eval too

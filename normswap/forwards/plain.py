@@ -1,0 +1,26 @@
+"""Whether calling a module runs torch.nn's own code and nothing else, asked on every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as _torch_module
+
+_CLASSES = (nn.Linear, nn.BatchNorm1d, nn.GroupNorm, nn.ReLU, nn.SiLU, nn.GELU, nn.Identity)
+_FORWARDS = {cls: cls.forward for cls in _CLASSES}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_plain(module: Any, expected: type[nn.Module]) -> bool:
+    """True when calling ``module`` does what torch.nn's ``expected.forward`` does and nothing more."""
+    return type(module) is expected and expected.forward is _FORWARDS[expected] and is_unhooked(module)
+
+
+def is_unhooked(module: nn.Module) -> bool:
+    """True when calling ``module`` runs its class's forward and nothing before or after it."""
+    return (
+        "forward" not in module.__dict__
+        and not any(getattr(module, hooks) for hooks in _HOOKS)
+        and not _torch_module._has_any_global_hook()
+    )

@@ -1,0 +1,24 @@
+"""torch.nn.InstanceNorm1d, 2d and 3d as modules of their own, where they keep no running statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from normswap.plan import Match, Reason, Refusal
+from normswap.rules.module_site import is_lazy, match_exact, settled_type
+
+KIND = "instance_norm"
+
+
+def match(module: Any) -> Match | Refusal | None:
+    """Match exactly these classes; refuse subclasses and disguises with the reason, and one that goes by the input in
+    training and by running statistics in eval."""
+    classes = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    if is_lazy(module) and settled_type(module) in classes:
+        return Refusal(KIND, Reason.LAZY)
+    answer = next((found for cls in classes if (found := match_exact(module, cls, KIND)) is not None), None)
+    if isinstance(answer, Match) and (module.track_running_stats or module.running_mean is not None):
+        return Refusal(KIND, Reason.UNSUPPORTED, "it keeps running statistics")
+    return answer

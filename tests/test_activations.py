@@ -1,0 +1,348 @@
+"""An activation behind a GroupNorm, fused with it: the table of forms and traps, the op and its gradients, proofs."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from activation_models import CHANNELS, FUSED, GROUPS, SHAPE, TABLE, NormAct, f_silu, sequential, two_runs, written
+from expression_models import check, found
+from libraries import import_timm
+from models import randomised
+from torch import Tensor, nn
+
+import normswap
+from normswap import measure, modules, ops, reference
+from normswap.checkpoint import convert
+from normswap.plan import Match, Plan, PlanError, Reason
+
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+by_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+IN_THE_TABLE = pytest.mark.case(
+    "fused-activation",
+    "in-place-activation",
+    "activation-look-alikes",
+    "no-affine",
+    "frozen-parameters",
+    "containers",
+    "subclass-own-forward",
+    "hooks",
+    "parametrized",
+    "instance-forward",
+    "shared-module",
+    "later-hooks",
+    "later-weight-norm",
+    "later-add-module",
+    "attributes-changed-later",
+)
+
+
+@IN_THE_TABLE
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, trap in TABLE.items() for mode in trap.modes])
+def test_it_is_fused_and_equal_or_refused(name: str, mode: str) -> None:
+    check(TABLE[name], mode, "cpu")
+
+
+def test_the_table_has_every_case_it_is_marked_with() -> None:
+    assert {case for trap in TABLE.values() for case in trap.cases} == set(IN_THE_TABLE.mark.args)
+
+
+def optimized(model: nn.Module, x: Tensor | None, **options: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*returns a copy.*")
+        return normswap.optimize(model, x, **{"on_mismatch": "raise", **options})
+
+
+FORMS = [name for name, trap in TABLE.items() if trap.plan == {"": FUSED} and not trap.later]
+
+
+@pytest.mark.case("dtypes", "pickle-deepcopy", "state-dict")
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_other_dtypes_copies_and_revert(name: str, dtype: torch.dtype) -> None:
+    model, x = randomised(TABLE[name].make()).to(dtype), torch.randn(16, *SHAPE[1:]).to(dtype)
+    swapped = optimized(model, x, validate="grad")
+    match, expected = modules.site_match(swapped), swapped(x)
+    assert match is not None and swapped.state_dict().keys() == model.state_dict().keys()
+    for twin in (copy.deepcopy(swapped), pickled(swapped)):
+        assert modules.site_match(twin) == match and torch.equal(twin(x), expected)
+    again = normswap.apply(model.eval(), Plan.from_json(normswap.report(swapped).plan.to_json()))
+    assert modules.site_match(again) == match and torch.equal(again(x), expected)
+    reverted = normswap.revert(swapped)
+    assert [type(m) for m in reverted.modules()] == [type(m) for m in model.modules()]
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    """``model`` after a round trip; one of a class made in a function is copied instead."""
+    original = modules.original_class(model)
+    if original is not None and original.__name__ == "WrittenActivation":
+        return copy.deepcopy(model)
+    return pickle.loads(pickle.dumps(model))  # type: ignore[no-any-return]
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_plan_says_of_each_form() -> None:
+    attributes = {
+        "f_silu": {"norm": "gn", "activation": "silu"},
+        "in_place_relu": {"norm": "gn", "activation": "relu"},
+        "swish": {"norm": "gn", "activation": "silu"},
+        "f_gelu": {"norm": "gn", "activation": "gelu"},
+        "f_gelu_tanh": {"norm": "gn", "activation": "gelu_tanh"},
+        "child_gelu": {"norm": "gn", "children": ["act"]},
+        "norm_act": {"children": ["drop", "act"], "unless": "_fast_norm"},
+        "nested_norm_act": {"children": ["act"]},
+        "sequential_silu": {"runs": [{"norm": "1", "children": ["2"]}]},
+        "sequential_two_runs": {"runs": [{"norm": "0", "children": ["1"]}, {"norm": "3", "children": ["4"]}]},
+    }
+    for name, expected in attributes.items():
+        (swap,) = normswap.plan(TABLE[name].make()).swaps
+        assert swap.match == Match(FUSED, expected), name
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    (
+        {"norm": 3, "activation": "silu"},
+        {"norm": "gn", "activation": "tanh"},
+        {"norm": "gn", "children": [3]},
+        {"runs": [{"norm": "0"}]},
+    ),
+    ids=str,
+)
+def test_attributes_of_another_form_are_refused(attributes: dict[str, Any]) -> None:
+    model = written(f_silu)()
+    text = normswap.plan(model).to_json()
+    plan = Plan.from_json(text)
+    (swap,) = plan.swaps
+    other = Plan((type(swap)(swap.site, Match(FUSED, attributes)),))
+    with pytest.raises(PlanError, match="do not fit group_norm_activation"):
+        normswap.apply(model, other)
+
+
+def test_a_fused_norm_is_no_site_of_its_own() -> None:
+    model = nn.Sequential(written(f_silu)(), two_runs())
+    assert found(normswap.plan(model)) == {"0": FUSED, "1": FUSED}
+    swapped = optimized(randomised(model), torch.randn(SHAPE))
+    assert normswap.plan(swapped).swaps == () and not normswap.plan(swapped).refused
+    report = normswap.report(optimized(swapped, torch.randn(SHAPE), inplace=True, on_empty="ignore"))
+    assert report.rows == () and modules.site_match(swapped[0]) is not None
+
+
+def test_what_is_left_out_is_not_fused() -> None:
+    model = nn.Sequential(written(f_silu)(), two_runs())
+    assert found(normswap.plan(model, exclude="0.gn")) == {
+        "0": f"{FUSED} EXCLUDED",
+        "0.gn": "group_norm EXCLUDED",
+        "1": FUSED,
+    }
+    plan = normswap.plan(model, exclude="1.3")
+    assert found(plan) == {"0": FUSED, "1": FUSED, "1.3": "group_norm EXCLUDED"}
+    assert plan.swaps[1].match.attributes == {"runs": [{"norm": "0", "children": ["1"]}]}
+    assert found(normswap.plan(model, include="*.gn")) == {
+        "0": f"{FUSED} EXCLUDED",
+        "0.gn": "group_norm",
+        "1": f"{FUSED} EXCLUDED",
+        "1.0": "group_norm EXCLUDED",
+        "1.3": "group_norm EXCLUDED",
+    }
+
+
+def test_one_linear_run_comes_first_in_a_mixed_sequential() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.GroupNorm(2, 6), nn.SiLU())
+    assert found(normswap.plan(model)) == {"": "linear_scale_batch_norm", "2": "group_norm"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
+def test_timm_s_norms_with_an_activation() -> None:
+    layers = import_timm().layers
+    for act, expected in (("relu", F.relu), (nn.SiLU, F.silu), (None, lambda x: x)):
+        norm = layers.GroupNormAct(CHANNELS, GROUPS, act_layer=act or nn.ReLU, apply_act=act is not None)
+        model, x = randomised(nn.Sequential(norm)), torch.randn(*SHAPE, 4)
+        swapped = optimized(model, x)
+        assert found(normswap.report(swapped).plan) == {"0": FUSED}
+        torch.testing.assert_close(swapped(x), expected(F.group_norm(x, GROUPS, norm.weight, norm.bias)))
+
+
+# --- the proof and the timing -----------------------------------------------------------------------------------------
+
+
+def wrong(activation: str) -> Any:
+    """The op, with another activation than asked for."""
+    return lambda x, groups, weight, bias, eps, _: reference.group_norm(x, groups, weight, bias, eps, activation)
+
+
+def not_rounded(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, activation: str) -> Tensor:
+    wide = (t.float() for t in (weight, bias))
+    return reference.group_norm(x.float(), groups, *wide, eps, activation).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [(wrong("none"), torch.float32), (wrong("gelu"), torch.float32), (not_rounded, torch.bfloat16)],
+    ids=("forgotten", "another", "not rounded before"),
+)
+def test_a_wrong_activation_is_caught(monkeypatch: pytest.MonkeyPatch, op: Any, dtype: torch.dtype) -> None:
+    model, x = randomised(two_runs()).to(dtype).eval(), torch.randn(64, *SHAPE[1:]).to(dtype)
+    assert normswap.report(optimized(model, x)).swapped == ("",)
+    monkeypatch.setattr(ops, "group_norm", op)
+    with pytest.warns(UserWarning, match="1 sites do not match the original"):
+        swapped = normswap.optimize(model, x)
+    assert type(swapped) is type(model)
+    assert [r.refusal.reason for r in normswap.report(swapped).plan.refused] == [Reason.MISMATCH]
+
+
+def test_sites_that_no_example_reaches_are_proved_on_made_up_inputs() -> None:
+    model = nn.ModuleList([written(f_silu)(), NormAct(), two_runs()])
+    report = normswap.report(optimized(randomised(model), None))
+    assert [row["inputs"] for row in report.rows] == ["synthesised"] * 3 and len(report.swapped) == 3
+
+
+def test_large_samples_are_compared_by_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("normswap.compare._SLICE_ELEMENTS", 64)
+    monkeypatch.setattr("normswap.compare._TOTAL_ELEMENTS", 128)
+    for make in (written(f_silu), NormAct, sequential(nn.SiLU)):
+        report = normswap.report(optimized(randomised(make()), torch.randn(3, CHANNELS, 40)))
+        (row,) = report.rows
+        assert row["swapped"] and row["coverage"] < 1.0
+
+
+def test_of_a_sequential_the_pairs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the convolutions beside them, which would hide what is gained; in the mode of the model."""
+    timed: list[list[bool]] = []
+
+    def timer(functions: Any) -> list[float]:
+        eager, ours = (function() for function in functions)
+        timed.append([torch.allclose(a, b) for a, b in zip(eager, ours, strict=True)])
+        return [10.0, 4.0 * len(timed)]
+
+    monkeypatch.setattr(measure, "timer_for", lambda device: timer)
+    model, x = randomised(two_runs()).train(), torch.randn(SHAPE)
+    (row,) = normswap.report(optimized(model, x)).rows
+    assert (row["calls"], row["eager_us"], row["ours_us"]) == (2, 10.0, 6.0)
+    assert timed == [[True] * 3, [True]]  # the gradient of the input, and in the first pair of weight and bias
+    monkeypatch.setattr(measure, "timer_for", lambda device: lambda functions: [1.0, 2.0])
+    slower = optimized(model, x, on_empty="ignore")
+    assert type(slower) is type(model)
+
+
+def test_a_checkpoint_is_converted_and_opened(tmp_path: Path) -> None:
+    model = randomised(two_runs()).eval()
+    torch.save(model.state_dict(), tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "out", "activation_models:two_runs", inputs=torch.randn(SHAPE))
+    opened, x = normswap.load_model(tmp_path / "out", trust_factory=True), torch.randn(SHAPE)
+    assert modules.site_match(opened) is not None and opened.state_dict().keys() == model.state_dict().keys()
+    assert torch.equal(opened(x), model(x))
+
+
+@pytest.mark.case("autocast")
+def test_under_autocast() -> None:
+    model, x = randomised(two_runs()), torch.randn(SHAPE)
+    with torch.autocast("cpu", torch.bfloat16):
+        swapped = optimized(model, x, validate="grad")
+        assert modules.site_match(swapped) is not None and torch.equal(swapped(x), model(x))
+
+
+# --- the op -----------------------------------------------------------------------------------------------------------
+
+
+def arguments(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    shapes = ((2, 6, 5), (6,), (6,))
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+@by_activation
+@pytest.mark.case("double-backward")
+def test_the_op_is_the_norm_then_the_activation(activation: str) -> None:
+    x, weight, bias = arguments()
+    found = ops.group_norm(x, 3, weight, bias, 1e-3, activation)
+    assert torch.equal(found, ACTIVATIONS[activation](F.group_norm(x, 3, weight, bias, 1e-3)))
+    function = lambda *tensors: ops.group_norm(tensors[0], 3, *tensors[1:], 1e-3, activation)  # noqa: E731
+    assert torch.autograd.gradcheck(function, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(function, (x, weight, bias))
+
+
+def test_an_unknown_activation_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="activation must be one of 'none', 'relu', .*got 'tanh'"):
+        ops.group_norm(torch.randn(2, 4), 2, activation="tanh")
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's op in the place of our kernel, under our autograd Function."""
+
+    def kernel(
+        input: Tensor, weight: Any, bias: Any, groups: int, eps: float, activation: str, mean: Any, rstd: Any
+    ) -> Tensor:
+        if mean is not None:
+            rows = input.float().reshape(len(input), groups, -1)
+            mean.copy_(rows.mean(-1))
+            rstd.copy_((rows.var(-1, correction=0) + eps).rsqrt())
+        return reference.group_norm(input, groups, weight, bias, eps, activation)
+
+    module = sys.modules["normswap.ops.group_norm"]  # normswap.ops.group_norm is the function
+    monkeypatch.setattr(module, "native_serves", lambda *tensors: True)
+    monkeypatch.setattr(module, "_group_norm_forward", kernel)
+
+
+@by_activation
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last), ids=("contiguous", "channels_last"))
+@pytest.mark.case("double-backward", "channels-last")
+def test_the_backward_formula(activation: str, layout: torch.memory_format) -> None:
+    shape = (2, 6, 5, 3)
+    x = torch.randn(shape).to(memory_format=layout).requires_grad_()
+    weight, bias = (torch.randn(6, requires_grad=True) for _ in range(2))
+    dy, tensors = torch.randn(shape), (x, weight, bias)
+    out = ops.group_norm(x, 3, weight, bias, 1e-5, activation)
+    assert type(out.grad_fn).__name__ == "_GroupNormBackward"
+    expected = ACTIVATIONS[activation](F.group_norm(x, 3, weight, bias))
+    ours, theirs = (torch.autograd.grad(y, tensors, dy, retain_graph=True) for y in (out, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    second = []
+    for y in (out, expected):
+        (first,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        second.append(torch.autograd.grad(first.square().sum(), (x, weight)))
+    for mine, other in zip(*second, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.case("functorch", "forward-mode-ad")
+@pytest.mark.parametrize("name", ("f_silu", "norm_act", "sequential_two_runs"))
+def test_transforms_see_the_original_function(name: str) -> None:
+    model, x = randomised(TABLE[name].make()), torch.randn(SHAPE)
+    swapped = optimized(model, x)
+    pairs = [torch.func.jvp(one, (x,), (torch.ones_like(x),)) for one in (swapped, model)]
+    torch.testing.assert_close(*pairs)
+    doubled = {name: parameter * 2 for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(*(torch.func.functional_call(one, doubled, (x,)) for one in (swapped, model)))
+
+
+@pytest.mark.case("torch-compile", "torch-export")
+@pytest.mark.parametrize("name", ("f_silu", "child_gelu_tanh", "norm_act", "sequential_two_runs"))
+def test_compiled_and_exported(name: str) -> None:
+    model, x = randomised(TABLE[name].make()).eval(), torch.randn(SHAPE)
+    swapped = optimized(model, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(swapped, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch in (3, 5):
+        x = torch.randn(batch, *SHAPE[1:])
+        torch.testing.assert_close(compiled(x), model(x))
+    program = torch.export.export(swapped, (x,)).module()
+    torch.testing.assert_close(program(x), model(x))
