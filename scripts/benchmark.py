@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from device_time import copy_rate, interleaved, replayed
-from peers import peers, versions
+from peers import Offer, peers, versions
 from tabulate import tabulate
 from torch import Tensor, nn
 from workloads import L1Norm, LinearScaleBatchNorm, Workload, common_workloads, randomised, workloads
@@ -60,7 +60,7 @@ def measure(workload: Workload, rate: float) -> dict[str, Any]:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", UserWarning)
         swapped, proof = proved(model, x)
-        others, cannot = compared(peers(workload, model), model, x)
+        others, cannot = compared(peers(workload), model, x)
         torch.cuda.empty_cache()
         functions: dict[str, Function] = {"eager": model, "torch.compile": torch.compile(model), "normswap": swapped}
         functions |= others | ({"linear alone": model.gemm} if gemm else {})
@@ -96,18 +96,20 @@ def proved(model: nn.Module, x: Tensor) -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def compared(functions: dict[str, Function], model: nn.Module, x: Tensor) -> tuple[dict[str, Function], dict[str, str]]:
-    """Those that equal the model on ``x``, and why the others are not timed."""
-    right, cannot = {}, {}
-    for name, function in functions.items():
+def compared(offers: dict[str, Offer], model: nn.Module, x: Tensor) -> tuple[dict[str, Function], dict[str, str]]:
+    """What the peers offer for the model and equals it on ``x``, and why the others are not timed."""
+    right: dict[str, Function] = {}
+    cannot = {}
+    for name, offer in offers.items():
         try:
-            found = function(x)
+            function = offer(model)
+            found = None if function is None else function(x)
         except Exception as error:  # a package may raise anything on a size that it does not serve
             cannot[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
             continue
-        if close(found, model(x)):
+        if found is not None and close(found, model(x)):
             right[name] = function
-        else:
+        elif found is not None:
             cannot[name] = "differs from eager"
     return right, cannot
 
@@ -129,7 +131,7 @@ def host_costs(calls: int = 500, rounds: int = 15) -> list[dict[str, Any]]:
         model = randomised(make()).cuda().eval()
         x = torch.randn(shape, device="cuda")
         functions = {"eager": model, "normswap": normswap.optimize(model, validate="off", on_empty="raise")}
-        for gradients in (False, True):
+        for gradients in (False, True) if list(model.parameters()) else (False,):
             times: dict[str, list[float]] = {key: [] for key in functions}
             with torch.set_grad_enabled(gradients):
                 for _ in range(rounds):
@@ -255,7 +257,7 @@ def table(found: dict[str, Any]) -> str:
     )
     names = columns(rows)
     lines = tabulate([cells(row, names) for row in rows], headers(rows), disable_numparse=True)
-    host = tabulate([host_cells(row) for row in found["host"]], ("host, us a call", *HOST_HEADERS[1:]))
+    host = tabulate(map(host_cells, found["host"]), ("host, us a call", *HOST_HEADERS[1:]), disable_numparse=True)
     cannot = [f"{title(row)}: {name}: {why}" for row in rows for name, why in row["cannot"].items()]
     return "\n".join([head, lines, "", host, *cannot, *told(found["summary"])])
 

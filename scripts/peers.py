@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from workloads import Workload
 
 Function = Callable[[Tensor], Tensor]
+Offer = Callable[[Any], Function | None]
 
 PACKAGES = {"Liger": ("liger_kernel", "liger-kernel"), "quack": ("quack", "quack-kernels")}
 """The module and the distribution of each."""
@@ -26,11 +28,11 @@ def versions() -> dict[str, str]:
     }
 
 
-def peers(workload: Workload, model: Any) -> dict[str, Function]:
-    """The functions of the installed peers for ``model``, a ``workload.make()``; none where they have no such norm."""
+def peers(workload: Workload) -> dict[str, Offer]:
+    """What each installed peer makes of a ``workload.make()``: a function, or None where it has no such norm. Raises
+    whatever an installation that does not work raises."""
     offers = {"Liger": _liger, "quack": _quack}
-    found = {name: offers[name](workload, model) for name in versions()}
-    return {name: function for name, function in found.items() if function is not None}
+    return {name: partial(offers[name], workload) for name in versions()}
 
 
 def _liger(workload: Workload, model: Any) -> Function | None:
