@@ -52,6 +52,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
         "models": markdown(("model", "dtype", "swapped", "eager ms", "normswap ms"), models) if models else NOT_YET,
         "errors": markdown(accuracy.HEADERS, accuracy.cells(record["errors"])) if "errors" in record else NOT_YET,
         "proof": proof_line(record.get("proof", {})),
+        "checks": checks_line(record.get("tests"), record.get("sanitizer")),
     }
 
 
@@ -74,6 +75,17 @@ def proof_line(told: dict[str, dict[str, float]]) -> str:
         f"their error. `optimize()` of timm's vit_base, batch 8, proof and timing included: {seconds}, at most "
         f"{copied:,.0f} MB beyond the model and its copy. The proof of one large site held at most "
         f"{max(found['beyond_output_MB'] for found in held.values()):,.0f} MB beyond its output."
+    )
+
+
+def checks_line(tests: dict[str, Any] | None, sanitizer: list[dict[str, Any]] | None) -> str:
+    """How the tests on the GPU ended, and compute-sanitizer."""
+    if tests is None or sanitizer is None:
+        return NOT_YET
+    tools = ", ".join(f"{run['tool']} {'clean' if run.get('exit') == 0 else 'NOT CLEAN'}" for run in sanitizer)
+    return (
+        f"On the GPU {tests['passed']} tests passed, {tests['failed']} failed; compute-sanitizer over every regime and "
+        f"path, forward and backward: {tools}."
     )
 
 

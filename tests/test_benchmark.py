@@ -98,6 +98,14 @@ def test_what_readme_says_of_the_proof() -> None:
     assert "0.46 s in float32, at most 354 MB beyond" in line and "at most 310 MB beyond its output" in line
 
 
+def test_what_readme_says_of_the_checks() -> None:
+    assert readme_tables.checks_line({"passed": 1, "failed": 0}, None) == readme_tables.NOT_YET
+    tools = [{"tool": "memcheck", "exit": 0}, {"tool": "racecheck", "exit": 99}, {"tool": "initcheck"}]
+    line = readme_tables.checks_line({"passed": 170, "failed": 2}, tools)
+    assert line.startswith("On the GPU 170 tests passed, 2 failed;")
+    assert line.endswith("memcheck clean, racecheck NOT CLEAN, initcheck NOT CLEAN.")
+
+
 def test_errors_by_kind_and_dtype() -> None:
     found = [
         {"kind": "l1_norm", "regime": regime, "dtype": dtype, "mean": 0.0, "ours": ours, "pytorch": 0.5}
