@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import sys
 import time
 from collections import Counter
@@ -20,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import modules, native
+from normswap import modules, native, timer
 from normswap.plan import Match, Swap
 from normswap.sites import detached_copy, preserved
 
 _MAX_FORMS = 4
+_WARM_UP = 3
 _ROUNDS = 9
 _BLOCK_US = 2000.0
 _MAX_CALLS = 100
@@ -177,14 +177,14 @@ def _looks(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _time_form(part: _Part, form: _Form, gradients: bool) -> tuple[float, float] | str:
-    timer = timer_for(form.device)
-    if timer is None:
+    time_of = timer_for(form.device)
+    if time_of is None:
         return "not timed: our kernels do not run here"
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), _as_called(form):
             x = form.made()
             both = [detached_copy(part.module, cls) for cls in (part.original, part.swapped)]
-            eager, ours = timer([_call(copy, x, gradients) for copy in both])
+            eager, ours = time_of([_call(copy, x, gradients) for copy in both])
     except torch.OutOfMemoryError:
         return "not timed: out of memory"
     return eager, ours
@@ -215,28 +215,13 @@ def _call(site: nn.Module, x: Tensor, gradients: bool) -> Callable[[], object]:
 
 
 def _cuda_timer(functions: Sequence[Callable[[], object]]) -> list[float]:
-    """Medians over interleaved blocks of calls, each block between two events and with nothing queued before it."""
-    for _ in range(3):
+    """Medians over blocks of as many calls as are long enough for a clock."""
+    device = torch.device("cuda")
+    for _ in range(_WARM_UP):
         for function in functions:
             function()
-    once = max(_block_us(function, 1) for function in functions)
-    calls = max(1, min(_MAX_CALLS, math.ceil(_BLOCK_US / once)))
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(_ROUNDS):
-        for function, found in zip(functions, times, strict=True):
-            found.append(_block_us(function, calls))
-    return [statistics.median(found) for found in times]
-
-
-def _block_us(function: Callable[[], object], calls: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(calls):
-        function()
-    end.record()
-    end.synchronize()
-    return 1000.0 * start.elapsed_time(end) / calls
+    once = max(timer.block_us(function, device) for function in functions)
+    return timer.medians_us(functions, device, _ROUNDS, max(1, min(_MAX_CALLS, math.ceil(_BLOCK_US / once))))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from benchmark import interleaved
+from device_time import interleaved
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -91,7 +91,8 @@ def check(name: str, dtype: torch.dtype) -> dict[str, Any]:
     report = normswap.report(swapped)
     with torch.no_grad():
         called, ran = kernel_calls(swapped, lambda: swapped(*args, **kwargs))
-        times = interleaved({"eager": lambda: model(*args, **kwargs), "normswap": lambda: swapped(*args, **kwargs)})
+        runs = {"eager": lambda: model(*args, **kwargs), "normswap": lambda: swapped(*args, **kwargs)}
+        times = interleaved(runs, ahead=False)  # as a person would wait for it
     rows = [row for row in report.rows if row["status"] != "refused"]
     problems = [f"not accounted for: {n}" for n in unaccounted(model, plan)]
     problems += [f"{row['name']}: {row['status']} {row['detail']}" for row in rows if row["status"] != "proved"]

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,58 +23,80 @@ from normswap import native
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
-KERNEL_TESTS = [f"tests/gpu/test_{name}.py" for name in ("row_norm", "channel_norm", "dim_norm")]
-SANITIZED = "layouts or test_empty or special_values or non_finite or group_norm_without or affine_shapes or test_fold"
+SANITIZED = "tests/gpu/test_sanitized_sweep.py"
+TOOLS = ("memcheck", "racecheck")
 ALONE = ("test_workloads.py", "test_cost.py")
 """Test files that time, or need most of the GPU's memory."""
 AT_ONCE = 8
 
 
-def run_tests() -> dict[str, int]:
-    """How many of tests/gpu passed, failed and were skipped: a process a file, several at once. Prints what fails."""
-    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-    together = [file for file in files if file.name not in ALONE]
+def run_tests(before: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How many of tests/gpu passed, failed and were skipped, a process a file, several at once; and what tests told by
+    record_property. Those that took longest ``before`` start first. Prints what fails."""
+    took = {name: found["seconds"] for name, found in before.get("files", {}).items()}
+    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda file: -took.get(file.name, 1e9))
+    order = [file for file in files if file.name not in ALONE], [file for file in files if file.name in ALONE]
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        counts = list(pool.map(_run_file, together))
-    counts += [_run_file(file) for file in files if file.name in ALONE]
-    return {outcome: sum(count[outcome] for count in counts) for outcome in ("passed", "failed", "skipped")}
+        results = dict(zip(order[0], pool.map(_run_file, order[0]), strict=True))
+    results |= {file: _run_file(file) for file in order[1]}
+    counts = {file.name: counted for file, (counted, _) in sorted(results.items())}
+    totals = {outcome: sum(count[outcome] for count in counts.values()) for outcome in ("passed", "failed", "skipped")}
+    told = {
+        f"{file.stem}: {test}": found for file, (_, tests) in sorted(results.items()) for test, found in tests.items()
+    }
+    return {**totals, "files": counts}, told
 
 
-def _run_file(file: Path) -> dict[str, int]:
+def _run_file(file: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.xml")
-        tests = [sys.executable, "-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
+        told = ["-o", "junit_family=xunit1", f"--junitxml={results}"]  # xunit2 has no properties
+        tests = [sys.executable, "-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", *told]
         done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             print(f"== {file.name}: exit {done.returncode}\n{done.stdout[-5000:]}{done.stderr[-1000:]}", flush=True)
         if not results.is_file():
             raise SystemExit(f"{file.name}: pytest ended with {done.returncode} and no results")
-        suite = ElementTree.parse(results).getroot().find("testsuite")
+        return read_results(results.read_text())
+
+
+def read_results(text: str) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """The counts and seconds in what pytest --junitxml wrote, and the figures its tests told."""
+    suite = ElementTree.fromstring(text).find("testsuite")
     assert suite is not None
     total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
     failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
-    return {"passed": total - skipped - failed, "failed": failed, "skipped": skipped}
+    told = {
+        case.attrib["name"]: {one.attrib["name"]: float(one.attrib["value"]) for one in case.iter("property")}
+        for case in suite.iter("testcase")
+        if case.find("properties") is not None
+    }
+    seconds = round(float(suite.attrib["time"]), 1)
+    return {"passed": total - skipped - failed, "failed": failed, "skipped": skipped, "seconds": seconds}, told
 
 
 def run_sanitizer(tool: str) -> dict[str, Any]:
-    """compute-sanitizer over the tests that sweep regimes and edges."""
+    """compute-sanitizer over a reduced sweep of every regime and path, forward and backward."""
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(found).exists():
         return {"tool": tool, "result": "compute-sanitizer not found"}
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNEL_TESTS, "-k", SANITIZED]
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", SANITIZED]
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [found, "--tool", tool, "--error-exitcode", "99", "--kernel-name", "kns=normswap", *tests]
+    started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    told = ("ERROR SUMMARY", "passed", "failed")
-    summary = [line for line in done.stdout.splitlines() if any(word in line for word in told)]
-    return {"tool": tool, "exit": done.returncode, "result": "; ".join(summary) or done.stdout[-500:]}
+    told = ("SUMMARY", "passed", "failed")
+    summary = [line.strip("= ") for line in done.stdout.splitlines() if any(word in line for word in told)]
+    result = "; ".join(summary) if done.returncode == 0 else done.stdout[-3000:]
+    return {"tool": tool, "exit": done.returncode, "seconds": round(time.monotonic() - started), "result": result}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", action="store_true", help="tests/gpu")
     parser.add_argument("--sanitizer", action="store_true", help="compute-sanitizer memcheck and racecheck")
-    parser.add_argument("--benchmark", action="store_true", help="time the four workloads")
+    parser.add_argument("--benchmark", action="store_true", help="time the kernels beside their peers")
+    parser.add_argument("--accuracy", action="store_true", help="errors beside PyTorch's own")
     parser.add_argument("--models", action="store_true", help="whole models of timm and transformers")
     chosen = parser.parse_args()
     everything = not any(vars(chosen).values())
@@ -82,6 +105,7 @@ def main() -> None:
         raise SystemExit(f"gpu_check needs a CUDA device and the library: {status.reason}")
     digest = readme_tables.kernel_digest()
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    tests_before = record.get("tests", {})
     if record.get("kernel_sources") != digest:
         record = {}
     record |= {
@@ -98,7 +122,13 @@ def main() -> None:
 
         record["benchmark"] = benchmark.measure_all()
         print(benchmark.table(record["benchmark"]), flush=True)
-        failed |= not all(row["verified"] for row in record["benchmark"]["rows"])
+        failed |= bool(record["benchmark"]["summary"]["not_proved"])
+    if chosen.accuracy or everything:
+        import accuracy
+
+        record["errors"] = accuracy.measure_all()
+        print(accuracy.table(record["errors"]), flush=True)
+        failed |= bool(accuracy.beyond(record["errors"]))
     if chosen.models or everything:
         import check_models
 
@@ -106,10 +136,11 @@ def main() -> None:
         print(check_models.table(record["models"]), flush=True)
         failed |= any(row["problems"] for row in record["models"])
     if chosen.tests or everything:
-        record["tests"] = run_tests()
+        record["tests"], record["proof"] = run_tests(tests_before)
         failed |= bool(record["tests"]["failed"])
     if chosen.sanitizer or everything:
-        record["sanitizer"] = [run_sanitizer(tool) for tool in ("memcheck", "racecheck")]
+        with concurrent.futures.ThreadPoolExecutor(len(TOOLS)) as pool:
+            record["sanitizer"] = list(pool.map(run_sanitizer, TOOLS))
         print(*record["sanitizer"], sep="\n", flush=True)
         failed |= any(row.get("exit") != 0 for row in record["sanitizer"])
     RECORD.write_text(json.dumps(record, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Write README's tables from tests/gpu_record.json.
+"""Write README's figures and the picture from tests/gpu_record.json. Needs matplotlib.
 
 python scripts/readme_tables.py
 """
@@ -12,11 +12,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import accuracy
 import benchmark
+import picture
 
 from normswap import builder, native
 
 ROOT = Path(__file__).resolve().parent.parent
+PICTURE = ROOT / "docs" / "benchmark.svg"
+NOT_YET = "Not measured with these kernels yet."
 OLDER = "\nThe kernels have changed since; they are to be measured again."
 
 
@@ -33,27 +37,65 @@ def markdown(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def tables(record: dict[str, Any]) -> dict[str, str]:
     """The text between the markers of each name in README."""
     found = record["benchmark"]
-    host = [(r["module"], f"{r['eager_us']:.1f}", f"{r['normswap_us']:.1f}") for r in found["host"]]
+    names = benchmark.columns(found["rows"])
     models = [
         (r["model"], r["dtype"], r["swapped"], f"{r['eager_ms']:.2f}", f"{r['normswap_ms']:.2f}")
-        for r in record["models"]
+        for r in record.get("models", ())
     ]
+    peers = "".join(f", {name} {version}" for name, version in found["peers"].items())
     return {
-        "measured on": f"One {record['device']}, torch {record['torch']}, {record['date']}; the copy rate is "
+        "measured on": f"One {record['device']}, torch {record['torch']}{peers}, {record['date']}; the copy rate is "
         f"{found['copy_GB_per_s']:.0f} GB/s.{'' if record['kernel_sources'] == kernel_digest() else OLDER}",
-        "benchmark": markdown(benchmark.HEADERS, [benchmark.cells(row) for row in found["rows"]]),
-        "host": markdown(("module", "eager", "normswap"), host),
-        "models": markdown(("model", "dtype", "swapped", "eager ms", "normswap ms"), models),
+        "summary": " ".join(benchmark.told(found["summary"])),
+        "benchmark": markdown(benchmark.headers(found["rows"]), [benchmark.cells(row, names) for row in found["rows"]]),
+        "host": markdown(benchmark.HOST_HEADERS, [benchmark.host_cells(row) for row in found["host"]]),
+        "models": markdown(("model", "dtype", "swapped", "eager ms", "normswap ms"), models) if models else NOT_YET,
+        "errors": markdown(accuracy.HEADERS, accuracy.cells(record["errors"])) if "errors" in record else NOT_YET,
+        "proof": proof_line(record.get("proof", {})),
+        "checks": checks_line(record.get("tests"), record.get("sanitizer")),
     }
+
+
+def proof_line(told: dict[str, dict[str, float]]) -> str:
+    """What the tests of the proof told: false alarms, seconds, memory."""
+
+    def of(name: str) -> dict[str, dict[str, float]]:
+        return {test: found for test, found in told.items() if name in found}
+
+    alarms, costs, held = of("alarms"), of("peak_MB"), of("beyond_output_MB")
+    if not (alarms and costs and held):
+        return NOT_YET
+    models, sites, wrong = (sum(found[name] for found in alarms.values()) for name in ("models", "sites", "alarms"))
+    seconds = ", ".join(
+        f"{found['seconds']:.2f} s in {test[test.index('[') + 1 : -1]}" for test, found in costs.items()
+    )
+    copied = max(found["peak_MB"] - found["model_MB"] for found in costs.values())
+    return (
+        f"Of {sites:,.0f} sites in {models:,.0f} random models (dtype and mode included) {wrong:.0f} were put back for "
+        f"their error. `optimize()` of timm's vit_base, batch 8, proof and timing included: {seconds}, at most "
+        f"{copied:,.0f} MB beyond the model and its copy. The proof of one large site held at most "
+        f"{max(found['beyond_output_MB'] for found in held.values()):,.0f} MB beyond its output."
+    )
+
+
+def checks_line(tests: dict[str, Any] | None, sanitizer: list[dict[str, Any]] | None) -> str:
+    """How the tests on the GPU ended, and compute-sanitizer."""
+    if tests is None or sanitizer is None:
+        return NOT_YET
+    tools = ", ".join(f"{run['tool']} {'clean' if run.get('exit') == 0 else 'NOT CLEAN'}" for run in sanitizer)
+    return (
+        f"On the GPU {tests['passed']} tests passed, {tests['failed']} failed; compute-sanitizer over every regime and "
+        f"path, forward and backward: {tools}."
+    )
 
 
 def filled(text: str, record: dict[str, Any]) -> str:
     """``text`` with every table as the record has it. Raises ValueError where a marker is missing."""
     for name, content in tables(record).items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(text):
             raise ValueError(f"README has no <!-- {name} --> ... <!-- /{name} -->")
-        text = pattern.sub(lambda found, content=content: found[1] + content + found[2], text)
+        text = pattern.sub(lambda found, content=content: found[1] + content + "\n" + found[2], text)
     return text
 
 
@@ -61,6 +103,7 @@ def main() -> None:
     record = json.loads((ROOT / "tests" / "gpu_record.json").read_text())
     readme = ROOT / "README.md"
     readme.write_text(filled(readme.read_text(), record))
+    picture.draw(record["benchmark"], PICTURE)
 
 
 if __name__ == "__main__":

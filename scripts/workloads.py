@@ -1,4 +1,4 @@
-"""The four models the kernels exist for, written as a user would write them, and their sizes."""
+"""What is measured: the four models the kernels exist for, written as a user would write them, common ones, sizes."""
 
 from __future__ import annotations
 
@@ -64,6 +64,10 @@ class ChannelRMSNorm(nn.Module):
         return x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-5)
 
 
+def group_norm_silu(num_groups: int, channels: int) -> nn.Sequential:
+    return nn.Sequential(nn.GroupNorm(num_groups, channels), nn.SiLU())
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model, its input, and the bytes a pass must move: each input read once, each output written once."""
@@ -76,8 +80,11 @@ class Workload:
     memory_format: torch.memory_format = torch.contiguous_format
     precision: str = "highest"
     """torch.set_float32_matmul_precision"""
+    training: bool = False
     target_ms: float | None = None
     """On an H100."""
+    of_linear: tuple[float, float] | None = None
+    """The target where the floor is a Linear's own time in the same run: so many times that, plus milliseconds."""
 
     @property
     def floor_bytes(self) -> int:
@@ -90,6 +97,13 @@ class Workload:
         words += ["channels_last"] * (self.memory_format is torch.channels_last)
         words += ["TF32"] * (self.precision == "high")
         return ", ".join(words)
+
+    def target(self, linear_ms: float | None) -> float | None:
+        """Milliseconds; ``linear_ms``: the Linear's own time, where there is one."""
+        if self.of_linear is None or linear_ms is None:
+            return self.target_ms
+        factor, plus = self.of_linear
+        return factor * linear_ms + plus
 
 
 def workloads(shrink: int = 1) -> list[Workload]:
@@ -105,12 +119,39 @@ def workloads(shrink: int = 1) -> list[Workload]:
             target_ms=0.26,
         ),
         Workload("group_norm", lambda: GroupNorm(8, 64), (max(1, 112 // shrink), 64, 512, 512), target_ms=5.6),
-        Workload("linear_scale_batch_norm", lambda: LinearScaleBatchNorm(4096, 4096), (16384 // shrink, 4096)),
+        *_linear_workloads(shrink),
+    ]
+
+
+def _linear_workloads(shrink: int) -> list[Workload]:
+    """Linear -> scale -> BatchNorm in eval and in training."""
+    f32, bf16 = torch.float32, torch.bfloat16
+    forms = (  # dtype, matmul precision, targets in eval and in training
+        (f32, "highest", (1.01, 0.0), (1.0, 0.28)),
+        (f32, "high", (1.04, 0.0), (1.0, 0.28)),
+        (bf16, "highest", (1.04, 0.0), (1.0, 0.15)),
+    )
+    return [
+        Workload(
+            "linear_scale_batch_norm",
+            lambda: LinearScaleBatchNorm(4096, 4096),
+            (16384 // shrink, 4096),
+            dtype=dtype,
+            precision=precision,
+            training=training,
+            of_linear=target,
+        )
+        for dtype, precision, *targets in forms
+        for training, target in zip((False, True), targets, strict=True)
     ]
 
 
 def common_workloads(shrink: int = 1) -> list[Workload]:
-    """Sizes that models have, and the other forms of the four."""
+    """Sizes that models have."""
+    return [*_row_workloads(shrink), *_image_workloads(shrink)]
+
+
+def _row_workloads(shrink: int) -> list[Workload]:
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
     rows = (  # rows, columns, dtype, targets of layer_norm and rms_norm
         (16384, 768, f16, 0.0172, 0.0163),
@@ -126,14 +167,6 @@ def common_workloads(shrink: int = 1) -> list[Workload]:
         (16384, 1001, f16, 0.026, None),
         (32, 4096, bf16, 0.0024, 0.0021),
     )
-    images = (  # shape, dtype, layout, target
-        ((8, 128, 512, 512), f16, torch.contiguous_format, 0.42),
-        ((8, 128, 512, 512), f16, torch.channels_last, 0.56),
-        ((2, 320, 64, 64), f16, torch.contiguous_format, 0.012),
-        ((2, 320, 64, 64), f16, torch.channels_last, 0.012),
-        ((64, 256, 56, 56), f32, torch.contiguous_format, 0.16),
-    )
-    batch = max(1, 112 // shrink)
     found = []
     for count, width, dtype, target, rms_target in rows:
         shape = (max(1, count // shrink), width)
@@ -141,17 +174,33 @@ def common_workloads(shrink: int = 1) -> list[Workload]:
         found.append(Workload("layer_norm", make, shape, 2 * width, dtype, target_ms=target))
         make = lambda n=width: RMSNormByHand(n)  # noqa: E731
         found.append(Workload("rms_norm", make, shape, width, dtype, target_ms=rms_target))
-    for image, dtype, layout, target in images:
-        shape = (max(1, image[0] // shrink), *image[1:])
-        make = lambda n=image[1]: GroupNorm(32, n)  # noqa: E731
-        found.append(Workload("group_norm", make, shape, 0, dtype, layout, target_ms=target))
-    found.append(Workload("l1_norm over channels", L1Norm, (batch, 64, 512, 512)))
-    found.append(Workload("rms_norm over channels", ChannelRMSNorm, (batch, 64, 512, 512), target_ms=5.41))
-    linear = lambda: LinearScaleBatchNorm(4096, 4096)  # noqa: E731
-    rows_of_linear = (16384 // shrink, 4096)
-    found.append(Workload("linear_scale_batch_norm", linear, rows_of_linear, precision="high"))
-    found.append(Workload("linear_scale_batch_norm", linear, rows_of_linear, dtype=bf16))
     return found
+
+
+def _image_workloads(shrink: int) -> list[Workload]:
+    f32, f16 = torch.float32, torch.float16
+    images = (  # what, shape, dtype, targets as contiguous and as channels_last
+        (("group_norm", lambda n: GroupNorm(32, n)), (8, 128, 512, 512), f16, (0.42, 0.56)),
+        (("group_norm + silu", lambda n: group_norm_silu(32, n)), (8, 128, 512, 512), f16, (0.42, 0.56)),
+        (("group_norm", lambda n: GroupNorm(32, n)), (2, 320, 64, 64), f16, (0.012, 0.012)),
+        (("group_norm", lambda n: GroupNorm(32, n)), (64, 256, 56, 56), f32, (0.16,)),
+        (("l1_norm over channels", lambda n: L1Norm()), (112, 64, 512, 512), f32, (None,)),
+        (("rms_norm over channels", lambda n: ChannelRMSNorm()), (112, 64, 512, 512), f32, (5.41,)),
+    )
+    layouts = (torch.contiguous_format, torch.channels_last)
+    return [
+        Workload(
+            name,
+            lambda make=make, channels=image[1]: make(channels),
+            (max(1, image[0] // shrink), *image[1:]),
+            0,
+            dtype,
+            layout,
+            target_ms=target,
+        )
+        for (name, make), image, dtype, targets in images
+        for layout, target in zip(layouts, targets, strict=False)
+    ]
 
 
 def randomised(model: nn.Module, seed: int = 0) -> nn.Module:

@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "builder": set(),
     "lifted": set(),
     "sites": set(),
+    "timer": set(),
     "native": {"builder"},
     "ops": {"native", "reference", "ops"},
     "forwards": {"ops", "forwards"},
@@ -33,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "whole": {"plan", "ops", "modules", "sites"},
     "report": {"plan"},
     "fold": {"plan", "reference", "modules", "forwards", "rules", "sites"},
-    "measure": {"plan", "native", "modules", "sites"},
+    "measure": {"plan", "native", "modules", "sites", "timer"},
     "footprint": {"plan"},
     "optimize": {
         "plan",
@@ -92,7 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli.summary": set(),
     "cli.inputs": {"checkpoint.factory", "checkpoint.reading"},
     "cli.options": {"checkpoint.errors", "checkpoint.nested", "cli.inputs"},
-    "cli.bench": {"report", "checkpoint.errors"},
+    "cli.bench": {"report", "timer", "checkpoint.errors"},
     "cli.commands": {
         *("plan", "native", "optimize", "checkpoint", "checkpoint.errors", "checkpoint.models"),
         *("checkpoint.reading", "cli.bench", "cli.options", "cli.summary", "cli.talk"),

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import digits
+import picture
 import pytest
 import readme_tables
 import torch
@@ -38,6 +39,9 @@ def test_figures_are_the_record_s() -> None:
     record = json.loads((ROOT / "tests" / "gpu_record.json").read_text())
     text = (ROOT / "README.md").read_text()
     assert readme_tables.filled(text, record) == text, "run python scripts/readme_tables.py"
+    shown = picture.shows(readme_tables.PICTURE)
+    assert shown == picture.digest(record["benchmark"]), "run python scripts/readme_tables.py"
+    assert str(readme_tables.PICTURE.relative_to(ROOT)) in text
 
 
 def test_the_model_written_by_hand_gives_the_report_shown(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from normswap import timer
 from normswap.checkpoint.errors import CheckpointError, one_line
 from normswap.report import Report
 
@@ -62,12 +62,9 @@ def bench(
     device = next((p.device for p in eager.parameters()), torch.device("cpu"))
     models = {"eager_ms": eager, "optimized_ms": optimized}
     runs = {name: _run(model, inputs, kwargs) for name, model in models.items()}
-    whole: dict[str, list[float]] = {name: [] for name in models}
-    for step in range(rounds + _WARM_UP):
-        for name, run in runs.items():
-            spent = _timed(run, device)
-            if step >= _WARM_UP:
-                whole[name].append(spent)
+    for run in [*runs.values()] * _WARM_UP:
+        run()
+    whole = timer.medians_us([*runs.values()], device, rounds)
     swapped = [row for row in report.rows if row["swapped"]]
     sites: dict[str, dict[str, list[float]]] = {name: {row["name"]: [] for row in swapped} for name in models}
     for _ in range(rounds):
@@ -79,8 +76,8 @@ def bench(
         {"name": row["name"], "kind": row["kind"], **{name: found[row["name"]] for name, found in medians.items()}}
         for row in swapped
     ]
-    totals = {name: statistics.median(times) for name, times in whole.items()}
-    return Timing(str(device), rounds, **totals, rows=tuple(rows))
+    eager_ms, optimized_ms = (us / 1000 for us in whole)
+    return Timing(str(device), rounds, eager_ms, optimized_ms, tuple(rows))
 
 
 def _run(model: nn.Module, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
@@ -94,14 +91,6 @@ def _run(model: nn.Module, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return run
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    _finish(device)
-    started = time.perf_counter()
-    run()
-    _finish(device)
-    return (time.perf_counter() - started) * 1000
-
-
 @contextmanager
 def _clocked(model: nn.Module, taken: Mapping[str, list[float]], device: torch.device) -> Iterator[None]:
     """At the end of the block, what each module of ``taken`` took in it, all its calls together, is appended there."""
@@ -109,33 +98,15 @@ def _clocked(model: nn.Module, taken: Mapping[str, list[float]], device: torch.d
     handles = []
     for name in taken:
         module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: marks[name].append(_now(device))))  # type: ignore[misc]
-        handles.append(module.register_forward_hook(lambda *_, name=name: marks[name].append(_now(device))))  # type: ignore[misc]
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: marks[name].append(timer.mark(device))))  # type: ignore[misc]
+        handles.append(module.register_forward_hook(lambda *_, name=name: marks[name].append(timer.mark(device))))  # type: ignore[misc]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-    _finish(device)
     for name, seen in marks.items():
-        taken[name].append(sum(_between(start, end) for start, end in zip(seen[::2], seen[1::2], strict=True)))
-
-
-def _now(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(start: Any, end: Any) -> float:
-    return (end - start) * 1000 if isinstance(start, float) else float(start.elapsed_time(end))
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        taken[name].append(sum(timer.between_us(*pair) for pair in zip(seen[::2], seen[1::2], strict=True)) / 1000)
 
 
 def _shown(name: str, kind: str, eager: float, optimized: float) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from accuracy import gpu_of_plans as gpu_of_plans
 from torch import Tensor
 
 from normswap.criterion import error_share
@@ -17,13 +17,3 @@ def assert_within(ours: Tensor, reference: Tensor, magnitude: Tensor, what: str 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """True when two tensors hold the same values (NaN equals NaN)."""
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def gpu_of_plans() -> dict[str, int]:
-    """This GPU, as native.row_plan wants to know it."""
-    device = torch.cuda.get_device_properties()
-    return {
-        "clusters": device.major in (9, 10),
-        "shared": device.shared_memory_per_block_optin,
-        "resident": min(3, device.shared_memory_per_multiprocessor // 73_728) * device.multi_processor_count,
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ LARGE: dict[str, tuple[dict[str, Any], Any, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("kind", LARGE)
-def test_held_at_most(kind: str, dtype: torch.dtype) -> None:
+def test_held_at_most(kind: str, dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
     attributes, make, shape = LARGE[kind]
     module, x = randomised(make()).to("cuda", dtype).train(), torch.randn(shape, device="cuda", dtype=dtype)
     compare(Match(kind, attributes), module, x[:4], True)  # libraries take their workspaces
@@ -35,5 +36,6 @@ def test_held_at_most(kind: str, dtype: torch.dtype) -> None:
     held = torch.cuda.max_memory_allocated() - before
     with torch.no_grad():
         output = module(x).nbytes
+    record_property("beyond_output_MB", round((held - output) / 1e6, 1))
     assert not found.problem and found.kernel_ran and found.gradients and found.coverage < 1, found
     assert held <= output + 512e6, f"{held / 1e6:.0f} MB beside an output of {output / 1e6:.0f} MB"

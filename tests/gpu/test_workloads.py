@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 import torch
-from benchmark import close, interleaved
+from benchmark import close
+from device_time import interleaved
 from torch import nn
 from workloads import Workload, randomised, workloads
 

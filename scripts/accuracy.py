@@ -1,0 +1,211 @@
+"""Errors beside PyTorch's own: every kind, regime, dtype and mean, aligned and not, against float64.
+
+    python scripts/accuracy.py
+
+An error is told as a share of its limit (normswap/criterion.py): half an ulp of the dtype plus what float32 arithmetic
+costs. Ours and PyTorch's are those of the same inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from workloads import ChannelRMSNorm, L1Norm, LinearScaleBatchNorm, randomised
+
+import normswap
+from normswap import native
+from normswap.compare import compare
+from normswap.criterion import C, RoundedMeans, error_share, magnitudes
+from normswap.plan import Match
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MEANS = (0.0, 100.0, 1000.0)
+REGIMES = {"subwarp": 1, "warp": 2, "block": 3, "cluster": 4, "split": 5, "team": 6}
+LENGTHS = {  # of rows, for each regime
+    "subwarp": (7, 64, 127),
+    "warp": (130, 769, 1001),
+    "block": (2050, 8192, 16383),
+    "cluster": (2050, 20_000, 65_535),
+    "split": (2050, 65_535, 262_146),
+    "team": (2050, 65_535, 262_146),
+}
+SHORT_LENGTHS = {
+    **{"subwarp": (7, 64), "warp": (130, 1001), "block": (2050,), "cluster": (40_001,)},
+    **{"split": (2050,), "team": (2050, 33_000)},
+}
+ROWS = 5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One input of one kind; ``regime`` is a row regime that is forced, or names another path."""
+
+    kind: str
+    regime: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mean: float
+    shifted: bool = False
+    """Whether the input starts between two multiples of 16 bytes."""
+
+    def input(self) -> Tensor:
+        generator = torch.Generator("cuda").manual_seed(sum(self.shape))
+        x = torch.randn(self.shape, generator=generator, device="cuda") + self.mean
+        if self.regime == "channels_last":
+            x = x.to(memory_format=torch.channels_last)
+        if not self.shifted:
+            return x.to(self.dtype)
+        memory = torch.empty(x.numel() + 1, device="cuda", dtype=self.dtype)[1:]
+        return memory.as_strided(x.shape, x.stride(), 1).copy_(x)
+
+    def module(self) -> nn.Module:
+        return randomised(self.make()).to("cuda", self.dtype).train(self.regime == "train")
+
+
+def settings(
+    lengths: dict[str, tuple[int, ...]] = LENGTHS,
+    dtypes: Iterable[torch.dtype] = DTYPES,
+    means: Iterable[float] = MEANS,
+) -> Iterator[Setting]:
+    """All of them: rows of ``lengths`` in each regime that can do them, then the kinds that have other paths."""
+    paths: tuple[tuple[str, str, Callable[[], nn.Module], tuple[int, ...]], ...] = (
+        ("group_norm", "channels_last", lambda: nn.GroupNorm(8, 64), (3, 64, 30, 31)),
+        ("group_norm", "channels_last", lambda: nn.GroupNorm(3, 12), (2, 12, 5, 7)),
+        ("l1_norm", "over channels", L1Norm, (3, 130, 20, 11)),
+        ("rms_norm", "over channels", ChannelRMSNorm, (3, 130, 20, 11)),
+        ("linear_scale_batch_norm", "eval", lambda: LinearScaleBatchNorm(48, 96), (300, 48)),
+        ("linear_scale_batch_norm", "train", lambda: LinearScaleBatchNorm(48, 96), (300, 48)),
+    )
+    for dtype, mean, shifted in itertools.product(dtypes, means, (False, True)):
+        for regime, columns in itertools.chain.from_iterable(
+            ((regime, n) for n in of) for regime, of in lengths.items()
+        ):
+            if can_be_done(columns, dtype, regime):
+                for kind, make, shape in _row_kinds(columns):
+                    yield Setting(kind, regime, make, shape, dtype, mean, shifted)
+        for kind, path, make, shape in paths:
+            yield Setting(kind, path, make, shape, dtype, mean, shifted)
+
+
+def _row_kinds(columns: int) -> tuple[tuple[str, Callable[[], nn.Module], tuple[int, ...]], ...]:
+    wide = 2 - columns % 2  # channels of a group, of which each sample has four
+    return (
+        ("layer_norm", lambda: nn.LayerNorm(columns), (ROWS, columns)),
+        ("rms_norm", lambda: nn.RMSNorm(columns, eps=1e-6), (ROWS, columns)),
+        ("l1_norm", L1Norm, (ROWS, columns)),
+        ("group_norm", lambda: nn.GroupNorm(4, 4 * wide), (2, 4 * wide, columns // wide)),
+    )
+
+
+def gpu_of_plans() -> dict[str, int]:
+    """This GPU, as native.row_plan wants to know it."""
+    device = torch.cuda.get_device_properties()
+    return {
+        "clusters": device.major in (9, 10),
+        "shared": device.shared_memory_per_block_optin,
+        "resident": min(3, device.shared_memory_per_multiprocessor // 73_728) * device.multi_processor_count,
+    }
+
+
+def can_be_done(columns: int, dtype: torch.dtype, regime: str) -> bool:
+    """Whether rows of so many columns can be done in the regime on this GPU."""
+    return native.row_plan(ROWS, columns, dtype.itemsize, regime=REGIMES[regime], **gpu_of_plans()) is not None
+
+
+def forced(kind: str, module: Any, x: Tensor, regime: int) -> Tensor:
+    """``module``'s norm of the rows of ``x``, in that regime."""
+    out = torch.full_like(x, float("nan"))
+    ops, columns = torch.ops.normswap, x.shape[-1]
+    if kind == "layer_norm":
+        ops.layer_norm(x, module.weight, module.bias, columns, module.eps, out, None, None, regime)
+    elif kind == "rms_norm":
+        ops.rms_norm(x, module.weight, columns, module.eps, 0.0, False, out, None, regime)
+    elif kind == "l1_norm":
+        ops.l1_norm(x, columns, 0.0, 0.0, out, None, regime)
+    else:
+        ops.group_norm(x, module.weight, module.bias, module.num_groups, module.eps, False, out, None, None, regime)
+    return out
+
+
+def shares(setting: Setting) -> tuple[float, float]:
+    """The worst error of ours and of PyTorch's, as shares of their limit."""
+    module, x = setting.module(), setting.input()
+    (swap,) = normswap.plan(module).swaps
+    with torch.no_grad():
+        if setting.regime not in REGIMES:
+            found = compare(swap.match, module, x, False)
+            if not found.kernel_ran or (found.problem and found.share <= 1.0):
+                raise RuntimeError(f"{setting}: {found.problem or 'our kernel did not run'}")
+            return found.share, found.eager
+        reference, magnitude = referee(swap.match, module, x)
+        ours = forced(setting.kind, module, x, REGIMES[setting.regime])
+        limited = (reference, magnitude, C[setting.kind])
+        return error_share(ours, *limited), error_share(module(x), *limited)
+
+
+def referee(match: Match, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The module's result in float64, and the magnitude its sums run through."""
+    exact = copy.deepcopy(module).double()
+    with RoundedMeans(x.dtype) if match.kind == "l1_norm" else nullcontext():
+        reference = exact(x.double())
+    return reference, magnitudes(match, exact, x.double(), x.dtype).output
+
+
+def measure_all() -> list[dict[str, Any]]:
+    """The worst of each kind, regime, dtype and mean, over lengths and alignments."""
+    worst: dict[tuple[str, str, str, float], list[float]] = {}
+    for setting in settings():
+        key = (setting.kind, setting.regime, str(setting.dtype).removeprefix("torch."), setting.mean)
+        found = worst.setdefault(key, [0.0, 0.0])
+        found[:] = map(max, found, shares(setting))
+    names = ("kind", "regime", "dtype", "mean")
+    return [
+        {**dict(zip(names, key, strict=True)), "ours": round(ours, 4), "pytorch": round(theirs, 4)}
+        for key, (ours, theirs) in sorted(worst.items())
+    ]
+
+
+HEADERS = ("kind", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
+
+
+def cells(found: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """By kind and dtype: the largest multiple of PyTorch's own error, and the largest share of the limit."""
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in found):
+        told = []
+        for dtype in HEADERS[1:]:
+            rows = [row for row in found if (row["kind"], row["dtype"]) == (kind, dtype)]
+            multiple = max(row["ours"] / row["pytorch"] for row in rows)
+            told.append(f"{multiple:.2f}x, {max(row['ours'] for row in rows):.0%}")
+        lines.append((kind, *told))
+    return lines
+
+
+def beyond(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What misses its limit."""
+    return [row for row in found if row["ours"] > 1.0]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """The same as a person reads it, and what is beyond its limit."""
+    lines = tabulate(cells(found), HEADERS, disable_numparse=True)
+    return "\n".join([lines, *(f"BEYOND ITS LIMIT: {row}" for row in beyond(found))])
+
+
+def main() -> None:
+    if not native.load(build=True).available:
+        raise SystemExit("accuracy needs a CUDA device and the library")
+    print(table(measure_all()))
+
+
+if __name__ == "__main__":
+    main()
