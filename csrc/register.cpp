@@ -25,7 +25,7 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "Tensor(b!)? grad_weight) -> ()");
   m.def(
       "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, bool channels_last, "
-      "Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");
+      "int activation, Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");
   m.def(
       "scale_batch_norm(Tensor input, Tensor? scale, Tensor? weight, Tensor? bias, float eps, float momentum, "
       "Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor(d!)? running_mean, Tensor(e!)? running_var) -> ()");

@@ -2,7 +2,7 @@
 #include <map>
 #include <mutex>
 
-#include "tensors.h"
+#include "column_launch.h"
 
 namespace normswap {
 namespace {
@@ -123,6 +123,12 @@ void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum,
   run("l1_norm", l1_norm, n, input, out, regime);
 }
 
+Activation activation_of(int64_t activation) {
+  STD_TORCH_CHECK(activation >= 0 && activation <= static_cast<int64_t>(Activation::gelu_tanh),
+                  "group_norm: activation must be 0 to 4, got ", activation);
+  return static_cast<Activation>(activation);
+}
+
 ChannelNorm channels_last_of(const RowNorm& n, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   ChannelNorm c{};
   c.x = n.x;
@@ -132,14 +138,17 @@ ChannelNorm channels_last_of(const RowNorm& n, const OptionalTensor& weight, con
   c.batch = n.rows / n.num_groups;
   c.rows = n.spatial;
   c.channels = n.num_groups * n.channels_per_group;
+  c.mean = n.mean;
+  c.rstd = n.rstd;
   c.eps = eps;
+  c.activation = n.activation;
   c.dtype = n.dtype;
   return c;
 }
 
 void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const OptionalTensor& bias_,
-                     int64_t num_groups, double eps, bool channels_last, Tensor out, OptionalTensor mean,
-                     OptionalTensor rstd, int64_t regime) {
+                     int64_t num_groups, double eps, bool channels_last, int64_t activation, Tensor out,
+                     OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
   if (input_.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
   STD_TORCH_CHECK(input_.dim() >= 2 && num_groups > 0 && input_.size(1) % num_groups == 0, "group_norm: ", num_groups,
@@ -156,17 +165,18 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
   set_affine("group_norm", n, weight, bias, channels);
   n.mean = floats_or_null(mean);
   n.rstd = floats_or_null(rstd);
+  n.activation = activation_of(activation);
   if (!channels_last) return run("group_norm", group_norm, n, input, out, regime);
-
   ChannelNorm c = channels_last_of(n, weight, bias, eps);
-  Tensor statistics = scratch(input, 2 * rows * static_cast<int64_t>(sizeof(float)));
-  float* values = static_cast<float*>(statistics.mutable_data_ptr());
-  c.mean = n.mean != nullptr ? n.mean : values;
-  c.rstd = n.rstd != nullptr ? n.rstd : values + rows;
-  Tensor workspace = scratch(input, channel_workspace_bytes(c));
-  c.workspace = workspace.mutable_data_ptr();
   c.y = out.mutable_data_ptr();
-  STD_CUDA_CHECK(group_norm_channels_last(c, stream_of(input)));
+  if (!run_columns("group_norm", group_norm_channels_last, c, input, static_cast<Regime>(regime))) {
+    // Groups too wide for a block: by way of the other layout.
+    const Tensor contiguous = torch::stable::contiguous(input);
+    Tensor result = torch::stable::empty_like(contiguous);
+    n.x = contiguous.const_data_ptr();
+    run("group_norm", group_norm, n, contiguous, result, 0);
+    torch::stable::copy_(out, result);
+  }
 }
 
 }  // namespace

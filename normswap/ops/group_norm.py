@@ -68,7 +68,7 @@ def _group_norm_forward(
     out = torch.empty_like(input, memory_format=layout)
     channels_last = layout is not torch.contiguous_format
     torch.ops.normswap.group_norm.default(
-        input, dense(weight), dense(bias), num_groups, eps, channels_last, out, mean, rstd, 0
+        input, dense(weight), dense(bias), num_groups, eps, channels_last, 0, out, mean, rstd, 0
     )
     return out
 

@@ -27,3 +27,14 @@ def gpu_of_plans() -> dict[str, int]:
         "shared": device.shared_memory_per_block_optin,
         "resident": min(3, device.shared_memory_per_multiprocessor // 73_728) * device.multi_processor_count,
     }
+
+
+def gpu_of_column_plans() -> dict[str, int]:
+    """This GPU, as native.column_plan wants to know it."""
+    device = torch.cuda.get_device_properties()
+    return {
+        "clusters": device.major in (9, 10),
+        "shared": device.shared_memory_per_block_optin,
+        "shared_each": device.shared_memory_per_multiprocessor,
+        "multiprocessors": device.multi_processor_count,
+    }
