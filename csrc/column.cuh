@@ -268,13 +268,13 @@ __device__ inline Moments unite_pieces(const ColumnArgs& a, Part part) {
   const int lane = thread() % 32, pieces = static_cast<int>(a.p.pieces);
   const float n = static_cast<float>(a.n.rows * a.group_width()), pivot = part(0).x;
   float sum[1] = {0.f}, m2[1] = {0.f};
-#pragma unroll 4
+#pragma unroll 8
   for (int p = lane; p < pieces; p += 32) {
     sum[0] = fmaf(piece_size(a, p), __fsub_rn(part(p).x, pivot), sum[0]);
   }
   lanes_sum<32>(sum);
   const float mean = __fadd_rn(pivot, __fdiv_rn(sum[0], n));
-#pragma unroll 4
+#pragma unroll 8
   for (int p = lane; p < pieces; p += 32) {
     const float2 one = part(p);
     const float d = __fsub_rn(one.x, mean);
@@ -312,13 +312,15 @@ __device__ inline float2 finish(const ChannelNorm& n, int64_t index, const Momen
   return {group.mean, rstd};
 }
 
-// Mean and rstd of the slab's groups into `values`, from part(i), i = group * pieces + piece; a block calls, no barrier
-// follows. `save`: this block is the one of the slab that writes them down.
+// Mean and rstd of groups from, from + stride, ... of the slab into `values`; the warp calls. part(i): i = group * pieces
+// + piece.
+// `save`: this is the one place that writes them down.
 template <Source From, int V, class Part>
-__device__ inline void finish_slab(const ColumnArgs& a, const Place<V>& at, Part part, float2* values, bool save) {
+__device__ inline void finish_groups(const ColumnArgs& a, const Place<V>& at, int from, int stride, Part part,
+                                     float2* values, bool save) {
   const int64_t strip = at.slab % static_cast<int>(a.p.strips), first = at.batch * a.n.num_groups + strip * a.p.groups;
   const bool writes = thread() % 32 == 0;
-  for (int group = thread() / 32; group < at.groups; group += static_cast<int>(blockDim.x) / 32) {
+  for (int group = from; group < at.groups; group += stride) {
     const Moments united = unite_pieces(a, [&](int p) { return part(group * static_cast<int>(a.p.pieces) + p); });
     const float2 value = finish<From>(a.n, first + group, united, save && writes);
     if (writes) values[group] = value;

@@ -59,16 +59,18 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   if (pieces > 1) cluster.sync();
 #endif
   if (pieces == 1) __syncthreads();
-  finish_slab<From>(args, at, [&](int i) { return board.parts[i]; }, board.values, at.piece == 0);
+  finish_groups<From>(args, at, thread() / 32, kColumnThreads / 32, [&](int i) { return board.parts[i]; }, board.values,
+                      at.piece == 0);
   __syncthreads();
   affine.set(args, [&](int group) { return board.values[group]; });
   apply_held(args, at, affine, ring, [] {});
 }
 
 // The last of the slab's blocks to come finishes it; the others wait for that. The block calls; a barrier follows.
+// flag: a word of shared memory.
 template <Source From, int V>
-__device__ inline void finish_together(const ColumnArgs& a, const Place<V>& at) {
-  __shared__ bool last;
+__device__ inline void finish_together(const ColumnArgs& a, const Place<V>& at, float* flag) {
+  bool& last = *reinterpret_cast<bool*>(flag);
   unsigned* count = a.barriers + at.slab * static_cast<int64_t>(kColumnBarrierBytes / sizeof(unsigned));
   volatile unsigned* finished = count + 1;
   const int64_t first = static_cast<int64_t>(at.slab) * a.p.groups;
@@ -81,7 +83,8 @@ __device__ inline void finish_together(const ColumnArgs& a, const Place<V>& at) 
   __syncthreads();
   if (last) {
     const float2* parts = a.parts + first * a.p.pieces;
-    finish_slab<From>(a, at, [&](int i) { return __ldcg(parts + i); }, a.finals + first, true);
+    finish_groups<From>(a, at, thread() / 32, kColumnThreads / 32, [&](int i) { return __ldcg(parts + i); },
+                        a.finals + first, true);
     __syncthreads();
     if (thread() == 0) {
       __threadfence();
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_team(con
     }
     if (Share > 1) ring.prefetch();
     ChannelAffine<T, V, From> affine(args, at);
-    finish_together<From>(args, at);
+    finish_together<From>(args, at, board.sums);
     affine.set(args, [&](int group) { return __ldcg(args.finals + first + group); });
     apply_held(args, at, affine, ring, [&] { ring.load(); });
     ring.next();
@@ -139,13 +142,14 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
   }
 }
 
-// A block a slab.
+// A warp a group of a slab.
 template <int V, Source From>
-__global__ void __launch_bounds__(kColumnThreads) column_finish(const ColumnArgs args) {
-  const Place<V> at(args, blockIdx.x * static_cast<unsigned>(args.p.pieces));
+__global__ void __launch_bounds__(32) column_finish(const ColumnArgs args) {
+  const unsigned slab = blockIdx.x / static_cast<unsigned>(args.p.groups), group = blockIdx.x - slab * args.p.groups;
+  const Place<V> at(args, slab * static_cast<unsigned>(args.p.blocks));
   const int64_t first = static_cast<int64_t>(at.slab) * args.p.groups;
   const float2* parts = args.parts + first * args.p.pieces;
-  finish_slab<From>(args, at, [&](int i) { return parts[i]; }, args.finals + first, true);
+  finish_groups<From>(args, at, group, args.p.groups, [&](int i) { return parts[i]; }, args.finals + first, true);
 }
 
 template <class T, int V, Source From>
@@ -185,7 +189,7 @@ template <class T, int V, Source From>
 cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
   if (const cudaError_t error = allow_shared<column_partial<T, V>>(a.p.shared); error != cudaSuccess) return error;
   column_partial<T, V><<<grid_of(a.p.grid), kColumnThreads, a.p.shared, stream>>>(a);
-  column_finish<V, From><<<grid_of(a.p.items / a.p.blocks), kColumnThreads, 0, stream>>>(a);
+  column_finish<V, From><<<grid_of(a.p.items / a.p.blocks * a.p.groups), 32, 0, stream>>>(a);
   column_apply<T, V, From><<<grid_of(a.p.items), kColumnThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }

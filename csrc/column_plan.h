@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "row_plan.h"
 
@@ -107,7 +108,7 @@ inline bool cut_for_statistics(int64_t rows, int64_t channels, int64_t num_group
 inline int column_shared(const ColumnPlan& p, int itemsize, int64_t exchanged) {
   const int64_t stage = static_cast<int64_t>(p.ring) * kColumnThreads * p.vec * itemsize;
   const int64_t sums = static_cast<int64_t>(p.sum_rows) * p.lanes * p.parts * 4;
-  return static_cast<int>(stage + sums + p.groups * (1 + exchanged) * 8) + 16;  // and a flag
+  return static_cast<int>(stage + sums + p.groups * (1 + exchanged) * 8);
 }
 
 // The plan for statistics and apply; `regime` other than automatic asks for that one. Returns false when such columns
@@ -169,7 +170,7 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
   }
   p.items = slabs * p.blocks;
   *plan = p;
-  return slabs * p.pieces <= 0x7fffffff;
+  return slabs * p.pieces <= 0x7fffffff && slabs * p.groups <= 0x7fffffff;
 }
 
 // The plan for apply alone, with statistics known before.
