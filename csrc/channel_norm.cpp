@@ -1,8 +1,33 @@
 // scale_batch_norm, affine and fold_linear on CUDA tensors: checks, workspace, launch.
-#include "tensors.h"
+#include <map>
+#include <mutex>
+
+#include "column_launch.h"
 
 namespace normswap {
 namespace {
+
+// Asked of the driver once a device.
+ColumnGpu column_gpu_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, ColumnGpu> known;
+  const std::lock_guard<std::mutex> guard(mutex);
+  const auto found = known.find(device);
+  if (found != known.end()) return found->second;
+  const auto attribute = [device](cudaDeviceAttr name) {
+    int value = 0;
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
+    return value;
+  };
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+  ColumnGpu gpu{};
+  gpu.clusters = major == 9 || major == 10;
+  gpu.shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  gpu.shared_each = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  gpu.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  gpu.cooperative = attribute(cudaDevAttrCooperativeLaunch) != 0;
+  return known[device] = gpu;
+}
 
 ChannelVector vector_of(const char* op, const OptionalTensor& t, int64_t channels) {
   if (!t.has_value()) return {nullptr, DType::f32};
@@ -43,9 +68,8 @@ void scale_batch_norm_cuda(const Tensor& input_, const OptionalTensor& scale, co
   n.momentum = momentum;
   n.mean = static_cast<float*>(mean.mutable_data_ptr());
   n.rstd = static_cast<float*>(rstd.mutable_data_ptr());
-  Tensor workspace = scratch(input, channel_workspace_bytes(n));
-  n.workspace = workspace.mutable_data_ptr();
-  STD_CUDA_CHECK(scale_batch_norm(n, stream_of(input)));
+  STD_TORCH_CHECK(run_columns("scale_batch_norm", scale_batch_norm, n, input, Regime::automatic),
+                  "scale_batch_norm: no launch serves ", n.rows, " rows of ", n.channels, " channels");
 }
 
 void affine_cuda(const Tensor& input_, const OptionalTensor& scale, const Tensor& running_mean,
@@ -86,10 +110,37 @@ void fold_linear_cuda(const Tensor& linear_weight_, const OptionalTensor& linear
 }
 
 }  // namespace
+
+bool column_plan_of(const ChannelNorm& n, const Tensor& input, Regime regime, ColumnPlan* plan) {
+  return make_column_plan(n.batch, n.rows, n.channels, n.num_groups, static_cast<int>(itemsize(n.dtype)),
+                          column_gpu_of(input.get_device_index()), regime, plan);
+}
+
 }  // namespace normswap
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("scale_batch_norm", TORCH_BOX(&normswap::scale_batch_norm_cuda));
   m.impl("affine", TORCH_BOX(&normswap::affine_cuda));
   m.impl("fold_linear", TORCH_BOX(&normswap::fold_linear_cuda));
+}
+
+// The plan of column statistics, for tests that have no GPU, of the GPU described: (regime, vec, width, groups, lanes,
+// parts, slots, share, ring, strips, piece_rows, pieces, blocks, items, grid, shared, workspace bytes) into out. Returns
+// 0 when such columns cannot be done in that regime.
+extern "C" __attribute__((visibility("default"))) int normswap_column_plan(int64_t batch, int64_t rows, int64_t channels,
+                                                                           int64_t num_groups, int itemsize,
+                                                                           int clusters, int shared, int shared_each,
+                                                                           int multiprocessors, int cooperative,
+                                                                           int regime, int64_t* out) {
+  normswap::ColumnPlan p;
+  const normswap::ColumnGpu gpu{clusters != 0, shared, shared_each, multiprocessors, cooperative != 0};
+  if (!normswap::make_column_plan(batch, rows, channels, num_groups, itemsize, gpu,
+                                  static_cast<normswap::Regime>(regime), &p)) {
+    return 0;
+  }
+  const int64_t values[] = {static_cast<int64_t>(p.regime), p.vec, p.width, p.groups, p.lanes, p.parts, p.slots,
+                            p.share, p.ring, p.strips, p.piece_rows, p.pieces, p.blocks, p.items, p.grid, p.shared,
+                            normswap::column_workspace_bytes(p)};
+  for (int i = 0; i < 17; ++i) out[i] = values[i];
+  return 1;
 }

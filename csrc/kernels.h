@@ -5,11 +5,15 @@
 
 #include <cstdint>
 
+#include "column_plan.h"
 #include "row_plan.h"
 
 namespace normswap {
 
 enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
+
+// What follows a norm, of its output as rounded to its dtype.
+enum class Activation : int { none = 0, relu = 1, silu = 2, gelu = 3, gelu_tanh = 4 };
 
 // rows x cols contiguous elements, normalised row by row. `weight` and `bias` (both optional, of one dtype: x's or
 // float32) hold one value an element of the row for layer_norm and rms_norm, one a channel for group_norm.
@@ -28,6 +32,7 @@ struct RowNorm {
   double weight_offset;     // rms_norm: the factor is offset + weight
   bool cast_before_weight;  // rms_norm: round to x's dtype before the product with the weight
   int64_t num_groups, channels_per_group, spatial;  // group_norm: row = (sample, group), cols = channels * spatial
+  Activation activation;  // group_norm
   DType dtype, weight_dtype;
 };
 
@@ -49,18 +54,18 @@ struct ChannelNorm {
   void* y;
   ChannelVector scale, weight, bias;
   ChannelVector running_mean, running_var;  // read in eval; written too in training
-  float* mean;                              // (channels) in training, (batch, groups) for group_norm
+  float* mean;  // optional; (channels) in training, (batch, groups) for group_norm
   float* rstd;
-  void* workspace;  // channel_workspace_bytes
+  void* workspace;  // column_workspace_bytes(plan)
   int64_t batch, rows, channels, num_groups;
   double eps, momentum;
+  Activation activation;  // group_norm
   DType dtype;
 };
 
-int64_t channel_workspace_bytes(const ChannelNorm&);
-cudaError_t scale_batch_norm(const ChannelNorm&, cudaStream_t);          // statistics, running stats, apply
-cudaError_t affine(const ChannelNorm&, cudaStream_t);                    // apply with the running statistics
-cudaError_t group_norm_channels_last(const ChannelNorm&, cudaStream_t);  // statistics, apply
+cudaError_t scale_batch_norm(const ChannelNorm&, const ColumnPlan&, cudaStream_t);  // statistics, running stats, apply
+cudaError_t affine(const ChannelNorm&, cudaStream_t);  // apply with the running statistics
+cudaError_t group_norm_channels_last(const ChannelNorm&, const ColumnPlan&, cudaStream_t);  // statistics, apply
 
 // out_weight[c, :] = a_c weight[c, :], out_bias[c] = a_c linear_bias[c] + bias[c] - (a_c / scale_c) running_mean[c]
 struct FoldLinear {

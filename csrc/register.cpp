@@ -26,13 +26,15 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "Tensor(b!)? grad_weight) -> ()");
   m.def(
       "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, bool channels_last, "
-      "Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");
+      "int activation, Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");
   m.def("layer_norm_or_none(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps) -> Tensor?");
   m.def(
       "rms_norm_or_none(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
       "bool cast_before_weight) -> Tensor?");
   m.def("l1_norm_or_none(Tensor input, float eps, float minimum) -> Tensor?");
-  m.def("group_norm_or_none(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps) -> Tensor?");
+  m.def(
+      "group_norm_or_none(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, int activation) "
+      "-> Tensor?");
   m.def(
       "scale_batch_norm(Tensor input, Tensor? scale, Tensor? weight, Tensor? bias, float eps, float momentum, "
       "Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor(d!)? running_mean, Tensor(e!)? running_var) -> ()");

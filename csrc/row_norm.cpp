@@ -5,7 +5,7 @@
 #include <mutex>
 #include <numeric>
 
-#include "tensors.h"
+#include "column_launch.h"
 
 namespace normswap {
 namespace {
@@ -126,6 +126,12 @@ void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum,
   run("l1_norm", l1_norm, n, input, out, regime);
 }
 
+Activation activation_of(int64_t activation) {
+  STD_TORCH_CHECK(activation >= 0 && activation <= static_cast<int64_t>(Activation::gelu_tanh),
+                  "group_norm: activation must be 0 to 4, got ", activation);
+  return static_cast<Activation>(activation);
+}
+
 ChannelNorm channels_last_of(const RowNorm& n, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   ChannelNorm c{};
   c.x = n.x;
@@ -135,14 +141,17 @@ ChannelNorm channels_last_of(const RowNorm& n, const OptionalTensor& weight, con
   c.batch = n.rows / n.num_groups;
   c.rows = n.spatial;
   c.channels = n.num_groups * n.channels_per_group;
+  c.mean = n.mean;
+  c.rstd = n.rstd;
   c.eps = eps;
+  c.activation = n.activation;
   c.dtype = n.dtype;
   return c;
 }
 
 void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const OptionalTensor& bias_,
-                     int64_t num_groups, double eps, bool channels_last, Tensor out, OptionalTensor mean,
-                     OptionalTensor rstd, int64_t regime) {
+                     int64_t num_groups, double eps, bool channels_last, int64_t activation, Tensor out,
+                     OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
   if (input_.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
   STD_TORCH_CHECK(input_.dim() >= 2 && num_groups > 0 && input_.size(1) % num_groups == 0, "group_norm: ", num_groups,
@@ -159,17 +168,18 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
   set_affine("group_norm", n, weight, bias, channels);
   n.mean = floats_or_null(mean);
   n.rstd = floats_or_null(rstd);
+  n.activation = activation_of(activation);
   if (!channels_last) return run("group_norm", group_norm, n, input, out, regime);
-
   ChannelNorm c = channels_last_of(n, weight, bias, eps);
-  Tensor statistics = scratch(input, 2 * rows * static_cast<int64_t>(sizeof(float)));
-  float* values = static_cast<float*>(statistics.mutable_data_ptr());
-  c.mean = n.mean != nullptr ? n.mean : values;
-  c.rstd = n.rstd != nullptr ? n.rstd : values + rows;
-  Tensor workspace = scratch(input, channel_workspace_bytes(c));
-  c.workspace = workspace.mutable_data_ptr();
   c.y = out.mutable_data_ptr();
-  STD_CUDA_CHECK(group_norm_channels_last(c, stream_of(input)));
+  if (!run_columns("group_norm", group_norm_channels_last, c, input, static_cast<Regime>(regime))) {
+    // Groups too wide for a block: by way of the other layout.
+    const Tensor contiguous = torch::stable::contiguous(input);
+    Tensor result = torch::stable::empty_like(contiguous);
+    n.x = contiguous.const_data_ptr();
+    run("group_norm", group_norm, n, contiguous, result, 0);
+    torch::stable::copy_(out, result);
+  }
 }
 
 // --- calls that record no gradient ---------------------------------------------------------------------------------
@@ -190,11 +200,11 @@ bool fits(const OptionalTensor& parameter, const Tensor& input, const int64_t* s
          (p.scalar_type() == input.scalar_type() || p.scalar_type() == torch::headeronly::ScalarType::Float);
 }
 
-// Whether the kernels can take these as they are; weight and bias have `dims` sizes of the input's, from `first` on.
+// Whether the kernels can take these, if the input's layout allows; weight and bias have `dims` sizes of the input's, from `first` on.
 bool is_plain(const Tensor& input, int64_t first, int64_t dims, const OptionalTensor& weight,
               const OptionalTensor& bias) {
   if (first < 0 || dims < 1 || first + dims > input.dim()) return false;
-  if (!has_served_dtype(input) || !input.is_contiguous() || input.numel() == 0) return false;
+  if (!has_served_dtype(input) || input.numel() == 0) return false;
   const int64_t* sizes = input.sizes().data() + first;
   return fits(weight, input, sizes, dims) && fits(bias, input, sizes, dims) &&
          (!weight.has_value() || !bias.has_value() || weight->scalar_type() == bias->scalar_type());
@@ -207,7 +217,7 @@ int64_t trailing_elements(const Tensor& input, int64_t dims) {
 
 OptionalTensor layer_norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& weight,
                                   const OptionalTensor& bias, double eps) {
-  if (!is_plain(input, input.dim() - dims, dims, weight, bias)) return std::nullopt;
+  if (!input.is_contiguous() || !is_plain(input, input.dim() - dims, dims, weight, bias)) return std::nullopt;
   const OptionalTensor out = unfilled_like(input);
   if (!out.has_value()) return std::nullopt;
   layer_norm_cuda(input, weight, bias, trailing_elements(input, dims), eps, *out, std::nullopt, std::nullopt, 0);
@@ -216,7 +226,7 @@ OptionalTensor layer_norm_or_none(const Tensor& input, int64_t dims, const Optio
 
 OptionalTensor rms_norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& weight, double eps,
                                 double weight_offset, bool cast_before_weight) {
-  if (!is_plain(input, input.dim() - dims, dims, weight, std::nullopt)) return std::nullopt;
+  if (!input.is_contiguous() || !is_plain(input, input.dim() - dims, dims, weight, std::nullopt)) return std::nullopt;
   const OptionalTensor out = unfilled_like(input);
   if (!out.has_value()) return std::nullopt;
   rms_norm_cuda(input, weight, trailing_elements(input, dims), eps, weight_offset, cast_before_weight, *out,
@@ -225,20 +235,34 @@ OptionalTensor rms_norm_or_none(const Tensor& input, int64_t dims, const Optiona
 }
 
 OptionalTensor l1_norm_or_none(const Tensor& input, double eps, double minimum) {
-  if (!is_plain(input, input.dim() - 1, 1, std::nullopt, std::nullopt)) return std::nullopt;
+  if (!input.is_contiguous() || !is_plain(input, input.dim() - 1, 1, std::nullopt, std::nullopt)) return std::nullopt;
   const OptionalTensor out = unfilled_like(input);
   if (!out.has_value()) return std::nullopt;
   l1_norm_cuda(input, trailing_elements(input, 1), eps, minimum, *out, std::nullopt, 0);
   return out;
 }
 
+// Whether the memory is that of (batch, ..., channels), which contiguous memory may be too.
+bool is_channels_last(const Tensor& t) {
+  const int64_t dims = t.dim();
+  if (dims != 4 && dims != 5) return false;
+  int64_t stride = 1;
+  for (int64_t i = 0; i < dims; ++i) {
+    const int64_t dim = i == 0 ? 1 : i == dims - 1 ? 0 : dims - i;  // channels first, the batch last
+    if (t.size(dim) != 1 && t.stride(dim) != stride) return false;
+    stride *= t.size(dim);
+  }
+  return true;
+}
+
 OptionalTensor group_norm_or_none(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
-                                  const OptionalTensor& bias, double eps) {
-  if (!is_plain(input, 1, 1, weight, bias)) return std::nullopt;
+                                  const OptionalTensor& bias, double eps, int64_t activation) {
+  const bool channels_last = !input.is_contiguous() && is_channels_last(input);
+  if (!(channels_last || input.is_contiguous()) || !is_plain(input, 1, 1, weight, bias)) return std::nullopt;
   if (num_groups < 1 || input.size(1) % num_groups != 0 || input.numel() == num_groups) return std::nullopt;
   const OptionalTensor out = unfilled_like(input);
   if (!out.has_value()) return std::nullopt;
-  group_norm_cuda(input, weight, bias, num_groups, eps, false, *out, std::nullopt, std::nullopt, 0);
+  group_norm_cuda(input, weight, bias, num_groups, eps, channels_last, activation, *out, std::nullopt, std::nullopt, 0);
   return out;
 }
 

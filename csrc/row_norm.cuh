@@ -8,8 +8,7 @@
 
 #include <cooperative_groups.h>
 
-#include <atomic>
-
+#include "launch.h"
 #include "row_policy.cuh"
 
 namespace normswap {
@@ -29,7 +28,8 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
       out[j] = Policy::template apply<T, Fast>(to_float(x.v[j]), values[r],
                                                Policy::has_affine ? w.v[j] : 1.f, Policy::has_affine ? b.v[j] : 0.f);
     }
-    return Tile::Vector::of(out);
+    const auto pack = Tile::Vector::of(out);
+    return Policy::has_activation ? activated(pack, args.n.activation) : pack;
   };
   T* y = static_cast<T*>(args.n.y) + begin;
   if constexpr (Affine::same_for_all_rows && !Tile::Ragged) {
@@ -375,48 +375,6 @@ __global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_apply(const RowArgs a
 
 // --- launch ------------------------------------------------------------------------------------------------------
 
-// A kernel must ask for more than 48 KB of shared memory once a device.
-template <auto kernel>
-cudaError_t allow_shared(int bytes) {
-  constexpr int without_asking = 48 * 1024 - kStatisticsBytes;
-  static std::atomic<int> allowed[64];  // of this kernel, by device
-  if (bytes <= without_asking) return cudaSuccess;
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  std::atomic<int>& known = allowed[device % 64];
-  if (known.load(std::memory_order_relaxed) >= bytes) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) known.store(bytes, std::memory_order_relaxed);
-  return error;
-}
-
-template <auto kernel>
-cudaError_t launch_block(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
-  if (const cudaError_t error = allow_shared<kernel>(plan.shared); error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = plan.cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.grid));
-  config.blockDim = dim3(plan.warps * 32);
-  config.dynamicSmemBytes = plan.shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = plan.regime == Regime::cluster ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
-}
-
-template <auto kernel>
-cudaError_t launch_team(RowArgs args, const RowPlan& plan, cudaStream_t stream) {
-  if (const cudaError_t error = allow_shared<kernel>(plan.shared); error != cudaSuccess) return error;
-  const cudaError_t error = cudaMemsetAsync(args.n.workspace, 0, team_barrier_bytes(plan), stream);
-  if (error != cudaSuccess) return error;
-  void* arguments[] = {&args};
-  return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(plan.grid)),
-                                     dim3(plan.warps * 32), arguments, plan.shared, stream);
-}
-
 template <class Policy, class T, class W, class RowTile>
 void launch_small(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
   const int64_t grid = ceil_div(plan.grid, kRowsAtOnce<RowTile>);
@@ -458,13 +416,18 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
   const int64_t blocks_a_row = plan.regime == Regime::split ? row_groups(plan) : plan.cluster;
   const RowArgs args{n, plan.chunks, blocks_a_row, plan.chunk_len, chunk_bytes(plan.chunk_len, sizeof(T)), plan.block_chunks};
   const dim3 grid(static_cast<unsigned>(plan.grid)), block(plan.warps * 32);
+  const LaunchShape shape{plan.grid, plan.warps * 32, plan.shared};
   cudaError_t error = cudaSuccess;
   switch (plan.regime) {
     case Regime::subwarp:
     case Regime::warp: launch_rows_of_one_chunk<Policy, T, W, Ragged>(args, plan, stream); break;
-    case Regime::block: error = launch_block<row_block<Policy, T, W, Ragged, false>>(args, plan, stream); break;
-    case Regime::cluster: error = launch_block<row_block<Policy, T, W, Ragged, true>>(args, plan, stream); break;
-    case Regime::team: error = launch_team<row_team<Policy, T, W, Ragged>>(args, plan, stream); break;
+    case Regime::block: error = launch_block<row_block<Policy, T, W, Ragged, false>>(args, shape, 1, stream); break;
+    case Regime::cluster:
+      error = launch_block<row_block<Policy, T, W, Ragged, true>>(args, shape, plan.cluster, stream);
+      break;
+    case Regime::team:
+      error = launch_team<row_team<Policy, T, W, Ragged>>(args, shape, n.workspace, team_barrier_bytes(plan), stream);
+      break;
     default:
       row_partial<Policy, T, Ragged><<<grid, block, 0, stream>>>(args);
       row_merge<Policy, T><<<dim3(static_cast<unsigned>(n.rows)), 256, 0, stream>>>(args);

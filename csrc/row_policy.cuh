@@ -2,6 +2,7 @@
 // of it (RowValues) and how an element is normalised.
 #pragma once
 
+#include "activation.cuh"
 #include "row_tile.cuh"
 
 namespace normswap {
@@ -33,7 +34,7 @@ __device__ inline void chunk_sums(Tile (&tiles)[Rows], float (&sums)[Rows], Term
 struct Centred {
   using Stat = Moments;
   static constexpr bool has_bias = true;
-  static constexpr bool has_affine = true, always_fast = true;
+  static constexpr bool has_affine = true, always_fast = true, has_activation = false;
   __device__ static bool fast(RowValues) { return true; }
   template <class Tile, int Rows>
   __device__ static void statistics(Tile (&tiles)[Rows], Stat (&out)[Rows]) {
@@ -63,14 +64,16 @@ struct Centred {
 };
 
 struct LayerNormPolicy : Centred {};
-struct GroupNormPolicy : Centred {};
+struct GroupNormPolicy : Centred {
+  static constexpr bool has_activation = true;
+};
 
 // y = x rstd (offset + w), rstd = 1 / sqrt(mean(x^2) + eps); with CastFirst x rstd is rounded to T before the product.
 template <bool CastFirst>
 struct RMSNormPolicy {
   using Stat = Sum;
   static constexpr bool has_bias = false;
-  static constexpr bool has_affine = true, always_fast = true;
+  static constexpr bool has_affine = true, always_fast = true, has_activation = false;
   __device__ static bool fast(RowValues) { return true; }
   template <class Tile, int Rows>
   __device__ static void statistics(Tile (&tiles)[Rows], Stat (&out)[Rows]) {
@@ -96,7 +99,7 @@ struct RMSNormPolicy {
 struct L1NormPolicy {
   using Stat = Sum;
   static constexpr bool has_bias = false;
-  static constexpr bool has_affine = false, always_fast = false;
+  static constexpr bool has_affine = false, always_fast = false, has_activation = false;
   template <class Tile, int Rows>
   __device__ static void statistics(Tile (&tiles)[Rows], Stat (&out)[Rows]) {
     float sums[Rows];

@@ -27,7 +27,18 @@ from platformdirs import user_cache_path
 from normswap import builder
 from normswap.builder import LIBRARY, METADATA, BuildError, Metadata, Toolkit
 
-__all__ = ["BuildError", "NativeStatus", "available", "build", "environment", "load", "on_load", "row_plan", "status"]
+__all__ = [
+    "BuildError",
+    "NativeStatus",
+    "available",
+    "build",
+    "column_plan",
+    "environment",
+    "load",
+    "on_load",
+    "row_plan",
+    "status",
+]
 
 PACKAGE = Path(__file__).parent
 LOCK_SECONDS = 600.0
@@ -309,15 +320,49 @@ def row_plan(
     one, and None is returned where such rows cannot be done in it. Needs the library, but no GPU. Raises BuildError
     without the library.
     """
+    names = ("regime", "vec", "lanes", "chunk_len", "chunks", "warps", "block_chunks", "cluster", "grid", "shared")
+    return _plan("row_plan", (rows, cols), (itemsize, clusters, shared, resident, regime), names)
+
+
+def column_plan(
+    batch: int,
+    rows: int,
+    channels: int,
+    num_groups: int,
+    itemsize: int,
+    *,
+    clusters: bool,
+    shared: int = 101376,
+    shared_each: int = 102400,
+    multiprocessors: int = 128,
+    cooperative: bool = True,
+    regime: int = 0,
+) -> dict[str, int] | None:
+    """How the kernels of column statistics (channels_last group_norm; scale_batch_norm, where ``num_groups`` is
+    ``channels``) cut ``batch`` entries of ``rows`` rows of ``channels`` channels, and who works on them.
+
+    On a GPU of so many ``multiprocessors`` with ``shared_each`` bytes of shared memory, ``shared`` of them for a block.
+    ``regime`` 0 chooses; 3 block, 4 cluster, 5 split, 6 team force one, and None is returned where such columns cannot
+    be done in it. Needs the library, but no GPU. Raises BuildError without the library.
+    """
+    names = (
+        *("regime", "vec", "width", "groups", "lanes", "parts", "slots", "share", "ring", "strips", "piece_rows"),
+        *("pieces", "blocks", "items", "grid", "shared", "workspace"),
+    )
+    gpu = (clusters, shared, shared_each, multiprocessors, cooperative)
+    return _plan("column_plan", (batch, rows, channels, num_groups), (itemsize, *gpu, regime), names)
+
+
+def _plan(name: str, sizes: Sequence[int], numbers: Sequence[int], names: Sequence[str]) -> dict[str, int] | None:
+    """What the library's function normswap_``name`` makes of int64 sizes and ints, or None if it says no."""
     found = load()
     if not found.available:
-        raise BuildError(f"row_plan: the library is not loaded: {found.reason}")
-    function = ctypes.CDLL(str(found.path)).normswap_row_plan
-    function.argtypes = [*[ctypes.c_int64] * 2, *[ctypes.c_int] * 5, ctypes.c_void_p]
-    values = (ctypes.c_int64 * 10)()
-    if not function(rows, cols, itemsize, int(clusters), shared, resident, regime, values):
+        raise BuildError(f"{name}: the library is not loaded: {found.reason}")
+    function = ctypes.CDLL(str(found.path))[f"normswap_{name}"]
+    function.argtypes = [*[ctypes.c_int64] * len(sizes), *[ctypes.c_int] * len(numbers), ctypes.c_void_p]
+    values = (ctypes.c_int64 * len(names))()
+    if not function(*sizes, *map(int, numbers), values):
         return None
-    names = ("regime", "vec", "lanes", "chunk_len", "chunks", "warps", "block_chunks", "cluster", "grid", "shared")
     return dict(zip(names, values, strict=True))
 
 

@@ -38,12 +38,13 @@ def group_norm(
     Returns the input's shape and dtype (float32 under autocast). Raises what PyTorch's op raises, and ValueError for
     another activation.
     """
-    op = direct("group_norm", input, weight, bias) if activation == "none" else None
-    if op is not None:
-        out = op(input, num_groups, weight, bias, eps)
+    code = ACTIVATIONS.get(activation)
+    op = direct("group_norm", input, weight, bias)
+    if op is not None and code is not None:
+        out = op(input, num_groups, weight, bias, eps, code)
         if out is not None:
             return out
-    if activation not in ACTIVATIONS:
+    if code is None:
         raise ValueError(
             f"group_norm: activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}"
         )

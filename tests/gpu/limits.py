@@ -17,3 +17,14 @@ def assert_within(ours: Tensor, reference: Tensor, magnitude: Tensor, what: str 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """True when two tensors hold the same values (NaN equals NaN)."""
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def gpu_of_column_plans() -> dict[str, int]:
+    """This GPU, as native.column_plan wants to know it."""
+    device = torch.cuda.get_device_properties()
+    return {
+        "clusters": device.major in (9, 10),
+        "shared": device.shared_memory_per_block_optin,
+        "shared_each": device.shared_memory_per_multiprocessor,
+        "multiprocessors": device.multi_processor_count,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from limits import assert_within, gpu_of_plans, same_bits
+from limits import assert_within, gpu_of_column_plans, gpu_of_plans, same_bits
 from torch import Tensor, nn
 
 from normswap import modules, native, ops
@@ -85,11 +85,153 @@ def test_group_norm_regimes_give_the_same_bits(dtype: torch.dtype) -> None:
             if native.row_plan(1, cols, x.element_size(), regime=regime, **gpu_of_plans()) is None:
                 continue
             out = torch.empty_like(x)
-            torch.ops.normswap.group_norm(x, weight, bias, groups, 1e-5, False, out, None, None, regime)
+            torch.ops.normswap.group_norm(x, weight, bias, groups, 1e-5, False, 0, out, None, None, regime)
             outs.append(out)
         assert all(same_bits(outs[0], out) for out in outs[1:]), (shape, groups)
         compared += len(outs) - 1
     assert compared >= 15
+
+
+COLUMN_SHAPES = (  # input, groups: every regime, odd channels, groups that cross vectors, strips that do not divide
+    ((2, 64, 7, 7), 8),
+    ((2, 320, 64, 64), 32),
+    ((3, 30, 40, 25), 3),
+    ((2, 21, 50, 50), 7),
+    ((1, 96, 72, 70), 32),
+    ((2, 128, 130, 131), 4),
+    ((2, 640, 2, 2), 32),
+    ((1, 64, 4, 4), 64),
+    ((2, 1024, 50, 50), 1),
+    ((1, 128, 300, 301), 32),
+    ((1, 128, 512, 512), 32),
+    ((1, 40, 1000, 1001), 5),
+)
+COLUMN_REGIMES = (0, 3, 4, 5, 6)
+
+
+def channels_last(shape: tuple[int, ...], dtype: torch.dtype, mean: float, seed: int = 0) -> Tensor:
+    return tensor(shape, dtype, mean, seed).to(memory_format=torch.channels_last)
+
+
+def group_norm_in(regime: int, x: Tensor, groups: int, weight: Tensor, bias: Tensor, activation: int = 0) -> Tensor:
+    out = torch.full_like(x, 77.0)
+    torch.ops.normswap.group_norm(x, weight, bias, groups, 1e-5, True, activation, out, None, None, regime)
+    return out
+
+
+def column_regimes(x: Tensor, groups: int) -> list[int]:
+    """The regimes that can do this, automatic first."""
+    rows = x[0, 0].numel()
+    plans = {
+        regime: native.column_plan(
+            x.shape[0], rows, x.shape[1], groups, x.element_size(), regime=regime, **gpu_of_column_plans()
+        )
+        for regime in COLUMN_REGIMES
+    }
+    return [regime for regime, plan in plans.items() if plan is not None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", (0.0, 100.0, 1000.0))
+@pytest.mark.case("channels-last", "offset-mean")
+def test_column_regimes_give_the_same_accurate_bits(dtype: torch.dtype, mean: float) -> None:
+    served = set()
+    for shape, groups in COLUMN_SHAPES:
+        x = channels_last(shape, dtype, mean)
+        weight, bias = tensor(shape[1:2], dtype, 0.5), tensor(shape[1:2], dtype, 0.0, seed=1)
+        regimes = column_regimes(x, groups)
+        ours = group_norm_in(0, x, groups, weight, bias)
+        check_group_norm(x, groups, weight, bias, ours)
+        for regime in regimes[1:]:
+            assert same_bits(ours, group_norm_in(regime, x, groups, weight, bias)), (shape, groups, regime)
+        assert same_bits(ours[-1:], group_norm_in(0, x[-1:], groups, weight, bias)), (shape, groups)
+        served |= set(regimes)
+    assert served >= {0, 3, 5, 6}
+
+
+@pytest.mark.parametrize("regime", COLUMN_REGIMES)
+def test_column_regimes_repeat_bit_for_bit(regime: int) -> None:
+    for shape, groups in COLUMN_SHAPES:
+        x = channels_last(shape, torch.float16, 3.0)
+        weight, bias = tensor(shape[1:2], torch.float32, 0.5), tensor(shape[1:2], torch.float32, seed=1)
+        if regime not in column_regimes(x, groups):
+            continue
+        first = group_norm_in(regime, x, groups, weight, bias)
+        assert all(same_bits(first, group_norm_in(regime, x, groups, weight, bias)) for _ in range(49)), shape
+
+
+@pytest.mark.case("non-finite-rows")
+def test_non_finite_values_stay_in_their_group() -> None:
+    for shape, groups in COLUMN_SHAPES:
+        x = channels_last(shape, torch.float32, 1.0)
+        clean = x.clone()
+        x[0, 0, 0, 0] = float("nan")
+        x[-1, -1, -1, -1] = float("inf")
+        weight, bias = tensor(shape[1:2], torch.float32, 0.5), tensor(shape[1:2], torch.float32, seed=1)
+        eager = F.group_norm(x, groups, weight, bias)
+        for regime in column_regimes(x, groups):
+            ours = group_norm_in(regime, x, groups, weight, bias)
+            assert torch.equal(ours.isnan(), eager.isnan()), (shape, groups, regime)
+            finite = ~eager.isnan()
+            assert torch.equal(ours[finite], group_norm_in(regime, clean, groups, weight, bias)[finite])
+
+
+@pytest.mark.case("misaligned")
+def test_channels_last_at_any_address() -> None:
+    for dtype in DTYPES:
+        for shape, groups in (((2, 64, 9, 9), 8), ((2, 21, 50, 50), 7)):
+            whole = channels_last(shape, dtype, 1.0)
+            buffer = torch.empty(whole.numel() + 1, dtype=dtype, device="cuda")
+            moved = buffer[1:].as_strided(whole.shape, whole.stride(), 1).copy_(whole)
+            assert moved.data_ptr() % 16 != 0
+            assert same_bits(ops.group_norm(moved, groups), ops.group_norm(whole, groups))
+
+
+def test_groups_too_wide_for_a_block() -> None:
+    for shape in ((2, 4100, 5, 5), (2, 1001, 5, 5)):
+        x = channels_last(shape, torch.float16, 1.0)
+        weight, bias = tensor(shape[1:2], torch.float16, 0.5), tensor(shape[1:2], torch.float16, seed=1)
+        assert not column_regimes(x, 1)
+        ours = ops.group_norm(x, 1, weight, bias)
+        assert ours.stride() == x.stride()
+        check_group_norm(x, 1, weight, bias, ours)
+
+
+ACTIVATIONS = (
+    lambda y: y,
+    torch.relu,
+    F.silu,
+    F.gelu,
+    lambda y: F.gelu(y, approximate="tanh"),
+)
+
+
+def ulps_apart(a: Tensor, b: Tensor) -> Tensor:
+    """How many representable numbers lie between, elementwise; 0 where both are NaN or as good as zero."""
+    integers = torch.int32 if a.dtype == torch.float32 else torch.int16
+    bits = [t.view(integers).long() for t in (a.contiguous(), b.contiguous())]
+    ordered = [torch.where(b < 0, torch.iinfo(integers).min - b, b) for b in bits]
+    apart = (ordered[0] - ordered[1]).abs()
+    tiny = (a.abs().float() < 1e-30) & (b.abs().float() < 1e-30)
+    return torch.where((a.isnan() & b.isnan()).contiguous() | tiny.contiguous(), 0, apart)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", range(5))
+def test_activation_is_that_of_pytorch_on_our_output(dtype: torch.dtype, activation: int) -> None:
+    for shape, groups in (*COLUMN_SHAPES[:9], ((4, 8, 16, 16), 2), ((2, 6, 5, 5), 2), ((1, 32, 256, 260), 8)):
+        x = tensor(shape, dtype, 1.0)
+        x[0, 0, 0, 0] = float("nan")
+        weight, bias = tensor(shape[1:2], dtype, 3.0), tensor(shape[1:2], dtype, seed=1)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            placed = x.contiguous(memory_format=layout)
+            last = layout is torch.channels_last
+            outs = [torch.empty_like(placed), torch.empty_like(placed)]
+            for out, number in zip(outs, (0, activation), strict=True):
+                torch.ops.normswap.group_norm(placed, weight, bias, groups, 1e-5, last, number, out, None, None, 0)
+            expected = ACTIVATIONS[activation](outs[0])
+            assert torch.equal(outs[1].isnan(), expected.isnan())
+            assert int(ulps_apart(outs[1], expected).max()) <= 1, (shape, groups, layout)
 
 
 @pytest.mark.case("empty-batch", "non-finite-rows", "constant-rows")

@@ -1,0 +1,235 @@
+// Normalisation with statistics down the columns of (batch, rows, channels) memory: scale -> BatchNorm (batch = 1, a
+// group is one channel) and GroupNorm of channels_last tensors (a batch entry a sample). column_plan.h says how columns
+// are cut; the kernels below are the regimes:
+//   column_block    block, cluster: the pieces of a slab lie in shared memory of a block, or of the blocks of a cluster
+//   column_team     team: the blocks that hold a slab meet at a barrier in device memory; persistent, the loads of the
+//                   next slab running ahead
+//   column_partial, column_finish, column_apply    split: for slabs none of these holds; the input is read twice
+#pragma once
+
+#include "column.cuh"
+#include "launch.h"
+
+namespace normswap {
+namespace {
+
+// Normalise and store what is in the ring; used() is called once for each vector that was in shared memory.
+template <class T, int V, Source From, int Share, class Used>
+__device__ inline void apply_held(const ColumnArgs& a, const Place<V>& at, const ChannelAffine<T, V, From>& affine,
+                                  const Ring<T, V, Share>& ring, Used used) {
+  T* y = static_cast<T*>(a.n.y) + at.offset;
+#pragma unroll
+  for (int i = 0; i < ring.Held; ++i) {
+    if (i < at.count) affine.apply(a, ring.vector(i), y);
+    y += a.step;
+  }
+#pragma unroll 1
+  for (int i = ring.Held; i < a.p.slots * Share; ++i) {
+    if (i < at.count) affine.apply(a, ring.staged(i), y);
+    y += a.step;
+    used();
+  }
+}
+
+template <class T, int V, Source From>
+__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(const ColumnArgs args) {
+  extern __shared__ __align__(16) char shared[];
+  Ring<T, V, 1> ring(args, shared, blockIdx.x, gridDim.x);
+  const Board board(args, shared, sizeof(Pack<T, V>));
+  const Place<V> at(args, blockIdx.x);
+  const int pieces = static_cast<int>(args.p.pieces);
+#if __CUDA_ARCH__ >= 900
+  const auto cluster = cooperative_groups::this_cluster();
+  if (pieces > 1) cooperative_groups::cluster_group::barrier_arrive();  // waited for once the loads are under way
+#endif
+#if __CUDA_ARCH__ >= 900
+  // Every block of the cluster runs: its shared memory is there.
+  if (pieces > 1) cooperative_groups::cluster_group::barrier_wait();
+#endif
+  piece_statistics(args, at, 0, ring, board, [&](int group, float mean, float m2) {
+    float2* part = &board.parts[group * pieces + at.piece];
+#if __CUDA_ARCH__ >= 900
+    for (int rank = 0; rank < pieces; ++rank) *cluster.map_shared_rank(part, rank) = {mean, m2};
+#else
+    *part = {mean, m2};  // pieces == 1: row_plan gives clusters to sm_90 and newer only
+#endif
+  });
+  ChannelAffine<T, V, From> affine(args, at);
+#if __CUDA_ARCH__ >= 900
+  if (pieces > 1) cluster.sync();
+#endif
+  if (pieces == 1) __syncthreads();
+  finish_groups<From>(args, at, thread() / 32, kColumnThreads / 32, [&](int i) { return board.parts[i]; }, board.values,
+                      at.piece == 0);
+  __syncthreads();
+  affine.set(args, [&](int group) { return board.values[group]; });
+  apply_held(args, at, affine, ring, [] {});
+}
+
+// The last of the slab's blocks to come finishes it; the others wait for that. The block calls; a barrier follows.
+// flag: a word of shared memory.
+template <Source From, int V>
+__device__ inline void finish_together(const ColumnArgs& a, const Place<V>& at, float* flag) {
+  bool& last = *reinterpret_cast<bool*>(flag);
+  unsigned* count = a.barriers + at.slab * static_cast<int64_t>(kColumnBarrierBytes / sizeof(unsigned));
+  volatile unsigned* finished = count + 1;
+  const int64_t first = static_cast<int64_t>(at.slab) * a.p.groups;
+  __syncthreads();
+  if (thread() == 0) {
+    __threadfence();
+    last = atomicAdd(count, 1u) == static_cast<unsigned>(a.p.blocks) - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (last) {
+    const float2* parts = a.parts + first * a.p.pieces;
+    finish_groups<From>(a, at, thread() / 32, kColumnThreads / 32, [&](int i) { return __ldcg(parts + i); },
+                        a.finals + first, true);
+    __syncthreads();
+    if (thread() == 0) {
+      __threadfence();
+      *finished = 1;
+    }
+  } else {
+    if (thread() == 0) {
+      while (*finished == 0) {
+      }
+      __threadfence();
+    }
+    __syncthreads();
+  }
+}
+
+// A team of args.p.blocks blocks a slab, slab after slab.
+template <class T, int V, Source From, int Share>
+__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_team(const ColumnArgs args) {
+  extern __shared__ __align__(16) char shared[];
+  Ring<T, V, Share> ring(args, shared, blockIdx.x, gridDim.x);
+  const Board board(args, shared, sizeof(Pack<T, V>));
+  for (unsigned item = blockIdx.x; item < static_cast<unsigned>(args.p.items); item += gridDim.x) {
+    const Place<V> at(args, item);
+    const int64_t first = static_cast<int64_t>(at.slab) * args.p.groups;
+#pragma unroll
+    for (int part = 0; part < Share; ++part) {
+      if (at.piece + part >= args.p.pieces) break;
+      if (part > 0) __syncthreads();
+      piece_statistics(args, at, part, ring, board, [&](int group, float mean, float m2) {
+        __stcg(&args.parts[(first + group) * args.p.pieces + at.piece + part], make_float2(mean, m2));
+      });
+    }
+    if (Share > 1) ring.prefetch();
+    ChannelAffine<T, V, From> affine(args, at);
+    finish_together<From>(args, at, board.sums);
+    affine.set(args, [&](int group) { return __ldcg(args.finals + first + group); });
+    apply_held(args, at, affine, ring, [&] { ring.load(); });
+    ring.next();
+  }
+}
+
+template <class T, int V>
+__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(const ColumnArgs args) {
+  extern __shared__ __align__(16) char shared[];
+  Ring<T, V, 1> ring(args, shared, blockIdx.x, gridDim.x);
+  const Board board(args, shared, sizeof(Pack<T, V>));
+  for (unsigned item = blockIdx.x; item < static_cast<unsigned>(args.p.items); item += gridDim.x) {
+    const Place<V> at(args, item);
+      piece_statistics(args, at, 0, ring, board, [&](int group, float mean, float m2) {
+      args.parts[(static_cast<int64_t>(at.slab) * args.p.groups + group) * args.p.pieces + at.piece] = {mean, m2};
+    });
+    for (int i = 0; i < args.p.slots; ++i) ring.load();
+    ring.next();
+    __syncthreads();
+  }
+}
+
+// A warp a group of a slab.
+template <int V, Source From>
+__global__ void __launch_bounds__(32) column_finish(const ColumnArgs args) {
+  const unsigned slab = blockIdx.x / static_cast<unsigned>(args.p.groups), group = blockIdx.x - slab * args.p.groups;
+  const Place<V> at(args, slab * static_cast<unsigned>(args.p.blocks));
+  const int64_t first = static_cast<int64_t>(at.slab) * args.p.groups;
+  const float2* parts = args.parts + first * args.p.pieces;
+  finish_groups<From>(args, at, group, args.p.groups, [&](int i) { return parts[i]; }, args.finals + first, true);
+}
+
+template <class T, int V, Source From>
+__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(const ColumnArgs args) {
+  // Backwards: what column_partial read last is still in the L2.
+  const Place<V> at(args, gridDim.x - 1 - blockIdx.x);
+  if (at.count == 0) return;
+  ChannelAffine<T, V, From> affine(args, at);
+  if constexpr (From != Source::running) {
+    const float2* finals = args.finals + static_cast<int64_t>(at.slab) * args.p.groups;
+    affine.set(args, [&](int group) { return finals[group]; });
+  }
+  const T* x = static_cast<const T*>(args.n.x) + at.offset;
+  T* y = static_cast<T*>(args.n.y) + at.offset;
+  constexpr int at_once = From == Source::running ? 2 : 4;
+  for (int first = 0; first < at.count; first += at_once) {
+    Pack<T, V> packs[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      if (first + i < at.count) packs[i] = Pack<T, V>::load(x + (first + i) * args.step);
+    }
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      packs[i].forget();
+      if (first + i < at.count) affine.apply(args, packs[i], y + (first + i) * args.step);
+    }
+  }
+}
+
+// --- launch ------------------------------------------------------------------------------------------------------
+
+inline int64_t column_step(const ChannelNorm& n, const ColumnPlan& p) { return kColumnThreads / p.lanes * n.channels; }
+
+inline dim3 grid_of(int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); }
+
+template <class T, int V, Source From>
+cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
+  if (const cudaError_t error = allow_shared<column_partial<T, V>>(a.p.shared); error != cudaSuccess) return error;
+  column_partial<T, V><<<grid_of(a.p.grid), kColumnThreads, a.p.shared, stream>>>(a);
+  column_finish<V, From><<<grid_of(a.p.items / a.p.blocks * a.p.groups), 32, 0, stream>>>(a);
+  column_apply<T, V, From><<<grid_of(a.p.items), kColumnThreads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+
+template <class T, int V, Source From>
+cudaError_t launch_columns(const ChannelNorm& n, const ColumnPlan& p, cudaStream_t stream) {
+  ColumnArgs args{n, p, nullptr, nullptr, nullptr, column_step(n, p)};
+  args.barriers = static_cast<unsigned*>(n.workspace);
+  args.parts = reinterpret_cast<float2*>(static_cast<char*>(n.workspace) + column_barrier_bytes(p));
+  args.finals = args.parts + p.items / p.blocks * p.groups * p.pieces;
+  const LaunchShape shape{p.grid, kColumnThreads, p.shared};
+  switch (p.regime) {
+    case Regime::block:
+    case Regime::cluster:
+      return launch_block<column_block<T, V, From>>(args, shape, static_cast<int>(p.pieces), stream);
+    case Regime::team:
+      if constexpr (V > 1) {
+        if (p.share == 2) {
+          return launch_team<column_team<T, V, From, 2>>(args, shape, n.workspace, column_barrier_bytes(p), stream);
+        }
+      }
+      return launch_team<column_team<T, V, From, 1>>(args, shape, n.workspace, column_barrier_bytes(p), stream);
+    default: return launch_split<T, V, From>(args, stream);
+  }
+}
+
+template <class T, Source From>
+cudaError_t launch_vec(const ChannelNorm& n, const ColumnPlan& p, cudaStream_t stream) {
+  if (p.vec > 1) return launch_columns<T, 16 / static_cast<int>(sizeof(T)), From>(n, p, stream);
+  return launch_columns<T, 1, From>(n, p, stream);
+}
+
+template <Source From>
+cudaError_t launch_statistics(const ChannelNorm& n, const ColumnPlan& p, cudaStream_t stream) {
+  switch (n.dtype) {
+    case DType::f32: return launch_vec<float, From>(n, p, stream);
+    case DType::f16: return launch_vec<__half, From>(n, p, stream);
+    default: return launch_vec<__nv_bfloat16, From>(n, p, stream);
+  }
+}
+
+}  // namespace
+}  // namespace normswap

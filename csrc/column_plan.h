@@ -1,0 +1,198 @@
+// How the columns of (batch, rows, channels) memory are cut and who works on them: pure host code, called by the launchers
+// and, through normswap_column_plan, by tests.
+//
+// The reduction tree is a function of rows, channels, groups and the element size alone. Channels are cut into strips of
+// whole groups, `lanes` threads side by side on a row of one; rows into pieces, of which a thread holds `slots` vectors. A
+// block takes the statistics of a piece of a strip (a slab is a strip of one batch entry) by two passes on chip; those of
+// its pieces then unite in a fixed order. The regime says only which blocks do the work, so that the bits of a sample
+// depend neither on the batch nor on the GPU.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "row_plan.h"
+
+namespace normswap {
+
+struct ColumnPlan {
+  Regime regime;        // block (a slab is one piece), cluster, team, split
+  int vec;              // channels of 16 bytes, or 1
+  int width;            // channels of a strip; the last one may be narrower
+  int groups;           // of a strip
+  int lanes;            // a power of two >= the vectors of a strip
+  int sum_rows;         // warps, or rows of several warps, that hand on sums
+  int parts;            // sums a thread hands on: vec over the neighbours that surely share a group
+  int slots;            // vectors a thread holds of a piece
+  int share;            // pieces a block holds: 1, or 2 (team)
+  int ring;             // vectors a thread has room for in shared memory
+  int64_t strips;
+  int64_t piece_rows, pieces;  // of a slab
+  int64_t blocks;       // that hold a slab
+  int64_t items;        // what blocks hold, in all
+  int64_t grid;         // blocks (split: of the statistics)
+  int shared;           // bytes of dynamic shared memory a block
+};
+
+// What a plan needs to know of the GPU.
+struct ColumnGpu {
+  bool clusters;        // of eight blocks
+  int shared;           // bytes of shared memory a block can have
+  int shared_each;      // bytes of shared memory of a multiprocessor
+  int multiprocessors;
+  bool cooperative;     // launches
+};
+
+constexpr int kColumnThreads = 512;
+constexpr int kColumnBlocks = 2;      // on a multiprocessor
+constexpr int kColumnSlots = 8;       // vectors a thread holds, at most
+constexpr int kColumnAhead = 5;       // vectors a thread loads of the next piece meanwhile (team, split)
+constexpr int kColumnHeld = 3;        // vectors a thread holds in registers, of two pieces
+constexpr int kTeamPieces = 256;      // slabs narrow enough for a team have at most so many pieces, or twice so many
+constexpr int kColumnBarrierBytes = 32;  // a count and a flag
+constexpr int kColumnStripBytes = 512;  // of a row, where the width matters to nothing else
+
+inline int64_t power_of_two_from(int64_t n) {
+  int64_t p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
+inline int common_divisor(int64_t a, int64_t b) { return static_cast<int>(b == 0 ? a : common_divisor(b, a % b)); }
+
+// Strips at least `bytes` wide; false where a group is too wide for the threads of a block.
+inline bool cut_columns(int64_t rows, int64_t channels, int64_t num_groups, int itemsize, int64_t bytes, ColumnPlan* p) {
+  const int64_t group = channels / num_groups;
+  const int full = 16 / itemsize;
+  p->vec = channels % full == 0 ? full : 1;
+  const int fold = common_divisor(p->vec, group);
+  const int64_t unit = group / fold * p->vec;  // the fewest channels that are whole groups and whole vectors
+  if (unit / p->vec > kColumnThreads) return false;
+  // Few rows want wide strips, or threads would have nothing to do.
+  const int64_t fewest = kColumnThreads / power_of_two_from(rows < kColumnThreads ? rows : kColumnThreads);
+  int64_t vectors = bytes / (p->vec * itemsize);
+  vectors = vectors < fewest ? fewest : vectors;
+  vectors = ceil_div(vectors * p->vec, unit) * unit / p->vec;
+  vectors = vectors < channels / p->vec ? vectors : channels / p->vec;
+  vectors = vectors < kColumnThreads ? vectors : kColumnThreads / (unit / p->vec) * (unit / p->vec);
+  p->lanes = static_cast<int>(power_of_two_from(vectors));
+  const int64_t units = static_cast<int64_t>(p->lanes) * p->vec / unit;
+  p->width = static_cast<int>(units * unit < channels ? units * unit : channels);
+  p->groups = static_cast<int>(p->width / group);
+  p->parts = p->vec / fold;
+  p->sum_rows = kColumnThreads / (p->lanes < 32 ? 32 : p->lanes);
+  p->strips = ceil_div(channels, p->width);
+  const int64_t side = kColumnThreads / p->lanes;
+  p->slots = 1;
+  while (p->slots < kColumnSlots && ceil_div(rows, p->slots * side) > kMaxCluster) p->slots *= 2;
+  p->piece_rows = p->slots * side;
+  p->pieces = ceil_div(rows, p->piece_rows);
+  return true;
+}
+
+// The wider the faster the memory (64 bytes: 62% of the rate of a copy, 128: 90%, 256: 95%), but a slab that fits a
+// cluster or a team is read only once.
+inline bool cut_for_statistics(int64_t rows, int64_t channels, int64_t num_groups, int itemsize, ColumnPlan* p) {
+  for (const int64_t bytes : {256, 128, 64}) {
+    if (!cut_columns(rows, channels, num_groups, itemsize, bytes, p)) return false;
+    if (p->pieces <= kMaxCluster) return true;
+  }
+  for (const int64_t bytes : {256, 128}) {
+    if (!cut_columns(rows, channels, num_groups, itemsize, bytes, p)) return false;
+    if (p->pieces <= kTeamPieces) return true;
+  }
+  if (p->vec > 1 && p->pieces <= 2 * kTeamPieces) return true;
+  return cut_columns(rows, channels, num_groups, itemsize, kColumnStripBytes, p);
+}
+
+inline int column_shared(const ColumnPlan& p, int itemsize, int64_t exchanged) {
+  const int64_t stage = static_cast<int64_t>(p.ring) * kColumnThreads * p.vec * itemsize;
+  const int64_t sums = static_cast<int64_t>(p.sum_rows) * p.lanes * p.parts * 4;
+  return static_cast<int>(stage + sums + p.groups * (1 + exchanged) * 8);
+}
+
+// The plan for statistics and apply; `regime` other than automatic asks for that one. Returns false when such columns
+// cannot be done in it, or at all.
+inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int64_t num_groups, int itemsize,
+                             const ColumnGpu& gpu, Regime regime, ColumnPlan* plan) {
+  ColumnPlan p{};
+  if (!cut_for_statistics(rows, channels, num_groups, itemsize, &p)) return false;
+  const int64_t slabs = batch * p.strips;
+  p.share = 1;
+  p.blocks = p.pieces;
+  p.ring = p.slots;
+  const int alone = column_shared(p, itemsize, p.pieces <= kMaxCluster ? p.pieces : 0);
+  p.ring = p.slots + kColumnAhead;
+  if (column_shared(p, itemsize, 0) > gpu.shared) p.ring = p.slots;
+  const int ring = p.ring, ahead = column_shared(p, itemsize, 0);
+  const int at_once = gpu.shared_each / (ahead + 1024);
+  const int64_t resident = static_cast<int64_t>(gpu.multiprocessors) * (at_once < kColumnBlocks ? at_once : kColumnBlocks);
+
+  const bool fits_block = p.pieces == 1 && alone <= gpu.shared;
+  const bool fits_cluster = gpu.clusters && p.pieces <= kMaxCluster && alone <= gpu.shared;
+  // Two pieces a block: what does not fit the ring is held in registers.
+  const bool in_pairs = p.vec > 1 && p.slots == kColumnSlots && ring == 2 * kColumnSlots - kColumnHeld;
+  const int share = p.pieces <= resident || !in_pairs ? 1 : 2;
+  const int64_t team = ceil_div(p.pieces, share);
+  const bool fits_team = gpu.cooperative && team <= kTeamPieces && team <= resident && ahead <= gpu.shared;
+  p.regime = regime != Regime::automatic ? regime
+             : fits_block                ? Regime::block
+             : fits_cluster              ? Regime::cluster
+             : fits_team                 ? Regime::team
+                                         : Regime::split;
+  switch (p.regime) {
+    case Regime::block:
+    case Regime::cluster:
+      if (!(p.regime == Regime::block ? fits_block : fits_cluster)) return false;
+      p.ring = p.slots;
+      p.shared = alone;
+      p.grid = slabs * p.pieces;
+      break;
+    case Regime::team: {
+      if (!fits_team) return false;
+      const int64_t teams = resident / team;
+      p.share = share;
+      p.blocks = team;
+      p.ring = ring;
+      p.shared = ahead;
+      p.grid = (slabs < teams ? slabs : teams) * team;
+      break;
+    }
+    case Regime::split: {
+      if (ahead > gpu.shared) return false;
+      const int64_t at_most = gpu.multiprocessors * static_cast<int64_t>(kColumnBlocks);
+      p.ring = ring;
+      p.shared = ahead;
+      p.grid = slabs * p.pieces < at_most ? slabs * p.pieces : at_most;
+      break;
+    }
+    default: return false;
+  }
+  p.items = slabs * p.blocks;
+  *plan = p;
+  return slabs * p.pieces <= 0x7fffffff && slabs * p.groups <= 0x7fffffff;
+}
+
+// The plan for apply alone, with statistics known before.
+inline bool make_apply_plan(int64_t rows, int64_t channels, int itemsize, ColumnPlan* plan) {
+  ColumnPlan p{};
+  if (!cut_columns(rows, channels, channels, itemsize, kColumnStripBytes, &p)) return false;
+  p.share = 1;
+  p.blocks = p.pieces;
+  p.items = p.grid = p.strips * p.pieces;
+  *plan = p;
+  return p.items <= 0x7fffffff;
+}
+
+// Bytes of scratch memory: a piece leaves two floats a group, then a slab; team: before them a barrier a slab.
+inline int64_t column_barrier_bytes(const ColumnPlan& p) {
+  return p.regime == Regime::team ? p.items / p.blocks * kColumnBarrierBytes : 0;
+}
+
+inline int64_t column_workspace_bytes(const ColumnPlan& p) {
+  if (p.regime != Regime::team && p.regime != Regime::split) return 0;
+  const int64_t groups = p.items / p.blocks * p.groups;
+  return column_barrier_bytes(p) + groups * (p.pieces + 1) * 8;
+}
+
+}  // namespace normswap
