@@ -91,7 +91,7 @@ def _panel(axes: Any, title: str, rows: list[dict[str, Any]], names: list[str]) 
     aimed = [(row["target"], y) for y, row in enumerate(rows) if row["target"] is not None]
     axes.plot([x for x, _ in aimed], [y for _, y in aimed], "|", color="black", ms=12, mew=1.5, label="target")
     axes.set_title(title, loc="left", fontweight="bold", pad=3)
-    axes.set_xlim(0, 105)
+    axes.set_xlim(0, max(105, 5 + max(percent for row in rows for percent in row["percent"].values())))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
     axes.set_xticks([0, 25, 50, 75, 100])
