@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accuracy import gpu_of_plans as gpu_of_plans
+import torch
 from torch import Tensor
 
 from normswap.criterion import error_share

@@ -113,7 +113,7 @@ def test_a_compiled_block_reads_its_weights_on_every_call(training: bool) -> Non
     )
     torch._dynamo.reset()
     compiled = torch.compile(swapped, fullgraph=True, dynamic=True)
-    # In training the gradient of the Linear's bias is rounding noise, which Adam, unlike SGD, makes steps of full size of.
+    # In training the gradient of the Linear's bias is rounding noise, of which Adam, unlike SGD, makes full steps.
     optimizer = "sgd" if training else "adam_fused"
     for rows in (16, 24, 4):
         x = torch.randn(rows, FEATURES, device="cuda")

@@ -46,7 +46,7 @@ def test_opcheck() -> None:
         (n.rms_norm_dim_backward.default, (x, x, s, w, 0, torch.empty_like(x), s.clone())),
         (
             n.group_norm.default,
-            (x.view(3, 8, 4, 4), w[:8], w[:8], 4, 1e-5, False, x.view(3, 8, 4, 4) * 0, None, None, 0),
+            (x.view(3, 8, 4, 4), w[:8], w[:8], 4, 1e-5, False, 2, x.view(3, 8, 4, 4) * 0, None, None, 0),
         ),
         (n.scale_batch_norm.default, (x, w, w, w, 1e-5, 0.1, x * 0, w * 0, w * 0, w * 0, w * 0 + 1)),
         (n.affine.default, (x, w, w, w.abs(), w, w, 1e-5, x * 0)),

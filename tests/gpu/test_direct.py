@@ -1,0 +1,88 @@
+"""Calls that record no gradient go to one native op, which gives the bits of the general way or declines."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from limits import same_bits
+from torch import Tensor
+
+from normswap import ops
+from normswap.ops import dispatch
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def both_ways(call: object, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Without a gradient, and with one to record."""
+    assert callable(call)
+    with torch.no_grad():
+        direct = call(x)
+    return direct, call(x.clone(memory_format=torch.preserve_format).requires_grad_()).detach()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_and_strides_are_those_of_the_general_way(dtype: torch.dtype) -> None:
+    x, w, b = drawn(5, 7, 24, dtype=dtype), drawn(24, dtype=dtype), drawn(24).to(dtype)
+    image, gw = drawn(3, 8, 6, 5, dtype=dtype), drawn(8, dtype=dtype)
+    calls = [
+        (lambda x: ops.layer_norm(x, (24,), w, b), x),
+        (lambda x: ops.layer_norm(x, (24,), w.float()), x),
+        (lambda x: ops.layer_norm(x, (7, 24)), x),
+        (lambda x: ops.rms_norm(x, (24,), w, 1e-6, weight_offset=1.0, cast_before_weight=True), x),
+        (lambda x: ops.rms_norm(x, (24,)), x),
+        (lambda x: ops.l1_norm(x, -1, 1e-3, 0.1), x),
+        (lambda x: ops.l1_norm(x, 2), x),
+    ]
+    for activation, layout in itertools.product(ops.ACTIVATIONS, (torch.contiguous_format, torch.channels_last)):
+        norm = lambda x, act=activation: ops.group_norm(x, 4, gw, gw, 1e-5, act)  # noqa: E731
+        calls.append((norm, image.to(memory_format=layout)))
+    for call, given in calls:
+        direct, general = both_ways(call, given)
+        assert same_bits(direct, general) and direct.stride() == general.stride() and not direct.requires_grad
+
+
+def test_what_is_not_plain_is_declined() -> None:
+    x, w = drawn(6, 24), drawn(24)
+    layer_norm, group_norm = dispatch._direct["layer_norm"], dispatch._direct["group_norm"]
+    assert layer_norm(x, 1, w, w, 1e-5) is not None
+    for given in (x.double(), x[:, ::2], x.t(), x[:0], x.int()):
+        assert layer_norm(given, 1, None, None, 1e-5) is None
+    for weight in (w.half(), w[:12], w.cpu(), w.double(), drawn(48)[::2], w[None]):
+        assert layer_norm(x, 1, weight, None, 1e-5) is None
+    assert layer_norm(x, 0, None, None, 1e-5) is None and layer_norm(x, 3, None, None, 1e-5) is None
+    assert layer_norm(x.half(), 1, w, w.half(), 1e-5) is None
+    image = drawn(2, 8, 4, 4)
+    for given, groups in ((image, 3), (image, 0), (image[:, :, ::2], 4), (drawn(1, 8, 1, 1), 8), (drawn(8), 2)):
+        assert group_norm(given, groups, None, None, 1e-5, 0) is None
+
+
+def test_who_has_a_say_gets_the_general_way() -> None:
+    x = drawn(6, 24)
+    assert dispatch.direct("layer_norm", x) is not None
+    assert dispatch.direct("layer_norm", x.clone().requires_grad_()) is None
+    with torch.no_grad():
+        assert dispatch.direct("layer_norm", x.clone().requires_grad_()) is not None
+    assert dispatch.direct("layer_norm", x, x.cpu()) is None
+    assert dispatch.direct("layer_norm", torch.nn.Buffer(x), None) is None
+    with torch.autocast("cuda"):
+        assert dispatch.direct("layer_norm", x) is None
+    torch.func.vmap(lambda row: row if dispatch.direct("layer_norm", row) is None else pytest.fail("taken"))(x)
+
+
+def test_no_memory_is_pytorchs_error() -> None:
+    x = torch.empty(2**20, 24, device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.2 * x.nbytes / total)
+    try:
+        with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+            ops.layer_norm(x, (24,))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
