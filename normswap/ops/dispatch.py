@@ -34,6 +34,12 @@ def direct(name: str, *tensors: Tensor | None) -> Callable[..., Tensor | None] |
     return _direct.get(name)
 
 
+def has_rows(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> bool:
+    """True for a contiguous input and the shape of the weight or, without one, of the input's last dims."""
+    shape = input.shape[-len(normalized_shape) :] if weight is None else weight.shape
+    return input.is_contiguous() and shape == normalized_shape
+
+
 def native_serves(*tensors: Tensor | None) -> bool:
     """True when our kernels can take these tensors: the library is loaded, all are plain CUDA tensors of one
     device and of dtype float32, float16 or bfloat16, and no functorch transform or forward-mode AD is active."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.ops.dispatch import affine_dtypes_fit, direct, native_serves
-from normswap.ops.group_norm import native_group_norm
+from normswap.ops.group_norm import ACTIVATIONS, native_group_norm
 
 
 def instance_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -22,7 +22,7 @@ def instance_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
         channels = input.shape[1]
         op = direct("group_norm", input, weight, bias)
         if op is not None:
-            out = op(input, channels, weight, bias, eps)
+            out = op(input, channels, weight, bias, eps, ACTIVATIONS["none"])
             if out is not None:
                 return out
         if (

@@ -28,7 +28,13 @@ def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | Non
     ``input`` does not have.
     """
     op = direct("l1_norm", input)
-    if op is not None and dim in (-1, input.dim() - 1) and eps >= 0.0 and (minimum is None or minimum >= 0.0):
+    if (
+        op is not None
+        and input.is_contiguous()
+        and dim in (-1, input.dim() - 1)
+        and eps >= 0.0
+        and (minimum is None or minimum >= 0.0)
+    ):
         out = op(input, eps, minimum or 0.0)
         if out is not None:
             return out

@@ -15,6 +15,7 @@ from normswap.ops.dispatch import (
     autocast_to_float,
     dense,
     direct,
+    has_rows,
     mixed,
     native_serves,
     needs_grad,
@@ -37,9 +38,7 @@ def layer_norm(
     (float32 under autocast). Raises what PyTorch's op raises.
     """
     op = direct("layer_norm", input, weight, bias)
-    if op is not None and normalized_shape == (
-        input.shape[-len(normalized_shape) :] if weight is None else weight.shape
-    ):
+    if op is not None and has_rows(input, normalized_shape, weight):
         out = op(input, len(normalized_shape), weight, bias, eps)
         if out is not None:
             return out

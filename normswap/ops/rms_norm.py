@@ -15,6 +15,7 @@ from normswap.ops.dispatch import (
     affine_dtypes_fit,
     dense,
     direct,
+    has_rows,
     mixed,
     native_serves,
     needs_grad,
@@ -43,9 +44,7 @@ def rms_norm(
     """
     epsilon = torch.finfo(torch.float32).eps if eps is None else eps
     op = direct("rms_norm", input, weight)
-    if op is not None and normalized_shape == (
-        input.shape[-len(normalized_shape) :] if weight is None else weight.shape
-    ):
+    if op is not None and has_rows(input, normalized_shape, weight):
         out = op(input, len(normalized_shape), weight, epsilon, weight_offset, cast_before_weight)
         if out is not None:
             return out

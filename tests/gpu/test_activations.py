@@ -39,9 +39,9 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0) -> Tens
     return (torch.randn(shape, device=DEVICE) + mean).to(dtype)
 
 
-def check_op(x: Tensor, groups: int, activation: str) -> None:
-    """The fused op is the activation of our norm's rounded output, up to the activation's own rounding; and PyTorch's
-    two ops give the same up to a tolerance."""
+def check_op(x: Tensor, groups: int, activation: str, centred: bool) -> None:
+    """The fused op is the activation of our norm's rounded output, up to the activation's own rounding. PyTorch's two
+    ops give the same up to a tolerance where x is centred; elsewhere 16 bits are too few for what they round."""
     weight, bias = drawn(x.shape[1:2], x.dtype, 1.0), drawn(x.shape[1:2], x.dtype)
     ours = ops.group_norm(x, groups, weight, bias, 1e-5, activation)
     normalised = ops.group_norm(x, groups, weight, bias)
@@ -49,7 +49,8 @@ def check_op(x: Tensor, groups: int, activation: str) -> None:
     exact = reference.ACTIVATIONS[activation](normalised.double())
     limit = 2 * half_ulp(exact, x.dtype) + 2.0**-21 * normalised.double().abs()
     assert not int(((ours.double() - exact).abs() > limit).sum()), (x.shape, activation)
-    assert_close(ours, reference.group_norm(x, groups, weight, bias, 1e-5, activation), f"{tuple(x.shape)}")
+    if centred or x.dtype is torch.float32:
+        assert_close(ours, reference.group_norm(x, groups, weight, bias, 1e-5, activation), f"{tuple(x.shape)}")
     assert torch.equal(ours, ops.group_norm(x, groups, weight, bias, 1e-5, activation))
     assert torch.equal(ours[:1], ops.group_norm(x[:1], groups, weight, bias, 1e-5, activation))
 
@@ -61,9 +62,9 @@ def check_op(x: Tensor, groups: int, activation: str) -> None:
 def test_the_op_in_both_layouts(activation: str, dtype: torch.dtype, mean: float) -> None:
     for shape, groups in SHAPES:
         x = drawn(shape, dtype, mean)
-        check_op(x, groups, activation)
+        check_op(x, groups, activation, mean == 0.0)
         if len(shape) in LAYOUTS:
-            check_op(x.to(memory_format=LAYOUTS[len(shape)]), groups, activation)
+            check_op(x.to(memory_format=LAYOUTS[len(shape)]), groups, activation, mean == 0.0)
 
 
 @by_dtype
