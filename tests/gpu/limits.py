@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from accuracy import gpu_of_plans as gpu_of_plans
 import torch
+from accuracy import gpu_of_plans as gpu_of_plans
 from torch import Tensor
 
 from normswap.criterion import error_share

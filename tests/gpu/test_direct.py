@@ -77,7 +77,7 @@ def test_who_has_a_say_gets_the_general_way() -> None:
 
 def test_no_memory_is_pytorchs_error() -> None:
     x = torch.empty(2**20, 24, device="cuda")
-    free, total = torch.cuda.mem_get_info()
+    total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.2 * x.nbytes / total)
     try:
