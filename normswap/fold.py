@@ -97,7 +97,11 @@ def _put(sequential: nn.Module, children: Mapping[str, nn.Module]) -> None:
     """Replace children; a swapped nn.Sequential without a run left gets its own class back."""
     sequential._modules.update(children)
     match, original = modules.site_match(sequential), modules.original_class(sequential)
-    if match is not None and original is not None and all(r["linear"] in children for r in match.attributes["runs"]):
+    if (
+        match is not None
+        and original is not None
+        and all(r.get("linear") in children for r in match.attributes["runs"])
+    ):
         object.__setattr__(sequential, "__class__", original)
 
 

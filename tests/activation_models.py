@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from expression_models import Trap
+from expression_checks import Trap
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 

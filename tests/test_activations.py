@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from activation_models import CHANNELS, FUSED, GROUPS, SHAPE, TABLE, NormAct, f_silu, sequential, two_runs, written
-from expression_models import check, found
+from expression_checks import check, found
 from libraries import import_timm
 from models import randomised
 from torch import Tensor, nn

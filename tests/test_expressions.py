@@ -10,20 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from expression_models import (
-    CHANGES,
-    CHANNELS,
-    FEATURES,
-    TABLE,
-    assert_equal,
-    block,
-    check,
-    check_no_staleness,
-    found,
-    l1,
-    plain_l1,
-    written,
-)
+from expression_changes import CHANGES, check_no_staleness
+from expression_checks import assert_equal, check, found
+from expression_forwards import CHANNELS, FEATURES, block, l1, plain_l1, written
+from expression_models import TABLE
 from models import randomised
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh

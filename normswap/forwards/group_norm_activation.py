@@ -61,7 +61,7 @@ def make_forward(
         raise TypeError(f"group_norm_activation: no activation is called {literal!r}")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        x = only_argument(args, kwargs, argument)
+        x = args[0] if len(args) == 1 and not kwargs else only_argument(args, kwargs, argument)
         if original.forward is base_forward and isinstance(x, Tensor) and not (flag and getattr(self, flag)):
             normalising = self if norm is None else getattr(self, norm)
             activation = literal or activation_of([getattr(self, name) for name in children])

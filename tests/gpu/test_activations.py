@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from activation_models import FUSED, SHAPE, TABLE, two_runs
-from expression_models import check
+from expression_checks import check
 from models import Activated, randomised
 from norm_models import DTYPES, assert_alike, assert_close, cotangent_of, swapped_copy
 from torch import Tensor, nn

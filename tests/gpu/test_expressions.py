@@ -6,8 +6,11 @@ import copy
 
 import pytest
 import torch
-from expression_models import CHANGES, FEATURES, TABLE, Trap, check, check_no_staleness, l1, plain_l1, written
-from expression_models import block as block_forward
+from expression_changes import CHANGES, check_no_staleness
+from expression_checks import Trap, check
+from expression_forwards import FEATURES, l1, plain_l1, written
+from expression_forwards import block as block_forward
+from expression_models import TABLE
 from models import randomised
 from torch import Tensor, nn
 
