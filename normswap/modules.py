@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from normswap import ops
+from normswap.forwards import affine_of, only_argument
 from normswap.forwards import group_norm_activation as _gna
 from normswap.forwards import l1_norm as _l1
 from normswap.forwards import linear_scale_batch_norm as _lsb
-from normswap.forwards import only_argument
 from normswap.forwards.rms_norm import by_hand_forward
 from normswap.plan import Match, PlanError, is_by_hand
 
@@ -33,7 +33,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (*, *normalized_shape); see ``normswap.ops.layer_norm``."""
-        return ops.layer_norm(input, self.normalized_shape, *_affine(self), self.eps)
+        return ops.layer_norm(input, self.normalized_shape, *affine_of(self), self.eps)
 
     @classmethod
     def from_torch(cls, module: nn.LayerNorm) -> LayerNorm:
@@ -46,7 +46,7 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (N, C, *); see ``normswap.ops.group_norm``."""
-        return ops.group_norm(input, self.num_groups, *_affine(self), self.eps)
+        return ops.group_norm(input, self.num_groups, *affine_of(self), self.eps)
 
     @classmethod
     def from_torch(cls, module: nn.GroupNorm) -> GroupNorm:
@@ -60,7 +60,7 @@ class _InstanceNorm:
     def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
         if self.track_running_stats or self.running_mean is not None or self.running_var is not None:
             return super()._apply_instance_norm(input)  # type: ignore[misc,no-any-return]
-        return ops.instance_norm(input, *_affine(self), self.eps)
+        return ops.instance_norm(input, *affine_of(self), self.eps)
 
     @classmethod
     def from_torch(cls, module: nn.Module) -> Any:
@@ -91,14 +91,6 @@ class RMSNorm(nn.RMSNorm):
     def from_torch(cls, module: nn.RMSNorm) -> RMSNorm:
         """A copy of ``module`` of this class, with weights of its own. Raises TypeError for another type."""
         return _copied_as(cls, module, nn.RMSNorm)
-
-
-def _affine(module: nn.Module) -> tuple[Any, Any]:
-    """The weight and bias of ``module``: parameters without the detour that nn.Module.__getattr__ takes to them."""
-    own = module._parameters
-    if "weight" in own and "bias" in own:
-        return own["weight"], own["bias"]
-    return module.weight, module.bias
 
 
 def _copied_as(cls: Any, module: nn.Module, expected: type[nn.Module]) -> Any:

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 
 def only_argument(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """What ``forward(self, <name>)`` was called with; None when it was called otherwise, which the original refuses."""
     if len(args) + len(kwargs) != 1:
         return None
     return args[0] if args else kwargs.get(name)
+
+
+def affine_of(module: nn.Module) -> tuple[Any, Any]:
+    """The weight and bias of ``module``: parameters without the detour that nn.Module.__getattr__ takes to them."""
+    own = module._parameters
+    if "weight" in own and "bias" in own:
+        return own["weight"], own["bias"]
+    return module.weight, module.bias

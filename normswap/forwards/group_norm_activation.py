@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from normswap import ops
-from normswap.forwards import only_argument
+from normswap.forwards import affine_of, only_argument
 from normswap.forwards.plain import is_plain
 from normswap.forwards.sequential import sequential_forward
 
@@ -32,11 +32,13 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn
 def activation_of(children: Sequence[Any]) -> str | None:
     """What calling these modules one after the other does to a norm's output, which nobody else sees; None where that
     is no activation of ours, or more than one."""
-    found = [_activation(child) for child in children]
-    applied = [name for name in found if name != "none"]
-    if None in found or len(applied) > 1:
-        return None
-    return applied[0] if applied else "none"
+    found: str | None = "none"
+    for child in children:
+        name = _activation(child)
+        if name is None or "none" not in (name, found):
+            return None
+        found = name if found == "none" else found
+    return found
 
 
 def _activation(child: Any) -> str | None:
@@ -74,7 +76,7 @@ def make_forward(
 
 def normalised(x: Tensor, norm: Any, activation: str) -> Tensor:
     """``activation`` of what ``norm`` makes of ``x``."""
-    return ops.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, activation)
+    return ops.group_norm(x, norm.num_groups, *affine_of(norm), norm.eps, activation)
 
 
 def run_names(run: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,6 @@ from torch.nn.modules import module as _torch_module
 
 _CLASSES = (nn.Linear, nn.BatchNorm1d, nn.GroupNorm, nn.ReLU, nn.SiLU, nn.GELU, nn.Identity)
 _FORWARDS = {cls: cls.forward for cls in _CLASSES}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_plain(module: Any, expected: type[nn.Module]) -> bool:
@@ -19,8 +18,11 @@ def is_plain(module: Any, expected: type[nn.Module]) -> bool:
 
 def is_unhooked(module: nn.Module) -> bool:
     """True when calling ``module`` runs its class's forward and nothing before or after it."""
-    return (
-        "forward" not in module.__dict__
-        and not any(getattr(module, hooks) for hooks in _HOOKS)
-        and not _torch_module._has_any_global_hook()
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or _torch_module._has_any_global_hook()
     )
