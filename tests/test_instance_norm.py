@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,3 +181,22 @@ def test_the_kernel_is_group_norm_s(monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(shape)
         assert_same_error(lambda x=x: swapped(x), lambda x=x: model(x))
     assert len(asked) == 2
+
+
+def test_a_direct_call_is_group_norm_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments that the schema has."""
+    declared = (Path(__file__).parent.parent / "csrc/register.cpp").read_text().replace('"\n      "', "")
+    (schema,) = re.findall(r"group_norm_or_none\((.*?)\)", declared)
+    asked: list[tuple[Any, ...]] = []
+
+    def op(*given: Any) -> Tensor:
+        asked.append(given)
+        input, groups, weight, bias, eps, activation = given
+        return reference.group_norm(input, groups, weight, bias, eps, [*ops.ACTIVATIONS][activation])
+
+    monkeypatch.setattr(sys.modules["normswap.ops.instance_norm"], "direct", lambda *tensors: op)
+    x, weight, bias = torch.randn(4, 6, 5), torch.randn(6), torch.randn(6)
+    torch.testing.assert_close(ops.instance_norm(x, weight, bias, 1e-3), reference.instance_norm(x, weight, bias, 1e-3))
+    assert [len(given) for given in asked] == [len(schema.split(", "))]
+    with pytest.raises(ValueError, match="more than 1 spatial element"):
+        ops.instance_norm(x[..., :1])
