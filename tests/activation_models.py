@@ -224,12 +224,16 @@ def replace_forward(name: str) -> Callable[[Any], None]:
 
 
 def replace_child(name: str, make: Callable[[], nn.Module]) -> Callable[[Any], None]:
-    return lambda model: setattr(model, name, make())
+    return lambda model: setattr(model, name, make().to(next(model.parameters()).device))
 
 
 def set_attribute(path: str, value: Any) -> Callable[[Any], None]:
     *parents, name = path.split(".")
     return lambda model: setattr(model.get_submodule(".".join(parents)), name, value)
+
+
+def insert_convolution(model: Any) -> None:
+    model.insert(2, nn.Conv1d(CHANNELS, CHANNELS, 1).to(next(model.parameters()).device))
 
 
 def sequential(*act: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -376,9 +380,7 @@ TABLE: dict[str, Trap] = {
         written(child, nn.GELU), "attributes-changed-later", later=after(set_attribute("act.approximate", "tanh"))
     ),
     "later_flag": _fused(NormAct, "attributes-changed-later", later=after(set_attribute("_fast_norm", True))),
-    "later_inserted": _fused(
-        sequential(nn.ReLU), "later-add-module", later=after(lambda m: m.insert(2, nn.Conv1d(CHANNELS, CHANNELS, 1)))
-    ),
+    "later_inserted": _fused(sequential(nn.ReLU), "later-add-module", later=after(insert_convolution)),
     "later_appended": _fused(sequential(nn.ReLU), "later-add-module", later=after(lambda m: m.append(nn.Tanh()))),
 }
 """Every form that is fused, and traps; the cases that each stands for."""

@@ -3,6 +3,8 @@ forms and traps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,13 @@ SHAPES = (  # input, groups
     ((1, 8, 512, 512), 2),
 )
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@pytest.fixture(autouse=True)
+def _convolutions_in_float32() -> Iterator[None]:
+    """TF32 would make a thousandth of the last bit before a convolution, where that crosses a rounding."""
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0) -> Tensor:
@@ -156,7 +165,7 @@ def test_a_whole_model_with_the_default_validation(dtype: torch.dtype, layout: t
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiled:
         swapped(x)
     names = [event.name for event in profiled.events()]
-    assert names.count("normswap::group_norm") == 4
+    assert sum(name.startswith("normswap::group_norm") for name in names) == 4
     assert not {"aten::silu", "aten::silu_", "aten::relu_", "aten::gelu", "aten::native_group_norm"} & {*names}
     timed = normswap.report(normswap.optimize(model, x, min_speedup=1e-6))
     assert {row["name"]: row["calls"] for row in timed.rows} == dict.fromkeys(report.swapped, 1)
@@ -176,7 +185,7 @@ def test_compiled_in_one_graph(training: bool) -> None:
 
 @pytest.mark.case("autocast")
 def test_under_autocast() -> None:
-    model, x = randomised(two_runs()).to(DEVICE), drawn(SHAPE, torch.float32)
+    model, x = randomised(Activated(2, SHAPE[1])).to(DEVICE), drawn(SHAPE, torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16):
         swapped = swapped_copy(model, x)
         assert_alike(model, swapped, x, cotangent_of(model, x))

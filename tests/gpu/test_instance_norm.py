@@ -126,4 +126,4 @@ def test_a_whole_model_with_the_default_validation(dtype: torch.dtype, layout: t
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiled:
         swapped(x)
     names = [event.name for event in profiled.events()]
-    assert names.count("normswap::group_norm") == 2 and "aten::instance_norm" not in names
+    assert sum(name.startswith("normswap::group_norm") for name in names) == 2 and "aten::instance_norm" not in names
