@@ -83,14 +83,14 @@ def trust(model: nn.Module) -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return normswap.modules.ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, 1e-3)
 
-    right = modules._MODULE_CLASSES["layer_norm"]
-    modules._MODULE_CLASSES["layer_norm"] = (nn.LayerNorm, Wrong)
+    right = modules._MODULE_CLASSES[nn.LayerNorm]
+    modules._MODULE_CLASSES[nn.LayerNorm] = ("layer_norm", Wrong)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             swapped = normswap.optimize(model, digits.data()[0][:64], min_speedup=None)
     finally:
-        modules._MODULE_CLASSES["layer_norm"] = right
+        modules._MODULE_CLASSES[nn.LayerNorm] = right
     report = normswap.report(swapped)
     print(report)
     failed = [row["name"] for row in report.rows if row["status"] == "failed"]

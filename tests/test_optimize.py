@@ -118,11 +118,11 @@ def test_copies_and_pickles_stay_swapped(model: nn.Module, seen: bool) -> None:
         assert normswap.validate(twin, x).swapped == SITES
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, kind: str, forward: object) -> None:
-    """Make the swapped class of a module kind compute something else."""
-    original, swapped = modules._MODULE_CLASSES[kind]
+def plant(monkeypatch: pytest.MonkeyPatch, original: type[nn.Module], forward: object) -> None:
+    """Make the class that ``original`` is swapped for compute something else."""
+    kind, swapped = modules._MODULE_CLASSES[original]
     wrong = type("Wrong", (swapped,), {"forward": forward})
-    monkeypatch.setitem(modules._MODULE_CLASSES, kind, (original, wrong))
+    monkeypatch.setitem(modules._MODULE_CLASSES, original, (kind, wrong))
 
 
 def wrong_eps(self: nn.LayerNorm, input: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def wrong_eps(self: nn.LayerNorm, input: Tensor) -> Tensor:
 
 
 def test_a_wrong_site_is_put_back_alone(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "layer_norm", wrong_eps)
+    plant(monkeypatch, nn.LayerNorm, wrong_eps)
     with pytest.warns(UserWarning, match=r"1 sites do not match .* put back: layer \(layer_norm\)"):
         swapped = normswap.optimize(model, torch.randn(X))
     assert type(swapped.layer) is nn.LayerNorm
@@ -140,7 +140,7 @@ def test_a_wrong_site_is_put_back_alone(model: nn.Module, monkeypatch: pytest.Mo
 
 
 def test_a_wrong_site_raises_or_is_kept_as_asked(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "layer_norm", wrong_eps)
+    plant(monkeypatch, nn.LayerNorm, wrong_eps)
     x, before = torch.randn(X), state_of(model)
     with pytest.raises(normswap.MismatchError, match="layer"):
         normswap.optimize(model, x, inplace=True, on_mismatch="raise")
@@ -158,7 +158,7 @@ def test_one_wrong_site_of_fifty(monkeypatch: pytest.MonkeyPatch) -> None:
         eps = 1e-3 if self.eps == 2e-5 else self.eps
         return nn.functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, eps)
 
-    plant(monkeypatch, "layer_norm", wrong)
+    plant(monkeypatch, nn.LayerNorm, wrong)
     with pytest.warns(UserWarning, match="1 sites do not match"):
         swapped = normswap.optimize(model, torch.randn(6, 24))
     assert [row["name"] for row in normswap.report(swapped).rows if row["status"] == "failed"] == ["31"]

@@ -56,7 +56,8 @@ def test_held_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_value_in_the_last_slice_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours is run on the whole input, as in the model, and what is cut out of its output is what belongs there."""
     attributes, make, shape = LARGE[kind]
-    original, swapped = modules._MODULE_CLASSES[kind]
+    original = type(make())
+    _, swapped = modules._MODULE_CLASSES[original]
 
     class Wrong(swapped):  # type: ignore[misc, valid-type]
         def forward(self, input: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def test_a_wrong_value_in_the_last_slice_is_found(kind: str, monkeypatch: pytest
                 out.view(-1)[-1] += 0.01
             return out
 
-    monkeypatch.setitem(modules._MODULE_CLASSES, kind, (original, Wrong))
+    monkeypatch.setitem(modules._MODULE_CLASSES, original, (kind, Wrong))
     found = compare.compare(Match(kind, attributes), randomised(make()), torch.randn(shape), True)
     assert "output: error is" in found.problem
 

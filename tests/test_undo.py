@@ -108,7 +108,7 @@ def test_compiled_code_follows() -> None:
     assert plain.shape == (1, 4)
     expected = model(x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(modules._MODULE_CLASSES, "layer_norm", (nn.LayerNorm, Doubled))
+        patch.setitem(modules._MODULE_CLASSES, nn.LayerNorm, ("layer_norm", Doubled))
         swapped = normswap.optimize(model, validate="off", inplace=True)
         compiled = torch.compile(swapped, backend="eager")
         assert torch.equal(compiled(x), 2 * expected)
@@ -158,7 +158,7 @@ def test_what_failed_is_in_the_plan_and_stays_out(monkeypatch: pytest.MonkeyPatc
     wrong = type("Wrong", (modules.LayerNorm,), {"forward": lambda self, x: 1.01 * nn.LayerNorm.forward(self, x)})
     with monkeypatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patched.setitem(modules._MODULE_CLASSES, "layer_norm", (nn.LayerNorm, wrong))
+        patched.setitem(modules._MODULE_CLASSES, nn.LayerNorm, ("layer_norm", wrong))
         report = normswap.report(normswap.optimize(model, torch.randn(X)))
     assert [(r.site.name, r.refusal.reason.name) for r in report.plan.refused] == [("layer", "MISMATCH")]
     assert "rolled back: layer: did not match the original in float64 (output: error is" in str(report)

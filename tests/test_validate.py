@@ -31,7 +31,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
     def planted(forward: Any) -> None:
         wrong = type("Wrong", (modules.LayerNorm,), {"forward": forward})
-        monkeypatch.setitem(modules._MODULE_CLASSES, "layer_norm", (nn.LayerNorm, wrong))
+        monkeypatch.setitem(modules._MODULE_CLASSES, nn.LayerNorm, ("layer_norm", wrong))
 
     return planted
 
