@@ -176,6 +176,12 @@ __device__ inline void hand_on(const float (&v)[V], int lanes, float* sums) {
   for (int i = 0; i < Parts; ++i) sums[(row * lanes + lane) * Parts + i] = part[i];
 }
 
+// Sum over runs of `lanes` lanes; each holds it. The warp calls.
+__device__ inline float run_sum(float v, int lanes) {
+  for (int mask = 1; mask < lanes; mask *= 2) v = __fadd_rn(v, __shfl_xor_sync(kWholeWarp, v, mask));
+  return v;
+}
+
 // Calls finish(group, sum) once for each of the strip's groups, with the sum over the block of the threads' values for
 // its channels. The whole block calls; finish runs after a barrier, and none follows.
 template <int V, class Finish>
@@ -201,7 +207,7 @@ __device__ inline void group_sums(const ColumnArgs& a, const float (&v)[V], floa
 #pragma unroll 4
       for (int r = 0; r < rows; ++r) sum = __fadd_rn(sum, sums[r * across + group * each + i]);
     }
-    for (int mask = 1; mask < sharing; mask *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kWholeWarp, sum, mask));
+    sum = run_sum(sum, sharing);
     if (group < a.p.groups && thread() % sharing == 0) finish(group, sum);
   }
 }
@@ -213,7 +219,7 @@ __device__ inline void by_channel(const ColumnArgs& a, float (&out)[V], Of of) {
   int group = Place<V>::group(a), within = Place<V>::group_begin(a);
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    out[j] = group < a.p.groups ? of(group) : 0.f;
+    out[j] = of(min(group, a.p.groups - 1));  // past the last: of no use
     if (++within == width) {
       within = 0;
       ++group;
@@ -261,27 +267,26 @@ __device__ inline void piece_statistics(const ColumnArgs& a, const Place<V>& at,
   group_sums(a, sums, board.sums, [&](int group, float m2) { publish(group, board.values[group].x, m2); });
 }
 
-// A slab's group from the statistics of its pieces, part(p) (mean, squares); the warp calls, every lane holds the result.
-// Means relative to the first, as in unite.
+// A slab's group from the statistics of its pieces, part(p) (mean, squares), by a run of p.sharing lanes, each of which
+// holds the result; the warp calls. Means relative to the first, as in unite.
 template <class Part>
 __device__ inline Moments unite_pieces(const ColumnArgs& a, Part part) {
-  const int lane = thread() % 32, pieces = static_cast<int>(a.p.pieces);
-  const float n = static_cast<float>(a.n.rows * a.group_width()), pivot = part(0).x;
-  float sum[1] = {0.f}, m2[1] = {0.f};
+  const int lanes = a.p.sharing, pieces = static_cast<int>(a.p.pieces);
+  const float n = static_cast<float>(a.n.rows * a.group_width()), full = piece_size(a, 0);
+  const float last = piece_size(a, pieces - 1), pivot = part(0).x;
+  float sum = 0.f, m2 = 0.f;
 #pragma unroll 8
-  for (int p = lane; p < pieces; p += 32) {
-    sum[0] = fmaf(piece_size(a, p), __fsub_rn(part(p).x, pivot), sum[0]);
+  for (int p = thread() % lanes; p < pieces; p += lanes) {
+    sum = fmaf(p == pieces - 1 ? last : full, __fsub_rn(part(p).x, pivot), sum);
   }
-  lanes_sum<32>(sum);
-  const float mean = __fadd_rn(pivot, __fdiv_rn(sum[0], n));
+  const float mean = __fadd_rn(pivot, __fdiv_rn(run_sum(sum, lanes), n));
 #pragma unroll 8
-  for (int p = lane; p < pieces; p += 32) {
+  for (int p = thread() % lanes; p < pieces; p += lanes) {
     const float2 one = part(p);
     const float d = __fsub_rn(one.x, mean);
-    m2[0] = __fadd_rn(m2[0], fmaf(__fmul_rn(piece_size(a, p), d), d, one.y));
+    m2 = __fadd_rn(m2, fmaf(__fmul_rn(p == pieces - 1 ? last : full, d), d, one.y));
   }
-  lanes_sum<32>(m2);
-  return {mean, m2[0], n};
+  return {mean, run_sum(m2, lanes), n};
 }
 
 // Statistics of a scaled column from those of the column: u = s z has mean s mu and variance s^2 var.
@@ -312,19 +317,23 @@ __device__ inline float2 finish(const ChannelNorm& n, int64_t index, const Momen
   return {group.mean, rstd};
 }
 
-// Mean and rstd of groups from, from + stride, ... of the slab into `values`; the warp calls. part(i): i = group * pieces
-// + piece.
-// `save`: this is the one place that writes them down.
+// Mean and rstd of the slab's groups from `first` on, `stride` apart in runs of as many as the block can take at once,
+// into `values`; the block calls. part(i): i = group * pieces + piece. `save`: this is the one place that writes them down.
 template <Source From, int V, class Part>
-__device__ inline void finish_groups(const ColumnArgs& a, const Place<V>& at, int from, int stride, Part part,
+__device__ inline void finish_groups(const ColumnArgs& a, const Place<V>& at, int first, int stride, Part part,
                                      float2* values, bool save) {
-  const int64_t strip = at.slab % static_cast<int>(a.p.strips), first = at.batch * a.n.num_groups + strip * a.p.groups;
-  const bool writes = thread() % 32 == 0;
-  for (int group = from; group < at.groups; group += stride) {
-    const Moments united = unite_pieces(a, [&](int p) { return part(group * static_cast<int>(a.p.pieces) + p); });
-    const float2 value = finish<From>(a.n, first + group, united, save && writes);
-    if (writes) values[group] = value;
+  const int64_t strip = at.slab % static_cast<int>(a.p.strips), index = at.batch * a.n.num_groups + strip * a.p.groups;
+  for (int run = first; run < a.p.groups; run += stride) {
+    const int group = run + thread() / a.p.sharing, read = min(group, a.p.groups - 1) * static_cast<int>(a.p.pieces);
+    const Moments united = unite_pieces(a, [&](int p) { return part(read + p); });
+    if (group < at.groups && thread() % a.p.sharing == 0) values[group] = finish<From>(a.n, index + group, united, save);
   }
+}
+
+// Those values of the slab at `finals` that other blocks have left there, into shared memory; a barrier follows.
+__device__ inline void fetch_values(const ColumnArgs& a, const float2* finals, float2* values) {
+  for (int group = thread(); group < a.p.groups; group += kColumnThreads) values[group] = __ldcg(finals + group);
+  __syncthreads();
 }
 
 // --- apply -------------------------------------------------------------------------------------------------------
@@ -334,29 +343,32 @@ template <class T, int V, Source From>
 struct ChannelAffine {
   float scale[V], mean[V], gain[V], bias[V];
 
-  // Parameters that are there before the statistics are; of channels past the last: 0.
+  // Parameters that are there before the statistics are; of channels past the last: none.
   __device__ ChannelAffine(const ColumnArgs& a, const Place<V>& at) {
+    const int64_t c = at.channel;
+    const bool inside = at.count > 0;
+    float by[V];
+    channel_values(a.n.weight, c, inside, 1.f, gain);
+    channel_values(a.n.bias, c, inside, 0.f, bias);
+    if (From != Source::group) channel_values(a.n.scale, c, inside, 1.f, by);
+    if (From == Source::running) {
+      float var[V];
+      channel_values(a.n.running_mean, c, inside, 0.f, mean);
+      channel_values(a.n.running_var, c, inside, 1.f, var);
+#pragma unroll
+      for (int j = 0; j < V; ++j) gain[j] *= rsqrtf(var[j] + static_cast<float>(a.n.eps));
+    }
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const int64_t c = at.channel + j;
-      const bool inside = at.count > 0;
-      gain[j] = inside ? channel_value(a.n.weight, c, 1.f) : 0.f;
-      bias[j] = inside ? channel_value(a.n.bias, c, 0.f) : 0.f;
-      const float by = inside && From != Source::group ? channel_value(a.n.scale, c, 1.f) : 1.f;
-      scale[j] = From == Source::running ? by : 1.f;
-      if (From == Source::batch) gain[j] *= by;
-      if (From == Source::running && inside) {
-        mean[j] = channel_value(a.n.running_mean, c, 0.f);
-        gain[j] *= rsqrtf(channel_value(a.n.running_var, c, 1.f) + static_cast<float>(a.n.eps));
-      }
+      scale[j] = From == Source::running ? by[j] : 1.f;
+      if (From == Source::batch) gain[j] *= by[j];
     }
   }
-  // value(g): mean and rstd of the strip's group g.
-  template <class Value>
-  __device__ void set(const ColumnArgs& a, Value value) {
+  // values: mean and rstd of the strip's groups, in shared memory.
+  __device__ void set(const ColumnArgs& a, const float2* values) {
     float rstd[V];
-    by_channel(a, mean, [&](int group) { return value(group).x; });
-    by_channel(a, rstd, [&](int group) { return value(group).y; });
+    by_channel(a, mean, [&](int group) { return values[group].x; });
+    by_channel(a, rstd, [&](int group) { return values[group].y; });
 #pragma unroll
     for (int j = 0; j < V; ++j) gain[j] = __fmul_rn(gain[j], rstd[j]);
   }

@@ -59,10 +59,10 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   if (pieces > 1) cluster.sync();
 #endif
   if (pieces == 1) __syncthreads();
-  finish_groups<From>(args, at, thread() / 32, kColumnThreads / 32, [&](int i) { return board.parts[i]; }, board.values,
-                      at.piece == 0);
+  finish_groups<From>(args, at, 0, kColumnThreads / args.p.sharing, [&](int i) { return board.parts[i]; },
+                      board.values, at.piece == 0);
   __syncthreads();
-  affine.set(args, [&](int group) { return board.values[group]; });
+  affine.set(args, board.values);
   apply_held(args, at, affine, ring, [] {});
 }
 
@@ -83,7 +83,7 @@ __device__ inline void finish_together(const ColumnArgs& a, const Place<V>& at, 
   __syncthreads();
   if (last) {
     const float2* parts = a.parts + first * a.p.pieces;
-    finish_groups<From>(a, at, thread() / 32, kColumnThreads / 32, [&](int i) { return __ldcg(parts + i); },
+    finish_groups<From>(a, at, 0, kColumnThreads / a.p.sharing, [&](int i) { return __ldcg(parts + i); },
                         a.finals + first, true);
     __syncthreads();
     if (thread() == 0) {
@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_team(con
     if (Share > 1) ring.prefetch();
     ChannelAffine<T, V, From> affine(args, at);
     finish_together<From>(args, at, board.sums);
-    affine.set(args, [&](int group) { return __ldcg(args.finals + first + group); });
+    fetch_values(args, args.finals + first, board.values);
+    affine.set(args, board.values);
     apply_held(args, at, affine, ring, [&] { ring.load(); });
     ring.next();
   }
@@ -142,25 +143,26 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
   }
 }
 
-// A warp a group of a slab.
+// As many groups of a slab as the block can take at once.
 template <int V, Source From>
-__global__ void __launch_bounds__(32) column_finish(const ColumnArgs args) {
-  const unsigned slab = blockIdx.x / static_cast<unsigned>(args.p.groups), group = blockIdx.x - slab * args.p.groups;
+__global__ void __launch_bounds__(kColumnThreads) column_finish(const ColumnArgs args) {
+  const int slab = static_cast<int>(blockIdx.x), first_group = static_cast<int>(blockIdx.y) * (kColumnThreads / args.p.sharing);
   const Place<V> at(args, slab * static_cast<unsigned>(args.p.blocks));
-  const int64_t first = static_cast<int64_t>(at.slab) * args.p.groups;
+  const int64_t first = static_cast<int64_t>(slab) * args.p.groups;
   const float2* parts = args.parts + first * args.p.pieces;
-  finish_groups<From>(args, at, group, args.p.groups, [&](int i) { return parts[i]; }, args.finals + first, true);
+  finish_groups<From>(args, at, first_group, args.p.groups, [&](int i) { return parts[i]; }, args.finals + first, true);
 }
 
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(const ColumnArgs args) {
   // Backwards: what column_partial read last is still in the L2.
   const Place<V> at(args, gridDim.x - 1 - blockIdx.x);
-  if (at.count == 0) return;
   ChannelAffine<T, V, From> affine(args, at);
   if constexpr (From != Source::running) {
-    const float2* finals = args.finals + static_cast<int64_t>(at.slab) * args.p.groups;
-    affine.set(args, [&](int group) { return finals[group]; });
+    extern __shared__ __align__(16) char shared[];
+    float2* values = reinterpret_cast<float2*>(shared);
+    fetch_values(args, args.finals + static_cast<int64_t>(at.slab) * args.p.groups, values);
+    affine.set(args, values);
   }
   const T* x = static_cast<const T*>(args.n.x) + at.offset;
   T* y = static_cast<T*>(args.n.y) + at.offset;
@@ -189,8 +191,10 @@ template <class T, int V, Source From>
 cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
   if (const cudaError_t error = allow_shared<column_partial<T, V>>(a.p.shared); error != cudaSuccess) return error;
   column_partial<T, V><<<grid_of(a.p.grid), kColumnThreads, a.p.shared, stream>>>(a);
-  column_finish<V, From><<<grid_of(a.p.items / a.p.blocks * a.p.groups), 32, 0, stream>>>(a);
-  column_apply<T, V, From><<<grid_of(a.p.items), kColumnThreads, 0, stream>>>(a);
+  const int64_t runs = ceil_div(a.p.groups, kColumnThreads / a.p.sharing);
+  const dim3 slabs(static_cast<unsigned>(a.p.items / a.p.blocks), static_cast<unsigned>(runs));
+  column_finish<V, From><<<slabs, kColumnThreads, 0, stream>>>(a);
+  column_apply<T, V, From><<<grid_of(a.p.items), kColumnThreads, a.p.groups * sizeof(float2), stream>>>(a);
   return cudaGetLastError();
 }
 

@@ -24,6 +24,7 @@ struct ColumnPlan {
   int sum_rows;         // warps, or rows of several warps, that hand on sums
   int parts;            // sums a thread hands on: vec over the neighbours that surely share a group
   int slots;            // vectors a thread holds of a piece
+  int sharing;          // threads that unite a group's pieces
   int share;            // pieces a block holds: 1, or 2 (team)
   int ring;             // vectors a thread has room for in shared memory
   int64_t strips;
@@ -87,6 +88,10 @@ inline bool cut_columns(int64_t rows, int64_t channels, int64_t num_groups, int 
   while (p->slots < kColumnSlots && ceil_div(rows, p->slots * side) > kMaxCluster) p->slots *= 2;
   p->piece_rows = p->slots * side;
   p->pieces = ceil_div(rows, p->piece_rows);
+  // As many as there are for all groups of a strip at once, more where they have many pieces each.
+  const int64_t all = kColumnThreads / power_of_two_from(p->groups), each = power_of_two_from(ceil_div(p->pieces, 16));
+  const int64_t sharing = all > each ? all : each;
+  p->sharing = static_cast<int>(sharing < 32 ? sharing : 32);
   return true;
 }
 
@@ -170,7 +175,7 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
   }
   p.items = slabs * p.blocks;
   *plan = p;
-  return slabs * p.pieces <= 0x7fffffff && slabs * p.groups <= 0x7fffffff;
+  return slabs * p.pieces <= 0x7fffffff;
 }
 
 // The plan for apply alone, with statistics known before.

@@ -142,6 +142,27 @@ __device__ inline float channel_value(const ChannelVector& vector, int64_t i, fl
   }
 }
 
+// Elements i, ..., i + V - 1, or `absent` ones; the dtype is asked once, so that the loads overlap.
+template <class W, int V>
+__device__ inline void channel_values_of(const void* data, int64_t i, float (&out)[V]) {
+#pragma unroll
+  for (int j = 0; j < V; ++j) out[j] = to_float(static_cast<const W*>(data)[i + j]);
+}
+
+template <int V>
+__device__ inline void channel_values(const ChannelVector& vector, int64_t i, bool inside, float absent, float (&out)[V]) {
+  if (vector.data == nullptr || !inside) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) out[j] = absent;
+    return;
+  }
+  switch (vector.dtype) {
+    case DType::f32: return channel_values_of<float>(vector.data, i, out);
+    case DType::f16: return channel_values_of<__half>(vector.data, i, out);
+    default: return channel_values_of<__nv_bfloat16>(vector.data, i, out);
+  }
+}
+
 __device__ inline void set_channel_value(const ChannelVector& vector, int64_t i, float value) {
   void* data = const_cast<void*>(vector.data);
   switch (vector.dtype) {
