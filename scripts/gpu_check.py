@@ -30,16 +30,22 @@ ALONE = ("test_workloads.py", "test_cost.py")
 AT_ONCE = 8
 
 
-def run_tests(before: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How many of tests/gpu passed, failed and were skipped, a process a file, several at once; and what tests told by
-    record_property. Those that took longest ``before`` start first. Prints what fails."""
-    took = {name: found["seconds"] for name, found in before.get("files", {}).items()}
+def run_tests(only: list[str], before: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How many of tests/gpu (or of the files named ``only``; the others' are those of ``before``) passed, failed and
+    were skipped, a process a file, several at once; and what tests told by record_property. Those that took longest
+    before start first. Prints what fails."""
+    earlier = before.get("files", {})
+    took = {name: found["seconds"] for name, found in earlier.items()}
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda file: -took.get(file.name, 1e9))
+    if unknown := set(only) - {file.name for file in files}:
+        raise SystemExit(f"no such file in tests/gpu: {', '.join(sorted(unknown))}")
+    kept = {name: found for name, found in earlier.items() if only and name not in only}
+    files = [file for file in files if not only or file.name in only]
     order = [file for file in files if file.name not in ALONE], [file for file in files if file.name in ALONE]
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         results = dict(zip(order[0], pool.map(_run_file, order[0]), strict=True))
     results |= {file: _run_file(file) for file in order[1]}
-    counts = {file.name: counted for file, (counted, _) in sorted(results.items())}
+    counts = dict(sorted({**kept, **{file.name: counted for file, (counted, _) in results.items()}}.items()))
     totals = {outcome: sum(count[outcome] for count in counts.values()) for outcome in ("passed", "failed", "skipped")}
     told = {
         f"{file.stem}: {test}": found for file, (_, tests) in sorted(results.items()) for test, found in tests.items()
@@ -93,13 +99,13 @@ def run_sanitizer(tool: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tests", action="store_true", help="tests/gpu")
+    parser.add_argument("--tests", nargs="*", metavar="FILE", help="tests/gpu, or these files of it once more")
     parser.add_argument("--sanitizer", action="store_true", help="compute-sanitizer memcheck and racecheck")
     parser.add_argument("--benchmark", action="store_true", help="time the kernels beside their peers")
     parser.add_argument("--accuracy", action="store_true", help="errors beside PyTorch's own")
     parser.add_argument("--models", action="store_true", help="whole models of timm and transformers")
     chosen = parser.parse_args()
-    everything = not any(vars(chosen).values())
+    everything = all(value in (None, False) for value in vars(chosen).values())
     status = native.load(build=True)
     if not torch.cuda.is_available() or not status.available:
         raise SystemExit(f"gpu_check needs a CUDA device and the library: {status.reason}")
@@ -135,8 +141,10 @@ def main() -> None:
         record["models"] = check_models.check_all()
         print(check_models.table(record["models"]), flush=True)
         failed |= any(row["problems"] for row in record["models"])
-    if chosen.tests or everything:
-        record["tests"], record["proof"] = run_tests(tests_before)
+    if chosen.tests is not None or everything:
+        only = chosen.tests or []
+        record["tests"], told = run_tests(only, record.get("tests", {}) if only else tests_before)
+        record["proof"] = record.get("proof", {}) | told
         failed |= bool(record["tests"]["failed"])
     if chosen.sanitizer or everything:
         with concurrent.futures.ThreadPoolExecutor(len(TOOLS)) as pool:
