@@ -106,7 +106,6 @@ inline bool cut_for_statistics(int64_t rows, int64_t channels, int64_t num_group
     if (!cut_columns(rows, channels, num_groups, itemsize, bytes, p)) return false;
     if (p->pieces <= kTeamPieces) return true;
   }
-  if (p->vec > 1 && p->pieces <= 2 * kTeamPieces) return true;
   return cut_columns(rows, channels, num_groups, itemsize, kColumnStripBytes, p);
 }
 
@@ -143,8 +142,7 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
   p.regime = regime != Regime::automatic ? regime
              : fits_block                ? Regime::block
              : fits_cluster              ? Regime::cluster
-             : fits_team                 ? Regime::team
-                                         : Regime::split;
+                                         : Regime::split;  // on an H100 faster than a team, as that is now
   switch (p.regime) {
     case Regime::block:
     case Regime::cluster:
