@@ -23,9 +23,7 @@ ColumnGpu column_gpu_of(int device) {
   ColumnGpu gpu{};
   gpu.clusters = major == 9 || major == 10;
   gpu.shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  gpu.shared_each = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   gpu.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-  gpu.cooperative = attribute(cudaDevAttrCooperativeLaunch) != 0;
   return known[device] = gpu;
 }
 
@@ -125,22 +123,21 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 }
 
 // The plan of column statistics, for tests that have no GPU, of the GPU described: (regime, vec, width, groups, lanes,
-// parts, slots, share, ring, strips, piece_rows, pieces, blocks, items, grid, shared, workspace bytes) into out. Returns
-// 0 when such columns cannot be done in that regime.
+// parts, slots, ring, strips, piece_rows, pieces, items, grid, shared, workspace bytes) into out. Returns 0 when such columns cannot be done in that regime.
 extern "C" __attribute__((visibility("default"))) int normswap_column_plan(int64_t batch, int64_t rows, int64_t channels,
                                                                            int64_t num_groups, int itemsize,
-                                                                           int clusters, int shared, int shared_each,
-                                                                           int multiprocessors, int cooperative,
-                                                                           int regime, int64_t* out) {
+                                                                           int clusters, int shared,
+                                                                           int multiprocessors, int regime,
+                                                                           int64_t* out) {
   normswap::ColumnPlan p;
-  const normswap::ColumnGpu gpu{clusters != 0, shared, shared_each, multiprocessors, cooperative != 0};
+  const normswap::ColumnGpu gpu{clusters != 0, shared, multiprocessors};
   if (!normswap::make_column_plan(batch, rows, channels, num_groups, itemsize, gpu,
                                   static_cast<normswap::Regime>(regime), &p)) {
     return 0;
   }
   const int64_t values[] = {static_cast<int64_t>(p.regime), p.vec, p.width, p.groups, p.lanes, p.parts, p.slots,
-                            p.share, p.ring, p.strips, p.piece_rows, p.pieces, p.blocks, p.items, p.grid, p.shared,
+                            p.ring, p.strips, p.piece_rows, p.pieces, p.items, p.grid, p.shared,
                             normswap::column_workspace_bytes(p)};
-  for (int i = 0; i < 17; ++i) out[i] = values[i];
+  for (int i = 0; i < 15; ++i) out[i] = values[i];
   return 1;
 }

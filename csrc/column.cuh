@@ -17,34 +17,32 @@ enum class Source { batch, running, group };
 struct ColumnArgs {
   ChannelNorm n;
   ColumnPlan p;
-  unsigned* barriers;  // team: a slab's
-  float2* parts;       // (slab, group of the strip, piece): mean and sum of squared differences from it
-  float2* finals;      // (slab, group of the strip): mean, rstd
-  int64_t step;        // elements from one of a thread's vectors to its next
+  float2* parts;   // (slab, group of the strip, piece): mean and sum of squared differences from it
+  float2* finals;  // (slab, group of the strip): mean, rstd
+  int64_t step;    // elements from one of a thread's vectors to its next
   __device__ int group_width() const { return static_cast<int>(n.channels / n.num_groups); }
 };
 
 __device__ inline int thread() { return static_cast<int>(threadIdx.x); }
 
-// Where a thread works in what its block holds, one piece or two: `count` vectors, V channels of rows ty, ty + side, ...
-// from its first row on.
+// Where a thread works in its block's piece: `count` vectors, V channels of rows ty, ty + side, ... from its first on.
 template <int V>
 struct Place {
-  int slab, piece, count, groups;  // the first piece; groups of the slab
+  int slab, piece, count, groups;  // groups of the slab
   int64_t batch, channel, offset;  // of the thread's first vector
   __device__ Place(const ColumnArgs& a, unsigned item) {
     const int lane = thread() % a.p.lanes, side = kColumnThreads / a.p.lanes, ty = thread() / a.p.lanes;
-    const unsigned blocks = static_cast<unsigned>(a.p.blocks), strips = static_cast<unsigned>(a.p.strips);
-    const unsigned of = item / blocks;
+    const unsigned pieces = static_cast<unsigned>(a.p.pieces), strips = static_cast<unsigned>(a.p.strips);
+    const unsigned of = item / pieces;
     slab = static_cast<int>(of);
-    piece = static_cast<int>(item - of * blocks) * a.p.share;
+    piece = static_cast<int>(item - of * pieces);
     batch = of / strips;
     const int64_t first_channel = static_cast<int64_t>(of % strips) * a.p.width;
     const int width = static_cast<int>(min(static_cast<int64_t>(a.p.width), a.n.channels - first_channel));
     groups = width / a.group_width();
     channel = first_channel + lane * V;
     const int64_t row = piece * a.p.piece_rows + ty;
-    const int64_t left = min(a.n.rows - row, a.p.piece_rows * a.p.share - ty);
+    const int64_t left = min(a.n.rows - row, a.p.piece_rows - ty);
     count = lane * V < width && left > 0 ? (static_cast<int>(left) + side - 1) / side : 0;
     offset = (batch * a.n.rows + row) * a.n.channels + channel;
   }
@@ -55,29 +53,26 @@ struct Place {
 
 // --- loads -------------------------------------------------------------------------------------------------------
 
-// A thread's own room in shared memory for p.ring vectors, which it alone fills and reads; of two pieces (Share) the
-// first Held vectors are in registers. The loads of items first, first + stride, ... run ahead of their use, one for
-// every one used.
-template <class T, int V, int Share>
+// A thread's own room in shared memory for p.ring vectors, which it alone fills and reads. The loads of items first,
+// first + stride, ... run ahead of their use, one for every one used.
+template <class T, int V>
 struct Ring {
   using Vector = Pack<T, V>;
-  static constexpr int Held = Share == 1 ? 0 : kColumnHeld;
   const ColumnArgs& args;
   char* room;
   unsigned item, stride;  // being loaded
   int slot, into, from;   // of that item; positions
   int count;
   const T* source;
-  Vector held[Held + 1];
 
   __device__ Ring(const ColumnArgs& a, char* shared, unsigned first, unsigned stride_)
       : args(a), room(shared + thread() * sizeof(Vector)), item(first), stride(stride_), into(0), from(0) {
     place();
     for (int i = 0; i < a.p.ring; ++i) load();
   }
-  // The next vector; every call is one group of copies. Those held of an item are loaded along with its first.
+  // The next vector; every call is one group of copies.
   __device__ void load() {
-    if (slot == args.p.slots * Share) {
+    if (slot == args.p.slots) {
       item += stride;
       place();
     }
@@ -95,49 +90,31 @@ struct Ring {
     ++slot;
     into = into + 1 == args.p.ring ? 0 : into + 1;
   }
-  // Waits for the vectors of the item whose turn it is, as far as its piece `part` needs them.
-  __device__ void wait(int part) const {
-    if (Share == 2 && part == 0) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(kColumnSlots) : "memory");
-    } else if (Share == 1 && args.p.ring > args.p.slots) {
+  // Waits for the vectors of the item whose turn it is.
+  __device__ void wait() const {
+    if (args.p.ring > args.p.slots) {
       asm volatile("cp.async.wait_group %0;" ::"n"(kColumnAhead) : "memory");
     } else {
       asm volatile("cp.async.wait_group 0;" ::: "memory");
     }
   }
-  // Vector i of the item, Held <= i.
-  __device__ Vector staged(int i) const {
-    const int at = from + i - Held;
+  // Vector i of the item.
+  __device__ Vector vector(int i) const {
+    const int at = from + i;
     return *reinterpret_cast<const Vector*>(room + (at < args.p.ring ? at : at - args.p.ring) * kColumnThreads * sizeof(Vector));
   }
-  // i: known to the compiler.
-  __device__ Vector vector(int i) const { return i < Held ? held[i < Held ? i : 0] : staged(i); }
   __device__ void next() {
-    from += args.p.slots * Share - Held;
+    from += args.p.slots;
     if (from >= args.p.ring) from -= args.p.ring;
-  }
-  // The first half of the item after this one into the L2.
-  __device__ void prefetch() const {
-    if (item + stride >= static_cast<unsigned>(args.p.items)) return;
-    const Place<V> at(args, item + stride);
-    const T* x = static_cast<const T*>(args.n.x) + at.offset;
-    if (reinterpret_cast<uintptr_t>(x) % 128 != 0) return;
-    for (int i = 0; i < min(at.count, kColumnSlots); ++i) asm volatile("prefetch.global.L2 [%0];" ::"l"(x + i * args.step));
   }
 
  private:
   __device__ void place() {
-    count = 0;
-    slot = Held;
+    count = slot = 0;
     if (item >= static_cast<unsigned>(args.p.items)) return;
     const Place<V> at(args, item);
     count = at.count;
     source = static_cast<const T*>(args.n.x) + at.offset;
-#pragma unroll
-    for (int i = 0; i < Held; ++i) {
-      if (i < count) held[i] = Vector::load(source);
-      source += args.step;
-    }
   }
 };
 
@@ -233,22 +210,21 @@ __device__ inline float piece_size(const ColumnArgs& a, int64_t piece) {
   return static_cast<float>(rows * a.group_width());
 }
 
-// Statistics of the piece `part` of those in the ring: publish(group, mean, m2) once for each of the strip's groups; no
-// barrier follows. part: known to the compiler.
-template <class T, int V, int Share, class Publish>
-__device__ inline void piece_statistics(const ColumnArgs& a, const Place<V>& at, int part, const Ring<T, V, Share>& ring,
+// Statistics of the piece whose turn it is in the ring: publish(group, mean, m2) once for each of the strip's groups; no
+// barrier follows.
+template <class T, int V, class Publish>
+__device__ inline void piece_statistics(const ColumnArgs& a, const Place<V>& at, const Ring<T, V>& ring,
                                         const Board& board, Publish publish) {
   float sums[V] = {}, mean[V];
-  const int first = part * kColumnSlots;
-  ring.wait(part);
+  ring.wait();
 #pragma unroll
   for (int i = 0; i < kColumnSlots; ++i) {
-    if (first + i >= at.count) break;
-    const Pack<T, V> x = ring.vector(first + i);
+    if (i >= at.count) break;
+    const Pack<T, V> x = ring.vector(i);
 #pragma unroll
     for (int j = 0; j < V; ++j) sums[j] = __fadd_rn(sums[j], to_float(x.v[j]));
   }
-  const float size = piece_size(a, at.piece + part);
+  const float size = piece_size(a, at.piece);
   group_sums(a, sums, board.sums, [&](int group, float sum) { board.values[group].x = __fdiv_rn(sum, size); });
   __syncthreads();
   by_channel(a, mean, [&](int group) { return board.values[group].x; });
@@ -256,8 +232,8 @@ __device__ inline void piece_statistics(const ColumnArgs& a, const Place<V>& at,
   for (int j = 0; j < V; ++j) sums[j] = 0.f;
 #pragma unroll
   for (int i = 0; i < kColumnSlots; ++i) {
-    if (first + i >= at.count) break;
-    const Pack<T, V> x = ring.vector(first + i);
+    if (i >= at.count) break;
+    const Pack<T, V> x = ring.vector(i);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const float d = __fsub_rn(to_float(x.v[j]), mean[j]);
@@ -308,7 +284,7 @@ template <Source From>
 __device__ inline float2 finish(const ChannelNorm& n, int64_t index, const Moments& group, bool save) {
   const float scale = From == Source::batch ? channel_value(n.scale, index, 1.f) : 1.f;
   const float var = __fmul_rn(__fmul_rn(scale, scale), __fdiv_rn(group.m2, group.n));
-  const float rstd = rsqrtf(__fadd_rn(var, static_cast<float>(n.eps)));
+  const float rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(var, static_cast<float>(n.eps))));  // rsqrtf: 2 ulp
   if (save) {
     if (From == Source::batch) update_running(n, index, group, scale);
     if (n.mean != nullptr) n.mean[index] = group.mean;

@@ -2,8 +2,6 @@
 // group is one channel) and GroupNorm of channels_last tensors (a batch entry a sample). column_plan.h says how columns
 // are cut; the kernels below are the regimes:
 //   column_block    block, cluster: the pieces of a slab lie in shared memory of a block, or of the blocks of a cluster
-//   column_team     team: the blocks that hold a slab meet at a barrier in device memory; persistent, the loads of the
-//                   next slab running ahead
 //   column_partial, column_finish, column_apply    split: for slabs none of these holds; the input is read twice
 #pragma once
 
@@ -13,40 +11,18 @@
 namespace normswap {
 namespace {
 
-// Normalise and store what is in the ring; used() is called once for each vector that was in shared memory.
-template <class T, int V, Source From, int Share, class Used>
-__device__ inline void apply_held(const ColumnArgs& a, const Place<V>& at, const ChannelAffine<T, V, From>& affine,
-                                  const Ring<T, V, Share>& ring, Used used) {
-  T* y = static_cast<T*>(a.n.y) + at.offset;
-#pragma unroll
-  for (int i = 0; i < ring.Held; ++i) {
-    if (i < at.count) affine.apply(a, ring.vector(i), y);
-    y += a.step;
-  }
-#pragma unroll 1
-  for (int i = ring.Held; i < a.p.slots * Share; ++i) {
-    if (i < at.count) affine.apply(a, ring.staged(i), y);
-    y += a.step;
-    used();
-  }
-}
-
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
-  Ring<T, V, 1> ring(args, shared, blockIdx.x, gridDim.x);
+  const Ring<T, V> ring(args, shared, blockIdx.x, gridDim.x);
   const Board board(args, shared, sizeof(Pack<T, V>));
   const Place<V> at(args, blockIdx.x);
   const int pieces = static_cast<int>(args.p.pieces);
 #if __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();
-  if (pieces > 1) cooperative_groups::cluster_group::barrier_arrive();  // waited for once the loads are under way
+  if (pieces > 1) cluster.sync();  // every block of the cluster runs: its shared memory is there
 #endif
-#if __CUDA_ARCH__ >= 900
-  // Every block of the cluster runs: its shared memory is there.
-  if (pieces > 1) cooperative_groups::cluster_group::barrier_wait();
-#endif
-  piece_statistics(args, at, 0, ring, board, [&](int group, float mean, float m2) {
+  piece_statistics(args, at, ring, board, [&](int group, float mean, float m2) {
     float2* part = &board.parts[group * pieces + at.piece];
 #if __CUDA_ARCH__ >= 900
     for (int rank = 0; rank < pieces; ++rank) *cluster.map_shared_rank(part, rank) = {mean, m2};
@@ -63,78 +39,18 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
                       board.values, at.piece == 0);
   __syncthreads();
   affine.set(args, board.values);
-  apply_held(args, at, affine, ring, [] {});
-}
-
-// The last of the slab's blocks to come finishes it; the others wait for that. The block calls; a barrier follows.
-// flag: a word of shared memory.
-template <Source From, int V>
-__device__ inline void finish_together(const ColumnArgs& a, const Place<V>& at, float* flag) {
-  bool& last = *reinterpret_cast<bool*>(flag);
-  unsigned* count = a.barriers + at.slab * static_cast<int64_t>(kColumnBarrierBytes / sizeof(unsigned));
-  volatile unsigned* finished = count + 1;
-  const int64_t first = static_cast<int64_t>(at.slab) * a.p.groups;
-  __syncthreads();
-  if (thread() == 0) {
-    __threadfence();
-    last = atomicAdd(count, 1u) == static_cast<unsigned>(a.p.blocks) - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  if (last) {
-    const float2* parts = a.parts + first * a.p.pieces;
-    finish_groups<From>(a, at, 0, kColumnThreads / a.p.sharing, [&](int i) { return __ldcg(parts + i); },
-                        a.finals + first, true);
-    __syncthreads();
-    if (thread() == 0) {
-      __threadfence();
-      *finished = 1;
-    }
-  } else {
-    if (thread() == 0) {
-      while (*finished == 0) {
-      }
-      __threadfence();
-    }
-    __syncthreads();
-  }
-}
-
-// A team of args.p.blocks blocks a slab, slab after slab.
-template <class T, int V, Source From, int Share>
-__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_team(const ColumnArgs args) {
-  extern __shared__ __align__(16) char shared[];
-  Ring<T, V, Share> ring(args, shared, blockIdx.x, gridDim.x);
-  const Board board(args, shared, sizeof(Pack<T, V>));
-  for (unsigned item = blockIdx.x; item < static_cast<unsigned>(args.p.items); item += gridDim.x) {
-    const Place<V> at(args, item);
-    const int64_t first = static_cast<int64_t>(at.slab) * args.p.groups;
-#pragma unroll
-    for (int part = 0; part < Share; ++part) {
-      if (at.piece + part >= args.p.pieces) break;
-      if (part > 0) __syncthreads();
-      piece_statistics(args, at, part, ring, board, [&](int group, float mean, float m2) {
-        __stcg(&args.parts[(first + group) * args.p.pieces + at.piece + part], make_float2(mean, m2));
-      });
-    }
-    if (Share > 1) ring.prefetch();
-    ChannelAffine<T, V, From> affine(args, at);
-    finish_together<From>(args, at, board.sums);
-    fetch_values(args, args.finals + first, board.values);
-    affine.set(args, board.values);
-    apply_held(args, at, affine, ring, [&] { ring.load(); });
-    ring.next();
-  }
+  T* y = static_cast<T*>(args.n.y) + at.offset;
+  for (int i = 0; i < at.count; ++i, y += args.step) affine.apply(args, ring.vector(i), y);
 }
 
 template <class T, int V>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
-  Ring<T, V, 1> ring(args, shared, blockIdx.x, gridDim.x);
+  Ring<T, V> ring(args, shared, blockIdx.x, gridDim.x);
   const Board board(args, shared, sizeof(Pack<T, V>));
   for (unsigned item = blockIdx.x; item < static_cast<unsigned>(args.p.items); item += gridDim.x) {
     const Place<V> at(args, item);
-      piece_statistics(args, at, 0, ring, board, [&](int group, float mean, float m2) {
+    piece_statistics(args, at, ring, board, [&](int group, float mean, float m2) {
       args.parts[(static_cast<int64_t>(at.slab) * args.p.groups + group) * args.p.pieces + at.piece] = {mean, m2};
     });
     for (int i = 0; i < args.p.slots; ++i) ring.load();
@@ -147,7 +63,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
 template <int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads) column_finish(const ColumnArgs args) {
   const int slab = static_cast<int>(blockIdx.x), first_group = static_cast<int>(blockIdx.y) * (kColumnThreads / args.p.sharing);
-  const Place<V> at(args, slab * static_cast<unsigned>(args.p.blocks));
+  const Place<V> at(args, slab * static_cast<unsigned>(args.p.pieces));
   const int64_t first = static_cast<int64_t>(slab) * args.p.groups;
   const float2* parts = args.parts + first * args.p.pieces;
   finish_groups<From>(args, at, first_group, args.p.groups, [&](int i) { return parts[i]; }, args.finals + first, true);
@@ -192,7 +108,7 @@ cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
   if (const cudaError_t error = allow_shared<column_partial<T, V>>(a.p.shared); error != cudaSuccess) return error;
   column_partial<T, V><<<grid_of(a.p.grid), kColumnThreads, a.p.shared, stream>>>(a);
   const int64_t runs = ceil_div(a.p.groups, kColumnThreads / a.p.sharing);
-  const dim3 slabs(static_cast<unsigned>(a.p.items / a.p.blocks), static_cast<unsigned>(runs));
+  const dim3 slabs(static_cast<unsigned>(a.p.items / a.p.pieces), static_cast<unsigned>(runs));
   column_finish<V, From><<<slabs, kColumnThreads, 0, stream>>>(a);
   column_apply<T, V, From><<<grid_of(a.p.items), kColumnThreads, a.p.groups * sizeof(float2), stream>>>(a);
   return cudaGetLastError();
@@ -200,24 +116,11 @@ cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
 
 template <class T, int V, Source From>
 cudaError_t launch_columns(const ChannelNorm& n, const ColumnPlan& p, cudaStream_t stream) {
-  ColumnArgs args{n, p, nullptr, nullptr, nullptr, column_step(n, p)};
-  args.barriers = static_cast<unsigned*>(n.workspace);
-  args.parts = reinterpret_cast<float2*>(static_cast<char*>(n.workspace) + column_barrier_bytes(p));
-  args.finals = args.parts + p.items / p.blocks * p.groups * p.pieces;
+  ColumnArgs args{n, p, static_cast<float2*>(n.workspace), nullptr, column_step(n, p)};
+  args.finals = args.parts + p.items / p.pieces * p.groups * p.pieces;
+  if (p.regime == Regime::split) return launch_split<T, V, From>(args, stream);
   const LaunchShape shape{p.grid, kColumnThreads, p.shared};
-  switch (p.regime) {
-    case Regime::block:
-    case Regime::cluster:
-      return launch_block<column_block<T, V, From>>(args, shape, static_cast<int>(p.pieces), stream);
-    case Regime::team:
-      if constexpr (V > 1) {
-        if (p.share == 2) {
-          return launch_team<column_team<T, V, From, 2>>(args, shape, n.workspace, column_barrier_bytes(p), stream);
-        }
-      }
-      return launch_team<column_team<T, V, From, 1>>(args, shape, n.workspace, column_barrier_bytes(p), stream);
-    default: return launch_split<T, V, From>(args, stream);
-  }
+  return launch_block<column_block<T, V, From>>(args, shape, static_cast<int>(p.pieces), stream);
 }
 
 template <class T, Source From>

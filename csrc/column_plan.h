@@ -16,7 +16,7 @@
 namespace normswap {
 
 struct ColumnPlan {
-  Regime regime;        // block (a slab is one piece), cluster, team, split
+  Regime regime;        // block (a slab is one piece), cluster, split
   int vec;              // channels of 16 bytes, or 1
   int width;            // channels of a strip; the last one may be narrower
   int groups;           // of a strip
@@ -25,12 +25,10 @@ struct ColumnPlan {
   int parts;            // sums a thread hands on: vec over the neighbours that surely share a group
   int slots;            // vectors a thread holds of a piece
   int sharing;          // threads that unite a group's pieces
-  int share;            // pieces a block holds: 1, or 2 (team)
   int ring;             // vectors a thread has room for in shared memory
   int64_t strips;
   int64_t piece_rows, pieces;  // of a slab
-  int64_t blocks;       // that hold a slab
-  int64_t items;        // what blocks hold, in all
+  int64_t items;        // pieces, in all
   int64_t grid;         // blocks (split: of the statistics)
   int shared;           // bytes of dynamic shared memory a block
 };
@@ -39,19 +37,15 @@ struct ColumnPlan {
 struct ColumnGpu {
   bool clusters;        // of eight blocks
   int shared;           // bytes of shared memory a block can have
-  int shared_each;      // bytes of shared memory of a multiprocessor
   int multiprocessors;
-  bool cooperative;     // launches
 };
 
 constexpr int kColumnThreads = 512;
 constexpr int kColumnBlocks = 2;      // on a multiprocessor
 constexpr int kColumnSlots = 8;       // vectors a thread holds, at most
-constexpr int kColumnAhead = 5;       // vectors a thread loads of the next piece meanwhile (team, split)
-constexpr int kColumnHeld = 3;        // vectors a thread holds in registers, of two pieces
-constexpr int kTeamPieces = 256;      // slabs narrow enough for a team have at most so many pieces, or twice so many
-constexpr int kColumnBarrierBytes = 32;  // a count and a flag
-constexpr int kColumnStripBytes = 512;  // of a row, where the width matters to nothing else
+constexpr int kColumnAhead = 5;       // vectors a thread loads of the next piece meanwhile (split)
+constexpr int kColumnStripBytes = 256;  // of a row
+constexpr int kApplyStripBytes = 512;   // of a row, where nothing but the width matters
 
 inline int64_t power_of_two_from(int64_t n) {
   int64_t p = 1;
@@ -96,15 +90,11 @@ inline bool cut_columns(int64_t rows, int64_t channels, int64_t num_groups, int 
 }
 
 // The wider the faster the memory (64 bytes: 62% of the rate of a copy, 128: 90%, 256: 95%), but a slab that fits a
-// cluster or a team is read only once.
+// cluster is read only once.
 inline bool cut_for_statistics(int64_t rows, int64_t channels, int64_t num_groups, int itemsize, ColumnPlan* p) {
-  for (const int64_t bytes : {256, 128, 64}) {
+  for (const int64_t bytes : {kColumnStripBytes, kColumnStripBytes / 2, kColumnStripBytes / 4}) {
     if (!cut_columns(rows, channels, num_groups, itemsize, bytes, p)) return false;
     if (p->pieces <= kMaxCluster) return true;
-  }
-  for (const int64_t bytes : {256, 128}) {
-    if (!cut_columns(rows, channels, num_groups, itemsize, bytes, p)) return false;
-    if (p->pieces <= kTeamPieces) return true;
   }
   return cut_columns(rows, channels, num_groups, itemsize, kColumnStripBytes, p);
 }
@@ -122,80 +112,52 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
   ColumnPlan p{};
   if (!cut_for_statistics(rows, channels, num_groups, itemsize, &p)) return false;
   const int64_t slabs = batch * p.strips;
-  p.share = 1;
-  p.blocks = p.pieces;
+  p.items = slabs * p.pieces;
   p.ring = p.slots;
-  const int alone = column_shared(p, itemsize, p.pieces <= kMaxCluster ? p.pieces : 0);
-  p.ring = p.slots + kColumnAhead;
-  if (column_shared(p, itemsize, 0) > gpu.shared) p.ring = p.slots;
-  const int ring = p.ring, ahead = column_shared(p, itemsize, 0);
-  const int at_once = gpu.shared_each / (ahead + 1024);
-  const int64_t resident = static_cast<int64_t>(gpu.multiprocessors) * (at_once < kColumnBlocks ? at_once : kColumnBlocks);
-
-  const bool fits_block = p.pieces == 1 && alone <= gpu.shared;
-  const bool fits_cluster = gpu.clusters && p.pieces <= kMaxCluster && alone <= gpu.shared;
-  // Two pieces a block: what does not fit the ring is held in registers.
-  const bool in_pairs = p.vec > 1 && p.slots == kColumnSlots && ring == 2 * kColumnSlots - kColumnHeld;
-  const int share = p.pieces <= resident || !in_pairs ? 1 : 2;
-  const int64_t team = ceil_div(p.pieces, share);
-  const bool fits_team = gpu.cooperative && team <= kTeamPieces && team <= resident && ahead <= gpu.shared;
+  p.shared = column_shared(p, itemsize, p.pieces <= kMaxCluster ? p.pieces : 0);
+  const bool fits = p.shared <= gpu.shared;
+  const bool fits_block = p.pieces == 1 && fits;
+  const bool fits_cluster = gpu.clusters && p.pieces <= kMaxCluster && fits;
   p.regime = regime != Regime::automatic ? regime
              : fits_block                ? Regime::block
              : fits_cluster              ? Regime::cluster
-                                         : Regime::split;  // on an H100 faster than a team, as that is now
+                                         : Regime::split;
   switch (p.regime) {
     case Regime::block:
+      if (!fits_block) return false;
+      p.grid = p.items;
+      break;
     case Regime::cluster:
-      if (!(p.regime == Regime::block ? fits_block : fits_cluster)) return false;
-      p.ring = p.slots;
-      p.shared = alone;
-      p.grid = slabs * p.pieces;
+      if (!fits_cluster) return false;
+      p.grid = p.items;
       break;
-    case Regime::team: {
-      if (!fits_team) return false;
-      const int64_t teams = resident / team;
-      p.share = share;
-      p.blocks = team;
-      p.ring = ring;
-      p.shared = ahead;
-      p.grid = (slabs < teams ? slabs : teams) * team;
-      break;
-    }
     case Regime::split: {
-      if (ahead > gpu.shared) return false;
+      p.ring = p.slots + kColumnAhead;
+      if (column_shared(p, itemsize, 0) > gpu.shared) p.ring = p.slots;
+      p.shared = column_shared(p, itemsize, 0);
+      if (p.shared > gpu.shared) return false;
       const int64_t at_most = gpu.multiprocessors * static_cast<int64_t>(kColumnBlocks);
-      p.ring = ring;
-      p.shared = ahead;
-      p.grid = slabs * p.pieces < at_most ? slabs * p.pieces : at_most;
+      p.grid = p.items < at_most ? p.items : at_most;
       break;
     }
     default: return false;
   }
-  p.items = slabs * p.blocks;
   *plan = p;
-  return slabs * p.pieces <= 0x7fffffff;
+  return p.items <= 0x7fffffff;
 }
 
 // The plan for apply alone, with statistics known before.
 inline bool make_apply_plan(int64_t rows, int64_t channels, int itemsize, ColumnPlan* plan) {
   ColumnPlan p{};
-  if (!cut_columns(rows, channels, channels, itemsize, kColumnStripBytes, &p)) return false;
-  p.share = 1;
-  p.blocks = p.pieces;
+  if (!cut_columns(rows, channels, channels, itemsize, kApplyStripBytes, &p)) return false;
   p.items = p.grid = p.strips * p.pieces;
   *plan = p;
   return p.items <= 0x7fffffff;
 }
 
-// Bytes of scratch memory: a piece leaves two floats a group, then a slab; team: before them a barrier a slab.
-inline int64_t column_barrier_bytes(const ColumnPlan& p) {
-  return p.regime == Regime::team ? p.items / p.blocks * kColumnBarrierBytes : 0;
-}
-
+// Bytes of scratch memory: a piece leaves two floats a group, then a slab.
 inline int64_t column_workspace_bytes(const ColumnPlan& p) {
-  if (p.regime != Regime::team && p.regime != Regime::split) return 0;
-  const int64_t groups = p.items / p.blocks * p.groups;
-  return column_barrier_bytes(p) + groups * (p.pieces + 1) * 8;
+  return p.regime == Regime::split ? p.items / p.pieces * p.groups * (p.pieces + 1) * 8 : 0;
 }
 
 }  // namespace normswap

@@ -333,23 +333,20 @@ def column_plan(
     *,
     clusters: bool,
     shared: int = 101376,
-    shared_each: int = 102400,
     multiprocessors: int = 128,
-    cooperative: bool = True,
     regime: int = 0,
 ) -> dict[str, int] | None:
     """How the kernels of column statistics (channels_last group_norm; scale_batch_norm, where ``num_groups`` is
     ``channels``) cut ``batch`` entries of ``rows`` rows of ``channels`` channels, and who works on them.
 
-    On a GPU of so many ``multiprocessors`` with ``shared_each`` bytes of shared memory, ``shared`` of them for a block.
-    ``regime`` 0 chooses; 3 block, 4 cluster, 5 split, 6 team force one, and None is returned where such columns cannot
-    be done in it. Needs the library, but no GPU. Raises BuildError without the library.
+    On a GPU of so many ``multiprocessors`` with ``shared`` bytes of shared memory for a block. ``regime`` 0 chooses; 3
+    block, 4 cluster, 5 split force one, and None is returned where such columns cannot be done in it. Needs the library, but no GPU. Raises BuildError without the library.
     """
     names = (
-        *("regime", "vec", "width", "groups", "lanes", "parts", "slots", "share", "ring", "strips", "piece_rows"),
-        *("pieces", "blocks", "items", "grid", "shared", "workspace"),
+        *("regime", "vec", "width", "groups", "lanes", "parts", "slots", "ring", "strips", "piece_rows"),
+        *("pieces", "items", "grid", "shared", "workspace"),
     )
-    gpu = (clusters, shared, shared_each, multiprocessors, cooperative)
+    gpu = (clusters, shared, multiprocessors)
     return _plan("column_plan", (batch, rows, channels, num_groups), (itemsize, *gpu, regime), names)
 
 

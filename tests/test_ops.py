@@ -191,10 +191,9 @@ def test_the_reduction_tree_depends_on_row_length_and_dtype_alone() -> None:
 
 
 COLUMN_GPUS: tuple[dict[str, Any], ...] = (
-    {"clusters": True, "shared": 232_448, "shared_each": 233_472, "multiprocessors": 132},  # H100
-    {"clusters": False, "shared": 166_912, "shared_each": 167_936, "multiprocessors": 108},  # A100
-    {"clusters": False, "shared": 101_376, "shared_each": 102_400, "multiprocessors": 128},  # RTX 4090
-    {"clusters": True, "shared": 232_448, "shared_each": 233_472, "multiprocessors": 132, "cooperative": False},
+    {"clusters": True, "shared": 232_448, "multiprocessors": 132},  # H100
+    {"clusters": False, "shared": 166_912, "multiprocessors": 108},  # A100
+    {"clusters": False, "shared": 101_376, "multiprocessors": 128},  # RTX 4090
 )
 COLUMNS = (  # rows, channels, num_groups
     *((rows, 320, 32) for rows in (1, 2, 31, 64, 1000, 4096, 4097, 65_536, 1 << 20)),
@@ -210,10 +209,10 @@ def test_column_plans_cover_the_columns_and_fit_the_gpu(itemsize: int) -> None:
     regimes = set()
     for rows, channels, groups in COLUMNS:
         for gpu in COLUMN_GPUS:
-            for batch, regime in ((1, 0), (3, 0), (500, 0), (3, 4), (3, 5), (3, 6)):
+            for batch, regime in ((1, 0), (3, 0), (500, 0), (3, 3), (3, 4), (3, 5)):
                 p = native.column_plan(batch, rows, channels, groups, itemsize, regime=regime, **gpu)
                 if p is None:
-                    assert regime in (4, 6)  # automatic and split serve them all
+                    assert regime in (3, 4)  # automatic and split serve them all
                     continue
                 regimes.add(p["regime"])
                 assert p["vec"] * itemsize == 16 or (p["vec"] == 1 and channels * itemsize % 16 != 0)
@@ -223,9 +222,7 @@ def test_column_plans_cover_the_columns_and_fit_the_gpu(itemsize: int) -> None:
                 assert (p["strips"] - 1) * p["width"] < channels <= p["strips"] * p["width"]
                 assert p["piece_rows"] == p["slots"] * 512 // p["lanes"] and p["slots"] <= 8
                 assert (p["pieces"] - 1) * p["piece_rows"] < rows <= p["pieces"] * p["piece_rows"]
-                assert p["share"] == 1 or (p["share"] == 2 and p["regime"] == 6 and p["ring"] == 13)
-                assert (p["blocks"] - 1) * p["share"] < p["pieces"] <= p["blocks"] * p["share"]
-                assert p["items"] == batch * p["strips"] * p["blocks"]
+                assert p["items"] == batch * p["strips"] * p["pieces"]
                 assert p["ring"] in (p["slots"], p["slots"] + 5)
                 assert p["ring"] * 512 * p["vec"] * itemsize < p["shared"] <= gpu["shared"]
                 assert 1 <= p["grid"] <= p["items"]
@@ -234,10 +231,7 @@ def test_column_plans_cover_the_columns_and_fit_the_gpu(itemsize: int) -> None:
                     assert p["pieces"] <= (8 if p["regime"] == 4 and gpu["clusters"] else 1)
                 else:
                     assert p["workspace"] >= 8 * batch * p["strips"] * p["groups"] * (p["pieces"] + 1)
-                if p["regime"] == 6:
-                    assert gpu.get("cooperative", True) and p["grid"] % p["blocks"] == 0
-                    assert p["grid"] <= gpu["multiprocessors"] * min(2, gpu["shared_each"] // (p["shared"] + 1024))
-    assert regimes == {3, 4, 5, 6}
+    assert regimes == {3, 4, 5}
 
 
 @pytest.mark.usefixtures("library")
@@ -248,7 +242,7 @@ def test_the_reduction_tree_of_columns_depends_on_neither_batch_nor_gpu() -> Non
             native.column_plan(batch, rows, channels, groups, 2, regime=regime, **gpu)
             for batch in (1, 7, 300)
             for gpu in COLUMN_GPUS
-            for regime in (0, 3, 4, 5, 6)
+            for regime in (0, 3, 4, 5)
         ]
         assert len({tuple(p[key] for key in tree) for p in plans if p is not None}) == 1
 

@@ -26,6 +26,5 @@ def gpu_of_column_plans() -> dict[str, int]:
     return {
         "clusters": device.major in (9, 10),
         "shared": device.shared_memory_per_block_optin,
-        "shared_each": device.shared_memory_per_multiprocessor,
         "multiprocessors": device.multi_processor_count,
     }

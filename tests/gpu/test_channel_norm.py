@@ -106,7 +106,7 @@ COLUMN_SHAPES = (  # input, groups: every regime, odd channels, groups that cros
     ((1, 128, 512, 512), 32),
     ((1, 40, 1000, 1001), 5),
 )
-COLUMN_REGIMES = (0, 3, 4, 5, 6)
+COLUMN_REGIMES = (0, 3, 4, 5)
 
 
 def channels_last(shape: tuple[int, ...], dtype: torch.dtype, mean: float, seed: int = 0) -> Tensor:
@@ -146,7 +146,7 @@ def test_column_regimes_give_the_same_accurate_bits(dtype: torch.dtype, mean: fl
             assert same_bits(ours, group_norm_in(regime, x, groups, weight, bias)), (shape, groups, regime)
         assert same_bits(ours[-1:], group_norm_in(0, x[-1:], groups, weight, bias)), (shape, groups)
         served |= set(regimes)
-    assert served >= {0, 3, 5, 6}
+    assert served >= {0, 3, 5}
 
 
 @pytest.mark.parametrize("regime", COLUMN_REGIMES)
