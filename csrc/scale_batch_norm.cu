@@ -10,7 +10,7 @@ void launch_affine(const ColumnArgs& a, cudaStream_t stream) {
 
 template <class T>
 cudaError_t affine_of(const ChannelNorm& n, cudaStream_t stream) {
-  ColumnArgs args{n, {}, nullptr, nullptr, nullptr, 0};
+  ColumnArgs args{n, {}, nullptr, nullptr, 0};
   if (!make_apply_plan(n.rows, n.channels, sizeof(T), &args.p)) return cudaErrorInvalidConfiguration;
   args.step = column_step(n, args.p);
   if (args.p.vec > 1) {
