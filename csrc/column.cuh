@@ -314,7 +314,8 @@ __device__ inline void fetch_values(const ColumnArgs& a, const float2* finals, f
 
 // --- apply -------------------------------------------------------------------------------------------------------
 
-// y = (x scale - mean) gain + bias of V channels. In training the scale is part of the gain.
+// y = (x scale - mean) gain + bias of V channels. In training the scale is part of the gain, and `scale` what rounding
+// their product cut off.
 template <class T, int V, Source From>
 struct ChannelAffine {
   float scale[V], mean[V], gain[V], bias[V];
@@ -336,8 +337,12 @@ struct ChannelAffine {
     }
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      scale[j] = From == Source::running ? by[j] : 1.f;
-      if (From == Source::batch) gain[j] *= by[j];
+      scale[j] = From == Source::running ? by[j] : 0.f;
+      if (From == Source::batch) {
+        const float product = __fmul_rn(gain[j], by[j]);
+        scale[j] = fmaf(gain[j], by[j], -product);
+        gain[j] = product;
+      }
     }
   }
   // values: mean and rstd of the strip's groups, in shared memory.
@@ -346,7 +351,10 @@ struct ChannelAffine {
     by_channel(a, mean, [&](int group) { return values[group].x; });
     by_channel(a, rstd, [&](int group) { return values[group].y; });
 #pragma unroll
-    for (int j = 0; j < V; ++j) gain[j] = __fmul_rn(gain[j], rstd[j]);
+    for (int j = 0; j < V; ++j) {
+      const float rest = From == Source::batch ? __fmul_rn(scale[j], rstd[j]) : 0.f;
+      gain[j] = fmaf(gain[j], rstd[j], rest);
+    }
   }
   __device__ void apply(const ColumnArgs& a, const Pack<T, V>& x, T* y) const {
     float out[V];

@@ -34,7 +34,7 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
   T* y = static_cast<T*>(args.n.y) + begin;
   if constexpr (Affine::same_for_all_rows && !Tile::Ragged) {
     // Weights of several vectors at once where there are registers for them, so that their loads overlap.
-    constexpr int batch = Tile::InRegisters && Tile::Slots * V > 16 ? 1 : 16 / V;
+    constexpr int batch = Tile::InRegisters ? 1 : 16 / V;
     const Affine affine(args, rows[0], begin, tiles[0].len);
 #pragma unroll
     for (int first = 0; first < Tile::Slots; first += batch) {
@@ -324,12 +324,12 @@ __device__ inline RowValues* split_values(const RowArgs& args) {
   return reinterpret_cast<RowValues*>(split_room<Stat>(args) + args.n.rows * args.blocks_a_row);
 }
 
-// At most `most` elements of a row from `begin` on.
 template <class T, class Tile>
-__device__ inline void load_piece(Tile& tile, const RowArgs& args, int64_t row, int64_t begin, int most) {
+__device__ inline void load_chunk(Tile& tile, const RowArgs& args, const SplitPlace& place) {
+  const int64_t begin = place.chunk * args.chunk_len, left = args.n.cols - begin;
   const T* x = static_cast<const T*>(args.n.x);
-  const int len = static_cast<int>(max(int64_t{0}, min(args.n.cols - begin, static_cast<int64_t>(most))));
-  tile.load(x + row * args.n.cols + begin, len, x + args.n.rows * args.n.cols);
+  const int len = static_cast<int>(max(int64_t{0}, min(left, static_cast<int64_t>(args.chunk_len))));
+  tile.load(x + place.row * args.n.cols + begin, len, x + args.n.rows * args.n.cols);
 }
 
 template <class Policy, class T, bool Ragged>
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_partial(const RowArgs
   __shared__ Stat parts[kGroup];
   const SplitPlace place(args, blockIdx.x);
   ChunkTile<T, Ragged> tile[1];
-  load_piece<T>(tile[0], args, place.row, place.chunk * args.chunk_len, args.chunk_len);
+  load_chunk<T>(tile[0], args, place);
   Stat mine[1];
   Policy::statistics(tile, mine);
   const int lane = threadIdx.x % 32;
@@ -368,14 +368,9 @@ __global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_apply(const RowArgs a
   // Backwards: what row_partial read last is still in the L2.
   const SplitPlace place(args, static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x);
   const RowValues values = split_values<typename Policy::Stat>(args)[place.row];
-  // In halves, which leave registers for as much of the weights.
-#pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    const int64_t begin = place.chunk * args.chunk_len + half * (kChunk / 2);
-    Tile<T, 32, kChunkSlots<T> / 2, Ragged> tile[1];
-    load_piece<T>(tile[0], args, place.row, begin, kChunk / 2);
-    apply_tile<Policy, T, W>(tile, args, place.row, begin, values);
-  }
+  ChunkTile<T, Ragged> tile[1];
+  load_chunk<T>(tile[0], args, place);
+  apply_tile<Policy, T, W>(tile, args, place.row, place.chunk * args.chunk_len, values);
 }
 
 // --- launch ------------------------------------------------------------------------------------------------------
