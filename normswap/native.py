@@ -340,7 +340,8 @@ def column_plan(
     ``channels``) cut ``batch`` entries of ``rows`` rows of ``channels`` channels, and who works on them.
 
     On a GPU of so many ``multiprocessors`` with ``shared`` bytes of shared memory for a block. ``regime`` 0 chooses; 3
-    block, 4 cluster, 5 split force one, and None is returned where such columns cannot be done in it. Needs the library, but no GPU. Raises BuildError without the library.
+    block, 4 cluster, 5 split force one, and None is returned where such columns cannot be done in it. Needs the
+    library, but no GPU. Raises BuildError without the library.
     """
     names = (
         *("regime", "vec", "width", "groups", "lanes", "parts", "slots", "ring", "strips", "piece_rows"),
