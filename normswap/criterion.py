@@ -256,7 +256,9 @@ def _activated(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype) -> 
             name if match.norm is None or name == "input" else f"{match.norm}.{name}": t for name, t in found.items()
         }
 
-    return Magnitudes(steepest * error / unit + z.abs(), gradients)
+    spread, value = steepest * error, activation(z.clone()).abs()
+    wider = half_ulp(value + spread, dtype) - half_ulp(value, dtype)  # what is rounded may lie beyond a power of two
+    return Magnitudes((spread + wider) / unit + z.abs(), gradients)
 
 
 def _activation(match: Match, site: nn.Module) -> Callable[[Tensor], Tensor]:

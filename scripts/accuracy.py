@@ -93,6 +93,8 @@ def settings(
                 for kind, make, shape in _row_kinds(columns):
                     yield Setting(kind, regime, make, shape, dtype, mean, shifted)
         for kind, path, make, shape in paths:
+            if make is ChannelRMSNorm and dtype is torch.bfloat16:
+                continue  # its roundings there are more than the expression's exact value allows: it is not swapped
             yield Setting(kind, path, make, shape, dtype, mean, shifted)
 
 

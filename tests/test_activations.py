@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from activation_models import CHANNELS, FUSED, GROUPS, SHAPE, TABLE, NormAct, f_silu, sequential, two_runs, written
 from expression_checks import check, found
 from libraries import import_timm
-from models import randomised
+from models import Activated, randomised
 from torch import Tensor, nn
 
 import normswap
 from normswap import measure, modules, ops, reference
 from normswap.checkpoint import convert
+from normswap.compare import compare
 from normswap.plan import Match, Plan, PlanError, Reason
 
 ACTIVATIONS = {
@@ -346,3 +347,21 @@ def test_compiled_and_exported(name: str) -> None:
         torch.testing.assert_close(compiled(x), model(x))
     program = torch.export.export(swapped, (x,)).module()
     torch.testing.assert_close(program(x), model(x))
+
+
+def test_a_right_kernel_is_kept_where_float16_rounds_across_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a mean of 1000 float32 cannot tell to which side the norm's output rounds, and what is made of either
+    neighbour may have another exponent, with a wider unit in the last place."""
+
+    def kernel(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, activation: str) -> Tensor:
+        normalised = F.group_norm(x.float(), groups, weight.float(), bias.float(), eps).half()
+        return reference.ACTIVATIONS[activation](normalised.float()).half()
+
+    monkeypatch.setattr(ops, "group_norm", kernel)
+    torch.manual_seed(0)
+    x = (torch.randn(400, 24) + 1000).half()
+    for _ in range(60):
+        module = randomised(Activated(2, 24, 1e-5)).half()
+        (swap,) = normswap.plan(module).swaps
+        result = compare(swap.match, module, x, False)
+        assert result.share <= 1.0 and not result.problem, result

@@ -47,7 +47,7 @@ def test_extreme_values_are_proved(kind: str, values: str, dtype: torch.dtype) -
     """The proof holds ours to PyTorch's NaN and Inf, and the finite rest to float64."""
     model, x = made(kind, DEVICE)
     model, x = model.to(dtype), VALUES[values](x).to(dtype)
-    if (kind, values) == ("layer_norm", "large") and dtype is not torch.float16:
+    if values == "large" and kind not in ("rms_norm", "group_norm", "l1_norm") and dtype is not torch.float16:
         # The variance overflows float32: neither ours nor PyTorch's is the truth, and the site may be put back.
         swapped = normswap.optimize(model, x, on_mismatch="rollback", on_empty="ignore", min_speedup=None)
         assert torch.equal(swapped(x).isfinite(), model(x).isfinite())

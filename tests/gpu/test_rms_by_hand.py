@@ -198,6 +198,7 @@ def test_compile_and_export_without_graph_breaks(cls: type[nn.Module]) -> None:
 @pytest.mark.parametrize("cls", KINDS, ids=lambda c: c.__name__)
 def test_cuda_graph_reads_the_weight_on_replay(cls: type[nn.Module]) -> None:
     module, swapped, x = pair(cls)
+    torch.cuda.synchronize()  # the other stream does not wait for what made these
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
         assert_same(swapped(x), module(x), torch.float32)
         torch.cuda.synchronize()
