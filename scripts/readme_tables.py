@@ -79,14 +79,16 @@ def proof_line(told: dict[str, dict[str, float]]) -> str:
 
 
 def checks_line(tests: dict[str, Any] | None, sanitizer: list[dict[str, Any]] | None) -> str:
-    """How the tests on the GPU ended, and compute-sanitizer."""
-    if tests is None or sanitizer is None:
+    """How the tests on the GPU ended, in which files some failed, and compute-sanitizer."""
+    if tests is None:
         return NOT_YET
+    failed = [name for name, found in tests["files"].items() if found["failed"]]
+    where = f" ({', '.join(f'`{name}`' for name in failed)})" if failed else ""
+    told = f"On the GPU {tests['passed']} tests passed, {tests['failed']} failed{where}; compute-sanitizer"
+    if sanitizer is None:
+        return f"{told} has not been run over these kernels yet."
     tools = ", ".join(f"{run['tool']} {'clean' if run.get('exit') == 0 else 'NOT CLEAN'}" for run in sanitizer)
-    return (
-        f"On the GPU {tests['passed']} tests passed, {tests['failed']} failed; compute-sanitizer over every regime and "
-        f"path, forward and backward: {tools}."
-    )
+    return f"{told} over every regime and path, forward and backward: {tools}."
 
 
 def filled(text: str, record: dict[str, Any]) -> str:

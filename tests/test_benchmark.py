@@ -99,10 +99,12 @@ def test_what_readme_says_of_the_proof() -> None:
 
 
 def test_what_readme_says_of_the_checks() -> None:
-    assert readme_tables.checks_line({"passed": 1, "failed": 0}, None) == readme_tables.NOT_YET
+    tests = {"passed": 170, "failed": 2, "files": {"test_a.py": {"failed": 2}, "test_b.py": {"failed": 0}}}
+    assert readme_tables.checks_line(None, None) == readme_tables.NOT_YET
+    assert "not been run" in readme_tables.checks_line(tests, None)
     tools = [{"tool": "memcheck", "exit": 0}, {"tool": "racecheck", "exit": 99}, {"tool": "initcheck"}]
-    line = readme_tables.checks_line({"passed": 170, "failed": 2}, tools)
-    assert line.startswith("On the GPU 170 tests passed, 2 failed;")
+    line = readme_tables.checks_line(tests, tools)
+    assert line.startswith("On the GPU 170 tests passed, 2 failed (`test_a.py`);")
     assert line.endswith("memcheck clean, racecheck NOT CLEAN, initcheck NOT CLEAN.")
 
 
