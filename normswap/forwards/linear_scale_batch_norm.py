@@ -134,14 +134,20 @@ def _is_short(number: float) -> bool:
 
 def tensors_fit(like: Tensor, linear: nn.Linear, bn: nn.BatchNorm1d) -> bool:
     """True when PyTorch too would take these with an input ``like`` that, and all are plain tensors."""
-    vectors = [v for v in (bn.weight, bn.bias, bn.running_mean, bn.running_var) if v is not None]
-    tensors = [t for t in (linear.weight, linear.bias) if t is not None]
-    return (
-        all(type(t) in _PLAIN_TENSORS and t.device == like.device for t in (*tensors, *vectors))
-        and all(t.dtype == like.dtype for t in tensors)
-        and len({v.dtype for v in vectors}) <= 1
-        and all(v.dtype in (like.dtype, torch.float32) for v in vectors)
-    )
+    for tensor in (linear.weight, linear.bias):
+        if tensor is not None and not (_is_beside(tensor, like) and tensor.dtype == like.dtype):
+            return False
+    dtype = None
+    for vector in (bn.weight, bn.bias, bn.running_mean, bn.running_var):
+        if vector is not None:
+            if not _is_beside(vector, like) or vector.dtype != (dtype or vector.dtype):
+                return False
+            dtype = vector.dtype
+    return dtype in (None, like.dtype, torch.float32)
+
+
+def _is_beside(tensor: Any, like: Tensor) -> bool:
+    return type(tensor) in _PLAIN_TENSORS and tensor.device == like.device
 
 
 def _learns(*tensors: Tensor | None) -> bool:
