@@ -38,16 +38,15 @@ def group_norm(
     Returns the input's shape and dtype (float32 under autocast). Raises what PyTorch's op raises, and ValueError for
     another activation.
     """
-    code = ACTIVATIONS.get(activation)
-    op = direct("group_norm", input, weight, bias)
-    if op is not None and code is not None:
-        out = op(input, num_groups, weight, bias, eps, code)
-        if out is not None:
-            return out
-    if code is None:
+    if activation not in ACTIVATIONS:
         raise ValueError(
             f"group_norm: activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}"
         )
+    op = direct("group_norm", input, weight, bias)
+    if op is not None:
+        out = op(input, num_groups, weight, bias, eps, ACTIVATIONS[activation])
+        if out is not None:
+            return out
     input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
     if not (
         native_serves(input, weight, bias)

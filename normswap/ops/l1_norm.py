@@ -27,14 +27,9 @@ def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | Non
     expression's: contiguous, or with the input's dims in their order in memory. Raises IndexError for a ``dim`` that
     ``input`` does not have.
     """
+    bounded = eps >= 0.0 and (minimum is None or minimum >= 0.0)
     op = direct("l1_norm", input)
-    if (
-        op is not None
-        and input.is_contiguous()
-        and dim in (-1, input.dim() - 1)
-        and eps >= 0.0
-        and (minimum is None or minimum >= 0.0)
-    ):
+    if op is not None and bounded and input.is_contiguous() and dim in (-1, input.dim() - 1):
         out = op(input, eps, minimum or 0.0)
         if out is not None:
             return out
@@ -43,8 +38,7 @@ def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | Non
         and 0 not in input.stride()  # of an expanded tensor the elementwise operations give strides of their own
         and -input.dim() <= dim < input.dim()
         and input.shape[dim] > 0
-        and eps >= 0.0
-        and (minimum is None or minimum >= 0.0)
+        and bounded
     ):
         return reference.l1_norm(input, dim, eps, minimum)
     return in_memory_order(lambda x, along: _l1_norm(x, along, eps, minimum), input, dim)

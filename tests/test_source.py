@@ -1,0 +1,323 @@
+"""What a forward says (rules.source.scan)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch import abs as magnitude
+from torch.nn import functional
+
+from normswap.plan import Reason
+from normswap.rules import source
+
+aten = torch.ops.aten
+FACTOR = 3.0
+
+
+def reads_everything(self, x):
+    """A docstring is no operation."""
+    y: Tensor = torch.abs(x)
+    z = a = F.relu(y, inplace=False)
+    return self.bn(z * -self.scale + a.mean(dim=(-1, 1), keepdim=True)) / abs(x) ** 2 - magnitude(self.cfg.eps)
+
+
+def test_scan_lists_reads_and_operations_in_order_of_evaluation() -> None:
+    scanned = source.scan(reads_everything)
+    assert isinstance(scanned, source.Scan), scanned
+    assert scanned.argument == "x"
+    assert scanned.reads == ("bn", "scale", "cfg")
+    assert scanned.operations == (
+        *("abs", "relu", "-", "*", "mean", "+", "self.bn"),
+        *("abs", "**", "/", ".eps", "abs", "-"),
+    )
+
+
+def shape_read(self, x):
+    return x.mean(x.shape[1], keepdim=True) + torch.nn.functional.relu(functional.gelu(x.to(torch.float32)))
+
+
+def test_scan_shows_what_a_graph_would_hide() -> None:
+    scanned = source.scan(shape_read)
+    assert isinstance(scanned, source.Scan)
+    assert scanned.operations == (".shape", "[]", "mean", "to", "gelu", "relu", "+")
+
+
+def with_block(self, x):
+    with torch.no_grad():
+        return x
+
+
+def branch(self, x):
+    if self.training:
+        x = x * 2
+    return x
+
+
+def loop(self, x):
+    for _ in range(2):
+        x = x + 1
+    return x
+
+
+def attribute_store(self, x):
+    self.seen = x
+    return x
+
+
+def item_store(self, x):
+    x[0] = 0
+    return x
+
+
+def in_place(self, x):
+    x += 1
+    return x
+
+
+def two_targets(self, x):
+    a, b = x
+    return a + b
+
+
+def lost_result(self, x):
+    x.zero_()
+    return x
+
+
+def early_return(self, x):
+    return x
+    return x * 2
+
+
+def no_return(self, x):
+    x = x + 1
+
+
+def bare_return(self, x):
+    return
+
+
+def comprehension(self, x):
+    return sum(y for y in x)
+
+
+def lambda_inside(self, x):
+    return torch.relu(lambda: x)
+
+
+def conditional(self, x):
+    return x if self.flag else -x
+
+
+def comparison(self, x):
+    return x > 0
+
+
+def walrus(self, x):
+    return (y := x) + y
+
+
+def starred(self, x):
+    return torch.cat([*x])
+
+
+def double_starred(self, x):
+    return torch.mean(x, **self.options)
+
+
+def unknown_global(self, x):
+    return x * FACTOR
+
+
+def unknown_builtin(self, x):
+    return x * len(x)
+
+
+def class_of_torch(self, x):
+    return torch.Tensor.abs(x)
+
+
+def context_manager(self, x):
+    return torch.no_grad()(x)
+
+
+def missing_in_torch(self, x):
+    return torch.no_such_function(x)
+
+
+def other_module(self, x):
+    return torch.linalg.norm(x)
+
+
+def self_given_away(self, x):
+    return F.relu(self)
+
+
+def self_replaced(self, x):
+    self = x
+    return self
+
+
+def global_statement(self, x):
+    global FACTOR
+    FACTOR = x
+    return x
+
+
+async def asynchronous(self, x):
+    return x
+
+
+def generator(self, x):
+    yield x
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        *(with_block, branch, loop, attribute_store, item_store, in_place, two_targets, lost_result, early_return),
+        *(no_return, bare_return, comprehension, lambda_inside, conditional, comparison, walrus, starred),
+        *(double_starred, unknown_global, unknown_builtin, class_of_torch, context_manager, missing_in_torch),
+        *(other_module, self_given_away, self_replaced, global_statement, generator),
+    ],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.case("side-effects", "training-branches", "trap-no-grad-block")
+def test_scan_rejects_what_is_not_straight_line(forward: Any) -> None:
+    rejection = source.scan(forward)
+    assert isinstance(rejection, source.Rejection)
+    assert rejection.reason is Reason.NOT_STRAIGHT_LINE, rejection
+    assert rejection.detail
+
+
+def test_scan_says_where() -> None:
+    line = with_block.__code__.co_firstlineno + 1
+    assert source.scan(with_block) == source.Rejection(Reason.NOT_STRAIGHT_LINE, f"a with block at line {line}")
+
+
+def no_argument(self):
+    return self.scale
+
+
+def two_arguments(self, x, mask):
+    return x * mask
+
+
+def default(self, x=None):
+    return x
+
+
+def keyword_only(self, x, *, mask=None):
+    return x
+
+
+def variadic(self, x, *rest):
+    return x
+
+
+def variadic_keywords(self, x, **rest):
+    return x
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [no_argument, two_arguments, default, keyword_only, variadic, variadic_keywords],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.case("signatures")
+def test_scan_rejects_another_signature(forward: Any) -> None:
+    rejection = source.scan(forward)
+    assert isinstance(rejection, source.Rejection) and rejection.reason is Reason.UNSUPPORTED
+    assert "(self" in rejection.detail
+
+
+def _closure() -> Any:
+    factor = torch.ones(())
+
+    def forward(self, x):
+        return x * factor
+
+    return forward
+
+
+@torch.no_grad()
+def decorated(self, x):
+    return x
+
+
+def _silent(function: Any) -> Any:
+    return function
+
+
+@_silent
+def quietly_decorated(self, x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("forward", "word"),
+    [(_closure(), "factor"), (decorated, "decorator"), (quietly_decorated, "decorated")],
+)
+def test_scan_rejects_closures_and_decorators(forward: Any, word: str) -> None:
+    rejection = source.scan(forward)
+    assert isinstance(rejection, source.Rejection)
+    assert rejection.reason is Reason.NOT_STRAIGHT_LINE and word in rejection.detail
+
+
+def test_scan_rejects_what_is_no_plain_function_or_has_no_source() -> None:
+    nowhere = types.FunctionType(reads_everything.__code__.replace(co_filename="<nowhere>"), globals())
+    for forward in (functools.partial(branch), torch.abs, nowhere, asynchronous):
+        rejection = source.scan(forward)
+        assert isinstance(rejection, source.Rejection) and rejection.reason is Reason.SOURCE
+
+
+def _import_file(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        "import torch\ndef forward(self, x):\n    return x + 2\n",
+        "import torch\ndef forward(self, x):\n    return x + 1.0\n",
+        "import torch\ndef forward(self, x):\n    return x - 1\n",
+        "import torch\ndef forward(self, x):\n    return self.x + 1\n",
+        "import torch\n\ndef forward(self, x):\n    return x + 1\n",
+        "import torch\ndef forward(self, x:\n",
+        "",
+        "return 3\ndef forward(self, x):\n    return x + 1\n",
+    ],
+)
+def test_scan_rejects_a_source_that_is_not_the_code_that_runs(
+    now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "normswap_stale_example.py"
+    path.write_text("import torch\ndef forward(self, x):\n    return x + 1\n")
+    monkeypatch.setitem(sys.modules, path.stem, None)  # type: ignore[arg-type]
+    forward = _import_file(path).forward
+    path.write_text(now + "# longer than it was, so that the cache of lines notices\n")
+    rejection = source.scan(forward)
+    assert isinstance(rejection, source.Rejection) and rejection.reason is Reason.SOURCE
+
+
+def test_scan_notices_another_code_object() -> None:
+    def forward(self, x):
+        return x.abs()
+
+    assert isinstance(source.scan(forward), source.Scan)
+    forward.__code__ = with_block.__code__
+    assert isinstance(source.scan(forward), source.Rejection)
