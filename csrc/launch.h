@@ -13,6 +13,8 @@ namespace {
 struct LaunchShape {
   int64_t grid;
   int threads, shared;  // dynamic shared memory, in bytes
+  int cluster;          // blocks of a cluster; 1: no clusters
+  bool overlap;         // blocks may start before the kernel before has ended (sm_90: programmatic dependent launch)
 };
 
 // A kernel must ask for more than 48 KB of shared memory once a device.
@@ -30,21 +32,36 @@ cudaError_t allow_shared(int bytes) {
   return error;
 }
 
-// In clusters of `cluster` blocks; 1: no clusters.
+// Where kernels follow one another, lets the blocks of the next start as this one's leave, and waits for the kernels
+// before this one, whose memory must not be touched sooner. A kernel launched with `overlap` must begin so.
+__device__ inline void follow() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 template <auto kernel, class Args>
-cudaError_t launch_block(const Args& args, const LaunchShape& shape, int cluster, cudaStream_t stream) {
+cudaError_t launch_block(const Args& args, const LaunchShape& shape, cudaStream_t stream) {
   if (const cudaError_t error = allow_shared<kernel>(shape.shared); error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = shape.cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  if (shape.overlap) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   config.gridDim = dim3(static_cast<unsigned>(shape.grid));
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
+  config.attrs = attributes;
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 

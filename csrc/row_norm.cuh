@@ -1,6 +1,7 @@
 // The row engine: LayerNorm, RMSNorm, L1 norm and GroupNorm (contiguous) are this file and a policy (row_policy.cuh).
 // row_plan.h says how rows are cut; the kernels below are the regimes:
 //   row_small    subwarp, warp: a row is one chunk, in registers; several rows a block
+//   row_held     block, for rows of few chunks of 16-bit elements: a chunk a warp, in registers
 //   row_block    block, cluster: the chunks of a row lie in shared memory, of a cluster of blocks if need be
 //   row_team     team: the blocks that hold a row meet at a barrier in device memory; persistent, several teams at once
 //   row_partial, row_merge, row_apply    split: for rows and GPUs none of these serves; the input is read twice
@@ -14,75 +15,100 @@
 namespace normswap {
 namespace {
 
-// Normalise and store the chunk from `begin` on of several rows at once. All lanes of the warp must call.
-template <class Policy, bool Fast, bool Present, class T, class W, class Tile, int Rows>
+// Vector k of a tile, normalised.
+template <class Policy, bool Fast, class T, class Tile>
+__device__ inline uint4 normalised(const Tile& tile, int k, const RowArgs& args, RowValues values,
+                                   const Floats<Tile::V>& w, const Floats<Tile::V>& b) {
+  const typename Tile::Vector x = tile.pack(k);
+  float out[Tile::V];
+#pragma unroll
+  for (int j = 0; j < Tile::V; ++j) {
+    out[j] = Policy::template apply<T, Fast>(to_float(x.v[j]), values, w.v[j], b.v[j]);
+  }
+  const uint4 words = words_of<T>(out);
+  if constexpr (Policy::affine != Affine::by_channel) return words;
+  return args.n.activation == Activation::none ? words : activated(Tile::Vector::of_raw(words), args.n.activation).raw();
+}
+
+// Affine parameters of a lane's vectors: of all, loaded by whoever loads the tile so that they come with it, where there
+// are registers for them; of some at once otherwise.
+template <class Policy, class Tile>
+constexpr int kAffineAtOnce = Tile::InRegisters && Tile::V == 8 ? Tile::Slots
+                              : Tile::Ragged                    ? 1
+                              : Tile::V == 8                    ? (Policy::has_bias ? 2 : 4)
+                              : Tile::Slots < 4                 ? Tile::Slots
+                                                                : 4;
+
+template <class Policy, class W, class Tile>
+using AffineAhead = std::conditional_t<Policy::affine == Affine::by_element,
+                                       AffineByElement<Policy, W, Tile, kAffineAtOnce<Policy, Tile>>, AffineNone>;
+
+// Normalise and store the chunk from `begin` on of several rows. All lanes of the warp must call.
+template <class Policy, class T, class W, class Tile, int Rows, int Count>
 __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
-                                   int64_t begin, const RowValues (&values)[Rows]) {
-  constexpr int V = Tile::V;
-  using Affine = typename AffineOf<Policy, W, V, Tile::Ragged, Present>::type;
-  const auto normalised = [&](int r, int k, const Floats<V>& w, const Floats<V>& b) {
-    const typename Tile::Vector x = tiles[r].pack(k);
-    float out[V];
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      out[j] = Policy::template apply<T, Fast>(to_float(x.v[j]), values[r],
-                                               Policy::has_affine ? w.v[j] : 1.f, Policy::has_affine ? b.v[j] : 0.f);
-    }
-    const auto pack = Tile::Vector::of(out);
-    return Policy::has_activation ? activated(pack, args.n.activation) : pack;
-  };
-  T* y = static_cast<T*>(args.n.y) + begin;
-  if constexpr (Affine::same_for_all_rows && !Tile::Ragged) {
-    // Weights of several vectors at once where there are registers for them, so that their loads overlap.
-    constexpr int batch = Tile::InRegisters ? 1 : 16 / V;
-    const Affine affine(args, rows[0], begin, tiles[0].len);
-#pragma unroll
-    for (int first = 0; first < Tile::Slots; first += batch) {
-      Floats<V> w[batch], b[batch];
-#pragma unroll
-      for (int i = 0; i < batch; ++i) {
-        if (first + i < Tile::Slots && tiles[0].inside(first + i)) affine(Tile::offset(first + i), w[i], b[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < batch; ++i) {
-#pragma unroll
-        for (int r = 0; r < Rows; ++r) {
-          const int k = first + i;
-          if (k >= Tile::Slots || !tiles[r].inside(k)) continue;
-          normalised(r, k, w[i], b[i]).store(y + rows[r] * args.n.cols + Tile::offset(k));
-        }
-      }
-    }
-  } else {
+                                   int64_t begin, const RowValues (&values)[Rows],
+                                   AffineByElement<Policy, W, Tile, Count>& affine) {
+  T* y = static_cast<T*>(args.n.y) + begin + rows[0] * args.n.cols;
+  Floats<Tile::V> w, b;
+  if constexpr (Tile::Ragged) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
-      const Affine affine(args, rows[r], begin, tiles[r].len);
-      tiles[r].store(y + rows[r] * args.n.cols, [&](int k) {
-        Floats<V> w, b;
-        if constexpr (Policy::has_affine) {
-          if (tiles[r].inside(k)) affine(Tile::offset(k), w, b);
-        }
-        return normalised(r, k, w, b);
+      tiles[r].store(y + (rows[r] - rows[0]) * args.n.cols, [&](int k) {
+        if (Count < Tile::Slots) affine.load(args, begin, tiles[r], k);
+        affine.values(Count < Tile::Slots ? 0 : k, args, w, b);
+        return normalised<Policy, true, T>(tiles[r], k, args, values[r], w, b);
       });
+    }
+    return;
+  }
+  y += Tile::offset(0);
+#pragma unroll
+  for (int first = 0; first < Tile::Slots; first += Count) {
+    if (Count < Tile::Slots) affine.load(args, begin, tiles[0], first);
+#pragma unroll
+    for (int k = first; k < first + Count && k < Tile::Slots; ++k) {
+      affine.values(k - first, args, w, b);
+#pragma unroll
+      for (int r = 0; r < Rows; ++r) {
+        if (!tiles[r].inside(k)) continue;
+        T* to = y + (rows[r] - rows[0]) * args.n.cols + k * Tile::Lanes * Tile::V;
+        store_words(to, normalised<Policy, true, T>(tiles[r], k, args, values[r], w, b));
+      }
     }
   }
 }
 
-// The same, by the fast formula where that is as good for every row of the warp.
+// The same where parameters belong to channels, or there are none.
+template <class Policy, bool Fast, class T, class W, class Tile>
+__device__ inline void store_tile(const Tile& tile, const RowArgs& args, int64_t row, int64_t begin, RowValues values) {
+  using Affine = std::conditional_t<Policy::affine == Affine::by_channel, AffineByChannel<W, Tile::V>, AffineNone>;
+  const Affine affine(args, row, begin, tile.len);
+  tile.store(static_cast<T*>(args.n.y) + row * args.n.cols + begin, [&](int k) {
+    Floats<Tile::V> w, b;
+    if (tile.inside(k)) affine(Tile::offset(k), w, b);
+    return normalised<Policy, Fast, T>(tile, k, args, values, w, b);
+  });
+}
+
+// The same for any policy, by the fast formula where that is as good for every row of the warp.
 template <class Policy, class T, class W, class Tile, int Rows>
 __device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
-                                   int64_t begin, const RowValues (&values)[Rows]) {
-  bool fast = true;
-#pragma unroll
-  for (int r = 0; r < Rows; ++r) fast = fast && Policy::fast(values[r]);
-  // Asked once, not at every vector.
-  const bool present = args.n.weight != nullptr && (!Policy::has_bias || args.n.bias != nullptr);
-  if (!Policy::always_fast && !__all_sync(kWholeWarp, fast)) {
-    store_tiles<Policy, false, false, T, W>(tiles, args, rows, begin, values);
-  } else if (Policy::has_affine && present) {
-    store_tiles<Policy, true, Policy::has_affine, T, W>(tiles, args, rows, begin, values);
+                                   int64_t begin, const RowValues (&values)[Rows], AffineAhead<Policy, W, Tile>& affine) {
+  if constexpr (Policy::affine == Affine::by_element) {
+    store_tiles<Policy, T, W>(tiles, args, rows, begin, values, affine);
   } else {
-    store_tiles<Policy, true, false, T, W>(tiles, args, rows, begin, values);
+    bool fast = true;
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) fast = fast && Policy::fast(values[r]);
+    const bool all = Policy::always_fast || __all_sync(kWholeWarp, fast);
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) {
+      if (all) {
+        store_tile<Policy, true, T, W>(tiles[r], args, rows[r], begin, values[r]);
+      } else {
+        store_tile<Policy, false, T, W>(tiles[r], args, rows[r], begin, values[r]);
+      }
+    }
   }
 }
 
@@ -92,52 +118,88 @@ __device__ inline void apply_tile(const Tile (&tile)[1], const RowArgs& args, in
                                   RowValues values) {
   const int64_t rows[1] = {row};
   const RowValues all[1] = {values};
-  apply_tiles<Policy, T, W>(tile, args, rows, begin, all);
+  AffineAhead<Policy, W, Tile> affine(args);
+  affine.load_ahead(args, begin, tile[0]);
+  apply_tiles<Policy, T, W>(tile, args, rows, begin, all, affine);
 }
 
 template <class Policy>
-__device__ inline void save_values(const RowNorm& n, int64_t row, const typename Policy::Stat& stat, RowValues values) {
-  if (n.mean != nullptr) n.mean[row] = Policy::saved_mean(stat, values, n);
-  if (n.rstd != nullptr) n.rstd[row] = values.rstd;
+__device__ inline void save_values(const RowArgs& a, int64_t row, const typename Policy::Stat& stat, RowValues values) {
+  if (a.n.mean != nullptr) a.n.mean[row] = Policy::saved_mean(stat, values, a);
+  if (a.n.rstd != nullptr) a.n.rstd[row] = values.rstd;
 }
 
-// Rows a lane works on at once in row_small, so that enough loads are in flight.
+// row_small: blocks on a multiprocessor, so that a lane has 96 or 80 registers.
 template <class Tile>
-constexpr int kRowsAtOnce = Tile::Slots == 1 && Tile::V == 8 ? 2 : 1;
+constexpr int kSmallBlocks = (Tile::Slots * Tile::V > 24 ? 20 : 24) / kWarpsSmall<Tile::Lanes>;
+
+// Rows a lane works on at once in row_small: what is the same for all is then done once.
+template <class Tile>
+constexpr int kRowsAtOnce = Tile::Slots == 1 ? 4 : 1;
 
 template <class T>
 constexpr int kChunkSlots = kChunk / 32 / (16 / static_cast<int>(sizeof(T)));
 
 template <class T, bool Ragged, bool Full = false>
-using ChunkTile = Tile<T, 32, kChunkSlots<T>, Ragged, Full>;
+using ChunkTile = Tile<T, 32, kChunkSlots<T>, Ragged, Full ? kChunkSlots<T> : 0>;
 
 template <class T, bool Ragged, bool Full>
-using StagedChunk = StagedTile<T, 32, kChunkSlots<T>, Ragged, Full>;
+using StagedChunk = StagedTile<T, 32, kChunkSlots<T>, Ragged, Full ? kChunkSlots<T> : 0>;
 
 // --- kernels -----------------------------------------------------------------------------------------------------
 
 template <class Policy, class T, class W, class RowTile>
-__global__ void __launch_bounds__(kWarpsSmall * 32, 4) row_small(const RowArgs args) {
-  constexpr int Rows = kRowsAtOnce<RowTile>, Lanes = RowTile::Lanes;
-  const int groups = blockDim.x / Lanes;
+__global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks<RowTile>) row_small(const RowArgs args) {
+  follow();
+  constexpr int Rows = kRowsAtOnce<RowTile>, Lanes = RowTile::Lanes, groups = kWarpsSmall<Lanes> * 32 / Lanes;
   const T* x = static_cast<const T*>(args.n.x);
   const T* end = x + args.n.rows * args.n.cols;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (Rows * groups) + threadIdx.x / Lanes;
+  if (Lanes == 32 && first >= args.n.rows) return;
   int64_t rows[Rows];
   RowTile tiles[Rows];
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
-    rows[r] = (static_cast<int64_t>(blockIdx.x) * Rows + r) * groups + threadIdx.x / Lanes;
-    tiles[r].load(x + rows[r] * args.n.cols, rows[r] < args.n.rows ? static_cast<int>(args.n.cols) : 0, end);
+    rows[r] = first + r * groups;
+    const bool there = Lanes == 32 && r == 0 || rows[r] < args.n.rows;
+    tiles[r].load(x + rows[r] * args.n.cols, there ? static_cast<int>(args.n.cols) : 0, end);
   }
+  AffineAhead<Policy, W, RowTile> affine(args);
+  affine.load_ahead(args, 0, tiles[0]);
   typename Policy::Stat stats[Rows];
-  Policy::statistics(tiles, stats);
+  Policy::statistics(tiles, args.cols, stats);
   RowValues values[Rows];
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
-    values[r] = Policy::template finish<T>(stats[r], args.n);
-    if (tiles[r].len > 0 && RowTile::lane() == 0) save_values<Policy>(args.n, rows[r], stats[r], values[r]);
+    values[r] = Policy::template finish<T>(stats[r], args);
+    if (tiles[r].len > 0 && RowTile::lane() == 0) save_values<Policy>(args, rows[r], stats[r], values[r]);
   }
-  apply_tiles<Policy, T, W>(tiles, args, rows, 0, values);
+  apply_tiles<Policy, T, W>(tiles, args, rows, 0, values, affine);
+}
+
+// A row a block, a chunk a warp, in registers.
+template <class Policy, class T, class W, bool Ragged>
+__global__ void __launch_bounds__(kWarpsHeld * 32, 2) row_held(const RowArgs args) {
+  follow();
+  using Stat = typename Policy::Stat;
+  using HeldTile = ChunkTile<T, Ragged>;
+  __shared__ Stat parts[kWarpsHeld];
+  const int chunk = static_cast<int>(threadIdx.x / 32);
+  const int64_t rows[1] = {blockIdx.x}, begin = static_cast<int64_t>(chunk) * kChunk;
+  const T* x = static_cast<const T*>(args.n.x);
+  HeldTile tiles[1];
+  tiles[0].load(x + rows[0] * args.n.cols + begin, static_cast<int>(min(args.n.cols - begin, int64_t{kChunk})),
+                x + args.n.rows * args.n.cols);
+  Stat stats[1];
+  Policy::statistics(tiles, tiles[0].len == kChunk ? args.chunk : args.last_chunk, stats);
+  if (threadIdx.x % 32 == 0) parts[chunk] = stats[0];
+  __syncthreads();
+  const Stat stat = unite_each<1>(parts, static_cast<int>(args.chunks));
+  const RowValues values[1] = {Policy::template finish<T>(stat, args)};
+  if (threadIdx.x == 0) save_values<Policy>(args, rows[0], stat, values[0]);
+  AffineAhead<Policy, W, HeldTile> affine(args);
+  affine.load_ahead(args, begin, tiles[0]);
+  apply_tiles<Policy, T, W>(tiles, args, rows, begin, values, affine);
 }
 
 // The chunks of a row that a block works on, in shared memory; a warp sees to every `warps`-th.
@@ -173,7 +235,7 @@ struct Slice {
     ChunkTile<T, Ragged, Full> tiles[1];
     staged<Full>(row, chunk).copy_to(tiles[0]);
     Stat stat[1];
-    Policy::statistics(tiles, stat);
+    Policy::statistics(tiles, Full || tiles[0].len == args.chunk_len ? args.chunk : args.last_chunk, stat);
     return stat[0];
   }
   __device__ Stat statistic(int64_t row, int chunk) const {
@@ -190,12 +252,12 @@ struct Slice {
   }
 };
 
-// Slices of 16-bit rows are often smaller than kSliceBytes: a fourth block fits.
 template <class Policy, class T, class W, bool Ragged, bool Cluster>
-__global__ void __launch_bounds__(kWarpsBlock * 32, sizeof(T) == 2 ? 4 : kBlocksAMultiprocessor) row_block(const RowArgs args) {
+__global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_block(const RowArgs args) {
 #if __CUDA_ARCH__ < 900
   if constexpr (Cluster) return;  // never launched: row_plan gives clusters to sm_90 and newer only
 #endif
+  follow();
   using Stat = typename Policy::Stat;
   extern __shared__ __align__(16) char shared[];
   __shared__ Stat parts[kMaxChunks];
@@ -234,8 +296,8 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, sizeof(T) == 2 ? 4 : kBlocks
   if constexpr (Cluster) cooperative_groups::this_cluster().sync();
 #endif
   const Stat stat = unite_chunks(parts, static_cast<int>(args.chunks));
-  const RowValues values = Policy::template finish<T>(stat, args.n);
-  if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args.n, row, stat, values);
+  const RowValues values = Policy::template finish<T>(stat, args);
+  if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args, row, stat, values);
   for (int c = warp; c < args.block_chunks; c += warps) slice.apply(row, c, values);
 }
 
@@ -293,8 +355,8 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
     for (int i = threadIdx.x; i < floats; i += blockDim.x) to[i] = __ldcg(from + i);
     __syncthreads();
     const Stat stat = unite_groups(all, blocks * groups);
-    const RowValues values = Policy::template finish<T>(stat, args.n);
-    if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args.n, row, stat, values);
+    const RowValues values = Policy::template finish<T>(stat, args);
+    if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args, row, stat, values);
     for (int c = warp; c < chunks; c += kWarpsBlock) {
       slice.apply(row, c, values);
       __syncwarp();
@@ -340,7 +402,7 @@ __global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_partial(const RowArgs
   ChunkTile<T, Ragged> tile[1];
   load_chunk<T>(tile[0], args, place);
   Stat mine[1];
-  Policy::statistics(tile, mine);
+  Policy::statistics(tile, tile[0].len == args.chunk_len ? args.chunk : args.last_chunk, mine);
   const int lane = threadIdx.x % 32;
   if (lane == 0) parts[threadIdx.x / 32] = mine[0];
   __syncthreads();
@@ -357,9 +419,9 @@ __global__ void __launch_bounds__(256) row_merge(const RowArgs args) {
   const Stat stat = unite_in_memory(static_cast<const Stat*>(args.n.workspace) + first, split_room<Stat>(args) + first,
                                     args.blocks_a_row);
   if (threadIdx.x == 0) {
-    const RowValues values = Policy::template finish<T>(stat, args.n);
+    const RowValues values = Policy::template finish<T>(stat, args);
     split_values<Stat>(args)[blockIdx.x] = values;
-    save_values<Policy>(args.n, blockIdx.x, stat, values);
+    save_values<Policy>(args, blockIdx.x, stat, values);
   }
 }
 
@@ -376,55 +438,64 @@ __global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_apply(const RowArgs a
 // --- launch ------------------------------------------------------------------------------------------------------
 
 template <class Policy, class T, class W, class RowTile>
-void launch_small(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
-  const int64_t grid = ceil_div(plan.grid, kRowsAtOnce<RowTile>);
-  row_small<Policy, T, W, RowTile><<<dim3(static_cast<unsigned>(grid)), plan.warps * 32, 0, stream>>>(args);
+cudaError_t launch_small(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
+  const LaunchShape shape{ceil_div(plan.grid, kRowsAtOnce<RowTile>), plan.warps * 32, 0, 1, plan.overlap};
+  return launch_block<row_small<Policy, T, W, RowTile>>(args, shape, stream);
 }
 
-// A row of few vectors wants a kernel of few registers: the smallest of the numbers of slots built that holds it.
-template <class Policy, class T, class W, bool Ragged, int Lanes, int Slots, int... More>
-void launch_slots(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
+// On the host; correctly rounded as Divisor::of.
+inline Divisor divisor_of(int64_t n) { return {static_cast<float>(n), 1.f / static_cast<float>(n)}; }
+
+// A row of few vectors wants a kernel of few registers: the smallest of the numbers of slots built that holds it. More
+// than Before are needed.
+template <class Policy, class T, class W, bool Ragged, int Lanes, int Before, int Slots, int... More>
+cudaError_t launch_slots(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
   if constexpr (sizeof...(More) > 0) {
     if (plan.chunk_len > Slots * Lanes * plan.vec) {
-      return launch_slots<Policy, T, W, Ragged, Lanes, More...>(args, plan, stream);
+      return launch_slots<Policy, T, W, Ragged, Lanes, Slots, More...>(args, plan, stream);
     }
   }
-  launch_small<Policy, T, W, Tile<T, Lanes, Slots, Ragged>>(args, plan, stream);
+  return launch_small<Policy, T, W, Tile<T, Lanes, Slots, Ragged, Before>>(args, plan, stream);
 }
 
 template <class Policy, class T, class W, bool Ragged>
-void launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
-  if (plan.lanes == 8) return launch_slots<Policy, T, W, Ragged, 8, 1>(args, plan, stream);
-  if (plan.lanes == 16) return launch_slots<Policy, T, W, Ragged, 16, 1>(args, plan, stream);
-  if constexpr (sizeof(T) == 4) {
-    if constexpr (Ragged) {
-      return launch_slots<Policy, T, W, Ragged, 32, 4, 8>(args, plan, stream);
-    } else {
-      return launch_slots<Policy, T, W, Ragged, 32, 1, 2, 4, 6, 8>(args, plan, stream);
-    }
+cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
+  if (plan.lanes == 8) return launch_slots<Policy, T, W, Ragged, 8, 0, 1>(args, plan, stream);
+  if (plan.lanes == 16) return launch_slots<Policy, T, W, Ragged, 16, 0, 1>(args, plan, stream);
+  if constexpr (sizeof(T) == 2) {
+    return launch_slots<Policy, T, W, Ragged, 32, 0, 1, 2, 3, 4>(args, plan, stream);
+  } else if constexpr (Ragged) {
+    return launch_slots<Policy, T, W, Ragged, 32, 0, 4, 8>(args, plan, stream);
   } else {
-    if constexpr (Ragged) {
-      return launch_slots<Policy, T, W, Ragged, 32, 2, 4>(args, plan, stream);
-    } else {
-      return launch_slots<Policy, T, W, Ragged, 32, 1, 2, 3, 4>(args, plan, stream);
-    }
+    return launch_slots<Policy, T, W, Ragged, 32, 0, 1, 2, 4, 6, 8>(args, plan, stream);
   }
 }
 
 template <class Policy, class T, class W, bool Ragged>
 cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
   const int64_t blocks_a_row = plan.regime == Regime::split ? row_groups(plan) : plan.cluster;
-  const RowArgs args{n, plan.chunks, blocks_a_row, plan.chunk_len, chunk_bytes(plan.chunk_len, sizeof(T)), plan.block_chunks};
+  const RowArgs args{n,
+                     plan.chunks,
+                     blocks_a_row,
+                     plan.chunk_len,
+                     chunk_bytes(plan.chunk_len, sizeof(T)),
+                     plan.block_chunks,
+                     static_cast<float>(n.eps),
+                     static_cast<float>(n.weight_offset),
+                     divisor_of(n.cols),
+                     divisor_of(plan.chunk_len),
+                     divisor_of(n.cols - (plan.chunks - 1) * plan.chunk_len)};
   const dim3 grid(static_cast<unsigned>(plan.grid)), block(plan.warps * 32);
-  const LaunchShape shape{plan.grid, plan.warps * 32, plan.shared};
+  const LaunchShape shape{plan.grid, plan.warps * 32, plan.shared, plan.regime == Regime::cluster ? plan.cluster : 1, plan.overlap};
   cudaError_t error = cudaSuccess;
   switch (plan.regime) {
     case Regime::subwarp:
-    case Regime::warp: launch_rows_of_one_chunk<Policy, T, W, Ragged>(args, plan, stream); break;
-    case Regime::block: error = launch_block<row_block<Policy, T, W, Ragged, false>>(args, shape, 1, stream); break;
-    case Regime::cluster:
-      error = launch_block<row_block<Policy, T, W, Ragged, true>>(args, shape, plan.cluster, stream);
+    case Regime::warp: error = launch_rows_of_one_chunk<Policy, T, W, Ragged>(args, plan, stream); break;
+    case Regime::block:
+      error = plan.held ? launch_block<row_held<Policy, T, W, Ragged>>(args, shape, stream)
+                        : launch_block<row_block<Policy, T, W, Ragged, false>>(args, shape, stream);
       break;
+    case Regime::cluster: error = launch_block<row_block<Policy, T, W, Ragged, true>>(args, shape, stream); break;
     case Regime::team:
       error = launch_team<row_team<Policy, T, W, Ragged>>(args, shape, n.workspace, team_barrier_bytes(plan), stream);
       break;

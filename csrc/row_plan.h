@@ -20,22 +20,24 @@ struct RowPlan {
   int chunk_len;     // kChunk unless the row is shorter
   int64_t chunks;
   int warps;         // warps of a block
+  bool held;         // block: the row is in registers
   int block_chunks;  // chunks a block holds
   int cluster;       // blocks that share a row and run at once: of a cluster or a team
   int64_t grid;      // blocks; subwarp, warp: if a lane works on one row at a time
   int shared;        // bytes of dynamic shared memory a block
+  bool overlap;      // subwarp, warp, block, cluster: see LaunchShape
 };
 
 // What a plan needs to know of the GPU.
 struct Gpu {
-  bool clusters;  // of eight blocks
+  bool clusters;  // of eight blocks; then also programmatic dependent launch
   int shared;     // bytes of shared memory a block can have
   int resident;   // blocks of the team regime that run at once
 };
 
 constexpr int kChunk = 1024;         // elements of a full chunk: 32 a lane
 constexpr int kGroup = 16;           // chunks whose statistics are united first
-constexpr int kWarpsSmall = 8;       // subwarp, warp: several rows a block
+constexpr int kWarpsHeld = 16;       // block, rows of as many chunks of 16-bit elements: a chunk a warp, in registers
 constexpr int kWarpsBlock = 8;       // block, cluster, team: at most
 constexpr int kWarpsSplit = kGroup;  // split: a chunk a warp
 constexpr int kMaxCluster = 8;       // the largest portable cluster
@@ -44,6 +46,11 @@ constexpr int kBlocksAMultiprocessor = 3;
 constexpr int kMaxChunks = 512;      // block, cluster: chunks of a row
 constexpr int kMaxGroups = 512;      // team: groups of a row
 constexpr int kTeamParameters = 8 << 20;  // team: bytes of parameters that the L2 keeps for the next row
+
+// subwarp, warp: warps of a block. A row a warp: few, so that no block waits for many; many rows a warp: more, since blocks
+// start at a limited rate.
+template <int Lanes>
+constexpr int kWarpsSmall = Lanes == 32 ? 2 : 8;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -60,6 +67,7 @@ constexpr int kStatisticsBytes = 8192;
 inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, int64_t parameters, Gpu gpu, Regime regime,
                           RowPlan* plan) {
   RowPlan p{};
+  p.overlap = gpu.clusters;
   p.vec = 16 / itemsize;
   p.lanes = cols <= 8 * p.vec ? 8 : cols <= 16 * p.vec ? 16 : 32;  // a vector a lane, where the row is that short
   const bool tiny = p.lanes < 32;
@@ -91,17 +99,17 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, int64_t para
                                                : r == Regime::split;
   if (!possible) return false;
   p.regime = r;
-  p.cluster = 1;
-  p.block_chunks = 1;
+  p.cluster = p.block_chunks = 1;
   switch (r) {
     case Regime::subwarp:
     case Regime::warp:
-      p.warps = kWarpsSmall;
-      p.grid = ceil_div(rows, kWarpsSmall * (32 / p.lanes));
+      p.warps = p.lanes == 32 ? kWarpsSmall<32> : kWarpsSmall<8>;
+      p.grid = ceil_div(rows, p.warps * (32 / p.lanes));
       break;
     case Regime::block:
     case Regime::cluster:
-      p.cluster = r == Regime::block ? 1 : static_cast<int>(cluster);
+      if (r == Regime::cluster) p.cluster = static_cast<int>(cluster);
+      p.held = r == Regime::block && itemsize == 2 && p.chunks <= kWarpsHeld;
       p.block_chunks = static_cast<int>(ceil_div(p.chunks, p.cluster));
       p.grid = rows * p.cluster;
       break;
@@ -117,7 +125,9 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, int64_t para
       p.block_chunks = kGroup;
       p.grid = rows * ceil_div(p.chunks, kGroup);
   }
-  if (p.warps == 0) {
+  if (p.held) {
+    p.warps = p.block_chunks;
+  } else if (p.warps == 0) {
     p.warps = p.block_chunks < kWarpsBlock ? p.block_chunks : kWarpsBlock;
     p.shared = p.block_chunks * bytes;
   }

@@ -12,108 +12,121 @@ struct RowValues {
   float mean, rstd;
 };
 
-// What the kernels take: RowNorm and how rows are cut.
+// What the affine parameters of a policy belong to.
+enum class Affine { none, by_element, by_channel };
+
+// What the kernels take: RowNorm, how rows are cut, and what would cost every thread instructions to work out.
 struct RowArgs {
   RowNorm n;
   int64_t chunks, blocks_a_row;
   int chunk_len, chunk_bytes, block_chunks;
+  float eps, weight_offset;
+  Divisor cols, chunk, last_chunk;  // elements of a row, a chunk, the last chunk
 };
 
-// sums[r] = sum of term(r, x) over the chunk in tiles[r]; every lane of the chunk holds them.
-template <class Tile, int Rows, class Term>
-__device__ inline void chunk_sums(Tile (&tiles)[Rows], float (&sums)[Rows], Term term) {
+// A tile of so many elements must not keep them as floats.
+constexpr int kHeldFloats = 32;
+
+// sums[r] = sum of term(x - means[r], sum so far) over the chunk in tiles[r] (of x, unless Centred); every lane of the
+// chunk holds them.
+template <bool Centred, class Tile, int Rows, class Term>
+__device__ inline void chunk_sums(Tile (&tiles)[Rows], const float (&means)[Rows], float (&sums)[Rows], Term term) {
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
-    sums[r] = tiles[r].partial_sum([&](float x, float into) { return term(r, x, into); });
-    tiles[r].forget();
+    sums[r] = tiles[r].template partial_sum<Centred>(means[r], term);
+    if (Rows * Tile::Slots * Tile::V >= kHeldFloats) tiles[r].forget();
   }
   lanes_sum<Tile::Lanes>(sums);
+}
+
+template <class Tile, int Rows, class Term>
+__device__ inline void plain_sums(Tile (&tiles)[Rows], Sum (&out)[Rows], Term term) {
+  float sums[Rows] = {};
+  chunk_sums<false>(tiles, sums, sums, term);
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) out[r] = {sums[r]};
+}
+
+// 1 / sqrt(sum / cols + eps). The product is as good as the quotient there, and infinite where the sum is.
+__device__ inline float inverse_root(float sum, const RowArgs& a) {
+  return rsqrtf(__fadd_rn(__fmul_rn(sum, a.cols.reciprocal), a.eps));
 }
 
 // y = (x - mean) rstd w + b, rstd = 1 / sqrt(var + eps), biased variance by two passes over the chunk on chip.
 struct Centred {
   using Stat = Moments;
-  static constexpr bool has_bias = true;
-  static constexpr bool has_affine = true, always_fast = true, has_activation = false;
+  static constexpr bool has_bias = true, always_fast = true;
   __device__ static bool fast(RowValues) { return true; }
+  // `size`: elements of the chunks.
   template <class Tile, int Rows>
-  __device__ static void statistics(Tile (&tiles)[Rows], Stat (&out)[Rows]) {
-    float mean[Rows], m2[Rows];
-    chunk_sums(tiles, mean, [](int, float x, float into) { return __fadd_rn(into, x); });
+  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor& size, Stat (&out)[Rows]) {
+    float mean[Rows] = {}, m2[Rows];
+    chunk_sums<false>(tiles, mean, mean, [](float x, float into) { return __fadd_rn(into, x); });
 #pragma unroll
-    for (int r = 0; r < Rows; ++r) mean[r] = __fdiv_rn(mean[r], static_cast<float>(tiles[r].len));
-    chunk_sums(tiles, m2, [&](int r, float x, float into) {
-      const float d = __fsub_rn(x, mean[r]);
-      return fmaf(d, d, into);
-    });
+    for (int r = 0; r < Rows; ++r) mean[r] = size.divide<true>(mean[r]);
+    chunk_sums<true>(tiles, mean, m2, [](float d, float into) { return fmaf(d, d, into); });
 #pragma unroll
-    for (int r = 0; r < Rows; ++r) {
-      out[r] = tiles[r].len > 0 ? Stat{mean[r], m2[r], static_cast<float>(tiles[r].len)} : Stat{};
-    }
+    for (int r = 0; r < Rows; ++r) out[r] = tiles[r].len > 0 ? Stat{mean[r], m2[r], size.value} : Stat{};
   }
   template <class T>
-  __device__ static RowValues finish(const Stat& s, const RowNorm& n) {
-    return {s.mean, rsqrtf(__fadd_rn(__fdiv_rn(s.m2, static_cast<float>(n.cols)), static_cast<float>(n.eps)))};
+  __device__ static RowValues finish(const Stat& s, const RowArgs& a) {
+    return {s.mean, inverse_root(s.m2, a)};
   }
-  __device__ static float saved_mean(const Stat&, RowValues values, const RowNorm&) { return values.mean; }
+  __device__ static float saved_mean(const Stat&, RowValues values, const RowArgs&) { return values.mean; }
   template <class T, bool Fast>
   __device__ static float apply(float x, RowValues row, float w, float b) {
     return fmaf(__fmul_rn(__fsub_rn(x, row.mean), row.rstd), w, b);
   }
-  __device__ static float factor(float w, const RowNorm&) { return w; }
+  __device__ static float factor(float w, const RowArgs&) { return w; }
 };
 
-struct LayerNormPolicy : Centred {};
+struct LayerNormPolicy : Centred {
+  static constexpr Affine affine = Affine::by_element;
+};
 struct GroupNormPolicy : Centred {
-  static constexpr bool has_activation = true;
+  static constexpr Affine affine = Affine::by_channel;
 };
 
 // y = x rstd (offset + w), rstd = 1 / sqrt(mean(x^2) + eps); with CastFirst x rstd is rounded to T before the product.
 template <bool CastFirst>
 struct RMSNormPolicy {
   using Stat = Sum;
-  static constexpr bool has_bias = false;
-  static constexpr bool has_affine = true, always_fast = true, has_activation = false;
+  static constexpr Affine affine = Affine::by_element;
+  static constexpr bool has_bias = false, always_fast = true;
   __device__ static bool fast(RowValues) { return true; }
   template <class Tile, int Rows>
-  __device__ static void statistics(Tile (&tiles)[Rows], Stat (&out)[Rows]) {
-    float sums[Rows];
-    chunk_sums(tiles, sums, [](int, float x, float into) { return fmaf(x, x, into); });
-#pragma unroll
-    for (int r = 0; r < Rows; ++r) out[r] = {sums[r]};
+  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, Stat (&out)[Rows]) {
+    plain_sums(tiles, out, [](float x, float into) { return fmaf(x, x, into); });
   }
   template <class T>
-  __device__ static RowValues finish(const Stat& s, const RowNorm& n) {
-    return {0.f, rsqrtf(__fadd_rn(__fdiv_rn(s.sum, static_cast<float>(n.cols)), static_cast<float>(n.eps)))};
+  __device__ static RowValues finish(const Stat& s, const RowArgs& a) {
+    return {0.f, inverse_root(s.sum, a)};
   }
-  __device__ static float saved_mean(const Stat&, RowValues, const RowNorm&) { return 0.f; }
+  __device__ static float saved_mean(const Stat&, RowValues, const RowArgs&) { return 0.f; }
   template <class T, bool Fast>
   __device__ static float apply(float x, RowValues row, float w, float) {
     const float scaled = __fmul_rn(x, row.rstd);
     return __fmul_rn(CastFirst ? to_float(from_float<T>(scaled)) : scaled, w);
   }
-  __device__ static float factor(float w, const RowNorm& n) { return __fadd_rn(w, static_cast<float>(n.weight_offset)); }
+  __device__ static float factor(float w, const RowArgs& a) { return __fadd_rn(w, a.weight_offset); }
 };
 
 // y = x / (max(mean|x|, minimum) + eps), the divisor rounded to x's dtype as the expression does.
 struct L1NormPolicy {
   using Stat = Sum;
-  static constexpr bool has_bias = false;
-  static constexpr bool has_affine = false, always_fast = false, has_activation = false;
+  static constexpr Affine affine = Affine::none;
+  static constexpr bool has_bias = false, always_fast = false;
   template <class Tile, int Rows>
-  __device__ static void statistics(Tile (&tiles)[Rows], Stat (&out)[Rows]) {
-    float sums[Rows];
-    chunk_sums(tiles, sums, [](int, float x, float into) { return __fadd_rn(into, fabsf(x)); });
-#pragma unroll
-    for (int r = 0; r < Rows; ++r) out[r] = {sums[r]};
+  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, Stat (&out)[Rows]) {
+    plain_sums(tiles, out, [](float x, float into) { return __fadd_rn(into, fabsf(x)); });
   }
   template <class T>
-  __device__ static RowValues finish(const Stat& s, const RowNorm& n) {
-    const float divisor = l1_divisor<T>(__fdiv_rn(s.sum, static_cast<float>(n.cols)), n.eps, n.minimum);
+  __device__ static RowValues finish(const Stat& s, const RowArgs& a) {
+    const float divisor = l1_divisor<T>(__fdiv_rn(s.sum, a.cols.value), a.n.eps, a.n.minimum);
     return {divisor, Divisor::of(divisor).reciprocal};
   }
-  __device__ static float saved_mean(const Stat& s, RowValues, const RowNorm& n) {
-    return __fdiv_rn(s.sum, static_cast<float>(n.cols));
+  __device__ static float saved_mean(const Stat& s, RowValues, const RowArgs& a) {
+    return __fdiv_rn(s.sum, a.cols.value);
   }
   __device__ static bool fast(RowValues row) { return Divisor{row.mean, row.rstd}.fast(); }
   template <class T, bool Fast>
@@ -124,40 +137,93 @@ struct L1NormPolicy {
 
 // --- affine parameters -------------------------------------------------------------------------------------------
 
-// V values from data[at] on, those from `limit` on being absent.
-template <class W, int V, bool Ragged, bool Present>
-__device__ inline Floats<V> affine_pack(const void* data, int64_t at, int64_t limit, float absent) {
-  Floats<V> out;
-  if ((!Present && data == nullptr) || (Ragged && at + V > limit)) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      out.v[j] = data != nullptr && at + j < limit ? to_float(static_cast<const W*>(data)[at + j]) : absent;
-    }
-    return out;
-  }
-  // Float weights of 16-bit rows come in pieces of at most 16 bytes.
-  constexpr int piece = V * sizeof(W) > 16 ? static_cast<int>(16 / sizeof(W)) : V;
-#pragma unroll
-  for (int i = 0; i < V; i += piece) {
-    const auto raw = Pack<W, piece>::load_cached(static_cast<const W*>(data) + at + i);
-#pragma unroll
-    for (int j = 0; j < piece; ++j) out.v[i + j] = to_float(raw.v[j]);
-  }
-  return out;
-}
+// V values in their own dtype, as words (see Tile); float ones of 16-bit rows take two accesses.
+template <class W, int V>
+struct Parameters {
+  using Piece = Pack<W, 16 / sizeof(W)>;
+  static constexpr int per = 16 / static_cast<int>(sizeof(W));
+  uint4 words[V / per];
 
-// One value an element of the row.
-template <class Policy, class W, int V, bool Ragged, bool Present>
-struct AffineByElement {
-  static constexpr bool same_for_all_rows = true;
-  const RowArgs& args;
-  int64_t begin;
-  __device__ AffineByElement(const RowArgs& a, int64_t, int64_t chunk_begin, int) : args(a), begin(chunk_begin) {}
-  __device__ void operator()(int offset, Floats<V>& w, Floats<V>& b) const {
-    w = affine_pack<W, V, Ragged, Present>(args.n.weight, begin + offset, args.n.cols, 1.f);
-    if constexpr (Policy::has_bias) b = affine_pack<W, V, Ragged, Present>(args.n.bias, begin + offset, args.n.cols, 0.f);
+  __device__ void load_if(bool there, const W* data) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) w.v[j] = Policy::factor(w.v[j], args.n);
+    for (int i = 0; i < V / per; ++i) normswap::load_if(there, words[i], data + i * per);
+  }
+  // Only the first `count`.
+  __device__ void load_some(const W* data, int count) {
+#pragma unroll
+    for (int i = 0; i < V / per; ++i) {
+      Piece piece = Piece::of_raw({});
+#pragma unroll
+      for (int j = 0; j < per; ++j) {
+        if (i * per + j < count) piece.v[j] = data[i * per + j];
+      }
+      words[i] = piece.raw();
+    }
+  }
+  __device__ void fill(float value) {
+    Piece piece;
+#pragma unroll
+    for (int j = 0; j < per; ++j) piece.v[j] = from_float<W>(value);
+#pragma unroll
+    for (int i = 0; i < V / per; ++i) words[i] = piece.raw();
+  }
+  __device__ void floats(Floats<V>& to) const {
+#pragma unroll
+    for (int i = 0; i < V / per; ++i) {
+      const Piece piece = Piece::of_raw(words[i]);
+#pragma unroll
+      for (int j = 0; j < per; ++j) to.v[i * per + j] = to_float(piece.v[j]);
+    }
+  }
+};
+
+// Those of Count of a lane's vectors, one value an element of the row: loaded before they are needed, used for several
+// rows.
+template <class Policy, class W, class Tile, int Count>
+struct AffineByElement {
+  static constexpr int V = Tile::V;
+  Parameters<W, V> weight[Count], bias[Policy::has_bias ? Count : 1];
+
+  __device__ explicit AffineByElement(const RowArgs& args) {
+    fill(weight, args.n.weight, 1.f);
+    if constexpr (Policy::has_bias) fill(bias, args.n.bias, 0.f);
+  }
+  // Of all vectors, if there is room.
+  __device__ void load_ahead(const RowArgs& args, int64_t begin, const Tile& tile) {
+    if (Count == Tile::Slots) load(args, begin, tile, 0);
+  }
+  // Of the vectors from `first` on of the chunk that begins at `begin`.
+  __device__ void load(const RowArgs& args, int64_t begin, const Tile& tile, int first) {
+    load_one(weight, static_cast<const W*>(args.n.weight), args.n.cols, begin, tile, first);
+    if constexpr (Policy::has_bias) load_one(bias, static_cast<const W*>(args.n.bias), args.n.cols, begin, tile, first);
+  }
+  __device__ void values(int i, const RowArgs& args, Floats<V>& w, Floats<V>& b) const {
+    weight[i].floats(w);
+    if constexpr (Policy::has_bias) bias[i].floats(b);
+#pragma unroll
+    for (int j = 0; j < V; ++j) w.v[j] = Policy::factor(w.v[j], args);
+  }
+
+ private:
+  __device__ static void fill(Parameters<W, V> (&to)[Count], const void* data, float absent) {
+    if (data != nullptr) return;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) to[i].fill(absent);
+  }
+  __device__ static void load_one(Parameters<W, V> (&to)[Count], const W* data, int64_t cols, int64_t begin,
+                                  const Tile& tile, int first) {
+    const W* mine = data + begin + Tile::offset(0);
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      const int k = first + i;
+      if (k >= Tile::Slots) continue;
+      const W* at = mine + k * Tile::Lanes * V;
+      const bool there = data != nullptr && tile.inside(k);
+      const int64_t left = cols - begin - Tile::offset(k);
+      const bool cut = Tile::Ragged && k >= Tile::Whole && left < V;  // those that follow may not be read
+      to[i].load_if(there && !cut, at);
+      if (there && cut) to[i].load_some(at, static_cast<int>(left));
+    }
   }
 };
 
@@ -170,7 +236,6 @@ __device__ inline int64_t divided(int64_t a, int64_t b) {
 // One value a channel: element e of row r belongs to channel (r % groups) * channels_per_group + e / spatial.
 template <class W, int V>
 struct AffineByChannel {
-  static constexpr bool same_for_all_rows = false;
   const RowArgs& args;
   int64_t channel, last;  // of the chunk's first element, of the row
   unsigned remainder;     // of the first element within its channel
@@ -222,25 +287,12 @@ struct AffineByChannel {
   }
 };
 
-// Present: all of the parameters the policy knows are there.
-template <class Policy, class W, int V, bool Ragged, bool Present>
-struct AffineOf {
-  using type = AffineByElement<Policy, W, V, Ragged, Present>;
-};
-template <class W, int V, bool Ragged, bool Present>
-struct AffineOf<GroupNormPolicy, W, V, Ragged, Present> {
-  using type = AffineByChannel<W, V>;
-};
-
-// No affine parameters.
 struct AffineNone {
-  static constexpr bool same_for_all_rows = false;
+  __device__ explicit AffineNone(const RowArgs&) {}
   __device__ AffineNone(const RowArgs&, int64_t, int64_t, int) {}
-};
-
-template <class W, int V, bool Ragged, bool Present>
-struct AffineOf<L1NormPolicy, W, V, Ragged, Present> {
-  using type = AffineNone;
+  __device__ void operator()(int, ...) const {}
+  template <class Tile>
+  __device__ void load_ahead(const RowArgs&, int64_t, const Tile&) {}
 };
 
 }  // namespace

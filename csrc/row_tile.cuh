@@ -10,29 +10,31 @@ namespace normswap {
 namespace {
 
 // How a chunk lies over lanes: vector k of a lane is vector k * Lanes + lane of the chunk. Unless Ragged, `len` is a
-// multiple of V. Full: the chunk is as long as the tile, so that no vector needs asking whether it is there.
-template <class T, int Lanes_, int Slots_, bool Ragged_, bool Full_>
+// multiple of V. The first Whole vectors of every lane are surely there.
+template <class T, int Lanes_, int Slots_, bool Ragged_, int Whole_>
 struct TileShape {
   static constexpr int Lanes = Lanes_, Slots = Slots_, V = 16 / sizeof(T);
-  static constexpr bool Ragged = Ragged_, Full = Full_;
+  static constexpr int Whole = Whole_;
+  static constexpr bool Ragged = Ragged_;
   using Vector = Pack<T, V>;
 
   int len;
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % Lanes; }
-  __device__ static int offset(int k) { return (k * Lanes + lane()) * V; }
-  __device__ bool inside(int k) const { return Full || offset(k) < len; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % Lanes); }
+  __device__ static int offset(int k) { return k * Lanes * V + lane() * V; }
+  __device__ bool inside(int k) const { return k < Whole || offset(k) < len; }
   __device__ static int phase(const T* p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16); }
 
-  // make(k) gives the k-th vector to store. All lanes of the warp must call.
+  // make(k) gives the k-th vector to store, as words. All lanes of the warp must call.
   template <class Make>
   __device__ void store(T* chunk, Make make) const {
     if constexpr (Ragged) {
       store_ragged(chunk, make);
     } else {
+      T* mine = chunk + offset(0);
 #pragma unroll
       for (int k = 0; k < Slots; ++k) {
-        if (inside(k)) make(k).store(chunk + offset(k));
+        if (inside(k)) store_words(mine + k * Lanes * V, make(k));
       }
     }
   }
@@ -45,14 +47,14 @@ struct TileShape {
     uint4 before{};
 #pragma unroll
     for (int k = 0; k <= Slots; ++k) {
-      const uint4 mine = k < Slots ? make(k < Slots ? k : 0).raw() : uint4{};
+      const uint4 mine = k < Slots ? make(k < Slots ? k : 0) : uint4{};
       const uint4 given = lane() == Lanes - 1 ? before : mine;
       const uint4 left = {from_left(given.x), from_left(given.y), from_left(given.z), from_left(given.w)};
       const uint4 merged = shift == 0 ? mine : window<sizeof(T)>(left, mine, 16 - shift);
       const int first = offset(k) - skipped;
-      if (first >= 0 && first + V <= len) {
-        *reinterpret_cast<uint4*>(chunk + first) = merged;
-      } else {
+      if ((k < Whole || first + V <= len) && (k > 0 || first >= 0)) {
+        store_words(chunk + first, merged);
+      } else if (first < len) {
         const Vector pieces = Vector::of_raw(merged);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
@@ -68,79 +70,104 @@ struct TileShape {
   }
 };
 
-// A chunk in registers.
-template <class T, int Lanes_, int Slots_, bool Ragged_, bool Full_ = false>
-struct Tile : TileShape<T, Lanes_, Slots_, Ragged_, Full_> {
-  using Shape = TileShape<T, Lanes_, Slots_, Ragged_, Full_>;
+// A chunk in registers: as words, since the compiler would keep 16-bit elements each in a register of its own.
+template <class T, int Lanes_, int Slots_, bool Ragged_, int Whole_ = 0>
+struct Tile : TileShape<T, Lanes_, Slots_, Ragged_, Whole_> {
+  using Shape = TileShape<T, Lanes_, Slots_, Ragged_, Whole_>;
   using Vector = typename Shape::Vector;
-  using Shape::inside, Shape::len, Shape::offset, Shape::phase, Shape::Slots, Shape::V;
+  using Shape::inside, Shape::len, Shape::offset, Shape::phase, Shape::Slots, Shape::V, Shape::Whole;
   static constexpr bool InRegisters = true;
 
-  Vector packs[Slots];
+  uint4 words[Slots];
 
-  __device__ Vector pack(int k) const { return packs[k]; }
+  __device__ Vector pack(int k) const { return Vector::of_raw(words[k]); }
 
-  // `end`: of the tensor; nothing is read from there on.
+  // Zeros beyond the chunk, so that sums need not ask. `end`: of the tensor; nothing is read from there on.
   __device__ void load(const T* chunk, int length, const T* end) {
     len = length;
+    const T* mine = chunk + offset(0);
+    if constexpr (Ragged_) {
+      const int shift = phase(mine);
+      mine -= shift / static_cast<int>(sizeof(T));
+      // Of all but the tensor's last rows the aligned vectors that hold the chunk, and one more, are there to be read.
+      const bool safe = chunk + len + 2 * V <= end;
+      if (safe) {
 #pragma unroll
-    for (int k = 0; k < Slots; ++k) {
-      if (inside(k)) {
-        if constexpr (Ragged_) {
-          packs[k] = load_ragged(chunk + offset(k), len - offset(k), end);
-        } else {
-          packs[k] = Vector::load(chunk + offset(k));
+        for (int k = 0; k < Slots; ++k) {
+          const T* p = mine + k * Shape::Lanes * V;
+          uint4 low{}, high{};
+          load_if(inside(k), low, p);
+          load_if(inside(k) && shift > 0, high, p + V);
+          words[k] = window<sizeof(T)>(low, high, shift);
+          if (k >= Whole) clear_past_end(k);
         }
+      } else {
+#pragma unroll
+        for (int k = 0; k < Slots; ++k) words[k] = load_by_element(chunk + offset(k), len - offset(k));
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < Slots; ++k) {
+        words[k] = {};
+        load_if(inside(k), words[k], mine + k * Shape::Lanes * V);
       }
     }
   }
 
-  // See Pack::forget.
-  __device__ void forget() {
-#pragma unroll
-    for (int k = 0; k < Slots; ++k) packs[k].forget();
+  // What a vector that the chunk ends in holds of what follows: zeros instead.
+  __device__ void clear_past_end(int k) {
+    if (offset(k) + V <= len) return;
+    const int bits = (len - offset(k)) * static_cast<int>(sizeof(T)) * 8;
+    words[k] = {first_bits(words[k].x, bits), first_bits(words[k].y, bits - 32), first_bits(words[k].z, bits - 64),
+                first_bits(words[k].w, bits - 96)};
   }
 
-  // Partial sums of term(x) over this lane's elements of the chunk, in an order fixed by element index.
-  template <class Term>
-  __device__ float partial_sum(Term term) const {
+  // Tells the compiler that nothing is known of the elements: it must not keep what it made of them (16-bit ones as
+  // floats take twice the registers) from one use to the next.
+  __device__ void forget() {
+#pragma unroll
+    for (int k = 0; k < Slots; ++k) {
+      asm volatile("" : "+r"(words[k].x), "+r"(words[k].y), "+r"(words[k].z), "+r"(words[k].w));
+    }
+  }
+
+  // Sum over this lane's elements of the chunk, in an order fixed by their index: term(x - mean, into) adds an element's
+  // share (x's where not Centred), none for 0.
+  template <bool Centred, class Term>
+  __device__ float partial_sum(float mean, Term term) const {
     float partial[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int k = 0; k < Slots; ++k) {
-      if (inside(k)) {
+      const Vector x = pack(k);
 #pragma unroll
-        for (int j = 0; j < V; ++j) {
-          float& into = partial[(k * V + j) % 4];
-          if (Full_ || !Ragged_ || offset(k) + j < len) into = term(to_float(packs[k].v[j]), into);
-        }
+      for (int j = 0; j < V; ++j) {
+        float& into = partial[(k * V + j) % 4];
+        const bool there = k < Whole || offset(k) + (Ragged_ ? j : 0) < len;
+        into = term(Centred ? __fsub_rn(to_float(x.v[j]), there ? mean : 0.f) : to_float(x.v[j]), into);
       }
     }
     return __fadd_rn(__fadd_rn(partial[0], partial[1]), __fadd_rn(partial[2], partial[3]));
   }
 
  private:
-  __device__ static Vector load_ragged(const T* p, int valid, const T* end) {
-    const int shift = phase(p);
-    const T* aligned = p - shift / static_cast<int>(sizeof(T));
-    const bool crosses = shift / static_cast<int>(sizeof(T)) + valid > V && shift > 0;
-    if (aligned + (crosses ? 2 * V : V) <= end) {
-      const uint4 low = __ldg(reinterpret_cast<const uint4*>(aligned));
-      const uint4 high = crosses ? __ldg(reinterpret_cast<const uint4*>(aligned + V)) : low;
-      return Vector::of_raw(window<sizeof(T)>(low, high, shift));
-    }
-    Vector pack{};
+  __device__ static unsigned first_bits(unsigned word, int bits) {
+    return bits <= 0 ? 0u : bits >= 32 ? word : word & ((1u << bits) - 1);
+  }
+
+  __device__ static uint4 load_by_element(const T* p, int valid) {
+    Vector pack = Vector::of_raw({});
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       if (j < valid) pack.v[j] = p[j];
     }
-    return pack;
+    return pack.raw();
   }
 };
 
 // A chunk in shared memory, with what precedes and follows it within its 16-byte vectors.
-template <class T, int Lanes_, int Slots_, bool Ragged_, bool Full_>
-struct StagedTile : TileShape<T, Lanes_, Slots_, Ragged_, Full_> {
-  using Shape = TileShape<T, Lanes_, Slots_, Ragged_, Full_>;
+template <class T, int Lanes_, int Slots_, bool Ragged_, int Whole_>
+struct StagedTile : TileShape<T, Lanes_, Slots_, Ragged_, Whole_> {
+  using Shape = TileShape<T, Lanes_, Slots_, Ragged_, Whole_>;
   using Vector = typename Shape::Vector;
   using Shape::inside, Shape::offset, Shape::phase, Shape::Slots, Shape::V;
   static constexpr bool InRegisters = false;
@@ -158,11 +185,12 @@ struct StagedTile : TileShape<T, Lanes_, Slots_, Ragged_, Full_> {
     }
   }
 
-  __device__ void copy_to(Tile<T, Lanes_, Slots_, Ragged_, Full_>& tile) const {
+  __device__ void copy_to(Tile<T, Lanes_, Slots_, Ragged_, Whole_>& tile) const {
     tile.len = this->len;
 #pragma unroll
     for (int k = 0; k < Slots; ++k) {
-      if (inside(k)) tile.packs[k] = pack(k);
+      tile.words[k] = inside(k) ? pack(k).raw() : uint4{};
+      if (Ragged_ && k >= Whole_) tile.clear_past_end(k);
     }
   }
 };

@@ -54,6 +54,33 @@ __device__ inline uint4 window(const uint4& low, const uint4& high, int shift) {
           __funnelshift_r(b3, b4, bits)};
 }
 
+// Loads 16 bytes where `there`; `words` stay as they are elsewhere. One instruction with a predicate, which the compiler
+// would not make of a branch. Nothing may write there while the kernel runs. Volatile: not before follow() (launch.h).
+__device__ inline void load_if(bool there, uint4& words, const void* p) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %5, 0;\n\t@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
+               : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+               : "l"(p), "r"(static_cast<int>(there)));
+}
+
+// One instruction, which an assignment is not always.
+__device__ inline void store_words(void* p, const uint4& words) { __stwb(static_cast<uint4*>(p), words); }
+
+// 16 bytes of values each rounded once; 16-bit ones in pairs, which is one instruction. As words throughout: the compiler
+// stores elements of their own type one by one at times.
+template <class T, int V>
+__device__ inline uint4 words_of(const float (&values)[V]) {
+  unsigned words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 2) {
+      words[i] = pair_bits<T>(values[2 * i], values[2 * i + 1]);
+    } else {
+      words[i] = __float_as_uint(values[i]);
+    }
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
 template <int Bytes>
 struct RawOf;
 template <>
@@ -87,13 +114,6 @@ struct alignas(sizeof(T) * V) Pack {
 
   // Streaming hints (ld.cs, st.cs) would cost 1 to 3% of the memory's rate on an H100.
   __device__ static Pack load(const T* p) { return of_raw(*reinterpret_cast<const Raw*>(p)); }
-
-  // For operands read again by other rows (weights): keep them in the caches.
-  __device__ static Pack load_cached(const T* p) {
-    Pack pack;
-    *reinterpret_cast<Raw*>(&pack) = __ldg(reinterpret_cast<const Raw*>(p));
-    return pack;
-  }
 
   __device__ static Pack of_raw(Raw raw) {
     Pack pack;
