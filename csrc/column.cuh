@@ -1,5 +1,5 @@
-// What the kernels of column_norm.cuh are made of: where a block works, the loads that run ahead, statistics of a piece,
-// their union, and the values that normalise a channel.
+// What the kernels of column_norm.cuh are made of: where a block works, statistics of a piece, their union, and the
+// values that normalise a channel.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -14,143 +14,195 @@ namespace {
 // Whose statistics: of the columns of this batch (BatchNorm in training), running ones (in eval), of groups (GroupNorm).
 enum class Source { batch, running, group };
 
+// Quotients of numbers below 2^31 by one known on the host.
+struct Divider {
+  unsigned factor;
+  int shift;
+  static Divider by(int64_t n) {
+    const int shift = 31 + log_of(power_of_two_from(n));
+    return {static_cast<unsigned>(((uint64_t{1} << shift) + n - 1) / n), shift};
+  }
+  __device__ int quotient(int n) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<unsigned>(n)) * factor >> shift);
+  }
+};
+
 struct ColumnArgs {
   ChannelNorm n;
   ColumnPlan p;
   float2* parts;   // (slab, group of the strip, piece): mean and sum of squared differences from it
   float2* finals;  // (slab, group of the strip): mean, rstd
   int64_t step;    // elements from one of a thread's vectors to its next
-  __device__ int group_width() const { return static_cast<int>(n.channels / n.num_groups); }
+  int group_width, pieces, strips;
+  int sums;        // statistics that the threads of a block hand on
+  Divider by_pieces, by_strips, by_group_width;
+  ColumnArgs(const ChannelNorm& norm, const ColumnPlan& plan)
+      : n(norm), p(plan), parts(static_cast<float2*>(n.workspace)), step(kColumnThreads / p.lanes * n.channels),
+        group_width(static_cast<int>(n.channels / n.num_groups)), pieces(static_cast<int>(p.pieces)),
+        strips(static_cast<int>(p.strips)), sums(block_sums(p)), by_pieces(Divider::by(pieces)), by_strips(Divider::by(strips)),
+        by_group_width(Divider::by(group_width)) {
+    finals = parts + p.items / pieces * p.groups * pieces;
+  }
+  __device__ int side() const { return kColumnThreads >> p.log_lanes; }
 };
 
 __device__ inline int thread() { return static_cast<int>(threadIdx.x); }
 
-// Where a thread works in its block's piece: `count` vectors, V channels of rows ty, ty + side, ... from its first on.
+// Where a thread works in any piece: V channels from `channel` of the strip on, in rows row, row + side, ... The first
+// channel is number `within` of the strip's group `group`.
 template <int V>
-struct Place {
-  int slab, piece, count, groups;  // groups of the slab
-  int64_t batch, channel, offset;  // of the thread's first vector
-  __device__ Place(const ColumnArgs& a, unsigned item) {
-    const int lane = thread() % a.p.lanes, side = kColumnThreads / a.p.lanes, ty = thread() / a.p.lanes;
-    const unsigned pieces = static_cast<unsigned>(a.p.pieces), strips = static_cast<unsigned>(a.p.strips);
-    const unsigned of = item / pieces;
-    slab = static_cast<int>(of);
-    piece = static_cast<int>(item - of * pieces);
-    batch = of / strips;
-    const int64_t first_channel = static_cast<int64_t>(of % strips) * a.p.width;
-    const int width = static_cast<int>(min(static_cast<int64_t>(a.p.width), a.n.channels - first_channel));
-    groups = width / a.group_width();
-    channel = first_channel + lane * V;
-    const int64_t row = piece * a.p.piece_rows + ty;
-    const int64_t left = min(a.n.rows - row, a.p.piece_rows - ty);
-    count = lane * V < width && left > 0 ? (static_cast<int>(left) + side - 1) / side : 0;
-    offset = (batch * a.n.rows + row) * a.n.channels + channel;
-  }
-  // The group of the strip that the thread's first channel is in, and the channel's place there.
-  __device__ static int group(const ColumnArgs& a) { return thread() % a.p.lanes * V / a.group_width(); }
-  __device__ static int group_begin(const ColumnArgs& a) { return thread() % a.p.lanes * V % a.group_width(); }
-};
-
-// --- loads -------------------------------------------------------------------------------------------------------
-
-// A thread's own room in shared memory for p.ring vectors, which it alone fills and reads. The loads of items first,
-// first + stride, ... run ahead of their use, one for every one used.
-template <class T, int V>
-struct Ring {
-  using Vector = Pack<T, V>;
-  const ColumnArgs& args;
-  char* room;
-  unsigned item, stride;  // being loaded
-  int slot, into, from;   // of that item; positions
-  int count;
-  const T* source;
-
-  __device__ Ring(const ColumnArgs& a, char* shared, unsigned first, unsigned stride_)
-      : args(a), room(shared + thread() * sizeof(Vector)), item(first), stride(stride_), into(0), from(0) {
-    place();
-    for (int i = 0; i < a.p.ring; ++i) load();
-  }
-  // The next vector; every call is one group of copies.
-  __device__ void load() {
-    if (slot == args.p.slots) {
-      item += stride;
-      place();
-    }
-    if (slot < count) {
-      char* to = room + into * kColumnThreads * sizeof(Vector);
-      if constexpr (sizeof(Vector) == 16) {
-        const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(source) : "memory");
-      } else {
-        *reinterpret_cast<T*>(to) = *source;
+struct Column {
+  int lane, row, channel, group, within;
+  __device__ explicit Column(const ColumnArgs& a)
+      : lane(thread() & (a.p.lanes - 1)), row(thread() >> a.p.log_lanes), channel(lane * V),
+        group(a.by_group_width.quotient(channel)), within(channel - group * a.group_width) {}
+  // visit(j, the group of the j-th channel).
+  template <class Visit>
+  __device__ void by_channel(const ColumnArgs& a, Visit visit) const {
+    int at = group, next = within;
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      visit(j, min(at, a.p.groups - 1));  // past the last: of no use
+      if (++next == a.group_width) {
+        next = 0;
+        ++at;
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    source += args.step;
-    ++slot;
-    into = into + 1 == args.p.ring ? 0 : into + 1;
   }
-  // Waits for the vectors of the item whose turn it is.
-  __device__ void wait() const {
-    if (args.p.ring > args.p.slots) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(kColumnAhead) : "memory");
-    } else {
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-    }
-  }
-  // Vector i of the item.
-  __device__ Vector vector(int i) const {
-    const int at = from + i;
-    return *reinterpret_cast<const Vector*>(room + (at < args.p.ring ? at : at - args.p.ring) * kColumnThreads * sizeof(Vector));
-  }
-  __device__ void next() {
-    from += args.p.slots;
-    if (from >= args.p.ring) from -= args.p.ring;
-  }
+};
 
- private:
-  __device__ void place() {
-    count = slot = 0;
-    if (item >= static_cast<unsigned>(args.p.items)) return;
-    const Place<V> at(args, item);
-    count = at.count;
-    source = static_cast<const T*>(args.n.x) + at.offset;
+// A piece of `rows` rows, and the thread's `count` vectors of it, the first at `offset`.
+struct Piece {
+  int slab, piece, strip, batch, rows, count;
+  int64_t channel, offset;
+  template <int V>
+  __device__ Piece(const ColumnArgs& a, const Column<V>& at, int item)
+      : slab(a.by_pieces.quotient(item)), piece(item - slab * a.pieces), batch(a.by_strips.quotient(slab)) {
+    strip = slab - batch * a.strips;
+    channel = static_cast<int64_t>(strip) * a.p.width + at.channel;
+    const int64_t first = piece * a.p.piece_rows;
+    rows = static_cast<int>(min(a.n.rows - first, a.p.piece_rows));
+    count = at.channel < a.p.width && channel < a.n.channels ? rows_of(a, at.row, 1) : 0;
+    offset = (batch * a.n.rows + first + at.row) * a.n.channels + channel;
+  }
+  // How many of rows first, ..., first + many - 1 and those side, 2 side, ... after them are in the piece.
+  __device__ int rows_of(const ColumnArgs& a, int first, int many) const {
+    const int rest = (rows & (a.side() - 1)) - first;
+    return (rows >> (kLogColumnThreads - a.p.log_lanes)) * many + min(max(rest, 0), many);
+  }
+  // Groups of the slab: of the last strip fewer.
+  __device__ int groups(const ColumnArgs& a) const {
+    return static_cast<int>(min(a.n.num_groups - static_cast<int64_t>(strip) * a.p.groups, static_cast<int64_t>(a.p.groups)));
   }
 };
 
 // --- statistics --------------------------------------------------------------------------------------------------
 
-// What a block keeps in shared memory after the ring.
-struct Board {
-  float* sums;      // (sum_rows, lanes, parts)
-  float2* values;   // (groups): of the piece, then of the slab
-  float2* parts;    // (groups, pieces): block and cluster
-  __device__ Board(const ColumnArgs& a, char* shared, int vector_bytes) {
-    sums = reinterpret_cast<float*>(shared + a.p.ring * kColumnThreads * vector_bytes);
-    values = reinterpret_cast<float2*>(sums + a.p.sum_rows * a.p.lanes * a.p.parts);
-    parts = values + a.p.groups;
-  }
-};
-
-// What a thread hands on: its V sums over neighbours of one group, over the rows of its warp, and into shared memory.
+// The sum of the values that belong to part p of Parts, as a tree.
 template <int Parts, int V>
-__device__ inline void hand_on(const float (&v)[V], int lanes, float* sums) {
-  float part[Parts];
+__device__ inline float sum_of_part(const float (&v)[V], int p) {
+  float same[V / Parts];
 #pragma unroll
-  for (int i = 0; i < Parts; ++i) {
-    float same[V / Parts];
+  for (int j = 0; j < V / Parts; ++j) same[j] = v[p * (V / Parts) + j];
+  return tree(same);
+}
+
+// Mean and sum of squared differences of what the thread holds: vector(i) for i < count. The second pass also sums the
+// differences, which tells what the first mean's rounding left; all alike have exactly their mean, and no squares.
+template <int Parts, int V, class Vector>
+__device__ inline void thread_moments(int count, Vector vector, float (&mean)[Parts], float (&m2)[Parts]) {
+  const float size = static_cast<float>(count * (V / Parts));
+  const Divisor n{size, count > 0 ? __frcp_rn(size) : 0.f};
+  float sums[V] = {}, squares[V] = {};
 #pragma unroll
-    for (int j = 0; j < V / Parts; ++j) same[j] = v[i * (V / Parts) + j];
-    part[i] = tree(same);
+  for (int i = 0; i < kColumnSlots; ++i) {
+    if (i >= count) break;
+    const auto x = vector(i);
+#pragma unroll
+    for (int j = 0; j < V; ++j) sums[j] = __fadd_rn(sums[j], to_float(x.v[j]));
+  }
+#pragma unroll
+  for (int p = 0; p < Parts; ++p) mean[p] = __fmul_rn(sum_of_part<Parts>(sums, p), n.reciprocal);
+#pragma unroll
+  for (int j = 0; j < V; ++j) sums[j] = 0.f;
+#pragma unroll
+  for (int i = 0; i < kColumnSlots; ++i) {
+    if (i >= count) break;
+    const auto x = vector(i);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const float d = __fsub_rn(to_float(x.v[j]), mean[j / (V / Parts)]);
+      sums[j] = __fadd_rn(sums[j], d);
+      squares[j] = fmaf(d, d, squares[j]);
+    }
+  }
+#pragma unroll
+  for (int p = 0; p < Parts; ++p) {
+    const float sum = sum_of_part<Parts>(sums, p), correction = n.template divide<true>(sum);
+    const float about_mean = fmaf(-correction, sum, sum_of_part<Parts>(squares, p));
+    mean[p] = __fadd_rn(mean[p], correction);
+    m2[p] = about_mean < 0.f ? 0.f : about_mean;  // NaN stays
+  }
+}
+
+// Unites those of a warp's rows, of `own` values a thread, `all` in all: every row's lanes hold the result.
+template <int Parts>
+__device__ inline void unite_rows(int lanes, float own, float all, float (&mean)[Parts], float (&m2)[Parts]) {
+  const float reciprocal = all > 0.f ? __frcp_rn(all) : 0.f;
+  float pivot[Parts], sum[Parts];
+#pragma unroll
+  for (int p = 0; p < Parts; ++p) {
+    pivot[p] = __shfl_sync(kWholeWarp, mean[p], thread() & (lanes - 1));
+    sum[p] = __fmul_rn(own, __fsub_rn(mean[p], pivot[p]));
   }
   for (int mask = lanes; mask < 32; mask *= 2) {
 #pragma unroll
-    for (int i = 0; i < Parts; ++i) part[i] = __fadd_rn(part[i], __shfl_xor_sync(kWholeWarp, part[i], mask));
+    for (int p = 0; p < Parts; ++p) sum[p] = __fadd_rn(sum[p], __shfl_xor_sync(kWholeWarp, sum[p], mask));
   }
-  const int row = lanes < 32 ? thread() / 32 : thread() / lanes, lane = thread() % lanes;
-  if (lanes < 32 && thread() % 32 >= lanes) return;
 #pragma unroll
-  for (int i = 0; i < Parts; ++i) sums[(row * lanes + lane) * Parts + i] = part[i];
+  for (int p = 0; p < Parts; ++p) {
+    const float united = fmaf(sum[p], reciprocal, pivot[p]), d = __fsub_rn(mean[p], united);
+    mean[p] = united;
+    m2[p] = fmaf(__fmul_rn(own, d), d, m2[p]);
+  }
+  for (int mask = lanes; mask < 32; mask *= 2) {
+#pragma unroll
+    for (int p = 0; p < Parts; ++p) m2[p] = __fadd_rn(m2[p], __shfl_xor_sync(kWholeWarp, m2[p], mask));
+  }
+}
+
+// Statistics of what the thread and its warp's other rows hold of a piece, into the block's rows of them.
+template <int Parts, int V, class Vector>
+__device__ inline void hand_on(const ColumnArgs& a, const Column<V>& at, const Piece& piece, Vector vector, float2* sums) {
+  const int lanes = a.p.lanes;
+  float mean[Parts], m2[Parts];
+  thread_moments<Parts, V>(piece.count, vector, mean, m2);
+  int row = at.row;
+  if (lanes < 32) {
+    constexpr float each = V / Parts;
+    const int many = 32 >> a.p.log_lanes;
+    row = thread() / 32;
+    unite_rows(lanes, each * piece.count, each * piece.rows_of(a, row * many, many), mean, m2);
+    if (thread() % 32 >= lanes) return;
+  }
+  sums += row * Parts * (lanes + 1) + at.lane;
+#pragma unroll
+  for (int p = 0; p < Parts; ++p) sums[p * (lanes + 1)] = {mean[p], m2[p]};
+}
+
+// Calls run(Parts) with a.p.parts as a constant. BatchNorm's groups are channels.
+template <int V, Source From, class Run>
+__device__ inline void with_parts(const ColumnArgs& a, Run run) {
+  if constexpr (From == Source::batch || V == 1) {
+    run(std::integral_constant<int, V>{});
+  } else {
+    switch (a.p.parts) {
+      case 1: return run(std::integral_constant<int, 1>{});
+      case 2: return run(std::integral_constant<int, 2>{});
+      case 4: return run(std::integral_constant<int, 4>{});
+      default: return run(std::integral_constant<int, V>{});
+    }
+  }
 }
 
 // Sum over runs of `lanes` lanes; each holds it. The warp calls.
@@ -159,110 +211,55 @@ __device__ inline float run_sum(float v, int lanes) {
   return v;
 }
 
-// Calls finish(group, sum) once for each of the strip's groups, with the sum over the block of the threads' values for
-// its channels. The whole block calls; finish runs after a barrier, and none follows.
-template <int V, class Finish>
-__device__ inline void group_sums(const ColumnArgs& a, const float (&v)[V], float* sums, Finish finish) {
-  const int lanes = a.p.lanes, parts = a.p.parts, rows = a.p.sum_rows, across = lanes * parts;
-  if (parts == 1) {
-    hand_on<1>(v, lanes, sums);
-  } else if (V >= 2 && parts == 2) {
-    hand_on<V >= 2 ? 2 : 1>(v, lanes, sums);
-  } else if (V >= 4 && parts == 4) {
-    hand_on<V >= 4 ? 4 : 1>(v, lanes, sums);
-  } else {
-    hand_on<V>(v, lanes, sums);
-  }
-  __syncthreads();
-  const int each = a.group_width() * parts / V;  // sums of a group
-  int sharing = 1;                               // threads that share a group
-  while (sharing < 32 && sharing < each) sharing *= 2;
-  for (int first = 0; first < a.p.groups; first += kColumnThreads / sharing) {
-    const int group = first + thread() / sharing;
-    float sum = 0.f;
-    for (int i = thread() % sharing; group < a.p.groups && i < each; i += sharing) {
-#pragma unroll 4
-      for (int r = 0; r < rows; ++r) sum = __fadd_rn(sum, sums[r * across + group * each + i]);
-    }
-    sum = run_sum(sum, sharing);
-    if (group < a.p.groups && thread() % sharing == 0) finish(group, sum);
+// Unites statistics (mean, squares) of n values, by a run of lanes, each of which holds the result; the warp calls.
+// each(visit) calls visit(size, statistics) for those of the calling lane. Means relative to one of them, as in unite.
+template <class Each>
+__device__ inline Moments unite_run(int lanes, float n, float pivot, Each each) {
+  float sum = 0.f, m2 = 0.f;
+  each([&](float size, float2 one) { sum = fmaf(size, __fsub_rn(one.x, pivot), sum); });
+  const float mean = __fadd_rn(pivot, __fdiv_rn(run_sum(sum, lanes), n));
+  each([&](float size, float2 one) {
+    const float d = __fsub_rn(one.x, mean);
+    m2 = __fadd_rn(m2, fmaf(__fmul_rn(size, d), d, one.y));
+  });
+  return {mean, run_sum(m2, lanes), n};
+}
+
+// Statistics of the strip's groups in a piece, from the block's rows: publish(group, lane of the run, statistics) by
+// runs of a.p.uniting lanes. The block calls, after a barrier; none follows.
+template <int V, class Publish>
+__device__ inline void unite_sums(const ColumnArgs& a, const Piece& piece, const float2* sums, Publish publish) {
+  const ColumnPlan& p = a.p;
+  const int lane = thread() & (p.uniting - 1), first_sum = lane & (p.uniting_across - 1);
+  const int first_row = lane / p.uniting_across, row_step = p.uniting / p.uniting_across;
+  const int many = p.lanes < 32 ? 32 >> p.log_lanes : 1, each = V >> p.log_parts;
+  const float n = static_cast<float>(piece.rows * a.group_width);
+  for (int first = 0; first < p.groups; first += kColumnThreads / p.uniting) {
+    if (first + thread() / 32 * 32 / p.uniting >= p.groups) break;  // the warp has none
+    const int group = first + thread() / p.uniting, sum = min(group, p.groups - 1) * p.across;
+    const auto at = [&](int row, int i) {
+      return sums[(row * p.parts + (i & (p.parts - 1))) * (p.lanes + 1) + (i >> p.log_parts)];
+    };
+    const Moments united = unite_run(p.uniting, n, at(0, sum).x, [&](auto visit) {
+      for (int row = first_row; row < p.sum_rows; row += row_step) {
+        const float size = static_cast<float>(piece.rows_of(a, row * many, many) * each);
+        for (int i = first_sum; i < p.across; i += p.uniting_across) visit(size, at(row, sum + i));
+      }
+    });
+    if (group < p.groups) publish(group, lane, float2{united.mean, united.m2});
   }
 }
 
-// out[j] = of(g) for the group g of the thread's j-th channel.
-template <int V, class Of>
-__device__ inline void by_channel(const ColumnArgs& a, float (&out)[V], Of of) {
-  const int width = a.group_width();
-  int group = Place<V>::group(a), within = Place<V>::group_begin(a);
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    out[j] = of(min(group, a.p.groups - 1));  // past the last: of no use
-    if (++within == width) {
-      within = 0;
-      ++group;
-    }
-  }
-}
-
-// How many values a group has in a piece.
-__device__ inline float piece_size(const ColumnArgs& a, int64_t piece) {
-  const int64_t rows = min(a.n.rows - piece * a.p.piece_rows, a.p.piece_rows);
-  return static_cast<float>(rows * a.group_width());
-}
-
-// Statistics of the piece whose turn it is in the ring: publish(group, mean, m2) once for each of the strip's groups; no
-// barrier follows.
-template <class T, int V, class Publish>
-__device__ inline void piece_statistics(const ColumnArgs& a, const Place<V>& at, const Ring<T, V>& ring,
-                                        const Board& board, Publish publish) {
-  float sums[V] = {}, mean[V];
-  ring.wait();
-#pragma unroll
-  for (int i = 0; i < kColumnSlots; ++i) {
-    if (i >= at.count) break;
-    const Pack<T, V> x = ring.vector(i);
-#pragma unroll
-    for (int j = 0; j < V; ++j) sums[j] = __fadd_rn(sums[j], to_float(x.v[j]));
-  }
-  const float size = piece_size(a, at.piece);
-  group_sums(a, sums, board.sums, [&](int group, float sum) { board.values[group].x = __fdiv_rn(sum, size); });
-  __syncthreads();
-  by_channel(a, mean, [&](int group) { return board.values[group].x; });
-#pragma unroll
-  for (int j = 0; j < V; ++j) sums[j] = 0.f;
-#pragma unroll
-  for (int i = 0; i < kColumnSlots; ++i) {
-    if (i >= at.count) break;
-    const Pack<T, V> x = ring.vector(i);
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const float d = __fsub_rn(to_float(x.v[j]), mean[j]);
-      sums[j] = fmaf(d, d, sums[j]);
-    }
-  }
-  group_sums(a, sums, board.sums, [&](int group, float m2) { publish(group, board.values[group].x, m2); });
-}
-
-// A slab's group from the statistics of its pieces, part(p) (mean, squares), by a run of p.sharing lanes, each of which
-// holds the result; the warp calls. Means relative to the first, as in unite.
+// A slab's group from the statistics of its pieces, part(p).
 template <class Part>
 __device__ inline Moments unite_pieces(const ColumnArgs& a, Part part) {
-  const int lanes = a.p.sharing, pieces = static_cast<int>(a.p.pieces);
-  const float n = static_cast<float>(a.n.rows * a.group_width()), full = piece_size(a, 0);
-  const float last = piece_size(a, pieces - 1), pivot = part(0).x;
-  float sum = 0.f, m2 = 0.f;
-#pragma unroll 8
-  for (int p = thread() % lanes; p < pieces; p += lanes) {
-    sum = fmaf(p == pieces - 1 ? last : full, __fsub_rn(part(p).x, pivot), sum);
-  }
-  const float mean = __fadd_rn(pivot, __fdiv_rn(run_sum(sum, lanes), n));
-#pragma unroll 8
-  for (int p = thread() % lanes; p < pieces; p += lanes) {
-    const float2 one = part(p);
-    const float d = __fsub_rn(one.x, mean);
-    m2 = __fadd_rn(m2, fmaf(__fmul_rn(p == pieces - 1 ? last : full, d), d, one.y));
-  }
-  return {mean, run_sum(m2, lanes), n};
+  const int lanes = a.p.sharing, last = a.pieces - 1;
+  const float all = static_cast<float>(a.n.rows * a.group_width), full = static_cast<float>(a.p.piece_rows * a.group_width);
+  const float rest = static_cast<float>((a.n.rows - last * a.p.piece_rows) * a.group_width);
+  return unite_run(lanes, all, part(0).x, [&](auto visit) {
+#pragma unroll 16
+    for (int p = thread() & (lanes - 1); p <= last; p += lanes) visit(p == last ? rest : full, part(p));
+  });
 }
 
 // Statistics of a scaled column from those of the column: u = s z has mean s mu and variance s^2 var.
@@ -295,14 +292,15 @@ __device__ inline float2 finish(const ChannelNorm& n, int64_t index, const Momen
 
 // Mean and rstd of the slab's groups from `first` on, `stride` apart in runs of as many as the block can take at once,
 // into `values`; the block calls. part(i): i = group * pieces + piece. `save`: this is the one place that writes them down.
-template <Source From, int V, class Part>
-__device__ inline void finish_groups(const ColumnArgs& a, const Place<V>& at, int first, int stride, Part part,
+template <Source From, class Part>
+__device__ inline void finish_groups(const ColumnArgs& a, const Piece& at, int first, int stride, Part part,
                                      float2* values, bool save) {
-  const int64_t strip = at.slab % static_cast<int>(a.p.strips), index = at.batch * a.n.num_groups + strip * a.p.groups;
-  for (int run = first; run < a.p.groups; run += stride) {
-    const int group = run + thread() / a.p.sharing, read = min(group, a.p.groups - 1) * static_cast<int>(a.p.pieces);
+  const int64_t index = at.batch * a.n.num_groups + static_cast<int64_t>(at.strip) * a.p.groups;
+  const int groups = at.groups(a);
+  for (int run = first; run < groups; run += stride) {
+    const int group = run + thread() / a.p.sharing, read = min(group, groups - 1) * a.pieces;
     const Moments united = unite_pieces(a, [&](int p) { return part(read + p); });
-    if (group < at.groups && thread() % a.p.sharing == 0) values[group] = finish<From>(a.n, index + group, united, save);
+    if (group < groups && thread() % a.p.sharing == 0) values[group] = finish<From>(a.n, index + group, united, save);
   }
 }
 
@@ -321,7 +319,7 @@ struct ChannelAffine {
   float scale[V], mean[V], gain[V], bias[V];
 
   // Parameters that are there before the statistics are; of channels past the last: none.
-  __device__ ChannelAffine(const ColumnArgs& a, const Place<V>& at) {
+  __device__ ChannelAffine(const ColumnArgs& a, const Piece& at) {
     const int64_t c = at.channel;
     const bool inside = at.count > 0;
     float by[V];
@@ -346,15 +344,12 @@ struct ChannelAffine {
     }
   }
   // values: mean and rstd of the strip's groups, in shared memory.
-  __device__ void set(const ColumnArgs& a, const float2* values) {
-    float rstd[V];
-    by_channel(a, mean, [&](int group) { return values[group].x; });
-    by_channel(a, rstd, [&](int group) { return values[group].y; });
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const float rest = From == Source::batch ? __fmul_rn(scale[j], rstd[j]) : 0.f;
-      gain[j] = fmaf(gain[j], rstd[j], rest);
-    }
+  __device__ void set(const ColumnArgs& a, const Column<V>& at, const float2* values) {
+    at.by_channel(a, [&](int j, int group) {
+      const float2 value = values[group];
+      mean[j] = value.x;
+      gain[j] = fmaf(gain[j], value.y, From == Source::batch ? __fmul_rn(scale[j], value.y) : 0.f);
+    });
   }
   __device__ void apply(const ColumnArgs& a, const Pack<T, V>& x, T* y) const {
     float out[V];

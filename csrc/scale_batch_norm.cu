@@ -10,9 +10,9 @@ void launch_affine(const ColumnArgs& a, cudaStream_t stream) {
 
 template <class T>
 cudaError_t affine_of(const ChannelNorm& n, cudaStream_t stream) {
-  ColumnArgs args{n, {}, nullptr, nullptr, 0};
-  if (!make_apply_plan(n.rows, n.channels, sizeof(T), &args.p)) return cudaErrorInvalidConfiguration;
-  args.step = column_step(n, args.p);
+  ColumnPlan plan;
+  if (!make_apply_plan(n.rows, n.channels, sizeof(T), &plan)) return cudaErrorInvalidConfiguration;
+  const ColumnArgs args(n, plan);
   if (args.p.vec > 1) {
     launch_affine<T, 16 / static_cast<int>(sizeof(T))>(args, stream);
   } else {
