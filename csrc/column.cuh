@@ -73,18 +73,29 @@ struct Column {
 
 // A piece of `rows` rows, and the thread's `count` vectors of it, the first at `offset`.
 struct Piece {
-  int slab, piece, strip, batch, rows, count;
+  int batch, strip, piece, rows, count;
   int64_t channel, offset;
   template <int V>
-  __device__ Piece(const ColumnArgs& a, const Column<V>& at, int item)
-      : slab(a.by_pieces.quotient(item)), piece(item - slab * a.pieces), batch(a.by_strips.quotient(slab)) {
-    strip = slab - batch * a.strips;
-    channel = static_cast<int64_t>(strip) * a.p.width + at.channel;
+  __device__ Piece(const ColumnArgs& a, const Column<V>& at, int batch_, int strip_, int piece_)
+      : batch(batch_), strip(strip_), piece(piece_), channel(static_cast<int64_t>(strip) * a.p.width + at.channel) {
     const int64_t first = piece * a.p.piece_rows;
     rows = static_cast<int>(min(a.n.rows - first, a.p.piece_rows));
     count = at.channel < a.p.width && channel < a.n.channels ? rows_of(a, at.row, 1) : 0;
     offset = (batch * a.n.rows + first + at.row) * a.n.channels + channel;
   }
+  // Number `item` of all, the pieces of a slab one after the other.
+  template <int V>
+  __device__ static Piece of_slab(const ColumnArgs& a, const Column<V>& at, int item) {
+    const int slab = a.by_pieces.quotient(item), batch = a.by_strips.quotient(slab);
+    return {a, at, batch, slab - batch * a.strips, item - slab * a.pieces};
+  }
+  // As they lie in memory: strip after strip of the same rows.
+  template <int V>
+  __device__ static Piece in_memory(const ColumnArgs& a, const Column<V>& at, int item) {
+    const int row = a.by_strips.quotient(item), batch = a.by_pieces.quotient(row);
+    return {a, at, batch, item - row * a.strips, row - batch * a.pieces};
+  }
+  __device__ int64_t slab(const ColumnArgs& a) const { return static_cast<int64_t>(batch) * a.strips + strip; }
   // How many of rows first, ..., first + many - 1 and those side, 2 side, ... after them are in the piece.
   __device__ int rows_of(const ColumnArgs& a, int first, int many) const {
     const int rest = (rows & (a.side() - 1)) - first;
@@ -161,8 +172,8 @@ __device__ inline void unite_rows(int lanes, float own, float all, float (&mean)
   }
 #pragma unroll
   for (int p = 0; p < Parts; ++p) {
-    const float united = fmaf(sum[p], reciprocal, pivot[p]), d = __fsub_rn(mean[p], united);
-    mean[p] = united;
+    const float shift = __fmul_rn(sum[p], reciprocal), d = __fsub_rn(__fsub_rn(mean[p], pivot[p]), shift);
+    mean[p] = __fadd_rn(pivot[p], shift);
     m2[p] = fmaf(__fmul_rn(own, d), d, m2[p]);
   }
   for (int mask = lanes; mask < 32; mask *= 2) {
@@ -212,38 +223,39 @@ __device__ inline float run_sum(float v, int lanes) {
 }
 
 // Unites statistics (mean, squares) of n values, by a run of lanes, each of which holds the result; the warp calls.
-// each(visit) calls visit(size, statistics) for those of the calling lane. Means relative to one of them, as in unite.
+// each(visit) calls visit(size, statistics) for those of the calling lane. Means relative to one of them, the pivot, which
+// rounds less where they are large.
 template <class Each>
 __device__ inline Moments unite_run(int lanes, float n, float pivot, Each each) {
   float sum = 0.f, m2 = 0.f;
   each([&](float size, float2 one) { sum = fmaf(size, __fsub_rn(one.x, pivot), sum); });
-  const float mean = __fadd_rn(pivot, __fdiv_rn(run_sum(sum, lanes), n));
+  const float shift = __fdiv_rn(run_sum(sum, lanes), n);
   each([&](float size, float2 one) {
-    const float d = __fsub_rn(one.x, mean);
+    const float d = __fsub_rn(__fsub_rn(one.x, pivot), shift);
     m2 = __fadd_rn(m2, fmaf(__fmul_rn(size, d), d, one.y));
   });
-  return {mean, run_sum(m2, lanes), n};
+  return {__fadd_rn(pivot, shift), run_sum(m2, lanes), n};
 }
 
-// Statistics of the strip's groups in a piece, from the block's rows: publish(group, lane of the run, statistics) by
-// runs of a.p.uniting lanes. The block calls, after a barrier; none follows.
+// Statistics of the strip's groups in a piece, from the block's rows: publish(group, lane, statistics) by the lanes of a
+// run. The block calls, after a barrier; none follows.
 template <int V, class Publish>
 __device__ inline void unite_sums(const ColumnArgs& a, const Piece& piece, const float2* sums, Publish publish) {
   const ColumnPlan& p = a.p;
-  const int lane = thread() & (p.uniting - 1), first_sum = lane & (p.uniting_across - 1);
-  const int first_row = lane / p.uniting_across, row_step = p.uniting / p.uniting_across;
+  const int run = 1 << p.log_uniting, side = 1 << p.log_uniting_across, row_step = run >> p.log_uniting_across;
+  const int lane = thread() & (run - 1), first_row = lane >> p.log_uniting_across;
   const int many = p.lanes < 32 ? 32 >> p.log_lanes : 1, each = V >> p.log_parts;
   const float n = static_cast<float>(piece.rows * a.group_width);
-  for (int first = 0; first < p.groups; first += kColumnThreads / p.uniting) {
-    if (first + thread() / 32 * 32 / p.uniting >= p.groups) break;  // the warp has none
-    const int group = first + thread() / p.uniting, sum = min(group, p.groups - 1) * p.across;
+  for (int first = 0; first < p.groups; first += kColumnThreads >> p.log_uniting) {
+    if (first + ((thread() & ~31) >> p.log_uniting) >= p.groups) break;  // the warp has none
+    const int group = first + (thread() >> p.log_uniting), sum = min(group, p.groups - 1) * p.across;
     const auto at = [&](int row, int i) {
       return sums[(row * p.parts + (i & (p.parts - 1))) * (p.lanes + 1) + (i >> p.log_parts)];
     };
-    const Moments united = unite_run(p.uniting, n, at(0, sum).x, [&](auto visit) {
+    const Moments united = unite_run(run, n, at(0, sum).x, [&](auto visit) {
       for (int row = first_row; row < p.sum_rows; row += row_step) {
         const float size = static_cast<float>(piece.rows_of(a, row * many, many) * each);
-        for (int i = first_sum; i < p.across; i += p.uniting_across) visit(size, at(row, sum + i));
+        for (int i = lane & (side - 1); i < p.across; i += side) visit(size, at(row, sum + i));
       }
     });
     if (group < p.groups) publish(group, lane, float2{united.mean, united.m2});
@@ -253,7 +265,7 @@ __device__ inline void unite_sums(const ColumnArgs& a, const Piece& piece, const
 // A slab's group from the statistics of its pieces, part(p).
 template <class Part>
 __device__ inline Moments unite_pieces(const ColumnArgs& a, Part part) {
-  const int lanes = a.p.sharing, last = a.pieces - 1;
+  const int lanes = 1 << a.p.log_sharing, last = a.pieces - 1;
   const float all = static_cast<float>(a.n.rows * a.group_width), full = static_cast<float>(a.p.piece_rows * a.group_width);
   const float rest = static_cast<float>((a.n.rows - last * a.p.piece_rows) * a.group_width);
   return unite_run(lanes, all, part(0).x, [&](auto visit) {
@@ -298,9 +310,9 @@ __device__ inline void finish_groups(const ColumnArgs& a, const Piece& at, int f
   const int64_t index = at.batch * a.n.num_groups + static_cast<int64_t>(at.strip) * a.p.groups;
   const int groups = at.groups(a);
   for (int run = first; run < groups; run += stride) {
-    const int group = run + thread() / a.p.sharing, read = min(group, groups - 1) * a.pieces;
+    const int group = run + (thread() >> a.p.log_sharing), read = min(group, groups - 1) * a.pieces;
     const Moments united = unite_pieces(a, [&](int p) { return part(read + p); });
-    if (group < groups && thread() % a.p.sharing == 0) values[group] = finish<From>(a.n, index + group, united, save);
+    if (group < groups && (thread() & ((1 << a.p.log_sharing) - 1)) == 0) values[group] = finish<From>(a.n, index + group, united, save);
   }
 }
 
@@ -319,7 +331,7 @@ struct ChannelAffine {
   float scale[V], mean[V], gain[V], bias[V];
 
   // Parameters that are there before the statistics are; of channels past the last: none.
-  __device__ ChannelAffine(const ColumnArgs& a, const Piece& at) {
+  __device__ void fetch(const ColumnArgs& a, const Piece& at) {
     const int64_t c = at.channel;
     const bool inside = at.count > 0;
     float by[V];

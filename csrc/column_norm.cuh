@@ -26,6 +26,20 @@ __device__ inline void cluster_wait(int blocks) {
 #endif
 }
 
+// Launched by launch_after, a kernel may start before its predecessor on the stream has ended, from where all blocks of
+// that have called let_successor_start on. follow_predecessor waits for its end.
+__device__ inline void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline void follow_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // A thread's vectors of a piece into its own room in shared memory, without waiting: vector i at stage[i * kColumnThreads].
 template <class T, int V>
 __device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<T, V>* stage) {
@@ -61,17 +75,19 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   float2* values = parts + args.p.groups * pieces;  // (groups)
   Pack<T, V>* stage = reinterpret_cast<Pack<T, V>*>(shared) + thread();
   const Column<V> column(args);
-  const Piece at(args, column, static_cast<int>(blockIdx.x));
+  const Piece at = Piece::of_slab(args, column, static_cast<int>(blockIdx.x));
   load_async(args, at, stage);
   cluster_arrive(pieces);
-  ChannelAffine<T, V, From> affine(args, at);
+  ChannelAffine<T, V, From> affine;
+  if (From == Source::group) affine.fetch(args, at);
   hand_on_piece<T, V, From>(args, column, at, stage, sums);
+  if (From == Source::batch) affine.fetch(args, at);  // earlier there are no registers for it
   __syncthreads();
   cluster_wait(pieces);  // every block of the cluster runs: its shared memory is there
   unite_sums<V>(args, at, sums, [&](int group, int lane, float2 moments) {
     float2* part = parts + group * pieces + at.piece;
 #if __CUDA_ARCH__ >= 900
-    for (int rank = lane; rank < pieces; rank += args.p.uniting) {
+    for (int rank = lane; rank < pieces; rank += 1 << args.p.log_uniting) {
       *cooperative_groups::this_cluster().map_shared_rank(part, rank) = moments;
     }
 #else
@@ -81,7 +97,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   cluster_arrive(pieces);
   cluster_wait(pieces);
   if (pieces == 1) __syncthreads();
-  finish_groups<From>(args, at, 0, kColumnThreads / args.p.sharing, [&](int i) { return parts[i]; }, values, at.piece == 0);
+  finish_groups<From>(args, at, 0, kColumnThreads >> args.p.log_sharing, [&](int i) { return parts[i]; }, values, at.piece == 0);
   __syncthreads();
   affine.set(args, column, values);
   T* y = static_cast<T*>(args.n.y) + at.offset;
@@ -98,7 +114,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
   const Column<V> column(args);
   const int stride = static_cast<int>(gridDim.x), last = static_cast<int>(args.p.items) - stride;
   int item = static_cast<int>(blockIdx.x);
-  Piece next(args, column, item);
+  Piece next = Piece::in_memory(args, column, item);
   load_async(args, next, stage);
   for (;;) {
     const Piece at = next;
@@ -106,12 +122,13 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
     const bool more = item < last;
     if (more) {
       item += stride;
-      next = Piece(args, column, item);
+      next = Piece::in_memory(args, column, item);
       load_async(args, next, stage);
     }
+    if (!more) let_successor_start();
     __syncthreads();
     unite_sums<V>(args, at, sums, [&](int group, int lane, float2 moments) {
-      if (lane == 0) args.parts[(static_cast<int64_t>(at.slab) * args.p.groups + group) * args.pieces + at.piece] = moments;
+      if (lane == 0) args.parts[(at.slab(args) * args.p.groups + group) * args.pieces + at.piece] = moments;
     });
     if (!more) return;
     __syncthreads();
@@ -121,10 +138,12 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
 // As many groups of a slab as the block can take at once.
 template <Source From>
 __global__ void __launch_bounds__(kFinishThreads) column_finish(const ColumnArgs args) {
-  const int slab = static_cast<int>(blockIdx.x), at_once = kFinishThreads / args.p.sharing;
-  const Piece at(args, Column<1>(args), slab * args.pieces);
+  const int slab = static_cast<int>(blockIdx.x), at_once = kFinishThreads >> args.p.log_sharing;
+  const Piece at = Piece::of_slab(args, Column<1>(args), slab * args.pieces);
   const int64_t first = static_cast<int64_t>(slab) * args.p.groups;
   const float2* parts = args.parts + first * args.pieces;
+  let_successor_start();
+  follow_predecessor();
   finish_groups<From>(args, at, static_cast<int>(blockIdx.y) * at_once, args.p.groups, [&](int i) { return parts[i]; },
                       args.finals + first, true);
 }
@@ -133,7 +152,7 @@ template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(const ColumnArgs args) {
   // Backwards: what column_partial read last is still in the L2.
   const Column<V> column(args);
-  const Piece at(args, column, static_cast<int>(gridDim.x - 1 - blockIdx.x));
+  const Piece at = Piece::in_memory(args, column, static_cast<int>(gridDim.x - 1 - blockIdx.x));
   const T* x = static_cast<const T*>(args.n.x) + at.offset;
   T* y = static_cast<T*>(args.n.y) + at.offset;
   constexpr int at_once = From == Source::running ? 2 : 4;
@@ -146,14 +165,18 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
     }
     x += at_once * args.step;
   };
-  ChannelAffine<T, V, From> affine(args, at);
-  load_some();
+  ChannelAffine<T, V, From> affine;
+  affine.fetch(args, at);
+  constexpr bool early = From != Source::batch || V < 8;  // while there are registers for it
+  if (early) load_some();
+  follow_predecessor();
   if constexpr (From != Source::running) {
     extern __shared__ __align__(16) char shared[];
     float2* values = reinterpret_cast<float2*>(shared);
-    fetch_values(args, args.finals + static_cast<int64_t>(at.slab) * args.p.groups, values);
+    fetch_values(args, args.finals + at.slab(args) * args.p.groups, values);
     affine.set(args, column, values);
   }
+  if (!early) load_some();
   for (;;) {
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
@@ -169,17 +192,35 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
 
 // --- launch ------------------------------------------------------------------------------------------------------
 
+// The launch of a kernel that calls follow_predecessor.
+template <class Args>
+cudaError_t launch_after(void (*kernel)(Args), const Args& args, bool early, dim3 grid, int threads, int shared,
+                         cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
 inline dim3 grid_of(int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); }
 
 template <class T, int V, Source From>
 cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
   if (const cudaError_t error = allow_shared<column_partial<T, V, From>>(a.p.shared); error != cudaSuccess) return error;
   column_partial<T, V, From><<<grid_of(a.p.grid), kColumnThreads, a.p.shared, stream>>>(a);
-  const int64_t runs = ceil_div(a.p.groups, kFinishThreads / a.p.sharing);
+  const int64_t runs = ceil_div(a.p.groups, kFinishThreads >> a.p.log_sharing);
   const dim3 slabs(static_cast<unsigned>(a.p.items / a.p.pieces), static_cast<unsigned>(runs));
-  column_finish<From><<<slabs, kFinishThreads, 0, stream>>>(a);
-  column_apply<T, V, From><<<grid_of(a.p.items), kColumnThreads, a.p.groups * sizeof(float2), stream>>>(a);
-  return cudaGetLastError();
+  const cudaError_t error = launch_after(column_finish<From>, a, a.p.early, slabs, kFinishThreads, 0, stream);
+  if (error != cudaSuccess) return error;
+  const int values = a.p.groups * static_cast<int>(sizeof(float2));
+  return launch_after(column_apply<T, V, From>, a, a.p.early, grid_of(a.p.items), kColumnThreads, values, stream);
 }
 
 template <class T, int V, Source From>

@@ -26,15 +26,16 @@ struct ColumnPlan {
   int log_parts;
   int sum_rows;         // warps, or rows of several warps, that hand on statistics
   int across;           // statistics of a group in such a row
-  int uniting;          // threads that unite these
-  int uniting_across;   // of them side by side on a row
+  int log_uniting;      // threads that unite these
+  int log_uniting_across;  // of them side by side on a row
   int slots;            // vectors a thread holds of a piece
-  int sharing;          // threads that unite a group's pieces
+  int log_sharing;      // threads that unite a group's pieces
   int64_t strips;
   int64_t piece_rows, pieces;  // of a slab
   int64_t items;        // pieces, in all
   int64_t grid;         // blocks (split: of the statistics)
   int shared;           // bytes of dynamic shared memory a block
+  bool early;           // a kernel may start before the one it follows has ended
 };
 
 // What a plan needs to know of the GPU.
@@ -94,11 +95,12 @@ inline bool cut_columns(int64_t rows, int64_t channels, int64_t num_groups, int 
   // As many as there are for all groups of a strip at once.
   const int64_t all = kColumnThreads / power_of_two_from(p->groups), row = power_of_two_from(p->across);
   const int most = all > 32 ? 32 : all > 1 ? static_cast<int>(all) : 1;
-  p->uniting = static_cast<int>(row * p->sum_rows < most ? row * p->sum_rows : most);
-  p->uniting_across = static_cast<int>(row < p->uniting ? row : p->uniting);
+  const int64_t uniting = row * p->sum_rows < most ? row * p->sum_rows : most;
+  p->log_uniting = log_of(uniting);
+  p->log_uniting_across = log_of(row < uniting ? row : uniting);
   // More where they have many pieces each.
   const int64_t each = power_of_two_from(ceil_div(p->pieces, 16));
-  p->sharing = static_cast<int>(each < most ? most : each < 32 ? each : 32);
+  p->log_sharing = log_of(each < most ? most : each < 32 ? each : 32);
   return true;
 }
 
@@ -141,6 +143,7 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
   p.shared = static_cast<int>(p.regime == Regime::split ? passing : resident);
   const int64_t at_most = p.regime == Regime::split ? gpu.multiprocessors * static_cast<int64_t>(kColumnBlocks) : p.items;
   p.grid = p.items < at_most ? p.items : at_most;
+  p.early = gpu.clusters;
   const bool possible = p.regime == Regime::block     ? fits_block
                         : p.regime == Regime::cluster ? fits_cluster
                                                       : p.regime == Regime::split && passing <= gpu.shared;

@@ -15,13 +15,14 @@ struct FoldArgs {
   ChannelVector values[kValues];
 };
 
-// A block a row of the Linear's weight.
+// Threads of the same y fold one row of the Linear's weight.
 template <class T, int V>
 __global__ void __launch_bounds__(kThreads) fold_rows(const FoldArgs args) {
   const FoldLinear& f = args.f;
-  const int64_t channel = blockIdx.x, length = f.in_features, step = static_cast<int64_t>(blockDim.x) * V;
+  const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, length = f.in_features, step = static_cast<int64_t>(blockDim.x) * V;
   const T* in = static_cast<const T*>(f.linear_weight) + channel * length;
   T* out = static_cast<T*>(f.out_weight) + channel * length;
+  if (channel >= f.channels) return;
   Pack<T, V> packs[kSlots];
   const auto load_from = [&](int64_t first) {
 #pragma unroll
@@ -42,6 +43,7 @@ __global__ void __launch_bounds__(kThreads) fold_rows(const FoldArgs args) {
   for (;;) {
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
+      packs[i].forget();
       float product[V];
 #pragma unroll
       for (int j = 0; j < V; ++j) product[j] = column * to_float(packs[i].v[j]);
@@ -55,9 +57,11 @@ __global__ void __launch_bounds__(kThreads) fold_rows(const FoldArgs args) {
 
 template <class T, int V>
 cudaError_t launch_rows(const FoldArgs& args, cudaStream_t stream) {
-  const int64_t slots = static_cast<int64_t>(V) * kSlots, warps = (args.f.in_features + 32 * slots - 1) / (32 * slots);
-  const int threads = warps * 32 < kThreads ? static_cast<int>(warps) * 32 : kThreads;
-  fold_rows<T, V><<<dim3(static_cast<unsigned>(args.f.channels)), threads, 0, stream>>>(args);
+  const int64_t at_once = static_cast<int64_t>(V) * kSlots * 32, warps = (args.f.in_features + at_once - 1) / at_once;
+  const int across = warps * 32 < kThreads ? static_cast<int>(warps) * 32 : kThreads, rows = kThreads / 2 / across;
+  const dim3 threads(across, rows > 1 ? rows : 1);
+  const int64_t blocks = (args.f.channels + threads.y - 1) / threads.y;
+  fold_rows<T, V><<<dim3(static_cast<unsigned>(blocks)), threads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
