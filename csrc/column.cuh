@@ -28,61 +28,65 @@ struct Divider {
 };
 
 struct ColumnArgs {
-  ChannelNorm n;
-  ColumnPlan p;
+  // What every thread needs first lies side by side: a line of constants not seen before is a miss.
+  const void* x;
+  int64_t step, piece_step, batch_step;  // elements to a thread's next vector, the next piece, the next batch entry
+  Divider by_pieces, by_strips;
+  int pieces, strips, lanes, log_lanes, width, last_width, piece_rows, last_rows;
+  Divider by_group_width;
+  int group_width;
+  int row_sums;    // room for a row of the statistics that threads hand on
   float2* parts;   // (slab, group of the strip, piece): mean and sum of squared differences from it
   float2* finals;  // (slab, group of the strip): mean, rstd
-  int64_t step;    // elements from one of a thread's vectors to its next
-  int group_width, pieces, strips;
-  int sums;        // statistics that the threads of a block hand on
-  Divider by_pieces, by_strips, by_group_width;
+  ColumnPlan p;
+  ChannelNorm n;
+
   ColumnArgs(const ChannelNorm& norm, const ColumnPlan& plan)
-      : n(norm), p(plan), parts(static_cast<float2*>(n.workspace)), step(kColumnThreads / p.lanes * n.channels),
-        group_width(static_cast<int>(n.channels / n.num_groups)), pieces(static_cast<int>(p.pieces)),
-        strips(static_cast<int>(p.strips)), sums(block_sums(p)), by_pieces(Divider::by(pieces)), by_strips(Divider::by(strips)),
-        by_group_width(Divider::by(group_width)) {
+      : x(norm.x), by_pieces(Divider::by(plan.pieces)), by_strips(Divider::by(plan.strips)), lanes(plan.lanes),
+        log_lanes(plan.log_lanes), width(plan.width), by_group_width(Divider::by(norm.channels / norm.num_groups)),
+        row_sums(sums_of_row(plan)), parts(static_cast<float2*>(norm.workspace)), p(plan), n(norm) {
+    step = kColumnThreads / lanes * n.channels;
+    piece_step = p.piece_rows * n.channels;
+    batch_step = n.rows * n.channels;
+    pieces = static_cast<int>(p.pieces);
+    strips = static_cast<int>(p.strips);
+    last_width = static_cast<int>(n.channels - (p.strips - 1) * p.width);
+    piece_rows = static_cast<int>(p.piece_rows);
+    last_rows = static_cast<int>(n.rows - (p.pieces - 1) * p.piece_rows);
+    group_width = static_cast<int>(n.channels / n.num_groups);
     finals = parts + p.items / pieces * p.groups * pieces;
   }
-  __device__ int side() const { return kColumnThreads >> p.log_lanes; }
+  __device__ int log_side() const { return kLogColumnThreads - log_lanes; }  // of the rows that a block has side by side
+  __device__ int width_of(int strip) const { return strip == strips - 1 ? last_width : width; }
 };
 
 __device__ inline int thread() { return static_cast<int>(threadIdx.x); }
 
-// Where a thread works in any piece: V channels from `channel` of the strip on, in rows row, row + side, ... The first
-// channel is number `within` of the strip's group `group`.
+// Where a thread works in any piece: V channels from `channel` of the strip on, in rows row, row + side, ...
 template <int V>
 struct Column {
-  int lane, row, channel, group, within;
+  int lane, row, channel;
+  int64_t offset;
   __device__ explicit Column(const ColumnArgs& a)
-      : lane(thread() & (a.p.lanes - 1)), row(thread() >> a.p.log_lanes), channel(lane * V),
-        group(a.by_group_width.quotient(channel)), within(channel - group * a.group_width) {}
-  // visit(j, the group of the j-th channel).
-  template <class Visit>
-  __device__ void by_channel(const ColumnArgs& a, Visit visit) const {
-    int at = group, next = within;
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      visit(j, min(at, a.p.groups - 1));  // past the last: of no use
-      if (++next == a.group_width) {
-        next = 0;
-        ++at;
-      }
-    }
-  }
+      : lane(thread() & (a.lanes - 1)), row(thread() >> a.log_lanes), channel(lane * V),
+        offset(row * a.n.channels + channel) {}
 };
+
+// How many of rows first, ..., first + many - 1 and those side, 2 side, ... after them are among `rows`.
+__device__ inline int rows_of(const ColumnArgs& a, int rows, int first, int many) {
+  const int log_side = a.log_side(), rest = (rows & ((1 << log_side) - 1)) - first;
+  return (rows >> log_side) * many + min(max(rest, 0), many);
+}
 
 // A piece of `rows` rows, and the thread's `count` vectors of it, the first at `offset`.
 struct Piece {
   int batch, strip, piece, rows, count;
-  int64_t channel, offset;
+  int64_t offset;
   template <int V>
   __device__ Piece(const ColumnArgs& a, const Column<V>& at, int batch_, int strip_, int piece_)
-      : batch(batch_), strip(strip_), piece(piece_), channel(static_cast<int64_t>(strip) * a.p.width + at.channel) {
-    const int64_t first = piece * a.p.piece_rows;
-    rows = static_cast<int>(min(a.n.rows - first, a.p.piece_rows));
-    count = at.channel < a.p.width && channel < a.n.channels ? rows_of(a, at.row, 1) : 0;
-    offset = (batch * a.n.rows + first + at.row) * a.n.channels + channel;
-  }
+      : batch(batch_), strip(strip_), piece(piece_), rows(piece == a.pieces - 1 ? a.last_rows : a.piece_rows),
+        count(at.channel < a.width_of(strip) ? rows_of(a, rows, at.row, 1) : 0),
+        offset(at.offset + batch * a.batch_step + piece * a.piece_step + static_cast<int64_t>(strip) * a.width) {}
   // Number `item` of all, the pieces of a slab one after the other.
   template <int V>
   __device__ static Piece of_slab(const ColumnArgs& a, const Column<V>& at, int item) {
@@ -96,14 +100,24 @@ struct Piece {
     return {a, at, batch, item - row * a.strips, row - batch * a.pieces};
   }
   __device__ int64_t slab(const ColumnArgs& a) const { return static_cast<int64_t>(batch) * a.strips + strip; }
-  // How many of rows first, ..., first + many - 1 and those side, 2 side, ... after them are in the piece.
-  __device__ int rows_of(const ColumnArgs& a, int first, int many) const {
-    const int rest = (rows & (a.side() - 1)) - first;
-    return (rows >> (kLogColumnThreads - a.p.log_lanes)) * many + min(max(rest, 0), many);
-  }
   // Groups of the slab: of the last strip fewer.
-  __device__ int groups(const ColumnArgs& a) const {
-    return static_cast<int>(min(a.n.num_groups - static_cast<int64_t>(strip) * a.p.groups, static_cast<int64_t>(a.p.groups)));
+  __device__ int groups(const ColumnArgs& a) const { return a.by_group_width.quotient(a.width_of(strip)); }
+};
+
+// How many values there are, in a piece of so many rows, of a group: those a thread holds of one part, those that a row
+// of the block's statistics has of one part, all. The same for all full pieces.
+struct Sizes {
+  int rows;
+  float own, own_reciprocal, row, row_reciprocal, all_reciprocal;
+  static __device__ float reciprocal(float n) { return n > 0.f ? __frcp_rn(n) : 0.f; }
+  template <int V>
+  __device__ Sizes(const ColumnArgs& a, const Column<V>& at, int rows_) : rows(rows_) {
+    const int each = V >> a.p.log_parts, many = a.lanes < 32 ? 32 >> a.log_lanes : 1;
+    own = static_cast<float>(rows_of(a, rows, at.row, 1) * each);
+    own_reciprocal = reciprocal(own);
+    row = static_cast<float>(rows_of(a, rows, at.row & -many, many) * each);
+    row_reciprocal = reciprocal(row);
+    all_reciprocal = reciprocal(static_cast<float>(rows * a.group_width));
   }
 };
 
@@ -121,13 +135,11 @@ __device__ inline float sum_of_part(const float (&v)[V], int p) {
 // Mean and sum of squared differences of what the thread holds: vector(i) for i < count. The second pass also sums the
 // differences, which tells what the first mean's rounding left; all alike have exactly their mean, and no squares.
 template <int Parts, int V, class Vector>
-__device__ inline void thread_moments(int count, Vector vector, float (&mean)[Parts], float (&m2)[Parts]) {
-  const float size = static_cast<float>(count * (V / Parts));
-  const Divisor n{size, count > 0 ? __frcp_rn(size) : 0.f};
+__device__ inline void thread_moments(int count, const Sizes& sizes, Vector vector, float (&mean)[Parts], float (&m2)[Parts]) {
+  const Divisor n{sizes.own, sizes.own_reciprocal};
   float sums[V] = {}, squares[V] = {};
-#pragma unroll
-  for (int i = 0; i < kColumnSlots; ++i) {
-    if (i >= count) break;
+#pragma unroll 2
+  for (int i = 0; i < count; ++i) {
     const auto x = vector(i);
 #pragma unroll
     for (int j = 0; j < V; ++j) sums[j] = __fadd_rn(sums[j], to_float(x.v[j]));
@@ -136,9 +148,8 @@ __device__ inline void thread_moments(int count, Vector vector, float (&mean)[Pa
   for (int p = 0; p < Parts; ++p) mean[p] = __fmul_rn(sum_of_part<Parts>(sums, p), n.reciprocal);
 #pragma unroll
   for (int j = 0; j < V; ++j) sums[j] = 0.f;
-#pragma unroll
-  for (int i = 0; i < kColumnSlots; ++i) {
-    if (i >= count) break;
+#pragma unroll 2
+  for (int i = 0; i < count; ++i) {
     const auto x = vector(i);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
@@ -156,15 +167,14 @@ __device__ inline void thread_moments(int count, Vector vector, float (&mean)[Pa
   }
 }
 
-// Unites those of a warp's rows, of `own` values a thread, `all` in all: every row's lanes hold the result.
+// Unites those of a warp's rows; every row's lanes hold the result.
 template <int Parts>
-__device__ inline void unite_rows(int lanes, float own, float all, float (&mean)[Parts], float (&m2)[Parts]) {
-  const float reciprocal = all > 0.f ? __frcp_rn(all) : 0.f;
+__device__ inline void unite_rows(int lanes, const Sizes& sizes, float (&mean)[Parts], float (&m2)[Parts]) {
   float pivot[Parts], sum[Parts];
 #pragma unroll
   for (int p = 0; p < Parts; ++p) {
     pivot[p] = __shfl_sync(kWholeWarp, mean[p], thread() & (lanes - 1));
-    sum[p] = __fmul_rn(own, __fsub_rn(mean[p], pivot[p]));
+    sum[p] = __fmul_rn(sizes.own, __fsub_rn(mean[p], pivot[p]));
   }
   for (int mask = lanes; mask < 32; mask *= 2) {
 #pragma unroll
@@ -172,9 +182,9 @@ __device__ inline void unite_rows(int lanes, float own, float all, float (&mean)
   }
 #pragma unroll
   for (int p = 0; p < Parts; ++p) {
-    const float shift = __fmul_rn(sum[p], reciprocal), d = __fsub_rn(__fsub_rn(mean[p], pivot[p]), shift);
+    const float shift = __fmul_rn(sum[p], sizes.row_reciprocal), d = __fsub_rn(__fsub_rn(mean[p], pivot[p]), shift);
     mean[p] = __fadd_rn(pivot[p], shift);
-    m2[p] = fmaf(__fmul_rn(own, d), d, m2[p]);
+    m2[p] = fmaf(__fmul_rn(sizes.own, d), d, m2[p]);
   }
   for (int mask = lanes; mask < 32; mask *= 2) {
 #pragma unroll
@@ -184,21 +194,25 @@ __device__ inline void unite_rows(int lanes, float own, float all, float (&mean)
 
 // Statistics of what the thread and its warp's other rows hold of a piece, into the block's rows of them.
 template <int Parts, int V, class Vector>
-__device__ inline void hand_on(const ColumnArgs& a, const Column<V>& at, const Piece& piece, Vector vector, float2* sums) {
-  const int lanes = a.p.lanes;
+__device__ inline void hand_on(const ColumnArgs& a, const Column<V>& at, int count, const Sizes& sizes, Vector vector,
+                               float2* sums) {
   float mean[Parts], m2[Parts];
-  thread_moments<Parts, V>(piece.count, vector, mean, m2);
+  thread_moments<Parts, V>(count, sizes, vector, mean, m2);
   int row = at.row;
-  if (lanes < 32) {
-    constexpr float each = V / Parts;
-    const int many = 32 >> a.p.log_lanes;
+  if (a.lanes < 32) {
+    unite_rows(a.lanes, sizes, mean, m2);
     row = thread() / 32;
-    unite_rows(lanes, each * piece.count, each * piece.rows_of(a, row * many, many), mean, m2);
-    if (thread() % 32 >= lanes) return;
+    if (thread() % 32 >= a.lanes) return;
   }
-  sums += row * Parts * (lanes + 1) + at.lane;
+  sums += row * a.row_sums + at.lane * Parts;
+  if constexpr (Parts == 1) {
+    *sums = {mean[0], m2[0]};
+  } else {
 #pragma unroll
-  for (int p = 0; p < Parts; ++p) sums[p * (lanes + 1)] = {mean[p], m2[p]};
+    for (int p = 0; p < Parts; p += 2) {
+      *reinterpret_cast<float4*>(sums + p) = {mean[p], m2[p], mean[p + 1], m2[p + 1]};
+    }
+  }
 }
 
 // Calls run(Parts) with a.p.parts as a constant. BatchNorm's groups are channels.
@@ -222,80 +236,92 @@ __device__ inline float run_sum(float v, int lanes) {
   return v;
 }
 
-// Unites statistics (mean, squares) of n values, by a run of lanes, each of which holds the result; the warp calls.
-// each(visit) calls visit(size, statistics) for those of the calling lane. Means relative to one of them, the pivot, which
-// rounds less where they are large.
+// Unites statistics (mean, squares) by a run of lanes, each of which holds the result; the warp calls. each(visit) calls
+// visit(size, statistics) for those of the calling lane; reciprocal: of all sizes. Means relative to one of them, the
+// pivot, which rounds less where they are large.
 template <class Each>
-__device__ inline Moments unite_run(int lanes, float n, float pivot, Each each) {
+__device__ inline float2 unite_run(int lanes, float reciprocal, float pivot, Each each) {
   float sum = 0.f, m2 = 0.f;
   each([&](float size, float2 one) { sum = fmaf(size, __fsub_rn(one.x, pivot), sum); });
-  const float shift = __fdiv_rn(run_sum(sum, lanes), n);
+  const float shift = __fmul_rn(run_sum(sum, lanes), reciprocal);
   each([&](float size, float2 one) {
     const float d = __fsub_rn(__fsub_rn(one.x, pivot), shift);
     m2 = __fadd_rn(m2, fmaf(__fmul_rn(size, d), d, one.y));
   });
-  return {__fadd_rn(pivot, shift), run_sum(m2, lanes), n};
+  return {__fadd_rn(pivot, shift), run_sum(m2, lanes)};
 }
 
 // Statistics of the strip's groups in a piece, from the block's rows: publish(group, lane, statistics) by the lanes of a
 // run. The block calls, after a barrier; none follows.
 template <int V, class Publish>
-__device__ inline void unite_sums(const ColumnArgs& a, const Piece& piece, const float2* sums, Publish publish) {
+__device__ inline void unite_sums(const ColumnArgs& a, const Sizes& sizes, const float2* sums, Publish publish) {
   const ColumnPlan& p = a.p;
-  const int run = 1 << p.log_uniting, side = 1 << p.log_uniting_across, row_step = run >> p.log_uniting_across;
+  const int run = 1 << p.log_uniting, side = 1 << p.log_uniting_across, rows_at_once = run >> p.log_uniting_across;
   const int lane = thread() & (run - 1), first_row = lane >> p.log_uniting_across;
-  const int many = p.lanes < 32 ? 32 >> p.log_lanes : 1, each = V >> p.log_parts;
-  const float n = static_cast<float>(piece.rows * a.group_width);
+  const bool even = (sizes.rows & ((1 << a.log_side()) - 1)) == 0;  // all rows have as many values
   for (int first = 0; first < p.groups; first += kColumnThreads >> p.log_uniting) {
     if (first + ((thread() & ~31) >> p.log_uniting) >= p.groups) break;  // the warp has none
-    const int group = first + (thread() >> p.log_uniting), sum = min(group, p.groups - 1) * p.across;
-    const auto at = [&](int row, int i) {
-      return sums[(row * p.parts + (i & (p.parts - 1))) * (p.lanes + 1) + (i >> p.log_parts)];
-    };
-    const Moments united = unite_run(run, n, at(0, sum).x, [&](auto visit) {
-      for (int row = first_row; row < p.sum_rows; row += row_step) {
-        const float size = static_cast<float>(piece.rows_of(a, row * many, many) * each);
-        for (int i = lane & (side - 1); i < p.across; i += side) visit(size, at(row, sum + i));
+    const int group = first + (thread() >> p.log_uniting);
+    const float2* of_group = sums + min(group, p.groups - 1) * p.across;
+    const float2 united = unite_run(run, sizes.all_reciprocal, of_group->x, [&](auto visit) {
+      const float2* at = of_group + first_row * a.row_sums;
+      for (int row = first_row; row < p.sum_rows; row += rows_at_once, at += rows_at_once * a.row_sums) {
+        float size = sizes.row;
+        if (!even) {
+          const int many = a.lanes < 32 ? 32 >> a.log_lanes : 1;
+          size = static_cast<float>(rows_of(a, sizes.rows, row * many, many) * (V >> p.log_parts));
+        }
+#pragma unroll 1
+        for (int i = lane & (side - 1); i < p.across; i += side) visit(size, at[i]);
       }
     });
-    if (group < p.groups) publish(group, lane, float2{united.mean, united.m2});
+    if (group < p.groups) publish(group, lane, united);
   }
 }
 
-// A slab's group from the statistics of its pieces, part(p).
-template <class Part>
+// A slab's group from the statistics of its pieces, part(p). Unroll: as many are read at once.
+template <int Unroll, class Part>
 __device__ inline Moments unite_pieces(const ColumnArgs& a, Part part) {
   const int lanes = 1 << a.p.log_sharing, last = a.pieces - 1;
-  const float all = static_cast<float>(a.n.rows * a.group_width), full = static_cast<float>(a.p.piece_rows * a.group_width);
-  const float rest = static_cast<float>((a.n.rows - last * a.p.piece_rows) * a.group_width);
-  return unite_run(lanes, all, part(0).x, [&](auto visit) {
-#pragma unroll 16
+  const float all = static_cast<float>(a.n.rows * a.group_width), full = static_cast<float>(a.piece_rows * a.group_width);
+  const float rest = static_cast<float>(a.last_rows * a.group_width);
+  const float2 united = unite_run(lanes, Sizes::reciprocal(all), part(0).x, [&](auto visit) {
+#pragma unroll Unroll
     for (int p = thread() & (lanes - 1); p <= last; p += lanes) visit(p == last ? rest : full, part(p));
   });
+  return {united.x, united.y, all};
 }
 
+// What finish needs of a channel in training.
+struct Kept {
+  float scale, mean, var;
+  template <Source From>
+  static __device__ Kept of(const ChannelNorm& n, int64_t channel) {
+    if (From != Source::batch) return {1.f, 0.f, 0.f};
+    return {channel_value(n.scale, channel, 1.f), channel_value(n.running_mean, channel, 0.f),
+            channel_value(n.running_var, channel, 0.f)};
+  }
+};
+
 // Statistics of a scaled column from those of the column: u = s z has mean s mu and variance s^2 var.
-__device__ inline void update_running(const ChannelNorm& n, int64_t channel, const Moments& column, float scale) {
-  const float momentum = static_cast<float>(n.momentum);
+__device__ inline void update_running(const ChannelNorm& n, int64_t channel, const Moments& column, const Kept& kept) {
+  const float momentum = static_cast<float>(n.momentum), scale = kept.scale;
   if (n.running_mean.data != nullptr) {
-    const float old = channel_value(n.running_mean, channel, 0.f);
-    set_channel_value(n.running_mean, channel, (1.f - momentum) * old + momentum * (scale * column.mean));
+    set_channel_value(n.running_mean, channel, (1.f - momentum) * kept.mean + momentum * (scale * column.mean));
   }
   if (n.running_var.data != nullptr) {
     const float unbiased = scale * scale * __fdiv_rn(column.m2, static_cast<float>(n.rows - 1));
-    const float old = channel_value(n.running_var, channel, 0.f);
-    set_channel_value(n.running_var, channel, (1.f - momentum) * old + momentum * unbiased);
+    set_channel_value(n.running_var, channel, (1.f - momentum) * kept.var + momentum * unbiased);
   }
 }
 
 // mean and rstd of group `index` (batch: of a channel) of all; `save`: the one thread that writes them down.
 template <Source From>
-__device__ inline float2 finish(const ChannelNorm& n, int64_t index, const Moments& group, bool save) {
-  const float scale = From == Source::batch ? channel_value(n.scale, index, 1.f) : 1.f;
-  const float var = __fmul_rn(__fmul_rn(scale, scale), __fdiv_rn(group.m2, group.n));
+__device__ inline float2 finish(const ChannelNorm& n, int64_t index, const Moments& group, const Kept& kept, bool save) {
+  const float var = __fmul_rn(__fmul_rn(kept.scale, kept.scale), __fdiv_rn(group.m2, group.n));
   const float rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(var, static_cast<float>(n.eps))));  // rsqrtf: 2 ulp
   if (save) {
-    if (From == Source::batch) update_running(n, index, group, scale);
+    if (From == Source::batch) update_running(n, index, group, kept);
     if (n.mean != nullptr) n.mean[index] = group.mean;
     if (n.rstd != nullptr) n.rstd[index] = rstd;
   }
@@ -303,72 +329,96 @@ __device__ inline float2 finish(const ChannelNorm& n, int64_t index, const Momen
 }
 
 // Mean and rstd of the slab's groups from `first` on, `stride` apart in runs of as many as the block can take at once,
-// into `values`; the block calls. part(i): i = group * pieces + piece. `save`: this is the one place that writes them down.
-template <Source From, class Part>
-__device__ inline void finish_groups(const ColumnArgs& a, const Piece& at, int first, int stride, Part part,
+// into `values`; the block calls. part(i): i = group * pieces + piece, there when wait() has returned. `save`: this is the
+// one place that writes them down.
+template <Source From, int Unroll, class Wait, class Part>
+__device__ inline void finish_groups(const ColumnArgs& a, const Piece& at, int first, int stride, Wait wait, Part part,
                                      float2* values, bool save) {
   const int64_t index = at.batch * a.n.num_groups + static_cast<int64_t>(at.strip) * a.p.groups;
   const int groups = at.groups(a);
   for (int run = first; run < groups; run += stride) {
-    const int group = run + (thread() >> a.p.log_sharing), read = min(group, groups - 1) * a.pieces;
-    const Moments united = unite_pieces(a, [&](int p) { return part(read + p); });
-    if (group < groups && (thread() & ((1 << a.p.log_sharing) - 1)) == 0) values[group] = finish<From>(a.n, index + group, united, save);
+    const int group = min(run + (thread() >> a.p.log_sharing), groups - 1), read = group * a.pieces;
+    const Kept kept = Kept::of<From>(a.n, index + group);
+    wait();
+    const Moments united = unite_pieces<Unroll>(a, [&](int p) { return part(read + p); });
+    const bool mine = run + (thread() >> a.p.log_sharing) < groups && (thread() & ((1 << a.p.log_sharing) - 1)) == 0;
+    if (mine) values[group] = finish<From>(a.n, index + group, united, kept, save);
   }
-}
-
-// Those values of the slab at `finals` that other blocks have left there, into shared memory; a barrier follows.
-__device__ inline void fetch_values(const ColumnArgs& a, const float2* finals, float2* values) {
-  for (int group = thread(); group < a.p.groups; group += kColumnThreads) values[group] = __ldcg(finals + group);
-  __syncthreads();
 }
 
 // --- apply -------------------------------------------------------------------------------------------------------
 
-// y = (x scale - mean) gain + bias of V channels. In training the scale is part of the gain, and `scale` what rounding
-// their product cut off.
-template <class T, int V, Source From>
-struct ChannelAffine {
-  float scale[V], mean[V], gain[V], bias[V];
+// Per channel of the block's strip, in shared memory: what y = (x scale - mean) gain + bias needs. In training the scale
+// is part of the gain.
+template <Source From, int V>
+struct Parameters {
+  static constexpr int kFetched = From == Source::group ? 2 : From == Source::batch ? 3 : 5;
+  static constexpr int kArrays = kFetched < 3 ? 3 : kFetched;
+  static constexpr int kLogV = log_of(V);
+  float* arrays;
+  int log_across, across;  // elements of one
+  __device__ Parameters(const ColumnArgs& a, void* shared)
+      : arrays(static_cast<float*>(shared)), log_across(max(a.log_lanes + kLogV, 2)), across(1 << log_across) {}
+  __device__ float* gain() const { return arrays; }              // at first the weight
+  __device__ float* bias() const { return arrays + across; }
+  __device__ float* mean() const { return arrays + 2 * across; }  // batch: at first the scale
+  __device__ float* scale() const { return arrays + 3 * across; }
+  __device__ float* var() const { return arrays + 4 * across; }
 
-  // Parameters that are there before the statistics are; of channels past the last: none.
-  __device__ void fetch(const ColumnArgs& a, const Piece& at) {
-    const int64_t c = at.channel;
-    const bool inside = at.count > 0;
-    float by[V];
-    channel_values(a.n.weight, c, inside, 1.f, gain);
-    channel_values(a.n.bias, c, inside, 0.f, bias);
-    if (From != Source::group) channel_values(a.n.scale, c, inside, 1.f, by);
-    if (From == Source::running) {
-      float var[V];
-      channel_values(a.n.running_mean, c, inside, 0.f, mean);
-      channel_values(a.n.running_var, c, inside, 1.f, var);
-#pragma unroll
-      for (int j = 0; j < V; ++j) gain[j] *= rsqrtf(var[j] + static_cast<float>(a.n.eps));
+  // What there is before the statistics are. A value a thread, so that a block waits for memory once; set needs a barrier.
+  __device__ void fetch(const ColumnArgs& a, int strip) const {
+    const ChannelNorm& n = a.n;
+    for (int i = thread(); i < kFetched * across; i += kColumnThreads) {
+      const int array = i >> log_across, c = i & (across - 1);
+      const bool running = From == Source::running;
+      const ChannelVector from = array == 0   ? n.weight
+                                 : array == 1 ? n.bias
+                                 : array == 2 ? (running ? n.running_mean : n.scale)
+                                 : array == 3 ? n.scale
+                                              : n.running_var;
+      const float absent = array == 1 || (running && array == 2) ? 0.f : 1.f;
+      if (c < a.width_of(strip)) arrays[i] = channel_value(from, static_cast<int64_t>(strip) * a.width + c, absent);
     }
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      scale[j] = From == Source::running ? by[j] : 0.f;
-      if (From == Source::batch) {
-        const float product = __fmul_rn(gain[j], by[j]);
-        scale[j] = fmaf(gain[j], by[j], -product);
-        gain[j] = product;
+  }
+  // values: mean and rstd of the strip's groups. A barrier must follow.
+  __device__ void set(const ColumnArgs& a, int strip, const float2* values) const {
+    for (int c = thread(); c < a.width_of(strip); c += kColumnThreads) {
+      const float weight = gain()[c];
+      if constexpr (From == Source::running) {
+        gain()[c] = weight * rsqrtf(var()[c] + static_cast<float>(a.n.eps));
+      } else {
+        const float2 value = values[a.by_group_width.quotient(c)];
+        if constexpr (From == Source::group) {
+          gain()[c] = __fmul_rn(weight, value.y);
+        } else {
+          const float scale = mean()[c], product = __fmul_rn(weight, scale);
+          const float rest = __fmul_rn(fmaf(weight, scale, -product), value.y);  // what rounding the product cut off
+          gain()[c] = fmaf(product, value.y, rest);
+        }
+        mean()[c] = value.x;
       }
     }
   }
-  // values: mean and rstd of the strip's groups, in shared memory.
-  __device__ void set(const ColumnArgs& a, const Column<V>& at, const float2* values) {
-    at.by_channel(a, [&](int j, int group) {
-      const float2 value = values[group];
-      mean[j] = value.x;
-      gain[j] = fmaf(gain[j], value.y, From == Source::batch ? __fmul_rn(scale[j], value.y) : 0.f);
-    });
+};
+
+// The parameters of a thread's V channels.
+template <class T, int V, Source From>
+struct ChannelAffine {
+  Floats<V> scale, mean, gain, bias;
+  __device__ ChannelAffine(const Parameters<From, V>& parameters, int channel) {
+    const auto of = [&](const float* array) { return *reinterpret_cast<const Floats<V>*>(array + channel); };
+    mean = of(parameters.mean());
+    gain = of(parameters.gain());
+    bias = of(parameters.bias());
+    if (From == Source::running) scale = of(parameters.scale());
   }
   __device__ void apply(const ColumnArgs& a, const Pack<T, V>& x, T* y) const {
     float out[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const float value = to_float(x.v[j]);
-      out[j] = fmaf(From == Source::running ? fmaf(value, scale[j], -mean[j]) : __fsub_rn(value, mean[j]), gain[j], bias[j]);
+      const float value = to_float(x.v[j]), m = mean.v[j];
+      const float centred = From == Source::running ? fmaf(value, scale.v[j], -m) : __fsub_rn(value, m);
+      out[j] = fmaf(centred, gain.v[j], bias.v[j]);
     }
     const Pack<T, V> pack = Pack<T, V>::of(out);
     (From == Source::group ? activated(pack, a.n.activation) : pack).store(y);

@@ -43,10 +43,9 @@ __device__ inline void follow_predecessor() {
 // A thread's vectors of a piece into its own room in shared memory, without waiting: vector i at stage[i * kColumnThreads].
 template <class T, int V>
 __device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<T, V>* stage) {
-  const T* x = static_cast<const T*>(a.n.x) + piece.offset;
-#pragma unroll
-  for (int i = 0; i < kColumnSlots; ++i, x += a.step) {
-    if (i >= piece.count) break;
+  const T* x = static_cast<const T*>(a.x) + piece.offset;
+#pragma unroll 2
+  for (int i = 0; i < piece.count; ++i, x += a.step) {
     Pack<T, V>* to = stage + i * kColumnThreads;
     if constexpr (sizeof(Pack<T, V>) == 16) {
       const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -59,32 +58,32 @@ __device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<
 
 // Statistics of the piece that is on its way to `stage`, into the block's rows of them.
 template <class T, int V, Source From>
-__device__ inline void hand_on_piece(const ColumnArgs& a, const Column<V>& at, const Piece& piece, const Pack<T, V>* stage,
-                                     float2* sums) {
+__device__ inline void hand_on_piece(const ColumnArgs& a, const Column<V>& at, int count, const Sizes& sizes,
+                                     const Pack<T, V>* stage, float2* sums) {
   asm volatile("cp.async.wait_all;" ::: "memory");
   const auto vector = [&](int i) { return stage[i * kColumnThreads]; };
-  with_parts<V, From>(a, [&](auto n) { hand_on<decltype(n)::value>(a, at, piece, vector, sums); });
+  with_parts<V, From>(a, [&](auto n) { hand_on<decltype(n)::value>(a, at, count, sizes, vector, sums); });
 }
 
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
   const int pieces = args.pieces;
-  float2* sums = reinterpret_cast<float2*>(shared + args.p.slots * kColumnThreads * sizeof(Pack<T, V>));
-  float2* parts = sums + args.sums;                 // (groups, pieces), of the slab
-  float2* values = parts + args.p.groups * pieces;  // (groups)
   Pack<T, V>* stage = reinterpret_cast<Pack<T, V>*>(shared) + thread();
+  const Parameters<From, V> parameters(args, shared + args.p.slots * kColumnThreads * sizeof(Pack<T, V>));
+  float2* sums = reinterpret_cast<float2*>(parameters.arrays + parameters.kArrays * parameters.across);
+  float2* parts = sums + args.p.sum_rows * args.row_sums;  // (groups, pieces), of the slab
+  float2* values = parts + args.p.groups * pieces;         // (groups)
   const Column<V> column(args);
   const Piece at = Piece::of_slab(args, column, static_cast<int>(blockIdx.x));
   load_async(args, at, stage);
   cluster_arrive(pieces);
-  ChannelAffine<T, V, From> affine;
-  if (From == Source::group) affine.fetch(args, at);
-  hand_on_piece<T, V, From>(args, column, at, stage, sums);
-  if (From == Source::batch) affine.fetch(args, at);  // earlier there are no registers for it
+  parameters.fetch(args, at.strip);
+  const Sizes sizes(args, column, at.rows);
+  hand_on_piece<T, V, From>(args, column, at.count, sizes, stage, sums);
   __syncthreads();
   cluster_wait(pieces);  // every block of the cluster runs: its shared memory is there
-  unite_sums<V>(args, at, sums, [&](int group, int lane, float2 moments) {
+  unite_sums<V>(args, sizes, sums, [&](int group, int lane, float2 moments) {
     float2* part = parts + group * pieces + at.piece;
 #if __CUDA_ARCH__ >= 900
     for (int rank = lane; rank < pieces; rank += 1 << args.p.log_uniting) {
@@ -97,9 +96,12 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   cluster_arrive(pieces);
   cluster_wait(pieces);
   if (pieces == 1) __syncthreads();
-  finish_groups<From>(args, at, 0, kColumnThreads >> args.p.log_sharing, [&](int i) { return parts[i]; }, values, at.piece == 0);
+  const int at_once = kColumnThreads >> args.p.log_sharing;
+  finish_groups<From, 1>(args, at, 0, at_once, [] {}, [&](int i) { return parts[i]; }, values, at.piece == 0);
   __syncthreads();
-  affine.set(args, column, values);
+  parameters.set(args, at.strip, values);
+  __syncthreads();
+  const ChannelAffine<T, V, From> affine(parameters, column.channel);
   T* y = static_cast<T*>(args.n.y) + at.offset;
 #pragma unroll 2
   for (int i = 0; i < at.count; ++i, y += args.step) affine.apply(args, stage[i * kColumnThreads], y);
@@ -116,9 +118,11 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
   int item = static_cast<int>(blockIdx.x);
   Piece next = Piece::in_memory(args, column, item);
   load_async(args, next, stage);
+  Sizes sizes(args, column, next.rows);
   for (;;) {
     const Piece at = next;
-    hand_on_piece<T, V, From>(args, column, at, stage, sums);
+    if (at.rows != sizes.rows) sizes = Sizes(args, column, at.rows);
+    hand_on_piece<T, V, From>(args, column, at.count, sizes, stage, sums);
     const bool more = item < last;
     if (more) {
       item += stride;
@@ -127,7 +131,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
     }
     if (!more) let_successor_start();
     __syncthreads();
-    unite_sums<V>(args, at, sums, [&](int group, int lane, float2 moments) {
+    unite_sums<V>(args, sizes, sums, [&](int group, int lane, float2 moments) {
       if (lane == 0) args.parts[(at.slab(args) * args.p.groups + group) * args.pieces + at.piece] = moments;
     });
     if (!more) return;
@@ -143,19 +147,20 @@ __global__ void __launch_bounds__(kFinishThreads) column_finish(const ColumnArgs
   const int64_t first = static_cast<int64_t>(slab) * args.p.groups;
   const float2* parts = args.parts + first * args.pieces;
   let_successor_start();
-  follow_predecessor();
-  finish_groups<From>(args, at, static_cast<int>(blockIdx.y) * at_once, args.p.groups, [&](int i) { return parts[i]; },
-                      args.finals + first, true);
+  finish_groups<From, 16>(args, at, static_cast<int>(blockIdx.y) * at_once, args.p.groups, follow_predecessor,
+                          [&](int i) { return parts[i]; }, args.finals + first, true);
 }
 
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(const ColumnArgs args) {
-  // Backwards: what column_partial read last is still in the L2.
+  extern __shared__ __align__(16) char shared[];
+  const Parameters<From, V> parameters(args, shared);
   const Column<V> column(args);
+  // Backwards: what column_partial read last is still in the L2.
   const Piece at = Piece::in_memory(args, column, static_cast<int>(gridDim.x - 1 - blockIdx.x));
-  const T* x = static_cast<const T*>(args.n.x) + at.offset;
+  const T* x = static_cast<const T*>(args.x) + at.offset;
   T* y = static_cast<T*>(args.n.y) + at.offset;
-  constexpr int at_once = From == Source::running ? 2 : 4;
+  constexpr int at_once = 4;
   Pack<T, V> packs[at_once];
   int left = at.count;
   const auto load_some = [&] {
@@ -165,18 +170,13 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
     }
     x += at_once * args.step;
   };
-  ChannelAffine<T, V, From> affine;
-  affine.fetch(args, at);
-  constexpr bool early = From != Source::batch || V < 8;  // while there are registers for it
-  if (early) load_some();
+  load_some();
+  parameters.fetch(args, at.strip);
+  __syncthreads();
   follow_predecessor();
-  if constexpr (From != Source::running) {
-    extern __shared__ __align__(16) char shared[];
-    float2* values = reinterpret_cast<float2*>(shared);
-    fetch_values(args, args.finals + at.slab(args) * args.p.groups, values);
-    affine.set(args, column, values);
-  }
-  if (!early) load_some();
+  parameters.set(args, at.strip, args.finals + at.slab(args) * args.p.groups);
+  __syncthreads();
+  const ChannelAffine<T, V, From> affine(parameters, column.channel);
   for (;;) {
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
@@ -192,10 +192,10 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
 
 // --- launch ------------------------------------------------------------------------------------------------------
 
-// The launch of a kernel that calls follow_predecessor.
-template <class Args>
-cudaError_t launch_after(void (*kernel)(Args), const Args& args, bool early, dim3 grid, int threads, int shared,
-                         cudaStream_t stream) {
+// The launch of a kernel that calls follow_predecessor; early: it need not end before.
+template <auto kernel>
+cudaError_t launch_after(const ColumnArgs& args, bool early, dim3 grid, int threads, int shared, cudaStream_t stream) {
+  if (const cudaError_t error = allow_shared<kernel>(shared); error != cudaSuccess) return error;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -211,16 +211,22 @@ cudaError_t launch_after(void (*kernel)(Args), const Args& args, bool early, dim
 
 inline dim3 grid_of(int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); }
 
+// The statistics, where there are any, are on their way.
+template <class T, int V, Source From>
+cudaError_t launch_apply(const ColumnArgs& a, bool early, cudaStream_t stream) {
+  const int shared = parameter_bytes(a.p, Parameters<From, V>::kArrays);
+  return launch_after<column_apply<T, V, From>>(a, early, grid_of(a.p.items), kColumnThreads, shared, stream);
+}
+
 template <class T, int V, Source From>
 cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
   if (const cudaError_t error = allow_shared<column_partial<T, V, From>>(a.p.shared); error != cudaSuccess) return error;
   column_partial<T, V, From><<<grid_of(a.p.grid), kColumnThreads, a.p.shared, stream>>>(a);
   const int64_t runs = ceil_div(a.p.groups, kFinishThreads >> a.p.log_sharing);
   const dim3 slabs(static_cast<unsigned>(a.p.items / a.p.pieces), static_cast<unsigned>(runs));
-  const cudaError_t error = launch_after(column_finish<From>, a, a.p.early, slabs, kFinishThreads, 0, stream);
+  const cudaError_t error = launch_after<column_finish<From>>(a, a.p.early, slabs, kFinishThreads, 0, stream);
   if (error != cudaSuccess) return error;
-  const int values = a.p.groups * static_cast<int>(sizeof(float2));
-  return launch_after(column_apply<T, V, From>, a, a.p.early, grid_of(a.p.items), kColumnThreads, values, stream);
+  return launch_apply<T, V, From>(a, a.p.early, stream);
 }
 
 template <class T, int V, Source From>

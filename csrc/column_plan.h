@@ -58,7 +58,7 @@ inline int64_t power_of_two_from(int64_t n) {
   return p;
 }
 
-inline int log_of(int64_t power_of_two) { return power_of_two > 1 ? 1 + log_of(power_of_two / 2) : 0; }
+constexpr int log_of(int64_t power_of_two) { return power_of_two > 1 ? 1 + log_of(power_of_two / 2) : 0; }
 
 inline int common_divisor(int64_t a, int64_t b) { return static_cast<int>(b == 0 ? a : common_divisor(b, a % b)); }
 
@@ -114,15 +114,26 @@ inline bool cut_for_statistics(int64_t rows, int64_t channels, int64_t num_group
   return cut_columns(rows, channels, num_groups, itemsize, kColumnStripBytes, p);
 }
 
-// Room for a row of statistics (two floats each): an odd one after each part, so that neither rows nor parts share banks.
-inline int sums_of_row(const ColumnPlan& p) { return p.parts * (p.lanes + 1); }
+// Room for a row of statistics (two floats each): more than there are, so that not all rows start in the same bank.
+inline int sums_of_row(const ColumnPlan& p) { return p.parts * p.lanes + (p.parts == 1 ? 1 : 2); }
 
 // Statistics that the threads of a block hand on.
 inline int block_sums(const ColumnPlan& p) { return p.sum_rows * sums_of_row(p); }
 
-// Bytes of shared memory: a piece, those statistics and, in block and cluster, what blocks exchange a group.
-inline int64_t column_shared(const ColumnPlan& p, int itemsize, int64_t exchanged) {
-  return static_cast<int64_t>(p.slots) * kColumnThreads * p.vec * itemsize + (block_sums(p) + p.groups * exchanged) * 8;
+// Bytes of shared memory: a piece and those statistics (split).
+inline int64_t column_shared(const ColumnPlan& p, int itemsize) {
+  return static_cast<int64_t>(p.slots) * kColumnThreads * p.vec * itemsize + block_sums(p) * 8;
+}
+
+// Bytes of `arrays` parameters of a strip's channels.
+inline int parameter_bytes(const ColumnPlan& p, int arrays) {
+  const int across = p.lanes * p.vec;
+  return arrays * (across < 4 ? 4 : across) * 4;
+}
+
+// Also three parameters a channel and what blocks exchange a group (block, cluster).
+inline int64_t resident_shared(const ColumnPlan& p, int itemsize) {
+  return column_shared(p, itemsize) + parameter_bytes(p, 3) + p.groups * (1 + p.pieces) * 8;
 }
 
 // The plan for statistics and apply; `regime` other than automatic asks for that one. Returns false when such columns
@@ -133,7 +144,7 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
   if (!cut_for_statistics(rows, channels, num_groups, itemsize, &p)) return false;
   const int64_t slabs = batch * p.strips;
   p.items = slabs * p.pieces;
-  const int64_t resident = column_shared(p, itemsize, 1 + p.pieces), passing = column_shared(p, itemsize, 0);
+  const int64_t resident = resident_shared(p, itemsize), passing = column_shared(p, itemsize);
   const bool fits_block = p.pieces == 1 && resident <= gpu.shared;
   const bool fits_cluster = gpu.clusters && p.pieces <= kMaxCluster && resident <= gpu.shared;
   p.regime = regime != Regime::automatic ? regime
