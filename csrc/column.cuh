@@ -33,9 +33,13 @@ struct ColumnArgs {
   int64_t step, piece_step, batch_step;  // elements to a thread's next vector, the next piece, the next batch entry
   Divider by_pieces, by_strips;
   int pieces, strips, lanes, log_lanes, width, last_width, piece_rows, last_rows;
+  int side, log_side;    // rows that a block has side by side
+  int many, each;        // of them in a row of statistics that threads hand on; channels of a part
+  int row_sums;          // room for such a row
+  int run, run_across, run_step;  // of lanes that unite_sums has for a group; elements to their next rows
   Divider by_group_width;
   int group_width;
-  int row_sums;    // room for a row of the statistics that threads hand on
+  float all_reciprocal, full, rest;  // values of a group in all (1 / n), in a full piece, in the last one
   float2* parts;   // (slab, group of the strip, piece): mean and sum of squared differences from it
   float2* finals;  // (slab, group of the strip): mean, rstd
   ColumnPlan p;
@@ -53,14 +57,36 @@ struct ColumnArgs {
     last_width = static_cast<int>(n.channels - (p.strips - 1) * p.width);
     piece_rows = static_cast<int>(p.piece_rows);
     last_rows = static_cast<int>(n.rows - (p.pieces - 1) * p.piece_rows);
+    side = kColumnThreads / lanes;
+    log_side = kLogColumnThreads - log_lanes;
+    many = lanes < 32 ? 32 / lanes : 1;
+    each = p.vec / p.parts;
+    run = 1 << p.log_uniting;
+    run_across = 1 << p.log_uniting_across;
+    run_step = run / run_across * row_sums;
     group_width = static_cast<int>(n.channels / n.num_groups);
+    all_reciprocal = 1.f / static_cast<float>(n.rows * group_width);
+    full = static_cast<float>(p.piece_rows * group_width);
+    rest = static_cast<float>(static_cast<int64_t>(last_rows) * group_width);
     finals = parts + p.items / pieces * p.groups * pieces;
   }
-  __device__ int log_side() const { return kLogColumnThreads - log_lanes; }  // of the rows that a block has side by side
   __device__ int width_of(int strip) const { return strip == strips - 1 ? last_width : width; }
 };
 
 __device__ inline int thread() { return static_cast<int>(threadIdx.x); }
+
+// Reads every line of a kernel's arguments, which are not in the caches of constants when it starts, so that the misses
+// overlap. The block calls.
+template <class Args>
+__device__ inline void touch(const Args& args) {
+  constexpr int line = 64 / sizeof(int), words = sizeof(Args) / sizeof(int);
+  int sum = 0;
+  for (int i = thread() / 32 * line; i < words; i += static_cast<int>(blockDim.x) / 32 * line) {
+    sum ^= reinterpret_cast<const int*>(&args)[i];
+  }
+  // Something that looks like a use.
+  asm volatile("{ .reg .pred p; setp.eq.s32 p, %0, 1; @p nanosleep.u32 0; }" ::"r"(sum));
+}
 
 // Where a thread works in any piece: V channels from `channel` of the strip on, in rows row, row + side, ...
 template <int V>
@@ -69,13 +95,14 @@ struct Column {
   int64_t offset;
   __device__ explicit Column(const ColumnArgs& a)
       : lane(thread() & (a.lanes - 1)), row(thread() >> a.log_lanes), channel(lane * V),
-        offset(row * a.n.channels + channel) {}
+        offset(row * a.n.channels + channel) {
+    asm volatile("" : "+l"(offset));  // or the compiler would compute it anew for every piece
+  }
 };
 
 // How many of rows first, ..., first + many - 1 and those side, 2 side, ... after them are among `rows`.
 __device__ inline int rows_of(const ColumnArgs& a, int rows, int first, int many) {
-  const int log_side = a.log_side(), rest = (rows & ((1 << log_side) - 1)) - first;
-  return (rows >> log_side) * many + min(max(rest, 0), many);
+  return (rows >> a.log_side) * many + min(max((rows & (a.side - 1)) - first, 0), many);
 }
 
 // A piece of `rows` rows, and the thread's `count` vectors of it, the first at `offset`.
@@ -112,10 +139,9 @@ struct Sizes {
   static __device__ float reciprocal(float n) { return n > 0.f ? __frcp_rn(n) : 0.f; }
   template <int V>
   __device__ Sizes(const ColumnArgs& a, const Column<V>& at, int rows_) : rows(rows_) {
-    const int each = V >> a.p.log_parts, many = a.lanes < 32 ? 32 >> a.log_lanes : 1;
-    own = static_cast<float>(rows_of(a, rows, at.row, 1) * each);
+    own = static_cast<float>(rows_of(a, rows, at.row, 1) * a.each);
     own_reciprocal = reciprocal(own);
-    row = static_cast<float>(rows_of(a, rows, at.row & -many, many) * each);
+    row = static_cast<float>(rows_of(a, rows, at.row & -a.many, a.many) * a.each);
     row_reciprocal = reciprocal(row);
     all_reciprocal = reciprocal(static_cast<float>(rows * a.group_width));
   }
@@ -138,7 +164,7 @@ template <int Parts, int V, class Vector>
 __device__ inline void thread_moments(int count, const Sizes& sizes, Vector vector, float (&mean)[Parts], float (&m2)[Parts]) {
   const Divisor n{sizes.own, sizes.own_reciprocal};
   float sums[V] = {}, squares[V] = {};
-#pragma unroll 2
+#pragma unroll 4
   for (int i = 0; i < count; ++i) {
     const auto x = vector(i);
 #pragma unroll
@@ -148,7 +174,7 @@ __device__ inline void thread_moments(int count, const Sizes& sizes, Vector vect
   for (int p = 0; p < Parts; ++p) mean[p] = __fmul_rn(sum_of_part<Parts>(sums, p), n.reciprocal);
 #pragma unroll
   for (int j = 0; j < V; ++j) sums[j] = 0.f;
-#pragma unroll 2
+#pragma unroll 4
   for (int i = 0; i < count; ++i) {
     const auto x = vector(i);
 #pragma unroll
@@ -253,27 +279,29 @@ __device__ inline float2 unite_run(int lanes, float reciprocal, float pivot, Eac
 
 // Statistics of the strip's groups in a piece, from the block's rows: publish(group, lane, statistics) by the lanes of a
 // run. The block calls, after a barrier; none follows.
-template <int V, class Publish>
+template <class Publish>
 __device__ inline void unite_sums(const ColumnArgs& a, const Sizes& sizes, const float2* sums, Publish publish) {
   const ColumnPlan& p = a.p;
-  const int run = 1 << p.log_uniting, side = 1 << p.log_uniting_across, rows_at_once = run >> p.log_uniting_across;
-  const int lane = thread() & (run - 1), first_row = lane >> p.log_uniting_across;
-  const bool even = (sizes.rows & ((1 << a.log_side()) - 1)) == 0;  // all rows have as many values
+  const int lane = thread() & (a.run - 1), row = lane >> p.log_uniting_across, rows_at_once = a.run >> p.log_uniting_across;
+  const int offset = row * a.row_sums + (lane & (a.run_across - 1)), left = p.across - (lane & (a.run_across - 1));
   for (int first = 0; first < p.groups; first += kColumnThreads >> p.log_uniting) {
     if (first + ((thread() & ~31) >> p.log_uniting) >= p.groups) break;  // the warp has none
     const int group = first + (thread() >> p.log_uniting);
     const float2* of_group = sums + min(group, p.groups - 1) * p.across;
-    const float2 united = unite_run(run, sizes.all_reciprocal, of_group->x, [&](auto visit) {
-      const float2* at = of_group + first_row * a.row_sums;
-      for (int row = first_row; row < p.sum_rows; row += rows_at_once, at += rows_at_once * a.row_sums) {
-        float size = sizes.row;
-        if (!even) {
-          const int many = a.lanes < 32 ? 32 >> a.log_lanes : 1;
-          size = static_cast<float>(rows_of(a, sizes.rows, row * many, many) * (V >> p.log_parts));
-        }
+    const auto unite_group = [&](auto size_of) {
+      return unite_run(a.run, sizes.all_reciprocal, of_group->x, [&](auto visit) {
+        const float2* at = of_group + offset;
 #pragma unroll 1
-        for (int i = lane & (side - 1); i < p.across; i += side) visit(size, at[i]);
-      }
+        for (int r = row; r < p.sum_rows; r += rows_at_once, at += a.run_step) {
+          const float size = size_of(r);
+#pragma unroll 1
+          for (int i = 0; i < left; i += a.run_across) visit(size, at[i]);
+        }
+      });
+    };
+    const bool even = (sizes.rows & (a.side - 1)) == 0;  // all rows have as many values
+    const float2 united = even ? unite_group([&](int) { return sizes.row; }) : unite_group([&](int r) {
+      return static_cast<float>(rows_of(a, sizes.rows, r * a.many, a.many) * a.each);
     });
     if (group < p.groups) publish(group, lane, united);
   }
@@ -281,15 +309,12 @@ __device__ inline void unite_sums(const ColumnArgs& a, const Sizes& sizes, const
 
 // A slab's group from the statistics of its pieces, part(p). Unroll: as many are read at once.
 template <int Unroll, class Part>
-__device__ inline Moments unite_pieces(const ColumnArgs& a, Part part) {
+__device__ inline float2 unite_pieces(const ColumnArgs& a, Part part) {
   const int lanes = 1 << a.p.log_sharing, last = a.pieces - 1;
-  const float all = static_cast<float>(a.n.rows * a.group_width), full = static_cast<float>(a.piece_rows * a.group_width);
-  const float rest = static_cast<float>(a.last_rows * a.group_width);
-  const float2 united = unite_run(lanes, Sizes::reciprocal(all), part(0).x, [&](auto visit) {
+  return unite_run(lanes, a.all_reciprocal, part(0).x, [&](auto visit) {
 #pragma unroll Unroll
-    for (int p = thread() & (lanes - 1); p <= last; p += lanes) visit(p == last ? rest : full, part(p));
+    for (int p = thread() & (lanes - 1); p <= last; p += lanes) visit(p == last ? a.rest : a.full, part(p));
   });
-  return {united.x, united.y, all};
 }
 
 // What finish needs of a channel in training.
@@ -304,28 +329,29 @@ struct Kept {
 };
 
 // Statistics of a scaled column from those of the column: u = s z has mean s mu and variance s^2 var.
-__device__ inline void update_running(const ChannelNorm& n, int64_t channel, const Moments& column, const Kept& kept) {
+__device__ inline void update_running(const ChannelNorm& n, int64_t channel, float2 column, const Kept& kept) {
   const float momentum = static_cast<float>(n.momentum), scale = kept.scale;
   if (n.running_mean.data != nullptr) {
-    set_channel_value(n.running_mean, channel, (1.f - momentum) * kept.mean + momentum * (scale * column.mean));
+    set_channel_value(n.running_mean, channel, (1.f - momentum) * kept.mean + momentum * (scale * column.x));
   }
   if (n.running_var.data != nullptr) {
-    const float unbiased = scale * scale * __fdiv_rn(column.m2, static_cast<float>(n.rows - 1));
+    const float unbiased = scale * scale * __fdiv_rn(column.y, static_cast<float>(n.rows - 1));
     set_channel_value(n.running_var, channel, (1.f - momentum) * kept.var + momentum * unbiased);
   }
 }
 
 // mean and rstd of group `index` (batch: of a channel) of all; `save`: the one thread that writes them down.
 template <Source From>
-__device__ inline float2 finish(const ChannelNorm& n, int64_t index, const Moments& group, const Kept& kept, bool save) {
-  const float var = __fmul_rn(__fmul_rn(kept.scale, kept.scale), __fdiv_rn(group.m2, group.n));
+__device__ inline float2 finish(const ColumnArgs& a, int64_t index, float2 group, const Kept& kept, bool save) {
+  const ChannelNorm& n = a.n;
+  const float var = __fmul_rn(__fmul_rn(kept.scale, kept.scale), __fmul_rn(group.y, a.all_reciprocal));
   const float rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(var, static_cast<float>(n.eps))));  // rsqrtf: 2 ulp
   if (save) {
     if (From == Source::batch) update_running(n, index, group, kept);
-    if (n.mean != nullptr) n.mean[index] = group.mean;
+    if (n.mean != nullptr) n.mean[index] = group.x;
     if (n.rstd != nullptr) n.rstd[index] = rstd;
   }
-  return {group.mean, rstd};
+  return {group.x, rstd};
 }
 
 // Mean and rstd of the slab's groups from `first` on, `stride` apart in runs of as many as the block can take at once,
@@ -340,9 +366,9 @@ __device__ inline void finish_groups(const ColumnArgs& a, const Piece& at, int f
     const int group = min(run + (thread() >> a.p.log_sharing), groups - 1), read = group * a.pieces;
     const Kept kept = Kept::of<From>(a.n, index + group);
     wait();
-    const Moments united = unite_pieces<Unroll>(a, [&](int p) { return part(read + p); });
+    const float2 united = unite_pieces<Unroll>(a, [&](int p) { return part(read + p); });
     const bool mine = run + (thread() >> a.p.log_sharing) < groups && (thread() & ((1 << a.p.log_sharing) - 1)) == 0;
-    if (mine) values[group] = finish<From>(a.n, index + group, united, kept, save);
+    if (mine) values[group] = finish<From>(a, index + group, united, kept, save);
   }
 }
 

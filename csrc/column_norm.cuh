@@ -44,7 +44,7 @@ __device__ inline void follow_predecessor() {
 template <class T, int V>
 __device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<T, V>* stage) {
   const T* x = static_cast<const T*>(a.x) + piece.offset;
-#pragma unroll 2
+#pragma unroll 4
   for (int i = 0; i < piece.count; ++i, x += a.step) {
     Pack<T, V>* to = stage + i * kColumnThreads;
     if constexpr (sizeof(Pack<T, V>) == 16) {
@@ -68,6 +68,7 @@ __device__ inline void hand_on_piece(const ColumnArgs& a, const Column<V>& at, i
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
+  touch(args);
   const int pieces = args.pieces;
   Pack<T, V>* stage = reinterpret_cast<Pack<T, V>*>(shared) + thread();
   const Parameters<From, V> parameters(args, shared + args.p.slots * kColumnThreads * sizeof(Pack<T, V>));
@@ -83,10 +84,10 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   hand_on_piece<T, V, From>(args, column, at.count, sizes, stage, sums);
   __syncthreads();
   cluster_wait(pieces);  // every block of the cluster runs: its shared memory is there
-  unite_sums<V>(args, sizes, sums, [&](int group, int lane, float2 moments) {
+  unite_sums(args, sizes, sums, [&](int group, int lane, float2 moments) {
     float2* part = parts + group * pieces + at.piece;
 #if __CUDA_ARCH__ >= 900
-    for (int rank = lane; rank < pieces; rank += 1 << args.p.log_uniting) {
+    for (int rank = lane; rank < pieces; rank += args.run) {
       *cooperative_groups::this_cluster().map_shared_rank(part, rank) = moments;
     }
 #else
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   __syncthreads();
   const ChannelAffine<T, V, From> affine(parameters, column.channel);
   T* y = static_cast<T*>(args.n.y) + at.offset;
-#pragma unroll 2
+#pragma unroll 4
   for (int i = 0; i < at.count; ++i, y += args.step) affine.apply(args, stage[i * kColumnThreads], y);
 }
 
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
     }
     if (!more) let_successor_start();
     __syncthreads();
-    unite_sums<V>(args, sizes, sums, [&](int group, int lane, float2 moments) {
+    unite_sums(args, sizes, sums, [&](int group, int lane, float2 moments) {
       if (lane == 0) args.parts[(at.slab(args) * args.p.groups + group) * args.pieces + at.piece] = moments;
     });
     if (!more) return;
@@ -142,12 +143,13 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
 // As many groups of a slab as the block can take at once.
 template <Source From>
 __global__ void __launch_bounds__(kFinishThreads) column_finish(const ColumnArgs args) {
+  touch(args);
   const int slab = static_cast<int>(blockIdx.x), at_once = kFinishThreads >> args.p.log_sharing;
   const Piece at = Piece::of_slab(args, Column<1>(args), slab * args.pieces);
   const int64_t first = static_cast<int64_t>(slab) * args.p.groups;
   const float2* parts = args.parts + first * args.pieces;
   let_successor_start();
-  finish_groups<From, 16>(args, at, static_cast<int>(blockIdx.y) * at_once, args.p.groups, follow_predecessor,
+  finish_groups<From, 8>(args, at, static_cast<int>(blockIdx.y) * at_once, args.p.groups, follow_predecessor,
                           [&](int i) { return parts[i]; }, args.finals + first, true);
 }
 
