@@ -123,7 +123,8 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 }
 
 // The plan of column statistics, for tests that have no GPU, of the GPU described: (regime, vec, width, groups, lanes,
-// parts, slots, ring, strips, piece_rows, pieces, items, grid, shared, workspace bytes) into out. Returns 0 when such columns cannot be done in that regime.
+// parts, slots, strips, piece_rows, pieces, items, grid, shared, workspace bytes) into out. Returns 0 when such columns
+// cannot be done in that regime.
 extern "C" __attribute__((visibility("default"))) int normswap_column_plan(int64_t batch, int64_t rows, int64_t channels,
                                                                            int64_t num_groups, int itemsize,
                                                                            int clusters, int shared,
@@ -136,8 +137,8 @@ extern "C" __attribute__((visibility("default"))) int normswap_column_plan(int64
     return 0;
   }
   const int64_t values[] = {static_cast<int64_t>(p.regime), p.vec, p.width, p.groups, p.lanes, p.parts, p.slots,
-                            p.ring, p.strips, p.piece_rows, p.pieces, p.items, p.grid, p.shared,
+                            p.strips, p.piece_rows, p.pieces, p.items, p.grid, p.shared,
                             normswap::column_workspace_bytes(p)};
-  for (int i = 0; i < 15; ++i) out[i] = values[i];
+  for (const int64_t value : values) *out++ = value;
   return 1;
 }

@@ -1,5 +1,5 @@
-// What the kernels of column_norm.cuh are made of: where a block works, the loads that run ahead, statistics of a piece,
-// their union, and the values that normalise a channel.
+// What the kernels of column_norm.cuh are made of: where a block works, statistics of a piece, their union, and the
+// values that normalise a channel.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -14,143 +14,246 @@ namespace {
 // Whose statistics: of the columns of this batch (BatchNorm in training), running ones (in eval), of groups (GroupNorm).
 enum class Source { batch, running, group };
 
+// Quotients of numbers below 2^31 by one known on the host.
+struct Divider {
+  unsigned factor;
+  int shift;
+  static Divider by(int64_t n) {
+    const int shift = 31 + log_of(power_of_two_from(n));
+    return {static_cast<unsigned>(((uint64_t{1} << shift) + n - 1) / n), shift};
+  }
+  __device__ int quotient(int n) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<unsigned>(n)) * factor >> shift);
+  }
+};
+
 struct ColumnArgs {
-  ChannelNorm n;
-  ColumnPlan p;
+  // What every thread needs first lies side by side: a line of constants not seen before is a miss.
+  const void* x;
+  int64_t step, piece_step, batch_step;  // elements to a thread's next vector, the next piece, the next batch entry
+  Divider by_pieces, by_strips;
+  int pieces, strips, lanes, log_lanes, width, last_width, piece_rows, last_rows;
+  int side, log_side;    // rows that a block has side by side
+  int many, each;        // of them in a row of statistics that threads hand on; channels of a part
+  int row_sums;          // room for such a row
+  int run, run_across, run_step;  // of lanes that unite_sums has for a group; elements to their next rows
+  Divider by_group_width;
+  int group_width;
+  float all_reciprocal, full, rest;  // values of a group in all (1 / n), in a full piece, in the last one
   float2* parts;   // (slab, group of the strip, piece): mean and sum of squared differences from it
   float2* finals;  // (slab, group of the strip): mean, rstd
-  int64_t step;    // elements from one of a thread's vectors to its next
-  __device__ int group_width() const { return static_cast<int>(n.channels / n.num_groups); }
+  ColumnPlan p;
+  ChannelNorm n;
+
+  ColumnArgs(const ChannelNorm& norm, const ColumnPlan& plan)
+      : x(norm.x), by_pieces(Divider::by(plan.pieces)), by_strips(Divider::by(plan.strips)), lanes(plan.lanes),
+        log_lanes(plan.log_lanes), width(plan.width), by_group_width(Divider::by(norm.channels / norm.num_groups)),
+        row_sums(sums_of_row(plan)), parts(static_cast<float2*>(norm.workspace)), p(plan), n(norm) {
+    step = kColumnThreads / lanes * n.channels;
+    piece_step = p.piece_rows * n.channels;
+    batch_step = n.rows * n.channels;
+    pieces = static_cast<int>(p.pieces);
+    strips = static_cast<int>(p.strips);
+    last_width = static_cast<int>(n.channels - (p.strips - 1) * p.width);
+    piece_rows = static_cast<int>(p.piece_rows);
+    last_rows = static_cast<int>(n.rows - (p.pieces - 1) * p.piece_rows);
+    side = kColumnThreads / lanes;
+    log_side = kLogColumnThreads - log_lanes;
+    many = lanes < 32 ? 32 / lanes : 1;
+    each = p.vec / p.parts;
+    run = 1 << p.log_uniting;
+    run_across = 1 << p.log_uniting_across;
+    run_step = run / run_across * row_sums;
+    group_width = static_cast<int>(n.channels / n.num_groups);
+    all_reciprocal = 1.f / static_cast<float>(n.rows * group_width);
+    full = static_cast<float>(p.piece_rows * group_width);
+    rest = static_cast<float>(static_cast<int64_t>(last_rows) * group_width);
+    finals = parts + p.items / pieces * p.groups * pieces;
+  }
+  __device__ int width_of(int strip) const { return strip == strips - 1 ? last_width : width; }
 };
 
 __device__ inline int thread() { return static_cast<int>(threadIdx.x); }
 
-// Where a thread works in its block's piece: `count` vectors, V channels of rows ty, ty + side, ... from its first on.
-template <int V>
-struct Place {
-  int slab, piece, count, groups;  // groups of the slab
-  int64_t batch, channel, offset;  // of the thread's first vector
-  __device__ Place(const ColumnArgs& a, unsigned item) {
-    const int lane = thread() % a.p.lanes, side = kColumnThreads / a.p.lanes, ty = thread() / a.p.lanes;
-    const unsigned pieces = static_cast<unsigned>(a.p.pieces), strips = static_cast<unsigned>(a.p.strips);
-    const unsigned of = item / pieces;
-    slab = static_cast<int>(of);
-    piece = static_cast<int>(item - of * pieces);
-    batch = of / strips;
-    const int64_t first_channel = static_cast<int64_t>(of % strips) * a.p.width;
-    const int width = static_cast<int>(min(static_cast<int64_t>(a.p.width), a.n.channels - first_channel));
-    groups = width / a.group_width();
-    channel = first_channel + lane * V;
-    const int64_t row = piece * a.p.piece_rows + ty;
-    const int64_t left = min(a.n.rows - row, a.p.piece_rows - ty);
-    count = lane * V < width && left > 0 ? (static_cast<int>(left) + side - 1) / side : 0;
-    offset = (batch * a.n.rows + row) * a.n.channels + channel;
+// Reads every line of a kernel's arguments, which are not in the caches of constants when it starts, so that the misses
+// overlap. The block calls.
+template <class Args>
+__device__ inline void touch(const Args& args) {
+  constexpr int line = 64 / sizeof(int), words = sizeof(Args) / sizeof(int);
+  int sum = 0;
+  for (int i = thread() / 32 * line; i < words; i += static_cast<int>(blockDim.x) / 32 * line) {
+    sum ^= reinterpret_cast<const int*>(&args)[i];
   }
-  // The group of the strip that the thread's first channel is in, and the channel's place there.
-  __device__ static int group(const ColumnArgs& a) { return thread() % a.p.lanes * V / a.group_width(); }
-  __device__ static int group_begin(const ColumnArgs& a) { return thread() % a.p.lanes * V % a.group_width(); }
+  // Something that looks like a use.
+  asm volatile("{ .reg .pred p; setp.eq.s32 p, %0, 1; @p nanosleep.u32 0; }" ::"r"(sum));
+}
+
+// Where a thread works in any piece: V channels from `channel` of the strip on, in rows row, row + side, ...
+template <int V>
+struct Column {
+  int lane, row, channel;
+  int64_t offset;
+  __device__ explicit Column(const ColumnArgs& a)
+      : lane(thread() & (a.lanes - 1)), row(thread() >> a.log_lanes), channel(lane * V),
+        offset(row * a.n.channels + channel) {
+    asm volatile("" : "+l"(offset));  // or the compiler would compute it anew for every piece
+  }
 };
 
-// --- loads -------------------------------------------------------------------------------------------------------
+// How many of rows first, ..., first + many - 1 and those side, 2 side, ... after them are among `rows`.
+__device__ inline int rows_of(const ColumnArgs& a, int rows, int first, int many) {
+  return (rows >> a.log_side) * many + min(max((rows & (a.side - 1)) - first, 0), many);
+}
 
-// A thread's own room in shared memory for p.ring vectors, which it alone fills and reads. The loads of items first,
-// first + stride, ... run ahead of their use, one for every one used.
-template <class T, int V>
-struct Ring {
-  using Vector = Pack<T, V>;
-  const ColumnArgs& args;
-  char* room;
-  unsigned item, stride;  // being loaded
-  int slot, into, from;   // of that item; positions
-  int count;
-  const T* source;
+// A piece of `rows` rows, and the thread's `count` vectors of it, the first at `offset`.
+struct Piece {
+  int batch, strip, piece, rows, count;
+  int64_t offset;
+  template <int V>
+  __device__ Piece(const ColumnArgs& a, const Column<V>& at, int batch_, int strip_, int piece_)
+      : batch(batch_), strip(strip_), piece(piece_), rows(piece == a.pieces - 1 ? a.last_rows : a.piece_rows),
+        count(at.channel < a.width_of(strip) ? rows_of(a, rows, at.row, 1) : 0),
+        offset(at.offset + batch * a.batch_step + piece * a.piece_step + static_cast<int64_t>(strip) * a.width) {}
+  // Number `item` of all, the pieces of a slab one after the other.
+  template <int V>
+  __device__ static Piece of_slab(const ColumnArgs& a, const Column<V>& at, int item) {
+    const int slab = a.by_pieces.quotient(item), batch = a.by_strips.quotient(slab);
+    return {a, at, batch, slab - batch * a.strips, item - slab * a.pieces};
+  }
+  // As they lie in memory: strip after strip of the same rows.
+  template <int V>
+  __device__ static Piece in_memory(const ColumnArgs& a, const Column<V>& at, int item) {
+    const int row = a.by_strips.quotient(item), batch = a.by_pieces.quotient(row);
+    return {a, at, batch, item - row * a.strips, row - batch * a.pieces};
+  }
+  __device__ int64_t slab(const ColumnArgs& a) const { return static_cast<int64_t>(batch) * a.strips + strip; }
+  // Groups of the slab: of the last strip fewer.
+  __device__ int groups(const ColumnArgs& a) const { return a.by_group_width.quotient(a.width_of(strip)); }
+};
 
-  __device__ Ring(const ColumnArgs& a, char* shared, unsigned first, unsigned stride_)
-      : args(a), room(shared + thread() * sizeof(Vector)), item(first), stride(stride_), into(0), from(0) {
-    place();
-    for (int i = 0; i < a.p.ring; ++i) load();
-  }
-  // The next vector; every call is one group of copies.
-  __device__ void load() {
-    if (slot == args.p.slots) {
-      item += stride;
-      place();
-    }
-    if (slot < count) {
-      char* to = room + into * kColumnThreads * sizeof(Vector);
-      if constexpr (sizeof(Vector) == 16) {
-        const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(source) : "memory");
-      } else {
-        *reinterpret_cast<T*>(to) = *source;
-      }
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    source += args.step;
-    ++slot;
-    into = into + 1 == args.p.ring ? 0 : into + 1;
-  }
-  // Waits for the vectors of the item whose turn it is.
-  __device__ void wait() const {
-    if (args.p.ring > args.p.slots) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(kColumnAhead) : "memory");
-    } else {
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-    }
-  }
-  // Vector i of the item.
-  __device__ Vector vector(int i) const {
-    const int at = from + i;
-    return *reinterpret_cast<const Vector*>(room + (at < args.p.ring ? at : at - args.p.ring) * kColumnThreads * sizeof(Vector));
-  }
-  __device__ void next() {
-    from += args.p.slots;
-    if (from >= args.p.ring) from -= args.p.ring;
-  }
-
- private:
-  __device__ void place() {
-    count = slot = 0;
-    if (item >= static_cast<unsigned>(args.p.items)) return;
-    const Place<V> at(args, item);
-    count = at.count;
-    source = static_cast<const T*>(args.n.x) + at.offset;
+// How many values there are, in a piece of so many rows, of a group: those a thread holds of one part, those that a row
+// of the block's statistics has of one part, all. The same for all full pieces.
+struct Sizes {
+  int rows;
+  float own, own_reciprocal, row, row_reciprocal, all_reciprocal;
+  static __device__ float reciprocal(float n) { return n > 0.f ? __frcp_rn(n) : 0.f; }
+  template <int V>
+  __device__ Sizes(const ColumnArgs& a, const Column<V>& at, int rows_) : rows(rows_) {
+    own = static_cast<float>(rows_of(a, rows, at.row, 1) * a.each);
+    own_reciprocal = reciprocal(own);
+    row = static_cast<float>(rows_of(a, rows, at.row & -a.many, a.many) * a.each);
+    row_reciprocal = reciprocal(row);
+    all_reciprocal = reciprocal(static_cast<float>(rows * a.group_width));
   }
 };
 
 // --- statistics --------------------------------------------------------------------------------------------------
 
-// What a block keeps in shared memory after the ring.
-struct Board {
-  float* sums;      // (sum_rows, lanes, parts)
-  float2* values;   // (groups): of the piece, then of the slab
-  float2* parts;    // (groups, pieces): block and cluster
-  __device__ Board(const ColumnArgs& a, char* shared, int vector_bytes) {
-    sums = reinterpret_cast<float*>(shared + a.p.ring * kColumnThreads * vector_bytes);
-    values = reinterpret_cast<float2*>(sums + a.p.sum_rows * a.p.lanes * a.p.parts);
-    parts = values + a.p.groups;
-  }
-};
-
-// What a thread hands on: its V sums over neighbours of one group, over the rows of its warp, and into shared memory.
+// The sum of the values that belong to part p of Parts, as a tree.
 template <int Parts, int V>
-__device__ inline void hand_on(const float (&v)[V], int lanes, float* sums) {
-  float part[Parts];
+__device__ inline float sum_of_part(const float (&v)[V], int p) {
+  float same[V / Parts];
 #pragma unroll
-  for (int i = 0; i < Parts; ++i) {
-    float same[V / Parts];
+  for (int j = 0; j < V / Parts; ++j) same[j] = v[p * (V / Parts) + j];
+  return tree(same);
+}
+
+// Mean and sum of squared differences of what the thread holds: vector(i) for i < count. The second pass also sums the
+// differences, which tells what the first mean's rounding left; all alike have exactly their mean, and no squares.
+template <int Parts, int V, class Vector>
+__device__ inline void thread_moments(int count, const Sizes& sizes, Vector vector, float (&mean)[Parts], float (&m2)[Parts]) {
+  const Divisor n{sizes.own, sizes.own_reciprocal};
+  float sums[V] = {}, squares[V] = {};
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const auto x = vector(i);
 #pragma unroll
-    for (int j = 0; j < V / Parts; ++j) same[j] = v[i * (V / Parts) + j];
-    part[i] = tree(same);
+    for (int j = 0; j < V; ++j) sums[j] = __fadd_rn(sums[j], to_float(x.v[j]));
+  }
+#pragma unroll
+  for (int p = 0; p < Parts; ++p) mean[p] = __fmul_rn(sum_of_part<Parts>(sums, p), n.reciprocal);
+#pragma unroll
+  for (int j = 0; j < V; ++j) sums[j] = 0.f;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const auto x = vector(i);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const float d = __fsub_rn(to_float(x.v[j]), mean[j / (V / Parts)]);
+      sums[j] = __fadd_rn(sums[j], d);
+      squares[j] = fmaf(d, d, squares[j]);
+    }
+  }
+#pragma unroll
+  for (int p = 0; p < Parts; ++p) {
+    const float sum = sum_of_part<Parts>(sums, p), correction = n.template divide<true>(sum);
+    const float about_mean = fmaf(-correction, sum, sum_of_part<Parts>(squares, p));
+    mean[p] = __fadd_rn(mean[p], correction);
+    m2[p] = about_mean < 0.f ? 0.f : about_mean;  // NaN stays
+  }
+}
+
+// Unites those of a warp's rows; every row's lanes hold the result.
+template <int Parts>
+__device__ inline void unite_rows(int lanes, const Sizes& sizes, float (&mean)[Parts], float (&m2)[Parts]) {
+  float pivot[Parts], sum[Parts];
+#pragma unroll
+  for (int p = 0; p < Parts; ++p) {
+    pivot[p] = __shfl_sync(kWholeWarp, mean[p], thread() & (lanes - 1));
+    sum[p] = __fmul_rn(sizes.own, __fsub_rn(mean[p], pivot[p]));
   }
   for (int mask = lanes; mask < 32; mask *= 2) {
 #pragma unroll
-    for (int i = 0; i < Parts; ++i) part[i] = __fadd_rn(part[i], __shfl_xor_sync(kWholeWarp, part[i], mask));
+    for (int p = 0; p < Parts; ++p) sum[p] = __fadd_rn(sum[p], __shfl_xor_sync(kWholeWarp, sum[p], mask));
   }
-  const int row = lanes < 32 ? thread() / 32 : thread() / lanes, lane = thread() % lanes;
-  if (lanes < 32 && thread() % 32 >= lanes) return;
 #pragma unroll
-  for (int i = 0; i < Parts; ++i) sums[(row * lanes + lane) * Parts + i] = part[i];
+  for (int p = 0; p < Parts; ++p) {
+    const float shift = __fmul_rn(sum[p], sizes.row_reciprocal), d = __fsub_rn(__fsub_rn(mean[p], pivot[p]), shift);
+    mean[p] = __fadd_rn(pivot[p], shift);
+    m2[p] = fmaf(__fmul_rn(sizes.own, d), d, m2[p]);
+  }
+  for (int mask = lanes; mask < 32; mask *= 2) {
+#pragma unroll
+    for (int p = 0; p < Parts; ++p) m2[p] = __fadd_rn(m2[p], __shfl_xor_sync(kWholeWarp, m2[p], mask));
+  }
+}
+
+// Statistics of what the thread and its warp's other rows hold of a piece, into the block's rows of them.
+template <int Parts, int V, class Vector>
+__device__ inline void hand_on(const ColumnArgs& a, const Column<V>& at, int count, const Sizes& sizes, Vector vector,
+                               float2* sums) {
+  float mean[Parts], m2[Parts];
+  thread_moments<Parts, V>(count, sizes, vector, mean, m2);
+  int row = at.row;
+  if (a.lanes < 32) {
+    unite_rows(a.lanes, sizes, mean, m2);
+    row = thread() / 32;
+    if (thread() % 32 >= a.lanes) return;
+  }
+  sums += row * a.row_sums + at.lane * Parts;
+  if constexpr (Parts == 1) {
+    *sums = {mean[0], m2[0]};
+  } else {
+#pragma unroll
+    for (int p = 0; p < Parts; p += 2) {
+      *reinterpret_cast<float4*>(sums + p) = {mean[p], m2[p], mean[p + 1], m2[p + 1]};
+    }
+  }
+}
+
+// Calls run(Parts) with a.p.parts as a constant. BatchNorm's groups are channels.
+template <int V, Source From, class Run>
+__device__ inline void with_parts(const ColumnArgs& a, Run run) {
+  if constexpr (From == Source::batch || V == 1) {
+    run(std::integral_constant<int, V>{});
+  } else {
+    switch (a.p.parts) {
+      case 1: return run(std::integral_constant<int, 1>{});
+      case 2: return run(std::integral_constant<int, 2>{});
+      case 4: return run(std::integral_constant<int, 4>{});
+      default: return run(std::integral_constant<int, V>{});
+    }
+  }
 }
 
 // Sum over runs of `lanes` lanes; each holds it. The warp calls.
@@ -159,209 +262,189 @@ __device__ inline float run_sum(float v, int lanes) {
   return v;
 }
 
-// Calls finish(group, sum) once for each of the strip's groups, with the sum over the block of the threads' values for
-// its channels. The whole block calls; finish runs after a barrier, and none follows.
-template <int V, class Finish>
-__device__ inline void group_sums(const ColumnArgs& a, const float (&v)[V], float* sums, Finish finish) {
-  const int lanes = a.p.lanes, parts = a.p.parts, rows = a.p.sum_rows, across = lanes * parts;
-  if (parts == 1) {
-    hand_on<1>(v, lanes, sums);
-  } else if (V >= 2 && parts == 2) {
-    hand_on<V >= 2 ? 2 : 1>(v, lanes, sums);
-  } else if (V >= 4 && parts == 4) {
-    hand_on<V >= 4 ? 4 : 1>(v, lanes, sums);
-  } else {
-    hand_on<V>(v, lanes, sums);
-  }
-  __syncthreads();
-  const int each = a.group_width() * parts / V;  // sums of a group
-  int sharing = 1;                               // threads that share a group
-  while (sharing < 32 && sharing < each) sharing *= 2;
-  for (int first = 0; first < a.p.groups; first += kColumnThreads / sharing) {
-    const int group = first + thread() / sharing;
-    float sum = 0.f;
-    for (int i = thread() % sharing; group < a.p.groups && i < each; i += sharing) {
-#pragma unroll 4
-      for (int r = 0; r < rows; ++r) sum = __fadd_rn(sum, sums[r * across + group * each + i]);
-    }
-    sum = run_sum(sum, sharing);
-    if (group < a.p.groups && thread() % sharing == 0) finish(group, sum);
-  }
-}
-
-// out[j] = of(g) for the group g of the thread's j-th channel.
-template <int V, class Of>
-__device__ inline void by_channel(const ColumnArgs& a, float (&out)[V], Of of) {
-  const int width = a.group_width();
-  int group = Place<V>::group(a), within = Place<V>::group_begin(a);
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    out[j] = of(min(group, a.p.groups - 1));  // past the last: of no use
-    if (++within == width) {
-      within = 0;
-      ++group;
-    }
-  }
-}
-
-// How many values a group has in a piece.
-__device__ inline float piece_size(const ColumnArgs& a, int64_t piece) {
-  const int64_t rows = min(a.n.rows - piece * a.p.piece_rows, a.p.piece_rows);
-  return static_cast<float>(rows * a.group_width());
-}
-
-// Statistics of the piece whose turn it is in the ring: publish(group, mean, m2) once for each of the strip's groups; no
-// barrier follows.
-template <class T, int V, class Publish>
-__device__ inline void piece_statistics(const ColumnArgs& a, const Place<V>& at, const Ring<T, V>& ring,
-                                        const Board& board, Publish publish) {
-  float sums[V] = {}, mean[V];
-  ring.wait();
-#pragma unroll
-  for (int i = 0; i < kColumnSlots; ++i) {
-    if (i >= at.count) break;
-    const Pack<T, V> x = ring.vector(i);
-#pragma unroll
-    for (int j = 0; j < V; ++j) sums[j] = __fadd_rn(sums[j], to_float(x.v[j]));
-  }
-  const float size = piece_size(a, at.piece);
-  group_sums(a, sums, board.sums, [&](int group, float sum) { board.values[group].x = __fdiv_rn(sum, size); });
-  __syncthreads();
-  by_channel(a, mean, [&](int group) { return board.values[group].x; });
-#pragma unroll
-  for (int j = 0; j < V; ++j) sums[j] = 0.f;
-#pragma unroll
-  for (int i = 0; i < kColumnSlots; ++i) {
-    if (i >= at.count) break;
-    const Pack<T, V> x = ring.vector(i);
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const float d = __fsub_rn(to_float(x.v[j]), mean[j]);
-      sums[j] = fmaf(d, d, sums[j]);
-    }
-  }
-  group_sums(a, sums, board.sums, [&](int group, float m2) { publish(group, board.values[group].x, m2); });
-}
-
-// A slab's group from the statistics of its pieces, part(p) (mean, squares), by a run of p.sharing lanes, each of which
-// holds the result; the warp calls. Means relative to the first, as in unite.
-template <class Part>
-__device__ inline Moments unite_pieces(const ColumnArgs& a, Part part) {
-  const int lanes = a.p.sharing, pieces = static_cast<int>(a.p.pieces);
-  const float n = static_cast<float>(a.n.rows * a.group_width()), full = piece_size(a, 0);
-  const float last = piece_size(a, pieces - 1), pivot = part(0).x;
+// Unites statistics (mean, squares) by a run of lanes, each of which holds the result; the warp calls. each(visit) calls
+// visit(size, statistics) for those of the calling lane; reciprocal: of all sizes. Means relative to one of them, the
+// pivot, which rounds less where they are large.
+template <class Each>
+__device__ inline float2 unite_run(int lanes, float reciprocal, float pivot, Each each) {
   float sum = 0.f, m2 = 0.f;
-#pragma unroll 8
-  for (int p = thread() % lanes; p < pieces; p += lanes) {
-    sum = fmaf(p == pieces - 1 ? last : full, __fsub_rn(part(p).x, pivot), sum);
-  }
-  const float mean = __fadd_rn(pivot, __fdiv_rn(run_sum(sum, lanes), n));
-#pragma unroll 8
-  for (int p = thread() % lanes; p < pieces; p += lanes) {
-    const float2 one = part(p);
-    const float d = __fsub_rn(one.x, mean);
-    m2 = __fadd_rn(m2, fmaf(__fmul_rn(p == pieces - 1 ? last : full, d), d, one.y));
-  }
-  return {mean, run_sum(m2, lanes), n};
+  each([&](float size, float2 one) { sum = fmaf(size, __fsub_rn(one.x, pivot), sum); });
+  const float shift = __fmul_rn(run_sum(sum, lanes), reciprocal);
+  each([&](float size, float2 one) {
+    const float d = __fsub_rn(__fsub_rn(one.x, pivot), shift);
+    m2 = __fadd_rn(m2, fmaf(__fmul_rn(size, d), d, one.y));
+  });
+  return {__fadd_rn(pivot, shift), run_sum(m2, lanes)};
 }
+
+// Statistics of the strip's groups in a piece, from the block's rows: publish(group, lane, statistics) by the lanes of a
+// run. The block calls, after a barrier; none follows.
+template <class Publish>
+__device__ inline void unite_sums(const ColumnArgs& a, const Sizes& sizes, const float2* sums, Publish publish) {
+  const ColumnPlan& p = a.p;
+  const int lane = thread() & (a.run - 1), row = lane >> p.log_uniting_across, rows_at_once = a.run >> p.log_uniting_across;
+  const int offset = row * a.row_sums + (lane & (a.run_across - 1)), left = p.across - (lane & (a.run_across - 1));
+  for (int first = 0; first < p.groups; first += kColumnThreads >> p.log_uniting) {
+    if (first + ((thread() & ~31) >> p.log_uniting) >= p.groups) break;  // the warp has none
+    const int group = first + (thread() >> p.log_uniting);
+    const float2* of_group = sums + min(group, p.groups - 1) * p.across;
+    const auto unite_group = [&](auto size_of) {
+      return unite_run(a.run, sizes.all_reciprocal, of_group->x, [&](auto visit) {
+        const float2* at = of_group + offset;
+#pragma unroll 1
+        for (int r = row; r < p.sum_rows; r += rows_at_once, at += a.run_step) {
+          const float size = size_of(r);
+#pragma unroll 1
+          for (int i = 0; i < left; i += a.run_across) visit(size, at[i]);
+        }
+      });
+    };
+    const bool even = (sizes.rows & (a.side - 1)) == 0;  // all rows have as many values
+    const float2 united = even ? unite_group([&](int) { return sizes.row; }) : unite_group([&](int r) {
+      return static_cast<float>(rows_of(a, sizes.rows, r * a.many, a.many) * a.each);
+    });
+    if (group < p.groups) publish(group, lane, united);
+  }
+}
+
+// A slab's group from the statistics of its pieces, part(p). Unroll: as many are read at once.
+template <int Unroll, class Part>
+__device__ inline float2 unite_pieces(const ColumnArgs& a, Part part) {
+  const int lanes = 1 << a.p.log_sharing, last = a.pieces - 1;
+  return unite_run(lanes, a.all_reciprocal, part(0).x, [&](auto visit) {
+#pragma unroll Unroll
+    for (int p = thread() & (lanes - 1); p <= last; p += lanes) visit(p == last ? a.rest : a.full, part(p));
+  });
+}
+
+// What finish needs of a channel in training.
+struct Kept {
+  float scale, mean, var;
+  template <Source From>
+  static __device__ Kept of(const ChannelNorm& n, int64_t channel) {
+    if (From != Source::batch) return {1.f, 0.f, 0.f};
+    return {channel_value(n.scale, channel, 1.f), channel_value(n.running_mean, channel, 0.f),
+            channel_value(n.running_var, channel, 0.f)};
+  }
+};
 
 // Statistics of a scaled column from those of the column: u = s z has mean s mu and variance s^2 var.
-__device__ inline void update_running(const ChannelNorm& n, int64_t channel, const Moments& column, float scale) {
-  const float momentum = static_cast<float>(n.momentum);
+__device__ inline void update_running(const ChannelNorm& n, int64_t channel, float2 column, const Kept& kept) {
+  const float momentum = static_cast<float>(n.momentum), scale = kept.scale;
   if (n.running_mean.data != nullptr) {
-    const float old = channel_value(n.running_mean, channel, 0.f);
-    set_channel_value(n.running_mean, channel, (1.f - momentum) * old + momentum * (scale * column.mean));
+    set_channel_value(n.running_mean, channel, (1.f - momentum) * kept.mean + momentum * (scale * column.x));
   }
   if (n.running_var.data != nullptr) {
-    const float unbiased = scale * scale * __fdiv_rn(column.m2, static_cast<float>(n.rows - 1));
-    const float old = channel_value(n.running_var, channel, 0.f);
-    set_channel_value(n.running_var, channel, (1.f - momentum) * old + momentum * unbiased);
+    const float unbiased = scale * scale * __fdiv_rn(column.y, static_cast<float>(n.rows - 1));
+    set_channel_value(n.running_var, channel, (1.f - momentum) * kept.var + momentum * unbiased);
   }
 }
 
 // mean and rstd of group `index` (batch: of a channel) of all; `save`: the one thread that writes them down.
 template <Source From>
-__device__ inline float2 finish(const ChannelNorm& n, int64_t index, const Moments& group, bool save) {
-  const float scale = From == Source::batch ? channel_value(n.scale, index, 1.f) : 1.f;
-  const float var = __fmul_rn(__fmul_rn(scale, scale), __fdiv_rn(group.m2, group.n));
+__device__ inline float2 finish(const ColumnArgs& a, int64_t index, float2 group, const Kept& kept, bool save) {
+  const ChannelNorm& n = a.n;
+  const float var = __fmul_rn(__fmul_rn(kept.scale, kept.scale), __fmul_rn(group.y, a.all_reciprocal));
   const float rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(var, static_cast<float>(n.eps))));  // rsqrtf: 2 ulp
   if (save) {
-    if (From == Source::batch) update_running(n, index, group, scale);
-    if (n.mean != nullptr) n.mean[index] = group.mean;
+    if (From == Source::batch) update_running(n, index, group, kept);
+    if (n.mean != nullptr) n.mean[index] = group.x;
     if (n.rstd != nullptr) n.rstd[index] = rstd;
   }
-  return {group.mean, rstd};
+  return {group.x, rstd};
 }
 
 // Mean and rstd of the slab's groups from `first` on, `stride` apart in runs of as many as the block can take at once,
-// into `values`; the block calls. part(i): i = group * pieces + piece. `save`: this is the one place that writes them down.
-template <Source From, int V, class Part>
-__device__ inline void finish_groups(const ColumnArgs& a, const Place<V>& at, int first, int stride, Part part,
+// into `values`; the block calls. part(i): i = group * pieces + piece, there when wait() has returned. `save`: this is the
+// one place that writes them down.
+template <Source From, int Unroll, class Wait, class Part>
+__device__ inline void finish_groups(const ColumnArgs& a, const Piece& at, int first, int stride, Wait wait, Part part,
                                      float2* values, bool save) {
-  const int64_t strip = at.slab % static_cast<int>(a.p.strips), index = at.batch * a.n.num_groups + strip * a.p.groups;
-  for (int run = first; run < a.p.groups; run += stride) {
-    const int group = run + thread() / a.p.sharing, read = min(group, a.p.groups - 1) * static_cast<int>(a.p.pieces);
-    const Moments united = unite_pieces(a, [&](int p) { return part(read + p); });
-    if (group < at.groups && thread() % a.p.sharing == 0) values[group] = finish<From>(a.n, index + group, united, save);
+  const int64_t index = at.batch * a.n.num_groups + static_cast<int64_t>(at.strip) * a.p.groups;
+  const int groups = at.groups(a);
+  for (int run = first; run < groups; run += stride) {
+    const int group = min(run + (thread() >> a.p.log_sharing), groups - 1), read = group * a.pieces;
+    const Kept kept = Kept::of<From>(a.n, index + group);
+    wait();
+    const float2 united = unite_pieces<Unroll>(a, [&](int p) { return part(read + p); });
+    const bool mine = run + (thread() >> a.p.log_sharing) < groups && (thread() & ((1 << a.p.log_sharing) - 1)) == 0;
+    if (mine) values[group] = finish<From>(a, index + group, united, kept, save);
   }
-}
-
-// Those values of the slab at `finals` that other blocks have left there, into shared memory; a barrier follows.
-__device__ inline void fetch_values(const ColumnArgs& a, const float2* finals, float2* values) {
-  for (int group = thread(); group < a.p.groups; group += kColumnThreads) values[group] = __ldcg(finals + group);
-  __syncthreads();
 }
 
 // --- apply -------------------------------------------------------------------------------------------------------
 
-// y = (x scale - mean) gain + bias of V channels. In training the scale is part of the gain, and `scale` what rounding
-// their product cut off.
-template <class T, int V, Source From>
-struct ChannelAffine {
-  float scale[V], mean[V], gain[V], bias[V];
+// Per channel of the block's strip, in shared memory: what y = (x scale - mean) gain + bias needs. In training the scale
+// is part of the gain.
+template <Source From, int V>
+struct Parameters {
+  static constexpr int kFetched = From == Source::group ? 2 : From == Source::batch ? 3 : 5;
+  static constexpr int kArrays = kFetched < 3 ? 3 : kFetched;
+  static constexpr int kLogV = log_of(V);
+  float* arrays;
+  int log_across, across;  // elements of one
+  __device__ Parameters(const ColumnArgs& a, void* shared)
+      : arrays(static_cast<float*>(shared)), log_across(max(a.log_lanes + kLogV, 2)), across(1 << log_across) {}
+  __device__ float* gain() const { return arrays; }              // at first the weight
+  __device__ float* bias() const { return arrays + across; }
+  __device__ float* mean() const { return arrays + 2 * across; }  // batch: at first the scale
+  __device__ float* scale() const { return arrays + 3 * across; }
+  __device__ float* var() const { return arrays + 4 * across; }
 
-  // Parameters that are there before the statistics are; of channels past the last: none.
-  __device__ ChannelAffine(const ColumnArgs& a, const Place<V>& at) {
-    const int64_t c = at.channel;
-    const bool inside = at.count > 0;
-    float by[V];
-    channel_values(a.n.weight, c, inside, 1.f, gain);
-    channel_values(a.n.bias, c, inside, 0.f, bias);
-    if (From != Source::group) channel_values(a.n.scale, c, inside, 1.f, by);
-    if (From == Source::running) {
-      float var[V];
-      channel_values(a.n.running_mean, c, inside, 0.f, mean);
-      channel_values(a.n.running_var, c, inside, 1.f, var);
-#pragma unroll
-      for (int j = 0; j < V; ++j) gain[j] *= rsqrtf(var[j] + static_cast<float>(a.n.eps));
+  // What there is before the statistics are. A value a thread, so that a block waits for memory once; set needs a barrier.
+  __device__ void fetch(const ColumnArgs& a, int strip) const {
+    const ChannelNorm& n = a.n;
+    for (int i = thread(); i < kFetched * across; i += kColumnThreads) {
+      const int array = i >> log_across, c = i & (across - 1);
+      const bool running = From == Source::running;
+      const ChannelVector from = array == 0   ? n.weight
+                                 : array == 1 ? n.bias
+                                 : array == 2 ? (running ? n.running_mean : n.scale)
+                                 : array == 3 ? n.scale
+                                              : n.running_var;
+      const float absent = array == 1 || (running && array == 2) ? 0.f : 1.f;
+      if (c < a.width_of(strip)) arrays[i] = channel_value(from, static_cast<int64_t>(strip) * a.width + c, absent);
     }
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      scale[j] = From == Source::running ? by[j] : 0.f;
-      if (From == Source::batch) {
-        const float product = __fmul_rn(gain[j], by[j]);
-        scale[j] = fmaf(gain[j], by[j], -product);
-        gain[j] = product;
+  }
+  // values: mean and rstd of the strip's groups. A barrier must follow.
+  __device__ void set(const ColumnArgs& a, int strip, const float2* values) const {
+    for (int c = thread(); c < a.width_of(strip); c += kColumnThreads) {
+      const float weight = gain()[c];
+      if constexpr (From == Source::running) {
+        gain()[c] = weight * rsqrtf(var()[c] + static_cast<float>(a.n.eps));
+      } else {
+        const float2 value = values[a.by_group_width.quotient(c)];
+        if constexpr (From == Source::group) {
+          gain()[c] = __fmul_rn(weight, value.y);
+        } else {
+          const float scale = mean()[c], product = __fmul_rn(weight, scale);
+          const float rest = __fmul_rn(fmaf(weight, scale, -product), value.y);  // what rounding the product cut off
+          gain()[c] = fmaf(product, value.y, rest);
+        }
+        mean()[c] = value.x;
       }
     }
   }
-  // values: mean and rstd of the strip's groups, in shared memory.
-  __device__ void set(const ColumnArgs& a, const float2* values) {
-    float rstd[V];
-    by_channel(a, mean, [&](int group) { return values[group].x; });
-    by_channel(a, rstd, [&](int group) { return values[group].y; });
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const float rest = From == Source::batch ? __fmul_rn(scale[j], rstd[j]) : 0.f;
-      gain[j] = fmaf(gain[j], rstd[j], rest);
-    }
+};
+
+// The parameters of a thread's V channels.
+template <class T, int V, Source From>
+struct ChannelAffine {
+  Floats<V> scale, mean, gain, bias;
+  __device__ ChannelAffine(const Parameters<From, V>& parameters, int channel) {
+    const auto of = [&](const float* array) { return *reinterpret_cast<const Floats<V>*>(array + channel); };
+    mean = of(parameters.mean());
+    gain = of(parameters.gain());
+    bias = of(parameters.bias());
+    if (From == Source::running) scale = of(parameters.scale());
   }
   __device__ void apply(const ColumnArgs& a, const Pack<T, V>& x, T* y) const {
     float out[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const float value = to_float(x.v[j]);
-      out[j] = fmaf(From == Source::running ? fmaf(value, scale[j], -mean[j]) : __fsub_rn(value, mean[j]), gain[j], bias[j]);
+      const float value = to_float(x.v[j]), m = mean.v[j];
+      const float centred = From == Source::running ? fmaf(value, scale.v[j], -m) : __fsub_rn(value, m);
+      out[j] = fmaf(centred, gain.v[j], bias.v[j]);
     }
     const Pack<T, V> pack = Pack<T, V>::of(out);
     (From == Source::group ? activated(pack, a.n.activation) : pack).store(y);

@@ -11,113 +11,229 @@
 namespace normswap {
 namespace {
 
+constexpr int kFinishThreads = 64;
+
+// The barrier of a cluster of blocks in two halves.
+__device__ inline void cluster_arrive(int blocks) {
+#if __CUDA_ARCH__ >= 900
+  if (blocks > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+
+__device__ inline void cluster_wait(int blocks) {
+#if __CUDA_ARCH__ >= 900
+  if (blocks > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// Launched by launch_after, a kernel may start before its predecessor on the stream has ended, from where all blocks of
+// that have called let_successor_start on. follow_predecessor waits for its end.
+__device__ inline void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline void follow_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// A thread's vectors of a piece into its own room in shared memory, without waiting: vector i at stage[i * kColumnThreads].
+template <class T, int V>
+__device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<T, V>* stage) {
+  const T* x = static_cast<const T*>(a.x) + piece.offset;
+#pragma unroll 4
+  for (int i = 0; i < piece.count; ++i, x += a.step) {
+    Pack<T, V>* to = stage + i * kColumnThreads;
+    if constexpr (sizeof(Pack<T, V>) == 16) {
+      const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(x) : "memory");
+    } else {
+      *to = Pack<T, V>::load(x);
+    }
+  }
+}
+
+// Statistics of the piece that is on its way to `stage`, into the block's rows of them.
+template <class T, int V, Source From>
+__device__ inline void hand_on_piece(const ColumnArgs& a, const Column<V>& at, int count, const Sizes& sizes,
+                                     const Pack<T, V>* stage, float2* sums) {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  const auto vector = [&](int i) { return stage[i * kColumnThreads]; };
+  with_parts<V, From>(a, [&](auto n) { hand_on<decltype(n)::value>(a, at, count, sizes, vector, sums); });
+}
+
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
-  const Ring<T, V> ring(args, shared, blockIdx.x, gridDim.x);
-  const Board board(args, shared, sizeof(Pack<T, V>));
-  const Place<V> at(args, blockIdx.x);
-  const int pieces = static_cast<int>(args.p.pieces);
+  touch(args);
+  const int pieces = args.pieces;
+  Pack<T, V>* stage = reinterpret_cast<Pack<T, V>*>(shared) + thread();
+  const Parameters<From, V> parameters(args, shared + args.p.slots * kColumnThreads * sizeof(Pack<T, V>));
+  float2* sums = reinterpret_cast<float2*>(parameters.arrays + parameters.kArrays * parameters.across);
+  float2* parts = sums + args.p.sum_rows * args.row_sums;  // (groups, pieces), of the slab
+  float2* values = parts + args.p.groups * pieces;         // (groups)
+  const Column<V> column(args);
+  const Piece at = Piece::of_slab(args, column, static_cast<int>(blockIdx.x));
+  load_async(args, at, stage);
+  cluster_arrive(pieces);
+  parameters.fetch(args, at.strip);
+  const Sizes sizes(args, column, at.rows);
+  hand_on_piece<T, V, From>(args, column, at.count, sizes, stage, sums);
+  __syncthreads();
+  cluster_wait(pieces);  // every block of the cluster runs: its shared memory is there
+  unite_sums(args, sizes, sums, [&](int group, int lane, float2 moments) {
+    float2* part = parts + group * pieces + at.piece;
 #if __CUDA_ARCH__ >= 900
-  const auto cluster = cooperative_groups::this_cluster();
-  if (pieces > 1) cluster.sync();  // every block of the cluster runs: its shared memory is there
-#endif
-  piece_statistics(args, at, ring, board, [&](int group, float mean, float m2) {
-    float2* part = &board.parts[group * pieces + at.piece];
-#if __CUDA_ARCH__ >= 900
-    for (int rank = 0; rank < pieces; ++rank) *cluster.map_shared_rank(part, rank) = {mean, m2};
+    for (int rank = lane; rank < pieces; rank += args.run) {
+      *cooperative_groups::this_cluster().map_shared_rank(part, rank) = moments;
+    }
 #else
-    *part = {mean, m2};  // pieces == 1: row_plan gives clusters to sm_90 and newer only
+    if (lane == 0) *part = moments;  // pieces == 1: the plan gives clusters to sm_90 and newer only
 #endif
   });
-  ChannelAffine<T, V, From> affine(args, at);
-#if __CUDA_ARCH__ >= 900
-  if (pieces > 1) cluster.sync();
-#endif
+  cluster_arrive(pieces);
+  cluster_wait(pieces);
   if (pieces == 1) __syncthreads();
-  finish_groups<From>(args, at, 0, kColumnThreads / args.p.sharing, [&](int i) { return board.parts[i]; },
-                      board.values, at.piece == 0);
+  const int at_once = kColumnThreads >> args.p.log_sharing;
+  finish_groups<From, 1>(args, at, 0, at_once, [] {}, [&](int i) { return parts[i]; }, values, at.piece == 0);
   __syncthreads();
-  affine.set(args, board.values);
+  parameters.set(args, at.strip, values);
+  __syncthreads();
+  const ChannelAffine<T, V, From> affine(parameters, column.channel);
   T* y = static_cast<T*>(args.n.y) + at.offset;
-  for (int i = 0; i < at.count; ++i, y += args.step) affine.apply(args, ring.vector(i), y);
+#pragma unroll 4
+  for (int i = 0; i < at.count; ++i, y += args.step) affine.apply(args, stage[i * kColumnThreads], y);
 }
 
-template <class T, int V>
+// A block takes piece after piece; the next one's loads are under way while the statistics of one are united.
+template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
-  Ring<T, V> ring(args, shared, blockIdx.x, gridDim.x);
-  const Board board(args, shared, sizeof(Pack<T, V>));
-  for (unsigned item = blockIdx.x; item < static_cast<unsigned>(args.p.items); item += gridDim.x) {
-    const Place<V> at(args, item);
-    piece_statistics(args, at, ring, board, [&](int group, float mean, float m2) {
-      args.parts[(static_cast<int64_t>(at.slab) * args.p.groups + group) * args.p.pieces + at.piece] = {mean, m2};
+  float2* sums = reinterpret_cast<float2*>(shared + args.p.slots * kColumnThreads * sizeof(Pack<T, V>));
+  Pack<T, V>* stage = reinterpret_cast<Pack<T, V>*>(shared) + thread();
+  const Column<V> column(args);
+  const int stride = static_cast<int>(gridDim.x), last = static_cast<int>(args.p.items) - stride;
+  int item = static_cast<int>(blockIdx.x);
+  Piece next = Piece::in_memory(args, column, item);
+  load_async(args, next, stage);
+  Sizes sizes(args, column, next.rows);
+  for (;;) {
+    const Piece at = next;
+    if (at.rows != sizes.rows) sizes = Sizes(args, column, at.rows);
+    hand_on_piece<T, V, From>(args, column, at.count, sizes, stage, sums);
+    const bool more = item < last;
+    if (more) {
+      item += stride;
+      next = Piece::in_memory(args, column, item);
+      load_async(args, next, stage);
+    }
+    if (!more) let_successor_start();
+    __syncthreads();
+    unite_sums(args, sizes, sums, [&](int group, int lane, float2 moments) {
+      if (lane == 0) args.parts[(at.slab(args) * args.p.groups + group) * args.pieces + at.piece] = moments;
     });
-    for (int i = 0; i < args.p.slots; ++i) ring.load();
-    ring.next();
+    if (!more) return;
     __syncthreads();
   }
 }
 
 // As many groups of a slab as the block can take at once.
-template <int V, Source From>
-__global__ void __launch_bounds__(kColumnThreads) column_finish(const ColumnArgs args) {
-  const int slab = static_cast<int>(blockIdx.x), first_group = static_cast<int>(blockIdx.y) * (kColumnThreads / args.p.sharing);
-  const Place<V> at(args, slab * static_cast<unsigned>(args.p.pieces));
+template <Source From>
+__global__ void __launch_bounds__(kFinishThreads) column_finish(const ColumnArgs args) {
+  touch(args);
+  const int slab = static_cast<int>(blockIdx.x), at_once = kFinishThreads >> args.p.log_sharing;
+  const Piece at = Piece::of_slab(args, Column<1>(args), slab * args.pieces);
   const int64_t first = static_cast<int64_t>(slab) * args.p.groups;
-  const float2* parts = args.parts + first * args.p.pieces;
-  finish_groups<From>(args, at, first_group, args.p.groups, [&](int i) { return parts[i]; }, args.finals + first, true);
+  const float2* parts = args.parts + first * args.pieces;
+  let_successor_start();
+  finish_groups<From, 8>(args, at, static_cast<int>(blockIdx.y) * at_once, args.p.groups, follow_predecessor,
+                          [&](int i) { return parts[i]; }, args.finals + first, true);
 }
 
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(const ColumnArgs args) {
+  extern __shared__ __align__(16) char shared[];
+  const Parameters<From, V> parameters(args, shared);
+  const Column<V> column(args);
   // Backwards: what column_partial read last is still in the L2.
-  const Place<V> at(args, gridDim.x - 1 - blockIdx.x);
-  ChannelAffine<T, V, From> affine(args, at);
-  if constexpr (From != Source::running) {
-    extern __shared__ __align__(16) char shared[];
-    float2* values = reinterpret_cast<float2*>(shared);
-    fetch_values(args, args.finals + static_cast<int64_t>(at.slab) * args.p.groups, values);
-    affine.set(args, values);
-  }
-  const T* x = static_cast<const T*>(args.n.x) + at.offset;
+  const Piece at = Piece::in_memory(args, column, static_cast<int>(gridDim.x - 1 - blockIdx.x));
+  const T* x = static_cast<const T*>(args.x) + at.offset;
   T* y = static_cast<T*>(args.n.y) + at.offset;
-  constexpr int at_once = From == Source::running ? 2 : 4;
-  for (int first = 0; first < at.count; first += at_once) {
-    Pack<T, V> packs[at_once];
+  constexpr int at_once = 4;
+  Pack<T, V> packs[at_once];
+  int left = at.count;
+  const auto load_some = [&] {
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
-      if (first + i < at.count) packs[i] = Pack<T, V>::load(x + (first + i) * args.step);
+      if (i < left) packs[i] = Pack<T, V>::load(x + i * args.step);
     }
+    x += at_once * args.step;
+  };
+  load_some();
+  parameters.fetch(args, at.strip);
+  __syncthreads();
+  follow_predecessor();
+  parameters.set(args, at.strip, args.finals + at.slab(args) * args.p.groups);
+  __syncthreads();
+  const ChannelAffine<T, V, From> affine(parameters, column.channel);
+  for (;;) {
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
       packs[i].forget();
-      if (first + i < at.count) affine.apply(args, packs[i], y + (first + i) * args.step);
+      if (i < left) affine.apply(args, packs[i], y + i * args.step);
     }
+    left -= at_once;
+    if (left <= 0) return;
+    y += at_once * args.step;
+    load_some();
   }
 }
 
 // --- launch ------------------------------------------------------------------------------------------------------
 
-inline int64_t column_step(const ChannelNorm& n, const ColumnPlan& p) { return kColumnThreads / p.lanes * n.channels; }
+// The launch of a kernel that calls follow_predecessor; early: it need not end before.
+template <auto kernel>
+cudaError_t launch_after(const ColumnArgs& args, bool early, dim3 grid, int threads, int shared, cudaStream_t stream) {
+  if (const cudaError_t error = allow_shared<kernel>(shared); error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
 
 inline dim3 grid_of(int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); }
 
+// The statistics, where there are any, are on their way.
+template <class T, int V, Source From>
+cudaError_t launch_apply(const ColumnArgs& a, bool early, cudaStream_t stream) {
+  const int shared = parameter_bytes(a.p, Parameters<From, V>::kArrays);
+  return launch_after<column_apply<T, V, From>>(a, early, grid_of(a.p.items), kColumnThreads, shared, stream);
+}
+
 template <class T, int V, Source From>
 cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
-  if (const cudaError_t error = allow_shared<column_partial<T, V>>(a.p.shared); error != cudaSuccess) return error;
-  column_partial<T, V><<<grid_of(a.p.grid), kColumnThreads, a.p.shared, stream>>>(a);
-  const int64_t runs = ceil_div(a.p.groups, kColumnThreads / a.p.sharing);
+  if (const cudaError_t error = allow_shared<column_partial<T, V, From>>(a.p.shared); error != cudaSuccess) return error;
+  column_partial<T, V, From><<<grid_of(a.p.grid), kColumnThreads, a.p.shared, stream>>>(a);
+  const int64_t runs = ceil_div(a.p.groups, kFinishThreads >> a.p.log_sharing);
   const dim3 slabs(static_cast<unsigned>(a.p.items / a.p.pieces), static_cast<unsigned>(runs));
-  column_finish<V, From><<<slabs, kColumnThreads, 0, stream>>>(a);
-  column_apply<T, V, From><<<grid_of(a.p.items), kColumnThreads, a.p.groups * sizeof(float2), stream>>>(a);
-  return cudaGetLastError();
+  const cudaError_t error = launch_after<column_finish<From>>(a, a.p.early, slabs, kFinishThreads, 0, stream);
+  if (error != cudaSuccess) return error;
+  return launch_apply<T, V, From>(a, a.p.early, stream);
 }
 
 template <class T, int V, Source From>
 cudaError_t launch_columns(const ChannelNorm& n, const ColumnPlan& p, cudaStream_t stream) {
-  ColumnArgs args{n, p, static_cast<float2*>(n.workspace), nullptr, column_step(n, p)};
-  args.finals = args.parts + p.items / p.pieces * p.groups * p.pieces;
+  const ColumnArgs args(n, p);
   if (p.regime == Regime::split) return launch_split<T, V, From>(args, stream);
   const LaunchShape shape{p.grid, kColumnThreads, p.shared};
   return launch_block<column_block<T, V, From>>(args, shape, static_cast<int>(p.pieces), stream);

@@ -3,9 +3,9 @@
 //
 // The reduction tree is a function of rows, channels, groups and the element size alone. Channels are cut into strips of
 // whole groups, `lanes` threads side by side on a row of one; rows into pieces, of which a thread holds `slots` vectors. A
-// block takes the statistics of a piece of a strip (a slab is a strip of one batch entry) by two passes on chip; those of
-// its pieces then unite in a fixed order. The regime says only which blocks do the work, so that the bits of a sample
-// depend neither on the batch nor on the GPU.
+// thread takes the statistics of what it holds by two passes; those of its warp's rows, then of a block's piece of a strip
+// (a slab is a strip of one batch entry), then of a slab's pieces unite in a fixed order. The regime says only which
+// blocks do the work, so that the bits of a sample depend neither on the batch nor on the GPU.
 #pragma once
 
 #include <cstdint>
@@ -21,16 +21,21 @@ struct ColumnPlan {
   int width;            // channels of a strip; the last one may be narrower
   int groups;           // of a strip
   int lanes;            // a power of two >= the vectors of a strip
-  int sum_rows;         // warps, or rows of several warps, that hand on sums
-  int parts;            // sums a thread hands on: vec over the neighbours that surely share a group
+  int log_lanes;
+  int parts;            // statistics a thread hands on: vec over the neighbours that surely share a group
+  int log_parts;
+  int sum_rows;         // warps, or rows of several warps, that hand on statistics
+  int across;           // statistics of a group in such a row
+  int log_uniting;      // threads that unite these
+  int log_uniting_across;  // of them side by side on a row
   int slots;            // vectors a thread holds of a piece
-  int sharing;          // threads that unite a group's pieces
-  int ring;             // vectors a thread has room for in shared memory
+  int log_sharing;      // threads that unite a group's pieces
   int64_t strips;
   int64_t piece_rows, pieces;  // of a slab
   int64_t items;        // pieces, in all
   int64_t grid;         // blocks (split: of the statistics)
   int shared;           // bytes of dynamic shared memory a block
+  bool early;           // a kernel may start before the one it follows has ended
 };
 
 // What a plan needs to know of the GPU.
@@ -40,10 +45,10 @@ struct ColumnGpu {
   int multiprocessors;
 };
 
-constexpr int kColumnThreads = 512;
+constexpr int kLogColumnThreads = 9;
+constexpr int kColumnThreads = 1 << kLogColumnThreads;
 constexpr int kColumnBlocks = 2;      // on a multiprocessor
 constexpr int kColumnSlots = 8;       // vectors a thread holds, at most
-constexpr int kColumnAhead = 5;       // vectors a thread loads of the next piece meanwhile (split)
 constexpr int kColumnStripBytes = 256;  // of a row
 constexpr int kApplyStripBytes = 512;   // of a row, where nothing but the width matters
 
@@ -52,6 +57,8 @@ inline int64_t power_of_two_from(int64_t n) {
   while (p < n) p *= 2;
   return p;
 }
+
+constexpr int log_of(int64_t power_of_two) { return power_of_two > 1 ? 1 + log_of(power_of_two / 2) : 0; }
 
 inline int common_divisor(int64_t a, int64_t b) { return static_cast<int>(b == 0 ? a : common_divisor(b, a % b)); }
 
@@ -71,21 +78,29 @@ inline bool cut_columns(int64_t rows, int64_t channels, int64_t num_groups, int 
   vectors = vectors < channels / p->vec ? vectors : channels / p->vec;
   vectors = vectors < kColumnThreads ? vectors : kColumnThreads / (unit / p->vec) * (unit / p->vec);
   p->lanes = static_cast<int>(power_of_two_from(vectors));
+  p->log_lanes = log_of(p->lanes);
   const int64_t units = static_cast<int64_t>(p->lanes) * p->vec / unit;
   p->width = static_cast<int>(units * unit < channels ? units * unit : channels);
   p->groups = static_cast<int>(p->width / group);
   p->parts = p->vec / fold;
+  p->log_parts = log_of(p->parts);
   p->sum_rows = kColumnThreads / (p->lanes < 32 ? 32 : p->lanes);
+  p->across = static_cast<int>(group * p->parts / p->vec);
   p->strips = ceil_div(channels, p->width);
   const int64_t side = kColumnThreads / p->lanes;
   p->slots = 1;
   while (p->slots < kColumnSlots && ceil_div(rows, p->slots * side) > kMaxCluster) p->slots *= 2;
   p->piece_rows = p->slots * side;
   p->pieces = ceil_div(rows, p->piece_rows);
-  // As many as there are for all groups of a strip at once, more where they have many pieces each.
-  const int64_t all = kColumnThreads / power_of_two_from(p->groups), each = power_of_two_from(ceil_div(p->pieces, 16));
-  const int64_t sharing = all > each ? all : each;
-  p->sharing = static_cast<int>(sharing < 32 ? sharing : 32);
+  // As many as there are for all groups of a strip at once.
+  const int64_t all = kColumnThreads / power_of_two_from(p->groups), row = power_of_two_from(p->across);
+  const int most = all > 32 ? 32 : all > 1 ? static_cast<int>(all) : 1;
+  const int64_t uniting = row * p->sum_rows < most ? row * p->sum_rows : most;
+  p->log_uniting = log_of(uniting);
+  p->log_uniting_across = log_of(row < uniting ? row : uniting);
+  // More where they have many pieces each.
+  const int64_t each = power_of_two_from(ceil_div(p->pieces, 16));
+  p->log_sharing = log_of(each < most ? most : each < 32 ? each : 32);
   return true;
 }
 
@@ -99,10 +114,26 @@ inline bool cut_for_statistics(int64_t rows, int64_t channels, int64_t num_group
   return cut_columns(rows, channels, num_groups, itemsize, kColumnStripBytes, p);
 }
 
-inline int column_shared(const ColumnPlan& p, int itemsize, int64_t exchanged) {
-  const int64_t stage = static_cast<int64_t>(p.ring) * kColumnThreads * p.vec * itemsize;
-  const int64_t sums = static_cast<int64_t>(p.sum_rows) * p.lanes * p.parts * 4;
-  return static_cast<int>(stage + sums + p.groups * (1 + exchanged) * 8);
+// Room for a row of statistics (two floats each): more than there are, so that not all rows start in the same bank.
+inline int sums_of_row(const ColumnPlan& p) { return p.parts * p.lanes + (p.parts == 1 ? 1 : 2); }
+
+// Statistics that the threads of a block hand on.
+inline int block_sums(const ColumnPlan& p) { return p.sum_rows * sums_of_row(p); }
+
+// Bytes of shared memory: a piece and those statistics (split).
+inline int64_t column_shared(const ColumnPlan& p, int itemsize) {
+  return static_cast<int64_t>(p.slots) * kColumnThreads * p.vec * itemsize + block_sums(p) * 8;
+}
+
+// Bytes of `arrays` parameters of a strip's channels.
+inline int parameter_bytes(const ColumnPlan& p, int arrays) {
+  const int across = p.lanes * p.vec;
+  return arrays * (across < 4 ? 4 : across) * 4;
+}
+
+// Also three parameters a channel and what blocks exchange a group (block, cluster).
+inline int64_t resident_shared(const ColumnPlan& p, int itemsize) {
+  return column_shared(p, itemsize) + parameter_bytes(p, 3) + p.groups * (1 + p.pieces) * 8;
 }
 
 // The plan for statistics and apply; `regime` other than automatic asks for that one. Returns false when such columns
@@ -113,37 +144,22 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
   if (!cut_for_statistics(rows, channels, num_groups, itemsize, &p)) return false;
   const int64_t slabs = batch * p.strips;
   p.items = slabs * p.pieces;
-  p.ring = p.slots;
-  p.shared = column_shared(p, itemsize, p.pieces <= kMaxCluster ? p.pieces : 0);
-  const bool fits = p.shared <= gpu.shared;
-  const bool fits_block = p.pieces == 1 && fits;
-  const bool fits_cluster = gpu.clusters && p.pieces <= kMaxCluster && fits;
+  const int64_t resident = resident_shared(p, itemsize), passing = column_shared(p, itemsize);
+  const bool fits_block = p.pieces == 1 && resident <= gpu.shared;
+  const bool fits_cluster = gpu.clusters && p.pieces <= kMaxCluster && resident <= gpu.shared;
   p.regime = regime != Regime::automatic ? regime
              : fits_block                ? Regime::block
              : fits_cluster              ? Regime::cluster
                                          : Regime::split;
-  switch (p.regime) {
-    case Regime::block:
-      if (!fits_block) return false;
-      p.grid = p.items;
-      break;
-    case Regime::cluster:
-      if (!fits_cluster) return false;
-      p.grid = p.items;
-      break;
-    case Regime::split: {
-      p.ring = p.slots + kColumnAhead;
-      if (column_shared(p, itemsize, 0) > gpu.shared) p.ring = p.slots;
-      p.shared = column_shared(p, itemsize, 0);
-      if (p.shared > gpu.shared) return false;
-      const int64_t at_most = gpu.multiprocessors * static_cast<int64_t>(kColumnBlocks);
-      p.grid = p.items < at_most ? p.items : at_most;
-      break;
-    }
-    default: return false;
-  }
+  p.shared = static_cast<int>(p.regime == Regime::split ? passing : resident);
+  const int64_t at_most = p.regime == Regime::split ? gpu.multiprocessors * static_cast<int64_t>(kColumnBlocks) : p.items;
+  p.grid = p.items < at_most ? p.items : at_most;
+  p.early = gpu.clusters;
+  const bool possible = p.regime == Regime::block     ? fits_block
+                        : p.regime == Regime::cluster ? fits_cluster
+                                                      : p.regime == Regime::split && passing <= gpu.shared;
   *plan = p;
-  return p.items <= 0x7fffffff;
+  return possible && p.items <= 0x7fffffff;
 }
 
 // The plan for apply alone, with statistics known before.

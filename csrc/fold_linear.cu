@@ -4,40 +4,72 @@
 namespace normswap {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;  // of a block, at most
+constexpr int kSlots = 4;      // vectors a thread has in flight
 
-// A block a row of the Linear's weight.
+// What the channels have, in the order in which lanes fetch them.
+enum Value { kVariance, kWeight, kScale, kMean, kBias, kLinearBias, kValues };
+
+struct FoldArgs {
+  FoldLinear f;
+  ChannelVector values[kValues];
+};
+
+// Threads of the same y fold one row of the Linear's weight.
 template <class T, int V>
-__global__ void __launch_bounds__(kThreads) fold_rows(const FoldLinear f) {
-  const int64_t channel = blockIdx.x;
-  const float rstd = rsqrtf(channel_value(f.running_var, channel, 1.f) + static_cast<float>(f.eps));
-  const float gain = rstd * channel_value(f.weight, channel, 1.f);
-  const float column = gain * channel_value(f.scale, channel, 1.f);
-  if (threadIdx.x == 0) {
-    const float shift = fmaf(-gain, channel_value(f.running_mean, channel, 0.f), channel_value(f.bias, channel, 0.f));
-    const float bias = fmaf(column, channel_value(f.linear_bias, channel, 0.f), shift);
-    static_cast<T*>(f.out_bias)[channel] = from_float<T>(bias);
-  }
-  const T* in = static_cast<const T*>(f.linear_weight) + channel * f.in_features;
-  T* out = static_cast<T*>(f.out_weight) + channel * f.in_features;
-  for (int64_t k = threadIdx.x * V; k < f.in_features; k += kThreads * V) {
-    Pack<T, V> pack = Pack<T, V>::load(in + k);
+__global__ void __launch_bounds__(kThreads) fold_rows(const FoldArgs args) {
+  const FoldLinear& f = args.f;
+  const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, length = f.in_features, step = static_cast<int64_t>(blockDim.x) * V;
+  const T* in = static_cast<const T*>(f.linear_weight) + channel * length;
+  T* out = static_cast<T*>(f.out_weight) + channel * length;
+  if (channel >= f.channels) return;
+  Pack<T, V> packs[kSlots];
+  const auto load_from = [&](int64_t first) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) pack.v[j] = from_float<T>(column * to_float(pack.v[j]));
-    // Stored for the product that follows: keep it in the L2.
-    *reinterpret_cast<typename Pack<T, V>::Raw*>(out + k) = *reinterpret_cast<const typename Pack<T, V>::Raw*>(&pack);
+    for (int i = 0; i < kSlots; ++i) {
+      if (first + i * step < length) packs[i] = Pack<T, V>::load(in + first + i * step);
+    }
+  };
+  int64_t first = threadIdx.x * V;
+  load_from(first);
+  // A value a lane: one latency, not six.
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const float mine = lane < kValues ? channel_value(args.values[lane], channel, lane < kMean ? 1.f : 0.f) : 0.f;
+  const auto value = [&](Value which) { return __shfl_sync(0xffffffffu, mine, which); };
+  const float gain = rsqrtf(value(kVariance) + static_cast<float>(f.eps)) * value(kWeight);
+  const float column = gain * value(kScale);
+  const float shift = fmaf(-gain, value(kMean), value(kBias)), bias = fmaf(column, value(kLinearBias), shift);
+  if (threadIdx.x == 0) static_cast<T*>(f.out_bias)[channel] = from_float<T>(bias);
+  for (;;) {
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      packs[i].forget();
+      float product[V];
+#pragma unroll
+      for (int j = 0; j < V; ++j) product[j] = column * to_float(packs[i].v[j]);
+      if (first + i * step < length) Pack<T, V>::of(product).store(out + first + i * step);
+    }
+    first += kSlots * step;
+    if (first >= length) return;
+    load_from(first);
   }
+}
+
+template <class T, int V>
+cudaError_t launch_rows(const FoldArgs& args, cudaStream_t stream) {
+  const int64_t at_once = static_cast<int64_t>(V) * kSlots * 32, warps = (args.f.in_features + at_once - 1) / at_once;
+  const int across = warps * 32 < kThreads ? static_cast<int>(warps) * 32 : kThreads, rows = kThreads / 2 / across;
+  const dim3 threads(across, rows > 1 ? rows : 1);
+  const int64_t blocks = (args.f.channels + threads.y - 1) / threads.y;
+  fold_rows<T, V><<<dim3(static_cast<unsigned>(blocks)), threads, 0, stream>>>(args);
+  return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch_fold(const FoldLinear& f, cudaStream_t stream) {
+  const FoldArgs args{f, {f.running_var, f.weight, f.scale, f.running_mean, f.bias, f.linear_bias}};
   constexpr int full = 16 / static_cast<int>(sizeof(T));
-  if (f.in_features % full == 0) {
-    fold_rows<T, full><<<dim3(static_cast<unsigned>(f.channels)), kThreads, 0, stream>>>(f);
-  } else {
-    fold_rows<T, 1><<<dim3(static_cast<unsigned>(f.channels)), kThreads, 0, stream>>>(f);
-  }
-  return cudaGetLastError();
+  return f.in_features % full == 0 ? launch_rows<T, full>(args, stream) : launch_rows<T, 1>(args, stream);
 }
 
 }  // namespace

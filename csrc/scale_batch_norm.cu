@@ -3,22 +3,13 @@
 namespace normswap {
 namespace {
 
-template <class T, int V>
-void launch_affine(const ColumnArgs& a, cudaStream_t stream) {
-  column_apply<T, V, Source::running><<<grid_of(a.p.grid), kColumnThreads, 0, stream>>>(a);
-}
-
 template <class T>
 cudaError_t affine_of(const ChannelNorm& n, cudaStream_t stream) {
-  ColumnArgs args{n, {}, nullptr, nullptr, 0};
-  if (!make_apply_plan(n.rows, n.channels, sizeof(T), &args.p)) return cudaErrorInvalidConfiguration;
-  args.step = column_step(n, args.p);
-  if (args.p.vec > 1) {
-    launch_affine<T, 16 / static_cast<int>(sizeof(T))>(args, stream);
-  } else {
-    launch_affine<T, 1>(args, stream);
-  }
-  return cudaGetLastError();
+  ColumnPlan plan;
+  if (!make_apply_plan(n.rows, n.channels, sizeof(T), &plan)) return cudaErrorInvalidConfiguration;
+  const ColumnArgs args(n, plan);
+  if (plan.vec > 1) return launch_apply<T, 16 / static_cast<int>(sizeof(T)), Source::running>(args, false, stream);
+  return launch_apply<T, 1, Source::running>(args, false, stream);
 }
 
 }  // namespace

@@ -344,7 +344,7 @@ def column_plan(
     library, but no GPU. Raises BuildError without the library.
     """
     names = (
-        *("regime", "vec", "width", "groups", "lanes", "parts", "slots", "ring", "strips", "piece_rows"),
+        *("regime", "vec", "width", "groups", "lanes", "parts", "slots", "strips", "piece_rows"),
         *("pieces", "items", "grid", "shared", "workspace"),
     )
     gpu = (clusters, shared, multiprocessors)

@@ -176,6 +176,33 @@ def test_non_finite_values_stay_in_their_group() -> None:
             assert torch.equal(ours[finite], group_norm_in(regime, clean, groups, weight, bias)[finite])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", (0.1, 1000 / 3, -7e4, 1e-30))
+@pytest.mark.case("constant-rows")
+def test_columns_of_one_value_have_exactly_that_mean(dtype: torch.dtype, value: float) -> None:
+    for shape, groups in COLUMN_SHAPES:
+        batch, channels = shape[:2]
+        values = value * (1 + torch.arange(batch * groups, device="cuda") % 7).to(dtype).reshape(batch, groups)
+        x = torch.empty(shape, dtype=dtype, device="cuda", memory_format=torch.channels_last)
+        x.copy_(values.repeat_interleave(channels // groups, 1)[:, :, None, None].expand(shape))
+        out, mean, rstd = torch.empty_like(x), *torch.empty(2, batch, groups, device="cuda")
+        for regime in column_regimes(x, groups):
+            torch.ops.normswap.group_norm(x, None, None, groups, 1e-5, True, 0, out, mean, rstd, regime)
+            finite = values.isfinite()
+            assert torch.equal(mean[finite], values.float()[finite]), (shape, groups, regime)
+            assert bool((rstd[finite] == torch.tensor(1e-5, device="cuda").sqrt().reciprocal()).all())
+
+
+@pytest.mark.parametrize("rows", (2, 300, 5000, 70_000))
+@pytest.mark.case("constant-rows")
+def test_batch_norm_of_constant_columns(rows: int) -> None:
+    z = (torch.arange(96, device="cuda") / 3 - 10).expand(rows, 96).contiguous()
+    mean, var = torch.zeros(96, device="cuda"), torch.ones(96, device="cuda")
+    ours = ops.scale_batch_norm(z, torch.ones(96, device="cuda"), mean, var, None, None, True, 1.0, 1e-5)
+    assert torch.equal(ours, torch.zeros_like(z))
+    assert torch.equal(mean, z[0]) and torch.equal(var, torch.zeros_like(var))
+
+
 @pytest.mark.case("misaligned")
 def test_channels_last_at_any_address() -> None:
     for dtype in DTYPES:
