@@ -26,20 +26,6 @@ __device__ inline void cluster_wait(int blocks) {
 #endif
 }
 
-// Launched by launch_after, a kernel may start before its predecessor on the stream has ended, from where all blocks of
-// that have called let_successor_start on. follow_predecessor waits for its end.
-__device__ inline void let_successor_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ inline void follow_predecessor() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // A thread's vectors of a piece into its own room in shared memory, without waiting: vector i at stage[i * kColumnThreads].
 template <class T, int V>
 __device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<T, V>* stage) {
@@ -69,6 +55,8 @@ template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
   touch(args);
+  let_successor_start();
+  follow_predecessor();
   const int pieces = args.pieces;
   Pack<T, V>* stage = reinterpret_cast<Pack<T, V>*>(shared) + thread();
   const Parameters<From, V> parameters(args, shared + args.p.slots * kColumnThreads * sizeof(Pack<T, V>));
@@ -194,49 +182,30 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
 
 // --- launch ------------------------------------------------------------------------------------------------------
 
-// The launch of a kernel that calls follow_predecessor; early: it need not end before.
-template <auto kernel>
-cudaError_t launch_after(const ColumnArgs& args, bool early, dim3 grid, int threads, int shared, cudaStream_t stream) {
-  if (const cudaError_t error = allow_shared<kernel>(shared); error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
-}
-
-inline dim3 grid_of(int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); }
-
 // The statistics, where there are any, are on their way.
 template <class T, int V, Source From>
-cudaError_t launch_apply(const ColumnArgs& a, bool early, cudaStream_t stream) {
+cudaError_t launch_apply(const ColumnArgs& a, bool overlap, cudaStream_t stream) {
   const int shared = parameter_bytes(a.p, Parameters<From, V>::kArrays);
-  return launch_after<column_apply<T, V, From>>(a, early, grid_of(a.p.items), kColumnThreads, shared, stream);
+  return launch_block<column_apply<T, V, From>>(a, {grid_of(a.p.items), kColumnThreads, shared, 1, overlap}, stream);
 }
 
 template <class T, int V, Source From>
 cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
-  if (const cudaError_t error = allow_shared<column_partial<T, V, From>>(a.p.shared); error != cudaSuccess) return error;
-  column_partial<T, V, From><<<grid_of(a.p.grid), kColumnThreads, a.p.shared, stream>>>(a);
+  cudaError_t error = launch_block<column_partial<T, V, From>>(a, {grid_of(a.p.grid), kColumnThreads, a.p.shared, 1, false}, stream);
+  if (error != cudaSuccess) return error;
   const int64_t runs = ceil_div(a.p.groups, kFinishThreads >> a.p.log_sharing);
   const dim3 slabs(static_cast<unsigned>(a.p.items / a.p.pieces), static_cast<unsigned>(runs));
-  const cudaError_t error = launch_after<column_finish<From>>(a, a.p.early, slabs, kFinishThreads, 0, stream);
+  error = launch_block<column_finish<From>>(a, {slabs, kFinishThreads, 0, 1, a.p.overlap}, stream);
   if (error != cudaSuccess) return error;
-  return launch_apply<T, V, From>(a, a.p.early, stream);
+  return launch_apply<T, V, From>(a, a.p.overlap, stream);
 }
 
 template <class T, int V, Source From>
 cudaError_t launch_columns(const ChannelNorm& n, const ColumnPlan& p, cudaStream_t stream) {
   const ColumnArgs args(n, p);
   if (p.regime == Regime::split) return launch_split<T, V, From>(args, stream);
-  const LaunchShape shape{p.grid, kColumnThreads, p.shared};
-  return launch_block<column_block<T, V, From>>(args, shape, static_cast<int>(p.pieces), stream);
+  const LaunchShape shape{grid_of(p.grid), kColumnThreads, p.shared, static_cast<int>(p.pieces), p.overlap};
+  return launch_block<column_block<T, V, From>>(args, shape, stream);
 }
 
 template <class T, Source From>

@@ -35,7 +35,7 @@ struct ColumnPlan {
   int64_t items;        // pieces, in all
   int64_t grid;         // blocks (split: of the statistics)
   int shared;           // bytes of dynamic shared memory a block
-  bool early;           // a kernel may start before the one it follows has ended
+  bool overlap;         // see LaunchShape
 };
 
 // What a plan needs to know of the GPU.
@@ -154,7 +154,7 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
   p.shared = static_cast<int>(p.regime == Regime::split ? passing : resident);
   const int64_t at_most = p.regime == Regime::split ? gpu.multiprocessors * static_cast<int64_t>(kColumnBlocks) : p.items;
   p.grid = p.items < at_most ? p.items : at_most;
-  p.early = gpu.clusters;
+  p.overlap = gpu.clusters;
   const bool possible = p.regime == Regime::block     ? fits_block
                         : p.regime == Regime::cluster ? fits_cluster
                                                       : p.regime == Regime::split && passing <= gpu.shared;

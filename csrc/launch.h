@@ -10,11 +10,13 @@
 namespace normswap {
 namespace {
 
+inline dim3 grid_of(int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); }
+
 struct LaunchShape {
-  int64_t grid;
+  dim3 grid;
   int threads, shared;  // dynamic shared memory, in bytes
   int cluster;          // blocks of a cluster; 1: no clusters
-  bool overlap;         // blocks may start before the kernel before has ended (sm_90: programmatic dependent launch)
+  bool overlap;         // with the kernel before: see follow_predecessor; sm_90 and newer
 };
 
 // A kernel must ask for more than 48 KB of shared memory once a device.
@@ -32,11 +34,17 @@ cudaError_t allow_shared(int bytes) {
   return error;
 }
 
-// Where kernels follow one another, lets the blocks of the next start as this one's leave, and waits for the kernels
-// before this one, whose memory must not be touched sooner. A kernel launched with `overlap` must begin so.
-__device__ inline void follow() {
+// Programmatic dependent launch: a kernel launched with `overlap` may start before the one before it on the stream has
+// ended, from where all blocks of that have left or called let_successor_start. follow_predecessor waits for the end of
+// all that came before; until then no memory may be touched but what was there before the predecessor started.
+__device__ inline void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline void follow_predecessor() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
@@ -57,7 +65,7 @@ cudaError_t launch_block(const Args& args, const LaunchShape& shape, cudaStream_
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
-  config.gridDim = dim3(static_cast<unsigned>(shape.grid));
+  config.gridDim = shape.grid;
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared;
   config.stream = stream;
@@ -72,7 +80,7 @@ cudaError_t launch_team(Args args, const LaunchShape& shape, void* barriers, int
   const cudaError_t error = cudaMemsetAsync(barriers, 0, barrier_bytes, stream);
   if (error != cudaSuccess) return error;
   void* arguments[] = {&args};
-  return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(shape.grid)),
+  return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), shape.grid,
                                      dim3(shape.threads), arguments, shape.shared, stream);
 }
 

@@ -150,7 +150,8 @@ using StagedChunk = StagedTile<T, 32, kChunkSlots<T>, Ragged, Full ? kChunkSlots
 
 template <class Policy, class T, class W, class RowTile>
 __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks<RowTile>) row_small(const RowArgs args) {
-  follow();
+  let_successor_start();
+  follow_predecessor();
   constexpr int Rows = kRowsAtOnce<RowTile>, Lanes = RowTile::Lanes, groups = kWarpsSmall<Lanes> * 32 / Lanes;
   const T* x = static_cast<const T*>(args.n.x);
   const T* end = x + args.n.rows * args.n.cols;
@@ -180,7 +181,8 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
 // A row a block, a chunk a warp, in registers.
 template <class Policy, class T, class W, bool Ragged>
 __global__ void __launch_bounds__(kWarpsHeld * 32, 2) row_held(const RowArgs args) {
-  follow();
+  let_successor_start();
+  follow_predecessor();
   using Stat = typename Policy::Stat;
   using HeldTile = ChunkTile<T, Ragged>;
   __shared__ Stat parts[kWarpsHeld];
@@ -257,7 +259,8 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
 #if __CUDA_ARCH__ < 900
   if constexpr (Cluster) return;  // never launched: row_plan gives clusters to sm_90 and newer only
 #endif
-  follow();
+  let_successor_start();
+  follow_predecessor();
   using Stat = typename Policy::Stat;
   extern __shared__ __align__(16) char shared[];
   __shared__ Stat parts[kMaxChunks];
@@ -439,7 +442,7 @@ __global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_apply(const RowArgs a
 
 template <class Policy, class T, class W, class RowTile>
 cudaError_t launch_small(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
-  const LaunchShape shape{ceil_div(plan.grid, kRowsAtOnce<RowTile>), plan.warps * 32, 0, 1, plan.overlap};
+  const LaunchShape shape{grid_of(ceil_div(plan.grid, kRowsAtOnce<RowTile>)), plan.warps * 32, 0, 1, plan.overlap};
   return launch_block<row_small<Policy, T, W, RowTile>>(args, shape, stream);
 }
 
@@ -485,8 +488,9 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
                      divisor_of(n.cols),
                      divisor_of(plan.chunk_len),
                      divisor_of(n.cols - (plan.chunks - 1) * plan.chunk_len)};
-  const dim3 grid(static_cast<unsigned>(plan.grid)), block(plan.warps * 32);
-  const LaunchShape shape{plan.grid, plan.warps * 32, plan.shared, plan.regime == Regime::cluster ? plan.cluster : 1, plan.overlap};
+  const dim3 grid = grid_of(plan.grid), block(plan.warps * 32);
+  const int cluster = plan.regime == Regime::cluster ? plan.cluster : 1;
+  const LaunchShape shape{grid, plan.warps * 32, plan.shared, cluster, plan.overlap};
   cudaError_t error = cudaSuccess;
   switch (plan.regime) {
     case Regime::subwarp:
@@ -501,7 +505,7 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
       break;
     default:
       row_partial<Policy, T, Ragged><<<grid, block, 0, stream>>>(args);
-      row_merge<Policy, T><<<dim3(static_cast<unsigned>(n.rows)), 256, 0, stream>>>(args);
+      row_merge<Policy, T><<<grid_of(n.rows), 256, 0, stream>>>(args);
       row_apply<Policy, T, W, Ragged><<<grid, block, 0, stream>>>(args);
   }
   return error != cudaSuccess ? error : cudaGetLastError();
@@ -516,7 +520,7 @@ cudaError_t launch_ragged(const RowNorm& n, const RowPlan& plan, cudaStream_t st
 
 template <class Policy, class T>
 cudaError_t launch_weight(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  if constexpr (Policy::has_affine && sizeof(T) == 2) {
+  if constexpr (Policy::affine != Affine::none && sizeof(T) == 2) {
     if (n.weight_dtype == DType::f32) return launch_ragged<Policy, T, float>(n, plan, stream);
   }
   return launch_ragged<Policy, T, T>(n, plan, stream);

@@ -55,7 +55,8 @@ __device__ inline uint4 window(const uint4& low, const uint4& high, int shift) {
 }
 
 // Loads 16 bytes where `there`; `words` stay as they are elsewhere. One instruction with a predicate, which the compiler
-// would not make of a branch. Nothing may write there while the kernel runs. Volatile: not before follow() (launch.h).
+// would not make of a branch. Nothing may write there while the kernel runs. Volatile: not before
+// follow_predecessor (launch.h).
 __device__ inline void load_if(bool there, uint4& words, const void* p) {
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %5, 0;\n\t@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
                : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
