@@ -75,19 +75,6 @@ struct ColumnArgs {
 
 __device__ inline int thread() { return static_cast<int>(threadIdx.x); }
 
-// Reads every line of a kernel's arguments, which are not in the caches of constants when it starts, so that the misses
-// overlap. The block calls.
-template <class Args>
-__device__ inline void touch(const Args& args) {
-  constexpr int line = 64 / sizeof(int), words = sizeof(Args) / sizeof(int);
-  int sum = 0;
-  for (int i = thread() / 32 * line; i < words; i += static_cast<int>(blockDim.x) / 32 * line) {
-    sum ^= reinterpret_cast<const int*>(&args)[i];
-  }
-  // Something that looks like a use.
-  asm volatile("{ .reg .pred p; setp.eq.s32 p, %0, 1; @p nanosleep.u32 0; }" ::"r"(sum));
-}
-
 // Where a thread works in any piece: V channels from `channel` of the strip on, in rows row, row + side, ...
 template <int V>
 struct Column {
@@ -127,7 +114,10 @@ struct Piece {
     return {a, at, batch, item - row * a.strips, row - batch * a.pieces};
   }
   __device__ int64_t slab(const ColumnArgs& a) const { return static_cast<int64_t>(batch) * a.strips + strip; }
-  // Groups of the slab: of the last strip fewer.
+  // Number of the slab's first group of all, and how many there are: of the last strip fewer.
+  __device__ int64_t first_group(const ColumnArgs& a) const {
+    return batch * a.n.num_groups + static_cast<int64_t>(strip) * a.p.groups;
+  }
   __device__ int groups(const ColumnArgs& a) const { return a.by_group_width.quotient(a.width_of(strip)); }
 };
 
@@ -160,11 +150,11 @@ __device__ inline float sum_of_part(const float (&v)[V], int p) {
 
 // Mean and sum of squared differences of what the thread holds: vector(i) for i < count. The second pass also sums the
 // differences, which tells what the first mean's rounding left; all alike have exactly their mean, and no squares.
-template <int Parts, int V, class Vector>
+template <int Unroll, int Parts, int V, class Vector>
 __device__ inline void thread_moments(int count, const Sizes& sizes, Vector vector, float (&mean)[Parts], float (&m2)[Parts]) {
   const Divisor n{sizes.own, sizes.own_reciprocal};
   float sums[V] = {}, squares[V] = {};
-#pragma unroll 4
+#pragma unroll Unroll
   for (int i = 0; i < count; ++i) {
     const auto x = vector(i);
 #pragma unroll
@@ -174,7 +164,7 @@ __device__ inline void thread_moments(int count, const Sizes& sizes, Vector vect
   for (int p = 0; p < Parts; ++p) mean[p] = __fmul_rn(sum_of_part<Parts>(sums, p), n.reciprocal);
 #pragma unroll
   for (int j = 0; j < V; ++j) sums[j] = 0.f;
-#pragma unroll 4
+#pragma unroll Unroll
   for (int i = 0; i < count; ++i) {
     const auto x = vector(i);
 #pragma unroll
@@ -219,11 +209,11 @@ __device__ inline void unite_rows(int lanes, const Sizes& sizes, float (&mean)[P
 }
 
 // Statistics of what the thread and its warp's other rows hold of a piece, into the block's rows of them.
-template <int Parts, int V, class Vector>
+template <int Unroll, int Parts, int V, class Vector>
 __device__ inline void hand_on(const ColumnArgs& a, const Column<V>& at, int count, const Sizes& sizes, Vector vector,
                                float2* sums) {
   float mean[Parts], m2[Parts];
-  thread_moments<Parts, V>(count, sizes, vector, mean, m2);
+  thread_moments<Unroll, Parts, V>(count, sizes, vector, mean, m2);
   int row = at.row;
   if (a.lanes < 32) {
     unite_rows(a.lanes, sizes, mean, m2);
@@ -307,14 +297,31 @@ __device__ inline void unite_sums(const ColumnArgs& a, const Sizes& sizes, const
   }
 }
 
-// A slab's group from the statistics of its pieces, part(p). Unroll: as many are read at once.
-template <int Unroll, class Part>
-__device__ inline float2 unite_pieces(const ColumnArgs& a, Part part) {
+// A slab's group from the statistics of its pieces, by a run of lanes.
+__device__ inline float2 unite_pieces(const ColumnArgs& a, const float2* parts) {
   const int lanes = 1 << a.p.log_sharing, last = a.pieces - 1;
-  return unite_run(lanes, a.all_reciprocal, part(0).x, [&](auto visit) {
-#pragma unroll Unroll
-    for (int p = thread() & (lanes - 1); p <= last; p += lanes) visit(p == last ? a.rest : a.full, part(p));
+  return unite_run(lanes, a.all_reciprocal, parts->x, [&](auto visit) {
+#pragma unroll 8
+    for (int p = thread() & (lanes - 1); p <= last; p += lanes) visit(p == last ? a.rest : a.full, parts[p]);
   });
+}
+
+// The same of the few pieces that a cluster has, by one thread.
+__device__ inline float2 unite_few(const ColumnArgs& a, const float2* parts) {
+  float d[kMaxCluster], v[kMaxCluster];
+  const float pivot = parts->x;
+#pragma unroll
+  for (int p = 0; p < kMaxCluster; ++p) {
+    d[p] = p < a.pieces ? __fsub_rn(parts[p].x, pivot) : 0.f;
+    v[p] = __fmul_rn(p == a.pieces - 1 ? a.rest : a.full, d[p]);
+  }
+  const float shift = __fmul_rn(tree(v), a.all_reciprocal);
+#pragma unroll
+  for (int p = 0; p < kMaxCluster; ++p) {
+    const float off = __fsub_rn(d[p], shift), size = p == a.pieces - 1 ? a.rest : a.full;
+    v[p] = p < a.pieces ? fmaf(__fmul_rn(size, off), off, parts[p].y) : 0.f;
+  }
+  return {__fadd_rn(pivot, shift), tree(v)};
 }
 
 // What finish needs of a channel in training.
@@ -354,24 +361,6 @@ __device__ inline float2 finish(const ColumnArgs& a, int64_t index, float2 group
   return {group.x, rstd};
 }
 
-// Mean and rstd of the slab's groups from `first` on, `stride` apart in runs of as many as the block can take at once,
-// into `values`; the block calls. part(i): i = group * pieces + piece, there when wait() has returned. `save`: this is the
-// one place that writes them down.
-template <Source From, int Unroll, class Wait, class Part>
-__device__ inline void finish_groups(const ColumnArgs& a, const Piece& at, int first, int stride, Wait wait, Part part,
-                                     float2* values, bool save) {
-  const int64_t index = at.batch * a.n.num_groups + static_cast<int64_t>(at.strip) * a.p.groups;
-  const int groups = at.groups(a);
-  for (int run = first; run < groups; run += stride) {
-    const int group = min(run + (thread() >> a.p.log_sharing), groups - 1), read = group * a.pieces;
-    const Kept kept = Kept::of<From>(a.n, index + group);
-    wait();
-    const float2 united = unite_pieces<Unroll>(a, [&](int p) { return part(read + p); });
-    const bool mine = run + (thread() >> a.p.log_sharing) < groups && (thread() & ((1 << a.p.log_sharing) - 1)) == 0;
-    if (mine) values[group] = finish<From>(a, index + group, united, kept, save);
-  }
-}
-
 // --- apply -------------------------------------------------------------------------------------------------------
 
 // Per channel of the block's strip, in shared memory: what y = (x scale - mean) gain + bias needs. In training the scale
@@ -387,7 +376,8 @@ struct Parameters {
       : arrays(static_cast<float*>(shared)), log_across(max(a.log_lanes + kLogV, 2)), across(1 << log_across) {}
   __device__ float* gain() const { return arrays; }              // at first the weight
   __device__ float* bias() const { return arrays + across; }
-  __device__ float* mean() const { return arrays + 2 * across; }  // batch: at first the scale
+  __device__ float* mean() const { return arrays + 2 * across; }
+  __device__ float* scale_before() const { return mean(); }      // batch: before set
   __device__ float* scale() const { return arrays + 3 * across; }
   __device__ float* var() const { return arrays + 4 * across; }
 
@@ -406,18 +396,19 @@ struct Parameters {
       if (c < a.width_of(strip)) arrays[i] = channel_value(from, static_cast<int64_t>(strip) * a.width + c, absent);
     }
   }
-  // values: mean and rstd of the strip's groups. A barrier must follow.
-  __device__ void set(const ColumnArgs& a, int strip, const float2* values) const {
+  // value(channel of the strip, its group): mean and rstd. A barrier must follow.
+  template <class Value>
+  __device__ void set(const ColumnArgs& a, int strip, Value value_of) const {
     for (int c = thread(); c < a.width_of(strip); c += kColumnThreads) {
       const float weight = gain()[c];
       if constexpr (From == Source::running) {
         gain()[c] = weight * rsqrtf(var()[c] + static_cast<float>(a.n.eps));
       } else {
-        const float2 value = values[a.by_group_width.quotient(c)];
+        const float2 value = value_of(c, a.by_group_width.quotient(c));
         if constexpr (From == Source::group) {
           gain()[c] = __fmul_rn(weight, value.y);
         } else {
-          const float scale = mean()[c], product = __fmul_rn(weight, scale);
+          const float scale = scale_before()[c], product = __fmul_rn(weight, scale);
           const float rest = __fmul_rn(fmaf(weight, scale, -product), value.y);  // what rounding the product cut off
           gain()[c] = fmaf(product, value.y, rest);
         }

@@ -12,6 +12,7 @@ namespace normswap {
 namespace {
 
 constexpr int kFinishThreads = 64;
+constexpr int kBlockUnroll = 2;  // of column_block: short code, since a block that starts alone waits for every line of it
 
 // The barrier of a cluster of blocks in two halves.
 __device__ inline void cluster_arrive(int blocks) {
@@ -43,33 +44,31 @@ __device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<
 }
 
 // Statistics of the piece that is on its way to `stage`, into the block's rows of them.
-template <class T, int V, Source From>
+template <int Unroll, class T, int V, Source From>
 __device__ inline void hand_on_piece(const ColumnArgs& a, const Column<V>& at, int count, const Sizes& sizes,
                                      const Pack<T, V>* stage, float2* sums) {
   asm volatile("cp.async.wait_all;" ::: "memory");
   const auto vector = [&](int i) { return stage[i * kColumnThreads]; };
-  with_parts<V, From>(a, [&](auto n) { hand_on<decltype(n)::value>(a, at, count, sizes, vector, sums); });
+  with_parts<V, From>(a, [&](auto n) { hand_on<Unroll, decltype(n)::value>(a, at, count, sizes, vector, sums); });
 }
 
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
-  touch(args);
   let_successor_start();
-  follow_predecessor();
   const int pieces = args.pieces;
   Pack<T, V>* stage = reinterpret_cast<Pack<T, V>*>(shared) + thread();
   const Parameters<From, V> parameters(args, shared + args.p.slots * kColumnThreads * sizeof(Pack<T, V>));
   float2* sums = reinterpret_cast<float2*>(parameters.arrays + parameters.kArrays * parameters.across);
   float2* parts = sums + args.p.sum_rows * args.row_sums;  // (groups, pieces), of the slab
-  float2* values = parts + args.p.groups * pieces;         // (groups)
   const Column<V> column(args);
   const Piece at = Piece::of_slab(args, column, static_cast<int>(blockIdx.x));
+  follow_predecessor();
   load_async(args, at, stage);
   cluster_arrive(pieces);
   parameters.fetch(args, at.strip);
   const Sizes sizes(args, column, at.rows);
-  hand_on_piece<T, V, From>(args, column, at.count, sizes, stage, sums);
+  hand_on_piece<kBlockUnroll, T, V, From>(args, column, at.count, sizes, stage, sums);
   __syncthreads();
   cluster_wait(pieces);  // every block of the cluster runs: its shared memory is there
   unite_sums(args, sizes, sums, [&](int group, int lane, float2 moments) {
@@ -85,14 +84,17 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   cluster_arrive(pieces);
   cluster_wait(pieces);
   if (pieces == 1) __syncthreads();
-  const int at_once = kColumnThreads >> args.p.log_sharing;
-  finish_groups<From, 1>(args, at, 0, at_once, [] {}, [&](int i) { return parts[i]; }, values, at.piece == 0);
-  __syncthreads();
-  parameters.set(args, at.strip, values);
+  parameters.set(args, at.strip, [&](int channel, int group) {
+    const bool save = at.piece == 0 && channel == group * args.group_width;
+    const int64_t index = at.first_group(args) + group;
+    const Kept without{From == Source::batch ? parameters.scale_before()[channel] : 1.f, 0.f, 0.f};
+    const Kept kept = save ? Kept::of<From>(args.n, index) : without;
+    return finish<From>(args, index, unite_few(args, parts + group * pieces), kept, save);
+  });
   __syncthreads();
   const ChannelAffine<T, V, From> affine(parameters, column.channel);
   T* y = static_cast<T*>(args.n.y) + at.offset;
-#pragma unroll 4
+#pragma unroll kBlockUnroll
   for (int i = 0; i < at.count; ++i, y += args.step) affine.apply(args, stage[i * kColumnThreads], y);
 }
 
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
   for (;;) {
     const Piece at = next;
     if (at.rows != sizes.rows) sizes = Sizes(args, column, at.rows);
-    hand_on_piece<T, V, From>(args, column, at.count, sizes, stage, sums);
+    hand_on_piece<4, T, V, From>(args, column, at.count, sizes, stage, sums);
     const bool more = item < last;
     if (more) {
       item += stride;
@@ -128,17 +130,19 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
   }
 }
 
-// As many groups of a slab as the block can take at once.
+// As many groups of a slab as the block can take at once, by runs of lanes.
 template <Source From>
 __global__ void __launch_bounds__(kFinishThreads) column_finish(const ColumnArgs args) {
-  touch(args);
-  const int slab = static_cast<int>(blockIdx.x), at_once = kFinishThreads >> args.p.log_sharing;
-  const Piece at = Piece::of_slab(args, Column<1>(args), slab * args.pieces);
-  const int64_t first = static_cast<int64_t>(slab) * args.p.groups;
-  const float2* parts = args.parts + first * args.pieces;
   let_successor_start();
-  finish_groups<From, 8>(args, at, static_cast<int>(blockIdx.y) * at_once, args.p.groups, follow_predecessor,
-                          [&](int i) { return parts[i]; }, args.finals + first, true);
+  const int run = thread() >> args.p.log_sharing, lane = thread() & ((1 << args.p.log_sharing) - 1);
+  const int mine = static_cast<int>(blockIdx.y) * (kFinishThreads >> args.p.log_sharing) + run;
+  const Piece at = Piece::of_slab(args, Column<1>(args), static_cast<int>(blockIdx.x) * args.pieces);
+  const int groups = at.groups(args), group = min(mine, groups - 1);
+  const int64_t index = at.first_group(args) + group, from = at.slab(args) * args.p.groups + group;
+  const Kept kept = Kept::of<From>(args.n, index);
+  follow_predecessor();
+  const float2 united = unite_pieces(args, args.parts + from * args.pieces);
+  if (lane == 0 && mine < groups) args.finals[from] = finish<From>(args, index, united, kept, true);
 }
 
 template <class T, int V, Source From>
@@ -164,7 +168,8 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
   parameters.fetch(args, at.strip);
   __syncthreads();
   follow_predecessor();
-  parameters.set(args, at.strip, args.finals + at.slab(args) * args.p.groups);
+  const float2* values = args.finals + at.slab(args) * args.p.groups;
+  parameters.set(args, at.strip, [&](int, int group) { return __ldcg(values + group); });
   __syncthreads();
   const ChannelAffine<T, V, From> affine(parameters, column.channel);
   for (;;) {

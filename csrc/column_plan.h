@@ -98,9 +98,9 @@ inline bool cut_columns(int64_t rows, int64_t channels, int64_t num_groups, int 
   const int64_t uniting = row * p->sum_rows < most ? row * p->sum_rows : most;
   p->log_uniting = log_of(uniting);
   p->log_uniting_across = log_of(row < uniting ? row : uniting);
-  // More where they have many pieces each.
+  // A lane for each of the few pieces that a cluster has, and more where there are many.
   const int64_t each = power_of_two_from(ceil_div(p->pieces, 16));
-  p->log_sharing = log_of(each < most ? most : each < 32 ? each : 32);
+  p->log_sharing = log_of(each < kMaxCluster ? kMaxCluster : each < 32 ? each : 32);
   return true;
 }
 
@@ -133,7 +133,7 @@ inline int parameter_bytes(const ColumnPlan& p, int arrays) {
 
 // Also three parameters a channel and what blocks exchange a group (block, cluster).
 inline int64_t resident_shared(const ColumnPlan& p, int itemsize) {
-  return column_shared(p, itemsize) + parameter_bytes(p, 3) + p.groups * (1 + p.pieces) * 8;
+  return column_shared(p, itemsize) + parameter_bytes(p, 3) + p.groups * p.pieces * 8;
 }
 
 // The plan for statistics and apply; `regime` other than automatic asks for that one. Returns false when such columns

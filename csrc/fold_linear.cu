@@ -19,7 +19,8 @@ struct FoldArgs {
 template <class T, int V>
 __global__ void __launch_bounds__(kThreads) fold_rows(const FoldArgs args) {
   const FoldLinear& f = args.f;
-  const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, length = f.in_features, step = static_cast<int64_t>(blockDim.x) * V;
+  const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t length = f.in_features, step = static_cast<int64_t>(blockDim.x) * V;
   const T* in = static_cast<const T*>(f.linear_weight) + channel * length;
   T* out = static_cast<T*>(f.out_weight) + channel * length;
   if (channel >= f.channels) return;
