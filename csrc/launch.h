@@ -73,11 +73,11 @@ cudaError_t launch_block(const Args& args, const LaunchShape& shape, cudaStream_
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-// All blocks running at once, with `barrier_bytes` of zeros at `barriers`.
+// All blocks running at once, with `bytes` of zeros at `workspace`.
 template <auto kernel, class Args>
-cudaError_t launch_team(Args args, const LaunchShape& shape, void* barriers, int64_t barrier_bytes, cudaStream_t stream) {
+cudaError_t launch_team(Args args, const LaunchShape& shape, void* workspace, int64_t bytes, cudaStream_t stream) {
   if (const cudaError_t error = allow_shared<kernel>(shape.shared); error != cudaSuccess) return error;
-  const cudaError_t error = cudaMemsetAsync(barriers, 0, barrier_bytes, stream);
+  const cudaError_t error = cudaMemsetAsync(workspace, 0, bytes, stream);
   if (error != cudaSuccess) return error;
   void* arguments[] = {&args};
   return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), shape.grid,

@@ -167,20 +167,44 @@ __device__ inline Moments unite_in_memory(const Moments* parts, float* room, int
 }
 
 // --- blocks that share a row -------------------------------------------------------------------------------------
+// What a block tells the others carries its own flag: each float is stored in one 8-byte word with the number of the
+// round, from 1 on, and who needs it polls the word itself. That is one trip to the L2 and back; a barrier takes five,
+// and waits for the stores of the round before. The words start as zeros; the blocks must all be running: cooperative
+// launch.
 
-// Waits until all `blocks` blocks of a team have called for the `round`-th time (from 1). `count` starts at 0. What a
-// block wrote before is then visible to all of the team. The blocks must all be running: cooperative launch.
-__device__ inline void team_barrier(unsigned* count, unsigned blocks, unsigned round) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(count, 1u);
-    while (*static_cast<volatile unsigned*>(count) < blocks * round) {
-    }
-    __threadfence();
-  }
-  __syncthreads();
+struct alignas(16) Told {
+  uint64_t words[2];
+};
+
+__device__ inline void tell(Told* to, float2 what, unsigned round) {
+  const uint64_t flag = static_cast<uint64_t>(round) << 32;
+  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(flag | __float_as_uint(what.x)),
+               "l"(flag | __float_as_uint(what.y))
+               : "memory");
 }
+
+// What was told at from[i * stride], i < count; of the rest: zeros.
+template <int Most>
+__device__ inline void hear(float2 (&what)[Most], const Told* from, int stride, int count, unsigned round) {
+  for (bool all = false; !all;) {
+    all = true;
+#pragma unroll
+    for (int i = 0; i < Most; ++i) {
+      uint64_t x = static_cast<uint64_t>(round) << 32, y = x;
+      if (i < count) {
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(x), "=l"(y) : "l"(from + i * stride) : "memory");
+      }
+      all = all && static_cast<unsigned>(x >> 32) == round && static_cast<unsigned>(y >> 32) == round;
+      what[i] = {__uint_as_float(static_cast<unsigned>(x)), __uint_as_float(static_cast<unsigned>(y))};
+    }
+  }
+}
+
+// A statistic but for the number of elements, which who hears of it knows.
+__device__ inline float2 told(const Moments& s) { return {s.mean, s.m2}; }
+__device__ inline float2 told(const Sum& s) { return {s.sum, 0.f}; }
+__device__ inline void understand(float2 what, float n, Moments& s) { s = {what.x, what.y, n}; }
+__device__ inline void understand(float2 what, float, Sum& s) { s = {what.x}; }
 
 }  // namespace
 }  // namespace normswap

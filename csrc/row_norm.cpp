@@ -25,15 +25,10 @@ Gpu gpu_of(int device) {
     return value;
   };
   const int major = attribute(cudaDevAttrComputeCapabilityMajor);
-  const int shared = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  const int at_once = shared / (kSliceBytes + kStatisticsBytes);
   Gpu gpu{};
   gpu.clusters = major == 9 || major == 10;
   gpu.shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (attribute(cudaDevAttrCooperativeLaunch) != 0) {
-    gpu.resident = attribute(cudaDevAttrMultiProcessorCount) *
-                   (at_once < kBlocksAMultiprocessor ? at_once : kBlocksAMultiprocessor);
-  }
+  if (attribute(cudaDevAttrCooperativeLaunch) != 0) gpu.resident = attribute(cudaDevAttrMultiProcessorCount);
   return known[device] = gpu;
 }
 

@@ -1,9 +1,10 @@
 // The row engine: LayerNorm, RMSNorm, L1 norm and GroupNorm (contiguous) are this file and a policy (row_policy.cuh).
-// row_plan.h says how rows are cut; the kernels below are the regimes:
+// row_plan.h says how rows are cut; the kernels are the regimes:
 //   row_small    subwarp, warp: a row is one chunk, in registers; several rows a block
 //   row_held     block, for rows of few chunks of 16-bit elements: a chunk a warp, in registers
 //   row_block    block, cluster: the chunks of a row lie in shared memory, of a cluster of blocks if need be
-//   row_team     team: the blocks that hold a row meet at a barrier in device memory; persistent, several teams at once
+// and in row_wide.cuh
+//   row_team     team: blocks that run at once hold a row and tell each other its statistics; persistent
 //   row_partial, row_merge, row_apply    split: for rows and GPUs none of these serves; the input is read twice
 #pragma once
 
@@ -304,139 +305,13 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
   for (int c = warp; c < args.block_chunks; c += warps) slice.apply(row, c, values);
 }
 
-constexpr int64_t kBytesANanosecond = 3000;  // of a GPU that has clusters, more or less
+}  // namespace
+}  // namespace normswap
 
-__device__ inline int64_t nanoseconds() {
-  int64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
+#include "row_wide.cuh"
 
-__device__ inline void wait_nanoseconds(int64_t wanted) {
-  const int64_t start = nanoseconds();
-  while (nanoseconds() - start < wanted) __nanosleep(100);
-}
-
-// A team of args.blocks_a_row blocks a row, row after row; while one team waits at its barrier the others, which share
-// its multiprocessors, load and store.
-template <class Policy, class T, class W, bool Ragged>
-__global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_team(const RowArgs args) {
-  using Stat = typename Policy::Stat;
-  constexpr int chunks = kSliceBytes / (kChunk * sizeof(T)), groups = chunks / kGroup;
-  extern __shared__ __align__(16) char shared[];
-  __shared__ Stat parts[chunks];
-  __shared__ Stat all[kMaxGroups];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = static_cast<int>(args.blocks_a_row);
-  const int teams = gridDim.x / blocks, team = blockIdx.x / blocks, rank = blockIdx.x % blocks;
-  unsigned* count = static_cast<unsigned*>(args.n.workspace) + 32 * team;
-  Stat* exchange =
-      reinterpret_cast<Stat*>(static_cast<char*>(args.n.workspace) + 128 * teams) + 2 * blocks * groups * team;
-  const Slice<Policy, T, W, Ragged> slice(args, shared, rank);
-  // Teams that start together stay in step, all at their barriers at once: each starts when the one before has had
-  // the time to load and store a row.
-  wait_nanoseconds(team * args.n.cols * static_cast<int64_t>(sizeof(T)) * 2 / kBytesANanosecond);
-  for (int c = warp; c < chunks; c += kWarpsBlock) slice.stage(team, c);
-  unsigned round = 0;
-  for (int64_t row = team; row < args.n.rows; row += teams) {
-    ++round;
-    wait_for_copies();
-    for (int c = warp; c < chunks; c += kWarpsBlock) {
-      const Stat stat = slice.statistic(row, c);
-      if (lane == 0) parts[c] = stat;
-    }
-    __syncthreads();
-    // Two sets in turn: a block that is a round ahead must not overwrite what another still reads.
-    Stat* published = exchange + round % 2 * blocks * groups;
-    if (warp < groups) {
-      const Stat group = unite_one<1, kGroup>(lane < kGroup ? parts[warp * kGroup + lane] : Stat{});
-      if (lane == 0) published[rank * groups + warp] = group;
-    }
-    team_barrier(count, blocks, round);
-    float* to = reinterpret_cast<float*>(all);
-    const float* from = reinterpret_cast<const float*>(published);
-    const int floats = blocks * groups * static_cast<int>(sizeof(Stat) / sizeof(float));
-    for (int i = threadIdx.x; i < floats; i += blockDim.x) to[i] = __ldcg(from + i);
-    __syncthreads();
-    const Stat stat = unite_groups(all, blocks * groups);
-    const RowValues values = Policy::template finish<T>(stat, args);
-    if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args, row, stat, values);
-    for (int c = warp; c < chunks; c += kWarpsBlock) {
-      slice.apply(row, c, values);
-      __syncwarp();
-      if (row + teams < args.n.rows) slice.stage(row + teams, c);
-    }
-  }
-}
-
-// split: a block is a group of chunks, a warp a chunk. The workspace holds a statistic and a float a group, then the
-// values of the rows. The same group of all rows comes first, so that its weights are read from memory once.
-struct SplitPlace {
-  int64_t row, group, chunk;
-  __device__ SplitPlace(const RowArgs& args, int64_t at) {
-    group = divided(at, args.n.rows);
-    row = at - group * args.n.rows;
-    chunk = group * kGroup + threadIdx.x / 32;
-  }
-};
-
-template <class Stat>
-__device__ inline float* split_room(const RowArgs& args) {
-  return reinterpret_cast<float*>(static_cast<Stat*>(args.n.workspace) + args.n.rows * args.blocks_a_row);
-}
-
-template <class Stat>
-__device__ inline RowValues* split_values(const RowArgs& args) {
-  return reinterpret_cast<RowValues*>(split_room<Stat>(args) + args.n.rows * args.blocks_a_row);
-}
-
-template <class T, class Tile>
-__device__ inline void load_chunk(Tile& tile, const RowArgs& args, const SplitPlace& place) {
-  const int64_t begin = place.chunk * args.chunk_len, left = args.n.cols - begin;
-  const T* x = static_cast<const T*>(args.n.x);
-  const int len = static_cast<int>(max(int64_t{0}, min(left, static_cast<int64_t>(args.chunk_len))));
-  tile.load(x + place.row * args.n.cols + begin, len, x + args.n.rows * args.n.cols);
-}
-
-template <class Policy, class T, bool Ragged>
-__global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_partial(const RowArgs args) {
-  using Stat = typename Policy::Stat;
-  __shared__ Stat parts[kGroup];
-  const SplitPlace place(args, blockIdx.x);
-  ChunkTile<T, Ragged> tile[1];
-  load_chunk<T>(tile[0], args, place);
-  Stat mine[1];
-  Policy::statistics(tile, tile[0].len == args.chunk_len ? args.chunk : args.last_chunk, mine);
-  const int lane = threadIdx.x % 32;
-  if (lane == 0) parts[threadIdx.x / 32] = mine[0];
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    const Stat group = unite_one<1, kGroup>(lane < kGroup ? parts[lane] : Stat{});
-    if (lane == 0) static_cast<Stat*>(args.n.workspace)[place.row * args.blocks_a_row + place.group] = group;
-  }
-}
-
-template <class Policy, class T>
-__global__ void __launch_bounds__(256) row_merge(const RowArgs args) {
-  using Stat = typename Policy::Stat;
-  const int64_t first = blockIdx.x * args.blocks_a_row;
-  const Stat stat = unite_in_memory(static_cast<const Stat*>(args.n.workspace) + first, split_room<Stat>(args) + first,
-                                    args.blocks_a_row);
-  if (threadIdx.x == 0) {
-    const RowValues values = Policy::template finish<T>(stat, args);
-    split_values<Stat>(args)[blockIdx.x] = values;
-    save_values<Policy>(args, blockIdx.x, stat, values);
-  }
-}
-
-template <class Policy, class T, class W, bool Ragged>
-__global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_apply(const RowArgs args) {
-  // Backwards: what row_partial read last is still in the L2.
-  const SplitPlace place(args, static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x);
-  const RowValues values = split_values<typename Policy::Stat>(args)[place.row];
-  ChunkTile<T, Ragged> tile[1];
-  load_chunk<T>(tile[0], args, place);
-  apply_tile<Policy, T, W>(tile, args, place.row, place.chunk * args.chunk_len, values);
-}
+namespace normswap {
+namespace {
 
 // --- launch ------------------------------------------------------------------------------------------------------
 
@@ -483,14 +358,14 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
                      plan.chunk_len,
                      chunk_bytes(plan.chunk_len, sizeof(T)),
                      plan.block_chunks,
+                     plan.slots,
                      static_cast<float>(n.eps),
                      static_cast<float>(n.weight_offset),
                      divisor_of(n.cols),
                      divisor_of(plan.chunk_len),
                      divisor_of(n.cols - (plan.chunks - 1) * plan.chunk_len)};
-  const dim3 grid = grid_of(plan.grid), block(plan.warps * 32);
   const int cluster = plan.regime == Regime::cluster ? plan.cluster : 1;
-  const LaunchShape shape{grid, plan.warps * 32, plan.shared, cluster, plan.overlap};
+  const LaunchShape shape{grid_of(plan.grid), plan.warps * 32, plan.shared, cluster, plan.overlap};
   cudaError_t error = cudaSuccess;
   switch (plan.regime) {
     case Regime::subwarp:
@@ -501,12 +376,10 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
       break;
     case Regime::cluster: error = launch_block<row_block<Policy, T, W, Ragged, true>>(args, shape, stream); break;
     case Regime::team:
-      error = launch_team<row_team<Policy, T, W, Ragged>>(args, shape, n.workspace, team_barrier_bytes(plan), stream);
+      error = launch_team<row_team<Policy, T, W, Ragged>>(args, shape, n.workspace, row_workspace_bytes(plan, n.rows),
+                                                          stream);
       break;
-    default:
-      row_partial<Policy, T, Ragged><<<grid, block, 0, stream>>>(args);
-      row_merge<Policy, T><<<grid_of(n.rows), 256, 0, stream>>>(args);
-      row_apply<Policy, T, W, Ragged><<<grid, block, 0, stream>>>(args);
+    default: error = launch_split<Policy, T, W, Ragged>(args, plan, stream);
   }
   return error != cudaSuccess ? error : cudaGetLastError();
 }

@@ -24,27 +24,34 @@ struct RowPlan {
   int block_chunks;  // chunks a block holds
   int cluster;       // blocks that share a row and run at once: of a cluster or a team
   int64_t grid;      // blocks; subwarp, warp: if a lane works on one row at a time
+  int slots;         // team: rows of which a block holds slices at once
   int shared;        // bytes of dynamic shared memory a block
-  bool overlap;      // subwarp, warp, block, cluster: see LaunchShape
+  bool overlap;      // all but team: see LaunchShape
 };
 
 // What a plan needs to know of the GPU.
 struct Gpu {
   bool clusters;  // of eight blocks; then also programmatic dependent launch
   int shared;     // bytes of shared memory a block can have
-  int resident;   // blocks of the team regime that run at once
+  int resident;   // multiprocessors, where launches can be cooperative; else 0
 };
 
 constexpr int kChunk = 1024;         // elements of a full chunk: 32 a lane
 constexpr int kGroup = 16;           // chunks whose statistics are united first
 constexpr int kWarpsHeld = 16;       // block, rows of as many chunks of 16-bit elements: a chunk a warp, in registers
-constexpr int kWarpsBlock = 8;       // block, cluster, team: at most
+constexpr int kWarpsBlock = 8;       // block, cluster: at most
 constexpr int kWarpsSplit = kGroup;  // split: a chunk a warp
 constexpr int kMaxCluster = 8;       // the largest portable cluster
-constexpr int kSliceBytes = 65536;   // what a block holds by choice, so that three share a multiprocessor
+constexpr int kSliceBytes = 65536;   // what a block holds of a row by choice: three such fit in a multiprocessor
 constexpr int kBlocksAMultiprocessor = 3;
 constexpr int kMaxChunks = 512;      // block, cluster: chunks of a row
+constexpr int kWarpsTeam = 16;       // one block a multiprocessor
+constexpr int kMaxSlots = 3;         // team: rows of which a block holds slices at once
+constexpr int kToldSets = 4;         // team
 constexpr int kMaxGroups = 512;      // team: groups of a row
+constexpr int kPiece = 512;          // split: elements of a row that a warp normalises
+constexpr int kRowsSplit = 2;        // split: of so many rows
+constexpr int kWarpsApply = 8;       // split: of a block that normalises
 constexpr int kTeamParameters = 8 << 20;  // team: bytes of parameters that the L2 keeps for the next row
 
 // subwarp, warp: warps of a block. A row a warp: few, so that no block waits for many; many rows a warp: more, since blocks
@@ -81,14 +88,16 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, int64_t para
   const bool fits_block = p.chunks <= most && p.chunks <= kMaxChunks;
   const int64_t cluster = few < kMaxCluster ? few : kMaxCluster;
   const bool fits_cluster = gpu.clusters && p.chunks <= cluster * most && p.chunks <= kMaxChunks;
-  const bool fits_team = few <= gpu.resident && few * (slice / kGroup) <= kMaxGroups;
+  const int slots = most / slice < kMaxSlots ? most / slice : kMaxSlots;
+  const bool fits_team = slots > 1 && few <= gpu.resident && few * (slice / kGroup) <= kMaxGroups;
+  const bool busy = fits_team && gpu.resident / few * few * 4 >= gpu.resident * 3;  // most of the GPU
   Regime r = regime;
   if (r == Regime::automatic) {
     r = tiny                                         ? Regime::subwarp
         : p.chunks == 1                              ? Regime::warp
         : few == 1 && fits_block                     ? Regime::block
         : few <= kMaxCluster && fits_cluster         ? Regime::cluster
-        : fits_team && parameters <= kTeamParameters ? Regime::team
+        : busy && parameters <= kTeamParameters      ? Regime::team
                                                      : Regime::split;
   }
   const bool possible = tiny                   ? r == Regime::subwarp
@@ -114,6 +123,9 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, int64_t para
       p.grid = rows * p.cluster;
       break;
     case Regime::team: {
+      p.warps = kWarpsTeam;
+      p.slots = slots;
+      p.shared = slots * slice * bytes;
       p.block_chunks = slice;
       p.cluster = static_cast<int>(few);
       const int64_t teams = gpu.resident / few;
@@ -140,17 +152,12 @@ inline int64_t row_groups(const RowPlan& plan) {
                                      : ceil_div(plan.chunks, kGroup);
 }
 
-// Bytes of scratch memory. split: a statistic (three floats) and a float a group, two floats a row. team: a 128-byte
-// line with the barrier's count a team, then two statistics a group, of alternating rows.
-inline int64_t team_barrier_bytes(const RowPlan& plan) { return plan.grid / plan.cluster * 128; }
-
+// Bytes of scratch memory. split: a statistic (three floats) and a float a group, two floats a row. team: 16 bytes a
+// group, team and set.
 inline int64_t row_workspace_bytes(const RowPlan& plan, int64_t rows) {
-  constexpr int64_t number = sizeof(float);
-  if (plan.regime == Regime::team) {
-    return team_barrier_bytes(plan) + plan.grid / plan.cluster * 2 * row_groups(plan) * 3 * number;
-  }
+  if (plan.regime == Regime::team) return plan.grid / plan.cluster * kToldSets * row_groups(plan) * 16;
   if (plan.regime != Regime::split) return 0;
-  return rows * (row_groups(plan) * 4 + 2) * number;
+  return rows * (row_groups(plan) * 4 + 2) * static_cast<int64_t>(sizeof(float));
 }
 
 }  // namespace normswap

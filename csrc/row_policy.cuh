@@ -19,7 +19,7 @@ enum class Affine { none, by_element, by_channel };
 struct RowArgs {
   RowNorm n;
   int64_t chunks, blocks_a_row;
-  int chunk_len, chunk_bytes, block_chunks;
+  int chunk_len, chunk_bytes, block_chunks, slots;
   float eps, weight_offset;
   Divisor cols, chunk, last_chunk;  // elements of a row, a chunk, the last chunk
 };

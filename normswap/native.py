@@ -315,10 +315,10 @@ def row_plan(
 ) -> dict[str, int] | None:
     """How the kernels cut rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
 
-    On a GPU with ``clusters`` of eight blocks, ``shared`` bytes of shared memory for a block, where ``resident``
-    blocks of a team run at once. ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block, 4 cluster, 5 split, 6 team force
-    one, and None is returned where such rows cannot be done in it. Needs the library, but no GPU. Raises BuildError
-    without the library.
+    On a GPU with ``clusters`` of eight blocks, ``shared`` bytes of shared memory for a block and ``resident``
+    multiprocessors (0: it has no cooperative launches). ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block, 4 cluster,
+    5 split, 6 team force one, and None is returned where such rows cannot be done in it. Needs the library, but no
+    GPU. Raises BuildError without the library.
     """
     names = ("regime", "vec", "lanes", "chunk_len", "chunks", "warps", "block_chunks", "cluster", "grid", "shared")
     return _plan("row_plan", (rows, cols), (itemsize, clusters, shared, resident, regime), names)

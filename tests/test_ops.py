@@ -141,8 +141,8 @@ def library() -> None:
 
 
 GPUS: tuple[dict[str, Any], ...] = (
-    {"clusters": True, "shared": 232_448, "resident": 396},  # H100
-    {"clusters": False, "shared": 166_912, "resident": 216},  # A100
+    {"clusters": True, "shared": 232_448, "resident": 132},  # H100
+    {"clusters": False, "shared": 166_912, "resident": 108},  # A100
     {"clusters": False, "shared": 101_376, "resident": 128},  # RTX 4090
     {"clusters": True, "shared": 232_448, "resident": 0},  # no cooperative launches
 )
