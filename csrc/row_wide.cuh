@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, 1) row_team(const RowArgs arg
 }
 
 // --- split -------------------------------------------------------------------------------------------------------
-// Statistics: a block is a group of chunks, a warp a chunk. The workspace holds a statistic and a float a group, then the
-// values of the rows. row_merge and row_apply start while the kernel before them ends. row_partial does not, so that
+// Statistics: a block is a group of chunks, a warp a chunk. The workspace holds a statistic and a float a group, then
+// the values of the rows. row_merge and row_apply start while the kernel before them ends. row_partial does not, so that
 // row_apply may load x without waiting.
 
 template <class Stat>
@@ -191,8 +191,9 @@ __global__ void __launch_bounds__(kWarpsApply * 32, 2) row_apply(const RowArgs a
 
 template <class Policy, class T, class W, bool Ragged>
 cudaError_t launch_split(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
-  const LaunchShape partial{grid_of(plan.grid), plan.warps * 32, 0, 1, false}, merge{grid_of(args.n.rows), 256, 0, 1, plan.overlap};
   const int64_t blocks = ceil_div(args.n.cols, kPiece * kWarpsApply) * ceil_div(args.n.rows, kRowsSplit);
+  const LaunchShape partial{grid_of(plan.grid), plan.warps * 32, 0, 1, false};
+  const LaunchShape merge{grid_of(args.n.rows), 256, 0, 1, plan.overlap};
   const LaunchShape apply{grid_of(blocks), kWarpsApply * 32, 0, 1, plan.overlap};
   cudaError_t error = launch_block<row_partial<Policy, T, Ragged>>(args, partial, stream);
   if (error == cudaSuccess) error = launch_block<row_merge<Policy, T>>(args, merge, stream);
