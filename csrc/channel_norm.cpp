@@ -1,31 +1,8 @@
 // scale_batch_norm, affine and fold_linear on CUDA tensors: checks, workspace, launch.
-#include <map>
-#include <mutex>
-
 #include "column_launch.h"
 
 namespace normswap {
 namespace {
-
-// Asked of the driver once a device.
-ColumnGpu column_gpu_of(int device) {
-  static std::mutex mutex;
-  static std::map<int, ColumnGpu> known;
-  const std::lock_guard<std::mutex> guard(mutex);
-  const auto found = known.find(device);
-  if (found != known.end()) return found->second;
-  const auto attribute = [device](cudaDeviceAttr name) {
-    int value = 0;
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
-    return value;
-  };
-  const int major = attribute(cudaDevAttrComputeCapabilityMajor);
-  ColumnGpu gpu{};
-  gpu.clusters = major == 9 || major == 10;
-  gpu.shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  gpu.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-  return known[device] = gpu;
-}
 
 ChannelVector vector_of(const char* op, const OptionalTensor& t, int64_t channels) {
   if (!t.has_value()) return {nullptr, DType::f32};
@@ -111,7 +88,7 @@ void fold_linear_cuda(const Tensor& linear_weight_, const OptionalTensor& linear
 
 bool column_plan_of(const ChannelNorm& n, const Tensor& input, Regime regime, ColumnPlan* plan) {
   return make_column_plan(n.batch, n.rows, n.channels, n.num_groups, static_cast<int>(itemsize(n.dtype)),
-                          column_gpu_of(input.get_device_index()), regime, plan);
+                          gpu_of(input.get_device_index()), regime, plan);
 }
 
 }  // namespace normswap
@@ -131,7 +108,7 @@ extern "C" __attribute__((visibility("default"))) int normswap_column_plan(int64
                                                                            int multiprocessors, int regime,
                                                                            int64_t* out) {
   normswap::ColumnPlan p;
-  const normswap::ColumnGpu gpu{clusters != 0, shared, multiprocessors};
+  const normswap::Gpu gpu{clusters != 0, shared, multiprocessors, multiprocessors > 0};
   if (!normswap::make_column_plan(batch, rows, channels, num_groups, itemsize, gpu,
                                   static_cast<normswap::Regime>(regime), &p)) {
     return 0;

@@ -38,13 +38,6 @@ struct ColumnPlan {
   bool overlap;         // see LaunchShape
 };
 
-// What a plan needs to know of the GPU.
-struct ColumnGpu {
-  bool clusters;        // of eight blocks
-  int shared;           // bytes of shared memory a block can have
-  int multiprocessors;
-};
-
 constexpr int kLogColumnThreads = 9;
 constexpr int kColumnThreads = 1 << kLogColumnThreads;
 constexpr int kColumnBlocks = 2;      // on a multiprocessor
@@ -139,7 +132,7 @@ inline int64_t resident_shared(const ColumnPlan& p, int itemsize) {
 // The plan for statistics and apply; `regime` other than automatic asks for that one. Returns false when such columns
 // cannot be done in it, or at all.
 inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int64_t num_groups, int itemsize,
-                             const ColumnGpu& gpu, Regime regime, ColumnPlan* plan) {
+                             const Gpu& gpu, Regime regime, ColumnPlan* plan) {
   ColumnPlan p{};
   if (!cut_for_statistics(rows, channels, num_groups, itemsize, &p)) return false;
   const int64_t slabs = batch * p.strips;

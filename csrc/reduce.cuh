@@ -39,9 +39,9 @@ __device__ inline void lanes_sum(float (&v)[Rows]) {
 
 // Binary tree over Count values.
 template <int Count>
-__device__ inline float tree(const float (&v)[Count], int first = 0) {
+__device__ inline float tree(const float (&v)[Count]) {
   if constexpr (Count == 1) {
-    return v[first];
+    return v[0];
   } else {
     float half[Count / 2];
 #pragma unroll

@@ -8,9 +8,6 @@
 #include "column_launch.h"
 
 namespace normswap {
-namespace {
-
-using Launch = cudaError_t (*)(const RowNorm&, const RowPlan&, cudaStream_t);
 
 // Asked of the driver once a device.
 Gpu gpu_of(int device) {
@@ -28,9 +25,14 @@ Gpu gpu_of(int device) {
   Gpu gpu{};
   gpu.clusters = major == 9 || major == 10;
   gpu.shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (attribute(cudaDevAttrCooperativeLaunch) != 0) gpu.resident = attribute(cudaDevAttrMultiProcessorCount);
+  gpu.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  gpu.cooperative = attribute(cudaDevAttrCooperativeLaunch) != 0;
   return known[device] = gpu;
 }
+
+namespace {
+
+using Launch = cudaError_t (*)(const RowNorm&, const RowPlan&, cudaStream_t);
 
 void check_same(const char* op, const Tensor& input, const Tensor& out) {
   STD_TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.numel() == input.numel(), op,
@@ -279,10 +281,10 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 // block_chunks, cluster, grid, shared) into out.
 // Returns 0 when the row cannot be done in that regime.
 extern "C" __attribute__((visibility("default"))) int normswap_row_plan(int64_t rows, int64_t cols, int itemsize,
-                                                                        int has_clusters, int shared, int resident,
+                                                                        int has_clusters, int shared, int multiprocessors,
                                                                         int regime, int64_t* out) {
   normswap::RowPlan p;
-  const normswap::Gpu gpu{has_clusters != 0, shared, resident};
+  const normswap::Gpu gpu{has_clusters != 0, shared, multiprocessors, multiprocessors > 0};
   if (!normswap::make_row_plan(rows, cols, itemsize, 0, gpu, static_cast<normswap::Regime>(regime), &p)) {
     return 0;
   }

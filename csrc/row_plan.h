@@ -33,7 +33,8 @@ struct RowPlan {
 struct Gpu {
   bool clusters;  // of eight blocks; then also programmatic dependent launch
   int shared;     // bytes of shared memory a block can have
-  int resident;   // multiprocessors, where launches can be cooperative; else 0
+  int multiprocessors;
+  bool cooperative;  // launches can be
 };
 
 constexpr int kChunk = 1024;         // elements of a full chunk: 32 a lane
@@ -86,16 +87,21 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, int64_t para
   const int slice = kSliceBytes / (kChunk * itemsize);       // by choice: a multiple of kGroup
   const int64_t few = ceil_div(p.chunks, slice);             // blocks a row by choice
   const bool fits_block = p.chunks <= most && p.chunks <= kMaxChunks;
-  const int64_t cluster = few < kMaxCluster ? few : kMaxCluster;
+  const bool held = itemsize == 2 && p.chunks <= kWarpsHeld;
+  // Few rows go to more blocks each, so that no warp has many chunks.
+  const int64_t room = gpu.multiprocessors * kBlocksAMultiprocessor / rows, wanted = ceil_div(p.chunks, kWarpsBlock);
+  const int64_t spread = wanted < room ? wanted : room, least = few > spread ? few : spread;
+  const int64_t cluster = least < kMaxCluster ? least : kMaxCluster;
   const bool fits_cluster = gpu.clusters && p.chunks <= cluster * most && p.chunks <= kMaxChunks;
   const int slots = most / slice < kMaxSlots ? most / slice : kMaxSlots;
-  const bool fits_team = slots > 1 && few <= gpu.resident && few * (slice / kGroup) <= kMaxGroups;
-  const bool busy = fits_team && gpu.resident / few * few * 4 >= gpu.resident * 3;  // most of the GPU
+  const bool fits_team = gpu.cooperative && slots > 1 && few <= gpu.multiprocessors && few * (slice / kGroup) <= kMaxGroups;
+  const bool busy = fits_team && gpu.multiprocessors / few * few * 4 >= gpu.multiprocessors * 3;  // most of the GPU
+  const bool alone = held || cluster == 1 || !fits_cluster;
   Regime r = regime;
   if (r == Regime::automatic) {
     r = tiny                                         ? Regime::subwarp
         : p.chunks == 1                              ? Regime::warp
-        : few == 1 && fits_block                     ? Regime::block
+        : few == 1 && fits_block && alone            ? Regime::block
         : few <= kMaxCluster && fits_cluster         ? Regime::cluster
         : busy && parameters <= kTeamParameters      ? Regime::team
                                                      : Regime::split;
@@ -117,8 +123,8 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, int64_t para
       break;
     case Regime::block:
     case Regime::cluster:
+      p.held = r == Regime::block && held;
       if (r == Regime::cluster) p.cluster = static_cast<int>(cluster);
-      p.held = r == Regime::block && itemsize == 2 && p.chunks <= kWarpsHeld;
       p.block_chunks = static_cast<int>(ceil_div(p.chunks, p.cluster));
       p.grid = rows * p.cluster;
       break;
@@ -128,7 +134,7 @@ inline bool make_row_plan(int64_t rows, int64_t cols, int itemsize, int64_t para
       p.shared = slots * slice * bytes;
       p.block_chunks = slice;
       p.cluster = static_cast<int>(few);
-      const int64_t teams = gpu.resident / few;
+      const int64_t teams = gpu.multiprocessors / few;
       p.grid = (rows < teams ? rows : teams) * few;
       break;
     }

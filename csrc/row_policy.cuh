@@ -47,9 +47,10 @@ __device__ inline void plain_sums(Tile (&tiles)[Rows], Sum (&out)[Rows], Term te
   for (int r = 0; r < Rows; ++r) out[r] = {sums[r]};
 }
 
-// 1 / sqrt(sum / cols + eps). The product is as good as the quotient there, and infinite where the sum is.
+// 1 / sqrt(sum / cols + eps). An infinite sum stays so; the correction of its quotient would make NaN of it.
 __device__ inline float inverse_root(float sum, const RowArgs& a) {
-  return rsqrtf(__fadd_rn(__fmul_rn(sum, a.cols.reciprocal), a.eps));
+  const float mean = sum < INFINITY ? a.cols.divide<true>(sum) : sum;
+  return rsqrtf(__fadd_rn(mean, a.eps));
 }
 
 // y = (x - mean) rstd w + b, rstd = 1 / sqrt(var + eps), biased variance by two passes over the chunk on chip.

@@ -35,6 +35,9 @@ inline DType dtype_of(const Tensor& t, const char* op) {
 
 inline int64_t itemsize(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
+// What plans need to know of a CUDA device; asked of the driver once.
+Gpu gpu_of(int device);
+
 inline cudaStream_t stream_of(const Tensor& t) {
   void* stream = nullptr;
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,

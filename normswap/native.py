@@ -311,17 +311,24 @@ def _print_progress(line: str) -> None:
 
 
 def row_plan(
-    rows: int, cols: int, itemsize: int, *, clusters: bool, shared: int = 101376, resident: int = 0, regime: int = 0
+    rows: int,
+    cols: int,
+    itemsize: int,
+    *,
+    clusters: bool,
+    shared: int = 101376,
+    multiprocessors: int = 0,
+    regime: int = 0,
 ) -> dict[str, int] | None:
     """How the kernels cut rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
 
-    On a GPU with ``clusters`` of eight blocks, ``shared`` bytes of shared memory for a block and ``resident``
-    multiprocessors (0: it has no cooperative launches). ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block, 4 cluster,
-    5 split, 6 team force one, and None is returned where such rows cannot be done in it. Needs the library, but no
-    GPU. Raises BuildError without the library.
+    On a GPU with ``clusters`` of eight blocks, ``shared`` bytes of shared memory for a block and so many
+    ``multiprocessors`` (0: it has no cooperative launches). ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block,
+    4 cluster, 5 split, 6 team force one, and None is returned where such rows cannot be done in it. Needs the library,
+    but no GPU. Raises BuildError without the library.
     """
     names = ("regime", "vec", "lanes", "chunk_len", "chunks", "warps", "block_chunks", "cluster", "grid", "shared")
-    return _plan("row_plan", (rows, cols), (itemsize, clusters, shared, resident, regime), names)
+    return _plan("row_plan", (rows, cols), (itemsize, clusters, shared, multiprocessors, regime), names)
 
 
 def column_plan(

@@ -114,7 +114,7 @@ def gpu_of_plans() -> dict[str, int]:
     return {
         "clusters": device.major in (9, 10),
         "shared": device.shared_memory_per_block_optin,
-        "resident": device.multi_processor_count,
+        "multiprocessors": device.multi_processor_count,
     }
 
 

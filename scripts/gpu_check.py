@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -30,10 +31,12 @@ ALONE = ("test_workloads.py", "test_cost.py")
 AT_ONCE = 8
 
 
-def run_tests(only: list[str], before: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def run_tests(
+    only: list[str], before: dict[str, Any], beside: Callable[[], None]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """How many of tests/gpu (or of the files named ``only``; the others' are those of ``before``) passed, failed and
-    were skipped, a process a file, several at once; and what tests told by record_property. Those that took longest
-    before start first. Prints what fails."""
+    were skipped, a process a file, several at once and ``beside`` with them, but none beside those that time; and what
+    tests told by record_property. Those that took longest before start first. Prints what fails."""
     earlier = before.get("files", {})
     took = {name: found["seconds"] for name, found in earlier.items()}
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda file: -took.get(file.name, 1e9))
@@ -43,7 +46,9 @@ def run_tests(only: list[str], before: dict[str, Any]) -> tuple[dict[str, Any], 
     files = [file for file in files if not only or file.name in only]
     order = [file for file in files if file.name not in ALONE], [file for file in files if file.name in ALONE]
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        results = dict(zip(order[0], pool.map(_run_file, order[0]), strict=True))
+        running = pool.map(_run_file, order[0])
+        beside()
+        results = dict(zip(order[0], running, strict=True))
     results |= {file: _run_file(file) for file in order[1]}
     counts = dict(sorted({**kept, **{file.name: counted for file, (counted, _) in results.items()}}.items()))
     totals = {outcome: sum(count[outcome] for count in counts.values()) for outcome in ("passed", "failed", "skipped")}
@@ -129,31 +134,46 @@ def main() -> None:
         record["benchmark"] = benchmark.measure_all()
         print(benchmark.table(record["benchmark"]), flush=True)
         failed |= bool(record["benchmark"]["summary"]["not_proved"])
-    if chosen.accuracy or everything:
-        import accuracy
-
-        record["errors"] = accuracy.measure_all()
-        print(accuracy.table(record["errors"]), flush=True)
-        failed |= bool(accuracy.beyond(record["errors"]))
+        write(record)
     if chosen.models or everything:
         import check_models
 
         record["models"] = check_models.check_all()
         print(check_models.table(record["models"]), flush=True)
         failed |= any(row["problems"] for row in record["models"])
+        write(record)
+
+    def beside() -> None:
+        nonlocal failed
+        with concurrent.futures.ThreadPoolExecutor(len(TOOLS)) as pool:
+            sanitized = pool.map(run_sanitizer, TOOLS if chosen.sanitizer or everything else ())
+            if chosen.accuracy or everything:
+                import accuracy
+
+                record["errors"] = accuracy.measure_all()
+                print(accuracy.table(record["errors"]), flush=True)
+                failed |= bool(accuracy.beyond(record["errors"]))
+            if chosen.sanitizer or everything:
+                record["sanitizer"] = list(sanitized)
+                print(*record["sanitizer"], sep="\n", flush=True)
+                failed |= any(row.get("exit") != 0 for row in record["sanitizer"])
+        write(record)
+
     if chosen.tests is not None or everything:
         only = chosen.tests or []
-        record["tests"], told = run_tests(only, record.get("tests", {}) if only else tests_before)
+        record["tests"], told = run_tests(only, record.get("tests", {}) if only else tests_before, beside)
         record["proof"] = record.get("proof", {}) | told
         failed |= bool(record["tests"]["failed"])
-    if chosen.sanitizer or everything:
-        with concurrent.futures.ThreadPoolExecutor(len(TOOLS)) as pool:
-            record["sanitizer"] = list(pool.map(run_sanitizer, TOOLS))
-        print(*record["sanitizer"], sep="\n", flush=True)
-        failed |= any(row.get("exit") != 0 for row in record["sanitizer"])
-    RECORD.write_text(json.dumps(record, indent=2) + "\n")
+        write(record)
+    else:
+        beside()
     print(f"wrote {RECORD}")
     sys.exit(failed)
+
+
+def write(record: dict[str, Any]) -> None:
+    """After every section, so that what was found is kept if a later one is cut short."""
+    RECORD.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

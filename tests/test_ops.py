@@ -141,10 +141,10 @@ def library() -> None:
 
 
 GPUS: tuple[dict[str, Any], ...] = (
-    {"clusters": True, "shared": 232_448, "resident": 132},  # H100
-    {"clusters": False, "shared": 166_912, "resident": 108},  # A100
-    {"clusters": False, "shared": 101_376, "resident": 128},  # RTX 4090
-    {"clusters": True, "shared": 232_448, "resident": 0},  # no cooperative launches
+    {"clusters": True, "shared": 232_448, "multiprocessors": 132},  # H100
+    {"clusters": False, "shared": 166_912, "multiprocessors": 108},  # A100
+    {"clusters": False, "shared": 101_376, "multiprocessors": 128},  # RTX 4090
+    {"clusters": True, "shared": 232_448, "multiprocessors": 0},  # no cooperative launches
 )
 
 
@@ -166,7 +166,7 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                     at_once = p["grid"] * p["warps"] * (32 // p["lanes"])
                     assert p["shared"] + 8192 <= gpu["shared"]
                     if p["regime"] == 6:
-                        assert p["grid"] <= gpu["resident"] and p["grid"] % p["cluster"] == 0
+                        assert p["grid"] <= gpu["multiprocessors"] and p["grid"] % p["cluster"] == 0
                     else:
                         assert 1 <= p["cluster"] <= (8 if gpu["clusters"] else 1)
                     if p["shared"] > 0:
@@ -175,6 +175,13 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                         assert p["cluster"] * p["block_chunks"] >= p["chunks"]
                     else:
                         assert at_once >= rows * p["chunks"]
+
+
+@pytest.mark.usefixtures("library")
+def test_few_rows_go_to_more_blocks() -> None:
+    for rows, cluster in ((100_000, 2), (64, 5), (2, 5)):
+        plan = native.row_plan(rows, 40_960, 2, **GPUS[0])
+        assert plan is not None and plan["regime"] == 4 and plan["cluster"] == cluster
 
 
 @pytest.mark.usefixtures("library")
