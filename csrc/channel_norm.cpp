@@ -62,7 +62,7 @@ void affine_cuda(const Tensor& input_, const OptionalTensor& scale, const Tensor
 void fold_linear_cuda(const Tensor& linear_weight_, const OptionalTensor& linear_bias, const OptionalTensor& scale,
                       const Tensor& running_mean, const Tensor& running_var, const OptionalTensor& weight,
                       const OptionalTensor& bias, double eps, Tensor out_weight, Tensor out_bias) {
-  if (linear_weight_.numel() == 0) return;
+  if (linear_weight_.size(0) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(linear_weight_.get_device_index());
   const Tensor linear_weight = on_boundary(linear_weight_);
   STD_TORCH_CHECK(linear_weight.dim() == 2 && linear_weight.is_contiguous(),

@@ -337,13 +337,13 @@ struct Kept {
 
 // Statistics of a scaled column from those of the column: u = s z has mean s mu and variance s^2 var.
 __device__ inline void update_running(const ChannelNorm& n, int64_t channel, float2 column, const Kept& kept) {
-  const float momentum = static_cast<float>(n.momentum), scale = kept.scale;
+  const float momentum = static_cast<float>(n.momentum), rest = __fsub_rn(1.f, momentum), scale = kept.scale;
   if (n.running_mean.data != nullptr) {
-    set_channel_value(n.running_mean, channel, (1.f - momentum) * kept.mean + momentum * (scale * column.x));
+    set_channel_value(n.running_mean, channel, fmaf(momentum, __fmul_rn(scale, column.x), __fmul_rn(rest, kept.mean)));
   }
   if (n.running_var.data != nullptr) {
-    const float unbiased = scale * scale * __fdiv_rn(column.y, static_cast<float>(n.rows - 1));
-    set_channel_value(n.running_var, channel, (1.f - momentum) * kept.var + momentum * unbiased);
+    const float unbiased = __fmul_rn(__fmul_rn(scale, scale), __fdiv_rn(column.y, static_cast<float>(n.rows - 1)));
+    set_channel_value(n.running_var, channel, fmaf(momentum, unbiased, __fmul_rn(rest, kept.var)));
   }
 }
 

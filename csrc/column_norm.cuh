@@ -55,7 +55,6 @@ __device__ inline void hand_on_piece(const ColumnArgs& a, const Column<V>& at, i
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
-  let_successor_start();
   const int pieces = args.pieces;
   Pack<T, V>* stage = reinterpret_cast<Pack<T, V>*>(shared) + thread();
   const Parameters<From, V> parameters(args, shared + args.p.slots * kColumnThreads * sizeof(Pack<T, V>));
@@ -64,6 +63,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   const Column<V> column(args);
   const Piece at = Piece::of_slab(args, column, static_cast<int>(blockIdx.x));
   follow_predecessor();
+  let_successor_start();
   load_async(args, at, stage);
   cluster_arrive(pieces);
   parameters.fetch(args, at.strip);

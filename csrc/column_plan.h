@@ -23,7 +23,6 @@ struct ColumnPlan {
   int lanes;            // a power of two >= the vectors of a strip
   int log_lanes;
   int parts;            // statistics a thread hands on: vec over the neighbours that surely share a group
-  int log_parts;
   int sum_rows;         // warps, or rows of several warps, that hand on statistics
   int across;           // statistics of a group in such a row
   int log_uniting;      // threads that unite these
@@ -76,7 +75,6 @@ inline bool cut_columns(int64_t rows, int64_t channels, int64_t num_groups, int 
   p->width = static_cast<int>(units * unit < channels ? units * unit : channels);
   p->groups = static_cast<int>(p->width / group);
   p->parts = p->vec / fold;
-  p->log_parts = log_of(p->parts);
   p->sum_rows = kColumnThreads / (p->lanes < 32 ? 32 : p->lanes);
   p->across = static_cast<int>(group * p->parts / p->vec);
   p->strips = ceil_div(channels, p->width);

@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(kThreads) fold_rows(const FoldArgs args) {
 
 template <class T, int V>
 cudaError_t launch_rows(const FoldArgs& args, cudaStream_t stream) {
-  const int64_t at_once = static_cast<int64_t>(V) * kSlots * 32, warps = (args.f.in_features + at_once - 1) / at_once;
+  const int64_t at_once = static_cast<int64_t>(V) * kSlots * 32, needed = (args.f.in_features + at_once - 1) / at_once;
+  const int64_t warps = needed > 0 ? needed : 1;
   const int across = warps * 32 < kThreads ? static_cast<int>(warps) * 32 : kThreads, rows = kThreads / 2 / across;
   const dim3 threads(across, rows > 1 ? rows : 1);
   const int64_t blocks = (args.f.channels + threads.y - 1) / threads.y;

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <mutex>
 
 #include "row_plan.h"
 
@@ -29,6 +30,9 @@ cudaError_t allow_shared(int bytes) {
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   std::atomic<int>& known = allowed[device % 64];
   if (known.load(std::memory_order_relaxed) >= bytes) return cudaSuccess;
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> guard(mutex);
+  if (known.load(std::memory_order_relaxed) >= bytes) return cudaSuccess;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess) known.store(bytes, std::memory_order_relaxed);
   return error;
@@ -36,7 +40,9 @@ cudaError_t allow_shared(int bytes) {
 
 // Programmatic dependent launch: a kernel launched with `overlap` may start before the one before it on the stream has
 // ended, from where all blocks of that have left or called let_successor_start. follow_predecessor waits for the end of
-// all that came before; until then no memory may be touched but what was there before the predecessor started.
+// all that came before; until then no memory may be touched but what was there when the last kernel without overlap
+// started. A successor of another's making may rely on the kernels before its predecessor: call let_successor_start
+// after the wait, unless the successor is known.
 __device__ inline void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -21,7 +21,7 @@ struct Sum {
   float sum;
 };
 
-// Sums over the Lanes (8 or 32) lanes of a chunk, of several rows at once; every lane holds them. All 32 lanes of the
+// Sums over the Lanes (8, 16 or 32) lanes of a chunk, of several rows at once; every lane holds them. All 32 lanes of the
 // warp must call.
 template <int Lanes, int Rows>
 __device__ inline void lanes_sum(float (&v)[Rows]) {

@@ -151,8 +151,8 @@ using StagedChunk = StagedTile<T, 32, kChunkSlots<T>, Ragged, Full ? kChunkSlots
 
 template <class Policy, class T, class W, class RowTile>
 __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks<RowTile>) row_small(const RowArgs args) {
-  let_successor_start();
   follow_predecessor();
+  let_successor_start();
   constexpr int Rows = kRowsAtOnce<RowTile>, Lanes = RowTile::Lanes, groups = kWarpsSmall<Lanes> * 32 / Lanes;
   const T* x = static_cast<const T*>(args.n.x);
   const T* end = x + args.n.rows * args.n.cols;
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
 // A row a block, a chunk a warp, in registers.
 template <class Policy, class T, class W, bool Ragged>
 __global__ void __launch_bounds__(kWarpsHeld * 32, 2) row_held(const RowArgs args) {
-  let_successor_start();
   follow_predecessor();
+  let_successor_start();
   using Stat = typename Policy::Stat;
   using HeldTile = ChunkTile<T, Ragged>;
   __shared__ Stat parts[kWarpsHeld];
@@ -260,8 +260,8 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
 #if __CUDA_ARCH__ < 900
   if constexpr (Cluster) return;  // never launched: row_plan gives clusters to sm_90 and newer only
 #endif
-  let_successor_start();
   follow_predecessor();
+  let_successor_start();
   using Stat = typename Policy::Stat;
   extern __shared__ __align__(16) char shared[];
   __shared__ Stat parts[kMaxChunks];

@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(kWarpsApply * 32, 2) row_apply(const RowArgs a
   }
   AffineAhead<Policy, W, Piece> affine(args);
   affine.load_ahead(args, begin, pieces[0]);
-  let_successor_start();
   follow_predecessor();
+  let_successor_start();
 #pragma unroll
   for (int r = 0; r < kRowsSplit; ++r) {
     values[r] = split_values<typename Policy::Stat>(args)[min(rows[r], args.n.rows - 1)];

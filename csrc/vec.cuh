@@ -194,14 +194,15 @@ __device__ inline void set_channel_value(const ChannelVector& vector, int64_t i,
 }
 
 // Division by one number many times, correctly rounded. Where the divisor is neither tiny nor huge a product with its
-// reciprocal and one correction do it (Markstein 1990), without the branches of a division.
+// reciprocal and one correction do it (Markstein 1990), without the branches of a division; but for dividends so small
+// that the correction has no bits left. AllFast: fast() is known to hold.
 struct Divisor {
   float value, reciprocal;
   __device__ static Divisor of(float value) { return {value, __frcp_rn(value)}; }
   __device__ bool fast() const { return value > 0x1p-60f && value < 0x1p60f; }
-  template <bool Fast>
+  template <bool AllFast>
   __device__ float divide(float x) const {
-    if constexpr (!Fast) return __fdiv_rn(x, value);
+    if (!AllFast && !fast()) return __fdiv_rn(x, value);
     const float quotient = __fmul_rn(x, reciprocal);
     return fmaf(fmaf(-value, quotient, x), reciprocal, quotient);
   }

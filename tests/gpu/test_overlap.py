@@ -34,8 +34,9 @@ CHAINS: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], nn.Module]]] 
     "split": ((3, 2_000_000), torch.float32, lambda: nn.Sequential(nn.LayerNorm(2_000_000), nn.LayerNorm(2_000_000))),
     "groups": ((4, 64, 128, 128), torch.float16, lambda: nn.Sequential(nn.GroupNorm(8, 64), nn.GroupNorm(32, 64))),
     "channels": ((4, 64, 64, 64), torch.float32, lambda: nn.Sequential(nn.GroupNorm(8, 64), ChannelRMSNorm())),
+    "team": ((3, 2_000_000), torch.float32, lambda: nn.Sequential(L1Norm(), L1Norm())),
     "batch norm": (
-        (4096, 512),
+        (20_000, 512),
         torch.float32,
         lambda: nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.LayerNorm(512)),
     ),
