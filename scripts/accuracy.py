@@ -93,8 +93,8 @@ def settings(
                 for kind, make, shape in _row_kinds(columns):
                     yield Setting(kind, regime, make, shape, dtype, mean, shifted)
         for kind, path, make, shape in paths:
-            if make is ChannelRMSNorm and dtype is torch.bfloat16:
-                continue  # its roundings there are more than the expression's exact value allows: it is not swapped
+            if make is ChannelRMSNorm and dtype is not torch.float32:
+                continue  # it rounds every step to 16 bits, which no kernel of ours does: such a call runs as it is
             yield Setting(kind, path, make, shape, dtype, mean, shifted)
 
 
@@ -186,8 +186,8 @@ def cells(found: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         told = []
         for dtype in HEADERS[1:]:
             rows = [row for row in found if (row["kind"], row["dtype"]) == (kind, dtype)]
-            multiple = max(row["ours"] / row["pytorch"] for row in rows)
-            told.append(f"{multiple:.2f}x, {max(row['ours'] for row in rows):.0%}")
+            multiples = [row["ours"] / row["pytorch"] for row in rows if row["pytorch"] > 0.0]
+            told.append(f"{max(multiples, default=0.0):.2f}x, {max((row['ours'] for row in rows), default=0.0):.0%}")
         lines.append((kind, *told))
     return lines
 

@@ -38,7 +38,7 @@ def test_backward(dtype: torch.dtype) -> None:
     """The forward that saves statistics, and the backward kernels."""
     found = settings({"subwarp": (64,), "warp": (769,), "block": (2050,)}, (dtype,), (1.0,))
     weighted = Setting("rms_norm", "over channels", lambda: ChannelWeightedRMSNorm(130), (3, 130, 77), dtype, 1.0)
-    for setting in [*found, weighted]:
+    for setting in [*found, *([weighted] if dtype is torch.float32 else [])]:  # in 16 bits it runs as it is
         module, x = setting.module(), setting.input()
         (swap,) = normswap.plan(module).swaps
         comparison = compare(swap.match, module, x, True)
