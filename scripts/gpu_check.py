@@ -30,35 +30,44 @@ ALONE = ("test_workloads.py", "test_cost.py")
 """Test files that time, or need most of the GPU's memory."""
 AT_ONCE = 8
 
+Told = dict[str, dict[str, float]]
+"""Figures by test and name."""
+
 
 def run_tests(
-    only: list[str], before: dict[str, Any], beside: Callable[[], None]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How many of tests/gpu (or of the files named ``only``; the others' are those of ``before``) passed, failed and
-    were skipped, a process a file, several at once and ``beside`` with them, but none beside those that time; and what
-    tests told by record_property. Those that took longest before start first. Prints what fails."""
+    only: list[str], before: dict[str, Any], beside: Callable[[], None], keep: Callable[[dict[str, Any], Told], None]
+) -> None:
+    """Hand to ``keep``, whenever a file has ended, how many of tests/gpu (or of the files named ``only``; the others'
+    are those of ``before``) passed, failed and were skipped, which files have not ended, and what tests told by
+    record_property. A process a file, several at once and ``beside`` with them, but none beside those that time;
+    those that took longest before start first. Prints what fails."""
     earlier = before.get("files", {})
     took = {name: found["seconds"] for name, found in earlier.items()}
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda file: -took.get(file.name, 1e9))
     if unknown := set(only) - {file.name for file in files}:
         raise SystemExit(f"no such file in tests/gpu: {', '.join(sorted(unknown))}")
-    kept = {name: found for name, found in earlier.items() if only and name not in only}
+    counts = {name: found for name, found in earlier.items() if only and name not in only}
     files = [file for file in files if not only or file.name in only]
-    order = [file for file in files if file.name not in ALONE], [file for file in files if file.name in ALONE]
+    told: Told = {}
+
+    def ended(file: Path, found: tuple[dict[str, Any], Told]) -> None:
+        counts[file.name] = found[0]
+        told.update({f"{file.stem}: {test}": figures for test, figures in found[1].items()})
+        totals = {outcome: sum(one[outcome] for one in counts.values()) for outcome in ("passed", "failed", "skipped")}
+        unfinished = [file.name for file in files if file.name not in counts]
+        keep({**totals, "files": dict(sorted(counts.items())), "unfinished": unfinished}, dict(sorted(told.items())))
+
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        running = pool.map(_run_file, order[0])
+        running = {pool.submit(_run_file, file): file for file in files if file.name not in ALONE}
         beside()
-        results = dict(zip(order[0], running, strict=True))
-    results |= {file: _run_file(file) for file in order[1]}
-    counts = dict(sorted({**kept, **{file.name: counted for file, (counted, _) in results.items()}}.items()))
-    totals = {outcome: sum(count[outcome] for count in counts.values()) for outcome in ("passed", "failed", "skipped")}
-    told = {
-        f"{file.stem}: {test}": found for file, (_, tests) in sorted(results.items()) for test, found in tests.items()
-    }
-    return {**totals, "files": counts}, told
+        for done in concurrent.futures.as_completed(running):
+            ended(running[done], done.result())
+    for file in files:
+        if file.name in ALONE:
+            ended(file, _run_file(file))
 
 
-def _run_file(file: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+def _run_file(file: Path) -> tuple[dict[str, Any], Told]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.xml")
         told = ["-o", "junit_family=xunit1", f"--junitxml={results}"]  # xunit2 has no properties
@@ -71,7 +80,7 @@ def _run_file(file: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
         return read_results(results.read_text())
 
 
-def read_results(text: str) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+def read_results(text: str) -> tuple[dict[str, Any], Told]:
     """The counts and seconds in what pytest --junitxml wrote, and the figures its tests told."""
     suite = ElementTree.fromstring(text).find("testsuite")
     assert suite is not None
@@ -98,7 +107,7 @@ def run_sanitizer(tool: str) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     told = ("SUMMARY", "passed", "failed")
     summary = [line.strip("= ") for line in done.stdout.splitlines() if any(word in line for word in told)]
-    result = "; ".join(summary) if done.returncode == 0 else done.stdout[-3000:]
+    result = "; ".join(summary) if done.returncode == 0 else f"{done.stdout[:3000]} [...] {done.stdout[-500:]}"
     return {"tool": tool, "exit": done.returncode, "seconds": round(time.monotonic() - started), "result": result}
 
 
@@ -161,10 +170,13 @@ def main() -> None:
 
     if chosen.tests is not None or everything:
         only = chosen.tests or []
-        record["tests"], told = run_tests(only, record.get("tests", {}) if only else tests_before, beside)
-        record["proof"] = record.get("proof", {}) | told
+
+        def keep(tests: dict[str, Any], told: Told) -> None:
+            record.update(tests=tests, proof=record.get("proof", {}) | told)
+            write(record)
+
+        run_tests(only, record.get("tests", {}) if only else tests_before, beside, keep)
         failed |= bool(record["tests"]["failed"])
-        write(record)
     else:
         beside()
     print(f"wrote {RECORD}")

@@ -80,15 +80,17 @@ def proof_line(told: dict[str, dict[str, float]]) -> str:
 
 def checks_line(tests: dict[str, Any] | None, sanitizer: list[dict[str, Any]] | None) -> str:
     """How the tests on the GPU ended, in which files some failed, and compute-sanitizer."""
-    if tests is None:
-        return NOT_YET
-    failed = [name for name, found in tests["files"].items() if found["failed"]]
-    where = f" ({', '.join(f'`{name}`' for name in failed)})" if failed else ""
-    told = f"On the GPU {tests['passed']} tests passed, {tests['failed']} failed{where}; compute-sanitizer"
+    told = "The tests on the GPU have not been recorded with these kernels yet"
+    if tests is not None:
+        failed = [name for name, found in tests["files"].items() if found["failed"]]
+        where = f" ({', '.join(f'`{name}`' for name in failed)})" if failed else ""
+        told = f"On the GPU {tests['passed']} tests passed, {tests['failed']} failed{where}"
+        if unfinished := tests.get("unfinished"):
+            told += f", {len(unfinished)} files did not end ({', '.join(f'`{name}`' for name in unfinished)})"
     if sanitizer is None:
-        return f"{told} has not been run over these kernels yet."
+        return f"{told}; compute-sanitizer has not been run over these kernels yet."
     tools = ", ".join(f"{run['tool']} {'clean' if run.get('exit') == 0 else 'NOT CLEAN'}" for run in sanitizer)
-    return f"{told} over every regime and path, forward and backward: {tools}."
+    return f"{told}; compute-sanitizer over every regime and path, forward and backward: {tools}."
 
 
 def filled(text: str, record: dict[str, Any]) -> str:

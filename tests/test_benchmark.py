@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import accuracy
@@ -85,6 +86,29 @@ def test_results_of_a_test_file() -> None:
     assert told == {"test_a[f32]": {"seconds": 0.46}}
 
 
+def test_tests_are_recorded_as_their_files_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_file(file: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+        counted = {"passed": 2, "failed": int(file.name == "test_cost.py"), "skipped": 0, "seconds": 1.0}
+        return counted, {"test_x": {"seconds": 1.0}}
+
+    monkeypatch.setattr(gpu_check, "_run_file", run_file)
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    beside: list[int] = []
+    gpu_check.run_tests(
+        ["test_cost.py", "test_direct.py"],
+        {"files": {"test_planted.py": {"passed": 7, "failed": 0, "skipped": 1, "seconds": 3.0}}},
+        lambda: beside.append(len(kept)),
+        lambda tests, told: kept.append((tests, dict(told))),
+    )
+    assert beside == [0] and len(kept) == 2
+    first, last = kept[0][0], kept[1][0]
+    assert first["unfinished"] == ["test_cost.py"] and first["passed"] == 9  # what times runs last, alone
+    assert (last["unfinished"], last["passed"], last["failed"], last["skipped"]) == ([], 11, 1, 1)
+    assert set(kept[1][1]) == {"test_cost: test_x", "test_direct: test_x"}
+    with pytest.raises(SystemExit, match="no such file"):
+        gpu_check.run_tests(["test_none.py"], {}, lambda: None, lambda tests, told: None)
+
+
 def test_what_readme_says_of_the_proof() -> None:
     assert readme_tables.proof_line({}) == readme_tables.NOT_YET
     told = {
@@ -100,8 +124,10 @@ def test_what_readme_says_of_the_proof() -> None:
 
 def test_what_readme_says_of_the_checks() -> None:
     tests = {"passed": 170, "failed": 2, "files": {"test_a.py": {"failed": 2}, "test_b.py": {"failed": 0}}}
-    assert readme_tables.checks_line(None, None) == readme_tables.NOT_YET
+    assert "not been recorded" in readme_tables.checks_line(None, None)
     assert "not been run" in readme_tables.checks_line(tests, None)
+    cut = readme_tables.checks_line({**tests, "unfinished": ["test_c.py"]}, None)
+    assert "1 files did not end (`test_c.py`)" in cut
     tools = [{"tool": "memcheck", "exit": 0}, {"tool": "racecheck", "exit": 99}, {"tool": "initcheck"}]
     line = readme_tables.checks_line(tests, tools)
     assert line.startswith("On the GPU 170 tests passed, 2 failed (`test_a.py`);")
