@@ -186,8 +186,9 @@ def cells(found: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         told = []
         for dtype in HEADERS[1:]:
             rows = [row for row in found if (row["kind"], row["dtype"]) == (kind, dtype)]
-            multiples = [row["ours"] / row["pytorch"] for row in rows if row["pytorch"] > 0.0]
-            told.append(f"{max(multiples, default=0.0):.2f}x, {max((row['ours'] for row in rows), default=0.0):.0%}")
+            multiples = [row["ours"] / row["pytorch"] for row in rows if row["pytorch"] > 0.0]  # 0: PyTorch is exact
+            multiple = f"{max(multiples):.2f}x" if multiples else "-"
+            told.append(f"{multiple}, {max(row['ours'] for row in rows):.0%}")
         lines.append((kind, *told))
     return lines
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,7 @@ def run_tests(
     """Hand to ``keep``, whenever a file has ended, how many of tests/gpu (or of the files named ``only``; the others'
     are those of ``before``) passed, failed and were skipped, which files have not ended, and what tests told by
     record_property. A process a file, several at once and ``beside`` with them, but none beside those that time;
-    those that took longest before start first. Prints what fails."""
+    those that took longest before start first. Prints what fails; raises what ``beside`` does, in the end."""
     earlier = before.get("files", {})
     took = {name: found["seconds"] for name, found in earlier.items()}
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda file: -took.get(file.name, 1e9))
@@ -48,23 +49,25 @@ def run_tests(
         raise SystemExit(f"no such file in tests/gpu: {', '.join(sorted(unknown))}")
     counts = {name: found for name, found in earlier.items() if only and name not in only}
     files = [file for file in files if not only or file.name in only]
+    awaited = {*(before.get("unfinished", ()) if only else ()), *(file.name for file in files)}
     told: Told = {}
 
     def ended(file: Path, found: tuple[dict[str, Any], Told]) -> None:
         counts[file.name] = found[0]
         told.update({f"{file.stem}: {test}": figures for test, figures in found[1].items()})
         totals = {outcome: sum(one[outcome] for one in counts.values()) for outcome in ("passed", "failed", "skipped")}
-        unfinished = [file.name for file in files if file.name not in counts]
+        unfinished = sorted(awaited - set(counts))
         keep({**totals, "files": dict(sorted(counts.items())), "unfinished": unfinished}, dict(sorted(told.items())))
 
-    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool, concurrent.futures.ThreadPoolExecutor(1) as aside:
         running = {pool.submit(_run_file, file): file for file in files if file.name not in ALONE}
-        beside()
+        also = aside.submit(beside)
         for done in concurrent.futures.as_completed(running):
             ended(running[done], done.result())
     for file in files:
         if file.name in ALONE:
             ended(file, _run_file(file))
+    also.result()
 
 
 def _run_file(file: Path) -> tuple[dict[str, Any], Told]:
@@ -136,21 +139,30 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "kernel_sources": digest,
     }
-    failed = False
+    failed, one_at_a_time = False, threading.Lock()
+
+    def add(**sections: Any) -> None:
+        """Written after every section, so that what was found is kept if a later one is cut short."""
+        with one_at_a_time, tempfile.TemporaryDirectory(dir=RECORD.parent) as folder:
+            record.update(sections)
+            written = Path(folder, RECORD.name)
+            written.write_text(json.dumps(record, indent=2) + "\n")
+            written.replace(RECORD)
+
     if chosen.benchmark or everything:
         import benchmark
 
-        record["benchmark"] = benchmark.measure_all()
-        print(benchmark.table(record["benchmark"]), flush=True)
-        failed |= bool(record["benchmark"]["summary"]["not_proved"])
-        write(record)
+        found = benchmark.measure_all()
+        add(benchmark=found)
+        print(benchmark.table(found), flush=True)
+        failed |= bool(found["summary"]["not_proved"])
     if chosen.models or everything:
         import check_models
 
-        record["models"] = check_models.check_all()
-        print(check_models.table(record["models"]), flush=True)
-        failed |= any(row["problems"] for row in record["models"])
-        write(record)
+        rows = check_models.check_all()
+        add(models=rows)
+        print(check_models.table(rows), flush=True)
+        failed |= any(row["problems"] for row in rows)
 
     def beside() -> None:
         nonlocal failed
@@ -159,21 +171,21 @@ def main() -> None:
             if chosen.accuracy or everything:
                 import accuracy
 
-                record["errors"] = accuracy.measure_all()
-                print(accuracy.table(record["errors"]), flush=True)
-                failed |= bool(accuracy.beyond(record["errors"]))
+                errors = accuracy.measure_all()
+                add(errors=errors)
+                print(accuracy.table(errors), flush=True)
+                failed |= bool(accuracy.beyond(errors))
             if chosen.sanitizer or everything:
-                record["sanitizer"] = list(sanitized)
-                print(*record["sanitizer"], sep="\n", flush=True)
-                failed |= any(row.get("exit") != 0 for row in record["sanitizer"])
-        write(record)
+                runs = list(sanitized)
+                add(sanitizer=runs)
+                print(*runs, sep="\n", flush=True)
+                failed |= any(run.get("exit") != 0 for run in runs)
 
     if chosen.tests is not None or everything:
         only = chosen.tests or []
 
         def keep(tests: dict[str, Any], told: Told) -> None:
-            record.update(tests=tests, proof=record.get("proof", {}) | told)
-            write(record)
+            add(tests=tests, proof=record.get("proof", {}) | told)
 
         run_tests(only, record.get("tests", {}) if only else tests_before, beside, keep)
         failed |= bool(record["tests"]["failed"])
@@ -181,11 +193,6 @@ def main() -> None:
         beside()
     print(f"wrote {RECORD}")
     sys.exit(failed)
-
-
-def write(record: dict[str, Any]) -> None:
-    """After every section, so that what was found is kept if a later one is cut short."""
-    RECORD.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -86,6 +86,10 @@ def test_results_of_a_test_file() -> None:
     assert told == {"test_a[f32]": {"seconds": 0.46}}
 
 
+def raising() -> None:
+    raise RuntimeError("accuracy")
+
+
 def test_tests_are_recorded_as_their_files_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_file(file: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
         counted = {"passed": 2, "failed": int(file.name == "test_cost.py"), "skipped": 0, "seconds": 1.0}
@@ -105,6 +109,10 @@ def test_tests_are_recorded_as_their_files_end(monkeypatch: pytest.MonkeyPatch) 
     assert first["unfinished"] == ["test_cost.py"] and first["passed"] == 9  # what times runs last, alone
     assert (last["unfinished"], last["passed"], last["failed"], last["skipped"]) == ([], 11, 1, 1)
     assert set(kept[1][1]) == {"test_cost: test_x", "test_direct: test_x"}
+    cut = {**last, "unfinished": ["test_direct.py", "test_no_trace.py"]}
+    with pytest.raises(RuntimeError, match="accuracy"):  # what runs beside them takes no results along
+        gpu_check.run_tests(["test_direct.py"], cut, raising, lambda tests, told: kept.append((tests, dict(told))))
+    assert kept[2][0]["unfinished"] == ["test_no_trace.py"] and kept[2][0]["passed"] == 11
     with pytest.raises(SystemExit, match="no such file"):
         gpu_check.run_tests(["test_none.py"], {}, lambda: None, lambda tests, told: None)
 
