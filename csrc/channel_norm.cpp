@@ -31,15 +31,17 @@ ChannelNorm channel_norm_of(const char* op, const Tensor& input, const OptionalT
   return n;
 }
 
-void scale_batch_norm_cuda(const Tensor& input_, const OptionalTensor& scale, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps, double momentum, Tensor out, Tensor mean,
-                           Tensor rstd, OptionalTensor running_mean, OptionalTensor running_var) {
+void scale_batch_norm_cuda(const Tensor& input_, const OptionalTensor& input_bias, const OptionalTensor& scale,
+                           const OptionalTensor& weight, const OptionalTensor& bias, double eps, double momentum,
+                           Tensor out, Tensor mean, Tensor rstd, OptionalTensor running_mean,
+                           OptionalTensor running_var) {
   if (input_.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
   const Tensor input = on_boundary(input_);
   ChannelNorm n = channel_norm_of("scale_batch_norm", input, scale, weight, bias, eps, out);
   n.running_mean = vector_of("scale_batch_norm", running_mean, n.channels);
   n.running_var = vector_of("scale_batch_norm", running_var, n.channels);
+  n.input_bias = vector_of("scale_batch_norm", input_bias, n.channels);
   n.momentum = momentum;
   n.mean = static_cast<float*>(mean.mutable_data_ptr());
   n.rstd = static_cast<float*>(rstd.mutable_data_ptr());

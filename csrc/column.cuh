@@ -326,20 +326,21 @@ __device__ inline float2 unite_few(const ColumnArgs& a, const float2* parts) {
 
 // What finish needs of a channel in training.
 struct Kept {
-  float scale, mean, var;
+  float scale, mean, var, input_bias;
   template <Source From>
   static __device__ Kept of(const ChannelNorm& n, int64_t channel) {
-    if (From != Source::batch) return {1.f, 0.f, 0.f};
+    if (From != Source::batch) return {1.f, 0.f, 0.f, 0.f};
     return {channel_value(n.scale, channel, 1.f), channel_value(n.running_mean, channel, 0.f),
-            channel_value(n.running_var, channel, 0.f)};
+            channel_value(n.running_var, channel, 0.f), channel_value(n.input_bias, channel, 0.f)};
   }
 };
 
-// Statistics of a scaled column from those of the column: u = s z has mean s mu and variance s^2 var.
+// Statistics of a scaled column from those of the column: u = s (z + c) has mean s (mu + c) and variance s^2 var.
 __device__ inline void update_running(const ChannelNorm& n, int64_t channel, float2 column, const Kept& kept) {
   const float momentum = static_cast<float>(n.momentum), rest = __fsub_rn(1.f, momentum), scale = kept.scale;
   if (n.running_mean.data != nullptr) {
-    set_channel_value(n.running_mean, channel, fmaf(momentum, __fmul_rn(scale, column.x), __fmul_rn(rest, kept.mean)));
+    const float mean = __fmul_rn(scale, __fadd_rn(column.x, kept.input_bias));
+    set_channel_value(n.running_mean, channel, fmaf(momentum, mean, __fmul_rn(rest, kept.mean)));
   }
   if (n.running_var.data != nullptr) {
     const float unbiased = __fmul_rn(__fmul_rn(scale, scale), __fdiv_rn(column.y, static_cast<float>(n.rows - 1)));

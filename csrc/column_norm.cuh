@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   parameters.set(args, at.strip, [&](int channel, int group) {
     const bool save = at.piece == 0 && channel == group * args.group_width;
     const int64_t index = at.first_group(args) + group;
-    const Kept without{From == Source::batch ? parameters.scale_before()[channel] : 1.f, 0.f, 0.f};
+    const Kept without{From == Source::batch ? parameters.scale_before()[channel] : 1.f, 0.f, 0.f, 0.f};
     const Kept kept = save ? Kept::of<From>(args.n, index) : without;
     return finish<From>(args, index, unite_few(args, parts + group * pieces), kept, save);
   });

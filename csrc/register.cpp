@@ -36,8 +36,9 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "group_norm_or_none(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, int activation) "
       "-> Tensor?");
   m.def(
-      "scale_batch_norm(Tensor input, Tensor? scale, Tensor? weight, Tensor? bias, float eps, float momentum, "
-      "Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor(d!)? running_mean, Tensor(e!)? running_var) -> ()");
+      "scale_batch_norm(Tensor input, Tensor? input_bias, Tensor? scale, Tensor? weight, Tensor? bias, float eps, "
+      "float momentum, Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor(d!)? running_mean, "
+      "Tensor(e!)? running_var) -> ()");
   m.def(
       "affine(Tensor input, Tensor? scale, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, "
       "float eps, Tensor(a!) out) -> ()");

@@ -108,9 +108,11 @@ def scale_batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    input_bias: Tensor | None = None,
 ) -> Tensor:
-    """``batch_norm(input * scale)`` over the rows of ``input`` (N, C) (Ioffe & Szegedy 2015)."""
-    scaled = input if scale is None else input * scale
+    """``batch_norm((input + input_bias) * scale)`` over the rows of ``input`` (N, C) (Ioffe & Szegedy 2015)."""
+    shifted = input if input_bias is None else input + input_bias
+    scaled = shifted if scale is None else shifted * scale
     return F.batch_norm(scaled, running_mean, running_var, weight, bias, training, momentum, eps)
 
 

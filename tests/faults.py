@@ -94,7 +94,9 @@ def one_pass_variance(right: Callable[..., Tensor], call: _Call) -> Tensor:
     place = 4 if call.kind == "linear_scale_batch_norm" else 2
     weight, bias = (v.view(-1, *(1,) * (x.dim() - 2)) for v in call.args[place : place + 2])
     if call.kind == "linear_scale_batch_norm":
-        x, rows, dim = x * call.args[1], x * call.args[1], 0
+        shift = call.rest.get("input_bias")
+        x = (x if shift is None else x + shift) * call.args[1]
+        rows, dim = x, 0
     elif call.kind in ("group_norm", "group_norm_activation"):
         rows, dim = x.reshape(len(x), call.args[1], -1), -1
     else:

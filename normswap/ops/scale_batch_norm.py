@@ -9,6 +9,7 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.ops.dispatch import (
+    dense,
     native_serves,
     needs_grad,
     reference_gradients,
@@ -25,15 +26,18 @@ def scale_batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    input_bias: Tensor | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.batch_norm(input * scale, ...)`` for ``input`` (N, C) without storing the product.
+    """``torch.nn.functional.batch_norm((input + input_bias) * scale, ...)`` for ``input`` (N, C) without storing the
+    product.
 
     ``scale`` has shape (), (1,), (C,) or (1, C) and the input's dtype. With ``u = scale * input``, batch mean and
     biased variance of ``u`` come from those of ``input``: ``scale * mean`` and ``scale^2 * var`` (Ioffe & Szegedy
     2015 for the rest). In training the running statistics, where given, are updated as PyTorch does (unbiased
-    variance). Raises what PyTorch's op raises.
+    variance); ``input_bias`` (C,) then enters the running mean alone, since the batch's statistics cancel it in all
+    else. Raises what PyTorch's op raises.
     """
-    vectors = (running_mean, running_var, weight, bias)
+    vectors = (running_mean, running_var, weight, bias, input_bias)
     if not (
         native_serves(input, scale, *vectors)
         and input.dim() == 2
@@ -44,13 +48,14 @@ def scale_batch_norm(
         and input.shape[1] > 0
         and (scale is None or _is_channel_scale(scale, input))
         and all(v is None or v.shape == input.shape[1:] for v in vectors)
-        and (training or (running_mean is not None and running_var is not None))
+        and (input_bias is None or input_bias.dtype == input.dtype)
+        and (training or (running_mean is not None and running_var is not None and input_bias is None))
     ):
         return reference.scale_batch_norm(
-            input, scale, running_mean, running_var, weight, bias, training, momentum, eps
+            input, scale, running_mean, running_var, weight, bias, training, momentum, eps, input_bias
         )
     if training:
-        return _ScaleBatchNorm.apply(input, scale, weight, bias, running_mean, running_var, momentum, eps)
+        return _ScaleBatchNorm.apply(input, input_bias, scale, weight, bias, running_mean, running_var, momentum, eps)
     if needs_grad(input, scale, weight, bias):
         return reference.scale_batch_norm(input, scale, running_mean, running_var, weight, bias, False, momentum, eps)
     input = input.contiguous()
@@ -76,6 +81,7 @@ class _ScaleBatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: Tensor,
+        input_bias: Any,
         scale: Any,
         weight: Any,
         bias: Any,
@@ -84,14 +90,16 @@ class _ScaleBatchNorm(torch.autograd.Function):
         momentum: float,
         eps: float,
     ) -> Tensor:
-        dense = input.contiguous()
-        out = torch.empty_like(dense)
+        columns = input.contiguous()
+        out = torch.empty_like(columns)
         mean = input.new_empty(input.shape[1], dtype=torch.float32)
         rstd = torch.empty_like(mean)
+        affine = (_per_channel(scale, input), weight, bias)
         torch.ops.normswap.scale_batch_norm.default(
-            dense, _per_channel(scale, input), weight, bias, eps, momentum, out, mean, rstd, running_mean, running_var
+            columns, dense(input_bias), *affine, eps, momentum, out, mean, rstd, running_mean, running_var
         )
         ctx.save_for_backward(input, scale, weight, bias, mean, rstd)
+        ctx.input_bias = input_bias  # not saved: no gradient depends on its value, which may change before backward
         ctx.eps = eps
         return out
 
@@ -99,13 +107,14 @@ class _ScaleBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """With z the input, mu its column mean, u = s z and rstd that of u: ``dz = g s rstd (dy - mean(dy) -
         (z - mu) (s rstd)^2 mean(dy (z - mu)))``, ``dg = s rstd A``, ``db = sum(dy)`` and, since u's own mean and
-        variance move with s, ``ds = g eps rstd^3 A``, where A = sum(dy (z - mu))."""
+        variance move with s, ``ds = g eps rstd^3 A``, where A = sum(dy (z - mu)); a bias of z has ``sum(dz)``."""
         input, scale, weight, bias, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():
-            formula = lambda z, s, w, b: reference.scale_batch_norm(  # noqa: E731
-                z, s, None, None, w, b, True, 0.0, ctx.eps
+            formula = lambda z, c, s, w, b: reference.scale_batch_norm(  # noqa: E731
+                z, s, None, None, w, b, True, 0.0, ctx.eps, c
             )
-            return *reference_gradients(formula, (input, scale, weight, bias), grad), None, None, None, None
+            tensors = (input, ctx.input_bias, scale, weight, bias)
+            return *reference_gradients(formula, tensors, grad), None, None, None, None
         rows = input.shape[0]
         dy = grad.float()
         centred = input.float() - mean
@@ -114,11 +123,12 @@ class _ScaleBatchNorm(torch.autograd.Function):
         a, b = (dy * centred).sum(0), dy.sum(0)
         dx = centred.mul_(-gain * gain * a / rows).add_(dy).sub_(b / rows).mul_(gain * gamma)
         ds = None
-        if scale is not None and ctx.needs_input_grad[1]:
+        if scale is not None and ctx.needs_input_grad[2]:
             ds = _reduce_to(gamma * ctx.eps * rstd**3 * a, scale)
         dw = None if weight is None else (gain * a).to(weight.dtype)
         db = None if bias is None else b.to(bias.dtype)
-        return dx.to(input.dtype), ds, dw, db, None, None, None, None
+        dx = dx.to(input.dtype)
+        return dx, dx.sum(0) if ctx.needs_input_grad[1] else None, ds, dw, db, None, None, None, None
 
 
 def _reduce_to(grad: Tensor, scale: Tensor) -> Tensor:

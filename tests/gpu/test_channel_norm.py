@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from limits import assert_within, gpu_of_column_plans, gpu_of_plans, same_bits
+from linear_bias import CHANNELS, Parts, by_bias, by_options, by_scale, check_rounding, check_training
 from torch import Tensor, nn
 
 from normswap import modules, native, ops
@@ -379,6 +383,56 @@ def test_scale_batch_norm_gradients(scale_shape: tuple[int, ...]) -> None:
         for mine, ref in zip(ours, exact, strict=True):
             assert mine.shape == ref.shape
             torch.testing.assert_close(mine.double(), ref, rtol=1e-4, atol=1e-4 * float(ref.abs().max() + 1e-3))
+
+
+@pytest.mark.parametrize("scale_shape", SCALES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.case("bn-unbiased-variance", "offset-mean")
+def test_an_input_bias_enters_the_running_mean_alone(scale_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for rows in (2, 300, 5000, 70_000):
+        z, scale, weight, bias, (mean, var) = batch_norm_case(scale_shape, dtype, rows)
+        shift = 1000 * tensor((96,), dtype, 1.0, seed=6)
+        found = []
+        for given in (None, shift, shift.repeat_interleave(2)[::2]):
+            statistics = mean.clone(), var.clone()
+            out = ops.scale_batch_norm(z, scale, *statistics, weight, bias, True, 0.3, 1e-5, input_bias=given)
+            found.append((out, *statistics))
+        for out, ours_mean, ours_var in found[1:]:
+            assert torch.equal(out, found[0][0]) and torch.equal(ours_var, found[0][2])
+            assert torch.equal(ours_mean, found[1][1])
+        u = (z.double() + shift.double()) * scale.double()
+        exact = 0.7 * mean.double() + 0.3 * u.mean(0)
+        assert_within(found[1][1], exact, mean.double().abs() + u.abs().mean(0), f"rows {rows}")
+
+
+@by_bias
+@by_scale
+@by_options
+@pytest.mark.parametrize("precision", ("highest", "high"))
+@pytest.mark.case("bn-momentum", "bn-no-running-stats", "bn-affine-false", "offset-mean")
+def test_training_behind_a_linear_with_a_bias(
+    bias: float | None, scale_shape: tuple[int, ...] | None, options: dict[str, Any], precision: str
+) -> None:
+    parts = Parts(bias, scale_shape, **options).cuda()
+    check_training(parts, precision)
+    check_rounding(parts, precision)
+
+
+@pytest.mark.case("double-backward")
+def test_gradients_of_gradients_behind_a_linear_with_a_bias() -> None:
+    parts = Parts(10.0, (CHANNELS,)).cuda()
+    exact, x = copy.deepcopy(parts).double(), tensor((9, parts.gemm.in_features), torch.float32)
+    found = []
+    for model, function, given in ((parts, parts.fused, x.clone()), (exact, exact, x.double())):
+        given.requires_grad_()
+        (first,) = torch.autograd.grad(function(given).pow(3).sum(), given, create_graph=True)
+        leaves = {"input": given, **dict(model.named_parameters())}
+        twice = torch.autograd.grad(first.square().sum(), list(leaves.values()))
+        found.append({"first": first.detach(), **dict(zip(leaves, twice, strict=True))})
+    ours, theirs = found
+    for name, mine in ours.items():
+        beside = theirs["gemm.weight" if name == "gemm.bias" else name]  # the bias's is 0 but for rounding
+        torch.testing.assert_close(mine.double(), theirs[name], rtol=1e-3, atol=1e-3 * float(beside.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
