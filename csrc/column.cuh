@@ -324,13 +324,19 @@ __device__ inline float2 unite_few(const ColumnArgs& a, const float2* parts) {
   return {__fadd_rn(pivot, shift), tree(v)};
 }
 
+// A channel's scale in training: NaN where the bias of its input is not finite, as all that comes of the column then is.
+__device__ inline float batch_scale(const ChannelNorm& n, int64_t channel) {
+  const float bias = channel_value(n.input_bias, channel, 0.f), scale = channel_value(n.scale, channel, 1.f);
+  return isfinite(bias) ? scale : __fsub_rn(bias, bias);
+}
+
 // What finish needs of a channel in training.
 struct Kept {
   float scale, mean, var, input_bias;
   template <Source From>
   static __device__ Kept of(const ChannelNorm& n, int64_t channel) {
     if (From != Source::batch) return {1.f, 0.f, 0.f, 0.f};
-    return {channel_value(n.scale, channel, 1.f), channel_value(n.running_mean, channel, 0.f),
+    return {batch_scale(n, channel), channel_value(n.running_mean, channel, 0.f),
             channel_value(n.running_var, channel, 0.f), channel_value(n.input_bias, channel, 0.f)};
   }
 };
@@ -394,7 +400,9 @@ struct Parameters {
                                  : array == 3 ? n.scale
                                               : n.running_var;
       const float absent = array == 1 || (running && array == 2) ? 0.f : 1.f;
-      if (c < a.width_of(strip)) arrays[i] = channel_value(from, static_cast<int64_t>(strip) * a.width + c, absent);
+      if (c >= a.width_of(strip)) continue;
+      const int64_t channel = static_cast<int64_t>(strip) * a.width + c;
+      arrays[i] = From == Source::batch && array == 2 ? batch_scale(n, channel) : channel_value(from, channel, absent);
     }
   }
   // value(channel of the strip, its group): mean and rstd. A barrier must follow.

@@ -61,7 +61,7 @@ struct ChannelNorm {
   double eps, momentum;
   Activation activation;  // group_norm
   DType dtype;
-  ChannelVector input_bias;  // scale_batch_norm, to be added to x: it cancels in all but the running mean
+  ChannelVector input_bias;  // scale_batch_norm, to be added to x: finite, it cancels in all but the running mean
 };
 
 cudaError_t scale_batch_norm(const ChannelNorm&, const ColumnPlan&, cudaStream_t);  // statistics, running stats, apply

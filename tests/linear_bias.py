@@ -107,6 +107,21 @@ def check_rounding(parts: Parts, precision: str = "highest") -> None:
         assert error_share(parts.bn.running_mean, exact.running_mean, size, 4.0) <= 1.0
 
 
+def check_not_finite(parts: Parts) -> None:
+    """Biases of NaN and Inf make the same outputs, gradients and buffers NaN, or not finite, as in the original."""
+    with torch.no_grad():
+        parts.gemm.bias[3], parts.gemm.bias[50], parts.gemm.bias[95] = torch.nan, torch.inf, -torch.inf
+    original, x = copy.deepcopy(parts), torch.randn(ROWS, FEATURES).to(parts.gemm.weight.device)
+    out, expected = parts.fused(x), original(x)
+    assert torch.equal(out.isnan(), expected.isnan())
+    for one in (out, expected):
+        one.backward(torch.ones_like(one))
+    for (name, parameter), other in zip(parts.named_parameters(), original.parameters(), strict=True):
+        assert torch.equal(parameter.grad.isnan(), other.grad.isnan()), name
+    for (name, buffer), other in zip(parts.named_buffers(), original.buffers(), strict=True):
+        assert torch.equal(buffer.isfinite(), other.isfinite()), name
+
+
 def _assert_close(ours: Tensor, exact: Tensor, precision: str, what: str) -> None:
     ours, exact, tolerance = ours.detach().double(), exact.detach().double(), TOLERANCE[precision]
     atol = tolerance * float(exact.abs().max() + 1e-3)

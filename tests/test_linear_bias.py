@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from linear_bias import CHANNELS, FEATURES, Parts, by_bias, by_options, by_scale, check_rounding, check_training
+from linear_bias import (
+    CHANNELS,
+    FEATURES,
+    Parts,
+    by_bias,
+    by_options,
+    by_scale,
+    check_not_finite,
+    check_rounding,
+    check_training,
+)
 from torch import Tensor
 
 from normswap import ops, reference
@@ -30,8 +40,10 @@ def stand_in(
     running_mean: Tensor | None,
     running_var: Tensor | None,
 ) -> None:
-    """What the kernel writes: statistics of ``input`` itself, the bias in the running mean alone."""
+    """What the kernel writes: statistics of ``input`` itself, the bias in the running mean alone if it is finite."""
     z, factor = input.double(), torch.ones_like(mean) if scale is None else scale
+    if input_bias is not None:
+        factor = torch.where(input_bias.isfinite(), factor, torch.nan)
     var = factor.double().square() * z.var(0, correction=0)
     mean.copy_(z.mean(0))
     rstd.copy_((var + eps).rsqrt())
@@ -79,6 +91,12 @@ def test_training_is_that_of_float64(
     check_training(parts)
     check_rounding(parts)
     assert len(handed_over) == 3 and all(given is parts.gemm.bias for given in handed_over)
+
+
+@by_scale
+@pytest.mark.usefixtures("kernel")
+def test_a_bias_that_is_not_finite_spoils_its_column(scale_shape: tuple[int, ...] | None) -> None:
+    check_not_finite(Parts(1.0, scale_shape))
 
 
 @by_bias

@@ -35,7 +35,7 @@ def scale_batch_norm(
     biased variance of ``u`` come from those of ``input``: ``scale * mean`` and ``scale^2 * var`` (Ioffe & Szegedy
     2015 for the rest). In training the running statistics, where given, are updated as PyTorch does (unbiased
     variance); ``input_bias`` (C,) then enters the running mean alone, since the batch's statistics cancel it in all
-    else. Raises what PyTorch's op raises.
+    else; where it is not finite, neither is what comes of its column. Raises what PyTorch's op raises.
     """
     vectors = (running_mean, running_var, weight, bias, input_bias)
     if not (

@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from limits import assert_within, gpu_of_column_plans, gpu_of_plans, same_bits
-from linear_bias import CHANNELS, Parts, by_bias, by_options, by_scale, check_rounding, check_training
+from linear_bias import (
+    CHANNELS,
+    Parts,
+    by_bias,
+    by_options,
+    by_scale,
+    check_not_finite,
+    check_rounding,
+    check_training,
+)
 from torch import Tensor, nn
 
 from normswap import modules, native, ops
@@ -416,6 +425,11 @@ def test_training_behind_a_linear_with_a_bias(
     parts = Parts(bias, scale_shape, **options).cuda()
     check_training(parts, precision)
     check_rounding(parts, precision)
+
+
+@by_scale
+def test_a_bias_that_is_not_finite_spoils_its_column(scale_shape: tuple[int, ...] | None) -> None:
+    check_not_finite(Parts(1.0, scale_shape).cuda())
 
 
 @pytest.mark.case("double-backward")
