@@ -17,8 +17,11 @@ from normswap.criterion import error_share
 from normswap.forwards.linear_scale_batch_norm import linear_scale_batch_norm
 
 ROWS, FEATURES, CHANNELS = 300, 48, 96
-TOLERANCE = {"highest": 1e-4, "high": 5e-3}
-"""Of what goes through a product, as a share of the largest value: TF32 keeps 11 bits of every factor."""
+TOLERANCE = 1e-4
+"""Between float32 and float64, as a share of a tensor's largest value."""
+BACKWARD = {"highest": TOLERANCE, "high": 1e-3}
+"""The same behind a product in backward: TF32 keeps 11 bits of every factor, which rounds gradients. The inputs and the
+Linear's weights here have no more, so that the product in forward is exact in either."""
 
 by_bias = pytest.mark.parametrize("bias", (None, 1.0, 100.0, 1000.0))
 by_scale = pytest.mark.parametrize("scale_shape", (None, (), (CHANNELS,)))
@@ -39,7 +42,7 @@ class Parts(nn.Module):
         self.bn = nn.BatchNorm1d(CHANNELS, eps=1e-2, **options)
         randomised(self)
         with torch.no_grad():
-            self.gemm.weight.div_(FEATURES**0.5)
+            self.gemm.weight.copy_(_short(self.gemm.weight / FEATURES**0.5))
             if bias is not None:
                 self.gemm.bias.mul_(bias / 2).add_(bias)
 
@@ -68,22 +71,23 @@ def check_training(parts: Parts, precision: str = "highest") -> None:
     exact = copy.deepcopy(parts).double()
     device = parts.gemm.weight.device
     for _ in range(2):
-        x, dy = torch.randn(ROWS, FEATURES).to(device), torch.randn(ROWS, CHANNELS).to(device)
+        x, dy = _short(torch.randn(ROWS, FEATURES)).to(device), torch.randn(ROWS, CHANNELS).to(device)
         leaf, wide = x.clone().requires_grad_(), x.double().requires_grad_()
         with matmul_precision(precision):
             out = parts.fused(leaf)
             out.backward(dy)
         expected = exact(wide)
         expected.backward(dy.double())
-        _assert_close(out, expected, precision, "output")
-        _assert_close(leaf.grad, wide.grad, precision, "gradient of the input")
+        _assert_close(out, expected, TOLERANCE, "output")
+        _assert_close(leaf.grad, wide.grad, BACKWARD[precision], "gradient of the input")
         for (name, parameter), other in zip(parts.named_parameters(), exact.parameters(), strict=True):
             if name == "gemm.bias":  # 0 but for rounding
-                _assert_no_gradient(parts, dy, precision)
+                _assert_no_gradient(parts, dy)
             else:
-                _assert_close(parameter.grad, other.grad, precision, f"gradient of {name}")
+                tolerance = BACKWARD[precision] if name == "gemm.weight" else TOLERANCE
+                _assert_close(parameter.grad, other.grad, tolerance, f"gradient of {name}")
         for (name, buffer), other in zip(parts.named_buffers(), exact.buffers(), strict=True):
-            _assert_close(buffer, other, precision, name)
+            _assert_close(buffer, other, TOLERANCE, name)
         parts.zero_grad()
         exact.zero_grad()
 
@@ -91,7 +95,7 @@ def check_training(parts: Parts, precision: str = "highest") -> None:
 def check_rounding(parts: Parts, precision: str = "highest") -> None:
     """Output and running mean err by what float32 rounds of the product: however large the bias, by nothing of it."""
     with torch.no_grad(), matmul_precision(precision):
-        x = torch.randn(ROWS, FEATURES).to(parts.gemm.weight.device)
+        x = _short(torch.randn(ROWS, FEATURES)).to(parts.gemm.weight.device)
         z = F.linear(x, parts.gemm.weight).double()
         exact = copy.deepcopy(parts.bn).double()
         out = parts.fused(x)
@@ -122,16 +126,20 @@ def check_not_finite(parts: Parts) -> None:
         assert torch.equal(buffer.isfinite(), other.isfinite()), name
 
 
-def _assert_close(ours: Tensor, exact: Tensor, precision: str, what: str) -> None:
-    ours, exact, tolerance = ours.detach().double(), exact.detach().double(), TOLERANCE[precision]
+def _short(values: Tensor) -> Tensor:
+    return values.bfloat16().float()
+
+
+def _assert_close(ours: Tensor, exact: Tensor, tolerance: float, what: str) -> None:
+    ours, exact = ours.detach().double(), exact.detach().double()
     atol = tolerance * float(exact.abs().max() + 1e-3)
     torch.testing.assert_close(ours, exact, rtol=tolerance, atol=atol, msg=lambda text: f"{what}: {text}")
 
 
-def _assert_no_gradient(parts: Parts, dy: Tensor, precision: str) -> None:
+def _assert_no_gradient(parts: Parts, dy: Tensor) -> None:
     """The bias's gradient is small beside the terms that cancel in it."""
     gain = torch.tensor(1.0) if parts.bn.weight is None else parts.bn.weight.detach().abs()
     scale = torch.tensor(1.0) if parts.scale is None else parts.scale.detach().abs()
     terms = dy.abs().sum(0) * gain * scale / parts.bn.eps**0.5
     assert parts.gemm.bias.grad.shape == (CHANNELS,)
-    assert bool((parts.gemm.bias.grad.abs() <= TOLERANCE[precision] * terms).all())
+    assert bool((parts.gemm.bias.grad.abs() <= TOLERANCE * terms).all())
