@@ -7,11 +7,15 @@
 namespace normswap {
 namespace {
 
-// x / (1 + e^-x). Where the result is rounded to 16 bits, the fast exponential and division are as good.
+// x / (1 + e^-x). Where the result is rounded to 16 bits, approximations of 2^x and 1 / x are as good, and so are zeros for
+// what they do not represent.
 template <class T>
 __device__ inline float silu(float x) {
   if constexpr (sizeof(T) == 4) return x / (1.f + expf(-x));
-  return __fdividef(x, 1.f + __expf(-x));
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504088896340736f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + power));
+  return x * inverse;
 }
 
 __device__ inline float gelu(float x) { return x * 0.5f * (1.f + erff(x * 0.70710678118654752440f)); }

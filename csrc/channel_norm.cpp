@@ -110,7 +110,7 @@ extern "C" __attribute__((visibility("default"))) int normswap_column_plan(int64
                                                                            int multiprocessors, int regime,
                                                                            int64_t* out) {
   normswap::ColumnPlan p;
-  const normswap::Gpu gpu{clusters != 0, shared, multiprocessors, multiprocessors > 0};
+  const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, multiprocessors, multiprocessors > 0};
   if (!normswap::make_column_plan(batch, rows, channels, num_groups, itemsize, gpu,
                                   static_cast<normswap::Regime>(regime), &p)) {
     return 0;

@@ -2,9 +2,8 @@
 // values that normalise a channel.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "activation.cuh"
+#include "cluster.cuh"
 #include "column_plan.h"
 #include "reduce.cuh"
 

@@ -14,19 +14,6 @@ namespace {
 constexpr int kFinishThreads = 64;
 constexpr int kBlockUnroll = 2;  // of column_block: short code, since a block that starts alone waits for every line of it
 
-// The barrier of a cluster of blocks in two halves.
-__device__ inline void cluster_arrive(int blocks) {
-#if __CUDA_ARCH__ >= 900
-  if (blocks > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-#endif
-}
-
-__device__ inline void cluster_wait(int blocks) {
-#if __CUDA_ARCH__ >= 900
-  if (blocks > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
 // A thread's vectors of a piece into its own room in shared memory, without waiting: vector i at stage[i * kColumnThreads].
 template <class T, int V>
 __device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<T, V>* stage) {
@@ -35,8 +22,7 @@ __device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<
   for (int i = 0; i < piece.count; ++i, x += a.step) {
     Pack<T, V>* to = stage + i * kColumnThreads;
     if constexpr (sizeof(Pack<T, V>) == 16) {
-      const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(x) : "memory");
+      copy_async(to, x);
     } else {
       *to = Pack<T, V>::load(x);
     }
@@ -47,7 +33,7 @@ __device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<
 template <int Unroll, class T, int V, Source From>
 __device__ inline void hand_on_piece(const ColumnArgs& a, const Column<V>& at, int count, const Sizes& sizes,
                                      const Pack<T, V>* stage, float2* sums) {
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_for_copies();
   const auto vector = [&](int i) { return stage[i * kColumnThreads]; };
   with_parts<V, From>(a, [&](auto n) { hand_on<Unroll, decltype(n)::value>(a, at, count, sizes, vector, sums); });
 }
@@ -65,25 +51,22 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   follow_predecessor();
   let_successor_start();
   load_async(args, at, stage);
-  cluster_arrive(pieces);
+  if (pieces > 1) cluster_arrive();
   parameters.fetch(args, at.strip);
   const Sizes sizes(args, column, at.rows);
   hand_on_piece<kBlockUnroll, T, V, From>(args, column, at.count, sizes, stage, sums);
   __syncthreads();
-  cluster_wait(pieces);  // every block of the cluster runs: its shared memory is there
+  if (pieces > 1) cluster_wait();  // every block of the cluster runs: its shared memory is there
   unite_sums(args, sizes, sums, [&](int group, int lane, float2 moments) {
     float2* part = parts + group * pieces + at.piece;
-#if __CUDA_ARCH__ >= 900
-    for (int rank = lane; rank < pieces; rank += args.run) {
-      *cooperative_groups::this_cluster().map_shared_rank(part, rank) = moments;
-    }
-#else
-    if (lane == 0) *part = moments;  // pieces == 1: the plan gives clusters to sm_90 and newer only
-#endif
+    for (int rank = lane; rank < pieces; rank += args.run) store_in_block(part, rank, moments);
   });
-  cluster_arrive(pieces);
-  cluster_wait(pieces);
-  if (pieces == 1) __syncthreads();
+  if (pieces > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
   parameters.set(args, at.strip, [&](int channel, int group) {
     const bool save = at.piece == 0 && channel == group * args.group_width;
     const int64_t index = at.first_group(args) + group;

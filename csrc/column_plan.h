@@ -145,7 +145,7 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
   p.shared = static_cast<int>(p.regime == Regime::split ? passing : resident);
   const int64_t at_most = p.regime == Regime::split ? gpu.multiprocessors * static_cast<int64_t>(kColumnBlocks) : p.items;
   p.grid = p.items < at_most ? p.items : at_most;
-  p.overlap = gpu.clusters;
+  p.overlap = gpu.overlap;
   const bool possible = p.regime == Regime::block     ? fits_block
                         : p.regime == Regime::cluster ? fits_cluster
                                                       : p.regime == Regime::split && passing <= gpu.shared;

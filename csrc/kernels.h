@@ -36,6 +36,11 @@ struct RowNorm {
   DType dtype, weight_dtype;
 };
 
+// Whether rows begin and end elsewhere than at multiples of 16 bytes.
+inline bool is_ragged(const RowNorm& n, int itemsize) {
+  return (reinterpret_cast<uintptr_t>(n.x) | reinterpret_cast<uintptr_t>(n.y)) % 16 != 0 || n.cols * itemsize % 16 != 0;
+}
+
 cudaError_t layer_norm(const RowNorm&, const RowPlan&, cudaStream_t);
 cudaError_t rms_norm(const RowNorm&, const RowPlan&, cudaStream_t);
 cudaError_t l1_norm(const RowNorm&, const RowPlan&, cudaStream_t);

@@ -81,7 +81,7 @@ cudaError_t launch_block(const Args& args, const LaunchShape& shape, cudaStream_
 
 // All blocks running at once, with `bytes` of zeros at `workspace`.
 template <auto kernel, class Args>
-cudaError_t launch_team(Args args, const LaunchShape& shape, void* workspace, int64_t bytes, cudaStream_t stream) {
+cudaError_t launch_at_once(Args args, const LaunchShape& shape, void* workspace, int64_t bytes, cudaStream_t stream) {
   if (const cudaError_t error = allow_shared<kernel>(shape.shared); error != cudaSuccess) return error;
   const cudaError_t error = cudaMemsetAsync(workspace, 0, bytes, stream);
   if (error != cudaSuccess) return error;

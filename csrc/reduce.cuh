@@ -109,10 +109,11 @@ __device__ inline Stat unite_each(const Stat* parts, int count) {
   return unite_one<run, 32>(unite<1, run>(s));
 }
 
-template <class Stat>
+// The same for count <= Most.
+template <int Most, class Stat>
 __device__ inline Stat unite_chunks(const Stat* parts, int count) {
   if (count <= 32) return unite_each<1>(parts, count);
-  if (count <= 128) return unite_each<4>(parts, count);
+  if (Most <= 128 || count <= 128) return unite_each<4>(parts, count);
   return unite_each<16>(parts, count);
 }
 

@@ -22,8 +22,11 @@ Gpu gpu_of(int device) {
     return value;
   };
   const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+  int driver = 0;
+  STD_CUDA_CHECK(cudaDriverGetVersion(&driver));
   Gpu gpu{};
   gpu.clusters = major == 9 || major == 10;
+  gpu.overlap = gpu.clusters && driver >= 12030;  // older ones cannot capture it in a graph
   gpu.shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   gpu.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
   gpu.cooperative = attribute(cudaDevAttrCooperativeLaunch) != 0;
@@ -57,17 +60,18 @@ void set_affine(const char* op, RowNorm& n, const OptionalTensor& weight, const 
   n.bias = data_or_null(bias);
 }
 
-void run(const char* op, Launch launch, RowNorm n, const Tensor& input, const Tensor& out, int64_t regime) {
+// `weights`: that an element may have of its own.
+void run(const char* op, Launch launch, int weights, RowNorm n, const Tensor& input, const Tensor& out,
+         int64_t regime) {
   RowPlan plan;
-  const int64_t vectors = (n.weight != nullptr) + (n.bias != nullptr);
-  const int64_t parameters = vectors * itemsize(n.weight_dtype) * (n.spatial > 0 ? n.cols / n.spatial : n.cols);
-  STD_TORCH_CHECK(make_row_plan(n.rows, n.cols, static_cast<int>(itemsize(n.dtype)), parameters,
+  n.y = out.mutable_data_ptr();
+  const int bytes = static_cast<int>(itemsize(n.dtype));
+  STD_TORCH_CHECK(make_row_plan({n.rows, n.cols, bytes, weights, is_ragged(n, bytes)},
                                 gpu_of(input.get_device_index()), static_cast<Regime>(regime), &plan),
                   op, ": rows of ", n.cols, " elements cannot be done in regime ", regime);
-  const int64_t bytes = row_workspace_bytes(plan, n.rows);
-  const OptionalTensor workspace = bytes > 0 ? OptionalTensor(scratch(input, bytes)) : std::nullopt;
-  n.workspace = bytes > 0 ? workspace->mutable_data_ptr() : nullptr;
-  n.y = out.mutable_data_ptr();
+  const int64_t room = row_workspace_bytes(plan, n.rows);
+  const OptionalTensor workspace = room > 0 ? OptionalTensor(scratch(input, room)) : std::nullopt;
+  n.workspace = room > 0 ? workspace->mutable_data_ptr() : nullptr;
   STD_CUDA_CHECK(launch(n, plan, stream_of(input)));
 }
 
@@ -94,7 +98,7 @@ void layer_norm_cuda(const Tensor& input, const OptionalTensor& weight_, const O
   set_affine("layer_norm", n, weight, bias, cols);
   n.mean = floats_or_null(mean);
   n.rstd = floats_or_null(rstd);
-  run("layer_norm", layer_norm, n, input, out, regime);
+  run("layer_norm", layer_norm, 2, n, input, out, regime);
 }
 
 void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight_, int64_t cols, double eps, double weight_offset,
@@ -107,7 +111,7 @@ void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight_, int64_t c
   n.weight_offset = weight.has_value() ? weight_offset : 0.0;
   n.cast_before_weight = cast_before_weight;
   n.rstd = floats_or_null(rstd);
-  run("rms_norm", rms_norm, n, input, out, regime);
+  run("rms_norm", rms_norm, 1, n, input, out, regime);
 }
 
 void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum, Tensor out, OptionalTensor mean_abs,
@@ -120,7 +124,7 @@ void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum,
   n.weight_dtype = n.dtype;
   n.minimum = minimum;
   n.mean = floats_or_null(mean_abs);
-  run("l1_norm", l1_norm, n, input, out, regime);
+  run("l1_norm", l1_norm, 0, n, input, out, regime);
 }
 
 Activation activation_of(int64_t activation) {
@@ -166,7 +170,7 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
   n.mean = floats_or_null(mean);
   n.rstd = floats_or_null(rstd);
   n.activation = activation_of(activation);
-  if (!channels_last) return run("group_norm", group_norm, n, input, out, regime);
+  if (!channels_last) return run("group_norm", group_norm, 0, n, input, out, regime);
   ChannelNorm c = channels_last_of(n, weight, bias, eps);
   c.y = out.mutable_data_ptr();
   if (!run_columns("group_norm", group_norm_channels_last, c, input, static_cast<Regime>(regime))) {
@@ -174,7 +178,7 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
     const Tensor contiguous = torch::stable::contiguous(input);
     Tensor result = torch::stable::empty_like(contiguous);
     n.x = contiguous.const_data_ptr();
-    run("group_norm", group_norm, n, contiguous, result, 0);
+    run("group_norm", group_norm, 0, n, contiguous, result, 0);
     torch::stable::copy_(out, result);
   }
 }
@@ -278,18 +282,17 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 }
 
 // The launch plan, for tests that have no GPU, of the GPU described: (regime, vec, lanes, chunk_len, chunks, warps,
-// block_chunks, cluster, grid, shared) into out.
-// Returns 0 when the row cannot be done in that regime.
+// block_chunks, cluster, slots, grid, shared) into out. Returns 0 when the row cannot be done in that regime.
 extern "C" __attribute__((visibility("default"))) int normswap_row_plan(int64_t rows, int64_t cols, int itemsize,
-                                                                        int has_clusters, int shared, int multiprocessors,
-                                                                        int regime, int64_t* out) {
+                                                                        int weights, int ragged, int clusters,
+                                                                        int shared, int multiprocessors, int regime, int64_t* out) {
   normswap::RowPlan p;
-  const normswap::Gpu gpu{has_clusters != 0, shared, multiprocessors, multiprocessors > 0};
-  if (!normswap::make_row_plan(rows, cols, itemsize, 0, gpu, static_cast<normswap::Regime>(regime), &p)) {
+  const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, multiprocessors, multiprocessors > 0};
+  if (!normswap::make_row_plan({rows, cols, itemsize, weights, ragged != 0}, gpu, static_cast<normswap::Regime>(regime), &p)) {
     return 0;
   }
   const int64_t values[] = {static_cast<int64_t>(p.regime), p.vec, p.lanes, p.chunk_len, p.chunks, p.warps,
-                            p.block_chunks, p.cluster, p.grid, p.shared};
-  for (int i = 0; i < 10; ++i) out[i] = values[i];
+                            p.block_chunks, p.cluster, p.slots, p.grid, p.shared};
+  for (const int64_t value : values) *out++ = value;
   return 1;
 }

@@ -19,7 +19,7 @@ enum class Affine { none, by_element, by_channel };
 struct RowArgs {
   RowNorm n;
   int64_t chunks, blocks_a_row;
-  int chunk_len, chunk_bytes, block_chunks, slots;
+  int chunk_len, chunk_bytes, block_chunks, slots, team_rows;
   float eps, weight_offset;
   Divisor cols, chunk, last_chunk;  // elements of a row, a chunk, the last chunk
 };
@@ -84,8 +84,13 @@ struct Centred {
 struct LayerNormPolicy : Centred {
   static constexpr Affine affine = Affine::by_element;
 };
+// `w` is the weight times rstd: one product a channel instead of one an element.
 struct GroupNormPolicy : Centred {
   static constexpr Affine affine = Affine::by_channel;
+  template <class T, bool Fast>
+  __device__ static float apply(float x, RowValues row, float w, float b) {
+    return fmaf(__fsub_rn(x, row.mean), w, b);
+  }
 };
 
 // y = x rstd (offset + w), rstd = 1 / sqrt(mean(x^2) + eps); with CastFirst x rstd is rounded to T before the product.
@@ -136,6 +141,10 @@ struct L1NormPolicy {
   }
 };
 
+// Weights of its own that an element may have.
+template <class Policy>
+constexpr int kWeights = Policy::affine != Affine::by_element ? 0 : Policy::has_bias ? 2 : 1;
+
 // --- affine parameters -------------------------------------------------------------------------------------------
 
 // V values in their own dtype, as words (see Tile); float ones of 16-bit rows take two accesses.
@@ -168,6 +177,10 @@ struct Parameters {
 #pragma unroll
     for (int i = 0; i < V / per; ++i) words[i] = piece.raw();
   }
+  __device__ void forget() {
+#pragma unroll
+    for (int i = 0; i < V / per; ++i) normswap::forget(words[i]);
+  }
   __device__ void floats(Floats<V>& to) const {
 #pragma unroll
     for (int i = 0; i < V / per; ++i) {
@@ -178,11 +191,10 @@ struct Parameters {
   }
 };
 
-// Those of Count of a lane's vectors, one value an element of the row: loaded before they are needed, used for several
-// rows.
-template <class Policy, class W, class Tile, int Count>
+// Those of Count of a lane's vectors of V elements, one value an element of the row: loaded before they are needed, used
+// for several rows.
+template <class Policy, class W, int V, int Count>
 struct AffineByElement {
-  static constexpr int V = Tile::V;
   Parameters<W, V> weight[Count], bias[Policy::has_bias ? Count : 1];
 
   __device__ explicit AffineByElement(const RowArgs& args) {
@@ -190,13 +202,21 @@ struct AffineByElement {
     if constexpr (Policy::has_bias) fill(bias, args.n.bias, 0.f);
   }
   // Of all vectors, if there is room.
+  template <class Tile>
   __device__ void load_ahead(const RowArgs& args, int64_t begin, const Tile& tile) {
     if (Count == Tile::Slots) load(args, begin, tile, 0);
   }
   // Of the vectors from `first` on of the chunk that begins at `begin`.
+  template <class Tile>
   __device__ void load(const RowArgs& args, int64_t begin, const Tile& tile, int first) {
     load_one(weight, static_cast<const W*>(args.n.weight), args.n.cols, begin, tile, first);
     if constexpr (Policy::has_bias) load_one(bias, static_cast<const W*>(args.n.bias), args.n.cols, begin, tile, first);
+  }
+  __device__ void forget() {
+#pragma unroll
+    for (Parameters<W, V>& some : weight) some.forget();
+#pragma unroll
+    for (Parameters<W, V>& some : bias) some.forget();
   }
   __device__ void values(int i, const RowArgs& args, Floats<V>& w, Floats<V>& b) const {
     weight[i].floats(w);
@@ -211,6 +231,7 @@ struct AffineByElement {
 #pragma unroll
     for (int i = 0; i < Count; ++i) to[i].fill(absent);
   }
+  template <class Tile>
   __device__ static void load_one(Parameters<W, V> (&to)[Count], const W* data, int64_t cols, int64_t begin,
                                   const Tile& tile, int first) {
     const W* mine = data + begin + Tile::offset(0);
@@ -234,45 +255,60 @@ __device__ inline int64_t divided(int64_t a, int64_t b) {
   return a / b;
 }
 
+// Where a chunk lies among the channels of its row, whichever row.
+template <int V>
+struct ChannelPlace {
+  int channel;         // of the chunk's first element, in the row
+  unsigned remainder;  // of that element, in its channel
+  enum { one, two, many } channels;  // in the chunk; two: no vector lies in both
+
+  __device__ explicit ChannelPlace(const RowArgs&) {}
+  template <class Tile>
+  __device__ void load_ahead(const RowArgs& a, int64_t begin, const Tile& tile) {
+    channel = static_cast<int>(divided(begin, a.n.spatial));
+    remainder = static_cast<unsigned>(begin - static_cast<int64_t>(channel) * a.n.spatial);
+    const int64_t reach = static_cast<int64_t>(remainder) + tile.len;
+    channels = reach <= a.n.spatial ? one : reach <= 2 * a.n.spatial && a.n.spatial % V == 0 ? two : many;
+  }
+  __device__ bool is_few() const { return channels != many; }
+  __device__ void forget() {}
+};
+
 // One value a channel: element e of row r belongs to channel (r % groups) * channels_per_group + e / spatial.
 template <class W, int V>
 struct AffineByChannel {
   const RowArgs& args;
-  int64_t channel, last;  // of the chunk's first element, of the row
-  unsigned remainder;     // of the first element within its channel
-  unsigned spatial;
-  enum { one, two, many } channels;  // in the chunk; two: no vector lies in both
+  const ChannelPlace<V>& place;
+  int64_t first;  // channel of the row
+  float rstd;
   float w0, b0, w1, b1;
 
-  __device__ AffineByChannel(const RowArgs& a, int64_t row, int64_t chunk_begin, int len) : args(a) {
-    const int64_t within = divided(chunk_begin, a.n.spatial);
-    const int64_t first = (row - divided(row, a.n.num_groups) * a.n.num_groups) * a.n.channels_per_group;
-    channel = first + within;
-    last = first + a.n.channels_per_group - 1;
-    remainder = static_cast<unsigned>(chunk_begin - within * a.n.spatial);
-    spatial = static_cast<unsigned>(a.n.spatial);
-    const int64_t reach = static_cast<int64_t>(remainder) + len;
-    channels = reach <= spatial ? one : reach <= 2 * a.n.spatial && spatial % V == 0 ? two : many;
+  __device__ AffineByChannel(const RowArgs& a, const ChannelPlace<V>& where, int64_t row, RowValues values)
+      : args(a), place(where), rstd(values.rstd) {
+    first = (row - divided(row, a.n.num_groups) * a.n.num_groups) * a.n.channels_per_group;
     at(0, w0, b0);
     at(1, w1, b1);
   }
+  // Of the chunk's c-th channel the weight times rstd, and the bias.
   __device__ void at(unsigned c, float& w, float& b) const {
-    const int64_t i = min(channel + c, last);
-    w = args.n.weight == nullptr ? 1.f : to_float(static_cast<const W*>(args.n.weight)[i]);
+    const int64_t i = first + min(place.channel + static_cast<int64_t>(c), args.n.channels_per_group - 1);
+    w = args.n.weight == nullptr ? rstd : __fmul_rn(rstd, to_float(static_cast<const W*>(args.n.weight)[i]));
     b = args.n.bias == nullptr ? 0.f : to_float(static_cast<const W*>(args.n.bias)[i]);
   }
-  __device__ void operator()(int offset, Floats<V>& w, Floats<V>& b) const {
-    if (channels != many) {
-      const bool second = channels == two && remainder + offset >= spatial;
+  // The vector at `offset` of the chunk, where there are few.
+  __device__ void of_few(int offset, Floats<V>& w, Floats<V>& b) const {
+    const bool second = place.channels == place.two && place.remainder + offset >= args.n.spatial;
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        w.v[j] = second ? w1 : w0;
-        b.v[j] = second ? b1 : b0;
-      }
-      return;
+    for (int j = 0; j < V; ++j) {
+      w.v[j] = second ? w1 : w0;
+      b.v[j] = second ? b1 : b0;
     }
-    unsigned c = (remainder + offset) / spatial;
-    unsigned rest = (remainder + offset) - c * spatial;
+  }
+  // The same, however many.
+  __device__ void of_many(int offset, Floats<V>& w, Floats<V>& b) const {
+    const unsigned spatial = static_cast<unsigned>(args.n.spatial);
+    unsigned c = (place.remainder + offset) / spatial;
+    unsigned rest = (place.remainder + offset) - c * spatial;
     float wc, bc;
     at(c, wc, bc);
 #pragma unroll
@@ -290,8 +326,7 @@ struct AffineByChannel {
 
 struct AffineNone {
   __device__ explicit AffineNone(const RowArgs&) {}
-  __device__ AffineNone(const RowArgs&, int64_t, int64_t, int) {}
-  __device__ void operator()(int, ...) const {}
+  __device__ void forget() {}
   template <class Tile>
   __device__ void load_ahead(const RowArgs&, int64_t, const Tile&) {}
 };

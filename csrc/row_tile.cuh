@@ -3,6 +3,7 @@
 // piece that belongs to the neighbour's aligned vector on to it.
 #pragma once
 
+#include "cluster.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
 
@@ -122,13 +123,9 @@ struct Tile : TileShape<T, Lanes_, Slots_, Ragged_, Whole_> {
                 first_bits(words[k].w, bits - 96)};
   }
 
-  // Tells the compiler that nothing is known of the elements: it must not keep what it made of them (16-bit ones as
-  // floats take twice the registers) from one use to the next.
   __device__ void forget() {
 #pragma unroll
-    for (int k = 0; k < Slots; ++k) {
-      asm volatile("" : "+r"(words[k].x), "+r"(words[k].y), "+r"(words[k].z), "+r"(words[k].w));
-    }
+    for (int k = 0; k < Slots; ++k) normswap::forget(words[k]);
   }
 
   // Sum over this lane's elements of the chunk, in an order fixed by their index: term(x - mean, into) adds an element's
@@ -197,16 +194,6 @@ struct StagedTile : TileShape<T, Lanes_, Slots_, Ragged_, Whole_> {
 
 // --- staging -----------------------------------------------------------------------------------------------------
 
-__device__ inline void copy_async(void* shared, const void* global, int bytes) {
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
-}
-
-__device__ inline void wait_for_copies() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  __syncwarp();
-}
-
 // Starts copying a chunk with all of the 16-byte vectors that hold it, as far as they lie before `end`; the warp calls.
 template <class T, bool Ragged>
 __device__ inline void stage_chunk(char* buffer, const T* chunk, int len, const T* end) {
@@ -214,7 +201,7 @@ __device__ inline void stage_chunk(char* buffer, const T* chunk, int len, const 
 #pragma unroll
     for (int i = 0; i < kChunk * static_cast<int>(sizeof(T)) / 512; ++i) {
       const int at = (i * 32 + static_cast<int>(threadIdx.x) % 32) * 16;
-      copy_async(buffer + at, reinterpret_cast<const char*>(chunk) + at, 16);
+      copy_async(buffer + at, reinterpret_cast<const char*>(chunk) + at);
     }
     return;
   }
@@ -222,9 +209,15 @@ __device__ inline void stage_chunk(char* buffer, const T* chunk, int len, const 
   const int phase = Ragged ? static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16) : 0;
   from -= phase;
   const int bytes = len > 0 ? phase + len * static_cast<int>(sizeof(T)) : 0;
+#pragma unroll 1
   for (int i = threadIdx.x % 32 * 16; i < bytes; i += 32 * 16) {
-    const int64_t there = Ragged ? reinterpret_cast<const char*>(end) - (from + i) : 16;
-    copy_async(buffer + i, from + i, there < 16 ? static_cast<int>(there) : 16);
+    const int64_t there = Ragged ? end - reinterpret_cast<const T*>(from + i) : 16;
+    if (there >= 16 / static_cast<int>(sizeof(T))) {
+      copy_async(buffer + i, from + i);
+    } else {  // what follows the tensor is not to be read
+#pragma unroll 1
+      for (int j = 0; j < there; ++j) reinterpret_cast<T*>(buffer + i)[j] = reinterpret_cast<const T*>(from + i)[j];
+    }
   }
 }
 

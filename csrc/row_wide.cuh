@@ -1,105 +1,198 @@
-// The kernels for rows that no cluster holds. What they share with the others (Slice, apply_tiles) is in row_norm.cuh,
-// which includes this file.
+// The kernels that work on row after row, and those for rows that no blocks hold.
 #pragma once
 
 #include "launch.h"
-#include "row_policy.cuh"
+#include "row_apply.cuh"
 
 namespace normswap {
 namespace {
 
-// The copies a warp starts are counted in batches, which land in the order in which they were started.
-__device__ inline void end_batch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// --- team --------------------------------------------------------------------------------------------------------
+// A team of args.blocks_a_row blocks does one row after the other. A warp has the same chunk of each, so that its
+// weights stay in registers. A block holds its slices of args.slots rows: while one is normalised the statistics of the
+// next are on their way and those after it are being loaded.
 
-// Waits until at most the `newest` last batches have not landed.
+// Waits until at most the `newest` last batches have not arrived.
 __device__ inline void wait_for_batches_before(int newest) {
-  static_assert(kMaxSlots == 3);
-  if (newest >= 2) {
-    asm volatile("cp.async.wait_group 2;" ::: "memory");
-  } else if (newest == 1) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-  } else {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  static_assert(kMaxSlots == 6);
+  switch (newest) {
+    case 5: wait_for_all_but<5>(); break;
+    case 4: wait_for_all_but<4>(); break;
+    case 3: wait_for_all_but<3>(); break;
+    case 2: wait_for_all_but<2>(); break;
+    case 1: wait_for_all_but<1>(); break;
+    default: wait_for_all_but<0>();
   }
   __syncwarp();
 }
 
-// What was told of a row's groups; a warp calls.
-template <class Stat>
-__device__ inline void hear_statistics(Stat* groups, const RowArgs& args, const Told* from, int count, unsigned round) {
-  constexpr int each = 4;  // loads under way at once
-  const int64_t group_len = static_cast<int64_t>(kGroup) * args.chunk_len;
-  for (int first = threadIdx.x % 32; first < count; first += each * 32) {
-    float2 what[each];
-    hear(what, from + first, 32, (count - first + 31) / 32, round);
-#pragma unroll
-    for (int i = 0; i < each; ++i) {
-      const int g = first + i * 32;
-      const int64_t len = max(int64_t{0}, min(group_len, args.n.cols - g * group_len));
-      if (g < count) understand(what[i], static_cast<float>(len), groups[g]);
-    }
-  }
-  __syncwarp();
-}
-
-// A team of args.blocks_a_row blocks, one a multiprocessor, row after row. Each holds its slices of args.slots rows:
-// while one is normalised the statistics of the next are on their way and those after it are being loaded.
-template <class Policy, class T, class W, bool Ragged>
-__global__ void __launch_bounds__(kWarpsTeam * 32, 1) row_team(const RowArgs args) {
+#if __CUDA_ARCH__ >= 900
+// The statistics of a row of which the blocks of a cluster hold a slice each, in the shared memory of all of them.
+template <class Policy, class T>
+struct ClusterExchange {
   using Stat = typename Policy::Stat;
-  constexpr int chunks = kSliceBytes / (kChunk * sizeof(T)), groups = chunks / kGroup;
-  extern __shared__ __align__(16) char shared[];
-  __shared__ Stat parts[chunks];
-  __shared__ Stat all[kMaxGroups];
-  __shared__ RowValues values;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = static_cast<int>(args.blocks_a_row);
-  const int teams = gridDim.x / blocks, team = blockIdx.x / blocks, rank = blockIdx.x % blocks, count = blocks * groups;
-  const auto row_of = [&](int turn) { return team + static_cast<int64_t>(turn) * teams; };
-  const auto slice_of = [&](int turn) {
-    return Slice<Policy, T, W, Ragged>(args, shared + turn % args.slots * chunks * args.chunk_bytes, rank);
+  static constexpr int kMost = kMaxCluster * kWarpsTeam;
+  struct Shared {
+    Stat parts[2][kMost];  // of this turn, of the one before
+    Inbox inboxes[2];
   };
-  // Who tells of turn k + 3 has heard of all of turn k + 1, whose tellers had heard of turn k - 1: four sets in turn.
-  const auto told_of = [&](int turn) {
-    return static_cast<Told*>(args.n.workspace) + (team * kToldSets + turn % kToldSets) * count;
-  };
-  for (int turn = 0; turn < args.slots; ++turn) {
-    for (int c = warp; row_of(turn) < args.n.rows && c < chunks; c += kWarpsTeam) slice_of(turn).stage(row_of(turn), c);
-    end_batch();
-  }
-  for (int turn = 0;; ++turn) {  // statistics of this turn's row, the rest of what is to be done with the one before
-    const int64_t row = row_of(turn), before = row_of(turn - 1), later = row_of(turn - 1 + args.slots);
-    wait_for_batches_before(turn == 0 ? args.slots - 1 : args.slots - 2);
-    for (int c = warp; row < args.n.rows && c < chunks; c += kWarpsTeam) {
-      const Stat stat = slice_of(turn).statistic(row, c);
-      if (lane == 0) parts[c] = stat;
+  const RowArgs& args;
+  Shared& shared;
+  int rank;
+
+  __device__ ClusterExchange(const RowArgs& a, Shared& s, int, int of_rank) : args(a), shared(s), rank(of_rank) {
+    if (threadIdx.x == 0) {
+      for (Inbox& inbox : shared.inboxes) inbox.open();
     }
     __syncthreads();
-    if (warp == 0 && row < args.n.rows) {
-      const Stat group = unite_one<1, kGroup>(lane < chunks ? parts[lane] : Stat{});
-      if (lane % kGroup == 0 && lane < chunks) {
-        tell(told_of(turn) + rank * groups + lane / kGroup, told(group), turn + 1);
-      }
+    cluster_arrive();
+  }
+  __device__ void begin() const { cluster_wait(); }  // every block of the cluster runs
+  // Hands on the statistic of this warp's chunk of this turn's row, if there is one; returns the values of the row before.
+  // Who sends in turn k + 2 has heard of all warps in turn k + 1, which had read what they were sent in turn k.
+  __device__ RowValues step(int turn, bool more, const Stat& mine, int64_t row_before) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = static_cast<int>(args.blocks_a_row);
+    RowValues before{};
+    if (turn > 0) {
+      shared.inboxes[(turn - 1) % 2].wait((turn - 1) / 2);
+      const Stat stat = unite_chunks<kMost>(shared.parts[(turn - 1) % 2], static_cast<int>(args.chunks));
+      __syncwarp();
+      before = Policy::template finish<T>(stat, args);
+      if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args, row_before, stat, before);
+    }
+    if (more) {
+      Inbox& inbox = shared.inboxes[turn % 2];
+      if (threadIdx.x == 0) inbox.expect(blocks * args.block_chunks * static_cast<int>(sizeof(Stat)));
+      Stat* part = shared.parts[turn % 2] + rank * args.block_chunks + warp;
+      if (lane < blocks) send_to_block(part, inbox, lane, mine);
+    }
+    return before;
+  }
+};
+#endif
+
+// The same through memory (tell, hear), for any number of blocks that run at once; a slice is a group.
+template <class Policy, class T>
+struct ToldExchange {
+  using Stat = typename Policy::Stat;
+  struct Shared {
+    Stat parts[kGroup], groups[kMaxGroups];
+    RowValues before;
+  };
+  const RowArgs& args;
+  Shared& shared;
+  int team, rank;
+
+  __device__ ToldExchange(const RowArgs& a, Shared& s, int of_team, int of_rank)
+      : args(a), shared(s), team(of_team), rank(of_rank) {}
+  __device__ void begin() const {}
+  __device__ RowValues step(int turn, bool more, const Stat& mine, int64_t row_before) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) shared.parts[warp] = mine;
+    __syncthreads();
+    if (warp == 0 && more) {
+      const Stat group = unite_one<1, kGroup>(lane < kGroup ? shared.parts[lane] : Stat{});
+      if (lane == 0) tell(told_of(turn) + rank, told(group), turn + 1);
     }
     // By one warp and as late as can be: polling for what is not yet there slows all of the memory.
     if (warp == 1 && turn > 0) {
-      hear_statistics(all, args, told_of(turn - 1), count, turn);
-      const Stat stat = unite_groups(all, count);
+      hear_groups(told_of(turn - 1), turn);
+      const Stat stat = unite_groups(shared.groups, static_cast<int>(args.blocks_a_row));
       if (lane == 0) {
-        values = Policy::template finish<T>(stat, args);
-        if (rank == 0) save_values<Policy>(args, before, stat, values);
+        shared.before = Policy::template finish<T>(stat, args);
+        if (rank == 0) save_values<Policy>(args, row_before, stat, shared.before);
       }
     }
     __syncthreads();
-    if (turn == 0) continue;
-    const auto slice = slice_of(turn - 1);
-    for (int c = warp; c < chunks; c += kWarpsTeam) {
-      slice.apply(before, c, values);
-      __syncwarp();
-      if (later < args.n.rows) slice.stage(later, c);
-    }
-    end_batch();
-    if (row >= args.n.rows) return;
+    return shared.before;
   }
+
+ private:
+  // Who tells of turn k + 3 has heard all of turn k + 1, whose tellers had heard of turn k - 1: four sets in turn.
+  __device__ Told* told_of(int turn) const {
+    return static_cast<Told*>(args.n.workspace) + (team * kToldSets + turn % kToldSets) * args.blocks_a_row;
+  }
+  __device__ void hear_groups(const Told* from, unsigned round) const {
+    constexpr int each = 4;  // loads under way at once
+    const int64_t group_len = static_cast<int64_t>(kGroup) * args.chunk_len;
+    const int count = static_cast<int>(args.blocks_a_row);
+    for (int first = threadIdx.x % 32; first < count; first += each * 32) {
+      float2 what[each];
+      hear(what, from + first, 32, (count - first + 31) / 32, round);
+#pragma unroll
+      for (int i = 0; i < each; ++i) {
+        const int g = first + i * 32;
+        const int64_t len = max(int64_t{0}, min(group_len, args.n.cols - g * group_len));
+        if (g < count) understand(what[i], static_cast<float>(len), shared.groups[g]);
+      }
+    }
+    __syncwarp();
+  }
+};
+
+template <class Policy, bool Ragged>
+constexpr bool kLean = kWeights<Policy> == 0 && !Ragged;
+
+template <class Policy, class T, class W, bool Ragged, bool Cluster>
+__global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Ragged>, sizeof(T)>)
+    row_team(const RowArgs args) {
+  using Chunk = ChunkTile<T, Ragged>;
+#if __CUDA_ARCH__ >= 900
+  using Exchange = std::conditional_t<Cluster, ClusterExchange<Policy, T>, ToldExchange<Policy, T>>;
+#else
+  using Exchange = ToldExchange<Policy, T>;  // Cluster is never launched
+#endif
+  constexpr bool keeps = Policy::affine == Affine::by_element;  // for more there are no registers
+  extern __shared__ __align__(16) char shared[];
+  __shared__ typename Exchange::Shared exchanged;
+  if constexpr (Cluster) {
+    follow_predecessor();
+    let_successor_start();
+  }
+  const int warp = threadIdx.x / 32, blocks = static_cast<int>(args.blocks_a_row);
+  const int teams = gridDim.x / blocks, team = blockIdx.x / blocks, rank = blockIdx.x % blocks;
+  Exchange exchange(args, exchanged, team, rank);
+  // Teams that all run at once take rows in turn; the others args.team_rows rows each.
+  const int64_t first = Cluster ? static_cast<int64_t>(team) * args.team_rows : team;
+  const int64_t last = Cluster ? min(first + args.team_rows, args.n.rows) : args.n.rows;
+  const auto row_of = [&](int turn) { return first + static_cast<int64_t>(turn) * (Cluster ? 1 : teams); };
+  const auto slice_of = [&](int turn) {
+    return Slice<Policy, T, W, Ragged>(args, shared + turn % args.slots * args.block_chunks * args.chunk_bytes, rank);
+  };
+  for (int turn = 0; turn < args.slots; ++turn) {
+    if (row_of(turn) < last) slice_of(turn).stage(warp, row_of(turn), warp);
+    end_batch();
+  }
+  AffineAhead<Policy, W, Chunk, Chunk::Slots> weights(args);
+  if constexpr (keeps) {
+    Chunk chunk;
+    chunk.len = slice_of(0).len(warp);
+    weights.load_ahead(args, slice_of(0).begin(warp), chunk);
+  }
+  exchange.begin();
+  for (int turn = 0;; ++turn) {  // statistics of this turn's row, the rest of what is to be done with the one before
+    const int64_t before = row_of(turn - 1), later = row_of(turn - 1 + args.slots);
+    const bool more = row_of(turn) < last;
+    wait_for_batches_before(turn == 0 ? args.slots - 1 : args.slots - 2);
+    const auto mine = more ? slice_of(turn).statistic(warp, row_of(turn), warp) : typename Policy::Stat{};
+    const RowValues values = exchange.step(turn, more, mine, before);
+    if (turn == 0) continue;
+    weights.forget();
+    slice_of(turn - 1).apply(warp, before, warp, values, weights, keeps);
+    __syncwarp();
+    if (later < last) slice_of(turn - 1 + args.slots).stage(warp, later, warp);
+    end_batch();
+    if (!more) return;
+  }
+}
+
+template <class Policy, class T, class W, bool Ragged>
+cudaError_t launch_team(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
+  if constexpr (kClusterTeam<kWeights<Policy>, sizeof(T)>) {
+    if (plan.in_cluster) return launch_block<row_team<Policy, T, W, Ragged, true>>(args, shape, stream);
+  }
+  const int64_t bytes = row_workspace_bytes(plan, args.n.rows);
+  return launch_at_once<row_team<Policy, T, W, Ragged, false>>(args, shape, args.n.workspace, bytes, stream);
 }
 
 // --- split -------------------------------------------------------------------------------------------------------

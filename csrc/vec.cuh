@@ -63,6 +63,12 @@ __device__ inline void load_if(bool there, uint4& words, const void* p) {
                : "l"(p), "r"(static_cast<int>(there)));
 }
 
+// Tells the compiler that nothing is known of the words: it must not keep what it made of them (16-bit elements as floats
+// take twice the registers) from one use to the next.
+__device__ inline void forget(uint4& words) {
+  asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+}
+
 // One instruction, which an assignment is not always.
 __device__ inline void store_words(void* p, const uint4& words) { __stwb(static_cast<uint4*>(p), words); }
 
@@ -124,8 +130,7 @@ struct alignas(sizeof(T) * V) Pack {
 
   __device__ Raw raw() const { return *reinterpret_cast<const Raw*>(this); }
 
-  // Tells the compiler that nothing is known of the elements: it must not keep what it made of them (16-bit ones as
-  // floats take twice the registers) from one use to the next.
+  // See forget, above.
   __device__ void forget() {
     if constexpr (sizeof(Raw) == 2) {
       asm volatile("" : "+h"(*reinterpret_cast<unsigned short*>(this)));

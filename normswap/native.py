@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 PACKAGE = Path(__file__).parent
+CLUSTERS = (9, 10)
+"""The major architectures whose kernels are launched in clusters of blocks."""
 LOCK_SECONDS = 600.0
 """How long to wait for another process that compiles the same library."""
 
@@ -210,10 +212,12 @@ def _wrong_gpu(metadata: Metadata) -> str:
 
 
 def _serves(metadata: Metadata, gpu: int) -> bool:
-    """Machine code runs within its major version; the newest's PTX on all later GPUs, if the driver knows its CUDA."""
+    """Machine code runs within its major version; the newest's PTX on all later GPUs, if the driver knows its CUDA. But
+    code for GPUs without clusters of blocks does not do what those that have them are asked for."""
     codes = [int(arch) for arch in metadata.arch]
     same_major = any(code // 10 == gpu // 10 and code <= gpu for code in codes)
-    return same_major or (codes[-1] <= gpu and driver_cuda() >= metadata.cuda)
+    portable = codes[-1] <= gpu and (gpu // 10 not in CLUSTERS or codes[-1] // 10 in CLUSTERS)
+    return same_major or (portable and driver_cuda() >= metadata.cuda)
 
 
 def local_arch() -> tuple[str, ...]:
@@ -316,6 +320,8 @@ def row_plan(
     itemsize: int,
     *,
     clusters: bool,
+    weights: int = 0,
+    ragged: bool = False,
     shared: int = 101376,
     multiprocessors: int = 0,
     regime: int = 0,
@@ -323,12 +329,19 @@ def row_plan(
     """How the kernels cut rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
 
     On a GPU with ``clusters`` of eight blocks, ``shared`` bytes of shared memory for a block and so many
-    ``multiprocessors`` (0: it has no cooperative launches). ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block,
+    ``multiprocessors`` (0: it has no cooperative launches); ``weights``: how many an element may
+    have of its own (layer_norm 2, rms_norm 1); ``ragged``: rows begin or end elsewhere than at multiples of 16 bytes.
+    ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block,
     4 cluster, 5 split, 6 team force one, and None is returned where such rows cannot be done in it. Needs the library,
     but no GPU. Raises BuildError without the library.
     """
-    names = ("regime", "vec", "lanes", "chunk_len", "chunks", "warps", "block_chunks", "cluster", "grid", "shared")
-    return _plan("row_plan", (rows, cols), (itemsize, clusters, shared, multiprocessors, regime), names)
+    names = (
+        *("regime", "vec", "lanes", "chunk_len", "chunks", "warps", "block_chunks", "cluster", "slots"),
+        *("grid", "shared"),
+    )
+    return _plan(
+        "row_plan", (rows, cols), (itemsize, weights, ragged, clusters, shared, multiprocessors, regime), names
+    )
 
 
 def column_plan(

@@ -150,6 +150,8 @@ def test_old_driver_stops_the_compiler_too(fresh: Path, cache: Path, monkeypatch
         (("80", "90"), "100", 13000, True),  # by the PTX of 9.0
         (("80", "90"), "100", 12080, False),  # which a driver older than the compiler does not understand
         (("80", "120"), "90", 13000, False),
+        (("80",), "90", 13000, False),  # PTX that knows nothing of clusters
+        (("80",), "120", 13000, True),
         (("100", "120"), "103", 13000, True),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -155,8 +156,8 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
             for itemsize in (2, 4):
                 if rows * cols * itemsize > 80e9:
                     continue
-                for gpu in GPUS:
-                    p = native.row_plan(rows, cols, itemsize, **gpu)
+                for gpu, weights in itertools.product(GPUS, (0, 1, 2)):
+                    p = native.row_plan(rows, cols, itemsize, weights=weights, ragged=cols * itemsize % 16 > 0, **gpu)
                     assert p is not None
                     assert p["vec"] * itemsize == 16
                     assert (p["chunks"] - 1) * p["chunk_len"] < cols <= p["chunks"] * p["chunk_len"]
@@ -166,11 +167,15 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                     at_once = p["grid"] * p["warps"] * (32 // p["lanes"])
                     assert p["shared"] + 8192 <= gpu["shared"]
                     if p["regime"] == 6:
-                        assert p["grid"] <= gpu["multiprocessors"] and p["grid"] % p["cluster"] == 0
+                        assert p["grid"] % p["cluster"] == 0 and 2 <= p["slots"] <= 6
+                        assert p["warps"] == p["block_chunks"]
+                        if not (weights == 2 and itemsize == 4 and gpu["clusters"] and p["cluster"] <= 8):
+                            assert p["grid"] <= 2 * gpu["multiprocessors"]  # all run at once
+                            assert p["grid"] <= gpu["multiprocessors"] or p["shared"] + 8192 <= gpu["shared"] // 2
                     else:
                         assert 1 <= p["cluster"] <= (8 if gpu["clusters"] else 1)
                     if p["shared"] > 0:
-                        slots = 2 if p["regime"] == 6 else 1  # a team holds slices of two rows or more
+                        slots = max(1, p["slots"])  # rows of which a team holds slices
                         assert p["shared"] >= slots * p["block_chunks"] * (p["chunk_len"] * itemsize + 15)
                         assert p["cluster"] * p["block_chunks"] >= p["chunks"]
                     else:
@@ -185,12 +190,30 @@ def test_few_rows_go_to_more_blocks() -> None:
 
 
 @pytest.mark.usefixtures("library")
+def test_many_wide_rows_keep_their_weights() -> None:
+    """layer_norm in float32 is worth clusters that do row after row; few rows are not, nor are fewer weights."""
+    for rows, weights, itemsize, regime in ((32_768, 2, 4, 6), (500, 2, 4, 4), (32_768, 1, 4, 4), (32_768, 2, 2, 3)):
+        plan = native.row_plan(rows, 40_960 if itemsize == 4 else 32_768, itemsize, weights=weights, **GPUS[0])
+        assert plan is not None and plan["regime"] == regime
+    team = native.row_plan(32_768, 65_536, 4, weights=2, **GPUS[0])
+    assert team is not None and (team["cluster"], team["warps"], team["slots"]) == (8, 8, 3)
+
+
+@pytest.mark.usefixtures("library")
+def test_two_blocks_of_16_bit_groups_share_a_multiprocessor() -> None:
+    for ragged, grid in ((False, 256), (True, 128)):
+        plan = native.row_plan(256, 1 << 20, 2, ragged=ragged, **GPUS[0])
+        assert plan is not None and (plan["regime"], plan["cluster"], plan["grid"]) == (6, 64, grid)
+
+
+@pytest.mark.usefixtures("library")
 def test_the_reduction_tree_depends_on_row_length_and_dtype_alone() -> None:
     tree = ("vec", "lanes", "chunk_len", "chunks")
     for cols in (5, 64, 129, 1000, 1001, 5000, 65535, 262144, 4_194_304):
         for itemsize in (2, 4):
             plans = [
-                native.row_plan(rows, cols, itemsize, regime=regime, **gpu)
+                native.row_plan(rows, cols, itemsize, weights=weights, ragged=ragged, regime=regime, **gpu)
+                for weights, ragged in ((0, False), (0, True), (1, False), (2, True), (2, False))
                 for rows in (1, 16, 5000)
                 for gpu in GPUS
                 for regime in range(7)

@@ -15,6 +15,10 @@ LENGTHS = (1, 2, 7, 31, 32, 33, 64, 65, 127, 128, 130, 255, 256, 258, 769, 1000,
 LONG = (4097, 8192, 16383, 16386, 32768, 65535, 65536, 131073, 262144, 262146)
 
 
+WEIGHTS = {"layer_norm": 2, "rms_norm": 1, "l1_norm": 0}
+"""That an element may have of its own."""
+
+
 def values(rows: int, cols: int, dtype: torch.dtype, mean: float, seed: int = 0) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed + rows + cols)
     return (torch.randn(rows, cols, generator=generator, device="cuda") + mean).to(dtype)
@@ -98,7 +102,7 @@ def forced(kind: str, x: Tensor, weight: Tensor, bias: Tensor, regime: int) -> T
     return out
 
 
-@pytest.mark.parametrize("kind", ("layer_norm", "rms_norm", "l1_norm"))
+@pytest.mark.parametrize("kind", tuple(WEIGHTS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_regime_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None:
     compared = 0
@@ -107,14 +111,29 @@ def test_every_regime_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None
         weight, bias = affine(cols, dtype)
         automatic = forced(kind, x, weight, bias, 0)
         for regime in (2, 3, 4, 5, 6):
-            if native.row_plan(4, cols, x.element_size(), regime=regime, **gpu_of_plans()) is None:
+            if (
+                native.row_plan(4, cols, x.element_size(), weights=WEIGHTS[kind], regime=regime, **gpu_of_plans())
+                is None
+            ):
                 continue
             assert same_bits(automatic, forced(kind, x, weight, bias, regime)), (cols, regime)
             compared += 1
     assert compared > 20
 
 
-@pytest.mark.parametrize("kind", ("layer_norm", "rms_norm", "l1_norm"))
+@pytest.mark.parametrize("kind", tuple(WEIGHTS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_teams_of_blocks_do_row_after_row(kind: str, dtype: torch.dtype) -> None:
+    """The bits of the regime that reads the input twice, however many rows there are for a team."""
+    for cols in (17_000, 33_001, 65_536, 131_072, 140_000):
+        for rows in (1, 7, 8, 9, 150):
+            x = values(rows, cols, dtype, 3.0)
+            weight, bias = affine(cols, dtype)
+            expected = forced(kind, x, weight, bias, 5)
+            assert same_bits(expected, forced(kind, x, weight, bias, 6)), (rows, cols)
+
+
+@pytest.mark.parametrize("kind", tuple(WEIGHTS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_batch_or_the_run(kind: str, dtype: torch.dtype) -> None:
     for cols in (7, 64, 130, 769, 1001, 4096, 65535, 300_001):
@@ -344,7 +363,7 @@ def test_partial_gradients_and_expanded_cotangents() -> None:
         assert all(t.grad is None for i, t in enumerate(tensors) if i != wanted)
 
 
-@pytest.mark.parametrize("kind", ("layer_norm", "rms_norm", "l1_norm"))
+@pytest.mark.parametrize("kind", tuple(WEIGHTS))
 @pytest.mark.case("double-backward")
 def test_double_backward(kind: str) -> None:
     x = values(5, 40, torch.float32, 1.0).requires_grad_()
