@@ -1,4 +1,8 @@
-"""Every kernel at sizes small enough for compute-sanitizer, which scripts/gpu_check runs over this file."""
+"""Every kernel at sizes small enough for compute-sanitizer, which scripts/gpu_check runs over this file.
+
+racecheck (2025.3) ends in a hardware exception in 16-bit products of cuBLAS on Hopper, without any kernel of ours; so
+what lies behind such a product is run on random numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from accuracy import REGIMES, SHORT_LENGTHS, Setting, settings, shares
 from torch import Tensor, nn
 
 import normswap
+from normswap import ops, reference
 from normswap.compare import compare
 
 
@@ -23,9 +28,15 @@ class ChannelWeightedRMSNorm(nn.Module):
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+def multiplies_in_16_bits(setting: Setting) -> bool:
+    return setting.kind == "linear_scale_batch_norm" and setting.dtype is not torch.float32
+
+
 def test_every_regime_and_path() -> None:
     seen = set()
     for setting in settings(SHORT_LENGTHS, DTYPES, (1.0,)):
+        if multiplies_in_16_bits(setting):
+            continue
         ours, _ = shares(setting)
         assert ours <= 1.0, setting
         seen.add((setting.kind, setting.regime))
@@ -39,7 +50,28 @@ def test_backward(dtype: torch.dtype) -> None:
     found = settings({"subwarp": (64,), "warp": (769,), "block": (2050,)}, (dtype,), (1.0,))
     weighted = Setting("rms_norm", "over channels", lambda: ChannelWeightedRMSNorm(130), (3, 130, 77), dtype, 1.0)
     for setting in [*found, *([weighted] if dtype is torch.float32 else [])]:  # in 16 bits it runs as it is
+        if multiplies_in_16_bits(setting):
+            continue
         module, x = setting.module(), setting.input()
         (swap,) = normswap.plan(module).swaps
         comparison = compare(swap.match, module, x, True)
         assert comparison.kernel_ran and comparison.gradients and not comparison.problem, (setting, comparison)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_what_lies_behind_a_16_bit_product(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, z = torch.randn(96, 48, device="cuda").to(dtype), (torch.randn(300, 96, device="cuda") + 1).to(dtype)
+    b, scale, mean, gamma, beta = torch.randn(5, 96, device="cuda").to(dtype)
+    var = torch.rand(96, device="cuda").to(dtype) + 0.5
+    folded = ops.fold_scale_batch_norm(weight, b, scale, mean, var, gamma, beta, 1e-5)
+    exact = reference.fold_scale_batch_norm(*(t.double() for t in (weight, b, scale, mean, var, gamma, beta)), 1e-5)
+    for ours, theirs in zip(folded, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    for training in (False, True):
+        statistics = [mean.clone(), var.clone()], [mean.double(), var.double()]
+        ours = ops.scale_batch_norm(z, scale, *statistics[0], gamma, beta, training)
+        wide = (t.double() for t in (z, scale))
+        theirs = reference.scale_batch_norm(*wide, *statistics[1], gamma.double(), beta.double(), training)
+        for a, e in zip((ours, *statistics[0]), (theirs, *statistics[1]), strict=True):
+            torch.testing.assert_close(a.double(), e, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
