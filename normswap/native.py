@@ -329,19 +329,17 @@ def row_plan(
     """How the kernels cut rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
 
     On a GPU with ``clusters`` of eight blocks, ``shared`` bytes of shared memory for a block and so many
-    ``multiprocessors`` (0: it has no cooperative launches); ``weights``: how many an element may
-    have of its own (layer_norm 2, rms_norm 1); ``ragged``: rows begin or end elsewhere than at multiples of 16 bytes.
-    ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block,
-    4 cluster, 5 split, 6 team force one, and None is returned where such rows cannot be done in it. Needs the library,
-    but no GPU. Raises BuildError without the library.
+    ``multiprocessors`` (0: it has no cooperative launches). ``weights`` is how many an element may have of its own
+    (layer_norm 2, rms_norm 1), ``ragged`` whether rows begin or end elsewhere than at multiples of 16 bytes.
+    ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block, 4 cluster, 5 split, 6 team force one, and None is returned where
+    such rows cannot be done in it. Needs the library, but no GPU. Raises BuildError without the library.
     """
     names = (
-        *("regime", "vec", "lanes", "chunk_len", "chunks", "warps", "block_chunks", "cluster", "slots"),
-        *("grid", "shared"),
+        *("regime", "vec", "lanes", "chunk_len", "chunks", "warps"),
+        *("block_chunks", "cluster", "slots", "grid", "shared"),
     )
-    return _plan(
-        "row_plan", (rows, cols), (itemsize, weights, ragged, clusters, shared, multiprocessors, regime), names
-    )
+    gpu = (clusters, shared, multiprocessors)
+    return _plan("row_plan", (rows, cols), (itemsize, weights, ragged, *gpu, regime), names)
 
 
 def column_plan(

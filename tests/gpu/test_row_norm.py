@@ -13,8 +13,6 @@ from normswap import native, ops, reference
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 7, 31, 32, 33, 64, 65, 127, 128, 130, 255, 256, 258, 769, 1000, 1001, 1023, 1025, 2047, 2050, 4096)
 LONG = (4097, 8192, 16383, 16386, 32768, 65535, 65536, 131073, 262144, 262146)
-
-
 WEIGHTS = {"layer_norm": 2, "rms_norm": 1, "l1_norm": 0}
 """That an element may have of its own."""
 
@@ -111,10 +109,8 @@ def test_every_regime_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None
         weight, bias = affine(cols, dtype)
         automatic = forced(kind, x, weight, bias, 0)
         for regime in (2, 3, 4, 5, 6):
-            if (
-                native.row_plan(4, cols, x.element_size(), weights=WEIGHTS[kind], regime=regime, **gpu_of_plans())
-                is None
-            ):
+            gpu = gpu_of_plans()
+            if native.row_plan(4, cols, x.element_size(), weights=WEIGHTS[kind], regime=regime, **gpu) is None:
                 continue
             assert same_bits(automatic, forced(kind, x, weight, bias, regime)), (cols, regime)
             compared += 1

@@ -64,6 +64,7 @@ def test_what_lies_behind_a_16_bit_product(dtype: torch.dtype) -> None:
     weight, z = torch.randn(96, 48, device="cuda").to(dtype), (torch.randn(300, 96, device="cuda") + 1).to(dtype)
     b, scale, mean, gamma, beta = torch.randn(5, 96, device="cuda").to(dtype)
     var = torch.rand(96, device="cuda").to(dtype) + 0.5
+    assert ops.native_serves(weight, z, b, scale, mean, var, gamma, beta)
     folded = ops.fold_scale_batch_norm(weight, b, scale, mean, var, gamma, beta, 1e-5)
     exact = reference.fold_scale_batch_norm(*(t.double() for t in (weight, b, scale, mean, var, gamma, beta)), 1e-5)
     for ours, theirs in zip(folded, exact, strict=True):
