@@ -5,7 +5,7 @@
 //   column_partial, column_finish, column_apply    split: for slabs none of these holds; the input is read twice
 #pragma once
 
-#include "column.cuh"
+#include "column_statistics.cuh"
 #include "launch.h"
 
 namespace normswap {
@@ -14,56 +14,75 @@ namespace {
 constexpr int kFinishThreads = 64;
 constexpr int kBlockUnroll = 2;  // of column_block: short code, since a block that starts alone waits for every line of it
 
-// A thread's vectors of a piece into its own room in shared memory, without waiting: vector i at stage[i * kColumnThreads].
+// A thread's vectors of a piece into its own room in shared memory, without waiting: vector i at stage[i * threads].
 template <class T, int V>
 __device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<T, V>* stage) {
   const T* x = static_cast<const T*>(a.x) + piece.offset;
-#pragma unroll 4
-  for (int i = 0; i < piece.count; ++i, x += a.step) {
-    Pack<T, V>* to = stage + i * kColumnThreads;
-    if constexpr (sizeof(Pack<T, V>) == 16) {
-      copy_async(to, x);
-    } else {
-      *to = Pack<T, V>::load(x);
+  if constexpr (sizeof(Pack<T, V>) == 16) {
+    const int batch = (a.slots + kBatches - 1) / kBatches;
+#pragma unroll
+    for (int b = 0; b < kBatches; ++b) {
+      const int end = min(piece.count, (b + 1) * batch);
+#pragma unroll 1
+      for (int i = b * batch; i < end; ++i, x += a.step, stage += a.threads) copy_async(stage, x);
+      end_batch();
     }
+  } else {
+#pragma unroll 4
+    for (int i = 0; i < piece.count; ++i, x += a.step) stage[i * a.threads] = Pack<T, V>::load(x);
+  }
+}
+
+// This thread's copies of the batch have arrived. Where the loop over batches is unrolled, no branches.
+__device__ inline void wait_for_batch(int batch) {
+  switch (kBatches - 1 - batch) {
+    case 3: return wait_for_all_but<3>();
+    case 2: return wait_for_all_but<2>();
+    case 1: return wait_for_all_but<1>();
+    default: return wait_for_copies();
   }
 }
 
 // Statistics of the piece that is on its way to `stage`, into the block's rows of them.
-template <int Unroll, class T, int V, Source From>
+template <class T, int V, Source From>
 __device__ inline void hand_on_piece(const ColumnArgs& a, const Column<V>& at, int count, const Sizes& sizes,
                                      const Pack<T, V>* stage, float2* sums) {
-  wait_for_copies();
-  const auto vector = [&](int i) { return stage[i * kColumnThreads]; };
-  with_parts<V, From>(a, [&](auto n) { hand_on<Unroll, decltype(n)::value>(a, at, count, sizes, vector, sums); });
+  const auto wait = [](int batch) { wait_for_batch(batch); };
+  const auto vector = [&](int i) { return stage[i * a.threads]; };
+  with_parts<V, From>(a, [&](auto n) { hand_on<decltype(n)::value>(a, at, count, sizes, wait, vector, sums); });
 }
 
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
+  __shared__ Inbox inbox;
   const int pieces = args.pieces;
   Pack<T, V>* stage = reinterpret_cast<Pack<T, V>*>(shared) + thread();
-  const Parameters<From, V> parameters(args, shared + args.p.slots * kColumnThreads * sizeof(Pack<T, V>));
+  const Parameters<From> parameters(args, shared + args.slots * args.threads * sizeof(Pack<T, V>));
   float2* sums = reinterpret_cast<float2*>(parameters.arrays + parameters.kArrays * parameters.across);
-  float2* parts = sums + args.p.sum_rows * args.row_sums;  // (groups, pieces), of the slab
+  float2* parts = sums + (args.row_sums << args.log_side);  // (groups, pieces), of the slab
+  if (pieces > 1) {
+    if (thread() < 32) inbox.open(args.p.groups * pieces * sizeof(float2));
+    cluster_arrive_with_inboxes();
+  }
   const Column<V> column(args);
   const Piece at = Piece::of_slab(args, column, static_cast<int>(blockIdx.x));
+  const Sizes sizes = at.sizes(args);
   follow_predecessor();
   let_successor_start();
   load_async(args, at, stage);
-  if (pieces > 1) cluster_arrive();
   parameters.fetch(args, at.strip);
-  const Sizes sizes(args, column, at.rows);
-  hand_on_piece<kBlockUnroll, T, V, From>(args, column, at.count, sizes, stage, sums);
+  hand_on_piece<T, V, From>(args, column, at.count, sizes, stage, sums);
   __syncthreads();
-  if (pieces > 1) cluster_wait();  // every block of the cluster runs: its shared memory is there
+  if (pieces > 1) cluster_wait();  // every block of the cluster runs
   unite_sums(args, sizes, sums, [&](int group, int lane, float2 moments) {
     float2* part = parts + group * pieces + at.piece;
-    for (int rank = lane; rank < pieces; rank += args.run) store_in_block(part, rank, moments);
+    if (pieces == 1 && lane == 0) *part = moments;
+    if (pieces == 1) return;
+    for (int rank = lane; rank < pieces; rank += args.run) send_to_block(part, inbox, rank, moments);
   });
   if (pieces > 1) {
-    cluster_arrive();
-    cluster_wait();
+    inbox.wait();
   } else {
     __syncthreads();
   }
@@ -75,28 +94,32 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
     return finish<From>(args, index, unite_few(args, parts + group * pieces), kept, save);
   });
   __syncthreads();
+  if (at.count == 0) return;
   const ChannelAffine<T, V, From> affine(parameters, column.channel);
   T* y = static_cast<T*>(args.n.y) + at.offset;
+  with_activation<T, V, From>(args.n.activation, [&](auto activate) {
 #pragma unroll kBlockUnroll
-  for (int i = 0; i < at.count; ++i, y += args.step) affine.apply(args, stage[i * kColumnThreads], y);
+    for (int i = 0; i < at.count; ++i, y += args.step) {
+      activate(affine.of(Pack<T, V>::load(stage[i * args.threads].v))).store(y);
+    }
+  });
 }
 
 // A block takes piece after piece; the next one's loads are under way while the statistics of one are united.
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
-  float2* sums = reinterpret_cast<float2*>(shared + args.p.slots * kColumnThreads * sizeof(Pack<T, V>));
+  float2* sums = reinterpret_cast<float2*>(shared + args.slots * args.threads * sizeof(Pack<T, V>));
   Pack<T, V>* stage = reinterpret_cast<Pack<T, V>*>(shared) + thread();
   const Column<V> column(args);
   const int stride = static_cast<int>(gridDim.x), last = static_cast<int>(args.p.items) - stride;
   int item = static_cast<int>(blockIdx.x);
   Piece next = Piece::in_memory(args, column, item);
   load_async(args, next, stage);
-  Sizes sizes(args, column, next.rows);
   for (;;) {
     const Piece at = next;
-    if (at.rows != sizes.rows) sizes = Sizes(args, column, at.rows);
-    hand_on_piece<4, T, V, From>(args, column, at.count, sizes, stage, sums);
+    const Sizes sizes = at.sizes(args);
+    hand_on_piece<T, V, From>(args, column, at.count, sizes, stage, sums);
     const bool more = item < last;
     if (more) {
       item += stride;
@@ -131,7 +154,7 @@ __global__ void __launch_bounds__(kFinishThreads) column_finish(const ColumnArgs
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
-  const Parameters<From, V> parameters(args, shared);
+  const Parameters<From> parameters(args, shared);
   const Column<V> column(args);
   // Backwards: what column_partial read last is still in the L2.
   const Piece at = Piece::in_memory(args, column, static_cast<int>(gridDim.x - 1 - blockIdx.x));
@@ -154,6 +177,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
   const float2* values = args.finals + at.slab(args) * args.p.groups;
   parameters.set(args, at.strip, [&](int, int group) { return __ldcg(values + group); });
   __syncthreads();
+  if (left <= 0) return;
   const ChannelAffine<T, V, From> affine(parameters, column.channel);
   for (;;) {
 #pragma unroll
@@ -173,13 +197,13 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
 // The statistics, where there are any, are on their way.
 template <class T, int V, Source From>
 cudaError_t launch_apply(const ColumnArgs& a, bool overlap, cudaStream_t stream) {
-  const int shared = parameter_bytes(a.p, Parameters<From, V>::kArrays);
-  return launch_block<column_apply<T, V, From>>(a, {grid_of(a.p.items), kColumnThreads, shared, 1, overlap}, stream);
+  const int shared = parameter_bytes(a.p, Parameters<From>::kArrays);
+  return launch_block<column_apply<T, V, From>>(a, {grid_of(a.p.items), a.threads, shared, 1, overlap}, stream);
 }
 
 template <class T, int V, Source From>
 cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
-  cudaError_t error = launch_block<column_partial<T, V, From>>(a, {grid_of(a.p.grid), kColumnThreads, a.p.shared, 1, false}, stream);
+  cudaError_t error = launch_block<column_partial<T, V, From>>(a, {grid_of(a.p.grid), a.threads, a.p.shared, 1, false}, stream);
   if (error != cudaSuccess) return error;
   const int64_t runs = ceil_div(a.p.groups, kFinishThreads >> a.p.log_sharing);
   const dim3 slabs(static_cast<unsigned>(a.p.items / a.p.pieces), static_cast<unsigned>(runs));
@@ -192,7 +216,7 @@ template <class T, int V, Source From>
 cudaError_t launch_columns(const ChannelNorm& n, const ColumnPlan& p, cudaStream_t stream) {
   const ColumnArgs args(n, p);
   if (p.regime == Regime::split) return launch_split<T, V, From>(args, stream);
-  const LaunchShape shape{grid_of(p.grid), kColumnThreads, p.shared, static_cast<int>(p.pieces), p.overlap};
+  const LaunchShape shape{grid_of(p.grid), p.threads, p.shared, static_cast<int>(p.pieces), p.overlap};
   return launch_block<column_block<T, V, From>>(args, shape, stream);
 }
 

@@ -3,9 +3,9 @@
 //
 // The reduction tree is a function of rows, channels, groups and the element size alone. Channels are cut into strips of
 // whole groups, `lanes` threads side by side on a row of one; rows into pieces, of which a thread holds `slots` vectors. A
-// thread takes the statistics of what it holds by two passes; those of its warp's rows, then of a block's piece of a strip
-// (a slab is a strip of one batch entry), then of a slab's pieces unite in a fixed order. The regime says only which
-// blocks do the work, so that the bits of a sample depend neither on the batch nor on the GPU.
+// thread takes the statistics of what it holds; those of a piece of a strip (a slab is a strip of one batch entry), then of
+// a slab's pieces unite in a fixed order. The regime says only which blocks do the work, so that the bits of a sample
+// depend neither on the batch nor on the GPU.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,12 @@ struct ColumnPlan {
   int vec;              // channels of 16 bytes, or 1
   int width;            // channels of a strip; the last one may be narrower
   int groups;           // of a strip
-  int lanes;            // a power of two >= the vectors of a strip
-  int log_lanes;
+  int lanes;            // vectors of a strip
+  int log_side;         // rows that a block has side by side
+  int threads;          // of a block
   int parts;            // statistics a thread hands on: vec over the neighbours that surely share a group
-  int sum_rows;         // warps, or rows of several warps, that hand on statistics
-  int across;           // statistics of a group in such a row
-  int log_uniting;      // threads that unite these
+  int across;           // of a group, by the threads of a row
+  int log_uniting;      // threads that unite those of a group
   int log_uniting_across;  // of them side by side on a row
   int slots;            // vectors a thread holds of a piece
   int log_sharing;      // threads that unite a group's pieces
@@ -37,10 +37,10 @@ struct ColumnPlan {
   bool overlap;         // see LaunchShape
 };
 
-constexpr int kLogColumnThreads = 9;
-constexpr int kColumnThreads = 1 << kLogColumnThreads;
+constexpr int kColumnThreads = 512;   // of a block, at most
 constexpr int kColumnBlocks = 2;      // on a multiprocessor
 constexpr int kColumnSlots = 8;       // vectors a thread holds, at most
+constexpr int kInboxBytes = 16;       // of shared memory, besides (block, cluster)
 constexpr int kColumnStripBytes = 256;  // of a row
 constexpr int kApplyStripBytes = 512;   // of a row, where nothing but the width matters
 
@@ -69,24 +69,24 @@ inline bool cut_columns(int64_t rows, int64_t channels, int64_t num_groups, int 
   vectors = ceil_div(vectors * p->vec, unit) * unit / p->vec;
   vectors = vectors < channels / p->vec ? vectors : channels / p->vec;
   vectors = vectors < kColumnThreads ? vectors : kColumnThreads / (unit / p->vec) * (unit / p->vec);
-  p->lanes = static_cast<int>(power_of_two_from(vectors));
-  p->log_lanes = log_of(p->lanes);
-  const int64_t units = static_cast<int64_t>(p->lanes) * p->vec / unit;
+  const int64_t room = power_of_two_from(vectors), units = room * p->vec / unit;
   p->width = static_cast<int>(units * unit < channels ? units * unit : channels);
+  p->lanes = p->width / p->vec;
   p->groups = static_cast<int>(p->width / group);
   p->parts = p->vec / fold;
-  p->sum_rows = kColumnThreads / (p->lanes < 32 ? 32 : p->lanes);
   p->across = static_cast<int>(group * p->parts / p->vec);
   p->strips = ceil_div(channels, p->width);
-  const int64_t side = kColumnThreads / p->lanes;
+  const int64_t side = kColumnThreads / power_of_two_from(p->lanes);
+  p->log_side = log_of(side);
+  p->threads = static_cast<int>(ceil_div(p->lanes * side, 32) * 32);
   p->slots = 1;
   while (p->slots < kColumnSlots && ceil_div(rows, p->slots * side) > kMaxCluster) p->slots *= 2;
   p->piece_rows = p->slots * side;
   p->pieces = ceil_div(rows, p->piece_rows);
   // As many as there are for all groups of a strip at once.
-  const int64_t all = kColumnThreads / power_of_two_from(p->groups), row = power_of_two_from(p->across);
-  const int most = all > 32 ? 32 : all > 1 ? static_cast<int>(all) : 1;
-  const int64_t uniting = row * p->sum_rows < most ? row * p->sum_rows : most;
+  const int64_t row = power_of_two_from(p->across);
+  int64_t uniting = 1;
+  while (uniting < 32 && uniting < row * side && 2 * uniting * p->groups <= p->threads) uniting *= 2;
   p->log_uniting = log_of(uniting);
   p->log_uniting_across = log_of(row < uniting ? row : uniting);
   // A lane for each of the few pieces that a cluster has, and more where there are many.
@@ -105,21 +105,29 @@ inline bool cut_for_statistics(int64_t rows, int64_t channels, int64_t num_group
   return cut_columns(rows, channels, num_groups, itemsize, kColumnStripBytes, p);
 }
 
-// Room for a row of statistics (two floats each): more than there are, so that not all rows start in the same bank.
-inline int sums_of_row(const ColumnPlan& p) { return p.parts * p.lanes + (p.parts == 1 ? 1 : 2); }
+// Room for a row of statistics (two floats each): more than there are, so that not all rows start in the same bank, but
+// for the many short ones of narrow strips.
+inline int sums_of_row(const ColumnPlan& p) {
+  return p.parts * p.lanes + (p.parts == 1 ? 1 : p.lanes < 3 ? 0 : 2);
+}
 
 // Statistics that the threads of a block hand on.
-inline int block_sums(const ColumnPlan& p) { return p.sum_rows * sums_of_row(p); }
+inline int block_sums(const ColumnPlan& p) { return sums_of_row(p) << p.log_side; }
 
 // Bytes of shared memory: a piece and those statistics (split).
 inline int64_t column_shared(const ColumnPlan& p, int itemsize) {
-  return static_cast<int64_t>(p.slots) * kColumnThreads * p.vec * itemsize + block_sums(p) * 8;
+  return static_cast<int64_t>(p.slots) * p.threads * p.vec * itemsize + block_sums(p) * 8;
 }
 
-// Bytes of `arrays` parameters of a strip's channels.
+// Room for a parameter of a strip's channels: a power of two, of at least 16 bytes.
+inline int log_parameters(const ColumnPlan& p) {
+  const int room = log_of(power_of_two_from(p.width));
+  return room < 2 ? 2 : room;
+}
+
+// Bytes of `arrays` of them.
 inline int parameter_bytes(const ColumnPlan& p, int arrays) {
-  const int across = p.lanes * p.vec;
-  return arrays * (across < 4 ? 4 : across) * 4;
+  return arrays * 4 << log_parameters(p);
 }
 
 // Also three parameters a channel and what blocks exchange a group (block, cluster).
@@ -136,8 +144,9 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
   const int64_t slabs = batch * p.strips;
   p.items = slabs * p.pieces;
   const int64_t resident = resident_shared(p, itemsize), passing = column_shared(p, itemsize);
-  const bool fits_block = p.pieces == 1 && resident <= gpu.shared;
-  const bool fits_cluster = gpu.clusters && p.pieces <= kMaxCluster && resident <= gpu.shared;
+  const bool fits = resident + kInboxBytes <= gpu.shared;
+  const bool fits_block = p.pieces == 1 && fits;
+  const bool fits_cluster = gpu.clusters && p.pieces <= kMaxCluster && fits;
   p.regime = regime != Regime::automatic ? regime
              : fits_block                ? Regime::block
              : fits_cluster              ? Regime::cluster

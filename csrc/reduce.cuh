@@ -70,7 +70,7 @@ __device__ inline Sum unite(const Sum (&s)[Count]) {
 // Means relative to the first one, which rounds less where they are large; then the squares about their mean.
 template <int From, int To, int Count>
 __device__ inline Moments unite(const Moments (&s)[Count]) {
-  const float pivot = __shfl_sync(kWholeWarp, s[0].mean, threadIdx.x % 32 & ~(To - 1));
+  const float pivot = To == 1 ? s[0].mean : __shfl_sync(kWholeWarp, s[0].mean, threadIdx.x % 32 & ~(To - 1));
   float v[Count];
 #pragma unroll
   for (int i = 0; i < Count; ++i) v[i] = s[i].n;
@@ -109,11 +109,32 @@ __device__ inline Stat unite_each(const Stat* parts, int count) {
   return unite_one<run, 32>(unite<1, run>(s));
 }
 
-// The same for count <= Most.
-template <int Most, class Stat>
+// What uniting the only group of a row with nothing gives: itself, but for what is not finite.
+__device__ inline Sum with_nothing(const Sum& s) { return s; }
+__device__ inline Moments with_nothing(const Moments& s) {
+  const float nothing = __fsub_rn(s.mean, s.mean);
+  return {__fadd_rn(s.mean, nothing), __fadd_rn(s.m2, nothing), s.n};
+}
+
+// The same for count <= kGroup, with fewer steps from lane to lane. Readable:
+// parts[kGroup].
+template <class Stat>
+__device__ inline Stat unite_group(const Stat* parts, int count) {
+  constexpr int each = 4;
+  Stat s[each];
+  if (count <= each) {
+    gather(s, parts, 0, count);
+    return with_nothing(unite<1, 1>(s));
+  }
+  gather(s, parts, static_cast<int>(threadIdx.x) % (kGroup / each) * each, count);
+  return with_nothing(unite<1, kGroup / each>(s));
+}
+
+// The same for count <= 512 chunks.
+template <class Stat>
 __device__ inline Stat unite_chunks(const Stat* parts, int count) {
   if (count <= 32) return unite_each<1>(parts, count);
-  if (Most <= 128 || count <= 128) return unite_each<4>(parts, count);
+  if (count <= 128) return unite_each<4>(parts, count);
   return unite_each<16>(parts, count);
 }
 

@@ -10,11 +10,11 @@ namespace {
 template <class Policy, bool Fast, class T, class Tile>
 __device__ inline uint4 normalised(const Tile& tile, int k, RowValues values, const Floats<Tile::V>& w,
                                    const Floats<Tile::V>& b) {
-  const typename Tile::Vector x = tile.pack(k);
-  float out[Tile::V];
+  float x[Tile::V], out[Tile::V];
+  floats_of<T>(tile.pack(k).raw(), x);
 #pragma unroll
   for (int j = 0; j < Tile::V; ++j) {
-    out[j] = Policy::template apply<T, Fast>(to_float(x.v[j]), values, w.v[j], b.v[j]);
+    out[j] = Policy::template apply<T, Fast>(x[j], values, w.v[j], b.v[j]);
   }
   return words_of<T>(out);
 }
@@ -22,11 +22,11 @@ __device__ inline uint4 normalised(const Tile& tile, int k, RowValues values, co
 // Affine parameters of a lane's vectors: of all, loaded by whoever loads the tile so that they come with it, where there
 // are registers for them; of some at once otherwise.
 template <class Policy, class Tile>
-constexpr int kAffineAtOnce = Tile::InRegisters && Tile::V == 8 ? Tile::Slots
-                              : Tile::Ragged                    ? 1
-                              : Tile::V == 8                    ? (Policy::has_bias ? 2 : 4)
-                              : Tile::Slots < 4                 ? Tile::Slots
-                                                                : 4;
+constexpr int kAffineAtOnce = Tile::InRegisters && Tile::V == 8   ? Tile::Slots
+                              : Tile::Ragged && Tile::Slots > 1 ? 2
+                              : Tile::V == 8                      ? (Policy::has_bias ? 2 : 4)
+                              : Tile::Slots < 4                   ? Tile::Slots
+                                                                  : 4;
 
 template <class Policy, class W, class Tile, int AtOnce = kAffineAtOnce<Policy, Tile>>
 using AffineAhead =
@@ -44,8 +44,8 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       tiles[r].store(y + (rows[r] - rows[0]) * args.n.cols, [&](int k) {
-        if (Count < Tile::Slots) affine.load(args, begin, tiles[r], k);
-        affine.values(Count < Tile::Slots ? 0 : k, args, w, b);
+        if (Count < Tile::Slots && k % Count == 0) affine.load(args, begin, tiles[r], k);
+        affine.values(k % Count, args, w, b);
         return normalised<Policy, true, T>(tiles[r], k, values[r], w, b);
       });
     }
@@ -81,7 +81,8 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, int64_t
       const auto pack = Tile::Vector::of_raw(normalised<Policy, Fast, T>(tile, k, values, w, b));
       return activated(pack, args.n.activation).raw();
     };
-    if (where.is_few()) {
+    // Stores of ragged tiles take all lanes.
+    if (Tile::Ragged ? __all_sync(kWholeWarp, where.is_few()) : where.is_few()) {
       tile.store(y, [&](int k) {
         Floats<Tile::V> w, b;
         affine.of_few(Tile::offset(k), w, b);

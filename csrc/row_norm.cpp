@@ -164,8 +164,11 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
   n.num_groups = num_groups;
   n.channels_per_group = channels / num_groups;
   n.spatial = n.cols / n.channels_per_group;
-  STD_TORCH_CHECK(n.spatial < (int64_t{1} << 31), "group_norm: a channel must have fewer than 2^31 elements, got ",
-                  n.spatial);
+  for (const int64_t size : {n.spatial, n.channels_per_group}) {
+    STD_TORCH_CHECK(size < (int64_t{1} << 31),
+                    "group_norm: a group must have fewer than 2^31 channels, of fewer than 2^31 elements each, got ",
+                    n.channels_per_group, " channels of ", n.spatial);
+  }
   set_affine("group_norm", n, weight, bias, channels);
   n.mean = floats_or_null(mean);
   n.rstd = floats_or_null(rstd);
@@ -281,18 +284,17 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("group_norm_or_none", TORCH_BOX(&normswap::group_norm_or_none));
 }
 
-// The launch plan, for tests that have no GPU, of the GPU described: (regime, vec, lanes, chunk_len, chunks, warps,
-// block_chunks, cluster, slots, grid, shared) into out. Returns 0 when the row cannot be done in that regime.
-extern "C" __attribute__((visibility("default"))) int normswap_row_plan(int64_t rows, int64_t cols, int itemsize,
-                                                                        int weights, int ragged, int clusters,
-                                                                        int shared, int multiprocessors, int regime, int64_t* out) {
-  normswap::RowPlan p;
+// The launch plan, for tests that have no GPU, of the GPU described: (regime, vec, lanes, chunk_len, chunks, warps, held,
+// block_chunks, blocks_a_row, slots, grid, shared) into out. Returns 0 when the row cannot be done in that regime.
+extern "C" __attribute__((visibility("default"))) int normswap_row_plan(
+    int64_t rows, int64_t cols, int itemsize, int weights, int ragged, int clusters, int shared, int multiprocessors,
+    int regime, int64_t* out) {
   const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, multiprocessors, multiprocessors > 0};
-  if (!normswap::make_row_plan({rows, cols, itemsize, weights, ragged != 0}, gpu, static_cast<normswap::Regime>(regime), &p)) {
-    return 0;
-  }
+  const normswap::Rows of{rows, cols, itemsize, weights, ragged != 0};
+  normswap::RowPlan p;
+  if (!normswap::make_row_plan(of, gpu, static_cast<normswap::Regime>(regime), &p)) return 0;
   const int64_t values[] = {static_cast<int64_t>(p.regime), p.vec, p.lanes, p.chunk_len, p.chunks, p.warps,
-                            p.block_chunks, p.cluster, p.slots, p.grid, p.shared};
+                            static_cast<int64_t>(p.held), p.block_chunks, p.blocks_a_row, p.slots, p.grid, p.shared};
   for (const int64_t value : values) *out++ = value;
   return 1;
 }

@@ -1,22 +1,28 @@
 // The row engine: LayerNorm, RMSNorm, L1 norm and GroupNorm (contiguous) are this file and a policy (row_policy.cuh).
 // row_plan.h says how rows are cut; the kernels are the regimes:
 //   row_small    subwarp, warp: a row is one chunk, in registers; several rows a block
-//   row_held     block, for rows of few chunks of 16-bit elements: a chunk a warp, in registers
-//   row_block    block, cluster: the chunks of a row lie in shared memory, of a cluster of blocks if need be
+//   row_held     block, cluster: a chunk a warp, in registers
+//   row_block    the same for longer rows, or where there are no clusters: the chunks of a row lie in shared memory
 // and in row_wide.cuh
 //   row_team     team: blocks that run at once hold row after row and tell each other their statistics
 //   row_partial, row_merge, row_apply    split: for rows and GPUs none of these serves; the input is read twice
 #pragma once
 
+#include <algorithm>
+
+#include "cluster.cuh"
 #include "launch.h"
 #include "row_wide.cuh"
 
 namespace normswap {
 namespace {
 
-// row_small: blocks on a multiprocessor, so that a lane has 96 or 80 registers.
-template <class Tile>
-constexpr int kSmallBlocks = (Tile::Slots * Tile::V > 24 ? 20 : 24) / kWarpsSmall<Tile::Lanes>;
+// row_small: blocks on a multiprocessor, so that a lane has 96 or 80 registers. Ragged rows of 16-bit elements take more
+// instructions, which more warps hide.
+template <class Tile, class W>
+constexpr bool kManySmall = Tile::Slots * Tile::V <= 24 || (Tile::Ragged && Tile::V == 8 && sizeof(W) == 2);
+template <class Tile, class W>
+constexpr int kSmallBlocks = (kManySmall<Tile, W> ? 24 : 20) / kWarpsSmall<Tile::Lanes>;
 
 // Rows a lane works on at once in row_small: what is the same for all is then done once.
 template <class Tile>
@@ -25,7 +31,8 @@ constexpr int kRowsAtOnce = Tile::Slots == 1 ? 4 : 1;
 // --- kernels -----------------------------------------------------------------------------------------------------
 
 template <class Policy, class T, class W, class RowTile>
-__global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks<RowTile>) row_small(const RowArgs args) {
+__global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks<RowTile, W>)
+    row_small(const RowArgs args) {
   follow_predecessor();
   let_successor_start();
   constexpr int Rows = kRowsAtOnce<RowTile>, Lanes = RowTile::Lanes, groups = kWarpsSmall<Lanes> * 32 / Lanes;
@@ -43,6 +50,8 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
   }
   AffineAhead<Policy, W, RowTile> affine(args);
   affine.load_ahead(args, 0, tiles[0]);
+#pragma unroll
+  for (RowTile& tile : tiles) tile.settle();
   typename Policy::Stat stats[Rows];
   Policy::statistics(tiles, args.cols, stats);
   RowValues values[Rows];
@@ -54,30 +63,98 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
   apply_tiles<Policy, T, W>(tiles, args, rows, 0, values, affine);
 }
 
-// A row a block, a chunk a warp, in registers.
-template <class Policy, class T, class W, bool Ragged>
-__global__ void __launch_bounds__(kWarpsHeld * 32, 2) row_held(const RowArgs args) {
-  follow_predecessor();
-  let_successor_start();
-  using Stat = typename Policy::Stat;
-  using HeldTile = ChunkTile<T, Ragged>;
-  __shared__ Stat parts[kWarpsHeld];
-  const int chunk = static_cast<int>(threadIdx.x / 32);
-  const int64_t rows[1] = {blockIdx.x}, begin = static_cast<int64_t>(chunk) * kChunk;
-  const T* x = static_cast<const T*>(args.n.x);
-  HeldTile tiles[1];
-  tiles[0].load(x + rows[0] * args.n.cols + begin, static_cast<int>(min(args.n.cols - begin, int64_t{kChunk})),
-                x + args.n.rows * args.n.cols);
-  Stat stats[1];
-  Policy::statistics(tiles, tiles[0].len == kChunk ? args.chunk : args.last_chunk, stats);
-  if (threadIdx.x % 32 == 0) parts[chunk] = stats[0];
-  __syncthreads();
-  const Stat stat = unite_each<1>(parts, static_cast<int>(args.chunks));
-  const RowValues values[1] = {Policy::template finish<T>(stat, args)};
-  if (threadIdx.x == 0) save_values<Policy>(args, rows[0], stat, values[0]);
-  AffineAhead<Policy, W, HeldTile> affine(args);
-  affine.load_ahead(args, begin, tiles[0]);
-  apply_tiles<Policy, T, W>(tiles, args, rows, begin, values, affine);
+// row_held: registers for affine parameters that are loaded before the statistics are known. in_block they come from the
+// L1, which a cluster empties when it waits.
+template <class T, Held How>
+constexpr int kAheadRegisters = How == Held::alone        ? 64
+                                : How == Held::in_cluster ? (sizeof(T) == 2 ? 32 : 16)
+                                : How == Held::in_groups  ? (sizeof(T) == 2 ? 24 : 8)
+                                                          : 0;
+
+// And so of how many of a lane's vectors.
+template <class Policy, class T, class W, class Tile, Held How>
+constexpr int kVectorsAhead =
+    Policy::affine != Affine::by_element
+        ? 0
+        : std::min(Tile::Slots, kAheadRegisters<T, How> / (kWeights<Policy> * static_cast<int>(Tile::V * sizeof(W) / 4)));
+
+// The statistic of a row of which every warp of the block, or of the cluster, has the one of a chunk. All threads call.
+template <Held How, class Stat>
+struct HeldExchange {
+  static constexpr bool grouped = How == Held::in_groups, cluster = How == Held::in_cluster || grouped;
+  struct Shared {
+    alignas(16) Stat mine[How == Held::in_cluster ? 1 : kGroup];  // of the block's chunks
+    Stat parts[grouped ? kMaxCluster : kMaxInCluster];            // of the row's groups or chunks
+    Inbox inbox;
+  };
+  const RowArgs& args;
+  Shared& shared;
+  unsigned blocks, rank;
+
+  __device__ HeldExchange(const RowArgs& a, Shared& s) : args(a), shared(s) {
+    blocks = cluster ? args.blocks_a_row : 1;
+    rank = cluster ? blockIdx.x % blocks : 0;
+    if constexpr (cluster) {
+      const unsigned parts = blocks * (grouped ? 1 : args.block_chunks);
+      if (threadIdx.x < 32) shared.inbox.open(parts * sizeof(Stat));
+      cluster_arrive_with_inboxes();
+    }
+  }
+  __device__ Stat of_row(const Stat& of_chunk) const {
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if constexpr (How == Held::in_cluster) {
+      cluster_wait();  // every block of the cluster runs
+      if (lane < blocks) send_to_block(shared.parts + rank * args.block_chunks + warp, shared.inbox, lane, of_chunk);
+      shared.inbox.wait();
+      return unite_each<kMaxInCluster / 32>(shared.parts, static_cast<int>(args.chunks));
+    }
+    if (lane == 0) shared.mine[warp] = of_chunk;
+    if constexpr (cluster) cluster_wait();
+    __syncthreads();
+    if constexpr (!cluster) return unite_group(shared.mine, static_cast<int>(args.chunks));
+    const Stat group = unite_one<1, kGroup>(shared.mine[lane % kGroup]);
+    if (warp < blocks && lane == 0) send_to_block(shared.parts + rank, shared.inbox, warp, group);
+    shared.inbox.wait();
+    return unite_one<1, 32>(lane < blocks ? shared.parts[lane] : Stat{});
+  }
+};
+
+// Whole: every warp has a chunk, of kChunk elements.
+template <class Policy, class T, class W, bool Ragged, Held How, bool Whole>
+__global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeld<How, sizeof(T)>)
+    row_held(const RowArgs args) {
+  if constexpr (kClusters || How == Held::in_block || How == Held::alone) {
+    using Stat = typename Policy::Stat;
+    using HeldTile = ChunkTile<T, Ragged, Whole>;
+    using Exchange = HeldExchange<How, Stat>;
+    constexpr bool all = Whole || (How == Held::alone && !Ragged);  // parameters are in registers at once
+    constexpr int AtOnce = all ? HeldTile::Slots : kAffineAtOnce<Policy, HeldTile>;
+    constexpr int Ahead = all ? kVectorsAhead<Policy, T, W, HeldTile, How> : 0;
+    __shared__ typename Exchange::Shared shared;
+    const Exchange exchange(args, shared);
+    follow_predecessor();
+    let_successor_start();
+    const int chunk = exchange.rank * args.block_chunks + static_cast<int>(threadIdx.x / 32);
+    const int64_t begin = chunk * int64_t{kChunk}, rows[1] = {blockIdx.x / exchange.blocks};
+    const int64_t len = Whole ? kChunk : max(int64_t{0}, min(args.n.cols - begin, int64_t{kChunk}));
+    const T* x = static_cast<const T*>(args.n.x);
+    HeldTile tiles[1];
+    tiles[0].load(x + rows[0] * args.n.cols + begin, static_cast<int>(len), x + args.n.rows * args.n.cols);
+    AffineAhead<Policy, W, HeldTile, AtOnce> affine(args);
+    if constexpr (Ahead > 0) affine.load(args, begin, tiles[0], 0, 0, Ahead);
+    tiles[0].settle();
+    Stat stats[1];
+    Policy::statistics(tiles, Whole || len == kChunk ? args.chunk : args.last_chunk, stats);
+    const Stat stat = exchange.of_row(stats[0]);
+    const RowValues values[1] = {Policy::template finish<T>(stat, args)};
+    if (exchange.rank == 0 && threadIdx.x == 0) save_values<Policy>(args, rows[0], stat, values[0]);
+    if constexpr (Ahead > 0) {
+      affine.load(args, begin, tiles[0], 0, Ahead, AtOnce);
+    } else {
+      affine.load_ahead(args, begin, tiles[0]);
+    }
+    apply_tiles<Policy, T, W>(tiles, args, rows, begin, values, affine);
+  }
 }
 
 template <class Policy, class T, class W, bool Ragged, bool Cluster>
@@ -88,7 +165,7 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
   extern __shared__ __align__(16) char shared[];
   __shared__ Stat parts[kMaxChunks];
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int blocks = Cluster ? static_cast<int>(args.blocks_a_row) : 1, rank = Cluster ? blockIdx.x % blocks : 0;
+  const int blocks = Cluster ? args.blocks_a_row : 1, rank = Cluster ? blockIdx.x % blocks : 0;
   const int64_t row = blockIdx.x / blocks;
   if constexpr (Cluster) cluster_arrive();  // waited for below, once the loads are under way
   const Slice<Policy, T, W, Ragged> slice(args, shared, rank);
@@ -111,7 +188,7 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
   } else {
     __syncthreads();
   }
-  const Stat stat = unite_chunks<kMaxChunks>(parts, static_cast<int>(args.chunks));
+  const Stat stat = unite_chunks(parts, static_cast<int>(args.chunks));
   const RowValues values = Policy::template finish<T>(stat, args);
   if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args, row, stat, values);
   for (int c = warp; c < args.block_chunks; c += warps) {
@@ -156,38 +233,50 @@ cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, c
   }
 }
 
+template <class Policy, class T, class W, bool Ragged, Held How>
+cudaError_t launch_held(const RowArgs& args, const LaunchShape& shape, cudaStream_t stream) {
+  if constexpr (!Ragged) {
+    const int64_t room = int64_t{kChunk} * args.block_chunks * args.blocks_a_row;
+    if (args.n.cols == room) return launch_block<row_held<Policy, T, W, false, How, true>>(args, shape, stream);
+  }
+  return launch_block<row_held<Policy, T, W, Ragged, How, false>>(args, shape, stream);
+}
+
+template <class Policy, class T, class W, bool Ragged>
+cudaError_t launch_blocks(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
+  switch (plan.held) {
+    case Held::alone: return launch_block<row_held<Policy, T, W, Ragged, Held::alone, false>>(args, shape, stream);
+    case Held::in_block: return launch_held<Policy, T, W, Ragged, Held::in_block>(args, shape, stream);
+    case Held::in_cluster: return launch_held<Policy, T, W, Ragged, Held::in_cluster>(args, shape, stream);
+    case Held::in_groups: return launch_held<Policy, T, W, Ragged, Held::in_groups>(args, shape, stream);
+    case Held::no: break;
+  }
+  if (shape.cluster > 1) return launch_block<row_block<Policy, T, W, Ragged, true>>(args, shape, stream);
+  return launch_block<row_block<Policy, T, W, Ragged, false>>(args, shape, stream);
+}
+
 template <class Policy, class T, class W, bool Ragged>
 cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  const int64_t blocks_a_row = plan.regime == Regime::split ? row_groups(plan) : plan.cluster;
   const RowArgs args{n,
                      plan.chunks,
-                     blocks_a_row,
+                     plan.blocks_a_row,
                      plan.chunk_len,
                      chunk_bytes(plan.chunk_len, sizeof(T)),
                      plan.block_chunks,
                      plan.slots,
-                     plan.team_rows,
                      static_cast<float>(n.eps),
                      static_cast<float>(n.weight_offset),
                      divisor_of(n.cols),
                      divisor_of(plan.chunk_len),
                      divisor_of(n.cols - (plan.chunks - 1) * plan.chunk_len)};
-  const int cluster = plan.in_cluster ? plan.cluster : 1;
+  const int cluster = plan.regime == Regime::cluster ? plan.blocks_a_row : 1;
   const LaunchShape shape{grid_of(plan.grid), plan.warps * 32, plan.shared, cluster, plan.overlap};
   cudaError_t error = cudaSuccess;
   switch (plan.regime) {
     case Regime::subwarp:
     case Regime::warp: error = launch_rows_of_one_chunk<Policy, T, W, Ragged>(args, plan, stream); break;
     case Regime::block:
-      if constexpr (sizeof(T) == 2) {
-        if (plan.held) {
-          error = launch_block<row_held<Policy, T, W, Ragged>>(args, shape, stream);
-          break;
-        }
-      }
-      error = launch_block<row_block<Policy, T, W, Ragged, false>>(args, shape, stream);
-      break;
-    case Regime::cluster: error = launch_block<row_block<Policy, T, W, Ragged, true>>(args, shape, stream); break;
+    case Regime::cluster: error = launch_blocks<Policy, T, W, Ragged>(args, plan, shape, stream); break;
     case Regime::team: error = launch_team<Policy, T, W, Ragged>(args, plan, shape, stream); break;
     default: error = launch_split<Policy, T, W, Ragged>(args, plan, stream);
   }

@@ -13,6 +13,22 @@ namespace normswap {
 
 enum class Regime : int { automatic = 0, subwarp = 1, warp = 2, block = 3, cluster = 4, split = 5, team = 6 };
 
+// Who shares a row that is held in registers, a chunk a warp: the warps of a block, where rows are so few that it has a
+// multiprocessor alone, or not; of a cluster, its blocks so small that several on a multiprocessor take turns at waiting;
+// of a cluster of large blocks, each of which unites its chunks.
+enum class Held : int { no, alone, in_block, in_cluster, in_groups };
+
+// Warps of such a block, and so chunks, at most.
+template <Held How, int Itemsize>
+constexpr int kWarpsHeld = How == Held::in_groups || (How != Held::in_cluster && Itemsize == 2) ? 16 : 8;
+
+// And such blocks on a multiprocessor that there are to be registers for: 64 a lane, or 80 of a block or cluster of 32-bit
+// elements.
+template <Held How, int Itemsize>
+constexpr int kBlocksHeld = How == Held::alone                        ? 1
+                            : How != Held::in_groups && Itemsize == 4 ? 3
+                                                                      : 32 / kWarpsHeld<How, Itemsize>;
+
 struct RowPlan {
   Regime regime;
   int vec;           // elements of 16 bytes
@@ -20,15 +36,13 @@ struct RowPlan {
   int chunk_len;     // kChunk unless the row is shorter
   int64_t chunks;
   int warps;         // warps of a block
-  bool held;         // block: the row is in registers
+  Held held;         // block, cluster: in registers; other rows are in shared memory
   int block_chunks;  // chunks a block holds
-  int cluster;       // blocks that share a row and run at once
-  bool in_cluster;   // they are a cluster; of team, they may be so or tell each other through memory
+  int blocks_a_row;  // that share a row; block, cluster, team: and run at once
   int64_t grid;      // blocks; subwarp, warp: if a lane works on one row at a time
   int slots;         // team: rows of which a block holds slices at once
-  int team_rows;     // team, in_cluster: rows it does
   int shared;        // bytes of dynamic shared memory a block
-  bool overlap;      // see LaunchShape; of team, only where in_cluster
+  bool overlap;      // see LaunchShape; not of team
 };
 
 // What a plan needs to know of the GPU.
@@ -40,22 +54,24 @@ struct Gpu {
   bool cooperative;  // launches can be
 };
 
-constexpr int kChunk = 1024;         // elements of a full chunk: 32 a lane
-constexpr int kGroup = 16;           // chunks whose statistics are united first
-constexpr int kWarpsHeld = 16;       // block, rows of as many chunks of 16-bit elements: a chunk a warp, in registers
-constexpr int kWarpsBlock = 8;       // block, cluster: at most
-constexpr int kWarpsSplit = kGroup;  // split: a chunk a warp
-constexpr int kMaxCluster = 8;       // the largest portable cluster
-constexpr int kSliceBytes = 65536;   // what a block holds of a row by choice: three such fit in a multiprocessor
+constexpr int kChunk = 1024;    // elements of a full chunk: 32 a lane
+constexpr int kGroup = 16;      // chunks whose statistics are united first
+constexpr int kMaxCluster = 8;  // the largest portable cluster
+
+// block, cluster: chunks of a row that a cluster of small blocks holds, of one that any can; of one in shared memory, warps
+// of a block at most, and what it holds by choice, so that as many fit in a multiprocessor.
+constexpr int kMaxInCluster = kMaxCluster * kWarpsHeld<Held::in_cluster, 4>;
+constexpr int kMaxHeld = kMaxCluster * kWarpsHeld<Held::in_groups, 4>;
+constexpr int kMaxChunks = 512;
+constexpr int kWarpsBlock = 8;
+constexpr int kSliceBytes = 65536;
 constexpr int kBlocksAMultiprocessor = 3;
-constexpr int kMaxChunks = 512;      // block, cluster: chunks of a row
-constexpr int kWarpsTeam = kGroup;   // team: at most; a chunk a warp
+
+constexpr int kWarpsTeam = kGroup;   // team: a chunk a warp
 constexpr int kMaxSlots = 6;         // team: rows of which a block holds slices at once
-constexpr int kTeamWaves = 8;        // team, in_cluster: blocks a multiprocessor, at least, by choice
-constexpr int kTeamChunks = 32;      // team, in_cluster: of a row, at least, by choice
-constexpr int kTeamRows = 8;         // team, in_cluster: rows it does
 constexpr int kToldSets = 4;         // team
 constexpr int kMaxGroups = 512;      // team: blocks that share a row; split: groups that registers hold
+constexpr int kWarpsSplit = kGroup;  // split: a chunk a warp
 constexpr int kPiece = 512;          // split: elements of a row that a warp normalises
 constexpr int kRowsSplit = 2;        // split: of so many rows
 constexpr int kWarpsApply = 8;       // split: of a block that normalises
@@ -65,14 +81,9 @@ constexpr int kWarpsApply = 8;       // split: of a block that normalises
 template <int Lanes>
 constexpr int kWarpsSmall = Lanes == 32 ? 2 : 8;
 
-// team: blocks of kWarpsTeam warps that a multiprocessor has registers for. Lean: a warp keeps no weights and its rows begin
-// and end at vectors.
+// team: blocks that a multiprocessor has registers for. Lean: a warp keeps no weights and its rows begin and end at vectors.
 template <bool Lean, int Itemsize>
 constexpr int kTeamBlocks = Lean && Itemsize == 2 ? 2 : 1;
-
-// team: whether clusters are better than blocks with more shared memory that load the weights for every row.
-template <int Weights, int Itemsize>
-constexpr bool kClusterTeam = Weights == 2 && Itemsize == 4;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -92,25 +103,40 @@ struct Rows {
   bool ragged;  // they begin or end elsewhere than at multiples of 16 bytes
 };
 
+inline int64_t row_groups(const RowPlan& plan) { return ceil_div(plan.chunks, kGroup); }
+
+// How a block, or a cluster of blocks, holds rows of so many chunks.
+inline Held held_by(Regime regime, int64_t chunks, int itemsize) {
+  if (regime != Regime::block) {
+    return chunks <= kMaxInCluster ? Held::in_cluster : chunks <= kMaxHeld ? Held::in_groups : Held::no;
+  }
+  const int most = itemsize == 2 ? kWarpsHeld<Held::in_block, 2> : kWarpsHeld<Held::in_block, 4>;
+  return chunks <= most ? Held::in_block : Held::no;
+}
+
+// in_cluster: blocks for so many chunks; each has equally many, if that takes no more than twice as many blocks.
+inline int even_blocks(int64_t chunks) {
+  const int64_t few = ceil_div(chunks, kWarpsHeld<Held::in_cluster, 4>), least = few == 1 ? 2 : few;
+  for (int64_t blocks = least; blocks <= kMaxCluster && blocks < 2 * least; ++blocks) {
+    if (chunks % blocks == 0) return static_cast<int>(blocks);
+  }
+  return static_cast<int>(least);
+}
+
 // Blocks that work on row after row together. Returns false where they cannot.
 inline bool make_team(const Rows& of, const Gpu& gpu, RowPlan* p) {
-  const bool wide = of.itemsize == 4, lean = of.weights == 0 && !of.ragged;
-  p->in_cluster = of.weights == 2 && wide && kClusterTeam<2, 4> && gpu.clusters && p->chunks <= kMaxCluster * kWarpsTeam;
-  // In clusters half as large blocks, so that two on a multiprocessor take turns at waiting.
-  const bool small = p->in_cluster && p->chunks <= kMaxCluster * kWarpsTeam / 2;
-  p->cluster = static_cast<int>(ceil_div(p->chunks, small ? kWarpsTeam / 2 : kWarpsTeam));
-  p->block_chunks = p->warps = p->in_cluster ? static_cast<int>(ceil_div(p->chunks, p->cluster)) : kWarpsTeam;
-  const int fit = lean && !wide ? kTeamBlocks<true, 2> : kTeamBlocks<false, 4>;
-  const int blocks = kWarpsTeam / p->warps * fit;  // on a multiprocessor
-  const int slice = p->block_chunks * chunk_bytes(p->chunk_len, of.itemsize);
+  const bool lean = of.weights == 0 && !of.ragged;
+  const int blocks = lean && of.itemsize == 2 ? kTeamBlocks<true, 2> : kTeamBlocks<false, 4>;  // on a multiprocessor
+  const int slice = kWarpsTeam * chunk_bytes(p->chunk_len, of.itemsize);
   const int slots = (gpu.shared - blocks * kStatisticsBytes) / (blocks * slice);
+  p->overlap = false;
+  p->blocks_a_row = static_cast<int>(ceil_div(p->chunks, kWarpsTeam));
+  p->block_chunks = p->warps = kWarpsTeam;
   p->slots = slots < kMaxSlots ? slots : kMaxSlots;
   p->shared = p->slots * slice;
-  p->team_rows = kTeamRows;
-  const int64_t at_once = static_cast<int64_t>(gpu.multiprocessors) * blocks / p->cluster;
-  const int64_t teams = p->in_cluster ? ceil_div(of.rows, p->team_rows) : of.rows < at_once ? of.rows : at_once;
-  p->grid = teams * p->cluster;
-  return at_once > 0 && p->slots > 1 && p->cluster > 1 && (p->in_cluster || (gpu.cooperative && p->cluster <= kMaxGroups));
+  const int64_t at_once = static_cast<int64_t>(gpu.multiprocessors) * blocks / p->blocks_a_row;
+  p->grid = (of.rows < at_once ? of.rows : at_once) * p->blocks_a_row;
+  return gpu.cooperative && at_once > 0 && p->slots > 1 && p->blocks_a_row > 1 && p->blocks_a_row <= kMaxGroups;
 }
 
 // The plan for rows of at least one element; `regime` other than automatic asks for that one. Returns false when the rows
@@ -126,31 +152,25 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
   p.chunks = ceil_div(cols, p.chunk_len);
 
   const int bytes = chunk_bytes(p.chunk_len, itemsize);
-  const int most = (gpu.shared - kStatisticsBytes) / bytes;  // chunks a block can hold
-  const int slice = kSliceBytes / (kChunk * itemsize);       // by choice: a multiple of kGroup
-  const int64_t few = ceil_div(p.chunks, slice);             // blocks a row by choice
-  const bool fits_block = p.chunks <= most && p.chunks <= kMaxChunks;
-  const bool held = itemsize == 2 && p.chunks <= kWarpsHeld;
-  // Few rows go to more blocks each, so that no warp has many chunks.
-  const int64_t room = gpu.multiprocessors * kBlocksAMultiprocessor / rows, wanted = ceil_div(p.chunks, kWarpsBlock);
-  const int64_t spread = wanted < room ? wanted : room, least = few > spread ? few : spread;
-  const int64_t cluster = least < kMaxCluster ? least : kMaxCluster;
-  const bool fits_cluster = gpu.clusters && p.chunks <= cluster * most && p.chunks <= kMaxChunks;
+  const int most = (gpu.shared - kStatisticsBytes) / bytes;  // chunks that fit in a block's shared memory
+  const int by_choice = kSliceBytes / (kChunk * itemsize);
+  const bool held = held_by(Regime::block, p.chunks, itemsize) != Held::no;
+  const bool held_in_cluster = held_by(Regime::cluster, p.chunks, itemsize) != Held::no;
+  const bool fits_block = held || (p.chunks <= most && p.chunks <= kMaxChunks);
+  const bool fits_cluster =
+      gpu.clusters && (held_in_cluster || (p.chunks <= kMaxCluster * most && p.chunks <= kMaxChunks));
   RowPlan team = p;
   const bool fits_team = make_team(of, gpu, &team);
   const bool busy = team.grid * 4 >= gpu.multiprocessors * int64_t{3};  // most of the GPU
-  const bool preferred = !ragged && p.chunks > kTeamChunks && team.grid >= gpu.multiprocessors * kTeamWaves;
-  const bool alone = held || cluster == 1 || !fits_cluster;
   Regime r = regime;
   if (r == Regime::automatic) {
-    r = tiny                                         ? Regime::subwarp
-        : p.chunks == 1                              ? Regime::warp
-        : held                                       ? Regime::block
-        : fits_team && team.in_cluster && preferred  ? Regime::team
-        : few == 1 && fits_block && alone            ? Regime::block
-        : few <= kMaxCluster && fits_cluster         ? Regime::cluster
-        : fits_team && busy                          ? Regime::team
-                                                     : Regime::split;
+    r = tiny                                                                      ? Regime::subwarp
+        : p.chunks == 1                                                           ? Regime::warp
+        : held                                                                    ? Regime::block
+        : fits_cluster && (held_in_cluster || p.chunks <= by_choice * kMaxCluster) ? Regime::cluster
+        : fits_block && p.chunks <= by_choice                                     ? Regime::block
+        : fits_team && busy                                                       ? Regime::team
+                                                                                  : Regime::split;
   }
   const bool possible = tiny                   ? r == Regime::subwarp
                         : r == Regime::warp    ? p.chunks == 1
@@ -160,7 +180,7 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
                                                : r == Regime::split;
   if (!possible) return false;
   p.regime = r;
-  p.cluster = p.block_chunks = 1;
+  p.blocks_a_row = p.block_chunks = 1;
   switch (r) {
     case Regime::subwarp:
     case Regime::warp:
@@ -169,11 +189,16 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
       break;
     case Regime::block:
     case Regime::cluster:
-      p.held = r == Regime::block && held;
-      p.in_cluster = r == Regime::cluster;
-      if (p.in_cluster) p.cluster = static_cast<int>(cluster);
-      p.block_chunks = static_cast<int>(ceil_div(p.chunks, p.cluster));
-      p.grid = rows * p.cluster;
+      p.held = held_by(r, p.chunks, itemsize);
+      if (p.held == Held::in_block && rows <= gpu.multiprocessors) p.held = Held::alone;
+      p.blocks_a_row = r == Regime::block          ? 1
+                       : p.held == Held::in_groups ? static_cast<int>(ceil_div(p.chunks, kGroup))
+                       : p.held == Held::no        ? kMaxCluster
+                                                   : even_blocks(p.chunks);
+      p.block_chunks = p.held == Held::in_groups ? kGroup : static_cast<int>(ceil_div(p.chunks, p.blocks_a_row));
+      p.warps = p.held != Held::no || p.block_chunks < kWarpsBlock ? p.block_chunks : kWarpsBlock;
+      p.shared = p.held != Held::no ? 0 : p.block_chunks * bytes;
+      p.grid = rows * p.blocks_a_row;
       break;
     case Regime::team:
       p = team;
@@ -182,24 +207,17 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
     default:
       p.warps = kWarpsSplit;
       p.block_chunks = kGroup;
-      p.grid = rows * ceil_div(p.chunks, kGroup);
-  }
-  if (p.held) {
-    p.warps = p.block_chunks;
-  } else if (p.warps == 0) {
-    p.warps = p.block_chunks < kWarpsBlock ? p.block_chunks : kWarpsBlock;
-    p.shared = p.block_chunks * bytes;
+      p.blocks_a_row = static_cast<int>(row_groups(p));
+      p.grid = rows * row_groups(p);
   }
   *plan = p;
   return p.grid <= 0x7fffffff;
 }
 
-inline int64_t row_groups(const RowPlan& plan) { return ceil_div(plan.chunks, kGroup); }
-
 // Bytes of scratch memory. split: a statistic (three floats) and a float a group, two floats a row. team: 16 bytes a
 // block, row of a turn and set.
 inline int64_t row_workspace_bytes(const RowPlan& plan, int64_t rows) {
-  if (plan.regime == Regime::team && !plan.in_cluster) return plan.grid * kToldSets * 16;
+  if (plan.regime == Regime::team) return plan.grid * kToldSets * 16;
   if (plan.regime != Regime::split) return 0;
   return rows * (row_groups(plan) * 4 + 2) * static_cast<int64_t>(sizeof(float));
 }

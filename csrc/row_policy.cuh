@@ -18,8 +18,8 @@ enum class Affine { none, by_element, by_channel };
 // What the kernels take: RowNorm, how rows are cut, and what would cost every thread instructions to work out.
 struct RowArgs {
   RowNorm n;
-  int64_t chunks, blocks_a_row;
-  int chunk_len, chunk_bytes, block_chunks, slots, team_rows;
+  int64_t chunks;
+  int blocks_a_row, chunk_len, chunk_bytes, block_chunks, slots;
   float eps, weight_offset;
   Divisor cols, chunk, last_chunk;  // elements of a row, a chunk, the last chunk
 };
@@ -49,7 +49,7 @@ __device__ inline void plain_sums(Tile (&tiles)[Rows], Sum (&out)[Rows], Term te
 
 // 1 / sqrt(sum / cols + eps). An infinite sum stays so; the correction of its quotient would make NaN of it.
 __device__ inline float inverse_root(float sum, const RowArgs& a) {
-  const float mean = sum < INFINITY ? a.cols.divide<true>(sum) : sum;
+  const float quotient = a.cols.divide<true>(sum), mean = sum < INFINITY ? quotient : sum;
   return rsqrtf(__fadd_rn(mean, a.eps));
 }
 
@@ -112,7 +112,7 @@ struct RMSNormPolicy {
   template <class T, bool Fast>
   __device__ static float apply(float x, RowValues row, float w, float) {
     const float scaled = __fmul_rn(x, row.rstd);
-    return __fmul_rn(CastFirst ? to_float(from_float<T>(scaled)) : scaled, w);
+    return __fmul_rn(CastFirst ? rounded<T>(scaled) : scaled, w);
   }
   __device__ static float factor(float w, const RowArgs& a) { return __fadd_rn(w, a.weight_offset); }
 };
@@ -147,10 +147,16 @@ constexpr int kWeights = Policy::affine != Affine::by_element ? 0 : Policy::has_
 
 // --- affine parameters -------------------------------------------------------------------------------------------
 
+// What stands for a vector's weights or biases where there are none.
+template <class W>
+constexpr unsigned kOne = std::is_same_v<W, float> ? 0x3f800000u : std::is_same_v<W, __half> ? 0x3c003c00u : 0x3f803f80u;
+template <class W>
+__device__ const uint4 kOnes[2] = {{kOne<W>, kOne<W>, kOne<W>, kOne<W>}, {kOne<W>, kOne<W>, kOne<W>, kOne<W>}};
+__device__ const uint4 kZeros[2] = {};
+
 // V values in their own dtype, as words (see Tile); float ones of 16-bit rows take two accesses.
 template <class W, int V>
 struct Parameters {
-  using Piece = Pack<W, 16 / sizeof(W)>;
   static constexpr int per = 16 / static_cast<int>(sizeof(W));
   uint4 words[V / per];
 
@@ -161,21 +167,7 @@ struct Parameters {
   // Only the first `count`.
   __device__ void load_some(const W* data, int count) {
 #pragma unroll
-    for (int i = 0; i < V / per; ++i) {
-      Piece piece = Piece::of_raw({});
-#pragma unroll
-      for (int j = 0; j < per; ++j) {
-        if (i * per + j < count) piece.v[j] = data[i * per + j];
-      }
-      words[i] = piece.raw();
-    }
-  }
-  __device__ void fill(float value) {
-    Piece piece;
-#pragma unroll
-    for (int j = 0; j < per; ++j) piece.v[j] = from_float<W>(value);
-#pragma unroll
-    for (int i = 0; i < V / per; ++i) words[i] = piece.raw();
+    for (int i = 0; i < V / per; ++i) words[i] = load_first(data + i * per, count - i * per);
   }
   __device__ void forget() {
 #pragma unroll
@@ -184,9 +176,10 @@ struct Parameters {
   __device__ void floats(Floats<V>& to) const {
 #pragma unroll
     for (int i = 0; i < V / per; ++i) {
-      const Piece piece = Piece::of_raw(words[i]);
+      float some[per];
+      floats_of<W>(words[i], some);
 #pragma unroll
-      for (int j = 0; j < per; ++j) to.v[i * per + j] = to_float(piece.v[j]);
+      for (int j = 0; j < per; ++j) to.v[i * per + j] = some[j];
     }
   }
 };
@@ -195,28 +188,37 @@ struct Parameters {
 // for several rows.
 template <class Policy, class W, int V, int Count>
 struct AffineByElement {
-  Parameters<W, V> weight[Count], bias[Policy::has_bias ? Count : 1];
+  Parameters<W, V> weight[Count], bias[Count];  // bias: where Policy::has_bias
 
-  __device__ explicit AffineByElement(const RowArgs& args) {
-    fill(weight, args.n.weight, 1.f);
-    if constexpr (Policy::has_bias) fill(bias, args.n.bias, 0.f);
-  }
+  __device__ explicit AffineByElement(const RowArgs&) {}
   // Of all vectors, if there is room.
   template <class Tile>
   __device__ void load_ahead(const RowArgs& args, int64_t begin, const Tile& tile) {
     if (Count == Tile::Slots) load(args, begin, tile, 0);
   }
-  // Of the vectors from `first` on of the chunk that begins at `begin`.
+  // Of the vectors from `first` on of the chunk that begins at `begin`: of those [from, to).
   template <class Tile>
-  __device__ void load(const RowArgs& args, int64_t begin, const Tile& tile, int first) {
-    load_one(weight, static_cast<const W*>(args.n.weight), args.n.cols, begin, tile, first);
-    if constexpr (Policy::has_bias) load_one(bias, static_cast<const W*>(args.n.bias), args.n.cols, begin, tile, first);
+  __device__ void load(const RowArgs& args, int64_t begin, const Tile& tile, int first, int from = 0, int to = Count) {
+    load_whole(weight, args.n.weight, kOnes<W>, begin, tile, first, from, to);
+    if constexpr (Policy::has_bias) load_whole(bias, args.n.bias, kZeros, begin, tile, first, from, to);
+    if constexpr (Tile::Ragged) {
+#pragma unroll
+      for (int i = from; i < to; ++i) {
+        const int k = first + i;
+        if (k >= Tile::Slots || !tile.inside(k) || !is_cut(tile, k)) continue;
+        const int64_t at = begin + Tile::offset(k);
+        const int left = tile.len - Tile::offset(k);
+        weight[i].load_some(at_or(args.n.weight, at, kOnes<W>), left);
+        if constexpr (Policy::has_bias) bias[i].load_some(at_or(args.n.bias, at, kZeros), left);
+      }
+    }
   }
   __device__ void forget() {
 #pragma unroll
-    for (Parameters<W, V>& some : weight) some.forget();
-#pragma unroll
-    for (Parameters<W, V>& some : bias) some.forget();
+    for (int i = 0; i < Count; ++i) {
+      weight[i].forget();
+      if constexpr (Policy::has_bias) bias[i].forget();
+    }
   }
   __device__ void values(int i, const RowArgs& args, Floats<V>& w, Floats<V>& b) const {
     weight[i].floats(w);
@@ -226,25 +228,23 @@ struct AffineByElement {
   }
 
  private:
-  __device__ static void fill(Parameters<W, V> (&to)[Count], const void* data, float absent) {
-    if (data != nullptr) return;
-#pragma unroll
-    for (int i = 0; i < Count; ++i) to[i].fill(absent);
+  // Whether the row ends in vector k: what follows may not be read.
+  template <class Tile>
+  __device__ static bool is_cut(const Tile& tile, int k) {
+    return Tile::Ragged && k >= Tile::Whole && tile.len - Tile::offset(k) < V;
+  }
+  __device__ static const W* at_or(const void* data, int64_t at, const uint4* absent) {
+    return data != nullptr ? static_cast<const W*>(data) + at : reinterpret_cast<const W*>(absent);
   }
   template <class Tile>
-  __device__ static void load_one(Parameters<W, V> (&to)[Count], const W* data, int64_t cols, int64_t begin,
-                                  const Tile& tile, int first) {
-    const W* mine = data + begin + Tile::offset(0);
+  __device__ static void load_whole(Parameters<W, V> (&into)[Count], const void* data, const uint4* absent, int64_t begin,
+                                    const Tile& tile, int first, int from, int to) {
+    const W* mine = at_or(data, begin + Tile::offset(0), absent);
+    const int step = data != nullptr ? Tile::Lanes * V : 0;
 #pragma unroll
-    for (int i = 0; i < Count; ++i) {
+    for (int i = from; i < to; ++i) {
       const int k = first + i;
-      if (k >= Tile::Slots) continue;
-      const W* at = mine + k * Tile::Lanes * V;
-      const bool there = data != nullptr && tile.inside(k);
-      const int64_t left = cols - begin - Tile::offset(k);
-      const bool cut = Tile::Ragged && k >= Tile::Whole && left < V;  // those that follow may not be read
-      to[i].load_if(there && !cut, at);
-      if (there && cut) to[i].load_some(at, static_cast<int>(left));
+      if (k < Tile::Slots) into[i].load_if(tile.inside(k) && !is_cut(tile, k), mine + k * step);
     }
   }
 };

@@ -1,9 +1,9 @@
-// A chunk of a row in shared memory and in registers. The lanes own the same elements wherever the row lies: where rows do not start at
-// multiples of 16 bytes (Ragged), a lane's vector is cut from the two aligned ones that hold it, and stores pass the
-// piece that belongs to the neighbour's aligned vector on to it.
+// A chunk of a row in shared memory and in registers. The lanes own the same elements wherever the row lies: where rows
+// do not start at multiples of 16 bytes (Ragged), a lane's vector is cut from the two aligned ones that hold it, and
+// stores pass the piece that belongs to the neighbour's aligned vector on to it.
 #pragma once
 
-#include "cluster.cuh"
+#include "copy.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
 
@@ -41,29 +41,68 @@ struct TileShape {
   }
 
  private:
-  // The aligned vector in memory at this lane's place holds the end of the vector before and the start of this one.
+  // The aligned vector in memory at this lane's place holds the end of the vector before and the start of this one; the
+  // first lane has the one before from the last.
   template <class Make>
   __device__ void store_ragged(T* chunk, Make make) const {
+    uint4 merged[Slots + 1];
+#pragma unroll
+    for (int k = 0; k < Slots; ++k) merged[k] = make(k);
+    merged[Slots] = {};
     const int shift = phase(chunk), skipped = shift / static_cast<int>(sizeof(T));
-    uint4 before{};
+    const bool more = len + skipped > Slots * Lanes * V;  // than Slots vectors
+    if constexpr (Lanes == 32) {
+      const bool all = __any_sync(kWholeWarp, more);
+      by_words(__shfl_sync(kWholeWarp, shift, 0), [&](auto words) {
+        constexpr int first = 4 - words.value - (sizeof(T) < 4);  // word of the vector before
+        const int rest = sizeof(T) < 4 && shift % 4 == 0 ? 4 : 2;
+        if (all) merged[Slots] = window_at<first, sizeof(T)>(from_left<first>(merged[Slots - 1], {}), {}, rest);
+#pragma unroll
+        for (int k = Slots - 1; k >= 0; --k) {
+          const uint4 left = from_left<first>(k > 0 ? merged[k > 0 ? k - 1 : 0] : uint4{}, merged[k]);
+          merged[k] = window_at<first, sizeof(T)>(left, merged[k], rest);
+        }
+      });
+    } else {
+#pragma unroll
+      for (int k = Slots; k >= 0; --k) {
+        const uint4 left = from_left<0>(k > 0 ? merged[k > 0 ? k - 1 : 0] : uint4{}, merged[k]);
+        if (shift > 0) merged[k] = window<sizeof(T)>(left, merged[k], 16 - shift);
+      }
+    }
+    T* mine = chunk + (offset(0) - skipped);
 #pragma unroll
     for (int k = 0; k <= Slots; ++k) {
-      const uint4 mine = k < Slots ? make(k < Slots ? k : 0) : uint4{};
-      const uint4 given = lane() == Lanes - 1 ? before : mine;
-      const uint4 left = {from_left(given.x), from_left(given.y), from_left(given.z), from_left(given.w)};
-      const uint4 merged = shift == 0 ? mine : window<sizeof(T)>(left, mine, 16 - shift);
+      if (k == Slots && !more) break;
       const int first = offset(k) - skipped;
       if ((k < Whole || first + V <= len) && (k > 0 || first >= 0)) {
-        store_words(chunk + first, merged);
+        store_words(mine + k * Lanes * V, merged[k]);
       } else if (first < len) {
-        const Vector pieces = Vector::of_raw(merged);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          if (first + j >= 0 && first + j < len) chunk[first + j] = pieces.v[j];
-        }
+        store_piece(mine + k * Lanes * V, merged[k], k > 0 ? 0 : max(-first, 0), k < Whole ? V : min(len - first, V));
       }
-      before = mine;
     }
+  }
+
+  // Elements [from, to) of a vector to its aligned place.
+  __device__ static void store_piece(T* place, const uint4& vector, int from, int to) {
+    const unsigned words[4] = {vector.x, vector.y, vector.z, vector.w};
+    constexpr int per = 4 / static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int first = i * per, last = first + per - 1;
+      const auto halves = [&](int j) { return reinterpret_cast<unsigned short*>(place) + j; };
+      if (from <= first && last < to) reinterpret_cast<unsigned*>(place)[i] = words[i];
+      if (per == 2 && from <= first && to == last) *halves(first) = static_cast<unsigned short>(words[i]);
+      if (per == 2 && from == last && last < to) *halves(last) = static_cast<unsigned short>(words[i] >> 16);
+    }
+  }
+
+  // The left neighbour's vector, that of the last lane `before`: of its words those from First on, and 0 for the others.
+  template <int First>
+  __device__ static uint4 from_left(const uint4& before, const uint4& mine) {
+    const uint4 given = lane() == Lanes - 1 ? before : mine;
+    return {First <= 0 ? from_left(given.x) : 0u, First <= 1 ? from_left(given.y) : 0u,
+            First <= 2 ? from_left(given.z) : 0u, First <= 3 ? from_left(given.w) : 0u};
   }
 
   __device__ static unsigned from_left(unsigned value) {
@@ -83,44 +122,58 @@ struct Tile : TileShape<T, Lanes_, Slots_, Ragged_, Whole_> {
 
   __device__ Vector pack(int k) const { return Vector::of_raw(words[k]); }
 
-  // Zeros beyond the chunk, so that sums need not ask. `end`: of the tensor; nothing is read from there on.
+  // Starts loading; settle() ends it. `end`: of the tensor; nothing is read from there on.
   __device__ void load(const T* chunk, int length, const T* end) {
     len = length;
     const T* mine = chunk + offset(0);
+#pragma unroll
+    for (int k = 0; k < Slots; ++k) words[k] = {};
     if constexpr (Ragged_) {
-      const int shift = phase(mine);
-      mine -= shift / static_cast<int>(sizeof(T));
+#pragma unroll
+      for (int k = 0; k < Slots; ++k) next[k] = {};
+      shift = phase(chunk);
       // Of all but the tensor's last rows the aligned vectors that hold the chunk, and one more, are there to be read.
       const bool safe = chunk + len + 2 * V <= end;
       if (safe) {
+        mine -= shift / static_cast<int>(sizeof(T));
 #pragma unroll
         for (int k = 0; k < Slots; ++k) {
-          const T* p = mine + k * Shape::Lanes * V;
-          uint4 low{}, high{};
-          load_if(inside(k), low, p);
-          load_if(inside(k) && shift > 0, high, p + V);
-          words[k] = window<sizeof(T)>(low, high, shift);
-          if (k >= Whole) clear_past_end(k);
+          load_if(inside(k), words[k], mine + k * Shape::Lanes * V);
+          load_if(inside(k) && shift > 0, next[k], mine + k * Shape::Lanes * V + V);
         }
       } else {
+        shift = 0;
 #pragma unroll
         for (int k = 0; k < Slots; ++k) words[k] = load_by_element(chunk + offset(k), len - offset(k));
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < Slots; ++k) {
-        words[k] = {};
-        load_if(inside(k), words[k], mine + k * Shape::Lanes * V);
+      for (int k = 0; k < Slots; ++k) load_if(inside(k), words[k], mine + k * Shape::Lanes * V);
+    }
+  }
+
+  // Zeros beyond the chunk, so that sums need not ask.
+  __device__ void settle() {
+    if constexpr (Ragged_) {
+      if constexpr (Shape::Lanes == 32) {
+        by_words(__shfl_sync(kWholeWarp, shift, 0), [&](auto first) {
+#pragma unroll
+          for (int k = 0; k < Slots; ++k) words[k] = window_at<first.value, sizeof(T)>(words[k], next[k], shift % 4);
+        });
+      } else {
+#pragma unroll
+        for (int k = 0; k < Slots; ++k) words[k] = window<sizeof(T)>(words[k], next[k], shift);
       }
+#pragma unroll
+      for (int k = Whole; k < Slots; ++k) clear_past_end(k);
     }
   }
 
   // What a vector that the chunk ends in holds of what follows: zeros instead.
   __device__ void clear_past_end(int k) {
-    if (offset(k) + V <= len) return;
-    const int bits = (len - offset(k)) * static_cast<int>(sizeof(T)) * 8;
-    words[k] = {first_bits(words[k].x, bits), first_bits(words[k].y, bits - 32), first_bits(words[k].z, bits - 64),
-                first_bits(words[k].w, bits - 96)};
+    const int left = len - offset(k);
+    words[k] = {first_of<0>(words[k].x, left), first_of<1>(words[k].y, left), first_of<2>(words[k].z, left),
+                first_of<3>(words[k].w, left)};
   }
 
   __device__ void forget() {
@@ -135,20 +188,29 @@ struct Tile : TileShape<T, Lanes_, Slots_, Ragged_, Whole_> {
     float partial[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int k = 0; k < Slots; ++k) {
-      const Vector x = pack(k);
+      float x[V];
+      floats_of<T>(words[k], x);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         float& into = partial[(k * V + j) % 4];
-        const bool there = k < Whole || offset(k) + (Ragged_ ? j : 0) < len;
-        into = term(Centred ? __fsub_rn(to_float(x.v[j]), there ? mean : 0.f) : to_float(x.v[j]), into);
+        const bool there = k < Whole || len - offset(k) > (Ragged_ ? j : 0);
+        into = term(Centred ? __fsub_rn(x[j], there ? mean : 0.f) : x[j], into);
       }
     }
     return __fadd_rn(__fadd_rn(partial[0], partial[1]), __fadd_rn(partial[2], partial[3]));
   }
 
  private:
-  __device__ static unsigned first_bits(unsigned word, int bits) {
-    return bits <= 0 ? 0u : bits >= 32 ? word : word & ((1u << bits) - 1);
+  // Ragged, until settle(): what follows words[k] in memory, and the first byte of the two that is this lane's.
+  uint4 next[Ragged_ ? Slots : 1];
+  int shift;
+
+  // Word I of a vector of which the first `left` elements are to stay.
+  template <int I>
+  __device__ static unsigned first_of(unsigned word, int left) {
+    constexpr int per = 4 / static_cast<int>(sizeof(T));
+    if (per == 2 && left == I * per + 1) return word & 0xffffu;
+    return left > I * per ? word : 0u;
   }
 
   __device__ static uint4 load_by_element(const T* p, int valid) {

@@ -26,54 +26,9 @@ __device__ inline void wait_for_batches_before(int newest) {
   __syncwarp();
 }
 
-#if __CUDA_ARCH__ >= 900
-// The statistics of a row of which the blocks of a cluster hold a slice each, in the shared memory of all of them.
+// The statistics of a row of which every block holds a slice, which is a group, through memory (tell, hear).
 template <class Policy, class T>
-struct ClusterExchange {
-  using Stat = typename Policy::Stat;
-  static constexpr int kMost = kMaxCluster * kWarpsTeam;
-  struct Shared {
-    Stat parts[2][kMost];  // of this turn, of the one before
-    Inbox inboxes[2];
-  };
-  const RowArgs& args;
-  Shared& shared;
-  int rank;
-
-  __device__ ClusterExchange(const RowArgs& a, Shared& s, int, int of_rank) : args(a), shared(s), rank(of_rank) {
-    if (threadIdx.x == 0) {
-      for (Inbox& inbox : shared.inboxes) inbox.open();
-    }
-    __syncthreads();
-    cluster_arrive();
-  }
-  __device__ void begin() const { cluster_wait(); }  // every block of the cluster runs
-  // Hands on the statistic of this warp's chunk of this turn's row, if there is one; returns the values of the row before.
-  // Who sends in turn k + 2 has heard of all warps in turn k + 1, which had read what they were sent in turn k.
-  __device__ RowValues step(int turn, bool more, const Stat& mine, int64_t row_before) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = static_cast<int>(args.blocks_a_row);
-    RowValues before{};
-    if (turn > 0) {
-      shared.inboxes[(turn - 1) % 2].wait((turn - 1) / 2);
-      const Stat stat = unite_chunks<kMost>(shared.parts[(turn - 1) % 2], static_cast<int>(args.chunks));
-      __syncwarp();
-      before = Policy::template finish<T>(stat, args);
-      if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args, row_before, stat, before);
-    }
-    if (more) {
-      Inbox& inbox = shared.inboxes[turn % 2];
-      if (threadIdx.x == 0) inbox.expect(blocks * args.block_chunks * static_cast<int>(sizeof(Stat)));
-      Stat* part = shared.parts[turn % 2] + rank * args.block_chunks + warp;
-      if (lane < blocks) send_to_block(part, inbox, lane, mine);
-    }
-    return before;
-  }
-};
-#endif
-
-// The same through memory (tell, hear), for any number of blocks that run at once; a slice is a group.
-template <class Policy, class T>
-struct ToldExchange {
+struct TeamExchange {
   using Stat = typename Policy::Stat;
   struct Shared {
     Stat parts[kGroup], groups[kMaxGroups];
@@ -83,9 +38,9 @@ struct ToldExchange {
   Shared& shared;
   int team, rank;
 
-  __device__ ToldExchange(const RowArgs& a, Shared& s, int of_team, int of_rank)
+  __device__ TeamExchange(const RowArgs& a, Shared& s, int of_team, int of_rank)
       : args(a), shared(s), team(of_team), rank(of_rank) {}
-  __device__ void begin() const {}
+  // Hands on the statistic of this warp's chunk of this turn's row, if there is one; returns the values of the row before.
   __device__ RowValues step(int turn, bool more, const Stat& mine, int64_t row_before) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane == 0) shared.parts[warp] = mine;
@@ -97,7 +52,7 @@ struct ToldExchange {
     // By one warp and as late as can be: polling for what is not yet there slows all of the memory.
     if (warp == 1 && turn > 0) {
       hear_groups(told_of(turn - 1), turn);
-      const Stat stat = unite_groups(shared.groups, static_cast<int>(args.blocks_a_row));
+      const Stat stat = unite_groups(shared.groups, args.blocks_a_row);
       if (lane == 0) {
         shared.before = Policy::template finish<T>(stat, args);
         if (rank == 0) save_values<Policy>(args, row_before, stat, shared.before);
@@ -115,7 +70,7 @@ struct ToldExchange {
   __device__ void hear_groups(const Told* from, unsigned round) const {
     constexpr int each = 4;  // loads under way at once
     const int64_t group_len = static_cast<int64_t>(kGroup) * args.chunk_len;
-    const int count = static_cast<int>(args.blocks_a_row);
+    const int count = args.blocks_a_row;
     for (int first = threadIdx.x % 32; first < count; first += each * 32) {
       float2 what[each];
       hear(what, from + first, 32, (count - first + 31) / 32, round);
@@ -133,34 +88,23 @@ struct ToldExchange {
 template <class Policy, bool Ragged>
 constexpr bool kLean = kWeights<Policy> == 0 && !Ragged;
 
-template <class Policy, class T, class W, bool Ragged, bool Cluster>
+// A block has as many warps as its slices have chunks.
+template <class Policy, class T, class W, bool Ragged>
 __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Ragged>, sizeof(T)>)
     row_team(const RowArgs args) {
   using Chunk = ChunkTile<T, Ragged>;
-#if __CUDA_ARCH__ >= 900
-  using Exchange = std::conditional_t<Cluster, ClusterExchange<Policy, T>, ToldExchange<Policy, T>>;
-#else
-  using Exchange = ToldExchange<Policy, T>;  // Cluster is never launched
-#endif
-  constexpr bool keeps = Policy::affine == Affine::by_element;  // for more there are no registers
+  constexpr bool keeps = Policy::affine == Affine::by_element;  // the warp's weights, in registers
   extern __shared__ __align__(16) char shared[];
-  __shared__ typename Exchange::Shared exchanged;
-  if constexpr (Cluster) {
-    follow_predecessor();
-    let_successor_start();
-  }
-  const int warp = threadIdx.x / 32, blocks = static_cast<int>(args.blocks_a_row);
+  __shared__ typename TeamExchange<Policy, T>::Shared exchanged;
+  const int warp = threadIdx.x / 32, blocks = args.blocks_a_row;
   const int teams = gridDim.x / blocks, team = blockIdx.x / blocks, rank = blockIdx.x % blocks;
-  Exchange exchange(args, exchanged, team, rank);
-  // Teams that all run at once take rows in turn; the others args.team_rows rows each.
-  const int64_t first = Cluster ? static_cast<int64_t>(team) * args.team_rows : team;
-  const int64_t last = Cluster ? min(first + args.team_rows, args.n.rows) : args.n.rows;
-  const auto row_of = [&](int turn) { return first + static_cast<int64_t>(turn) * (Cluster ? 1 : teams); };
+  const TeamExchange<Policy, T> exchange(args, exchanged, team, rank);
+  const auto row_of = [&](int turn) { return team + static_cast<int64_t>(turn) * teams; };
   const auto slice_of = [&](int turn) {
     return Slice<Policy, T, W, Ragged>(args, shared + turn % args.slots * args.block_chunks * args.chunk_bytes, rank);
   };
   for (int turn = 0; turn < args.slots; ++turn) {
-    if (row_of(turn) < last) slice_of(turn).stage(warp, row_of(turn), warp);
+    if (row_of(turn) < args.n.rows) slice_of(turn).stage(warp, row_of(turn), warp);
     end_batch();
   }
   AffineAhead<Policy, W, Chunk, Chunk::Slots> weights(args);
@@ -169,10 +113,9 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
     chunk.len = slice_of(0).len(warp);
     weights.load_ahead(args, slice_of(0).begin(warp), chunk);
   }
-  exchange.begin();
   for (int turn = 0;; ++turn) {  // statistics of this turn's row, the rest of what is to be done with the one before
     const int64_t before = row_of(turn - 1), later = row_of(turn - 1 + args.slots);
-    const bool more = row_of(turn) < last;
+    const bool more = row_of(turn) < args.n.rows;
     wait_for_batches_before(turn == 0 ? args.slots - 1 : args.slots - 2);
     const auto mine = more ? slice_of(turn).statistic(warp, row_of(turn), warp) : typename Policy::Stat{};
     const RowValues values = exchange.step(turn, more, mine, before);
@@ -180,7 +123,7 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
     weights.forget();
     slice_of(turn - 1).apply(warp, before, warp, values, weights, keeps);
     __syncwarp();
-    if (later < last) slice_of(turn - 1 + args.slots).stage(warp, later, warp);
+    if (later < args.n.rows) slice_of(turn - 1 + args.slots).stage(warp, later, warp);
     end_batch();
     if (!more) return;
   }
@@ -188,11 +131,8 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
 
 template <class Policy, class T, class W, bool Ragged>
 cudaError_t launch_team(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
-  if constexpr (kClusterTeam<kWeights<Policy>, sizeof(T)>) {
-    if (plan.in_cluster) return launch_block<row_team<Policy, T, W, Ragged, true>>(args, shape, stream);
-  }
   const int64_t bytes = row_workspace_bytes(plan, args.n.rows);
-  return launch_at_once<row_team<Policy, T, W, Ragged, false>>(args, shape, args.n.workspace, bytes, stream);
+  return launch_at_once<row_team<Policy, T, W, Ragged>>(args, shape, args.n.workspace, bytes, stream);
 }
 
 // --- split -------------------------------------------------------------------------------------------------------
@@ -210,7 +150,7 @@ __device__ inline RowValues* split_values(const RowArgs& args) {
   return reinterpret_cast<RowValues*>(split_room<Stat>(args) + args.n.rows * args.blocks_a_row);
 }
 
-// Elements [begin, begin + length) of a row, as far as they are there.
+// Starts loading elements [begin, begin + length) of a row, as far as they are there.
 template <class T, class Tile>
 __device__ inline void load_piece(Tile& tile, const RowArgs& args, int64_t row, int64_t begin, int64_t length) {
   const int64_t len = row < args.n.rows ? max(int64_t{0}, min(args.n.cols - begin, length)) : 0;
@@ -228,6 +168,7 @@ __global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_partial(const RowArgs
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   ChunkTile<T, Ragged> tile[1];
   load_piece<T>(tile[0], args, row, (group * kGroup + warp) * args.chunk_len, args.chunk_len);
+  tile[0].settle();
   Stat mine[1];
   Policy::statistics(tile, tile[0].len == args.chunk_len ? args.chunk : args.last_chunk, mine);
   if (lane == 0) parts[warp] = mine[0];
@@ -243,10 +184,10 @@ __global__ void __launch_bounds__(256) row_merge(const RowArgs args) {
   using Stat = typename Policy::Stat;
   let_successor_start();
   follow_predecessor();
-  const int64_t first = blockIdx.x * args.blocks_a_row;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * args.blocks_a_row;
   const Stat* parts = static_cast<const Stat*>(args.n.workspace) + first;
   const Stat stat = args.blocks_a_row <= kMaxGroups
-                        ? unite_groups(parts, static_cast<int>(args.blocks_a_row))
+                        ? unite_groups(parts, args.blocks_a_row)
                         : unite_in_memory(parts, split_room<Stat>(args) + first, args.blocks_a_row);
   if (threadIdx.x == 0) {
     const RowValues values = Policy::template finish<T>(stat, args);
@@ -273,6 +214,8 @@ __global__ void __launch_bounds__(kWarpsApply * 32, 2) row_apply(const RowArgs a
   }
   AffineAhead<Policy, W, Piece> affine(args);
   affine.load_ahead(args, begin, pieces[0]);
+#pragma unroll
+  for (Piece& piece : pieces) piece.settle();
   follow_predecessor();
   let_successor_start();
 #pragma unroll

@@ -54,6 +54,32 @@ __device__ inline uint4 window(const uint4& low, const uint4& high, int shift) {
           __funnelshift_r(b3, b4, bits)};
 }
 
+// The same from byte `rest` of word Word on; `rest`: 0, 2 or 4; unused where elements are words.
+template <int Word, int Step>
+__device__ inline uint4 window_at(const uint4& low, const uint4& high, int rest) {
+  const unsigned w[9] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w, 0u};
+  if constexpr (Step % 4 == 0) return {w[Word], w[Word + 1], w[Word + 2], w[Word + 3]};
+  const unsigned bytes = rest == 0 ? 0x3210 : rest == 2 ? 0x5432 : 0x7654;
+  return {__byte_perm(w[Word], w[Word + 1], bytes), __byte_perm(w[Word + 1], w[Word + 2], bytes),
+          __byte_perm(w[Word + 2], w[Word + 3], bytes), __byte_perm(w[Word + 3], w[Word + 4], bytes)};
+}
+
+// Calls with(the number of whole words in `shift` bytes), a constant. By branches: for a shift that the warp has in common.
+template <class With>
+__device__ inline void by_words(int shift, With with) {
+  if (shift & 8) {
+    if (shift & 4) {
+      with(std::integral_constant<int, 3>{});
+    } else {
+      with(std::integral_constant<int, 2>{});
+    }
+  } else if (shift & 4) {
+    with(std::integral_constant<int, 1>{});
+  } else {
+    with(std::integral_constant<int, 0>{});
+  }
+}
+
 // Loads 16 bytes where `there`; `words` stay as they are elsewhere. One instruction with a predicate, which the compiler
 // would not make of a branch. Nothing may write there while the kernel runs. Volatile: not before
 // follow_predecessor (launch.h).
@@ -61,6 +87,33 @@ __device__ inline void load_if(bool there, uint4& words, const void* p) {
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %5, 0;\n\t@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
                : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
                : "l"(p), "r"(static_cast<int>(there)));
+}
+
+// The same of 4 bytes, or of 2 and zeros.
+__device__ inline void load_if(bool there, unsigned& word, const void* p) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %2, 0;\n\t@p ld.global.nc.b32 %0, [%1];\n\t}"
+               : "+r"(word)
+               : "l"(p), "r"(static_cast<int>(there)));
+}
+__device__ inline void load_half_if(bool there, unsigned& word, const void* p) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %2, 0;\n\t@p ld.global.nc.u16 %0, [%1];\n\t}"
+               : "+r"(word)
+               : "l"(p), "r"(static_cast<int>(there)));
+}
+
+// The first `count` of the elements of a vector, where there are fewer or none, and zeros; the rest is not read.
+template <class T>
+__device__ inline uint4 load_first(const T* vector, int count) {
+  constexpr int per = 4 / static_cast<int>(sizeof(T));  // of a word
+  unsigned words[4] = {}, half = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_if((i + 1) * per <= count, words[i], vector + i * per);
+  if constexpr (per == 2) {
+    load_half_if(count > 0 && count % 2 != 0, half, vector + (count - 1));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = count == 2 * i + 1 ? half : words[i];
+  }
+  return {words[0], words[1], words[2], words[3]};
 }
 
 // Tells the compiler that nothing is known of the words: it must not keep what it made of them (16-bit elements as floats
@@ -71,6 +124,33 @@ __device__ inline void forget(uint4& words) {
 
 // One instruction, which an assignment is not always.
 __device__ inline void store_words(void* p, const uint4& words) { __stwb(static_cast<uint4*>(p), words); }
+
+// Rounded to T. A bfloat16 in the upper half of a word is its own float; converted alone it would take a slow instruction.
+template <class T>
+__device__ inline float rounded(float v) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __uint_as_float(pair_bits<T>(0.f, v));
+  return to_float(from_float<T>(v));
+}
+
+// The elements of 16 bytes. Words at a time: the compiler takes a bfloat16 from the upper half of a word in two steps.
+template <class T, int V>
+__device__ inline void floats_of(const uint4& vector, float (&out)[V]) {
+  static_assert(V == 16 / sizeof(T));
+  const unsigned words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      out[i] = __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+      out[2 * i] = pair.x;
+      out[2 * i + 1] = pair.y;
+    } else {
+      out[2 * i] = __uint_as_float(words[i] << 16);
+      out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  }
+}
 
 // 16 bytes of values each rounded once; 16-bit ones in pairs, which is one instruction. As words throughout: the compiler
 // stores elements of their own type one by one at times.

@@ -336,7 +336,7 @@ def row_plan(
     """
     names = (
         *("regime", "vec", "lanes", "chunk_len", "chunks", "warps"),
-        *("block_chunks", "cluster", "slots", "grid", "shared"),
+        *("held", "block_chunks", "blocks_a_row", "slots", "grid", "shared"),
     )
     gpu = (clusters, shared, multiprocessors)
     return _plan("row_plan", (rows, cols), (itemsize, weights, ragged, *gpu, regime), names)

@@ -5,8 +5,8 @@
 First every swap is proved on the input that is timed, and what others make of it is compared with eager's. Prints
 milliseconds of the device (medians; the L2 is flushed or the inputs rotate through more memory than it holds; by
 CUDA-graph replay where a call takes less than a millisecond) and the share of the copy floor: the bytes that must move
-over the rate of a large device-to-device copy, measured in the same run. The GEMM's floor is the Linear alone. Then the
-host's time for a call of small modules.
+over the rate of a large device-to-device copy, measured in the same run. ``copy`` is a copy of the same input, timed as
+the rest. The GEMM's floor is the Linear alone. Then the host's time for a call of small modules.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def measure(workload: Workload, rate: float) -> dict[str, Any]:
         swapped, proof = proved(model, x)
         others, cannot = compared(peers(workload), model, x)
         torch.cuda.empty_cache()
-        functions: dict[str, Function] = {"eager": model, "torch.compile": torch.compile(model), "normswap": swapped}
-        functions |= others | ({"linear alone": model.gemm} if gemm else {})
+        functions: dict[str, Function] = {"linear alone": model.gemm} if gemm else {"copy": torch.clone}
+        functions |= {"eager": model, "torch.compile": torch.compile(model), "normswap": swapped, **others}
         copies = 1 if gemm else max(1, min(MOST_COPIES, REPLAYED_BYTES // workload.floor_bytes))
         if copies == 1:
             times = interleaved({name: lambda f=f: f(x) for name, f in functions.items()})

@@ -166,44 +166,47 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                     assert 1 <= p["warps"] <= 16 and 1 <= p["grid"] < 2**31
                     at_once = p["grid"] * p["warps"] * (32 // p["lanes"])
                     assert p["shared"] + 8192 <= gpu["shared"]
+                    blocks, shared = p["blocks_a_row"], p["shared"]
                     if p["regime"] == 6:
-                        assert p["grid"] % p["cluster"] == 0 and 2 <= p["slots"] <= 6
-                        assert p["warps"] == p["block_chunks"]
-                        if not (weights == 2 and itemsize == 4 and gpu["clusters"] and p["cluster"] <= 8):
-                            assert p["grid"] <= 2 * gpu["multiprocessors"]  # all run at once
-                            assert p["grid"] <= gpu["multiprocessors"] or p["shared"] + 8192 <= gpu["shared"] // 2
-                    else:
-                        assert 1 <= p["cluster"] <= (8 if gpu["clusters"] else 1)
-                    if p["shared"] > 0:
+                        assert p["grid"] % blocks == 0 and 2 <= p["slots"] <= 6 and p["warps"] == p["block_chunks"]
+                        assert p["grid"] <= 2 * gpu["multiprocessors"]  # all run at once
+                        assert p["grid"] <= gpu["multiprocessors"] or shared + 8192 <= gpu["shared"] // 2
+                    elif p["regime"] != 5:
+                        assert 1 <= blocks <= (8 if gpu["clusters"] else 1)
+                    assert blocks * p["block_chunks"] >= p["chunks"]
+                    if p["held"] > 0:
+                        assert shared == 0 and p["warps"] == p["block_chunks"] <= (8 if p["held"] == 3 else 16)
+                        assert p["held"] != 4 or p["block_chunks"] == 16  # who unites its chunks has a group of them
+                    if shared > 0:
                         slots = max(1, p["slots"])  # rows of which a team holds slices
-                        assert p["shared"] >= slots * p["block_chunks"] * (p["chunk_len"] * itemsize + 15)
-                        assert p["cluster"] * p["block_chunks"] >= p["chunks"]
+                        assert shared >= slots * p["block_chunks"] * (p["chunk_len"] * itemsize + 15)
                     else:
                         assert at_once >= rows * p["chunks"]
 
 
 @pytest.mark.usefixtures("library")
-def test_few_rows_go_to_more_blocks() -> None:
-    for rows, cluster in ((100_000, 2), (64, 5), (2, 5)):
-        plan = native.row_plan(rows, 40_960, 2, **GPUS[0])
-        assert plan is not None and plan["regime"] == 4 and plan["cluster"] == cluster
-
-
-@pytest.mark.usefixtures("library")
-def test_many_wide_rows_keep_their_weights() -> None:
-    """layer_norm in float32 is worth clusters that do row after row; few rows are not, nor are fewer weights."""
-    for rows, weights, itemsize, regime in ((32_768, 2, 4, 6), (500, 2, 4, 4), (32_768, 1, 4, 4), (32_768, 2, 2, 3)):
-        plan = native.row_plan(rows, 40_960 if itemsize == 4 else 32_768, itemsize, weights=weights, **GPUS[0])
-        assert plan is not None and plan["regime"] == regime
-    team = native.row_plan(32_768, 65_536, 4, weights=2, **GPUS[0])
-    assert team is not None and (team["cluster"], team["warps"], team["slots"]) == (8, 8, 3)
+def test_registers_hold_rows_that_fit_a_cluster() -> None:
+    """However many rows; blocks have equally many chunks where that takes no more than twice as many blocks."""
+    for cols, itemsize, held, blocks, chunks in (
+        *((4096, 2, 2, 1, 4), (16_384, 2, 2, 1, 16), (8192, 4, 2, 1, 8), (8193, 4, 3, 3, 3)),
+        *((20_480, 2, 3, 4, 5), (32_768, 2, 3, 4, 8), (17 * 1024, 2, 3, 3, 6), (65_536, 4, 3, 8, 8)),
+        *((81_920, 2, 4, 5, 16), (131_072, 2, 4, 8, 16), (131_072, 4, 4, 8, 16), (131_073, 4, 0, 9, 16)),
+    ):
+        for rows in (2, 100_000):
+            plan = native.row_plan(rows, cols, itemsize, **GPUS[0])
+            assert plan is not None
+            alone = held == 2 and rows == 2  # a block with a multiprocessor of its own loads its weights at once
+            expected = [1 if alone else held, blocks, chunks]
+            assert [plan[key] for key in ("held", "blocks_a_row", "block_chunks")] == expected, cols
+    without = native.row_plan(2, 32_768, 2, **GPUS[1])
+    assert without is not None and (without["regime"], without["held"]) == (3, 0)
 
 
 @pytest.mark.usefixtures("library")
 def test_two_blocks_of_16_bit_groups_share_a_multiprocessor() -> None:
     for ragged, grid in ((False, 256), (True, 128)):
         plan = native.row_plan(256, 1 << 20, 2, ragged=ragged, **GPUS[0])
-        assert plan is not None and (plan["regime"], plan["cluster"], plan["grid"]) == (6, 64, grid)
+        assert plan is not None and (plan["regime"], plan["blocks_a_row"], plan["grid"]) == (6, 64, grid)
 
 
 @pytest.mark.usefixtures("library")
@@ -230,6 +233,7 @@ COLUMNS = (  # rows, channels, num_groups
     *((rows, 320, 32) for rows in (1, 2, 31, 64, 1000, 4096, 4097, 65_536, 1 << 20)),
     *((262_144, channels, 32) for channels in (64, 128, 256, 512, 960)),
     *((rows, channels, channels) for rows in (2, 129, 16_384, 70_000) for channels in (1, 3, 33, 96, 4096, 4098)),
+    *((20_000, channels, channels) for channels in (8, 16)),
     *((49, channels, groups) for channels, groups in ((2048, 32), (1001, 7), (1024, 1), (6, 2), (30, 3), (12, 12))),
 )
 
@@ -249,12 +253,13 @@ def test_column_plans_cover_the_columns_and_fit_the_gpu(itemsize: int) -> None:
                 assert p["vec"] * itemsize == 16 or (p["vec"] == 1 and channels * itemsize % 16 != 0)
                 assert p["width"] % p["vec"] == 0 and p["width"] % (channels // groups) == 0
                 assert p["width"] == p["groups"] * (channels // groups)
-                assert p["width"] <= p["lanes"] * p["vec"] and 512 % p["lanes"] == 0
+                assert p["width"] == p["lanes"] * p["vec"] and p["lanes"] <= 512
+                side = 512 >> (p["lanes"] - 1).bit_length()
                 assert (p["strips"] - 1) * p["width"] < channels <= p["strips"] * p["width"]
-                assert p["piece_rows"] == p["slots"] * 512 // p["lanes"] and p["slots"] <= 8
+                assert p["piece_rows"] == p["slots"] * side and p["slots"] <= 8
                 assert (p["pieces"] - 1) * p["piece_rows"] < rows <= p["pieces"] * p["piece_rows"]
                 assert p["items"] == batch * p["strips"] * p["pieces"]
-                assert p["slots"] * 512 * p["vec"] * itemsize < p["shared"] <= gpu["shared"]
+                assert p["piece_rows"] * p["width"] * itemsize < p["shared"] <= gpu["shared"]
                 assert 1 <= p["grid"] <= p["items"]
                 if p["regime"] in (3, 4):
                     assert p["grid"] == p["items"] and p["workspace"] == 0

@@ -193,6 +193,20 @@ def test_columns_of_one_value_have_exactly_that_mean(dtype: torch.dtype, value: 
             assert bool((rstd[finite] == torch.tensor(1e-5, device="cuda").sqrt().reciprocal()).all())
 
 
+@pytest.mark.case("non-finite-rows")
+def test_sums_that_overflow_are_alike_in_every_regime() -> None:
+    for shape, groups in COLUMN_SHAPES:
+        x = channels_last(shape, torch.float32, 0.0)
+        x[:, :, shape[2] // 5 : shape[2] // 5 * 2 + 1] = 3e35
+        found = []
+        for regime in column_regimes(x, groups):
+            out, mean, rstd = torch.empty_like(x), *torch.empty(2, shape[0], groups, device="cuda")
+            torch.ops.normswap.group_norm(x, None, None, groups, 1e-5, True, 0, out, mean, rstd, regime)
+            found.append((mean, rstd))
+        for mean, rstd in found[1:]:
+            assert same_bits(found[0][0], mean) and same_bits(found[0][1], rstd), (shape, groups)
+
+
 @pytest.mark.parametrize("rows", (2, 300, 5000, 70_000))
 @pytest.mark.case("constant-rows")
 def test_batch_norm_of_constant_columns(rows: int) -> None:

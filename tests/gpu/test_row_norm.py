@@ -12,7 +12,7 @@ from normswap import native, ops, reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 7, 31, 32, 33, 64, 65, 127, 128, 130, 255, 256, 258, 769, 1000, 1001, 1023, 1025, 2047, 2050, 4096)
-LONG = (4097, 8192, 16383, 16386, 32768, 65535, 65536, 131073, 262144, 262146)
+LONG = (4097, 8192, 16383, 16386, 20480, 32768, 65535, 65536, 81920, 100001, 131073, 262144, 262146)
 WEIGHTS = {"layer_norm": 2, "rms_norm": 1, "l1_norm": 0}
 """That an element may have of its own."""
 
@@ -73,10 +73,23 @@ def test_long_rows(dtype: torch.dtype, mean: float) -> None:
     for cols in LONG:
         for rows in (1, 5):
             x = values(rows, cols, dtype, mean)
-            weight, bias = affine(cols, dtype)
-            check_layer_norm(x, weight, bias)
-            check_rms_norm(x, weight)
+            for of in {dtype, torch.float32}:
+                weight, bias = affine(cols, of)
+                check_layer_norm(x, weight, bias)
+                check_rms_norm(x, weight)
             check_l1_norm(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_absent_weights_are_ones_and_absent_biases_zeros(dtype: torch.dtype) -> None:
+    for cols in (64, 769, 1001, 4096, *LONG):
+        for rows in (3, 140):
+            x, (weight, _) = values(rows, cols, dtype, 1.0), affine(cols, dtype)
+            ones, zeros = torch.ones_like(weight), torch.zeros_like(weight)
+            size = (cols,)
+            assert same_bits(ops.layer_norm(x, size), ops.layer_norm(x, size, ones, zeros)), cols
+            assert same_bits(ops.layer_norm(x, size, weight), ops.layer_norm(x, size, weight, zeros)), cols
+            assert same_bits(ops.rms_norm(x, size), ops.rms_norm(x, size, ones)), cols
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,27 +132,29 @@ def test_every_regime_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("kind", tuple(WEIGHTS))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_teams_of_blocks_do_row_after_row(kind: str, dtype: torch.dtype) -> None:
-    """The bits of the regime that reads the input twice, however many rows there are for a team."""
+def test_blocks_that_share_rows(kind: str, dtype: torch.dtype) -> None:
+    """The bits of the regime that reads the input twice, however many rows there are for a cluster or a team."""
     for cols in (17_000, 33_001, 65_536, 131_072, 140_000):
         for rows in (1, 7, 8, 9, 150):
             x = values(rows, cols, dtype, 3.0)
             weight, bias = affine(cols, dtype)
             expected = forced(kind, x, weight, bias, 5)
-            assert same_bits(expected, forced(kind, x, weight, bias, 6)), (rows, cols)
+            for regime in (4, 6):
+                assert same_bits(expected, forced(kind, x, weight, bias, regime)), (rows, cols, regime)
 
 
 @pytest.mark.parametrize("kind", tuple(WEIGHTS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_batch_or_the_run(kind: str, dtype: torch.dtype) -> None:
-    for cols in (7, 64, 130, 769, 1001, 4096, 65535, 300_001):
+    for cols in (7, 64, 130, 769, 1001, 4096, 20_480, 65_535, 81_920, 300_001):
         x = values(6, cols, dtype, 3.0)
         x[0, :3] = torch.tensor([2e-38, -1e-37, 3e-39])  # quotients of few bits
         x[1] = 0.0
         weight, bias = affine(cols, dtype)
         whole = forced(kind, x, weight, bias, 0)
-        for _ in range(10):
+        for _ in range(50):
             assert same_bits(whole, forced(kind, x, weight, bias, 0)), cols
+        assert same_bits(whole.repeat(40, 1), forced(kind, x.repeat(40, 1), weight, bias, 0)), cols
         for i in range(len(x)):
             alone = torch.empty(cols + 1, device="cuda", dtype=dtype)[1:].copy_(x[i]).reshape(1, cols)
             assert same_bits(whole[i : i + 1], forced(kind, alone, weight, bias, 0)), cols

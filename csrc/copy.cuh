@@ -1,0 +1,25 @@
+// Copies from global to shared memory that arrive later.
+#pragma once
+
+namespace normswap {
+namespace {
+
+// 16 bytes, which arrive later.
+__device__ inline void copy_async(void* shared, const void* global) {
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+
+// The copies of a thread are counted in batches, which arrive in the order in which they were started.
+__device__ inline void end_batch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int Newest>
+__device__ inline void wait_for_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Newest) : "memory");
+}
+
+// This thread's copies, of all batches, have arrived.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace
+}  // namespace normswap
