@@ -144,7 +144,7 @@ def speed() -> None:
     say("4. Speed: this machine has no GPU. Recorded earlier on another machine, not here:")
     record = json.loads((ROOT / "tests" / "gpu_record.json").read_text())
     print(benchmark.table(record["benchmark"]))
-    if record["kernel_sources"] != readme_tables.kernel_digest():
+    if record["benchmark"]["kernel_sources"] != readme_tables.kernel_digest():
         print(readme_tables.OLDER.strip())
 
 

@@ -44,8 +44,8 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
     ]
     peers = "".join(f", {name} {version}" for name, version in found["peers"].items())
     return {
-        "measured on": f"One {record['device']}, torch {record['torch']}{peers}, {record['date']}; the copy rate is "
-        f"{found['copy_GB_per_s']:.0f} GB/s.{'' if record['kernel_sources'] == kernel_digest() else OLDER}",
+        "measured on": f"One {found['device']}, torch {found['torch']}{peers}, {found['date']}; the copy rate is "
+        f"{found['copy_GB_per_s']:.0f} GB/s.{'' if found['kernel_sources'] == kernel_digest() else OLDER}",
         "summary": " ".join(benchmark.told(found["summary"])),
         "benchmark": markdown(benchmark.headers(found["rows"]), [benchmark.cells(row, names) for row in found["rows"]]),
         "host": markdown(benchmark.HOST_HEADERS, [benchmark.host_cells(row) for row in found["host"]]),
