@@ -79,12 +79,10 @@ cudaError_t launch_block(const Args& args, const LaunchShape& shape, cudaStream_
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-// All blocks running at once, with `bytes` of zeros at `workspace`.
+// All blocks running at once.
 template <auto kernel, class Args>
-cudaError_t launch_at_once(Args args, const LaunchShape& shape, void* workspace, int64_t bytes, cudaStream_t stream) {
+cudaError_t launch_at_once(Args args, const LaunchShape& shape, cudaStream_t stream) {
   if (const cudaError_t error = allow_shared<kernel>(shape.shared); error != cudaSuccess) return error;
-  const cudaError_t error = cudaMemsetAsync(workspace, 0, bytes, stream);
-  if (error != cudaSuccess) return error;
   void* arguments[] = {&args};
   return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), shape.grid,
                                      dim3(shape.threads), arguments, shape.shared, stream);

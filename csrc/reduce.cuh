@@ -4,7 +4,7 @@
 
 #include <cuda_runtime.h>
 
-#include "row_plan.h"
+#include "vec.cuh"
 
 namespace normswap {
 namespace {
@@ -19,6 +19,16 @@ struct Moments {
 // A plain sum (of squares, of magnitudes).
 struct Sum {
   float sum;
+};
+
+// Elements of a row and its pieces: known to the host, so that statistics need not add them up.
+struct RowSizes {
+  Divisor row, chunk, last_chunk;
+  float group, last_group;
+  int groups;  // of the row
+  __device__ float of_group(int index) const {
+    return index < groups - 1 ? group : index == groups - 1 ? last_group : 0.f;
+  }
 };
 
 // Sums over the Lanes (8, 16 or 32) lanes of a chunk, of several rows at once; every lane holds them. All 32 lanes of the
@@ -60,37 +70,35 @@ __device__ inline float lanes_tree(const float (&v)[Count]) {
 }
 
 template <int From, int To, int Count>
-__device__ inline Sum unite(const Sum (&s)[Count]) {
+__device__ inline Sum unite(const Sum (&s)[Count], float) {
   float v[Count];
 #pragma unroll
   for (int i = 0; i < Count; ++i) v[i] = s[i].sum;
   return {lanes_tree<From, To>(v)};
 }
 
-// Means relative to the first one, which rounds less where they are large; then the squares about their mean.
+// Means relative to the first one, which rounds less where they are large; then the squares about their mean. `size`:
+// elements of all.
 template <int From, int To, int Count>
-__device__ inline Moments unite(const Moments (&s)[Count]) {
+__device__ inline Moments unite(const Moments (&s)[Count], float size) {
   const float pivot = To == 1 ? s[0].mean : __shfl_sync(kWholeWarp, s[0].mean, threadIdx.x % 32 & ~(To - 1));
   float v[Count];
 #pragma unroll
-  for (int i = 0; i < Count; ++i) v[i] = s[i].n;
-  const float n = lanes_tree<From, To>(v);
-#pragma unroll
   for (int i = 0; i < Count; ++i) v[i] = __fmul_rn(s[i].n, __fsub_rn(s[i].mean, pivot));
   const float from_pivot = lanes_tree<From, To>(v);
-  const float mean = n > 0.f ? __fadd_rn(pivot, __fdiv_rn(from_pivot, n)) : 0.f;
+  const float mean = size > 0.f ? __fadd_rn(pivot, __fdiv_rn(from_pivot, size)) : 0.f;
 #pragma unroll
   for (int i = 0; i < Count; ++i) {
     const float d = __fsub_rn(s[i].mean, mean);
     v[i] = s[i].n > 0.f ? fmaf(__fmul_rn(s[i].n, d), d, s[i].m2) : 0.f;
   }
-  return {mean, lanes_tree<From, To>(v), n};
+  return {mean, lanes_tree<From, To>(v), size};
 }
 
 template <int From, int To, class Stat>
-__device__ inline Stat unite_one(const Stat& s) {
+__device__ inline Stat unite_one(const Stat& s, float size) {
   const Stat one[1] = {s};
-  return unite<From, To>(one);
+  return unite<From, To>(one, size);
 }
 
 // parts[first, first + Count), those from `end` on being absent.
@@ -102,11 +110,12 @@ __device__ inline void gather(Stat (&s)[Count], const Stat* parts, int first, in
 
 // A row from the statistics of its `count` <= 32 * Each chunks; every lane of the calling warp holds the result.
 template <int Each, class Stat>
-__device__ inline Stat unite_each(const Stat* parts, int count) {
+__device__ inline Stat unite_each(const Stat* parts, int count, const RowSizes& sizes) {
   constexpr int run = kGroup / Each;
+  const int first = static_cast<int>(threadIdx.x) % 32 * Each;
   Stat s[Each];
-  gather(s, parts, static_cast<int>(threadIdx.x) % 32 * Each, count);
-  return unite_one<run, 32>(unite<1, run>(s));
+  gather(s, parts, first, count);
+  return unite_one<run, 32>(unite<1, run>(s, sizes.of_group(first / kGroup)), sizes.row.value);
 }
 
 // What uniting the only group of a row with nothing gives: itself, but for what is not finite.
@@ -119,38 +128,41 @@ __device__ inline Moments with_nothing(const Moments& s) {
 // The same for count <= kGroup, with fewer steps from lane to lane. Readable:
 // parts[kGroup].
 template <class Stat>
-__device__ inline Stat unite_group(const Stat* parts, int count) {
+__device__ inline Stat unite_group(const Stat* parts, int count, const RowSizes& sizes) {
   constexpr int each = 4;
   Stat s[each];
   if (count <= each) {
     gather(s, parts, 0, count);
-    return with_nothing(unite<1, 1>(s));
+    return with_nothing(unite<1, 1>(s, sizes.row.value));
   }
   gather(s, parts, static_cast<int>(threadIdx.x) % (kGroup / each) * each, count);
-  return with_nothing(unite<1, kGroup / each>(s));
+  return with_nothing(unite<1, kGroup / each>(s, sizes.row.value));
 }
 
 // The same for count <= 512 chunks.
 template <class Stat>
-__device__ inline Stat unite_chunks(const Stat* parts, int count) {
-  if (count <= 32) return unite_each<1>(parts, count);
-  if (count <= 128) return unite_each<4>(parts, count);
-  return unite_each<16>(parts, count);
+__device__ inline Stat unite_chunks(const Stat* parts, int count, const RowSizes& sizes) {
+  if (count <= 32) return unite_each<1>(parts, count, sizes);
+  if (count <= 128) return unite_each<4>(parts, count, sizes);
+  return unite_each<16>(parts, count, sizes);
 }
 
-// A row from the statistics of its `count` <= 512 groups; every lane of the calling warp holds the result.
+// A row from the statistics of its `count` <= 32 * Each groups; every lane of the calling warp holds the result.
+template <int Each, class Stat>
+__device__ inline Stat unite_groups_of(const Stat* parts, int count, const RowSizes& sizes) {
+  Stat s[Each];
+  gather(s, parts, static_cast<int>(threadIdx.x) % 32 * Each, count);
+  return unite<1, 32>(s, sizes.row.value);
+}
+
+// The same for count <= 512.
 template <class Stat>
-__device__ inline Stat unite_groups(const Stat* parts, int count) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (count <= 32) return unite_one<1, 32>(lane < count ? parts[lane] : Stat{});
-  if (count <= 128) {
-    Stat s[4];
-    gather(s, parts, 4 * lane, count);
-    return unite<1, 32>(s);
-  }
-  Stat s[16];
-  gather(s, parts, 16 * lane, count);
-  return unite<1, 32>(s);
+__device__ inline Stat unite_groups(const Stat* parts, const RowSizes& sizes) {
+  const int count = sizes.groups;
+  if (count <= 32) return unite_groups_of<1>(parts, count, sizes);
+  if (count <= 128) return unite_groups_of<4>(parts, count, sizes);
+  if (count <= 256) return unite_groups_of<8>(parts, count, sizes);
+  return unite_groups_of<16>(parts, count, sizes);
 }
 
 // The tree in memory, of any number of values; the whole block calls. Spoils v.
@@ -168,24 +180,22 @@ __device__ inline float tree_in_memory(float* v, int64_t count) {
 }
 
 // A row from the statistics of any number of groups, with room for a float each; the whole block calls.
-__device__ inline Sum unite_in_memory(const Sum* parts, float* room, int64_t count) {
-  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) room[i] = parts[i].sum;
-  return {tree_in_memory(room, count)};
+__device__ inline Sum unite_in_memory(const Sum* parts, float* room, const RowSizes& sizes) {
+  for (int64_t i = threadIdx.x; i < sizes.groups; i += blockDim.x) room[i] = parts[i].sum;
+  return {tree_in_memory(room, sizes.groups)};
 }
 
-__device__ inline Moments unite_in_memory(const Moments* parts, float* room, int64_t count) {
+__device__ inline Moments unite_in_memory(const Moments* parts, float* room, const RowSizes& sizes) {
   const float pivot = parts[0].mean;
-  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) room[i] = parts[i].n;
-  const float n = tree_in_memory(room, count);
-  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+  for (int64_t i = threadIdx.x; i < sizes.groups; i += blockDim.x) {
     room[i] = __fmul_rn(parts[i].n, __fsub_rn(parts[i].mean, pivot));
   }
-  const float mean = __fadd_rn(pivot, __fdiv_rn(tree_in_memory(room, count), n));
-  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+  const float mean = __fadd_rn(pivot, __fdiv_rn(tree_in_memory(room, sizes.groups), sizes.row.value));
+  for (int64_t i = threadIdx.x; i < sizes.groups; i += blockDim.x) {
     const float d = __fsub_rn(parts[i].mean, mean);
     room[i] = fmaf(__fmul_rn(parts[i].n, d), d, parts[i].m2);
   }
-  return {mean, tree_in_memory(room, count), n};
+  return {mean, tree_in_memory(room, sizes.groups), sizes.row.value};
 }
 
 // --- blocks that share a row -------------------------------------------------------------------------------------

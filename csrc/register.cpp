@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(normswap, m) {
-  // regime: 0 lets the plan choose; 1 to 6 (row_plan.h) force one, for tests.
+  // regime: 0 lets the plan choose; 1 to 7 (row_plan.h) force one, for tests.
   m.def(
       "layer_norm(Tensor input, Tensor? weight, Tensor? bias, int cols, float eps, "
       "Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");

@@ -135,60 +135,61 @@ using ChunkTile = Tile<T, 32, kChunkSlots<T>, Ragged, Full ? kChunkSlots<T> : 0>
 template <class T, bool Ragged, bool Full>
 using StagedChunk = StagedTile<T, 32, kChunkSlots<T>, Ragged, Full ? kChunkSlots<T> : 0>;
 
-// The chunks of a row that a block works on, in shared memory; a warp sees to every `warps`-th.
+// Where a row's chunk lies.
+struct ChunkPlace {
+  int64_t begin;
+  int len;
+
+  __device__ static ChunkPlace of(const RowArgs& args, int64_t index) {
+    const int64_t begin = index * args.chunk_len, left = args.n.cols - begin;
+    return {begin, static_cast<int>(max(int64_t{0}, min(left, static_cast<int64_t>(args.chunk_len))))};
+  }
+};
+
+// A chunk of one row after the other in shared memory; a warp sees to it.
 template <class Policy, class T, class W, bool Ragged>
-struct Slice {
+struct ChunkInShared {
   using Stat = typename Policy::Stat;
   const RowArgs& args;
-  char* buffers;
-  int64_t first;  // the row's chunk that is the slice's first
+  char* buffer;
+  ChunkPlace place;
 
-  // `at`: of the slices that the row is cut into.
-  __device__ Slice(const RowArgs& a, char* shared, int at)
-      : args(a), buffers(shared), first(static_cast<int64_t>(at) * a.block_chunks) {}
-  __device__ char* buffer(int chunk) const { return buffers + chunk * args.chunk_bytes; }
-  __device__ const T* row_start(int64_t row) const { return static_cast<const T*>(args.n.x) + row * args.n.cols; }
-  __device__ int64_t begin(int chunk) const { return (first + chunk) * args.chunk_len; }
-  __device__ int len(int chunk) const {
-    return static_cast<int>(
-        max(int64_t{0}, min(args.n.cols - begin(chunk), static_cast<int64_t>(args.chunk_len))));
-  }
-  // A row's chunk, in buffer `at`.
-  __device__ void stage(int at, int64_t row, int chunk) const {
+  __device__ const T* x(int64_t row) const { return static_cast<const T*>(args.n.x) + row * args.n.cols + place.begin; }
+  __device__ void stage(int64_t row) const {
     const T* end = static_cast<const T*>(args.n.x) + args.n.rows * args.n.cols;
-    stage_chunk<T, Ragged>(buffer(at), row_start(row) + begin(chunk), len(chunk), end);
+    stage_chunk<T, Ragged>(buffer, x(row), place.len, end);
   }
   template <bool Full>
-  __device__ StagedChunk<T, Ragged, Full> staged(int at, int64_t row, int chunk) const {
+  __device__ StagedChunk<T, Ragged, Full> staged(int64_t row) const {
     StagedChunk<T, Ragged, Full> tile;
-    tile.len = len(chunk);
-    tile.chunk = staged_chunk<T, Ragged>(buffer(at), row_start(row) + begin(chunk));
+    tile.len = place.len;
+    tile.chunk = staged_chunk<T, Ragged>(buffer, x(row));
     return tile;
   }
   template <bool Full>
-  __device__ Stat statistic_of(int at, int64_t row, int chunk) const {
+  __device__ Stat statistic_of(int64_t row) const {
     ChunkTile<T, Ragged, Full> tiles[1];
-    staged<Full>(at, row, chunk).copy_to(tiles[0]);
+    staged<Full>(row).copy_to(tiles[0]);
     Stat stat[1];
-    Policy::statistics(tiles, Full || tiles[0].len == args.chunk_len ? args.chunk : args.last_chunk, stat);
+    Policy::statistics(tiles, Full || place.len == args.chunk_len ? args.sizes.chunk : args.sizes.last_chunk, stat);
     return stat[0];
   }
-  __device__ Stat statistic(int at, int64_t row, int chunk) const {
-    return len(chunk) == kChunk ? statistic_of<true>(at, row, chunk) : statistic_of<false>(at, row, chunk);
+  __device__ Stat statistic(int64_t row) const {
+    return place.len == kChunk ? statistic_of<true>(row) : statistic_of<false>(row);
   }
   template <bool Full, class Affine>
-  __device__ void apply_to(int at, int64_t row, int chunk, RowValues values, Affine& affine, bool loaded) const {
-    const StagedChunk<T, Ragged, Full> tiles[1] = {staged<Full>(at, row, chunk)};
+  __device__ void apply_to(int64_t row, RowValues values, Affine& affine, bool loaded) const {
+    const StagedChunk<T, Ragged, Full> tiles[1] = {staged<Full>(row)};
     const int64_t rows[1] = {row};
     const RowValues all[1] = {values};
-    if (!loaded) affine.load_ahead(args, begin(chunk), tiles[0]);
-    apply_tiles<Policy, T, W>(tiles, args, rows, begin(chunk), all, affine);
+    if (!loaded) affine.load_ahead(args, place.begin, tiles[0]);
+    apply_tiles<Policy, T, W>(tiles, args, rows, place.begin, all, affine);
   }
   // `affine`: the chunk's parameters, or where to load them.
   template <class Affine>
-  __device__ void apply(int at, int64_t row, int chunk, RowValues values, Affine& affine, bool loaded) const {
-    if (len(chunk) == kChunk) return apply_to<true>(at, row, chunk, values, affine, loaded);
-    apply_to<false>(at, row, chunk, values, affine, loaded);
+  __device__ void apply(int64_t row, RowValues values, Affine& affine, bool loaded) const {
+    if (place.len == kChunk) return apply_to<true>(row, values, affine, loaded);
+    apply_to<false>(row, values, affine, loaded);
   }
 };
 

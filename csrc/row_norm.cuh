@@ -5,6 +5,7 @@
 //   row_block    the same for longer rows, or where there are no clusters: the chunks of a row lie in shared memory
 // and in row_wide.cuh
 //   row_team     team: blocks that run at once hold row after row and tell each other their statistics
+//   row_partial, row_team, row_apply     both: a team has the first part of each row, the rest is read twice
 //   row_partial, row_merge, row_apply    split: for rows and GPUs none of these serves; the input is read twice
 #pragma once
 
@@ -48,12 +49,12 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
     const bool there = Lanes == 32 && r == 0 || rows[r] < args.n.rows;
     tiles[r].load(x + rows[r] * args.n.cols, there ? static_cast<int>(args.n.cols) : 0, end);
   }
-  AffineAhead<Policy, W, RowTile> affine(args);
+  AffineAhead<Policy, W, RowTile> affine;
   affine.load_ahead(args, 0, tiles[0]);
 #pragma unroll
   for (RowTile& tile : tiles) tile.settle();
   typename Policy::Stat stats[Rows];
-  Policy::statistics(tiles, args.cols, stats);
+  Policy::statistics(tiles, args.sizes.row, stats);
   RowValues values[Rows];
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
@@ -106,16 +107,16 @@ struct HeldExchange {
       cluster_wait();  // every block of the cluster runs
       if (lane < blocks) send_to_block(shared.parts + rank * args.block_chunks + warp, shared.inbox, lane, of_chunk);
       shared.inbox.wait();
-      return unite_each<kMaxInCluster / 32>(shared.parts, static_cast<int>(args.chunks));
+      return unite_each<kMaxInCluster / 32>(shared.parts, static_cast<int>(args.chunks), args.sizes);
     }
     if (lane == 0) shared.mine[warp] = of_chunk;
     if constexpr (cluster) cluster_wait();
     __syncthreads();
-    if constexpr (!cluster) return unite_group(shared.mine, static_cast<int>(args.chunks));
-    const Stat group = unite_one<1, kGroup>(shared.mine[lane % kGroup]);
+    if constexpr (!cluster) return unite_group(shared.mine, static_cast<int>(args.chunks), args.sizes);
+    const Stat group = unite_one<1, kGroup>(shared.mine[lane % kGroup], args.sizes.of_group(rank));
     if (warp < blocks && lane == 0) send_to_block(shared.parts + rank, shared.inbox, warp, group);
     shared.inbox.wait();
-    return unite_one<1, 32>(lane < blocks ? shared.parts[lane] : Stat{});
+    return unite_one<1, 32>(lane < blocks ? shared.parts[lane] : Stat{}, args.sizes.row.value);
   }
 };
 
@@ -140,11 +141,11 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeld<H
     const T* x = static_cast<const T*>(args.n.x);
     HeldTile tiles[1];
     tiles[0].load(x + rows[0] * args.n.cols + begin, static_cast<int>(len), x + args.n.rows * args.n.cols);
-    AffineAhead<Policy, W, HeldTile, AtOnce> affine(args);
+    AffineAhead<Policy, W, HeldTile, AtOnce> affine;
     if constexpr (Ahead > 0) affine.load(args, begin, tiles[0], 0, 0, Ahead);
     tiles[0].settle();
     Stat stats[1];
-    Policy::statistics(tiles, Whole || len == kChunk ? args.chunk : args.last_chunk, stats);
+    Policy::statistics(tiles, Whole || len == kChunk ? args.sizes.chunk : args.sizes.last_chunk, stats);
     const Stat stat = exchange.of_row(stats[0]);
     const RowValues values[1] = {Policy::template finish<T>(stat, args)};
     if (exchange.rank == 0 && threadIdx.x == 0) save_values<Policy>(args, rows[0], stat, values[0]);
@@ -168,13 +169,16 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
   const int blocks = Cluster ? args.blocks_a_row : 1, rank = Cluster ? blockIdx.x % blocks : 0;
   const int64_t row = blockIdx.x / blocks;
   if constexpr (Cluster) cluster_arrive();  // waited for below, once the loads are under way
-  const Slice<Policy, T, W, Ragged> slice(args, shared, rank);
-  for (int c = warp; c < args.block_chunks; c += warps) slice.stage(c, row, c);
+  const auto chunk = [&](int c) {
+    return ChunkInShared<Policy, T, W, Ragged>{
+        args, shared + c * args.chunk_bytes, ChunkPlace::of(args, int64_t{rank} * args.block_chunks + c)};
+  };
+  for (int c = warp; c < args.block_chunks; c += warps) chunk(c).stage(row);
   wait_for_copies();
   __syncwarp();
   if constexpr (Cluster) cluster_wait();  // every block of the cluster runs: its shared memory is there
   for (int c = warp; c < args.block_chunks; c += warps) {
-    const Stat stat = slice.statistic(c, row, c);
+    const Stat stat = chunk(c).statistic(row);
     Stat* part = parts + rank * args.block_chunks + c;
     if constexpr (Cluster) {
       if (lane < blocks) store_in_block(part, lane, stat);
@@ -188,12 +192,12 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
   } else {
     __syncthreads();
   }
-  const Stat stat = unite_chunks(parts, static_cast<int>(args.chunks));
+  const Stat stat = unite_chunks(parts, static_cast<int>(args.chunks), args.sizes);
   const RowValues values = Policy::template finish<T>(stat, args);
   if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args, row, stat, values);
   for (int c = warp; c < args.block_chunks; c += warps) {
-    AffineAhead<Policy, W, StagedChunk<T, Ragged, false>> affine(args);
-    slice.apply(c, row, c, values, affine, false);
+    AffineAhead<Policy, W, StagedChunk<T, Ragged, false>> affine;
+    chunk(c).apply(row, values, affine, false);
   }
 }
 
@@ -207,6 +211,21 @@ cudaError_t launch_small(const RowArgs& args, const RowPlan& plan, cudaStream_t 
 
 // On the host; correctly rounded as Divisor::of.
 inline Divisor divisor_of(int64_t n) { return {static_cast<float>(n), 1.f / static_cast<float>(n)}; }
+
+inline RowSizes row_sizes(const RowNorm& n, const RowPlan& plan) {
+  const int64_t chunk = plan.chunk_len, group = kGroup * chunk, groups = row_groups(plan);
+  return {divisor_of(n.cols),
+          divisor_of(chunk),
+          divisor_of(n.cols - (plan.chunks - 1) * chunk),
+          static_cast<float>(group),
+          static_cast<float>(n.cols - (groups - 1) * group),
+          static_cast<int>(groups)};
+}
+
+inline Quotient quotient_by(int64_t divisor) {
+  const uint64_t most = ~uint64_t{0}, d = static_cast<uint64_t>(divisor);
+  return {divisor, d == 1 ? most : most / d + (most % d == d - 1 ? 1 : 0)};
+}
 
 // A row of few vectors wants a kernel of few registers: the smallest of the numbers of slots built that holds it. More
 // than Before are needed.
@@ -259,6 +278,7 @@ template <class Policy, class T, class W, bool Ragged>
 cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
   const RowArgs args{n,
                      plan.chunks,
+                     held_groups(plan),
                      plan.blocks_a_row,
                      plan.chunk_len,
                      chunk_bytes(plan.chunk_len, sizeof(T)),
@@ -266,9 +286,11 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
                      plan.slots,
                      static_cast<float>(n.eps),
                      static_cast<float>(n.weight_offset),
-                     divisor_of(n.cols),
-                     divisor_of(plan.chunk_len),
-                     divisor_of(n.cols - (plan.chunks - 1) * plan.chunk_len)};
+                     row_sizes(n, plan),
+                     quotient_by(n.rows),
+                     quotient_by(n.num_groups),
+                     quotient_by(n.spatial),
+                     quotient_by(ceil_div(n.rows, kRowsSplit))};
   const int cluster = plan.regime == Regime::cluster ? plan.blocks_a_row : 1;
   const LaunchShape shape{grid_of(plan.grid), plan.warps * 32, plan.shared, cluster, plan.overlap};
   cudaError_t error = cudaSuccess;
@@ -278,7 +300,7 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
     case Regime::block:
     case Regime::cluster: error = launch_blocks<Policy, T, W, Ragged>(args, plan, shape, stream); break;
     case Regime::team: error = launch_team<Policy, T, W, Ragged>(args, plan, shape, stream); break;
-    default: error = launch_split<Policy, T, W, Ragged>(args, plan, stream);
+    default: error = launch_split<Policy, T, W, Ragged>(args, plan, shape, stream);
   }
   return error != cudaSuccess ? error : cudaGetLastError();
 }

@@ -11,7 +11,7 @@
 
 namespace normswap {
 
-enum class Regime : int { automatic = 0, subwarp = 1, warp = 2, block = 3, cluster = 4, split = 5, team = 6 };
+enum class Regime : int { automatic = 0, subwarp = 1, warp = 2, block = 3, cluster = 4, split = 5, team = 6, both = 7 };
 
 // Who shares a row that is held in registers, a chunk a warp: the warps of a block, where rows are so few that it has a
 // multiprocessor alone, or not; of a cluster, its blocks so small that several on a multiprocessor take turns at waiting;
@@ -38,9 +38,9 @@ struct RowPlan {
   int warps;         // warps of a block
   Held held;         // block, cluster: in registers; other rows are in shared memory
   int block_chunks;  // chunks a block holds
-  int blocks_a_row;  // that share a row; block, cluster, team: and run at once
-  int64_t grid;      // blocks; subwarp, warp: if a lane works on one row at a time
-  int slots;         // team: rows of which a block holds slices at once
+  int blocks_a_row;  // that share a row; all but split: and run at once
+  int64_t grid;      // blocks; subwarp, warp: if a lane works on one row at a time; both: that take partial statistics
+  int slots;         // team, both: rows of which a block holds slices at once
   int shared;        // bytes of dynamic shared memory a block
   bool overlap;      // see LaunchShape; not of team
 };
@@ -67,14 +67,25 @@ constexpr int kWarpsBlock = 8;
 constexpr int kSliceBytes = 65536;
 constexpr int kBlocksAMultiprocessor = 3;
 
-constexpr int kWarpsTeam = kGroup;   // team: a chunk a warp
-constexpr int kMaxSlots = 6;         // team: rows of which a block holds slices at once
-constexpr int kToldSets = 4;         // team
-constexpr int kMaxGroups = 512;      // team: blocks that share a row; split: groups that registers hold
-constexpr int kWarpsSplit = kGroup;  // split: a chunk a warp
-constexpr int kPiece = 512;          // split: elements of a row that a warp normalises
-constexpr int kRowsSplit = 2;        // split: of so many rows
-constexpr int kWarpsApply = 8;       // split: of a block that normalises
+// team, and the team's part of both: a warp has a chunk; slices of rows that a block holds at once, at most; sets of
+// messages; blocks of which a warp hears at once, and of which the team of both is one at most.
+constexpr int kWarpsTeam = kGroup;
+constexpr int kMaxSlots = 6;
+constexpr int kToldSets = 4;
+constexpr int kToldAtOnce = 128;
+
+// team: blocks that share a row; split: groups that registers hold. both: groups of a row at most, of which the team has
+// half or more, and rows at least, by choice; 32-bit elements only, since with 16 bits it gains nothing.
+constexpr int kMaxGroups = 512;
+constexpr int kGroupsBoth = 2 * kToldAtOnce;
+constexpr int kRowsBoth = 6;
+
+// split, and the rest of both: a warp has a chunk when statistics are taken; later so many elements of so many rows, in
+// blocks of so many warps.
+constexpr int kWarpsSplit = kGroup;
+constexpr int kPiece = 512;
+constexpr int kRowsSplit = 2;
+constexpr int kWarpsApply = 8;
 
 // subwarp, warp: warps of a block. A row a warp: few, so that no block waits for many; many rows a warp: more, since blocks
 // start at a limited rate.
@@ -92,7 +103,7 @@ inline int chunk_bytes(int chunk_len, int itemsize) {
   return static_cast<int>(ceil_div(static_cast<int64_t>(chunk_len) * itemsize, 16)) * 16 + 16;
 }
 
-// Room for the statistics, besides.
+// Room for the statistics, and what else warps know, besides.
 constexpr int kStatisticsBytes = 8192;
 
 // What a plan needs to know of the rows.
@@ -123,20 +134,24 @@ inline int even_blocks(int64_t chunks) {
   return static_cast<int>(least);
 }
 
-// Blocks that work on row after row together. Returns false where they cannot.
+// Blocks that work on row after row together, each on a group of chunks. Returns false where they cannot. Where more groups
+// than blocks run at once, they have the first of them.
 inline bool make_team(const Rows& of, const Gpu& gpu, RowPlan* p) {
   const bool lean = of.weights == 0 && !of.ragged;
   const int blocks = lean && of.itemsize == 2 ? kTeamBlocks<true, 2> : kTeamBlocks<false, 4>;  // on a multiprocessor
   const int slice = kWarpsTeam * chunk_bytes(p->chunk_len, of.itemsize);
   const int slots = (gpu.shared - blocks * kStatisticsBytes) / (blocks * slice);
+  const int64_t groups = row_groups(*p), at_once = static_cast<int64_t>(gpu.multiprocessors) * blocks;
+  const int64_t most = at_once < kToldAtOnce ? at_once : kToldAtOnce;
+  if (!gpu.cooperative || at_once == 0 || slots < 2) return false;
   p->overlap = false;
-  p->blocks_a_row = static_cast<int>(ceil_div(p->chunks, kWarpsTeam));
+  p->blocks_a_row = static_cast<int>(groups <= at_once ? groups : most);
   p->block_chunks = p->warps = kWarpsTeam;
   p->slots = slots < kMaxSlots ? slots : kMaxSlots;
   p->shared = p->slots * slice;
-  const int64_t at_once = static_cast<int64_t>(gpu.multiprocessors) * blocks / p->blocks_a_row;
-  p->grid = (of.rows < at_once ? of.rows : at_once) * p->blocks_a_row;
-  return gpu.cooperative && at_once > 0 && p->slots > 1 && p->blocks_a_row > 1 && p->blocks_a_row <= kMaxGroups;
+  const int64_t teams = at_once / p->blocks_a_row;
+  p->grid = (of.rows < teams ? of.rows : teams) * p->blocks_a_row;
+  return groups > 1 && groups <= kMaxGroups;
 }
 
 // The plan for rows of at least one element; `regime` other than automatic asks for that one. Returns false when the rows
@@ -160,7 +175,9 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
   const bool fits_cluster =
       gpu.clusters && (held_in_cluster || (p.chunks <= kMaxCluster * most && p.chunks <= kMaxChunks));
   RowPlan team = p;
-  const bool fits_team = make_team(of, gpu, &team);
+  const bool has_team = make_team(of, gpu, &team), has_all = team.blocks_a_row == row_groups(p);
+  const bool fits_team = has_team && has_all;
+  const bool fits_both = has_team && !has_all && row_groups(p) <= 2 * team.blocks_a_row && itemsize == 4 && !ragged;
   const bool busy = team.grid * 4 >= gpu.multiprocessors * int64_t{3};  // most of the GPU
   Regime r = regime;
   if (r == Regime::automatic) {
@@ -170,6 +187,7 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
         : fits_cluster && (held_in_cluster || p.chunks <= by_choice * kMaxCluster) ? Regime::cluster
         : fits_block && p.chunks <= by_choice                                     ? Regime::block
         : fits_team && busy                                                       ? Regime::team
+        : fits_both && rows >= kRowsBoth                                          ? Regime::both
                                                                                   : Regime::split;
   }
   const bool possible = tiny                   ? r == Regime::subwarp
@@ -177,6 +195,7 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
                         : r == Regime::block   ? fits_block
                         : r == Regime::cluster ? fits_cluster
                         : r == Regime::team    ? fits_team
+                        : r == Regime::both    ? fits_both
                                                : r == Regime::split;
   if (!possible) return false;
   p.regime = r;
@@ -204,6 +223,12 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
       p = team;
       p.regime = r;
       break;
+    case Regime::both:
+      p = team;
+      p.regime = r;
+      p.overlap = gpu.overlap;
+      p.grid = rows * (row_groups(p) - p.blocks_a_row);
+      break;
     default:
       p.warps = kWarpsSplit;
       p.block_chunks = kGroup;
@@ -214,12 +239,18 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
   return p.grid <= 0x7fffffff;
 }
 
-// Bytes of scratch memory. split: a statistic (three floats) and a float a group, two floats a row. team: 16 bytes a
-// block, row of a turn and set.
+// Groups of a row that a team holds: team: all; both: the first.
+inline int held_groups(const RowPlan& plan) {
+  return plan.regime == Regime::team || plan.regime == Regime::both ? plan.blocks_a_row : 0;
+}
+
+// Bytes of scratch memory. team, both: 16 bytes a block, row of a turn and set. split, both: a statistic (three floats) and
+// a float a group, two floats a row.
 inline int64_t row_workspace_bytes(const RowPlan& plan, int64_t rows) {
   if (plan.regime == Regime::team) return plan.grid * kToldSets * 16;
-  if (plan.regime != Regime::split) return 0;
-  return rows * (row_groups(plan) * 4 + 2) * static_cast<int64_t>(sizeof(float));
+  if (plan.regime != Regime::split && plan.regime != Regime::both) return 0;
+  const int64_t room = rows * (row_groups(plan) * 4 + 2) * static_cast<int64_t>(sizeof(float));
+  return held_groups(plan) * kToldSets * 16 + room;
 }
 
 }  // namespace normswap

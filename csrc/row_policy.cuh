@@ -15,13 +15,25 @@ struct RowValues {
 // What the affine parameters of a policy belong to.
 enum class Affine { none, by_element, by_channel };
 
+// Divides numbers that are not negative by one that the host knows: by its reciprocal times 2^64, rounded down, which is at
+// most one too few.
+struct Quotient {
+  int64_t divisor;
+  uint64_t factor;
+  __device__ int64_t of(int64_t a) const {
+    const int64_t quotient = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(a), factor));
+    return quotient + (a - quotient * divisor >= divisor ? 1 : 0);
+  }
+};
+
 // What the kernels take: RowNorm, how rows are cut, and what would cost every thread instructions to work out.
 struct RowArgs {
   RowNorm n;
   int64_t chunks;
-  int blocks_a_row, chunk_len, chunk_bytes, block_chunks, slots;
+  int held_groups, blocks_a_row, chunk_len, chunk_bytes, block_chunks, slots;
   float eps, weight_offset;
-  Divisor cols, chunk, last_chunk;  // elements of a row, a chunk, the last chunk
+  RowSizes sizes;
+  Quotient by_rows, by_num_groups, by_spatial, by_sets;  // the last: split, both: of kRowsSplit rows
 };
 
 // A tile of so many elements must not keep them as floats.
@@ -49,7 +61,7 @@ __device__ inline void plain_sums(Tile (&tiles)[Rows], Sum (&out)[Rows], Term te
 
 // 1 / sqrt(sum / cols + eps). An infinite sum stays so; the correction of its quotient would make NaN of it.
 __device__ inline float inverse_root(float sum, const RowArgs& a) {
-  const float quotient = a.cols.divide<true>(sum), mean = sum < INFINITY ? quotient : sum;
+  const float quotient = a.sizes.row.divide<true>(sum), mean = sum < INFINITY ? quotient : sum;
   return rsqrtf(__fadd_rn(mean, a.eps));
 }
 
@@ -128,11 +140,11 @@ struct L1NormPolicy {
   }
   template <class T>
   __device__ static RowValues finish(const Stat& s, const RowArgs& a) {
-    const float divisor = l1_divisor<T>(__fdiv_rn(s.sum, a.cols.value), a.n.eps, a.n.minimum);
+    const float divisor = l1_divisor<T>(__fdiv_rn(s.sum, a.sizes.row.value), a.n.eps, a.n.minimum);
     return {divisor, Divisor::of(divisor).reciprocal};
   }
   __device__ static float saved_mean(const Stat& s, RowValues, const RowArgs& a) {
-    return __fdiv_rn(s.sum, a.cols.value);
+    return __fdiv_rn(s.sum, a.sizes.row.value);
   }
   __device__ static bool fast(RowValues row) { return Divisor{row.mean, row.rstd}.fast(); }
   template <class T, bool Fast>
@@ -190,7 +202,6 @@ template <class Policy, class W, int V, int Count>
 struct AffineByElement {
   Parameters<W, V> weight[Count], bias[Count];  // bias: where Policy::has_bias
 
-  __device__ explicit AffineByElement(const RowArgs&) {}
   // Of all vectors, if there is room.
   template <class Tile>
   __device__ void load_ahead(const RowArgs& args, int64_t begin, const Tile& tile) {
@@ -249,24 +260,17 @@ struct AffineByElement {
   }
 };
 
-// a / b for b > 0; the division of 64 bits is slow.
-__device__ inline int64_t divided(int64_t a, int64_t b) {
-  if ((a | b) >> 32 == 0) return static_cast<unsigned>(a) / static_cast<unsigned>(b);
-  return a / b;
-}
-
 // Where a chunk lies among the channels of its row, whichever row.
 template <int V>
 struct ChannelPlace {
-  int channel;         // of the chunk's first element, in the row
+  unsigned channel;    // of the chunk's first element, in the row
   unsigned remainder;  // of that element, in its channel
   enum { one, two, many } channels;  // in the chunk; two: no vector lies in both
 
-  __device__ explicit ChannelPlace(const RowArgs&) {}
   template <class Tile>
   __device__ void load_ahead(const RowArgs& a, int64_t begin, const Tile& tile) {
-    channel = static_cast<int>(divided(begin, a.n.spatial));
-    remainder = static_cast<unsigned>(begin - static_cast<int64_t>(channel) * a.n.spatial);
+    channel = static_cast<unsigned>(a.by_spatial.of(begin));
+    remainder = static_cast<unsigned>(begin - channel * a.n.spatial);
     const int64_t reach = static_cast<int64_t>(remainder) + tile.len;
     channels = reach <= a.n.spatial ? one : reach <= 2 * a.n.spatial && a.n.spatial % V == 0 ? two : many;
   }
@@ -285,13 +289,13 @@ struct AffineByChannel {
 
   __device__ AffineByChannel(const RowArgs& a, const ChannelPlace<V>& where, int64_t row, RowValues values)
       : args(a), place(where), rstd(values.rstd) {
-    first = (row - divided(row, a.n.num_groups) * a.n.num_groups) * a.n.channels_per_group;
+    first = (row - a.by_num_groups.of(row) * a.n.num_groups) * a.n.channels_per_group;
     at(0, w0, b0);
     at(1, w1, b1);
   }
   // Of the chunk's c-th channel the weight times rstd, and the bias.
   __device__ void at(unsigned c, float& w, float& b) const {
-    const int64_t i = first + min(place.channel + static_cast<int64_t>(c), args.n.channels_per_group - 1);
+    const int64_t i = first + min(place.channel + c, static_cast<unsigned>(args.n.channels_per_group) - 1);
     w = args.n.weight == nullptr ? rstd : __fmul_rn(rstd, to_float(static_cast<const W*>(args.n.weight)[i]));
     b = args.n.bias == nullptr ? 0.f : to_float(static_cast<const W*>(args.n.bias)[i]);
   }
@@ -307,7 +311,7 @@ struct AffineByChannel {
   // The same, however many.
   __device__ void of_many(int offset, Floats<V>& w, Floats<V>& b) const {
     const unsigned spatial = static_cast<unsigned>(args.n.spatial);
-    unsigned c = (place.remainder + offset) / spatial;
+    unsigned c = static_cast<unsigned>(args.by_spatial.of(place.remainder + offset));
     unsigned rest = (place.remainder + offset) - c * spatial;
     float wc, bc;
     at(c, wc, bc);
@@ -325,7 +329,6 @@ struct AffineByChannel {
 };
 
 struct AffineNone {
-  __device__ explicit AffineNone(const RowArgs&) {}
   __device__ void forget() {}
   template <class Tile>
   __device__ void load_ahead(const RowArgs&, int64_t, const Tile&) {}

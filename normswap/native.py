@@ -331,10 +331,10 @@ def row_plan(
     On a GPU with ``clusters`` of eight blocks, ``shared`` bytes of shared memory for a block and so many
     ``multiprocessors`` (0: it has no cooperative launches). ``weights`` is how many an element may have of its own
     (layer_norm 2, rms_norm 1), ``ragged`` whether rows begin or end elsewhere than at multiples of 16 bytes.
-    ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block, 4 cluster, 5 split, 6 team force one, and None is returned where
-    such rows cannot be done in it. ``held`` of the result says who has the row in registers: 0 nobody, 1 a block alone
-    on a multiprocessor, 2 a block, 3 a cluster, 4 a cluster of large blocks. Needs the library, but no GPU. Raises
-    BuildError without the library.
+    ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block, 4 cluster, 5 split, 6 team, 7 both (team and split) force one, and
+    None is returned where such rows cannot be done in it. ``held`` of the result says who has the row in registers: 0
+    nobody, 1 a block alone on a multiprocessor, 2 a block, 3 a cluster, 4 a cluster of large blocks. Needs the library,
+    but no GPU. Raises BuildError without the library.
     """
     names = (
         *("regime", "vec", "lanes", "chunk_len", "chunks", "warps"),

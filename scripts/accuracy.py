@@ -28,7 +28,7 @@ from normswap.plan import Match
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MEANS = (0.0, 100.0, 1000.0)
-REGIMES = {"subwarp": 1, "warp": 2, "block": 3, "cluster": 4, "split": 5, "team": 6}
+REGIMES = {"subwarp": 1, "warp": 2, "block": 3, "cluster": 4, "split": 5, "team": 6, "both": 7}
 LENGTHS = {  # of rows, for each regime
     "subwarp": (7, 64, 127),
     "warp": (130, 769, 1001),
@@ -36,10 +36,11 @@ LENGTHS = {  # of rows, for each regime
     "cluster": (2050, 20_000, 32_768, 65_535, 100_001),
     "split": (2050, 65_535, 262_146),
     "team": (33_000, 65_535, 262_146),
+    "both": (2_500_004,),
 }
 SHORT_LENGTHS = {
     **{"subwarp": (7, 64), "warp": (130, 1001), "block": (2050,), "cluster": (20_480, 40_001, 81_920)},
-    **{"split": (2050,), "team": (33_000, 140_000)},
+    **{"split": (2050,), "team": (33_000, 140_000), "both": (2_170_000,)},
 }
 ROWS = 5
 
@@ -89,7 +90,7 @@ def settings(
         for regime, columns in itertools.chain.from_iterable(
             ((regime, n) for n in of) for regime, of in lengths.items()
         ):
-            if can_be_done(columns, dtype, regime):
+            if can_be_done(columns, dtype, regime, shifted):
                 for kind, make, shape in _row_kinds(columns):
                     yield Setting(kind, regime, make, shape, dtype, mean, shifted)
         for kind, path, make, shape in paths:
@@ -118,9 +119,11 @@ def gpu_of_plans() -> dict[str, int]:
     }
 
 
-def can_be_done(columns: int, dtype: torch.dtype, regime: str) -> bool:
+def can_be_done(columns: int, dtype: torch.dtype, regime: str, shifted: bool) -> bool:
     """Whether rows of so many columns can be done in the regime on this GPU."""
-    return native.row_plan(ROWS, columns, dtype.itemsize, regime=REGIMES[regime], **gpu_of_plans()) is not None
+    ragged = shifted or columns * dtype.itemsize % 16 > 0
+    wanted = REGIMES[regime]
+    return native.row_plan(ROWS, columns, dtype.itemsize, ragged=ragged, regime=wanted, **gpu_of_plans()) is not None
 
 
 def forced(kind: str, module: Any, x: Tensor, regime: int) -> Tensor:

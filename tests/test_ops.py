@@ -151,6 +151,7 @@ GPUS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.usefixtures("library")
 def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
+    seen = set()
     for cols in (*range(1, 300), *(2**k + d for k in range(8, 23) for d in (-1, 0, 1, 2)), 65535, 3 * 10**8):
         for rows in (1, 7, 100_000):
             for itemsize in (2, 4):
@@ -171,9 +172,15 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                         assert p["grid"] % blocks == 0 and 2 <= p["slots"] <= 6 and p["warps"] == p["block_chunks"]
                         assert p["grid"] <= 2 * gpu["multiprocessors"]  # all run at once
                         assert p["grid"] <= gpu["multiprocessors"] or shared + 8192 <= gpu["shared"] // 2
+                    elif p["regime"] == 7:
+                        held = blocks * p["block_chunks"]
+                        assert itemsize == 4 and rows >= 6 and held < p["chunks"] <= 2 * held
+                        assert blocks <= min(128, gpu["multiprocessors"]) and 2 <= p["slots"] <= 6
+                        assert p["grid"] == rows * -(-(p["chunks"] - held) // 16)
                     elif p["regime"] != 5:
                         assert 1 <= blocks <= (8 if gpu["clusters"] else 1)
-                    assert blocks * p["block_chunks"] >= p["chunks"]
+                    assert p["regime"] == 7 or blocks * p["block_chunks"] >= p["chunks"]
+                    seen.add(p["regime"])
                     if p["held"] > 0:
                         assert shared == 0 and p["warps"] == p["block_chunks"] <= (8 if p["held"] == 3 else 16)
                         assert p["held"] != 4 or p["block_chunks"] == 16  # who unites its chunks has a group of them
@@ -182,6 +189,7 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                         assert shared >= slots * p["block_chunks"] * (p["chunk_len"] * itemsize + 15)
                     else:
                         assert at_once >= rows * p["chunks"]
+    assert seen == set(range(1, 8))
 
 
 @pytest.mark.usefixtures("library")
@@ -210,6 +218,18 @@ def test_two_blocks_of_16_bit_groups_share_a_multiprocessor() -> None:
 
 
 @pytest.mark.usefixtures("library")
+def test_a_team_has_the_first_part_of_rows_that_it_cannot_hold() -> None:
+    for cols, rows, regime, blocks in (
+        *((132 * 16_384, 16, 6, 132), (132 * 16_384 + 4, 16, 7, 128), (132 * 16_384 + 4, 5, 5, 133)),
+        *((256 * 16_384, 6, 7, 128), (256 * 16_384 + 4, 6, 5, 257)),
+    ):
+        plan = native.row_plan(rows, cols, 4, weights=2, **GPUS[0])
+        assert plan is not None and (plan["regime"], plan["blocks_a_row"]) == (regime, blocks), cols
+    assert native.row_plan(16, 140 * 16_384, 2, weights=2, regime=7, **GPUS[0]) is None
+    assert native.row_plan(16, 140 * 16_384, 4, ragged=True, regime=7, **GPUS[0]) is None
+
+
+@pytest.mark.usefixtures("library")
 def test_the_reduction_tree_depends_on_row_length_and_dtype_alone() -> None:
     tree = ("vec", "lanes", "chunk_len", "chunks")
     for cols in (5, 64, 129, 1000, 1001, 5000, 65535, 262144, 4_194_304):
@@ -219,7 +239,7 @@ def test_the_reduction_tree_depends_on_row_length_and_dtype_alone() -> None:
                 for weights, ragged in ((0, False), (0, True), (1, False), (2, True), (2, False))
                 for rows in (1, 16, 5000)
                 for gpu in GPUS
-                for regime in range(7)
+                for regime in range(8)
             ]
             assert len({tuple(p[key] for key in tree) for p in plans if p is not None}) == 1
 

@@ -28,3 +28,8 @@ def gpu_of_column_plans() -> dict[str, int]:
         "shared": device.shared_memory_per_block_optin,
         "multiprocessors": device.multi_processor_count,
     }
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator, device="cuda") + mean).to(dtype)

@@ -32,10 +32,17 @@ CHAINS: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], nn.Module]]] 
     "cluster of two": ((300, 16384), torch.float32, lambda: nn.Sequential(nn.LayerNorm(16384), L1Norm())),
     "cluster": ((70, 65536), torch.float32, lambda: nn.Sequential(nn.LayerNorm(65536), L1Norm())),
     "clusters in turn": ((1100, 65536), torch.float32, lambda: nn.Sequential(nn.LayerNorm(65536), nn.LayerNorm(65536))),
+    "cluster of groups": ((70, 131_072), torch.float32, lambda: nn.Sequential(nn.LayerNorm(131_072), L1Norm())),
+    "shared memory": (
+        (40, 200_000),
+        torch.float16,
+        lambda: nn.Sequential(nn.LayerNorm(200_000), nn.LayerNorm(200_000)),
+    ),
     "split": ((2, 2_400_000), torch.float32, lambda: nn.Sequential(nn.LayerNorm(2_400_000), nn.LayerNorm(2_400_000))),
     "groups": ((4, 64, 128, 128), torch.float16, lambda: nn.Sequential(nn.GroupNorm(8, 64), nn.GroupNorm(32, 64))),
     "channels": ((4, 64, 64, 64), torch.float32, lambda: nn.Sequential(nn.GroupNorm(8, 64), ChannelRMSNorm())),
     "team": ((3, 2_000_000), torch.float32, lambda: nn.Sequential(L1Norm(), L1Norm())),
+    "team, split": ((7, 2_400_000), torch.float32, lambda: nn.Sequential(nn.LayerNorm(2_400_000), L1Norm())),
     "batch norm": (
         (20_000, 512),
         torch.float32,

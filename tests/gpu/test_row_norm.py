@@ -121,7 +121,7 @@ def test_every_regime_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None
         x = values(4, cols, dtype, 3.0)
         weight, bias = affine(cols, dtype)
         automatic = forced(kind, x, weight, bias, 0)
-        for regime in (2, 3, 4, 5, 6):
+        for regime in (2, 3, 4, 5, 6):  # 7 is for longer rows, below
             gpu = gpu_of_plans()
             if native.row_plan(4, cols, x.element_size(), weights=WEIGHTS[kind], regime=regime, **gpu) is None:
                 continue
@@ -141,6 +141,24 @@ def test_blocks_that_share_rows(kind: str, dtype: torch.dtype) -> None:
             expected = forced(kind, x, weight, bias, 5)
             for regime in (4, 6):
                 assert same_bits(expected, forced(kind, x, weight, bias, regime)), (rows, cols, regime)
+
+
+@pytest.mark.parametrize("kind", tuple(WEIGHTS))
+def test_a_team_has_the_first_part_of_rows_that_it_cannot_hold(kind: str) -> None:
+    """The bits of the regime that reads the input twice, in every run, whether or not blocks are filled."""
+    gpu = gpu_of_plans()
+    group, blocks, at_once = 16 * 1024, min(128, gpu["multiprocessors"]), gpu["multiprocessors"]
+    groups = at_once // 2 + blocks  # between what a team holds and twice its blocks
+    for cols in (group * groups, group * (groups - 1) + 4, 2 * group * blocks - 12):
+        chosen = native.row_plan(19, cols, 4, weights=WEIGHTS[kind], **gpu)
+        if chosen is None or chosen["regime"] != 7:
+            pytest.skip("a multiprocessor here has no room for slices of two rows, or a team holds such rows")
+        weight, bias = affine(cols, torch.float32)
+        for rows in (1, 2, 3, 19):
+            x = values(rows, cols, torch.float32, 3.0)
+            expected = forced(kind, x, weight, bias, 5)
+            for _ in range(5):
+                assert same_bits(expected, forced(kind, x, weight, bias, 7)), (rows, cols)
 
 
 @pytest.mark.parametrize("kind", tuple(WEIGHTS))
