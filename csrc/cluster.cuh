@@ -3,7 +3,7 @@
 
 #include <cooperative_groups.h>
 
-#include <cstdint>
+#include "barrier.cuh"
 
 namespace normswap {
 namespace {
@@ -50,36 +50,19 @@ __device__ inline void store_in_block(S* at, int rank, const S& value) {
 // --- messages between the blocks of a cluster --------------------------------------------------------------------
 // Cheaper than cluster_arrive, which waits for all that the block stored or loads.
 
-__device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
-
 // Counts the bytes that others store in this block's shared memory.
 struct Inbox {
-  uint64_t barrier;
+  Barrier barrier;
 
   // The first warp; `bytes` that will come. The others may send after cluster_arrive_with_inboxes and cluster_wait.
   __device__ void open(unsigned bytes) {
-#if __CUDA_ARCH__ >= 900
-    const unsigned address = shared_address(&barrier);
     const bool first = threadIdx.x == 0;
-    if (first) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(address) : "memory");
+    if (first) barrier.init(1);
     __syncwarp();
-    if (first) asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
-#endif
+    if (first) barrier.arrive_expecting(bytes);
   }
-  // Until all bytes have come. At the scope of the block: at that of the cluster the L1 would be emptied.
-  __device__ void wait() const {
-#if __CUDA_ARCH__ >= 900
-    unsigned done = 0;
-    while (done == 0) {
-      asm volatile(
-          "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n\t"
-          "selp.u32 %0, 1, 0, p;\n\t}"
-          : "=r"(done)
-          : "r"(shared_address(&barrier))
-          : "memory");
-    }
-#endif
-  }
+  // Until all bytes have come.
+  __device__ void wait() const { barrier.wait(0); }
 };
 
 // Stores in block `rank`, where `at` and `inbox` are in this one's shared memory.

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
   const Piece at = Piece::in_memory(args, column, static_cast<int>(gridDim.x - 1 - blockIdx.x));
   const T* x = static_cast<const T*>(args.x) + at.offset;
   T* y = static_cast<T*>(args.n.y) + at.offset;
-  constexpr int at_once = 4;
+  constexpr int at_once = V > 4 ? kColumnSlots / 2 : kColumnSlots;
   Pack<T, V> packs[at_once];
   int left = at.count;
   const auto load_some = [&] {

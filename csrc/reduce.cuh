@@ -125,8 +125,7 @@ __device__ inline Moments with_nothing(const Moments& s) {
   return {__fadd_rn(s.mean, nothing), __fadd_rn(s.m2, nothing), s.n};
 }
 
-// The same for count <= kGroup, with fewer steps from lane to lane. Readable:
-// parts[kGroup].
+// The same for count <= kGroup, with fewer steps from lane to lane.
 template <class Stat>
 __device__ inline Stat unite_group(const Stat* parts, int count, const RowSizes& sizes) {
   constexpr int each = 4;

@@ -76,7 +76,7 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, int64_t
   if constexpr (Policy::affine == Affine::none) {
     tile.store(y, [&](int k) { return normalised<Policy, Fast, T>(tile, k, values, {}, {}); });
   } else {
-    const AffineByChannel<W, Tile::V> affine(args, where, row, values);
+    const AffineByChannel<W, Where, Tile::V> affine(args, where, row, values);
     const auto make = [&](int k, const Floats<Tile::V>& w, const Floats<Tile::V>& b) {
       const auto pack = Tile::Vector::of_raw(normalised<Policy, Fast, T>(tile, k, values, w, b));
       return activated(pack, args.n.activation).raw();

@@ -27,7 +27,7 @@ constexpr int kSmallBlocks = (kManySmall<Tile, W> ? 24 : 20) / kWarpsSmall<Tile:
 
 // Rows a lane works on at once in row_small: what is the same for all is then done once.
 template <class Tile>
-constexpr int kRowsAtOnce = Tile::Slots == 1 ? 4 : 1;
+constexpr int kRowsAtOnce = Tile::Slots == 1 ? kRowsSubwarp : 1;
 
 // --- kernels -----------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
 
 template <class Policy, class T, class W, class RowTile>
 cudaError_t launch_small(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
-  const LaunchShape shape{grid_of(ceil_div(plan.grid, kRowsAtOnce<RowTile>)), plan.warps * 32, 0, 1, plan.overlap};
+  const LaunchShape shape{grid_of(ceil_div(plan.grid, kRowsAtOnce<RowTile>)), plan.warps * 32, plan.shared, 1, plan.overlap};
   return launch_block<row_small<Policy, T, W, RowTile>>(args, shape, stream);
 }
 
@@ -319,10 +319,11 @@ cudaError_t launch_weight(const RowNorm& n, const RowPlan& plan, cudaStream_t st
   return launch_ragged<Policy, T, T>(n, plan, stream);
 }
 
-template <class Policy>
+// ForFloat: what does the same in float32, if that is another policy: it need not be built twice.
+template <class Policy, class ForFloat = Policy>
 cudaError_t launch(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
   switch (n.dtype) {
-    case DType::f32: return launch_weight<Policy, float>(n, plan, stream);
+    case DType::f32: return launch_weight<ForFloat, float>(n, plan, stream);
     case DType::f16: return launch_weight<Policy, __half>(n, plan, stream);
     default: return launch_weight<Policy, __nv_bfloat16>(n, plan, stream);
   }

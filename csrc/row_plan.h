@@ -41,7 +41,7 @@ struct RowPlan {
   int blocks_a_row;  // that share a row; all but split: and run at once
   int64_t grid;      // blocks; subwarp, warp: if a lane works on one row at a time; both: that take partial statistics
   int slots;         // team, both: rows of which a block holds slices at once
-  int shared;        // bytes of dynamic shared memory a block
+  int shared;        // bytes of dynamic shared memory a block; subwarp: unused, but so that no more blocks fit in
   bool overlap;      // see LaunchShape; not of team
 };
 
@@ -92,6 +92,12 @@ constexpr int kWarpsApply = 8;
 template <int Lanes>
 constexpr int kWarpsSmall = Lanes == 32 ? 2 : 8;
 
+// subwarp: rows a lane works on at once; blocks that a multiprocessor is to work on where elements have weights: what they
+// load at once keeps the memory busy, and with more it is up to 2% slower. (GroupNorm takes more instructions, which more
+// blocks hide.)
+constexpr int kRowsSubwarp = 4;
+inline int blocks_subwarp(int itemsize) { return itemsize == 4 ? 3 : 4; }
+
 // team: blocks that a multiprocessor has registers for. Lean: a warp keeps no weights and its rows begin and end at vectors.
 template <bool Lean, int Itemsize>
 constexpr int kTeamBlocks = Lean && Itemsize == 2 ? 2 : 1;
@@ -113,6 +119,10 @@ struct Rows {
   int weights;  // that an element may have of its own: 0, 1 or 2
   bool ragged;  // they begin or end elsewhere than at multiples of 16 bytes
 };
+
+// Bytes of shared memory that `blocks` blocks of a multiprocessor can each have, but no more blocks: it hands out 128 bytes
+// at a time and keeps a kilobyte a block.
+inline int shared_for(int blocks, const Gpu& gpu) { return (gpu.shared + 1024) / blocks / 128 * 128 - 1024; }
 
 inline int64_t row_groups(const RowPlan& plan) { return ceil_div(plan.chunks, kGroup); }
 
@@ -205,6 +215,10 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
     case Regime::warp:
       p.warps = p.lanes == 32 ? kWarpsSmall<32> : kWarpsSmall<8>;
       p.grid = ceil_div(rows, p.warps * (32 / p.lanes));
+      if (tiny && weights > 0 && !ragged) {
+        const int blocks = blocks_subwarp(itemsize);
+        if (p.grid > 2 * kRowsSubwarp * blocks * gpu.multiprocessors) p.shared = shared_for(blocks, gpu);
+      }
       break;
     case Regime::block:
     case Regime::cluster:

@@ -260,6 +260,11 @@ struct AffineByElement {
   }
 };
 
+// A channel's weight and bias.
+struct ChannelParameters {
+  float weight, bias;
+};
+
 // Where a chunk lies among the channels of its row, whichever row.
 template <int V>
 struct ChannelPlace {
@@ -275,37 +280,54 @@ struct ChannelPlace {
     channels = reach <= a.n.spatial ? one : reach <= 2 * a.n.spatial && a.n.spatial % V == 0 ? two : many;
   }
   __device__ bool is_few() const { return channels != many; }
-  __device__ void forget() {}
+  // Of the chunk's c-th channel in row r: channel (r % groups) * channels_per_group + c of all.
+  template <class W>
+  __device__ ChannelParameters load(const RowArgs& a, int64_t row, unsigned c) const {
+    const int64_t first = (row - a.by_num_groups.of(row) * a.n.num_groups) * a.n.channels_per_group;
+    const int64_t i = first + min(channel + c, static_cast<unsigned>(a.n.channels_per_group) - 1);
+    return {a.n.weight == nullptr ? 1.f : to_float(static_cast<const W*>(a.n.weight)[i]),
+            a.n.bias == nullptr ? 0.f : to_float(static_cast<const W*>(a.n.bias)[i])};
+  }
+  // Of its first one or second one.
+  template <class W>
+  __device__ ChannelParameters load_few(const RowArgs& a, int64_t row, unsigned c) const {
+    return load<W>(a, row, c);
+  }
 };
 
-// One value a channel: element e of row r belongs to channel (r % groups) * channels_per_group + e / spatial.
-template <class W, int V>
+// The same, and the parameters of its first two channels in the row that is next.
+template <int V>
+struct ChannelsLoaded : ChannelPlace<V> {
+  ChannelParameters few[2];
+
+  template <class W>
+  __device__ ChannelParameters load_few(const RowArgs&, int64_t, unsigned c) const {
+    return few[c];
+  }
+};
+
+// One value a channel, in a row.
+template <class W, class Place, int V>
 struct AffineByChannel {
   const RowArgs& args;
-  const ChannelPlace<V>& place;
-  int64_t first;  // channel of the row
+  const Place& place;
+  int64_t row;
   float rstd;
-  float w0, b0, w1, b1;
+  ChannelParameters few[2];
 
-  __device__ AffineByChannel(const RowArgs& a, const ChannelPlace<V>& where, int64_t row, RowValues values)
-      : args(a), place(where), rstd(values.rstd) {
-    first = (row - a.by_num_groups.of(row) * a.n.num_groups) * a.n.channels_per_group;
-    at(0, w0, b0);
-    at(1, w1, b1);
-  }
-  // Of the chunk's c-th channel the weight times rstd, and the bias.
-  __device__ void at(unsigned c, float& w, float& b) const {
-    const int64_t i = first + min(place.channel + c, static_cast<unsigned>(args.n.channels_per_group) - 1);
-    w = args.n.weight == nullptr ? rstd : __fmul_rn(rstd, to_float(static_cast<const W*>(args.n.weight)[i]));
-    b = args.n.bias == nullptr ? 0.f : to_float(static_cast<const W*>(args.n.bias)[i]);
+  __device__ AffineByChannel(const RowArgs& a, const Place& where, int64_t of_row, RowValues values)
+      : args(a), place(where), row(of_row), rstd(values.rstd) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) few[c] = with_rstd(place.template load_few<W>(args, row, c));
   }
   // The vector at `offset` of the chunk, where there are few.
   __device__ void of_few(int offset, Floats<V>& w, Floats<V>& b) const {
     const bool second = place.channels == place.two && place.remainder + offset >= args.n.spatial;
+    const ChannelParameters mine = second ? few[1] : few[0];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      w.v[j] = second ? w1 : w0;
-      b.v[j] = second ? b1 : b0;
+      w.v[j] = mine.weight;
+      b.v[j] = mine.bias;
     }
   }
   // The same, however many.
@@ -313,23 +335,24 @@ struct AffineByChannel {
     const unsigned spatial = static_cast<unsigned>(args.n.spatial);
     unsigned c = static_cast<unsigned>(args.by_spatial.of(place.remainder + offset));
     unsigned rest = (place.remainder + offset) - c * spatial;
-    float wc, bc;
-    at(c, wc, bc);
+    ChannelParameters mine = with_rstd(place.template load<W>(args, row, c));
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       if (rest == spatial) {
         rest = 0;
-        at(++c, wc, bc);
+        mine = with_rstd(place.template load<W>(args, row, ++c));
       }
-      w.v[j] = wc;
-      b.v[j] = bc;
+      w.v[j] = mine.weight;
+      b.v[j] = mine.bias;
       ++rest;
     }
   }
+
+ private:
+  __device__ ChannelParameters with_rstd(ChannelParameters p) const { return {__fmul_rn(rstd, p.weight), p.bias}; }
 };
 
 struct AffineNone {
-  __device__ void forget() {}
   template <class Tile>
   __device__ void load_ahead(const RowArgs&, int64_t, const Tile&) {}
 };

@@ -1,6 +1,7 @@
 // The kernels that work on row after row, and those for rows that no blocks hold.
 #pragma once
 
+#include "barrier.cuh"
 #include "launch.h"
 #include "row_apply.cuh"
 
@@ -58,35 +59,47 @@ struct TeamExchange {
   using Stat = typename Policy::Stat;
   struct Shared {
     Stat parts[kGroup], groups[Partly ? 2 : 1][Partly ? kGroupsBoth : kMaxGroups];  // by turns
-    RowValues before;
+    RowValues before[2];                                                            // by turns
+    Barrier handed_on;
   };
   const RowArgs& args;
   Shared& shared;
   int team, rank;
 
+  // A barrier of the block must follow.
   __device__ TeamExchange(const RowArgs& a, Shared& s, int of_team, int of_rank)
-      : args(a), shared(s), team(of_team), rank(of_rank) {}
+      : args(a), shared(s), team(of_team), rank(of_rank) {
+    if (threadIdx.x == 0) shared.handed_on.init(kWarpsTeam);
+  }
   // Hands on the statistic of this warp's chunk of this turn's row, if there is one; returns the values of the row before.
-  __device__ RowValues step(int turn, bool more, const Stat& mine, int64_t row, int64_t row_before) const {
+  // One warp waits for the block's other warps and tells the other blocks, while a second one hears from them of the row
+  // before and a third one, with load(row, turn), loads what else that row takes.
+  template <class Load>
+  __device__ RowValues step(int turn, bool more, const Stat& mine, int64_t row, int64_t row_before, Load load) const {
     const int warp = warp_now(), lane = threadIdx.x % 32;
-    if (lane == 0) shared.parts[warp] = mine;
-    __syncthreads();
+    if (lane == 0) {
+      shared.parts[warp] = mine;
+      shared.handed_on.arrive();
+    }
     if (warp == 0 && more) {
+      shared.handed_on.wait(turn % 2);
       const Stat group = unite_one<1, kGroup>(lane < kGroup ? shared.parts[lane] : Stat{}, args.sizes.of_group(rank));
       if (lane == 0) tell(told_of(turn) + rank, told(group), turn + 1);
     }
-    // By one warp and as late as can be: polling for what is not yet there slows all of the memory.
+    // By one warp, once its own chunk is done: polling for what is not yet there slows all of the memory.
     if (warp == 1 && turn > 0) {
       const Stat stat = hear_groups(turn - 1);
       if (lane == 0) {
-        shared.before = Policy::template finish<T>(stat, args);
-        if (rank == 0) save_values<Policy>(args, row_before, stat, shared.before);
-        if (Partly && rank == 0) split_values<Stat>(args)[row_before] = shared.before;
+        const RowValues values = Policy::template finish<T>(stat, args);
+        shared.before[turn % 2] = values;
+        if (rank == 0) save_values<Policy>(args, row_before, stat, values);
+        if (Partly && rank == 0) split_values<Stat>(args)[row_before] = values;
       }
     }
     if (Partly && warp == 2 && more) look_up_groups(turn, row);
+    if (warp == 3 && turn > 0) load(row_before, turn);
     __syncthreads();
-    return shared.before;
+    return shared.before[turn % 2];
   }
 
  private:
@@ -96,11 +109,10 @@ struct TeamExchange {
   }
   __device__ Stat* groups_of(int turn) const { return shared.groups[Partly ? turn % 2 : 0]; }
   __device__ void look_up_groups(int turn, int64_t row) const {
-    const int count = static_cast<int>(args.sizes.groups);
     const Stat* from = split_stats<Stat>(args) + row * args.sizes.groups;
     Stat* to = groups_of(turn);
 #pragma unroll 4
-    for (int g = args.held_groups + static_cast<int>(threadIdx.x % 32); g < count; g += 32) to[g] = from[g];
+    for (int g = args.held_groups + static_cast<int>(threadIdx.x % 32); g < args.sizes.groups; g += 32) to[g] = from[g];
   }
   // The statistic of that turn's row.
   __device__ Stat hear_groups(int turn) const {
@@ -131,14 +143,16 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
     row_team(const RowArgs args) {
   using Exchange = TeamExchange<Policy, T, Partly>;
   using Tile = ChunkTile<T, Ragged>;
+  constexpr bool in_registers = Policy::affine == Affine::by_element, by_channel = Policy::affine == Affine::by_channel;
   using Ahead = AffineAhead<Policy, W, Tile, Tile::Slots>;
-  constexpr bool in_registers = Policy::affine == Affine::by_element;
+  using AffineOfRow = std::conditional_t<by_channel, ChannelsLoaded<Tile::V>, Ahead>;
   extern __shared__ __align__(16) char shared[];
   __shared__ typename Exchange::Shared exchanged;
-  // Of a warp, the same in every row: in memory where registers are few.
+  // Of a warp: what is the same in every row, in memory where registers are few; parameters of its channels, by turns.
   __shared__ struct {
     ChunkPlace place;
     std::conditional_t<in_registers, AffineNone, Ahead> ahead;
+    ChannelParameters few[2][2];
   } of_warp[kWarpsTeam];
   static_assert(sizeof(exchanged) + sizeof(of_warp) <= kStatisticsBytes);
   const int blocks = args.blocks_a_row;
@@ -159,12 +173,20 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
     char* buffer = shared + (slot * kWarpsTeam + at) * args.chunk_bytes;
     return ChunkInShared<Policy, T, W, Ragged>{args, buffer, of_warp[at].place};
   };
+  const auto load_channels = [&](int64_t row, int turn) {
+    static_assert(2 * kWarpsTeam == 32);  // a lane a channel
+    if constexpr (by_channel) {
+      auto& each = of_warp[threadIdx.x % 32 / 2];
+      const int c = threadIdx.x % 2;
+      each.few[turn % 2][c] = each.ahead.template load<W>(args, row, c);
+    }
+  };
   const auto row_of = [&](int turn) { return team + static_cast<int64_t>(turn) * teams; };
   for (int slot = 0; slot < args.slots; ++slot) {
     if (row_of(slot) < args.n.rows) in_slot(slot).stage(row_of(slot));
     end_batch();
   }
-  Ahead affine;
+  AffineOfRow affine;
   if constexpr (in_registers) {
     const ChunkPlace place = of_warp[warp_now()].place;
     Tile tile;
@@ -177,12 +199,14 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
     const bool more = row < args.n.rows;
     wait_for_batches_before(turn == 0 ? args.slots - 1 : args.slots - 2);
     const auto stat = more ? in_slot(slot).statistic(row) : typename Policy::Stat{};
-    const RowValues values = exchange.step(turn, more, stat, row, before);
+    const RowValues values = exchange.step(turn, more, stat, row, before, load_channels);
     if (turn > 0) {
-      if constexpr (in_registers) {
-        affine.forget();
-      } else {
-        affine = of_warp[warp_now()].ahead;
+      if constexpr (in_registers) affine.forget();
+      if constexpr (by_channel) {
+        const auto& mine = of_warp[warp_now()];
+        static_cast<Ahead&>(affine) = mine.ahead;
+        affine.few[0] = mine.few[turn % 2][0];
+        affine.few[1] = mine.few[turn % 2][1];
       }
       const auto chunk = in_slot(slot_before);
       chunk.apply(before, values, affine, true);

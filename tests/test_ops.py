@@ -184,7 +184,11 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                     if p["held"] > 0:
                         assert shared == 0 and p["warps"] == p["block_chunks"] <= (8 if p["held"] == 3 else 16)
                         assert p["held"] != 4 or p["block_chunks"] == 16  # who unites its chunks has a group of them
-                    if shared > 0:
+                    if p["regime"] == 1 and shared > 0:  # so much that no more blocks run on a multiprocessor
+                        of_block = -(-shared // 128) * 128 + 1024
+                        assert (gpu["shared"] + 1024) // of_block == (3 if itemsize == 4 else 4)
+                        assert weights > 0 and at_once >= rows > 64 * gpu["multiprocessors"]
+                    elif shared > 0:
                         slots = max(1, p["slots"])  # rows of which a team holds slices
                         assert shared >= slots * p["block_chunks"] * (p["chunk_len"] * itemsize + 15)
                     else:

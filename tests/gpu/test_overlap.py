@@ -27,6 +27,7 @@ class L1Norm(nn.Module):
 CHAINS: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], nn.Module]]] = {
     "small": ((4096, 768), torch.float16, lambda: nn.Sequential(nn.LayerNorm(768), nn.RMSNorm(768, eps=1e-5))),
     "tiny": ((9000, 64), torch.float32, lambda: nn.Sequential(nn.LayerNorm(64), L1Norm())),
+    "many tiny": ((60_000, 64), torch.float32, lambda: nn.Sequential(nn.LayerNorm(64), nn.RMSNorm(64, eps=1e-5))),
     "odd": ((1000, 1001), torch.bfloat16, lambda: nn.Sequential(nn.LayerNorm(1001), nn.RMSNorm(1001, eps=1e-5))),
     "held": ((700, 8192), torch.bfloat16, lambda: nn.Sequential(nn.LayerNorm(8192), nn.RMSNorm(8192, eps=1e-5))),
     "cluster of two": ((300, 16384), torch.float32, lambda: nn.Sequential(nn.LayerNorm(16384), L1Norm())),
@@ -40,6 +41,7 @@ CHAINS: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], nn.Module]]] 
     ),
     "split": ((2, 2_400_000), torch.float32, lambda: nn.Sequential(nn.LayerNorm(2_400_000), nn.LayerNorm(2_400_000))),
     "groups": ((4, 64, 128, 128), torch.float16, lambda: nn.Sequential(nn.GroupNorm(8, 64), nn.GroupNorm(32, 64))),
+    "groups, team": ((2, 64, 512, 512), torch.float16, lambda: nn.Sequential(nn.GroupNorm(8, 64), nn.GroupNorm(8, 64))),
     "channels": ((4, 64, 64, 64), torch.float32, lambda: nn.Sequential(nn.GroupNorm(8, 64), ChannelRMSNorm())),
     "team": ((3, 2_000_000), torch.float32, lambda: nn.Sequential(L1Norm(), L1Norm())),
     "team, split": ((7, 2_400_000), torch.float32, lambda: nn.Sequential(nn.LayerNorm(2_400_000), L1Norm())),
