@@ -110,7 +110,7 @@ def _row_kinds(columns: int) -> tuple[tuple[str, Callable[[], nn.Module], tuple[
 
 
 def gpu_of_plans() -> dict[str, int]:
-    """This GPU, as native.row_plan wants to know it."""
+    """This GPU, as native.row_plan and native.column_plan want to know it."""
     device = torch.cuda.get_device_properties()
     return {
         "clusters": device.major in (9, 10),

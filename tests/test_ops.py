@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import Projection, randomised
+from test_overlap import CHAINS
 
 from normswap import native, ops, reference
 from normswap.ops import dispatch
@@ -184,11 +186,7 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                     if p["held"] > 0:
                         assert shared == 0 and p["warps"] == p["block_chunks"] <= (8 if p["held"] == 3 else 16)
                         assert p["held"] != 4 or p["block_chunks"] == 16  # who unites its chunks has a group of them
-                    if p["regime"] == 1 and shared > 0:  # so much that no more blocks run on a multiprocessor
-                        of_block = -(-shared // 128) * 128 + 1024
-                        assert (gpu["shared"] + 1024) // of_block == (3 if itemsize == 4 else 4)
-                        assert weights > 0 and at_once >= rows > 64 * gpu["multiprocessors"]
-                    elif shared > 0:
+                    if shared > 0 and p["regime"] > 2:
                         slots = max(1, p["slots"])  # rows of which a team holds slices
                         assert shared >= slots * p["block_chunks"] * (p["chunk_len"] * itemsize + 15)
                     else:
@@ -231,6 +229,45 @@ def test_a_team_has_the_first_part_of_rows_that_it_cannot_hold() -> None:
         assert plan is not None and (plan["regime"], plan["blocks_a_row"]) == (regime, blocks), cols
     assert native.row_plan(16, 140 * 16_384, 2, weights=2, regime=7, **GPUS[0]) is None
     assert native.row_plan(16, 140 * 16_384, 4, ragged=True, regime=7, **GPUS[0]) is None
+
+
+@pytest.mark.usefixtures("library")
+def test_few_blocks_of_many_short_rows_with_weights_share_a_multiprocessor() -> None:
+    for gpu in GPUS[:3]:
+        for itemsize, blocks in ((4, 3), (2, 4)):
+            for rows, weights, ragged, limited in (
+                *((1 << 20, 1, False, True), (1 << 20, 2, False, True)),
+                *((1 << 20, 0, False, False), (1 << 20, 1, True, False), (9000, 1, False, False)),
+            ):
+                plan = native.row_plan(rows, 64, itemsize, weights=weights, ragged=ragged, **gpu)
+                assert plan is not None and plan["regime"] == 1
+                of_block = -(-plan["shared"] // 128) * 128 + 1024  # what a multiprocessor hands out
+                assert ((gpu["shared"] + 1024) // of_block == blocks) == limited
+                assert (plan["shared"] == 0) != limited
+
+
+@pytest.mark.usefixtures("library")
+def test_chains_on_the_gpu_run_in_the_regimes_of_their_names() -> None:
+    """What tests/gpu/test_overlap.py runs on an H100."""
+    expected = {  # of the layers, with who holds a row in registers
+        **{"small": {(2, 0)}, "tiny": {(1, 0)}, "many tiny": {(1, 0)}, "odd": {(2, 0)}, "held": {(3, 2)}},
+        **{"cluster of two": {(4, 3)}, "cluster": {(4, 3)}, "clusters in turn": {(4, 3)}},
+        **{"cluster of groups": {(4, 4)}, "shared memory": {(4, 0)}, "split": {(5, 0)}},
+        **{"groups": {(4, 3), (4, 4)}, "groups, team": {(6, 0)}, "team": {(6, 0)}, "team, split": {(7, 0)}},
+    }
+    assert set(CHAINS) - set(expected) == {"channels", "batch norm"}  # not all of row norms
+    for name, regimes in expected.items():
+        shape, dtype, make = CHAINS[name]
+        found = set()
+        for layer in make():
+            groups = getattr(layer, "num_groups", None)
+            rows, weights = (shape[0] * groups, 0) if groups else (shape[0], len(list(layer.parameters())))
+            cols = math.prod(shape) // rows
+            ragged = cols * dtype.itemsize % 16 > 0
+            plan = native.row_plan(rows, cols, dtype.itemsize, weights=weights, ragged=ragged, **GPUS[0])
+            assert plan is not None, name
+            found.add((plan["regime"], plan["held"]))
+        assert found == regimes, name
 
 
 @pytest.mark.usefixtures("library")

@@ -20,16 +20,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def gpu_of_column_plans() -> dict[str, int]:
-    """This GPU, as native.column_plan wants to know it."""
-    device = torch.cuda.get_device_properties()
-    return {
-        "clusters": device.major in (9, 10),
-        "shared": device.shared_memory_per_block_optin,
-        "multiprocessors": device.multi_processor_count,
-    }
-
-
 def tensor(shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0, seed: int = 0) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
     return (torch.randn(shape, generator=generator, device="cuda") + mean).to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from limits import assert_within, gpu_of_column_plans, gpu_of_plans, same_bits, tensor
+from limits import assert_within, gpu_of_plans, same_bits, tensor
 from torch import Tensor
 
 from normswap import native, ops
@@ -120,7 +120,7 @@ def column_regimes(x: Tensor, groups: int) -> list[int]:
     rows = x[0, 0].numel()
     plans = {
         regime: native.column_plan(
-            x.shape[0], rows, x.shape[1], groups, x.element_size(), regime=regime, **gpu_of_column_plans()
+            x.shape[0], rows, x.shape[1], groups, x.element_size(), regime=regime, **gpu_of_plans()
         )
         for regime in COLUMN_REGIMES
     }
