@@ -1,0 +1,50 @@
+"""What may follow a norm in one op: an activation with its parameters, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Activation(NamedTuple):
+    """An activation by name; ``low`` and ``high`` are what it is parametrised by: the slope of "leaky_relu" (``low``)
+    and the bounds of "clamp" (relu6 is ``Activation("clamp", 0.0, 6.0)``), 0 for the others."""
+
+    name: str = "none"
+    low: float = 0.0
+    high: float = 0.0
+
+    @property
+    def code(self) -> int:
+        """The kernels' number for it."""
+        return CODES[self.name]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """PyTorch's own of ``x``, not in place."""
+        if self.name == "leaky_relu":
+            return F.leaky_relu(x, self.low)
+        if self.name == "clamp":
+            return x.clamp(self.low, self.high)
+        return FUNCTIONS[self.name](x)
+
+
+FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "leaky_relu": F.leaky_relu,
+    "clamp": F.hardtanh,
+    "hardswish": F.hardswish,
+    "sigmoid": F.sigmoid,
+    "tanh": F.tanh,
+}
+"""Every activation, in the order of the kernels' numbers for it, with PyTorch's default parameters."""
+
+CODES: Mapping[str, int] = {name: code for code, name in enumerate(FUNCTIONS)}
+NONE = Activation()
