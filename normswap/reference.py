@@ -8,12 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-layer_norm = F.layer_norm
+from normswap.activation import NONE, Activation
+
+
+def adapted(normalised: Tensor, scale: Tensor | None, shift: Tensor | None, activation: Activation) -> Tensor:
+    """``activation(normalised * (1 + scale) + shift)``; the last two are none or both."""
+    if scale is not None and shift is not None:
+        normalised = normalised * (1 + scale) + shift
+    return activation(normalised)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: Activation = NONE,
+) -> Any:
+    """PyTorch's layer norm of ``input + residual``, then scale, shift and activation; with a residual (result, sum)."""
+    total = input if residual is None else input + residual
+    out = adapted(F.layer_norm(total, list(normalized_shape), weight, bias, eps), scale, shift, activation)
+    return out if residual is None else (out, total)
+
+
+def layer_norm_dim(
+    x: Tensor, dim: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """PyTorch's layer norm over one dim."""
+    return F.layer_norm(x.movedim(dim, -1), [x.shape[dim]], weight, bias, eps).movedim(-1, dim)
+
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
@@ -31,10 +65,13 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    activation: str = "none",
+    activation: Activation = NONE,
+    *,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch's group norm, rounded to its dtype as it is, then the activation."""
-    return ACTIVATIONS[activation](F.group_norm(input, num_groups, weight, bias, eps))
+    """PyTorch's group norm, rounded to its dtype as it is, plus the residual, then the activation."""
+    out = F.group_norm(input, num_groups, weight, bias, eps)
+    return activation(out if residual is None else out + residual)
 
 
 def instance_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from normswap import reference
+from normswap.activation import NONE, Activation
 from normswap.ops.dispatch import (
     affine_dtypes_fit,
     autocast_to_float,
@@ -19,9 +20,6 @@ from normswap.ops.dispatch import (
     reference_gradients,
 )
 
-ACTIVATIONS = {name: code for code, name in enumerate(reference.ACTIVATIONS)}
-"""What ``group_norm`` can do to its result, with the kernels' number for it."""
-
 
 def group_norm(
     input: Tensor,
@@ -29,7 +27,9 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    activation: str = "none",
+    activation: Activation = NONE,
+    *,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Group normalisation of ``input`` (N, C, *) (Wu & He 2018), as ``torch.nn.functional.group_norm``, then the
     activation: "none", "relu", "silu", "gelu" or "gelu_tanh", of the norm's output rounded to its dtype.
@@ -38,13 +38,11 @@ def group_norm(
     Returns the input's shape and dtype (float32 under autocast). Raises what PyTorch's op raises, and ValueError for
     another activation.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"group_norm: activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}"
-        )
+    if residual is not None or activation.code > 4:
+        return reference.group_norm(input, num_groups, weight, bias, eps, activation, residual=residual)
     op = direct("group_norm", input, weight, bias)
     if op is not None:
-        out = op(input, num_groups, weight, bias, eps, ACTIVATIONS[activation])
+        out = op(input, num_groups, weight, bias, eps, activation.code)
         if out is not None:
             return out
     input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
@@ -64,7 +62,12 @@ def group_norm(
 
 
 def native_group_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, activation: str = "none"
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    eps: float,
+    activation: Activation = NONE,
 ) -> Tensor:
     """``group_norm`` by our kernel, differentiable where that is asked for, of tensors that it takes."""
     if needs_grad(input, weight, bias):
@@ -87,14 +90,14 @@ def _group_norm_forward(
     bias: Tensor | None,
     num_groups: int,
     eps: float,
-    activation: str,
+    activation: Activation,
     mean: Tensor | None,
     rstd: Tensor | None,
 ) -> Tensor:
     layout = _channels_last_format(input)
     input = input.contiguous(memory_format=layout)
     out = torch.empty_like(input, memory_format=layout)
-    channels_last, code = layout is not torch.contiguous_format, ACTIVATIONS[activation]
+    channels_last, code = layout is not torch.contiguous_format, activation.code
     torch.ops.normswap.group_norm.default(
         input, dense(weight), dense(bias), num_groups, eps, channels_last, code, out, mean, rstd, 0
     )
@@ -104,7 +107,7 @@ def _group_norm_forward(
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Any, bias: Any, num_groups: int, eps: float, activation: str
+        ctx: Any, input: Tensor, weight: Any, bias: Any, num_groups: int, eps: float, activation: Activation
     ) -> Tensor:
         mean = input.new_empty((input.shape[0], num_groups), dtype=torch.float32)
         rstd = torch.empty_like(mean)
@@ -120,9 +123,9 @@ class _GroupNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             formula = lambda x, w, b: reference.group_norm(x, num_groups, w, b, eps, activation)  # noqa: E731
             return *reference_gradients(formula, (input, weight, bias), grad), None, None, None
-        if activation != "none":  # what it was given is made again, which costs less than to keep it
-            normalised = _group_norm_forward(input, weight, bias, num_groups, eps, "none", None, None)
-            grad = reference.activation_gradient(grad.float(), normalised.float(), activation)
+        if activation != NONE:  # what it was given is made again, which costs less than to keep it
+            normalised = _group_norm_forward(input, weight, bias, num_groups, eps, NONE, None, None)
+            grad = reference.activation_gradient(grad.float(), normalised.float(), activation.name)
         needs = [bool(n) for n in ctx.needs_input_grad[:3]]
         layout = _channels_last_format(input)
         batch, channels = input.shape[:2]

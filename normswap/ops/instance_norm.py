@@ -7,22 +7,34 @@ import math
 from torch import Tensor
 
 from normswap import reference
+from normswap.activation import NONE, Activation
 from normswap.ops.dispatch import affine_dtypes_fit, direct, native_serves
-from normswap.ops.group_norm import ACTIVATIONS, native_group_norm
+from normswap.ops.group_norm import native_group_norm
 
 
-def instance_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def instance_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: Activation = NONE,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
     """Instance normalisation of ``input`` (N, C, *) (Ulyanov et al. 2016), as ``torch.nn.functional.instance_norm``
     without running statistics.
 
     ``weight`` and ``bias`` are (C,). A channels_last input gives a channels_last output; any other a contiguous one.
     Returns the input's shape and dtype, also under autocast. Raises what PyTorch's op raises.
     """
+    if residual is not None or activation != NONE:
+        out = reference.instance_norm(input, weight, bias, eps)
+        return activation(out if residual is None else out + residual)
     if input.dim() >= 3 and input.numel() > 0 and math.prod(input.shape[2:]) > 1:  # of one PyTorch raises ValueError
         channels = input.shape[1]
         op = direct("group_norm", input, weight, bias)
         if op is not None:
-            out = op(input, channels, weight, bias, eps, ACTIVATIONS["none"])
+            out = op(input, channels, weight, bias, eps, 0)
             if out is not None:
                 return out
         if (

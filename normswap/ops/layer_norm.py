@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from normswap import reference
+from normswap.activation import NONE, Activation
 from normswap.ops.dispatch import (
     affine_dtypes_fit,
     autocast_to_float,
@@ -30,13 +31,21 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor:
+    *,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: Activation = NONE,
+) -> Any:
     """Layer normalisation over the trailing ``normalized_shape`` (Ba et al. 2016), as ``torch.nn.functional``'s.
 
     ``input`` is (*, *normalized_shape); ``weight`` and ``bias`` have ``normalized_shape`` and the input's dtype or
     float32. Statistics are float32 or better and two-pass. Returns a contiguous tensor of the input's shape and dtype
     (float32 under autocast). Raises what PyTorch's op raises.
     """
+    if residual is not None or scale is not None or activation != NONE:
+        options: dict[str, Any] = {"residual": residual, "scale": scale, "shift": shift, "activation": activation}
+        return reference.layer_norm(input, normalized_shape, weight, bias, eps, **options)
     op = direct("layer_norm", input, weight, bias)
     if op is not None and has_rows(input, normalized_shape, weight):
         out = op(input, len(normalized_shape), weight, bias, eps)
@@ -93,3 +102,10 @@ class _LayerNorm(torch.autograd.Function):
             grad.contiguous(), input.contiguous(), list(ctx.shape), mean, rstd, weight, bias, needs
         )
         return *(g if n else None for g, n in zip(grads, needs, strict=True)), None, None
+
+
+def layer_norm_dim(
+    x: Tensor, dim: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Layer normalisation over one dim."""
+    return reference.layer_norm_dim(x, dim, weight, bias, eps)

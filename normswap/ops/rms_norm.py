@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from normswap import reference
+from normswap.activation import NONE, Activation
 from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
     affine_dtypes_fit,
@@ -33,7 +34,11 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     cast_before_weight: bool = False,
-) -> Tensor:
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: Activation = NONE,
+) -> Any:
     """Root-mean-square normalisation over the trailing ``normalized_shape`` (Zhang & Sennrich 2019), as
     ``torch.nn.functional.rms_norm``, times ``weight_offset + weight``.
 
@@ -42,6 +47,12 @@ def rms_norm(
     weight, as Llama does. ``eps=None`` means the machine epsilon PyTorch takes. Returns a tensor of the input's shape
     and dtype, contiguous for a contiguous input. Raises what PyTorch's op raises.
     """
+    if residual is not None or scale is not None or activation != NONE:
+        total = input if residual is None else input + residual
+        order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+        normalised = reference.rms_norm(total, normalized_shape, weight, eps, **order)
+        adapted = reference.adapted(normalised, scale, shift, activation)
+        return adapted if residual is None else (adapted, total)
     epsilon = torch.finfo(torch.float32).eps if eps is None else eps
     op = direct("rms_norm", input, weight)
     if op is not None and has_rows(input, normalized_shape, weight):
