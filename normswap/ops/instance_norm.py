@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from normswap import reference
-from normswap.ops.dispatch import affine_dtypes_fit, direct, native_serves
+from normswap.ops.dispatch import LARGE_GROUP, affine_dtypes_fit, direct, native_serves
 from normswap.ops.group_norm import ACTIVATIONS, native_group_norm
 
 
@@ -26,7 +26,7 @@ def instance_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | No
             if out is not None:
                 return out
         if (
-            native_serves(input, weight, bias)
+            native_serves(input, weight, bias, elements=math.prod(input.shape[2:]), least=LARGE_GROUP)
             and (weight is None or weight.shape == (channels,))
             and (bias is None or bias.shape == (channels,))
             and affine_dtypes_fit(input, weight, bias)
