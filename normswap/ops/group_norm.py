@@ -11,6 +11,7 @@ from torch import Tensor
 from normswap import reference
 from normswap.activation import NONE, Activation
 from normswap.ops.dispatch import (
+    LARGE_GROUP,
     affine_dtypes_fit,
     autocast_to_float,
     dense,
@@ -46,8 +47,9 @@ def group_norm(
         if out is not None:
             return out
     input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
+    group = math.prod(input.shape[1:]) // max(1, num_groups)
     if not (
-        native_serves(input, weight, bias)
+        native_serves(input, weight, bias, elements=group, least=LARGE_GROUP)
         and input.dim() >= 2
         and num_groups > 0
         and input.shape[1] > 0

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import NONE, Activation
-from normswap.ops.dispatch import affine_dtypes_fit, direct, native_serves
+from normswap.ops.dispatch import LARGE_GROUP, affine_dtypes_fit, direct, native_serves
 from normswap.ops.group_norm import native_group_norm
 
 
@@ -28,8 +28,8 @@ def instance_norm(
     Returns the input's shape and dtype, also under autocast. Raises what PyTorch's op raises.
     """
     if residual is not None or activation != NONE:
-        out = reference.instance_norm(input, weight, bias, eps)
-        return activation(out if residual is None else out + residual)
+        normalised = reference.instance_norm(input, weight, bias, eps)
+        return activation(normalised if residual is None else normalised + residual)
     if input.dim() >= 3 and input.numel() > 0 and math.prod(input.shape[2:]) > 1:  # of one PyTorch raises ValueError
         channels = input.shape[1]
         op = direct("group_norm", input, weight, bias)
@@ -38,7 +38,7 @@ def instance_norm(
             if out is not None:
                 return out
         if (
-            native_serves(input, weight, bias)
+            native_serves(input, weight, bias, elements=math.prod(input.shape[2:]), least=LARGE_GROUP)
             and (weight is None or weight.shape == (channels,))
             and (bias is None or bias.shape == (channels,))
             and affine_dtypes_fit(input, weight, bias)

@@ -54,7 +54,7 @@ def layer_norm(
     input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
     shape = tuple(normalized_shape)
     if not (
-        native_serves(input, weight, bias)
+        native_serves(input, weight, bias, elements=math.prod(shape))
         and len(shape) > 0
         and input.shape[-len(shape) :] == shape
         and (weight is None or weight.shape == shape)

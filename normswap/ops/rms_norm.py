@@ -61,7 +61,7 @@ def rms_norm(
             return out
     shape = tuple(normalized_shape)
     if not (
-        native_serves(input, weight)
+        native_serves(input, weight, elements=math.prod(shape))
         and len(shape) > 0
         and input.shape[-len(shape) :] == shape
         and (weight is None or weight.shape == shape)
