@@ -35,6 +35,7 @@ from normswap.lifted import Lifted, Rounded
 from normswap.plan import Match, is_by_hand
 from normswap.regions.helper import Fused
 from normswap.regions.rewrite import Compiled
+from normswap.regions.spec import Region
 from normswap.sites import detached_copy
 
 _MOST_PIECES = 16
@@ -61,6 +62,19 @@ def compare_region(compiled: Compiled, fused: Fused, owner: nn.Module, packed: A
     return replace(worst or Comparison(problem="no input to compare on"), coverage=share)
 
 
+def holder_of(region: Region, owner: nn.Module, dtype: torch.dtype | None = None) -> Any:
+    """A module that stands for ``owner`` in the snippet of ``region``: it holds copies of the children called there,
+    which share parameters unless ``dtype`` converts them."""
+    names = [*region.passes, *([region.norm] if region.type else [])]
+    names += [region.activation] if isinstance(region.activation, str) else []
+    holder = nn.Module()
+    for name in names:
+        child = owner._modules[name]
+        if child is not None:
+            holder._modules[name] = detached_copy(child, type(child), dtype)
+    return holder
+
+
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
@@ -81,24 +95,14 @@ class _Case:
     def __init__(self, compiled: Compiled, fused: Fused, owner: nn.Module, packed: Any) -> None:
         self.compiled, self.fused, self.packed = compiled, fused, packed
         self.region = compiled.region
-        names = [self.region.norm] if self.region.type else []
-        names += [*self.region.passes]
-        names += [self.region.activation] if isinstance(self.region.activation, str) else []
-        self.children: dict[str, Any] = {name: owner._modules[name] for name in names}
+        self.owner = owner
         self.dtypes: list[torch.dtype] = []
         self.cotangents = [Cotangent(), Cotangent()]
-
-    def _holder(self, dtype: torch.dtype | None = None) -> Any:
-        holder = nn.Module()
-        for name, child in self.children.items():
-            if child is not None:
-                holder._modules[name] = detached_copy(child, type(child), dtype)
-        return holder
 
     def compared(self, gradients: bool) -> Comparison:
         x = self.compiled.unpack(self.packed)[0]
         where: dict[str, Any] = {"dtype": str(x.dtype).removeprefix("torch."), "device": str(x.device)}
-        eager = self._run(self._eager, self._holder(), self.packed, gradients)
+        eager = self._run(self._eager, holder_of(self.region, self.owner), self.packed, gradients)
         expected, size = self._referee(x, gradients)
         self.share = self.eager_share = 0.0
         self.problem = self.note = ""
@@ -107,7 +111,7 @@ class _Case:
             witness = KernelWitness()
             try:
                 with witness if x.is_cuda else contextlib.nullcontext():
-                    ours = self._run(self._ours, self._holder(), self.packed, path)
+                    ours = self._run(self._ours, holder_of(self.region, self.owner), self.packed, path)
             except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
                 problem = f"raises {type(error).__name__}: {error}"
                 return Comparison(kernel_ran=ran, problem=problem, **where)
@@ -164,7 +168,7 @@ class _Case:
             return rounded
 
         with torch.autocast(x.device.type, enabled=False):
-            holder = self._holder(torch.float64)
+            holder = holder_of(self.region, self.owner, torch.float64)
             if self.region.type:
                 self._prepare_norm(holder, x.dtype)
             outputs, found = self._run(lambda h, p: self.compiled.stepped(h, p, each), holder, wide, gradients)
@@ -187,7 +191,7 @@ class _Case:
     def _prepare_norm(self, holder: Any, dtype: torch.dtype) -> None:
         """Make the float64 norm round and default as the original does on tensors of ``dtype``."""
         match, norm = Match(self.region.kind, self.region.attributes), holder._modules[self.region.norm]
-        original = self.children[self.region.norm]
+        original: Any = self.owner._modules[self.region.norm]
         if match.registered or is_by_hand(match.kind, match.attributes):
             named = dict((*original.named_parameters(), *original.named_buffers()))
             holder._modules[self.region.norm] = _Lifting(norm, dtype, {n: t.dtype for n, t in named.items()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from normswap.plan import Match, Swap
 from normswap.sites import classes, detached_copy, preserved
 from normswap.timing.candidate import Candidate, Code, Recorder, Use
 from normswap.timing.decision import Decision, decide, step, takes_gradients, untimed
+from normswap.timing.regions import RegionRecorder
 
 
 def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], least: float) -> Decision:
@@ -32,15 +33,43 @@ def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any]
 def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], *, gradients: bool) -> list[Candidate]:
     """The sites of ``swaps`` in the swapped ``model`` with the calls that ``run``, one run of it, brings to them.
     ``gradients``: the run records them, and what is timed has a backward."""
-    sites = {swap.site.name: _parts(model.get_submodule(swap.site.name), swap.match) for swap in swaps}
-    with _recording([part for parts in sites.values() for part in parts]), torch.set_grad_enabled(gradients):
+    placed = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
+    sites = {swap.site.name: _parts(module, swap.match) for swap, module in placed if swap.match.kind != "region"}
+    regions = {
+        swap.site.name: RegionRecorder(module, modules.original_class(module) or type(module), swap.match)
+        for swap, module in placed
+        if swap.match.kind == "region"
+    }
+    originals = [(module, modules.original_class(module) or type(module)) for _, module in placed]
+    with (
+        classes(originals),
+        _listening(regions.values()),
+        _recording([part for parts in sites.values() for part in parts]),
+        torch.set_grad_enabled(gradients),
+    ):
         run()
-    return [
-        Candidate(
-            swap.site.name, swap.match.kind, tuple(use for p in sites[swap.site.name] for use in p.uses(gradients))
-        )
-        for swap in swaps
-    ]
+    return [_candidate(swap, sites.get(swap.site.name, ()), regions.get(swap.site.name), gradients) for swap in swaps]
+
+
+def _candidate(swap: Swap, parts: Sequence[_Part], regions: RegionRecorder | None, gradients: bool) -> Candidate:
+    name = swap.site.name
+    if regions is None:
+        return Candidate(name, swap.match.kind, tuple(use for part in parts for use in part.uses(gradients)))
+    inside = frozenset(f"{name}.{norm}" if name else norm for norm in regions.norms())
+    return Candidate(name, swap.match.kind, tuple(regions.uses(gradients, looks)), inside)
+
+
+@contextlib.contextmanager
+def _listening(recorders: Iterable[RegionRecorder]) -> Iterator[None]:
+    """Record in the block what reaches the regions."""
+    listening = [*recorders]
+    try:
+        for recorder in listening:
+            recorder.listen()
+        yield
+    finally:
+        for recorder in listening:
+            recorder.owner.__dict__.pop("forward", None)
 
 
 def arrangements(
