@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normswap import reference
+from normswap.activation import Activation
 from normswap.plan import Match, is_by_hand
 
 C: Mapping[str, float] = {
@@ -265,7 +265,7 @@ def _activation(match: Match, site: nn.Module) -> Callable[[Tensor], Tensor]:
     """What a group_norm_activation does to the norm's output."""
     (part,) = match.attributes.get("runs", [match.attributes])
     if "activation" in part:
-        return reference.ACTIVATIONS[part["activation"]]
+        return Activation(part["activation"])
     return nn.Sequential(*(site.get_submodule(name) for name in part["children"]))
 
 

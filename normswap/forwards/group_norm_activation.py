@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from normswap import ops
+from normswap.activation import CODES, Activation
 from normswap.forwards import affine_of, only_argument
 from normswap.forwards.plain import is_plain
 from normswap.forwards.sequential import sequential_forward
@@ -59,7 +60,7 @@ def make_forward(
     norm, flag = attributes.get("norm"), attributes.get("unless")
     literal, children = attributes.get("activation"), _checked(attributes.get("children", []))
     _checked([name for name in (norm, flag, literal) if name is not None])
-    if literal is not None and literal not in ops.ACTIVATIONS:
+    if literal is not None and literal not in CODES:
         raise TypeError(f"group_norm_activation: no activation is called {literal!r}")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -76,7 +77,7 @@ def make_forward(
 
 def normalised(x: Tensor, norm: Any, activation: str) -> Tensor:
     """``activation`` of what ``norm`` makes of ``x``."""
-    return ops.group_norm(x, norm.num_groups, *affine_of(norm), norm.eps, activation)
+    return ops.group_norm(x, norm.num_groups, *affine_of(norm), norm.eps, Activation(activation))
 
 
 def run_names(run: Mapping[str, Any]) -> list[str]:
