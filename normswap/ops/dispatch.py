@@ -88,7 +88,7 @@ def _register_fakes() -> None:
     """Every native op only fills tensors it is given, so its fake does nothing; the direct ones decline."""
     rows = ("layer_norm", "rms_norm", "l1_norm", "group_norm")
     dims = ("rms_norm_dim", "rms_norm_dim_backward", "l1_norm_dim", "l1_norm_dim_backward")
-    for name in (*rows, *dims, "scale_batch_norm", "affine", "fold_linear"):
+    for name in (*rows, *dims, "group_norm_backward", "scale_batch_norm", "affine", "fold_linear"):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
     for name in rows:
         torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, **kwargs: None)
