@@ -54,5 +54,10 @@ __device__ inline Pack<T, V> activated(const Pack<T, V>& pack, Activation activa
   return activated_vector(pack, activation);
 }
 
+template <class T, int V>
+__device__ inline Pack<T, V> activated(const Pack<T, V>& pack, const ActivationArgs& activation) {
+  return activated(pack, activation.code);
+}
+
 }  // namespace
 }  // namespace normswap

@@ -15,13 +15,14 @@ PACKAGE = ROOT / "normswap"
 # For every module of the package, the modules of the package it may import.
 MAY_IMPORT: dict[str, set[str]] = {
     "plan": set(),
-    "reference": set(),
+    "activation": set(),
+    "reference": {"activation"},
     "builder": set(),
     "lifted": set(),
     "sites": set(),
     "timer": set(),
     "native": {"builder"},
-    "ops": {"native", "reference", "ops"},
+    "ops": {"activation", "native", "reference", "ops"},
     "forwards": {"ops", "forwards"},
     "modules": {"ops", "plan", "forwards"},
     "tracing": {"plan"},
