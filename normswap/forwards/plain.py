@@ -7,7 +7,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as _torch_module
 
-_CLASSES = (nn.Linear, nn.BatchNorm1d, nn.GroupNorm, nn.ReLU, nn.SiLU, nn.GELU, nn.Identity)
+_CLASSES = (
+    *(nn.Linear, nn.BatchNorm1d, nn.GroupNorm, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.ReLU, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Sigmoid, nn.Tanh),
+)
 _FORWARDS = {cls: cls.forward for cls in _CLASSES}
 
 
