@@ -38,7 +38,7 @@ class Parts(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A forward of (self, x, y). ``found``: the names of its regions in order; ``shapes`` of x and y; ``change`` is made
+    """A forward of (self, x, y). ``found``: the names of its regions in order; ``shapes`` of x and y; ``change`` comes
     before the swap, ``later`` after it; ``exact``: bit for bit on a CPU, else within float32's rounding."""
 
     forward: Callable[..., Any]
@@ -95,7 +95,7 @@ def assert_same(swapped: nn.Module, model: nn.Module, inputs: tuple[Any, ...], e
             if exact:
                 assert torch.equal(ours[name].nan_to_num(7.0), tensor.nan_to_num(7.0)), name
             else:
-                torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=2e-5, msg=lambda m: f"{name}: {m}")
+                torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=2e-5)
 
 
 def outcome(module: nn.Module, inputs: tuple[Any, ...], learning: bool) -> dict[str, Tensor] | str:

@@ -115,7 +115,7 @@ def conditional_expression(self, x, y):
 
 def short_circuit(self, x, y):
     n = self.norm(x)
-    return self.se and F.relu(n) or n * 2
+    return (self.se and F.relu(n)) or n * 2
 
 
 def deleted(self, x, y):
@@ -242,7 +242,7 @@ def keyword_only(self, x, y, *rest, scale=2.0, **options):
 
 
 def only_starred(*args):
-    self, x, y = args
+    self, x, _ = args
     return F.layer_norm(x, (CHANNELS,)) * self.slope
 
 
@@ -323,7 +323,7 @@ LOOK_ALIKES: dict[str, Case] = {
 _SUM, _ACT, _LEAKY = ("sum + norm",), ("norm + relu",), ("norm + leaky",)
 _RES = ("gn + act_", "gn2 + residual + relu")
 CHANGED: dict[str, Case] = {
-    "hook_before": Case(sum_used_later, (), change=hook("norm")),
+    "hook_before": Case(sum_used_later, _SUM, change=hook("norm")),
     "hook_later": Case(sum_used_later, _SUM, later=hook("norm")),
     "pre_hook_later": Case(f_relu, _ACT, later=pre_hook("norm")),
     "hook_on_activation": Case(leaky_child, _LEAKY, later=hook("leaky")),

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from normswap.plan import Reason
+from normswap.regions.inline import inlined
 from normswap.source import definition
 from normswap.tracing import Rejection, own_getattr
 
@@ -77,7 +78,8 @@ class Op(Value):
 @dataclass
 class Flow:
     """The operations of one forward, the moments at which something opaque happens, and the names that code inside it
-    captures. ``conditions``: (order, expression, truth) of each ``if`` that was followed."""
+    captures. ``conditions``: (order, expression, truth) of each ``if`` that was followed; ``functions``: those that
+    were read as the line they return."""
 
     tree: ast.FunctionDef
     forward: types.FunctionType
@@ -85,6 +87,7 @@ class Flow:
     effects: list[int]
     conditions: list[tuple[int, str, bool]]
     captured: frozenset[str]
+    functions: dict[str, types.FunctionType]
 
     def opaque_between(self, first: int, last: int) -> bool:
         """Whether something that is not understood happens between two moments; operations are not looked at."""
@@ -114,9 +117,10 @@ def read(module: nn.Module, forward: types.FunctionType) -> Flow | Rejection:
         return Rejection(Reason.NOT_STRAIGHT_LINE, f"forward binds {owner}")
     if seen := {node.id for node in names} & _SEES_LOCALS:
         return Rejection(Reason.NOT_STRAIGHT_LINE, f"forward names {', '.join(sorted(seen))}")
+    tree, functions = inlined(tree, forward.__globals__)
     reader = _Reader(module, forward, tree)
     reader.read_all(tree.body)
-    return Flow(tree, forward, reader.ops, reader.effects, reader.conditions, _captured(tree))
+    return Flow(tree, forward, reader.ops, reader.effects, reader.conditions, _captured(tree), functions)
 
 
 def _captured(tree: ast.FunctionDef) -> frozenset[str]:

@@ -35,8 +35,9 @@ def with_helpers(
     where another was put on the class since, where its source is not what was read (a pickle outlives a version of a
     library), and where it would branch in another way than it did."""
     made: Any = original
-    source = attributes.get("source", "")
-    if source and source != digest([base_forward]):
+    names, known = attributes.get("functions", "").split(), getattr(base_forward, "__globals__", {})
+    functions = {name: known.get(name) for name in names}  # read as the line they return
+    if "source" in attributes and attributes["source"] != digest([base_forward, *functions.values()]):
         return lambda self, *args, **kwargs: original.forward(self, *args, **kwargs)
     compiled, make = _compiled(made, base_forward, _text(attributes))
     helpers = [helper_of(one) for one in compiled]
@@ -46,9 +47,17 @@ def with_helpers(
         rewritten = make(helpers)
     conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))
     checks = [(_evaluator(text), truth) for text, truth in conditions]
+    codes = [(name, function, getattr(function, "__code__", None)) for name, function in functions.items()]
+
+    def is_as_read(self: Any) -> bool:
+        return (
+            original.forward is base_forward
+            and all(bool(check(self)) is truth for check, truth in checks)
+            and all(known.get(name) is made and made.__code__ is code for name, made, code in codes)
+        )
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if original.forward is base_forward and all(bool(check(self)) is truth for check, truth in checks):
+        if is_as_read(self):
             return rewritten(self, *args, **kwargs)
         return original.forward(self, *args, **kwargs)
 

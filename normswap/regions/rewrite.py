@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from normswap.plan import PlanError
+from normswap.regions.inline import inlined
 from normswap.regions.patterns import FUNCTIONS
-from normswap.regions.spec import Region, Step
+from normswap.regions.spec import Position, Region, Step
 from normswap.source import definition
 from normswap.tracing import Rejection
 
@@ -56,7 +57,8 @@ def compile_regions(
     found = definition(forward)
     if isinstance(found, Rejection):
         raise PlanError(f"regions: {found.detail}; plan it anew")
-    tree = copy.deepcopy(found)
+    places = {step.at for region in regions for step in region.steps}
+    tree, _ = inlined(found, forward.__globals__, lambda call: _place(call, found) in places)
     for key, node in enumerate(ast.walk(tree)):  # so that copies of them can be told
         setattr(node, _MARK, key)
     made = [_Region(tree, forward, index, region) for index, region in enumerate(regions)]
@@ -233,16 +235,13 @@ def _mark(node: ast.AST) -> int:
 def _at(tree: ast.FunctionDef, step: Step) -> Any:
     """The node of a step. Raises PlanError where there is none."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign)):
-            found = (
-                node.lineno - tree.lineno,
-                node.col_offset,
-                (node.end_lineno or 0) - tree.lineno,
-                node.end_col_offset,
-            )
-            if found == step.at:
-                return node
+        if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign)) and _place(node, tree) == step.at:
+            return node
     raise PlanError(f"regions: {tree.name} has no operation at {step.at}; plan it anew")
+
+
+def _place(node: Any, tree: ast.FunctionDef) -> Position:
+    return node.lineno - tree.lineno, node.col_offset, node.end_lineno - tree.lineno, node.end_col_offset
 
 
 def _operands(step: Step, node: Any) -> list[ast.expr]:
