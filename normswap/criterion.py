@@ -265,7 +265,7 @@ def _activation(match: Match, site: nn.Module) -> Callable[[Tensor], Tensor]:
     """What a group_norm_activation does to the norm's output."""
     (part,) = match.attributes.get("runs", [match.attributes])
     if "activation" in part:
-        return Activation(part["activation"])
+        return Activation(part["activation"]).__call__
     return nn.Sequential(*(site.get_submodule(name) for name in part["children"]))
 
 
