@@ -1,7 +1,7 @@
 // What the kernels of the row engine do with a chunk: statistics, normalise, store.
 #pragma once
 
-#include "row_policy.cuh"
+#include "row_options.cuh"
 
 namespace normswap {
 namespace {
@@ -124,6 +124,9 @@ __device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
                                    int64_t begin, const RowValues (&values)[Rows], Ahead& affine) {
   if constexpr (Policy::affine == Affine::by_element) {
     store_tiles<Policy, T, W>(tiles, args, rows, begin, values, affine);
+  } else if constexpr (kOptions<Policy>) {
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) store_with_options<T>(tiles[r], args, rows[r], begin, values[r]);
   } else {
     bool fast = true;
 #pragma unroll
@@ -191,7 +194,7 @@ struct ChunkInShared {
     ChunkTile<T, Ragged, Full> tiles[1];
     staged<Full>(row).copy_to(tiles[0]);
     Stat stat[1];
-    Policy::statistics(tiles, Full || place.len == args.chunk_len ? args.sizes.chunk : args.sizes.last_chunk, stat);
+    Policy::statistics(tiles, Full || place.len == args.chunk_len ? args.sizes.chunk : args.sizes.last_chunk, args, stat);
     return stat[0];
   }
   __device__ Stat statistic(int64_t row) const {

@@ -13,7 +13,7 @@ struct RowValues {
 };
 
 // What the affine parameters of a policy belong to.
-enum class Affine { none, by_element, by_channel };
+enum class Affine { none, by_element, by_channel, with_options };
 
 // Divides numbers that are not negative by one that the host knows: by its reciprocal times 2^64, rounded down, which is at
 // most one too few.
@@ -34,6 +34,7 @@ struct RowArgs {
   float eps, weight_offset;
   RowSizes sizes;
   Quotient by_rows, by_num_groups, by_spatial, by_sets;  // the last: split, both: of kRowsSplit rows
+  Quotient by_sample;                                    // options
 };
 
 // A tile of so many elements must not keep them as floats.
@@ -72,7 +73,7 @@ struct Centred {
   __device__ static bool fast(RowValues) { return true; }
   // `size`: elements of the chunks.
   template <class Tile, int Rows>
-  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor& size, Stat (&out)[Rows]) {
+  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor& size, const RowArgs&, Stat (&out)[Rows]) {
     float mean[Rows] = {}, m2[Rows];
     chunk_sums<false>(tiles, mean, mean, [](float x, float into) { return __fadd_rn(into, x); });
 #pragma unroll
@@ -113,7 +114,7 @@ struct RMSNormPolicy {
   static constexpr bool has_bias = false, always_fast = true;
   __device__ static bool fast(RowValues) { return true; }
   template <class Tile, int Rows>
-  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, Stat (&out)[Rows]) {
+  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, const RowArgs&, Stat (&out)[Rows]) {
     plain_sums(tiles, out, [](float x, float into) { return fmaf(x, x, into); });
   }
   template <class T>
@@ -135,7 +136,7 @@ struct L1NormPolicy {
   static constexpr Affine affine = Affine::none;
   static constexpr bool has_bias = false, always_fast = false;
   template <class Tile, int Rows>
-  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, Stat (&out)[Rows]) {
+  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, const RowArgs&, Stat (&out)[Rows]) {
     plain_sums(tiles, out, [](float x, float into) { return __fadd_rn(into, fabsf(x)); });
   }
   template <class T>

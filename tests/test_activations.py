@@ -217,8 +217,8 @@ def test_sites_that_no_example_reaches_are_proved_on_made_up_inputs() -> None:
 
 
 def test_large_samples_are_compared_by_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("normswap.compare._SLICE_ELEMENTS", 64)
-    monkeypatch.setattr("normswap.compare._TOTAL_ELEMENTS", 128)
+    monkeypatch.setattr("normswap.compare.SLICE_ELEMENTS", 64)
+    monkeypatch.setattr("normswap.compare.TOTAL_ELEMENTS", 128)
     for make in (written(f_silu), NormAct, sequential(nn.SiLU)):
         report = normswap.report(optimized(randomised(make()), torch.randn(3, CHANNELS, 40)))
         (row,) = report.rows

@@ -10,6 +10,7 @@ from torch import Tensor
 from normswap import reference
 from normswap.activation import CODES, NONE, Activation
 from normswap.ops.dispatch import (
+    LARGE_GROUP,
     affine_dtypes_fit,
     dense,
     direct,
@@ -45,8 +46,9 @@ def group_norm(
         out = op(input, num_groups, weight, bias, eps, activation.code, activation.low, activation.high, residual)
         if out is not None:
             return out
+    group = input.numel() // max(1, input.shape[0] * num_groups) if input.dim() >= 2 else 0
     if not (
-        native_serves(input, weight, bias, residual)
+        native_serves(input, weight, bias, residual, elements=group, least=LARGE_GROUP)
         and input.dim() >= 2
         and num_groups > 0
         and input.shape[1] > 0

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import NONE, Activation
-from normswap.ops.dispatch import affine_dtypes_fit, direct, native_serves
+from normswap.ops.dispatch import LARGE_GROUP, affine_dtypes_fit, direct, native_serves
 from normswap.ops.group_norm import native_group_norm
 
 
@@ -36,7 +36,7 @@ def instance_norm(
             if out is not None:
                 return out
         if (
-            native_serves(input, weight, bias, residual)
+            native_serves(input, weight, bias, residual, elements=math.prod(input.shape[2:]), least=LARGE_GROUP)
             and (weight is None or weight.shape == (channels,))
             and (bias is None or bias.shape == (channels,))
             and (residual is None or (residual.shape == input.shape and residual.dtype == input.dtype))
