@@ -170,13 +170,21 @@ __device__ inline int take_ticket(unsigned* next) {
   return static_cast<int>(ticket);
 }
 
-// Work number `ticket`: a piece of set (a group, a slab) `sums`, for its sums, and the same piece of set `gradients`, `lag`
-// sets behind, for its gradients: while the sums of one are united the other is being loaded. A set not there is negative.
+// Work number `ticket`: the sums of piece `piece` of set `set` (a group, a slab), or its gradients, which follow `lag` sets
+// behind.
 struct Turn {
-  int sums, gradients, piece;
+  bool gradients;
+  int set, piece;
   __device__ static Turn of(int ticket, int sets, int pieces, int lag) {
-    const int step = ticket / pieces;
-    return {step < sets ? step : -1, step - lag, ticket - step * pieces};
+    const int before = lag * pieces, paired = (sets - lag) * pieces * 2;
+    if (ticket < before) return {false, ticket / pieces, ticket % pieces};
+    if (ticket < before + paired) {
+      const int item = (ticket - before) / 2, step = item / pieces;
+      const bool second = (ticket - before) % 2 != 0;
+      return {second, second ? step : step + lag, item - step * pieces};
+    }
+    const int item = ticket - before - paired;
+    return {true, sets - lag + item / pieces, item % pieces};
   }
 };
 

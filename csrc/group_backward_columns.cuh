@@ -37,29 +37,16 @@ struct SlabPiece {
   }
 };
 
-// A value a channel of a strip of a sample.
-struct StripValues {
-  float *mean, *gain, *bias;
-  __device__ void set(const ColumnsArgs& a, const SlabPiece& of) const {
-    for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
-      const LineValues line = line_values(a.n, of.group(a, c), of.channel + c);
-      mean[c] = line.mean;
-      gain[c] = line.gain;
-      bias[c] = line.bias;
-    }
-  }
-};
-
-// What a block has in shared memory.
+// What a block has in shared memory, a value a channel of the strip, and room to unite its rows' sums.
 struct ColumnsShared {
-  StripValues of_sums, of_gradients;
-  float *a, *b;  // of the gradients' strip
-  float2* sums;  // (side, width): room to unite the rows'
+  float *mean, *gain, *bias, *a, *b;
+  float2* sums;  // (side, width)
   __device__ ColumnsShared(const ColumnsArgs& args, float* shared) {
     const int width = (args.p.width + 3) / 4 * 4;  // so that all start at vectors
-    of_sums = {shared, shared + width, shared + 2 * width};
-    of_gradients = {shared + 3 * width, shared + 4 * width, shared + 5 * width};
-    a = shared + 6 * width;
+    mean = shared;
+    gain = mean + width;
+    bias = gain + width;
+    a = bias + width;
     b = a + width;
     sums = reinterpret_cast<float2*>(b + width);
   }
@@ -100,7 +87,7 @@ struct ColumnVectors {
   }
   // with(d, g, gain, where it lies) for every vector.
   template <bool Last, class With>
-  __device__ void for_each(const StripValues& strip, With with) {
+  __device__ void for_each(const ColumnsShared& shared, With with) {
     const auto of_channels = [&](const float* values, float (&out)[V]) {
       const Floats<V> some = *reinterpret_cast<const Floats<V>*>(values + lane * V);
 #pragma unroll
@@ -115,9 +102,9 @@ struct ColumnVectors {
         x[k].floats(d);
         dy[k].floats(g);
         if (k + Each < left) load<Last>(k, at + Each * step);
-        of_channels(strip.mean, mean);
-        of_channels(strip.gain, gain);
-        of_channels(strip.bias, bias);
+        of_channels(shared.mean, mean);
+        of_channels(shared.gain, gain);
+        of_channels(shared.bias, bias);
 #pragma unroll
         for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], mean[j]);
         through_activation<D>(a.n, at, d, gain, bias, g);
@@ -128,12 +115,12 @@ struct ColumnVectors {
   }
 };
 
-// The sums of a strip's channels in a thread's rows of a piece, into its row of shared.sums.
+// The sums of a strip's channels in a piece, into the first row of shared.sums. The block calls; a barrier follows.
 template <class T, class D, int V>
-__device__ inline void row_sums(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared,
+__device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared,
                                   ColumnVectors<T, D, V>& vectors) {
   float sums[V] = {}, products[V] = {};
-  vectors.template for_each<false>(shared.of_sums, [&](const float (&d)[V], const float (&g)[V], const float (&)[V], int64_t) {
+  vectors.template for_each<false>(shared, [&](const float (&d)[V], const float (&g)[V], const float (&)[V], int64_t) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       sums[j] = __fadd_rn(sums[j], g[j]);
@@ -142,19 +129,13 @@ __device__ inline void row_sums(const ColumnsArgs& a, const SlabPiece& of, const
   });
   const bool mine = vectors.row < a.p.side && vectors.lane * V < of.width;
   float2* const to = shared.sums + vectors.row * a.p.width + vectors.lane * V;
-  if (!mine) return;
+  if (mine) {
 #pragma unroll
-  for (int j = 0; j < V; ++j) to[j] = {sums[j], products[j]};
-}
-
-// Those of the rows into the first row. The block calls; a barrier follows.
-template <int V>
-__device__ inline void unite_side(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared, int row, int lane) {
-  const bool mine = row < a.p.side && lane * V < of.width;
-  float2* const to = shared.sums + row * a.p.width + lane * V;
+    for (int j = 0; j < V; ++j) to[j] = {sums[j], products[j]};
+  }
   for (int half = a.p.half_side; half > 0; half /= 2) {
     __syncthreads();
-    if (!mine || row >= half || row + half >= a.p.side) continue;
+    if (!mine || vectors.row >= half || vectors.row + half >= a.p.side) continue;
 #pragma unroll
     for (int j = 0; j < V; ++j) to[j] = plus(to[j], to[half * a.p.width + j]);
   }
@@ -210,7 +191,7 @@ __device__ inline void finish_slab(const ColumnsArgs& a, const SlabPiece& of, co
   for (int g = static_cast<int>(threadIdx.x) / 32; g < of.width / a.group_width; g += warps) {
     const int first = g * a.group_width;
     const float2 sums = warp_sums(a.group_width, [&](int i) {
-      const float gain = shared.of_sums.gain[first + i];
+      const float gain = shared.gain[first + i];
       return float2{__fmul_rn(shared.sums[first + i].x, gain), __fmul_rn(shared.sums[first + i].y, gain)};
     });
     if (threadIdx.x % 32 == 0) {
@@ -227,43 +208,51 @@ template <class T, class D, int V>
 __global__ void __launch_bounds__(kPassingThreads, 3) group_columns(const ColumnsArgs args) {
   extern __shared__ __align__(16) char memory[];
   const ColumnsShared shared(args, reinterpret_cast<float*>(memory));
-  const bool at_once = args.pieces == 1;
-  const Turn turn = Turn::of(take_ticket(args.ticket), args.slabs, args.pieces, at_once ? 0 : args.lag);
-  const bool sums = turn.sums >= 0, gradients = args.gradients && turn.gradients >= 0;
-  const SlabPiece of(args, max(turn.sums, 0), turn.piece), behind(args, max(turn.gradients, 0), turn.piece);
+  const bool at_once = args.pieces == 1, with_gradients = args.gradients;
+  const int ticket = take_ticket(args.ticket);
+  const Turn turn = with_gradients && !at_once ? Turn::of(ticket, args.slabs, args.pieces, args.lag)
+                                               : Turn{false, ticket / args.pieces, ticket % args.pieces};
+  const SlabPiece of(args, turn.set, turn.piece);
   ColumnVectors<T, D, V> vectors(args);
-  if (sums) {
+  if (turn.gradients) {
+    vectors.template begin<true>(of);
+  } else {
     vectors.template begin<false>(of);
-    shared.of_sums.set(args, of);
   }
-  if (gradients) shared.of_gradients.set(args, behind);
+  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+    const LineValues line = line_values(args.n, of.group(args, c), of.channel + c);
+    shared.mean[c] = line.mean;
+    shared.gain[c] = line.gain;
+    shared.bias[c] = line.bias;
+  }
   __syncthreads();
-  if (sums) row_sums(args, of, shared, vectors);
-  if (gradients) vectors.template begin<true>(behind);
-  if (sums) {
-    unite_side<V>(args, of, shared, vectors.row, vectors.lane);
-    if (unite_slab(args, of, shared)) {
-      finish_slab(args, of, shared);
-      if (args.gradients && threadIdx.x == 0) set_ready(args.ready + of.slab);
+  if (!turn.gradients) {
+    piece_sums(args, of, shared, vectors);
+    if (!unite_slab(args, of, shared)) return;
+    finish_slab(args, of, shared);
+    if (!with_gradients) return;
+    if (!at_once) {
+      if (threadIdx.x == 0) set_ready(args.ready + of.slab);
+      return;
     }
+    vectors.template begin<true>(of);
+  } else {
+    wait_until_ready(args.ready + of.slab);
   }
-  if (!gradients) return;
-  wait_until_ready(args.ready + behind.slab);
-  for (int c = threadIdx.x; c < behind.width; c += blockDim.x) {
-    const float2 values = __ldcg(args.values + behind.group(args, c));
+  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+    const float2 values = __ldcg(args.values + of.group(args, c));
     shared.a[c] = values.x;
     shared.b[c] = values.y;
   }
   __syncthreads();
   const float *a = shared.a + vectors.lane * V, *b = shared.b + vectors.lane * V;
-  vectors.template for_each<true>(
-      shared.of_gradients, [&](const float (&d)[V], float (&g)[V], const float (&gain)[V], int64_t at) {
-        if (args.n.dresidual != nullptr) Raw<D, V>::template store<true>(static_cast<D*>(args.n.dresidual) + at, g);
-        if (args.n.dx == nullptr) return;
+  vectors.template for_each<true>(shared, [&](const float (&d)[V], float (&g)[V], const float (&gain)[V], int64_t at) {
+    if (args.n.dresidual != nullptr) Raw<D, V>::template store<true>(static_cast<D*>(args.n.dresidual) + at, g);
+    if (args.n.dx == nullptr) return;
 #pragma unroll
-        for (int j = 0; j < V; ++j) g[j] = GroupValues{a[j], b[j]}.gradient(g[j], d[j], gain[j]);
-        Raw<T, V>::template store<true>(static_cast<T*>(args.n.dx) + at, g);
-      });
+    for (int j = 0; j < V; ++j) g[j] = GroupValues{a[j], b[j]}.gradient(g[j], d[j], gain[j]);
+    Raw<T, V>::template store<true>(static_cast<T*>(args.n.dx) + at, g);
+  });
 }
 
 // --- launch --------------------------------------------------------------------------------------------------------
@@ -300,8 +289,8 @@ cudaError_t launch_columns_backward(const ColumnsArgs& a, bool overlap, cudaStre
   const int64_t flags = 1 + a.p.slabs * (a.p.bunches + 2);
   const cudaError_t error = cudaMemsetAsync(a.ticket, 0, flags * sizeof(unsigned), stream);
   if (error != cudaSuccess) return error;
-  const int64_t turns = (a.p.slabs + (a.gradients && a.pieces > 1 ? a.p.lag : 0)) * a.p.pieces;
-  const LaunchShape shape{grid_of(turns), kPassingThreads, a.p.shared, 1, false};
+  const int64_t turns = a.gradients && a.pieces > 1 ? 2 : 1;
+  const LaunchShape shape{grid_of(turns * a.p.slabs * a.p.pieces), kPassingThreads, a.p.shared, 1, false};
   return launch_block<group_columns<T, D, V>>(a, shape, stream);
 }
 

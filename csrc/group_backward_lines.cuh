@@ -273,84 +273,61 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
 
 // --- passing -------------------------------------------------------------------------------------------------------
 
-// A lane's vectors of a unit of a piece of a group, in registers.
-template <class T, class D, int V>
-struct UnitLoaded {
-  static constexpr int Each = kVectorsAtOnce<V, sizeof(T) == sizeof(D)>;
-  Unit<V, Each> unit;
-  int64_t at;  // of the first in the tensor
-  Raw<T, V> x[Each];
-  Raw<D, V> dy[Each];
-
-  __device__ auto xs() const {
-    return [this](int k) -> const Raw<T, V>& { return x[k]; };
-  }
-  __device__ auto dys() const {
-    return [this](int k) -> const Raw<D, V>& { return dy[k]; };
-  }
-  // Unit `number` of the piece, if there is one.
-  template <bool Last>
-  __device__ void load(const LinesArgs& a, int group, const PieceOfLines& piece, int number) {
-    const int size = a.piece_size();
-    unit = Unit<V, Each>::of(a, piece, min(number, size - 1));
-    if (number >= size) unit.vectors = 0;
-    const int64_t line = static_cast<int64_t>(group) * a.group_lines + unit.line;
-    at = line * a.n.sizes.spatial + static_cast<int64_t>(unit.first) * V;
-#pragma unroll
-    for (int k = 0; k < Each; ++k) {
-      if (unit.first + k * a.lanes >= unit.vectors) break;
-      const int64_t from = at + k * a.lanes * V;
-      x[k] = Raw<T, V>::template load<Last>(static_cast<const T*>(a.n.x) + from);
-      dy[k] = Raw<D, V>::template load<Last>(static_cast<const D*>(a.n.dy) + from);
-    }
-  }
-};
-
 template <class T, class D, int V>
 __global__ void __launch_bounds__(kPassingThreads, 3) group_passing(const LinesArgs args) {
+  constexpr int Each = kVectorsAtOnce<V, sizeof(T) == sizeof(D)>;
   __shared__ float2 of_units[kUnitsAPiece * 32];
-  const Turn turn = Turn::of(take_ticket(args.ticket), args.groups, args.group_pieces, args.lag);
+  const int ticket = take_ticket(args.ticket);
+  const Turn turn = args.gradients ? Turn::of(ticket, args.groups, args.group_pieces, args.lag)
+                                   : Turn{false, ticket / args.group_pieces, ticket % args.group_pieces};
   const PieceOfLines piece = PieceOfLines::of(args, turn.piece);
+  const int first_line = static_cast<int>((static_cast<int64_t>(turn.set) * args.group_lines) % args.channels);
+  const int64_t base = static_cast<int64_t>(turn.set) * args.group_lines * args.n.sizes.spatial;
+  const T* x = static_cast<const T*>(args.n.x);
+  const D* dy = static_cast<const D*>(args.n.dy);
   const int runs = kPassingThreads / args.lanes, run = static_cast<int>(threadIdx.x) / args.lanes, size = args.piece_size();
-  const auto values_of = [&](int group, int line) {
-    const int first = static_cast<int>(static_cast<int64_t>(group) * args.group_lines % args.channels);
-    return line_values(args.n, group, first + line);
-  };
-  UnitLoaded<T, D, V> loaded;
-  if (turn.sums >= 0) {
-    for (int some = 0; some < size; some += runs) {
-      loaded.template load<false>(args, turn.sums, piece, some + run);
-      const LineValues line = values_of(turn.sums, loaded.unit.line);
-      const float2 sums = run_sums(unit_sums<D>(args, loaded.unit, line, loaded.at, loaded.xs(), loaded.dys()), args.lanes);
-      if (some + run < size && threadIdx.x % args.lanes == 0) of_units[some + run] = sums;
-    }
-  }
-  const bool gradients = args.gradients && turn.gradients >= 0;
-  if (gradients) loaded.template load<true>(args, turn.gradients, piece, run);
-  if (turn.sums >= 0) {
-    __syncthreads();
-    float2* const pieces = args.piece_sums + static_cast<int64_t>(turn.sums) * args.group_pieces;
-    if (threadIdx.x < 32) {
-      const auto values = [&](int line) { return values_of(turn.sums, line); };
-      const float2 sums = unite_units(args, turn.sums, turn.piece, piece, of_units, values);
-      if (threadIdx.x == 0) pieces[turn.piece] = sums;
-    }
-    if (args.gradients && arrives_last(args.arrived + turn.sums, args.group_pieces) && threadIdx.x < 32) {
-      const float2 sums = warp_sums(args.group_pieces, [&](int i) { return __ldcg(pieces + i); });
-      if (threadIdx.x == 0) {
-        args.sums[turn.sums] = sums;
-        set_ready(args.ready + turn.sums);
-      }
-    }
-  }
-  if (!gradients) return;
-  wait_until_ready(args.ready + turn.gradients);
-  const float rstd = args.n.rstd[turn.gradients];
-  const GroupValues group = GroupValues::of(__ldcg(args.sums + turn.gradients), rstd, args.reciprocal);
+  const auto values = [&](int line) { return line_values(args.n, turn.set, first_line + line); };
+  const float rstd = args.n.rstd[turn.set];
+  GroupValues group{};
   for (int some = 0; some < size; some += runs) {
-    if (some > 0) loaded.template load<true>(args, turn.gradients, piece, some + run);
-    const LineValues line = values_of(turn.gradients, loaded.unit.line);
-    store_gradients<T, D, true>(args, loaded.unit, line, group, loaded.at, loaded.xs(), loaded.dys());
+    Unit<V, Each> unit = Unit<V, Each>::of(args, piece, min(some + run, size - 1));
+    if (some + run >= size) unit.vectors = 0;
+    const int64_t at = base + static_cast<int64_t>(unit.line) * args.n.sizes.spatial + static_cast<int64_t>(unit.first) * V;
+    Raw<T, V> xs[Each];
+    Raw<D, V> dys[Each];
+#pragma unroll
+    for (int k = 0; k < Each; ++k) {
+      if (unit.first + k * args.lanes >= unit.vectors) break;
+      const int64_t from = at + k * args.lanes * V;
+      xs[k] = turn.gradients ? Raw<T, V>::template load<true>(x + from) : Raw<T, V>::load(x + from);
+      dys[k] = turn.gradients ? Raw<D, V>::template load<true>(dy + from) : Raw<D, V>::load(dy + from);
+    }
+    const auto x_of = [&](int k) { return xs[k]; };
+    const auto dy_of = [&](int k) { return dys[k]; };
+    const LineValues line = values(unit.line);
+    if (!turn.gradients) {
+      const float2 sums = run_sums(unit_sums<D>(args, unit, line, at, x_of, dy_of), args.lanes);
+      if (some + run < size && threadIdx.x % args.lanes == 0) of_units[some + run] = sums;
+      continue;
+    }
+    if (some == 0) {
+      wait_until_ready(args.ready + turn.set);
+      group = GroupValues::of(__ldcg(args.sums + turn.set), rstd, args.reciprocal);
+    }
+    store_gradients<T, D, true>(args, unit, line, group, at, x_of, dy_of);
+  }
+  if (turn.gradients) return;
+  __syncthreads();
+  float2* const pieces = args.piece_sums + static_cast<int64_t>(turn.set) * args.group_pieces;
+  if (threadIdx.x < 32) {
+    const float2 sums = unite_units(args, turn.set, turn.piece, piece, of_units, values);
+    if (threadIdx.x == 0) pieces[turn.piece] = sums;
+  }
+  if (!args.gradients || !arrives_last(args.arrived + turn.set, args.group_pieces) || threadIdx.x >= 32) return;
+  const float2 sums = warp_sums(args.group_pieces, [&](int i) { return __ldcg(pieces + i); });
+  if (threadIdx.x == 0) {
+    args.sums[turn.set] = sums;
+    set_ready(args.ready + turn.set);
   }
 }
 
@@ -398,8 +375,7 @@ cudaError_t launch_lines(const LinesArgs& a, const GroupBackwardPlan& p, bool ov
   }
   const cudaError_t error = cudaMemsetAsync(a.ticket, 0, (1 + 2 * p.groups) * sizeof(unsigned), stream);
   if (error != cudaSuccess) return error;
-  const int64_t turns = (p.groups + (a.gradients ? p.lag : 0)) * p.group_pieces;
-  const LaunchShape shape{grid_of(turns), p.threads, 0, 1, false};
+  const LaunchShape shape{grid_of(a.gradients ? p.grid : p.grid / 2), p.threads, 0, 1, false};
   return launch_block<group_passing<T, D, V>>(a, shape, stream);
 }
 

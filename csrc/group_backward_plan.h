@@ -148,7 +148,7 @@ inline bool make_group_backward_plan(const GroupSizes& s, const Gpu& gpu, Regime
     const int64_t lag = ceil_div(kLagBytes, group);
     p.lag = lag < p.groups ? lag : p.groups;
     p.threads = kPassingThreads;
-    p.grid = (p.groups + p.lag) * p.group_pieces;
+    p.grid = 2 * p.groups * p.group_pieces;
   }
   *plan = p;
   return p.grid <= 0x7fffffff;
@@ -200,7 +200,7 @@ inline bool make_group_columns_plan(const GroupSizes& s, GroupColumnsPlan* plan)
   p.bunches = ceil_div(p.pieces, kBunch);
   const int64_t lag = ceil_div(kLagBytes, s.spatial * p.width * (s.itemsize + s.grad_itemsize));
   p.lag = lag < p.slabs ? lag : p.slabs;
-  p.shared = 4 * 8 * static_cast<int>(ceil_div(p.width, 4) * 4) + 8 * p.side * p.width;
+  p.shared = 4 * 5 * static_cast<int>(ceil_div(p.width, 4) * 4) + 8 * p.side * p.width;
   *plan = p;
   return 2 * p.slabs * p.pieces <= 0x7fffffff;
 }

@@ -182,7 +182,7 @@ def test_plans_cover_every_element_once_and_fit() -> None:
             blocks = p["cluster"] if p["cluster"] > 1 else p["grid"]
             assert blocks * p["block_pieces"] >= pieces > (blocks - 1) * p["block_pieces"]
         else:
-            assert p["grid"] == (p["groups"] + p["lag"]) * p["group_pieces"] and 1 <= p["lag"] <= p["groups"]
+            assert p["grid"] == 2 * p["groups"] * p["group_pieces"] and 1 <= p["lag"] <= p["groups"]
     assert ways == {(True, False), (True, True), (False, False)}
 
 
