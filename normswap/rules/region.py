@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from normswap.forwards.rms_norm import digest
 from normswap.plan import Match, Refusal
 from normswap.regions import flow
 from normswap.regions.patterns import FUNCTIONS, regions_of
@@ -34,6 +35,7 @@ def match(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]
         return found if isinstance(found, Match) else None
 
     regions: list[Region] = []
+    told: dict[str, str] = {}
     if forward is nn.Sequential.forward:
         if type(module).__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
             regions = [*runs_of(module, norm_of)]
@@ -43,6 +45,8 @@ def match(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]
             return None
         read = flow.read(module, forward)
         regions = [] if isinstance(read, Rejection) else [*regions_of(module, read, norm_of)]
+        functions = {} if isinstance(read, Rejection) else read.functions
+        told = {"source": digest([forward, *functions.values()]), "functions": " ".join(functions)}
     if not regions:
         return None
-    return not_rewritable(module, KIND) or Match(KIND, {"regions": [region.to_json() for region in regions]})
+    return not_rewritable(module, KIND) or Match(KIND, {**told, "regions": [region.to_json() for region in regions]})
