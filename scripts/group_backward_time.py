@@ -1,5 +1,5 @@
-"""Forward and backward of group norms on the GPU: PyTorch's and ours, in milliseconds and as multiples of five passes over
-the tensor at the rate of a copy."""
+"""Forward and backward of group norms on the GPU: PyTorch's and ours, in milliseconds and as multiples of five passes
+over the tensor at the rate of a copy."""
 
 from __future__ import annotations
 
