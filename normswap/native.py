@@ -34,6 +34,7 @@ __all__ = [
     "build",
     "column_plan",
     "environment",
+    "group_backward_plan",
     "load",
     "on_load",
     "row_plan",
@@ -371,6 +372,35 @@ def column_plan(
     )
     gpu = (clusters, shared, multiprocessors)
     return _plan("column_plan", (batch, rows, channels, num_groups), (itemsize, *gpu, regime), names)
+
+
+def group_backward_plan(
+    batch: int,
+    channels: int,
+    spatial: int,
+    num_groups: int,
+    itemsize: int,
+    grad_itemsize: int,
+    *,
+    clusters: bool,
+    shared: int = 101376,
+    multiprocessors: int = 128,
+    regime: int = 0,
+) -> dict[str, int] | None:
+    """How the backward of a contiguous group norm cuts its groups, and who works on them; ``itemsize`` and
+    ``grad_itemsize`` are the bytes of an element of the input and of the gradient.
+
+    ``held`` of the result: blocks, or clusters of them, keep both on chip; otherwise they read them twice. ``regime`` 0
+    chooses; 3 block, 4 cluster, 5 split (twice) force one, and None is returned where it cannot be done so. Needs the
+    library, but no GPU. Raises BuildError without the library.
+    """
+    names = (
+        *("held", "vec", "lanes", "each", "units", "piece_lines", "piece_units", "line_pieces", "group_pieces"),
+        *("groups", "block_pieces", "cluster", "block_lines", "block_elements", "threads", "shared", "lag", "grid"),
+        "workspace",
+    )
+    sizes, gpu = (batch, channels, spatial, num_groups), (clusters, shared, multiprocessors)
+    return _plan("group_backward_plan", sizes, (itemsize, grad_itemsize, *gpu, regime), names)
 
 
 def _plan(name: str, sizes: Sequence[int], numbers: Sequence[int], names: Sequence[str]) -> dict[str, int] | None:
