@@ -1,5 +1,5 @@
-"""layer_norm and rms_norm with a residual, a scale and shift and an activation on the GPU: every regime, dtype, shape and
-layout against float64, and the bits of what stands alone."""
+"""layer_norm and rms_norm with a residual, a scale and shift and an activation on the GPU: every regime, dtype, shape
+and layout against float64, and the bits of what stands alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def call(kind: str, x: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> 
 def check(
     kind: str, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, scale: Any = None, shift: Any = None
 ) -> None:
-    """``out`` against float64 by the criterion; of the limit every rounding that the options add takes a fourth more."""
+    """``out`` against float64 by the criterion; the limit grows by a fourth with every rounding that options add."""
     x64, w64, b64 = x.double(), weight.double(), bias.double()
     size, more = x.shape[-1:], 0
     if kind == "layer_norm":
