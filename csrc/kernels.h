@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "column_plan.h"
+#include "group_backward_plan.h"
 #include "row_plan.h"
 
 namespace normswap {
@@ -30,6 +31,15 @@ enum class Activation : int {
 struct ActivationArgs {
   Activation code;
   float low, high;
+};
+
+// What stands behind a group norm, all of it optional: y = activation(norm + residual), the sum rounded to y's dtype. y is
+// that of the norm.
+struct GroupOptions {
+  const void* residual;  // as y
+  void* y;
+  bool wide;  // y is float32, whatever x is
+  bool any;   // one of these is asked for
 };
 
 // Which norm norm_with_options takes.
@@ -66,7 +76,8 @@ struct RowNorm {
   double weight_offset;     // rms_norm: the factor is offset + weight
   bool cast_before_weight;  // rms_norm: round to x's dtype before the product with the weight
   int64_t num_groups, channels_per_group, spatial;  // group_norm: row = (sample, group), cols = channels * spatial
-  Activation activation;  // group_norm
+  ActivationArgs activation;  // group_norm
+  GroupOptions behind;        // group_norm
   DType dtype, weight_dtype;
   NormKind kind;       // norm_with_options
   RowOptions options;  // norm_with_options
@@ -86,7 +97,11 @@ inline bool is_ragged(const RowNorm& n, int itemsize) {
 cudaError_t layer_norm(const RowNorm&, const RowPlan&, cudaStream_t);
 cudaError_t rms_norm(const RowNorm&, const RowPlan&, cudaStream_t);
 cudaError_t l1_norm(const RowNorm&, const RowPlan&, cudaStream_t);
-cudaError_t group_norm(const RowNorm&, const RowPlan&, cudaStream_t);
+
+// Of x that is float32, float16, bfloat16: the longest to compile of all.
+cudaError_t group_norm_f32(const RowNorm&, const RowPlan&, cudaStream_t);
+cudaError_t group_norm_f16(const RowNorm&, const RowPlan&, cudaStream_t);
+cudaError_t group_norm_bf16(const RowNorm&, const RowPlan&, cudaStream_t);
 cudaError_t norm_with_options(const RowNorm&, const RowPlan&, cudaStream_t);
 
 // A vector with one value a channel, in its own dtype; data == nullptr: absent.
@@ -107,7 +122,8 @@ struct ChannelNorm {
   void* workspace;  // column_workspace_bytes(plan)
   int64_t batch, rows, channels, num_groups;
   double eps, momentum;
-  Activation activation;  // group_norm
+  ActivationArgs activation;  // group_norm
+  GroupOptions behind;        // group_norm
   DType dtype;
   ChannelVector input_bias;  // scale_batch_norm, to be added to x: finite, it cancels in all but the running mean
 };
@@ -115,6 +131,31 @@ struct ChannelNorm {
 cudaError_t scale_batch_norm(const ChannelNorm&, const ColumnPlan&, cudaStream_t);  // statistics, running stats, apply
 cudaError_t affine(const ChannelNorm&, cudaStream_t);  // apply with the running statistics
 cudaError_t group_norm_channels_last(const ChannelNorm&, const ColumnPlan&, cudaStream_t);  // statistics, apply
+
+// The backward of group_norm, of contiguous tensors or (batch, spatial, channels) memory (channels last); all start at
+// multiples of 16 bytes. dy, residual and dresidual have one dtype, x's or float32. What is null is not wanted.
+struct GroupBackward {
+  const void* x;
+  const void* dy;
+  const void* residual;  // what was added behind the norm; needed where an activation follows
+  void* dx;
+  void* dresidual;
+  ChannelVector weight, bias, dweight, dbias;
+  const float* mean;  // (batch, num_groups)
+  const float* rstd;
+  void* workspace;
+  GroupSizes sizes;
+  ActivationArgs activation;
+  DType dtype, grad_dtype;
+};
+
+// Contiguous tensors whose dtype is float32, float16, bfloat16.
+cudaError_t group_backward_f32(const GroupBackward&, const GroupBackwardPlan&, bool overlap, cudaStream_t);
+cudaError_t group_backward_f16(const GroupBackward&, const GroupBackwardPlan&, bool overlap, cudaStream_t);
+cudaError_t group_backward_bf16(const GroupBackward&, const GroupBackwardPlan&, bool overlap, cudaStream_t);
+cudaError_t group_columns_f32(const GroupBackward&, const GroupColumnsPlan&, bool overlap, cudaStream_t);
+cudaError_t group_columns_f16(const GroupBackward&, const GroupColumnsPlan&, bool overlap, cudaStream_t);
+cudaError_t group_columns_bf16(const GroupBackward&, const GroupColumnsPlan&, bool overlap, cudaStream_t);
 
 // out_weight[c, :] = a_c weight[c, :], out_bias[c] = a_c linear_bias[c] + bias[c] - (a_c / scale_c) running_mean[c]
 struct FoldLinear {

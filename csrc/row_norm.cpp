@@ -71,10 +71,12 @@ void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum,
   run("l1_norm", l1_norm, 0, n, input, out, regime);
 }
 
-Activation activation_of(int64_t activation) {
-  STD_TORCH_CHECK(activation >= 0 && activation <= static_cast<int64_t>(Activation::gelu_tanh),
-                  "group_norm: activation must be 0 to 4, got ", activation);
-  return static_cast<Activation>(activation);
+cudaError_t group_norm(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
+  switch (n.dtype) {
+    case DType::f32: return group_norm_f32(n, plan, stream);
+    case DType::f16: return group_norm_f16(n, plan, stream);
+    default: return group_norm_bf16(n, plan, stream);
+  }
 }
 
 ChannelNorm channels_last_of(const RowNorm& n, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
@@ -90,13 +92,23 @@ ChannelNorm channels_last_of(const RowNorm& n, const OptionalTensor& weight, con
   c.rstd = n.rstd;
   c.eps = eps;
   c.activation = n.activation;
+  c.behind = n.behind;
   c.dtype = n.dtype;
   return c;
 }
 
+GroupOptions behind_of(const Tensor& input, const OptionalTensor& residual, const Tensor& out) {
+  const bool wide = out.scalar_type() != input.scalar_type();
+  STD_TORCH_CHECK(out.numel() == input.numel() && (!wide || dtype_of(out, "group_norm") == DType::f32),
+                  "group_norm: out must have the input's size, and its dtype or float32");
+  STD_TORCH_CHECK(!residual.has_value() || (residual->numel() == out.numel() && residual->scalar_type() == out.scalar_type()),
+                  "group_norm: residual must have the size and dtype of out");
+  return {data_or_null(residual), out.mutable_data_ptr(), wide, wide || residual.has_value()};
+}
+
 void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const OptionalTensor& bias_,
-                     int64_t num_groups, double eps, bool channels_last, int64_t activation, Tensor out,
-                     OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
+                     int64_t num_groups, double eps, bool channels_last, int64_t activation, double low, double high,
+                     const OptionalTensor& residual, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
   if (input_.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
   STD_TORCH_CHECK(input_.dim() >= 2 && num_groups > 0 && input_.size(1) % num_groups == 0, "group_norm: ", num_groups,
@@ -104,7 +116,8 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
   const Tensor input = channels_last ? on_boundary(input_) : input_;
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
   const int64_t channels = input.size(1), rows = input.size(0) * num_groups;
-  RowNorm n = row_norm_of("group_norm", input, out, input.numel() / rows, eps);
+  RowNorm n = row_norm_of("group_norm", input, input, input.numel() / rows, eps);
+  n.behind = behind_of(input, residual, out);
   n.num_groups = num_groups;
   n.channels_per_group = channels / num_groups;
   n.spatial = n.cols / n.channels_per_group;
@@ -116,15 +129,18 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
   set_affine("group_norm", n, weight, bias, channels);
   n.mean = floats_or_null(mean);
   n.rstd = floats_or_null(rstd);
-  n.activation = activation_of(activation);
+  n.activation = activation_of("group_norm", activation, low, high);
   if (!channels_last) return run("group_norm", group_norm, 0, n, input, out, regime);
   ChannelNorm c = channels_last_of(n, weight, bias, eps);
   c.y = out.mutable_data_ptr();
   if (!run_columns("group_norm", group_norm_channels_last, c, input, static_cast<Regime>(regime))) {
     // Groups too wide for a block: by way of the other layout.
     const Tensor contiguous = torch::stable::contiguous(input);
-    Tensor result = torch::stable::empty_like(contiguous);
+    const OptionalTensor other =
+        residual.has_value() ? OptionalTensor(torch::stable::contiguous(*residual)) : std::nullopt;
+    Tensor result = torch::stable::empty_like(torch::stable::contiguous(out));
     n.x = contiguous.const_data_ptr();
+    n.behind = behind_of(contiguous, other, result);
     run("group_norm", group_norm, 0, n, contiguous, result, 0);
     torch::stable::copy_(out, result);
   }
@@ -174,14 +190,25 @@ bool is_channels_last(const Tensor& t) {
   return true;
 }
 
+// Whether two tensors have everything in common but their values.
+bool alike(const Tensor& a, const Tensor& b) {
+  const auto sizes = a.sizes(), strides = a.strides();
+  return a.dim() == b.dim() && std::equal(sizes.begin(), sizes.end(), b.sizes().begin()) &&
+         std::equal(strides.begin(), strides.end(), b.strides().begin()) && a.scalar_type() == b.scalar_type() &&
+         a.is_cuda() && a.get_device_index() == b.get_device_index();
+}
+
 OptionalTensor group_norm_or_none(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
-                                  const OptionalTensor& bias, double eps, int64_t activation) {
+                                  const OptionalTensor& bias, double eps, int64_t activation, double low, double high,
+                                  const OptionalTensor& residual) {
   const bool channels_last = !input.is_contiguous() && is_channels_last(input);
   if (!(channels_last || input.is_contiguous()) || !is_plain(input, 1, 1, weight, bias)) return std::nullopt;
   if (num_groups < 1 || input.size(1) % num_groups != 0 || input.numel() == num_groups) return std::nullopt;
+  if (residual.has_value() && !alike(*residual, input)) return std::nullopt;
   const OptionalTensor out = unfilled_like(input);
   if (!out.has_value()) return std::nullopt;
-  group_norm_cuda(input, weight, bias, num_groups, eps, channels_last, activation, *out, std::nullopt, std::nullopt, 0);
+  group_norm_cuda(input, weight, bias, num_groups, eps, channels_last, activation, low, high, residual,
+                  *out, std::nullopt, std::nullopt, 0);
   return out;
 }
 

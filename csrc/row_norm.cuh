@@ -335,9 +335,10 @@ cudaError_t launch_ragged(const RowNorm& n, const RowPlan& plan, cudaStream_t st
   return launch_rows<Policy, T, W, false>(n, plan, stream);
 }
 
+// Parameters of channels are so few that their dtype is asked when they are loaded.
 template <class Policy, class T>
 cudaError_t launch_weight(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  if constexpr (Policy::affine != Affine::none && !kOptions<Policy> && sizeof(T) == 2) {
+  if constexpr (Policy::affine == Affine::by_element && !kOptions<Policy> && sizeof(T) == 2) {
     if (n.weight_dtype == DType::f32) return launch_ragged<Policy, T, float>(n, plan, stream);
   }
   return launch_ragged<Policy, T, T>(n, plan, stream);

@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
     if constexpr (by_channel) {
       auto& each = of_warp[threadIdx.x % 32 / 2];
       const int c = threadIdx.x % 2;
-      each.few[turn % 2][c] = each.ahead.template load<W>(args, row, c);
+      each.few[turn % 2][c] = each.ahead.load(args, row, c);
     }
   };
   const auto row_of = [&](int turn) { return team + static_cast<int64_t>(turn) * teams; };

@@ -6,8 +6,7 @@ The function of a name here takes the same arguments as the op of that name in `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,41 +65,33 @@ def layer_norm_dim(
     return out if x.is_cuda and torch.is_autocast_enabled("cuda") else out.to(x.dtype)
 
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-"""What may follow a norm in one op, in the order of the kernels' numbers for it (0 to 4)."""
-
-
 def group_norm(
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    activation: str = "none",
+    activation: Activation = NONE,
+    *,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch's group norm, rounded to its dtype as it is, then the activation."""
-    return ACTIVATIONS[activation](F.group_norm(input, num_groups, weight, bias, eps))
+    """PyTorch's group norm, rounded to its dtype as it is, plus the residual, then the activation."""
+    out = F.group_norm(input, num_groups, weight, bias, eps)
+    return activation(out if residual is None else out + residual)
 
 
-def instance_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """PyTorch's instance norm by the statistics of ``input``."""
-    return F.instance_norm(input, None, None, weight, bias, eps=eps)
-
-
-def activation_gradient(grad: Tensor, input: Tensor, activation: str) -> Tensor:
-    """The gradient of ``ACTIVATIONS[activation]`` at ``input``, in its dtype."""
-    aten = torch.ops.aten
-    if activation == "relu":
-        return aten.threshold_backward.default(grad, input, 0)
-    if activation == "silu":
-        return aten.silu_backward.default(grad, input)
-    return aten.gelu_backward.default(grad, input, approximate="tanh" if activation == "gelu_tanh" else "none")
+def instance_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: Activation = NONE,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The same of PyTorch's instance norm by the statistics of ``input``."""
+    out = F.instance_norm(input, None, None, weight, bias, eps=eps)
+    return activation(out if residual is None else out + residual)
 
 
 def rms_norm(

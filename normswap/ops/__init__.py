@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from normswap.ops.dispatch import autograd_only, native_serves
 from normswap.ops.folded_linear import folded_linear
-from normswap.ops.group_norm import ACTIVATIONS, group_norm
+from normswap.ops.group_norm import group_norm
 from normswap.ops.instance_norm import instance_norm
 from normswap.ops.l1_norm import l1_norm
 from normswap.ops.l2_norm import frobenius_norm, l2_norm
@@ -20,7 +20,6 @@ from normswap.ops.rms_norm import rms_norm, rms_norm_dim
 from normswap.ops.scale_batch_norm import fold_scale_batch_norm, scale_batch_norm
 
 __all__ = [
-    "ACTIVATIONS",
     "autograd_only",
     "fold_scale_batch_norm",
     "folded_linear",

@@ -79,7 +79,7 @@ def _layer_norm(
 
 def _is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> bool:
     return (
-        native_serves(input, weight, bias)
+        native_serves(input, weight, bias, elements=math.prod(shape))
         and len(shape) > 0
         and input.shape[-len(shape) :] == shape
         and (weight is None or weight.shape == shape)

@@ -84,7 +84,7 @@ def _rms_norm(
 
 def _is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> bool:
     return (
-        native_serves(input, weight)
+        native_serves(input, weight, elements=math.prod(shape))
         and len(shape) > 0
         and input.shape[-len(shape) :] == shape
         and (weight is None or weight.shape == shape)
