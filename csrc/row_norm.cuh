@@ -124,17 +124,13 @@ struct HeldExchange {
   }
 };
 
-// Blocks that there are to be registers for. With options a lane has 128 in large blocks, and in small ones 80, or 128 for
-// ragged rows of 32-bit elements.
-template <class Policy, Held How, int Itemsize, bool Ragged>
-constexpr int kBlocksHeldOf = !kOptions<Policy>                 ? kBlocksHeld<How, Itemsize>
-                              : kWarpsHeld<How, Itemsize> == 16 ? 1
-                              : Ragged && Itemsize == 4         ? 2
-                                                                : 3;
+// Blocks that there are to be registers for; with options a lane of 32-bit elements has 128.
+template <class Policy, Held How, int Itemsize>
+constexpr int kBlocksHeldOf = kOptions<Policy> && Itemsize == 4 ? 16 / kWarpsHeld<How, Itemsize> : kBlocksHeld<How, Itemsize>;
 
 // Whole: every warp has a chunk, of kChunk elements.
 template <class Policy, class T, class W, bool Ragged, Held How, bool Whole>
-__global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf<Policy, How, sizeof(T), Ragged>)
+__global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf<Policy, How, sizeof(T)>)
     row_held(const RowArgs args) {
   if constexpr (kClusters || How == Held::in_block || How == Held::alone) {
     using Stat = typename Policy::Stat;
