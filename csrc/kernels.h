@@ -13,7 +13,24 @@ namespace normswap {
 enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
 
 // What follows a norm, of its output as rounded to its dtype.
-enum class Activation : int { none = 0, relu = 1, silu = 2, gelu = 3, gelu_tanh = 4 };
+enum class Activation : int {
+  none = 0,
+  relu = 1,
+  silu = 2,
+  gelu = 3,
+  gelu_tanh = 4,
+  leaky_relu = 5,
+  clamp = 6,
+  hardswish = 7,
+  sigmoid = 8,
+  tanh = 9
+};
+
+// leaky_relu: `low` is its slope; clamp: the bounds; nothing to the others.
+struct ActivationArgs {
+  Activation code;
+  float low, high;
+};
 
 // rows x cols contiguous elements, normalised row by row. `weight` and `bias` (both optional, of one dtype: x's or
 // float32) hold one value an element of the row for layer_norm and rms_norm, one a channel for group_norm.

@@ -45,4 +45,24 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def(
       "fold_linear(Tensor linear_weight, Tensor? linear_bias, Tensor? scale, Tensor running_mean, Tensor running_var, "
       "Tensor? weight, Tensor? bias, float eps, Tensor(a!) out_weight, Tensor(b!) out_bias) -> ()");
+  // The output and float32 statistics of the rows (layer_norm: all means, then all rstds), or neither.
+  m.def(
+      "layer_norm_recorded(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps) -> (Tensor?, Tensor?)");
+  m.def(
+      "rms_norm_recorded(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight) -> (Tensor?, Tensor?)");
+  m.def("l1_norm_recorded(Tensor input, float eps, float minimum) -> (Tensor?, Tensor?)");
+  // The gradients asked for, or none at all where there is no memory for them. passes: 0 lets the plan choose; 1 and 2
+  // force them, for tests.
+  m.def(
+      "layer_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor statistics, "
+      "Tensor? sum_grad, int cols, int activation, float low, float high, bool of_input, bool of_weight, bool of_bias, "
+      "int passes) -> (Tensor?, Tensor?, Tensor?)");
+  m.def(
+      "rms_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor statistics, Tensor? sum_grad, int cols, "
+      "float weight_offset, bool cast_before_weight, int activation, float low, float high, bool of_input, "
+      "bool of_weight, int passes) -> (Tensor?, Tensor?, Tensor?)");
+  m.def(
+      "l1_norm_backward(Tensor grad, Tensor input, Tensor statistics, int cols, float eps, float minimum, int passes) "
+      "-> Tensor?");
 }
