@@ -47,6 +47,8 @@ Gradients run(const char* op, Launch launch, RowBackward n, const Tensor& grad_,
   STD_TORCH_CHECK(!sum_grad.has_value() ||
                       (sum_grad->numel() == input.numel() && sum_grad->scalar_type() == input.scalar_type()),
                   op, ": the gradient of the sum must be like the input");
+  STD_TORCH_CHECK((weight.has_value() || !wanted.weight) && (bias.has_value() || !wanted.bias), op,
+                  ": an absent weight or bias has no gradient");
   check_columns(op, weight, cols, n.dtype);
   check_columns(op, bias, cols, n.dtype);
   const BackwardRows of{n.rows, cols, static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype))};

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -17,20 +19,46 @@ PLAIN = (Tensor, torch.nn.Parameter)
 _native_tried = False
 
 _direct: dict[str, Callable[..., Tensor | None]] = {}
+_recording: dict[str, Callable[..., Tensor | None]] = {}
+_native: dict[str, Callable[..., Any]] = {}
+_Function = TypeVar("_Function", bound=type[torch.autograd.Function])
+
+
+def recording(name: str) -> Callable[[_Function], _Function]:
+    """Decorates the autograd Function that does all of a call of ``name`` that records a gradient, or answers None; it
+    takes what the native op of ``direct`` takes. Function.apply itself would ask again for functorch's transforms."""
+
+    def register(function: _Function) -> _Function:
+        _recording[name] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+        return function
+
+    return register
+
+
+def native_op(name: str) -> Callable[..., Any]:
+    """The native op of a name, without the frame of Python around it but where torch.compile must see it."""
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.normswap, name).default  # type: ignore[no-any-return]
+    return _native[name]
 
 
 def direct(name: str, *tensors: Tensor | None) -> Callable[..., Tensor | None] | None:
-    """The native op that does all of a call of ``name`` in one step, or None when the call must go the general way:
-    the library is not loaded, a tensor is no plain one on a GPU, or gradients, autocast, a functorch transform,
-    forward-mode AD, torch.jit.trace or torch.compile have a say in it. The op answers None where it declines."""
+    """What does all of a call of ``name`` in one step - the native op, or where a gradient is to be recorded the
+    autograd Function around it - or None when the call must go the general way: the library is not loaded, a tensor is
+    no plain one on a GPU, or autocast, a functorch transform, forward-mode AD, torch.jit.trace or torch.compile have a
+    say in it. What is returned answers None where it declines."""
     if torch.compiler.is_compiling():
         return None
-    grad = torch.is_grad_enabled()
+    differentiable = False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in PLAIN or not tensor.is_cuda or (grad and tensor.requires_grad)):
-            return None
+        if tensor is not None:
+            if type(tensor) not in PLAIN or not tensor.is_cuda:
+                return None
+            differentiable = differentiable or tensor.requires_grad
     if torch.is_autocast_enabled("cuda") or torch._C._get_tracing_state() is not None or not autograd_only():
         return None
+    if differentiable and torch.is_grad_enabled():
+        return _recording.get(name) if name in _direct else None
     return _direct.get(name)
 
 
@@ -70,16 +98,47 @@ def _library_ready() -> bool:
 
 
 def _register_fakes() -> None:
-    """Every native op only fills tensors it is given, so its fake does nothing; the direct ones decline."""
+    """Most native ops only fill tensors they are given, so their fakes do nothing; the direct ones decline, and so do
+    those that record."""
     rows = ("layer_norm", "rms_norm", "l1_norm", "group_norm")
     dims = ("rms_norm_dim", "rms_norm_dim_backward", "l1_norm_dim", "l1_norm_dim_backward")
     for name in (*rows, *dims, "scale_batch_norm", "affine", "fold_linear"):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
     for name in rows:
         torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, **kwargs: None)
-        op = getattr(torch.ops.normswap, f"{name}_or_none").default
-        _direct[name] = getattr(op, "_op", op)  # without the frame of Python around it
+        _direct[name] = _frameless(f"{name}_or_none")
+    for name, fake in _ROW_BACKWARDS.items():
+        torch.library.register_fake(f"normswap::{name}_recorded", lambda *args, **kwargs: (None, None))
+        torch.library.register_fake(f"normswap::{name}_backward", fake)
+        for op in (f"{name}_recorded", f"{name}_backward"):
+            _native[op] = _frameless(op)
 
+
+def _frameless(name: str) -> Callable[..., Any]:
+    op = getattr(torch.ops.normswap, name).default
+    return getattr(op, "_op", op)  # type: ignore[no-any-return]
+
+
+def _contiguous_if(wanted: bool, like: Tensor | None) -> Tensor | None:
+    return torch.empty_like(like, memory_format=torch.contiguous_format) if wanted and like is not None else None
+
+
+def _layer_norm_backward_fake(*args: Any) -> tuple[Tensor | None, ...]:
+    _, input, weight, bias, *_, of_input, of_weight, of_bias, _ = args
+    return _contiguous_if(of_input, input), _contiguous_if(of_weight, weight), _contiguous_if(of_bias, bias)
+
+
+def _rms_norm_backward_fake(*args: Any) -> tuple[Tensor | None, ...]:
+    _, input, weight, *_, of_input, of_weight, _ = args
+    return _contiguous_if(of_input, input), _contiguous_if(of_weight, weight), None
+
+
+_ROW_BACKWARDS: Mapping[str, Callable[..., Any]] = {
+    "layer_norm": _layer_norm_backward_fake,
+    "rms_norm": _rms_norm_backward_fake,
+    "l1_norm": lambda _, input, *rest: _contiguous_if(True, input),
+}
+"""The rows' norms that have a backward kernel, and its fake."""
 
 native.on_load(_register_fakes)
 
@@ -101,10 +160,6 @@ def affine_dtypes_fit(input: Tensor, weight: Tensor | None, bias: Tensor | None)
     return len(given) <= 1 and given <= {input.dtype, torch.float32}
 
 
-def mixed(input: Tensor, *affine: Tensor | None) -> bool:
-    return any(t is not None and t.dtype != input.dtype for t in affine)
-
-
 def reference_gradients(
     function: Callable[..., Tensor], tensors: Sequence[Tensor | None], grad: Tensor
 ) -> list[Tensor | None]:
@@ -123,9 +178,9 @@ def dense(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def row_statistic(input: Tensor, dims: int) -> Tensor:
-    """An uninitialised float32 value per row, in the shape PyTorch's backward expects: (*, 1, ..., 1)."""
-    return input.new_empty((*input.shape[: input.dim() - dims], *(1,) * dims), dtype=torch.float32)
+def row_statistics(input: Tensor, dims: int, each: int) -> Tensor:
+    """``each`` uninitialised float32 values per row of the last ``dims`` dims: (each, rows)."""
+    return input.new_empty((each, math.prod(input.shape[: input.dim() - dims])), dtype=torch.float32)
 
 
 def statistic_along(input: Tensor, dim: int) -> Tensor:

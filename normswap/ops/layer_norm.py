@@ -16,11 +16,12 @@ from normswap.ops.dispatch import (
     dense,
     direct,
     has_rows,
-    mixed,
+    native_op,
     native_serves,
     needs_grad,
+    recording,
     reference_gradients,
-    row_statistic,
+    row_statistics,
 )
 
 
@@ -51,10 +52,11 @@ def layer_norm(
         and (weight is None or weight.shape == shape)
         and (bias is None or bias.shape == shape)
         and affine_dtypes_fit(input, weight, bias)
+        and input.numel() > 0
     ):
         return reference.layer_norm(input, list(shape), weight, bias, eps)
     if needs_grad(input, weight, bias):
-        return _LayerNorm.apply(input, weight, bias, shape, eps)
+        return _LayerNorm.apply(input, len(shape), weight, bias, eps, True)
     return _layer_norm_forward(input, weight, bias, shape, eps, None, None)
 
 
@@ -73,23 +75,40 @@ def _layer_norm_forward(
     return out
 
 
+@recording("layer_norm")
 class _LayerNorm(torch.autograd.Function):
+    """``served``: the caller has found that the kernels can take these tensors. Otherwise None where they cannot."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Any, bias: Any, shape: tuple[int, ...], eps: float) -> Tensor:
-        mean, rstd = row_statistic(input, len(shape)), row_statistic(input, len(shape))
-        out = _layer_norm_forward(input, weight, bias, shape, eps, mean, rstd)
-        ctx.save_for_backward(input, weight, bias, mean, rstd)
-        ctx.shape, ctx.eps = shape, eps
+    def forward(
+        ctx: Any, input: Tensor, dims: int, weight: Any, bias: Any, eps: float, served: bool = False
+    ) -> Tensor | None:
+        out, statistics = None, None
+        if not torch.compiler.is_compiling():
+            out, statistics = native_op("layer_norm_recorded")(input, dims, weight, bias, eps)
+        if out is None and not served:
+            return None
+        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
+            statistics = row_statistics(input, dims, 2)
+            out = _layer_norm_forward(
+                input, weight, bias, tuple(input.shape[-dims:]), eps, statistics[0], statistics[1]
+            )
+        ctx.save_for_backward(input, weight, bias, statistics)
+        ctx.dims, ctx.eps = dims, eps
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight, bias, mean, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled() or mixed(input, weight, bias):
-            formula = lambda x, w, b: reference.layer_norm(x, list(ctx.shape), w, b, ctx.eps)  # noqa: E731
-            return *reference_gradients(formula, (input, weight, bias), grad), None, None
-        needs = [bool(n) for n in ctx.needs_input_grad[:3]]
-        grads = torch.ops.aten.native_layer_norm_backward(
-            grad.contiguous(), input.contiguous(), list(ctx.shape), mean, rstd, weight, bias, needs
-        )
-        return *(g if n else None for g, n in zip(grads, needs, strict=True)), None, None
+        input, weight, bias, statistics = ctx.saved_tensors
+        of_input, _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        shape = input.shape[-ctx.dims :]
+        if not torch.is_grad_enabled():
+            dx, dw, db = native_op("layer_norm_backward")(
+                *(grad, input, weight, bias, statistics, None, math.prod(shape)),
+                *(0, 0.0, 0.0, of_input, of_weight, of_bias, 0),
+            )
+            if dx is not None or dw is not None or db is not None:
+                return dx, None, dw, db, None, None
+        formula = lambda x, w, b: reference.layer_norm(x, list(shape), w, b, ctx.eps)  # noqa: E731
+        dx, dw, db = reference_gradients(formula, (input, weight, bias), grad)
+        return dx, None, dw, db, None, None

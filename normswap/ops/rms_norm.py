@@ -16,11 +16,12 @@ from normswap.ops.dispatch import (
     dense,
     direct,
     has_rows,
-    mixed,
+    native_op,
     native_serves,
     needs_grad,
+    recording,
     reference_gradients,
-    row_statistic,
+    row_statistics,
     statistic_along,
 )
 
@@ -55,12 +56,13 @@ def rms_norm(
         and input.shape[-len(shape) :] == shape
         and (weight is None or weight.shape == shape)
         and affine_dtypes_fit(input, weight, None)
+        and input.numel() > 0
     ):
         return reference.rms_norm(
             input, shape, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight
         )
     if needs_grad(input, weight):
-        return _RMSNorm.apply(input, weight, shape, epsilon, weight_offset, cast_before_weight)
+        return _RMSNorm.apply(input, len(shape), weight, epsilon, weight_offset, cast_before_weight, True)
     return _rms_norm_forward(input, weight, shape, epsilon, weight_offset, cast_before_weight, None)
 
 
@@ -81,38 +83,49 @@ def _rms_norm_forward(
     return out
 
 
+@recording("rms_norm")
 class _RMSNorm(torch.autograd.Function):
+    """``served``: the caller has found that the kernels can take these tensors. Otherwise None where they cannot."""
+
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
+        dims: int,
         weight: Any,
-        shape: tuple[int, ...],
         eps: float,
         weight_offset: float,
         cast_before_weight: bool,
-    ) -> Tensor:
-        rstd = row_statistic(input, len(shape))
-        out = _rms_norm_forward(input, weight, shape, eps, weight_offset, cast_before_weight, rstd)
-        ctx.save_for_backward(input, weight, rstd)
-        ctx.shape, ctx.eps = shape, eps
-        ctx.weight_offset, ctx.cast_before_weight = weight_offset, cast_before_weight
+        served: bool = False,
+    ) -> Tensor | None:
+        out, statistics, order = None, None, (weight_offset, cast_before_weight)
+        if not torch.compiler.is_compiling():
+            out, statistics = native_op("rms_norm_recorded")(input, dims, weight, eps, *order)
+        if out is None and not served:
+            return None
+        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
+            statistics = row_statistics(input, dims, 1)
+            out = _rms_norm_forward(input, weight, tuple(input.shape[-dims:]), eps, *order, statistics)
+        ctx.save_for_backward(input, weight, statistics)
+        ctx.dims, ctx.eps, ctx.order = dims, eps, order
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight, rstd = ctx.saved_tensors
-        rounds = ctx.weight_offset and input.dtype is not torch.float32  # PyTorch's op would take a rounded sum
-        if torch.is_grad_enabled() or rounds or mixed(input, weight):
-            order = {"weight_offset": ctx.weight_offset, "cast_before_weight": ctx.cast_before_weight}
-            formula = lambda x, w: reference.rms_norm(x, ctx.shape, w, ctx.eps, **order)  # noqa: E731
-            return *reference_gradients(formula, (input, weight), grad), None, None, None, None
-        needs = [bool(n) for n in ctx.needs_input_grad[:2]]
-        factor = weight + ctx.weight_offset if weight is not None and ctx.weight_offset else weight
-        grads = torch.ops.aten._fused_rms_norm_backward(
-            grad.contiguous(), input.contiguous(), list(ctx.shape), rstd, factor, needs
-        )
-        return *(g if n else None for g, n in zip(grads, needs, strict=True)), None, None, None, None
+        input, weight, statistics = ctx.saved_tensors
+        of_input, _, of_weight, *_ = ctx.needs_input_grad
+        shape, (weight_offset, cast_before_weight) = input.shape[-ctx.dims :], ctx.order
+        if not torch.is_grad_enabled():
+            dx, dw, _ = native_op("rms_norm_backward")(
+                *(grad, input, weight, statistics, None, math.prod(shape), weight_offset, cast_before_weight),
+                *(0, 0.0, 0.0, of_input, of_weight, 0),
+            )
+            if dx is not None or dw is not None:
+                return dx, None, dw, None, None, None, None
+        order = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+        formula = lambda x, w: reference.rms_norm(x, shape, w, ctx.eps, **order)  # noqa: E731
+        dx, dw = reference_gradients(formula, (input, weight), grad)
+        return dx, None, dw, None, None, None, None
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
