@@ -1,5 +1,5 @@
-"""The gradients of the row norms in closed form, in float64, each with the magnitude that its sums run through, by which
-the criterion of the proof measures errors."""
+"""The gradients of the row norms in closed form, in float64, each with the magnitude that its sums run through, by
+which the criterion of the proof measures errors."""
 
 from __future__ import annotations
 
