@@ -51,7 +51,8 @@ Gradients run(const char* op, Launch launch, RowBackward n, const Tensor& grad_,
                   ": an absent weight or bias has no gradient");
   check_columns(op, weight, cols, n.dtype);
   check_columns(op, bias, cols, n.dtype);
-  const BackwardRows of{n.rows, cols, static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype))};
+  const bool with = n.activation.code != Activation::none || sum_grad.has_value();
+  const BackwardRows of{n.rows, cols, static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype)), with};
   BackwardPlan plan;
   STD_TORCH_CHECK(make_backward_plan(of, gpu_of(input.get_device_index()), static_cast<int>(passes), &plan),
                   op, ": rows of ", cols, " elements cannot be done in passes: ", passes);
@@ -163,7 +164,7 @@ extern "C" __attribute__((visibility("default"))) int normswap_row_backward_plan
                                                                                  int64_t* out) {
   const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, 132, true};
   normswap::BackwardPlan p;
-  if (!normswap::make_backward_plan({rows, cols, itemsize, grad_itemsize}, gpu, passes, &p)) return 0;
+  if (!normswap::make_backward_plan({rows, cols, itemsize, grad_itemsize, false}, gpu, passes, &p)) return 0;
   const int64_t values[] = {p.lanes,  p.chunk_len,    p.chunks,  p.blocks_a_row, p.block_chunks,
                             p.teams,  p.warps,        p.rows_a_piece, p.pieces,  p.one_pass,
                             p.slots,  p.lag,          p.slot_bytes,   p.shared,  p.grid};

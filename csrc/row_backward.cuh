@@ -87,55 +87,40 @@ struct SumsExchange {
 
 // --- a warp ----------------------------------------------------------------------------------------------------------
 
-// A vector's weights or biases, `absent` where there are none; nothing is read past the row's end.
-template <class W, class Tile>
-__device__ inline void column_values_of(const W* mine, const Tile& tile, int k, float (&out)[Tile::V]) {
-  constexpr int per = 16 / static_cast<int>(sizeof(W));
-  if (Tile::Ragged && !tile.whole(k)) {
-#pragma unroll
-    for (int j = 0; j < Tile::V; ++j) out[j] = tile.offset(k) + j < tile.len ? to_float(mine[j]) : 0.f;
-  } else {
-#pragma unroll
-    for (int i = 0; i < (Tile::V + per - 1) / per; ++i) {
-      float some[per];
-      floats_of<W>(*reinterpret_cast<const uint4*>(mine + i * per), some);
-#pragma unroll
-      for (int j = 0; j < per && i * per + j < Tile::V; ++j) out[i * per + j] = some[j];
-    }
-  }
-}
-
-template <class X, class Tile>
+// A vector of weights or biases, `absent` where there are none.
+template <class Tile>
 __device__ inline void column_values(const ChannelVector& vector, int64_t begin, const Tile& tile, int k, float absent,
                                      float (&out)[Tile::V]) {
+  using X = typename Tile::X;
   const int64_t at = begin + tile.offset(k);
-  if (vector.data == nullptr || !tile.inside(k)) {
+  if (vector.data == nullptr) {
 #pragma unroll
     for (int j = 0; j < Tile::V; ++j) out[j] = absent;
   } else if (sizeof(X) == 4 || vector.dtype == DType::f32) {
-    column_values_of(static_cast<const float*>(vector.data) + at, tile, k, out);
+    load_values(static_cast<const float*>(vector.data) + at, tile.inside(k), out);
   } else {
-    column_values_of(static_cast<const X*>(vector.data) + at, tile, k, out);
+    load_values(static_cast<const X*>(vector.data) + at, tile.inside(k), out);
   }
 }
 
-template <class Policy, class X, class G, class Tile>
+// With: an activation may follow the norm, and a gradient of the sum in front of it.
+template <class Policy, class G, class Tile, bool With>
 struct BackwardWarp {
-  using Slot = BackwardSlot<X, G, Tile>;
+  using X = typename Tile::X;
+  using Slot = BackwardSlot<G, Tile>;
   using Row = typename Policy::Row;
-  static constexpr int V = Tile::V, Slots = Tile::Slots, Rows = Tile::Rows;
+  static constexpr int V = Tile::V, Slots = Tile::Slots, Group = Tile::Group;
   static constexpr int Weighted = Policy::has_weight ? Slots : 1, Biased = Policy::has_bias ? Slots : 1;
   const BackwardArgs& args;
-  char* memory;       // its slots
-  int64_t begin, end; // the chunk's first element, and the first row of the next piece
-  Tile tile;          // of the chunk: of a row that is there
+  int64_t begin, end;  // the chunk's first element, and the first row of the next piece
+  Tile tile;           // of the chunk: of a row that is there
   float w[Weighted][V], dw[Weighted][V], db[Biased][V];
 
   __device__ void load_weights() {
+    if constexpr (Policy::has_weight) {
 #pragma unroll
-    for (int k = 0; k < Slots; ++k) {
-      if constexpr (Policy::has_weight) {
-        column_values<X>(args.n.weight, begin, tile, k, 1.f, w[k]);
+      for (int k = 0; k < Slots; ++k) {
+        column_values(args.n.weight, begin, tile, k, 1.f, w[k]);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           w[k][j] = __fadd_rn(w[k][j], args.weight_offset);
@@ -145,16 +130,14 @@ struct BackwardWarp {
       }
     }
   }
-  __device__ Slot slot(int64_t row, int turn) const {
-    return {args, memory + turn % args.p.slots * args.p.slot_bytes, row * args.n.cols + begin};
-  }
-  __device__ void stage(int64_t row, int turn) const {
-    const int rows = static_cast<int>(min(static_cast<int64_t>(Rows), end - row));
-    if (rows > 0) slot(row, turn).stage(row, rows, Rows == 1 ? tile.len : rows * static_cast<int>(args.n.cols));
+  __device__ void stage(int64_t row, char* memory) const {
+    const int rows = static_cast<int>(min(static_cast<int64_t>(Tile::Rows), end - row));
+    const int elements = Tile::Rows == 1 ? tile.len : rows * static_cast<int>(args.n.cols);
+    if (rows > 0) slot(row, memory).stage(row, rows, elements);
     end_batch();
   }
-  __device__ void wait_for_copies() const {
-    switch (args.p.slots - 1 - args.p.lag) {
+  __device__ void wait_for_copies(int newest) const {
+    switch (newest) {
       case 3: wait_for_all_but<3>(); break;
       case 2: wait_for_all_but<2>(); break;
       case 1: wait_for_all_but<1>(); break;
@@ -162,34 +145,28 @@ struct BackwardWarp {
     }
     __syncwarp();
   }
-  // This lane's row of the turn; its tile is empty where there is none.
-  __device__ Tile tile_of(int64_t row) const {
-    Tile mine = tile;
-    if (Rows > 1 && row + threadIdx.x % 32 / Tile::Lanes >= end) mine.len = 0;
-    return mine;
-  }
-  __device__ Row row_of(const Slot& slot) const {
-    const float* values = slot.row_values();
-    return Policy::template row<X>(values[0], values[1], args.n);
-  }
 
   // The sums of the rows from `row` on over the chunk; every lane of a row holds them. Adds to those of the columns.
-  __device__ float2 sums(int64_t row, int turn) {
-    const Slot from = slot(row, turn);
+  __device__ float2 sums(int64_t row, char* memory) {
+    const Slot from = slot(row, memory);
     const Row values = row_of(from);
     const Tile mine = tile_of(row);
     float sum[2] = {}, other[2] = {};
 #pragma unroll
-    for (int k = 0; k < Slots; ++k) {
-      if (!mine.inside(k)) continue;
-      float x[V], dy[V];
-      load(from, mine, k, values, x, dy);
+    for (int first = 0; first < Slots; first += Group) {
+      if (!mine.any_inside(first)) continue;
+      float x[Group][V], dy[Group][V];
+      load(from, mine, first, values, x, dy);
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const float xhat = Policy::normalised(x[j], values), g = weighted(dy[j], k, j);
-        Policy::add(g, xhat, &sum[j % 2], &other[j % 2]);
-        if constexpr (Policy::has_weight) dw[k][j] = fmaf(dy[j], xhat, dw[k][j]);
-        if constexpr (Policy::has_bias) db[k][j] = __fadd_rn(db[k][j], dy[j]);
+      for (int i = 0; i < Group; ++i) {
+        const int k = first + i;
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const float xhat = Policy::normalised(x[i][j], values), g = weighted(dy[i][j], k, j);
+          Policy::add(g, xhat, &sum[(i * V + j) % 2], &other[(i * V + j) % 2]);
+          if constexpr (Policy::has_weight) dw[k][j] = fmaf(dy[i][j], xhat, dw[k][j]);
+          if constexpr (Policy::has_bias) db[k][j] = __fadd_rn(db[k][j], dy[i][j]);
+        }
       }
     }
     float all[Policy::sums];
@@ -200,63 +177,95 @@ struct BackwardWarp {
   }
 
   // Stores dx of the rows from `row` on.
-  __device__ void gradient(int64_t row, int turn, float2 total) const {
-    const Slot from = slot(row, turn);
+  __device__ void gradient(int64_t row, char* memory, float2 total) const {
+    const Slot from = slot(row, memory);
     const Row values = row_of(from);
     const Tile mine = tile_of(row);
-    const Coefficients c = Policy::finish(total.x, total.y, args.cols, values);
-    const int64_t at = from.first + static_cast<int>(threadIdx.x) % 32 / Tile::Lanes * args.n.cols;
-    const X* sum_grad = args.n.sum_grad == nullptr ? nullptr : static_cast<const X*>(args.n.sum_grad) + at;
-    mine.store(static_cast<X*>(args.n.dx) + at, [&](int k) {
-      float x[V], dy[V], out[V];
-      load(from, mine, k, values, x, dy);
+    const Coefficients c = Policy::finish(total.x, total.y, args.by_cols, values);
+    const int64_t at = from.first + Tile::sub_row() * args.n.cols;
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        out[j] = Policy::gradient(x[j], weighted(dy[j], k, j), Policy::normalised(x[j], values), values, c);
+    for (int first = 0; first < Slots; first += Group) {
+      if (!mine.any_inside(first)) continue;
+      float x[Group][V], dy[Group][V];
+      load(from, mine, first, values, x, dy);
+#pragma unroll
+      for (int i = 0; i < Group; ++i) {
+        const int k = first + i;
+        float out[V];
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const float xhat = Policy::normalised(x[i][j], values);
+          out[j] = Policy::gradient(x[i][j], weighted(dy[i][j], k, j), xhat, values, c);
+        }
+        if (!mine.inside(k)) continue;
+        if constexpr (With) add_sum_grad(at + tile.offset(k), out);
+        store(static_cast<X*>(args.n.dx) + at + tile.offset(k), out);
       }
-      if (sum_grad != nullptr && mine.inside(k)) add_vector(sum_grad + mine.offset(k), mine.len - mine.offset(k), out);
-      return words_of<X>(out);
-    });
-  }
-
- private:
-  // Adds the first `count` elements of a vector, in ragged rows one by one, since it begins anywhere.
-  __device__ static void add_vector(const X* vector, int count, float (&out)[V]) {
-    if constexpr (Tile::Ragged) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        if (j < count) out[j] = __fadd_rn(out[j], to_float(vector[j]));
-      }
-    } else {
-      float more[V];
-      floats_of<X>(*reinterpret_cast<const uint4*>(vector), more);
-#pragma unroll
-      for (int j = 0; j < V; ++j) out[j] = __fadd_rn(out[j], more[j]);
     }
   }
 
+  // What the second pass needs to know of the rows from `row` on.
+  __device__ float2 known_total(char* memory) const {
+    const float* values = slot(0, memory).row_values();
+    return {values[2], values[3]};
+  }
+
+ private:
+  __device__ Slot slot(int64_t row, char* memory) const { return {args, memory, row * args.n.cols + begin}; }
+
+  // This lane's row of the turn; its tile is empty where there is none.
+  __device__ Tile tile_of(int64_t row) const {
+    Tile mine = tile;
+    if (Tile::Rows > 1 && row + Tile::sub_row() >= end) mine.len = 0;
+    return mine;
+  }
+  __device__ Row row_of(const Slot& slot) const {
+    const float* values = slot.row_values();
+    return Policy::template row<X>(values[0], values[1], args.n);
+  }
   __device__ float weighted(float dy, int k, int j) const {
     if constexpr (Policy::has_weight) return __fmul_rn(dy, w[k][j]);
     return dy;
   }
-
-  // A vector of x and of the gradient of the norm's output.
-  __device__ void load(const Slot& from, const Tile& mine, int k, const Row& values, float (&x)[V], float (&dy)[V]) const {
-    from.load(mine, k, x, dy);
-    if constexpr (Policy::has_weight) {
-      if (args.n.activation.code == Activation::none) return;
-      float b[V];
-      Floats<V> g, z;
-      column_values<X>(args.n.bias, begin, mine, k, 0.f, b);
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        z.v[j] = rounded<G>(Policy::template output<X>(Policy::normalised(x[j], values), w[k][j], b[j], args.n));
-        g.v[j] = dy[j];
-      }
-      g = through_activation(g, z, args.n.activation);
-#pragma unroll
-      for (int j = 0; j < V; ++j) dy[j] = mine.offset(k) + j < mine.len ? g.v[j] : 0.f;
+  __device__ static void store(X* to, const float (&out)[V]) {
+    if constexpr (V == 1) {
+      *to = from_float<X>(out[0]);
+    } else {
+      store_words(to, words_of<X>(out));
     }
+  }
+  __device__ void add_sum_grad(int64_t at, float (&out)[V]) const {
+    if (args.n.sum_grad == nullptr) return;
+    float more[V];
+    load_values(static_cast<const X*>(args.n.sum_grad) + at, true, more);
+#pragma unroll
+    for (int j = 0; j < V; ++j) out[j] = __fadd_rn(out[j], more[j]);
+  }
+
+  // Vectors of x and of the gradient of the norm's output.
+  __device__ void load(const Slot& from, const Tile& mine, int first, const Row& values, float (&x)[Group][V],
+                       float (&dy)[Group][V]) const {
+#pragma unroll
+    for (int i = 0; i < Group; ++i) from.load(mine, first + i, x[i], dy[i]);
+    if constexpr (With) {
+      if (args.n.activation.code == Activation::none) return;
+#pragma unroll
+      for (int i = 0; i < Group; ++i) derive(mine, first + i, values, x[i], dy[i]);
+    }
+  }
+  // dy by way of the activation; 0 stays so.
+  __device__ void derive(const Tile& mine, int k, const Row& values, const float (&x)[V], float (&dy)[V]) const {
+    float b[V];
+    Floats<V> g, z;
+    column_values(args.n.bias, begin, mine, k, 0.f, b);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      z.v[j] = rounded<G>(Policy::template output<X>(Policy::normalised(x[j], values), w[k][j], b[j], args.n));
+      g.v[j] = dy[j];
+    }
+    g = through_activation(g, z, args.n.activation);
+#pragma unroll
+    for (int j = 0; j < V; ++j) dy[j] = mine.inside(k) ? g.v[j] : 0.f;
   }
 };
 
@@ -268,13 +277,13 @@ template <class Tile, int Slots>
 __device__ inline void store_column_sums(const BackwardArgs& args, const Tile& tile, const float (&held)[Slots][Tile::V],
                                          float* room, int64_t piece, int rank, int which) {
   const BackwardPlan& p = args.p;
-  float* mine = room + (threadIdx.x / 32 * Tile::Rows + threadIdx.x % 32 / Tile::Lanes) * p.chunk_len;
+  float* mine = room + (threadIdx.x / 32 * Tile::Rows + Tile::sub_row()) * p.chunk_len;
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < Slots; ++k) {
 #pragma unroll
     for (int j = 0; j < Tile::V; ++j) {
-      if (tile.offset(k) + j < tile.len) mine[tile.offset(k) + j] = held[k][j];
+      if (tile.inside(k)) mine[tile.offset(k) + j] = held[k][j];
     }
   }
   __syncthreads();
@@ -295,56 +304,53 @@ __device__ inline void store_column_sums(const BackwardArgs& args, const Tile& t
 
 // --- kernels ---------------------------------------------------------------------------------------------------------
 
-template <class Policy, class X, class G, int Lanes, bool Ragged>
+template <class Policy, class G, class Tile, bool With>
 __global__ void __launch_bounds__(kMaxWarpsBackward * 32, 1) row_backward(const BackwardArgs args) {
-  using Tile = BackwardTile<X, Lanes, Ragged>;
   extern __shared__ __align__(16) char shared[];
   __shared__ SumsExchange::Shared exchanged;
   const BackwardPlan& p = args.p;
   const int warp = threadIdx.x / 32, team = warp / p.block_chunks, place = warp % p.block_chunks;
   // Once more from the end: what was read last is still in the L2.
   const int64_t block = args.pass == Pass::gradient ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const int64_t piece = block / p.blocks_a_row, chunk = (block % p.blocks_a_row) * p.block_chunks + place;
-  const int rank = static_cast<int>(block % p.blocks_a_row);
+  const int64_t piece = block / p.blocks_a_row;
+  const int rank = static_cast<int>(block % p.blocks_a_row), chunk = rank * p.block_chunks + place;
   const SumsExchange exchange{args, exchanged, team, place, rank};
   const bool exchanges = args.pass == Pass::both && p.chunks > 1 && args.n.dx != nullptr;
   if (exchanges) exchange.open();
   __syncthreads();
   follow_predecessor();
   let_successor_start();
-  BackwardWarp<Policy, X, G, Tile> mine{args, shared + warp * p.slots * p.slot_bytes, chunk * kChunk,
-                                        min(args.n.rows, (piece + 1) * p.rows_a_piece)};
-  mine.tile.len = static_cast<int>(max(int64_t{0}, min(args.n.cols - mine.begin, static_cast<int64_t>(p.chunk_len))));
-  const int step = p.teams * Tile::Rows;
-  const int64_t first = piece * p.rows_a_piece + team * Tile::Rows;
+  BackwardWarp<Policy, G, Tile, With> mine{args, chunk * int64_t{kChunk}, min(args.n.rows, (piece + 1) * p.rows_a_piece)};
+  const int64_t left = max(int64_t{0}, args.n.cols - mine.begin);
+  mine.tile.len = mine.tile.extent = Tile::Full ? kChunk : static_cast<int>(min(left, static_cast<int64_t>(p.chunk_len)));
+  const int step = p.teams * Tile::Rows, lag = exchanges ? p.lag : 0;
   const bool works = chunk < p.chunks;
-  if (works) {
-    for (int turn = 0; turn < p.slots; ++turn) mine.stage(first + static_cast<int64_t>(turn) * step, turn);
-  }
+  char* const memory = shared + warp * p.slots * p.slot_bytes;
+  char* const past = memory + p.slots * p.slot_bytes;
+  const auto next = [&](char* slot) { return slot + p.slot_bytes == past ? memory : slot + p.slot_bytes; };
+  int64_t row = piece * p.rows_a_piece + team * Tile::Rows, done = row - static_cast<int64_t>(lag) * step, staged = row;
+  for (char* slot = memory; works && slot != past; slot += p.slot_bytes, staged += step) mine.stage(staged, slot);
   mine.load_weights();
-  const auto row_of = [&](int turn) { return first + static_cast<int64_t>(turn) * step; };
-  const int lag = exchanges ? p.lag : 0;
-  for (int turn = 0; works; ++turn) {
-    const int64_t row = row_of(turn), done = row_of(turn - lag);
+  char *in = memory, *out = memory;
+  for (int turn = 0; works && done < mine.end; ++turn, row += step, done += step) {
     float2 total{};
     if (row < mine.end) {
-      mine.wait_for_copies();
-      if (args.pass != Pass::gradient) total = mine.sums(row, turn);
+      mine.wait_for_copies(p.slots - 1 - lag);
+      if (args.pass != Pass::gradient) total = mine.sums(row, in);
       if (exchanges) exchange.send(turn, total);
       if (args.pass == Pass::sums && threadIdx.x % 32 == 0) args.sums[row * p.chunks + chunk] = total;
+      in = next(in);
     }
     if (turn < lag) continue;
-    if (done >= mine.end) break;
     if (args.n.dx != nullptr && args.pass != Pass::sums) {
       if (exchanges) total = exchange.hear(turn - lag);
-      if (args.pass == Pass::gradient) {
-        const float* values = mine.slot(done, turn - lag).row_values();
-        total = {values[2], values[3]};
-      }
-      mine.gradient(done, turn - lag, total);
+      if (args.pass == Pass::gradient) total = mine.known_total(out);
+      mine.gradient(done, out, total);
     }
     __syncwarp();
-    mine.stage(row_of(turn - lag + p.slots), turn - lag + p.slots);
+    mine.stage(staged, out);
+    staged += step;
+    out = next(out);
   }
   float* room = reinterpret_cast<float*>(shared);
   if constexpr (Policy::has_weight) {
@@ -389,10 +395,21 @@ cudaError_t launch_passes(const BackwardArgs& args, cudaStream_t stream) {
   return error == cudaSuccess ? launch_backward<kernel>(args, Pass::gradient, stream) : error;
 }
 
-template <class Policy, class X, class G, bool Ragged>
-cudaError_t launch_lanes(const BackwardArgs& args, cudaStream_t stream) {
-  if (args.p.lanes == 8) return launch_passes<row_backward<Policy, X, G, 8, Ragged>>(args, stream);
-  return launch_passes<row_backward<Policy, X, G, 32, Ragged>>(args, stream);
+template <class Policy, class G, class Tile, bool With = false>
+cudaError_t launch_tile(const BackwardArgs& args, cudaStream_t stream) {
+  return launch_passes<row_backward<Policy, G, Tile, With>>(args, stream);
+}
+
+template <class Policy, class X, class G, int V>
+cudaError_t launch_vectors(const BackwardArgs& args, cudaStream_t stream) {
+  if constexpr (Policy::has_weight) {
+    if (args.p.with) return launch_tile<Policy, G, BackwardTile<X, 32, V, false>, true>(args, stream);
+  }
+  if (args.p.lanes == 8) return launch_tile<Policy, G, BackwardTile<X, 8, V, false>>(args, stream);
+  if constexpr (V > 1) {
+    if (args.n.cols % kChunk == 0) return launch_tile<Policy, G, BackwardTile<X, 32, V, true>>(args, stream);
+  }
+  return launch_tile<Policy, G, BackwardTile<X, 32, V, false>>(args, stream);
 }
 
 template <class Policy, class X, class G = X>
@@ -401,10 +418,11 @@ cudaError_t launch_row_backward(const RowBackward& n, const BackwardPlan& p, cud
   while (tree_lanes * 4 < p.chunks && tree_lanes < 32) tree_lanes *= 2;
   float2* sums = reinterpret_cast<float2*>(n.sums);
   const float offset = n.weight.data == nullptr ? 0.f : static_cast<float>(n.weight_offset);
-  const BackwardArgs args{n, p, Pass::both, static_cast<float>(n.cols), offset, tree_lanes, sums, sums + n.rows * p.chunks};
-  const bool ragged = n.cols * static_cast<int64_t>(sizeof(X)) % 16 != 0;
-  const cudaError_t error = ragged ? launch_lanes<Policy, X, G, true>(args, stream)
-                                   : launch_lanes<Policy, X, G, false>(args, stream);
+  const float by_cols = 1.f / static_cast<float>(n.cols);
+  const BackwardArgs args{n, p, Pass::both, by_cols, offset, tree_lanes, sums, sums + n.rows * p.chunks};
+  constexpr int per = 16 / static_cast<int>(sizeof(X));
+  const cudaError_t error = n.cols % per == 0 ? launch_vectors<Policy, X, G, per>(args, stream)
+                                              : launch_vectors<Policy, X, G, 1>(args, stream);
   return error != cudaSuccess ? error : cudaGetLastError();
 }
 

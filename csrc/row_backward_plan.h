@@ -26,15 +26,17 @@ constexpr int kExchangeBytes = 4096;  // of shared memory, for these
 constexpr int kWarpsTwoPasses = 4;
 constexpr int kBlocksTwoPasses = 3;
 
-// Rows of at most so many elements: eight lanes a row, four rows a warp.
+// Rows of at most so many elements: eight lanes a row, four rows a warp; but with an activation or a gradient of the sum.
 constexpr int kMaxEightLanes = 256;
 
 struct BackwardRows {
   int64_t rows, cols;
   int itemsize, grad_itemsize;  // of x, dy
+  bool with;                    // an activation, or a gradient of the sum
 };
 
 struct BackwardPlan {
+  bool with;
   int lanes;      // that share a chunk: 8 or 32
   int chunk_len;  // kChunk, unless the row is shorter
   int64_t chunks;
@@ -53,7 +55,7 @@ struct BackwardPlan {
 
 // Which rows make a piece, and who has which chunk: as if every GPU had clusters.
 inline void partition(const BackwardRows& of, BackwardPlan* p) {
-  p->lanes = of.cols <= kMaxEightLanes ? 8 : 32;
+  p->lanes = of.cols <= kMaxEightLanes && !of.with ? 8 : 32;
   p->chunk_len = static_cast<int>(of.cols < kChunk ? of.cols : kChunk);
   p->chunks = ceil_div(of.cols, kChunk);
   const int choice = of.itemsize + of.grad_itemsize == 8 ? kWarpsBackward32 : kWarpsBackward16;
@@ -104,6 +106,7 @@ inline int column_bytes(const BackwardPlan& p) {
 inline bool make_backward_plan(const BackwardRows& of, const Gpu& gpu, int passes, BackwardPlan* plan) {
   BackwardPlan p{};
   p.overlap = gpu.overlap;
+  p.with = of.with;
   partition(of, &p);
   size_slot(of, &p);
   p.warps = p.teams * p.block_chunks;

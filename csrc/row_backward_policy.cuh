@@ -36,8 +36,8 @@ struct LayerNormBackward {
     *sum = fmaf(g, xhat, *sum);
     *other = __fadd_rn(*other, g);
   }
-  __device__ static Coefficients finish(float sum, float other, float n, Row row) {
-    return {row.rstd, -__fmul_rn(__fdiv_rn(sum, n), row.rstd), -__fmul_rn(__fdiv_rn(other, n), row.rstd)};
+  __device__ static Coefficients finish(float sum, float other, float by_n, Row row) {
+    return {row.rstd, -__fmul_rn(__fmul_rn(sum, by_n), row.rstd), -__fmul_rn(__fmul_rn(other, by_n), row.rstd)};
   }
   __device__ static float gradient(float, float g, float xhat, Row, Coefficients c) {
     return fmaf(xhat, c.of_xhat, fmaf(g, c.of_g, c.constant));
@@ -60,8 +60,8 @@ struct RMSNormBackward {
     return __fmul_rn(n.cast_before_weight ? rounded<X>(xhat) : xhat, w);
   }
   __device__ static void add(float g, float xhat, float* sum, float*) { *sum = fmaf(g, xhat, *sum); }
-  __device__ static Coefficients finish(float sum, float, float n, Row row) {
-    return {row.rstd, -__fmul_rn(__fdiv_rn(sum, n), row.rstd), 0.f};
+  __device__ static Coefficients finish(float sum, float, float by_n, Row row) {
+    return {row.rstd, -__fmul_rn(__fmul_rn(sum, by_n), row.rstd), 0.f};
   }
   __device__ static float gradient(float, float g, float xhat, Row, Coefficients c) {
     return fmaf(xhat, c.of_xhat, __fmul_rn(g, c.of_g));
@@ -71,28 +71,26 @@ struct RMSNormBackward {
 // y = x / d, d = max(m, minimum) + eps with m = mean |x|: dx = dy / d - sign(x) mean(dy y) / d, and dx = dy / d where m is
 // below the minimum.
 struct L1NormBackward {
+  // Divisions are products: by a power of two that brings d near 1 where its reciprocal is none, then by that.
   struct Row {
-    Divisor by;
-    bool fast, follows;
+    float scale, reciprocal;
+    bool follows;
   };
   static constexpr int sums = 1;
   static constexpr bool has_weight = false, has_bias = false;
   template <class X>
   __device__ static Row row(float mean, float, const RowBackward& n) {
-    const Divisor by = Divisor::of(l1_divisor<X>(mean, n.eps, n.minimum));
-    return {by, by.fast(), l1_follows<X>(mean, n.minimum)};
+    const float d = l1_divisor<X>(mean, n.eps, n.minimum);
+    const float scale = d < 0x1p-60f ? 0x1p64f : d > 0x1p60f ? 0x1p-64f : 1.f;
+    return {scale, __frcp_rn(__fmul_rn(d, scale)), l1_follows<X>(mean, n.minimum)};
   }
-  __device__ static float normalised(float x, const Row& row) {
-    return row.fast ? __fmul_rn(x, row.by.reciprocal) : __fdiv_rn(x, row.by.value);
-  }
+  __device__ static float normalised(float x, const Row& row) { return __fmul_rn(__fmul_rn(x, row.scale), row.reciprocal); }
   __device__ static void add(float g, float xhat, float* sum, float*) { *sum = fmaf(g, xhat, *sum); }
-  __device__ static Coefficients finish(float sum, float, float n, const Row& row) {
-    const float shared = __fdiv_rn(__fdiv_rn(sum, n), row.by.value);
-    return {0.f, row.follows ? -shared : 0.f, 0.f};
+  __device__ static Coefficients finish(float sum, float, float by_n, const Row& row) {
+    return {0.f, row.follows ? normalised(__fmul_rn(sum, by_n), row) : 0.f, 0.f};
   }
   __device__ static float gradient(float x, float g, float, const Row& row, Coefficients c) {
-    const float sign = x > 0.f ? 1.f : x < 0.f ? -1.f : 0.f;
-    return fmaf(sign, c.of_xhat, normalised(g, row));
+    return __fsub_rn(normalised(g, row), x == 0.f ? 0.f : copysignf(1.f, x) * c.of_xhat);
   }
 };
 

@@ -40,7 +40,7 @@ struct TileShape {
     }
   }
 
- protected:
+ private:
   // The aligned vector in memory at this lane's place holds the end of the vector before and the start of this one; the
   // first lane has the one before from the last.
   template <class Make>
