@@ -91,11 +91,6 @@ const float* statistic_of(const char* op, const Tensor& statistics, int64_t coun
   return static_cast<const float*>(statistics.const_data_ptr());
 }
 
-ActivationArgs activation_args(int64_t code, double low, double high) {
-  STD_TORCH_CHECK(code >= 0 && code <= static_cast<int64_t>(Activation::tanh), "activation must be 0 to 9, got ", code);
-  return {static_cast<Activation>(code), static_cast<float>(low), static_cast<float>(high)};
-}
-
 // The kernels of a kind by the input's dtype.
 Launch launch_of(const Tensor& input, Launch f32, Launch f16, Launch bf16) {
   switch (dtype_of(input, "backward")) {
@@ -114,7 +109,7 @@ Gradients layer_norm_backward_cuda(const Tensor& grad, const Tensor& input, cons
   RowBackward n{};
   n.mean = statistic_of("layer_norm_backward", statistics, 2 * rows);
   n.rstd = n.mean + rows;
-  n.activation = activation_args(activation, low, high);
+  n.activation = activation_of("row_backward", activation, low, high);
   const Launch launch = launch_of(input, layer_norm_backward_f32, layer_norm_backward_f16, layer_norm_backward_bf16);
   return run("layer_norm_backward", launch, n, grad, input, weight, bias, sum_grad, cols, {of_input, of_weight, of_bias},
              passes);
@@ -129,7 +124,7 @@ Gradients rms_norm_backward_cuda(const Tensor& grad, const Tensor& input, const 
   n.rstd = statistic_of("rms_norm_backward", statistics, input.numel() / cols);
   n.weight_offset = weight_offset;
   n.cast_before_weight = cast_before_weight;
-  n.activation = activation_args(activation, low, high);
+  n.activation = activation_of("row_backward", activation, low, high);
   const Launch launch = launch_of(input, rms_norm_backward_f32, rms_norm_backward_f16, rms_norm_backward_bf16);
   return run("rms_norm_backward", launch, n, grad, input, weight, std::nullopt, sum_grad, cols,
              {of_input, of_weight, false}, passes);

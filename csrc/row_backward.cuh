@@ -4,7 +4,7 @@
 //   unite_totals    two passes: a row's sums from those of its chunks
 #pragma once
 
-#include "activation_backward.cuh"
+#include "activation.cuh"
 #include "cluster.cuh"
 #include "launch.h"
 #include "row_backward_policy.cuh"
@@ -255,17 +255,15 @@ struct BackwardWarp {
   }
   // dy by way of the activation; 0 stays so.
   __device__ void derive(const Tile& mine, int k, const Row& values, const float (&x)[V], float (&dy)[V]) const {
-    float b[V];
-    Floats<V> g, z;
+    float b[V], z[V];
     column_values(args.n.bias, begin, mine, k, 0.f, b);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      z.v[j] = rounded<G>(Policy::template output<X>(Policy::normalised(x[j], values), w[k][j], b[j], args.n));
-      g.v[j] = dy[j];
+      z[j] = rounded<G>(Policy::template output<X>(Policy::normalised(x[j], values), w[k][j], b[j], args.n));
     }
-    g = through_activation(g, z, args.n.activation);
+    times_slope<G>(args.n.activation, z, dy);
 #pragma unroll
-    for (int j = 0; j < V; ++j) dy[j] = mine.inside(k) ? g.v[j] : 0.f;
+    for (int j = 0; j < V; ++j) dy[j] = mine.inside(k) ? dy[j] : 0.f;
   }
 };
 

@@ -188,8 +188,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandIns:
     for kind in KINDS:
         module = sys.modules[f"normswap.ops.{kind}"]
         monkeypatch.setattr(module, "native_op", made)
-        monkeypatch.setattr(module, "native_serves", lambda *tensors: True)
-        recorded = lambda name, *tensors: dispatch._recording[name] if dispatch.needs_grad(*tensors) else None  # noqa: E731
+        monkeypatch.setattr(module, "native_serves", lambda *tensors, **elements: True)
+        recorded = lambda name, *tensors, **autocast: dispatch._recording[name] if dispatch.needs_grad(*tensors) else None  # noqa: E731
         monkeypatch.setattr(module, "direct", recorded)
     return made
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from normswap import reference
+from normswap.activation import NONE, Activation
 from normswap.ops.dispatch import (
+    DTYPES,
     affine_dtypes_fit,
     autocast_to_float,
     dense,
@@ -23,6 +25,7 @@ from normswap.ops.dispatch import (
     reference_gradients,
     row_statistics,
 )
+from normswap.ops.options import Options, activation_of, gradients, with_sum
 
 
 def layer_norm(
@@ -31,33 +34,60 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor:
+    *,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: Activation = NONE,
+) -> Any:
     """Layer normalisation over the trailing ``normalized_shape`` (Ba et al. 2016), as ``torch.nn.functional``'s.
 
     ``input`` is (*, *normalized_shape); ``weight`` and ``bias`` have ``normalized_shape`` and the input's dtype or
     float32. Statistics are float32 or better and two-pass. Returns a contiguous tensor of the input's shape and dtype
     (float32 under autocast). Raises what PyTorch's op raises.
+
+    With a ``residual``, like the input, ``input + residual`` as rounded to its dtype is normalised, and returned too:
+    (output, sum). With ``scale`` and ``shift`` the norm becomes ``norm * (1 + scale) + shift``, rounded once; they have
+    the input's rank, dtype or float32, its first size or 1, and 1 for every other dim that is not normalised. The
+    ``activation`` comes last. ValueError is raised where these do not fit.
     """
+    if residual is None and scale is None and shift is None and activation.name == "none":
+        return _layer_norm(input, normalized_shape, weight, bias, eps)
+    options = Options(residual, scale, shift, activation)
+    return _layer_norm_with_options(input, normalized_shape, weight, bias, eps, options)
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     op = direct("layer_norm", input, weight, bias)
     if op is not None and has_rows(input, normalized_shape, weight):
         out = op(input, len(normalized_shape), weight, bias, eps)
         if out is not None:
             return out
+    if input.dtype is not torch.float32 and torch.is_autocast_enabled("cuda"):
+        found = _layer_norm_directly(input, normalized_shape, weight, bias, eps, Options())
+        if found is not None:
+            return found
     input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
     shape = tuple(normalized_shape)
-    if not (
-        native_serves(input, weight, bias)
+    if not _is_served(input, shape, weight, bias):
+        return reference.layer_norm(input, shape, weight, bias, eps)
+    if needs_grad(input, weight, bias):
+        return _LayerNorm.apply(input, len(shape), weight, bias, eps, True)
+    return _layer_norm_forward(input, weight, bias, shape, eps, None, None)
+
+
+def _is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> bool:
+    return (
+        native_serves(input, weight, bias, elements=math.prod(shape))
         and len(shape) > 0
         and input.shape[-len(shape) :] == shape
         and (weight is None or weight.shape == shape)
         and (bias is None or bias.shape == shape)
         and affine_dtypes_fit(input, weight, bias)
         and input.numel() > 0
-    ):
-        return reference.layer_norm(input, list(shape), weight, bias, eps)
-    if needs_grad(input, weight, bias):
-        return _LayerNorm.apply(input, len(shape), weight, bias, eps, True)
-    return _layer_norm_forward(input, weight, bias, shape, eps, None, None)
+    )
 
 
 def _layer_norm_forward(
@@ -83,19 +113,15 @@ class _LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, dims: int, weight: Any, bias: Any, eps: float, served: bool = False
     ) -> Tensor | None:
-        out, statistics = None, None
-        if not torch.compiler.is_compiling():
-            out, statistics = native_op("layer_norm_recorded")(input, dims, weight, bias, eps)
+        out, statistics = native_op("layer_norm_recorded")(input, dims, weight, bias, eps)
         if out is None and not served:
             return None
         if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
-            statistics = row_statistics(input, dims, 2)
-            out = _layer_norm_forward(
-                input, weight, bias, tuple(input.shape[-dims:]), eps, statistics[0], statistics[1]
-            )
+            shape, statistics = tuple(input.shape[-dims:]), row_statistics(input, dims, 2)
+            out = _layer_norm_forward(input, weight, bias, shape, eps, statistics[0], statistics[1])
         ctx.save_for_backward(input, weight, bias, statistics)
         ctx.dims, ctx.eps = dims, eps
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -109,6 +135,132 @@ class _LayerNorm(torch.autograd.Function):
             )
             if dx is not None or dw is not None or db is not None:
                 return dx, None, dw, db, None, None
-        formula = lambda x, w, b: reference.layer_norm(x, list(shape), w, b, ctx.eps)  # noqa: E731
+        formula = lambda x, w, b: reference.layer_norm(x, shape, w, b, ctx.eps)  # noqa: E731
         dx, dw, db = reference_gradients(formula, (input, weight, bias), grad)
         return dx, None, dw, db, None, None
+
+
+def _layer_norm_directly(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    options: Options,
+) -> Any:
+    """By the native op that does all of a call, which under autocast reads 16 bits and writes float32; None where it
+    declines."""
+    op: Any = direct("layer_norm_with_options", input, weight, bias, *options[:3], autocast=True)
+    if op is None or not has_rows(input, normalized_shape, weight):
+        return None
+    wide = torch.is_autocast_enabled("cuda")
+    out, total = op(input, len(normalized_shape), weight, bias, eps, *options.arguments(), wide)
+    return None if out is None else with_sum(out, total)
+
+
+def _layer_norm_with_options(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    options: Options,
+) -> Any:
+    found = _layer_norm_directly(input, normalized_shape, weight, bias, eps, options)
+    if found is not None:
+        return found
+    shape = tuple(normalized_shape)
+    options.check("layer_norm", input, len(shape))
+    residual = options.residual
+    lowered = input.dtype in DTYPES and input.is_cuda and torch.is_autocast_enabled("cuda")
+    if residual is not None and (lowered or not (input.is_contiguous() and residual.is_contiguous())):
+        total = input + residual  # laid out as PyTorch does it
+        return layer_norm(total, shape, weight, bias, eps, **options._replace(residual=None).keywords()), total
+    input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
+    if not (_is_served(input, shape, weight, bias) and options.are_served(input)):
+        return reference.layer_norm(input, shape, weight, bias, eps, **options.keywords())
+    if needs_grad(input, weight, bias, *options[:3]):
+        found = _LayerNormWithOptions.apply(input, len(shape), weight, bias, eps, *options.arguments(), False, True)
+        return with_sum(*found)
+    return with_sum(*_layer_norm_with_options_forward(input, weight, bias, shape, eps, options, None, None))
+
+
+def _layer_norm_with_options_forward(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    eps: float,
+    options: Options,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    input = input.contiguous()
+    out, total = torch.empty_like(input), None if options.residual is None else torch.empty_like(input)
+    torch.ops.normswap.layer_norm_with_options.default(
+        *(input, len(shape), dense(weight), dense(bias), eps, *options.densely().arguments(), out, total, mean, rstd, 0)
+    )
+    return out, total
+
+
+@recording("layer_norm_with_options")
+class _LayerNormWithOptions(torch.autograd.Function):
+    """Output and sum, the latter None without a residual. ``wide``: of 16 bits a float32 output. ``served``: the caller
+    has found that the kernels can take these tensors. Otherwise None twice where they cannot."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        dims: int,
+        weight: Any,
+        bias: Any,
+        eps: float,
+        residual: Any,
+        scale: Any,
+        shift: Any,
+        activation: int,
+        low: float,
+        high: float,
+        wide: bool,
+        served: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        behind = (scale, shift, activation, low, high)
+        out, total, statistics = native_op("layer_norm_with_options_recorded")(
+            input, dims, weight, bias, eps, residual, *behind, wide
+        )
+        if out is None and not served:
+            return None, None
+        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
+            shape, statistics = tuple(input.shape[-dims:]), row_statistics(input, dims, 2)
+            options = Options(residual, scale, shift, activation_of(activation, low, high))
+            out, total = _layer_norm_with_options_forward(
+                input, weight, bias, shape, eps, options, statistics[0], statistics[1]
+            )
+        ctx.save_for_backward(input if total is None else total, weight, bias, scale, shift, statistics)
+        ctx.dims, ctx.eps, ctx.activation = dims, eps, (activation, low, high)
+        ctx.set_materialize_grads(False)
+        return out, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
+        *tensors, statistics = ctx.saved_tensors
+        of_input, _, of_weight, of_bias, _, of_residual, *_ = ctx.needs_input_grad
+        input, weight, bias, scale, _ = tensors
+        shape = input.shape[-ctx.dims :]
+        found: list[Tensor | None] = [None] * 3
+        if grad is not None and scale is None and not torch.is_grad_enabled():
+            found = native_op("layer_norm_backward")(
+                *(grad, input, weight, bias, statistics, grad_sum, math.prod(shape)),
+                *(*ctx.activation, of_input or of_residual, of_weight, of_bias, 0),
+            )
+        if all(one is None for one in found):
+
+            def formula(x: Tensor, w: Any, b: Any, scale: Any, shift: Any) -> Tensor:
+                act = activation_of(*ctx.activation)
+                return reference.layer_norm(x, shape, w, b, ctx.eps, scale=scale, shift=shift, activation=act)
+
+            found = gradients(formula, tuple(tensors), grad, grad_sum)
+        dx, dw, db, dscale, dshift = (*found, None, None)[:5]
+        residual = dx if of_residual else None
+        return dx if of_input else None, None, dw, db, None, residual, dscale, dshift, *(None,) * 5

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from normswap import reference
+from normswap.activation import NONE, Activation
 from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
     affine_dtypes_fit,
@@ -24,6 +25,7 @@ from normswap.ops.dispatch import (
     row_statistics,
     statistic_along,
 )
+from normswap.ops.options import Options, activation_of, gradients, with_sum
 
 
 def rms_norm(
@@ -34,7 +36,11 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     cast_before_weight: bool = False,
-) -> Tensor:
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: Activation = NONE,
+) -> Any:
     """Root-mean-square normalisation over the trailing ``normalized_shape`` (Zhang & Sennrich 2019), as
     ``torch.nn.functional.rms_norm``, times ``weight_offset + weight``.
 
@@ -42,7 +48,25 @@ def rms_norm(
     (Gemma's ``1 + weight``). With ``cast_before_weight`` what is normalised is rounded to the input's dtype before the
     weight, as Llama does. ``eps=None`` means the machine epsilon PyTorch takes. Returns a tensor of the input's shape
     and dtype, contiguous for a contiguous input. Raises what PyTorch's op raises.
+
+    ``residual``, ``scale``, ``shift`` and ``activation`` are those of ``layer_norm``: with a residual (output, sum) is
+    returned.
     """
+    arguments = (weight_offset, cast_before_weight)
+    if residual is None and scale is None and shift is None and activation.name == "none":
+        return _rms_norm(input, normalized_shape, weight, eps, *arguments)
+    options = Options(residual, scale, shift, activation)
+    return _rms_norm_with_options(input, normalized_shape, weight, eps, *arguments, options)
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    cast_before_weight: bool,
+) -> Tensor:
     epsilon = torch.finfo(torch.float32).eps if eps is None else eps
     op = direct("rms_norm", input, weight)
     if op is not None and has_rows(input, normalized_shape, weight):
@@ -50,20 +74,24 @@ def rms_norm(
         if out is not None:
             return out
     shape = tuple(normalized_shape)
-    if not (
-        native_serves(input, weight)
-        and len(shape) > 0
-        and input.shape[-len(shape) :] == shape
-        and (weight is None or weight.shape == shape)
-        and affine_dtypes_fit(input, weight, None)
-        and input.numel() > 0
-    ):
+    if not _is_served(input, shape, weight):
         return reference.rms_norm(
             input, shape, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight
         )
     if needs_grad(input, weight):
         return _RMSNorm.apply(input, len(shape), weight, epsilon, weight_offset, cast_before_weight, True)
     return _rms_norm_forward(input, weight, shape, epsilon, weight_offset, cast_before_weight, None)
+
+
+def _is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> bool:
+    return (
+        native_serves(input, weight, elements=math.prod(shape))
+        and len(shape) > 0
+        and input.shape[-len(shape) :] == shape
+        and (weight is None or weight.shape == shape)
+        and affine_dtypes_fit(input, weight, None)
+        and input.numel() > 0
+    )
 
 
 def _rms_norm_forward(
@@ -98,9 +126,8 @@ class _RMSNorm(torch.autograd.Function):
         cast_before_weight: bool,
         served: bool = False,
     ) -> Tensor | None:
-        out, statistics, order = None, None, (weight_offset, cast_before_weight)
-        if not torch.compiler.is_compiling():
-            out, statistics = native_op("rms_norm_recorded")(input, dims, weight, eps, *order)
+        order = (weight_offset, cast_before_weight)
+        out, statistics = native_op("rms_norm_recorded")(input, dims, weight, eps, *order)
         if out is None and not served:
             return None
         if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
@@ -108,7 +135,7 @@ class _RMSNorm(torch.autograd.Function):
             out = _rms_norm_forward(input, weight, tuple(input.shape[-dims:]), eps, *order, statistics)
         ctx.save_for_backward(input, weight, statistics)
         ctx.dims, ctx.eps, ctx.order = dims, eps, order
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -126,6 +153,122 @@ class _RMSNorm(torch.autograd.Function):
         formula = lambda x, w: reference.rms_norm(x, shape, w, ctx.eps, **order)  # noqa: E731
         dx, dw = reference_gradients(formula, (input, weight), grad)
         return dx, None, dw, None, None, None, None
+
+
+def _rms_norm_with_options(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    cast_before_weight: bool,
+    options: Options,
+) -> Any:
+    epsilon = torch.finfo(torch.float32).eps if eps is None else eps
+    op: Any = direct("rms_norm_with_options", input, weight, *options[:3])
+    if op is not None and has_rows(input, normalized_shape, weight):
+        arguments = (weight, epsilon, weight_offset, cast_before_weight)
+        out, total = op(input, len(normalized_shape), *arguments, *options.arguments())
+        if out is not None:
+            return with_sum(out, total)
+    shape = tuple(normalized_shape)
+    options.check("rms_norm", input, len(shape))
+    order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+    residual = options.residual
+    if residual is not None and not (input.is_contiguous() and residual.is_contiguous()):
+        total = input + residual  # laid out as PyTorch does it
+        return rms_norm(total, shape, weight, eps, **order, **options._replace(residual=None).keywords()), total
+    if not (
+        _is_served(input, shape, weight)
+        and options.are_served(input)
+        and not torch.is_autocast_enabled("cuda")  # what that makes of a norm and of a scale is PyTorch's to say
+    ):
+        return reference.rms_norm(input, shape, weight, eps, **order, **options.keywords())
+    if needs_grad(input, weight, *options[:3]):
+        arguments = (weight, epsilon, weight_offset, cast_before_weight)
+        return with_sum(*_RMSNormWithOptions.apply(input, len(shape), *arguments, *options.arguments(), True))
+    return with_sum(*_rms_norm_with_options_forward(input, weight, shape, epsilon, order, options, None))
+
+
+def _rms_norm_with_options_forward(
+    input: Tensor,
+    weight: Tensor | None,
+    shape: tuple[int, ...],
+    eps: float,
+    order: dict[str, Any],
+    options: Options,
+    rstd: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    input = input.contiguous()
+    out, total = torch.empty_like(input), None if options.residual is None else torch.empty_like(input)
+    torch.ops.normswap.rms_norm_with_options.default(
+        *(input, len(shape), dense(weight), eps, *order.values(), *options.densely().arguments(), out, total, rstd, 0)
+    )
+    return out, total
+
+
+@recording("rms_norm_with_options")
+class _RMSNormWithOptions(torch.autograd.Function):
+    """Output and sum, the latter None without a residual. ``served``: the caller has found that the kernels can take
+    these tensors. Otherwise None twice where they cannot."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        dims: int,
+        weight: Any,
+        eps: float,
+        weight_offset: float,
+        cast_before_weight: bool,
+        residual: Any,
+        scale: Any,
+        shift: Any,
+        activation: int,
+        low: float,
+        high: float,
+        served: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        order = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+        out, total, statistics = native_op("rms_norm_with_options_recorded")(
+            *(input, dims, weight, eps, weight_offset, cast_before_weight),
+            *(residual, scale, shift, activation, low, high),
+        )
+        if out is None and not served:
+            return None, None
+        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
+            shape, statistics = tuple(input.shape[-dims:]), row_statistics(input, dims, 1)
+            options = Options(residual, scale, shift, activation_of(activation, low, high))
+            out, total = _rms_norm_with_options_forward(input, weight, shape, eps, order, options, statistics)
+        ctx.save_for_backward(input if total is None else total, weight, scale, shift, statistics)
+        ctx.dims, ctx.eps, ctx.order, ctx.activation = dims, eps, order, (activation, low, high)
+        ctx.set_materialize_grads(False)
+        return out, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
+        *tensors, statistics = ctx.saved_tensors
+        of_input, _, of_weight, _, _, _, of_residual, *_ = ctx.needs_input_grad
+        input, weight, scale, _ = tensors
+        shape = input.shape[-ctx.dims :]
+        found: list[Tensor | None] = [None] * 3
+        if grad is not None and scale is None and not torch.is_grad_enabled():
+            found = native_op("rms_norm_backward")(
+                *(grad, input, weight, statistics, grad_sum, math.prod(shape), *ctx.order.values()),
+                *(*ctx.activation, of_input or of_residual, of_weight, 0),
+            )
+        if all(one is None for one in found):
+
+            def formula(x: Tensor, w: Any, scale: Any, shift: Any) -> Tensor:
+                options: dict[str, Any] = {"scale": scale, "shift": shift, "activation": activation_of(*ctx.activation)}
+                return reference.rms_norm(x, shape, w, ctx.eps, **ctx.order, **options)
+
+            dx, dw, dscale, dshift = gradients(formula, tuple(tensors), grad, grad_sum)
+        else:
+            dx, dw, dscale = found
+            dshift = None
+        residual = dx if of_residual else None
+        return dx if of_input else None, None, dw, None, None, None, residual, dscale, dshift, *(None,) * 4
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
