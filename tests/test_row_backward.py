@@ -13,8 +13,10 @@ from row_gradients import l1_norm_gradients, layer_norm_gradients, rms_norm_grad
 from torch import Tensor
 
 from normswap import native, ops, reference
+from normswap.activation import Activation
 from normswap.ops import dispatch
 from normswap.ops.dispatch import native_op as the_native_op
+from normswap.ops.options import activation_of
 
 GPUS: tuple[dict[str, Any], ...] = (
     {"clusters": True, "shared": 232_448},  # H100
@@ -150,11 +152,21 @@ class StandIns:
         return F.layer_norm(x, x.shape[-dims:], w, b, eps), statistics
 
     def layer_norm_backward(self, *args: Any) -> Any:
-        dy, x, w, b, statistics, sum_grad, cols, code, _, _, *wanted, passes = args
-        assert (code, sum_grad, passes) == (0, None, 0) and statistics.numel() == 2 * x.numel() // cols
-        shape = w.shape if w is not None else (cols,)
-        formula = lambda x, w, b: F.layer_norm(x.reshape(-1, *shape), shape, w, b).reshape(x.shape)  # noqa: E731
-        return _gradients(formula, (x, w, b), dy, tuple(wanted))
+        dy, x, w, b, statistics, sum_grad, cols, code, low, high, *wanted, passes = args
+        assert passes == 0 and statistics.numel() == 2 * x.numel() // cols
+        shape, act = w.shape if w is not None else (cols,), activation_of(code, low, high)
+        formula = lambda x, w, b: act(F.layer_norm(x.reshape(-1, *shape), shape, w, b)).reshape(x.shape)  # noqa: E731
+        found = _gradients(formula, (x, w, b), dy, tuple(wanted))
+        return [found[0] if sum_grad is None else found[0] + sum_grad, *found[1:]]
+
+    def layer_norm_with_options_recorded(self, x: Tensor, dims: int, w: Any, b: Any, eps: float, *rest: Any) -> Any:
+        residual, scale, shift, *activation, _ = rest
+        total = None if residual is None else x + residual
+        x, act = x if total is None else total, activation_of(*activation)
+        out, statistics = self.layer_norm_recorded(x, dims, w, b, eps)
+        if scale is not None:
+            out = out * (1 + scale) + shift
+        return act(out), total, statistics
 
     def rms_norm_recorded(self, x: Tensor, dims: int, w: Any, eps: float, offset: float, cast: bool) -> Any:
         rows = x.flatten(-dims).flatten(0, -2)
@@ -163,10 +175,21 @@ class StandIns:
         return reference.rms_norm(x, x.shape[-dims:], w, eps, **order), statistic
 
     def rms_norm_backward(self, *args: Any) -> Any:
-        dy, x, w, statistics, _, cols, offset, _cast, *_, of_input, of_weight, _ = args
+        dy, x, w, statistics, sum_grad, cols, offset, _cast, code, low, high, of_input, of_weight, _ = args
         assert statistics.numel() == x.numel() // cols
-        formula = lambda x, w: F.rms_norm(x, (cols,), w + offset, 1e-6)  # noqa: E731
-        return *_gradients(formula, (x, w), dy, (of_input, of_weight)), None
+        act = activation_of(code, low, high)
+        dx, dw = _gradients(
+            lambda x, w: act(F.rms_norm(x, (cols,), w + offset, 1e-6)), (x, w), dy, (of_input, of_weight)
+        )
+        return dx if sum_grad is None else dx + sum_grad, dw, None
+
+    def rms_norm_with_options_recorded(self, x: Tensor, dims: int, w: Any, *rest: Any) -> Any:
+        *order, residual, scale, shift, code, low, high = rest
+        total = None if residual is None else x + residual
+        out, statistic = self.rms_norm_recorded(x if total is None else total, dims, w, *order)
+        if scale is not None:
+            out = out * (1 + scale) + shift
+        return activation_of(code, low, high)(out), total, statistic
 
     def l1_norm_recorded(self, x: Tensor, eps: float, minimum: float) -> Any:
         return reference.l1_norm(x, -1, eps, minimum or None), x.abs().mean(-1)
@@ -185,11 +208,14 @@ KINDS = ("layer_norm", "rms_norm", "l1_norm")
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandIns:
     """In the place of the native ops, under our autograd Functions; the direct way is open too."""
     made = StandIns()
+
+    def recorded(name: str, *tensors: Tensor | None, autocast: bool = False) -> Any:
+        return dispatch._recording[name] if dispatch.needs_grad(*tensors) else None
+
     for kind in KINDS:
         module = sys.modules[f"normswap.ops.{kind}"]
         monkeypatch.setattr(module, "native_op", made)
         monkeypatch.setattr(module, "native_serves", lambda *tensors, **elements: True)
-        recorded = lambda name, *tensors, **autocast: dispatch._recording[name] if dispatch.needs_grad(*tensors) else None  # noqa: E731
         monkeypatch.setattr(module, "direct", recorded)
     return made
 
@@ -242,6 +268,48 @@ def test_double_backward_is_the_formula_s(kind: str, stand_ins: StandIns) -> Non
     assert stand_ins.called.count(f"{kind}_backward") == 1  # through the output again, with no graph to make
 
 
+OPTIONS: tuple[tuple[str, ...], ...] = (
+    ("residual",),
+    ("activation",),
+    ("residual", "activation"),
+    ("residual", "scale"),
+)
+
+
+@pytest.mark.parametrize("given", OPTIONS)
+@pytest.mark.parametrize("used", ("output", "sum", "both"))
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_options_in_one_native_call(kind: str, given: tuple[str, ...], used: str, stand_ins: StandIns) -> None:
+    """A scale by the formula; where nothing but the sum is used there is nothing to compute."""
+    if used != "output" and "residual" not in given:
+        return
+    x, residual, scale, shift = torch.randn(3, 5, 8), torch.randn(3, 5, 8), torch.randn(3, 1, 8), torch.randn(3, 1, 8)
+    options: dict[str, Any] = {}
+    if "residual" in given:
+        options["residual"] = residual
+    if "scale" in given:
+        options |= {"scale": scale, "shift": shift}
+    if "activation" in given:
+        options["activation"] = Activation("silu")
+    affine = [torch.randn(8) for _ in range(2 if kind == "layer_norm" else 1)]
+    tensors = [x, *affine, *(t for t in options.values() if isinstance(t, Tensor))]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    more, found = {} if kind == "layer_norm" else {"eps": 1e-6}, []
+    for norms in (ops, reference):
+        results = getattr(norms, kind)(x, (8,), *affine, **more, **options)
+        results = results if isinstance(results, tuple) else (results,)
+        kept = {"output": results[:1], "sum": results[1:], "both": results}[used]
+        loss = sum((r * torch.arange(1.0, 9.0)).sum() for r in kept)
+        found.append(torch.autograd.grad(loss, tensors, allow_unused=True))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    native = used != "sum" and "scale" not in given
+    assert stand_ins.called == [f"{kind}_with_options_recorded", *([f"{kind}_backward"] if native else [])]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backward_without_memory_is_left_to_pytorch(kind: str, stand_ins: StandIns) -> None:
     stand_ins.declines.add(f"{kind}_backward")
@@ -289,6 +357,6 @@ def test_no_more_is_saved_than_pytorch_saves(kind: str, stand_ins: StandIns) -> 
     assert saved[0] <= saved[1]
 
 
-def test_native_ops_are_seen_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_native_op_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(dispatch._native, "layer_norm_backward", len)
     assert the_native_op("layer_norm_backward") is len
