@@ -149,8 +149,8 @@ struct BackwardWarp {
   // The sums of the rows from `row` on over the chunk; every lane of a row holds them. Adds to those of the columns.
   __device__ float2 sums(int64_t row, char* memory) {
     const Slot from = slot(row, memory);
-    const Row values = row_of(from);
     const Tile mine = tile_of(row);
+    const Row values = row_of(from, mine);
     float sum[2] = {}, other[2] = {};
 #pragma unroll
     for (int first = 0; first < Slots; first += Group) {
@@ -179,8 +179,8 @@ struct BackwardWarp {
   // Stores dx of the rows from `row` on.
   __device__ void gradient(int64_t row, char* memory, float2 total) const {
     const Slot from = slot(row, memory);
-    const Row values = row_of(from);
     const Tile mine = tile_of(row);
+    const Row values = row_of(from, mine);
     const Coefficients c = Policy::finish(total.x, total.y, args.by_cols, values);
     const int64_t at = from.first + Tile::sub_row() * args.n.cols;
 #pragma unroll
@@ -219,9 +219,11 @@ struct BackwardWarp {
     if (Tile::Rows > 1 && row + Tile::sub_row() >= end) mine.len = 0;
     return mine;
   }
-  __device__ Row row_of(const Slot& slot) const {
+  // Zeros for a row that is not there: what its slot holds may be no number, and what is added to columns must be 0.
+  __device__ Row row_of(const Slot& slot, const Tile& mine) const {
     const float* values = slot.row_values();
-    return Policy::template row<X>(values[0], values[1], args.n);
+    const bool there = Tile::Rows == 1 || mine.len > 0;
+    return Policy::template row<X>(there ? values[0] : 0.f, there ? values[1] : 0.f, args.n);
   }
   __device__ float weighted(float dy, int k, int j) const {
     if constexpr (Policy::has_weight) return __fmul_rn(dy, w[k][j]);
