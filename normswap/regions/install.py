@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from normswap.forwards.rms_norm import digest
+from normswap.plan import PlanError
 from normswap.regions.rewrite import Compiled, Helper, compile_regions
 from normswap.regions.sequential import compiled_run, names_of
 from normswap.regions.spec import Region
@@ -29,8 +32,13 @@ def with_helpers(
     helper_of: Callable[[Compiled], Helper],
 ) -> _Forward:
     """The forward to install on a subclass of ``original``, with a helper for each region. The original's own runs
-    where another was put on the class since, and where it would branch in another way than it did."""
+    where another was put on the class since, where its source is not what was read (a pickle outlives a version of a
+    library), and where it would branch in another way than it did."""
     made: Any = original
+    names, known = attributes.get("functions", "").split(), getattr(base_forward, "__globals__", {})
+    functions = {name: known.get(name) for name in names}  # read as the line they return
+    if "source" in attributes and attributes["source"] != digest([base_forward, *functions.values()]):
+        return lambda self, *args, **kwargs: original.forward(self, *args, **kwargs)
     compiled, make = _compiled(made, base_forward, _text(attributes))
     helpers = [helper_of(one) for one in compiled]
     if make is None:
@@ -39,9 +47,17 @@ def with_helpers(
         rewritten = make(helpers)
     conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))
     checks = [(_evaluator(text), truth) for text, truth in conditions]
+    codes = [(name, function, getattr(function, "__code__", None)) for name, function in functions.items()]
+
+    def is_as_read(self: Any) -> bool:
+        return (
+            original.forward is base_forward
+            and all(bool(check(self)) is truth for check, truth in checks)
+            and all(known.get(name) is made and made.__code__ is code for name, made, code in codes)
+        )
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if original.forward is base_forward and all(bool(check(self)) is truth for check, truth in checks):
+        if is_as_read(self):
             return rewritten(self, *args, **kwargs)
         return original.forward(self, *args, **kwargs)
 
@@ -61,9 +77,17 @@ def _compiled(original: Any, base_forward: Any, text: str) -> tuple[list[Compile
     return compiled, make
 
 
+_IN_CONDITIONS = (ast.Expression, ast.UnaryOp, ast.Not, ast.Compare, ast.Is, ast.IsNot, ast.Attribute, ast.Name)
+
+
 def _evaluator(text: str) -> Callable[[Any], Any]:
-    """A condition on attributes of self as a function of it."""
-    return eval(f"lambda self: {text}", {"__builtins__": {}})  # attributes of self, None and not alone
+    """A condition on attributes of self as a function of it. Raises PlanError for any other text: a plan is data."""
+    tree = ast.parse(text, mode="eval")
+    for node in ast.walk(tree):
+        known = isinstance(node, (*_IN_CONDITIONS, ast.Load)) or (isinstance(node, ast.Constant) and node.value is None)
+        if not known or (isinstance(node, ast.Name) and node.id != "self"):
+            raise PlanError(f"regions: {text!r} is no condition on attributes of self")
+    return eval(f"lambda self: {text}", {"__builtins__": {}})
 
 
 def _sequential(compiled: Sequence[Compiled], helpers: Sequence[Helper]) -> _Forward:
