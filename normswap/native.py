@@ -37,6 +37,7 @@ __all__ = [
     "group_backward_plan",
     "load",
     "on_load",
+    "row_backward_plan",
     "row_plan",
     "status",
 ]
@@ -345,6 +346,30 @@ def row_plan(
     )
     gpu = (clusters, shared, multiprocessors)
     return _plan("row_plan", (rows, cols), (itemsize, weights, ragged, options, *gpu, regime), names)
+
+
+def row_backward_plan(
+    rows: int,
+    cols: int,
+    itemsize: int,
+    grad_itemsize: int,
+    *,
+    clusters: bool,
+    shared: int = 101376,
+    passes: int = 0,
+) -> dict[str, int] | None:
+    """How the backward of the row norms cuts rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
+
+    ``grad_itemsize`` is that of dy's elements; ``clusters`` and ``shared`` are as in ``row_plan``. ``passes`` 0
+    chooses; 1 and 2 force one pass over x and dy, or two, and None is returned where such rows cannot be done so. Needs
+    the library, but no GPU. Raises BuildError without the library.
+    """
+    names = (
+        *("lanes", "chunk_len", "chunks", "blocks_a_row", "block_chunks", "teams", "warps", "rows_a_piece"),
+        *("pieces", "one_pass", "slots", "lag", "slot_bytes", "shared", "grid"),
+    )
+    numbers = (itemsize, grad_itemsize, clusters, shared, passes)
+    return _plan("row_backward_plan", (rows, cols), numbers, names)
 
 
 def column_plan(

@@ -67,9 +67,12 @@ def test_what_is_not_plain_is_declined() -> None:
 def test_who_has_a_say_gets_the_general_way() -> None:
     x = drawn(6, 24)
     assert dispatch.direct("layer_norm", x) is not None
-    assert dispatch.direct("layer_norm", x.clone().requires_grad_()) is None
-    with torch.no_grad():
-        assert dispatch.direct("layer_norm", x.clone().requires_grad_()) is not None
+    leaf = x.clone().requires_grad_()
+    for name in ("layer_norm", "rms_norm", "l1_norm"):
+        assert dispatch.direct(name, leaf) is dispatch._recording[name]
+        with torch.no_grad():
+            assert dispatch.direct(name, leaf) is dispatch._direct[name]
+    assert dispatch.direct("group_norm", leaf) is None
     assert dispatch.direct("layer_norm", x, x.cpu()) is None
     with torch.autocast("cuda"):
         assert dispatch.direct("layer_norm", x) is None
