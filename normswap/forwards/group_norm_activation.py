@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from normswap import ops
 from normswap.forwards import affine_of, only_argument
 from normswap.forwards.plain import is_plain
+from normswap.forwards.replaced import Replaced
 from normswap.forwards.sequential import sequential_forward
 
 _Forward: TypeAlias = Callable[..., Tensor]
@@ -48,14 +49,12 @@ def _activation(child: Any) -> str | None:
     return _ACTIVATIONS[cls] if cls in _ACTIVATIONS and is_plain(child, cls) else None
 
 
-def make_forward(
-    original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any], argument: str
-) -> _Forward:
-    """The forward of the swapped class: one op where that is sure to be right, else ``original``'s. Raises TypeError
+def make_forward(replaced: Replaced, attributes: Mapping[str, Any], argument: str) -> _Forward:
+    """The forward of the swapped class: one op where that is sure to be right, else the original's. Raises TypeError
     for attributes of other types."""
     if "runs" in attributes:
         runs = [(run_names(run), partial(_run, run)) for run in attributes["runs"]]
-        return sequential_forward(original, base_forward, runs)
+        return sequential_forward(replaced, runs)
     norm, flag = attributes.get("norm"), attributes.get("unless")
     literal, children = attributes.get("activation"), _checked(attributes.get("children", []))
     _checked([name for name in (norm, flag, literal) if name is not None])
@@ -64,12 +63,12 @@ def make_forward(
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         x = args[0] if len(args) == 1 and not kwargs else only_argument(args, kwargs, argument)
-        if original.forward is base_forward and isinstance(x, Tensor) and not (flag and getattr(self, flag)):
+        if isinstance(x, Tensor) and replaced.is_on(self) and not (flag and getattr(self, flag)):
             normalising = self if norm is None else getattr(self, norm)
             activation = literal or activation_of([getattr(self, name) for name in children])
             if activation is not None and (norm is None or is_plain(normalising, nn.GroupNorm)):
                 return normalised(x, normalising, activation)
-        return original.forward(self, *args, **kwargs)
+        return replaced.run(self, *args, **kwargs)  # type: ignore[no-any-return]
 
     return forward
 

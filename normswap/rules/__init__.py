@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from normswap.plan import Match, Refusal
+from normswap.plan import Match, Reason, Refusal
 from normswap.rules import (
     group_norm,
     group_norm_activation,
@@ -18,6 +18,7 @@ from normswap.rules import (
     registered,
     rms_norm,
 )
+from normswap.sites import is_sharded
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,9 @@ RULES: tuple[Rule, ...] = tuple(
 
 def find(module: nn.Module) -> Match | Refusal | None:
     """The first rule's answer that is not None; what a person has registered goes before."""
-    declared = registered.match(module)
-    if declared is not None:
-        return declared
-    for rule in RULES:
-        answer = rule.match(module)
+    for match in (registered.match, *(rule.match for rule in RULES)):
+        answer = match(module)
         if answer is not None:
-            return answer
+            sharded = isinstance(answer, Match) and is_sharded(module)
+            return Refusal(answer.kind, Reason.SHARDED) if sharded else answer
     return None
