@@ -85,8 +85,8 @@ def optimize(
             run = run if validate != "off" else None
             report = _whole_report(target, found, proofs, run, example_inputs, timings)
             if already:
-                known = _reports[model] if model in _reports else _unchecked_report(target, already)
-                report = again.merged(known, report, already, [name for name, _ in target.named_modules()])
+                earlier = _reports[model] if model in _reports else _unchecked_report(target, already)
+                report = again.merged(earlier, report, already, [name for name, _ in target.named_modules()])
             _tell_empty(target, report, on_empty)
             _reports[target] = report
         except BaseException:

@@ -155,7 +155,7 @@ _PLAIN = (Tensor, nn.Parameter)
 _VERDICTS = 256
 
 
-def _form(tensor: Any) -> Hashable:
+def _form(tensor: Any) -> Any:
     """All of a tensor that a verdict on it depends on; the type alone of anything else."""
     if type(tensor) not in _PLAIN:
         return type(tensor)
