@@ -37,17 +37,13 @@ namespace {
 
 using Launch = cudaError_t (*)(const RowNorm&, const RowPlan&, cudaStream_t);
 
-void check_same(const char* op, const Tensor& input, const Tensor& out) {
-  STD_TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.numel() == input.numel(), op,
-                  ": out must have the input's dtype and size");
-}
-
 // Fill in dtypes and affine parameters of `n`; `parameters` is the length they must have.
-void set_affine(const char* op, RowNorm& n, const OptionalTensor& weight, const OptionalTensor& bias,
-                int64_t parameters) {
+void set_affine(const char* op, RowNorm& n, const Tensor& input, const OptionalTensor& weight,
+                const OptionalTensor& bias, int64_t parameters) {
   n.weight_dtype = n.dtype;
   for (const OptionalTensor* p : {&weight, &bias}) {
     if (!p->has_value()) continue;
+    check_beside(op, "weight and bias", **p, input);
     n.weight_dtype = dtype_of(**p, op);
     STD_TORCH_CHECK((*p)->numel() == parameters && (*p)->is_contiguous(), op,
                     ": weight and bias must be contiguous with ", parameters, " elements");
@@ -60,23 +56,35 @@ void set_affine(const char* op, RowNorm& n, const OptionalTensor& weight, const 
   n.bias = data_or_null(bias);
 }
 
-// `weights`: that an element may have of its own.
+cudaError_t launched(Launch launch, RowNorm n, const RowPlan& plan, const Tensor& input) {
+  const int64_t room = row_workspace_bytes(plan, n.rows);
+  const OptionalTensor workspace = room > 0 ? OptionalTensor(scratch(input, room)) : std::nullopt;
+  n.workspace = room > 0 ? workspace->mutable_data_ptr() : nullptr;
+  return launch(n, plan, stream_of(input));
+}
+
+// `weights`: that an element may have of its own. Where the plan's blocks, which must all run at once, cannot do so here
+// (few multiprocessors, in a green context or under MPS), the split kernels do the rows: to the same bits.
 void run(const char* op, Launch launch, int weights, RowNorm n, const Tensor& input, const Tensor& out,
          int64_t regime) {
   RowPlan plan;
   n.y = out.mutable_data_ptr();
   const int bytes = static_cast<int>(itemsize(n.dtype));
-  STD_TORCH_CHECK(make_row_plan({n.rows, n.cols, bytes, weights, is_ragged(n, bytes)},
-                                gpu_of(input.get_device_index()), static_cast<Regime>(regime), &plan),
-                  op, ": rows of ", n.cols, " elements cannot be done in regime ", regime);
-  const int64_t room = row_workspace_bytes(plan, n.rows);
-  const OptionalTensor workspace = room > 0 ? OptionalTensor(scratch(input, room)) : std::nullopt;
-  n.workspace = room > 0 ? workspace->mutable_data_ptr() : nullptr;
-  STD_CUDA_CHECK(launch(n, plan, stream_of(input)));
+  const Rows rows{n.rows, n.cols, bytes, weights, is_ragged(n, bytes)};
+  const Gpu gpu = gpu_of(input.get_device_index());
+  STD_TORCH_CHECK(input.is_contiguous() && out.is_contiguous(), op, ": input and out must be contiguous");
+  STD_TORCH_CHECK(make_row_plan(rows, gpu, static_cast<Regime>(regime), &plan), op, ": rows of ", n.cols,
+                  " elements cannot be done in regime ", regime);
+  cudaError_t error = launched(launch, n, plan, input);
+  if (cannot_be_resident(error) && regime == 0 && make_row_plan(rows, gpu, Regime::split, &plan)) {
+    cudaGetLastError();  // or the next launch would be told of it
+    error = launched(launch, n, plan, input);
+  }
+  check_launch(error);
 }
 
 RowNorm row_norm_of(const char* op, const Tensor& input, const Tensor& out, int64_t cols, double eps) {
-  check_same(op, input, out);
+  check_out(op, out, input);
   STD_TORCH_CHECK(cols > 0 && input.numel() % cols == 0, op, ": rows of ", cols, " elements do not divide ",
                   input.numel());
   RowNorm n{};
@@ -95,9 +103,9 @@ void layer_norm_cuda(const Tensor& input, const OptionalTensor& weight_, const O
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
   RowNorm n = row_norm_of("layer_norm", input, out, cols, eps);
-  set_affine("layer_norm", n, weight, bias, cols);
-  n.mean = floats_or_null(mean);
-  n.rstd = floats_or_null(rstd);
+  set_affine("layer_norm", n, input, weight, bias, cols);
+  n.mean = floats_or_null("layer_norm", mean, input, n.rows);
+  n.rstd = floats_or_null("layer_norm", rstd, input, n.rows);
   run("layer_norm", layer_norm, 2, n, input, out, regime);
 }
 
@@ -107,10 +115,10 @@ void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight_, int64_t c
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_);
   RowNorm n = row_norm_of("rms_norm", input, out, cols, eps);
-  set_affine("rms_norm", n, weight, std::nullopt, cols);
+  set_affine("rms_norm", n, input, weight, std::nullopt, cols);
   n.weight_offset = weight.has_value() ? weight_offset : 0.0;
   n.cast_before_weight = cast_before_weight;
-  n.rstd = floats_or_null(rstd);
+  n.rstd = floats_or_null("rms_norm", rstd, input, n.rows);
   run("rms_norm", rms_norm, 1, n, input, out, regime);
 }
 
@@ -123,7 +131,7 @@ void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum,
   RowNorm n = row_norm_of("l1_norm", input, out, cols, eps);
   n.weight_dtype = n.dtype;
   n.minimum = minimum;
-  n.mean = floats_or_null(mean_abs);
+  n.mean = floats_or_null("l1_norm", mean_abs, input, n.rows);
   run("l1_norm", l1_norm, 0, n, input, out, regime);
 }
 
@@ -169,9 +177,9 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
                     "group_norm: a group must have fewer than 2^31 channels, of fewer than 2^31 elements each, got ",
                     n.channels_per_group, " channels of ", n.spatial);
   }
-  set_affine("group_norm", n, weight, bias, channels);
-  n.mean = floats_or_null(mean);
-  n.rstd = floats_or_null(rstd);
+  set_affine("group_norm", n, input, weight, bias, channels);
+  n.mean = floats_or_null("group_norm", mean, input, n.rows);
+  n.rstd = floats_or_null("group_norm", rstd, input, n.rows);
   n.activation = activation_of(activation);
   if (!channels_last) return run("group_norm", group_norm, 0, n, input, out, regime);
   ChannelNorm c = channels_last_of(n, weight, bias, eps);

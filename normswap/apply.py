@@ -54,8 +54,6 @@ class Journal:
             if modules.installed_class(change.module) is not change.after and type(change.module) is not change.before:
                 raise _changed_since(change.site.name, change.module)
         put_back(before)
-        for module, _ in before:
-            install_table.forget(module)
         self._changes = [change for change in self._changes if change not in chosen]
 
     def _names(self) -> str:
@@ -70,12 +68,12 @@ def apply(model: nn.Module, plan: Plan) -> Journal:
     """
     journal = Journal(_changes(model, plan))
     try:
+        for change in journal.changes:
+            install_table.remember(change.module, change.after)
         set_classes((change.module, change.after) for change in journal.changes)
     except BaseException:
         journal.undo()
         raise
-    for change in journal.changes:
-        install_table.remember(change.module, change.after)
     return journal
 
 
@@ -86,14 +84,12 @@ def revert(model: _Module) -> _Module:
     parametrizations) is put over the original. Raises NormswapError, with nothing reverted, where that cannot be done.
     """
     swapped = _swapped(model)
+    switch.forget(model)
     try:
         set_classes((module, before) for module, before, _ in swapped)
     except BaseException:
         put_back([(module, now) for module, _, now in swapped])
         raise
-    switch.forget(model)
-    for module, _, _ in swapped:
-        install_table.forget(module)
     return model
 
 

@@ -4,13 +4,14 @@ own over the one a module has, and ours must be found under theirs again."""
 from __future__ import annotations
 
 import types
+import weakref
 from abc import ABCMeta
 from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-# By module, which it keeps no hold of.
+# By module; it keeps no hold of that, nor of the class.
 _installed: Any = WeakIdKeyDictionary()
 
 
@@ -20,18 +21,14 @@ class Covered(Exception):
 
 def remember(module: nn.Module, installed: type[nn.Module]) -> None:
     """Note that ``module`` was given the class ``installed``."""
-    _installed[module] = installed
-
-
-def forget(module: nn.Module) -> None:
-    """Note that ``module`` was put back."""
-    _installed.pop(module, None)
+    _installed[module] = weakref.ref(installed)
 
 
 def covered_class(module: nn.Module) -> type[nn.Module] | None:
     """The class installed at ``module`` that is under the one it has now; None where there is none."""
-    installed: type[nn.Module] | None = _installed.get(module)
-    return installed if installed is not None and installed in type(module).__mro__ else None
+    noted = _installed.get(module)
+    installed: type[nn.Module] | None = None if noted is None else noted()
+    return installed if installed in type(module).__mro__ else None
 
 
 def rebased(cls: type, old: type, new: type) -> type:

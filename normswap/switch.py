@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap import modules
-from normswap.sites import every, set_classes
+from normswap.sites import set_classes
 
 
 class _Off:
@@ -44,7 +44,11 @@ def originals(model: nn.Module) -> Iterator[list[nn.Module]]:
             set_classes((module, state.original) for module, state in entered if state.blocks == 1)
         yield changed
     finally:
-        every([lambda: _leave(entered, changed)] * 2)  # twice, for an interrupt in the first
+        try:
+            _leave(entered, changed)
+        except BaseException:  # an interrupt, say
+            _leave(entered, changed)
+            raise
 
 
 def _state_of(module: nn.Module) -> _Off | None:
