@@ -326,12 +326,13 @@ def _rewritten_class(match: Match, replaced: Replaced) -> type[nn.Module]:
 
 def _in_the_place_of(replaced: Replaced, swapped: _Forward) -> _Forward:
     """``swapped`` as a function that torch.jit.script, which reads the source of what is wrapped in the globals of what
-    wraps it, takes for the original's."""
+    wraps it, takes for the original's. What torch.jit.trace writes down is the original."""
 
     def forward(self, *_normswap_args, **_normswap_kwargs):  # type: ignore[no-untyped-def]
-        return _normswap_forward(self, *_normswap_args, **_normswap_kwargs)
+        chosen = _normswap_forward if _normswap_tracing() is None else _normswap_original
+        return chosen(self, *_normswap_args, **_normswap_kwargs)
 
-    _normswap_forward = swapped
+    _normswap_forward, _normswap_original, _normswap_tracing = swapped, replaced.run, torch._C._get_tracing_state
     base = replaced.function
     if not isinstance(base, types.FunctionType):
         return functools.wraps(base)(forward)

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 
 class Replaced:
     """The function ``name`` of the class ``original``, as it was when the class ``installed`` was made for it."""
@@ -19,17 +17,15 @@ class Replaced:
         self.code = code_of(self.function)
 
     def is_on(self, module: object) -> bool:
-        """True while ``module`` is swapped by ``installed``, the original's function and its code are the same, and
-        torch.jit.trace does not write down what is run."""
-        if not (isinstance(module, self.installed) and self.is_unchanged()):
-            return False
-        return torch.compiler.is_compiling() or torch._C._get_tracing_state() is None
+        """True while ``module`` is swapped by ``installed``, and the original's function and its code are the same."""
+        function = getattr(self.original, self.name)
+        unchanged = function is self.function and getattr(function, "__code__", None) is self.code
+        return unchanged and isinstance(module, self.installed)
 
     def is_unchanged(self) -> bool:
         """True while the original's function and its code are those that were replaced."""
         function = getattr(self.original, self.name)
-        # Dynamo cannot look at a code object.
-        return function is self.function and (torch.compiler.is_compiling() or code_of(function) is self.code)
+        return function is self.function and getattr(function, "__code__", None) is self.code
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """What the original's function is now, on these arguments."""

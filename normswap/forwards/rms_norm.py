@@ -82,14 +82,12 @@ class _Site:
         """True while the class has the functions and the instance the flags that the match was made from."""
         if not self.known or not self.replaced.is_on(module):
             return False
-        compiling = torch.compiler.is_compiling()  # Dynamo cannot look at a code object
         for name, method, code in self.methods:
-            if getattr(self.replaced.original, name, None) is not method or name in module.__dict__:
-                return False
-            if not compiling and code_of(method) is not code:
+            found = getattr(self.replaced.original, name, None)
+            if found is not method or code_of(found) is not code or name in module.__dict__:
                 return False
         for name, function, code in self.functions:
-            if self.globals.get(name) is not function or not (compiling or code_of(function) is code):
+            if self.globals.get(name) is not function or code_of(function) is not code:
                 return False
         for name, value in self.settings:
             found = getattr(module, name, _MISSING)

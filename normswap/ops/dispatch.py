@@ -42,7 +42,8 @@ def has_rows(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | No
 
 def native_serves(*tensors: Tensor | None) -> bool:
     """True when our kernels can take these tensors: the library is loaded, all are plain CUDA tensors of one
-    device and of dtype float32, float16 or bfloat16, and no functorch transform or forward-mode AD is active."""
+    device and of dtype float32, float16 or bfloat16, and no functorch transform, forward-mode AD or torch.jit.trace is
+    active."""
     first = tensors[0]
     if first is None or not first.is_cuda or not _library_ready():
         return False
@@ -52,7 +53,7 @@ def native_serves(*tensors: Tensor | None) -> bool:
             return False
     if torch.compiler.is_compiling():
         return True
-    return autograd_only()
+    return autograd_only() and torch._C._get_tracing_state() is None
 
 
 def autograd_only() -> bool:
