@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "native": {"builder"},
     "ops": {"native", "reference", "ops"},
     "forwards": {"ops", "forwards"},
-    "modules": {"ops", "plan", "forwards"},
+    "modules": {"ops", "plan", "forwards", "install_table"},
     "tracing": {"plan"},
     "rules": {"plan", "tracing", "modules", "forwards", "rules"},
     "walk": {"plan", "modules", "rules"},
