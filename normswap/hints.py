@@ -34,9 +34,10 @@ def optimizers_of(model: nn.Module) -> list[str]:
 def why_nothing(model: nn.Module, report: Report) -> str:
     """Why no site of ``model`` is swapped, in a few words."""
     if report.rows:
-        count = len(report.rows)
-        sites = "1 site was" if count == 1 else f"{count} sites were"
-        return f"{sites} recognised and left alone; see normswap.report(model)"
+        became = {"slower": "put back, as they are not faster here", "failed": "put back, as they did not match"}
+        counts = {status: sum(row["status"] == status for row in report.rows) for status in (*became, "refused")}
+        parts = [f"{count} {became.get(status, 'left alone')}" for status, count in counts.items() if count]
+        return f"of {len(report.rows)} sites that were recognised {', '.join(parts)}; see normswap.report(model)"
     kinds = Counter(type(module).__name__ for module in model.modules() if "norm" in type(module).__name__.lower())
     if not kinds:
         return "the model holds no norm that is known"

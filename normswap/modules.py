@@ -24,13 +24,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap import install_table, ops
 from normswap.forwards import affine_of, only_argument
-from normswap.forwards import group_norm_activation as _gna
 from normswap.forwards import l1_norm as _l1
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.registered import registered_forward
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import by_hand_forward
 from normswap.plan import Match, NormswapError, PlanError, is_by_hand
+from normswap.regions import install as regions
+from normswap.regions.helper import make_helper
 
 _Forward = Callable[..., Tensor]
 
@@ -345,6 +346,10 @@ def _only_argument(replaced: Replaced) -> str:
     return list(inspect.signature(replaced.function).parameters)[1]
 
 
+def _region_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
+    return regions.with_helpers(replaced, attributes, lambda compiled: make_helper(compiled, original_class))
+
+
 def _subclass_forward(op: Callable[[Tensor, Any], Tensor]) -> Callable[[Replaced, Mapping[str, Any]], _Forward]:
     """The forward of a subclass of a torch.nn norm that computes what its base class does unless a flag is set, by
     ``op`` of the input and the norm."""
@@ -382,14 +387,11 @@ _FORWARDS: dict[str, Callable[[Replaced, Mapping[str, Any]], _Forward]] = {
     "linear_scale_batch_norm": (
         lambda replaced, attributes: _lsb.make_forward(replaced, attributes, _only_argument(replaced))
     ),
-    "group_norm_activation": (
-        lambda replaced, attributes: _gna.make_forward(replaced, attributes, _only_argument(replaced))
-    ),
+    "region": _region_forward,
 }
 
 _RUN_NAMES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "linear_scale_batch_norm": _lsb.run_names,
-    "group_norm_activation": _gna.run_names,
 }
 
 
@@ -436,6 +438,8 @@ def site_match(module: nn.Module) -> Match | None:
 def pieces(module: nn.Module, match: Match) -> list[tuple[Match, nn.Module, nn.Module]]:
     """What is proved at a site: (match, module, the module whose input it takes) - the site itself, or each run of an
     nn.Sequential as an nn.Sequential of its own, with the same children under the same names."""
+    if match.kind == "region":
+        return []
     if "runs" not in match.attributes:
         return [(match, module, module)]
     found: list[tuple[Match, nn.Module, nn.Module]] = []

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from html import escape
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from normswap.report import Report
+from typing import Any
 
 
-def page(report: Report) -> str:
-    """``report`` as HTML: a line, the table by kind, and what else there is to say, folded up."""
+def page(report: Any) -> str:
+    """A Report as HTML: a line, the table by kind, and what else there is to say, folded up."""
     statuses = Counter(row["status"] for row in report.rows if not row["swapped"])
     others = {"refused": "left alone", "slower": "put back", "failed": "rolled back"}
     told = [f"{others[status]}: {count}" for status, count in statuses.items()]

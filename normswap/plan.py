@@ -21,7 +21,7 @@ KINDS = (
     "rms_norm",
     "l1_norm",
     "linear_scale_batch_norm",
-    "group_norm_activation",
+    "region",
 )
 """Every kind of site, in the order of reports."""
 
@@ -135,8 +135,8 @@ class Site:
 class Match:
     """What to put at a site. ``attributes`` holds what the swapped forward needs to know and is
     JSON: for l1_norm ``{"dim": 1, "eps": "eps"}``, for linear_scale_batch_norm the attribute names
-    ``{"linear": "gemm", "scale": "scale", "batch_norm": "bn"}``, for group_norm_activation ``{"norm": "gn",
-    "activation": "silu"}``, for an RMSNorm written by hand
+    ``{"linear": "gemm", "scale": "scale", "batch_norm": "bn"}``, for region a list of ``regions.spec.Region`` as data,
+    for an RMSNorm written by hand
     ``{"dim": -1, "eps": "variance_epsilon", "weight": "weight", ...}``; empty for module sites."""
 
     kind: str
@@ -148,19 +148,16 @@ class Match:
         return getattr(module, found) if isinstance(found, str) else found
 
     @property
-    def norm(self) -> str | None:
-        """The child that is the norm of a group_norm_activation (of its first run in an nn.Sequential); None where
-        that is the module itself, and for other kinds."""
-        name = self.attributes.get("runs", [self.attributes])[0].get("norm")
-        return None if name is None else str(name)
-
     @property
     def children(self) -> tuple[str, ...]:
         """The names under which the forward finds what it calls, or multiplies by; its settings are none of them."""
         found: list[str] = []
         for run in self.attributes.get("runs", [self.attributes]):
             found += [run[part] for part in _PARTS if isinstance(run.get(part), str)]
-            found += run.get("children", ())
+        for region in self.attributes.get("regions", ()):
+            acting = region["activation"]
+            found += [*([region["norm"]] if region["type"] else []), *region["passes"]]
+            found += [acting] if isinstance(acting, str) else []
         return tuple(found)
 
     @property
@@ -169,10 +166,10 @@ class Match:
         return any(name.startswith(READ) for name in self.attributes)
 
     def view(self, module: Any) -> Any:
-        """``module`` with the attributes that torch.nn's norm of this kind has: itself, its norm where that is a child,
-        or what stands for them in a registered one now."""
+        """``module`` with the attributes that torch.nn's norm of this kind has: itself, or what stands for them in a
+        registered one now."""
         if not self.registered:
-            return module if self.norm is None else module.get_submodule(self.norm)
+            return module
         reads = {name[len(READ) :]: value for name, value in self.attributes.items() if name.startswith(READ)}
         found = {n: getattr(module, value, None) if isinstance(value, str) else value for n, value in reads.items()}
         weight = found.get("weight")
@@ -189,7 +186,7 @@ class Match:
         return {str(self.attributes.get(READ + name, name)): value for name, value in found.items()}
 
 
-_PARTS = ("linear", "scale", "batch_norm", "norm")
+_PARTS = ("linear", "scale", "batch_norm")
 
 READ = "read."
 """Before the name of a value in the match of a registered class: what follows is where the class keeps it."""

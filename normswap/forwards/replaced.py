@@ -9,10 +9,9 @@ from typing import Any
 class Replaced:
     """The function ``name`` of the class ``original``, as it was when the class ``installed`` was made for it."""
 
-    installed: type
-
     def __init__(self, original: Any, name: str = "forward") -> None:
         self.original, self.name = original, name
+        self.installed: type = object  # until there is one: whatever asks
         self.function = getattr(original, name)
         self.code = code_of(self.function)
 
