@@ -34,13 +34,21 @@ Gpu gpu_of(int device) {
 
 namespace {
 
+// Of `cols` elements.
+int64_t rows_of(const Tensor& input, int64_t cols) { return cols > 0 ? input.numel() / cols : 0; }
+
+void check_dense(const char* op, const Tensor& input, const Tensor& out) {
+  STD_TORCH_CHECK(input.is_contiguous() && out.is_contiguous(), op, ": input and out must be contiguous");
+}
+
 void layer_norm_rows(const Tensor& input, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t cols,
                      double eps, const Tensor& out, float* mean, float* rstd, int64_t regime) {
   if (input.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
+  check_dense("layer_norm", input, out);
   RowNorm n = row_norm_of("layer_norm", input, out, cols, eps);
-  set_affine("layer_norm", n, weight, bias, cols);
+  set_affine("layer_norm", n, input, weight, bias, cols);
   n.mean = mean;
   n.rstd = rstd;
   run("layer_norm", layer_norm, 2, n, input, out, regime);
@@ -48,7 +56,8 @@ void layer_norm_rows(const Tensor& input, const OptionalTensor& weight_, const O
 
 void layer_norm_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, int64_t cols,
                      double eps, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
-  layer_norm_rows(input, weight, bias, cols, eps, out, floats_or_null(mean), floats_or_null(rstd), regime);
+  layer_norm_rows(input, weight, bias, cols, eps, out, floats_or_null("layer_norm", mean, input, rows_of(input, cols)),
+                  floats_or_null("layer_norm", rstd, input, rows_of(input, cols)), regime);
 }
 
 void rms_norm_rows(const Tensor& input, const OptionalTensor& weight_, int64_t cols, double eps, double weight_offset,
@@ -56,8 +65,9 @@ void rms_norm_rows(const Tensor& input, const OptionalTensor& weight_, int64_t c
   if (input.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_);
+  check_dense("rms_norm", input, out);
   RowNorm n = row_norm_of("rms_norm", input, out, cols, eps);
-  set_affine("rms_norm", n, weight, std::nullopt, cols);
+  set_affine("rms_norm", n, input, weight, std::nullopt, cols);
   n.weight_offset = weight.has_value() ? weight_offset : 0.0;
   n.cast_before_weight = cast_before_weight;
   n.rstd = rstd;
@@ -66,7 +76,8 @@ void rms_norm_rows(const Tensor& input, const OptionalTensor& weight_, int64_t c
 
 void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight, int64_t cols, double eps, double weight_offset,
                    bool cast_before_weight, Tensor out, OptionalTensor rstd, int64_t regime) {
-  rms_norm_rows(input, weight, cols, eps, weight_offset, cast_before_weight, out, floats_or_null(rstd), regime);
+  rms_norm_rows(input, weight, cols, eps, weight_offset, cast_before_weight, out,
+                floats_or_null("rms_norm", rstd, input, rows_of(input, cols)), regime);
 }
 
 void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum, Tensor out, OptionalTensor mean_abs,
@@ -75,10 +86,11 @@ void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum,
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   STD_TORCH_CHECK(eps >= 0.0 && minimum >= 0.0, "l1_norm: eps and minimum must not be negative, got ", eps, " and ",
                   minimum);
+  check_dense("l1_norm", input, out);
   RowNorm n = row_norm_of("l1_norm", input, out, cols, eps);
   n.weight_dtype = n.dtype;
   n.minimum = minimum;
-  n.mean = floats_or_null(mean_abs);
+  n.mean = floats_or_null("l1_norm", mean_abs, input, n.rows);
   run("l1_norm", l1_norm, 0, n, input, out, regime);
 }
 
@@ -137,11 +149,14 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
                     "group_norm: a group must have fewer than 2^31 channels, of fewer than 2^31 elements each, got ",
                     n.channels_per_group, " channels of ", n.spatial);
   }
-  set_affine("group_norm", n, weight, bias, channels);
-  n.mean = floats_or_null(mean);
-  n.rstd = floats_or_null(rstd);
+  set_affine("group_norm", n, input, weight, bias, channels);
+  n.mean = floats_or_null("group_norm", mean, input, n.rows);
+  n.rstd = floats_or_null("group_norm", rstd, input, n.rows);
   n.activation = activation_of("group_norm", activation, low, high);
-  if (!channels_last) return run("group_norm", group_norm, 0, n, input, out, regime);
+  if (!channels_last) {
+    check_dense("group_norm", input, out);
+    return run("group_norm", group_norm, 0, n, input, out, regime);
+  }
   ChannelNorm c = channels_last_of(n, weight, bias, eps);
   c.y = out.mutable_data_ptr();
   if (!run_columns("group_norm", group_norm_channels_last, c, input, static_cast<Regime>(regime))) {

@@ -64,7 +64,7 @@ RowOptions row_options_of(const char* op, const Options& o, const Tensor& input,
   RowOptions options{};
   options.residual = data_or_null(o.residual);
   if (sum.has_value()) {
-    check_same(op, input, *sum);
+    check_out(op, *sum, input);
     options.sum = sum->mutable_data_ptr();
   }
   options.rows_per_sample = rows;
@@ -85,6 +85,7 @@ RowNorm norm_of(const char* op, NormKind kind, const Tensor& input, int64_t dims
                 const Tensor& out, const OptionalTensor& sum) {
   STD_TORCH_CHECK(dims >= 1 && dims <= input.dim() && input.is_contiguous() && out.is_contiguous(), op,
                   ": input and output must be contiguous, with at least ", dims, " dims");
+  check_beside(op, "out", out, input);
   RowNorm n = rows_of(op, input, trailing_elements(input, dims), eps);
   STD_TORCH_CHECK(out.numel() == input.numel() && out.scalar_type() == (options.wide ? ScalarType::Float : input.scalar_type()),
                   op, ": out must have the input's size and its dtype, or float32 where it is wide");
@@ -92,6 +93,13 @@ RowNorm norm_of(const char* op, NormKind kind, const Tensor& input, int64_t dims
   n.y = out.mutable_data_ptr();
   n.options = row_options_of(op, options, input, dims, n.rows, sum);
   return n;
+}
+
+// The rows of an input whose last `dims` are normalised.
+int64_t rows_over(const Tensor& input, int64_t dims) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d < input.dim() - dims; ++d) rows *= input.size(d);
+  return rows;
 }
 
 void layer_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weight_, const OptionalTensor& bias_, double eps,
@@ -102,7 +110,7 @@ void layer_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weig
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
   RowNorm n = norm_of(op, NormKind::layer, input, dims, eps, options, out, sum);
-  set_affine(op, n, weight, bias, n.cols);
+  set_affine(op, n, input, weight, bias, n.cols);
   n.mean = mean;
   n.rstd = rstd;
   run(op, norm_with_options, 0, n, input, out, regime, true);
@@ -116,7 +124,7 @@ void rms_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weight
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_);
   RowNorm n = norm_of(op, NormKind::rms, input, dims, eps, options, out, sum);
-  set_affine(op, n, weight, std::nullopt, n.cols);
+  set_affine(op, n, input, weight, std::nullopt, n.cols);
   n.weight_offset = weight.has_value() ? weight_offset : 0.0;
   n.cast_before_weight = cast_before_weight;
   n.rstd = rstd;
@@ -128,8 +136,10 @@ void layer_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& we
                      int64_t activation, double low, double high, Tensor out, OptionalTensor sum, OptionalTensor mean,
                      OptionalTensor rstd, int64_t regime) {
   const Options options{residual, scale, shift, activation, low, high, false};
-  layer_norm_of(input, dims, weight, bias, eps, options, out, sum, floats_or_null(mean), floats_or_null(rstd),
-                regime);
+  const int64_t rows = rows_over(input, dims);
+  layer_norm_of(input, dims, weight, bias, eps, options, out, sum,
+                floats_or_null("layer_norm_with_options", mean, input, rows),
+                floats_or_null("layer_norm_with_options", rstd, input, rows), regime);
 }
 
 void rms_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& weight, double eps, double weight_offset,
@@ -138,7 +148,7 @@ void rms_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& weig
                    OptionalTensor sum, OptionalTensor rstd, int64_t regime) {
   const Options options{residual, scale, shift, activation, low, high, false};
   rms_norm_of(input, dims, weight, eps, weight_offset, cast_before_weight, options, out, sum,
-              floats_or_null(rstd), regime);
+              floats_or_null("rms_norm_with_options", rstd, input, rows_over(input, dims)), regime);
 }
 
 // The input's memory as rows of `cols` elements, whatever its dims.
@@ -149,7 +159,7 @@ void l2_norm_cuda(const Tensor& input, int64_t cols, double eps, Tensor out, Opt
   RowNorm n = row_norm_of("l2_norm", input, out, cols, eps);
   n.kind = NormKind::l2;
   n.weight_dtype = n.dtype;
-  n.mean = floats_or_null(norm);
+  n.mean = floats_or_null("l2_norm", norm, input, n.rows);
   run("l2_norm", norm_with_options, 0, n, input, out, regime, true);
 }
 

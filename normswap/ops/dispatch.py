@@ -80,7 +80,8 @@ def has_rows(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | No
 
 def native_serves(*tensors: Tensor | None, elements: int = 0, least: int = LONG_ROW) -> bool:
     """True when our kernels can take these tensors: the library is loaded, all are plain CUDA tensors of one
-    device and of dtype float32, float16 or bfloat16, and no functorch transform or forward-mode AD is active.
+    device and of dtype float32, float16 or bfloat16, and no functorch transform, forward-mode AD or torch.jit.trace
+    is active.
 
     In code that torch.compile makes, only for a statistic over ``least`` ``elements`` or more, without gradients.
     Elsewhere the formula of ``reference`` stands in the graph: Inductor fuses it with what stands around it, which a
@@ -98,7 +99,7 @@ def native_serves(*tensors: Tensor | None, elements: int = 0, least: int = LONG_
             return False
     if torch.compiler.is_compiling():
         return True
-    return autograd_only()
+    return autograd_only() and torch._C._get_tracing_state() is None
 
 
 def autograd_only() -> bool:
