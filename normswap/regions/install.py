@@ -34,7 +34,7 @@ def with_helpers(
     library), and where it would branch in another way than it did."""
     base_forward = replaced.function
     names, known = attributes.get("functions", "").split(), getattr(base_forward, "__globals__", {})
-    functions = {name: known.get(name) for name in names}  # read as the line they return
+    functions: dict[str, Any] = {name: known.get(name) for name in names}  # read as the line they return
     if "source" in attributes and attributes["source"] != digest([base_forward, *functions.values()]):
         return replaced.run
     compiled, make = _compiled(replaced.original, base_forward, _text(attributes))
