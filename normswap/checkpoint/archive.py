@@ -1,144 +1,25 @@
-"""What a checkpoint file must be before its tensors are read: checks of bytes alone, with nothing of it executed.
-
-torch.load and safetensors are trusted with files that passed here, and with no others.
-"""
+"""What an archive of torch.save must be before torch.load reads it: checks of bytes alone, nothing of it executed."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import math
 import pickle
-import struct
 import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from normswap.checkpoint.errors import CheckpointError, one_line, strict_json
-
-_MAX_HEADER = 100_000_000  # safetensors' own limit
+from normswap.checkpoint.errors import CheckpointError, one_line
 
 _BYTES = {
-    "BoolStorage": 1,
-    "ByteStorage": 1,
-    "CharStorage": 1,
-    "ShortStorage": 2,
-    "HalfStorage": 2,
-    "BFloat16Storage": 2,
-    "IntStorage": 4,
-    "FloatStorage": 4,
-    "LongStorage": 8,
-    "DoubleStorage": 8,
-    "ComplexFloatStorage": 8,
-    "ComplexDoubleStorage": 16,
-    "QInt8Storage": 1,
-    "QUInt8Storage": 1,
-    "QUInt4x2Storage": 1,
-    "QUInt2x4Storage": 1,
-    "QInt32Storage": 4,
-    "UntypedStorage": 1,
+    **dict.fromkeys(("Bool", "Byte", "Char", "QInt8", "QUInt8", "QUInt4x2", "QUInt2x4", "Untyped"), 1),
+    **dict.fromkeys(("Short", "Half", "BFloat16"), 2),
+    **dict.fromkeys(("Int", "Float", "QInt32"), 4),
+    **dict.fromkeys(("Long", "Double", "ComplexFloat"), 8),
+    "ComplexDouble": 16,
 }
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-"""safetensors' names of dtypes."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a safetensors file; ``start`` and ``end`` are offsets into the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """The header of a safetensors file, checked."""
-
-    tensors: dict[str, Entry] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
-
-
-def safetensors_header(path: Path) -> Header:
-    """Read and check the header of a safetensors file.
-
-    Raises CheckpointError unless it is JSON without duplicate keys in which every tensor has a known dtype, exactly the
-    bytes its shape needs, and the tensors fill the file from end to end without gap or overlap; OSError as ``open``.
-    """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"{path}: truncated, or not a safetensors file (no header that fits into the file)")
-        text = file.read(length)
-    try:
-        header = _header(strict_json(text.decode("utf-8")), 8 + length)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: truncated, or not a safetensors file ({one_line(error)})") from error
-    _check_coverage(path, header, 8 + length, size)
-    return header
-
-
-def _header(data: Mapping[str, Any], base: int) -> Header:
-    metadata = data.get("__metadata__", {})
-    if not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError("its metadata holds more than text")
-    return Header({name: _entry(name, e, base) for name, e in data.items() if name != "__metadata__"}, dict(metadata))
-
-
-def _entry(name: str, entry: Mapping[str, Any], base: int) -> Entry:
-    dtype, shape, (start, end) = DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
-    if dtype is None:
-        raise ValueError(f"{name}: the dtype {entry['dtype']!r} is not known")
-    numbers = [*shape, start, end]
-    if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or len(entry) != 3:
-        raise ValueError(f"{name}: shape and offsets must be whole numbers from 0")
-    if end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name}: {end - start} bytes are not what its shape and dtype need")
-    return Entry(dtype, tuple(shape), base + start, base + end)
-
-
-def _check_coverage(path: Path, header: Header, begin: int, size: int) -> None:
-    position = begin
-    for entry in sorted(header.tensors.values(), key=lambda e: (e.start, e.end)):
-        if entry.start != position:
-            what = "overlap" if entry.start < position else "leave a gap"
-            raise CheckpointError(f"{path}: truncated, or not a safetensors file (its tensors {what})")
-        position = entry.end
-    if position != size:
-        raise CheckpointError(
-            f"{path}: truncated, or not a safetensors file (its tensors end at byte {position}, the file at {size})"
-        )
-
-
-# --- pickles ------------------------------------------------------------------------------------------------------
+"""Bytes of an element of each kind of storage that a pickle may name."""
 
 
 def check_pickle(path: Path) -> bool:
@@ -189,11 +70,12 @@ def _check_storages(path: Path, archive: zipfile.ZipFile) -> None:
         raise CheckpointError(f"{path}: truncated, or not a PyTorch checkpoint (it has no data.pkl)")
     for kind, key, count in _storages(archive.read(sizes["data.pkl"])):
         member = sizes.get(f"data/{key}")
-        if kind not in _BYTES or type(count) is not int or member is None:
+        size = _BYTES.get(kind.removesuffix("Storage"), 0)
+        if not size or type(count) is not int or member is None:
             raise CheckpointError(f"{path}: truncated, or not a PyTorch checkpoint (no storage {key} of kind {kind})")
-        if not 0 <= count * _BYTES[kind] <= member.file_size:
+        if not 0 <= count * size <= member.file_size:
             raise CheckpointError(
-                f"{path}: storage {key} is said to have {count * _BYTES[kind]} bytes, the file holds {member.file_size}"
+                f"{path}: storage {key} is said to have {count * size} bytes, the file holds {member.file_size}"
             )
         archive.open(member).close()  # compares the member's own header with the directory's
 
