@@ -5,7 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from importlib import metadata as _metadata
+
+_first = os.path.basename(sys.argv[0] if sys.argv else "")
+_is_module = _first == "-m" and "normswap.cli" in sys.orig_argv
+if _is_module and os.path.realpath(sys.path[0]) == os.getcwd():  # Python puts it there, before every library
+    del sys.path[0]
+
+from importlib import metadata as _metadata  # noqa: E402
 
 try:
     __version__ = _metadata.version("normswap")
@@ -19,7 +25,6 @@ def complete() -> None:
     globals().update({name: getattr(api, name) for name in api.__all__})
 
 
-_first = os.path.basename(sys.argv[0] if sys.argv else "")
-if _first != "normswap" and not (_first == "-m" and "normswap.cli" in sys.orig_argv):
+if _first != "normswap" and not _is_module:
     from normswap.api import *  # noqa: F403
     from normswap.api import __all__ as __all__

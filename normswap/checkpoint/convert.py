@@ -30,7 +30,7 @@ from normswap.checkpoint.manifest import Manifest
 from normswap.checkpoint.models import factory_for, moved, open_model, optimized, ready, usable_device
 from normswap.checkpoint.reading import CONFIG, METADATA, Checkpoint, distributed, open_checkpoint
 from normswap.checkpoint.tensors import SUFFIXES
-from normswap.checkpoint.writing import Progress, Target, check_extra, check_out, place, write
+from normswap.checkpoint.writing import Progress, Target, check_extra, place, write
 from normswap.optimize import Filter, OnEmpty, OnMismatch, Validate
 from normswap.plan import Plan
 from normswap.report import Report
@@ -84,8 +84,6 @@ def convert(
     NothingSwappedError as ``optimize`` does. Nothing is written unless everything succeeded.
     """
     path, target_path = Path(source), None if out is None else Path(out)
-    if target_path is not None:
-        check_out(target_path)
     found = open_checkpoint(path, key=key, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     for note in found.notes if say is not None else ():
         say(note)  # type: ignore[misc]

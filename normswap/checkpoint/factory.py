@@ -118,7 +118,9 @@ def _from_file(path: Path) -> ModuleType:
     known = sys.modules.get(path.stem)
     if known is not None and os.path.realpath(getattr(known, "__file__", None) or "") == place:
         return known
-    name = path.stem if known is None and importlib.util.find_spec(path.stem) is None else f"_normswap_{path.stem}"
+    other = None if known is not None else importlib.util.find_spec(path.stem)
+    free = known is None and (other is None or os.path.realpath(other.origin or "") == place)
+    name = path.stem if free else f"_normswap_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, place)
     if spec is None or spec.loader is None:
         raise ImportError("not a Python file")

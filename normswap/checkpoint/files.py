@@ -80,9 +80,11 @@ class Replacement:
         for folder in {place.parent for place in self._moves} | inside:
             sync(folder)
         if self._last is not None:
-            with _locked(self._moves[self._last].parent) as folder:
-                settle(self._moves[self._last])
-                os.replace(self._last, self._moves.pop(self._last))
+            target = self._moves[self._last]
+            with _locked(target.parent) as folder:
+                settle(target)
+                os.replace(self._last, target)
+                del self._moves[self._last]
                 sync_folder(folder)
                 self._rename()
 

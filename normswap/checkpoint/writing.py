@@ -66,13 +66,17 @@ def place(source: Path, found: Checkpoint, out: Path | None, force: bool) -> Tar
 
 def check_out(out: Path) -> bool:
     """Whether ``out`` is to be a file. Raises CheckpointError when it cannot be, nor a folder."""
-    if out.suffix in SUFFIXES and not out.is_dir():
+    try:
+        is_folder, is_there = out.is_dir(), os.path.lexists(out)
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be written ({one_line(error)})") from error
+    if out.suffix in SUFFIXES and not is_folder:
         return True
-    if out.suffix in _FOREIGN and not out.is_dir():
+    if out.suffix in _FOREIGN and not is_folder:
         raise CheckpointError(
             f"{out}: suffix {out.suffix!r} is not one of {', '.join(SUFFIXES)} (a folder of that name must exist first)"
         )
-    if out.exists() and not out.is_dir():
+    if is_there and not is_folder:
         raise CheckpointError(
             f"{out}: exists and is not a folder; name a folder, or a file ending in {', '.join(SUFFIXES)}"
         )

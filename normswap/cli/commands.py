@@ -36,20 +36,23 @@ class _Commands(click.Group):
             except (click.Abort, KeyboardInterrupt):
                 fail("interrupted")
                 code = FAILED
-            except (ValueError, OSError, MemoryError, RuntimeError) as error:
+            except Exception as error:  # a model's own code may raise anything, anywhere
                 code = _told(error)
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def _told(error: Exception) -> int:
-    """Tell an error of ours, or of the machine, and return its exit code. Raises any other."""
+    """Tell an error in one line, and where it arose if it is not ours or the machine's; returns its exit code."""
+    normswap.complete()
     from normswap import native
     from normswap.checkpoint.errors import MissingError, one_line
+    from normswap.checkpoint.factory import told
     from normswap.plan import MismatchError, NormswapError, NothingSwappedError
 
-    if isinstance(error, RuntimeError) and not isinstance(error, NormswapError | native.BuildError):
-        raise error
-    fail(str(error) if isinstance(error, RuntimeError) else one_line(error))
+    if isinstance(error, NormswapError | native.BuildError):
+        fail(str(error))
+    else:
+        fail(one_line(error) if isinstance(error, ValueError | OSError | MemoryError) else told(error))
     codes = {MissingError: ENVIRONMENT, native.BuildError: ENVIRONMENT, MismatchError: MISMATCH}
     kinds = {**codes, NothingSwappedError: EMPTY}
     return next((code for kind, code in kinds.items() if isinstance(error, kind)), FAILED)
@@ -252,6 +255,7 @@ def bench(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def env(as_json: bool) -> None:
     """Show the versions, the GPU and the kernel library, and what is missing."""
+    normswap.complete()
     from normswap import native
 
     found = {str(key): str(value) for key, value in native.environment().items()}
@@ -265,6 +269,7 @@ def env(as_json: bool) -> None:
 )
 def build(arch: str | None, out: Path | None) -> None:
     """Compile the kernel library ahead of its first use."""
+    normswap.complete()
     from normswap import native
 
     architectures = [a.strip() for a in arch.split(",")] if arch is not None else None

@@ -68,7 +68,8 @@ def inputs(command: F) -> F:
         metavar="SPEC",
         callback=_inputs,
         help="An example input: [name=]float32[8,3,224,224], [name=]int64[2,128]:0..30521, [name=]FILE "
-        "(.safetensors, .npy, .pt) or [name=]pkg.module:function. Repeat for more; those without a name are positional.",
+        "(.safetensors, .npy, .pt) or [name=]pkg.module:function. Repeat for more; those without a name are "
+        "positional.",
     )(command)
 
 
