@@ -238,7 +238,7 @@ def test_verify_holds_a_conversion_to_its_digests() -> None:
     Path("out.safetensors").write_bytes(content)
     result = run("verify", "out.safetensors")
     assert result.exit_code == FAILED and result.stdout == ""
-    assert "out.safetensors differs (1 changed: " in result.stderr
+    assert "out.safetensors differs" in result.stderr
 
 
 # --- bench ----------------------------------------------------------------------------------------------------------

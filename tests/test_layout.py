@@ -65,11 +65,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint.construct": {
         *("checkpoint.errors", "checkpoint.layouts", "checkpoint.nested", "checkpoint.tensors"),
     },
-    "checkpoint.factory": {"checkpoint.errors", "checkpoint.construct"},
+    "checkpoint.factory": {"checkpoint.errors"},
     "checkpoint.hub": {"checkpoint.errors", "checkpoint.construct", "checkpoint.factory"},
     "checkpoint.models": {
         *("plan", "optimize", "report", "checkpoint.errors", "checkpoint.factory", "checkpoint.hub"),
-        *("checkpoint.reading",),
+        *("checkpoint.construct", "checkpoint.reading"),
     },
     "checkpoint.writing": {
         *("checkpoint.errors", "checkpoint.factory", "checkpoint.files"),

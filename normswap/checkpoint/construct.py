@@ -15,17 +15,17 @@ from normswap.checkpoint.nested import likely_prefix
 from normswap.checkpoint.tensors import same_tensors
 
 
-def load_strictly(model: nn.Module, state: Mapping[str, Any], source: object) -> None:
+def load_strictly(model: nn.Module, state: Mapping[str, Any], source: object, *, share: bool = False) -> None:
     """Copy ``state`` into ``model``, every key and shape required to fit; ``source`` names it in errors.
 
-    What is on the meta device is put into memory first. Tensors are converted to the dtype the model was built with. A
-    tied parameter may be there under one of its names, or under several if they are equal.
+    What is on the meta device is put into memory first, or with ``share`` becomes the tensor of ``state`` itself.
+    Tensors are converted to the dtype the model was built with. A tied parameter may be there under one of its names, or under several if they are equal.
 
     Raises CheckpointError listing up to ten missing and unexpected keys, or up to ten wrong shapes; ``model`` may then
     be partly filled.
     """
     given = _with_ties(model, state, source)
-    _give_memory(model, given)
+    shared = _give_memory(model, given, share)
     try:
         keys = model.load_state_dict(given, strict=False)
     except RuntimeError as error:
@@ -34,7 +34,8 @@ def load_strictly(model: nn.Module, state: Mapping[str, Any], source: object) ->
         raise CheckpointError(f"{source}: does not fit {type(model).__name__}: {problem}") from error
     except Exception as error:  # a module's own loading code may raise anything
         raise CheckpointError(f"{source}: does not fit {type(model).__name__}: {one_line(error)}") from error
-    check_keys(model, keys.missing_keys, keys.unexpected_keys, list(state), source)
+    missing = [name for name in keys.missing_keys if name not in shared]
+    check_keys(model, missing, keys.unexpected_keys, list(state), source)
     left = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if left:
         raise CheckpointError(
@@ -80,17 +81,25 @@ def _with_ties(model: nn.Module, state: Mapping[str, Any], source: object) -> _S
     return given
 
 
-def _give_memory(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Put parameters and buffers that ``given`` has, and that cannot be written into, into memory of their own."""
+def _give_memory(model: nn.Module, given: dict[str, Any], share: bool) -> set[str]:
+    """Put parameters and buffers that ``given`` has, and that cannot be written into, into memory of their own. With
+    ``share`` those on the meta device become the tensors of ``given``, and are taken out of it; returns their names."""
     fresh: dict[int, Tensor] = {}
+    shared: set[str] = set()
     for owner_name, owner in model.named_modules(remove_duplicate=False):
         for tensors in (owner._parameters, owner._buffers):
             for leaf, tensor in tensors.items():
                 name = f"{owner_name}.{leaf}" if owner_name else leaf
                 if tensor is None or name not in given or not (tensor.is_meta or shares_memory_within(tensor)):
                     continue
+                mine = share and tensor.is_meta and given[name].shape == tensor.shape
                 if id(tensor) not in fresh:
                     place = "cpu" if tensor.is_meta else tensor.device
-                    new: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
+                    new = given[name].to(tensor.dtype) if mine else torch.empty_like(tensor, device=place)
                     fresh[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if tensors is owner._parameters else new
                 tensors[leaf] = fresh[id(tensor)]  # type: ignore[assignment]
+                if mine:
+                    shared.add(name)
+    for name in shared:
+        del given[name]
+    return shared

@@ -97,7 +97,7 @@ def convert(
         program = None if export is None else extra(Path(export), ".pt2")
         proof_file = None if report_file is None else extra(Path(report_file), "")
         where = usable_device(device)
-        model = ready(open_model(held, factory, factory_kwargs, dtype), where)
+        model = ready(open_model(held, factory, factory_kwargs, dtype, share=True), where)
         given = moved((inputs, dict(input_kwargs or {})), where)
         if fold:
             product, made = folded.folded(model, *given)

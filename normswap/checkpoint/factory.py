@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from normswap.checkpoint.construct import load_strictly
 from normswap.checkpoint.errors import CheckpointError, one_line
 
 HERE = "hf:."
@@ -53,13 +52,6 @@ def build_model(factory: str, kwargs: Mapping[str, Any] | None = None) -> nn.Mod
     model = called(what, lambda: _function(what, factory)(**dict(kwargs or {})), factory)
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"{what} returned a {type(model).__name__}, not a torch.nn.Module")
-    return model
-
-
-def build_filled(factory: str, kwargs: Mapping[str, Any], state: Mapping[str, Any], source: object) -> nn.Module:
-    """``build_model``, in the ordinary way, filled with ``state``. Raises CheckpointError."""
-    model = build_model(factory, kwargs)
-    load_strictly(model, state, source)
     return model
 
 

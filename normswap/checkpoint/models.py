@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from normswap.checkpoint.construct import load_strictly
 from normswap.checkpoint.errors import CheckpointError, MissingError, one_line
-from normswap.checkpoint.factory import HERE, PICKLED, build_filled
+from normswap.checkpoint.factory import HERE, PICKLED, build_model
 from normswap.checkpoint.hub import open_library
 from normswap.checkpoint.reading import Checkpoint, is_config_folder
 from normswap.optimize import optimize, report
@@ -29,10 +30,15 @@ def factory_for(path: Path, found: Checkpoint) -> str:
 
 
 def open_model(
-    found: Checkpoint, factory: str, kwargs: Mapping[str, Any] | None = None, dtype: str | None = None
+    found: Checkpoint,
+    factory: str,
+    kwargs: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    *,
+    share: bool = False,
 ) -> nn.Module:
-    """The model that a checkpoint belongs to, in eval mode, with its tensors, in ``dtype`` where that is given. Raises
-    CheckpointError."""
+    """The model that a checkpoint belongs to, in eval mode, with its tensors, in ``dtype`` where that is given. With
+    ``share`` it may hold on to the checkpoint's own tensors. Raises CheckpointError."""
     as_dtype = None if dtype is None else getattr(torch, dtype)
     if factory.startswith(("timm:", "hf:")):
         return open_library(factory, kwargs or {}, found.state, found.main, as_dtype)
@@ -41,7 +47,8 @@ def open_model(
             raise CheckpointError(f"{found.main}: holds no pickled model")
         model = found.module
     else:
-        model = build_filled(factory, kwargs or {}, found.state, found.main)
+        model = build_model(factory, kwargs)
+        load_strictly(model, found.state, found.main, share=share)
     return model.eval() if as_dtype is None else model.eval().to(as_dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -173,14 +174,18 @@ def write(
                 files.write(target.main, tensor_writer(target.main, found.state, found.metadata))
             for path, source in target.sources.items():
                 files.write(path, partial(copy_file, source, progress=copying))
-            if not target.in_place:
-                _check_written(target, manifest, found, files.staged)
             staged = [files.staged(path) for path in vouched]
             hashing = _counter("hashing", sum(path.stat().st_size for path in staged), progress)
+            with ThreadPoolExecutor(1) as pool:
+                sums = [pool.submit(sha256, path, hashing) for path in staged]
+                if not target.in_place:
+                    _check_written(target, manifest, found, files.staged)
             folder = target.manifest.parent
             kept = replace(
                 manifest,
-                files={str(p.relative_to(folder)): sha256(s, hashing) for p, s in zip(vouched, staged, strict=True)},
+                files={
+                    str(path.relative_to(folder)): digest.result() for path, digest in zip(vouched, sums, strict=True)
+                },
                 token=files.token,
                 written=tuple(str(p.relative_to(folder)) for p in dict.fromkeys((*target.sources, *vouched))),
             )
