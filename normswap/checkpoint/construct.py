@@ -19,7 +19,8 @@ def load_strictly(model: nn.Module, state: Mapping[str, Any], source: object, *,
     """Copy ``state`` into ``model``, every key and shape required to fit; ``source`` names it in errors.
 
     What is on the meta device is put into memory first, or with ``share`` becomes the tensor of ``state`` itself.
-    Tensors are converted to the dtype the model was built with. A tied parameter may be there under one of its names, or under several if they are equal.
+    Tensors are converted to the dtype the model was built with. A tied parameter may be there under one of its names,
+    or under several if they are equal.
 
     Raises CheckpointError listing up to ten missing and unexpected keys, or up to ten wrong shapes; ``model`` may then
     be partly filled.

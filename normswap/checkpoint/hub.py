@@ -19,7 +19,21 @@ from normswap.checkpoint.errors import CheckpointError, MissingError, read_json
 from normswap.checkpoint.factory import HERE, called, imported
 
 _TIMM_NAME = re.compile(r"\w+(\.\w+)*")
-_OUTSIDE = ("pretrained", "checkpoint", "cache_dir", "trust_remote", "code_revision", "local_files", "state_dict")
+_OUTSIDE = (
+    *(
+        "pretrained",
+        "checkpoint",
+        "cache_dir",
+        "trust_remote",
+        "code_revision",
+        "revision",
+        "local_files",
+        "state_dict",
+    ),
+    *("weights_only", "gguf", "from_", "adapter", "_adapter", "kernel", "use_kernels", "quantization", "subfolder"),
+)
+"""How arguments begin that would take weights or code from elsewhere, or read them in another way."""
+
 _CURE = "pass --model pkg.module:function"
 
 
@@ -33,11 +47,7 @@ def open_library(
 
     Raises CheckpointError when it cannot be, MissingError when the library is not installed.
     """
-    outside = [key for key in kwargs if key.startswith(_OUTSIDE)]
-    if outside:
-        raise CheckpointError(
-            f"model factory {factory}: {', '.join(outside)} cannot be given, weights come from the file"
-        )
+    _check_arguments(factory, kwargs)
     if factory.startswith("timm:"):
         return _timm(factory, factory[len("timm:") :], dict(kwargs), state, source, dtype)
     folder = source.parent if factory == HERE else Path(factory.partition(":")[2])
@@ -50,12 +60,20 @@ def open_library(
     _check_config(config_file, [config, dict(kwargs)])
     if isinstance(config.get("architecture"), str) and "architectures" not in config:
         name = config["architecture"]
+        _check_arguments(f"timm:{name}", config.get("model_args") or {})
         return _timm(f"timm:{name}", name, _timm_kwargs(config, kwargs), state, source, dtype)
     if dtype is not None:
         kwargs = {**kwargs, "torch_dtype" if "_class_name" in config else "dtype": dtype}
     if "_class_name" in config:
         return _diffusers(factory, folder, config, dict(kwargs))
     return _transformers(factory, folder, config, dict(kwargs), None if factory == HERE else state)
+
+
+def _check_arguments(factory: str, kwargs: Mapping[str, Any]) -> None:
+    if outside := [key for key in kwargs if key.startswith(_OUTSIDE)]:
+        raise CheckpointError(
+            f"model factory {factory}: {', '.join(outside)} cannot be given, weights come from the file"
+        )
 
 
 def _check_config(path: Path, values: list[Any]) -> None:

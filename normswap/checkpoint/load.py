@@ -55,7 +55,7 @@ def load_model(
         if manifest.factory == PICKLED:
             wait()
         found = open_converted(place, manifest, allow_pickle=trust_factory)
-        opened = ready(_rebuilt(manifest, found, model), where)
+        opened = ready(_rebuilt(manifest, found, model, share=where.type != "cpu"), where)
     _tell_of_another_gpu(manifest, where)
     return apply(opened, manifest.plan, inplace=True)
 
@@ -99,14 +99,14 @@ def open_converted(place: Path, manifest: Manifest, *, allow_pickle: bool = Fals
     )
 
 
-def _rebuilt(manifest: Manifest, found: Checkpoint, model: nn.Module | None) -> nn.Module:
+def _rebuilt(manifest: Manifest, found: Checkpoint, model: nn.Module | None, *, share: bool) -> nn.Module:
     if manifest.folded:
         opened = folded.fold(build_model(manifest.factory, manifest.kwargs) if model is None else model)
         load_strictly(opened, found.state, found.main)
     elif model is None:
-        return open_model(found, manifest.factory, manifest.kwargs, manifest.dtype)
+        return open_model(found, manifest.factory, manifest.kwargs, manifest.dtype, share=share)
     else:
-        load_strictly(opened := model, found.state, found.main)
+        load_strictly(opened := model, found.state, found.main, share=share)
     return opened.eval() if manifest.dtype is None else opened.eval().to(getattr(torch, manifest.dtype))
 
 

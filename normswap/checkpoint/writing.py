@@ -113,7 +113,7 @@ def _placed(source: Path, found: Checkpoint, out: Path, force: bool) -> Target:
     manifest = manifest_of(out) if is_file or out.is_dir() else out / MANIFEST
     if main.exists() and main.samefile(found.main):
         target = Target(main, manifest, {}, in_place=True)
-    elif is_file and (found.main.name.endswith(INDEX) or not same_format(found.main, main)):
+    elif is_file and (found.main.suffix not in SUFFIXES or not same_format(found.main, main)):
         target = Target(main, manifest, {}, copied=False)
     else:
         target = Target(main, manifest, _copies(source, found, main))

@@ -43,7 +43,6 @@ class _Commands(click.Group):
 
 def _told(error: Exception) -> int:
     """Tell an error in one line, and where it arose if it is not ours or the machine's; returns its exit code."""
-    normswap.complete()
     from normswap import native
     from normswap.checkpoint.errors import MissingError, one_line
     from normswap.checkpoint.factory import told
@@ -81,16 +80,7 @@ def main() -> None:
 @options.model
 @options.filters
 @options.quiet
-def inspect(
-    source: str,
-    factory: str | None,
-    kwargs: dict[str, Any],
-    include: list[str] | None,
-    exclude: list[str] | None,
-    as_json: bool,
-    quiet: bool,
-    **where: Any,
-) -> None:
+def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: bool, quiet: bool, **where: Any) -> None:
     """Show what the checkpoint IN holds and, where its model is known, what would be swapped."""
     normswap.complete()
     from normswap.checkpoint import models
@@ -98,13 +88,14 @@ def inspect(
     from normswap.checkpoint.reading import is_config_folder
     from normswap.cli.summary import summarize
 
+    filters = {name: where.pop(name) for name in ("include", "exclude")}
     found = _open(source, quiet, **where)
     summary = summarize(found.tensors)
     if factory is None and found.module is None and not is_config_folder(source):
         table, data = _norm_table(summary), {"norms": [vars(norm) for norm in summary.norms]}
     else:
         model = models.open_model(found, factory or models.factory_for(Path(source), found), kwargs)
-        planned = called(type(model).__name__, lambda: normswap.plan(model, include=include, exclude=exclude))
+        planned = called(type(model).__name__, lambda: normswap.plan(model, **filters))
         table, data = _plan_table(planned), {"plan": json.loads(planned.to_json())}
     shown = {"tensors": summary.tensors, "size": summary.size, "dtypes": summary.dtypes, **data}
     click.echo(_json(shown) if as_json else f"{source}: {summary}\n{table}")
@@ -142,16 +133,7 @@ def inspect(
 @click.option("--dry-run", is_flag=True, help="Do all but write.")
 @options.quiet
 def convert(
-    source: str,
-    out: str | None,
-    factory: str | None,
-    kwargs: dict[str, Any],
-    inputs: Inputs,
-    dtype: str | None,
-    in_place: bool,
-    as_json: bool,
-    quiet: bool,
-    **settings: Any,
+    source: str, out: str | None, inputs: Inputs, in_place: bool, as_json: bool, quiet: bool, **settings: Any
 ) -> None:
     """Write to OUT the tensors of IN, bit for bit, and normswap.json beside them.
 
@@ -165,17 +147,15 @@ def convert(
     from normswap import checkpoint
     from normswap.checkpoint.reading import is_config_folder
 
-    if factory is None and not is_config_folder(source) and not settings["allow_pickle"]:
+    if settings["factory"] is None and not is_config_folder(source) and not settings["allow_pickle"]:
         raise click.UsageError(_needs_model(source, settings["key"], settings["strip_prefix"]))
-    given = inputs.in_dtype(dtype)
+    given = inputs.in_dtype(settings["dtype"])
     made = checkpoint.convert(
         source,
         out,
-        factory,
-        factory_kwargs=kwargs,
+        factory_kwargs=settings.pop("kwargs"),
         inputs=given.positional or None,
         input_kwargs=given.named,
-        dtype=dtype,
         progress=Progress(quiet),
         say=None if quiet else say,
         **settings,
@@ -217,18 +197,7 @@ def verify(one: str, other: str | None, inputs: Inputs, as_json: bool, quiet: bo
 @click.option("--rounds", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Forward passes of each.")
 @options.quiet
 def bench(
-    source: str,
-    factory: str | None,
-    kwargs: dict[str, Any],
-    inputs: Inputs,
-    device: str | None,
-    dtype: str | None,
-    include: list[str] | None,
-    exclude: list[str] | None,
-    rounds: int,
-    as_json: bool,
-    quiet: bool,
-    **where: Any,
+    source: str, factory: str | None, kwargs: dict[str, Any], inputs: Inputs, rounds: int, as_json: bool, **where: Any
 ) -> None:
     """Time the model of the checkpoint IN as it is against swapped, on the example inputs."""
     if not inputs.given:
@@ -240,13 +209,15 @@ def bench(
     from normswap.checkpoint.factory import called
     from normswap.cli import bench as timing
 
+    device, dtype, quiet = (where.pop(name) for name in ("device", "dtype", "quiet"))
+    filters = {name: where.pop(name) for name in ("include", "exclude")}
     place = models.usable_device(device)
     found = _open(source, quiet, **where)
     factory = factory or models.factory_for(Path(source), found)
     eager = models.ready(models.open_model(found, factory, kwargs, dtype), place)
     given = inputs.in_dtype(dtype).on(place)
     twin = called(type(eager).__name__, lambda: copy.deepcopy(eager))
-    swapped, report = models.optimized(twin, (given.positional or None, given.named), include=include, exclude=exclude)
+    swapped, report = models.optimized(twin, (given.positional or None, given.named), **filters)
     made = timing.bench(eager, swapped, report, given.positional, given.named, rounds=rounds)
     click.echo(_json(made.to_dict()) if as_json else str(made))
 
@@ -255,7 +226,6 @@ def bench(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def env(as_json: bool) -> None:
     """Show the versions, the GPU and the kernel library, and what is missing."""
-    normswap.complete()
     from normswap import native
 
     found = {str(key): str(value) for key, value in native.environment().items()}
@@ -269,7 +239,6 @@ def env(as_json: bool) -> None:
 )
 def build(arch: str | None, out: Path | None) -> None:
     """Compile the kernel library ahead of its first use."""
-    normswap.complete()
     from normswap import native
 
     architectures = [a.strip() for a in arch.split(",")] if arch is not None else None

@@ -103,7 +103,6 @@ def _patterns(_context: click.Context, _parameter: click.Parameter, patterns: tu
 def _json_object(_context: click.Context, _parameter: click.Parameter, text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
-    normswap.complete()
     from normswap.checkpoint.errors import strict_json
 
     try:
