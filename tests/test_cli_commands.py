@@ -296,7 +296,8 @@ def test_the_commands_work_in_a_process_of_their_own(folder: Path) -> None:
     assert found.stdout.endswith(
         "\nwrote net.pt, normswap.json in out\nopen it: normswap.load_model('out', trust_factory=True)\n"
     )
-    assert "undo:" not in found.stdout
+    assert "undo:" not in found.stdout and "normswap.validate" not in found.stdout
+    assert "cure: normswap verify out --input ... there" in found.stdout
 
 
 # --- how it talks ---------------------------------------------------------------------------------------------------

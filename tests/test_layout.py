@@ -108,7 +108,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("cli.talk",),
     },
     "cli": {"cli.commands"},
-    "api": {"plan", "rules", "fold", "modules", "optimize", "checkpoint", "report"},
+    "api": {
+        *("plan", "rules", "fold", "modules", "optimize", "report"),
+        *("checkpoint", "checkpoint.convert", "checkpoint.save"),
+    },
     "__init__": {"api"},
 }
 

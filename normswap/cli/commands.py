@@ -160,9 +160,10 @@ def convert(
         say=None if quiet else say,
         **settings,
     )
-    click.echo(made.to_json() if as_json else _without_advice(str(made)))
+    place = source if out is None else out
+    click.echo(made.to_json() if as_json else _for_the_command_line(str(made), place))
     if not as_json and not settings["dry_run"]:
-        click.echo(_written(source if out is None else out))
+        click.echo(_written(place))
 
 
 @main.command()
@@ -271,9 +272,10 @@ def _needs_model(source: str, key: str | None, strip_prefix: tuple[str, ...]) ->
     )
 
 
-def _without_advice(report: str) -> str:
-    """A report without the lines that are about the model in a Python program."""
-    return "\n".join(line for line in report.splitlines() if not line.startswith("undo: "))
+def _for_the_command_line(report: str, out: str) -> str:
+    """A report whose advice is not about a model in a Python program."""
+    lines = [line for line in report.splitlines() if not line.startswith("undo: ")]
+    return "\n".join(lines).replace("normswap.validate(model, inputs)", f"normswap verify {out} --input ... there")
 
 
 def _written(out: str) -> str:
