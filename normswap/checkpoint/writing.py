@@ -170,7 +170,8 @@ def write(
         with replacing() as files:
             for path, fill in more.items():
                 files.write(path, fill)
-            if not target.copied:
+            made = () if target.copied else (target.main,)
+            if made:
                 files.write(target.main, tensor_writer(target.main, found.state, found.metadata))
             for path, source in target.sources.items():
                 files.write(path, partial(copy_file, source, progress=copying))
@@ -187,7 +188,7 @@ def write(
                     str(path.relative_to(folder)): digest.result() for path, digest in zip(vouched, sums, strict=True)
                 },
                 token=files.token,
-                written=tuple(str(p.relative_to(folder)) for p in dict.fromkeys((*target.sources, *vouched))),
+                written=tuple(str(path.relative_to(folder)) for path in (target.sources or made)),
             )
             files.write(target.manifest, lambda path: path.write_text(kept.to_json(), encoding="utf-8"))
     except OSError as error:

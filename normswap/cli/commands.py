@@ -48,13 +48,10 @@ def _told(error: Exception) -> int:
     from normswap.checkpoint.factory import told
     from normswap.plan import MismatchError, NormswapError, NothingSwappedError
 
-    if isinstance(error, NormswapError | native.BuildError):
-        fail(str(error))
-    else:
-        fail(one_line(error) if isinstance(error, ValueError | OSError | MemoryError) else told(error))
+    ours, machine = (NormswapError, native.BuildError), (ValueError, OSError, MemoryError)
+    fail(str(error) if isinstance(error, ours) else one_line(error) if isinstance(error, machine) else told(error))
     codes = {MissingError: ENVIRONMENT, native.BuildError: ENVIRONMENT, MismatchError: MISMATCH}
-    kinds = {**codes, NothingSwappedError: EMPTY}
-    return next((code for kind, code in kinds.items() if isinstance(error, kind)), FAILED)
+    return next((c for kind, c in {**codes, NothingSwappedError: EMPTY}.items() if isinstance(error, kind)), FAILED)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -201,7 +198,7 @@ def bench(
     source: str, factory: str | None, kwargs: dict[str, Any], inputs: Inputs, rounds: int, as_json: bool, **where: Any
 ) -> None:
     """Time the model of the checkpoint IN as it is against swapped, on the example inputs."""
-    if not inputs.given:
+    if not any(inputs.both):
         raise click.UsageError("bench needs example inputs: pass --input")
     normswap.complete()
     import copy
@@ -209,6 +206,7 @@ def bench(
     from normswap.checkpoint import models
     from normswap.checkpoint.factory import called
     from normswap.cli import bench as timing
+    from normswap.cli.inputs import Inputs
 
     device, dtype, quiet = (where.pop(name) for name in ("device", "dtype", "quiet"))
     filters = {name: where.pop(name) for name in ("include", "exclude")}
@@ -216,7 +214,7 @@ def bench(
     found = _open(source, quiet, **where)
     factory = factory or models.factory_for(Path(source), found)
     eager = models.ready(models.open_model(found, factory, kwargs, dtype), place)
-    given = inputs.in_dtype(dtype).on(place)
+    given = Inputs(*models.moved(inputs.in_dtype(dtype).both, place))
     twin = called(type(eager).__name__, lambda: copy.deepcopy(eager))
     swapped, report = models.optimized(twin, (given.positional or None, given.named), **filters)
     made = timing.bench(eager, swapped, report, given.positional, given.named, rounds=rounds)
@@ -263,11 +261,10 @@ def _needs_model(source: str, key: str | None, strip_prefix: tuple[str, ...]) ->
     from normswap.cli.summary import summarize
 
     summary = summarize(open_checkpoint(source, key=key, strip_prefix=strip_prefix).tensors)
-    names = (
-        f" ({', '.join(summary.norm_names[:10])}{', ...' if len(summary.norms) > 10 else ''})" if summary.norms else ""
-    )
+    names = [norm.name or "(root)" for norm in summary.norms[:10]] + ["..."] * (len(summary.norms) > 10)
+    shown = f" ({', '.join(names)})" if names else ""
     return (
-        f"{source} holds tensors and no model: {summary}{names}; pass --model pkg.module:function, "
+        f"{source} holds tensors and no model: {summary}{shown}; pass --model pkg.module:function, "
         "a function that returns the model they belong to (or timm:NAME, hf:DIR)"
     )
 
@@ -279,7 +276,7 @@ def _for_the_command_line(report: str, out: str) -> str:
 
 
 def _written(out: str) -> str:
-    """What was written, and the line that opens it."""
+    """What was written, manifest included, and the line that opens it."""
     from normswap.checkpoint.factory import is_code
     from normswap.checkpoint.manifest import find_manifest
 

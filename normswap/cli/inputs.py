@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,22 +38,14 @@ class Inputs:
     named: dict[str, Any]
 
     @property
-    def given(self) -> bool:
-        return bool(self.positional or self.named)
+    def both(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.positional, self.named
 
     def in_dtype(self, dtype: str | None) -> Inputs:
         """Floating-point tensors in ``dtype``."""
-        if dtype is None:
-            return self
-        return self._mapped(lambda t: t.to(getattr(torch, dtype)) if t.is_floating_point() else t)
-
-    def on(self, device: torch.device) -> Inputs:
-        """Tensors on ``device``."""
-        return self._mapped(lambda t: t.to(device))
-
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        pair = (self.positional, self.named)
-        return Inputs(*tree_map(lambda value: change(value) if isinstance(value, Tensor) else value, pair))
+        to = None if dtype is None else getattr(torch, dtype)
+        change = lambda v: v.to(to) if isinstance(v, Tensor) and v.is_floating_point() else v  # noqa: E731
+        return Inputs(*tree_map(change, self.both))
 
 
 def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
