@@ -190,7 +190,7 @@ def test_no_module_of_the_current_folder_takes_the_place_of_a_library(folder: Pa
     (folder / "bin").mkdir()
     (folder / "bin/normswap").write_text("from normswap.cli import main\nmain()\n")
     (folder / "here").mkdir()
-    for name in ("transformers", "torch", "click", "safetensors", "huggingface_hub"):
+    for name in ("transformers", "torch", "click", "accelerate", "peft", "flash_attn", "bitsandbytes", "kernels"):
         (folder / f"here/{name}.py").write_text(f"open({str(folder / 'executed')!r}, 'w')\n")
     (folder / "here/config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
     torch.save({"a": torch.ones(1)}, "here/pytorch_model.bin")

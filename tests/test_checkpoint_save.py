@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,9 @@ def test_a_distributed_checkpoint_is_read(nested: bool, out: str) -> None:
 def test_a_distributed_checkpoint_is_written_over_another(folder: Path) -> None:
     torch.save(built().state_dict(), "net.pt")
     for force in (False, True):
-        normswap.convert("net.pt", "out.dcp", "zoo:net", device="cpu", validate="off", force=force)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            normswap.convert("net.pt", "out.dcp", "zoo:net", device="cpu", validate="off", force=force)
         found = {name: torch.zeros_like(tensor) for name, tensor in built().state_dict().items()}
         dcp.load(found, storage_reader=dcp.FileSystemReader("out.dcp"), no_dist=True)
         assert same_tensors(found, built().state_dict())

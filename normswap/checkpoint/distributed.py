@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ def read_distributed(path: Path) -> dict[str, Any]:
         entries = metadata.state_dict_metadata
         shaped = {n: e for n, e in entries.items() if isinstance(n, str) and isinstance(e, TensorStorageMetadata)}
         flat = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in shaped.items()}
-        dcp.load(flat, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
+        with _alone():
+            dcp.load(flat, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
         return _nested(flat, metadata.planner_data or {})
     except CheckpointError:
         raise
@@ -44,7 +47,16 @@ def read_distributed(path: Path) -> dict[str, Any]:
 
 def write_distributed(folder: Path, state: Mapping[str, Any]) -> None:
     """Write ``state`` into the new folder ``folder``. Raises what DCP raises."""
-    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)  # type: ignore[attr-defined]
+    with _alone():
+        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """DCP warns of a process that is alone, which this one is meant to be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 class _Reader(dcp.FileSystemReader):  # type: ignore[attr-defined,misc]

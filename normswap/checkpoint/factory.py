@@ -8,7 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,9 +61,9 @@ def call_function(spec: str) -> Any:
 
 
 def called(what: str, build: Callable[[], Any], spec: str = "") -> Any:
-    """What ``build`` returns. Raises CheckpointError for whatever it raises."""
+    """What ``build`` returns, which imports ``spec`` where that is given. Raises CheckpointError for what it raises."""
     try:
-        with _importable(Path(spec.rpartition(":")[0]).resolve().parent if "/" in spec else Path.cwd()):
+        with _importable(spec) if spec else nullcontext():
             return build()
     except CheckpointError:
         raise
@@ -72,14 +72,16 @@ def called(what: str, build: Callable[[], Any], spec: str = "") -> Any:
 
 
 @contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Modules in ``folder`` can be imported in the block, after all others: none takes the place of a library."""
-    sys.path.append(str(folder))
+def _importable(spec: str) -> Iterator[None]:
+    """Modules in the current folder, or beside the file that ``spec`` names, can be imported in the block, after all
+    others: none takes the place of a library."""
+    folder = str(Path(spec.rpartition(":")[0]).resolve().parent if ".py:" in spec else Path.cwd())
+    sys.path.append(folder)
     try:
         yield
     finally:
-        if str(folder) in sys.path:
-            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(str(folder))]
+        if folder in sys.path:
+            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(folder)]
 
 
 def _function(what: str, spec: str) -> Callable[..., Any]:

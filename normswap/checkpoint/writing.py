@@ -229,7 +229,7 @@ def _check_written(target: Target, manifest: Manifest, found: Checkpoint, at: Ca
 
 def _same_bytes(one: Path, other: Path) -> bool:
     size = one.stat().st_size
-    if size != other.stat().st_size:
-        return False
+    if size != other.stat().st_size or not size:
+        return size == other.stat().st_size
     first, second = (torch.from_file(str(path), size=size, dtype=torch.uint8) for path in (one, other))
     return torch.equal(first, second)
