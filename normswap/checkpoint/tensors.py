@@ -15,6 +15,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,20 +136,30 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _load_pickle(path: Path, allow_pickle: bool) -> tuple[Any, dict[str, str]]:
-    archive = check_pickle(path)
+    sizes = check_pickle(path)
     with open(path, "rb") as file:
-        if not archive and file.read(1) != b"\x80":  # tar files of before 0.4 are left to PyTorch to convert
+        if sizes is None and file.read(1) != b"\x80":  # tar files of before 0.4 are left to PyTorch to convert
             raise CheckpointError(f"{path}: truncated, or not a PyTorch checkpoint (neither a zip file nor a pickle)")
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(_harmless()):
             warnings.filterwarnings("ignore", "Detected pickle protocol")
-            loaded = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=archive)
+            place: Any = "cpu" if sizes is None else partial(_checked_storage, path, sizes)
+            loaded = torch.load(path, map_location=place, weights_only=not allow_pickle, mmap=sizes is not None)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(_unpickling_message(path, error)) from error
     except Exception as error:  # a damaged file makes torch.load raise nearly anything; it is told below, not lost
         raise CheckpointError(f"{path}: truncated, or not a PyTorch checkpoint ({one_line(error)})") from error
     text = getattr(loaded, _FREE_TEXT, {})
     return loaded, {str(k): str(v) for k, v in text.items()} if isinstance(text, Mapping) else {}
+
+
+def _checked_storage(path: Path, sizes: set[int], storage: Any, _location: str) -> Any:
+    """``storage``, on the CPU: a mapped one may be said to be larger than what the file holds of it."""
+    if storage.nbytes() not in sizes:
+        raise CheckpointError(f"{path}: a storage of {storage.nbytes()} bytes is none of those that the file holds")
+    return storage
 
 
 def _harmless() -> list[Any]:
