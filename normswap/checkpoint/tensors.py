@@ -126,8 +126,8 @@ def _same_bits(one: Any, other: Any) -> bool:
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
     if one.layout is not torch.strided or one.is_quantized:
-        return torch.equal(one, other)
-    return torch.equal(_bits(one), _bits(other))
+        return torch.equal(one.cpu(), other.cpu())
+    return torch.equal(_bits(one.cpu()), _bits(other.cpu()))
 
 
 def _bits(tensor: Tensor) -> Tensor:
