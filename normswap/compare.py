@@ -17,7 +17,6 @@ from normswap.criterion import (
     C_GRADIENT,
     C,
     Magnitudes,
-    RoundedGroupNorm,
     RoundedMeans,
     error_share,
     excused,
@@ -31,10 +30,10 @@ from normswap.plan import Match, is_by_hand
 from normswap.sites import detached_copy
 
 # 100 to 150 bytes an element are held while a slice is compared: 210 to 310 MB.
-_SLICE_ELEMENTS = 2**21
-_TOTAL_ELEMENTS = 2**25
+SLICE_ELEMENTS = 2**21
+TOTAL_ELEMENTS = 2**25
 
-_GROUPED = ("group_norm", "group_norm_activation", "instance_norm")
+_GROUPED = ("group_norm", "instance_norm")
 
 # Not a seed a person would choose: inputs drawn with the same one would equal the cotangent, and their gradient cancel.
 _SEED = 0x6E6F726D
@@ -112,13 +111,13 @@ def _pieces(match: Match, module: Any, x: Tensor) -> tuple[list[_Piece], float]:
     dim = max(dims, key=lambda d: x.shape[d], default=0)
     size = x.shape[dim] if dims else 1
     sample = max(x.numel() // max(1, size), wide)
-    if not dims or size * sample <= _SLICE_ELEMENTS:
+    if not dims or size * sample <= SLICE_ELEMENTS:
         return [_Piece(module)], 1.0
-    if match.kind in _GROUPED and sample > _SLICE_ELEMENTS and not match.registered:
+    if match.kind in _GROUPED and sample > SLICE_ELEMENTS and not match.registered:
         return _groups(match, module, x, sample)
     least = 2 if match.kind == "linear_scale_batch_norm" else 1  # a batch has two rows
-    width = min(size, max(least, _SLICE_ELEMENTS // sample))
-    starts = _spread(size, width, max(1, _TOTAL_ELEMENTS // (width * sample)))
+    width = min(size, max(least, SLICE_ELEMENTS // sample))
+    starts = spread(size, width, max(1, TOTAL_ELEMENTS // (width * sample)))
     pieces = [_Piece(module, partial(torch.narrow, dim=dim, start=start, length=width)) for start in starts]
     return pieces, min(1.0, len(pieces) * width / size)
 
@@ -128,10 +127,10 @@ def _groups(match: Match, module: Any, x: Tensor, sample: int) -> tuple[list[_Pi
     channels."""
     groups = x.shape[1] if match.kind == "instance_norm" else match.view(module).num_groups
     channels = x.shape[1] // groups
-    width = min(groups, max(1, _SLICE_ELEMENTS * groups // sample))
-    firsts = _spread(groups, width, groups)
+    width = min(groups, max(1, SLICE_ELEMENTS * groups // sample))
+    firsts = spread(groups, width, groups)
     found = []
-    for place in _spread(len(x) * len(firsts), 1, max(1, _TOTAL_ELEMENTS * groups // (width * sample))):
+    for place in spread(len(x) * len(firsts), 1, max(1, TOTAL_ELEMENTS * groups // (width * sample))):
         row, first = place // len(firsts), firsts[place % len(firsts)]
         part = detached_copy(module, type(module))
         norm = match.view(part)
@@ -149,7 +148,7 @@ def _cut(tensor: Tensor, where: tuple[slice, ...]) -> Tensor:
     return tensor[where]
 
 
-def _spread(size: int, width: int, most: int) -> list[int]:
+def spread(size: int, width: int, most: int) -> list[int]:
     """At most ``most`` starts of ``width`` out of ``size``, the first and the last among them."""
     count = min(-(-size // width), most)
     return sorted({round(i * (size - width) / max(1, count - 1)) for i in range(count)})
@@ -174,7 +173,7 @@ def _independent_dims(match: Match, module: Any, x: Tensor) -> list[int]:
     return []
 
 
-class _KernelWitness(TorchDispatchMode):
+class KernelWitness(TorchDispatchMode):
     """Sees whether an op of ours ran."""
 
     ran = False
@@ -186,7 +185,7 @@ class _KernelWitness(TorchDispatchMode):
         return out
 
 
-class _Cotangent:
+class Cotangent:
     """One random cotangent for every run of a comparison, whatever the dtype of its output; the same every time."""
 
     def __init__(self) -> None:
@@ -239,7 +238,7 @@ def _ours(
 ) -> tuple[_Run, bool] | Comparison:
     """Ours, and whether our kernel ran; the problem when it raises."""
     swapped = modules.swapped_class(match.kind, type(module), match.attributes)
-    witness = _KernelWitness()
+    witness = KernelWitness()
     try:
         # On a CPU no kernel of ours runs, and a dispatch mode would load torch._dynamo: a second.
         with witness if x.is_cuda else contextlib.nullcontext():
@@ -257,11 +256,9 @@ def _compare_piece(
     match: Match, module: nn.Module, x: Tensor, gradients: bool, ours: tuple[_Run, bool] | None
 ) -> Comparison:
     """Compare on one piece; ``ours`` is what ours made of it without gradients, if that is known."""
-    cotangent = _Cotangent() if gradients else None
+    cotangent = Cotangent() if gradients else None
     eager = _execute(detached_copy(module, type(module)), x, cotangent)
-    # What is in between is rounded as the output is, which autocast may make wider than the input.
-    dtype = eager.output.dtype if match.kind == "group_norm_activation" else x.dtype
-    referee, size = _referee(match, module, x, dtype, cotangent)
+    referee, size = _referee(match, module, x, cotangent)
     checks = _Checks(match.kind, size)
     # What runs without gradients may be another path than what runs with them: both are compared.
     ran = False
@@ -280,28 +277,25 @@ def _compare_piece(
 
 
 def _referee(
-    match: Match, module: nn.Module, x: Tensor, dtype: torch.dtype, cotangent: Callable[[Tensor], Tensor] | None
+    match: Match, module: nn.Module, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None
 ) -> tuple[_Run, Magnitudes]:
-    """The original site in float64, outside autocast; what depends on the dtype in the original is as it is there.
-    ``dtype`` is the one it rounds to on the way."""
+    """The original site in float64, outside autocast; what depends on the dtype in the original is as it is there."""
     unit = matmul_unit(x)
     with torch.autocast(x.device.type, enabled=False):
         copy = _float64_copy(match, module, x)
-        around = lambda leaf: _as_in_the_original(match, module, copy, x, dtype, leaf)  # noqa: E731
+        around = lambda leaf: _as_in_the_original(match, module, copy, x, leaf)  # noqa: E731
         run = _execute(copy, x.double(), cotangent, around)
         with torch.no_grad():
-            size = magnitudes(match, _float64_copy(match, module, x), x.double(), dtype, unit)
+            size = magnitudes(match, _float64_copy(match, module, x), x.double(), x.dtype, unit)
     return run, size
 
 
 def _as_in_the_original(
-    match: Match, module: nn.Module, copy: nn.Module, x: Tensor, dtype: torch.dtype, leaf: Tensor
+    match: Match, module: nn.Module, copy: nn.Module, x: Tensor, leaf: Tensor
 ) -> contextlib.AbstractContextManager[Any]:
     """What gives the float64 ``copy`` of ``module`` the roundings that the original declares on ``x``."""
     if match.kind == "l1_norm":
-        return RoundedMeans(dtype)
-    if match.kind == "group_norm_activation":
-        return RoundedGroupNorm(dtype)
+        return RoundedMeans(x.dtype)
     if not (match.registered or is_by_hand(match.kind, match.attributes)):
         return contextlib.nullcontext()
     named = dict((*module.named_parameters(), *module.named_buffers()))

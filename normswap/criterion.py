@@ -14,10 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normswap import reference
 from normswap.plan import Match, is_by_hand
 
 C: Mapping[str, float] = {
@@ -30,7 +28,6 @@ C: Mapping[str, float] = {
     "l1_norm": 4.0,
     # A path through it rounds about twice as often: a matmul, a product with the scale, a norm, a matmul back.
     "linear_scale_batch_norm": 8.0,
-    "group_norm_activation": 4.0,
 }
 
 C_GRADIENT: Mapping[str, float] = {
@@ -44,7 +41,7 @@ C_GRADIENT: Mapping[str, float] = {
 _aten = torch.ops.aten
 _OF_A_NUMBER = (_aten.add.Tensor, _aten.add.Scalar, _aten.clamp.default, _aten.clamp_min.default)
 
-_FLOAT32_ROUNDING = 2.0**-24
+FLOAT32_ROUNDING = 2.0**-24
 _PIECE = 2**20  # elements of a large tensor that are computed with at once
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -97,7 +94,7 @@ def _split(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _share(ours: Tensor, reference: Tensor, magnitude: Tensor, extra: Tensor, c: float) -> float:
-    limit = half_ulp(reference, ours.dtype) + c * _FLOAT32_ROUNDING * magnitude + extra
+    limit = half_ulp(reference, ours.dtype) + c * FLOAT32_ROUNDING * magnitude + extra
     error = (ours.double() - reference).abs()
     finite = ours.isfinite() & reference.to(ours.dtype).isfinite()
     share = torch.where(finite & (error > 0), error / limit, 0.0)
@@ -148,20 +145,6 @@ class RoundedMeans(torch.utils._python_dispatch.TorchDispatchMode):
         return out.to(self.dtype).to(out.dtype) if rounds else out
 
 
-class RoundedGroupNorm(torch.utils._python_dispatch.TorchDispatchMode):
-    """Round what a group norm gives to ``dtype`` and back, as it is before an activation; gradients pass."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is not _aten.native_group_norm.default or self.dtype not in _SIXTEEN_BITS:
-            return out
-        return out[0].to(self.dtype).to(out[0].dtype), *out[1:]
-
-
 # --- magnitudes of each kind --------------------------------------------------------------------------------------
 
 
@@ -174,16 +157,14 @@ def magnitudes(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype, uni
         return _Columns(match, site, x).magnitudes(unit)
     if match.kind == "l1_norm":
         return _l1_norm(match, site, x, dtype)
-    if match.kind == "group_norm_activation":
-        return _activated(match, site, x, dtype)
     if is_by_hand(match.kind, match.attributes):
-        return _rms_by_hand(match.attributes, site, x, dtype)
-    rows = _Rows(match.kind, match.view(site), x)
+        return rms_by_hand(match.attributes, site, x, dtype)
+    rows = Rows(match.kind, match.view(site), x)
     gradients = (lambda dy: match.renamed(rows.gradients(dy))) if match.registered else rows.gradients
     return Magnitudes(rows.output(), gradients)
 
 
-class _Rows:
+class Rows:
     """layer_norm, group_norm, instance_norm and rms_norm: rows of ``flat`` (*, N) with weight and bias that broadcast
     to it; ``channel`` is the dim that has a weight each in a group_norm or instance_norm."""
 
@@ -236,47 +217,14 @@ class _Rows:
         return found
 
 
-def _activated(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype) -> Magnitudes:
-    """An activation of a group norm's output z, rounded to ``dtype``: an error of z counts as much as the activation is
-    steep there, and gradients as much as it bends. The activation's own error is a few roundings of z."""
-    norm, activation, unit = match.view(site), _activation(match, site), C[match.kind] * _FLOAT32_ROUNDING
-    rows = _Rows("group_norm", norm, x)
-    z = F.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
-    error = unit * rows.output()
-    if dtype in _SIXTEEN_BITS:  # no error at all, but where float32 arithmetic cannot tell to which side z rounds
-        low, z, high = (value.to(dtype).double() for value in (z - error, z, z + error))
-        error = torch.maximum(high - z, z - low)
-    below, slope, above = (_derivative(activation, at) for at in (z - error, z, z + error))
-    steepest = torch.stack([below, slope, above]).abs().amax(0)
-    bend = torch.maximum((below - slope).abs(), (above - slope).abs())
-
-    def gradients(dy: Tensor) -> dict[str, Tensor]:
-        found = rows.gradients(dy.abs() * (steepest + bend / unit + 1.0))
-        return {
-            name if match.norm is None or name == "input" else f"{match.norm}.{name}": t for name, t in found.items()
-        }
-
-    spread, value = steepest * error, activation(z.clone()).abs()
-    wider = half_ulp(value + spread, dtype) - half_ulp(value, dtype)  # what is rounded may lie beyond a power of two
-    return Magnitudes((spread + wider) / unit + z.abs(), gradients)
-
-
-def _activation(match: Match, site: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What a group_norm_activation does to the norm's output."""
-    (part,) = match.attributes.get("runs", [match.attributes])
-    if "activation" in part:
-        return reference.ACTIVATIONS[part["activation"]]
-    return nn.Sequential(*(site.get_submodule(name) for name in part["children"]))
-
-
-def _derivative(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+def derivative(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
     with torch.enable_grad():
         leaf = at.detach().requires_grad_()
         (found,) = torch.autograd.grad(function(leaf.clone()).sum(), leaf)  # it may write to what it is given
     return found
 
 
-def _rms_by_hand(attributes: Mapping[str, Any], site: Any, x: Tensor, dtype: torch.dtype) -> Magnitudes:
+def rms_by_hand(attributes: Mapping[str, Any], site: Any, x: Tensor, dtype: torch.dtype) -> Magnitudes:
     """An RMSNorm along ``dim``, times ``weight_offset + weight``; in 16 bits it may round before the weight."""
     dim, name = attributes["dim"], attributes.get("weight", "")
     eps, offset = (
@@ -286,7 +234,7 @@ def _rms_by_hand(attributes: Mapping[str, Any], site: Any, x: Tensor, dtype: tor
     weight = getattr(site, name) if name else None
     gain = None if weight is None else weight.detach().reshape(-1) + offset
     moved = x.movedim(dim, -1)
-    rows = _Rows("rms_norm", SimpleNamespace(weight=gain, eps=eps, normalized_shape=moved.shape[-1:]), moved)
+    rows = Rows("rms_norm", SimpleNamespace(weight=gain, eps=eps, normalized_shape=moved.shape[-1:]), moved)
     unit = torch.finfo(dtype).eps / 2 if attributes.get("cast_before_weight") and dtype in _SIXTEEN_BITS else 0.0
     size = rows.output()
     if unit:
@@ -298,7 +246,7 @@ def _rms_by_hand(attributes: Mapping[str, Any], site: Any, x: Tensor, dtype: tor
         if weight is not None:
             # Whether what meets dy is the rounded value or the one before: those errors are independent.
             terms = dy.movedim(dim, -1).reshape(rows.xhat.shape) * rows.xhat
-            independent = 4 * unit / (C_GRADIENT["rms_norm"] * _FLOAT32_ROUNDING) * terms.flatten(0, -2).norm(dim=0)
+            independent = 4 * unit / (C_GRADIENT["rms_norm"] * FLOAT32_ROUNDING) * terms.flatten(0, -2).norm(dim=0)
             found[name] = (found.pop("weight") + independent).reshape(weight.shape)
         return found
 
@@ -313,7 +261,7 @@ def _ulp_at_ties(value: Tensor, dtype: torch.dtype, c: float) -> Tensor:
 
 
 def _ulp_where(tie: Tensor, dtype: torch.dtype, c: float) -> Tensor:
-    return torch.where(tie, torch.finfo(dtype).eps / (c * _FLOAT32_ROUNDING), 1.0)
+    return torch.where(tie, torch.finfo(dtype).eps / (c * FLOAT32_ROUNDING), 1.0)
 
 
 def _l1_norm(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype) -> Magnitudes:

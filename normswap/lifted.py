@@ -58,7 +58,7 @@ class Lifted(TorchFunctionMode):
     def _settled(self, value: Any) -> Any:
         """A tensor with the rounding done that it is due."""
         if isinstance(value, Tensor) and (role := self._role(value)).rounds:
-            return _Rounded.apply(value, role.dtype)
+            return Rounded.apply(value, role.dtype)
         return value
 
     def _twin(self, value: Any) -> Any:
@@ -89,7 +89,7 @@ class Lifted(TorchFunctionMode):
         return result
 
 
-class _Rounded(torch.autograd.Function):
+class Rounded(torch.autograd.Function):
     """Round to a dtype and back; gradients pass as they are."""
 
     @staticmethod

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.forwards import affine_of, only_argument
-from normswap.forwards import group_norm_activation as _gna
 from normswap.forwards import l1_norm as _l1
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.rms_norm import by_hand_forward
 from normswap.plan import Match, PlanError, is_by_hand
+from normswap.regions import install as regions
+from normswap.regions.helper import make_helper
 
 _Forward = Callable[..., Tensor]
 
@@ -270,10 +271,10 @@ def _linear_scale_batch_norm_forward(
     return _lsb.make_forward(original, base_forward, attributes, _only_argument(base_forward))
 
 
-def _group_norm_activation_forward(
-    original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]
-) -> _Forward:
-    return _gna.make_forward(original, base_forward, attributes, _only_argument(base_forward))
+def _region_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
+    return regions.with_helpers(
+        original, base_forward, attributes, lambda compiled: make_helper(compiled, original_class)
+    )
 
 
 def _subclass_forward(swapped: Any) -> Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]:
@@ -329,12 +330,11 @@ _FORWARDS: dict[str, Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _F
     "group_norm": _subclass_forward(GroupNorm),
     "l1_norm": _l1_norm_forward,
     "linear_scale_batch_norm": _linear_scale_batch_norm_forward,
-    "group_norm_activation": _group_norm_activation_forward,
+    "region": _region_forward,
 }
 
 _RUN_NAMES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "linear_scale_batch_norm": _lsb.run_names,
-    "group_norm_activation": _gna.run_names,
 }
 
 
@@ -355,6 +355,8 @@ def site_match(module: nn.Module) -> Match | None:
 def pieces(module: nn.Module, match: Match) -> list[tuple[Match, nn.Module, nn.Module]]:
     """What is proved at a site: (match, module, the module whose input it takes) - the site itself, or each run of an
     nn.Sequential as an nn.Sequential of its own, with the same children under the same names."""
+    if match.kind == "region":
+        return []
     if "runs" not in match.attributes:
         return [(match, module, module)]
     found: list[tuple[Match, nn.Module, nn.Module]] = []

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from normswap import apply as _apply
-from normswap import footprint, measure, modules, native, sites, walk, whole
+from normswap import footprint, modules, native, sites, timing, walk, whole
 from normswap import validate as _validate
-from normswap.measure import SiteTiming
 from normswap.plan import MismatchError, NothingSwappedError, Plan, Reason, Refusal, Refused, Site, Swap
 from normswap.report import Report, make_report
 from normswap.validate import MODES, SiteProof
@@ -43,6 +42,7 @@ def optimize(
     on_mismatch: OnMismatch = "rollback",
     on_empty: OnEmpty = "warn",
     min_speedup: float | None = 1.0,
+    for_compile: bool | None = None,
 ) -> nn.Module:
     """Swap the normalisation layers of ``model`` for fast ones, prove that nothing else changed, return the result.
 
@@ -55,7 +55,11 @@ def optimize(
     one) or "off". on_mismatch: what to do with a site that fails its proof - "rollback" (put it back), "raise"
     MismatchError, or "warn". on_empty: "warn", "raise" NothingSwappedError or "ignore" when nothing is swapped.
     min_speedup: on a GPU, with example inputs, a site is put back unless it is that many times as fast as the original
-    on the shapes it is called with (in train mode forward and backward); None times nothing.
+    where the model waits, for its device or for its host, and all are put back that make the whole model slower. Timed
+    are forward and backward in train mode with gradients on, else the forward alone. None times nothing.
+    for_compile: True says that what is returned will go through torch.compile; None takes that from whether ``model``
+    already has. Nothing is timed then: compiled, a swapped site is the plain PyTorch formula, which the compiler fuses
+    with what stands around it, and our kernel only where it is known to win there as well (``ops.dispatch.compiled``).
 
     Raises TypeError and ValueError for arguments of another kind, NormswapError when a copy would not fit on the GPU,
     and what the model itself raises on the inputs. On any exception the model given is as it was.
@@ -74,13 +78,14 @@ def optimize(
         try:
             proofs = _proofs(target, found.swaps, run, validate, _first_tensor(example_inputs, example_kwargs))
             found = _settle(target, found, proofs, on_mismatch, journal.undo)
-            timings: list[SiteTiming] = []
+            decision = None
+            compiled = _is_compiled(target) if for_compile is None else for_compile
             known = run if found.swaps and _can_be_timed(target, example_inputs, example_kwargs) else None
-            if known is not None and min_speedup is not None:
-                timings = measure.time_sites(target, found.swaps, known)
-                found = _keep_faster(found, timings, min_speedup, journal.undo)
+            if known is not None and min_speedup is not None and not compiled:
+                decision = timing.decide_sites(target, found.swaps, known, min_speedup)
+                found = _put_back(found, decision, journal.undo)
             run = run if validate != "off" else None
-            report = _whole_report(target, found, proofs, run, example_inputs, timings)
+            report = _whole_report(target, found, proofs, run, example_inputs, decision)
             _tell_empty(report, on_empty)
             _reports[target] = report
         except BaseException:
@@ -259,7 +264,12 @@ def _on_cuda(model: nn.Module, inputs: Any, kwargs: Any) -> bool:
 
 
 def _can_be_timed(model: nn.Module, inputs: Any, kwargs: Any) -> bool:
-    return any(measure.timer_for(device) is not None for device in _devices(model, inputs, kwargs))
+    return any(timing.machine_for([device]) is not None for device in _devices(model, inputs, kwargs))
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile(model) made it, or model.compile() was called."""
+    return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
 
 # --- proof --------------------------------------------------------------------------------------------------------
@@ -312,14 +322,11 @@ def _settle(
     return found
 
 
-def _keep_faster(found: Plan, timings: list[SiteTiming], least: float, undo: Callable[[str], Any]) -> Plan:
-    """Put back the sites that do not gain enough; the plan of what is left."""
-    slower = {t.name: t for t in timings if t.gain is not None and t.gain < least}
-    for name in slower:
+def _put_back(found: Plan, decision: timing.Decision, undo: Callable[[str], Any]) -> Plan:
+    """Put back the sites that are not worth it; the plan of what is left."""
+    for name in decision.put_back:
         undo(name)
-    detail = "ours {:.1f} us a call, PyTorch's {:.1f}"
-    why = {name: (Reason.SLOWER, detail.format(t.ours_us, t.eager_us)) for name, t in slower.items()}
-    return _without(found, why)
+    return _without(found, {name: (Reason.SLOWER, why) for name, why in decision.put_back.items()})
 
 
 def _without(found: Plan, why: Mapping[str, tuple[Reason, str]]) -> Plan:
@@ -339,7 +346,7 @@ def _whole_report(
     proofs: list[SiteProof],
     run: Callable[[], Any] | None,
     inputs: Any,
-    timings: Sequence[SiteTiming] = (),
+    decision: timing.Decision | None = None,
 ) -> Report:
     kept = [p.name for p in proofs if modules.site_match(model.get_submodule(p.name)) is not None]
     end_to_end = None
@@ -363,7 +370,7 @@ def _whole_report(
         mode="train" if model.training else "eval",
         kernels=_kernels_line(),
         model=end_to_end,
-        timings=timings,
+        decision=decision,
     )
 
 
@@ -381,8 +388,11 @@ def _kernels_line() -> str:
 def _tell_empty(report: Report, on_empty: str) -> None:
     if report.swapped or on_empty == "ignore":
         return
-    left = sum(row["status"] == "refused" for row in report.rows)
-    text = f"normswap: nothing was swapped ({left} sites were recognised and left alone; see normswap.report(model))"
+    became = {"slower": "put back, as they are not faster here", "failed": "put back, as they did not match"}
+    counts = {status: sum(row["status"] == status for row in report.rows) for status in (*became, "refused")}
+    told = [f"{count} {became.get(status, 'left alone')}" for status, count in counts.items() if count]
+    recognised = f"of {len(report.rows)} sites that were recognised {', '.join(told)}" if told else "no site was found"
+    text = f"normswap: nothing was swapped ({recognised}; see normswap.report(model))"
     if on_empty == "raise":
         raise NothingSwappedError(text)
     warnings.warn(text, stacklevel=3)

@@ -21,7 +21,7 @@ KINDS = (
     "rms_norm",
     "l1_norm",
     "linear_scale_batch_norm",
-    "group_norm_activation",
+    "region",
 )
 """Every kind of site, in the order of reports."""
 
@@ -127,8 +127,8 @@ class Site:
 class Match:
     """What to put at a site. ``attributes`` holds what the swapped forward needs to know and is
     JSON: for l1_norm ``{"dim": 1, "eps": "eps"}``, for linear_scale_batch_norm the attribute names
-    ``{"linear": "gemm", "scale": "scale", "batch_norm": "bn"}``, for group_norm_activation ``{"norm": "gn",
-    "activation": "silu"}``, for an RMSNorm written by hand
+    ``{"linear": "gemm", "scale": "scale", "batch_norm": "bn"}``, for region a list of ``regions.spec.Region`` as data,
+    for an RMSNorm written by hand
     ``{"dim": -1, "eps": "variance_epsilon", "weight": "weight", ...}``; empty for module sites."""
 
     kind: str
@@ -140,22 +140,15 @@ class Match:
         return getattr(module, found) if isinstance(found, str) else found
 
     @property
-    def norm(self) -> str | None:
-        """The child that is the norm of a group_norm_activation (of its first run in an nn.Sequential); None where
-        that is the module itself, and for other kinds."""
-        name = self.attributes.get("runs", [self.attributes])[0].get("norm")
-        return None if name is None else str(name)
-
-    @property
     def registered(self) -> bool:
         """True for a class that ``register_norm`` was told of: the attributes then say where its values are."""
         return any(name.startswith(READ) for name in self.attributes)
 
     def view(self, module: Any) -> Any:
-        """``module`` with the attributes that torch.nn's norm of this kind has: itself, its norm where that is a child,
-        or what stands for them in a registered one now."""
+        """``module`` with the attributes that torch.nn's norm of this kind has: itself, or what stands for them in a
+        registered one now."""
         if not self.registered:
-            return module if self.norm is None else module.get_submodule(self.norm)
+            return module
         reads = {name[len(READ) :]: value for name, value in self.attributes.items() if name.startswith(READ)}
         found = {n: getattr(module, value, None) if isinstance(value, str) else value for n, value in reads.items()}
         weight = found.get("weight")

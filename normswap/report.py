@@ -19,8 +19,10 @@ class Report:
     """``rows`` has a dict a site: name, kind, status ("proved", "wiring", "failed", "unchecked", "slower" or
     "refused"), swapped, and of what is not swapped code (the name of a ``plan.Reason``), reason and cure; for what was
     planned also inputs, mode, dtype, device, error_share, eager_error_share, gradients, coverage, detail; for what was
-    timed also calls (in one run of the model), eager_us, ours_us (microseconds a call) and gain.
+    timed also calls (in one run of the model), eager_device_us, ours_device_us, eager_host_us, ours_host_us
+    (microseconds a call), bound (what the model waits for, "device" or "host") and gain (there; 1 within the noise).
 
+    ``times`` has what was measured of the whole model: before_ms, after_ms, bound, device_ms, host_ms, training.
     ``plan`` holds what is swapped now and what was refused, put back included: ``normswap.apply`` replays it.
     """
 
@@ -32,6 +34,7 @@ class Report:
     model: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = field(default_factory=tuple)
     plan: Plan = field(default_factory=Plan, repr=False)
+    times: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -62,18 +65,18 @@ class Report:
     def _table(self) -> str:
         of_kind = {kind: [row for row in self.rows if row["kind"] == kind] for kind in KINDS}
         lines = [_line(kind, rows) for kind, rows in of_kind.items() if rows]
-        headers = ("kind", "sites", "swapped", "proved", "error", "PyTorch's", "eager us", "ours us", "gain")
-        shown = len(headers) if _timed(self.rows) else headers.index("eager us")
+        headers = ("kind", "sites", "swapped", "proved", "error", "PyTorch's", *_TIMES)
+        shown = len(headers) if _timed(self.rows) else headers.index(_TIMES[0])
         right = ("left", *("right",) * (shown - 1))
         cut = [line[:shown] for line in lines]
         return tabulate(cut, headers[:shown], disable_numparse=True, colalign=right) if lines else ""
 
     def _time_line(self) -> str:
-        timed = _timed(self.rows)
-        if not timed:
+        if self.times is None:
             return ""
-        calls, eager, ours = (sum(column) for column in zip(*timed, strict=True))
-        return f"one run of the model: {calls} calls of them, {eager:.0f} us with PyTorch's, {ours:.0f} us with ours"
+        before, after = (f"{self.times[name]:.3g} ms {name[:-3]}" for name in ("before_ms", "after_ms"))
+        what = "forward and backward" if self.times["training"] else "forward"
+        return f"the model on these inputs, {what}: {before}, {after} (waits for its {self.times['bound']})"
 
     def _model_line(self) -> str:
         if self.model is None:
@@ -96,8 +99,6 @@ class Report:
 def _line(kind: str, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
     """A kind's row of the table; times are means of the calls of what is swapped."""
     checked = [row for row in rows if row["swapped"] and row["status"] in ("proved", "wiring")]
-    timed = _timed(rows)
-    calls, eager, ours = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0.0, 0.0)
     return (
         kind,
         len(rows),
@@ -105,19 +106,27 @@ def _line(kind: str, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
         sum(row["swapped"] and row["status"] == "proved" for row in rows),
         f"{max(row['error_share'] for row in checked):.0%}" if checked else "-",
         f"{max(row['eager_error_share'] for row in checked):.0%}" if checked else "-",
-        f"{eager / calls:.1f}" if timed else "-",
-        f"{ours / calls:.1f}" if timed else "-",
-        f"{eager / ours:.2f}x" if timed else "-",
+        *_times(_timed(rows)),
     )
 
 
-def _timed(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, float, float]]:
-    """(calls, PyTorch's microseconds, ours), in one run of the model, of every swapped site that was timed."""
-    return [
-        (row["calls"], row["calls"] * row["eager_us"], row["calls"] * row["ours_us"])
-        for row in rows
-        if row["swapped"] and row.get("gain") is not None
-    ]
+_TIMES = ("device us", "ours", "host us", "ours", "gain")
+
+
+def _times(timed: list[Mapping[str, Any]]) -> tuple[str, ...]:
+    if not timed:
+        return ("-",) * len(_TIMES)
+    calls = sum(row["calls"] for row in timed)
+    names = ("eager_device_us", "ours_device_us", "eager_host_us", "ours_host_us")
+    means = (sum(row["calls"] * row[name] for row in timed) / calls for name in names)
+    before = sum(row["calls"] * row[f"eager_{row['bound']}_us"] for row in timed)
+    after = sum(row["calls"] * row[f"ours_{row['bound']}_us"] for row in timed)
+    return (*(f"{mean:.1f}" for mean in means), f"{before / after:.2f}x" if after else "-")
+
+
+def _timed(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The swapped sites that were timed."""
+    return [row for row in rows if row["swapped"] and row.get("gain") is not None]
 
 
 def _groups(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -146,13 +155,13 @@ def make_report(
     mode: str,
     kernels: str,
     model: Any = None,
-    timings: Iterable[Any] = (),
+    decision: Any = None,
 ) -> Report:
-    """Put together what was planned, proved (SiteProof), timed (SiteTiming) and kept (names in ``swapped``).
+    """Put together what was planned, proved (SiteProof), timed (a timing.Decision) and kept (names in ``swapped``).
 
     ``plan`` is the plan as it stands after sites were put back: those are among its refused.
     """
-    kept, timed = set(swapped), {timing.name: timing for timing in timings}
+    kept, timed = set(swapped), {} if decision is None else decision.rows
     refusals = {refused.site.name: refused.refusal for refused in plan.refused}
     rows = [_row(proof, proof.name in kept, refusals.get(proof.name), timed.get(proof.name)) for proof in proofs]
     planned = {row["name"] for row in rows}
@@ -161,17 +170,18 @@ def make_report(
             row = {"name": refused.site.name, "kind": refused.refusal.kind, "status": "refused", "swapped": False}
             rows.append(row | _why(refused.refusal))
     whole = None if model is None else {**asdict(model), "passed": model.passed}
-    return Report(tuple(rows), device, dtype, mode, kernels, whole, tuple(_notes(rows)), plan)
+    times = None if decision is None or decision.model is None else asdict(decision.model)
+    return Report(tuple(rows), device, dtype, mode, kernels, whole, tuple(_notes(rows)), plan, times)
 
 
-def _row(proof: Any, swapped: bool, refusal: Refusal | None, timing: Any) -> dict[str, Any]:
+def _row(proof: Any, swapped: bool, refusal: Refusal | None, timed: Mapping[str, Any] | None) -> dict[str, Any]:
     row = {**asdict(proof), "swapped": swapped, "code": "", "reason": proof.detail, "cure": ""}
     if refusal is not None:
         row |= _why(refusal)
         row["status"] = row["status"] if row["status"] == "failed" else "slower"
-    if timing is not None:
-        row |= {"calls": timing.calls, "eager_us": timing.eager_us, "ours_us": timing.ours_us, "gain": timing.gain}
-        row["detail"] = row["detail"] or timing.note
+    if timed is not None:
+        row |= {name: value for name, value in timed.items() if name != "note"}
+        row["detail"] = row["detail"] or timed["note"]
     return row
 
 
@@ -202,8 +212,10 @@ def _notes(rows: list[dict[str, Any]]) -> Iterable[str]:
             "normswap.validate(model, inputs)"
         )
     yield "error: the worst, as a share of its limit: half an ulp plus float32 rounding, from the original in float64"
-    if _timed(rows):
-        yield "us: microseconds a call on the shapes seen, forward and, in train mode, backward"
+    if timed := _timed(rows):
+        yield "us: microseconds a call on the shapes seen, PyTorch's and ours; gain: where the model waits"
+        if same := sum(row["gain"] == 1.0 for row in timed):
+            yield f"as fast as before, up to the noise, and kept: {same} of {len(timed)} swapped sites that were timed"
     yield "undo: normswap.revert(model); for a block: with normswap.disabled(model)"
 
 

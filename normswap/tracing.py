@@ -1,7 +1,7 @@
 """What ONE module's own forward computes: its ATen graph, with every attribute it reads as an input of its own.
 
 A graph does not show a value that Python read and burned in (a shape, a flag, a global), so a rule trusts one only
-beside ``rules.source.scan``, which lists everything that the forward reads and does.
+beside ``source.scan``, which lists everything that the forward reads and does.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ it was (PyTorch's result), as it was in float64 (the referee), and swapped. Only
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from normswap import modules
 from normswap.compare import Comparison, compare
 from normswap.plan import Match, Swap, is_by_hand
+from normswap.regions.prove import RegionProof
 from normswap.sites import classes, preserved
 
 MODES = ("auto", "forward", "grad", "off")
@@ -55,19 +56,30 @@ def prove_sites(
     """Prove every site of ``swaps`` in the swapped ``model``; ``run`` runs the model on its example inputs, None
     when there are none. Sites that the run does not reach get synthesised inputs of the dtype and device of their
     parameters, or of ``like``. The model is left as it was."""
-    sites = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
+    every = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
+    regions = {
+        swap.site.name: RegionProof(module, _original(module), swap.match, modules.original_class, gradients)
+        for swap, module in every
+        if swap.match.kind == "region"
+    }
+    sites = [(swap, module) for swap, module in every if swap.site.name not in regions]
     found: dict[str, list[list[Comparison]]] = {
         swap.site.name: [[] for _ in modules.pieces(module, swap.match)] for swap, module in sites
     }
-    with preserved(model), classes([(m, _original(m)) for _, m in sites]):
+    with preserved(model), classes([(m, _original(m)) for _, m in every]):
         if run is not None:
             with (
+                _listening(regions.values()),
                 _comparing(sites, found, gradients),
                 torch.no_grad(),
                 _explained("the ORIGINAL model, on these inputs"),
             ):
                 run()
         captured = {name for name, pieces in found.items() if all(pieces)}
+        captured |= {name for name, proof in regions.items() if proof.captured}
+        for name, proof in regions.items():
+            with _explained(f"the regions of {name or '(root)'} on made-up inputs; give example_inputs"):
+                proof.synthesise(like)
         for swap, module in sites:
             for (match, piece, _), comparisons in zip(
                 modules.pieces(module, swap.match), found[swap.site.name], strict=True
@@ -81,11 +93,26 @@ def prove_sites(
         _proof(
             swap,
             module,
-            [comparison for piece in found[swap.site.name] for comparison in piece],
+            regions[swap.site.name].comparisons()
+            if swap.site.name in regions
+            else [comparison for piece in found[swap.site.name] for comparison in piece],
             "captured" if swap.site.name in captured else "synthesised",
         )
-        for swap, module in sites
+        for swap, module in every
     ]
+
+
+@contextlib.contextmanager
+def _listening(proofs: Iterable[RegionProof]) -> Iterator[None]:
+    """Compare in the block at every call of a module with regions."""
+    listening = [*proofs]
+    try:
+        for proof in listening:
+            proof.listen()
+        yield
+    finally:
+        for proof in listening:
+            proof.owner.__dict__.pop("forward", None)
 
 
 def _original(module: nn.Module) -> type[nn.Module]:
@@ -178,7 +205,7 @@ def _synthesised(match: Match, module: Any, like: Tensor | None) -> Iterator[Ten
 
 
 def _synthetic_shape(match: Match, module: Any) -> tuple[int, ...]:
-    if match.kind in ("group_norm", "group_norm_activation"):
+    if match.kind == "group_norm":
         return (2, match.view(module).num_channels, 6, 5)
     if match.kind == "instance_norm":
         return (2, module.num_features, *(6, 5, 4)[: module._get_no_batch_dim() - 1])

@@ -46,7 +46,7 @@ def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None) ->
             swaps.append((Swap(site, answer), place.module))
         else:
             refused.append(Refused(site, answer))
-    fused = [(module, swap.match) for swap, module in swaps]
+    fused = [(module, swap.match) for swap, module in swaps if swap.match.kind != "region"]
     fused += [(place.module, match) for place in found if (match := site_match(place.module)) is not None]
     claimed = {id(child) for module, match in fused for child in _claimed(module, match)}
     return Plan(tuple(swap for swap, module in swaps if id(module) not in claimed), tuple(refused))

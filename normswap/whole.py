@@ -64,17 +64,17 @@ def _compare(ours: Tensor, expected: Tensor, *moved: Tensor) -> ModelProof:
 
 def _outputs(model: nn.Module, run: Callable[[], Any]) -> list[Tensor]:
     with preserved(model), torch.no_grad():
-        return [tensor.detach().clone() for tensor in _tensors(run())]
+        return [tensor.detach().clone() for tensor in tensors_in(run())]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists, dicts and dataclasses."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             for one in fields(leaf):
-                yield from _tensors(getattr(leaf, one.name))
+                yield from tensors_in(getattr(leaf, one.name))
 
 
 def _jittered(model: nn.Module, sites: Sequence[nn.Module], run: Callable[[], Any], seed: int) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""Optimize whole models of timm and transformers on the GPU and check every promise that shows from outside.
+"""Whole models of timm and transformers, and others like them, on the GPU: every promise that shows from outside, and
+what a user waits for a run in eager mode, optimized by default, with everything swapped, and both compiled.
 
 Exit 0 only if every norm is swapped or refused with a reason, every swapped site is proved, the whole model is within
 its limit, and the profiler counts our kernels as often as swapped sites were called. Times are recorded, whatever they
@@ -7,43 +8,26 @@ are. Weights are random: no checkpoint is downloaded.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from device_time import interleaved
+from model_rows import ROWS, Row
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from workloads import randomised
 
 import normswap
 from normswap import modules
+from normswap.timing.clock import clock_of
+from normswap.timing.model import compare
 
-
-def image_model(name: str) -> Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    def make() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        import timm
-
-        return timm.create_model(name), (torch.randn(8, 3, 224, 224),), {}
-
-    return make
-
-
-def bert() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    from transformers import BertConfig, BertModel
-
-    ids = torch.randint(0, 30000, (8, 128))
-    return BertModel(BertConfig()), (), {"input_ids": ids, "return_dict": False}
-
-
-MODELS = {
-    "resnet50_gn": image_model("resnet50_gn"),
-    "vit_base_patch16_224": image_model("vit_base_patch16_224"),
-    "convnext_base": image_model("convnext_base"),
-    "bert": bert,
-}
+WAYS = ("eager", "default", "all", "compile", "compile of ours")
+Function = Callable[[], object]
 
 
 def unaccounted(model: nn.Module, plan: normswap.Plan) -> list[str]:
@@ -58,7 +42,7 @@ def unaccounted(model: nn.Module, plan: normswap.Plan) -> list[str]:
     ]
 
 
-def kernel_calls(model: nn.Module, run: Callable[[], object]) -> tuple[int, int]:
+def kernel_calls(model: nn.Module, run: Function) -> tuple[int, int]:
     """(calls of swapped sites, calls of our ops) in one run."""
     calls = 0
 
@@ -69,7 +53,7 @@ def kernel_calls(model: nn.Module, run: Callable[[], object]) -> tuple[int, int]
     sites = [m for m in model.modules() if modules.site_match(m) is not None]
     handles = [site.register_forward_hook(count) for site in sites]
     try:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
             run()
             torch.cuda.synchronize()
     finally:
@@ -78,65 +62,103 @@ def kernel_calls(model: nn.Module, run: Callable[[], object]) -> tuple[int, int]
     return calls, sum(event.count for event in profiled.key_averages() if event.key.startswith("normswap::"))
 
 
-def check(name: str, dtype: torch.dtype) -> dict[str, Any]:
-    model, args, kwargs = MODELS[name]()
-    model = randomised(model).cuda().to(dtype).eval()
-    cast = lambda v: v.cuda().to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v  # noqa: E731
-    args = tuple(cast(a) for a in args)
-    kwargs = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+def optimized(row: Row, model: nn.Module, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[nn.Module, float]:
+    """The result of ``normswap.optimize`` as the row's user calls it, and the seconds that took."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    with warnings.catch_warnings(), row.mode():
+        warnings.simplefilter("ignore", UserWarning)
+        found = normswap.optimize(model, tuple(inputs), **options)
+    torch.cuda.synchronize()
+    return found, time.perf_counter() - started
+
+
+def step(row: Row, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Function:
+    """One forward, or one forward and backward of a training step."""
+
+    def once() -> object:
+        with row.mode():
+            output = model(*inputs)
+        if not row.training:
+            return output
+        model.zero_grad(set_to_none=True)
+        return output.float().square().mean().backward()
+
+    return once
+
+
+def check(row: Row, compiling: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, inputs = row.made()
     plan = normswap.plan(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        swapped = normswap.optimize(model, args, kwargs, min_speedup=None)
-    report = normswap.report(swapped)
-    with torch.no_grad():
-        called, ran = kernel_calls(swapped, lambda: swapped(*args, **kwargs))
-        runs = {"eager": lambda: model(*args, **kwargs), "normswap": lambda: swapped(*args, **kwargs)}
-        times = interleaved(runs, ahead=False)  # as a person would wait for it
-    rows = [row for row in report.rows if row["status"] != "refused"]
+    default, seconds = optimized(row, model, inputs)
+    everything, _ = optimized(row, model, inputs, min_speedup=None)
+    ways = {"eager": model, "default": default, "all": everything}
+    if compiling:
+        torch._dynamo.reset()
+        ways["compile"] = torch.compile(model)
+        ways["compile of ours"] = torch.compile(optimized(row, model, inputs, for_compile=True)[0])
+    steps = {name: step(row, way, inputs) for name, way in ways.items()}
+    called, ran = kernel_calls(everything, steps["all"])
+    for once in steps.values():
+        once()
+    device = next(model.parameters()).device
+    times = compare(clock_of(device), [(contextlib.nullcontext, once) for once in steps.values()])
+    report, chosen = normswap.report(everything), normswap.report(default)
+    rows = [found for found in report.rows if found["status"] != "refused"]
     problems = [f"not accounted for: {n}" for n in unaccounted(model, plan)]
-    problems += [f"{row['name']}: {row['status']} {row['detail']}" for row in rows if row["status"] != "proved"]
-    problems += [] if called == ran and called else [f"{called} calls of swapped sites, {ran} of our kernels"]
+    problems += [
+        f"{found['name']}: {found['status']} {found['detail']}" for found in rows if found["status"] != "proved"
+    ]
+    problems += [] if called <= ran and called else [f"{called} calls of swapped sites, {ran} of our kernels"]
     if not (report.model and report.model["passed"]):
-        problems += [str(w.message) for w in caught][:1] or ["the whole model is beyond its limit"]
+        problems += [f"the whole model: {report.model}"]
     return {
-        "model": name,
-        "dtype": str(dtype).removeprefix("torch."),
+        "model": row.name,
+        "dtype": row.told,
         "swapped": len(report.swapped),
-        "refused": sorted({row["reason"] for row in report.rows if row["status"] == "refused"}),
+        "kept": len(chosen.swapped),
+        "refused": sorted({found["reason"] for found in report.rows if found["status"] == "refused"}),
         "kernel_calls": ran,
-        "worst_error_share": max((row["error_share"] for row in rows), default=0.0),
-        "pytorch_error_share": max((row["eager_error_share"] for row in rows), default=0.0),
+        "worst_error_share": max((found["error_share"] for found in rows), default=0.0),
+        "pytorch_error_share": max((found["eager_error_share"] for found in rows), default=0.0),
         "model_error": report.model["max_error"] if report.model else None,
         "model_limit": report.model["limit"] if report.model else None,
-        "eager_ms": times["eager"],
-        "normswap_ms": times["normswap"],
+        "optimize_s": seconds,
+        "times": chosen.times,
+        "ms": {name: us / 1000 for name, us in zip(steps, times.us, strict=True)},
         "problems": problems,
     }
 
 
-def check_all() -> list[dict[str, Any]]:
-    torch.manual_seed(0)
+def check_all(names: Sequence[str] = (), compiling: bool = True) -> list[dict[str, Any]]:
+    """The rows of these names, or all; each is printed when it is done."""
+    if unknown := set(names) - {row.name for row in ROWS}:
+        raise SystemExit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in ROWS)}")
     found = []
-    for name in MODELS:
-        for dtype in (torch.float32, torch.float16):
-            found.append(check(name, dtype))
+    for row in ROWS:
+        if not names or row.name in names:
+            found.append(check(row, compiling))
+            print(table(found[-1:]), flush=True)
             torch.cuda.empty_cache()
     return found
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    keys = (
-        "model",
-        "dtype",
-        "swapped",
-        "kernel_calls",
-        "worst_error_share",
-        "pytorch_error_share",
-        "eager_ms",
-        "normswap_ms",
-    )
-    lines = [[f"{row[k]:.2f}" if isinstance(row[k], float) else row[k] for k in keys] for row in found]
-    problems = [f"{row['model']} {row['dtype']}: {p}" for row in found for p in row["problems"]]
+    lines = []
+    for row in found:
+        ms = [f"{row['ms'][way]:.2f}" if way in row["ms"] else "-" for way in WAYS]
+        waits = row["times"]["bound"] if row["times"] else "-"
+        lines.append([row["model"], f"{row['kept']}/{row['swapped']}", waits, *ms, f"{row['optimize_s']:.1f}"])
+    headers = ("model", "kept", "waits for", *WAYS, "optimize s")
+    problems = [f"{row['model']}: {p}" for row in found for p in row["problems"]]
     refused = [f"{row['model']}: refused: {r}" for row in found for r in row["refused"]]
-    return "\n".join([tabulate(lines, keys, disable_numparse=True), *sorted(set(refused)), *problems])
+    return "\n".join([tabulate(lines, headers, disable_numparse=True), *sorted(set(refused)), *problems])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    asked = parser.parse_args()
+    print(table(check_all(asked.names, not asked.eager)))

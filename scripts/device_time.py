@@ -8,28 +8,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from normswap import timer
+from normswap.timing.clock import clock_of
+from normswap.timing.hidden import block
 
 BUDGET_MS = 400.0
 LEAST, MOST = 9, 60
-AHEAD_CYCLES = 1_000_000
-"""Half a millisecond in which the host queues what is timed."""
+AHEAD_US = 500.0
+"""In which the host queues what is timed."""
 
 
-def interleaved(functions: dict[str, Callable[[], object]], *, ahead: bool = True) -> dict[str, float]:
-    """Median milliseconds of each function, called in turn; the L2 is overwritten before every call.
-
-    ``ahead``: the device waits until the call is queued, so that the host's time for it does not count.
-    """
-    flush, device = torch.empty(2**28, dtype=torch.uint8, device="cuda"), torch.device("cuda")
+def interleaved(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median milliseconds of the device for each function, called in turn with the host hidden; the L2 is overwritten
+    before every call."""
+    flush, machine = torch.empty(2**28, dtype=torch.uint8, device="cuda"), clock_of(torch.device("cuda"))
 
     def once(function: Callable[[], object]) -> float:
-        flush.zero_()
-        if ahead:
-            torch.cuda._sleep(AHEAD_CYCLES)
-        start = timer.mark(device)
-        function()
-        return timer.between_us(start, timer.mark(device)) / 1000
+        return block(machine, function, 1, AHEAD_US, before=flush.zero_).device_us / 1000
 
     for function in functions.values():
         function()

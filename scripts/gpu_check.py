@@ -120,7 +120,8 @@ def main() -> None:
     parser.add_argument("--sanitizer", action="store_true", help="compute-sanitizer memcheck and racecheck")
     parser.add_argument("--benchmark", action="store_true", help="time the kernels beside their peers")
     parser.add_argument("--accuracy", action="store_true", help="errors beside PyTorch's own")
-    parser.add_argument("--models", action="store_true", help="whole models of timm and transformers")
+    parser.add_argument("--models", nargs="*", metavar="MODEL", help="whole models of timm and transformers, or these")
+    parser.add_argument("--eager", action="store_true", help="with --models: without torch.compile, which is slow")
     chosen = parser.parse_args()
     everything = all(value in (None, False) for value in vars(chosen).values())
     status = native.load(build=True)
@@ -156,11 +157,12 @@ def main() -> None:
         add(benchmark={**found, "kernel_sources": digest})
         print(benchmark.table(found), flush=True)
         failed |= bool(found["summary"]["not_proved"])
-    if chosen.models or everything:
+    if chosen.models is not None or everything:
         import check_models
 
-        rows = check_models.check_all()
-        add(models=rows)
+        rows = check_models.check_all(chosen.models or (), not chosen.eager)
+        fresh = {row["model"] for row in rows}
+        add(models=[*(row for row in record.get("models", ()) if row["model"] not in fresh), *rows])
         print(check_models.table(rows), flush=True)
         failed |= any(row["problems"] for row in rows)
 

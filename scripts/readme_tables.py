@@ -15,6 +15,7 @@ from typing import Any
 import accuracy
 import benchmark
 import picture
+from check_models import WAYS
 
 from normswap import builder, native
 
@@ -39,7 +40,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
     found = record["benchmark"]
     names = benchmark.columns(found["rows"])
     models = [
-        (r["model"], r["dtype"], r["swapped"], f"{r['eager_ms']:.2f}", f"{r['normswap_ms']:.2f}")
+        (r["model"], r["dtype"], r["swapped"], *(f"{r['ms'][way]:.2f}" if way in r["ms"] else "-" for way in WAYS))
         for r in record.get("models", ())
     ]
     peers = "".join(f", {name} {version}" for name, version in found["peers"].items())
@@ -49,7 +50,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
         "summary": " ".join(benchmark.told(found["summary"])),
         "benchmark": markdown(benchmark.headers(found["rows"]), [benchmark.cells(row, names) for row in found["rows"]]),
         "host": markdown(benchmark.HOST_HEADERS, [benchmark.host_cells(row) for row in found["host"]]),
-        "models": markdown(("model", "dtype", "swapped", "eager ms", "normswap ms"), models) if models else NOT_YET,
+        "models": markdown(("model", "dtype", "swapped", *WAYS), models) if models else NOT_YET,
         "errors": markdown(accuracy.HEADERS, accuracy.cells(record["errors"])) if "errors" in record else NOT_YET,
         "proof": proof_line(record.get("proof", {})),
         "checks": checks_line(record.get("tests"), record.get("sanitizer")),

@@ -196,7 +196,7 @@ def test_other_dtype_shape_and_missing_gradients_fail(plant: Callable[[Any], Non
 def test_the_cotangent_is_random_the_same_every_time_and_not_the_input() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 32)
-    first, second = (compare._Cotangent()(x) for _ in range(2))
+    first, second = (compare.Cotangent()(x) for _ in range(2))
     assert torch.equal(first, second)
     assert abs(float(torch.corrcoef(torch.stack([x.flatten(), first.flatten()]))[0, 1])) < 0.1
 
@@ -235,8 +235,8 @@ def test_inference_mode(made_inside: bool) -> None:
 
 
 def test_large_inputs_are_compared_on_slices(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Any], None]) -> None:
-    monkeypatch.setattr(compare, "_SLICE_ELEMENTS", 80)
-    monkeypatch.setattr(compare, "_TOTAL_ELEMENTS", 320)
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 80)
+    monkeypatch.setattr(compare, "TOTAL_ELEMENTS", 320)
     site = randomised(nn.LayerNorm(8))
     for shape in ((100, 8), (1, 100, 8)):
         found = compared(Match("layer_norm"), site, torch.randn(shape))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules, ops, reference
+from normswap.activation import CODES, Activation
 from normswap.plan import Plan, Reason
 
 SHAPES = {nn.InstanceNorm1d: (4, 6, 5), nn.InstanceNorm2d: (4, 6, 5, 3), nn.InstanceNorm3d: (2, 6, 5, 3, 2)}
@@ -132,8 +133,8 @@ def test_dtypes(dtype: torch.dtype, weights: torch.dtype | None) -> None:
 
 
 def test_large_samples_are_compared_by_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("normswap.compare._SLICE_ELEMENTS", 64)
-    monkeypatch.setattr("normswap.compare._TOTAL_ELEMENTS", 128)
+    monkeypatch.setattr("normswap.compare.SLICE_ELEMENTS", 64)
+    monkeypatch.setattr("normswap.compare.TOTAL_ELEMENTS", 128)
     report = normswap.report(swapped_copy(randomised(nn.InstanceNorm1d(6, affine=True)), torch.randn(3, 6, 40)))
     assert report.rows[0]["coverage"] < 1.0
 
@@ -191,8 +192,9 @@ def test_a_direct_call_is_group_norm_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def op(*given: Any) -> Tensor:
         asked.append(given)
-        input, groups, weight, bias, eps, activation = given
-        return reference.group_norm(input, groups, weight, bias, eps, [*ops.ACTIVATIONS][activation])
+        input, groups, weight, bias, eps, activation, low, high, residual = given
+        after = Activation([*CODES][activation], low, high)
+        return reference.group_norm(input, groups, weight, bias, eps, after, residual=residual)
 
     monkeypatch.setattr(sys.modules["normswap.ops.instance_norm"], "direct", lambda *tensors: op)
     x, weight, bias = torch.randn(4, 6, 5), torch.randn(6), torch.randn(6)

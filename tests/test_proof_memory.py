@@ -26,7 +26,7 @@ kinds = pytest.mark.parametrize("kind", LARGE)
 
 @pytest.fixture
 def two_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "_TOTAL_ELEMENTS", 2 * compare._SLICE_ELEMENTS)
+    monkeypatch.setattr(compare, "TOTAL_ELEMENTS", 2 * compare.SLICE_ELEMENTS)
 
 
 def test_the_meter() -> None:
@@ -40,7 +40,7 @@ def test_the_meter() -> None:
 
 @kinds
 def test_held_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "_TOTAL_ELEMENTS", compare._SLICE_ELEMENTS)
+    monkeypatch.setattr(compare, "TOTAL_ELEMENTS", compare.SLICE_ELEMENTS)
     attributes, make, shape = LARGE[kind]
     module, x = randomised(make()).train(), torch.randn(shape)
     with Meter() as meter:
@@ -75,7 +75,7 @@ def test_slices_are_the_first_the_last_and_some_between() -> None:
     for size in (1, 2, 7, 100, 1000):
         for width in {1, min(3, size), size}:
             for most in (1, 2, 5, 10**6):
-                starts = compare._spread(size, width, most)
+                starts = compare.spread(size, width, most)
                 assert starts[0] == 0 and len(starts) == len(set(starts)) <= max(1, most)
                 assert all(0 <= start <= size - width for start in starts)
                 assert most == 1 or starts[-1] == size - width

@@ -13,10 +13,9 @@ from rule_checks import assert_refused, assert_swapped_is_equal, expression, ran
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from normswap import rules
+from normswap import rules, source
 from normswap.plan import Match, Reason
 from normswap.rules import linear_scale_batch_norm as lsb
-from normswap.rules import source
 
 LSB = "linear_scale_batch_norm"
 FEATURES, CHANNELS = 6, 5

@@ -1,4 +1,4 @@
-"""What a forward says (rules.source.scan)."""
+"""What a forward says (source.scan)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch import abs as magnitude
 from torch.nn import functional
 
+from normswap import source
 from normswap.plan import Reason
-from normswap.rules import source
 
 aten = torch.ops.aten
 FACTOR = 3.0

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normswap import tracing
+from normswap import source, tracing
 from normswap.plan import Reason
-from normswap.rules import source
 
 aten = torch.ops.aten
 FACTOR = 3.0

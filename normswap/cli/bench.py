@@ -12,9 +12,9 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from normswap import timer
 from normswap.checkpoint.errors import CheckpointError, one_line
 from normswap.report import Report
+from normswap.timing import clock
 
 _WARM_UP = 3
 
@@ -64,12 +64,13 @@ def bench(
     runs = {name: _run(model, inputs, kwargs) for name, model in models.items()}
     for run in [*runs.values()] * _WARM_UP:
         run()
-    whole = timer.medians_us([*runs.values()], device, rounds)
+    machine = clock.clock_of(device)
+    whole = clock.medians_us([*runs.values()], machine, rounds)
     swapped = [row for row in report.rows if row["swapped"]]
     sites: dict[str, dict[str, list[float]]] = {name: {row["name"]: [] for row in swapped} for name in models}
     for _ in range(rounds):
         for name, model in models.items():
-            with _clocked(model, sites[name], device):
+            with _clocked(model, sites[name], machine):
                 runs[name]()
     medians = {name: {site: statistics.median(times) for site, times in sites[name].items()} for name in models}
     rows = [
@@ -92,21 +93,21 @@ def _run(model: nn.Module, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 @contextmanager
-def _clocked(model: nn.Module, taken: Mapping[str, list[float]], device: torch.device) -> Iterator[None]:
+def _clocked(model: nn.Module, taken: Mapping[str, list[float]], machine: clock.Machine) -> Iterator[None]:
     """At the end of the block, what each module of ``taken`` took in it, all its calls together, is appended there."""
     marks: dict[str, list[Any]] = {name: [] for name in taken}
     handles = []
     for name in taken:
         module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: marks[name].append(timer.mark(device))))  # type: ignore[misc]
-        handles.append(module.register_forward_hook(lambda *_, name=name: marks[name].append(timer.mark(device))))  # type: ignore[misc]
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: marks[name].append(machine.mark())))  # type: ignore[misc]
+        handles.append(module.register_forward_hook(lambda *_, name=name: marks[name].append(machine.mark())))  # type: ignore[misc]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
     for name, seen in marks.items():
-        taken[name].append(sum(timer.between_us(*pair) for pair in zip(seen[::2], seen[1::2], strict=True)) / 1000)
+        taken[name].append(sum(machine.between_us(*pair) for pair in zip(seen[::2], seen[1::2], strict=True)) / 1000)
 
 
 def _shown(name: str, kind: str, eager: float, optimized: float) -> tuple[str, ...]:

@@ -52,6 +52,26 @@ def by_hand_forward(original: type[nn.Module], base_forward: _Forward, attribute
     return forward
 
 
+def arguments_reader(
+    original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]
+) -> Callable[[Any, Tensor], tuple[Any, ...] | None]:
+    """What gives (normalized_shape, weight, eps, weight_offset, cast_before_weight) of a module of the class
+    ``original`` for a contiguous ``x`` that it normalises along the last dim; None where only its own code will do."""
+    site = _Site(original, base_forward, attributes)
+
+    def arguments(self: Any, x: Tensor) -> tuple[Any, ...] | None:
+        if not site.is_as_read(self) or site.dim % x.dim() != x.dim() - 1 or not x.is_contiguous():
+            return None
+        weight = getattr(self, site.weight) if site.weight else None
+        eps, offset = site.number(self, site.eps), site.number(self, site.weight_offset)
+        if eps is None or offset is None or not site.serves(x, weight):
+            return None
+        flat = weight if weight is None or weight.dim() == 1 else weight.reshape(-1)
+        return x.shape[-1:], flat, eps, float(offset), site.rounds and x.dtype is not torch.float32
+
+    return arguments
+
+
 class _Site:
     """What was read of a class's forward, and whether it still holds."""
 
@@ -121,7 +141,7 @@ class _Site:
         """The norm, with the strides that elementwise operations on ``x`` give."""
         if weight is not None and weight.dim() != 1:
             weight = weight.reshape(-1)
-        with _outside_autocast(x.device.type):
+        with outside_autocast(x.device.type):
             return in_memory_order(lambda x, dim: self._computed(x, dim, weight, eps, offset), x, self.dim)
 
     def _computed(self, x: Tensor, dim: int, weight: Tensor | None, eps: float, offset: float) -> Tensor:
@@ -142,7 +162,7 @@ def _dtypes(pair: str) -> tuple[torch.dtype, torch.dtype | None]:
     return getattr(torch, x), getattr(torch, weight) if weight else None
 
 
-def _outside_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+def outside_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Autocast leaves the original alone: what it would cast to float32 is float32 already."""
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)

@@ -33,8 +33,9 @@ def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | Non
         out = op(input, eps, minimum or 0.0)
         if out is not None:
             return out
+    row = input.shape[-1] if input.dim() > 0 and dim in (-1, input.dim() - 1) else 1
     if not (
-        native_serves(input)
+        native_serves(input, elements=row)
         and 0 not in input.stride()  # of an expanded tensor the elementwise operations give strides of their own
         and -input.dim() <= dim < input.dim()
         and input.shape[dim] > 0

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from normswap.plan import Match, Refusal
+from normswap.plan import Match, Reason, Refusal
 from normswap.rules import (
     group_norm,
-    group_norm_activation,
     instance_norm,
     l1_norm,
     layer_norm,
     linear_scale_batch_norm,
+    region,
     registered,
     rms_norm,
 )
@@ -37,13 +37,21 @@ RULES: tuple[Rule, ...] = tuple(
         rms_norm,
         l1_norm,
         linear_scale_batch_norm,
-        group_norm_activation,
     )
 )
 
 
 def find(module: nn.Module) -> Match | Refusal | None:
-    """The first rule's answer that is not None; what a person has registered goes before."""
+    """What ``module`` is a site of: what a person has registered, the first rule's answer, or a region of its forward,
+    also where it is a norm's subclass that computes more."""
+    answer = alone(module)
+    if answer is None or (isinstance(answer, Refusal) and answer.reason is Reason.SUBCLASS):
+        return region.match(module, alone) or answer
+    return answer
+
+
+def alone(module: nn.Module) -> Match | Refusal | None:
+    """The answer for ``module`` as a whole."""
     declared = registered.match(module)
     if declared is not None:
         return declared

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
+from normswap import source
 from normswap.plan import Reason, Refusal
-from normswap.rules import source
 from normswap.rules.module_site import is_ours, parametrized_names
 
 DIVISION = frozenset({"/", "div", "divide", "true_divide"})

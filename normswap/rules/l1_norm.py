@@ -13,9 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import fx, nn
 
-from normswap import tracing
+from normswap import source, tracing
 from normswap.plan import Match, Reason, Refusal
-from normswap.rules import source
 from normswap.rules.expression_site import (
     ABS,
     DIVISION,

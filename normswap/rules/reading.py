@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from normswap.plan import Reason
-from normswap.rules.source import NotUnderstood, Scanner, definition, is_torchs, takes_another_argument
+from normswap.source import NotUnderstood, Scanner, definition, is_torchs, takes_another_argument
 from normswap.tracing import Rejection
 
 _COMPARISONS = (ast.Is, ast.IsNot, ast.Eq, ast.NotEq, ast.In, ast.NotIn)

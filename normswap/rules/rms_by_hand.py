@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import tracing
+from normswap import source, tracing
 from normswap.forwards import rms_norm as forwards
 from normswap.plan import Match, Reason, Refusal
-from normswap.rules import reading, source
+from normswap.rules import reading
 from normswap.rules.expression_site import (
     DIVISION,
     MULTIPLICATION,

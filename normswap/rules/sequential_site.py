@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import fx, nn
 
-from normswap import tracing
+from normswap import source, tracing
 from normswap.forwards.linear_scale_batch_norm import fingerprint
 from normswap.plan import Match, Reason, Refusal
-from normswap.rules import source
 from normswap.rules.expression_site import MULTIPLICATION, class_forward, not_rewritable
 from normswap.rules.live_numbers import name_or_number, numbers_of
 from normswap.rules.module_site import settled_type, why_not_linear_and_batch_norm

@@ -1,7 +1,6 @@
 """Subclasses of torch.nn's norms that compute what their base class does: those without a forward of their own, and
 those whose forward calls the very torch.nn.functional op with the base class's attributes, if need be unless a flag of
-the instance is set (as timm's norms do). A GroupNorm may then hand its result to children of its own: an activation,
-and nn.Identity (as timm's GroupNormAct does)."""
+the instance is set (as timm's norms do)."""
 
 from __future__ import annotations
 
@@ -14,9 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from normswap.forwards.group_norm_activation import activation_of
-from normswap.plan import Match, Reason, Refusal
-from normswap.rules.source import is_what_runs, source_tree
+from normswap.plan import Match
+from normswap.source import is_what_runs, source_tree
 
 _CALLS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "layer_norm": (F.layer_norm, nn.LayerNorm, ("normalized_shape", "weight", "bias", "eps")),
@@ -28,13 +26,9 @@ SUBCLASSED = tuple(_CALLS)
 """The kinds whose subclasses are looked into."""
 
 
-_ACTIVATED = "group_norm_activation"
-
-
-def match_subclass(module: nn.Module, kind: str) -> Match | Refusal | None:
+def match_subclass(module: nn.Module, kind: str) -> Match | None:
     """A Match when ``module``, of a subclass of the kind's torch.nn class, provably computes what that class does;
-    its attribute "unless" names the flag under which it does not, if there is one. Where what a GroupNorm computes
-    goes through children, a Match or Refusal of that kind. None: not provable."""
+    its attribute "unless" names the flag under which it does not, if there is one. None: not provable."""
     _, expected, attributes = _CALLS[kind]
     cls: Any = type(module)
     forward = cls.forward
@@ -48,27 +42,13 @@ def match_subclass(module: nn.Module, kind: str) -> Match | Refusal | None:
     body = _body_of(forward)
     if body is None:
         return None
-    flag, argument, children, call = body
+    flag, argument, call = body
     if flag is not None and not isinstance(module.__dict__.get(flag), bool):
         return None
     if not _is_the_call(call, argument, forward, kind):
         return None
     flagged = {} if flag is None else {"unless": flag}
-    if not children:
-        return Match(kind, flagged)
-    if kind != "group_norm":
-        return None
-    return why_no_activation(module, children) or Match(_ACTIVATED, {"children": children, **flagged})
-
-
-def why_no_activation(module: nn.Module, children: list[str]) -> Refusal | None:
-    """Why calling these children of ``module`` one after the other is no activation that can be fused."""
-    found = [module._modules.get(name) for name in children]
-    if activation_of(found) is not None:
-        return None
-    names = (f"self.{name} ({type(child).__name__})" for name, child in zip(children, found, strict=True))
-    wanted = "one nn.ReLU, nn.SiLU or nn.GELU without hooks, beside nn.Identity"
-    return Refusal(_ACTIVATED, Reason.CHILD, f"{', '.join(names)}: {wanted} is fused")
+    return Match(kind, flagged)
 
 
 def has_torchs_forward(expected: Any) -> bool:
@@ -77,9 +57,8 @@ def has_torchs_forward(expected: Any) -> bool:
     return isinstance(forward, types.FunctionType) and forward.__globals__ is sys.modules[expected.__module__].__dict__
 
 
-def _body_of(forward: types.FunctionType) -> tuple[str | None, str, list[str], ast.expr] | None:
-    """(flag, argument, children, expression) of a forward that returns the expression, handed through the children,
-    unless ``self.flag``; None for others."""
+def _body_of(forward: types.FunctionType) -> tuple[str | None, str, ast.expr] | None:
+    """(flag, argument, expression) of a forward that returns the expression unless ``self.flag``; None for others."""
     code = forward.__code__
     if forward.__closure__ or forward.__kwdefaults__ or forward.__defaults__ or code.co_argcount != 2:
         return None
@@ -94,8 +73,8 @@ def _body_of(forward: types.FunctionType) -> tuple[str | None, str, list[str], a
         if flag is None:
             return None
         statements = statements[0].orelse + statements[1:]
-    returned = _returned(statements, code)
-    return None if returned is None else (flag, argument, *returned)
+    returned = _returned(statements)
+    return None if returned is None else (flag, argument, returned)
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
@@ -108,27 +87,14 @@ def _attribute_of_self(node: ast.expr, code: types.CodeType) -> str | None:
     return None
 
 
-def _returned(statements: list[ast.stmt], code: types.CodeType) -> tuple[list[str], ast.expr] | None:
-    """(children, e) of ``return self.b(self.a(e))``, also with ``x = ...`` for any of the steps; None for others."""
-    *before, last = statements or [ast.Pass()]
-    if not isinstance(last, ast.Return) or last.value is None:
-        return None
-    children, expression = list[str](), last.value
-    while True:
-        match expression:
-            case ast.Call(func=func, args=[inner], keywords=[]) if (
-                child := _attribute_of_self(func, code)
-            ) is not None:
-                children.insert(0, child)
-                expression = inner
-            case ast.Name(id=name) if before:
-                match before.pop():
-                    case ast.Assign(targets=[ast.Name(id=stored)], value=value) if stored == name:
-                        expression = value
-                    case _:
-                        return None
-            case _:
-                return None if before else (children, expression)
+def _returned(statements: list[ast.stmt]) -> ast.expr | None:
+    """e of ``return e``, also of ``x = e`` and ``return x``; None for others."""
+    match statements:
+        case [ast.Return(value=ast.expr() as expression)]:
+            return expression
+        case [ast.Assign(targets=[ast.Name(id=stored)], value=value), ast.Return(value=ast.Name(id=name))]:
+            return value if stored == name else None
+    return None
 
 
 def _is_the_call(node: ast.expr, argument: str, forward: types.FunctionType, kind: str) -> bool:

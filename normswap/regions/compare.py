@@ -1,0 +1,381 @@
+"""One region on one set of inputs: ours, PyTorch's own and the region's own statements in float64.
+
+The statements run step by step, with each intermediate rounded to the dtype it has there wherever our op rounds it too:
+a sum before the norm, and what a residual or an activation is applied to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from normswap.compare import SLICE_ELEMENTS, Comparison, Cotangent, KernelWitness, spread
+from normswap.criterion import (
+    C_GRADIENT,
+    FLOAT32_ROUNDING,
+    C,
+    Magnitudes,
+    Rows,
+    derivative,
+    error_share,
+    excused,
+    half_ulp,
+    mask_mismatch,
+    own_rounding,
+    rms_by_hand,
+)
+from normswap.lifted import Lifted, Rounded
+from normswap.plan import Match, is_by_hand
+from normswap.regions.helper import Fused
+from normswap.regions.rewrite import Compiled
+from normswap.regions.spec import Region
+from normswap.sites import detached_copy
+
+_MOST_PIECES = 16
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+def compare_region(compiled: Compiled, fused: Fused, owner: nn.Module, packed: Any, gradients: bool) -> Comparison:
+    """Compare the region ``compiled`` of ``owner``, whose children are in their original classes, on ``packed``, under
+    the present autocast. Of a large input slices of samples are compared. Neither is changed."""
+    with torch.inference_mode(False):
+        packed = tree_map(_detached, packed)
+        x = compiled.unpack(packed)[0]
+        sample = max(1, x.numel() // max(1, len(x))) if x.dim() else 1
+        width = max(1, SLICE_ELEMENTS // sample)
+        starts = spread(len(x), width, _MOST_PIECES) if x.dim() > 1 and len(x) > width else []
+        worst: Comparison | None = None
+        for start in starts or [0]:
+            piece = tree_map(_cut(x.shape, start, width), packed) if starts else packed
+            found = _Case(compiled, fused, owner, piece).compared(gradients)
+            worst = found if worst is None else worst.worst(found)
+            if worst.problem:
+                break
+    share = min(1.0, len(starts) * width / len(x)) if starts else 1.0
+    return replace(worst or Comparison(problem="no input to compare on"), coverage=share)
+
+
+def holder_of(region: Region, owner: nn.Module, dtype: torch.dtype | None = None) -> Any:
+    """A module that stands for ``owner`` in the snippet of ``region``: it holds copies of the children called there,
+    which share parameters unless ``dtype`` converts them."""
+    names = [*region.passes, *([region.norm] if region.type else [])]
+    names += [region.activation] if isinstance(region.activation, str) else []
+    holder = nn.Module()
+    for name in names:
+        child = owner._modules[name]
+        if child is not None:
+            holder._modules[name] = detached_copy(child, type(child), dtype)
+    return holder
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _cut(shape: torch.Size, start: int, width: int) -> Callable[[Any], Any]:
+    """What takes the samples from ``start`` on of the tensors that have one a sample."""
+
+    def cut(value: Any) -> Any:
+        along = isinstance(value, Tensor) and value.dim() == len(shape) and len(value) == shape[0]
+        return value[start : start + width] if along else value
+
+    return cut
+
+
+class _Case:
+    """One comparison. The owner is replaced by a module that holds the region's children alone."""
+
+    def __init__(self, compiled: Compiled, fused: Fused, owner: nn.Module, packed: Any) -> None:
+        self.compiled, self.fused, self.packed = compiled, fused, packed
+        self.region = compiled.region
+        self.owner = owner
+        self.dtypes: list[torch.dtype] = []
+        self.cotangents = [Cotangent(), Cotangent()]
+
+    def compared(self, gradients: bool) -> Comparison:
+        x = self.compiled.unpack(self.packed)[0]
+        where: dict[str, Any] = {"dtype": str(x.dtype).removeprefix("torch."), "device": str(x.device)}
+        eager = self._run(self._eager, holder_of(self.region, self.owner), self.packed, gradients)
+        expected, size = self._referee(x, gradients)
+        self.share = self.eager_share = 0.0
+        self.problem = self.note = ""
+        ran = False
+        for path in (False, True) if gradients else (False,):
+            witness = KernelWitness()
+            try:
+                with witness if x.is_cuda else contextlib.nullcontext():
+                    ours = self._run(self._ours, holder_of(self.region, self.owner), self.packed, path)
+            except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
+                problem = f"raises {type(error).__name__}: {error}"
+                return Comparison(kernel_ran=ran, problem=problem, **where)
+            ran = ran or witness.ran
+            self._outputs(ours[0], eager[0], expected[0], size)
+            if path and not self.problem:
+                self._gradients(ours[1], eager[1], expected[1], size, witness.ran)
+        told: dict[str, Any] = {"problem": self.problem, "note": self.note}
+        return Comparison(self.share, self.eager_share, ran, gradients, **where, **told)
+
+    # --- runs -----------------------------------------------------------------------------------------------------
+
+    def _eager(self, holder: Any, packed: Any) -> Any:
+        self.dtypes = []
+
+        def each(step: int, value: Tensor) -> Tensor:
+            self.dtypes.append(value.dtype)
+            return value
+
+        return self.compiled.stepped(holder, packed, each)
+
+    def _ours(self, holder: Any, packed: Any) -> Any:
+        out = self.fused(holder._modules, packed)
+        return self.compiled.snippet(holder, packed) if out is None else out
+
+    def _run(
+        self, function: Callable[[Any, Any], Any], holder: Any, packed: Any, gradients: bool
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The results, and the gradients of the inputs and of the children's parameters by name."""
+        if not gradients:
+            with torch.no_grad():
+                return [t.detach() for t in tree_leaves(function(holder, packed))], {}
+        with torch.enable_grad():
+            leaves: list[Tensor] = []
+            packed = tree_map(lambda v: _leaf(v, leaves), packed)
+            outputs = tree_leaves(function(holder, packed))
+            wanted = {f"input {i}": leaf for i, leaf in enumerate(leaves)}
+            wanted |= {n: p for n, p in holder.named_parameters() if p.requires_grad}
+            given = [c(o) for c, o in zip(self.cotangents, outputs, strict=False)]
+            found = torch.autograd.grad(outputs, [*wanted.values()], given, allow_unused=True)
+        kept = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+        return [t.detach() for t in outputs], kept
+
+    def _referee(self, x: Tensor, gradients: bool) -> tuple[tuple[list[Tensor], dict[str, Tensor]], _Size]:
+        """The statements in float64, outside autocast, and the magnitudes of what they give."""
+        wide = tree_map(_float64, self.packed)
+        steps, dtypes, values = self.region.steps, self.dtypes, dict[str, Tensor]()
+
+        def each(step: int, value: Tensor) -> Tensor:
+            follows = steps[step + 1].does if step + 1 < len(steps) else ""
+            rounds = steps[step].does == "sum" or follows in ("residual", "activation")
+            values[steps[step].does] = value.detach()
+            return Rounded.apply(value, dtypes[step]) if rounds and dtypes[step] in _SIXTEEN_BITS else value
+
+        with torch.autocast(x.device.type, enabled=False):
+            holder = holder_of(self.region, self.owner, torch.float64)
+            if self.region.type:
+                self._prepare_norm(holder, x.dtype)
+            outputs, found = self._run(lambda h, p: self.compiled.stepped(h, p, each), holder, wide, gradients)
+            lifted = f"{self.region.norm}.norm."
+            found = {name.replace(lifted, f"{self.region.norm}."): gradient for name, gradient in found.items()}
+            with torch.no_grad():
+                size = _Size(self.compiled, holder, wide, values, dtypes, x.dtype)
+        return (outputs, found), size
+
+    def _leaves(self) -> Iterator[tuple[str, str]]:
+        """(name among the gradients, role) of each tensor that the region is given."""
+        roles = ("x", "before", "behind", "scale", "shift")
+        *tensors, arguments = self.compiled.unpack(self.packed)
+        by_id = {id(t): role for t, role in zip(tensors, roles, strict=True) if t is not None}
+        by_id |= {id(t): f"argument {i}" for i, t in enumerate(arguments) if isinstance(t, Tensor)}
+        leaves = [v for v in tree_leaves(self.packed) if isinstance(v, Tensor) and v.is_floating_point()]
+        for index, leaf in enumerate(leaves):
+            yield f"input {index}", by_id[id(leaf)]
+
+    def _prepare_norm(self, holder: Any, dtype: torch.dtype) -> None:
+        """Make the float64 norm round and default as the original does on tensors of ``dtype``."""
+        match, norm = Match(self.region.kind, self.region.attributes), holder._modules[self.region.norm]
+        original: Any = self.owner._modules[self.region.norm]
+        if match.registered or is_by_hand(match.kind, match.attributes):
+            named = dict((*original.named_parameters(), *original.named_buffers()))
+            holder._modules[self.region.norm] = _Lifting(norm, dtype, {n: t.dtype for n, t in named.items()})
+        elif match.kind == "rms_norm" and norm.eps is None:
+            norm.eps = torch.finfo(torch.float32).eps
+
+    # --- checks ---------------------------------------------------------------------------------------------------
+
+    def _outputs(self, ours: list[Tensor], eager: list[Tensor], expected: list[Tensor], size: _Size) -> None:
+        names = ("sum", "output") if self.region.shared else ("output",)
+        if [_form(t) for t in ours] != [_form(t) for t in eager]:
+            self._fail(f"outputs are {[_form(t) for t in ours]}, PyTorch's {[_form(t) for t in eager]}")
+            return
+        for name, mine, theirs, wide in zip(names, ours, eager, expected, strict=True):
+            magnitude = size.output if name == "output" else wide.abs()
+            self._add(name, mine, theirs, wide, C[self.region.kind], magnitude, 0.0)
+
+    def _gradients(
+        self, ours: dict[str, Tensor], eager: dict[str, Tensor], expected: dict[str, Tensor], size: _Size, ran: bool
+    ) -> None:
+        if missing := sorted(ours.keys() ^ eager.keys()):
+            self._fail(f"gradients reach other tensors than PyTorch's: {', '.join(missing)}")
+            return
+        roles, cotangents = dict(self._leaves()), [c.drawn for c in self.cotangents if c.drawn is not None]
+        with torch.no_grad():
+            terms = size.gradients([c.double() for c in cotangents])
+        for name, gradient in ours.items():
+            role = roles.get(name, name)
+            magnitude = terms[role].expand(gradient.shape) if role in terms else expected[name].abs()
+            extra = own_rounding(gradient.dtype, ran) * magnitude
+            of = f"gradient of {role}"
+            self._add(of, gradient, eager[name], expected[name], C_GRADIENT[self.region.kind], magnitude, extra)
+
+    def _add(
+        self, what: str, ours: Tensor, eager: Tensor, expected: Tensor, c: float, magnitude: Tensor, extra: Any
+    ) -> None:
+        share, theirs = (error_share(t, expected, magnitude, c, extra) for t in (ours, eager))
+        if share > 1.0:  # an element that is PyTorch's own, bit for bit, is not held against ours
+            changed = ~((ours == eager) | (ours.isnan() & eager.isnan()))
+            parts = (expected, magnitude.expand(ours.shape), torch.as_tensor(extra).to(expected).expand(ours.shape))
+            of, size, added = (part[changed] for part in parts)
+            share = error_share(ours[changed], of, size, c, added)
+        self.share, self.eager_share = max(self.share, share), max(self.eager_share, theirs)
+        if wrong := int(excused(eager, expected).sum()):
+            self.note = self.note or f"{what}: PyTorch's is not finite in {wrong} elements that float64 has finite"
+        if differs := mask_mismatch(ours, eager, expected):
+            self._fail(f"{what}: {differs}")
+        elif share > 1.0:
+            self._fail(f"{what}: error is {share:.3g} times its limit")
+
+    def _fail(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+
+class _Lifting(nn.Module):
+    """A norm written by hand, in float64, as if its input were of ``dtype`` and its tensors of ``dtypes``."""
+
+    def __init__(self, norm: nn.Module, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype]) -> None:
+        super().__init__()
+        self.norm, self.dtype, self.dtypes = norm, dtype, dtypes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the norm gives, unrounded."""
+        x = x.view_as(x)
+        named = dict((*self.norm.named_parameters(), *self.norm.named_buffers()))
+        with Lifted({x: self.dtype, **{named[name]: dtype for name, dtype in self.dtypes.items()}}):
+            return self.norm(x)
+
+
+def _leaf(value: Any, leaves: list[Tensor]) -> Any:
+    if not (isinstance(value, Tensor) and value.is_floating_point()):
+        return value
+    leaf = value.detach().clone().requires_grad_()
+    leaves.append(leaf)
+    return leaf
+
+
+def _float64(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+class _Size:
+    """The magnitudes that a region's sums run through: of its result, and of its gradients by role."""
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        holder: Any,
+        packed: Any,
+        values: Mapping[str, Tensor],
+        dtypes: list[torch.dtype],
+        dtype: torch.dtype,
+    ) -> None:
+        region = compiled.region
+        self.region, self.values = region, values
+        x, before, self.behind, self.scale, self.shift, arguments = compiled.unpack(packed)
+        self.given = x
+        if before is not None:
+            self.given, _ = _moved(values["sum"], torch.zeros_like(x), dtypes[0])
+        self.dtypes = {step.does: d for step, d in zip(region.steps, dtypes, strict=True)}
+        self.rows = self._rows(holder, arguments, dtype)
+        self.unit = C[region.kind] * FLOAT32_ROUNDING
+        literal = region.literal_activation()
+        self._activation: Any = literal or holder._modules[region.activation]
+        self.norm = self._back(self.rows.output)
+        size = self.norm
+        if self.scale is not None:
+            size = size * (1 + self.scale.abs()) + 2 * values["norm"].abs() * (1 + self.scale.abs()) + self.shift.abs()
+        self.output, self.slope = self._through(size)
+
+    def _rows(self, holder: Any, arguments: Any, dtype: torch.dtype) -> Magnitudes:
+        region, x = self.region, self.given
+        if region.has("permute"):
+            x = x.permute(0, 2, 3, 1)
+        if not region.type:
+            names = {
+                "group_norm": ("num_groups", "weight", "bias", "eps"),
+                "rms_norm": ("normalized_shape", "weight", "eps"),
+            }
+            fields = names.get(region.kind, ("normalized_shape", "weight", "bias", "eps"))
+            norm: Any = SimpleNamespace(**dict(zip(fields, arguments, strict=True)))
+            found = Rows(region.kind, norm, x)
+            return Magnitudes(found.output(), found.gradients)
+        match, child = Match(region.kind, region.attributes), holder._modules[region.norm]
+        child = child.norm if isinstance(child, _Lifting) else child
+        if is_by_hand(match.kind, match.attributes):
+            return rms_by_hand(match.attributes, child, x, dtype)
+        found = Rows(region.kind, match.view(child), x)
+        return Magnitudes(found.output(), lambda dy: match.renamed(found.gradients(dy)))
+
+    def _back(self, tensor: Tensor) -> Tensor:
+        return tensor.permute(0, 3, 1, 2) if self.region.has("permute") else tensor
+
+    def _through(self, size: Tensor) -> tuple[Tensor, Tensor | float]:
+        """What the error of the norm becomes behind a residual and an activation, and how steep that is."""
+        region, unit = self.region, self.unit
+        does = [step.does for step in region.steps if step.does in ("norm", "residual", "shift", "activation")]
+        if does[-1] in ("norm", "shift"):
+            return size, 1.0
+        last = "shift" if "shift" in does else "norm"
+        value, error = _moved(self.values[last], unit * size, self.dtypes[last])
+        if "residual" in does:
+            value = self.values["residual"]
+            error = error + unit * value.abs()
+            if does[-1] == "residual":
+                return error / unit + value.abs(), 1.0
+            value, error = _moved(value, error, self.dtypes["residual"])
+        below, slope, above = (derivative(self._activation, at) for at in (value - error, value, value + error))
+        steepest = torch.stack([below, slope, above]).abs().amax(0)
+        bend = torch.maximum((below - slope).abs(), (above - slope).abs())
+        moved, result = steepest * error, self._activation(value.clone()).abs()
+        dtype = self.dtypes["activation"]
+        wider = half_ulp(result + moved, dtype) - half_ulp(result, dtype)  # may round beyond a power of two
+        return (moved + wider) / unit + value.abs() + result, steepest + bend / unit + 1.0
+
+    def gradients(self, cotangents: list[Tensor]) -> dict[str, Tensor]:
+        """Sums of |terms| by role ("x", "before", ...) and by the names of parameters."""
+        dy, of_sum = cotangents[-1].abs(), cotangents[0].abs() if self.region.shared else 0.0
+        behind = dy * self.slope
+        found: dict[str, Tensor] = {"behind": behind}
+        inner = behind
+        if self.scale is not None:
+            found["scale"] = _summed(behind * (self.norm + self.values["norm"].abs()), self.scale)
+            found["shift"] = _summed(behind, self.shift)
+            inner = behind * (1 + self.scale.abs()) * 2
+        rows = self.rows.gradients(inner.permute(0, 2, 3, 1) if self.region.has("permute") else inner)
+        found["x"] = found["before"] = self._back(rows.pop("input")) + of_sum
+        if not self.region.type:
+            order = {"weight": "argument 1", "bias": "argument 2"}
+            return found | {order[name]: tensor for name, tensor in rows.items()}
+        return found | {f"{self.region.norm}.{name}": tensor for name, tensor in rows.items()}
+
+
+def _moved(value: Tensor, error: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A value as rounded to a 16-bit dtype, and how far that may lie off: not at all, but where float32 arithmetic
+    cannot tell to which side it rounds. Both as they are in a wider one."""
+    if dtype not in _SIXTEEN_BITS:
+        return value, error
+    low, middle, high = (v.to(dtype).double() for v in (value - error, value, value + error))
+    return middle, torch.maximum(high - middle, middle - low)
+
+
+def _summed(terms: Tensor, like: Tensor) -> Tensor:
+    return terms.sum_to_size(like.shape)

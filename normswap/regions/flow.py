@@ -1,0 +1,344 @@
+"""What is computed from what in ONE forward: its straight-line stretches as operations in order of evaluation.
+
+An ``if`` on attributes of self that hold None or a flag is followed into the branch that is taken, and the condition
+kept; every other body of a compound statement is a stretch of its own. What is not understood is opaque: its result is
+a leaf, and it may have any effect.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from normswap.plan import Reason
+from normswap.source import definition
+from normswap.tracing import Rejection, own_getattr
+
+Position: TypeAlias = "tuple[int, int, int, int]"
+"""Where a node stands in the source file: first line, column, last line, column."""
+
+_OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
+_SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "dir", "super", "__class__"})
+_NESTED = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp)
+
+
+@dataclass(eq=False)
+class Value:
+    """A value and who uses it: operations, or None for what is opaque."""
+
+    users: list[Op | None] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Leaf(Value):
+    """A parameter, or the result of something that is not understood."""
+
+
+@dataclass(eq=False)
+class Constant(Value):
+    """A literal, or a tuple of literals."""
+
+    value: Any = None
+
+
+@dataclass(eq=False)
+class Attribute(Value):
+    """``self.path``."""
+
+    path: str = ""
+
+
+@dataclass(eq=False)
+class Op(Value):
+    """One operation. ``target``: an operator's symbol ("+", "+=" in place), a function, ".name" of a method or an
+    attribute of a value, "self.path" for a call of a child."""
+
+    target: Any = None
+    args: tuple[Value, ...] = ()
+    keywords: dict[str, Value] = field(default_factory=dict)
+    node: ast.expr | ast.AugAssign = field(default_factory=ast.expr)
+    order: int = 0
+    stretch: int = 0
+    statement: ast.stmt | None = None
+    conditional: bool = False
+    """Whether some ``if`` that was followed stands around it."""
+
+
+@dataclass
+class Flow:
+    """The operations of one forward, the moments at which something opaque happens, and the names that code inside it
+    captures. ``conditions``: (order, expression, truth) of each ``if`` that was followed."""
+
+    tree: ast.FunctionDef
+    forward: types.FunctionType
+    ops: list[Op]
+    effects: list[int]
+    conditions: list[tuple[int, str, bool]]
+    captured: frozenset[str]
+
+    def opaque_between(self, first: int, last: int) -> bool:
+        """Whether something that is not understood happens between two moments; operations are not looked at."""
+        return any(first < order < last for order in self.effects)
+
+
+def position(node: ast.AST) -> Position:
+    found: Any = node
+    return found.lineno, found.col_offset, found.end_lineno, found.end_col_offset
+
+
+def read(module: nn.Module, forward: types.FunctionType) -> Flow | Rejection:
+    """The flow of ``forward``, the one of the class of ``module``; or why it cannot be rewritten."""
+    tree = definition(forward)
+    if isinstance(tree, Rejection):
+        return tree
+    if (rejection := own_getattr(module)) is not None:
+        return rejection
+    flags = forward.__code__.co_flags
+    if flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        return Rejection(Reason.NOT_STRAIGHT_LINE, "forward is a generator or a coroutine")
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if seen := names & _SEES_LOCALS:
+        return Rejection(Reason.NOT_STRAIGHT_LINE, f"forward names {', '.join(sorted(seen))}")
+    reader = _Reader(module, forward, tree)
+    reader.read_all(tree.body)
+    return Flow(tree, forward, reader.ops, reader.effects, reader.conditions, _captured(tree))
+
+
+def _captured(tree: ast.FunctionDef) -> frozenset[str]:
+    """The names that code inside the function mentions: it may read them at any time."""
+    inner = (node for node in ast.walk(tree) if isinstance(node, (*_NESTED, ast.GeneratorExp)) and node is not tree)
+    named = frozenset(n.id for node in inner for n in ast.walk(node) if isinstance(n, ast.Name))
+    declared = (n for n in ast.walk(tree) if isinstance(n, (ast.Global, ast.Nonlocal)))
+    return named | frozenset(name for node in declared for name in node.names)
+
+
+class _Reader:
+    def __init__(self, module: nn.Module, forward: types.FunctionType, tree: ast.FunctionDef) -> None:
+        self.module, self.globals = module, forward.__globals__
+        self.locals = frozenset(forward.__code__.co_varnames)
+        self.owner = forward.__code__.co_varnames[0] if forward.__code__.co_argcount else ""
+        self.env: dict[str, Value] = {}
+        self.ops: list[Op] = []
+        self.effects: list[int] = []
+        self.conditions: list[tuple[int, str, bool]] = []
+        self.order = self.stretch = self.depth = 0
+        self.statement: ast.stmt | None = None
+
+    # --- statements -----------------------------------------------------------------------------------------------
+
+    def stretch_of(self, body: Sequence[ast.stmt]) -> None:
+        """Read ``body`` as a stretch of its own: whatever was bound before is a leaf."""
+        self._forget()
+        self.read_all(body)
+        self._forget()  # what is bound at its end may be read outside
+
+    def _forget(self) -> None:
+        """Begin a stretch: anybody may have used what is bound, and anything may happen in between."""
+        self._escape(*self.env.values())
+        self.env = {}
+        self.stretch += 1
+        self._effect()
+
+    def read_all(self, body: Sequence[ast.stmt]) -> None:
+        for statement in body:
+            self.statement = statement
+            self._read(statement)
+
+    def _read(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self.env[name] = self.value(value)
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                self.env[name] = self.value(value)
+            case ast.AugAssign(target=ast.Name(id=name), op=operator, value=value):
+                old = self._name(ast.Name(name, ast.Load()))
+                new = self.value(value)
+                symbol = _OPERATORS.get(type(operator), "")
+                self.env[name] = self._op(f"{symbol}=", (old, new), {}, node) if symbol else self._opaque(old, new)
+            case ast.Return(value=value):
+                if value is not None:
+                    self._escape(self.value(value))
+                if self.depth:
+                    self._effect()
+            case ast.Expr(value=value):
+                self.value(value)
+            case ast.If(test=test, body=body, orelse=orelse) if (taken := self._decided(test)) is not None:
+                self.conditions.append((self._next(), ast.unparse(test), taken))
+                self.depth += 1
+                self.read_all(body if taken else orelse)
+                self.depth -= 1
+            case ast.Pass():
+                pass
+            case _:
+                self._compound(node)
+
+    def _compound(self, node: ast.stmt) -> None:
+        """A statement that is not followed: its bodies are stretches of their own, the rest of it is opaque."""
+        self._forget()
+        for _, part in ast.iter_fields(node):
+            if isinstance(part, list) and part and all(isinstance(element, ast.stmt) for element in part):
+                self.stretch_of(part)
+        for handler in getattr(node, "handlers", ()):
+            self.stretch_of(handler.body)
+        for case in getattr(node, "cases", ()):
+            self.stretch_of(case.body)
+        self._forget()
+
+    def _decided(self, test: ast.expr) -> bool | None:
+        """The truth of a condition on attributes of self that are None, children or flags; None for any other."""
+        match test:
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                known = self._decided(operand)
+                return None if known is None else not known
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as how], comparators=[ast.Constant(value=None)]):
+                found = self._plain(left)
+                return None if found is _UNKNOWN else (found is None) == isinstance(how, ast.Is)
+            case ast.Attribute():
+                found = self._plain(test)
+                return found if isinstance(found, bool) else None
+        return None
+
+    def _plain(self, node: ast.expr) -> Any:
+        """The value of ``self.name`` where the instance holds it."""
+        if isinstance(node, ast.Attribute) and self._is_self(node.value) and node.attr != "training":
+            for where in (self.module._modules, self.module._parameters, self.module._buffers, self.module.__dict__):
+                if node.attr in where:
+                    return where[node.attr]
+        return _UNKNOWN
+
+    # --- expressions ----------------------------------------------------------------------------------------------
+
+    def value(self, node: ast.expr) -> Value:
+        match node:
+            case ast.Name():
+                return self._name(node)
+            case ast.Constant(value=value):
+                return Constant(value=value)
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+                return Constant(value=-number)
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+                operands = self.value(left), self.value(right)
+                return self._op(_OPERATORS[type(operator)], operands, {}, node)
+            case ast.Attribute():
+                return self._attribute(node)
+            case ast.Call(func=func, args=args, keywords=keywords):
+                return self._call(node, func, args, keywords)
+            case ast.Tuple(elts=elements) | ast.List(elts=elements):
+                values = [self.value(element) for element in elements]
+                if all(isinstance(v, Constant) for v in values):
+                    return Constant(value=tuple(v.value for v in values if isinstance(v, Constant)))
+                return self._pure(*values)
+            case ast.Subscript(value=base, slice=index):
+                return self._pure(self.value(base), self._index(index))
+        return self._unknown(node)
+
+    def _index(self, node: ast.expr) -> Value:
+        if isinstance(node, ast.Slice):
+            return self._pure(*(self.value(part) for part in (node.lower, node.upper, node.step) if part is not None))
+        if isinstance(node, ast.Tuple):
+            return self._pure(*(self._index(element) for element in node.elts))
+        return self.value(node)
+
+    def _name(self, node: ast.Name) -> Value:
+        if node.id == self.owner:
+            return Attribute(path="")
+        if node.id in self.locals:
+            return self.env.setdefault(node.id, Leaf())
+        found = self.globals.get(node.id, _UNKNOWN)
+        return Constant(value=found) if _is_torchs(found) or isinstance(found, types.FunctionType) else Leaf()
+
+    def _attribute(self, node: ast.Attribute) -> Value:
+        base = self.value(node.value)
+        if isinstance(base, Attribute):
+            return Attribute(path=f"{base.path}.{node.attr}".removeprefix("."))
+        if isinstance(base, Constant) and isinstance(base.value, types.ModuleType):
+            found = getattr(base.value, node.attr, _UNKNOWN)
+            return Constant(value=found) if _is_torchs(found) else Leaf()
+        return self._op(f".{node.attr}", (base,), {}, node) if not isinstance(base, Constant) else Leaf()
+
+    def _call(self, node: ast.Call, func: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Value:
+        target: Any = None
+        receiver: tuple[Value, ...] = ()
+        if isinstance(func, ast.Attribute) and not self._is_path(func) and not self._is_global(func):
+            target, receiver = f".{func.attr}()", (self.value(func.value),)
+        else:
+            called = self.value(func)
+            if isinstance(called, Attribute) and called.path:
+                target = f"self.{called.path}"
+            elif isinstance(called, Constant) and callable(called.value):
+                target = called.value
+            else:
+                receiver = (called,)
+        starred = any(isinstance(arg, ast.Starred) for arg in args) or any(k.arg is None for k in keywords)
+        values = (*receiver, *(self.value(a.value if isinstance(a, ast.Starred) else a) for a in args))
+        named = {k.arg or "": self.value(k.value) for k in keywords}
+        if target is None or starred:
+            return self._opaque(*values, *named.values())
+        return self._op(target, values, named, node)
+
+    def _is_path(self, node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return self._is_self(node)
+
+    def _is_global(self, node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id not in self.locals
+
+    def _is_self(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Name) and node.id == self.owner
+
+    def _unknown(self, node: ast.AST) -> Value:
+        """Something that is not understood, with all it mentions."""
+        mentioned = [self._name(n) for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+        for stored in ast.walk(node):
+            if isinstance(stored, ast.Name) and isinstance(stored.ctx, ast.Store):
+                self.env[stored.id] = Leaf()
+        return self._opaque(*mentioned)
+
+    def _op(self, target: Any, args: tuple[Value, ...], keywords: dict[str, Value], node: Any) -> Op:
+        order = self._next()
+        found = Op([], target, args, keywords, node, order, self.stretch, self.statement, self.depth > 0)
+        for value in (*args, *keywords.values()):
+            value.users.append(found)
+        self.ops.append(found)
+        return found
+
+    def _pure(self, *values: Value) -> Leaf:
+        self._escape(*values)
+        return Leaf()
+
+    def _opaque(self, *values: Value) -> Leaf:
+        self._escape(*values)
+        self._effect()
+        return Leaf()
+
+    def _escape(self, *values: Value) -> None:
+        for value in values:
+            value.users.append(None)
+
+    def _effect(self) -> None:
+        self.effects.append(self._next())
+
+    def _next(self) -> int:
+        self.order += 1
+        return self.order
+
+
+_UNKNOWN = object()
+_TORCH_MODULES = (torch, torch.nn, torch.nn.functional)
+
+
+def _is_torchs(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return value in _TORCH_MODULES
+    name = getattr(value, "__name__", None)
+    return isinstance(name, str) and any(getattr(module, name, _UNKNOWN) is value for module in _TORCH_MODULES)

@@ -1,0 +1,244 @@
+"""What runs in place of a region: one op where everything is as it was when the region was found, else the region's
+own statements. Parameters, flags and children are read anew on every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normswap import ops
+from normswap.activation import NONE, Activation
+from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.forwards.rms_norm import arguments_reader, outside_autocast
+from normswap.plan import Match, is_by_hand
+from normswap.regions.rewrite import Compiled, Helper
+from normswap.regions.spec import Region
+
+_PLAIN = (Tensor, nn.Parameter)
+_Arguments: TypeAlias = "tuple[Any, ...] | None"
+"""What an op takes behind its input; None where only the module itself is sure to do the right thing."""
+
+
+OriginalClass: TypeAlias = "Callable[[nn.Module], type[nn.Module] | None]"
+"""The class a module had before it was swapped, None for one that was not."""
+
+
+def make_helper(compiled: Compiled, original_class: OriginalClass) -> Helper:
+    """``helper(self, packed)`` for the rewritten forward."""
+    fused, snippet = Fused(compiled, original_class), compiled.snippet
+
+    def helper(self: Any, packed: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler fuses the statements themselves
+            return snippet(self, packed)
+        out = fused(self._modules, packed)
+        return snippet(self, packed) if out is None else out
+
+    return helper
+
+
+class Fused:
+    """The op of a region: None where it declines."""
+
+    def __init__(self, compiled: Compiled, original_class: OriginalClass) -> None:
+        region = compiled.region
+        self.unpack, self.region = compiled.unpack, region
+        self.shared, self.passes = region.shared, region.passes
+        self.child = region.norm if region.type else ""
+        self.activation = region.literal_activation()
+        self.acting = region.activation if isinstance(region.activation, str) else ""
+        self.call = _CALLS["layer_norm_2d" if region.has("permute") else region.kind]
+        self.read = _reader(region, original_class) if region.type else None
+        self.function = None if region.type else getattr(F, region.norm)
+
+    def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
+        x, before, behind, scale, shift, arguments = self.unpack(packed)
+        if type(x) not in _PLAIN or not _alike(x, before):
+            return None
+        for name in self.passes:
+            if not _hands_on(children.get(name)):
+                return None
+        activation = self.activation or activation_of(children.get(self.acting))
+        if activation is None:
+            return None
+        if self.read is None:
+            if getattr(F, self.region.norm) is not self.function:  # somebody put another one in its place
+                return None
+        else:
+            norm = children.get(self.child)
+            if norm is None or not is_unhooked(norm):
+                return None
+            arguments = self.read(norm, x)
+            if arguments is None:
+                return None
+        out = self.call(x, arguments, before, behind, scale, shift, activation)
+        if out is None or before is None:
+            return out
+        return (out[1], out[0]) if self.shared else out[0]
+
+
+def _alike(x: Tensor, other: Any) -> bool:
+    return other is None or (
+        type(other) in _PLAIN and other.shape == x.shape and other.dtype is x.dtype and other.device == x.device
+    )
+
+
+def _hands_on(child: Any) -> bool:
+    """True when calling ``child`` gives back what it is given: an nn.Identity, or a dropout that is off."""
+    if type(child) is nn.Identity:
+        return is_plain(child, nn.Identity)
+    cls = type(child)
+    return cls in _DROPOUTS and is_plain(child, cls) and (not child.training or child.p == 0)
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def activation_of(child: Any) -> Activation | None:
+    """What calling ``child`` does to a tensor of its own; None where that is no activation of ours."""
+    cls = type(child)
+    make = _ACTIVATIONS.get(cls)
+    return make(child) if make is not None and is_plain(child, cls) else None
+
+
+def _gelu(child: Any) -> Activation | None:
+    name = {"none": "gelu", "tanh": "gelu_tanh"}.get(child.approximate)
+    return None if name is None else Activation(name)
+
+
+def _constant(name: str) -> Callable[[Any], Activation]:
+    activation = Activation(name)
+    return lambda child: activation
+
+
+def _clamp(child: Any) -> Activation | None:
+    numbers = child.min_val, child.max_val
+    return Activation("clamp", *numbers) if all(type(n) in (int, float) for n in numbers) else None
+
+
+_ACTIVATIONS: Mapping[type[nn.Module], Callable[[Any], Activation | None]] = {
+    nn.ReLU: _constant("relu"),
+    nn.SiLU: _constant("silu"),
+    nn.GELU: _gelu,
+    nn.LeakyReLU: lambda child: Activation("leaky_relu", child.negative_slope),
+    nn.ReLU6: _clamp,
+    nn.Hardtanh: _clamp,
+    nn.Hardswish: _constant("hardswish"),
+    nn.Sigmoid: _constant("sigmoid"),
+    nn.Tanh: _constant("tanh"),
+    nn.Identity: lambda child: NONE,
+}
+
+# --- the norm that is a child -------------------------------------------------------------------------------------
+
+
+def _reader(region: Region, original_class: OriginalClass) -> Callable[[Any, Tensor], _Arguments]:
+    """What gives the arguments of the op from the child that is the norm, whatever its class is by now."""
+    readers: dict[type[nn.Module], Callable[[Any, Tensor], _Arguments]] = {}
+    match = Match(region.kind, region.attributes)
+
+    def read(child: Any, x: Tensor) -> _Arguments:
+        cls = type(child)
+        reader = readers.get(cls)
+        if reader is None:
+            original = original_class(child) or cls
+            known = f"{original.__module__}.{original.__qualname__}" == region.type
+            reader = readers[cls] = _reader_of(original, match) if known else _declines
+        return reader(child, x)
+
+    return read
+
+
+def _declines(child: Any, x: Tensor) -> _Arguments:
+    return None
+
+
+def _reader_of(cls: Any, match: Match) -> Callable[[Any, Tensor], _Arguments]:
+    forward = cls.forward
+    if match.registered:
+        return lambda child, x: _arguments(match.kind, match.view(child)) if cls.forward is forward else None
+    if is_by_hand(match.kind, match.attributes):
+        return arguments_reader(cls, forward, match.attributes)
+    flag = match.attributes.get("unless")
+
+    def read(child: Any, x: Tensor) -> _Arguments:
+        if cls.forward is not forward or (flag and getattr(child, flag)):
+            return None
+        return _arguments(match.kind, child)
+
+    return read
+
+
+def _arguments(kind: str, norm: Any) -> _Arguments:
+    if kind == "instance_norm":
+        tracks = norm.track_running_stats or norm.running_mean is not None
+        return None if tracks else (norm.weight, norm.bias, norm.eps)
+    if kind == "group_norm":
+        return norm.num_groups, norm.weight, norm.bias, norm.eps
+    if kind == "rms_norm":
+        return norm.normalized_shape, norm.weight, norm.eps
+    return norm.normalized_shape, norm.weight, norm.bias, norm.eps
+
+
+# --- the ops ------------------------------------------------------------------------------------------------------
+
+
+def _layer_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+    if scale is not None and not _per_sample(x, scale, shift):
+        return None
+    out = ops.layer_norm(x, *given, residual=before, scale=scale, shift=shift, activation=activation)
+    return out
+
+
+def _rms_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+    if scale is not None and not _per_sample(x, scale, shift):
+        return None
+    shape, weight, eps, *rest = given
+    options: dict[str, Any] = {"residual": before, "scale": scale, "shift": shift, "activation": activation}
+    if not rest:
+        return ops.rms_norm(x, shape, weight, eps, **options)
+    offset, rounds = rest
+    with outside_autocast(x.device.type):
+        return ops.rms_norm(x, shape, weight, eps, weight_offset=offset, cast_before_weight=rounds, **options)
+
+
+def _per_sample(x: Tensor, scale: Any, shift: Any) -> bool:
+    """True for one value a sample and feature: (B or 1, 1, ..., 1, C)."""
+    wanted = (*(1,) * (x.dim() - 2), x.shape[-1])
+    return all(
+        type(t) in _PLAIN
+        and t.dim() == x.dim()
+        and t.dtype is x.dtype
+        and t.device == x.device
+        and t.shape[1:] == wanted
+        and t.shape[0] in (1, x.shape[0])
+        for t in (scale, shift)
+    )
+
+
+def _group_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+    groups, weight, bias, eps = given
+    return ops.group_norm(x, groups, weight, bias, eps, activation, residual=behind) if _alike(x, behind) else None
+
+
+def _instance_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+    weight, bias, eps = given
+    return ops.instance_norm(x, weight, bias, eps, activation, residual=behind) if _alike(x, behind) else None
+
+
+def _layer_norm_2d(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+    shape, weight, bias, eps = given
+    fits = x.dim() == 4 and tuple(shape) == (x.shape[1],)
+    return ops.layer_norm_dim(x, 1, weight, bias, eps) if fits and activation == NONE else None
+
+
+_CALLS: Mapping[str, Callable[..., Any]] = {
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "group_norm": _group_norm,
+    "instance_norm": _instance_norm,
+    "layer_norm_2d": _layer_norm_2d,
+}

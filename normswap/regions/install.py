@@ -1,0 +1,85 @@
+"""The forward of a module with regions: its class's own, with helpers in their place."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from normswap.regions.rewrite import Compiled, Helper, compile_regions
+from normswap.regions.sequential import compiled_run, names_of
+from normswap.regions.spec import Region
+
+_Forward: TypeAlias = Callable[..., Any]
+
+
+def compiled_of(original: type[nn.Module], attributes: Mapping[str, Any]) -> list[Compiled]:
+    """The regions that a match names, compiled for the class ``original``. Raises PlanError where they do not fit."""
+    made: Any = original  # to mypy, a class is no hashable argument
+    return _compiled(made, original.forward, _text(attributes))[0]
+
+
+def with_helpers(
+    original: type[nn.Module],
+    base_forward: _Forward,
+    attributes: Mapping[str, Any],
+    helper_of: Callable[[Compiled], Helper],
+) -> _Forward:
+    """The forward to install on a subclass of ``original``, with a helper for each region. The original's own runs
+    where another was put on the class since, and where it would branch in another way than it did."""
+    made: Any = original
+    compiled, make = _compiled(made, base_forward, _text(attributes))
+    helpers = [helper_of(one) for one in compiled]
+    if make is None:
+        rewritten = _sequential(compiled, helpers)
+    else:
+        rewritten = make(helpers)
+    conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))
+    checks = [(_evaluator(text), truth) for text, truth in conditions]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if original.forward is base_forward and all(bool(check(self)) is truth for check, truth in checks):
+            return rewritten(self, *args, **kwargs)
+        return original.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _text(attributes: Mapping[str, Any]) -> str:
+    return json.dumps(attributes["regions"], sort_keys=True)
+
+
+@functools.cache
+def _compiled(original: Any, base_forward: Any, text: str) -> tuple[list[Compiled], Any]:
+    regions = [Region.from_json(data) for data in json.loads(text)]
+    if base_forward is nn.Sequential.forward:
+        return [compiled_run(region) for region in regions], None
+    compiled, make = compile_regions(base_forward, regions)
+    return compiled, make
+
+
+def _evaluator(text: str) -> Callable[[Any], Any]:
+    """A condition on attributes of self as a function of it."""
+    return eval(f"lambda self: {text}", {"__builtins__": {}})  # attributes of self, None and not alone
+
+
+def _sequential(compiled: Sequence[Compiled], helpers: Sequence[Helper]) -> _Forward:
+    runs = {one.region.norm: (names_of(one.region), helper) for one, helper in zip(compiled, helpers, strict=True)}
+
+    def forward(self: nn.Sequential, input: Tensor) -> Any:
+        names, children = list(self._modules), self._modules
+        position = 0
+        while position < len(names):
+            parts, helper = runs.get(names[position], ([], None))
+            if helper is not None and names[position : position + len(parts)] == parts:
+                input = helper(self, input)
+                position += len(parts)
+            else:
+                input = children[names[position]](input)  # type: ignore[misc]
+                position += 1
+        return input
+
+    return forward

@@ -1,0 +1,350 @@
+"""The regions of a forward: a norm, the sum before it, and the residual, scale and shift or activation behind it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from normswap.plan import Match
+from normswap.regions.flow import Constant, Flow, Op
+from normswap.regions.spec import Position, Region, Step
+
+FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
+    F.layer_norm: ("layer_norm", ("input", "normalized_shape", "weight", "bias", "eps")),
+    F.group_norm: ("group_norm", ("input", "num_groups", "weight", "bias", "eps")),
+    F.rms_norm: ("rms_norm", ("input", "normalized_shape", "weight", "eps")),
+}
+"""The norms that are called as functions: their kind and parameters."""
+
+ROWS = ("layer_norm", "rms_norm")
+CHANNELS = ("group_norm", "instance_norm")
+_ADDS: tuple[Any, ...] = ("+", torch.add, ".add()")
+PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+CHILDREN = (nn.ReLU, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Sigmoid, nn.Tanh)
+_PURE_METHODS = frozenset(
+    {
+        *(
+            ".unsqueeze()",
+            ".squeeze()",
+            ".permute()",
+            ".transpose()",
+            ".view()",
+            ".reshape()",
+            ".flatten()",
+            ".chunk()",
+        ),
+        *(".size()", ".dim()", ".contiguous()", ".expand()", ".to()", ".float()", ".type_as()", ".split()", ".numel()"),
+        *("+", "-", "*", "/", "**"),
+    }
+)
+_LITERAL: dict[Any, str] = {
+    **dict.fromkeys((F.relu, torch.relu, F.relu_, torch.relu_, ".relu()", ".relu_()"), "relu"),
+    F.silu: "silu",
+    F.gelu: "gelu",
+    F.leaky_relu: "leaky_relu",
+    F.relu6: "relu6",
+    F.hardtanh: "clamp",
+    **dict.fromkeys((torch.clamp, ".clamp()"), "clamp"),
+    F.hardswish: "hardswish",
+    **dict.fromkeys((F.sigmoid, torch.sigmoid, ".sigmoid()"), "sigmoid"),
+    **dict.fromkeys((F.tanh, torch.tanh, ".tanh()"), "tanh"),
+}
+
+
+@dataclass
+class _Found:
+    """A region while it grows: its operations, from the first to the last, and what ``Region`` wants of them."""
+
+    kind: str
+    norm: str
+    ops: list[Op]
+    steps: list[tuple[str, Op, int]]
+    match: Match | None = None
+    type: str = ""
+    shared: bool = False
+    passes: list[str] = field(default_factory=list)
+    activation: str | tuple[str, float, float] | None = None
+
+    @property
+    def last(self) -> Op:
+        return self.ops[-1]
+
+
+def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
+    """Every region of ``flow``, a reading of the forward of ``module``, none within another. ``norm_of(child)`` is the
+    Match of a child that is a norm, else None."""
+    taken: set[int] = set()
+    for op in flow.ops:
+        found = None if id(op) in taken else _core(module, op, norm_of)
+        if found is None:
+            continue
+        _grow_behind(module, found)
+        _grow_before(found, flow)
+        if (len(found.ops) > 1 or not found.type) and _stands(module, flow, found):
+            taken.update(map(id, found.ops))
+            yield _region(flow, found)
+
+
+def _core(module: nn.Module, op: Op, norm_of: Any) -> _Found | None:
+    if op.target in FUNCTIONS if callable(op.target) else False:
+        kind, names = FUNCTIONS[op.target]
+        fits = op.args and len(op.args) <= len(names) and {*op.keywords} <= {*names[len(op.args) :]}
+        return _Found(kind, kind, [op], [("norm", op, 0)]) if fits else None
+    child = _child(module, op)
+    if child is None or len(op.args) != 1 or op.keywords:
+        return None
+    match = norm_of(child)
+    if match is None or match.kind not in (*ROWS, *CHANNELS):
+        return None
+    cls = type(child)
+    found = _Found(match.kind, op.target[len("self.") :], [op], [("norm", op, 0)], match)
+    found.type = f"{cls.__module__}.{cls.__qualname__}"
+    return found
+
+
+def _child(module: nn.Module, op: Op) -> nn.Module | None:
+    """The child of ``module`` that ``op`` calls."""
+    name = op.target[len("self.") :] if isinstance(op.target, str) and op.target.startswith("self.") else ""
+    return module._modules.get(name)
+
+
+def _only_user(value: Op) -> Op | None:
+    (user,) = value.users if len(value.users) == 1 else (None,)
+    return user if user is not None and user.stretch == value.stretch else None
+
+
+def _grow_behind(module: nn.Module, found: _Found) -> None:
+    """Take in what is done with the norm's result, up to an activation."""
+    if (gated := _sigmoid_times(found.last)) is not None:
+        found.ops += gated
+        found.steps += [("activation", gated[-1], 0)]
+        found.activation = ("silu", 0.0, 0.0)
+        return
+    permuted = _permuted(found)
+    while (user := _only_user(found.last)) is not None:
+        operand = user.args.index(found.last) if found.last in user.args else -1
+        child = _child(module, user)
+        if operand < 0:
+            return
+        if permuted and user.target == ".permute()" and _dims(user) == (0, 3, 1, 2):
+            _take(found, "permute back", user, 0)
+            return
+        if type(child) in PASSING and len(user.args) == 1:
+            found.passes.append(user.target[len("self.") :])
+            _take(found, "pass", user, 0)
+        elif _behind(found, user, operand):
+            continue
+        elif (activation := _activation(child, user)) is not None and not permuted:
+            found.activation = activation
+            _take(found, "activation", user, 0)
+            return
+        else:
+            return
+
+
+def _behind(found: _Found, user: Op, operand: int) -> bool:
+    """Take in a residual, or the gain and shift of an adaptive norm."""
+    done = {does for does, _, _ in found.steps}
+    other = user.args[1 - operand] if len(user.args) == 2 and not user.keywords else None
+    if other is None or isinstance(other, Constant):
+        return False
+    if found.kind in CHANNELS and user.target in (*_ADDS, "+=") and "residual" not in done:
+        return _take(found, "residual", user, operand) if user.target != "+=" or operand == 0 else False
+    if found.kind not in ROWS or "shift" in done:
+        return False
+    if user.target == "*" and "gain" not in done and isinstance(other, Op) and _is_one_plus(other, user):
+        return _take(found, "gain", user, operand)
+    return user.target == "+" and "gain" in done and _take(found, "shift", user, operand)
+
+
+def _is_one_plus(value: Op, product: Op) -> bool:
+    """``1 + s``, written in the product itself."""
+    ones = [arg for arg in value.args if isinstance(arg, Constant) and arg.value == 1]
+    written = value.node in (getattr(product.node, "left", None), getattr(product.node, "right", None))
+    return value.target == "+" and len(ones) == 1 and len(value.users) == 1 and written
+
+
+def _take(found: _Found, does: str, op: Op, operand: int) -> bool:
+    found.ops.append(op)
+    found.steps.append((does, op, operand))
+    return True
+
+
+def _sigmoid_times(norm: Op) -> list[Op] | None:
+    """``n * sigmoid(n)`` of a norm that nobody else uses."""
+    users = [user for user in norm.users if user is not None]
+    if len(users) != 2 or len(norm.users) != 2 or any(u.stretch != norm.stretch for u in users):
+        return None
+    gate, product = sorted(users, key=lambda op: op.order)
+    is_gate = _LITERAL.get(gate.target if not isinstance(gate.target, list) else None) == "sigmoid" and gate.args == (
+        norm,
+    )
+    is_product = product.target == "*" and {*product.args} == {norm, gate} and gate.users == [product]
+    return [gate, product] if is_gate and is_product else None
+
+
+def _activation(child: nn.Module | None, op: Op) -> str | tuple[str, float, float] | None:
+    if child is not None:
+        return op.target[len("self.") :] if type(child) in CHILDREN and len(op.args) == 1 else None
+    name = _LITERAL.get(op.target)
+    numbers = {k: v.value for k, v in op.keywords.items() if isinstance(v, Constant)}
+    rest = [v.value for v in op.args[1:] if isinstance(v, Constant)]
+    if name is None or len(numbers) + len(rest) + 1 != len(op.args) + len(op.keywords):
+        return None
+    return _with_numbers(name, rest, numbers)
+
+
+_PARAMETERS = {
+    "gelu": ("approximate",),
+    "leaky_relu": ("negative_slope", "inplace"),
+    "clamp": ("min", "max"),
+    "relu6": ("inplace",),
+    "silu": ("inplace",),
+    "relu": ("inplace",),
+    "hardswish": ("inplace",),
+}
+
+
+def _with_numbers(name: str, rest: list[Any], keywords: dict[str, Any]) -> tuple[str, float, float] | None:
+    """The activation with its literal parameters; None for others than are known."""
+    aliases = {"min_val": "min", "max_val": "max"}
+    names = _PARAMETERS.get(name, ())
+    given = {**dict(zip(names, rest, strict=False)), **{aliases.get(k, k): v for k, v in keywords.items()}}
+    given.pop("inplace", None)
+    if len(rest) > len(names) or not {*given} <= {*names}:
+        return None
+    if name == "gelu":
+        named = {"none": "gelu", "tanh": "gelu_tanh"}.get(given.get("approximate", "none"))
+        return None if named is None else (named, 0.0, 0.0)
+    if name == "relu6":
+        return ("clamp", 0.0, 6.0)
+    if any(type(v) not in (int, float) for v in given.values()):
+        return None
+    if name == "leaky_relu":
+        return (name, float(given.get("negative_slope", 0.01)), 0.0)
+    if name == "clamp":
+        return (name, float(given["min"]), float(given["max"])) if len(given) == 2 else None
+    return (name, 0.0, 0.0)
+
+
+def _grow_before(found: _Found, flow: Flow) -> None:
+    """Take in the sum that a LayerNorm or RMSNorm is of, or the permutation before it."""
+    norm = found.ops[0]
+    before = norm.args[0]
+    if not isinstance(before, Op) or before.stretch != norm.stretch:
+        return
+    if any(does == "permute back" for does, _, _ in found.steps):
+        found.ops.insert(0, before)
+        found.steps.insert(0, ("permute", before, 0))
+        return
+    operands = [arg for arg in before.args if not isinstance(arg, Constant)]
+    if found.kind not in ROWS or before.target not in _ADDS or len(operands) != 2 or before.keywords:
+        return
+    others = [user for user in before.users if user is not norm]
+    # Where others use the sum too, all is computed where that is: nothing that comes later may be needed.
+    if others and (len(found.ops) > 1 and found.ops[-1] is not norm and not _is_simple(found)):
+        return
+    if others and not _is_assigned(before):
+        return
+    found.shared = bool(others)
+    found.ops.insert(0, before)
+    found.steps.insert(0, ("sum", before, 0))
+
+
+def _is_simple(found: _Found) -> bool:
+    return all(does in ("norm", "pass", "activation") for does, _, _ in found.steps)
+
+
+def _is_assigned(op: Op) -> bool:
+    """``name = <op>`` and nothing else."""
+    statement = op.statement
+    return isinstance(statement, ast.Assign) and statement.value is op.node
+
+
+def _permuted(found: _Found) -> bool:
+    """Whether the norm is of ``x.permute(0, 2, 3, 1)``, which nobody else uses."""
+    before = found.ops[0].args[0]
+    return (
+        found.kind == "layer_norm"
+        and isinstance(before, Op)
+        and before.target == ".permute()"
+        and before.users == [found.ops[0]]
+        and before.stretch == found.ops[0].stretch
+        and _dims(before) == (0, 2, 3, 1)
+    )
+
+
+def _dims(op: Op) -> tuple[Any, ...]:
+    values = tuple(arg.value for arg in op.args[1:] if isinstance(arg, Constant))
+    return values[0] if len(values) == 1 and isinstance(values[0], tuple) else values
+
+
+# --- may it be moved together? ------------------------------------------------------------------------------------
+
+
+def _stands(module: nn.Module, flow: Flow, found: _Found) -> bool:
+    """True where nobody can see that the operations are done together: nothing with an effect lies between them, and
+    no code inside the function reads the names they are assigned to."""
+    first, last = found.ops[0].order, found.last.order
+    own = {id(op) for op in found.ops}
+    if flow.opaque_between(first, last):
+        return False
+    for op in flow.ops:
+        if first < op.order < last and id(op) not in own and not _is_harmless(module, op, found):
+            return False
+    names = {
+        t.id
+        for op in found.ops
+        if isinstance(op.statement, ast.Assign)
+        for t in op.statement.targets
+        if isinstance(t, ast.Name)
+    }
+    return not names & flow.captured
+
+
+def _is_harmless(module: nn.Module, op: Op, found: _Found) -> bool:
+    if op.target in _PURE_METHODS or (
+        isinstance(op.target, str) and op.target.startswith(".") and not op.target.endswith("()")
+    ):
+        return True
+    child = _child(module, op)
+    # A child of torch.nn's own kind sees what it is given and itself.
+    return (
+        not found.shared
+        and child is not None
+        and all(type(m).__module__.startswith("torch.nn.modules") for m in child.modules())
+    )
+
+
+def _region(flow: Flow, found: _Found) -> Region:
+    first, last = found.ops[0].order, found.last.order
+    inside = any(op.conditional for op in found.ops)
+    conditions = tuple(
+        (text, truth) for order, text, truth in flow.conditions if order < last and (inside or order > first)
+    )
+    start = flow.tree.lineno
+    return Region(
+        found.kind,
+        found.norm,
+        tuple(Step(does, _relative(op.node, start), operand, _is_method(op)) for does, op, operand in found.steps),
+        found.type,
+        {} if found.match is None else dict(found.match.attributes),
+        found.shared,
+        tuple(found.passes),
+        found.activation,
+        tuple(dict.fromkeys(conditions)),
+    )
+
+
+def _relative(node: Any, start: int) -> Position:
+    return node.lineno - start, node.col_offset, node.end_lineno - start, node.end_col_offset
+
+
+def _is_method(op: Op) -> bool:
+    return isinstance(op.target, str) and op.target.startswith(".")

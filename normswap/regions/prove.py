@@ -1,0 +1,128 @@
+"""The proof of the regions of one module: on what reaches them in a run of the original statements, else on made-up
+inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.compare import Comparison
+from normswap.plan import Match
+from normswap.regions.compare import compare_region
+from normswap.regions.helper import Fused, OriginalClass
+from normswap.regions.install import compiled_of, with_helpers
+from normswap.regions.rewrite import Compiled, Helper
+from normswap.regions.spec import Region
+
+_MAX_CALLS = 8
+_MEANS = (0.0, 1.0, 100.0, 1000.0)
+
+
+class RegionProof:
+    """Comparisons of each region of ``owner``, a module of the class ``original`` swapped for ``match``."""
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        original: type[nn.Module],
+        match: Match,
+        original_class: OriginalClass,
+        gradients: bool,
+    ) -> None:
+        self.owner, self.original, self.match, self.gradients = owner, original, match, gradients
+        self.compiled = compiled_of(original, match.attributes)
+        self.fused = {id(one): Fused(one, original_class) for one in self.compiled}
+        self.found: dict[int, list[Comparison]] = {id(one): [] for one in self.compiled}
+
+    def listen(self) -> None:
+        """From now on every call of ``owner`` runs the statements of its regions and compares beside them. Ends when
+        the instance's own ``forward`` goes."""
+        forward = with_helpers(self.original, self.original.forward, self.match.attributes, self._listener)
+        self.owner.__dict__["forward"] = partial(forward, self.owner)
+
+    def _listener(self, compiled: Compiled) -> Helper:
+        found = self.found[id(compiled)]
+
+        def helper(owner: Any, packed: Any) -> Any:
+            x = compiled.unpack(packed)[0]
+            if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and len(found) < _MAX_CALLS:
+                found.append(self._compared(compiled, packed))
+            return compiled.snippet(owner, packed)
+
+        return helper
+
+    def _compared(self, compiled: Compiled, packed: Any) -> Comparison:
+        return compare_region(compiled, self.fused[id(compiled)], self.owner, packed, self.gradients)
+
+    @property
+    def captured(self) -> bool:
+        """Whether every region was reached."""
+        return all(self.found.values())
+
+    def synthesise(self, like: Tensor | None) -> None:
+        """Compare on made-up inputs where a region was not reached."""
+        for compiled in self.compiled:
+            found = self.found[id(compiled)]
+            if not found:
+                found += [self._compared(compiled, packed) for packed in _made_up(compiled, self.owner, like)]
+            if not found:
+                found.append(Comparison(kernel_ran=False, note="not reached by the example inputs"))
+
+    def comparisons(self) -> list[Comparison]:
+        """All of them, in the order of the regions."""
+        return [comparison for one in self.compiled for comparison in self.found[id(one)]]
+
+
+def packed_of(region: Region, roles: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
+    """What the helper of ``region`` is given for values by role: "x", "before", "behind", "scale", "shift"."""
+    packed, names = roles["x"], {"sum": "before", "residual": "behind", "gain": "scale", "shift": "shift"}
+    for step in region.steps:
+        if step.does in names:
+            pair = (packed, roles[names[step.does]])
+            packed = pair if step.operand == 0 else pair[::-1]
+        elif step.does == "norm" and not region.type:
+            packed = (packed, *arguments)
+    return packed
+
+
+def _made_up(compiled: Compiled, owner: Any, like: Tensor | None) -> Iterator[Any]:
+    """Inputs about means of 0 to 1000, of the dtype of the norm's parameters or of ``like``."""
+    region = compiled.region
+    norm = owner._modules.get(region.norm) if region.type else None
+    if norm is None and compiled.arguments is None:
+        return
+    arguments = () if norm is not None else compiled.arguments(owner)  # type: ignore[misc]
+    given = [*norm.parameters()] if norm is not None else [a for a in arguments if isinstance(a, Tensor)]
+    parameter = next((p for p in given if p.is_floating_point()), like)
+    dtype, device = (torch.float32, torch.device("cpu")) if parameter is None else (parameter.dtype, parameter.device)
+    generator = torch.Generator().manual_seed(0)
+    shape = _shape(region, Match(region.kind, region.attributes).view(norm) if norm is not None else None, arguments)
+
+    def drawn(sizes: tuple[int, ...], mean: float = 0.0) -> Tensor:
+        made = torch.randn(sizes, generator=generator, dtype=torch.float64) + mean
+        return made.to(device, dtype)
+
+    for mean in _MEANS:
+        sample = (shape[0], *(1,) * (len(shape) - 2), shape[-1])
+        roles = {"x": drawn(shape, mean), "before": drawn(shape), "behind": drawn(shape)}
+        yield packed_of(region, roles | {"scale": drawn(sample), "shift": drawn(sample)}, arguments)
+
+
+def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    if region.kind == "instance_norm":
+        return (2, norm.num_features, *(6, 5, 4)[: norm._get_no_batch_dim() - 1])
+    if region.kind == "group_norm":
+        weight = arguments[1] if arguments else None
+        channels = norm.num_channels if norm is not None else 3 * arguments[0] if weight is None else weight.numel()
+        return (2, channels, 6, 5)
+    if norm is None:
+        sizes = tuple(arguments[0])
+    elif hasattr(norm, "normalized_shape"):
+        sizes = tuple(norm.normalized_shape)
+    else:  # written by hand
+        sizes = next(((p.numel(),) for p in norm.parameters()), (33,))
+    return (2, *sizes, 6, 5) if region.has("permute") else (4, 3, *sizes)

@@ -1,0 +1,87 @@
+"""A region as data: what is computed there, what is read from where, and which nodes of the source it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeAlias
+
+from normswap.activation import Activation
+
+Position: TypeAlias = "tuple[int, int, int, int]"
+"""Where a node stands: lines from the def on, and columns; first and last."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of a region, in order: what it does, its node, which of its operands the chain goes through, and
+    whether it is a method of its first operand.
+
+    ``does``: "sum" (a residual before the norm), "norm", "pass" (a child that hands on what it gets), "residual" (added
+    behind the norm), "gain" and "shift" (adaptive norms), "activation", "permute" and "permute back".
+    """
+
+    does: str
+    at: Position
+    operand: int = 0
+    is_method: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """A norm and what is computed with it inside the forward of a module.
+
+    ``kind`` is the norm's; ``norm`` the child that is the norm, of class ``type`` and with the match ``attributes``, or
+    the function called where ``type`` is ""; ``shared``: the sum before the norm is used by others too; ``passes``:
+    children that must hand on what they get; ``activation``: a child, or (name, low, high); ``conditions``: what the
+    forward branches on that must hold (expression, truth).
+    """
+
+    kind: str
+    norm: str
+    steps: tuple[Step, ...]
+    type: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    shared: bool = False
+    passes: tuple[str, ...] = ()
+    activation: str | tuple[str, float, float] | None = None
+    conditions: tuple[tuple[str, bool], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What it is, for a person: "sum + norm2 + act2"."""
+        words = {"sum": "sum", "norm": self.norm, "residual": "residual", "gain": "scale", "shift": "shift"}
+        named = self.activation if isinstance(self.activation, str) else (self.activation or ("",))[0]
+        words["activation"] = named
+        return " + ".join(word for step in self.steps if (word := words.get(step.does)))
+
+    def has(self, does: str) -> bool:
+        """Whether one of the steps does that."""
+        return any(step.does == does for step in self.steps)
+
+    def step(self, does: str) -> Step:
+        """The step that does that. Raises StopIteration where there is none."""
+        return next(step for step in self.steps if step.does == does)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that ``from_json`` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Region:
+        """Raises KeyError or TypeError for what ``to_json`` did not write."""
+        given = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        found = given["activation"]
+        return cls(
+            **{
+                **given,
+                "steps": tuple(Step(**{**s, "at": tuple(s["at"])}) for s in given["steps"]),
+                "passes": tuple(given["passes"]),
+                "conditions": tuple((text, truth) for text, truth in given["conditions"]),
+                "activation": found if found is None or isinstance(found, str) else (*found,),
+            }
+        )
+
+    def literal_activation(self) -> Activation | None:
+        """The activation that the source names; None where a child says which."""
+        return None if isinstance(self.activation, str) else Activation(*(self.activation or ()))

@@ -1,0 +1,48 @@
+"""Norms with what is computed before and behind them inside the forward of a module, or in an nn.Sequential.
+
+The norms themselves are sites of their own: a region stands beside them and goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from normswap.plan import Match, Refusal
+from normswap.regions import flow
+from normswap.regions.patterns import FUNCTIONS, regions_of
+from normswap.regions.sequential import runs_of
+from normswap.regions.spec import Region
+from normswap.rules.expression_site import class_forward, names_in, not_rewritable
+from normswap.tracing import Rejection
+
+KIND = "region"
+
+_NAMES = frozenset(function.__name__ for function in FUNCTIONS)
+
+
+def match(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]) -> Match | Refusal | None:
+    """Match a module in whose forward a norm can be computed together with its neighbours; ``find`` answers for a child
+    alone. What cannot be rewritten is not spoken of: its norms are sites by themselves."""
+    forward = class_forward(module)
+    if forward is None or (type(module).__module__.startswith("torch.nn.modules") and not module._modules):
+        return None
+
+    def norm_of(child: nn.Module) -> Match | None:
+        found = find(child)
+        return found if isinstance(found, Match) else None
+
+    regions: list[Region] = []
+    if forward is nn.Sequential.forward:
+        if type(module).__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
+            regions = [*runs_of(module, norm_of)]
+    else:
+        names = names_in(forward)
+        if not names & _NAMES and not any(name in names for name in module._modules):
+            return None
+        read = flow.read(module, forward)
+        regions = [] if isinstance(read, Rejection) else [*regions_of(module, read, norm_of)]
+    if not regions:
+        return None
+    return not_rewritable(module, KIND) or Match(KIND, {"regions": [region.to_json() for region in regions]})

@@ -1,0 +1,185 @@
+"""What can be timed and chosen: a part of a model with its original code and ours, on inputs like the recorded ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.timing.hidden import Function
+from normswap.whole import tensors_in
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One way in which a candidate is called, ``calls`` times in a run of the model.
+
+    ``key`` is all that its time depends on: uses with the same key, of whatever candidate, are timed once.
+    ``functions``, within it, gives a call of the original and one of ours, on inputs of their own.
+    """
+
+    key: Hashable
+    calls: int
+    device: torch.device
+    functions: Callable[[], contextlib.AbstractContextManager[tuple[Function, Function]]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A part of the model that was proved and can be swapped by itself.
+
+    ``overlaps`` names the candidates that cannot be swapped beside it (a fused region names the norms inside it); it is
+    enough that one of the two says so. Without ``uses`` there is nothing to time, and it stays swapped.
+    """
+
+    name: str
+    kind: str
+    uses: tuple[Use, ...] = ()
+    overlaps: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Code:
+    """What computes a candidate's outputs from its inputs, and the parameters it reads."""
+
+    function: Callable[..., Any]
+    parameters: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Form:
+    """All that is kept of a tensor: enough to make one that is handled alike."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # of its first element from a 16-byte boundary, in elements
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Form:
+        offset = x.data_ptr() % 16 // x.element_size()
+        return cls(tuple(x.shape), x.stride(), offset, x.dtype, x.device, x.requires_grad)
+
+    def made(self) -> Tensor:
+        """A tensor of this form, of random values that do not touch the global generators; zeros if not of floats."""
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        memory = torch.zeros(self.offset + extent, dtype=self.dtype, device=self.device)
+        if self.dtype.is_floating_point:
+            memory.normal_(generator=torch.Generator(self.device).manual_seed(0))
+        return memory.as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a candidate: its inputs, tensors by their forms, and the autocast it came under. The last ``names``
+    are of inputs given by keyword."""
+
+    inputs: tuple[Any, ...]
+    names: tuple[str, ...]
+    device: torch.device
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> Call | None:
+        """None for a call that cannot be made again: an input that is no plain tensor or hashable value, or no tensor
+        of floats with elements among them."""
+        inputs = (*args, *kwargs.values())
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel() > 0]
+        if not floats or any(type(tensor) not in _PLAIN for tensor in tensors):
+            return None
+        if any(not isinstance(value, Hashable) for value in inputs):
+            return None
+        device = floats[0].device
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        forms = tuple(Form.of(value) if isinstance(value, Tensor) else value for value in inputs)
+        return cls(forms, tuple(kwargs), device, autocast)
+
+    def made(self) -> tuple[Any, ...]:
+        return tuple(value.made() if isinstance(value, Form) else value for value in self.inputs)
+
+    def function(self, code: Code, inputs: Sequence[Any], gradients: bool) -> Function:
+        """A call of ``code`` on ``inputs``; with ``gradients`` its backward too, to the inputs and parameters that
+        require them."""
+        given = [self._given(form, value, gradients) for form, value in zip(self.inputs, inputs, strict=True)]
+        count = len(given) - len(self.names)
+        args, kwargs = given[:count], dict(zip(self.names, given[count:], strict=True))
+        call = lambda: code.function(*args, **kwargs)  # noqa: E731
+        if not gradients:
+            return call
+        wanted = [t for t in (*given, *code.parameters) if isinstance(t, Tensor) and t.requires_grad]
+        return with_backward(call, wanted)
+
+    @staticmethod
+    def _given(form: Any, value: Any, gradients: bool) -> Any:
+        if not isinstance(form, Form):
+            return value
+        return value.detach().requires_grad_(gradients and form.requires_grad)
+
+
+def with_backward(call: Callable[[], Any], wanted: Sequence[Tensor]) -> Function:
+    """``call`` and the gradients of its outputs, for cotangents of ones, to the ``wanted`` tensors; no ``.grad`` is
+    touched. Just ``call`` where no output requires a gradient."""
+
+    def forward_and_backward() -> object:
+        outputs = [tensor for tensor in tensors_in(call()) if tensor.requires_grad]
+        if not outputs or not wanted:
+            return outputs
+        cotangents = [torch.ones_like(tensor) for tensor in outputs]
+        return torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+
+    return forward_and_backward
+
+
+@dataclass
+class Recorder:
+    """The calls of one candidate in one run of the model, like ones counted together."""
+
+    calls: Counter[Call] = field(default_factory=Counter)
+
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        """What the candidate was just called with."""
+        call = Call.of(*args, **kwargs)
+        if call is not None:
+            self.calls[call] += 1
+
+    def uses(self, key: Hashable, codes: Callable[[], tuple[Code, Code]], gradients: bool) -> tuple[Use, ...]:
+        """Every form of call with its count; ``codes`` makes the original and ours, on state of their own, and ``key``
+        says what the time depends on besides the inputs, the autocast and whether gradients are asked for."""
+        return tuple(
+            Use((key, call, gradients), count, call.device, _functions_of(call, codes, gradients))
+            for call, count in self.calls.most_common()
+        )
+
+
+def _functions_of(
+    call: Call, codes: Callable[[], tuple[Code, Code]], gradients: bool
+) -> Callable[[], contextlib.AbstractContextManager[tuple[Function, Function]]]:
+    @contextlib.contextmanager
+    def functions() -> Iterator[tuple[Function, Function]]:
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), _as_called(call):
+            original, ours = codes()
+            inputs = call.made()
+            yield call.function(original, inputs, gradients), call.function(ours, inputs, gradients)
+
+    return functions
+
+
+@contextlib.contextmanager
+def _as_called(call: Call) -> Iterator[None]:
+    """On the device and under the autocast of the call."""
+    kind = call.device.type
+    with contextlib.ExitStack() as stack:
+        if kind == "cuda":
+            stack.enter_context(torch.cuda.device(call.device))
+        stack.enter_context(torch.autocast(kind, call.autocast, enabled=call.autocast is not None))
+        yield

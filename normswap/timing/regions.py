@@ -1,0 +1,66 @@
+"""The regions of one module as uses of a candidate."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from normswap import modules
+from normswap.plan import Match
+from normswap.regions.compare import holder_of
+from normswap.regions.helper import make_helper
+from normswap.regions.install import compiled_of, with_helpers
+from normswap.regions.rewrite import Compiled, Helper
+from normswap.timing.candidate import Code, Recorder, Use
+
+
+class RegionRecorder:
+    """What reaches the regions of ``owner``, of the class ``original``, in a run of its statements."""
+
+    def __init__(self, owner: nn.Module, original: type[nn.Module], match: Match) -> None:
+        self.owner, self.original, self.match = owner, original, match
+        self.compiled = compiled_of(original, match.attributes)
+        self.recorders = {id(one): Recorder() for one in self.compiled}
+        self.forms: dict[int, TreeSpec] = {}
+
+    def listen(self) -> None:
+        """Record from now on, until the instance's own ``forward`` goes."""
+        forward = with_helpers(self.original, self.original.forward, self.match.attributes, self._listener)
+        self.owner.__dict__["forward"] = partial(forward, self.owner)
+
+    def _listener(self, compiled: Compiled) -> Helper:
+        def helper(owner: Any, packed: Any) -> Any:
+            leaves, self.forms[id(compiled)] = tree_flatten(packed)
+            self.recorders[id(compiled)].add(*leaves)
+            return compiled.snippet(owner, packed)
+
+        return helper
+
+    def norms(self) -> list[str]:
+        """The children that are the norms of the regions."""
+        return [one.region.norm for one in self.compiled if one.region.type]
+
+    def uses(self, gradients: bool, looks: Any) -> list[Use]:
+        """Every form of call of every region. ``looks(module)`` tells modules apart whose calls may take other time."""
+        found: list[Use] = []
+        for one in self.compiled:
+            if id(one) in self.forms:
+                # Where a region stands in its forward does not matter to its time.
+                steps = tuple((step.does, step.operand) for step in one.region.steps)
+                key = ("region", one.region.kind, steps, one.region.shared, str(one.region.activation))
+                codes = partial(self._codes, one, self.forms[id(one)])
+                found += self.recorders[id(one)].uses((key, looks(holder_of(one.region, self.owner))), codes, gradients)
+        return found
+
+    def _codes(self, compiled: Compiled, form: TreeSpec) -> tuple[Code, Code]:
+        helper = make_helper(compiled, modules.original_class)
+        return self._code(compiled, form, compiled.snippet), self._code(compiled, form, helper)
+
+    def _code(self, compiled: Compiled, form: TreeSpec, function: Helper) -> Code:
+        holder = holder_of(compiled.region, self.owner)
+        for child in holder._modules.values():
+            object.__setattr__(child, "__class__", modules.original_class(child) or type(child))
+        return Code(lambda *leaves: function(holder, tree_unflatten(list(leaves), form)), [*holder.parameters()])
