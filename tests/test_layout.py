@@ -102,7 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli.summary": set(),
     "cli.inputs": {"checkpoint.errors", "checkpoint.factory", "checkpoint.tensors"},
     "cli.options": {"checkpoint.errors", "cli.inputs"},
-    "cli.bench": {"report", "timer", "checkpoint.errors"},
+    "cli.bench": {"report", "timing", "checkpoint.errors"},
     "cli.commands": {
         *("plan", "native", "checkpoint", "checkpoint.errors", "checkpoint.factory", "checkpoint.manifest"),
         *("checkpoint.models", "checkpoint.reading", "cli.bench", "cli.inputs", "cli.options", "cli.summary"),
