@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from normswap.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ROOT / "docs" / "command_line.md"
 
 
 def test_the_example_of_expressions_prints_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +67,7 @@ def test_the_model_written_by_hand_gives_the_report_shown(tmp_path: Path) -> Non
 
 def test_the_command_line_says_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the figures, and what is left out as [...]."""
-    section = re.search(r"<!-- command line -->\n```\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
+    section = re.search(r"<!-- command line -->\n```\n(.*?)\n```", COMMANDS.read_text(), re.DOTALL)
     assert section is not None
     monkeypatch.chdir(tmp_path)
     torch.save(digits.build().state_dict(), "digits.pt")
