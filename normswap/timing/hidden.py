@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ MOST_CALLS = 32
 FIRST_LEAD_US = 300.0
 MOST_LEAD_US = 200_000.0
 _TRIES = 3
-_SPREAD = 3.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def block(machine: Machine, function: Function, calls: int, lead_us: float, befo
 
 
 def costs(machine: Machine, functions: Sequence[Function], rounds: int = ROUNDS) -> list[Cost]:
-    """The cost of a call of each function: medians over blocks that take turns, in changing order."""
+    """The cost of a call of each function, of blocks that take turns in changing order."""
     with undisturbed():
         for function in functions:
             for _ in range(WARM_UP):
@@ -107,14 +105,17 @@ def in_turns(count: int, rounds: int) -> Iterator[int]:
 
 def _cost(blocks: Sequence[Block]) -> Cost:
     device, host = [one.device_us for one in blocks], [one.host_us for one in blocks]
-    return Cost(statistics.median(device), statistics.median(host), spread(device), spread(host))
+    return Cost(typical(device), typical(host), doubt(device), doubt(host))
 
 
-def spread(values: Sequence[float]) -> float:
-    """How far the median of ``values`` may be off: three times its standard error, from the median deviation."""
-    middle = statistics.median(values)
-    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
-    return _SPREAD * 1.2533 * deviation / math.sqrt(len(values))
+def typical(values: Sequence[float]) -> float:
+    """The lower quartile: what disturbs a clock only adds to it."""
+    return sorted(values)[len(values) // 4]
+
+
+def doubt(values: Sequence[float]) -> float:
+    """How far off ``typical`` may be: what it differs by between every second value and the others."""
+    return abs(typical(values[::2]) - typical(values[1::2])) if len(values) > 1 else 0.0
 
 
 @contextlib.contextmanager
