@@ -72,6 +72,7 @@ def running(gpu: FakeGpu, costs: Costs) -> Iterator[None]:
             patch.setattr(model, "MOST_RUNS", 2)  # the modules run for real
             patch.setattr(model, "MOST_ROUNDS", 8)
             patch.setattr(hidden, "MOST_CALLS", 3)
+            patch.setattr(hidden, "ROUNDS", 9)
             yield
     finally:
         handle.remove()

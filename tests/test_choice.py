@@ -19,6 +19,7 @@ import normswap
 from normswap import timing
 from normswap.plan import Plan, Reason
 from normswap.timing import candidate, decision, sites
+from normswap.timing.model import Compared
 
 LAUNCH = 5.0
 WORK = 400.0
@@ -236,6 +237,12 @@ def test_then_what_gains_on_the_device_alone_is_tried() -> None:
     assert report.times["after_ms"] == pytest.approx(0.44, rel=0.02) and report.times["before_ms"] > 0.455
 
 
+def test_a_noisy_clock_excuses_three_percent_at_most() -> None:
+    assert not Compared((100.0, 102.9), noise=0.5).slower(1) and Compared((100.0, 103.1), noise=0.5).slower(1)
+    assert not Compared((100.0, 100.9), noise=0.0).slower(1) and Compared((100.0, 101.1), noise=0.0).slower(1)
+    assert not Compared((100.0, 150.0), noise=0.0).slower(1, allowed=2.0)
+
+
 # --- equal runs give equal plans ------------------------------------------------------------------------------------
 
 
@@ -448,7 +455,9 @@ def test_a_region_of_several_inputs_and_outputs_is_timed_with_its_backward() -> 
         first, second = original(), ours()
     assert [g.shape for g in first] == [(4, 8), (8,)] and all(map(torch.equal, first, second))
     assert seen[-1] == (True, False, 2.0, torch.bool) and weight.grad is None
-    with recorder.uses("key", lambda: (candidate.Code(region, [weight]),) * 2, gradients=False)[0].functions() as both:
+    (forward,) = recorder.uses("key", lambda: (candidate.Code(region, [weight]),) * 2, gradients=False)
+    assert forward.key != use.key
+    with forward.functions() as both:
         assert isinstance(both[0](), tuple) and seen[-1][0] is False
 
 

@@ -16,7 +16,7 @@ from normswap.timing.clock import Machine
 
 Function = Callable[[], object]
 
-ROUNDS = 9
+ROUNDS = 31
 WARM_UP = 3
 BLOCK_US = 150.0
 MOST_CALLS = 32
@@ -80,7 +80,7 @@ def block(machine: Machine, function: Function, calls: int, lead_us: float, befo
     return Block(device_us / calls, host_us / calls, hidden)
 
 
-def costs(machine: Machine, functions: Sequence[Function], rounds: int = ROUNDS) -> list[Cost]:
+def costs(machine: Machine, functions: Sequence[Function]) -> list[Cost]:
     """The cost of a call of each function, of blocks that take turns in changing order."""
     with undisturbed():
         for function in functions:
@@ -90,7 +90,7 @@ def costs(machine: Machine, functions: Sequence[Function], rounds: int = ROUNDS)
         longest = max(max(one.device_us, one.host_us) for one in firsts)
         calls = max(1, min(MOST_CALLS, math.ceil(BLOCK_US / max(longest, 1e-3))))
         found: list[list[Block]] = [[] for _ in functions]
-        for index in in_turns(len(functions), rounds):
+        for index in in_turns(len(functions), ROUNDS):
             known = found[index][-1] if found[index] else firsts[index]
             lead_us = min(MOST_LEAD_US, 1.5 * known.host_us * calls + 30.0)
             found[index].append(block(machine, functions[index], calls, lead_us))

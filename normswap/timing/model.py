@@ -14,12 +14,14 @@ from normswap.timing.hidden import MOST_LEAD_US, Function, block, doubt, in_turn
 
 WARM_UP = 2
 WAITING_ROUNDS = 5
-LEAST_ROUNDS, MOST_ROUNDS, MOST_TIMES = 6, 12, 3
+LEAST_ROUNDS, MOST_ROUNDS, MOST_TIMES = 6, 12, 2
 BLOCK_US, MOST_RUNS = 8_000.0, 100
-BUDGET_US = 300_000.0
+BUDGET_US = 150_000.0
 """For each of the ways that are compared."""
 SAME = 0.01
 """The same code, timed twice, differs by less."""
+MOST_NOISE = 0.03
+"""However noisy the clock: what seems slower by more is taken to be."""
 
 Arrangement = Callable[[Collection[str]], AbstractContextManager[None]]
 """The model for a block with these candidates swapped and no others."""
@@ -56,7 +58,7 @@ class Compared:
 
     def slower(self, index: int, allowed: float = 1.0) -> bool:
         """Whether a way takes more than ``allowed`` times as long as the first, beyond the noise."""
-        return self.us[index] > allowed * (1.0 + max(SAME, self.noise)) * self.us[0]
+        return self.us[index] > allowed * (1.0 + min(MOST_NOISE, max(SAME, self.noise))) * self.us[0]
 
 
 def compare(machine: Machine, ways: Sequence[Way]) -> Compared:

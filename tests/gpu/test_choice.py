@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import normswap
+from normswap import modules
 from normswap.timing import hidden
 from normswap.timing.clock import clock_of
 
@@ -119,7 +120,7 @@ def kernels_of(function: Callable[[Tensor], Tensor], x: Tensor) -> set[str]:
 @pytest.mark.parametrize(("width", "ours"), [(1024, False), (131072, True)])
 def test_compiled_ours_runs_where_rows_are_long(width: int, ours: bool) -> None:
     torch._dynamo.reset()
-    norm = normswap.LayerNorm(width).to(DEVICE, torch.bfloat16).eval().requires_grad_(False)
+    norm = modules.LayerNorm(width).to(DEVICE, torch.bfloat16).eval().requires_grad_(False)
     x = torch.randn(64, width, device=DEVICE, dtype=torch.bfloat16)
     names = kernels_of(lambda x: torch.relu(norm(x)), x)
     assert any("normswap" in name for name in names) == ours
@@ -132,7 +133,7 @@ def test_compiled_ours_runs_where_rows_are_long(width: int, ours: bool) -> None:
 @pytest.mark.case("torch-compile")
 def test_compiled_with_gradients_the_formula_stands_in_the_graph() -> None:
     torch._dynamo.reset()
-    norm, x = normswap.RMSNorm(131072).to(DEVICE), torch.randn(8, 131072, device=DEVICE, requires_grad=True)
+    norm, x = modules.RMSNorm(131072).to(DEVICE), torch.randn(8, 131072, device=DEVICE, requires_grad=True)
     compiled = torch.compile(norm, fullgraph=True)
     ours = torch.autograd.grad(compiled(x).square().sum(), [x, norm.weight])
     theirs = torch.autograd.grad(nn.functional.rms_norm(x, (131072,), norm.weight).square().sum(), [x, norm.weight])
