@@ -44,6 +44,7 @@ __all__ = [
 PACKAGE = Path(__file__).parent
 CLUSTERS = (9, 10)
 """The major architectures whose kernels are launched in clusters of blocks."""
+LINUX = sys.platform == "linux"
 LOCK_SECONDS = 600.0
 """How long to wait for another process that compiles the same library."""
 
@@ -107,7 +108,7 @@ def _resolve(build: bool) -> NativeStatus:
     global _status, _available, _compiled_in_vain
     with _mutex:
         if _status is None or (build and not _status.available and not _compiled_in_vain):
-            compiling = build and _cuda_available() and not _forbidden()
+            compiling = build and _cuda_available() and LINUX and not _forbidden()
             _status = _find(compiling)
             if _status.available:
                 while _on_load:
@@ -155,6 +156,8 @@ def _compile_here() -> Path:
 
 
 def _why_not_compiled() -> str:
+    if not LINUX:
+        return f"the kernels are compiled on Linux only, and this is {platform.system()}"
     if not _cuda_available():
         return "not compiled, and no GPU here to compile for; `normswap build --arch 80,90,100,120` names some"
     if _forbidden():

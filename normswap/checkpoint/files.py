@@ -7,7 +7,6 @@ are needed, a journal in the folder says so first, and whoever reads or writes t
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -17,13 +16,17 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath
+
+from filelock import FileLock
+from platformdirs import user_cache_path
 
 JOURNAL = ".normswap-journal.json"
 
 _CHUNK = 1 << 20
 _PLAIN = re.compile(r"[^/\\\0.][^/\\\0]*")
 _LONGEST = 200  # bytes; file systems take 255, of which a hidden name needs some
+_WINDOWS = os.name == "nt"
 
 
 @contextmanager
@@ -87,7 +90,7 @@ class Replacement:
             return
         if self._moves:
             settle(self._home())
-            with _locked(self._home()):
+            with _alone():
                 self._write_journal()
                 for temporary, target in self._moves:
                     backup = self._backup(target)
@@ -139,9 +142,12 @@ class Replacement:
         return Path(os.path.realpath(self._given.get(target, target).parent))
 
     def _name(self, target: Path, home: Path) -> str:
-        """What ``target`` is called in ``home``, before symlinks are followed."""
+        """What ``target`` is called from ``home``, before symlinks are followed, with slashes; "" on another drive."""
         given = self._given.get(target, target)
-        return os.path.relpath(Path(os.path.realpath(given.parent)) / given.name, home)
+        try:
+            return Path(os.path.relpath(Path(os.path.realpath(given.parent)) / given.name, home)).as_posix()
+        except ValueError:
+            return ""
 
     def _write_journal(self) -> None:
         """From the rename in here on, the block counts as done."""
@@ -190,7 +196,7 @@ def settle(folder: Path) -> None:
     """Finish the renames that a killed process left behind in ``folder``. Raises OSError."""
     if not (folder / JOURNAL).is_file():
         return
-    with _locked(folder):
+    with _alone():
         token, names = _journal(folder)
         for name in names:
             target = Path(os.path.realpath(folder / name))
@@ -202,9 +208,12 @@ def settle(folder: Path) -> None:
 
 
 def is_plain(name: object) -> bool:
-    """Whether ``name`` is the name of a file: no path, not hidden, not too long."""
+    """Whether ``name`` is the name of a file: no path, on no drive, not hidden, not too long."""
     return (
-        isinstance(name, str) and _PLAIN.fullmatch(name) is not None and len(name.encode(errors="replace")) <= _LONGEST
+        isinstance(name, str)
+        and _PLAIN.fullmatch(name) is not None
+        and not PurePath(name).drive
+        and len(name.encode(errors="replace")) <= _LONGEST
     )
 
 
@@ -230,8 +239,8 @@ def _journal(folder: Path) -> tuple[str, list[str]]:
 
 
 def _is_inside(name: str) -> bool:
-    parts = PurePosixPath(name).parts
-    return bool(parts) and ".." not in parts and not PurePosixPath(name).is_absolute() and "\0" not in name
+    path = PurePath(name)
+    return bool(path.parts) and ".." not in path.parts and not path.anchor and "\0" not in name
 
 
 def _hidden(target: Path, token: str) -> Path:
@@ -251,19 +260,25 @@ def _below(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time renames in ``folder``."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _alone() -> Iterator[None]:
+    """One process of this user at a time is in such a block; where the cache cannot be written, nobody waits."""
+    lock = FileLock(user_cache_path("normswap") / "replacing.lock")
+    with contextlib.suppress(OSError):
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            lock.release()
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush a file, or the names in a folder, to the disk. Windows flushes names by itself, and a file only for who may
+    write it."""
+    if _WINDOWS and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if _WINDOWS else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
