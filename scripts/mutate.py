@@ -50,6 +50,9 @@ class Mutation:
     new: str
 
     def applied(self, source: bytes) -> bytes:
+        """The file's text with it. Raises ValueError if that is no longer what was read."""
+        if source[self.start : self.end] != self.old.encode():
+            raise ValueError(f"{self.path} has changed since its conditions were read; start again")
         return source[: self.start] + self.new.encode() + source[self.end :]
 
     def __str__(self) -> str:
