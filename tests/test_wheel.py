@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -120,6 +121,34 @@ def loaded_from(folder: Path) -> str:
         [sys.executable, "-c", LOAD], cwd=folder, env=env, text=True, capture_output=True, check=True, timeout=120
     )
     return done.stdout.rstrip("\n")
+
+
+def build_wheel(project: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What scripts/build_wheel does there, into the folder dist."""
+    env = {**os.environ, "PYTHON": sys.executable, "NORMSWAP_ARCH": "90", **environment}
+    return subprocess.run(
+        [project / "scripts/build_wheel"], env=env, text=True, capture_output=True, check=False, timeout=500
+    )
+
+
+@needs_nvcc
+def test_a_manylinux_wheel_brings_no_library_of_torch_s(project: Path, tmp_path: Path, cache: Path) -> None:
+    done = build_wheel(project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wheel = the_wheel(project)
+    assert re.search(
+        rf"-py3-none-(manylinux_2_\d+_{platform.machine()}\.)*manylinux_2_34_{platform.machine()}", str(wheel.filename)
+    )
+    assert {name for name in wheel.namelist() if ".so" in name} == {f"normswap/lib/{builder.LIBRARY}"}
+    installed = tmp_path / "installed"
+    wheel.extractall(installed)
+    assert loaded_from(installed) == f"True package {installed}/normswap/lib/{builder.LIBRARY} "
+
+
+def test_without_a_compiler_there_is_no_manylinux_wheel(project: Path) -> None:
+    done = build_wheel(project, CUDA_HOME="/nowhere")
+    assert done.returncode == 1 and "the kernels were not compiled" in done.stderr
+    assert not (project / "dist").exists()
 
 
 @needs_nvcc
