@@ -15,15 +15,24 @@ from pathlib import Path
 from normswap import builder, native
 
 KERNELS = {
-    "row": ("row_*", "layer_norm*", "rms_norm*", "l1_norm*", "l2_norm*", "frobenius_norm*", "group_norm*"),
-    "column": ("column_*", "channel_*", "group_norm_channels_last*", "group_column*"),
+    "row": (
+        "row_*",
+        "layer_norm*",
+        "rms_norm*",
+        "l1_norm*",
+        "l2_norm*",
+        "frobenius_norm*",
+        "group_norm*",
+        "group_backward*",
+    ),
+    "column": ("column_*", "channel_*", "group_norm_channels_last*", "group_backward*"),
     "dim": ("dim_*", "*_dim*"),
     "batch": ("scale_batch_norm*", "batch_*", "fold_linear*", "channel_*"),
 }
 """The translation units of each engine, where the longest pattern that fits a name decides."""
 PYTHON = "python"
 ENGINES = (*KERNELS, PYTHON)
-OPS = ("ops/**/*.py", "forwards/**/*.py", "reference.py", "activation.py", "modules.py", "native.py")
+OPS = ("ops/**/*.py", "forwards/**/*.py", "regions/**/*.py", "reference.py", "activation.py", "modules.py", "native.py")
 """The Python on the way of every call."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)

@@ -155,10 +155,10 @@ class Checking:
         print(benchmark.table(rows, host), flush=True)
         self.failed |= bool(benchmark.summary(rows)["not_proved"])
 
-    def models(self, names: Sequence[str]) -> None:
+    def models(self, names: Sequence[str], compiling: bool) -> None:
         import check_models
 
-        rows = check_models.check_all(names) if names else check_models.check_all()
+        rows = check_models.check_all(names, compiling)
         if not names:
             self.record["models"] = []
         measured = {row["model"] for row in rows}
@@ -203,8 +203,9 @@ def made_here() -> dict[str, Any]:
     }
 
 
-def asked(arguments: Sequence[str] | None = None) -> dict[str, list[str] | None]:
-    """The parts to run, each with what of it, [] for all of it; None for those that are not to run."""
+def asked(arguments: Sequence[str] | None = None) -> tuple[dict[str, list[str] | None], bool]:
+    """The parts to run, each with what of it, [] for all of it and None for those that are not to run; and whether the
+    models are also compiled."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", nargs="*", metavar="FILE", help="tests/gpu, or these files of it")
     parser.add_argument("--sanitizer", nargs="*", metavar="TOOL", help=f"compute-sanitizer, or of {', '.join(TOOLS)}")
@@ -213,12 +214,14 @@ def asked(arguments: Sequence[str] | None = None) -> dict[str, list[str] | None]
     )
     parser.add_argument("--accuracy", nargs="*", metavar="KIND", help="errors beside PyTorch's own")
     parser.add_argument("--models", nargs="*", metavar="NAME", help="whole models of timm and transformers")
+    parser.add_argument("--eager", action="store_true", help="with --models: without torch.compile, which is slow")
     found = vars(parser.parse_args(arguments))
-    return found if any(value is not None for value in found.values()) else {part: [] for part in found}
+    compiling = not found.pop("eager")
+    return (found if any(value is not None for value in found.values()) else {part: [] for part in found}), compiling
 
 
 def main() -> None:
-    wanted = asked()
+    wanted, compiling = asked()
     status = native.load(build=True)
     if not torch.cuda.is_available() or not status.available:
         raise SystemExit(f"gpu_check needs a CUDA device and the library: {status.reason}")
@@ -237,7 +240,7 @@ def main() -> None:
     if (patterns := wanted["benchmark"]) is not None:
         checking.benchmark(patterns)
     if (names := wanted["models"]) is not None:
-        checking.models(names)
+        checking.models(names, compiling)
     if (files := wanted["tests"]) is not None:
         checking.tests(files, beside)
     else:

@@ -29,8 +29,8 @@ from xml.etree import ElementTree
 import coverage
 
 ROOT = Path(__file__).resolve().parent.parent
-WHERE = ("rules", "forwards", "apply.py", "validate.py", "compare.py", "criterion.py")
-"""The files of normswap/ whose conditions decide what is swapped and what is believed."""
+WHERE = ("rules", "forwards", "regions", "source.py", "apply.py", "validate.py", "compare.py", "criterion.py")
+"""The files of normswap/ whose conditions decide what is swapped and what is believed; those of them that are there."""
 KEPT = ("normswap", "tests", "scripts", "csrc", "docs", "pyproject.toml", "README.md", "LICENSE")
 """What the tests need of the checkout."""
 WEAKER = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
@@ -109,7 +109,7 @@ def _is_truth(node: ast.expr) -> bool:
 def files(names: Sequence[str], root: Path = ROOT) -> list[str]:
     """The files of normswap/ that are meant, as paths from the root."""
     chosen: list[Path] = []
-    for name in names or WHERE:
+    for name in names or [name for name in WHERE if (root / "normswap" / name).exists()]:
         path = root / "normswap" / name.removeprefix("normswap/")
         found = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         if not found or not found[0].is_file():

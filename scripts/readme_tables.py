@@ -93,12 +93,17 @@ def host_table(known: Record) -> str:
 
 
 def models_table(known: Record) -> str:
+    """Milliseconds of whole models, a column for each way that one of them was run."""
     rows = noted(known, known["models"], lambda row: engines.ENGINES)
+    ways = dict.fromkeys(way for row in sorted(rows, key=lambda row: -len(row["ms"])) for way in row["ms"])
     cells = [
-        (first_cell(r["model"], r), r["dtype"], r["swapped"], f"{r['eager_ms']:.2f}", f"{r['normswap_ms']:.2f}")
-        for r in rows
+        (
+            *(first_cell(row["model"], row), row["dtype"], row["swapped"]),
+            *(f"{row['ms'][way]:.2f}" if way in row["ms"] else "-" for way in ways),
+        )
+        for row in rows
     ]
-    return markdown(("model", "dtype", "swapped", "eager ms", "normswap ms"), cells) if cells else NOT_YET
+    return markdown(("model", "dtype", "swapped", *ways), cells) if cells else NOT_YET
 
 
 def errors_table(known: Record) -> str:

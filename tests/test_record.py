@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,17 +164,29 @@ def test_models_and_kinds_run_alone_replace_their_own_rows(
     import check_models
 
     def model(name: str, ms: float) -> dict[str, Any]:
-        return {"model": name, "dtype": "float16", "eager_ms": ms, "normswap_ms": ms, "swapped": 1, "problems": []}
+        return {"model": name, "dtype": "float16", "ms": {"eager": ms}, "swapped": 1, "problems": []}
 
     def error(kind: str, ours: float, regime: str = "warp") -> dict[str, Any]:
         return {"kind": kind, "regime": regime, "dtype": "float16", "mean": 0.0, "ours": ours, "pytorch": 0.5}
 
     monkeypatch.setattr(check_models, "table", str)
-    monkeypatch.setattr(check_models, "check_all", lambda *names: [model(n, 1.0) for n in (names or [["a", "b"]])[0]])
-    checking.models([])
-    monkeypatch.setattr(check_models, "check_all", lambda names: [model(name, 2.0) for name in names])
-    checking.models(["b"])
-    assert [(one["model"], one["eager_ms"]) for one in checking.record["models"]] == [("a", 1.0), ("b", 2.0)]
+    compiled: list[bool] = []
+
+    def check_all(names: Sequence[str], compiling: bool) -> list[dict[str, Any]]:
+        compiled.append(compiling)
+        return [model(name, 2.0 if names else 1.0) for name in names or ("a", "b")]
+
+    monkeypatch.setattr(check_models, "check_all", check_all)
+    checking.models([], True)
+    checking.models(["b"], False)
+    found = [(one["model"], one["ms"]["eager"]) for one in checking.record["models"]]
+    assert found == [("a", 1.0), ("b", 2.0)] and compiled == [True, False]
+    assert "| a (to be" not in readme_tables.models_table(checking.record)
+    checking.record["models"][1]["ms"]["compile"] = 0.5
+    assert readme_tables.models_table(checking.record).splitlines() == [
+        *("| model | dtype | swapped | eager | compile |", "|---|---|---|---|---|"),
+        *("| a | float16 | 1 | 1.00 | - |", "| b | float16 | 1 | 2.00 | 0.50 |"),
+    ]
 
     monkeypatch.setattr(accuracy, "table", str)
     monkeypatch.setattr(
@@ -184,8 +197,8 @@ def test_models_and_kinds_run_alone_replace_their_own_rows(
     checking.accuracy(["l1_norm", "rms_norm"])
     monkeypatch.setattr(accuracy, "measure_all", lambda kinds: [error(kind, 1.5) for kind in kinds])
     checking.accuracy(["rms_norm"])
-    found = [(one["kind"], one["regime"], one["ours"]) for one in checking.record["errors"]]
-    assert found == [("l1_norm", "warp", 0.5), ("l1_norm", "old", 0.5), ("rms_norm", "warp", 1.5)]
+    errors = [(one["kind"], one["regime"], one["ours"]) for one in checking.record["errors"]]
+    assert errors == [("l1_norm", "warp", 0.5), ("l1_norm", "old", 0.5), ("rms_norm", "warp", 1.5)]
     assert checking.failed
     with pytest.raises(SystemExit, match="no such kind: l3_norm"):
         checking.accuracy(["l3_norm"])
@@ -200,9 +213,11 @@ def test_tools_of_the_sanitizer_run_alone(checking: gpu_check.Checking, monkeypa
 
 
 def test_what_is_asked_for() -> None:
-    assert gpu_check.asked([]) == {part: [] for part in ("tests", "sanitizer", "benchmark", "accuracy", "models")}
+    everything = {part: [] for part in ("tests", "sanitizer", "benchmark", "accuracy", "models")}
+    assert gpu_check.asked([]) == (everything, True)
+    assert gpu_check.asked(["--models", "vit", "--eager"])[1] is False
     found = gpu_check.asked(["--benchmark", "llama", "host", "--sanitizer", "memcheck", "--tests"])
-    assert found == {
+    assert found[0] == {
         **{"tests": [], "sanitizer": ["memcheck"], "benchmark": ["llama", "host"]},
         **{"accuracy": None, "models": None},
     }
