@@ -7,7 +7,6 @@ makes it count: it says under which token the others lie, and whoever reads or w
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -18,12 +17,23 @@ import stat
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath
+from typing import Any
+
+from filelock import FileLock
+from platformdirs import user_cache_path
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
 
 CHUNK = 8 << 20
 
 _PLAIN = re.compile(r"[^/\\\0.][^/\\\0]*|\.metadata")
 _LONGEST = 200  # bytes; file systems take 255, of which a hidden name needs some
+_WINDOWS = os.name == "nt"
 _FICLONE = 0x40049409  # linux/fs.h: the copy shares its blocks until one of the two is written
 
 
@@ -152,11 +162,10 @@ def copy_file(source: Path, target: Path, progress: Callable[[int], object] | No
     """Copy the bytes of ``source`` into ``target``, sharing them where the file system can; ``progress`` is told of the
     bytes of each piece. Raises OSError."""
     with open(source, "rb") as file, open(target, "wb") as into:
-        try:
-            fcntl.ioctl(into.fileno(), _FICLONE, file.fileno())
-            return
-        except OSError:  # a file system that cannot, or two of them
-            pass
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system that cannot, or two of them
+                fcntl.ioctl(into.fileno(), _FICLONE, file.fileno())
+                return
         while piece := file.read(CHUNK):
             into.write(piece)
             if progress is not None:
@@ -175,16 +184,22 @@ def sha256(path: Path, progress: Callable[[int], object] | None = None) -> str:
 
 
 def is_plain(name: object) -> bool:
-    """Whether ``name`` is the name of a file: no path, not hidden, not too long."""
+    """Whether ``name`` is the name of a file: no path, not hidden, not too long, and no file of another drive's."""
     return (
-        isinstance(name, str) and _PLAIN.fullmatch(name) is not None and len(name.encode(errors="replace")) <= _LONGEST
+        isinstance(name, str)
+        and _PLAIN.fullmatch(name) is not None
+        and not PurePath(name).anchor
+        and not PurePath(name).drive
+        and len(name.encode(errors="replace")) <= _LONGEST
     )
 
 
 def is_inside(name: object) -> bool:
-    """Whether ``name`` is a relative path that leads nowhere outside its folder."""
-    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
-    return bool(parts) and ".." not in parts and parts[0] != "/" and "\0" not in str(name)
+    """Whether ``name`` is a relative path that leads nowhere outside its folder, by this system's rules."""
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    path = PurePath(name)
+    return bool(path.parts) and ".." not in path.parts and not path.anchor and not path.drive
 
 
 def hidden(target: Path, token: str) -> Path:
@@ -194,7 +209,17 @@ def hidden(target: Path, token: str) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
-    """One process at a time renames in ``folder``."""
+    """One process at a time renames in ``folder``; where folders have no locks, one process of this user at all."""
+    if fcntl is None or _WINDOWS:
+        lock = FileLock(user_cache_path("normswap") / "replacing.lock")
+        with contextlib.suppress(OSError):  # a cache that cannot be written
+            Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        try:
+            yield folder
+        finally:
+            lock.release()
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -216,8 +241,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or folder to the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush a file, or the names in a folder, to the disk. Windows flushes names by itself, and a file only for who may
+    write it. Raises OSError."""
+    if _WINDOWS and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if _WINDOWS else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
