@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from workloads import ChannelRMSNorm, L1Norm, LinearScaleBatchNorm, randomised
 
 import normswap
-from normswap import native
+from normswap import launch_plans, native
 from normswap.compare import compare
 from normswap.criterion import C, RoundedMeans, error_share, magnitudes
 from normswap.plan import Match
@@ -113,7 +113,7 @@ def _row_kinds(columns: int) -> tuple[tuple[str, Callable[[], nn.Module], tuple[
 
 
 def gpu_of_plans() -> dict[str, int]:
-    """This GPU, as native.row_plan and native.column_plan want to know it."""
+    """This GPU, as launch_plans.row_plan and launch_plans.column_plan want to know it."""
     device = torch.cuda.get_device_properties()
     return {
         "clusters": device.major in (9, 10),
@@ -126,7 +126,9 @@ def can_be_done(columns: int, dtype: torch.dtype, regime: str, shifted: bool) ->
     """Whether rows of so many columns can be done in the regime on this GPU."""
     ragged = shifted or columns * dtype.itemsize % 16 > 0
     wanted = REGIMES[regime]
-    return native.row_plan(ROWS, columns, dtype.itemsize, ragged=ragged, regime=wanted, **gpu_of_plans()) is not None
+    return (
+        launch_plans.row_plan(ROWS, columns, dtype.itemsize, ragged=ragged, regime=wanted, **gpu_of_plans()) is not None
+    )
 
 
 def forced(kind: str, module: Any, x: Tensor, regime: int) -> Tensor:

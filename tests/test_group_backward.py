@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normswap import native, ops, reference
+from normswap import launch_plans, ops, reference
 from normswap.activation import CODES, NONE, Activation
 
 SHAPE, GROUPS = (2, 6, 5, 3), 3
@@ -163,7 +163,7 @@ TREE = ("vec", "lanes", "each", "units", "piece_lines", "piece_units", "line_pie
 def test_plans_cover_every_element_once_and_fit() -> None:
     ways = set()
     for sizes, gpu, (item, grad), regime in itertools.product(SIZES, GPUS, ((4, 4), (2, 2), (2, 4)), (0, 3, 4, 5)):
-        p = native.group_backward_plan(*sizes, item, grad, regime=regime, **gpu)
+        p = launch_plans.group_backward_plan(*sizes, item, grad, regime=regime, **gpu)
         if p is None:
             assert regime in (3, 4)
             continue
@@ -189,7 +189,7 @@ def test_plans_cover_every_element_once_and_fit() -> None:
 def test_the_tree_depends_on_the_shape_alone() -> None:
     for (_, *sizes), (item, grad) in itertools.product(SIZES, ((4, 4), (2, 2), (2, 4))):
         plans = [
-            native.group_backward_plan(batch, *sizes, item, grad, regime=regime, **gpu)
+            launch_plans.group_backward_plan(batch, *sizes, item, grad, regime=regime, **gpu)
             for batch, gpu, regime in itertools.product((1, 7), GPUS, (0, 3, 4, 5))
         ]
         assert len({tuple(p[name] for name in TREE) for p in plans if p is not None}) == 1

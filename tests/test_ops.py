@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from models import Projection, randomised
 from test_overlap import CHAINS
 
-from normswap import native, ops, reference
+from normswap import launch_plans, native, ops, reference
 from normswap.ops import dispatch
 from normswap.ops.l1_norm import gradient as l1_gradient
 
@@ -160,7 +160,9 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                 if rows * cols * itemsize > 80e9:
                     continue
                 for gpu, weights in itertools.product(GPUS, (0, 1, 2)):
-                    p = native.row_plan(rows, cols, itemsize, weights=weights, ragged=cols * itemsize % 16 > 0, **gpu)
+                    p = launch_plans.row_plan(
+                        rows, cols, itemsize, weights=weights, ragged=cols * itemsize % 16 > 0, **gpu
+                    )
                     assert p is not None
                     assert p["vec"] * itemsize == 16
                     assert (p["chunks"] - 1) * p["chunk_len"] < cols <= p["chunks"] * p["chunk_len"]
@@ -203,19 +205,19 @@ def test_registers_hold_rows_that_fit_a_cluster() -> None:
         *((81_920, 2, 4, 5, 16), (131_072, 2, 4, 8, 16), (131_072, 4, 4, 8, 16), (131_073, 4, 0, 9, 16)),
     ):
         for rows in (2, 100_000):
-            plan = native.row_plan(rows, cols, itemsize, **GPUS[0])
+            plan = launch_plans.row_plan(rows, cols, itemsize, **GPUS[0])
             assert plan is not None
             alone = held == 2 and rows == 2  # a block with a multiprocessor of its own loads its weights at once
             expected = [1 if alone else held, blocks, chunks]
             assert [plan[key] for key in ("held", "blocks_a_row", "block_chunks")] == expected, cols
-    without = native.row_plan(2, 32_768, 2, **GPUS[1])
+    without = launch_plans.row_plan(2, 32_768, 2, **GPUS[1])
     assert without is not None and (without["regime"], without["held"]) == (3, 0)
 
 
 @pytest.mark.usefixtures("library")
 def test_two_blocks_of_16_bit_groups_share_a_multiprocessor() -> None:
     for ragged, grid in ((False, 256), (True, 128)):
-        plan = native.row_plan(256, 1 << 20, 2, ragged=ragged, **GPUS[0])
+        plan = launch_plans.row_plan(256, 1 << 20, 2, ragged=ragged, **GPUS[0])
         assert plan is not None and (plan["regime"], plan["blocks_a_row"], plan["grid"]) == (6, 64, grid)
 
 
@@ -225,10 +227,10 @@ def test_a_team_has_the_first_part_of_rows_that_it_cannot_hold() -> None:
         *((132 * 16_384, 16, 6, 132), (132 * 16_384 + 4, 16, 7, 128), (132 * 16_384 + 4, 5, 5, 133)),
         *((256 * 16_384, 6, 7, 128), (256 * 16_384 + 4, 6, 5, 257)),
     ):
-        plan = native.row_plan(rows, cols, 4, weights=2, **GPUS[0])
+        plan = launch_plans.row_plan(rows, cols, 4, weights=2, **GPUS[0])
         assert plan is not None and (plan["regime"], plan["blocks_a_row"]) == (regime, blocks), cols
-    assert native.row_plan(16, 140 * 16_384, 2, weights=2, regime=7, **GPUS[0]) is None
-    assert native.row_plan(16, 140 * 16_384, 4, ragged=True, regime=7, **GPUS[0]) is None
+    assert launch_plans.row_plan(16, 140 * 16_384, 2, weights=2, regime=7, **GPUS[0]) is None
+    assert launch_plans.row_plan(16, 140 * 16_384, 4, ragged=True, regime=7, **GPUS[0]) is None
 
 
 @pytest.mark.usefixtures("library")
@@ -239,7 +241,7 @@ def test_few_blocks_of_many_short_rows_with_weights_share_a_multiprocessor() -> 
                 *((1 << 20, 1, False, True), (1 << 20, 2, False, True)),
                 *((1 << 20, 0, False, False), (1 << 20, 1, True, False), (9000, 1, False, False)),
             ):
-                plan = native.row_plan(rows, 64, itemsize, weights=weights, ragged=ragged, **gpu)
+                plan = launch_plans.row_plan(rows, 64, itemsize, weights=weights, ragged=ragged, **gpu)
                 assert plan is not None and plan["regime"] == 1
                 of_block = -(-plan["shared"] // 128) * 128 + 1024  # what a multiprocessor hands out
                 assert ((gpu["shared"] + 1024) // of_block == blocks) == limited
@@ -264,7 +266,7 @@ def test_chains_on_the_gpu_run_in_the_regimes_of_their_names() -> None:
             rows, weights = (shape[0] * groups, 0) if groups else (shape[0], len(list(layer.parameters())))
             cols = math.prod(shape) // rows
             ragged = cols * dtype.itemsize % 16 > 0
-            plan = native.row_plan(rows, cols, dtype.itemsize, weights=weights, ragged=ragged, **GPUS[0])
+            plan = launch_plans.row_plan(rows, cols, dtype.itemsize, weights=weights, ragged=ragged, **GPUS[0])
             assert plan is not None, name
             found.add((plan["regime"], plan["held"]))
         assert found == regimes, name
@@ -276,7 +278,7 @@ def test_the_reduction_tree_depends_on_row_length_and_dtype_alone() -> None:
     for cols in (5, 64, 129, 1000, 1001, 5000, 65535, 262144, 4_194_304):
         for itemsize in (2, 4):
             plans = [
-                native.row_plan(rows, cols, itemsize, weights=weights, ragged=ragged, regime=regime, **gpu)
+                launch_plans.row_plan(rows, cols, itemsize, weights=weights, ragged=ragged, regime=regime, **gpu)
                 for weights, ragged in ((0, False), (0, True), (1, False), (2, True), (2, False))
                 for rows in (1, 16, 5000)
                 for gpu in GPUS
@@ -306,7 +308,7 @@ def test_column_plans_cover_the_columns_and_fit_the_gpu(itemsize: int) -> None:
     for rows, channels, groups in COLUMNS:
         for gpu in COLUMN_GPUS:
             for batch, regime in ((1, 0), (3, 0), (500, 0), (3, 3), (3, 4), (3, 5)):
-                p = native.column_plan(batch, rows, channels, groups, itemsize, regime=regime, **gpu)
+                p = launch_plans.column_plan(batch, rows, channels, groups, itemsize, regime=regime, **gpu)
                 if p is None:
                     assert regime in (3, 4)  # automatic and split serve them all
                     continue
@@ -335,7 +337,7 @@ def test_the_reduction_tree_of_columns_depends_on_neither_batch_nor_gpu() -> Non
     tree = ("vec", "width", "lanes", "parts", "slots", "piece_rows", "pieces")
     for rows, channels, groups in COLUMNS:
         plans = [
-            native.column_plan(batch, rows, channels, groups, 2, regime=regime, **gpu)
+            launch_plans.column_plan(batch, rows, channels, groups, 2, regime=regime, **gpu)
             for batch in (1, 7, 300)
             for gpu in COLUMN_GPUS
             for regime in (0, 3, 4, 5)
@@ -345,9 +347,9 @@ def test_the_reduction_tree_of_columns_depends_on_neither_batch_nor_gpu() -> Non
 
 @pytest.mark.usefixtures("library")
 def test_groups_too_wide_for_a_block_have_no_plan() -> None:
-    assert native.column_plan(1, 9, 4096, 1, 2, **COLUMN_GPUS[0]) is not None
-    assert native.column_plan(1, 9, 8192, 1, 2, **COLUMN_GPUS[0]) is None
-    assert native.column_plan(1, 9, 1001, 1, 2, **COLUMN_GPUS[0]) is None
+    assert launch_plans.column_plan(1, 9, 4096, 1, 2, **COLUMN_GPUS[0]) is not None
+    assert launch_plans.column_plan(1, 9, 8192, 1, 2, **COLUMN_GPUS[0]) is None
+    assert launch_plans.column_plan(1, 9, 1001, 1, 2, **COLUMN_GPUS[0]) is None
 
 
 def test_the_longest_dim_with_a_backward_kernel_is_one_number() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from row_gradients import l1_norm_gradients, layer_norm_gradients, rms_norm_gradients
 from torch import Tensor
 
-from normswap import native, ops, reference
+from normswap import launch_plans, native, ops, reference
 from normswap.activation import Activation
 from normswap.ops import dispatch
 from normswap.ops.dispatch import native_op as the_native_op
@@ -41,7 +41,7 @@ def test_plans_cover_rows_and_columns_and_fit_the_gpu(gpu: dict[str, Any], items
     passes = set()
     for cols in COLUMNS:
         for rows in (1, 7, 133, 1576, 100_003):
-            p = native.row_backward_plan(rows, cols, *itemsizes, **gpu)
+            p = launch_plans.row_backward_plan(rows, cols, *itemsizes, **gpu)
             assert p is not None
             passes.add(p["one_pass"])
             assert (p["pieces"] - 1) * p["rows_a_piece"] < rows <= p["pieces"] * p["rows_a_piece"]
@@ -68,9 +68,9 @@ def test_the_order_of_sums_follows_from_rows_and_columns_alone(itemsizes: tuple[
     """Which rows make a piece, which warps take them in turn, and how a row is cut; not whether it is read twice."""
     for cols in COLUMNS:
         for rows in (1, 133, 100_003):
-            plans = [native.row_backward_plan(rows, cols, *itemsizes, **gpu) for gpu in GPUS]
+            plans = [launch_plans.row_backward_plan(rows, cols, *itemsizes, **gpu) for gpu in GPUS]
             plans.append(
-                native.row_backward_plan(rows, cols, *itemsizes, passes=2, **GPUS[0]) if cols > 1024 else plans[0]
+                launch_plans.row_backward_plan(rows, cols, *itemsizes, passes=2, **GPUS[0]) if cols > 1024 else plans[0]
             )
             keys = ("lanes", "chunk_len", "chunks", "rows_a_piece", "pieces")
             assert len({tuple(p[key] for key in keys) for p in plans if p is not None}) == 1, (rows, cols)
@@ -80,10 +80,10 @@ def test_the_order_of_sums_follows_from_rows_and_columns_alone(itemsizes: tuple[
 @pytest.mark.usefixtures("library")
 def test_a_row_that_a_cluster_holds_is_read_once() -> None:
     for cols, itemsizes in ((98_304, (2, 2)), (98_304, (4, 4)), (98_304, (2, 4)), (65_535, (4, 4))):
-        p = native.row_backward_plan(64, cols, *itemsizes, **GPUS[0])
+        p = launch_plans.row_backward_plan(64, cols, *itemsizes, **GPUS[0])
         assert p is not None and p["one_pass"] and p["blocks_a_row"] == 8 and p["slots"] >= 2
-    assert native.row_backward_plan(64, 98_305, 4, 4, passes=1, **GPUS[0]) is None
-    assert native.row_backward_plan(64, 1024, 4, 4, passes=2, **GPUS[0]) is None
+    assert launch_plans.row_backward_plan(64, 98_305, 4, 4, passes=1, **GPUS[0]) is None
+    assert launch_plans.row_backward_plan(64, 1024, 4, 4, passes=2, **GPUS[0]) is None
 
 
 # --- the formulas ----------------------------------------------------------------------------------------------------

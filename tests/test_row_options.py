@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from test_ops import GPUS
 from torch import Tensor
 
-from normswap import native, ops
+from normswap import launch_plans, native, ops
 from normswap.activation import FUNCTIONS, NONE, Activation
 from normswap.criterion import error_share
 
@@ -204,15 +204,15 @@ def test_rows_with_options_lie_in_registers_or_are_split() -> None:
         if rows * cols > 2e10:
             continue
         for gpu, ragged in itertools.product(GPUS, (False, True)):
-            with_options = native.row_plan(rows, cols, itemsize, ragged=ragged, options=True, **gpu)
-            plain = native.row_plan(rows, cols, itemsize, ragged=ragged, **gpu)
+            with_options = launch_plans.row_plan(rows, cols, itemsize, ragged=ragged, options=True, **gpu)
+            plain = launch_plans.row_plan(rows, cols, itemsize, ragged=ragged, **gpu)
             assert with_options is not None and plain is not None
             assert [with_options[key] for key in same] == [plain[key] for key in same]
             regime, held = with_options["regime"], with_options["held"]
             assert regime in (1, 2, 5) or (regime in (3, 4) and held in (2, 3, 4)), cols
             assert regime not in (3, 4) or with_options["warps"] == with_options["block_chunks"]
             for refused in (6, 7):
-                forced = native.row_plan(rows, cols, itemsize, ragged=ragged, options=True, regime=refused, **gpu)
+                forced = launch_plans.row_plan(rows, cols, itemsize, ragged=ragged, options=True, regime=refused, **gpu)
                 assert forced is None
 
 

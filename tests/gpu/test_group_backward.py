@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from limits import assert_within, gpu_of_plans, same_bits, tensor
 from torch import Tensor
 
-from normswap import native, ops
+from normswap import launch_plans, ops
 from normswap.activation import CODES, NONE, Activation
 
 PAIRS = (  # dtypes of the input and of the gradient
@@ -158,7 +158,7 @@ def test_every_way_gives_the_same_accurate_bits(pair: tuple[torch.dtype, torch.d
         check(case, first)
         sizes = (*shape[:2], case.x[0, 0].numel(), groups)
         for regime in REGIMES[1:]:
-            plan = native.group_backward_plan(
+            plan = launch_plans.group_backward_plan(
                 *sizes, pair[0].itemsize, pair[1].itemsize, regime=regime, **gpu_of_plans()
             )
             if plan is None:
@@ -216,7 +216,7 @@ def test_fifty_runs_give_the_same_bits(last: bool) -> None:
         for regime in (0,) if last else REGIMES:
             case = Case.drawn(shape, groups, PAIRS[1], 1.0, Activation("silu"), True)
             sizes = (*shape[:2], case.x[0, 0].numel(), groups)
-            if not native.group_backward_plan(*sizes, 2, 2, regime=regime, **gpu_of_plans()):
+            if not launch_plans.group_backward_plan(*sizes, 2, 2, regime=regime, **gpu_of_plans()):
                 continue
             first = case.gradients(regime, last)
             for _ in range(49):

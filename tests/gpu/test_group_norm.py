@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from limits import assert_within, gpu_of_plans, same_bits, tensor
 from torch import Tensor
 
-from normswap import native, ops
+from normswap import launch_plans, ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NO_ACTIVATION = (0, 0.0, 0.0, None)
@@ -80,7 +80,7 @@ def test_group_norm_regimes_give_the_same_bits(dtype: torch.dtype) -> None:
         weight, bias = tensor(shape[1:2], dtype, 0.5), tensor(shape[1:2], dtype, 0.0, seed=1)
         outs = []
         for regime in (0, 2, 3, 4, 5, 6, 7):
-            if native.row_plan(1, cols, x.element_size(), regime=regime, **gpu_of_plans()) is None:
+            if launch_plans.row_plan(1, cols, x.element_size(), regime=regime, **gpu_of_plans()) is None:
                 continue
             out = torch.empty_like(x)
             torch.ops.normswap.group_norm(x, weight, bias, groups, 1e-5, False, *NO_ACTIVATION, out, None, None, regime)
@@ -123,7 +123,7 @@ def column_regimes(x: Tensor, groups: int) -> list[int]:
     """The regimes that can do this, automatic first."""
     rows = x[0, 0].numel()
     plans = {
-        regime: native.column_plan(
+        regime: launch_plans.column_plan(
             x.shape[0], rows, x.shape[1], groups, x.element_size(), regime=regime, **gpu_of_plans()
         )
         for regime in COLUMN_REGIMES

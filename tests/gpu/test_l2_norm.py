@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from limits import assert_within, gpu_of_plans, same_bits, tensor
 from torch import Tensor
 
-from normswap import native, ops
+from normswap import launch_plans, ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 7, 33, 64, 130, 258, 1000, 1001, 1024, 4096, 4097, 8192, 20_480, 65_535, 65_536, 131_073, 262_144)
@@ -72,7 +72,7 @@ def test_every_regime_gives_the_same_bits(dtype: torch.dtype) -> None:
         first, ragged = ops.l2_norm(x), cols * x.element_size() % 16 > 0
         for regime in range(1, 8):
             if (
-                native.row_plan(5, cols, x.element_size(), ragged=ragged, options=True, regime=regime, **gpu)
+                launch_plans.row_plan(5, cols, x.element_size(), ragged=ragged, options=True, regime=regime, **gpu)
                 is not None
             ):
                 out = torch.full_like(x, float("nan"))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from limits import assert_within, gpu_of_plans, same_bits
 from torch import Tensor
 
-from normswap import native, ops, reference
+from normswap import launch_plans, ops, reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 7, 31, 32, 33, 64, 65, 127, 128, 130, 255, 256, 258, 769, 1000, 1001, 1023, 1025, 2047, 2050, 4096)
@@ -123,7 +123,7 @@ def test_every_regime_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None
         automatic = forced(kind, x, weight, bias, 0)
         for regime in (2, 3, 4, 5, 6):  # 7 is for longer rows, below
             gpu = gpu_of_plans()
-            if native.row_plan(4, cols, x.element_size(), weights=WEIGHTS[kind], regime=regime, **gpu) is None:
+            if launch_plans.row_plan(4, cols, x.element_size(), weights=WEIGHTS[kind], regime=regime, **gpu) is None:
                 continue
             assert same_bits(automatic, forced(kind, x, weight, bias, regime)), (cols, regime)
             compared += 1
@@ -149,10 +149,10 @@ def test_a_team_has_the_first_part_of_rows_that_it_cannot_hold(kind: str) -> Non
     gpu = gpu_of_plans()
     group, blocks, at_once = 16 * 1024, min(128, gpu["multiprocessors"]), gpu["multiprocessors"]
     groups = at_once // 2 + blocks  # between what a team holds and twice its blocks
-    if native.row_plan(19, group * groups, 4, weights=WEIGHTS[kind], regime=7, **gpu) is None:
+    if launch_plans.row_plan(19, group * groups, 4, weights=WEIGHTS[kind], regime=7, **gpu) is None:
         pytest.skip("a multiprocessor here has no room for slices of two rows, or a team holds such rows")
     for cols in (group * groups, group * (groups - 1) + 4, 2 * group * blocks - 12):
-        chosen = native.row_plan(19, cols, 4, weights=WEIGHTS[kind], **gpu)
+        chosen = launch_plans.row_plan(19, cols, 4, weights=WEIGHTS[kind], **gpu)
         assert chosen is not None and chosen["regime"] == 7
         weight, bias = affine(cols, torch.float32)
         for rows in (1, 2, 3, 19):

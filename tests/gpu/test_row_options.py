@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from limits import assert_within, gpu_of_plans, same_bits, tensor
 from torch import Tensor
 
-from normswap import native, ops
+from normswap import launch_plans, ops
 from normswap.activation import NONE, Activation
 from normswap.ops import dispatch
 
@@ -110,7 +110,7 @@ def test_every_regime_gives_the_same_bits(dtype: torch.dtype) -> None:
         ragged = cols * x.element_size() % 16 > 0
         for regime in range(1, 8):
             if (
-                native.row_plan(5, cols, x.element_size(), ragged=ragged, options=True, regime=regime, **gpu)
+                launch_plans.row_plan(5, cols, x.element_size(), ragged=ragged, options=True, regime=regime, **gpu)
                 is not None
             ):
                 compared.add(regime)
