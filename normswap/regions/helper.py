@@ -176,6 +176,8 @@ def _reader_of(cls: Any, match: Match) -> Callable[[Any, Tensor], _Arguments]:
         return lambda child, x: _arguments(match.kind, match.view(child), x) if cls.forward is forward else None
     if is_by_hand(match.kind, match.attributes):
         return arguments_reader(cls, forward, match.attributes)
+    if not issubclass(cls, _CLASSES[match.kind]):
+        return _declines
     flag = match.attributes.get("unless")
 
     def read(child: Any, x: Tensor) -> _Arguments:
@@ -184,6 +186,14 @@ def _reader_of(cls: Any, match: Match) -> Callable[[Any, Tensor], _Arguments]:
         return _arguments(match.kind, child, x)
 
     return read
+
+
+_CLASSES: Mapping[str, Any] = {
+    "layer_norm": nn.LayerNorm,
+    "rms_norm": nn.RMSNorm,
+    "group_norm": nn.GroupNorm,
+    "instance_norm": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+}
 
 
 def _arguments(kind: str, norm: Any, x: Tensor) -> _Arguments:

@@ -53,7 +53,7 @@ def with_helpers(
         return (
             original.forward is base_forward
             and all(bool(check(self)) is truth for check, truth in checks)
-            and all(known.get(name) is made and made.__code__ is code for name, made, code in codes)
+            and all(known.get(name) is made and getattr(made, "__code__", None) is code for name, made, code in codes)
         )
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
