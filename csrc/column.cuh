@@ -2,7 +2,7 @@
 // column_statistics.cuh has the statistics.
 #pragma once
 
-#include "activation.cuh"
+#include "behind.cuh"
 #include "cluster.cuh"
 #include "column_plan.h"
 #include "copy.cuh"
@@ -260,26 +260,35 @@ struct ChannelAffine {
     bias = of(parameters.bias());
     if (From == Source::running) scale = of(parameters.scale());
   }
-  __device__ Pack<T, V> of(const Pack<T, V>& x) const {
-    float out[V];
+  __device__ void of(const Pack<T, V>& x, float (&out)[V]) const {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const float value = to_float(x.v[j]), m = mean.v[j];
       const float centred = From == Source::running ? fmaf(value, scale.v[j], -m) : __fsub_rn(value, m);
       out[j] = fmaf(centred, gain.v[j], bias.v[j]);
     }
+  }
+  __device__ Pack<T, V> of(const Pack<T, V>& x) const {
+    float out[V];
+    of(x, out);
     return Pack<T, V>::of(out);
   }
-  __device__ void apply(const ColumnArgs& a, const Pack<T, V>& x, T* y) const {
+  // The vector at `at` of the tensor.
+  __device__ void apply(const ColumnArgs& a, const Pack<T, V>& x, int64_t at) const {
+    if (From == Source::group && a.n.behind.any) {
+      float out[V];
+      of(x, out);
+      return store_behind<T>(a.n.behind, out, at, V, a.n.activation);
+    }
     const Pack<T, V> pack = of(x);
-    (From == Source::group ? activated(pack, a.n.activation) : pack).store(y);
+    (From == Source::group ? activated(pack, a.n.activation) : pack).store(static_cast<T*>(a.n.y) + at);
   }
 };
 
 // Calls run(activate) with the function that follows the norm, known before its loop where that is short.
 template <class T, int V, Source From, class Run>
-__device__ inline void with_activation(Activation activation, Run run) {
-  if (From != Source::group || activation == Activation::none) return run([](const Pack<T, V>& y) { return y; });
+__device__ inline void with_activation(const ActivationArgs& activation, Run run) {
+  if (From != Source::group || activation.code == Activation::none) return run([](const Pack<T, V>& y) { return y; });
   run([=](const Pack<T, V>& y) { return activated(y, activation); });
 }
 

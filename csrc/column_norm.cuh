@@ -96,6 +96,13 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   __syncthreads();
   if (at.count == 0) return;
   const ChannelAffine<T, V, From> affine(parameters, column.channel);
+  if (From == Source::group && args.n.behind.any) {
+#pragma unroll 1
+    for (int i = 0; i < at.count; ++i) {
+      affine.apply(args, Pack<T, V>::load(stage[i * args.threads].v), at.offset + i * args.step);
+    }
+    return;
+  }
   T* y = static_cast<T*>(args.n.y) + at.offset;
   with_activation<T, V, From>(args.n.activation, [&](auto activate) {
 #pragma unroll kBlockUnroll
@@ -159,7 +166,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
   // Backwards: what column_partial read last is still in the L2.
   const Piece at = Piece::in_memory(args, column, static_cast<int>(gridDim.x - 1 - blockIdx.x));
   const T* x = static_cast<const T*>(args.x) + at.offset;
-  T* y = static_cast<T*>(args.n.y) + at.offset;
+  int64_t y = at.offset;
   constexpr int at_once = V > 4 ? kColumnSlots / 2 : kColumnSlots;
   Pack<T, V> packs[at_once];
   int left = at.count;

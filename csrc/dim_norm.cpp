@@ -1,5 +1,5 @@
-// l1_norm and rms_norm along a dimension that is not the last, on CUDA tensors: checks, workspace, launch.
-#include "tensors.h"
+// l1_norm, l2_norm, rms_norm and layer_norm along a dimension that is not the last, on CUDA tensors: checks, workspace, launch.
+#include "row_launch.h"
 
 namespace normswap {
 namespace {
@@ -20,18 +20,23 @@ DimNorm dim_norm_of(const char* op, const Tensor& input, int64_t dim, const Tens
   return n;
 }
 
-void set_statistic(const char* op, DimNorm& n, const Tensor& statistic) {
+float* statistic_of(const char* op, const DimNorm& n, const Tensor& statistic) {
   STD_TORCH_CHECK(statistic.scalar_type() == torch::headeronly::ScalarType::Float && statistic.is_contiguous() &&
                       statistic.numel() == n.outer * n.inner,
                   op, ": the statistic must be contiguous float32 with ", n.outer * n.inner, " elements");
-  n.statistic = static_cast<float*>(statistic.mutable_data_ptr());
+  return static_cast<float*>(statistic.mutable_data_ptr());
+}
+
+void set_statistic(const char* op, DimNorm& n, const Tensor& statistic) { n.statistic = statistic_of(op, n, statistic); }
+
+ChannelVector parameter_of(const char* op, const DimNorm& n, const Tensor& parameter) {
+  STD_TORCH_CHECK(parameter.numel() == n.n && parameter.is_contiguous(), op, ": weight and bias must be contiguous with ",
+                  n.n, " elements, got ", parameter.numel());
+  return {parameter.const_data_ptr(), dtype_of(parameter, op)};
 }
 
 void set_weight(const char* op, DimNorm& n, const OptionalTensor& weight) {
-  if (!weight.has_value()) return;
-  STD_TORCH_CHECK(weight->numel() == n.n && weight->is_contiguous(), op, ": weight must be contiguous with ", n.n,
-                  " elements, got ", weight->numel());
-  n.weight = {weight->const_data_ptr(), dtype_of(*weight, op)};
+  if (weight.has_value()) n.weight = parameter_of(op, n, *weight);
 }
 
 void set_grad(const char* op, DimNorm& n, const Tensor& grad, const Tensor& input) {
@@ -42,8 +47,8 @@ void set_grad(const char* op, DimNorm& n, const Tensor& grad, const Tensor& inpu
   n.dy = grad.const_data_ptr();
 }
 
-void forward(DimNorm n, const Tensor& input, cudaError_t (*launch)(const DimNorm&, cudaStream_t)) {
-  const int64_t bytes = dim_workspace_bytes(n);
+void forward(DimNorm n, const Tensor& input, cudaError_t (*launch)(const DimNorm&, cudaStream_t), int values = 1) {
+  const int64_t bytes = dim_workspace_bytes(n, values);
   const OptionalTensor workspace = bytes > 0 ? OptionalTensor(scratch(input, bytes)) : std::nullopt;
   n.workspace = bytes > 0 ? workspace->mutable_data_ptr() : nullptr;
   STD_CUDA_CHECK(launch(n, stream_of(input)));
@@ -103,12 +108,67 @@ void rms_norm_dim_backward_cuda(const Tensor& grad, const Tensor& input, const O
   torch::stable::copy_(*grad_weight, torch::stable::sum(partial, {0}));
 }
 
+void l2_norm_dim_cuda(const Tensor& input, int64_t dim, double eps, Tensor out, OptionalTensor norm) {
+  if (input.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  DimNorm n = dim_norm_of("l2_norm_dim", input, dim, out);
+  STD_TORCH_CHECK(eps >= 0.0, "l2_norm_dim: eps must not be negative, got ", eps);
+  n.eps = eps;
+  if (norm.has_value()) set_statistic("l2_norm_dim", n, *norm);
+  forward(n, input, l2_norm_dim);
+}
+
+void layer_norm_dim_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, int64_t dim,
+                         double eps, Tensor out, OptionalTensor mean, OptionalTensor rstd) {
+  if (input.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  DimNorm n = dim_norm_of("layer_norm_dim", input, dim, out);
+  set_weight("layer_norm_dim", n, weight);
+  if (bias.has_value()) n.bias = parameter_of("layer_norm_dim", n, *bias);
+  n.eps = eps;
+  if (mean.has_value()) n.mean = statistic_of("layer_norm_dim", n, *mean);
+  if (rstd.has_value()) set_statistic("layer_norm_dim", n, *rstd);
+  forward(n, input, layer_norm_dim, 2);
+}
+
+// --- calls that record no gradient: see row_norm.cpp ---------------------------------------------------------------
+// What lies one after the other in memory are rows, which are the row engine's.
+
+OptionalTensor unfilled_along(const Tensor& input, int64_t dim, const OptionalTensor& weight, const OptionalTensor& bias) {
+  return input.is_contiguous() && is_plain(input, dim, 1, weight, bias) ? unfilled_like(input) : std::nullopt;
+}
+
+OptionalTensor l2_norm_or_none(const Tensor& input, int64_t dim, double eps) {
+  const int64_t along = dim < 0 ? dim + input.dim() : dim;
+  const OptionalTensor out = unfilled_along(input, along, std::nullopt, std::nullopt);
+  if (!out.has_value()) return out;
+  if (trailing_elements(input, input.dim() - 1 - along) == 1) {
+    l2_norm_rows(input, input.size(along), eps, *out);
+  } else {
+    l2_norm_dim_cuda(input, along, eps, *out, std::nullopt);
+  }
+  return out;
+}
+
+OptionalTensor layer_norm_dim_or_none(const Tensor& input, int64_t dim, const OptionalTensor& weight,
+                                      const OptionalTensor& bias, double eps) {
+  const int64_t along = dim < 0 ? dim + input.dim() : dim;
+  const OptionalTensor out = unfilled_along(input, along, weight, bias);
+  if (!out.has_value() || trailing_elements(input, input.dim() - 1 - along) == 1) return std::nullopt;
+  layer_norm_dim_cuda(input, weight, bias, along, eps, *out, std::nullopt, std::nullopt);
+  return out;
+}
+
 }  // namespace
 }  // namespace normswap
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("l1_norm_dim", TORCH_BOX(&normswap::l1_norm_dim_cuda));
   m.impl("l1_norm_dim_backward", TORCH_BOX(&normswap::l1_norm_dim_backward_cuda));
+  m.impl("l2_norm_dim", TORCH_BOX(&normswap::l2_norm_dim_cuda));
+  m.impl("l2_norm_or_none", TORCH_BOX(&normswap::l2_norm_or_none));
+  m.impl("layer_norm_dim", TORCH_BOX(&normswap::layer_norm_dim_cuda));
+  m.impl("layer_norm_dim_or_none", TORCH_BOX(&normswap::layer_norm_dim_or_none));
   m.impl("rms_norm_dim", TORCH_BOX(&normswap::rms_norm_dim_cuda));
   m.impl("rms_norm_dim_backward", TORCH_BOX(&normswap::rms_norm_dim_backward_cuda));
 }

@@ -12,6 +12,19 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "rms_norm(Tensor input, Tensor? weight, int cols, float eps, float weight_offset, bool cast_before_weight, "
       "Tensor(a!) out, Tensor(b!)? rstd, int regime) -> ()");
   m.def(
+      "layer_norm_with_options(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, Tensor? residual, "
+      "Tensor? scale, Tensor? shift, int activation, float activation_low, float activation_high, Tensor(a!) out, "
+      "Tensor(b!)? sum, Tensor(c!)? mean, Tensor(d!)? rstd, int regime) -> ()");
+  m.def(
+      "rms_norm_with_options(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight, Tensor? residual, Tensor? scale, Tensor? shift, int activation, float activation_low, "
+      "float activation_high, Tensor(a!) out, Tensor(b!)? sum, Tensor(c!)? rstd, int regime) -> ()");
+  m.def("l2_norm(Tensor input, int cols, float eps, Tensor(a!) out, Tensor(b!)? norm, int regime) -> ()");
+  m.def("l2_norm_dim(Tensor input, int dim, float eps, Tensor(a!) out, Tensor(b!)? norm) -> ()");
+  m.def(
+      "layer_norm_dim(Tensor input, Tensor? weight, Tensor? bias, int dim, float eps, Tensor(a!) out, "
+      "Tensor(b!)? mean, Tensor(c!)? rstd) -> ()");
+  m.def(
       "l1_norm(Tensor input, int cols, float eps, float minimum, Tensor(a!) out, Tensor(b!)? mean_abs, int regime) "
       "-> ()");
   m.def(
@@ -26,15 +39,27 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "Tensor(b!)? grad_weight) -> ()");
   m.def(
       "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, bool channels_last, "
-      "int activation, Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");
+      "int activation, float low, float high, Tensor? residual, Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, "
+      "int regime) -> ()");
   m.def("layer_norm_or_none(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps) -> Tensor?");
   m.def(
       "rms_norm_or_none(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
       "bool cast_before_weight) -> Tensor?");
+  m.def(
+      "layer_norm_with_options_or_none(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, "
+      "Tensor? residual, Tensor? scale, Tensor? shift, int activation, float activation_low, float activation_high, "
+      "bool wide) -> (Tensor?, Tensor?)");
+  m.def(
+      "rms_norm_with_options_or_none(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight, Tensor? residual, Tensor? scale, Tensor? shift, int activation, "
+      "float activation_low, float activation_high) -> (Tensor?, Tensor?)");
+  m.def("l2_norm_or_none(Tensor input, int dim, float eps) -> Tensor?");
+  m.def("frobenius_norm_or_none(Tensor input) -> Tensor?");
+  m.def("layer_norm_dim_or_none(Tensor input, int dim, Tensor? weight, Tensor? bias, float eps) -> Tensor?");
   m.def("l1_norm_or_none(Tensor input, float eps, float minimum) -> Tensor?");
   m.def(
-      "group_norm_or_none(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, int activation) "
-      "-> Tensor?");
+      "group_norm_or_none(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, int activation, "
+      "float low, float high, Tensor? residual) -> Tensor?");
   m.def(
       "scale_batch_norm(Tensor input, Tensor? input_bias, Tensor? scale, Tensor? weight, Tensor? bias, float eps, "
       "float momentum, Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor(d!)? running_mean, "
@@ -45,4 +70,10 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def(
       "fold_linear(Tensor linear_weight, Tensor? linear_bias, Tensor? scale, Tensor running_mean, Tensor running_var, "
       "Tensor? weight, Tensor? bias, float eps, Tensor(a!) out_weight, Tensor(b!) out_bias) -> ()");
+  // regime, of contiguous tensors: 0 lets the plan choose; 3 block, 4 cluster, 5 split (group_backward_plan.h) force one.
+  m.def(
+      "group_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean, "
+      "Tensor rstd, int num_groups, bool channels_last, int activation, float low, float high, "
+      "Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, Tensor(d!)? grad_residual, int regime) "
+      "-> ()");
 }

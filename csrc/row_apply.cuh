@@ -1,21 +1,28 @@
 // What the kernels of the row engine do with a chunk: statistics, normalise, store.
 #pragma once
 
-#include "row_policy.cuh"
+#include "row_options.cuh"
 
 namespace normswap {
 namespace {
 
 // Vector k of a tile, normalised.
 template <class Policy, bool Fast, class T, class Tile>
-__device__ inline uint4 normalised(const Tile& tile, int k, RowValues values, const Floats<Tile::V>& w,
-                                   const Floats<Tile::V>& b) {
-  float x[Tile::V], out[Tile::V];
+__device__ inline void normalise(const Tile& tile, int k, RowValues values, const Floats<Tile::V>& w,
+                                 const Floats<Tile::V>& b, float (&out)[Tile::V]) {
+  float x[Tile::V];
   floats_of<T>(tile.pack(k).raw(), x);
 #pragma unroll
   for (int j = 0; j < Tile::V; ++j) {
     out[j] = Policy::template apply<T, Fast>(x[j], values, w.v[j], b.v[j]);
   }
+}
+
+template <class Policy, bool Fast, class T, class Tile>
+__device__ inline uint4 normalised(const Tile& tile, int k, RowValues values, const Floats<Tile::V>& w,
+                                   const Floats<Tile::V>& b) {
+  float out[Tile::V];
+  normalise<Policy, Fast, T>(tile, k, values, w, b, out);
   return words_of<T>(out);
 }
 
@@ -76,11 +83,24 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, int64_t
   if constexpr (Policy::affine == Affine::none) {
     tile.store(y, [&](int k) { return normalised<Policy, Fast, T>(tile, k, values, {}, {}); });
   } else {
-    const AffineByChannel<W, Where, Tile::V> affine(args, where, row, values);
+    const AffineByChannel<Where, Tile::V> affine(args, where, row, values);
     const auto make = [&](int k, const Floats<Tile::V>& w, const Floats<Tile::V>& b) {
       const auto pack = Tile::Vector::of_raw(normalised<Policy, Fast, T>(tile, k, values, w, b));
       return activated(pack, args.n.activation).raw();
     };
+    if (args.n.behind.any) {
+#pragma unroll
+      for (int k = 0; k < Tile::Slots; ++k) {
+        if (!tile.inside(k)) continue;
+        Floats<Tile::V> w, b;
+        affine.of_many(Tile::offset(k), w, b);
+        float out[Tile::V];
+        normalise<Policy, Fast, T>(tile, k, values, w, b, out);
+        store_behind<T>(args.n.behind, out, row * args.n.cols + begin + Tile::offset(k), tile.len - Tile::offset(k),
+                        args.n.activation);
+      }
+      return;
+    }
     // Stores of ragged tiles take all lanes.
     if (Tile::Ragged ? __all_sync(kWholeWarp, where.is_few()) : where.is_few()) {
       tile.store(y, [&](int k) {
@@ -104,6 +124,9 @@ __device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
                                    int64_t begin, const RowValues (&values)[Rows], Ahead& affine) {
   if constexpr (Policy::affine == Affine::by_element) {
     store_tiles<Policy, T, W>(tiles, args, rows, begin, values, affine);
+  } else if constexpr (kOptions<Policy>) {
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) store_with_options<T>(tiles[r], args, rows[r], begin, values[r]);
   } else {
     bool fast = true;
 #pragma unroll
@@ -171,7 +194,7 @@ struct ChunkInShared {
     ChunkTile<T, Ragged, Full> tiles[1];
     staged<Full>(row).copy_to(tiles[0]);
     Stat stat[1];
-    Policy::statistics(tiles, Full || place.len == args.chunk_len ? args.sizes.chunk : args.sizes.last_chunk, stat);
+    Policy::statistics(tiles, Full || place.len == args.chunk_len ? args.sizes.chunk : args.sizes.last_chunk, args, stat);
     return stat[0];
   }
   __device__ Stat statistic(int64_t row) const {

@@ -1,11 +1,9 @@
 // layer_norm, rms_norm, l1_norm and group_norm on CUDA tensors: checks, plan, workspace, launch.
-#include <algorithm>
-#include <functional>
 #include <map>
 #include <mutex>
-#include <numeric>
 
 #include "column_launch.h"
+#include "row_launch.h"
 
 namespace normswap {
 
@@ -34,60 +32,6 @@ Gpu gpu_of(int device) {
 }
 
 namespace {
-
-using Launch = cudaError_t (*)(const RowNorm&, const RowPlan&, cudaStream_t);
-
-void check_same(const char* op, const Tensor& input, const Tensor& out) {
-  STD_TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.numel() == input.numel(), op,
-                  ": out must have the input's dtype and size");
-}
-
-// Fill in dtypes and affine parameters of `n`; `parameters` is the length they must have.
-void set_affine(const char* op, RowNorm& n, const OptionalTensor& weight, const OptionalTensor& bias,
-                int64_t parameters) {
-  n.weight_dtype = n.dtype;
-  for (const OptionalTensor* p : {&weight, &bias}) {
-    if (!p->has_value()) continue;
-    n.weight_dtype = dtype_of(**p, op);
-    STD_TORCH_CHECK((*p)->numel() == parameters && (*p)->is_contiguous(), op,
-                    ": weight and bias must be contiguous with ", parameters, " elements");
-    STD_TORCH_CHECK(n.weight_dtype == n.dtype || n.weight_dtype == DType::f32, op,
-                    ": weight and bias must have the input's dtype or float32");
-  }
-  STD_TORCH_CHECK(!weight.has_value() || !bias.has_value() || weight->scalar_type() == bias->scalar_type(), op,
-                  ": weight and bias must have one dtype");
-  n.weight = data_or_null(weight);
-  n.bias = data_or_null(bias);
-}
-
-// `weights`: that an element may have of its own.
-void run(const char* op, Launch launch, int weights, RowNorm n, const Tensor& input, const Tensor& out,
-         int64_t regime) {
-  RowPlan plan;
-  n.y = out.mutable_data_ptr();
-  const int bytes = static_cast<int>(itemsize(n.dtype));
-  STD_TORCH_CHECK(make_row_plan({n.rows, n.cols, bytes, weights, is_ragged(n, bytes)},
-                                gpu_of(input.get_device_index()), static_cast<Regime>(regime), &plan),
-                  op, ": rows of ", n.cols, " elements cannot be done in regime ", regime);
-  const int64_t room = row_workspace_bytes(plan, n.rows);
-  const OptionalTensor workspace = room > 0 ? OptionalTensor(scratch(input, room)) : std::nullopt;
-  n.workspace = room > 0 ? workspace->mutable_data_ptr() : nullptr;
-  STD_CUDA_CHECK(launch(n, plan, stream_of(input)));
-}
-
-RowNorm row_norm_of(const char* op, const Tensor& input, const Tensor& out, int64_t cols, double eps) {
-  check_same(op, input, out);
-  STD_TORCH_CHECK(cols > 0 && input.numel() % cols == 0, op, ": rows of ", cols, " elements do not divide ",
-                  input.numel());
-  RowNorm n{};
-  n.x = input.const_data_ptr();
-  n.rows = input.numel() / cols;
-  n.cols = cols;
-  n.eps = eps;
-  n.num_groups = n.channels_per_group = n.spatial = 1;
-  n.dtype = dtype_of(input, op);
-  return n;
-}
 
 void layer_norm_cuda(const Tensor& input, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t cols,
                      double eps, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
@@ -127,10 +71,12 @@ void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum,
   run("l1_norm", l1_norm, 0, n, input, out, regime);
 }
 
-Activation activation_of(int64_t activation) {
-  STD_TORCH_CHECK(activation >= 0 && activation <= static_cast<int64_t>(Activation::gelu_tanh),
-                  "group_norm: activation must be 0 to 4, got ", activation);
-  return static_cast<Activation>(activation);
+cudaError_t group_norm(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
+  switch (n.dtype) {
+    case DType::f32: return group_norm_f32(n, plan, stream);
+    case DType::f16: return group_norm_f16(n, plan, stream);
+    default: return group_norm_bf16(n, plan, stream);
+  }
 }
 
 ChannelNorm channels_last_of(const RowNorm& n, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
@@ -146,13 +92,23 @@ ChannelNorm channels_last_of(const RowNorm& n, const OptionalTensor& weight, con
   c.rstd = n.rstd;
   c.eps = eps;
   c.activation = n.activation;
+  c.behind = n.behind;
   c.dtype = n.dtype;
   return c;
 }
 
+GroupOptions behind_of(const Tensor& input, const OptionalTensor& residual, const Tensor& out) {
+  const bool wide = out.scalar_type() != input.scalar_type();
+  STD_TORCH_CHECK(out.numel() == input.numel() && (!wide || dtype_of(out, "group_norm") == DType::f32),
+                  "group_norm: out must have the input's size, and its dtype or float32");
+  STD_TORCH_CHECK(!residual.has_value() || (residual->numel() == out.numel() && residual->scalar_type() == out.scalar_type()),
+                  "group_norm: residual must have the size and dtype of out");
+  return {data_or_null(residual), out.mutable_data_ptr(), wide, wide || residual.has_value()};
+}
+
 void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const OptionalTensor& bias_,
-                     int64_t num_groups, double eps, bool channels_last, int64_t activation, Tensor out,
-                     OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
+                     int64_t num_groups, double eps, bool channels_last, int64_t activation, double low, double high,
+                     const OptionalTensor& residual, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
   if (input_.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
   STD_TORCH_CHECK(input_.dim() >= 2 && num_groups > 0 && input_.size(1) % num_groups == 0, "group_norm: ", num_groups,
@@ -160,7 +116,8 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
   const Tensor input = channels_last ? on_boundary(input_) : input_;
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
   const int64_t channels = input.size(1), rows = input.size(0) * num_groups;
-  RowNorm n = row_norm_of("group_norm", input, out, input.numel() / rows, eps);
+  RowNorm n = row_norm_of("group_norm", input, input, input.numel() / rows, eps);
+  n.behind = behind_of(input, residual, out);
   n.num_groups = num_groups;
   n.channels_per_group = channels / num_groups;
   n.spatial = n.cols / n.channels_per_group;
@@ -172,15 +129,18 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
   set_affine("group_norm", n, weight, bias, channels);
   n.mean = floats_or_null(mean);
   n.rstd = floats_or_null(rstd);
-  n.activation = activation_of(activation);
+  n.activation = activation_of("group_norm", activation, low, high);
   if (!channels_last) return run("group_norm", group_norm, 0, n, input, out, regime);
   ChannelNorm c = channels_last_of(n, weight, bias, eps);
   c.y = out.mutable_data_ptr();
   if (!run_columns("group_norm", group_norm_channels_last, c, input, static_cast<Regime>(regime))) {
     // Groups too wide for a block: by way of the other layout.
     const Tensor contiguous = torch::stable::contiguous(input);
-    Tensor result = torch::stable::empty_like(contiguous);
+    const OptionalTensor other =
+        residual.has_value() ? OptionalTensor(torch::stable::contiguous(*residual)) : std::nullopt;
+    Tensor result = torch::stable::empty_like(torch::stable::contiguous(out));
     n.x = contiguous.const_data_ptr();
+    n.behind = behind_of(contiguous, other, result);
     run("group_norm", group_norm, 0, n, contiguous, result, 0);
     torch::stable::copy_(out, result);
   }
@@ -189,35 +149,6 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
 // --- calls that record no gradient ---------------------------------------------------------------------------------
 // Checks, allocation and launch in one call. They decline (nullopt) what is not plain enough for that, or too large for
 // the memory: the caller then goes the general way, which copies, converts or raises.
-
-bool has_served_dtype(const Tensor& t) {
-  const auto dtype = t.scalar_type();
-  return dtype == torch::headeronly::ScalarType::Float || dtype == torch::headeronly::ScalarType::Half ||
-         dtype == torch::headeronly::ScalarType::BFloat16;
-}
-
-bool fits(const OptionalTensor& parameter, const Tensor& input, const int64_t* sizes, int64_t dims) {
-  if (!parameter.has_value()) return true;
-  const Tensor& p = *parameter;
-  return p.dim() == dims && std::equal(sizes, sizes + dims, p.sizes().data()) && p.is_cuda() &&
-         p.get_device_index() == input.get_device_index() && p.is_contiguous() &&
-         (p.scalar_type() == input.scalar_type() || p.scalar_type() == torch::headeronly::ScalarType::Float);
-}
-
-// Whether the kernels can take these, if the input's layout allows; weight and bias have `dims` sizes of the input's, from `first` on.
-bool is_plain(const Tensor& input, int64_t first, int64_t dims, const OptionalTensor& weight,
-              const OptionalTensor& bias) {
-  if (first < 0 || dims < 1 || first + dims > input.dim()) return false;
-  if (!has_served_dtype(input) || input.numel() == 0) return false;
-  const int64_t* sizes = input.sizes().data() + first;
-  return fits(weight, input, sizes, dims) && fits(bias, input, sizes, dims) &&
-         (!weight.has_value() || !bias.has_value() || weight->scalar_type() == bias->scalar_type());
-}
-
-int64_t trailing_elements(const Tensor& input, int64_t dims) {
-  const auto sizes = input.sizes();
-  return std::accumulate(sizes.end() - dims, sizes.end(), int64_t{1}, std::multiplies<int64_t>());
-}
 
 OptionalTensor layer_norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& weight,
                                   const OptionalTensor& bias, double eps) {
@@ -259,14 +190,25 @@ bool is_channels_last(const Tensor& t) {
   return true;
 }
 
+// Whether two tensors have everything in common but their values.
+bool alike(const Tensor& a, const Tensor& b) {
+  const auto sizes = a.sizes(), strides = a.strides();
+  return a.dim() == b.dim() && std::equal(sizes.begin(), sizes.end(), b.sizes().begin()) &&
+         std::equal(strides.begin(), strides.end(), b.strides().begin()) && a.scalar_type() == b.scalar_type() &&
+         a.is_cuda() && a.get_device_index() == b.get_device_index();
+}
+
 OptionalTensor group_norm_or_none(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
-                                  const OptionalTensor& bias, double eps, int64_t activation) {
+                                  const OptionalTensor& bias, double eps, int64_t activation, double low, double high,
+                                  const OptionalTensor& residual) {
   const bool channels_last = !input.is_contiguous() && is_channels_last(input);
   if (!(channels_last || input.is_contiguous()) || !is_plain(input, 1, 1, weight, bias)) return std::nullopt;
   if (num_groups < 1 || input.size(1) % num_groups != 0 || input.numel() == num_groups) return std::nullopt;
+  if (residual.has_value() && !alike(*residual, input)) return std::nullopt;
   const OptionalTensor out = unfilled_like(input);
   if (!out.has_value()) return std::nullopt;
-  group_norm_cuda(input, weight, bias, num_groups, eps, channels_last, activation, *out, std::nullopt, std::nullopt, 0);
+  group_norm_cuda(input, weight, bias, num_groups, eps, channels_last, activation, low, high, residual,
+                  *out, std::nullopt, std::nullopt, 0);
   return out;
 }
 
@@ -287,10 +229,10 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 // The launch plan, for tests that have no GPU, of the GPU described: (regime, vec, lanes, chunk_len, chunks, warps, held,
 // block_chunks, blocks_a_row, slots, grid, shared) into out. Returns 0 when the row cannot be done in that regime.
 extern "C" __attribute__((visibility("default"))) int normswap_row_plan(
-    int64_t rows, int64_t cols, int itemsize, int weights, int ragged, int clusters, int shared, int multiprocessors,
-    int regime, int64_t* out) {
+    int64_t rows, int64_t cols, int itemsize, int weights, int ragged, int options, int clusters, int shared,
+    int multiprocessors, int regime, int64_t* out) {
   const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, multiprocessors, multiprocessors > 0};
-  const normswap::Rows of{rows, cols, itemsize, weights, ragged != 0};
+  const normswap::Rows of{rows, cols, itemsize, weights, ragged != 0, options != 0};
   normswap::RowPlan p;
   if (!normswap::make_row_plan(of, gpu, static_cast<normswap::Regime>(regime), &p)) return 0;
   const int64_t values[] = {static_cast<int64_t>(p.regime), p.vec, p.lanes, p.chunk_len, p.chunks, p.warps,

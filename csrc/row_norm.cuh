@@ -24,6 +24,9 @@ template <class Tile, class W>
 constexpr bool kManySmall = Tile::Slots * Tile::V <= 24 || (Tile::Ragged && Tile::V == 8 && sizeof(W) == 2);
 template <class Tile, class W>
 constexpr int kSmallBlocks = (kManySmall<Tile, W> ? 24 : 20) / kWarpsSmall<Tile::Lanes>;
+// With options a lane has 128.
+template <class Policy, class Tile, class W>
+constexpr int kSmallBlocksOf = kOptions<Policy> ? 16 / kWarpsSmall<Tile::Lanes> : kSmallBlocks<Tile, W>;
 
 // Rows a lane works on at once in row_small: what is the same for all is then done once.
 template <class Tile>
@@ -32,7 +35,7 @@ constexpr int kRowsAtOnce = Tile::Slots == 1 ? kRowsSubwarp : 1;
 // --- kernels -----------------------------------------------------------------------------------------------------
 
 template <class Policy, class T, class W, class RowTile>
-__global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks<RowTile, W>)
+__global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocksOf<Policy, RowTile, W>)
     row_small(const RowArgs args) {
   follow_predecessor();
   let_successor_start();
@@ -53,8 +56,9 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
   affine.load_ahead(args, 0, tiles[0]);
 #pragma unroll
   for (RowTile& tile : tiles) tile.settle();
+  add_residual<Policy, T>(tiles, args, rows, 0);
   typename Policy::Stat stats[Rows];
-  Policy::statistics(tiles, args.sizes.row, stats);
+  Policy::statistics(tiles, args.sizes.row, args, stats);
   RowValues values[Rows];
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
@@ -120,9 +124,13 @@ struct HeldExchange {
   }
 };
 
+// Blocks that there are to be registers for. With options a lane has 128 in large blocks and 80 in small ones.
+template <class Policy, Held How, int Itemsize>
+constexpr int kBlocksHeldOf = !kOptions<Policy> ? kBlocksHeld<How, Itemsize> : kWarpsHeld<How, Itemsize> == 16 ? 1 : 3;
+
 // Whole: every warp has a chunk, of kChunk elements.
 template <class Policy, class T, class W, bool Ragged, Held How, bool Whole>
-__global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeld<How, sizeof(T)>)
+__global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf<Policy, How, sizeof(T)>)
     row_held(const RowArgs args) {
   if constexpr (kClusters || How == Held::in_block || How == Held::alone) {
     using Stat = typename Policy::Stat;
@@ -144,8 +152,9 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeld<H
     AffineAhead<Policy, W, HeldTile, AtOnce> affine;
     if constexpr (Ahead > 0) affine.load(args, begin, tiles[0], 0, 0, Ahead);
     tiles[0].settle();
+    add_residual<Policy, T>(tiles, args, rows, begin);
     Stat stats[1];
-    Policy::statistics(tiles, Whole || len == kChunk ? args.sizes.chunk : args.sizes.last_chunk, stats);
+    Policy::statistics(tiles, Whole || len == kChunk ? args.sizes.chunk : args.sizes.last_chunk, args, stats);
     const Stat stat = exchange.of_row(stats[0]);
     const RowValues values[1] = {Policy::template finish<T>(stat, args)};
     if (exchange.rank == 0 && threadIdx.x == 0) save_values<Policy>(args, rows[0], stat, values[0]);
@@ -243,7 +252,11 @@ template <class Policy, class T, class W, bool Ragged>
 cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
   if (plan.lanes == 8) return launch_slots<Policy, T, W, Ragged, 8, 0, 1>(args, plan, stream);
   if (plan.lanes == 16) return launch_slots<Policy, T, W, Ragged, 16, 0, 1>(args, plan, stream);
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (kOptions<Policy> && Ragged) {
+    return launch_slots<Policy, T, W, Ragged, 32, 0, kChunkSlots<T>>(args, plan, stream);
+  } else if constexpr (kOptions<Policy>) {
+    return launch_slots<Policy, T, W, Ragged, 32, 0, kChunkSlots<T> / 2, kChunkSlots<T>>(args, plan, stream);
+  } else if constexpr (sizeof(T) == 2) {
     return launch_slots<Policy, T, W, Ragged, 32, 0, 1, 2, 3, 4>(args, plan, stream);
   } else if constexpr (Ragged) {
     return launch_slots<Policy, T, W, Ragged, 32, 0, 4, 8>(args, plan, stream);
@@ -254,7 +267,7 @@ cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, c
 
 template <class Policy, class T, class W, bool Ragged, Held How>
 cudaError_t launch_held(const RowArgs& args, const LaunchShape& shape, cudaStream_t stream) {
-  if constexpr (!Ragged) {
+  if constexpr (!Ragged && !kOptions<Policy>) {
     const int64_t room = int64_t{kChunk} * args.block_chunks * args.blocks_a_row;
     if (args.n.cols == room) return launch_block<row_held<Policy, T, W, false, How, true>>(args, shape, stream);
   }
@@ -264,14 +277,20 @@ cudaError_t launch_held(const RowArgs& args, const LaunchShape& shape, cudaStrea
 template <class Policy, class T, class W, bool Ragged>
 cudaError_t launch_blocks(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
   switch (plan.held) {
-    case Held::alone: return launch_block<row_held<Policy, T, W, Ragged, Held::alone, false>>(args, shape, stream);
     case Held::in_block: return launch_held<Policy, T, W, Ragged, Held::in_block>(args, shape, stream);
     case Held::in_cluster: return launch_held<Policy, T, W, Ragged, Held::in_cluster>(args, shape, stream);
     case Held::in_groups: return launch_held<Policy, T, W, Ragged, Held::in_groups>(args, shape, stream);
-    case Held::no: break;
+    default: break;
   }
-  if (shape.cluster > 1) return launch_block<row_block<Policy, T, W, Ragged, true>>(args, shape, stream);
-  return launch_block<row_block<Policy, T, W, Ragged, false>>(args, shape, stream);
+  if constexpr (kOptions<Policy>) {
+    return cudaErrorInvalidValue;  // see Rows::options
+  } else {
+    if (plan.held == Held::alone) {
+      return launch_block<row_held<Policy, T, W, Ragged, Held::alone, false>>(args, shape, stream);
+    }
+    if (shape.cluster > 1) return launch_block<row_block<Policy, T, W, Ragged, true>>(args, shape, stream);
+    return launch_block<row_block<Policy, T, W, Ragged, false>>(args, shape, stream);
+  }
 }
 
 template <class Policy, class T, class W, bool Ragged>
@@ -290,7 +309,8 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
                      quotient_by(n.rows),
                      quotient_by(n.num_groups),
                      quotient_by(n.spatial),
-                     quotient_by(ceil_div(n.rows, kRowsSplit))};
+                     quotient_by(ceil_div(n.rows, kRowsSplit)),
+                     quotient_by(n.options.rows_per_sample)};
   const int cluster = plan.regime == Regime::cluster ? plan.blocks_a_row : 1;
   const LaunchShape shape{grid_of(plan.grid), plan.warps * 32, plan.shared, cluster, plan.overlap};
   cudaError_t error = cudaSuccess;
@@ -311,9 +331,10 @@ cudaError_t launch_ragged(const RowNorm& n, const RowPlan& plan, cudaStream_t st
   return launch_rows<Policy, T, W, false>(n, plan, stream);
 }
 
+// Parameters of channels are so few that their dtype is asked when they are loaded.
 template <class Policy, class T>
 cudaError_t launch_weight(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  if constexpr (Policy::affine != Affine::none && sizeof(T) == 2) {
+  if constexpr (Policy::affine == Affine::by_element && !kOptions<Policy> && sizeof(T) == 2) {
     if (n.weight_dtype == DType::f32) return launch_ragged<Policy, T, float>(n, plan, stream);
   }
   return launch_ragged<Policy, T, T>(n, plan, stream);

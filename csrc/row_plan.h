@@ -118,6 +118,8 @@ struct Rows {
   int itemsize;
   int weights;  // that an element may have of its own: 0, 1 or 2
   bool ragged;  // they begin or end elsewhere than at multiples of 16 bytes
+  // norm_with_options: rows that no registers hold are split, and none has a multiprocessor alone.
+  bool options;
 };
 
 // Bytes of shared memory that `blocks` blocks of a multiprocessor can each have, but no more blocks: it hands out 128 bytes
@@ -167,7 +169,7 @@ inline bool make_team(const Rows& of, const Gpu& gpu, RowPlan* p) {
 // The plan for rows of at least one element; `regime` other than automatic asks for that one. Returns false when the rows
 // cannot be done in the regime asked for.
 inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan* plan) {
-  const auto [rows, cols, itemsize, weights, ragged] = of;
+  const auto [rows, cols, itemsize, weights, ragged, options] = of;
   RowPlan p{};
   p.overlap = gpu.overlap;
   p.vec = 16 / itemsize;
@@ -181,13 +183,14 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
   const int by_choice = kSliceBytes / (kChunk * itemsize);
   const bool held = held_by(Regime::block, p.chunks, itemsize) != Held::no;
   const bool held_in_cluster = held_by(Regime::cluster, p.chunks, itemsize) != Held::no;
-  const bool fits_block = held || (p.chunks <= most && p.chunks <= kMaxChunks);
+  const bool staged = !options;  // rows may lie in shared memory
+  const bool fits_block = held || (staged && p.chunks <= most && p.chunks <= kMaxChunks);
   const bool fits_cluster =
-      gpu.clusters && (held_in_cluster || (p.chunks <= kMaxCluster * most && p.chunks <= kMaxChunks));
+      gpu.clusters && (held_in_cluster || (staged && p.chunks <= kMaxCluster * most && p.chunks <= kMaxChunks));
   RowPlan team = p;
   const bool has_team = make_team(of, gpu, &team), has_all = team.blocks_a_row == row_groups(p);
-  const bool fits_team = has_team && has_all;
-  const bool fits_both = has_team && !has_all && row_groups(p) <= 2 * team.blocks_a_row && itemsize == 4 && !ragged;
+  const bool fits_team = staged && has_team && has_all;
+  const bool fits_both = staged && has_team && !has_all && row_groups(p) <= 2 * team.blocks_a_row && itemsize == 4 && !ragged;
   const bool busy = team.grid * 4 >= gpu.multiprocessors * int64_t{3};  // most of the GPU
   Regime r = regime;
   if (r == Regime::automatic) {
@@ -223,7 +226,7 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
     case Regime::block:
     case Regime::cluster:
       p.held = held_by(r, p.chunks, itemsize);
-      if (p.held == Held::in_block && rows <= gpu.multiprocessors) p.held = Held::alone;
+      if (p.held == Held::in_block && rows <= gpu.multiprocessors && !options) p.held = Held::alone;
       p.blocks_a_row = r == Regime::block          ? 1
                        : p.held == Held::in_groups ? static_cast<int>(ceil_div(p.chunks, kGroup))
                        : p.held == Held::no        ? kMaxCluster

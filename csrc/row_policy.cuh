@@ -2,7 +2,7 @@
 // of it (RowValues) and how an element is normalised.
 #pragma once
 
-#include "activation.cuh"
+#include "behind.cuh"
 #include "row_tile.cuh"
 
 namespace normswap {
@@ -13,7 +13,7 @@ struct RowValues {
 };
 
 // What the affine parameters of a policy belong to.
-enum class Affine { none, by_element, by_channel };
+enum class Affine { none, by_element, by_channel, with_options };
 
 // Divides numbers that are not negative by one that the host knows: by its reciprocal times 2^64, rounded down, which is at
 // most one too few.
@@ -34,6 +34,7 @@ struct RowArgs {
   float eps, weight_offset;
   RowSizes sizes;
   Quotient by_rows, by_num_groups, by_spatial, by_sets;  // the last: split, both: of kRowsSplit rows
+  Quotient by_sample;                                    // options
 };
 
 // A tile of so many elements must not keep them as floats.
@@ -72,7 +73,7 @@ struct Centred {
   __device__ static bool fast(RowValues) { return true; }
   // `size`: elements of the chunks.
   template <class Tile, int Rows>
-  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor& size, Stat (&out)[Rows]) {
+  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor& size, const RowArgs&, Stat (&out)[Rows]) {
     float mean[Rows] = {}, m2[Rows];
     chunk_sums<false>(tiles, mean, mean, [](float x, float into) { return __fadd_rn(into, x); });
 #pragma unroll
@@ -113,7 +114,7 @@ struct RMSNormPolicy {
   static constexpr bool has_bias = false, always_fast = true;
   __device__ static bool fast(RowValues) { return true; }
   template <class Tile, int Rows>
-  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, Stat (&out)[Rows]) {
+  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, const RowArgs&, Stat (&out)[Rows]) {
     plain_sums(tiles, out, [](float x, float into) { return fmaf(x, x, into); });
   }
   template <class T>
@@ -135,7 +136,7 @@ struct L1NormPolicy {
   static constexpr Affine affine = Affine::none;
   static constexpr bool has_bias = false, always_fast = false;
   template <class Tile, int Rows>
-  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, Stat (&out)[Rows]) {
+  __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, const RowArgs&, Stat (&out)[Rows]) {
     plain_sums(tiles, out, [](float x, float into) { return __fadd_rn(into, fabsf(x)); });
   }
   template <class T>
@@ -260,6 +261,17 @@ struct AffineByElement {
   }
 };
 
+// One of a channel, whatever its dtype: by loads that no branch keeps apart.
+__device__ inline float channel_parameter(const void* data, DType dtype, int64_t i, float absent) {
+  const bool there = data != nullptr, whole = dtype == DType::f32;
+  unsigned word = 0;
+  load_if(there && whole, word, static_cast<const float*>(data) + i);
+  load_half_if(there && !whole, word, static_cast<const unsigned short*>(data) + i);
+  const float half = __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
+  const float value = __uint_as_float(whole ? word : word << 16);
+  return !there ? absent : dtype == DType::f16 ? half : value;
+}
+
 // A channel's weight and bias.
 struct ChannelParameters {
   float weight, bias;
@@ -281,17 +293,14 @@ struct ChannelPlace {
   }
   __device__ bool is_few() const { return channels != many; }
   // Of the chunk's c-th channel in row r: channel (r % groups) * channels_per_group + c of all.
-  template <class W>
   __device__ ChannelParameters load(const RowArgs& a, int64_t row, unsigned c) const {
     const int64_t first = (row - a.by_num_groups.of(row) * a.n.num_groups) * a.n.channels_per_group;
     const int64_t i = first + min(channel + c, static_cast<unsigned>(a.n.channels_per_group) - 1);
-    return {a.n.weight == nullptr ? 1.f : to_float(static_cast<const W*>(a.n.weight)[i]),
-            a.n.bias == nullptr ? 0.f : to_float(static_cast<const W*>(a.n.bias)[i])};
+    return {channel_parameter(a.n.weight, a.n.weight_dtype, i, 1.f), channel_parameter(a.n.bias, a.n.weight_dtype, i, 0.f)};
   }
   // Of its first one or second one.
-  template <class W>
   __device__ ChannelParameters load_few(const RowArgs& a, int64_t row, unsigned c) const {
-    return load<W>(a, row, c);
+    return load(a, row, c);
   }
 };
 
@@ -300,14 +309,13 @@ template <int V>
 struct ChannelsLoaded : ChannelPlace<V> {
   ChannelParameters few[2];
 
-  template <class W>
   __device__ ChannelParameters load_few(const RowArgs&, int64_t, unsigned c) const {
     return few[c];
   }
 };
 
 // One value a channel, in a row.
-template <class W, class Place, int V>
+template <class Place, int V>
 struct AffineByChannel {
   const RowArgs& args;
   const Place& place;
@@ -318,7 +326,7 @@ struct AffineByChannel {
   __device__ AffineByChannel(const RowArgs& a, const Place& where, int64_t of_row, RowValues values)
       : args(a), place(where), row(of_row), rstd(values.rstd) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) few[c] = with_rstd(place.template load_few<W>(args, row, c));
+    for (int c = 0; c < 2; ++c) few[c] = with_rstd(place.load_few(args, row, c));
   }
   // The vector at `offset` of the chunk, where there are few.
   __device__ void of_few(int offset, Floats<V>& w, Floats<V>& b) const {
@@ -335,12 +343,12 @@ struct AffineByChannel {
     const unsigned spatial = static_cast<unsigned>(args.n.spatial);
     unsigned c = static_cast<unsigned>(args.by_spatial.of(place.remainder + offset));
     unsigned rest = (place.remainder + offset) - c * spatial;
-    ChannelParameters mine = with_rstd(place.template load<W>(args, row, c));
+    ChannelParameters mine = with_rstd(place.load(args, row, c));
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       if (rest == spatial) {
         rest = 0;
-        mine = with_rstd(place.template load<W>(args, row, ++c));
+        mine = with_rstd(place.load(args, row, ++c));
       }
       w.v[j] = mine.weight;
       b.v[j] = mine.bias;

@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
     if constexpr (by_channel) {
       auto& each = of_warp[threadIdx.x % 32 / 2];
       const int c = threadIdx.x % 2;
-      each.few[turn % 2][c] = each.ahead.template load<W>(args, row, c);
+      each.few[turn % 2][c] = each.ahead.load(args, row, c);
     }
   };
   const auto row_of = [&](int turn) { return team + static_cast<int64_t>(turn) * teams; };
@@ -222,9 +222,13 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
 
 template <class Policy, class T, class W, bool Ragged>
 cudaError_t launch_team(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
-  const int64_t bytes = row_workspace_bytes(plan, args.n.rows);
-  const cudaError_t error = cudaMemsetAsync(args.n.workspace, 0, bytes, stream);
-  return error == cudaSuccess ? launch_at_once<row_team<Policy, T, W, Ragged, false>>(args, shape, stream) : error;
+  if constexpr (kOptions<Policy>) {
+    return cudaErrorInvalidValue;  // see Rows::options
+  } else {
+    const int64_t bytes = row_workspace_bytes(plan, args.n.rows);
+    const cudaError_t error = cudaMemsetAsync(args.n.workspace, 0, bytes, stream);
+    return error == cudaSuccess ? launch_at_once<row_team<Policy, T, W, Ragged, false>>(args, shape, stream) : error;
+  }
 }
 
 // --- split, and both -----------------------------------------------------------------------------------------------
@@ -247,7 +251,8 @@ __device__ inline void load_piece(Tile& tile, const RowArgs& args, int64_t row, 
 }
 
 template <class Policy, class T, bool Ragged>
-__global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_partial(const RowArgs args) {
+__global__ void __launch_bounds__(kWarpsSplit * 32, kOptions<Policy> && sizeof(T) == 4 ? 1 : 2)
+    row_partial(const RowArgs args) {
   using Stat = typename Policy::Stat;
   __shared__ Stat parts[kGroup];
   let_successor_start();
@@ -260,10 +265,12 @@ __global__ void __launch_bounds__(kWarpsSplit * 32, 2) row_partial(const RowArgs
   const int group = args.held_groups + static_cast<int>(nth);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   ChunkTile<T, Ragged> tile[1];
-  load_piece<T>(tile[0], args, row, (int64_t{group} * kGroup + warp) * args.chunk_len, args.chunk_len);
+  const int64_t begin = (int64_t{group} * kGroup + warp) * args.chunk_len, rows[1] = {row};
+  load_piece<T>(tile[0], args, row, begin, args.chunk_len);
   tile[0].settle();
+  add_residual<Policy, T>(tile, args, rows, begin);
   Stat mine[1];
-  Policy::statistics(tile, tile[0].len == args.chunk_len ? args.sizes.chunk : args.sizes.last_chunk, mine);
+  Policy::statistics(tile, tile[0].len == args.chunk_len ? args.sizes.chunk : args.sizes.last_chunk, args, mine);
   if (lane == 0) parts[warp] = mine[0];
   __syncthreads();
   if (warp == 0) {
@@ -323,15 +330,19 @@ cudaError_t launch_split(const RowArgs& args, const RowPlan& plan, const LaunchS
   const int64_t pieces = ceil_div(args.n.cols - first_split(args), kPiece * kWarpsApply);
   const LaunchShape partial{shape.grid, kWarpsSplit * 32, 0, 1, false};
   const LaunchShape merge{grid_of(args.n.rows), 256, 0, 1, plan.overlap};
-  const LaunchShape apply{grid_of(pieces * ceil_div(args.n.rows, kRowsSplit)), kWarpsApply * 32, 0, 1, plan.overlap};
+  RowArgs second = args;
+  const bool summed = kOptions<Policy> && args.n.options.residual != nullptr;  // what row_partial stored is normalised
+  if (summed) second.n.x = args.n.options.sum;
+  const LaunchShape apply{grid_of(pieces * ceil_div(args.n.rows, kRowsSplit)), kWarpsApply * 32, 0, 1,
+                          plan.overlap && !summed};
   const LaunchShape team{grid_of(args.held_groups), shape.threads, shape.shared, 1, false};
   cudaError_t error = launch_block<row_partial<Policy, T, Ragged>>(args, partial, stream);
   if (error != cudaSuccess) return error;
-  if constexpr (!Ragged && sizeof(T) == 4) {
+  if constexpr (!Ragged && sizeof(T) == 4 && !kOptions<Policy>) {
     if (args.held_groups > 0) error = launch_at_once<row_team<Policy, T, W, false, true>>(args, team, stream);
   }
   if (args.held_groups == 0) error = launch_block<row_merge<Policy, T>>(args, merge, stream);
-  return error == cudaSuccess ? launch_block<row_apply<Policy, T, W, Ragged>>(args, apply, stream) : error;
+  return error == cudaSuccess ? launch_block<row_apply<Policy, T, W, Ragged>>(second, apply, stream) : error;
 }
 
 }  // namespace

@@ -35,6 +35,11 @@ inline DType dtype_of(const Tensor& t, const char* op) {
 
 inline int64_t itemsize(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
+inline ActivationArgs activation_of(const char* op, int64_t code, double low, double high) {
+  STD_TORCH_CHECK(code >= 0 && code <= static_cast<int64_t>(Activation::tanh), op, ": activation must be 0 to 9, got ", code);
+  return {static_cast<Activation>(code), static_cast<float>(low), static_cast<float>(high)};
+}
+
 // What plans need to know of a CUDA device; asked of the driver once.
 Gpu gpu_of(int device);
 

@@ -293,7 +293,7 @@ struct Divisor {
   }
 };
 
-// Whether what l1_norm divides by follows mean |x|, or is the minimum.
+// Whether what l1_norm and l2_norm divide by follows mean |x| or the norm, or is the minimum.
 template <class T>
 __device__ inline bool l1_follows(float mean, double minimum) {
   return !(to_float(from_float<T>(mean)) < to_float(from_float<T>(static_cast<float>(minimum))));
@@ -304,6 +304,12 @@ template <class T>
 __device__ inline float l1_divisor(float mean, double eps, double minimum) {
   const float least = l1_follows<T>(mean, minimum) ? mean : static_cast<float>(minimum);
   return to_float(from_float<T>(__fadd_rn(to_float(from_float<T>(least)), static_cast<float>(eps))));
+}
+
+// What l2_norm divides by: max(norm, eps), both rounded to T, as the expression does.
+template <class T>
+__device__ inline float l2_divisor(float norm, double eps) {
+  return to_float(from_float<T>(l1_follows<T>(norm, eps) ? norm : static_cast<float>(eps)));
 }
 
 }  // namespace normswap

@@ -6,8 +6,7 @@ The function of a name here takes the same arguments as the op of that name in `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normswap.activation import NONE, Activation
-
-
-def adapted(normalised: Tensor, scale: Tensor | None, shift: Tensor | None, activation: Activation) -> Tensor:
-    """``activation(normalised * (1 + scale) + shift)``; the last two are none or both."""
-    if scale is not None and shift is not None:
-        normalised = normalised * (1 + scale) + shift
-    return activation(normalised)
 
 
 def layer_norm(
@@ -36,27 +28,41 @@ def layer_norm(
     shift: Tensor | None = None,
     activation: Activation = NONE,
 ) -> Any:
-    """PyTorch's layer norm of ``input + residual``, then scale, shift and activation; with a residual (result, sum)."""
+    """PyTorch's layer norm of ``input + residual``, then ``* (1 + scale) + shift``, which is computed in float32 or
+    better and rounded once, then the activation; with a residual also the sum."""
     total = input if residual is None else input + residual
-    out = adapted(F.layer_norm(total, list(normalized_shape), weight, bias, eps), scale, shift, activation)
+    if scale is None or shift is None:
+        out = F.layer_norm(total, list(normalized_shape), weight, bias, eps)
+    else:
+        wide = torch.promote_types(total.dtype, torch.float32)
+        weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
+        normalised = F.layer_norm(total.to(wide), list(normalized_shape), weight, bias, eps)
+        lowered = total.dtype in (torch.float16, torch.bfloat16) and total.is_cuda and torch.is_autocast_enabled("cuda")
+        out = adapted(normalised, scale, shift).to(wide if lowered else total.dtype)
+    out = activation(out)
     return out if residual is None else (out, total)
+
+
+def adapted(normalised: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """``normalised * (1 + scale) + shift`` in the dtype of ``normalised``, as adaptive norms (Peebles & Xie 2023)."""
+    return normalised * (1 + scale.to(normalised.dtype)) + shift.to(normalised.dtype)
 
 
 def layer_norm_dim(
     x: Tensor, dim: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """PyTorch's layer norm over one dim."""
-    return F.layer_norm(x.movedim(dim, -1), [x.shape[dim]], weight, bias, eps).movedim(-1, dim)
-
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-"""What may follow a norm in one op, in the order of the kernels' numbers for it (0 to 4)."""
+    """Layer norm along ``dim`` in float32 or better, with one weight and bias per index along it; its output is float32
+    under autocast, as that of PyTorch's layer norm."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - wide.mean(dim, keepdim=True)
+    out = centred * torch.rsqrt(centred.square().mean(dim, keepdim=True) + eps)
+    shape = [1] * x.dim()
+    shape[dim] = -1
+    if weight is not None:
+        out = out * weight.to(wide.dtype).view(shape)
+    if bias is not None:
+        out = out + bias.to(wide.dtype).view(shape)
+    return out if x.is_cuda and torch.is_autocast_enabled("cuda") else out.to(x.dtype)
 
 
 def group_norm(
@@ -74,19 +80,18 @@ def group_norm(
     return activation(out if residual is None else out + residual)
 
 
-def instance_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """PyTorch's instance norm by the statistics of ``input``."""
-    return F.instance_norm(input, None, None, weight, bias, eps=eps)
-
-
-def activation_gradient(grad: Tensor, input: Tensor, activation: str) -> Tensor:
-    """The gradient of ``ACTIVATIONS[activation]`` at ``input``, in its dtype."""
-    aten = torch.ops.aten
-    if activation == "relu":
-        return aten.threshold_backward.default(grad, input, 0)
-    if activation == "silu":
-        return aten.silu_backward.default(grad, input)
-    return aten.gelu_backward.default(grad, input, approximate="tanh" if activation == "gelu_tanh" else "none")
+def instance_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: Activation = NONE,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The same of PyTorch's instance norm by the statistics of ``input``."""
+    out = F.instance_norm(input, None, None, weight, bias, eps=eps)
+    return activation(out if residual is None else out + residual)
 
 
 def rms_norm(
@@ -97,18 +102,43 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     cast_before_weight: bool = False,
-) -> Tensor:
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: Activation = NONE,
+) -> Any:
     """``input / sqrt(mean(input^2) + eps) * (weight_offset + weight)`` over the trailing ``normalized_shape`` (Zhang &
     Sennrich 2019), in float32 or better; with ``cast_before_weight`` what is normalised is rounded to the input's
-    dtype before the weight."""
-    shape = list(normalized_shape)
-    if weight is None or list(weight.shape) != shape or not (weight_offset or cast_before_weight):
-        return F.rms_norm(input, shape, weight, eps)  # one rounding, at the end; a wrong shape raises
-    wide = torch.promote_types(input.dtype, torch.float32)
-    gain = weight.to(wide) + weight_offset if weight_offset else weight
+    dtype before the weight. The options are those of ``layer_norm``."""
+    total = input if residual is None else input + residual
+    out = _rms_norm(total, list(normalized_shape), weight, eps, weight_offset, cast_before_weight, scale, shift)
+    out = activation(out)
+    return out if residual is None else (out, total)
+
+
+def _rms_norm(
+    x: Tensor,
+    shape: list[int],
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    cast_before_weight: bool,
+    scale: Tensor | None,
+    shift: Tensor | None,
+) -> Tensor:
+    adapts = scale is not None and shift is not None
+    if (weight is None or list(weight.shape) != shape or not (weight_offset or cast_before_weight)) and not adapts:
+        return F.rms_norm(x, shape, weight, eps)  # one rounding, at the end; a wrong shape raises
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gain = None if weight is None else weight.to(wide) + weight_offset
     if cast_before_weight:
-        return (F.rms_norm(input, shape, None, eps).to(input.dtype) * gain).to(input.dtype)
-    return F.rms_norm(input.to(wide), shape, gain, eps).to(input.dtype)
+        out = F.rms_norm(x, shape, None, eps).to(x.dtype).to(wide)
+        out = out if gain is None else out * gain
+    else:
+        out = F.rms_norm(x.to(wide), shape, gain, eps)
+    if scale is not None and shift is not None:
+        out = adapted(out, scale, shift)
+    return out.to(x.dtype)
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -133,6 +163,17 @@ def l1_divisor(mean: Tensor, eps: float = 0.0, minimum: float | None = None) -> 
     if minimum is not None:
         mean = mean.clamp(min=minimum)
     return mean + eps if eps else mean
+
+
+def l2_norm(x: Tensor, dim: int = -1, eps: float = 0.0) -> Tensor:
+    """``x / max(norm of x along dim, eps)``: ``torch.nn.functional.normalize``; with ``eps`` 0 the plain division."""
+    norm = x.norm(p=2, dim=dim, keepdim=True)
+    return x / (norm.clamp_min(eps) if eps else norm)
+
+
+def frobenius_norm(x: Tensor) -> Tensor:
+    """``x / x.norm()`` of the whole tensor."""
+    return x / x.norm()
 
 
 def scale_batch_norm(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import group_norm_stand_in
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import measure, modules, ops, reference
+from normswap.activation import Activation
 from normswap.checkpoint import convert
 from normswap.compare import compare
 from normswap.plan import Match, Plan, PlanError, Reason
@@ -120,7 +121,7 @@ def test_what_the_plan_says_of_each_form() -> None:
     "attributes",
     (
         {"norm": 3, "activation": "silu"},
-        {"norm": "gn", "activation": "tanh"},
+        {"norm": "gn", "activation": "softmax"},
         {"norm": "gn", "children": [3]},
         {"runs": [{"norm": "0"}]},
     ),
@@ -185,10 +186,11 @@ def test_timm_s_norms_with_an_activation() -> None:
 
 def wrong(activation: str) -> Any:
     """The op, with another activation than asked for."""
-    return lambda x, groups, weight, bias, eps, _: reference.group_norm(x, groups, weight, bias, eps, activation)
+    after = Activation(activation)
+    return lambda x, groups, weight, bias, eps, _: reference.group_norm(x, groups, weight, bias, eps, after)
 
 
-def not_rounded(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, activation: str) -> Tensor:
+def not_rounded(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, activation: Activation) -> Tensor:
     wide = (t.float() for t in (weight, bias))
     return reference.group_norm(x.float(), groups, *wide, eps, activation).to(x.dtype)
 
@@ -271,34 +273,23 @@ def arguments(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 @pytest.mark.case("double-backward")
 def test_the_op_is_the_norm_then_the_activation(activation: str) -> None:
     x, weight, bias = arguments()
-    found = ops.group_norm(x, 3, weight, bias, 1e-3, activation)
+    after = Activation(activation)
+    found = ops.group_norm(x, 3, weight, bias, 1e-3, after)
     assert torch.equal(found, ACTIVATIONS[activation](F.group_norm(x, 3, weight, bias, 1e-3)))
-    function = lambda *tensors: ops.group_norm(tensors[0], 3, *tensors[1:], 1e-3, activation)  # noqa: E731
+    function = lambda *tensors: ops.group_norm(tensors[0], 3, *tensors[1:], 1e-3, after)  # noqa: E731
     assert torch.autograd.gradcheck(function, (x, weight, bias))
     assert torch.autograd.gradgradcheck(function, (x, weight, bias))
 
 
 def test_an_unknown_activation_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="activation must be one of 'none', 'relu', .*got 'tanh'"):
-        ops.group_norm(torch.randn(2, 4), 2, activation="tanh")
+    with pytest.raises(ValueError, match="activation must be one of 'none', 'relu', .*got 'softmax'"):
+        ops.group_norm(torch.randn(2, 4), 2, activation=Activation("softmax"))
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's op in the place of our kernel, under our autograd Function."""
-
-    def kernel(
-        input: Tensor, weight: Any, bias: Any, groups: int, eps: float, activation: str, mean: Any, rstd: Any
-    ) -> Tensor:
-        if mean is not None:
-            rows = input.float().reshape(len(input), groups, -1)
-            mean.copy_(rows.mean(-1))
-            rstd.copy_((rows.var(-1, correction=0) + eps).rsqrt())
-        return reference.group_norm(input, groups, weight, bias, eps, activation)
-
-    module = sys.modules["normswap.ops.group_norm"]  # normswap.ops.group_norm is the function
-    monkeypatch.setattr(module, "native_serves", lambda *tensors: True)
-    monkeypatch.setattr(module, "_group_norm_forward", kernel)
+    """Formulas in the place of our kernels, under our autograd Function."""
+    group_norm_stand_in.install(monkeypatch)
 
 
 @by_activation
@@ -310,7 +301,7 @@ def test_the_backward_formula(activation: str, layout: torch.memory_format) -> N
     x = torch.randn(shape).to(memory_format=layout).requires_grad_()
     weight, bias = (torch.randn(6, requires_grad=True) for _ in range(2))
     dy, tensors = torch.randn(shape), (x, weight, bias)
-    out = ops.group_norm(x, 3, weight, bias, 1e-5, activation)
+    out = ops.group_norm(x, 3, weight, bias, 1e-5, Activation(activation))
     assert type(out.grad_fn).__name__ == "_GroupNormBackward"
     expected = ACTIVATIONS[activation](F.group_norm(x, 3, weight, bias))
     ours, theirs = (torch.autograd.grad(y, tensors, dy, retain_graph=True) for y in (out, expected))
@@ -353,9 +344,9 @@ def test_a_right_kernel_is_kept_where_float16_rounds_across_a_power_of_two(monke
     """At a mean of 1000 float32 cannot tell to which side the norm's output rounds, and what is made of either
     neighbour may have another exponent, with a wider unit in the last place."""
 
-    def kernel(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, activation: str) -> Tensor:
+    def kernel(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, activation: Activation) -> Tensor:
         normalised = F.group_norm(x.float(), groups, weight.float(), bias.float(), eps).half()
-        return reference.ACTIVATIONS[activation](normalised.float()).half()
+        return activation(normalised.float()).half()
 
     monkeypatch.setattr(ops, "group_norm", kernel)
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules, ops, reference
+from normswap.activation import CODES, Activation
 from normswap.plan import Plan, Reason
 
 SHAPES = {nn.InstanceNorm1d: (4, 6, 5), nn.InstanceNorm2d: (4, 6, 5, 3), nn.InstanceNorm3d: (2, 6, 5, 3, 2)}
@@ -191,8 +192,9 @@ def test_a_direct_call_is_group_norm_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def op(*given: Any) -> Tensor:
         asked.append(given)
-        input, groups, weight, bias, eps, activation = given
-        return reference.group_norm(input, groups, weight, bias, eps, [*ops.ACTIVATIONS][activation])
+        input, groups, weight, bias, eps, activation, low, high, residual = given
+        after = Activation([*CODES][activation], low, high)
+        return reference.group_norm(input, groups, weight, bias, eps, after, residual=residual)
 
     monkeypatch.setattr(sys.modules["normswap.ops.instance_norm"], "direct", lambda *tensors: op)
     x, weight, bias = torch.randn(4, 6, 5), torch.randn(6), torch.randn(6)

@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn.modules import module as _torch_module
 
 _CLASSES = (
-    *(nn.Linear, nn.BatchNorm1d, nn.GroupNorm, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm),
     *(nn.ReLU, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Sigmoid, nn.Tanh),
+    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
 )
 _FORWARDS = {cls: cls.forward for cls in _CLASSES}
 

@@ -13,7 +13,9 @@ from normswap.ops.folded_linear import folded_linear
 from normswap.ops.group_norm import group_norm
 from normswap.ops.instance_norm import instance_norm
 from normswap.ops.l1_norm import l1_norm
-from normswap.ops.layer_norm import layer_norm, layer_norm_dim
+from normswap.ops.l2_norm import frobenius_norm, l2_norm
+from normswap.ops.layer_norm import layer_norm
+from normswap.ops.layer_norm_dim import layer_norm_dim
 from normswap.ops.rms_norm import rms_norm, rms_norm_dim
 from normswap.ops.scale_batch_norm import fold_scale_batch_norm, scale_batch_norm
 
@@ -21,9 +23,11 @@ __all__ = [
     "autograd_only",
     "fold_scale_batch_norm",
     "folded_linear",
+    "frobenius_norm",
     "group_norm",
     "instance_norm",
     "l1_norm",
+    "l2_norm",
     "layer_norm",
     "layer_norm_dim",
     "native_serves",

@@ -26,17 +26,20 @@ _native_tried = False
 _direct: dict[str, Callable[..., Tensor | None]] = {}
 
 
-def direct(name: str, *tensors: Tensor | None) -> Callable[..., Tensor | None] | None:
+def direct(name: str, *tensors: Tensor | None, autocast: bool = False) -> Callable[..., Tensor | None] | None:
     """The native op that does all of a call of ``name`` in one step, or None when the call must go the general way:
     the library is not loaded, a tensor is no plain one on a GPU, or gradients, autocast, a functorch transform,
-    forward-mode AD, torch.jit.trace or torch.compile have a say in it. The op answers None where it declines."""
+    forward-mode AD, torch.jit.trace or torch.compile have a say in it. The op answers None where it declines.
+    ``autocast``: the caller sees to that."""
     if torch.compiler.is_compiling():
         return None
     grad = torch.is_grad_enabled()
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in PLAIN or not tensor.is_cuda or (grad and tensor.requires_grad)):
             return None
-    if torch.is_autocast_enabled("cuda") or torch._C._get_tracing_state() is not None or not autograd_only():
+    if not autocast and torch.is_autocast_enabled("cuda"):
+        return None
+    if torch._C._get_tracing_state() is not None or not autograd_only():
         return None
     return _direct.get(name)
 
@@ -86,12 +89,15 @@ def _library_ready() -> bool:
 
 def _register_fakes() -> None:
     """Every native op only fills tensors it is given, so its fake does nothing; the direct ones decline."""
-    rows = ("layer_norm", "rms_norm", "l1_norm", "group_norm")
-    dims = ("rms_norm_dim", "rms_norm_dim_backward", "l1_norm_dim", "l1_norm_dim_backward")
-    for name in (*rows, *dims, "scale_batch_norm", "affine", "fold_linear"):
+    with_options = ("layer_norm_with_options", "rms_norm_with_options")
+    rows = ("layer_norm", "rms_norm", "l1_norm", "l2_norm", "group_norm")
+    dims = ("layer_norm_dim", "l2_norm_dim", "rms_norm_dim", "rms_norm_dim_backward")
+    more = ("l1_norm_dim", "l1_norm_dim_backward", "group_norm_backward", "scale_batch_norm", "affine", "fold_linear")
+    for name in (*rows, *with_options, *dims, *more):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
-    for name in rows:
-        torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, **kwargs: None)
+    for name in (*rows, *with_options, "layer_norm_dim", "frobenius_norm"):
+        declined = (None, None) if name in with_options else None
+        torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, answer=declined, **kwargs: answer)
         op = getattr(torch.ops.normswap, f"{name}_or_none").default
         _direct[name] = getattr(op, "_op", op)  # without the frame of Python around it
 

@@ -21,27 +21,26 @@ def instance_norm(
     *,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Instance normalisation of ``input`` (N, C, *) (Ulyanov et al. 2016), as ``torch.nn.functional.instance_norm``
-    without running statistics.
+    """``activation(norm(input) + residual)`` with the instance normalisation of ``input`` (N, C, *) (Ulyanov et al.
+    2016), as ``torch.nn.functional.instance_norm`` without running statistics.
 
-    ``weight`` and ``bias`` are (C,). A channels_last input gives a channels_last output; any other a contiguous one.
-    Returns the input's shape and dtype, also under autocast. Raises what PyTorch's op raises.
+    ``weight`` and ``bias`` are (C,), ``residual`` has the input's shape. A channels_last input gives a channels_last
+    output; any other a contiguous one. Returns the input's shape and dtype, also under autocast. Raises what PyTorch's
+    ops raise.
     """
-    if residual is not None or activation != NONE:
-        normalised = reference.instance_norm(input, weight, bias, eps)
-        return activation(normalised if residual is None else normalised + residual)
     if input.dim() >= 3 and input.numel() > 0 and math.prod(input.shape[2:]) > 1:  # of one PyTorch raises ValueError
         channels = input.shape[1]
-        op = direct("group_norm", input, weight, bias)
+        op = direct("group_norm", input, weight, bias, residual)
         if op is not None:
-            out = op(input, channels, weight, bias, eps, 0)
+            out = op(input, channels, weight, bias, eps, activation.code, activation.low, activation.high, residual)
             if out is not None:
                 return out
         if (
-            native_serves(input, weight, bias, elements=math.prod(input.shape[2:]), least=LARGE_GROUP)
+            native_serves(input, weight, bias, residual, elements=math.prod(input.shape[2:]), least=LARGE_GROUP)
             and (weight is None or weight.shape == (channels,))
             and (bias is None or bias.shape == (channels,))
+            and (residual is None or (residual.shape == input.shape and residual.dtype == input.dtype))
             and affine_dtypes_fit(input, weight, bias)
         ):
-            return native_group_norm(input, weight, bias, channels, eps)
-    return reference.instance_norm(input, weight, bias, eps)
+            return native_group_norm(input, weight, bias, channels, eps, activation, residual, input.dtype)
+    return reference.instance_norm(input, weight, bias, eps, activation, residual=residual)

@@ -24,6 +24,7 @@ from normswap.ops.dispatch import (
     row_statistic,
     statistic_along,
 )
+from normswap.ops.options import Options, gradients, with_sum
 
 
 def rms_norm(
@@ -46,13 +47,25 @@ def rms_norm(
     (Gemma's ``1 + weight``). With ``cast_before_weight`` what is normalised is rounded to the input's dtype before the
     weight, as Llama does. ``eps=None`` means the machine epsilon PyTorch takes. Returns a tensor of the input's shape
     and dtype, contiguous for a contiguous input. Raises what PyTorch's op raises.
+
+    ``residual``, ``scale``, ``shift`` and ``activation`` are those of ``layer_norm``: with a residual (output, sum) is
+    returned.
     """
-    if residual is not None or scale is not None or activation != NONE:
-        total = input if residual is None else input + residual
-        order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
-        normalised = reference.rms_norm(total, normalized_shape, weight, eps, **order)
-        adapted = reference.adapted(normalised, scale, shift, activation)
-        return adapted if residual is None else (adapted, total)
+    arguments = (weight_offset, cast_before_weight)
+    if residual is None and scale is None and shift is None and activation.name == "none":
+        return _rms_norm(input, normalized_shape, weight, eps, *arguments)
+    options = Options(residual, scale, shift, activation)
+    return _rms_norm_with_options(input, normalized_shape, weight, eps, *arguments, options)
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    cast_before_weight: bool,
+) -> Tensor:
     epsilon = torch.finfo(torch.float32).eps if eps is None else eps
     op = direct("rms_norm", input, weight)
     if op is not None and has_rows(input, normalized_shape, weight):
@@ -60,19 +73,23 @@ def rms_norm(
         if out is not None:
             return out
     shape = tuple(normalized_shape)
-    if not (
-        native_serves(input, weight, elements=math.prod(shape))
-        and len(shape) > 0
-        and input.shape[-len(shape) :] == shape
-        and (weight is None or weight.shape == shape)
-        and affine_dtypes_fit(input, weight, None)
-    ):
+    if not _is_served(input, shape, weight):
         return reference.rms_norm(
             input, shape, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight
         )
     if needs_grad(input, weight):
         return _RMSNorm.apply(input, weight, shape, epsilon, weight_offset, cast_before_weight)
     return _rms_norm_forward(input, weight, shape, epsilon, weight_offset, cast_before_weight, None)
+
+
+def _is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> bool:
+    return (
+        native_serves(input, weight, elements=math.prod(shape))
+        and len(shape) > 0
+        and input.shape[-len(shape) :] == shape
+        and (weight is None or weight.shape == shape)
+        and affine_dtypes_fit(input, weight, None)
+    )
 
 
 def _rms_norm_forward(
@@ -124,6 +141,90 @@ class _RMSNorm(torch.autograd.Function):
             grad.contiguous(), input.contiguous(), list(ctx.shape), rstd, factor, needs
         )
         return *(g if n else None for g, n in zip(grads, needs, strict=True)), None, None, None, None
+
+
+def _rms_norm_with_options(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    cast_before_weight: bool,
+    options: Options,
+) -> Any:
+    epsilon = torch.finfo(torch.float32).eps if eps is None else eps
+    op: Any = direct("rms_norm_with_options", input, weight, *options[:3])
+    if op is not None and has_rows(input, normalized_shape, weight):
+        arguments = (weight, epsilon, weight_offset, cast_before_weight)
+        out, total = op(input, len(normalized_shape), *arguments, *options.arguments())
+        if out is not None:
+            return with_sum(out, total)
+    shape = tuple(normalized_shape)
+    options.check("rms_norm", input, len(shape))
+    order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+    residual = options.residual
+    if residual is not None and not (input.is_contiguous() and residual.is_contiguous()):
+        total = input + residual  # laid out as PyTorch does it
+        return rms_norm(total, shape, weight, eps, **order, **options._replace(residual=None).keywords()), total
+    if not (
+        _is_served(input, shape, weight)
+        and options.are_served(input)
+        and not torch.is_autocast_enabled("cuda")  # what that makes of a norm and of a scale is PyTorch's to say
+    ):
+        return reference.rms_norm(input, shape, weight, eps, **order, **options.keywords())
+    if needs_grad(input, weight, *options[:3]):
+        return _RMSNormWithOptions.apply(input, weight, *options[:3], shape, epsilon, order, options.activation)
+    return with_sum(*_rms_norm_with_options_forward(input, weight, shape, epsilon, order, options, None))
+
+
+def _rms_norm_with_options_forward(
+    input: Tensor,
+    weight: Tensor | None,
+    shape: tuple[int, ...],
+    eps: float,
+    order: dict[str, Any],
+    options: Options,
+    rstd: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    input = input.contiguous()
+    out, total = torch.empty_like(input), None if options.residual is None else torch.empty_like(input)
+    torch.ops.normswap.rms_norm_with_options.default(
+        *(input, len(shape), dense(weight), eps, *order.values(), *options.densely().arguments(), out, total, rstd, 0)
+    )
+    return out, total
+
+
+class _RMSNormWithOptions(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Any,
+        residual: Any,
+        scale: Any,
+        shift: Any,
+        shape: tuple[int, ...],
+        eps: float,
+        order: dict[str, Any],
+        activation: Activation,
+    ) -> Any:
+        rstd = row_statistic(input, len(shape))
+        options = Options(residual, scale, shift, activation)
+        out, total = _rms_norm_with_options_forward(input, weight, shape, eps, order, options, rstd)
+        ctx.save_for_backward(input if total is None else total, weight, scale, shift, rstd)
+        ctx.shape, ctx.eps, ctx.order, ctx.activation = shape, eps, order, activation
+        ctx.set_materialize_grads(False)
+        return with_sum(out, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None = None) -> Any:
+        def formula(x: Tensor, w: Any, scale: Any, shift: Any) -> Tensor:
+            return reference.rms_norm(
+                x, ctx.shape, w, ctx.eps, **ctx.order, scale=scale, shift=shift, activation=ctx.activation
+            )
+
+        dx, dw, dscale, dshift = gradients(formula, ctx.saved_tensors[:4], grad, grad_sum)
+        return dx, dw, dx if ctx.needs_input_grad[2] else None, dscale, dshift, None, None, None, None
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

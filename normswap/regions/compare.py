@@ -169,9 +169,8 @@ class _Case:
         def each(step: int, value: Tensor) -> Tensor:
             follows = steps[step + 1].does if step + 1 < len(steps) else ""
             rounds = steps[step].does == "sum" or follows in ("residual", "activation")
-            rounded = Rounded.apply(value, dtypes[step]) if rounds and dtypes[step] in _SIXTEEN_BITS else value
-            values[steps[step].does] = rounded.detach()
-            return rounded
+            values[steps[step].does] = value.detach()
+            return Rounded.apply(value, dtypes[step]) if rounds and dtypes[step] in _SIXTEEN_BITS else value
 
         with torch.autocast(x.device.type, enabled=False):
             holder = holder_of(self.region, self.owner, torch.float64)
@@ -298,7 +297,9 @@ class _Size:
         region = compiled.region
         self.region, self.values = region, values
         x, before, self.behind, self.scale, self.shift, arguments = compiled.unpack(packed)
-        self.given = values.get("sum", x) if before is not None else x
+        self.given = x
+        if before is not None:
+            self.given, _ = _moved(values["sum"], torch.zeros_like(x), dtypes[0])
         self.dtypes = {step.does: d for step, d in zip(region.steps, dtypes, strict=True)}
         self.rows = self._rows(holder, arguments, dtype)
         self.unit = C[region.kind] * FLOAT32_ROUNDING
@@ -339,17 +340,14 @@ class _Size:
         does = [step.does for step in region.steps if step.does in ("norm", "residual", "shift", "activation")]
         if does[-1] in ("norm", "shift"):
             return size, 1.0
-        rounded = self.dtypes["norm"] in _SIXTEEN_BITS
-        error, value = unit * size, self.values["norm"]
-        if "shift" in does:
-            value = self.values["shift"]
-        error = _moved(value, error, self.dtypes["norm"]) if rounded else error
+        last = "shift" if "shift" in does else "norm"
+        value, error = _moved(self.values[last], unit * size, self.dtypes[last])
         if "residual" in does:
             value = self.values["residual"]
             error = error + unit * value.abs()
             if does[-1] == "residual":
                 return error / unit + value.abs(), 1.0
-            error = _moved(value, error, self.dtypes["residual"]) if rounded else error
+            value, error = _moved(value, error, self.dtypes["residual"])
         below, slope, above = (derivative(self._activation, at) for at in (value - error, value, value + error))
         steepest = torch.stack([below, slope, above]).abs().amax(0)
         bend = torch.maximum((below - slope).abs(), (above - slope).abs())
@@ -376,11 +374,13 @@ class _Size:
         return found | {f"{self.region.norm}.{name}": tensor for name, tensor in rows.items()}
 
 
-def _moved(value: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far a rounded value may lie off: not at all, but where float32 arithmetic cannot tell to which side it
-    rounds."""
+def _moved(value: Tensor, error: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A value as rounded to a 16-bit dtype, and how far that may lie off: not at all, but where float32 arithmetic
+    cannot tell to which side it rounds. Both as they are in a wider one."""
+    if dtype not in _SIXTEEN_BITS:
+        return value, error
     low, middle, high = (v.to(dtype).double() for v in (value - error, value, value + error))
-    return torch.maximum(high - middle, middle - low)
+    return middle, torch.maximum(high - middle, middle - low)
 
 
 def _summed(terms: Tensor, like: Tensor) -> Tensor:

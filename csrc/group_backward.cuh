@@ -1,0 +1,221 @@
+// What the kernels of group_norm's backward share: formulas, the sums over samples, waiting for a group's sums.
+//
+// y = act(z), z = (x - mean) gain + bias (+ residual), gain = weight rstd, all rounded where the forward rounds. With
+// g = dy act'(z) and over the D elements of a group of a sample
+//   a = sum(g gain) / D,  b = sum(g gain (x - mean)) rstd^2 / D
+//   dx = g gain - (x - mean) b - a,  dresidual = g,  dbias = sum(g),  dweight = sum(g (x - mean)) rstd
+// the last two over the elements of a channel in all samples.
+#pragma once
+
+#include "activation.cuh"
+#include "cluster.cuh"
+#include "copy.cuh"
+#include "group_backward_plan.h"
+#include "launch.h"
+#include "reduce.cuh"
+
+namespace normswap {
+namespace {
+
+// The elements of a vector of any length, as they lie in memory.
+template <class T, int V>
+struct Raw {
+  static constexpr int words = V * static_cast<int>(sizeof(T)) / 16;
+  uint4 v[words];
+  __device__ static Raw load(const T* p) {
+    Raw raw;
+#pragma unroll
+    for (int i = 0; i < words; ++i) raw.v[i] = reinterpret_cast<const uint4*>(p)[i];
+    return raw;
+  }
+  __device__ void floats(float (&out)[V]) const {
+#pragma unroll
+    for (int i = 0; i < words; ++i) {
+      float some[V / words];
+      floats_of<T>(v[i], some);
+#pragma unroll
+      for (int j = 0; j < V / words; ++j) out[i * (V / words) + j] = some[j];
+    }
+  }
+  __device__ static void store(T* p, const float (&values)[V]) {
+#pragma unroll
+    for (int i = 0; i < words; ++i) {
+      float some[V / words];
+#pragma unroll
+      for (int j = 0; j < V / words; ++j) some[j] = values[i * (V / words) + j];
+      store_words(p + i * (V / words), words_of<T>(some));
+    }
+  }
+};
+
+template <class T>
+struct Raw<T, 1> {
+  T v;
+  __device__ static Raw load(const T* p) { return {*p}; }
+  __device__ void floats(float (&out)[1]) const { out[0] = to_float(v); }
+  __device__ static void store(T* p, const float (&values)[1]) { *p = from_float<T>(values[0]); }
+};
+
+// What the elements of a channel of a sample have in common.
+struct LineValues {
+  float mean, gain, bias, rstd;
+};
+
+__device__ inline LineValues line_values(const GroupBackward& n, int64_t group, int64_t channel) {
+  const float rstd = n.rstd[group];
+  const float bias = n.activation.code == Activation::none ? 0.f : channel_value(n.bias, channel, 0.f);
+  return {n.mean[group], __fmul_rn(rstd, channel_value(n.weight, channel, 1.f)), bias, rstd};
+}
+
+// g of a vector: dy at first. `d`: x - mean. `at`: of the vector in the tensor. D: dtype of y and dy.
+template <class D, int V>
+__device__ inline void through_activation(const GroupBackward& n, int64_t at, const float (&d)[V], const float (&gain)[V],
+                                          const float (&bias)[V], float (&g)[V]) {
+  if (n.activation.code == Activation::none) return;
+  float z[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) z[j] = rounded<D>(fmaf(d[j], gain[j], bias[j]));
+  if (n.residual != nullptr) {
+    float r[V];
+    Raw<D, V>::load(static_cast<const D*>(n.residual) + at).floats(r);
+#pragma unroll
+    for (int j = 0; j < V; ++j) z[j] = rounded<D>(__fadd_rn(z[j], r[j]));
+  }
+  times_slope<D>(n.activation, z, g);
+}
+
+// What a group's elements need of its sums.
+struct GroupValues {
+  float a, b;
+  // sums: of g gain, of g gain (x - mean).
+  __device__ static GroupValues of(float2 sums, float rstd, float reciprocal) {
+    return {__fmul_rn(sums.x, reciprocal), __fmul_rn(rstd, __fmul_rn(rstd, __fmul_rn(sums.y, reciprocal)))};
+  }
+  __device__ float gradient(float g, float d, float gain) const { return fmaf(g, gain, -fmaf(d, b, a)); }
+};
+
+// Sums over runs of `lanes` lanes, a power of two; each holds them. The warp calls.
+__device__ inline float2 run_sums(float2 v, int lanes) {
+#pragma unroll
+  for (int mask = 1; mask < 32; mask *= 2) {
+    const float x = __shfl_xor_sync(kWholeWarp, v.x, mask), y = __shfl_xor_sync(kWholeWarp, v.y, mask);
+    if (mask < lanes) v = {__fadd_rn(v.x, x), __fadd_rn(v.y, y)};
+  }
+  return v;
+}
+
+__device__ inline float2 plus(float2 v, float2 w) { return {__fadd_rn(v.x, w.x), __fadd_rn(v.y, w.y)}; }
+
+// Sum over get(i), i < count, by a warp; each lane holds it.
+template <class Get>
+__device__ inline float2 warp_sums(int count, Get get) {
+  float2 sums{0.f, 0.f};
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x) % 32; i < count; i += 32) sums = plus(sums, get(i));
+  return run_sums(sums, 32);
+}
+
+// --- waiting for the sums of a group -------------------------------------------------------------------------------
+// Blocks take tickets: who holds one knows that all before it are held by blocks that run, so that it may wait for them.
+// Sums come before what waits for them.
+
+// True in every thread of the block that arrives last of `all`; what the others wrote before they arrived is then seen.
+__device__ inline bool arrives_last(unsigned* arrived, unsigned all) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(arrived, 1u) == all - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+// One thread, for what it wrote before.
+__device__ inline void set_ready(unsigned* flag) {
+  asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
+
+// The block waits.
+__device__ inline void wait_until_ready(const unsigned* flag) {
+  if (threadIdx.x == 0) {
+    for (unsigned ready = 0; ready == 0;) {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(ready) : "l"(flag) : "memory");
+      if (ready == 0) __nanosleep(40);
+    }
+  }
+  __syncthreads();
+}
+
+__device__ inline int take_ticket(unsigned* next) {
+  __shared__ unsigned ticket;
+  if (threadIdx.x == 0) ticket = atomicAdd(next, 1u);
+  __syncthreads();
+  return static_cast<int>(ticket);
+}
+
+// Work number `ticket`: the sums of piece `piece` of set `set` (a group, a slab), or its gradients, which follow `lag` sets
+// behind.
+struct Turn {
+  bool gradients;
+  int set, piece;
+  __device__ static Turn of(int ticket, int sets, int pieces, int lag) {
+    const int before = lag * pieces, paired = (sets - lag) * pieces * 2;
+    if (ticket < before) return {false, ticket / pieces, ticket % pieces};
+    if (ticket < before + paired) {
+      const int item = (ticket - before) / 2, step = item / pieces;
+      const bool second = (ticket - before) % 2 != 0;
+      return {second, second ? step : step + lag, item - step * pieces};
+    }
+    const int item = ticket - before - paired;
+    return {true, sets - lag + item / pieces, item % pieces};
+  }
+};
+
+// --- dweight and dbias ---------------------------------------------------------------------------------------------
+
+constexpr int kColumnsAtOnce = 16, kRowsAtOnceOfSums = 32;
+
+// (batch, channels, pieces) pairs of sums of g and of g (x - mean) rstd, over the batch and the pieces.
+struct LineSums {
+  const float2* sums;
+  ChannelVector dweight, dbias;
+  int64_t batch, channels, pieces;
+};
+
+__global__ void __launch_bounds__(kColumnsAtOnce * kRowsAtOnceOfSums) sum_lines(const LineSums a) {
+  __shared__ float2 rows[kRowsAtOnceOfSums][kColumnsAtOnce + 1];
+  follow_predecessor();
+  let_successor_start();
+  const int column = threadIdx.x % kColumnsAtOnce, row = threadIdx.x / kColumnsAtOnce;
+  const int64_t channel = static_cast<int64_t>(blockIdx.x) * kColumnsAtOnce + column;
+  float2 sums{0.f, 0.f};
+  if (channel < a.channels) {
+#pragma unroll 4
+    for (int64_t i = row; i < a.batch * a.pieces; i += kRowsAtOnceOfSums) {
+      const int64_t sample = i / a.pieces;
+      sums = plus(sums, a.sums[(sample * a.channels + channel) * a.pieces + (i - sample * a.pieces)]);
+    }
+  }
+  rows[row][column] = sums;
+  for (int half = kRowsAtOnceOfSums / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (row < half) rows[row][column] = plus(rows[row][column], rows[row + half][column]);
+  }
+  if (row > 0 || channel >= a.channels) return;
+  if (a.dbias.data != nullptr) set_channel_value(a.dbias, channel, rows[0][column].x);
+  if (a.dweight.data != nullptr) set_channel_value(a.dweight, channel, rows[0][column].y);
+}
+
+inline cudaError_t launch_sum_lines(const GroupBackward& n, const float2* sums, int64_t pieces, bool overlap,
+                                    cudaStream_t stream) {
+  if (n.dweight.data == nullptr && n.dbias.data == nullptr) return cudaSuccess;
+  const LineSums args{sums, n.dweight, n.dbias, n.sizes.batch, n.sizes.channels, pieces};
+  const LaunchShape shape{grid_of(ceil_div(n.sizes.channels, kColumnsAtOnce)), kColumnsAtOnce * kRowsAtOnceOfSums, 0, 1,
+                          overlap};
+  return launch_block<sum_lines>(args, shape, stream);
+}
+
+}  // namespace
+}  // namespace normswap

@@ -1,0 +1,303 @@
+// The backward of group_norm of channels_last tensors. A slab is a strip of whole groups of a sample; blocks take pieces of
+// its rows, for their sums and later for the gradients (see group_backward.cuh). A slab of one piece is done at once.
+#pragma once
+
+#include "group_backward.cuh"
+
+namespace normswap {
+namespace {
+
+struct ColumnsArgs {
+  GroupBackward n;
+  GroupColumnsPlan p;
+  int group_width, pieces, bunches, slabs, lag;
+  bool gradients;      // of x or the residual; else those of weight and bias alone
+  float reciprocal;    // of the elements of a group
+  float2* line_sums;   // (batch, channels); null: not wanted
+  float2* piece_sums;  // (slabs, pieces, width)
+  float2* bunch_sums;  // (slabs, bunches, width)
+  float2* values;      // (batch, num_groups): a and b
+  unsigned* ticket;
+  unsigned* arrived;        // (slabs, bunches)
+  unsigned* bunch_arrived;  // (slabs)
+  unsigned* ready;          // (slabs)
+};
+
+// Where a block works.
+struct SlabPiece {
+  int slab, piece, channel, width;  // its first channel, and how many
+  int64_t sample;
+  __device__ SlabPiece(const ColumnsArgs& a, int of_slab, int of_piece) : slab(of_slab), piece(of_piece) {
+    sample = slab / a.p.strips;
+    channel = static_cast<int>(slab - sample * a.p.strips) * a.p.width;
+    width = min(a.p.width, static_cast<int>(a.n.sizes.channels) - channel);
+  }
+  __device__ int64_t group(const ColumnsArgs& a, int c) const {
+    return sample * a.n.sizes.num_groups + (channel + c) / a.group_width;
+  }
+};
+
+// What a block has in shared memory, a value a channel of the strip, and room to unite its rows' sums.
+struct ColumnsShared {
+  float *mean, *gain, *bias, *a, *b;
+  float2* sums;  // (side, width)
+  __device__ ColumnsShared(const ColumnsArgs& args, float* shared) {
+    const int width = args.p.width;
+    mean = shared;
+    gain = mean + width;
+    bias = gain + width;
+    a = bias + width;
+    b = a + width;
+    sums = reinterpret_cast<float2*>(b + width + (width & 1));
+  }
+};
+
+// A thread's vectors: V channels from `channel` of the strip on, in rows row, row + side, ... before `rows`.
+template <class T, class D, int V>
+struct ColumnVectors {
+  static constexpr int Each = kVectorsAtOnce<V, sizeof(T) == sizeof(D)>;
+  const ColumnsArgs& a;
+  int lane, row, left;
+  int64_t at, step;  // of the next in the tensor, and to the one after
+  Raw<T, V> x[Each];
+  Raw<D, V> dy[Each];
+
+  __device__ explicit ColumnVectors(const ColumnsArgs& args) : a(args) {
+    row = static_cast<int>(threadIdx.x) / a.p.lanes;
+    lane = static_cast<int>(threadIdx.x) - row * a.p.lanes;
+    step = a.p.side * a.n.sizes.channels;
+  }
+  // Starts with the first.
+  __device__ void begin(const SlabPiece& of) {
+    const int64_t first = static_cast<int64_t>(of.piece) * a.p.piece_rows + row, channels = a.n.sizes.channels;
+    const int64_t rows = min(a.n.sizes.spatial - first, static_cast<int64_t>(a.p.piece_rows - row));
+    const bool works = row < a.p.side && lane * V < of.width && rows > 0;
+    left = works ? static_cast<int>((rows + a.p.side - 1) / a.p.side) : 0;
+    at = (of.sample * a.n.sizes.spatial + first) * channels + of.channel + lane * V;
+    load();
+  }
+  __device__ void load() {
+#pragma unroll
+    for (int k = 0; k < Each; ++k) {
+      if (k >= left) break;
+      x[k] = Raw<T, V>::load(static_cast<const T*>(a.n.x) + at + k * step);
+      dy[k] = Raw<D, V>::load(static_cast<const D*>(a.n.dy) + at + k * step);
+    }
+  }
+  // with(d, g, gain, where it lies) for every vector.
+  template <class With>
+  __device__ void for_each(const ColumnsShared& shared, With with) {
+    float mean[V], gain[V], bias[V];
+    if (left > 0) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        mean[j] = shared.mean[lane * V + j];
+        gain[j] = shared.gain[lane * V + j];
+        bias[j] = shared.bias[lane * V + j];
+      }
+    }
+    while (left > 0) {
+#pragma unroll
+      for (int k = 0; k < Each; ++k) {
+        if (k >= left) break;
+        float d[V], g[V];
+        x[k].floats(d);
+        dy[k].floats(g);
+#pragma unroll
+        for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], mean[j]);
+        through_activation<D>(a.n, at + k * step, d, gain, bias, g);
+        with(d, g, gain, at + k * step);
+      }
+      left -= Each;
+      at += Each * step;
+      load();
+    }
+  }
+};
+
+// The sums of a strip's channels in a piece, into the first row of shared.sums. The block calls; a barrier follows.
+template <class T, class D, int V>
+__device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared,
+                                  ColumnVectors<T, D, V>& vectors) {
+  float sums[V] = {}, products[V] = {};
+  vectors.for_each(shared, [&](const float (&d)[V], const float (&g)[V], const float (&)[V], int64_t) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      sums[j] = __fadd_rn(sums[j], g[j]);
+      products[j] = fmaf(g[j], d[j], products[j]);
+    }
+  });
+  const bool mine = vectors.row < a.p.side && vectors.lane * V < of.width;
+  float2* const to = shared.sums + vectors.row * a.p.width + vectors.lane * V;
+  if (mine) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) to[j] = {sums[j], products[j]};
+  }
+  for (int half = a.p.half_side; half > 0; half /= 2) {
+    __syncthreads();
+    if (!mine || vectors.row >= half || vectors.row + half >= a.p.side) continue;
+#pragma unroll
+    for (int j = 0; j < V; ++j) to[j] = plus(to[j], to[half * a.p.width + j]);
+  }
+  __syncthreads();
+}
+
+// The sums over `count` (count <= kBunch or not) rows of `from`, a channel of the strip each thread, into shared.sums.
+__device__ inline void unite_rows(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared,
+                                  const float2* from, int count) {
+  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+    float2 sums = __ldcg(from + c);
+#pragma unroll 8
+    for (int i = 1; i < count; ++i) sums = plus(sums, __ldcg(from + static_cast<int64_t>(i) * a.p.width + c));
+    shared.sums[c] = sums;
+  }
+  __syncthreads();
+}
+
+__device__ inline void write_sums(const SlabPiece& of, const ColumnsShared& shared, float2* to) {
+  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+    to[c] = shared.sums[c];
+    __threadfence();
+  }
+}
+
+// True in the block that has the sums of the slab, in shared.sums, from its pieces': the last of them.
+__device__ inline bool unite_slab(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared) {
+  if (a.pieces == 1) return true;
+  const int64_t width = a.p.width, first = static_cast<int64_t>(of.slab) * a.pieces;
+  write_sums(of, shared, a.piece_sums + (first + of.piece) * width);
+  const int bunch = of.piece / kBunch, begin = bunch * kBunch, count = min(kBunch, a.pieces - begin);
+  const int64_t bunch_index = static_cast<int64_t>(of.slab) * a.bunches + bunch;
+  if (!arrives_last(a.arrived + bunch_index, count)) return false;
+  unite_rows(a, of, shared, a.piece_sums + (first + begin) * width, count);
+  if (a.bunches == 1) return true;
+  write_sums(of, shared, a.bunch_sums + bunch_index * width);
+  if (!arrives_last(a.bunch_arrived + of.slab, a.bunches)) return false;
+  unite_rows(a, of, shared, a.bunch_sums + static_cast<int64_t>(of.slab) * a.bunches * width, a.bunches);
+  return true;
+}
+
+// What the sums of a slab are for. The block calls.
+__device__ inline void finish_slab(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared) {
+  if (a.line_sums != nullptr) {
+    for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+      const float2 sums = shared.sums[c];
+      const float rstd = a.n.rstd[of.group(a, c)];
+      a.line_sums[of.sample * a.n.sizes.channels + of.channel + c] = {sums.x, __fmul_rn(sums.y, rstd)};
+    }
+  }
+  if (!a.gradients) return;
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  for (int g = static_cast<int>(threadIdx.x) / 32; g < of.width / a.group_width; g += warps) {
+    const int first = g * a.group_width;
+    const float2 sums = warp_sums(a.group_width, [&](int i) {
+      const float gain = shared.gain[first + i];
+      return float2{__fmul_rn(shared.sums[first + i].x, gain), __fmul_rn(shared.sums[first + i].y, gain)};
+    });
+    if (threadIdx.x % 32 == 0) {
+      const int64_t group = of.group(a, first);
+      const GroupValues values = GroupValues::of(sums, a.n.rstd[group], a.reciprocal);
+      a.values[group] = {values.a, values.b};
+      __threadfence();
+    }
+  }
+  __syncthreads();
+}
+
+template <class T, class D, int V>
+__global__ void __launch_bounds__(kPassingThreads, 2) group_columns(const ColumnsArgs args) {
+  extern __shared__ __align__(16) char memory[];
+  const ColumnsShared shared(args, reinterpret_cast<float*>(memory));
+  const bool at_once = args.pieces == 1, with_gradients = args.gradients;
+  const int ticket = take_ticket(args.ticket);
+  const Turn turn = with_gradients && !at_once ? Turn::of(ticket, args.slabs, args.pieces, args.lag)
+                                               : Turn{false, ticket / args.pieces, ticket % args.pieces};
+  const SlabPiece of(args, turn.set, turn.piece);
+  ColumnVectors<T, D, V> vectors(args);
+  vectors.begin(of);
+  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+    const LineValues line = line_values(args.n, of.group(args, c), of.channel + c);
+    shared.mean[c] = line.mean;
+    shared.gain[c] = line.gain;
+    shared.bias[c] = line.bias;
+  }
+  __syncthreads();
+  if (!turn.gradients) {
+    piece_sums(args, of, shared, vectors);
+    if (!unite_slab(args, of, shared)) return;
+    finish_slab(args, of, shared);
+    if (!with_gradients) return;
+    if (!at_once) {
+      if (threadIdx.x == 0) set_ready(args.ready + of.slab);
+      return;
+    }
+    vectors.begin(of);
+  } else {
+    wait_until_ready(args.ready + of.slab);
+  }
+  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+    const float2 values = __ldcg(args.values + of.group(args, c));
+    shared.a[c] = values.x;
+    shared.b[c] = values.y;
+  }
+  __syncthreads();
+  const float *a = shared.a + vectors.lane * V, *b = shared.b + vectors.lane * V;
+  vectors.for_each(shared, [&](const float (&d)[V], float (&g)[V], const float (&gain)[V], int64_t at) {
+    if (args.n.dresidual != nullptr) Raw<D, V>::store(static_cast<D*>(args.n.dresidual) + at, g);
+    if (args.n.dx == nullptr) return;
+#pragma unroll
+    for (int j = 0; j < V; ++j) g[j] = GroupValues{a[j], b[j]}.gradient(g[j], d[j], gain[j]);
+    Raw<T, V>::store(static_cast<T*>(args.n.dx) + at, g);
+  });
+}
+
+// --- launch --------------------------------------------------------------------------------------------------------
+
+inline ColumnsArgs columns_args(const GroupBackward& n, const GroupColumnsPlan& p) {
+  const GroupSizes& s = n.sizes;
+  ColumnsArgs a{};
+  a.n = n;
+  a.p = p;
+  a.group_width = static_cast<int>(s.channels / s.num_groups);
+  a.pieces = static_cast<int>(p.pieces);
+  a.bunches = static_cast<int>(p.bunches);
+  a.slabs = static_cast<int>(p.slabs);
+  a.lag = static_cast<int>(p.lag);
+  a.gradients = n.dx != nullptr || n.dresidual != nullptr;
+  a.reciprocal = 1.f / static_cast<float>(s.spatial * a.group_width);
+  a.values = static_cast<float2*>(n.workspace);
+  float2* room = a.values + s.batch * s.num_groups;
+  if (n.dweight.data != nullptr || n.dbias.data != nullptr) {
+    a.line_sums = room;
+    room += s.batch * s.channels;
+  }
+  a.piece_sums = room;
+  a.bunch_sums = a.piece_sums + p.slabs * p.pieces * p.width;
+  a.ticket = reinterpret_cast<unsigned*>(a.bunch_sums + p.slabs * p.bunches * p.width);
+  a.arrived = a.ticket + 1;
+  a.bunch_arrived = a.arrived + p.slabs * p.bunches;
+  a.ready = a.bunch_arrived + p.slabs;
+  return a;
+}
+
+template <class T, class D, int V>
+cudaError_t launch_columns_backward(const ColumnsArgs& a, bool overlap, cudaStream_t stream) {
+  const int64_t flags = 1 + a.p.slabs * (a.p.bunches + 2);
+  const cudaError_t error = cudaMemsetAsync(a.ticket, 0, flags * sizeof(unsigned), stream);
+  if (error != cudaSuccess) return error;
+  const int64_t turns = a.gradients && a.pieces > 1 ? 2 : 1;
+  const LaunchShape shape{grid_of(turns * a.p.slabs * a.p.pieces), kPassingThreads, a.p.shared, 1, false};
+  return launch_block<group_columns<T, D, V>>(a, shape, stream);
+}
+
+template <class T, class D>
+cudaError_t group_columns_of(const GroupBackward& n, const GroupColumnsPlan& p, bool overlap, cudaStream_t stream) {
+  const ColumnsArgs args = columns_args(n, p);
+  cudaError_t error = p.vec == 1 ? launch_columns_backward<T, D, 1>(args, overlap, stream)
+                                 : launch_columns_backward<T, D, 16 / static_cast<int>(sizeof(T))>(args, overlap, stream);
+  if (error == cudaSuccess) error = launch_sum_lines(n, args.line_sums, 1, overlap, stream);
+  return error == cudaSuccess ? cudaGetLastError() : error;
+}
+
+}  // namespace
+}  // namespace normswap
