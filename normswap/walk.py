@@ -84,23 +84,35 @@ def _named(module: nn.Module, name: str, above: tuple[int, ...]) -> Iterator[tup
 
 def _claimed(module: nn.Module, match: Match) -> Iterator[nn.Module]:
     """The children an expression site calls: it counts on their exact type, so no other site may swap them."""
-    for name in _strings(match.attributes):
+    for name in _names(match.attributes):
         child = module._modules.get(name)
         if child is not None:
             yield child
 
 
 def _without(match: Match | Refusal, module: nn.Module, left_out: set[int]) -> Match | Refusal:
-    """``match`` without the runs of an nn.Sequential that need a site which was left out; a Refusal where no other is
-    left, or where it is no such run that needs one."""
+    """``match`` without the regions, or runs of an nn.Sequential, that need a site which was left out; a Refusal where
+    no other is left, or where it is none such that needs one."""
     if isinstance(match, Refusal):
         return match
-    runs = match.attributes.get("runs", [])
-    kept = [run for run in runs if not any(id(child) in left_out for child in _claimed(module, Match(match.kind, run)))]
+    key = "regions" if "regions" in match.attributes else "runs"
+    runs = match.attributes.get(key, [])
+    needed = [_claimed(module, Match(match.kind, {key: [run]})) for run in runs]
+    kept = [run for run, need in zip(runs, needed, strict=True) if not any(id(child) in left_out for child in need)]
     if kept and len(kept) < len(runs):
-        return Match(match.kind, {"runs": kept})
+        return Match(match.kind, {**match.attributes, key: kept})
     needs = not kept if runs else any(id(child) in left_out for child in _claimed(module, match))
     return Refusal(match.kind, Reason.EXCLUDED) if needs else match
+
+
+def _names(attributes: Mapping[str, Any]) -> Iterator[str]:
+    """Every string among them that may name a child."""
+    if "regions" not in attributes:
+        yield from _strings(attributes)
+    for region in attributes.get("regions", []):
+        yield from _strings([region["norm"], region["passes"]])
+        if isinstance(region["activation"], str):
+            yield region["activation"]
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -121,11 +121,17 @@ def test_transforms(pair: Any) -> None:
         lambda m: torch.func.jvp(lambda x: m(x, y), (x,), (torch.ones_like(x),)),
         lambda m: torch.func.vmap(m)(x, y),
         lambda m: torch.func.vmap(torch.func.grad(lambda x, y: m(x, y).sum()))(x, y),
-        lambda m: torch.fx.symbolic_trace(m)(x, y),
         lambda m: torch.jit.trace(m, (x, y), check_trace=False)(x, y),
     ]
     for call in calls:
         torch.testing.assert_close(call(swapped), call(model))
+
+
+def test_traced_by_fx(pair: Any) -> None:
+    model, inputs = pair[1], given()
+    plan = Plan(tuple(s for s in normswap.plan(model).swaps if s.match.kind == "region"))
+    traced = torch.fx.symbolic_trace(normswap.apply(copy.deepcopy(model), plan))
+    torch.testing.assert_close(traced(*inputs), model(*inputs))
 
 
 def test_autocast(pair: Any) -> None:
