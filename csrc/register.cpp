@@ -61,6 +61,9 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "group_norm_or_none(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, int activation, "
       "float low, float high, Tensor? residual) -> Tensor?");
   m.def(
+      "batch_norm_eval_or_none(Tensor input, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, "
+      "float eps, Tensor? residual, int activation, float low, float high) -> Tensor?");
+  m.def(
       "scale_batch_norm(Tensor input, Tensor? input_bias, Tensor? scale, Tensor? weight, Tensor? bias, float eps, "
       "float momentum, Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor(d!)? running_mean, "
       "Tensor(e!)? running_var) -> ()");

@@ -95,7 +95,7 @@ def _register_fakes() -> None:
     more = ("l1_norm_dim", "l1_norm_dim_backward", "group_norm_backward", "scale_batch_norm", "affine", "fold_linear")
     for name in (*rows, *with_options, *dims, *more):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
-    for name in (*rows, *with_options, "layer_norm_dim", "frobenius_norm"):
+    for name in (*rows, *with_options, "layer_norm_dim", "frobenius_norm", "batch_norm_eval"):
         declined = (None, None) if name in with_options else None
         torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, answer=declined, **kwargs: answer)
         op = getattr(torch.ops.normswap, f"{name}_or_none").default

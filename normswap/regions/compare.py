@@ -23,6 +23,7 @@ from normswap.criterion import (
     C,
     Magnitudes,
     Rows,
+    batch_norm_eval,
     derivative,
     error_share,
     excused,
@@ -326,6 +327,8 @@ class _Size:
             return Magnitudes(found.output(), found.gradients)
         match, child = Match(region.kind, region.attributes), holder._modules[region.norm]
         child = child.norm if isinstance(child, _Lifting) else child
+        if region.kind == "batch_norm":
+            return batch_norm_eval(child, x)
         if is_by_hand(match.kind, match.attributes):
             return rms_by_hand(match.attributes, child, x, dtype)
         found = Rows(region.kind, match.view(child), x)

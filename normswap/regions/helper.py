@@ -201,6 +201,11 @@ def _arguments(kind: str, norm: Any, x: Tensor) -> _Arguments:
         tracks = norm.track_running_stats or norm.running_mean is not None
         batched = x.dim() == norm._get_no_batch_dim() + 1 and x.shape[1] == norm.num_features
         return None if tracks or not batched else (norm.weight, norm.bias, norm.eps)
+    if kind == "batch_norm":
+        ranks = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}[type(norm)]
+        mean, var = norm.running_mean, norm.running_var
+        serves = not norm.training and mean is not None and var is not None and x.dim() in ranks
+        return (mean, var, norm.weight, norm.bias, norm.eps) if serves and x.shape[1] == norm.num_features else None
     if kind == "group_norm":
         return norm.num_groups, norm.weight, norm.bias, norm.eps
     if kind == "rms_norm":
@@ -254,6 +259,10 @@ def _instance_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shi
     return ops.instance_norm(x, weight, bias, eps, activation, residual=behind) if _alike(x, behind) else None
 
 
+def _batch_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+    return ops.batch_norm_eval(x, *given, activation, residual=behind) if _alike(x, behind) else None
+
+
 def _layer_norm_2d(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
     shape, weight, bias, eps = given
     fits = x.dim() == 4 and tuple(shape) == (x.shape[1],)
@@ -265,5 +274,6 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "group_norm": _group_norm,
     "instance_norm": _instance_norm,
+    "batch_norm": _batch_norm,
     "layer_norm_2d": _layer_norm_2d,
 }

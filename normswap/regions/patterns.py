@@ -24,7 +24,7 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
 """The norms that are called as functions: their kind and parameters."""
 
 ROWS = ("layer_norm", "rms_norm")
-CHANNELS = ("group_norm", "instance_norm")
+CHANNELS = ("group_norm", "instance_norm", "batch_norm")
 ADDS: tuple[Any, ...] = ("+", torch.add, ".add()")
 PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 CHILDREN = (nn.ReLU, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Sigmoid, nn.Tanh)

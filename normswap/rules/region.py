@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from normswap.forwards.plain import is_plain
 from normswap.forwards.rms_norm import digest
 from normswap.plan import Match, Refusal
 from normswap.regions import flow
@@ -19,6 +20,7 @@ from normswap.rules.expression_site import class_forward, names_in, not_rewritab
 from normswap.tracing import Rejection
 
 KIND = "region"
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 _NAMES = frozenset(function.__name__ for function in FUNCTIONS)
 
@@ -31,6 +33,9 @@ def match(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]
         return None
 
     def norm_of(child: nn.Module) -> Match | None:
+        if type(child) in BATCH_NORMS:  # no site by itself: PyTorch's op is as fast
+            fits = is_plain(child, type(child)) and not child.training and child.running_mean is not None
+            return Match("batch_norm") if fits else None
         found = find(child)
         return found if isinstance(found, Match) else None
 
