@@ -26,6 +26,7 @@ class Parts(nn.Module):
         self.norm, self.norm2, self.rms = nn.LayerNorm(CHANNELS), nn.LayerNorm(CHANNELS), nn.RMSNorm(CHANNELS)
         self.bare = nn.LayerNorm(CHANNELS, elementwise_affine=False)
         self.gn, self.gn2 = nn.GroupNorm(2, CHANNELS), nn.GroupNorm(4, CHANNELS)
+        self.bn, self.bn3 = nn.BatchNorm2d(CHANNELS), nn.BatchNorm3d(CHANNELS)
         self.inorm = nn.InstanceNorm2d(CHANNELS, affine=True)
         self.act, self.act_ = nn.GELU(), nn.ReLU(inplace=True)
         self.leaky, self.drop, self.identity = nn.LeakyReLU(0.2), nn.Dropout(0.5), nn.Identity()

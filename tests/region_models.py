@@ -210,6 +210,17 @@ def instance_norm_residual(self, x, y):
     return F.silu(y + self.inorm(x))
 
 
+def batch_norm_residual(self, x, y):
+    out = self.act_(self.bn(self.conv(x)))
+    out = self.bn(out)
+    out += y
+    return F.relu(out)
+
+
+def batch_norm_3d(self, x, y):
+    return F.relu(self.bn3(x)) + y
+
+
 def identity_between(self, x, y):
     return self.act_(self.identity(self.gn(x)))
 
@@ -312,6 +323,7 @@ def shapes_unpacked(self, x, y):
     return self.norm(h).view(b * n, c), h
 
 
+_VOLUME = (*IMAGES, 2)
 _ROW, _IMAGE, _ADAPTED = (ROWS, ROWS), (IMAGES, IMAGES), (ROWS, (ROWS[0], CHANNELS))
 
 
@@ -361,6 +373,8 @@ FOUND: dict[str, Case] = {
         Case(two_branches, ("gn + residual + relu",), _IMAGE),
         Case(instance_norm_leaky, ("inorm + leaky",), _IMAGE),
         Case(instance_norm_residual, ("inorm + residual + silu",), _IMAGE),
+        Case(batch_norm_residual, ("bn + act_", "bn + residual + relu"), _IMAGE, modes=("eval",)),
+        Case(batch_norm_3d, ("bn3 + relu",), (_VOLUME, _VOLUME), modes=("eval",)),
         Case(identity_between, ("gn + act_",), _IMAGE),
         Case(layer_norm_2d, ("norm",), _IMAGE),
         Case(layer_norm_2d_in_steps, ("norm",), _IMAGE),

@@ -193,6 +193,7 @@ _CLASSES: Mapping[str, Any] = {
     "rms_norm": nn.RMSNorm,
     "group_norm": nn.GroupNorm,
     "instance_norm": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
 }
 
 
