@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +49,6 @@ class Case:
     later: Callable[[Any], Any] | None = None
     exact: bool = True
     modes: tuple[str, ...] = ("train", "eval")
-    cases: tuple[str, ...] = field(default=("region",))
 
 
 def written(forward: Callable[..., Any], base: type[nn.Module] = Parts) -> nn.Module:
@@ -75,7 +74,7 @@ def check(case: Case, mode: str, device: str = "cpu") -> None:
     for module in (swapped, model) if case.later else ():
         torch.manual_seed(1)
         case.later(module)
-    assert_same(swapped, model, inputs, case.exact)
+    assert_same(swapped, model, inputs, case.exact and device == "cpu")
 
 
 def swap(model: nn.Module) -> Any:
