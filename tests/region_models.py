@@ -76,6 +76,10 @@ def dropped(self, x, y):
     return self.norm(h)
 
 
+def dropped_at_the_end(self, x, y):
+    return self.drop(self.norm(x + y)), self.identity(self.norm2(y))
+
+
 def drop_behind(self, x, y):
     n = self.norm(x + y)
     n = self.drop(n)
@@ -346,6 +350,7 @@ FOUND: dict[str, Case] = {
         Case(sum_norm_act, ("sum + norm + act",)),
         Case(shared_sum_norm_act, ("sum + norm + act",)),
         Case(dropped, ("sum + norm",)),
+        Case(dropped_at_the_end, ("sum + norm",)),
         Case(drop_behind, ("sum + norm + silu",)),
         Case(broadcast, ("sum + norm",)),
         Case(broadcast_first, ("sum + norm",)),
