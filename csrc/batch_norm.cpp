@@ -64,7 +64,7 @@ OptionalTensor batch_norm_eval_or_none(const Tensor& input, const Tensor& runnin
   n.eps = eps;
   n.activation = activation_of("batch_norm_eval", activation, low, high);
   n.dtype = dtype_of(input, "batch_norm_eval");
-  STD_CUDA_CHECK(batch_norm_eval(n, gpu_of(input.get_device_index()).multiprocessors, stream_of(input)));
+  check_launch(batch_norm_eval(n, gpu_of(input.get_device_index()).multiprocessors, stream_of(input)));
   return out;
 }
 

@@ -4,8 +4,9 @@
 namespace normswap {
 namespace {
 
-ChannelVector vector_of(const char* op, const OptionalTensor& t, int64_t channels) {
+ChannelVector vector_of(const char* op, const OptionalTensor& t, const Tensor& input, int64_t channels) {
   if (!t.has_value()) return {nullptr, DType::f32};
+  check_beside(op, "per-channel tensors", *t, input);
   STD_TORCH_CHECK(t->numel() == channels && t->is_contiguous(), op,
                   ": per-channel tensors must be contiguous with one value a channel (", channels, "), got ",
                   t->numel());
@@ -15,17 +16,17 @@ ChannelVector vector_of(const char* op, const OptionalTensor& t, int64_t channel
 ChannelNorm channel_norm_of(const char* op, const Tensor& input, const OptionalTensor& scale,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps, Tensor& out) {
   STD_TORCH_CHECK(input.dim() == 2 && input.is_contiguous(), op, ": input must be contiguous (rows, channels)");
-  STD_TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.numel() == input.numel(), op,
-                  ": out must have the input's dtype and size");
+  check_out(op, out, input);
+  STD_TORCH_CHECK(out.is_contiguous(), op, ": out must be contiguous");
   ChannelNorm n{};
   n.x = input.const_data_ptr();
   n.y = out.mutable_data_ptr();
   n.batch = 1;
   n.rows = input.size(0);
   n.channels = n.num_groups = input.size(1);
-  n.scale = vector_of(op, scale, n.channels);
-  n.weight = vector_of(op, weight, n.channels);
-  n.bias = vector_of(op, bias, n.channels);
+  n.scale = vector_of(op, scale, input, n.channels);
+  n.weight = vector_of(op, weight, input, n.channels);
+  n.bias = vector_of(op, bias, input, n.channels);
   n.eps = eps;
   n.dtype = dtype_of(input, op);
   return n;
@@ -39,12 +40,12 @@ void scale_batch_norm_cuda(const Tensor& input_, const OptionalTensor& input_bia
   const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
   const Tensor input = on_boundary(input_);
   ChannelNorm n = channel_norm_of("scale_batch_norm", input, scale, weight, bias, eps, out);
-  n.running_mean = vector_of("scale_batch_norm", running_mean, n.channels);
-  n.running_var = vector_of("scale_batch_norm", running_var, n.channels);
-  n.input_bias = vector_of("scale_batch_norm", input_bias, n.channels);
+  n.running_mean = vector_of("scale_batch_norm", running_mean, input, n.channels);
+  n.running_var = vector_of("scale_batch_norm", running_var, input, n.channels);
+  n.input_bias = vector_of("scale_batch_norm", input_bias, input, n.channels);
   n.momentum = momentum;
-  n.mean = static_cast<float*>(mean.mutable_data_ptr());
-  n.rstd = static_cast<float*>(rstd.mutable_data_ptr());
+  n.mean = floats_of("scale_batch_norm", mean, input, n.channels);
+  n.rstd = floats_of("scale_batch_norm", rstd, input, n.channels);
   STD_TORCH_CHECK(run_columns("scale_batch_norm", scale_batch_norm, n, input, Regime::automatic),
                   "scale_batch_norm: no launch serves ", n.rows, " rows of ", n.channels, " channels");
 }
@@ -56,9 +57,9 @@ void affine_cuda(const Tensor& input_, const OptionalTensor& scale, const Tensor
   const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
   const Tensor input = on_boundary(input_);
   ChannelNorm n = channel_norm_of("affine", input, scale, weight, bias, eps, out);
-  n.running_mean = vector_of("affine", running_mean, n.channels);
-  n.running_var = vector_of("affine", running_var, n.channels);
-  STD_CUDA_CHECK(affine(n, stream_of(input)));
+  n.running_mean = vector_of("affine", running_mean, input, n.channels);
+  n.running_var = vector_of("affine", running_var, input, n.channels);
+  check_launch(affine(n, stream_of(input)));
 }
 
 void fold_linear_cuda(const Tensor& linear_weight_, const OptionalTensor& linear_bias, const OptionalTensor& scale,
@@ -69,21 +70,28 @@ void fold_linear_cuda(const Tensor& linear_weight_, const OptionalTensor& linear
   const Tensor linear_weight = on_boundary(linear_weight_);
   STD_TORCH_CHECK(linear_weight.dim() == 2 && linear_weight.is_contiguous(),
                   "fold_linear: linear_weight must be contiguous (out_features, in_features)");
+  check_out("fold_linear", out_weight, linear_weight);
+  check_beside("fold_linear", "out_bias", out_bias, linear_weight);
+  STD_TORCH_CHECK(out_weight.is_contiguous() && out_bias.is_contiguous() &&
+                      out_bias.scalar_type() == linear_weight.scalar_type() &&
+                      out_bias.numel() == linear_weight.size(0),
+                  "fold_linear: out_weight and out_bias must be contiguous, of linear_weight's dtype, with a bias for ",
+                  linear_weight.size(0), " channels");
   FoldLinear f{};
   f.linear_weight = linear_weight.const_data_ptr();
   f.out_weight = out_weight.mutable_data_ptr();
   f.out_bias = out_bias.mutable_data_ptr();
   f.channels = linear_weight.size(0);
   f.in_features = linear_weight.size(1);
-  f.linear_bias = vector_of("fold_linear", linear_bias, f.channels);
-  f.scale = vector_of("fold_linear", scale, f.channels);
-  f.weight = vector_of("fold_linear", weight, f.channels);
-  f.bias = vector_of("fold_linear", bias, f.channels);
-  f.running_mean = vector_of("fold_linear", running_mean, f.channels);
-  f.running_var = vector_of("fold_linear", running_var, f.channels);
+  f.linear_bias = vector_of("fold_linear", linear_bias, linear_weight, f.channels);
+  f.scale = vector_of("fold_linear", scale, linear_weight, f.channels);
+  f.weight = vector_of("fold_linear", weight, linear_weight, f.channels);
+  f.bias = vector_of("fold_linear", bias, linear_weight, f.channels);
+  f.running_mean = vector_of("fold_linear", running_mean, linear_weight, f.channels);
+  f.running_var = vector_of("fold_linear", running_var, linear_weight, f.channels);
   f.eps = eps;
   f.dtype = dtype_of(linear_weight, "fold_linear");
-  STD_CUDA_CHECK(fold_linear(f, stream_of(linear_weight)));
+  check_launch(fold_linear(f, stream_of(linear_weight)));
 }
 
 }  // namespace

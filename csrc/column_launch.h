@@ -20,7 +20,7 @@ inline bool run_columns(const char* op, ColumnLaunch launch, ChannelNorm n, cons
   const int64_t bytes = column_workspace_bytes(plan);
   const OptionalTensor workspace = bytes > 0 ? OptionalTensor(scratch(input, bytes)) : std::nullopt;
   n.workspace = bytes > 0 ? workspace->mutable_data_ptr() : nullptr;
-  STD_CUDA_CHECK(launch(n, plan, stream_of(input)));
+  check_launch(launch(n, plan, stream_of(input)));
   return true;
 }
 

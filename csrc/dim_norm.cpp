@@ -6,9 +6,8 @@ namespace {
 
 DimNorm dim_norm_of(const char* op, const Tensor& input, int64_t dim, const Tensor& out) {
   STD_TORCH_CHECK(dim >= 0 && dim < input.dim(), op, ": dim must be from 0 to ", input.dim() - 1, ", got ", dim);
-  STD_TORCH_CHECK(input.is_contiguous() && out.is_contiguous() && out.scalar_type() == input.scalar_type() &&
-                      out.numel() == input.numel(),
-                  op, ": input and output must be contiguous, of one dtype and size");
+  check_out(op, out, input);
+  STD_TORCH_CHECK(input.is_contiguous() && out.is_contiguous(), op, ": input and output must be contiguous");
   DimNorm n{};
   n.x = input.const_data_ptr();
   n.y = out.mutable_data_ptr();
@@ -20,26 +19,19 @@ DimNorm dim_norm_of(const char* op, const Tensor& input, int64_t dim, const Tens
   return n;
 }
 
-float* statistic_of(const char* op, const DimNorm& n, const Tensor& statistic) {
-  STD_TORCH_CHECK(statistic.scalar_type() == torch::headeronly::ScalarType::Float && statistic.is_contiguous() &&
-                      statistic.numel() == n.outer * n.inner,
-                  op, ": the statistic must be contiguous float32 with ", n.outer * n.inner, " elements");
-  return static_cast<float*>(statistic.mutable_data_ptr());
-}
-
-void set_statistic(const char* op, DimNorm& n, const Tensor& statistic) { n.statistic = statistic_of(op, n, statistic); }
-
-ChannelVector parameter_of(const char* op, const DimNorm& n, const Tensor& parameter) {
+ChannelVector parameter_of(const char* op, const DimNorm& n, const Tensor& parameter, const Tensor& input) {
+  check_beside(op, "weight and bias", parameter, input);
   STD_TORCH_CHECK(parameter.numel() == n.n && parameter.is_contiguous(), op, ": weight and bias must be contiguous with ",
                   n.n, " elements, got ", parameter.numel());
   return {parameter.const_data_ptr(), dtype_of(parameter, op)};
 }
 
-void set_weight(const char* op, DimNorm& n, const OptionalTensor& weight) {
-  if (weight.has_value()) n.weight = parameter_of(op, n, *weight);
+void set_weight(const char* op, DimNorm& n, const OptionalTensor& weight, const Tensor& input) {
+  if (weight.has_value()) n.weight = parameter_of(op, n, *weight, input);
 }
 
 void set_grad(const char* op, DimNorm& n, const Tensor& grad, const Tensor& input) {
+  check_beside(op, "grad", grad, input);
   STD_TORCH_CHECK(grad.is_contiguous() && grad.scalar_type() == input.scalar_type() && grad.numel() == input.numel(),
                   op, ": grad must be contiguous, of the input's dtype and size");
   STD_TORCH_CHECK(n.n <= kMaxDimBackward, op, ": the dimension must have at most ", kMaxDimBackward, " elements, got ",
@@ -51,7 +43,7 @@ void forward(DimNorm n, const Tensor& input, cudaError_t (*launch)(const DimNorm
   const int64_t bytes = dim_workspace_bytes(n, values);
   const OptionalTensor workspace = bytes > 0 ? OptionalTensor(scratch(input, bytes)) : std::nullopt;
   n.workspace = bytes > 0 ? workspace->mutable_data_ptr() : nullptr;
-  STD_CUDA_CHECK(launch(n, stream_of(input)));
+  check_launch(launch(n, stream_of(input)));
 }
 
 void l1_norm_dim_cuda(const Tensor& input, int64_t dim, double eps, double minimum, Tensor out,
@@ -63,7 +55,7 @@ void l1_norm_dim_cuda(const Tensor& input, int64_t dim, double eps, double minim
                   " and ", minimum);
   n.eps = eps;
   n.minimum = minimum;
-  if (mean_abs.has_value()) set_statistic("l1_norm_dim", n, *mean_abs);
+  n.statistic = floats_or_null("l1_norm_dim", mean_abs, input, n.outer * n.inner);
   forward(n, input, l1_norm_dim);
 }
 
@@ -73,10 +65,10 @@ void l1_norm_dim_backward_cuda(const Tensor& grad, const Tensor& input, const Te
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   DimNorm n = dim_norm_of("l1_norm_dim_backward", input, dim, grad_input);
   set_grad("l1_norm_dim_backward", n, grad, input);
-  set_statistic("l1_norm_dim_backward", n, mean_abs);
+  n.statistic = floats_of("l1_norm_dim_backward", mean_abs, input, n.outer * n.inner);
   n.eps = eps;
   n.minimum = minimum;
-  STD_CUDA_CHECK(l1_norm_dim_backward(n, stream_of(input)));
+  check_launch(l1_norm_dim_backward(n, stream_of(input)));
 }
 
 void rms_norm_dim_cuda(const Tensor& input, const OptionalTensor& weight, int64_t dim, double eps, Tensor out,
@@ -84,9 +76,9 @@ void rms_norm_dim_cuda(const Tensor& input, const OptionalTensor& weight, int64_
   if (input.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   DimNorm n = dim_norm_of("rms_norm_dim", input, dim, out);
-  set_weight("rms_norm_dim", n, weight);
+  set_weight("rms_norm_dim", n, weight, input);
   n.eps = eps;
-  if (rstd.has_value()) set_statistic("rms_norm_dim", n, *rstd);
+  n.statistic = floats_or_null("rms_norm_dim", rstd, input, n.outer * n.inner);
   forward(n, input, rms_norm_dim);
 }
 
@@ -96,15 +88,16 @@ void rms_norm_dim_backward_cuda(const Tensor& grad, const Tensor& input, const O
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   DimNorm n = dim_norm_of("rms_norm_dim_backward", input, dim, grad_input);
   set_grad("rms_norm_dim_backward", n, grad, input);
-  set_weight("rms_norm_dim_backward", n, weight);
-  set_statistic("rms_norm_dim_backward", n, rstd);
+  set_weight("rms_norm_dim_backward", n, weight, input);
+  n.statistic = floats_of("rms_norm_dim_backward", rstd, input, n.outer * n.inner);
   if (!grad_weight.has_value()) {
-    STD_CUDA_CHECK(rms_norm_dim_backward(n, stream_of(input)));
+    check_launch(rms_norm_dim_backward(n, stream_of(input)));
     return;
   }
+  check_beside("rms_norm_dim_backward", "grad_weight", *grad_weight, input);
   Tensor partial = torch::stable::new_empty(input, {dim_weight_rows(n), n.n}, torch::headeronly::ScalarType::Float);
   n.workspace = partial.mutable_data_ptr();
-  STD_CUDA_CHECK(rms_norm_dim_backward(n, stream_of(input)));
+  check_launch(rms_norm_dim_backward(n, stream_of(input)));
   torch::stable::copy_(*grad_weight, torch::stable::sum(partial, {0}));
 }
 
@@ -114,7 +107,7 @@ void l2_norm_dim_cuda(const Tensor& input, int64_t dim, double eps, Tensor out, 
   DimNorm n = dim_norm_of("l2_norm_dim", input, dim, out);
   STD_TORCH_CHECK(eps >= 0.0, "l2_norm_dim: eps must not be negative, got ", eps);
   n.eps = eps;
-  if (norm.has_value()) set_statistic("l2_norm_dim", n, *norm);
+  n.statistic = floats_or_null("l2_norm_dim", norm, input, n.outer * n.inner);
   forward(n, input, l2_norm_dim);
 }
 
@@ -123,11 +116,11 @@ void layer_norm_dim_cuda(const Tensor& input, const OptionalTensor& weight, cons
   if (input.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   DimNorm n = dim_norm_of("layer_norm_dim", input, dim, out);
-  set_weight("layer_norm_dim", n, weight);
-  if (bias.has_value()) n.bias = parameter_of("layer_norm_dim", n, *bias);
+  set_weight("layer_norm_dim", n, weight, input);
+  if (bias.has_value()) n.bias = parameter_of("layer_norm_dim", n, *bias, input);
   n.eps = eps;
-  if (mean.has_value()) n.mean = statistic_of("layer_norm_dim", n, *mean);
-  if (rstd.has_value()) set_statistic("layer_norm_dim", n, *rstd);
+  n.mean = floats_or_null("layer_norm_dim", mean, input, n.outer * n.inner);
+  n.statistic = floats_or_null("layer_norm_dim", rstd, input, n.outer * n.inner);
   forward(n, input, layer_norm_dim, 2);
 }
 

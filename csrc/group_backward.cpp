@@ -69,7 +69,7 @@ void run_lines(GroupBackward n, const Elements& e, Regime regime) {
   e.put_into(n);
   const Tensor workspace = scratch(e.input, group_backward_workspace(plan, n.sizes));
   n.workspace = workspace.mutable_data_ptr();
-  STD_CUDA_CHECK(launch_lines(n, plan, gpu.overlap, stream_of(e.input)));
+  check_launch(launch_lines(n, plan, gpu.overlap, stream_of(e.input)));
 }
 
 void run_channels_last(GroupBackward n, const Elements& e) {
@@ -78,7 +78,7 @@ void run_channels_last(GroupBackward n, const Elements& e) {
     e.put_into(n);
     const Tensor workspace = scratch(e.input, group_columns_workspace(plan, n.sizes));
     n.workspace = workspace.mutable_data_ptr();
-    STD_CUDA_CHECK(launch_columns(n, plan, gpu_of(e.input.get_device_index()).overlap, stream_of(e.input)));
+    check_launch(launch_columns(n, plan, gpu_of(e.input.get_device_index()).overlap, stream_of(e.input)));
     return;
   }
   // Groups too wide for a block: by way of the other layout.

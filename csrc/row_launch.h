@@ -11,17 +11,13 @@ namespace normswap {
 
 using RowLaunch = cudaError_t (*)(const RowNorm&, const RowPlan&, cudaStream_t);
 
-inline void check_same(const char* op, const Tensor& input, const Tensor& out) {
-  STD_TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.numel() == input.numel(), op,
-                  ": out must have the input's dtype and size");
-}
-
 // Fill in dtypes and affine parameters of `n`; `parameters` is the length they must have.
-inline void set_affine(const char* op, RowNorm& n, const OptionalTensor& weight, const OptionalTensor& bias,
-                       int64_t parameters) {
+inline void set_affine(const char* op, RowNorm& n, const Tensor& input, const OptionalTensor& weight,
+                       const OptionalTensor& bias, int64_t parameters) {
   n.weight_dtype = n.dtype;
   for (const OptionalTensor* p : {&weight, &bias}) {
     if (!p->has_value()) continue;
+    check_beside(op, "weight and bias", **p, input);
     n.weight_dtype = dtype_of(**p, op);
     STD_TORCH_CHECK((*p)->numel() == parameters && (*p)->is_contiguous(), op,
                     ": weight and bias must be contiguous with ", parameters, " elements");
@@ -34,19 +30,31 @@ inline void set_affine(const char* op, RowNorm& n, const OptionalTensor& weight,
   n.bias = data_or_null(bias);
 }
 
-// `weights`: that an element may have of its own. `options`: `launch` is norm_with_options.
+inline cudaError_t launched(RowLaunch launch, RowNorm n, const RowPlan& plan, const Tensor& input) {
+  const int64_t room = row_workspace_bytes(plan, n.rows);
+  const OptionalTensor workspace = room > 0 ? OptionalTensor(scratch(input, room)) : std::nullopt;
+  n.workspace = room > 0 ? workspace->mutable_data_ptr() : nullptr;
+  return launch(n, plan, stream_of(input));
+}
+
+// `weights`: that an element may have of its own. `options`: `launch` is norm_with_options. Where the plan's blocks, which
+// must all run at once, cannot do so here (few multiprocessors, in a green context or under MPS), the split kernels do the
+// rows: to the same bits.
 inline void run(const char* op, RowLaunch launch, int weights, RowNorm n, const Tensor& input, const Tensor& out,
                 int64_t regime, bool options = false) {
   RowPlan plan;
   n.y = out.mutable_data_ptr();
   const int bytes = static_cast<int>(itemsize(n.dtype));
-  STD_TORCH_CHECK(make_row_plan({n.rows, n.cols, bytes, weights, is_ragged(n, bytes), options},
-                                gpu_of(input.get_device_index()), static_cast<Regime>(regime), &plan),
-                  op, ": rows of ", n.cols, " elements cannot be done in regime ", regime);
-  const int64_t room = row_workspace_bytes(plan, n.rows);
-  const OptionalTensor workspace = room > 0 ? OptionalTensor(scratch(input, room)) : std::nullopt;
-  n.workspace = room > 0 ? workspace->mutable_data_ptr() : nullptr;
-  STD_CUDA_CHECK(launch(n, plan, stream_of(input)));
+  const Rows rows{n.rows, n.cols, bytes, weights, is_ragged(n, bytes), options};
+  const Gpu gpu = gpu_of(input.get_device_index());
+  STD_TORCH_CHECK(make_row_plan(rows, gpu, static_cast<Regime>(regime), &plan), op, ": rows of ", n.cols,
+                  " elements cannot be done in regime ", regime);
+  cudaError_t error = launched(launch, n, plan, input);
+  if (cannot_be_resident(error) && regime == 0 && make_row_plan(rows, gpu, Regime::split, &plan)) {
+    cudaGetLastError();  // or the next launch would be told of it
+    error = launched(launch, n, plan, input);
+  }
+  check_launch(error);
 }
 
 // But for `out`.
@@ -64,7 +72,7 @@ inline RowNorm rows_of(const char* op, const Tensor& input, int64_t cols, double
 }
 
 inline RowNorm row_norm_of(const char* op, const Tensor& input, const Tensor& out, int64_t cols, double eps) {
-  check_same(op, input, out);
+  check_out(op, out, input);
   return rows_of(op, input, cols, eps);
 }
 

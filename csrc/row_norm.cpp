@@ -1,6 +1,7 @@
 // layer_norm, rms_norm, l1_norm and group_norm on CUDA tensors: checks, plan, workspace, launch.
 #include <map>
 #include <mutex>
+#include <tuple>
 
 #include "column_launch.h"
 #include "row_launch.h"
@@ -33,29 +34,50 @@ Gpu gpu_of(int device) {
 
 namespace {
 
-void layer_norm_cuda(const Tensor& input, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t cols,
-                     double eps, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
+// Of `cols` elements.
+int64_t rows_of(const Tensor& input, int64_t cols) { return cols > 0 ? input.numel() / cols : 0; }
+
+void check_dense(const char* op, const Tensor& input, const Tensor& out) {
+  STD_TORCH_CHECK(input.is_contiguous() && out.is_contiguous(), op, ": input and out must be contiguous");
+}
+
+void layer_norm_rows(const Tensor& input, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t cols,
+                     double eps, const Tensor& out, float* mean, float* rstd, int64_t regime) {
   if (input.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
+  check_dense("layer_norm", input, out);
   RowNorm n = row_norm_of("layer_norm", input, out, cols, eps);
-  set_affine("layer_norm", n, weight, bias, cols);
-  n.mean = floats_or_null(mean);
-  n.rstd = floats_or_null(rstd);
+  set_affine("layer_norm", n, input, weight, bias, cols);
+  n.mean = mean;
+  n.rstd = rstd;
   run("layer_norm", layer_norm, 2, n, input, out, regime);
 }
 
-void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight_, int64_t cols, double eps, double weight_offset,
-                   bool cast_before_weight, Tensor out, OptionalTensor rstd, int64_t regime) {
+void layer_norm_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, int64_t cols,
+                     double eps, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
+  layer_norm_rows(input, weight, bias, cols, eps, out, floats_or_null("layer_norm", mean, input, rows_of(input, cols)),
+                  floats_or_null("layer_norm", rstd, input, rows_of(input, cols)), regime);
+}
+
+void rms_norm_rows(const Tensor& input, const OptionalTensor& weight_, int64_t cols, double eps, double weight_offset,
+                   bool cast_before_weight, const Tensor& out, float* rstd, int64_t regime) {
   if (input.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_);
+  check_dense("rms_norm", input, out);
   RowNorm n = row_norm_of("rms_norm", input, out, cols, eps);
-  set_affine("rms_norm", n, weight, std::nullopt, cols);
+  set_affine("rms_norm", n, input, weight, std::nullopt, cols);
   n.weight_offset = weight.has_value() ? weight_offset : 0.0;
   n.cast_before_weight = cast_before_weight;
-  n.rstd = floats_or_null(rstd);
+  n.rstd = rstd;
   run("rms_norm", rms_norm, 1, n, input, out, regime);
+}
+
+void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight, int64_t cols, double eps, double weight_offset,
+                   bool cast_before_weight, Tensor out, OptionalTensor rstd, int64_t regime) {
+  rms_norm_rows(input, weight, cols, eps, weight_offset, cast_before_weight, out,
+                floats_or_null("rms_norm", rstd, input, rows_of(input, cols)), regime);
 }
 
 void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum, Tensor out, OptionalTensor mean_abs,
@@ -64,10 +86,11 @@ void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum,
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   STD_TORCH_CHECK(eps >= 0.0 && minimum >= 0.0, "l1_norm: eps and minimum must not be negative, got ", eps, " and ",
                   minimum);
+  check_dense("l1_norm", input, out);
   RowNorm n = row_norm_of("l1_norm", input, out, cols, eps);
   n.weight_dtype = n.dtype;
   n.minimum = minimum;
-  n.mean = floats_or_null(mean_abs);
+  n.mean = floats_or_null("l1_norm", mean_abs, input, n.rows);
   run("l1_norm", l1_norm, 0, n, input, out, regime);
 }
 
@@ -126,11 +149,14 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
                     "group_norm: a group must have fewer than 2^31 channels, of fewer than 2^31 elements each, got ",
                     n.channels_per_group, " channels of ", n.spatial);
   }
-  set_affine("group_norm", n, weight, bias, channels);
-  n.mean = floats_or_null(mean);
-  n.rstd = floats_or_null(rstd);
+  set_affine("group_norm", n, input, weight, bias, channels);
+  n.mean = floats_or_null("group_norm", mean, input, n.rows);
+  n.rstd = floats_or_null("group_norm", rstd, input, n.rows);
   n.activation = activation_of("group_norm", activation, low, high);
-  if (!channels_last) return run("group_norm", group_norm, 0, n, input, out, regime);
+  if (!channels_last) {
+    check_dense("group_norm", input, out);
+    return run("group_norm", group_norm, 0, n, input, out, regime);
+  }
   ChannelNorm c = channels_last_of(n, weight, bias, eps);
   c.y = out.mutable_data_ptr();
   if (!run_columns("group_norm", group_norm_channels_last, c, input, static_cast<Regime>(regime))) {
@@ -175,6 +201,50 @@ OptionalTensor l1_norm_or_none(const Tensor& input, double eps, double minimum) 
   if (!out.has_value()) return std::nullopt;
   l1_norm_cuda(input, trailing_elements(input, 1), eps, minimum, *out, std::nullopt, 0);
   return out;
+}
+
+// --- calls that record a gradient ----------------------------------------------------------------------------------
+// The output, and what the backward needs to know of every row, or neither.
+
+using Recorded = std::tuple<OptionalTensor, OptionalTensor>;
+
+// Uninitialised, with so many floats a row, where rows have the last `dims` dimensions.
+Recorded unfilled(const Tensor& input, int64_t dims, int64_t floats) {
+  const OptionalTensor out = unfilled_like(input);
+  const OptionalTensor statistics = unfilled_floats(input, floats * (input.numel() / trailing_elements(input, dims)));
+  return out.has_value() && statistics.has_value() ? Recorded{out, statistics} : Recorded{};
+}
+
+float* floats_of(const OptionalTensor& t) { return static_cast<float*>(t->mutable_data_ptr()); }
+
+Recorded layer_norm_recorded(const Tensor& input, int64_t dims, const OptionalTensor& weight,
+                             const OptionalTensor& bias, double eps) {
+  if (!input.is_contiguous() || !is_plain(input, input.dim() - dims, dims, weight, bias)) return {};
+  const Recorded made = unfilled(input, dims, 2);
+  const auto& [out, statistics] = made;
+  if (!out.has_value()) return {};
+  float* mean = floats_of(statistics);
+  layer_norm_rows(input, weight, bias, trailing_elements(input, dims), eps, *out, mean, mean + statistics->numel() / 2, 0);
+  return made;
+}
+
+Recorded rms_norm_recorded(const Tensor& input, int64_t dims, const OptionalTensor& weight, double eps,
+                           double weight_offset, bool cast_before_weight) {
+  if (!input.is_contiguous() || !is_plain(input, input.dim() - dims, dims, weight, std::nullopt)) return {};
+  const Recorded made = unfilled(input, dims, 1);
+  const auto& [out, statistics] = made;
+  if (!out.has_value()) return {};
+  rms_norm_rows(input, weight, trailing_elements(input, dims), eps, weight_offset, cast_before_weight, *out,
+                floats_of(statistics), 0);
+  return made;
+}
+
+Recorded l1_norm_recorded(const Tensor& input, double eps, double minimum) {
+  if (!input.is_contiguous() || !is_plain(input, input.dim() - 1, 1, std::nullopt, std::nullopt)) return {};
+  const Recorded made = unfilled(input, 1, 1);
+  const auto& [out, statistics] = made;
+  if (out.has_value()) l1_norm_cuda(input, trailing_elements(input, 1), eps, minimum, *out, statistics, 0);
+  return made;
 }
 
 // Whether the memory is that of (batch, ..., channels), which contiguous memory may be too.
@@ -223,6 +293,9 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("layer_norm_or_none", TORCH_BOX(&normswap::layer_norm_or_none));
   m.impl("rms_norm_or_none", TORCH_BOX(&normswap::rms_norm_or_none));
   m.impl("l1_norm_or_none", TORCH_BOX(&normswap::l1_norm_or_none));
+  m.impl("layer_norm_recorded", TORCH_BOX(&normswap::layer_norm_recorded));
+  m.impl("rms_norm_recorded", TORCH_BOX(&normswap::rms_norm_recorded));
+  m.impl("l1_norm_recorded", TORCH_BOX(&normswap::l1_norm_recorded));
   m.impl("group_norm_or_none", TORCH_BOX(&normswap::group_norm_or_none));
 }
 

@@ -61,8 +61,38 @@ inline OptionalTensor on_boundary(const OptionalTensor& t) {
 
 inline const void* data_or_null(const OptionalTensor& t) { return t.has_value() ? t->const_data_ptr() : nullptr; }
 
-inline float* floats_or_null(const OptionalTensor& t) {
-  return t.has_value() ? static_cast<float*>(t->mutable_data_ptr()) : nullptr;
+inline void check_beside(const char* op, const char* name, const Tensor& t, const Tensor& input) {
+  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == input.get_device_index(), op, ": ", name,
+                  " must be on the input's device, cuda:", input.get_device_index());
+}
+
+inline void check_beside(const char* op, const char* name, const OptionalTensor& t, const Tensor& input) {
+  if (t.has_value()) check_beside(op, name, *t, input);
+}
+
+// What a kernel writes in the place of the input: as many elements of its dtype, on its device, without gaps.
+inline void check_out(const char* op, const Tensor& out, const Tensor& input) {
+  check_beside(op, "out", out, input);
+  STD_TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.numel() == input.numel(), op,
+                  ": out must have the input's dtype and size");
+}
+
+// Statistics: `count` floats.
+inline float* floats_of(const char* op, const Tensor& t, const Tensor& input, int64_t count) {
+  check_beside(op, "statistics", t, input);
+  STD_TORCH_CHECK(t.scalar_type() == torch::headeronly::ScalarType::Float && t.is_contiguous() && t.numel() == count,
+                  op, ": statistics must be contiguous float32 with ", count, " elements, got ", t.numel());
+  return static_cast<float*>(t.mutable_data_ptr());
+}
+
+inline float* floats_or_null(const char* op, const OptionalTensor& t, const Tensor& input, int64_t count) {
+  return t.has_value() ? floats_of(op, *t, input, count) : nullptr;
+}
+
+// The runtime keeps a failed launch's error for whoever asks next, which the next good launch does: it is taken away.
+inline void check_launch(cudaError_t error) {
+  if (error != cudaSuccess) cudaGetLastError();
+  STD_CUDA_CHECK(error);
 }
 
 // Uninitialised, of the same shape, strides, dtype and device, without the dispatcher's way to the stable empty_like;
@@ -76,6 +106,23 @@ inline OptionalTensor unfilled_like(const Tensor& t) {
                     aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
                                              device, t.get_device_index(), &handle) == AOTI_TORCH_SUCCESS;
   return made ? OptionalTensor(Tensor(handle)) : std::nullopt;
+}
+
+// Uninitialised float32 on the device of `like`, contiguous; nullopt where there is no memory for it.
+inline OptionalTensor unfilled_floats(const Tensor& like, int64_t count) {
+  const int64_t stride = 1;
+  int32_t device = 0;
+  AtenTensorHandle handle = nullptr;
+  const bool made = aoti_torch_get_device_type(like.get(), &device) == AOTI_TORCH_SUCCESS &&
+                    aoti_torch_empty_strided(1, &count, &stride, aoti_torch_dtype_float32(), device,
+                                             like.get_device_index(), &handle) == AOTI_TORCH_SUCCESS;
+  return made ? OptionalTensor(Tensor(handle)) : std::nullopt;
+}
+
+// Whether a launch failed because not all blocks of a team, or of a cluster, can run at once.
+inline bool cannot_be_resident(cudaError_t error) {
+  return error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorInvalidClusterSize ||
+         error == cudaErrorLaunchOutOfResources;
 }
 
 inline Tensor scratch(const Tensor& like, int64_t bytes) {

@@ -6,13 +6,13 @@ The only code that changes a model, and all it changes is ``__class__`` of the m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import nn
 
-from normswap import modules
+from normswap import install_table, modules, switch
 from normswap.plan import NormswapError, Plan, PlanError, Site, Swap
 from normswap.sites import put_back, set_classes
 
@@ -43,16 +43,17 @@ class Journal:
     def undo(self, name: str | None = None) -> None:
         """Put back the class of the one site called ``name`` (or an alias of it), or of all sites for None.
 
-        Raises NormswapError, with nothing put back, when no swapped site has that name or when a module's class has
-        been changed again since (parametrizations and FSDP do that).
+        A class that another tool put over ours stays over the original's. Raises NormswapError, with nothing put back,
+        when no swapped site has that name, or a module's class has been changed again since in another way.
         """
         chosen = [c for c in self._changes if name is None or name in (c.site.name, *c.site.aliases)]
         if name is not None and not chosen:
             raise NormswapError(f"undo: no swapped site is called {name!r}; swapped are {self._names()}")
+        before = [(change.module, modules.class_before(change.module) or change.before) for change in chosen]
         for change in chosen:
-            if type(change.module) not in (change.after, change.before):
+            if modules.installed_class(change.module) is not change.after and type(change.module) is not change.before:
                 raise _changed_since(change.site.name, change.module)
-        put_back([(change.module, change.before) for change in chosen])
+        put_back(before)
         self._changes = [change for change in self._changes if change not in chosen]
 
     def _names(self) -> str:
@@ -67,6 +68,8 @@ def apply(model: nn.Module, plan: Plan) -> Journal:
     """
     journal = Journal(_changes(model, plan))
     try:
+        for change in journal.changes:
+            install_table.remember(change.module, change.after)
         set_classes((change.module, change.after) for change in journal.changes)
     except BaseException:
         journal.undo()
@@ -77,10 +80,11 @@ def apply(model: nn.Module, plan: Plan) -> Journal:
 def revert(model: _Module) -> _Module:
     """Give every swapped module in ``model`` its original class back, in place; returns ``model``.
 
-    It needs no journal: swapped modules know what they were. Raises NormswapError, with nothing reverted, when a
-    module's class has been changed again since it was swapped (parametrizations and FSDP do that).
+    It needs no journal: swapped modules know what they were. A class that another tool put over ours (FSDP,
+    parametrizations) is put over the original. Raises NormswapError, with nothing reverted, where that cannot be done.
     """
     swapped = _swapped(model)
+    switch.forget(model)
     try:
         set_classes((module, before) for module, before, _ in swapped)
     except BaseException:
@@ -92,37 +96,25 @@ def revert(model: _Module) -> _Module:
 @contextlib.contextmanager
 def disabled(model: _Module) -> Iterator[_Module]:
     """Run the original code of every swapped module of ``model`` inside the ``with`` block; afterwards, also after an
-    exception, all is as it was. May be nested.
+    exception, all is as it was. May be nested, and entered by several threads: the last to leave switches back.
 
-    Code that torch.compile made of the model is compiled anew, on entry and on exit. Raises NormswapError as
-    ``revert`` does; at the end too, for a module whose class was changed inside the block: it keeps that class.
+    Raises NormswapError as ``revert`` does; at the end too, for a module whose class was changed inside the block: it
+    keeps that class.
     """
-    swapped = _swapped(model)
-    try:
-        set_classes((module, before) for module, before, _ in swapped)
+    _swapped(model)
+    with switch.originals(model) as changed:
         yield model
-    finally:
-        try:
-            changed = _swapped_again(swapped)
-        except BaseException:  # an interrupt, say
-            _swapped_again(swapped)
-            raise
-        if changed:
-            names = {id(module): name for name, module in model.named_modules()}
-            raise _changed_since(names.get(id(changed[0]), "a module"), changed[0])
-
-
-def _swapped_again(swapped: Sequence[tuple[nn.Module, type[nn.Module], type[nn.Module]]]) -> list[nn.Module]:
-    """Swap each (module, class before, class after) that has one of the two; the others are returned."""
-    set_classes((m, after) for m, before, after in swapped if type(m) in (before, after))
-    return [m for m, before, after in swapped if type(m) not in (before, after)]
+    if changed:
+        names = {id(module): name for name, module in model.named_modules()}
+        raise _changed_since(names.get(id(changed[0]), "a module"), changed[0])
 
 
 def _swapped(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], type[nn.Module]]]:
-    """(module, class before, class now) of every swapped module; raises when one was changed again since."""
+    """(module, class before, class now) of every swapped module; raises when one was changed again since, in a way that
+    is not understood."""
     found = []
     for name, module in model.named_modules():
-        before = modules.original_class(module)
+        before = modules.class_before(module)
         if before is not None:
             found.append((module, before, type(module)))
         elif issubclass(type(module), modules.INSTALLED):

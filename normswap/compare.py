@@ -42,8 +42,8 @@ _SEED = 0x6E6F726D
 @dataclass(frozen=True)
 class Comparison:
     """``share`` and ``eager`` are the worst error, ours and PyTorch's own, as a share of its limit; ``kernel_ran``
-    whether an op of ours did; ``coverage`` the share of the samples compared; ``problem`` why they do not match, "" if
-    they do; ``note`` what else is worth a word."""
+    whether an op of ours did; ``coverage`` the share of the samples compared; ``finite`` whether PyTorch's output has
+    a number in it; ``problem`` why they do not match, "" if they do; ``note`` what else is worth a word."""
 
     share: float = 0.0
     eager: float = 0.0
@@ -52,6 +52,7 @@ class Comparison:
     coverage: float = 1.0
     dtype: str = ""
     device: str = ""
+    finite: bool = True
     problem: str = ""
     note: str = ""
 
@@ -64,6 +65,7 @@ class Comparison:
             kernel_ran=self.kernel_ran and other.kernel_ran,
             gradients=self.gradients or other.gradients,
             coverage=min(self.coverage, other.coverage),
+            finite=self.finite or other.finite,
             problem=self.problem or other.problem,
             note=self.note or other.note,
         )
@@ -272,7 +274,15 @@ def _compare_piece(
         if path is not None and not checks.problem:
             checks.add_gradients(run.gradients, eager, referee, cotangent, kernel_ran)
     return Comparison(
-        checks.ours, checks.eager, ran, gradients, 1.0, **_where(x), problem=checks.problem, note=checks.note
+        checks.ours,
+        checks.eager,
+        ran,
+        gradients,
+        1.0,
+        **_where(x),
+        finite=bool(eager.output.isfinite().any()),
+        problem=checks.problem,
+        note=checks.note,
     )
 
 

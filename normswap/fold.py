@@ -87,7 +87,7 @@ def _folded(model: nn.Module) -> tuple[dict[int, nn.Linear], list[tuple[nn.Modul
 def _match(module: nn.Module) -> Match | None:
     if type(module) is modules.LinearScaleBatchNorm:
         return Match(KIND, {"linear": "gemm", "scale": "scale", "batch_norm": "bn"})
-    original = modules.original_class(module) or type(module)
+    original = modules.class_before(module) or type(module)
     with classes([(module, original)]):  # what was swapped may have other children now: it is matched anew
         found = rules.find(module)
     return found if isinstance(found, Match) and found.kind == KIND else None
@@ -96,7 +96,7 @@ def _match(module: nn.Module) -> Match | None:
 def _put(sequential: nn.Module, children: Mapping[str, nn.Module]) -> None:
     """Replace children; a swapped nn.Sequential without a run left gets its own class back."""
     sequential._modules.update(children)
-    match, original = modules.site_match(sequential), modules.original_class(sequential)
+    match, original = modules.site_match(sequential), modules.class_before(sequential)
     if (
         match is not None
         and original is not None

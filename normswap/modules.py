@@ -10,23 +10,33 @@ import copyreg
 import functools
 import inspect
 import json
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm as _TorchInstanceNorm
+from torch.utils.weak import WeakIdKeyDictionary
 
-from normswap import ops
+from normswap import install_table, ops
 from normswap.forwards import affine_of, only_argument
 from normswap.forwards import l1_norm as _l1
 from normswap.forwards import linear_scale_batch_norm as _lsb
+from normswap.forwards.registered import registered_forward
+from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import by_hand_forward
-from normswap.plan import Match, PlanError, is_by_hand
+from normswap.plan import Match, NormswapError, PlanError, is_by_hand
 from normswap.regions import install as regions
 from normswap.regions.helper import make_helper
 
 _Forward = Callable[..., Tensor]
+
+_layer_norm, _group_norm, _rms_norm = Replaced(nn.LayerNorm), Replaced(nn.GroupNorm), Replaced(nn.RMSNorm)
+_instance_norm = Replaced(_TorchInstanceNorm, "_apply_instance_norm")
 
 
 class LayerNorm(nn.LayerNorm):
@@ -34,7 +44,12 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (*, *normalized_shape); see ``normswap.ops.layer_norm``."""
-        return ops.layer_norm(input, self.normalized_shape, *affine_of(self), self.eps)
+        if torch.jit.is_scripting():
+            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        elif _layer_norm.is_on(self):
+            return ops.layer_norm(input, self.normalized_shape, *affine_of(self), self.eps)
+        else:
+            return _layer_norm.run(self, input)
 
     @classmethod
     def from_torch(cls, module: nn.LayerNorm) -> LayerNorm:
@@ -47,7 +62,12 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (N, C, *); see ``normswap.ops.group_norm``."""
-        return ops.group_norm(input, self.num_groups, *affine_of(self), self.eps)
+        if torch.jit.is_scripting():
+            return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        elif _group_norm.is_on(self):
+            return ops.group_norm(input, self.num_groups, *affine_of(self), self.eps)
+        else:
+            return _group_norm.run(self, input)
 
     @classmethod
     def from_torch(cls, module: nn.GroupNorm) -> GroupNorm:
@@ -59,8 +79,23 @@ class _InstanceNorm:
     """Mixin of the three below: checks and unbatched inputs stay torch.nn's, which then calls this."""
 
     def _apply_instance_norm(self: Any, input: Tensor) -> Tensor:
-        if self.track_running_stats or self.running_mean is not None or self.running_var is not None:
-            return super()._apply_instance_norm(input)  # type: ignore[misc,no-any-return]
+        if torch.jit.is_scripting():
+            return F.instance_norm(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                self.training or not self.track_running_stats,
+                self.momentum if self.momentum is not None else 0.0,
+                self.eps,
+            )
+        return self._instance_normalised(input)
+
+    def _instance_normalised(self: Any, input: Tensor) -> Tensor:
+        statistics = self.track_running_stats or self.running_mean is not None or self.running_var is not None
+        if statistics or not _instance_norm.is_on(self):
+            return _instance_norm.run(self, input)
         return ops.instance_norm(input, *affine_of(self), self.eps)
 
     @classmethod
@@ -86,12 +121,21 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (*, *normalized_shape); see ``normswap.ops.rms_norm``."""
-        return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        if torch.jit.is_scripting():
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        elif _rms_norm.is_on(self):
+            return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        else:
+            return _rms_norm.run(self, x)
 
     @classmethod
     def from_torch(cls, module: nn.RMSNorm) -> RMSNorm:
         """A copy of ``module`` of this class, with weights of its own. Raises TypeError for another type."""
         return _copied_as(cls, module, nn.RMSNorm)
+
+
+_layer_norm.installed, _group_norm.installed, _rms_norm.installed = LayerNorm, GroupNorm, RMSNorm
+_instance_norm.installed = _InstanceNorm
 
 
 def _copied_as(cls: Any, module: nn.Module, expected: type[nn.Module]) -> Any:
@@ -199,34 +243,49 @@ _MODULE_CLASSES: dict[type[nn.Module], tuple[str, type[nn.Module]]] = {
 
 
 class Rewritten:
-    """Mixin of the classes made for expression sites: what they replace and how they pickle."""
+    """Mixin of the classes made for expression sites: what they replace, and that nobody is told of them."""
 
     _normswap_original: ClassVar[type[nn.Module]]
     _normswap_match: ClassVar[Match]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and deepcopy by the original class and the match: the class itself has no importable name."""
-        reduced = super().__reduce_ex__(protocol)
-        if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return reduced
-        match = self._normswap_match
-        return (_rebuild, (self._normswap_original, match.kind, dict(match.attributes)), *reduced[2:])
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "_normswap_match" not in vars(cls):
+            super().__init_subclass__(**kwargs)
 
 
 INSTALLED: tuple[type, ...] = (*(swapped for _, swapped in _MODULE_CLASSES.values()), Rewritten)
 """Every class that swapping installs is one of these or a subclass."""
 
 
+def _reduced(self: nn.Module, protocol: Any) -> Any:
+    """Pickle and deepcopy a swapped module by the original class and the match: its class bears the original's name."""
+    reduced: Any = nn.Module.__reduce_ex__(self, protocol)
+    match, original = site_match(self), original_class(self)
+    exact = match is not None and original is not None and install_table.covered_class(self) in (None, type(self))
+    if not exact or not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return reduced
+    return (_rebuild, (original, match.kind, dict(match.attributes)), *reduced[2:])  # type: ignore[union-attr]
+
+
+for _original, (_, _swapped) in _MODULE_CLASSES.items():
+    _swapped.__module__ = _original.__module__  # torch.fx takes for a leaf what torch.nn has made
+    _swapped.__reduce_ex__ = _reduced  # type: ignore[assignment]
+Rewritten.__reduce_ex__ = _reduced  # type: ignore[assignment]
+
+
 def _rebuild(original: type[nn.Module], kind: str, attributes: Mapping[str, Any]) -> nn.Module:
     cls = swapped_class(kind, original, attributes)
-    return cls.__new__(cls)
+    module: nn.Module = object.__new__(cls)
+    install_table.remember(module, cls)
+    return module
 
 
 def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str, Any]) -> type[nn.Module]:
     """The class to install at a site of ``kind`` whose module has the class ``original``.
 
     For torch.nn's own norms that is the importable class; for their subclasses and for expression kinds a subclass of
-    ``original``, made once per (original, attributes), that has its name. Raises PlanError when they do not fit.
+    ``original``, made once per (original, its forward, attributes), that has its name. Raises PlanError when they do
+    not fit.
     """
     known, swapped = _MODULE_CLASSES.get(original, ("", nn.Module))
     if known == kind and not attributes:
@@ -235,101 +294,99 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
     found = is_by_hand(kind, attributes) or Match(kind, attributes).registered
     if kind not in _FORWARDS or not (found or issubclass(original, expected)):
         raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
-    made: Any = _rewritten_class  # to mypy, a class is no hashable argument
-    return made(kind, original, json.dumps(dict(attributes), sort_keys=True))
+    text = json.dumps(dict(attributes), sort_keys=True)
+    replaced = Replaced(original)
+    # What is made holds on to the forward and its code: while it lives, nothing else has their ids.
+    key = (kind, text, id(replaced.function), id(replaced.code))
+    made = _made.setdefault(original, WeakValueDictionary())
+    cls: type[nn.Module] | None = made.get(key)
+    if cls is None:
+        cls = made[key] = _rewritten_class(Match(kind, json.loads(text)), replaced)
+    return cls
 
 
-@functools.cache
-def _rewritten_class(kind: str, original: type[nn.Module], text: str) -> type[nn.Module]:
-    attributes: dict[str, Any] = json.loads(text)
-    base_forward = original.forward
-    make = _registered_forward(kind) if Match(kind, attributes).registered else _FORWARDS[kind]
-    forward = functools.wraps(base_forward)(make(original, base_forward, attributes))
+# By the original, and by all that a class is made of.
+_made: Any = WeakIdKeyDictionary()
+
+
+def _rewritten_class(match: Match, replaced: Replaced) -> type[nn.Module]:
+    original: type[nn.Module] = replaced.original
+    make = registered_forward(match.kind) if match.registered else _FORWARDS[match.kind]
     body = {
-        "forward": forward,
+        "forward": _in_the_place_of(replaced, make(replaced, match.attributes)),
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_normswap_original": original,
-        "_normswap_match": Match(kind, attributes),
+        "_normswap_match": match,
     }
-    return type(original.__name__, (Rewritten, original), body)
+    made: type[nn.Module] = install_table.unannounced(type(original), original.__name__, (Rewritten, original), body)
+    replaced.installed = made
+    return made
 
 
-def _only_argument(base_forward: _Forward) -> str:
+def _in_the_place_of(replaced: Replaced, swapped: _Forward) -> _Forward:
+    """``swapped`` as a function that torch.jit.script, which reads the source of what is wrapped in the globals of what
+    wraps it, takes for the original's. What torch.jit.trace writes down is the original."""
+
+    def forward(self, *_normswap_args, **_normswap_kwargs):  # type: ignore[no-untyped-def]
+        chosen = _normswap_forward if _normswap_tracing() is None else _normswap_original
+        return chosen(self, *_normswap_args, **_normswap_kwargs)
+
+    _normswap_forward, _normswap_original, _normswap_tracing = swapped, replaced.run, torch._C._get_tracing_state
+    base = replaced.function
+    if not isinstance(base, types.FunctionType):
+        return functools.wraps(base)(forward)
+    code, closure = forward.__code__, forward.__closure__
+    return functools.wraps(base)(types.FunctionType(code, base.__globals__, base.__name__, None, closure))
+
+
+def _only_argument(replaced: Replaced) -> str:
     """The name of the one input of a forward(self, input)."""
-    return list(inspect.signature(base_forward).parameters)[1]
+    return list(inspect.signature(replaced.function).parameters)[1]
 
 
-def _l1_norm_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
-    return _l1.make_forward(original, base_forward, attributes, _only_argument(base_forward))
+def _region_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
+    return regions.with_helpers(replaced, attributes, lambda compiled: make_helper(compiled, original_class))
 
 
-def _linear_scale_batch_norm_forward(
-    original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]
-) -> _Forward:
-    return _lsb.make_forward(original, base_forward, attributes, _only_argument(base_forward))
+def _subclass_forward(op: Callable[[Tensor, Any], Tensor]) -> Callable[[Replaced, Mapping[str, Any]], _Forward]:
+    """The forward of a subclass of a torch.nn norm that computes what its base class does unless a flag is set, by
+    ``op`` of the input and the norm."""
 
-
-def _region_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
-    return regions.with_helpers(
-        original, base_forward, attributes, lambda compiled: make_helper(compiled, original_class)
-    )
-
-
-def _subclass_forward(swapped: Any) -> Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]:
-    """The forward of a subclass of a torch.nn norm that computes what its base class does unless a flag is set, by that
-    of ``swapped``."""
-
-    def make(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
-        flag, argument = attributes.get("unless"), _only_argument(base_forward)
+    def make(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
+        flag, argument = attributes.get("unless"), _only_argument(replaced)
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
             x = args[0] if len(args) == 1 and not kwargs else only_argument(args, kwargs, argument)
-            if original.forward is base_forward and isinstance(x, Tensor) and not (flag and getattr(self, flag)):
-                return swapped.forward(self, x)
-            return original.forward(self, *args, **kwargs)
+            if isinstance(x, Tensor) and replaced.is_on(self) and not (flag and getattr(self, flag)):
+                return op(x, self)
+            return replaced.run(self, *args, **kwargs)  # type: ignore[no-any-return]
 
         return forward
 
     return make
 
 
-def _rms_norm_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
-    make = by_hand_forward if is_by_hand("rms_norm", attributes) else _subclass_forward(RMSNorm)
-    return make(original, base_forward, attributes)
+_rms_norm_subclass = _subclass_forward(lambda x, norm: ops.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps))
 
 
-_OPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "layer_norm": lambda x, norm: ops.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps),
-    "group_norm": lambda x, norm: ops.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps),
-    "rms_norm": lambda x, norm: ops.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps),
-}
+def _rms_norm_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
+    if is_by_hand("rms_norm", attributes):
+        return by_hand_forward(replaced, attributes)
+    return _rms_norm_subclass(replaced, attributes)
 
 
-def _registered_forward(kind: str) -> Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]:
-    """The forward of a registered class: the op on the values that the match finds in the module."""
-
-    def make(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
-        match, argument, op = Match(kind, attributes), _only_argument(base_forward), _OPS[kind]
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-            x = args[0] if args else kwargs.get(argument)
-            if len(args) + len(kwargs) == 1 and original.forward is base_forward and isinstance(x, Tensor):
-                return op(x, match.view(self))
-            return original.forward(self, *args, **kwargs)
-
-        return forward
-
-    return make
-
-
-_FORWARDS: dict[str, Callable[[type[nn.Module], _Forward, Mapping[str, Any]], _Forward]] = {
-    "layer_norm": _subclass_forward(LayerNorm),
+_FORWARDS: dict[str, Callable[[Replaced, Mapping[str, Any]], _Forward]] = {
+    "layer_norm": _subclass_forward(
+        lambda x, norm: ops.layer_norm(x, norm.normalized_shape, *affine_of(norm), norm.eps)
+    ),
     "rms_norm": _rms_norm_forward,
-    "group_norm": _subclass_forward(GroupNorm),
-    "l1_norm": _l1_norm_forward,
-    "linear_scale_batch_norm": _linear_scale_batch_norm_forward,
+    "group_norm": _subclass_forward(lambda x, norm: ops.group_norm(x, norm.num_groups, *affine_of(norm), norm.eps)),
+    "l1_norm": lambda replaced, attributes: _l1.make_forward(replaced, attributes, _only_argument(replaced)),
+    "linear_scale_batch_norm": (
+        lambda replaced, attributes: _lsb.make_forward(replaced, attributes, _only_argument(replaced))
+    ),
     "region": _region_forward,
 }
 
@@ -338,18 +395,44 @@ _RUN_NAMES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
 }
 
 
+def installed_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that swapping installed at ``module``, its own or one that another tool has put its own over since;
+    None where there is none."""
+    cls = type(module)
+    if "_normswap_match" in vars(cls) or any(cls is swapped for _, swapped in _MODULE_CLASSES.values()):
+        return cls
+    return install_table.covered_class(module)
+
+
 def original_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class ``module`` had before it was swapped; None when its class is not one that swapping installs."""
-    if isinstance(module, Rewritten):
-        return type(module)._normswap_original if "_normswap_match" in vars(type(module)) else None
-    return next((original for original, (_, swapped) in _MODULE_CLASSES.items() if type(module) is swapped), None)
+    """The class that was replaced at ``module``; None when none was, or it was put back."""
+    cls = installed_class(module)
+    if cls is None or "_normswap_match" in vars(cls):
+        return None if cls is None else cls._normswap_original  # type: ignore[attr-defined,no-any-return]
+    return next((original for original, (_, swapped) in _MODULE_CLASSES.items() if cls is swapped), None)
+
+
+def class_before(module: nn.Module) -> type[nn.Module] | None:
+    """The class that puts ``module`` back: the one that was replaced, under what another tool has put over ours since;
+    None when it is not swapped. Raises NormswapError where that tool's class cannot be put over another."""
+    installed, original = installed_class(module), original_class(module)
+    if installed is None or original is None:
+        return None
+    try:
+        return install_table.rebased(type(module), installed, original)
+    except install_table.Covered as error:
+        raise NormswapError(
+            f"a {type(module).__qualname__} was put over the class that was installed, and cannot be put over another "
+            f"({error}); undo that first"
+        ) from error
 
 
 def site_match(module: nn.Module) -> Match | None:
     """What was swapped at ``module``: its kind and attributes; None when it is not swapped."""
-    if isinstance(module, Rewritten) and "_normswap_match" in vars(type(module)):
-        return type(module)._normswap_match
-    return next((Match(kind) for kind, swapped in _MODULE_CLASSES.values() if type(module) is swapped), None)
+    cls = installed_class(module)
+    if cls is None or "_normswap_match" in vars(cls):
+        return None if cls is None else cls._normswap_match  # type: ignore[attr-defined,no-any-return]
+    return next((Match(kind) for kind, swapped in _MODULE_CLASSES.values() if cls is swapped), None)
 
 
 def pieces(module: nn.Module, match: Match) -> list[tuple[Match, nn.Module, nn.Module]]:

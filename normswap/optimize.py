@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from normswap import again, footprint, hints, modules, native, sites, timing, walk, whole
 from normswap import apply as _apply
-from normswap import footprint, modules, native, sites, timing, walk, whole
 from normswap import validate as _validate
-from normswap.plan import MismatchError, NothingSwappedError, Plan, Reason, Refusal, Refused, Site, Swap
+from normswap.plan import MismatchError, NormswapError, NothingSwappedError, Plan, Reason, Refusal, Refused, Site, Swap
 from normswap.report import Report, make_report
+from normswap.uncompiled import uncompiled
 from normswap.validate import MODES, SiteProof
 from normswap.walk import Filter
 
@@ -69,6 +71,7 @@ def optimize(
     _check_speedup(min_speedup)
     target = model if inplace else _copied(model)
     found = walk.plan(target, include=include, exclude=exclude)
+    already = _swaps_in(target)
     run = _runner(target, example_inputs, example_kwargs)
     if found.swaps:
         native.load(build=_on_cuda(target, example_inputs, example_kwargs))
@@ -79,14 +82,17 @@ def optimize(
             proofs = _proofs(target, found.swaps, run, validate, _first_tensor(example_inputs, example_kwargs))
             found = _settle(target, found, proofs, on_mismatch, journal.undo)
             decision = None
-            compiled = _is_compiled(target) if for_compile is None else for_compile
+            compiled = _is_compiled(model) if for_compile is None else for_compile
             known = run if found.swaps and _can_be_timed(target, example_inputs, example_kwargs) else None
             if known is not None and min_speedup is not None and not compiled:
                 decision = timing.decide_sites(target, found.swaps, known, min_speedup)
                 found = _put_back(found, decision, journal.undo)
             run = run if validate != "off" else None
             report = _whole_report(target, found, proofs, run, example_inputs, decision)
-            _tell_empty(report, on_empty)
+            if already:
+                earlier = _reports[model] if model in _reports else _unchecked_report(target, already)
+                report = again.merged(earlier, report, already, [name for name, _ in target.named_modules()])
+            _tell_empty(target, report, on_empty)
             _reports[target] = report
         except BaseException:
             journal.undo()
@@ -125,10 +131,7 @@ def report(model: nn.Module) -> Report:
     """The report of the last optimize() or validate() of ``model``; for another swapped model (loaded, copied) its
     sites, unchecked. Raises TypeError when ``model`` is no nn.Module."""
     _check_model(model)
-    if model in _reports:
-        return _reports[model]
-    swaps = _swaps_in(model)
-    return _whole_report(model, Plan(swaps), [_unchecked(swap) for swap in swaps], None, None)
+    return _reports[model] if model in _reports else _unchecked_report(model, _swaps_in(model))
 
 
 def validate(
@@ -193,7 +196,7 @@ def _check_arguments(model: Any, inputs: Any, kwargs: Any, mode: str, on_mismatc
     if inputs is not None and not isinstance(inputs, Tensor | tuple):
         raise TypeError(
             f"example_inputs must be a tensor or a tuple of positional arguments, got {type(inputs).__name__}; "
-            "put a single argument of another kind into a tuple: (argument,)"
+            f"{hints.how_to_give(inputs)}"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"example_kwargs must be a dict, got {type(kwargs).__name__}")
@@ -212,15 +215,24 @@ def _check_speedup(value: object) -> None:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    if model.training and any(p.requires_grad for p in model.parameters()):
+    if model.training and (held := hints.optimizers_of(model)):
         warnings.warn(
-            "normswap returns a copy: an optimizer made before still holds the parameters of the model given; make "
-            "it from the copy, or pass inplace=True",
+            f"normswap returns a copy: an optimizer made before ({', '.join(held)}) still holds the parameters of the "
+            "model given; make it from the copy, or pass inplace=True",
             stacklevel=3,
         )
     footprint.check_copy_fits(model)
     with torch.inference_mode(False):  # else the copy could never be trained
-        return copy.deepcopy(model)
+        try:
+            return copy.deepcopy(model)
+        except Exception as error:  # whatever a module's own __deepcopy__ raises
+            raise NormswapError(
+                f"model cannot be copied ({type(error).__name__}: {_first_line(error)}); pass inplace=True"
+            ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _runner(
@@ -233,7 +245,8 @@ def _runner(
 
     def run() -> Any:
         args, named = tree_map(_cloned, (given, dict(kwargs or {})))
-        return model(*args, **named)
+        with uncompiled():
+            return model(*args, **named)
 
     return run
 
@@ -284,19 +297,29 @@ def _swaps_in(model: nn.Module) -> tuple[Swap, ...]:
     return tuple(found)
 
 
+def _unchecked_report(model: nn.Module, swaps: tuple[Swap, ...]) -> Report:
+    return _whole_report(model, Plan(swaps), [_unchecked(swap) for swap in swaps], None, None)
+
+
 def _unchecked(swap: Swap) -> SiteProof:
     return SiteProof(swap.site.name, swap.match.kind, "unchecked")
+
+
+_NO_VALUES = "tensors of the model have no values (meta or lazy), so that nothing could be run"
 
 
 def _proofs(
     model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any] | None, mode: str, like: Tensor | None
 ) -> list[SiteProof]:
-    if mode == "off" or _is_meta(model):
+    if mode == "off":
         return [_unchecked(swap) for swap in swaps]
+    if _is_meta(model):
+        return [replace(_unchecked(swap), detail=_NO_VALUES) for swap in swaps]
     learns = any(p.requires_grad for p in model.parameters()) or (like is not None and like.requires_grad)
     gradients = mode == "grad" or (mode == "auto" and learns)
     reference = next((p for p in model.parameters() if p.is_floating_point()), like)
-    return _validate.prove_sites(model, swaps, run, gradients=gradients, like=reference)
+    with uncompiled():
+        return _validate.prove_sites(model, swaps, run, gradients=gradients, like=reference)
 
 
 def _settle(
@@ -385,14 +408,10 @@ def _kernels_line() -> str:
     )
 
 
-def _tell_empty(report: Report, on_empty: str) -> None:
+def _tell_empty(model: nn.Module, report: Report, on_empty: str) -> None:
     if report.swapped or on_empty == "ignore":
         return
-    became = {"slower": "put back, as they are not faster here", "failed": "put back, as they did not match"}
-    counts = {status: sum(row["status"] == status for row in report.rows) for status in (*became, "refused")}
-    told = [f"{count} {became.get(status, 'left alone')}" for status, count in counts.items() if count]
-    recognised = f"of {len(report.rows)} sites that were recognised {', '.join(told)}" if told else "no site was found"
-    text = f"normswap: nothing was swapped ({recognised}; see normswap.report(model))"
+    text = f"normswap: nothing was swapped ({hints.why_nothing(model, report)})"
     if on_empty == "raise":
         raise NothingSwappedError(text)
     warnings.warn(text, stacklevel=3)

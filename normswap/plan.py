@@ -49,6 +49,10 @@ class Reason(enum.Enum):
         "a subclass with its own forward computes another function",
         "use the torch.nn class itself",
     )
+    DISPATCHED = (
+        "accelerate has put a hook around the forward of the instance",
+        "call optimize() before accelerate's dispatch_model or prepare, or after remove_hook_from_module",
+    )
     INSTANCE_FORWARD = (
         "forward was replaced on the instance",
         "delete the instance's forward",
@@ -60,6 +64,10 @@ class Reason(enum.Enum):
     LAZY = (
         "the module is lazy and has no shapes yet",
         "run one batch through the model first",
+    )
+    SHARDED = (
+        "its parameters are sharded: they are DTensors outside the model's own forward",
+        "call optimize() before fully_shard or parallelize_module",
     )
     SCRIPTED = (
         "the module is a ScriptModule",
@@ -140,6 +148,19 @@ class Match:
         return getattr(module, found) if isinstance(found, str) else found
 
     @property
+    @property
+    def children(self) -> tuple[str, ...]:
+        """The names under which the forward finds what it calls, or multiplies by; its settings are none of them."""
+        found: list[str] = []
+        for run in self.attributes.get("runs", [self.attributes]):
+            found += [run[part] for part in _PARTS if isinstance(run.get(part), str)]
+        for region in self.attributes.get("regions", ()):
+            acting = region["activation"]
+            found += [*([region["norm"]] if region["type"] else []), *region["passes"]]
+            found += [acting] if isinstance(acting, str) else []
+        return tuple(found)
+
+    @property
     def registered(self) -> bool:
         """True for a class that ``register_norm`` was told of: the attributes then say where its values are."""
         return any(name.startswith(READ) for name in self.attributes)
@@ -164,6 +185,8 @@ class Match:
         """``found``, by the names of torch.nn's norm, by those that the registered class has for them."""
         return {str(self.attributes.get(READ + name, name)): value for name, value in found.items()}
 
+
+_PARTS = ("linear", "scale", "batch_norm")
 
 READ = "read."
 """Before the name of a value in the match of a registered class: what follows is where the class keeps it."""

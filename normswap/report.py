@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from tabulate import tabulate
 
+from normswap import notebook
 from normswap.plan import KINDS, Plan, Refusal
 
 _SHOWN = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """``rows`` has a dict a site: name, kind, status ("proved", "wiring", "failed", "unchecked", "slower" or
     "refused"), swapped, and of what is not swapped code (the name of a ``plan.Reason``), reason and cure; for what was
@@ -50,26 +52,36 @@ class Report:
         """Names of the sites that are swapped now."""
         return tuple(row["name"] for row in self.rows if row["swapped"])
 
+    def headline(self) -> str:
+        """How many sites are swapped, where, and by which kernels."""
+        return (
+            f"{len(self.swapped)} of {len(self.rows)} sites swapped on {self.device}, {self.dtype}, "
+            f"{self.mode} mode; kernels: {self.kernels}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<normswap.Report: {self.headline()}>"
+
+    def _repr_html_(self) -> str:
+        return notebook.page(self)
+
     def __str__(self) -> str:
-        parts = [
-            f"normswap: {len(self.swapped)} of {len(self.rows)} sites swapped on {self.device}, {self.dtype}, "
-            f"{self.mode} mode; kernels: {self.kernels}",
-            self._table(),
-            self._time_line(),
-            self._model_line(),
-            *self._lists(),
-            *self.notes,
-        ]
+        parts = [f"normswap: {self.headline()}", self.table(), self.remarks(), *self.notes]
         return "\n".join(part for part in parts if part)
 
-    def _table(self) -> str:
+    def remarks(self) -> str:
+        """What is to be said of the run's time, the whole model and what is not swapped."""
+        return "\n".join(part for part in (self._time_line(), self._model_line(), *self._lists()) if part)
+
+    def table(self, form: str = "simple") -> str:
+        """A line for each kind of site, in a format of tabulate's."""
         of_kind = {kind: [row for row in self.rows if row["kind"] == kind] for kind in KINDS}
         lines = [_line(kind, rows) for kind, rows in of_kind.items() if rows]
         headers = ("kind", "sites", "swapped", "proved", "error", "PyTorch's", *_TIMES)
         shown = len(headers) if _timed(self.rows) else headers.index(_TIMES[0])
         right = ("left", *("right",) * (shown - 1))
         cut = [line[:shown] for line in lines]
-        return tabulate(cut, headers[:shown], disable_numparse=True, colalign=right) if lines else ""
+        return str(tabulate(cut, headers[:shown], form, disable_numparse=True, colalign=right)) if lines else ""
 
     def _time_line(self) -> str:
         if self.times is None:
@@ -93,7 +105,8 @@ class Report:
                 groups.setdefault((row["reason"], row["cure"]), []).append(row["name"] or "(root)")
             for (reason, cure), names in groups.items():
                 more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                yield f"{title}: {', '.join(names[:_SHOWN])}{more}: {reason}" + (f"; cure: {cure}" if cure else "")
+                told = reason + _figures([row for row in rows if row["reason"] == reason])
+                yield f"{title}: {', '.join(names[:_SHOWN])}{more}: {told}" + (f"; cure: {cure}" if cure else "")
 
 
 def _line(kind: str, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
@@ -113,15 +126,24 @@ def _line(kind: str, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
 _TIMES = ("device us", "ours", "host us", "ours", "gain")
 
 
-def _times(timed: list[Mapping[str, Any]]) -> tuple[str, ...]:
+def _times(timed: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     if not timed:
         return ("-",) * len(_TIMES)
     calls = sum(row["calls"] for row in timed)
     names = ("eager_device_us", "ours_device_us", "eager_host_us", "ours_host_us")
     means = (sum(row["calls"] * row[name] for row in timed) / calls for name in names)
-    before = sum(row["calls"] * row[f"eager_{row['bound']}_us"] for row in timed)
-    after = sum(row["calls"] * row[f"ours_{row['bound']}_us"] for row in timed)
-    return (*(f"{mean:.1f}" for mean in means), f"{before / after:.2f}x" if after else "-")
+    before = [row["calls"] * row[f"eager_{row['bound']}_us"] for row in timed]
+    after = sum(us / row["gain"] for us, row in zip(before, timed, strict=True))
+    return (*(f"{mean:.1f}" for mean in means), f"{sum(before) / after:.2f}x" if after else "-")
+
+
+def _figures(rows: list[dict[str, Any]]) -> str:
+    """What sites took that were put back, of the device and of the host."""
+    timed = [row for row in rows if row["status"] == "slower" and row.get("gain") is not None]
+    if not timed:
+        return ""
+    device, ours_device, host, ours_host, _ = _times(timed)
+    return f": device {device} -> {ours_device} us a call, host {host} -> {ours_host}"
 
 
 def _timed(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -171,7 +193,7 @@ def make_report(
             rows.append(row | _why(refused.refusal))
     whole = None if model is None else {**asdict(model), "passed": model.passed}
     times = None if decision is None or decision.model is None else asdict(decision.model)
-    return Report(tuple(rows), device, dtype, mode, kernels, whole, tuple(_notes(rows)), plan, times)
+    return Report(tuple(rows), device, dtype, mode, kernels, whole, notes_on(rows), plan, times)
 
 
 def _row(proof: Any, swapped: bool, refusal: Refusal | None, timed: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -189,15 +211,19 @@ def _why(refusal: Refusal) -> dict[str, str]:
     return {"code": refusal.reason.name, "reason": str(refusal), "cure": refusal.reason.cure}
 
 
+def notes_on(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """What a person should know about the rows of a report."""
+    return tuple(_notes(rows))
+
+
 def _notes(rows: list[dict[str, Any]]) -> Iterable[str]:
     swapped = [row for row in rows if row["swapped"]]
     if not swapped:
         yield "nothing is swapped: the model is as it was"
         return
-    for status, why in _UNPROVED.items():
-        count = sum(row["status"] == status for row in swapped)
-        if count:
-            yield f"unproved: {count} of {len(swapped)}: {why}; cure: normswap.validate(model, inputs)"
+    unproved = Counter(_why_unproved(row) for row in swapped if row["status"] in _UNPROVED)
+    for why, count in unproved.items():
+        yield f"unproved: {count} of {len(swapped)}: {why}; cure: normswap.validate(model, inputs)"
     made_up = sum(row.get("inputs") == "synthesised" for row in swapped)
     if made_up:
         yield f"made-up inputs: {made_up} of {len(swapped)}; cure: give example_inputs that reach them"
@@ -217,6 +243,11 @@ def _notes(rows: list[dict[str, Any]]) -> Iterable[str]:
         if same := sum(row["gain"] == 1.0 for row in timed):
             yield f"as fast as before, up to the noise, and kept: {same} of {len(timed)} swapped sites that were timed"
     yield "undo: normswap.revert(model); for a block: with normswap.disabled(model)"
+
+
+def _why_unproved(row: Mapping[str, Any]) -> str:
+    told = row.get("detail") if row["status"] == "unchecked" else ""
+    return told or _UNPROVED[row["status"]]
 
 
 _UNPROVED = {

@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ _CONTAINERS = (list, dict, set, OrderedDict)
 def detached_copy(module: nn.Module, cls: type[nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
     """``module`` as a ``cls``, without hooks: parameters detached (sharing storage unless ``dtype`` converts them),
     buffers cloned, children copied alike. What it computes, accumulates and updates stays in the copy."""
-    copy = cls.__new__(cls)
+    copy: nn.Module = object.__new__(cls)
     copy.__dict__ = dict(module.__dict__)
+    copy.__dict__.pop("_compiled_call_impl", None)  # it would call ``module``
     for name, value in module.__dict__.items():
         if isinstance(value, OrderedDict) and "hooks" in name:
             copy.__dict__[name] = OrderedDict()
@@ -47,15 +49,31 @@ def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """True while parameters of ``module`` are DTensors, as fully_shard leaves them between forwards."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor
+    return any(isinstance(parameter, dtensor) for parameter in module.parameters())
+
+
+def _managed(model: nn.Module) -> set[int]:
+    """The ids of the modules of ``model`` whose parameters FSDP exchanges when it gathers and shards them."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return set()
+    fsdp: Any = sys.modules["torch.distributed.fsdp"].FSDPModule
+    return {id(child) for module in model.modules() if isinstance(module, fsdp) for child in module.modules()}
+
+
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
     """Restore, at the end and whatever happens, the model's buffers (objects and values), every other attribute (what
     it was; lists, dicts and sets also what they held), training flags and gradients, and the random number generators
     of torch (the CPU's and those of the model's GPUs), of Python and of NumPy."""
-    modules = list(model.modules())
+    modules, managed = list(model.modules()), _managed(model)
     values = [(b, b.detach().clone()) for b in dict.fromkeys(model.buffers())]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    steps: list[Callable[[], None]] = [_Attributes(m).restore for m in modules]
+    gradients = [(p, p.grad) for p in model.parameters() if p.is_leaf or p.retains_grad]  # a warning elsewhere
+    steps: list[Callable[[], None]] = [_Attributes(m, id(m) in managed).restore for m in modules]
     steps += [_restoring_values(buffer, value) for buffer, value in values]
     steps += [_restoring_gradient(parameter, gradient) for parameter, gradient in gradients]
     steps += [partial(random.setstate, random.getstate()), partial(np.random.set_state, np.random.get_state())]
@@ -87,12 +105,13 @@ def every(steps: Iterable[Callable[[], object]]) -> None:
 
 class _Attributes:
     """The attributes a module had - parameters, buffers, children and hooks among them - and what its containers
-    held."""
+    held; where the module is ``managed``, its parameters are left to FSDP."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, managed: bool) -> None:
         self.module = module
         self.values = dict(module.__dict__)
-        self.held = [(v, v.copy()) for v in self.values.values() if type(v) in _CONTAINERS]
+        kept = (v for k, v in self.values.items() if not (managed and k == "_parameters"))
+        self.held = [(v, v.copy()) for v in kept if type(v) in _CONTAINERS]
 
     def restore(self) -> None:
         attributes = self.module.__dict__
@@ -148,14 +167,13 @@ def put_back(before: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
 
 
 def set_classes(modules: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
-    """Give each module the class beside it; a model's own ``__setattr__`` has no say in it. Compiled code that went by
-    the classes before is forgotten."""
+    """Give each module the class beside it; a model's own ``__setattr__`` has no say in it. Code that torch.compile
+    made of such a module is compiled anew, that of others is kept."""
     for module, cls in modules:
         object.__setattr__(module, "__class__", cls)
-    forget_compiled()
+        # torch.compile asks for a module's class, but some versions not while its dict is the one they have seen.
+        module.__dict__[_SEEN] = None
+        del module.__dict__[_SEEN]
 
 
-def forget_compiled() -> None:
-    """Make torch.compile look anew at what it has compiled: it does not ask for a submodule's class again."""
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset_code_caches()
+_SEEN = "_normswap_seen"

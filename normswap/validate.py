@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from normswap import modules
 from normswap.compare import Comparison, compare
 from normswap.plan import Match, Swap, is_by_hand
 from normswap.regions.prove import RegionProof
-from normswap.sites import classes, preserved
+from normswap.sites import classes, is_sharded, preserved
 
 MODES = ("auto", "forward", "grad", "off")
 
@@ -84,7 +84,7 @@ def prove_sites(
             for (match, piece, _), comparisons in zip(
                 modules.pieces(module, swap.match), found[swap.site.name], strict=True
             ):
-                if comparisons:
+                if comparisons or is_sharded(piece):
                     continue
                 with _explained(f"site {swap.site.name or '(root)'} on made-up inputs; give example_inputs"):
                     for x in _synthesised(match, piece, like):
@@ -116,14 +116,19 @@ def _listening(proofs: Iterable[RegionProof]) -> Iterator[None]:
 
 
 def _original(module: nn.Module) -> type[nn.Module]:
-    return modules.original_class(module) or type(module)
+    return modules.class_before(module) or type(module)
 
 
 def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs: str) -> SiteProof:
+    if not comparisons:
+        detail = "its parameters are sharded, and no example input reached it"
+        return SiteProof(swap.site.name, swap.match.kind, "unchecked", detail=detail)
     worst = comparisons[0]
     for comparison in comparisons[1:]:
         worst = worst.worst(comparison)
     status = "failed" if worst.problem else "proved" if worst.kernel_ran else "wiring"
+    if not (worst.problem or worst.finite):
+        status, worst = "unchecked", replace(worst, note="the original's output is nowhere finite on these inputs")
     return SiteProof(
         swap.site.name,
         swap.match.kind,

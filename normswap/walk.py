@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -84,7 +84,7 @@ def _named(module: nn.Module, name: str, above: tuple[int, ...]) -> Iterator[tup
 
 def _claimed(module: nn.Module, match: Match) -> Iterator[nn.Module]:
     """The children an expression site calls: it counts on their exact type, so no other site may swap them."""
-    for name in _names(match.attributes):
+    for name in match.children:
         child = module._modules.get(name)
         if child is not None:
             yield child
@@ -103,25 +103,6 @@ def _without(match: Match | Refusal, module: nn.Module, left_out: set[int]) -> M
         return Match(match.kind, {**match.attributes, key: kept})
     needs = not kept if runs else any(id(child) in left_out for child in _claimed(module, match))
     return Refusal(match.kind, Reason.EXCLUDED) if needs else match
-
-
-def _names(attributes: Mapping[str, Any]) -> Iterator[str]:
-    """Every string among them that may name a child."""
-    if "regions" not in attributes:
-        yield from _strings(attributes)
-    for region in attributes.get("regions", []):
-        yield from _strings([region["norm"], region["passes"]])
-        if isinstance(region["activation"], str):
-            yield region["activation"]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every string among the values of a match's attributes, which are JSON."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, Mapping)):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(inner)
 
 
 def _selector(given: Any, argument: str, found: list[_Place]) -> Callable[[_Place], bool] | None:

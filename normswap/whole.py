@@ -43,7 +43,7 @@ class ModelProof:
 def compare_models(model: nn.Module, sites: Sequence[nn.Module], run: Callable[[], Any]) -> ModelProof:
     """Run the original, the original with its site outputs jittered, and the swapped ``model``, all with the same
     random numbers and buffers; ``sites`` are the swapped modules. The model is left as it was."""
-    original = [(site, modules.original_class(site) or type(site)) for site in sites]
+    original = [(site, modules.class_before(site) or type(site)) for site in sites]
     with classes(original):
         expected = _outputs(model, run)
         moved = [_jittered(model, sites, run, seed) for seed in _SEEDS]
@@ -108,6 +108,9 @@ def _structure_problem(ours: list[Tensor], expected: list[Tensor], moved: list[l
         return "the outputs have other shapes or dtypes than the original's"
     if any(_forms(one) != _forms(expected) for one in moved):
         return "the original's own output changes its shape when its norms move by one ulp: nothing to compare"
+    floating = [tensor for tensor in expected if tensor.is_floating_point() and tensor.numel()]
+    if floating and not any(bool(tensor.isfinite().any()) for tensor in floating):
+        return "the original's output is nowhere finite: nothing to compare"
     for mine, theirs in zip(ours, expected, strict=True):
         if theirs.is_floating_point() and not torch.equal(mine.isfinite(), theirs.isfinite()):
             return "the outputs are not finite where the original's are, or the reverse"

@@ -131,7 +131,7 @@ def test_what_is_not_as_declared_is_refused_with_the_reason() -> None:
     hidden.forward = lambda x: x  # type: ignore[method-assign]
     refused = normswap.plan(nn.Sequential(Scaled(8), hidden)).refused
     assert [r.refusal.reason.name for r in refused] == ["UNSUPPORTED", "INSTANCE_FORWARD"]
-    assert "no eps in it" in str(refused[0].refusal)
+    assert "has no eps: give register_norm its eps" in str(refused[0].refusal)
 
     class Derived(Plain):
         pass

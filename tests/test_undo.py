@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import normswap
-from normswap import footprint, modules
+from normswap import footprint, modules, ops
 from normswap.plan import NormswapError, Plan, PlanError
 
 X = (8, 6, 5)
@@ -46,12 +46,12 @@ def swapped_count(model: nn.Module) -> int:
 
 def test_inside_the_block_the_original_runs(swapped: nn.Module) -> None:
     before, calls = classes(swapped), []
-    forward = nn.LayerNorm.forward
+    op = ops.layer_norm
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.LayerNorm, "forward", lambda self, x: calls.append(1) or forward(self, x))
+        patch.setattr(ops, "layer_norm", lambda *args: calls.append(1) or op(*args))
         x = torch.randn(X)
         ours = swapped(x)
-        assert calls == []
+        assert calls == [1]
         with normswap.disabled(swapped) as model:
             assert model is swapped and swapped_count(swapped) == 0
             torch.testing.assert_close(swapped(x), ours)
@@ -90,12 +90,27 @@ def test_what_is_changed_inside_the_block_keeps_its_class_and_is_named(swapped: 
     assert type(swapped.layer).__name__ == "ParametrizedLayerNorm" and swapped_count(swapped) == 4
 
 
-def test_what_was_changed_before_the_block_is_refused(swapped: nn.Module) -> None:
+def test_what_was_put_over_our_class_before_the_block_stays(swapped: nn.Module) -> None:
     parametrize.register_parametrization(swapped.layer, "weight", nn.Identity())
-    before = classes(swapped)
-    with pytest.raises(NormswapError, match="remove the parametrization"), normswap.disabled(swapped):
-        pass
+    before, x = classes(swapped), torch.randn(X)
+    ours = swapped(x)
+    with normswap.disabled(swapped):
+        assert swapped_count(swapped) == 0 and parametrize.is_parametrized(swapped.layer)
+        torch.testing.assert_close(swapped(x), ours)
     assert classes(swapped) == before
+
+
+def test_a_class_that_cannot_be_put_over_another_is_refused(swapped: nn.Module) -> None:
+    class Over(type(swapped.layer)):  # type: ignore[misc]
+        def extra_repr(self) -> str:
+            return f"over {super().extra_repr()}"
+
+    swapped.layer.__class__ = Over
+    before = classes(swapped)
+    for refused in (lambda: normswap.disabled(swapped).__enter__(), lambda: normswap.revert(swapped)):
+        with pytest.raises(NormswapError, match="a .*Over was put over the class that was installed.*undo that first"):
+            refused()
+        assert classes(swapped) == before
 
 
 def test_compiled_code_follows() -> None:

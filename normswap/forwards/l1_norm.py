@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.forwards import only_argument
+from normswap.forwards.replaced import Replaced
 
 _NUMBERS = (int, float)
 
 
-def make_forward(
-    original: type[nn.Module], base_forward: Callable[..., Tensor], attributes: Mapping[str, Any], argument: str
-) -> Callable[..., Tensor]:
+def make_forward(replaced: Replaced, attributes: Mapping[str, Any], argument: str) -> Callable[..., Tensor]:
     """The forward of the swapped class. Raises TypeError for attributes of other types."""
     dim, eps, minimum = attributes["dim"], attributes.get("eps", 0.0), attributes.get("minimum")
     if type(dim) not in (int, str) or not {type(eps), type(minimum)} <= {int, float, str, type(None)}:
@@ -27,11 +26,11 @@ def make_forward(
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         x = only_argument(args, kwargs, argument)
-        if original.forward is base_forward and isinstance(x, Tensor) and x.is_floating_point():
+        if isinstance(x, Tensor) and replaced.is_on(self) and x.is_floating_point():
             along, added, least = _number(self, dim), _number(self, eps), _number(self, minimum)
             if type(along) is int and type(added) in _NUMBERS and (least is None or type(least) in _NUMBERS):
                 return ops.l1_norm(x, along, added, least)
-        return original.forward(self, *args, **kwargs)
+        return replaced.run(self, *args, **kwargs)  # type: ignore[no-any-return]
 
     return forward
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from normswap import ops
 from normswap.forwards import only_argument
 from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.forwards.replaced import Replaced
 from normswap.forwards.sequential import sequential_forward
 
 _Forward: TypeAlias = Callable[..., Tensor]
@@ -193,12 +194,10 @@ def _is_recorded() -> bool:
 # --- a module with a forward of its own ---------------------------------------------------------------------------
 
 
-def make_forward(
-    original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any], argument: str
-) -> _Forward:
-    """The forward of the swapped class: the fused computation where it is sure to be right, else ``original``'s."""
+def make_forward(replaced: Replaced, attributes: Mapping[str, Any], argument: str) -> _Forward:
+    """The forward of the swapped class: the fused computation where it is sure to be right, else the original's."""
     if "runs" in attributes:
-        return _sequential_forward(original, base_forward, attributes["runs"])
+        return _sequential_forward(replaced, attributes["runs"])
     linear, bn = attributes["linear"], attributes["batch_norm"]
     scale, after = attributes.get("scale"), attributes.get("after")
     _check_names(linear, bn)
@@ -206,12 +205,12 @@ def make_forward(
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         out = None
-        if original.forward is base_forward:
-            x = only_argument(args, kwargs, argument)
+        x = only_argument(args, kwargs, argument)
+        if isinstance(x, Tensor) and replaced.is_on(self):
             out = linear_scale_batch_norm(
                 x, getattr(self, linear), _read(self, scale), getattr(self, bn), _read(self, after)
             )
-        return original.forward(self, *args, **kwargs) if out is None else out
+        return replaced.run(self, *args, **kwargs) if out is None else out
 
     return forward
 
@@ -236,12 +235,10 @@ def _read(module: nn.Module, factor: str | float | None) -> Any:
 # --- nn.Sequential ------------------------------------------------------------------------------------------------
 
 
-def _sequential_forward(
-    original: type[nn.Module], base_forward: _Forward, runs: Sequence[Mapping[str, str]]
-) -> _Forward:
+def _sequential_forward(replaced: Replaced, runs: Sequence[Mapping[str, str]]) -> _Forward:
     for run in runs:
         _check_names(*run.values(), run["linear"], run["batch_norm"])
-    return sequential_forward(original, base_forward, [(run_names(run), partial(_run, run)) for run in runs])
+    return sequential_forward(replaced, [(run_names(run), partial(_run, run)) for run in runs])
 
 
 def run_names(run: Mapping[str, str]) -> list[str]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normswap import ops
+from normswap.forwards.replaced import Replaced, code_of
 from normswap.ops.dispatch import in_memory_order
 
 _Forward = Callable[..., Tensor]
@@ -36,9 +37,9 @@ def methods_of(cls: type[nn.Module], names: Iterable[str]) -> dict[str, Any]:
     return {name: inspect.getattr_static(cls, name, None) for name in names}
 
 
-def by_hand_forward(original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> _Forward:
-    """The forward to install on a subclass of ``original`` for a match with these attributes."""
-    site = _Site(original, base_forward, attributes)
+def by_hand_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
+    """The forward to install for a match with these attributes."""
+    site = _Site(replaced, attributes)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         x = args[0] if args else kwargs.get(site.argument)
@@ -47,17 +48,17 @@ def by_hand_forward(original: type[nn.Module], base_forward: _Forward, attribute
             eps, offset = site.number(self, site.eps), site.number(self, site.weight_offset)
             if eps is not None and offset is not None and site.serves(x, weight):
                 return site.normalised(x, weight, eps, offset)
-        return original.forward(self, *args, **kwargs)
+        return replaced.run(self, *args, **kwargs)  # type: ignore[no-any-return]
 
     return forward
 
 
 def arguments_reader(
-    original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]
+    replaced: Replaced, attributes: Mapping[str, Any]
 ) -> Callable[[Any, Tensor], tuple[Any, ...] | None]:
-    """What gives (normalized_shape, weight, eps, weight_offset, cast_before_weight) of a module of the class
-    ``original`` for a contiguous ``x`` that it normalises along the last dim; None where only its own code will do."""
-    site = _Site(original, base_forward, attributes)
+    """What gives (normalized_shape, weight, eps, weight_offset, cast_before_weight) of a module with the forward
+    ``replaced`` for a contiguous ``x`` that it normalises along the last dim; None where only its own code will do."""
+    site = _Site(replaced, attributes)
 
     def arguments(self: Any, x: Tensor) -> tuple[Any, ...] | None:
         if not site.is_as_read(self) or site.dim % x.dim() != x.dim() - 1 or not x.is_contiguous():
@@ -75,9 +76,9 @@ def arguments_reader(
 class _Site:
     """What was read of a class's forward, and whether it still holds."""
 
-    def __init__(self, original: type[nn.Module], base_forward: _Forward, attributes: Mapping[str, Any]) -> None:
-        self.original: Any = original
-        self.base_forward = base_forward
+    def __init__(self, replaced: Replaced, attributes: Mapping[str, Any]) -> None:
+        self.replaced = replaced
+        base_forward = replaced.function
         self.argument = list(inspect.signature(base_forward).parameters)[1]
         self.dim: int = attributes["dim"]
         self.eps: str | float = attributes["eps"]
@@ -89,21 +90,24 @@ class _Site:
         self.rounds: bool = attributes.get("cast_before_weight", False)
         self.dtypes = frozenset(_dtypes(pair) for pair in attributes["dtypes"].split())
         self.settings = tuple((key[len(SELF) :], v) for key, v in attributes.items() if key.startswith(SELF))
-        self.methods = methods_of(original, attributes.get("methods", "").split())
         self.globals: dict[str, Any] = getattr(base_forward, "__globals__", {})
-        self.functions = {name: self.globals.get(name) for name in attributes.get("functions", "").split()}
-        called = (*self.methods.values(), *self.functions.values())
-        self.known = digest((base_forward, *called)) == attributes["source"]
+        methods = methods_of(replaced.original, attributes.get("methods", "").split())
+        functions = {name: self.globals.get(name) for name in attributes.get("functions", "").split()}
+        self.methods = tuple((name, method, code_of(method)) for name, method in methods.items())
+        self.functions = tuple((name, function, code_of(function)) for name, function in functions.items())
+        self.known = digest((base_forward, *methods.values(), *functions.values())) == attributes["source"]
+        self.verdicts: dict[Hashable, bool] = {}
 
     def is_as_read(self, module: Any) -> bool:
         """True while the class has the functions and the instance the flags that the match was made from."""
-        if not self.known or self.original.forward is not self.base_forward:
+        if not self.known or not self.replaced.is_on(module):
             return False
-        for name, method in self.methods.items():
-            if getattr(self.original, name, None) is not method or name in module.__dict__:
+        for name, method, code in self.methods:
+            found = getattr(self.replaced.original, name, None)
+            if found is not method or code_of(found) is not code or name in module.__dict__:
                 return False
-        for name, function in self.functions.items():
-            if self.globals.get(name) is not function:
+        for name, function, code in self.functions:
+            if self.globals.get(name) is not function or code_of(function) is not code:
                 return False
         for name, value in self.settings:
             found = getattr(module, name, _MISSING)
@@ -118,7 +122,18 @@ class _Site:
         return value if type(value) in (float, int) else None
 
     def serves(self, x: Tensor, weight: Any) -> bool:
-        """True when the op does what the original does with these tensors."""
+        """True when the op does what the original does with these tensors; the verdict is kept for tensors alike."""
+        if torch.compiler.is_compiling():
+            return self._serves(x, weight)
+        key = _form(x), _form(weight)
+        known = self.verdicts.get(key)
+        if known is None:
+            if len(self.verdicts) >= _VERDICTS:
+                self.verdicts.clear()
+            known = self.verdicts[key] = self._serves(x, weight)
+        return known
+
+    def _serves(self, x: Tensor, weight: Any) -> bool:
         rank = x.dim()
         if type(x) not in _PLAIN or not -rank <= self.dim < rank or 0 in x.stride():
             return False  # of an expanded tensor the elementwise operations give strides of their own
@@ -155,6 +170,14 @@ class _Site:
 
 _MISSING = object()
 _PLAIN = (Tensor, nn.Parameter)
+_VERDICTS = 256
+
+
+def _form(tensor: Any) -> Any:
+    """All of a tensor that a verdict on it depends on; the type alone of anything else."""
+    if type(tensor) not in _PLAIN:
+        return type(tensor)
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 def _dtypes(pair: str) -> tuple[torch.dtype, torch.dtype | None]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader, outside_autocast
 from normswap.plan import Match, is_by_hand
 from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
@@ -171,17 +172,17 @@ def _declines(child: Any, x: Tensor) -> _Arguments:
 
 
 def _reader_of(cls: Any, match: Match) -> Callable[[Any, Tensor], _Arguments]:
-    forward = cls.forward
+    original = Replaced(cls)
     if match.registered:
-        return lambda child, x: _arguments(match.kind, match.view(child), x) if cls.forward is forward else None
+        return lambda child, x: _arguments(match.kind, match.view(child), x) if original.is_unchanged() else None
     if is_by_hand(match.kind, match.attributes):
-        return arguments_reader(cls, forward, match.attributes)
+        return arguments_reader(original, match.attributes)
     if not issubclass(cls, _CLASSES[match.kind]):
         return _declines
     flag = match.attributes.get("unless")
 
     def read(child: Any, x: Tensor) -> _Arguments:
-        if cls.forward is not forward or (flag and getattr(child, flag)):
+        if not original.is_unchanged() or (flag and getattr(child, flag)):
             return None
         return _arguments(match.kind, child, x)
 
@@ -261,7 +262,10 @@ def _instance_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shi
 
 
 def _batch_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
-    return ops.batch_norm_eval(x, *given, activation, residual=behind) if _alike(x, behind) else None
+    mean, var, weight, bias, eps = given
+    if not _alike(x, behind):
+        return None
+    return ops.batch_norm_eval(x, mean, var, weight, bias, eps, activation, residual=behind)
 
 
 def _layer_norm_2d(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import digest
 from normswap.plan import PlanError
 from normswap.regions.rewrite import Compiled, Helper, compile_regions
@@ -26,20 +27,17 @@ def compiled_of(original: type[nn.Module], attributes: Mapping[str, Any]) -> lis
 
 
 def with_helpers(
-    original: type[nn.Module],
-    base_forward: _Forward,
-    attributes: Mapping[str, Any],
-    helper_of: Callable[[Compiled], Helper],
+    replaced: Replaced, attributes: Mapping[str, Any], helper_of: Callable[[Compiled], Helper]
 ) -> _Forward:
     """The forward to install on a subclass of ``original``, with a helper for each region. The original's own runs
     where another was put on the class since, where its source is not what was read (a pickle outlives a version of a
     library), and where it would branch in another way than it did."""
-    made: Any = original
+    base_forward = replaced.function
     names, known = attributes.get("functions", "").split(), getattr(base_forward, "__globals__", {})
-    functions = {name: known.get(name) for name in names}  # read as the line they return
+    functions: dict[str, Any] = {name: known.get(name) for name in names}  # read as the line they return
     if "source" in attributes and attributes["source"] != digest([base_forward, *functions.values()]):
-        return lambda self, *args, **kwargs: original.forward(self, *args, **kwargs)
-    compiled, make = _compiled(made, base_forward, _text(attributes))
+        return replaced.run
+    compiled, make = _compiled(replaced.original, base_forward, _text(attributes))
     helpers = [helper_of(one) for one in compiled]
     if make is None:
         rewritten = _sequential(compiled, helpers)
@@ -51,7 +49,7 @@ def with_helpers(
 
     def is_as_read(self: Any) -> bool:
         return (
-            original.forward is base_forward
+            replaced.is_on(self)
             and all(bool(check(self)) is truth for check, truth in checks)
             and all(known.get(name) is made and getattr(made, "__code__", None) is code for name, made, code in codes)
         )
@@ -59,7 +57,7 @@ def with_helpers(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_as_read(self):
             return rewritten(self, *args, **kwargs)
-        return original.forward(self, *args, **kwargs)
+        return replaced.run(self, *args, **kwargs)
 
     return forward
 

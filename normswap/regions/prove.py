@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.compare import Comparison
+from normswap.forwards.replaced import Replaced
 from normswap.plan import Match
 from normswap.regions.compare import compare_region
 from normswap.regions.helper import Fused, OriginalClass
@@ -41,7 +42,7 @@ class RegionProof:
     def listen(self) -> None:
         """From now on every call of ``owner`` runs the statements of its regions and compares beside them. Ends when
         the instance's own ``forward`` goes."""
-        forward = with_helpers(self.original, self.original.forward, self.match.attributes, self._listener)
+        forward = with_helpers(Replaced(self.original), self.match.attributes, self._listener)
         self.owner.__dict__["forward"] = partial(forward, self.owner)
 
     def _listener(self, compiled: Compiled) -> Helper:

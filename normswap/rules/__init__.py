@@ -18,6 +18,7 @@ from normswap.rules import (
     registered,
     rms_norm,
 )
+from normswap.sites import is_sharded
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ def find(module: nn.Module) -> Match | Refusal | None:
     also where it is a norm's subclass that computes more."""
     answer = alone(module)
     if answer is None or (isinstance(answer, Refusal) and answer.reason is Reason.SUBCLASS):
-        return region.match(module, alone) or answer
-    return answer
+        answer = region.match(module, alone) or answer
+    sharded = isinstance(answer, Match) and is_sharded(module)
+    return Refusal(answer.kind, Reason.SHARDED) if answer is not None and sharded else answer
 
 
 def alone(module: nn.Module) -> Match | Refusal | None:

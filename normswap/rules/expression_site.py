@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from normswap import source
 from normswap.plan import Reason, Refusal
-from normswap.rules.module_site import is_ours, parametrized_names
+from normswap.rules.module_site import is_ours, parametrized_names, why_replaced
 
 DIVISION = frozenset({"/", "div", "divide", "true_divide"})
 MULTIPLICATION = frozenset({"*", "mul", "multiply"})
@@ -64,8 +64,8 @@ def not_rewritable(module: nn.Module, kind: str) -> Refusal | None:
     """Why a module whose class's forward is recognised must not be given another class."""
     if parametrize.is_parametrized(module):
         return Refusal(kind, Reason.PARAMETRIZED, parametrized_names(module))
-    if "forward" in module.__dict__:
-        return Refusal(kind, Reason.INSTANCE_FORWARD)
+    if (replaced := why_replaced(module)) is not None:
+        return Refusal(kind, replaced)
     if isinstance(module, fx.GraphModule):
         return Refusal(kind, Reason.UNSUPPORTED, "a torch.fx.GraphModule writes its class anew on recompile()")
     return None

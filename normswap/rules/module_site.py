@@ -40,11 +40,18 @@ def why_not_exact(module: nn.Module, expected: type[nn.Module]) -> tuple[Reason,
     if cls is not expected:
         own = cls.forward is not expected.forward
         return Reason.SUBCLASS, cls.__name__ if own else f"{cls.__name__}: only the exact type is swapped"
-    if "forward" in module.__dict__:
-        return Reason.INSTANCE_FORWARD, ""
+    if (replaced := why_replaced(module)) is not None:
+        return replaced, ""
     if not has_torchs_forward(expected):
         return Reason.UNSUPPORTED, f"torch.nn.{expected.__name__}.forward was replaced on the class"
     return None
+
+
+def why_replaced(module: nn.Module) -> Reason | None:
+    """Why another forward than the class's runs at ``module``."""
+    if "forward" not in module.__dict__:
+        return None
+    return Reason.DISPATCHED if "_hf_hook" in module.__dict__ else Reason.INSTANCE_FORWARD
 
 
 def why_not_plain(kind: str, name: str, child: nn.Module | None, expected: type[nn.Module]) -> Refusal | None:

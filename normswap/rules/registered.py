@@ -65,5 +65,9 @@ def _unread(declared: Match, module: nn.Module) -> Refusal | None:
     found: Any = declared.view(module)
     for name in _READ[declared.kind][1]:
         if name not in ("weight", "bias") and getattr(found, name) is None:
-            return Refusal(declared.kind, Reason.UNSUPPORTED, f"{type(module).__name__} is registered; no {name} in it")
+            detail = (
+                f"{type(module).__name__} is registered, and has no {name}: give register_norm its {name}, the name of "
+                "an attribute or a number"
+            )
+            return Refusal(declared.kind, Reason.UNSUPPORTED, detail)
     return None

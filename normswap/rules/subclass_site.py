@@ -15,6 +15,7 @@ from torch import nn
 
 from normswap.plan import Match
 from normswap.source import is_what_runs, source_tree
+from normswap.tracing import own_getattr
 
 _CALLS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "layer_norm": (F.layer_norm, nn.LayerNorm, ("normalized_shape", "weight", "bias", "eps")),
@@ -34,6 +35,8 @@ def match_subclass(module: nn.Module, kind: str) -> Match | None:
     forward = cls.forward
     described = any(inspect.getattr_static(cls, name, None) is not None for name in attributes)
     if described or "forward" in module.__dict__ or cls.__call__ is not nn.Module.__call__:
+        return None
+    if own_getattr(module) is not None:
         return None
     if cls._call_impl is not nn.Module._call_impl or not isinstance(forward, types.FunctionType):
         return None

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from normswap import modules
+from normswap.forwards.replaced import Replaced
 from normswap.plan import Match
 from normswap.regions.compare import holder_of
 from normswap.regions.helper import make_helper
@@ -28,7 +29,7 @@ class RegionRecorder:
 
     def listen(self) -> None:
         """Record from now on, until the instance's own ``forward`` goes."""
-        forward = with_helpers(self.original, self.original.forward, self.match.attributes, self._listener)
+        forward = with_helpers(Replaced(self.original), self.match.attributes, self._listener)
         self.owner.__dict__["forward"] = partial(forward, self.owner)
 
     def _listener(self, compiled: Compiled) -> Helper:

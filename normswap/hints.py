@@ -1,0 +1,45 @@
+"""What a person is told who gave something else than was meant, or in whose model nothing is swapped."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from normswap.report import Report
+
+
+def how_to_give(inputs: Any) -> str:
+    """How to pass example inputs that are neither a tensor nor a tuple."""
+    if isinstance(inputs, Mapping):
+        return "pass a dict as example_kwargs"
+    if isinstance(inputs, list):
+        return "pass tuple(example_inputs), or (example_inputs,) for one argument that is a list"
+    return "put a single argument of another kind into a tuple: (argument,)"
+
+
+def optimizers_of(model: nn.Module) -> list[str]:
+    """The names of the classes of the optimizers that hold parameters of ``model``."""
+    parameters = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    # By type(), which runs no code of the objects: some are proxies that do things when they are looked at.
+    found = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)] if parameters else []
+    held = [one for one in found if any(id(p) in parameters for group in one.param_groups for p in group["params"])]
+    return sorted({type(one).__name__ for one in held})
+
+
+def why_nothing(model: nn.Module, report: Report) -> str:
+    """Why no site of ``model`` is swapped, in a few words."""
+    if report.rows:
+        became = {"slower": "put back, as they are not faster here", "failed": "put back, as they did not match"}
+        counts = {status: sum(row["status"] == status for row in report.rows) for status in (*became, "refused")}
+        parts = [f"{count} {became.get(status, 'left alone')}" for status, count in counts.items() if count]
+        return f"of {len(report.rows)} sites that were recognised {', '.join(parts)}; see normswap.report(model)"
+    kinds = Counter(type(module).__name__ for module in model.modules() if "norm" in type(module).__name__.lower())
+    if not kinds:
+        return "the model holds no norm that is known"
+    told = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in kinds.items())
+    return f"the model holds norms of no kind that is swapped: {told}"
