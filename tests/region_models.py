@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -321,6 +322,31 @@ def own_name_of_self(this, x, y):
     return F.relu(h)
 
 
+def noted(function):
+    """A decorator as people write them."""
+    calls = []
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        calls.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@noted
+def decorated(self, x, y):
+    h = x + y
+    return h + self.norm(h)
+
+
+@noted
+@torch.no_grad()
+def decorated_twice(self, x, y):
+    h = x + y
+    return h + self.norm(h)
+
+
 def shapes_unpacked(self, x, y):
     h = x + y
     b, n, c = h.shape
@@ -394,6 +420,8 @@ FOUND: dict[str, Case] = {
         Case(in_the_end_of_a_while, ("norm + silu",)),
         Case(annotated, ("norm + relu",)),
         Case(own_name_of_self, ("norm + relu",)),
+        Case(decorated, ("sum + norm",)),
+        Case(decorated_twice, ("sum + norm",)),
         Case(shapes_unpacked, ("sum + norm",)),
     )
 }
