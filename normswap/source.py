@@ -120,8 +120,24 @@ def _scan(forward: types.FunctionType) -> Scan | Rejection:
     return Scan(forward.__code__.co_varnames[1], tuple(dict.fromkeys(scanner.reads)), tuple(scanner.operations))
 
 
-def definition(function: types.FunctionType) -> ast.FunctionDef | Rejection:
-    """The definition of a plain function, checked to be the code that runs; or why there is none to be trusted."""
+def undecorated(function: types.FunctionType) -> types.FunctionType:
+    """The function inside decorators that each hold the next one in exactly one cell, as functools.wraps ones do."""
+    wrapped = function.__dict__.get("__wrapped__")
+    held = sum(cell_holds(cell, wrapped) for cell in function.__closure__ or ())
+    return undecorated(wrapped) if isinstance(wrapped, types.FunctionType) and held == 1 else function
+
+
+def cell_holds(cell: types.CellType, value: Any) -> bool:
+    """Whether ``value`` itself is in it; a cell may be empty."""
+    try:
+        return cell.cell_contents is value
+    except ValueError:
+        return False
+
+
+def definition(function: types.FunctionType, decorated: bool = False) -> ast.FunctionDef | Rejection:
+    """The definition of a plain function, checked to be the code that runs; or why there is none to be trusted.
+    ``decorated``: it is ``undecorated``."""
     name = function.__name__
     if inspect.unwrap(function) is not function:
         return Rejection(Reason.NOT_STRAIGHT_LINE, f"{name} is wrapped by a decorator")
@@ -130,7 +146,7 @@ def definition(function: types.FunctionType) -> ast.FunctionDef | Rejection:
         return Rejection(Reason.NOT_STRAIGHT_LINE, f"{name} closes over {', '.join(code.co_freevars)}")
     if tree is None:
         return Rejection(Reason.SOURCE, f"no definition found at {code.co_filename}:{code.co_firstlineno}")
-    if tree.decorator_list:
+    if tree.decorator_list and not decorated:
         return Rejection(Reason.NOT_STRAIGHT_LINE, f"{name} is decorated")
     if not is_what_runs(code):
         return Rejection(Reason.SOURCE, f"{code.co_filename}:{tree.lineno} is not the code that runs")

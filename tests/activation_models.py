@@ -1,5 +1,5 @@
-"""Models with an activation behind a GroupNorm - fused, or a trap - for ``expression_models.check``, on a CPU and on a
-GPU."""
+"""Models with an activation behind a GroupNorm - a region, or a trap - for ``expression_models.check``, on a CPU and on
+a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 GROUPS, CHANNELS = 2, 6
-FUSED, ALONE = "group_norm_activation", "group_norm"
+FUSED, ALONE = "region", "group_norm"
 
 
 class Written(nn.Module):
@@ -278,22 +278,26 @@ _RELU = written(child, nn.ReLU)
 _SILU = written(child, silu_in_place)
 
 
-def _fused(make: Callable[[], nn.Module], *cases: str, later: Callable[[Any], nn.Module] | None = None) -> Trap:
-    return Trap(make, {"": FUSED}, cases or ("fused-activation",), SHAPE, later, ("train",))
+def _fused(
+    make: Callable[[], nn.Module], *cases: str, later: Callable[[Any], nn.Module] | None = None, norms: str = "gn"
+) -> Trap:
+    """A region of the root, with its ``norms`` as sites beside it."""
+    plan = {"": FUSED} | dict.fromkeys(norms.split(), ALONE)
+    return Trap(make, plan, cases or ("fused-activation",), SHAPE, later, ("train",))
 
 
-def _alone(make: Callable[[], nn.Module], *cases: str, why: str = "", norm: str = "gn", alone: str = ALONE) -> Trap:
-    """The norm is swapped as a site of its own (``alone``); ``why`` is the Reason that the whole is refused for, if
-    it is spoken of."""
-    plan = {"": f"{FUSED} {why}"} if why else {}
-    return Trap(make, plan | {norm: alone}, cases or ("activation-look-alikes",), SHAPE, None, ("train", "eval"))
+def _alone(make: Callable[[], nn.Module], *cases: str, norm: str = "gn", alone: str = ALONE) -> Trap:
+    """The norm is swapped by itself (``alone``)."""
+    return Trap(make, {norm: alone}, cases or ("activation-look-alikes",), SHAPE, None, ("train", "eval"))
+
+
+def _found(make: Callable[[], nn.Module], *cases: str, norms: str = "gn", modes: str = "train eval") -> Trap:
+    """A region that runs its own statements, or is part of more."""
+    return replace(_fused(make, *(cases or ("activation-look-alikes",)), norms=norms), modes=(*modes.split(),))
 
 
 TABLE: dict[str, Trap] = {
-    **{
-        forward.__name__: _fused(written(forward))
-        for forward in (f_silu, torch_relu, method_relu, f_gelu, f_gelu_tanh, swish, swish_reversed)
-    },
+    **{forward.__name__: _fused(written(forward)) for forward in (f_silu, torch_relu, method_relu, f_gelu_tanh, swish)},
     "f_silu_in_place": _fused(written(f_silu_in_place), "in-place-activation"),
     "in_place_relu": _fused(written(in_place_relu), "in-place-activation"),
     "child_relu": _fused(_RELU),
@@ -303,17 +307,17 @@ TABLE: dict[str, Trap] = {
     "child_gelu_tanh": _fused(written(child, gelu_tanh)),
     "no_affine": _fused(written(f_silu, affine=False), "no-affine"),
     "frozen": _fused(changed(written(f_silu), lambda m: m.requires_grad_(False)), "frozen-parameters"),
-    "norm_act": _fused(NormAct),
-    "norm_act_silu": _fused(lambda: NormAct(nn.SiLU(inplace=True))),
-    "norm_act_without_act": _fused(lambda: NormAct(nn.Identity())),
-    "nested_norm_act": _fused(Nested),
-    "sequential_silu": _fused(sequential(nn.SiLU)),
-    "sequential_relu_in_place": _fused(sequential(relu_in_place), "in-place-activation"),
-    "sequential_gelu": _fused(sequential(nn.GELU)),
-    "sequential_two_runs": _fused(two_runs, "containers"),
+    "norm_act": _fused(NormAct, norms=""),
+    "norm_act_silu": _fused(lambda: NormAct(nn.SiLU(inplace=True)), norms=""),
+    "norm_act_without_act": _fused(lambda: NormAct(nn.Identity()), norms=""),
+    "nested_norm_act": _fused(Nested, norms=""),
+    "sequential_silu": _fused(sequential(nn.SiLU), norms="1"),
+    "sequential_relu_in_place": _fused(sequential(relu_in_place), "in-place-activation", norms="1"),
+    "sequential_gelu": _fused(sequential(nn.GELU), norms="1"),
+    "sequential_two_runs": _fused(two_runs, "containers", norms="0 3"),
     "sequential_inside": Trap(
         lambda: nn.ModuleDict({"a": nn.Sequential(two_runs(), nn.Conv1d(CHANNELS, 2, 1))})["a"],
-        {"0": FUSED},
+        {"0": FUSED, "0.0": ALONE, "0.3": ALONE},
         ("containers",),
         SHAPE,
         None,
@@ -322,50 +326,51 @@ TABLE: dict[str, Trap] = {
     # looks like one
     **{
         forward.__name__: _alone(written(forward))
-        for forward in (leaky, sigmoid_alone, larger, activation_first, in_training_only)
+        for forward in (activation_first, in_training_only, gated_by_input, activation_of_input, squared)
     },
     "no_grad_block": replace(_alone(written(no_grad_block)), backward_raises=True),
-    "norm_twice": _alone(written(norm_twice)),
-    "gated_by_input": _alone(written(gated_by_input), why="UNSUPPORTED"),
-    "activation_of_input": _alone(written(activation_of_input), why="UNSUPPORTED"),
-    "squared": _alone(written(squared)),
-    "child_leaky": _alone(written(child, nn.LeakyReLU)),
-    "sequential_leaky": _alone(sequential(nn.LeakyReLU), norm="1"),
+    "f_gelu": _alone(written(f_gelu)),
+    "swish_reversed": _alone(written(swish_reversed)),
+    # part of more
+    **{forward.__name__: _found(written(forward)) for forward in (leaky, sigmoid_alone, larger, norm_twice)},
+    "child_leaky": _found(written(child, nn.LeakyReLU)),
+    "sequential_leaky": _found(sequential(nn.LeakyReLU), norms="1"),
     "sequential_alone": _alone(sequential(), norm="1"),
-    "sequential_backwards": _alone(
-        lambda: Backwards(nn.GroupNorm(GROUPS, CHANNELS), nn.SiLU()), why="UNSUPPORTED", norm="0"
-    ),
-    "norm_act_twice": Trap(
-        DoubledNormAct, {"": f"{ALONE} SUBCLASS"}, ("subclass-own-forward",), SHAPE, None, ("train",)
-    ),
-    "norm_act_with_dropout": Trap(
-        lambda: NormAct(drop=nn.Dropout(0.5)), {"": f"{FUSED} CHILD"}, ("subclass-own-forward",), SHAPE, None, ("eval",)
+    "sequential_backwards": _alone(lambda: Backwards(nn.GroupNorm(GROUPS, CHANNELS), nn.SiLU()), norm="0"),
+    "norm_act_twice": _found(DoubledNormAct, "subclass-own-forward", norms=""),
+    "norm_act_with_dropout": _found(
+        lambda: NormAct(drop=nn.Dropout(0.5)), "subclass-own-forward", norms="", modes="eval"
     ),
     # what it calls is no plain module
-    "hook_on_norm": _alone(changed(_RELU, hook_norm), "hooks", why="CHILD"),
-    "hook_on_act": _alone(changed(_RELU, hook_act), "hooks", why="CHILD"),
-    "hook_in_norm_act": Trap(changed(NormAct, hook_act), {"": f"{FUSED} CHILD"}, ("hooks",), SHAPE, None, ("train",)),
-    "hook_in_sequential": _alone(
-        changed(sequential(nn.ReLU), lambda m: m[2].register_forward_hook(times_three)),
-        "hooks",
-        why="CHILD",
-        norm="1",
+    "hook_on_norm": _found(changed(_RELU, hook_norm), "hooks"),
+    "hook_on_act": _found(changed(_RELU, hook_act), "hooks"),
+    "hook_in_norm_act": _found(changed(NormAct, hook_act), "hooks", norms=""),
+    "hook_in_sequential": _found(
+        changed(sequential(nn.ReLU), lambda m: m[2].register_forward_hook(times_three)), "hooks", norms="1"
     ),
-    "parametrized_norm": _alone(
-        changed(_RELU, parametrize_norm), "parametrized", why="CHILD", alone=f"{ALONE} PARAMETRIZED"
-    ),
-    "forward_of_act": _alone(changed(_RELU, replace_forward("act")), "instance-forward", why="CHILD"),
+    "parametrized_norm": _alone(changed(_RELU, parametrize_norm), "parametrized", alone=f"{ALONE} PARAMETRIZED"),
+    "forward_of_act": _found(changed(_RELU, replace_forward("act")), "instance-forward"),
     "forward_of_norm": _alone(
-        changed(_RELU, replace_forward("gn")), "instance-forward", why="CHILD", alone=f"{ALONE} INSTANCE_FORWARD"
+        changed(_RELU, replace_forward("gn")), "instance-forward", alone=f"{ALONE} INSTANCE_FORWARD"
     ),
-    "forward_of_all": _alone(changed(_RELU, replace_forward("")), "instance-forward", why="INSTANCE_FORWARD"),
-    "norm_in_two_places": Trap(norm_in_two_places, {"0": FUSED}, ("shared-module",), SHAPE, None, ("train",)),
+    "forward_of_all": Trap(
+        changed(_RELU, replace_forward("")),
+        {"": f"{FUSED} INSTANCE_FORWARD", "gn": ALONE},
+        ("instance-forward",),
+        SHAPE,
+    ),
+    "norm_in_two_places": Trap(
+        norm_in_two_places, {"0": FUSED, "0.0": ALONE}, ("shared-module",), SHAPE, None, ("train",)
+    ),
     # changed after the swap
     "later_hook_on_norm": _fused(_RELU, "later-hooks", later=after(hook_norm)),
     "later_hook_on_act": _fused(_RELU, "later-hooks", later=after(hook_act)),
-    "later_hook_in_norm_act": _fused(NormAct, "later-hooks", later=after(hook_act)),
+    "later_hook_in_norm_act": _fused(NormAct, "later-hooks", later=after(hook_act), norms=""),
     "later_hook_in_sequential": _fused(
-        sequential(nn.ReLU), "later-hooks", later=after(lambda m: m[1].register_forward_pre_hook(lambda _, x: None))
+        sequential(nn.ReLU),
+        "later-hooks",
+        later=after(lambda m: m[1].register_forward_pre_hook(lambda _, x: None)),
+        norms="1",
     ),
     "later_parametrized": _fused(_RELU, "later-weight-norm", later=after(parametrize_norm)),
     "later_forward": _fused(_RELU, "attributes-changed-later", later=after(replace_forward("gn"))),
@@ -379,8 +384,10 @@ TABLE: dict[str, Trap] = {
     "later_approximate": _fused(
         written(child, nn.GELU), "attributes-changed-later", later=after(set_attribute("act.approximate", "tanh"))
     ),
-    "later_flag": _fused(NormAct, "attributes-changed-later", later=after(set_attribute("_fast_norm", True))),
-    "later_inserted": _fused(sequential(nn.ReLU), "later-add-module", later=after(insert_convolution)),
-    "later_appended": _fused(sequential(nn.ReLU), "later-add-module", later=after(lambda m: m.append(nn.Tanh()))),
+    "later_flag": _fused(NormAct, "attributes-changed-later", later=after(set_attribute("_fast_norm", True)), norms=""),
+    "later_inserted": _fused(sequential(nn.ReLU), "later-add-module", later=after(insert_convolution), norms="1"),
+    "later_appended": _fused(
+        sequential(nn.ReLU), "later-add-module", later=after(lambda m: m.append(nn.Tanh())), norms="1"
+    ),
 }
 """Every form that is fused, and traps; the cases that each stands for."""

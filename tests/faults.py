@@ -7,20 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from models import L1, Activated, Projection, randomised
+from models import L1, Projection, randomised
 from torch import Tensor, nn
 
 from normswap import ops
 
-KINDS = ("layer_norm", "group_norm", "rms_norm", "l1_norm", "linear_scale_batch_norm", "group_norm_activation")
+KINDS = ("layer_norm", "group_norm", "rms_norm", "l1_norm", "linear_scale_batch_norm")
 WIDTH = 24
 
 _MARK = 2e-5  # the eps of a marked site; a marked L1 norm is the one along dim -1
 _WRONG_EPS = 1e-3
 _OPS = {kind: kind for kind in KINDS} | {
     "linear_scale_batch_norm": "scale_batch_norm",
-    "group_norm_activation": "group_norm",
 }
 
 
@@ -47,8 +45,6 @@ def _site(kind: str, marked: bool) -> nn.Module:
         return nn.LayerNorm(WIDTH, eps=eps)
     if kind == "group_norm":
         return nn.GroupNorm(2, WIDTH, eps=eps)
-    if kind == "group_norm_activation":
-        return Activated(2, WIDTH, eps)
     if kind == "rms_norm":
         return nn.RMSNorm(WIDTH, eps=eps)
     if kind == "l1_norm":
@@ -97,15 +93,14 @@ def one_pass_variance(right: Callable[..., Tensor], call: _Call) -> Tensor:
         shift = call.rest.get("input_bias")
         x = (x if shift is None else x + shift) * call.args[1]
         rows, dim = x, 0
-    elif call.kind in ("group_norm", "group_norm_activation"):
+    elif call.kind == "group_norm":
         rows, dim = x.reshape(len(x), call.args[1], -1), -1
     else:
         rows, dim, weight, bias = x, -1, call.args[2], call.args[3]
     mean = rows.mean(dim, keepdim=True)
     variance = rows.square().mean(dim, keepdim=True) - mean.square()
     normalised = ((rows - mean) * (variance + _MARK).rsqrt()).reshape(x.shape)
-    found = (normalised * weight + bias).to(out.dtype)
-    return F.silu(found) if call.kind == "group_norm_activation" else found
+    return (normalised * weight + bias).to(out.dtype)
 
 
 class _Scaled(torch.autograd.Function):
@@ -124,7 +119,7 @@ def gradient_off(right: Callable[..., Tensor], call: _Call) -> Tensor:
     return right(*call.args[:place], _Scaled.apply(call.args[place]), *call.args[place + 1 :], **call.rest)
 
 
-_CENTRED = ("layer_norm", "group_norm", "linear_scale_batch_norm", "group_norm_activation")
+_CENTRED = ("layer_norm", "group_norm", "linear_scale_batch_norm")
 FAULTS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "forgets bias": (forgets_bias, _CENTRED),
     "eps 1e-3": (other_eps, KINDS),

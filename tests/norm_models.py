@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import L1, Activated, Projection, randomised
+from models import L1, Projection, randomised
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -37,7 +37,6 @@ NORMS: dict[str, Norm] = {
     "rms_norm": Norm(lambda: nn.RMSNorm(12, eps=1e-6), (5, 12)),
     "group_norm": Norm(lambda: nn.GroupNorm(2, 6), (4, 6, 5, 3)),
     "instance_norm": Norm(lambda: nn.InstanceNorm2d(6, affine=True), (4, 6, 5, 3)),
-    "group_norm_activation": Norm(lambda: Activated(2, 6), (4, 6, 5, 3)),
     "l1_norm": Norm(L1, (5, 12)),
     "linear_scale_batch_norm": Norm(lambda: Projection(7, 6), (9, 7)),
 }
@@ -214,7 +213,6 @@ def calls_of(kind: str, device: str = "cpu") -> Iterator[Tensor]:
         "layer_norm": [(5, 12), (7, 12), (2, 3, 5, 12)],
         "rms_norm": [(5, 12), (7, 12), (2, 3, 5, 12)],
         "group_norm": [(4, 6), (5, 6), (4, 6, 5, 3)],
-        "group_norm_activation": [(4, 6), (5, 6), (4, 6, 5, 3)],
         "l1_norm": [(5, 12), (7, 12), (2, 3, 5, 12)],
     }.get(kind, [shape, (11, *shape[1:]), (4, *shape[1:])])
     for shape in shapes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Parts(nn.Module):
         self.norm, self.norm2, self.rms = nn.LayerNorm(CHANNELS), nn.LayerNorm(CHANNELS), nn.RMSNorm(CHANNELS)
         self.bare = nn.LayerNorm(CHANNELS, elementwise_affine=False)
         self.gn, self.gn2 = nn.GroupNorm(2, CHANNELS), nn.GroupNorm(4, CHANNELS)
+        self.bn, self.bn3 = nn.BatchNorm2d(CHANNELS), nn.BatchNorm3d(CHANNELS)
         self.inorm = nn.InstanceNorm2d(CHANNELS, affine=True)
         self.act, self.act_ = nn.GELU(), nn.ReLU(inplace=True)
         self.leaky, self.drop, self.identity = nn.LeakyReLU(0.2), nn.Dropout(0.5), nn.Identity()
@@ -48,7 +49,6 @@ class Case:
     later: Callable[[Any], Any] | None = None
     exact: bool = True
     modes: tuple[str, ...] = ("train", "eval")
-    cases: tuple[str, ...] = field(default=("region",))
 
 
 def written(forward: Callable[..., Any], base: type[nn.Module] = Parts) -> nn.Module:
@@ -74,7 +74,7 @@ def check(case: Case, mode: str, device: str = "cpu") -> None:
     for module in (swapped, model) if case.later else ():
         torch.manual_seed(1)
         case.later(module)
-    assert_same(swapped, model, inputs, case.exact)
+    assert_same(swapped, model, inputs, case.exact and device == "cpu")
 
 
 def swap(model: nn.Module) -> Any:

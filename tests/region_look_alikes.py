@@ -8,7 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from region_checks import CHANNELS, IMAGES, ROWS, Case
-from region_models import f_layer_norm, f_relu, leaky_child, residual_in_a_branch, sum_norm_act, sum_used_later
+from region_models import (
+    batch_norm_residual,
+    f_layer_norm,
+    f_relu,
+    leaky_child,
+    residual_in_a_branch,
+    sum_norm_act,
+    sum_used_later,
+)
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -342,6 +350,9 @@ CHANGED: dict[str, Case] = {
     "branch_taken_later": Case(residual_in_a_branch, _RES, _IMAGE, later=put("se", lambda: nn.Conv2d(8, 8, 1))),
     "weight_replaced": Case(f_layer_norm, ("layer_norm",), later=put("bias", lambda: None)),
     "double": Case(f_relu, _ACT, later=lambda model: model.double()),
+    "batch_norm_in_train": Case(
+        batch_norm_residual, ("bn + act_", "bn + residual + relu"), _IMAGE, later=lambda m: m.train(), modes=("eval",)
+    ),
     "empty_batch": Case(sum_used_later, _SUM, ((0, *ROWS[1:]), (0, *ROWS[1:]))),
     "broadcast_rows": Case(sum_used_later, _SUM, (ROWS, (1, CHANNELS))),
     "broadcast_first": Case(sum_used_later, _SUM, ((1, CHANNELS), ROWS)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -74,6 +75,10 @@ def shared_sum_norm_act(self, x, y):
 def dropped(self, x, y):
     h = self.drop(self.lin(x)) + y
     return self.norm(h)
+
+
+def dropped_at_the_end(self, x, y):
+    return self.drop(self.norm(x + y)), self.identity(self.norm2(y))
 
 
 def drop_behind(self, x, y):
@@ -210,6 +215,17 @@ def instance_norm_residual(self, x, y):
     return F.silu(y + self.inorm(x))
 
 
+def batch_norm_residual(self, x, y):
+    out = self.act_(self.bn(self.conv(x)))
+    out = self.bn(out)
+    out += y
+    return F.relu(out)
+
+
+def batch_norm_3d(self, x, y):
+    return F.relu(self.bn3(x)) + y
+
+
 def identity_between(self, x, y):
     return self.act_(self.identity(self.gn(x)))
 
@@ -306,12 +322,38 @@ def own_name_of_self(this, x, y):
     return F.relu(h)
 
 
+def noted(function):
+    """A decorator as people write them."""
+    calls = []
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        calls.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@noted
+def decorated(self, x, y):
+    h = x + y
+    return h + self.norm(h)
+
+
+@noted
+@torch.no_grad()
+def decorated_twice(self, x, y):
+    h = x + y
+    return h + self.norm(h)
+
+
 def shapes_unpacked(self, x, y):
     h = x + y
     b, n, c = h.shape
     return self.norm(h).view(b * n, c), h
 
 
+_VOLUME = (*IMAGES, 2)
 _ROW, _IMAGE, _ADAPTED = (ROWS, ROWS), (IMAGES, IMAGES), (ROWS, (ROWS[0], CHANNELS))
 
 
@@ -334,6 +376,7 @@ FOUND: dict[str, Case] = {
         Case(sum_norm_act, ("sum + norm + act",)),
         Case(shared_sum_norm_act, ("sum + norm + act",)),
         Case(dropped, ("sum + norm",)),
+        Case(dropped_at_the_end, ("sum + norm",)),
         Case(drop_behind, ("sum + norm + silu",)),
         Case(broadcast, ("sum + norm",)),
         Case(broadcast_first, ("sum + norm",)),
@@ -361,9 +404,11 @@ FOUND: dict[str, Case] = {
         Case(two_branches, ("gn + residual + relu",), _IMAGE),
         Case(instance_norm_leaky, ("inorm + leaky",), _IMAGE),
         Case(instance_norm_residual, ("inorm + residual + silu",), _IMAGE),
+        Case(batch_norm_residual, ("bn + act_", "bn + residual + relu"), _IMAGE, modes=("eval",)),
+        Case(batch_norm_3d, ("bn3 + relu",), (_VOLUME, _VOLUME), modes=("eval",)),
         Case(identity_between, ("gn + act_",), _IMAGE),
-        Case(layer_norm_2d, ("norm",), _IMAGE),
-        Case(layer_norm_2d_in_steps, ("norm",), _IMAGE),
+        Case(layer_norm_2d, ("norm",), _IMAGE, exact=False),
+        Case(layer_norm_2d_in_steps, ("norm",), _IMAGE, exact=False),
         Case(adaptive, ("bare + scale + shift",)),
         Case(adaptive_unsqueezed, ("bare + scale + shift",), _ADAPTED),
         Case(adaptive_reversed, ("norm + scale + shift",), _ADAPTED),
@@ -375,6 +420,8 @@ FOUND: dict[str, Case] = {
         Case(in_the_end_of_a_while, ("norm + silu",)),
         Case(annotated, ("norm + relu",)),
         Case(own_name_of_self, ("norm + relu",)),
+        Case(decorated, ("sum + norm",)),
+        Case(decorated_twice, ("sum + norm",)),
         Case(shapes_unpacked, ("sum + norm",)),
     )
 }

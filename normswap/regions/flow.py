@@ -22,7 +22,7 @@ from torch import nn
 
 from normswap.plan import Reason
 from normswap.regions.inline import inlined
-from normswap.source import definition
+from normswap.source import definition, undecorated
 from normswap.tracing import Rejection, own_getattr
 
 Position: TypeAlias = "tuple[int, int, int, int]"
@@ -101,7 +101,8 @@ def position(node: ast.AST) -> Position:
 
 def read(module: nn.Module, forward: types.FunctionType) -> Flow | Rejection:
     """The flow of ``forward``, the one of the class of ``module``; or why it cannot be rewritten."""
-    tree = definition(forward)
+    whole, forward = forward, undecorated(forward)
+    tree = definition(forward, decorated=forward is not whole)
     if isinstance(tree, Rejection):
         return tree
     if (rejection := own_getattr(module)) is not None:

@@ -177,6 +177,8 @@ def _reader_of(cls: Any, match: Match) -> Callable[[Any, Tensor], _Arguments]:
         return lambda child, x: _arguments(match.kind, match.view(child), x) if original.is_unchanged() else None
     if is_by_hand(match.kind, match.attributes):
         return arguments_reader(original, match.attributes)
+    if not issubclass(cls, _CLASSES[match.kind]):
+        return _declines
     flag = match.attributes.get("unless")
 
     def read(child: Any, x: Tensor) -> _Arguments:
@@ -185,6 +187,15 @@ def _reader_of(cls: Any, match: Match) -> Callable[[Any, Tensor], _Arguments]:
         return _arguments(match.kind, child, x)
 
     return read
+
+
+_CLASSES: Mapping[str, Any] = {
+    "layer_norm": nn.LayerNorm,
+    "rms_norm": nn.RMSNorm,
+    "group_norm": nn.GroupNorm,
+    "instance_norm": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+}
 
 
 def _arguments(kind: str, norm: Any, x: Tensor) -> _Arguments:

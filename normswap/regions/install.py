@@ -16,6 +16,7 @@ from normswap.plan import PlanError
 from normswap.regions.rewrite import Compiled, Helper, compile_regions
 from normswap.regions.sequential import compiled_run, names_of
 from normswap.regions.spec import Region
+from normswap.source import undecorated
 
 _Forward: TypeAlias = Callable[..., Any]
 
@@ -33,7 +34,7 @@ def with_helpers(
     where another was put on the class since, where its source is not what was read (a pickle outlives a version of a
     library), and where it would branch in another way than it did."""
     base_forward = replaced.function
-    names, known = attributes.get("functions", "").split(), getattr(base_forward, "__globals__", {})
+    names, known = attributes.get("functions", "").split(), getattr(undecorated(base_forward), "__globals__", {})
     functions: dict[str, Any] = {name: known.get(name) for name in names}  # read as the line they return
     if "source" in attributes and attributes["source"] != digest([base_forward, *functions.values()]):
         return replaced.run

@@ -85,6 +85,8 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
         if found is None:
             continue
         _grow_behind(module, found, taken)
+        while found.steps[-1][0] == "pass":  # nothing behind it: a dropout that is on need not stop the rest
+            found.ops.pop(), found.steps.pop(), found.passes.pop()
         for one in filter(None, (_with_sum(found, taken), found)):
             if (len(one.ops) > 1 or not one.type) and _stands(module, flow, one, norm_of):
                 taken.update(map(id, one.ops))

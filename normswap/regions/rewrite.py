@@ -18,7 +18,7 @@ from normswap.plan import PlanError
 from normswap.regions.inline import inlined
 from normswap.regions.patterns import FUNCTIONS
 from normswap.regions.spec import Position, Region, Step
-from normswap.source import definition
+from normswap.source import cell_holds, definition, undecorated
 from normswap.tracing import Rejection
 
 _PREFIX = "_normswap_"
@@ -54,7 +54,8 @@ def compile_regions(
 
     Raises PlanError where ``forward`` has no source now, or holds no such nodes.
     """
-    found = definition(forward)
+    whole, forward = forward, undecorated(forward)
+    found = definition(forward, decorated=forward is not whole)
     if isinstance(found, Rejection):
         raise PlanError(f"regions: {found.detail}; plan it anew")
     places = {step.at for region in regions for step in region.steps}
@@ -66,6 +67,7 @@ def compile_regions(
     for one in made:
         edits |= one.edits()
     rewritten = _Rewriter(edits).visit(copy.deepcopy(tree))
+    rewritten.decorator_list = []
     functions = [rewritten, *(f for one in made for f in one.functions())]
     code = _codes(forward, functions, [one.helper for one in made])
     compiled = []
@@ -82,9 +84,22 @@ def compile_regions(
         new.__kwdefaults__, new.__qualname__ = forward.__kwdefaults__, forward.__qualname__
         new.__annotations__, new.__doc__ = forward.__annotations__, forward.__doc__
         new.__module__ = forward.__module__
-        return new
+        return _decorated(whole, forward, new)
 
     return compiled, make
+
+
+def _decorated(whole: types.FunctionType, inner: types.FunctionType, new: types.FunctionType) -> types.FunctionType:
+    """``whole``, decorators around ``inner``, around ``new`` instead."""
+    if whole is inner:
+        return new
+    below = whole.__wrapped__  # type: ignore[attr-defined]
+    around = types.CellType(_decorated(below, inner, new))
+    cells = tuple(around if cell_holds(cell, below) else cell for cell in whole.__closure__ or ())
+    made = types.FunctionType(whole.__code__, whole.__globals__, whole.__name__, whole.__defaults__, cells)
+    made.__kwdefaults__ = whole.__kwdefaults__
+    made.__dict__.update(whole.__dict__)
+    return made
 
 
 class _Rewriter(ast.NodeTransformer):

@@ -1,0 +1,234 @@
+"""Regions and the tools around a model: copies, transforms, compilers, other people's patches, plans as data."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import pickle
+import sys
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import region_models
+import torch
+import torch.nn.functional as F
+from models import randomised
+from region_checks import CHANNELS, ROWS, Parts, assert_same, regions_in, swap, written
+from torch import Tensor, nn
+
+import normswap
+from normswap.plan import Match, Plan, PlanError
+
+
+class Block(Parts):
+    """A block that pickles."""
+
+    def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+        h = x + y
+        h = h + self.lin(self.act(self.norm(h)))
+        if self.flag:
+            h = F.relu(self.norm2(h))
+        return h * scale
+
+
+class Inherits(Block):
+    """Has the forward of its base class."""
+
+
+class Calls(Block):
+    """Calls the forward of its base class."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.silu(self.rms(super().forward(x, y)))
+
+
+class Failing(Parts):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x + y
+        n = self.norm(h)  # fails here
+        return n + h
+
+
+def given() -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS), torch.randn(ROWS)
+
+
+@pytest.fixture
+def pair() -> tuple[Any, Block]:
+    torch.manual_seed(0)
+    model = randomised(Block())
+    assert regions_in(model) == ("sum + norm + act", "sum + norm2 + relu")
+    return swap(model), model
+
+
+def test_copies(pair: Any) -> None:
+    swapped, model = pair
+    for twin in (copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
+        assert type(twin) is type(swapped)
+        assert_same(twin, model, given())
+    assert type(normswap.revert(swapped)) is Block
+
+
+def test_signature_and_defaults(pair: Any) -> None:
+    swapped, model = pair
+    assert inspect.signature(swapped.forward) == inspect.signature(model.forward)
+    x, y = given()
+    torch.testing.assert_close(swapped(x, y=y, scale=3.0), model(x, y, scale=3.0), rtol=0, atol=0)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'"):
+        swapped(x)
+
+
+def test_inherited_and_called_by_super() -> None:
+    for cls in (Inherits, Calls):
+        model = randomised(cls())
+        assert bool(regions_in(model)) is (cls is Inherits)
+        assert_same(swap(model), model, given())
+
+
+def test_instances_with_other_settings() -> None:
+    one, other = randomised(Block()), randomised(Block())
+    other.flag, other.norm = False, nn.LayerNorm(CHANNELS, eps=0.1)
+    other.act = nn.Tanh()
+    model = nn.ModuleList([one, other])
+    swapped = swap(model)
+    for mine, theirs in zip(swapped, model, strict=True):
+        assert_same(mine, theirs, given())
+    for module in (swapped, model):
+        module[0].flag, module[1].flag = False, True
+    for mine, theirs in zip(swapped, model, strict=True):
+        assert_same(mine, theirs, given())
+
+
+def test_a_traceback_shows_the_lines_of_the_file() -> None:
+    swapped = swap(Failing())
+    swapped.norm.register_forward_hook(lambda module, args, out: out @ out)  # fails, where the norm is called
+    with pytest.raises(RuntimeError) as raised:
+        swapped(*given())
+    lines = [frame.line for frame in traceback.extract_tb(raised.value.__traceback__) if frame.filename == __file__]
+    assert "h = x + y" in lines and "n = self.norm(h)  # fails here" in lines
+
+
+def test_transforms(pair: Any) -> None:
+    swapped, model = pair
+    x, y = given()
+    doubled = {name: p * 2 for name, p in model.named_parameters()}
+    calls = [
+        lambda m: torch.func.functional_call(m, doubled, (x, y)),
+        lambda m: torch.func.jvp(lambda x: m(x, y), (x,), (torch.ones_like(x),)),
+        lambda m: torch.func.vmap(m)(x, y),
+        lambda m: torch.func.vmap(torch.func.grad(lambda x, y: m(x, y).sum()))(x, y),
+        lambda m: torch.jit.trace(m, (x, y), check_trace=False)(x, y),
+    ]
+    for call in calls:
+        torch.testing.assert_close(call(swapped), call(model))
+
+
+def test_traced_by_fx(pair: Any) -> None:
+    model, inputs = pair[1], given()
+    plan = Plan(tuple(s for s in normswap.plan(model).swaps if s.match.kind == "region"))
+    traced = torch.fx.symbolic_trace(normswap.apply(copy.deepcopy(model), plan))
+    torch.testing.assert_close(traced(*inputs), model(*inputs))
+
+
+def test_autocast(pair: Any) -> None:
+    swapped, model = pair
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(swapped, model, given())
+    assert_same(swapped.bfloat16(), model.bfloat16(), tuple(t.bfloat16() for t in given()))
+
+
+def test_compiled_and_exported(pair: Any) -> None:
+    swapped, model = pair
+    x, y = given()
+    torch._dynamo.reset()
+    compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, y), model(x, y))
+    torch.testing.assert_close(torch.export.export(swapped, (x, y)).module()(x, y), model(x, y))
+
+
+@pytest.mark.parametrize("name", ("layer_norm", "relu"))
+def test_functions_of_torch_patched_later(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = {"layer_norm": region_models.f_layer_norm_keywords, "relu": region_models.f_relu}[name]
+    model = randomised(written(forward))
+    swapped, before = swap(model), getattr(F, name)
+    monkeypatch.setattr(F, name, lambda *args, **kwargs: before(*args, **kwargs) * 3)
+    assert_same(swapped, model, given())
+
+
+def test_a_modulate_patched_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomised(written(region_models.adaptive_function))
+    swapped, inputs = swap(model), (torch.randn(ROWS), torch.randn(ROWS[0], CHANNELS))
+    assert_same(swapped, model, inputs)
+    monkeypatch.setattr(region_models, "modulate", lambda x, shift, scale: x + scale[:, None])
+    assert_same(swapped, model, inputs)
+
+
+SOURCE = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+from region_checks import Parts
+
+class Loaded(Parts):
+    def forward(self, x, y):
+        return F.relu(self.norm(x)) + y
+"""
+
+
+def loaded(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_its_source_nothing_is_rewritten(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"__name__": "executed"}
+    exec(SOURCE, names)
+    assert regions_in(names["Loaded"]()) == ()
+    path = tmp_path / "changed_since.py"
+    path.write_text(SOURCE)
+    module = loaded(path)
+    assert regions_in(module.Loaded()) == ("norm + relu",)
+    path.write_text(SOURCE.replace("relu", "silu"))
+    assert regions_in(module.Loaded()) == ()
+
+
+def test_a_pickle_of_another_version_of_the_source(tmp_path: Path) -> None:
+    path = tmp_path / "two_versions.py"
+    path.write_text(SOURCE)
+    model = randomised(loaded(path).Loaded())
+    text = pickle.dumps(swap(model))
+    path.write_text(SOURCE.replace("relu", "silu"))
+    newer = loaded(path).Loaded
+    twin, expected = pickle.loads(text), newer()
+    expected.load_state_dict(model.state_dict())
+    assert_same(twin, expected, given())
+
+
+@pytest.mark.parametrize("key", ("norm", "kind", "conditions", "steps", "activation"))
+def test_a_plan_that_says_something_else_runs_nothing_of_it(key: str) -> None:
+    model = randomised(written(region_models.f_relu))
+    (swap_,) = (s for s in normswap.plan(model).swaps if s.match.kind == "region")
+    (region,) = swap_.match.attributes["regions"]
+    wrong: dict[str, Any] = {
+        "norm": "lin",
+        "kind": "rms_norm",
+        "conditions": [["__import__('os').getpid()", True]],
+        "steps": [{**region["steps"][0], "at": [0, 0, 0, 0]}],
+        "activation": ["silu", 0.0, 0.0],
+    }
+    attributes = {**swap_.match.attributes, "regions": [{**region, key: wrong[key]}]}
+    plan = Plan((type(swap_)(swap_.site, Match("region", attributes)),))
+    try:
+        swapped = normswap.apply(copy.deepcopy(model), plan)
+    except PlanError:
+        return
+    assert key not in ("conditions", "steps")
+    assert_same(swapped, model, given())
