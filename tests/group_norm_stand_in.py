@@ -42,6 +42,8 @@ def group_norm(
     regime: int,
 ) -> None:
     check_layout(channels_last, input, out, residual)
+    if input.numel() == 0:
+        return
     rows = input.float().reshape(len(input), num_groups, -1)
     if mean is not None and rstd is not None:
         mean.copy_(rows.mean(-1))
@@ -71,6 +73,8 @@ def group_norm_backward(
     regime: int,
 ) -> None:
     check_layout(channels_last, grad, input, residual, grad_input, grad_residual)
+    if input.numel() == 0:
+        return
     assert grad_residual is None or grad_residual.dtype == grad.dtype
     assert residual is None or (activation and residual.dtype == grad.dtype)
     shape = (len(input), num_groups, input.shape[1] // num_groups, -1)

@@ -145,6 +145,15 @@ def test_instance_norm_has_the_same_options(layout: torch.memory_format, calls: 
     assert calls == ["group_norm", "group_norm_backward"] * 2
 
 
+@pytest.mark.usefixtures("calls")
+def test_an_empty_batch_gives_zeros() -> None:
+    x, weight, bias = torch.randn(0, 6, 5, 3, requires_grad=True), *leaves()[1:3]
+    ops.group_norm(x, GROUPS, weight, bias).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    for t in (weight, bias):
+        assert t.grad is not None and torch.equal(t.grad, torch.zeros(6))
+
+
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 GPUS = (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules, ops, reference
-from normswap.activation import CODES, Activation
+from normswap.activation import CODES, NONE, Activation
 from normswap.plan import Plan, Reason
 
 SHAPES = {nn.InstanceNorm1d: (4, 6, 5), nn.InstanceNorm2d: (4, 6, 5, 3), nn.InstanceNorm3d: (2, 6, 5, 3, 2)}
@@ -164,12 +164,12 @@ def test_the_kernel_is_group_norm_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernels serve: one group a channel, with the input as it is, and PyTorch's op for what it refuses."""
     asked: list[tuple[Any, ...]] = []
 
-    def kernel(input: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
-        asked.append((groups, eps))
+    def kernel(input: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, *behind: Any) -> Tensor:
+        asked.append((groups, eps, *behind))
         return F.group_norm(input, groups, weight, bias, eps)
 
     module = sys.modules["normswap.ops.instance_norm"]  # normswap.ops.instance_norm is the function
-    monkeypatch.setattr(module, "native_serves", lambda *tensors: True)
+    monkeypatch.setattr(module, "native_serves", lambda *tensors, **given: True)
     monkeypatch.setattr(module, "native_group_norm", kernel)
     model = randomised(nn.InstanceNorm2d(6, eps=1e-3, affine=True))
     swapped = swapped_copy(model, None)
@@ -177,7 +177,7 @@ def test_the_kernel_is_group_norm_s(monkeypatch: pytest.MonkeyPatch) -> None:
     for shape in ((4, 6, 5, 3), (6, 5, 3)):
         x = torch.randn(shape)
         assert_alike(model, swapped, x, cotangent_of(model, x))
-    assert asked == [(6, 1e-3)] * 2
+    assert asked == [(6, 1e-3, NONE, None, torch.float32)] * 2
     for shape in ((4, 6, 1, 1), (0, 6, 5, 3)):
         x = torch.randn(shape)
         assert_same_error(lambda x=x: swapped(x), lambda x=x: model(x))

@@ -162,8 +162,9 @@ class _GroupNorm(torch.autograd.Function):
         input = input.contiguous(memory_format=layout)
         passed = wants_residual and activation.name == "none"  # the sum's gradient is its summands'
         dx = torch.empty_like(input) if wants_input else None
-        dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if wants_weight else None
-        db = torch.empty_like(bias, memory_format=torch.contiguous_format) if wants_bias else None
+        room = torch.empty_like if input.numel() > 0 else torch.zeros_like  # sums of nothing, which no kernel runs for
+        dw = room(weight, memory_format=torch.contiguous_format) if wants_weight else None
+        db = room(bias, memory_format=torch.contiguous_format) if wants_bias else None
         dense_grad = grad.contiguous(memory_format=layout)
         dr = torch.empty_like(dense_grad) if wants_residual and not passed else None
         torch.ops.normswap.group_norm_backward.default(

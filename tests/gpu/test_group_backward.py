@@ -311,6 +311,9 @@ def test_what_is_not_finite_stays_in_its_group() -> None:
     empty = torch.empty(0, 4, 3, device="cuda", requires_grad=True)
     ops.group_norm(empty, 2).sum().backward()
     assert empty.grad is not None and empty.grad.shape == (0, 4, 3)
+    weight = torch.randn(4, device="cuda", requires_grad=True)
+    ops.group_norm(empty, 2, weight).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, torch.zeros_like(weight))
 
 
 def faulty(fault: str) -> Callable[[Case], dict[str, Tensor]]:
@@ -322,7 +325,7 @@ def faulty(fault: str) -> Callable[[Case], dict[str, Tensor]]:
         g = (case.dy.double() * gain).reshape(x.shape)
         rstd = (x.var(-1, correction=0, keepdim=True) + EPS).rsqrt()
         if fault == "a forgotten term":
-            found["dx"] = found["dx"] + (rstd * g.mean(-1, keepdim=True)).reshape(case.x.shape).float()
+            found["dx"] = found["dx"] + (rstd * g.mean(-1, keepdim=True)).expand_as(x).reshape(case.x.shape).float()
         elif fault == "a wrong eps":
             wrong = (x.var(-1, correction=0, keepdim=True) + 1e-3).rsqrt()
             found["dx"] = found["dx"] * (wrong / rstd).float().repeat(1, 1, 8).view(2, 32, 1, 1)
