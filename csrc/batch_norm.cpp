@@ -6,8 +6,9 @@
 namespace normswap {
 namespace {
 
-bool fits(const OptionalTensor& t, int64_t channels) {
-  return !t.has_value() || (t->numel() == channels && t->is_contiguous());
+bool fits(const OptionalTensor& t, const Tensor& input) {
+  return !t.has_value() || (t->numel() == input.size(1) && t->is_contiguous() && t->is_cuda() &&
+                            t->get_device_index() == input.get_device_index());
 }
 
 ChannelVector vector_of(const OptionalTensor& t) {
@@ -44,7 +45,7 @@ OptionalTensor batch_norm_eval_or_none(const Tensor& input, const Tensor& runnin
   const int64_t channels = input.size(1), inner = inner_of(input);
   if (inner == 0 || (residual.has_value() && !same_layout(*residual, input))) return std::nullopt;
   for (const OptionalTensor& t : {OptionalTensor(running_mean), OptionalTensor(running_var), weight, bias}) {
-    if (!fits(t, channels)) return std::nullopt;
+    if (!fits(t, input)) return std::nullopt;
   }
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor out = unfilled_like(input);

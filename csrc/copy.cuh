@@ -10,6 +10,12 @@ __device__ inline void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
 
+// The same of 4 bytes.
+__device__ inline void copy_async_word(void* shared, const void* global) {
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
+}
+
 // The copies of a thread are counted in batches, which arrive in the order in which they were started.
 __device__ inline void end_batch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -17,15 +17,19 @@
 namespace normswap {
 namespace {
 
-// The elements of a vector of any length, as they lie in memory.
-template <class T, int V>
+// The elements of a vector of any length, as they lie in memory. Last: nobody needs them in the L2 afterwards.
+template <class T, int V, bool Whole = (V * sizeof(T) % 16 == 0)>
 struct Raw {
   static constexpr int words = V * static_cast<int>(sizeof(T)) / 16;
   uint4 v[words];
+  template <bool Last = false>
   __device__ static Raw load(const T* p) {
     Raw raw;
 #pragma unroll
-    for (int i = 0; i < words; ++i) raw.v[i] = reinterpret_cast<const uint4*>(p)[i];
+    for (int i = 0; i < words; ++i) {
+      const uint4* from = reinterpret_cast<const uint4*>(p) + i;
+      raw.v[i] = Last ? __ldcs(from) : *from;
+    }
     return raw;
   }
   __device__ void floats(float (&out)[V]) const {
@@ -37,23 +41,34 @@ struct Raw {
       for (int j = 0; j < V / words; ++j) out[i * (V / words) + j] = some[j];
     }
   }
+  template <bool Last = false>
   __device__ static void store(T* p, const float (&values)[V]) {
 #pragma unroll
     for (int i = 0; i < words; ++i) {
       float some[V / words];
 #pragma unroll
       for (int j = 0; j < V / words; ++j) some[j] = values[i * (V / words) + j];
-      store_words(p + i * (V / words), words_of<T>(some));
+      uint4* to = reinterpret_cast<uint4*>(p) + i;
+      Last ? __stcs(to, words_of<T>(some)) : store_words(to, words_of<T>(some));
     }
   }
 };
 
-template <class T>
-struct Raw<T, 1> {
-  T v;
-  __device__ static Raw load(const T* p) { return {*p}; }
-  __device__ void floats(float (&out)[1]) const { out[0] = to_float(v); }
-  __device__ static void store(T* p, const float (&values)[1]) { *p = from_float<T>(values[0]); }
+template <class T, int V>
+struct Raw<T, V, false> {
+  Pack<T, V> pack;
+  template <bool Last = false>
+  __device__ static Raw load(const T* p) {
+    return {Pack<T, V>::load(p)};
+  }
+  __device__ void floats(float (&out)[V]) const {
+#pragma unroll
+    for (int j = 0; j < V; ++j) out[j] = to_float(pack.v[j]);
+  }
+  template <bool Last = false>
+  __device__ static void store(T* p, const float (&values)[V]) {
+    Pack<T, V>::of(values).store(p);
+  }
 };
 
 // What the elements of a channel of a sample have in common.

@@ -42,13 +42,13 @@ struct ColumnsShared {
   float *mean, *gain, *bias, *a, *b;
   float2* sums;  // (side, width)
   __device__ ColumnsShared(const ColumnsArgs& args, float* shared) {
-    const int width = args.p.width;
+    const int width = (args.p.width + 3) / 4 * 4;  // so that all start at vectors
     mean = shared;
     gain = mean + width;
     bias = gain + width;
     a = bias + width;
     b = a + width;
-    sums = reinterpret_cast<float2*>(b + width + (width & 1));
+    sums = reinterpret_cast<float2*>(b + width);
   }
 };
 
@@ -67,50 +67,50 @@ struct ColumnVectors {
     lane = static_cast<int>(threadIdx.x) - row * a.p.lanes;
     step = a.p.side * a.n.sizes.channels;
   }
-  // Starts with the first.
+  // Starts with the first ones.
+  template <bool Last>
   __device__ void begin(const SlabPiece& of) {
     const int64_t first = static_cast<int64_t>(of.piece) * a.p.piece_rows + row, channels = a.n.sizes.channels;
     const int64_t rows = min(a.n.sizes.spatial - first, static_cast<int64_t>(a.p.piece_rows - row));
     const bool works = row < a.p.side && lane * V < of.width && rows > 0;
     left = works ? static_cast<int>((rows + a.p.side - 1) / a.p.side) : 0;
     at = (of.sample * a.n.sizes.spatial + first) * channels + of.channel + lane * V;
-    load();
-  }
-  __device__ void load() {
 #pragma unroll
     for (int k = 0; k < Each; ++k) {
-      if (k >= left) break;
-      x[k] = Raw<T, V>::load(static_cast<const T*>(a.n.x) + at + k * step);
-      dy[k] = Raw<D, V>::load(static_cast<const D*>(a.n.dy) + at + k * step);
+      if (k < left) load<Last>(k, at + k * step);
     }
   }
+  template <bool Last>
+  __device__ void load(int k, int64_t from) {
+    x[k] = Raw<T, V>::template load<Last>(static_cast<const T*>(a.n.x) + from);
+    dy[k] = Raw<D, V>::template load<Last>(static_cast<const D*>(a.n.dy) + from);
+  }
   // with(d, g, gain, where it lies) for every vector.
-  template <class With>
+  template <bool Last, class With>
   __device__ void for_each(const ColumnsShared& shared, With with) {
-    float mean[V], gain[V], bias[V];
-    if (left > 0) {
+    const auto of_channels = [&](const float* values, float (&out)[V]) {
+      const Floats<V> some = *reinterpret_cast<const Floats<V>*>(values + lane * V);
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        mean[j] = shared.mean[lane * V + j];
-        gain[j] = shared.gain[lane * V + j];
-        bias[j] = shared.bias[lane * V + j];
-      }
-    }
-    while (left > 0) {
+      for (int j = 0; j < V; ++j) out[j] = some.v[j];
+    };
+#pragma unroll 1
+    for (; left > 0; left -= Each) {
 #pragma unroll
       for (int k = 0; k < Each; ++k) {
         if (k >= left) break;
-        float d[V], g[V];
+        float d[V], g[V], mean[V], gain[V], bias[V];
         x[k].floats(d);
         dy[k].floats(g);
+        if (k + Each < left) load<Last>(k, at + Each * step);
+        of_channels(shared.mean, mean);
+        of_channels(shared.gain, gain);
+        of_channels(shared.bias, bias);
 #pragma unroll
         for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], mean[j]);
-        through_activation<D>(a.n, at + k * step, d, gain, bias, g);
-        with(d, g, gain, at + k * step);
+        through_activation<D>(a.n, at, d, gain, bias, g);
+        with(d, g, gain, at);
+        at += step;
       }
-      left -= Each;
-      at += Each * step;
-      load();
     }
   }
 };
@@ -120,7 +120,7 @@ template <class T, class D, int V>
 __device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared,
                                   ColumnVectors<T, D, V>& vectors) {
   float sums[V] = {}, products[V] = {};
-  vectors.for_each(shared, [&](const float (&d)[V], const float (&g)[V], const float (&)[V], int64_t) {
+  vectors.template for_each<false>(shared, [&](const float (&d)[V], const float (&g)[V], const float (&)[V], int64_t) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       sums[j] = __fadd_rn(sums[j], g[j]);
@@ -205,7 +205,7 @@ __device__ inline void finish_slab(const ColumnsArgs& a, const SlabPiece& of, co
 }
 
 template <class T, class D, int V>
-__global__ void __launch_bounds__(kPassingThreads, 2) group_columns(const ColumnsArgs args) {
+__global__ void __launch_bounds__(kPassingThreads, 3) group_columns(const ColumnsArgs args) {
   extern __shared__ __align__(16) char memory[];
   const ColumnsShared shared(args, reinterpret_cast<float*>(memory));
   const bool at_once = args.pieces == 1, with_gradients = args.gradients;
@@ -214,7 +214,11 @@ __global__ void __launch_bounds__(kPassingThreads, 2) group_columns(const Column
                                                : Turn{false, ticket / args.pieces, ticket % args.pieces};
   const SlabPiece of(args, turn.set, turn.piece);
   ColumnVectors<T, D, V> vectors(args);
-  vectors.begin(of);
+  if (turn.gradients) {
+    vectors.template begin<true>(of);
+  } else {
+    vectors.template begin<false>(of);
+  }
   for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
     const LineValues line = line_values(args.n, of.group(args, c), of.channel + c);
     shared.mean[c] = line.mean;
@@ -231,7 +235,7 @@ __global__ void __launch_bounds__(kPassingThreads, 2) group_columns(const Column
       if (threadIdx.x == 0) set_ready(args.ready + of.slab);
       return;
     }
-    vectors.begin(of);
+    vectors.template begin<true>(of);
   } else {
     wait_until_ready(args.ready + of.slab);
   }
@@ -242,12 +246,12 @@ __global__ void __launch_bounds__(kPassingThreads, 2) group_columns(const Column
   }
   __syncthreads();
   const float *a = shared.a + vectors.lane * V, *b = shared.b + vectors.lane * V;
-  vectors.for_each(shared, [&](const float (&d)[V], float (&g)[V], const float (&gain)[V], int64_t at) {
-    if (args.n.dresidual != nullptr) Raw<D, V>::store(static_cast<D*>(args.n.dresidual) + at, g);
+  vectors.template for_each<true>(shared, [&](const float (&d)[V], float (&g)[V], const float (&gain)[V], int64_t at) {
+    if (args.n.dresidual != nullptr) Raw<D, V>::template store<true>(static_cast<D*>(args.n.dresidual) + at, g);
     if (args.n.dx == nullptr) return;
 #pragma unroll
     for (int j = 0; j < V; ++j) g[j] = GroupValues{a[j], b[j]}.gradient(g[j], d[j], gain[j]);
-    Raw<T, V>::store(static_cast<T*>(args.n.dx) + at, g);
+    Raw<T, V>::template store<true>(static_cast<T*>(args.n.dx) + at, g);
   });
 }
 

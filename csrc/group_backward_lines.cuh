@@ -87,7 +87,7 @@ __device__ inline float2 unit_sums(const LinesArgs& a, const Unit<V, Each>& unit
 }
 
 // The gradients of them.
-template <class T, class D, int V, int Each, class X, class Dy>
+template <class T, class D, bool Last, int V, int Each, class X, class Dy>
 __device__ inline void store_gradients(const LinesArgs& a, const Unit<V, Each>& unit, const LineValues& line,
                                        const GroupValues& group, int64_t at, X x, Dy dy) {
   float gain[V], bias[V];
@@ -103,11 +103,11 @@ __device__ inline void store_gradients(const LinesArgs& a, const Unit<V, Each>& 
 #pragma unroll
     for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], line.mean);
     through_activation<D>(a.n, to, d, gain, bias, g);
-    if (a.n.dresidual != nullptr) Raw<D, V>::store(static_cast<D*>(a.n.dresidual) + to, g);
+    if (a.n.dresidual != nullptr) Raw<D, V>::template store<Last>(static_cast<D*>(a.n.dresidual) + to, g);
     if (a.n.dx == nullptr) continue;
 #pragma unroll
     for (int j = 0; j < V; ++j) g[j] = group.gradient(g[j], d[j], line.gain);
-    Raw<T, V>::store(static_cast<T*>(a.n.dx) + to, g);
+    Raw<T, V>::template store<Last>(static_cast<T*>(a.n.dx) + to, g);
   }
 }
 
@@ -261,12 +261,13 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
     const float2* of = shared.pieces + group * args.group_pieces;
     const float2 sums = warp_sums(args.group_pieces, [&](int i) { return of[i]; });
     if (threadIdx.x % 32 == 0) {
-      shared.groups[group] = GroupValues::of(sums, args.n.rstd[first_group + group], args.reciprocal);
+      const float rstd = shared.lines[cluster > 1 ? 0 : group * args.group_lines].rstd;
+      shared.groups[group] = GroupValues::of(sums, rstd, args.reciprocal);
     }
   }
   __syncthreads();
   for_each_unit([&](const auto& unit, int, const LineValues& line, int group, auto xs, auto dys, int64_t at) {
-    store_gradients<T, D>(args, unit, line, shared.groups[group], at, xs, dys);
+    store_gradients<T, D, false>(args, unit, line, shared.groups[group], at, xs, dys);
   });
 }
 
@@ -297,8 +298,9 @@ __global__ void __launch_bounds__(kPassingThreads, 3) group_passing(const LinesA
 #pragma unroll
     for (int k = 0; k < Each; ++k) {
       if (unit.first + k * args.lanes >= unit.vectors) break;
-      xs[k] = Raw<T, V>::load(x + at + k * args.lanes * V);
-      dys[k] = Raw<D, V>::load(dy + at + k * args.lanes * V);
+      const int64_t from = at + k * args.lanes * V;
+      xs[k] = turn.gradients ? Raw<T, V>::template load<true>(x + from) : Raw<T, V>::load(x + from);
+      dys[k] = turn.gradients ? Raw<D, V>::template load<true>(dy + from) : Raw<D, V>::load(dy + from);
     }
     const auto x_of = [&](int k) { return xs[k]; };
     const auto dy_of = [&](int k) { return dys[k]; };
@@ -312,7 +314,7 @@ __global__ void __launch_bounds__(kPassingThreads, 3) group_passing(const LinesA
       wait_until_ready(args.ready + turn.set);
       group = GroupValues::of(__ldcg(args.sums + turn.set), rstd, args.reciprocal);
     }
-    store_gradients<T, D>(args, unit, line, group, at, x_of, dy_of);
+    store_gradients<T, D, true>(args, unit, line, group, at, x_of, dy_of);
   }
   if (turn.gradients) return;
   __syncthreads();
@@ -380,8 +382,10 @@ cudaError_t launch_lines(const LinesArgs& a, const GroupBackwardPlan& p, bool ov
 template <class T, class D>
 cudaError_t group_backward_of(const GroupBackward& n, const GroupBackwardPlan& p, bool overlap, cudaStream_t stream) {
   const LinesArgs args = lines_args(n, p);
-  cudaError_t error = p.vec == 1 ? launch_lines<T, D, 1>(args, p, overlap, stream)
-                                 : launch_lines<T, D, 16 / static_cast<int>(sizeof(T))>(args, p, overlap, stream);
+  constexpr int full = 16 / static_cast<int>(sizeof(T));
+  cudaError_t error = p.vec == full ? launch_lines<T, D, full>(args, p, overlap, stream)
+                      : p.vec == 1  ? launch_lines<T, D, 1>(args, p, overlap, stream)
+                                    : launch_lines<T, D, 4>(args, p, overlap, stream);
   if (error == cudaSuccess) error = launch_sum_lines(n, args.line_sums, p.line_pieces, overlap, stream);
   return error == cudaSuccess ? cudaGetLastError() : error;
 }

@@ -54,7 +54,7 @@ inline int64_t next_power_of_two(int64_t n) {
 
 // Vectors of x and dy that a lane has at once.
 template <int Vec, bool SameSize>
-constexpr int kVectorsAtOnce = Vec == 1 ? 8 : SameSize ? 4 : 2;
+constexpr int kVectorsAtOnce = Vec == 1 ? 8 : SameSize || Vec == 4 ? 4 : 2;
 
 // Bytes that a block keeps besides x and dy (see HeldShared).
 inline int64_t held_rest(const GroupBackwardPlan& p) {
@@ -75,12 +75,12 @@ inline GroupBackwardPlan cut_groups(const GroupSizes& s) {
   GroupBackwardPlan p{};
   const int full = 16 / s.itemsize;
   const int64_t lines = s.channels / s.num_groups;
-  p.vec = s.spatial % full == 0 ? full : 1;
+  p.vec = s.spatial % full == 0 ? full : s.spatial % 4 == 0 ? 4 : 1;
   const int64_t vectors = s.spatial / p.vec, lanes = next_power_of_two(vectors);
   p.lanes = static_cast<int>(lanes < 32 ? lanes : 32);
-  p.each = p.vec == 1                         ? kVectorsAtOnce<1, true>
-           : s.itemsize == s.grad_itemsize ? kVectorsAtOnce<8, true>
-                                           : kVectorsAtOnce<8, false>;
+  p.each = p.vec == 1                                        ? kVectorsAtOnce<1, true>
+           : s.itemsize == s.grad_itemsize || p.vec == 4 ? kVectorsAtOnce<8, true>
+                                                          : kVectorsAtOnce<8, false>;
   p.units = static_cast<int>(ceil_div(vectors, p.lanes * p.each));
   p.piece_units = p.units < kUnitsAPiece ? p.units : kUnitsAPiece;
   p.line_pieces = ceil_div(p.units, p.piece_units);
@@ -137,11 +137,13 @@ inline bool make_group_backward_plan(const GroupSizes& s, const Gpu& gpu, Regime
            (regime == Regime::block && hold_in_block(s, gpu.shared, &p)) ||
            (regime == Regime::cluster && hold_in_cluster(s, gpu, gpu.shared, &p));
   if (p.held) {
-    const int64_t vectors = p.block_elements / p.vec, threads = next_power_of_two(ceil_div(vectors, p.each));
-    p.threads = static_cast<int>(threads < 64 ? 64 : threads < kHeldThreads ? threads : kHeldThreads);
+    // Few threads where little memory lets many blocks run at once: each waits for its loads, barriers and stores.
     p.shared = static_cast<int>(held_bytes(p, s));
+    const int64_t threads = next_power_of_two(ceil_div(int64_t{2} * kHeldThreads * p.shared, gpu.shared));
+    p.threads = static_cast<int>(threads < 64 ? 64 : threads < kHeldThreads ? threads : kHeldThreads);
   } else {
     if (!any && regime != Regime::split) return false;
+    p = cut_groups(s);
     const int64_t group = s.channels / s.num_groups * s.spatial * (s.itemsize + s.grad_itemsize);
     const int64_t lag = ceil_div(kLagBytes, group);
     p.lag = lag < p.groups ? lag : p.groups;
@@ -198,7 +200,7 @@ inline bool make_group_columns_plan(const GroupSizes& s, GroupColumnsPlan* plan)
   p.bunches = ceil_div(p.pieces, kBunch);
   const int64_t lag = ceil_div(kLagBytes, s.spatial * p.width * (s.itemsize + s.grad_itemsize));
   p.lag = lag < p.slabs ? lag : p.slabs;
-  p.shared = 4 * (5 * p.width + p.width % 2) + 8 * p.side * p.width;
+  p.shared = 4 * 5 * static_cast<int>(ceil_div(p.width, 4) * 4) + 8 * p.side * p.width;
   *plan = p;
   return 2 * p.slabs * p.pieces <= 0x7fffffff;
 }

@@ -61,6 +61,9 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "group_norm_or_none(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, int activation, "
       "float low, float high, Tensor? residual) -> Tensor?");
   m.def(
+      "batch_norm_eval_or_none(Tensor input, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, "
+      "float eps, Tensor? residual, int activation, float low, float high) -> Tensor?");
+  m.def(
       "scale_batch_norm(Tensor input, Tensor? input_bias, Tensor? scale, Tensor? weight, Tensor? bias, float eps, "
       "float momentum, Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor(d!)? running_mean, "
       "Tensor(e!)? running_var) -> ()");
@@ -76,4 +79,33 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "Tensor rstd, int num_groups, bool channels_last, int activation, float low, float high, "
       "Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, Tensor(d!)? grad_residual, int regime) "
       "-> ()");
+  // The output and float32 statistics of the rows (layer_norm: all means, then all rstds), or neither.
+  m.def(
+      "layer_norm_recorded(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps) -> (Tensor?, Tensor?)");
+  m.def(
+      "rms_norm_recorded(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight) -> (Tensor?, Tensor?)");
+  // And between them the sum, where there is a residual.
+  m.def(
+      "layer_norm_with_options_recorded(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, "
+      "Tensor? residual, Tensor? scale, Tensor? shift, int activation, float activation_low, float activation_high, "
+      "bool wide) -> (Tensor?, Tensor?, Tensor?)");
+  m.def(
+      "rms_norm_with_options_recorded(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight, Tensor? residual, Tensor? scale, Tensor? shift, int activation, "
+      "float activation_low, float activation_high) -> (Tensor?, Tensor?, Tensor?)");
+  m.def("l1_norm_recorded(Tensor input, float eps, float minimum) -> (Tensor?, Tensor?)");
+  // The gradients asked for, or none at all where there is no memory for them. passes: 0 lets the plan choose; 1 and 2
+  // force them, for tests.
+  m.def(
+      "layer_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor statistics, "
+      "Tensor? sum_grad, int cols, int activation, float low, float high, bool of_input, bool of_weight, bool of_bias, "
+      "int passes) -> (Tensor?, Tensor?, Tensor?)");
+  m.def(
+      "rms_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor statistics, Tensor? sum_grad, int cols, "
+      "float weight_offset, bool cast_before_weight, int activation, float low, float high, bool of_input, "
+      "bool of_weight, int passes) -> (Tensor?, Tensor?, Tensor?)");
+  m.def(
+      "l1_norm_backward(Tensor grad, Tensor input, Tensor statistics, int cols, float eps, float minimum, int passes) "
+      "-> Tensor?");
 }

@@ -1,6 +1,7 @@
 // layer_norm, rms_norm, l1_norm and group_norm on CUDA tensors: checks, plan, workspace, launch.
 #include <map>
 #include <mutex>
+#include <tuple>
 
 #include "column_launch.h"
 #include "row_launch.h"
@@ -37,21 +38,30 @@ void check_dense(const char* op, const Tensor& input, const Tensor& out) {
   STD_TORCH_CHECK(input.is_contiguous() && out.is_contiguous(), op, ": input and out must be contiguous");
 }
 
-void layer_norm_cuda(const Tensor& input, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t cols,
-                     double eps, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
+void layer_norm_rows(const Tensor& input, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t cols,
+                     double eps, const Tensor& out, float* mean, float* rstd, int64_t regime) {
   if (input.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
   check_dense("layer_norm", input, out);
   RowNorm n = row_norm_of("layer_norm", input, out, cols, eps);
   set_affine("layer_norm", n, input, weight, bias, cols);
-  n.mean = floats_or_null("layer_norm", mean, input, n.rows);
-  n.rstd = floats_or_null("layer_norm", rstd, input, n.rows);
+  n.mean = mean;
+  n.rstd = rstd;
   run("layer_norm", layer_norm, 2, n, input, out, regime);
 }
 
-void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight_, int64_t cols, double eps, double weight_offset,
-                   bool cast_before_weight, Tensor out, OptionalTensor rstd, int64_t regime) {
+void layer_norm_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, int64_t cols,
+                     double eps, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
+  if (input.numel() == 0) return;
+  STD_TORCH_CHECK(cols > 0, "layer_norm: rows must have elements");
+  const int64_t rows = input.numel() / cols;
+  layer_norm_rows(input, weight, bias, cols, eps, out, floats_or_null("layer_norm", mean, input, rows),
+                  floats_or_null("layer_norm", rstd, input, rows), regime);
+}
+
+void rms_norm_rows(const Tensor& input, const OptionalTensor& weight_, int64_t cols, double eps, double weight_offset,
+                   bool cast_before_weight, const Tensor& out, float* rstd, int64_t regime) {
   if (input.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_);
@@ -60,8 +70,16 @@ void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight_, int64_t c
   set_affine("rms_norm", n, input, weight, std::nullopt, cols);
   n.weight_offset = weight.has_value() ? weight_offset : 0.0;
   n.cast_before_weight = cast_before_weight;
-  n.rstd = floats_or_null("rms_norm", rstd, input, n.rows);
+  n.rstd = rstd;
   run("rms_norm", rms_norm, 1, n, input, out, regime);
+}
+
+void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight, int64_t cols, double eps, double weight_offset,
+                   bool cast_before_weight, Tensor out, OptionalTensor rstd, int64_t regime) {
+  if (input.numel() == 0) return;
+  STD_TORCH_CHECK(cols > 0, "rms_norm: rows must have elements");
+  float* const statistic = floats_or_null("rms_norm", rstd, input, input.numel() / cols);
+  rms_norm_rows(input, weight, cols, eps, weight_offset, cast_before_weight, out, statistic, regime);
 }
 
 void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum, Tensor out, OptionalTensor mean_abs,
@@ -187,6 +205,50 @@ OptionalTensor l1_norm_or_none(const Tensor& input, double eps, double minimum) 
   return out;
 }
 
+// --- calls that record a gradient ----------------------------------------------------------------------------------
+// The output, and what the backward needs to know of every row, or neither.
+
+using Recorded = std::tuple<OptionalTensor, OptionalTensor>;
+
+// Uninitialised, with so many floats a row, where rows have the last `dims` dimensions.
+Recorded unfilled(const Tensor& input, int64_t dims, int64_t floats) {
+  const OptionalTensor out = unfilled_like(input);
+  const OptionalTensor statistics = unfilled_floats(input, floats * (input.numel() / trailing_elements(input, dims)));
+  return out.has_value() && statistics.has_value() ? Recorded{out, statistics} : Recorded{};
+}
+
+float* floats_of(const OptionalTensor& t) { return static_cast<float*>(t->mutable_data_ptr()); }
+
+Recorded layer_norm_recorded(const Tensor& input, int64_t dims, const OptionalTensor& weight,
+                             const OptionalTensor& bias, double eps) {
+  if (!input.is_contiguous() || !is_plain(input, input.dim() - dims, dims, weight, bias)) return {};
+  const Recorded made = unfilled(input, dims, 2);
+  const auto& [out, statistics] = made;
+  if (!out.has_value()) return {};
+  float* mean = floats_of(statistics);
+  layer_norm_rows(input, weight, bias, trailing_elements(input, dims), eps, *out, mean, mean + statistics->numel() / 2, 0);
+  return made;
+}
+
+Recorded rms_norm_recorded(const Tensor& input, int64_t dims, const OptionalTensor& weight, double eps,
+                           double weight_offset, bool cast_before_weight) {
+  if (!input.is_contiguous() || !is_plain(input, input.dim() - dims, dims, weight, std::nullopt)) return {};
+  const Recorded made = unfilled(input, dims, 1);
+  const auto& [out, statistics] = made;
+  if (!out.has_value()) return {};
+  rms_norm_rows(input, weight, trailing_elements(input, dims), eps, weight_offset, cast_before_weight, *out,
+                floats_of(statistics), 0);
+  return made;
+}
+
+Recorded l1_norm_recorded(const Tensor& input, double eps, double minimum) {
+  if (!input.is_contiguous() || !is_plain(input, input.dim() - 1, 1, std::nullopt, std::nullopt)) return {};
+  const Recorded made = unfilled(input, 1, 1);
+  const auto& [out, statistics] = made;
+  if (out.has_value()) l1_norm_cuda(input, trailing_elements(input, 1), eps, minimum, *out, statistics, 0);
+  return made;
+}
+
 // Whether the memory is that of (batch, ..., channels), which contiguous memory may be too.
 bool is_channels_last(const Tensor& t) {
   const int64_t dims = t.dim();
@@ -233,6 +295,9 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("layer_norm_or_none", TORCH_BOX(&normswap::layer_norm_or_none));
   m.impl("rms_norm_or_none", TORCH_BOX(&normswap::rms_norm_or_none));
   m.impl("l1_norm_or_none", TORCH_BOX(&normswap::l1_norm_or_none));
+  m.impl("layer_norm_recorded", TORCH_BOX(&normswap::layer_norm_recorded));
+  m.impl("rms_norm_recorded", TORCH_BOX(&normswap::rms_norm_recorded));
+  m.impl("l1_norm_recorded", TORCH_BOX(&normswap::l1_norm_recorded));
   m.impl("group_norm_or_none", TORCH_BOX(&normswap::group_norm_or_none));
 }
 

@@ -124,9 +124,9 @@ struct HeldExchange {
   }
 };
 
-// Blocks that there are to be registers for. With options a lane has 128 in large blocks and 80 in small ones.
+// Blocks that there are to be registers for; with options a lane of 32-bit elements has 128.
 template <class Policy, Held How, int Itemsize>
-constexpr int kBlocksHeldOf = !kOptions<Policy> ? kBlocksHeld<How, Itemsize> : kWarpsHeld<How, Itemsize> == 16 ? 1 : 3;
+constexpr int kBlocksHeldOf = kOptions<Policy> && Itemsize == 4 ? 16 / kWarpsHeld<How, Itemsize> : kBlocksHeld<How, Itemsize>;
 
 // Whole: every warp has a chunk, of kChunk elements.
 template <class Policy, class T, class W, bool Ragged, Held How, bool Whole>

@@ -96,22 +96,22 @@ RowNorm norm_of(const char* op, NormKind kind, const Tensor& input, int64_t dims
 }
 
 void layer_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weight_, const OptionalTensor& bias_, double eps,
-                   const Options& options, const Tensor& out, const OptionalTensor& sum, const OptionalTensor& mean,
-                   const OptionalTensor& rstd, int64_t regime) {
+                   const Options& options, const Tensor& out, const OptionalTensor& sum, float* mean, float* rstd,
+                   int64_t regime) {
   constexpr const char* op = "layer_norm_with_options";
   if (input.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
   RowNorm n = norm_of(op, NormKind::layer, input, dims, eps, options, out, sum);
   set_affine(op, n, input, weight, bias, n.cols);
-  n.mean = floats_or_null(op, mean, input, n.rows);
-  n.rstd = floats_or_null(op, rstd, input, n.rows);
+  n.mean = mean;
+  n.rstd = rstd;
   run(op, norm_with_options, 0, n, input, out, regime, true);
 }
 
 void rms_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weight_, double eps, double weight_offset,
                  bool cast_before_weight, const Options& options, const Tensor& out, const OptionalTensor& sum,
-                 const OptionalTensor& rstd, int64_t regime) {
+                 float* rstd, int64_t regime) {
   constexpr const char* op = "rms_norm_with_options";
   if (input.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
@@ -120,7 +120,7 @@ void rms_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weight
   set_affine(op, n, input, weight, std::nullopt, n.cols);
   n.weight_offset = weight.has_value() ? weight_offset : 0.0;
   n.cast_before_weight = cast_before_weight;
-  n.rstd = floats_or_null(op, rstd, input, n.rows);
+  n.rstd = rstd;
   run(op, norm_with_options, 0, n, input, out, regime, true);
 }
 
@@ -129,7 +129,12 @@ void layer_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& we
                      int64_t activation, double low, double high, Tensor out, OptionalTensor sum, OptionalTensor mean,
                      OptionalTensor rstd, int64_t regime) {
   const Options options{residual, scale, shift, activation, low, high, false};
-  layer_norm_of(input, dims, weight, bias, eps, options, out, sum, mean, rstd, regime);
+  if (input.numel() == 0) return;
+  const int64_t rows = input.numel() / trailing_elements(input, dims);
+  layer_norm_of(input, dims, weight, bias, eps, options, out, sum,
+                floats_or_null("layer_norm_with_options", mean, input, rows),
+                floats_or_null("layer_norm_with_options", rstd, input, rows),
+                regime);
 }
 
 void rms_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& weight, double eps, double weight_offset,
@@ -137,7 +142,10 @@ void rms_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& weig
                    const OptionalTensor& shift, int64_t activation, double low, double high, Tensor out,
                    OptionalTensor sum, OptionalTensor rstd, int64_t regime) {
   const Options options{residual, scale, shift, activation, low, high, false};
-  rms_norm_of(input, dims, weight, eps, weight_offset, cast_before_weight, options, out, sum, rstd, regime);
+  if (input.numel() == 0) return;
+  const int64_t rows = input.numel() / trailing_elements(input, dims);
+  rms_norm_of(input, dims, weight, eps, weight_offset, cast_before_weight, options, out, sum,
+              floats_or_null("rms_norm_with_options", rstd, input, rows), regime);
 }
 
 // The input's memory as rows of `cols` elements, whatever its dims.
@@ -197,7 +205,7 @@ Result layer_norm_or_none(const Tensor& input, int64_t dims, const OptionalTenso
   const bool widens = wide && input.scalar_type() != ScalarType::Float;
   const Options options{residual, scale, shift, activation, low, high, widens};
   return norm_or_none(input, dims, weight, bias, options, [&](const Tensor& out, const OptionalTensor& sum) {
-    layer_norm_of(input, dims, weight, bias, eps, options, out, sum, std::nullopt, std::nullopt, 0);
+    layer_norm_of(input, dims, weight, bias, eps, options, out, sum, nullptr, nullptr, 0);
   });
 }
 
@@ -206,8 +214,48 @@ Result rms_norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor&
                         const OptionalTensor& shift, int64_t activation, double low, double high) {
   const Options options{residual, scale, shift, activation, low, high, false};
   return norm_or_none(input, dims, weight, std::nullopt, options, [&](const Tensor& out, const OptionalTensor& sum) {
-    rms_norm_of(input, dims, weight, eps, weight_offset, cast_before_weight, options, out, sum, std::nullopt, 0);
+    rms_norm_of(input, dims, weight, eps, weight_offset, cast_before_weight, options, out, sum, nullptr, 0);
   });
+}
+
+// --- calls that record a gradient: see row_norm.cpp ----------------------------------------------------------------
+
+using Recorded = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor>;  // output, sum, statistics
+
+// As norm_or_none; `run_norm` also takes where to store so many floats a row.
+template <class RunNorm>
+Recorded norm_recorded(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias,
+                       const Options& options, int64_t floats, RunNorm run_norm) {
+  OptionalTensor statistics;
+  const auto [out, sum] = norm_or_none(
+      input, dims, weight, bias, options, [&](const Tensor& y, const OptionalTensor& total) {
+        statistics = unfilled_floats(input, floats * (input.numel() / trailing_elements(input, dims)));
+        if (statistics.has_value()) run_norm(y, total, static_cast<float*>(statistics->mutable_data_ptr()));
+      });
+  return statistics.has_value() ? Recorded{out, sum, statistics} : Recorded{};
+}
+
+Recorded layer_norm_recorded(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias,
+                             double eps, const OptionalTensor& residual, const OptionalTensor& scale,
+                             const OptionalTensor& shift, int64_t activation, double low, double high, bool wide) {
+  const bool widens = wide && input.scalar_type() != ScalarType::Float;
+  const Options options{residual, scale, shift, activation, low, high, widens};
+  return norm_recorded(
+      input, dims, weight, bias, options, 2, [&](const Tensor& out, const OptionalTensor& sum, float* mean) {
+        float* rstd = mean + input.numel() / trailing_elements(input, dims);
+        layer_norm_of(input, dims, weight, bias, eps, options, out, sum, mean, rstd, 0);
+      });
+}
+
+Recorded rms_norm_recorded(const Tensor& input, int64_t dims, const OptionalTensor& weight, double eps,
+                           double weight_offset, bool cast_before_weight, const OptionalTensor& residual,
+                           const OptionalTensor& scale, const OptionalTensor& shift, int64_t activation, double low,
+                           double high) {
+  const Options options{residual, scale, shift, activation, low, high, false};
+  return norm_recorded(
+      input, dims, weight, std::nullopt, options, 1, [&](const Tensor& out, const OptionalTensor& sum, float* rstd) {
+        rms_norm_of(input, dims, weight, eps, weight_offset, cast_before_weight, options, out, sum, rstd, 0);
+      });
 }
 
 OptionalTensor frobenius_norm_or_none(const Tensor& input) {
@@ -226,5 +274,7 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("l2_norm", TORCH_BOX(&normswap::l2_norm_cuda));
   m.impl("layer_norm_with_options_or_none", TORCH_BOX(&normswap::layer_norm_or_none));
   m.impl("rms_norm_with_options_or_none", TORCH_BOX(&normswap::rms_norm_or_none));
+  m.impl("layer_norm_with_options_recorded", TORCH_BOX(&normswap::layer_norm_recorded));
+  m.impl("rms_norm_with_options_recorded", TORCH_BOX(&normswap::rms_norm_recorded));
   m.impl("frobenius_norm_or_none", TORCH_BOX(&normswap::frobenius_norm_or_none));
 }

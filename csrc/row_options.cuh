@@ -55,110 +55,93 @@ __device__ inline uint4 added(const uint4& a, const uint4& b) {
   return words_of<T>(x);
 }
 
-// Adds the residual to a settled tile of the chunk at `at` and stores the sum: so many of a lane's vectors at once that the
-// others do not lack registers. All lanes of the warp must call.
-template <class T, class Tile>
-__device__ inline void add_residual_to(Tile& tile, const T* residual, T* sum, const T* end, int64_t at) {
-  if constexpr (Tile::Ragged) {
-    Tile other;
-    other.load(residual + at, tile.len, end);
-    other.settle();
-#pragma unroll
-    for (int k = 0; k < Tile::Slots; ++k) tile.words[k] = added<T, Tile::V>(tile.words[k], other.words[k]);
-    tile.store(sum + at, [&](int k) { return tile.words[k]; });
-  } else {
-    constexpr int some = 4;
-#pragma unroll
-    for (int first = 0; first < Tile::Slots; first += some) {
-      uint4 other[some] = {};
-#pragma unroll
-      for (int k = first; k < first + some && k < Tile::Slots; ++k) {
-        load_if(tile.inside(k), other[k - first], residual + at + Tile::offset(k));
-      }
-#pragma unroll
-      for (int k = first; k < first + some && k < Tile::Slots; ++k) {
-        tile.words[k] = added<T, Tile::V>(tile.words[k], other[k - first]);
-        if (tile.inside(k)) store_words(sum + at + Tile::offset(k), tile.words[k]);
-      }
-    }
-  }
-}
-
-// The same for the chunk from `begin` on of several rows, where there is a residual.
+// Adds the residual to settled tiles of the chunk from `begin` on of several rows and stores the sums. All lanes of the warp
+// must call.
 template <class Policy, class T, class Tile, int Rows>
 __device__ inline void add_residual(Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows], int64_t begin) {
   if constexpr (kOptions<Policy>) {
-    if (args.n.options.residual == nullptr) return;
-    const T* residual = static_cast<const T*>(args.n.options.residual);
-    T* sum = static_cast<T*>(args.n.options.sum);
+    const RowOptions& options = args.n.options;
+    if (options.residual == nullptr) return;
+    const T* residual = static_cast<const T*>(options.residual);
+    const T* end = residual + args.n.rows * args.n.cols;
+    T* sum = static_cast<T*>(options.sum) + begin;
+    Tile others[Rows];
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) others[r].load(residual + rows[r] * args.n.cols + begin, tiles[r].len, end);
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
-      add_residual_to(tiles[r], residual, sum, residual + args.n.rows * args.n.cols, rows[r] * args.n.cols + begin);
+      others[r].settle();
+#pragma unroll
+      for (int k = 0; k < Tile::Slots; ++k) tiles[r].words[k] = added<T, Tile::V>(tiles[r].words[k], others[r].words[k]);
+      tiles[r].store(sum + rows[r] * args.n.cols, [&](int k) { return tiles[r].words[k]; });
     }
   }
 }
 
 // --- behind it -----------------------------------------------------------------------------------------------------
 
-// V values that an element of the row has of its own, of dtype T or float32, or none: asked for by request, so that several
-// are under way at once, and then given.
-template <class T, int V, bool Ragged>
-struct Values {
-  static constexpr int vectors = V * 4 / 16;  // of V floats
-  uint4 words[vectors];
-  bool there, wide;
+// What stands for a bias that is absent where zeros would make +0 of -0.
+template <class W>
+constexpr unsigned kMinus = std::is_same_v<W, float> ? 0x80000000u : 0x80008000u;
+template <class W>
+__device__ const uint4 kMinusZeros[2] = {{kMinus<W>, kMinus<W>, kMinus<W>, kMinus<W>}, {kMinus<W>, kMinus<W>, kMinus<W>, kMinus<W>}};
 
-  __device__ void start(const void* data, DType dtype) {
-    there = data != nullptr;
-    wide = sizeof(T) == 4 || dtype == DType::f32;
+// V values from `from` on, which are at a multiple of 16 bytes.
+template <class W, int V>
+__device__ inline void load_vectors(const W* from, float (&to)[V]) {
+  constexpr int per = 16 / static_cast<int>(sizeof(W));
 #pragma unroll
-    for (int i = 0; i < vectors; ++i) words[i] = {};
-  }
-  // From index `at` on of `data`, at a multiple of 16 bytes. Ragged: only the first `count` may be read.
-  __device__ void request(const void* data, DType dtype, int64_t at, int count) {
-    start(data, dtype);
-    if constexpr (!Ragged) {
-      const char* from = static_cast<const char*>(data) + at * (wide ? 4 : 2);
-      load_if(there, words[0], from);
-      if constexpr (vectors == 2) load_if(there && wide, words[1], from + 16);
-    } else if (there && wide) {
+  for (int i = 0; i < V / per; ++i) {
+    float some[per];
+    floats_of<W>(__ldg(reinterpret_cast<const uint4*>(from) + i), some);
 #pragma unroll
-      for (int i = 0; i < vectors; ++i) words[i] = load_first(static_cast<const float*>(data) + at + 4 * i, count - 4 * i);
-    } else if (there) {
-      words[0] = load_first(static_cast<const T*>(data) + at, count);
-    }
+    for (int j = 0; j < per; ++j) to[i * per + j] = some[j];
   }
-  // The same from anywhere, element by element where Ragged.
-  __device__ void request_anywhere(const void* data, DType dtype, int64_t at, int count) {
-    if constexpr (!Ragged) {
-      request(data, dtype, at, count);
+}
+
+// The first `count` of V values, with zeros behind them: anywhere, or at a multiple of 16 bytes.
+template <bool Anywhere, class W, int V>
+__device__ inline void load_some(const W* from, int count, float (&to)[V]) {
+  if constexpr (Anywhere) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) to[j] = j < count ? to_float(from[j]) : 0.f;
+  } else {
+    Parameters<W, V> parameters;
+    Floats<V> floats;
+    parameters.load_some(from, count);
+    parameters.floats(floats);
+#pragma unroll
+    for (int j = 0; j < V; ++j) to[j] = floats.v[j];
+  }
+}
+
+// Two vectors of which an element of the row has a value each, of one dtype, T or float32.
+struct TwoVectors {
+  const void* first;
+  const void* second;
+  DType dtype;
+  int64_t at;  // where this lane's values begin
+
+  // Both at once, so that one does not wait for the other. An absent first is ones, an absent second zeros, or -0.
+  // Ragged: only the first `count` values may be read. Anywhere: these then begin at no multiple of 16 bytes.
+  template <class T, bool Ragged, bool Anywhere, int V>
+  __device__ void load(int count, bool minus, float (&a)[V], float (&b)[V]) const {
+    if (sizeof(T) == 2 && dtype == DType::f32) return load_as<float, Ragged, Anywhere>(count, minus, a, b);
+    load_as<T, Ragged, Anywhere>(count, minus, a, b);
+  }
+
+ private:
+  template <class W, bool Ragged, bool Anywhere, int V>
+  __device__ void load_as(int count, bool minus, float (&a)[V], float (&b)[V]) const {
+    const W* one = first != nullptr ? static_cast<const W*>(first) + at : reinterpret_cast<const W*>(kOnes<W>);
+    const uint4* absent = minus ? kMinusZeros<W> : kZeros;
+    const W* other = second != nullptr ? static_cast<const W*>(second) + at : reinterpret_cast<const W*>(absent);
+    if constexpr (Ragged) {
+      load_some<Anywhere>(one, count, a);
+      load_some<Anywhere>(other, count, b);
     } else {
-      start(data, dtype);
-      float values[V];
-#pragma unroll
-      for (int j = 0; j < V; ++j) values[j] = there && j < count ? channel_value({data, dtype}, at + j, 0.f) : 0.f;
-      wide = true;
-#pragma unroll
-      for (int i = 0; i < vectors; ++i) {
-        words[i] = {__float_as_uint(values[4 * i]), __float_as_uint(values[4 * i + 1]), __float_as_uint(values[4 * i + 2]),
-                    __float_as_uint(values[4 * i + 3])};
-      }
-    }
-  }
-  __device__ void give(float absent, float (&to)[V]) const {
-    if (!there) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) to[j] = absent;
-    } else if (wide) {
-#pragma unroll
-      for (int i = 0; i < vectors; ++i) {
-        float four[4];
-        floats_of<float>(words[i], four);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) to[4 * i + j] = four[j];
-      }
-    } else if constexpr (sizeof(T) == 2) {
-      floats_of<T>(words[0], to);
+      load_vectors(one, a);
+      load_vectors(other, b);
     }
   }
 };
@@ -169,14 +152,11 @@ template <class T, class Tile>
 __device__ inline void normalised_with_options(const Tile& tile, int k, const RowArgs& args, int64_t begin,
                                                int64_t sample, RowValues row, float (&out)[Tile::V]) {
   constexpr int V = Tile::V;
+  constexpr bool ragged = Tile::Ragged;
   const RowNorm& n = args.n;
+  const RowOptions& options = n.options;
   const int64_t at = begin + Tile::offset(k);
   const int count = tile.len - Tile::offset(k);
-  Values<T, V, Tile::Ragged> weight, bias, scale, shift;
-  weight.request(n.weight, n.weight_dtype, at, count);
-  bias.request(n.bias, n.weight_dtype, at, count);
-  scale.request_anywhere(n.options.scale, n.options.scale_dtype, sample + at, count);
-  shift.request_anywhere(n.options.shift, n.options.scale_dtype, sample + at, count);
   floats_of<T>(tile.words[k], out);
   if (n.kind == NormKind::l2) {
     const Divisor by{row.mean, row.rstd};
@@ -189,19 +169,23 @@ __device__ inline void normalised_with_options(const Tile& tile, int k, const Ro
     }
     return;
   }
-  float w[V], b[V];
-  weight.give(1.f, w);
-  bias.give(n.kind == NormKind::layer ? 0.f : -0.f, b);
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const float scaled = __fmul_rn(__fsub_rn(out[j], row.mean), row.rstd);
-    out[j] = fmaf(n.cast_before_weight ? rounded<T>(scaled) : scaled, __fadd_rn(w[j], args.weight_offset), b[j]);
+    out[j] = __fmul_rn(__fsub_rn(out[j], row.mean), row.rstd);
+    if (sizeof(T) == 2 && n.cast_before_weight) out[j] = rounded<T>(out[j]);
   }
-  if (!scale.there) return;
-  scale.give(0.f, w);
-  shift.give(0.f, b);
+  float factor[V], term[V];
+  if (n.weight != nullptr || n.bias != nullptr) {
+    const TwoVectors affine{n.weight, n.bias, n.weight_dtype, at};
+    affine.load<T, ragged, false>(count, n.kind != NormKind::layer, factor, term);
 #pragma unroll
-  for (int j = 0; j < V; ++j) out[j] = fmaf(out[j], __fadd_rn(1.f, w[j]), b[j]);
+    for (int j = 0; j < V; ++j) out[j] = fmaf(out[j], __fadd_rn(factor[j], args.weight_offset), term[j]);
+  }
+  if (options.scale == nullptr) return;
+  const TwoVectors adaptive{options.scale, options.shift, options.scale_dtype, sample + at};
+  adaptive.load<T, ragged, ragged>(count, false, factor, term);
+#pragma unroll
+  for (int j = 0; j < V; ++j) out[j] = fmaf(out[j], __fadd_rn(1.f, factor[j]), term[j]);
 }
 
 // Rounded to T, then activated.

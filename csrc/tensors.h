@@ -114,6 +114,17 @@ inline bool cannot_be_resident(cudaError_t error) {
          error == cudaErrorLaunchOutOfResources;
 }
 
+// Uninitialised float32 on the device of `like`, contiguous; nullopt where there is no memory for it.
+inline OptionalTensor unfilled_floats(const Tensor& like, int64_t count) {
+  const int64_t stride = 1;
+  int32_t device = 0;
+  AtenTensorHandle handle = nullptr;
+  const bool made = aoti_torch_get_device_type(like.get(), &device) == AOTI_TORCH_SUCCESS &&
+                    aoti_torch_empty_strided(1, &count, &stride, aoti_torch_dtype_float32(), device,
+                                             like.get_device_index(), &handle) == AOTI_TORCH_SUCCESS;
+  return made ? OptionalTensor(Tensor(handle)) : std::nullopt;
+}
+
 inline Tensor scratch(const Tensor& like, int64_t bytes) {
   return torch::stable::new_empty(like, {bytes}, torch::headeronly::ScalarType::Byte);
 }

@@ -28,7 +28,7 @@ class Activation(NamedTuple):
         if self.name == "leaky_relu":
             return F.leaky_relu(x, self.low)
         if self.name == "clamp":
-            return x.clamp(self.low, self.high)
+            return F.hardtanh(x, self.low, self.high)  # without a gradient at the bounds, which torch.clamp has there
         return FUNCTIONS[self.name](x)
 
 

@@ -24,6 +24,7 @@ C: Mapping[str, float] = {
     "layer_norm": 4.0,
     "group_norm": 4.0,
     "instance_norm": 4.0,
+    "batch_norm": 4.0,
     "rms_norm": 4.0,
     "l1_norm": 4.0,
     # A path through it rounds about twice as often: a matmul, a product with the scale, a norm, a matmul back.
@@ -215,6 +216,26 @@ class Rows:
                 kept = self.channel if self.group else terms.dim() - 1
                 found[name] = terms.sum([d for d in range(terms.dim()) if d != kept]).reshape(parameter.shape)
         return found
+
+
+def batch_norm_eval(site: Any, x: Tensor) -> Magnitudes:
+    """A BatchNorm by its running statistics."""
+
+    def column(values: Tensor | None, absent: float) -> Tensor:
+        found = torch.full_like(site.running_var, absent) if values is None else values.abs()
+        return found.reshape(1, -1, *(1,) * (x.dim() - 2))
+
+    rstd = column((site.running_var + site.eps).rsqrt(), 1.0)
+    xhat, gain = rstd * (x.abs() + column(site.running_mean, 0.0)), rstd * column(site.weight, 1.0)
+
+    def gradients(dy: Tensor) -> dict[str, Tensor]:
+        kept = [d for d in range(x.dim()) if d != 1]
+        found = {"input": dy.abs() * gain}
+        if site.weight is not None:
+            found |= {"weight": (dy.abs() * xhat).sum(kept), "bias": dy.abs().sum(kept)}
+        return found
+
+    return Magnitudes(xhat * column(site.weight, 1.0) + column(site.bias, 0.0), gradients)
 
 
 def derivative(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:

@@ -34,8 +34,10 @@ __all__ = [
     "build",
     "column_plan",
     "environment",
+    "group_backward_plan",
     "load",
     "on_load",
+    "row_backward_plan",
     "row_plan",
     "status",
 ]
@@ -346,6 +348,30 @@ def row_plan(
     return _plan("row_plan", (rows, cols), (itemsize, weights, ragged, options, *gpu, regime), names)
 
 
+def row_backward_plan(
+    rows: int,
+    cols: int,
+    itemsize: int,
+    grad_itemsize: int,
+    *,
+    clusters: bool,
+    shared: int = 101376,
+    passes: int = 0,
+) -> dict[str, int] | None:
+    """How the backward of the row norms cuts rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
+
+    ``grad_itemsize`` is that of dy's elements; ``clusters`` and ``shared`` are as in ``row_plan``. ``passes`` 0
+    chooses; 1 and 2 force one pass over x and dy, or two, and None is returned where such rows cannot be done so. Needs
+    the library, but no GPU. Raises BuildError without the library.
+    """
+    names = (
+        *("lanes", "chunk_len", "chunks", "blocks_a_row", "block_chunks", "teams", "warps", "rows_a_piece"),
+        *("pieces", "one_pass", "slots", "lag", "slot_bytes", "shared", "grid"),
+    )
+    numbers = (itemsize, grad_itemsize, clusters, shared, passes)
+    return _plan("row_backward_plan", (rows, cols), numbers, names)
+
+
 def column_plan(
     batch: int,
     rows: int,
@@ -371,6 +397,35 @@ def column_plan(
     )
     gpu = (clusters, shared, multiprocessors)
     return _plan("column_plan", (batch, rows, channels, num_groups), (itemsize, *gpu, regime), names)
+
+
+def group_backward_plan(
+    batch: int,
+    channels: int,
+    spatial: int,
+    num_groups: int,
+    itemsize: int,
+    grad_itemsize: int,
+    *,
+    clusters: bool,
+    shared: int = 101376,
+    multiprocessors: int = 128,
+    regime: int = 0,
+) -> dict[str, int] | None:
+    """How the backward of a contiguous group norm cuts its groups, and who works on them; ``itemsize`` and
+    ``grad_itemsize`` are the bytes of an element of the input and of the gradient.
+
+    ``held`` of the result: blocks, or clusters of them, keep both on chip; otherwise they read them twice. ``regime`` 0
+    chooses; 3 block, 4 cluster, 5 split (twice) force one, and None is returned where it cannot be done so. Needs the
+    library, but no GPU. Raises BuildError without the library.
+    """
+    names = (
+        *("held", "vec", "lanes", "each", "units", "piece_lines", "piece_units", "line_pieces", "group_pieces"),
+        *("groups", "block_pieces", "cluster", "block_lines", "block_elements", "threads", "shared", "lag", "grid"),
+        "workspace",
+    )
+    sizes, gpu = (batch, channels, spatial, num_groups), (clusters, shared, multiprocessors)
+    return _plan("group_backward_plan", sizes, (itemsize, grad_itemsize, *gpu, regime), names)
 
 
 def _plan(name: str, sizes: Sequence[int], numbers: Sequence[int], names: Sequence[str]) -> dict[str, int] | None:

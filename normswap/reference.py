@@ -80,6 +80,22 @@ def group_norm(
     return activation(out if residual is None else out + residual)
 
 
+def batch_norm_eval(
+    input: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: Activation = NONE,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """PyTorch's batch norm by running statistics, rounded as it is, plus the residual, then the activation."""
+    out = F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
+    return activation(out if residual is None else out + residual)
+
+
 def instance_norm(
     input: Tensor,
     weight: Tensor | None = None,

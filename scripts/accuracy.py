@@ -137,7 +137,9 @@ def forced(kind: str, module: Any, x: Tensor, regime: int) -> Tensor:
     elif kind == "l1_norm":
         ops.l1_norm(x, columns, 0.0, 0.0, out, None, regime)
     else:
-        ops.group_norm(x, module.weight, module.bias, module.num_groups, module.eps, False, 0, out, None, None, regime)
+        behind = (0, 0.0, 0.0, None)  # no activation, no residual
+        groups = (module.weight, module.bias, module.num_groups, module.eps)
+        ops.group_norm(x, *groups, False, *behind, out, None, None, regime)
     return out
 
 

@@ -8,6 +8,7 @@ machine without the library - goes to ``reference``.
 
 from __future__ import annotations
 
+from normswap.ops.batch_norm import batch_norm_eval
 from normswap.ops.dispatch import autograd_only, native_serves
 from normswap.ops.folded_linear import folded_linear
 from normswap.ops.group_norm import group_norm
@@ -21,6 +22,7 @@ from normswap.ops.scale_batch_norm import fold_scale_batch_norm, scale_batch_nor
 
 __all__ = [
     "autograd_only",
+    "batch_norm_eval",
     "fold_scale_batch_norm",
     "folded_linear",
     "frobenius_norm",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -24,23 +26,49 @@ PLAIN = (Tensor, torch.nn.Parameter)
 _native_tried = False
 
 _direct: dict[str, Callable[..., Tensor | None]] = {}
+_recording: dict[str, Callable[..., Tensor | None]] = {}
+_native: dict[str, Callable[..., Any]] = {}
+_Function = TypeVar("_Function", bound=type[torch.autograd.Function])
+
+
+def recording(name: str) -> Callable[[_Function], _Function]:
+    """Decorates the autograd Function that does all of a call of ``name`` that records a gradient, or answers None; it
+    takes what the native op of ``direct`` takes. Function.apply itself would ask again for functorch's transforms."""
+
+    def register(function: _Function) -> _Function:
+        _recording[name] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+        return function
+
+    return register
+
+
+def native_op(name: str) -> Callable[..., Any]:
+    """A native op of the row norms' autograd Functions, without the frame of Python around it."""
+    found = _native.get(name)
+    if found is None:
+        found = _native[name] = _frameless(name)
+    return found
 
 
 def direct(name: str, *tensors: Tensor | None, autocast: bool = False) -> Callable[..., Tensor | None] | None:
-    """The native op that does all of a call of ``name`` in one step, or None when the call must go the general way:
-    the library is not loaded, a tensor is no plain one on a GPU, or gradients, autocast, a functorch transform,
-    forward-mode AD, torch.jit.trace or torch.compile have a say in it. The op answers None where it declines.
-    ``autocast``: the caller sees to that."""
+    """What does all of a call of ``name`` in one step - the native op, or where a gradient is to be recorded the
+    autograd Function around it - or None when the call must go the general way: the library is not loaded, a tensor is
+    no plain one on a GPU, or autocast, a functorch transform, forward-mode AD, torch.jit.trace or torch.compile have a
+    say in it. What is returned answers None where it declines. ``autocast``: the caller sees to that."""
     if torch.compiler.is_compiling():
         return None
-    grad = torch.is_grad_enabled()
+    differentiable = False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in PLAIN or not tensor.is_cuda or (grad and tensor.requires_grad)):
-            return None
+        if tensor is not None:
+            if type(tensor) not in PLAIN or not tensor.is_cuda:
+                return None
+            differentiable = differentiable or tensor.requires_grad
     if not autocast and torch.is_autocast_enabled("cuda"):
         return None
     if torch._C._get_tracing_state() is not None or not autograd_only():
         return None
+    if differentiable and torch.is_grad_enabled():
+        return _recording.get(name) if name in _direct else None
     return _direct.get(name)
 
 
@@ -89,19 +117,50 @@ def _library_ready() -> bool:
 
 
 def _register_fakes() -> None:
-    """Every native op only fills tensors it is given, so its fake does nothing; the direct ones decline."""
+    """Most native ops only fill tensors they are given, so their fakes do nothing; the direct ones decline, and so do
+    those that record a gradient, which no code that torch.compile makes holds."""
     with_options = ("layer_norm_with_options", "rms_norm_with_options")
     rows = ("layer_norm", "rms_norm", "l1_norm", "l2_norm", "group_norm")
     dims = ("layer_norm_dim", "l2_norm_dim", "rms_norm_dim", "rms_norm_dim_backward")
     more = ("l1_norm_dim", "l1_norm_dim_backward", "group_norm_backward", "scale_batch_norm", "affine", "fold_linear")
     for name in (*rows, *with_options, *dims, *more):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
-    for name in (*rows, *with_options, "layer_norm_dim", "frobenius_norm"):
+    for name in (*rows, *with_options, "layer_norm_dim", "frobenius_norm", "batch_norm_eval"):
         declined = (None, None) if name in with_options else None
         torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, answer=declined, **kwargs: answer)
-        op = getattr(torch.ops.normswap, f"{name}_or_none").default
-        _direct[name] = getattr(op, "_op", op)  # without the frame of Python around it
+        _direct[name] = _frameless(f"{name}_or_none")
+    for name in ("layer_norm", "rms_norm", "l1_norm", *with_options):
+        nothing = (None,) * (3 if name in with_options else 2)
+        torch.library.register_fake(f"normswap::{name}_recorded", lambda *args, answer=nothing, **kwargs: answer)
+    for name, fake in _ROW_BACKWARDS.items():
+        torch.library.register_fake(f"normswap::{name}", fake)
 
+
+def _frameless(name: str) -> Callable[..., Any]:
+    op = getattr(torch.ops.normswap, name).default
+    return getattr(op, "_op", op)  # type: ignore[no-any-return]
+
+
+def _contiguous_if(wanted: bool, like: Tensor | None) -> Tensor | None:
+    return torch.empty_like(like, memory_format=torch.contiguous_format) if wanted and like is not None else None
+
+
+def _layer_norm_backward_fake(*args: Any) -> tuple[Tensor | None, ...]:
+    _, input, weight, bias, *_, of_input, of_weight, of_bias, _ = args
+    return _contiguous_if(of_input, input), _contiguous_if(of_weight, weight), _contiguous_if(of_bias, bias)
+
+
+def _rms_norm_backward_fake(*args: Any) -> tuple[Tensor | None, ...]:
+    _, input, weight, *_, of_input, of_weight, _ = args
+    return _contiguous_if(of_input, input), _contiguous_if(of_weight, weight), None
+
+
+_ROW_BACKWARDS: Mapping[str, Callable[..., Any]] = {
+    "layer_norm_backward": _layer_norm_backward_fake,
+    "rms_norm_backward": _rms_norm_backward_fake,
+    "l1_norm_backward": lambda _, input, *rest: _contiguous_if(True, input),
+}
+"""The backwards of the row norms, each with its fake."""
 
 native.on_load(_register_fakes)
 
@@ -123,10 +182,6 @@ def affine_dtypes_fit(input: Tensor, weight: Tensor | None, bias: Tensor | None)
     return len(given) <= 1 and given <= {input.dtype, torch.float32}
 
 
-def mixed(input: Tensor, *affine: Tensor | None) -> bool:
-    return any(t is not None and t.dtype != input.dtype for t in affine)
-
-
 def reference_gradients(
     function: Callable[..., Tensor], tensors: Sequence[Tensor | None], grad: Tensor
 ) -> list[Tensor | None]:
@@ -145,9 +200,9 @@ def dense(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def row_statistic(input: Tensor, dims: int) -> Tensor:
-    """An uninitialised float32 value per row, in the shape PyTorch's backward expects: (*, 1, ..., 1)."""
-    return input.new_empty((*input.shape[: input.dim() - dims], *(1,) * dims), dtype=torch.float32)
+def row_statistics(input: Tensor, dims: int, each: int) -> Tensor:
+    """``each`` uninitialised float32 values per row of the last ``dims`` dims: (each, rows)."""
+    return input.new_empty((each, math.prod(input.shape[: input.dim() - dims])), dtype=torch.float32)
 
 
 def statistic_along(input: Tensor, dim: int) -> Tensor:

@@ -12,8 +12,10 @@ from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
     direct,
     in_memory_order,
+    native_op,
     native_serves,
     needs_grad,
+    recording,
     reference_gradients,
     statistic_along,
 )
@@ -38,7 +40,7 @@ def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | Non
         native_serves(input, elements=row)
         and 0 not in input.stride()  # of an expanded tensor the elementwise operations give strides of their own
         and -input.dim() <= dim < input.dim()
-        and input.shape[dim] > 0
+        and input.numel() > 0
         and bounded
     ):
         return reference.l1_norm(input, dim, eps, minimum)
@@ -46,10 +48,10 @@ def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | Non
 
 
 def _l1_norm(input: Tensor, dim: int, eps: float, minimum: float | None) -> Tensor:
-    arguments = (dim, eps, minimum or 0.0)  # a mean of magnitudes is never below 0
+    minimum = minimum or 0.0  # a mean of magnitudes is never below 0
     if needs_grad(input):
-        return _L1Norm.apply(input, *arguments)
-    return _l1_norm_forward(input, *arguments, None)
+        return _L1Norm.apply(input, eps, minimum, dim)
+    return _l1_norm_forward(input, dim, eps, minimum, None)
 
 
 def _l1_norm_forward(input: Tensor, dim: int, eps: float, minimum: float, mean_abs: Tensor | None) -> Tensor:
@@ -62,11 +64,21 @@ def _l1_norm_forward(input: Tensor, dim: int, eps: float, minimum: float, mean_a
     return out
 
 
+@recording("l1_norm")
 class _L1Norm(torch.autograd.Function):
+    """``dim``: the caller has found that the kernels can take this tensor. Without it None where they cannot."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, dim: int, eps: float, minimum: float) -> Tensor:
-        mean_abs = statistic_along(input, dim)
-        out = _l1_norm_forward(input, dim, eps, minimum, mean_abs)
+    def forward(ctx: Any, input: Tensor, eps: float, minimum: float, dim: int | None = None) -> Tensor | None:
+        out, mean_abs, last = None, None, input.dim() - 1
+        if dim in (None, last):
+            out, mean_abs = native_op("l1_norm_recorded")(input, eps, minimum)
+        if out is None and dim is None:
+            return None
+        dim = last if dim is None else dim
+        if out is None:  # a layout to copy, another dim, or too large for the memory: that is PyTorch's to say
+            mean_abs = statistic_along(input, dim)
+            out = _l1_norm_forward(input, dim, eps, minimum, mean_abs)
         ctx.save_for_backward(input, mean_abs)
         ctx.dim, ctx.eps, ctx.minimum = dim, eps, minimum
         return out
@@ -74,18 +86,26 @@ class _L1Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, mean_abs = ctx.saved_tensors
-        dim, eps, minimum = ctx.dim, ctx.eps, ctx.minimum
-        if torch.is_grad_enabled():
-            formula = lambda x: reference.l1_norm(x, dim, eps, minimum or None)  # noqa: E731
-            return *reference_gradients(formula, (input,), grad), None, None, None
-        if dim < input.dim() - 1 and input.shape[dim] <= MAX_DIM_BACKWARD:
-            out = torch.empty_like(input, memory_format=torch.contiguous_format)
-            torch.ops.normswap.l1_norm_dim_backward.default(
-                grad.contiguous(), input.contiguous(), mean_abs, dim, eps, minimum, out
-            )
-            return out, None, None, None
-        mean = mean_abs.to(input.dtype)
-        return gradient(grad, input, mean, dim, eps, minimum or None), None, None, None
+        found = None if torch.is_grad_enabled() else _native_gradient(grad, input, mean_abs, ctx)
+        if found is None:
+            formula = lambda x: reference.l1_norm(x, ctx.dim, ctx.eps, ctx.minimum or None)  # noqa: E731
+            (found,) = reference_gradients(formula, (input,), grad)
+        return found, None, None, None
+
+
+def _native_gradient(grad: Tensor, input: Tensor, mean_abs: Tensor, ctx: Any) -> Tensor | None:
+    """By a kernel where there is one; None where it has no memory."""
+    dim, eps, minimum = ctx.dim, ctx.eps, ctx.minimum
+    if dim == input.dim() - 1:
+        found = native_op("l1_norm_backward")(grad, input, mean_abs, input.shape[-1], eps, minimum, 0)
+        return found  # type: ignore[no-any-return]
+    if input.shape[dim] > MAX_DIM_BACKWARD:
+        return gradient(grad, input, mean_abs.to(input.dtype), dim, eps, minimum or None)
+    out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    torch.ops.normswap.l1_norm_dim_backward.default(
+        grad.contiguous(), input.contiguous(), mean_abs, dim, eps, minimum, out
+    )
+    return out
 
 
 def gradient(

@@ -18,13 +18,14 @@ from normswap.ops.dispatch import (
     dense,
     direct,
     has_rows,
-    mixed,
+    native_op,
     native_serves,
     needs_grad,
+    recording,
     reference_gradients,
-    row_statistic,
+    row_statistics,
 )
-from normswap.ops.options import Options, gradients, with_sum
+from normswap.ops.options import Options, activation_of, gradients, with_sum
 
 
 def layer_norm(
@@ -73,7 +74,7 @@ def _layer_norm(
     if not _is_served(input, shape, weight, bias):
         return reference.layer_norm(input, shape, weight, bias, eps)
     if needs_grad(input, weight, bias):
-        return _LayerNorm.apply(input, weight, bias, shape, eps)
+        return _LayerNorm.apply(input, len(shape), weight, bias, eps, True)
     return _layer_norm_forward(input, weight, bias, shape, eps, None, None)
 
 
@@ -85,6 +86,7 @@ def _is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bia
         and (weight is None or weight.shape == shape)
         and (bias is None or bias.shape == shape)
         and affine_dtypes_fit(input, weight, bias)
+        and input.numel() > 0
     )
 
 
@@ -103,26 +105,39 @@ def _layer_norm_forward(
     return out
 
 
+@recording("layer_norm")
 class _LayerNorm(torch.autograd.Function):
+    """``served``: the caller has found that the kernels can take these tensors. Otherwise None where they cannot."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Any, bias: Any, shape: tuple[int, ...], eps: float) -> Tensor:
-        mean, rstd = row_statistic(input, len(shape)), row_statistic(input, len(shape))
-        out = _layer_norm_forward(input, weight, bias, shape, eps, mean, rstd)
-        ctx.save_for_backward(input, weight, bias, mean, rstd)
-        ctx.shape, ctx.eps = shape, eps
-        return out
+    def forward(
+        ctx: Any, input: Tensor, dims: int, weight: Any, bias: Any, eps: float, served: bool = False
+    ) -> Tensor | None:
+        out, statistics = native_op("layer_norm_recorded")(input, dims, weight, bias, eps)
+        if out is None and not served:
+            return None
+        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
+            shape, statistics = tuple(input.shape[-dims:]), row_statistics(input, dims, 2)
+            out = _layer_norm_forward(input, weight, bias, shape, eps, statistics[0], statistics[1])
+        ctx.save_for_backward(input, weight, bias, statistics)
+        ctx.dims, ctx.eps = dims, eps
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight, bias, mean, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled() or mixed(input, weight, bias):
-            formula = lambda x, w, b: reference.layer_norm(x, list(ctx.shape), w, b, ctx.eps)  # noqa: E731
-            return *reference_gradients(formula, (input, weight, bias), grad), None, None
-        needs = [bool(n) for n in ctx.needs_input_grad[:3]]
-        grads = torch.ops.aten.native_layer_norm_backward(
-            grad.contiguous(), input.contiguous(), list(ctx.shape), mean, rstd, weight, bias, needs
-        )
-        return *(g if n else None for g, n in zip(grads, needs, strict=True)), None, None
+        input, weight, bias, statistics = ctx.saved_tensors
+        of_input, _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        shape = input.shape[-ctx.dims :]
+        if not torch.is_grad_enabled():
+            dx, dw, db = native_op("layer_norm_backward")(
+                *(grad, input, weight, bias, statistics, None, math.prod(shape)),
+                *(0, 0.0, 0.0, of_input, of_weight, of_bias, 0),
+            )
+            if dx is not None or dw is not None or db is not None:
+                return dx, None, dw, db, None, None
+        formula = lambda x, w, b: reference.layer_norm(x, shape, w, b, ctx.eps)  # noqa: E731
+        dx, dw, db = reference_gradients(formula, (input, weight, bias), grad)
+        return dx, None, dw, db, None, None
 
 
 def _layer_norm_directly(
@@ -165,7 +180,8 @@ def _layer_norm_with_options(
     if not (_is_served(input, shape, weight, bias) and options.are_served(input)):
         return reference.layer_norm(input, shape, weight, bias, eps, **options.keywords())
     if needs_grad(input, weight, bias, *options[:3]):
-        return _LayerNormWithOptions.apply(input, weight, bias, *options[:3], shape, eps, options.activation)
+        found = _LayerNormWithOptions.apply(input, len(shape), weight, bias, eps, *options.arguments(), False, True)
+        return with_sum(*found)
     return with_sum(*_layer_norm_with_options_forward(input, weight, bias, shape, eps, options, None, None))
 
 
@@ -187,37 +203,64 @@ def _layer_norm_with_options_forward(
     return out, total
 
 
+@recording("layer_norm_with_options")
 class _LayerNormWithOptions(torch.autograd.Function):
+    """Output and sum, the latter None without a residual. ``wide``: of 16 bits a float32 output. ``served``: the caller
+    has found that the kernels can take these tensors. Otherwise None twice where they cannot."""
+
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
+        dims: int,
         weight: Any,
         bias: Any,
+        eps: float,
         residual: Any,
         scale: Any,
         shift: Any,
-        shape: tuple[int, ...],
-        eps: float,
-        activation: Activation,
-    ) -> Any:
-        options = Options(residual, scale, shift, activation)
-        mean, rstd = row_statistic(input, len(shape)), row_statistic(input, len(shape))
-        out, total = _layer_norm_with_options_forward(input, weight, bias, shape, eps, options, mean, rstd)
-        ctx.save_for_backward(input if total is None else total, weight, bias, scale, shift, mean, rstd)
-        ctx.shape, ctx.eps, ctx.activation = shape, eps, activation
+        activation: int,
+        low: float,
+        high: float,
+        wide: bool,
+        served: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        behind = (scale, shift, activation, low, high)
+        out, total, statistics = native_op("layer_norm_with_options_recorded")(
+            input, dims, weight, bias, eps, residual, *behind, wide
+        )
+        if out is None and not served:
+            return None, None
+        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
+            shape, statistics = tuple(input.shape[-dims:]), row_statistics(input, dims, 2)
+            options = Options(residual, scale, shift, activation_of(activation, low, high))
+            out, total = _layer_norm_with_options_forward(
+                input, weight, bias, shape, eps, options, statistics[0], statistics[1]
+            )
+        ctx.save_for_backward(input if total is None else total, weight, bias, scale, shift, statistics)
+        ctx.dims, ctx.eps, ctx.activation = dims, eps, (activation, low, high)
         ctx.set_materialize_grads(False)
-        return with_sum(out, total)
+        return out, total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None = None) -> Any:
-        tensors = ctx.saved_tensors[:5]
-
-        def formula(x: Tensor, w: Any, b: Any, scale: Any, shift: Any) -> Tensor:
-            return reference.layer_norm(
-                x, ctx.shape, w, b, ctx.eps, scale=scale, shift=shift, activation=ctx.activation
+    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
+        *tensors, statistics = ctx.saved_tensors
+        of_input, _, of_weight, of_bias, _, of_residual, *_ = ctx.needs_input_grad
+        input, weight, bias, scale, _ = tensors
+        shape = input.shape[-ctx.dims :]
+        found: list[Tensor | None] = [None] * 3
+        if grad is not None and scale is None and not torch.is_grad_enabled():
+            found = native_op("layer_norm_backward")(
+                *(grad, input, weight, bias, statistics, grad_sum, math.prod(shape)),
+                *(*ctx.activation, of_input or of_residual, of_weight, of_bias, 0),
             )
+        if all(one is None for one in found):
 
-        found = gradients(formula, tensors, grad, grad_sum)
-        dx, dw, db, dscale, dshift = found
-        return dx, dw, db, dx if ctx.needs_input_grad[3] else None, dscale, dshift, None, None, None
+            def formula(x: Tensor, w: Any, b: Any, scale: Any, shift: Any) -> Tensor:
+                act = activation_of(*ctx.activation)
+                return reference.layer_norm(x, shape, w, b, ctx.eps, scale=scale, shift=shift, activation=act)
+
+            found = gradients(formula, tuple(tensors), grad, grad_sum)
+        dx, dw, db, dscale, dshift = (*found, None, None)[:5]
+        residual = dx if of_residual else None
+        return dx if of_input else None, None, dw, db, None, residual, dscale, dshift, *(None,) * 5

@@ -74,6 +74,11 @@ def _is_per_sample(t: Tensor, input: Tensor, dims: int) -> bool:
     )
 
 
+def activation_of(code: int, low: float, high: float) -> Activation:
+    """The activation of what ``Options.arguments`` gives."""
+    return Activation(list(CODES)[code], low, high)
+
+
 def with_sum(out: Tensor, total: Tensor | None) -> Any:
     """What an op returns: ``out``, and with a residual the sum too."""
     return out if total is None else (out, total)

@@ -17,14 +17,15 @@ from normswap.ops.dispatch import (
     dense,
     direct,
     has_rows,
-    mixed,
+    native_op,
     native_serves,
     needs_grad,
+    recording,
     reference_gradients,
-    row_statistic,
+    row_statistics,
     statistic_along,
 )
-from normswap.ops.options import Options, gradients, with_sum
+from normswap.ops.options import Options, activation_of, gradients, with_sum
 
 
 def rms_norm(
@@ -78,7 +79,7 @@ def _rms_norm(
             input, shape, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight
         )
     if needs_grad(input, weight):
-        return _RMSNorm.apply(input, weight, shape, epsilon, weight_offset, cast_before_weight)
+        return _RMSNorm.apply(input, len(shape), weight, epsilon, weight_offset, cast_before_weight, True)
     return _rms_norm_forward(input, weight, shape, epsilon, weight_offset, cast_before_weight, None)
 
 
@@ -89,6 +90,7 @@ def _is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> 
         and input.shape[-len(shape) :] == shape
         and (weight is None or weight.shape == shape)
         and affine_dtypes_fit(input, weight, None)
+        and input.numel() > 0
     )
 
 
@@ -109,38 +111,48 @@ def _rms_norm_forward(
     return out
 
 
+@recording("rms_norm")
 class _RMSNorm(torch.autograd.Function):
+    """``served``: the caller has found that the kernels can take these tensors. Otherwise None where they cannot."""
+
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
+        dims: int,
         weight: Any,
-        shape: tuple[int, ...],
         eps: float,
         weight_offset: float,
         cast_before_weight: bool,
-    ) -> Tensor:
-        rstd = row_statistic(input, len(shape))
-        out = _rms_norm_forward(input, weight, shape, eps, weight_offset, cast_before_weight, rstd)
-        ctx.save_for_backward(input, weight, rstd)
-        ctx.shape, ctx.eps = shape, eps
-        ctx.weight_offset, ctx.cast_before_weight = weight_offset, cast_before_weight
-        return out
+        served: bool = False,
+    ) -> Tensor | None:
+        order = (weight_offset, cast_before_weight)
+        out, statistics = native_op("rms_norm_recorded")(input, dims, weight, eps, *order)
+        if out is None and not served:
+            return None
+        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
+            statistics = row_statistics(input, dims, 1)
+            out = _rms_norm_forward(input, weight, tuple(input.shape[-dims:]), eps, *order, statistics)
+        ctx.save_for_backward(input, weight, statistics)
+        ctx.dims, ctx.eps, ctx.order = dims, eps, order
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight, rstd = ctx.saved_tensors
-        rounds = ctx.weight_offset and input.dtype is not torch.float32  # PyTorch's op would take a rounded sum
-        if torch.is_grad_enabled() or rounds or mixed(input, weight):
-            order = {"weight_offset": ctx.weight_offset, "cast_before_weight": ctx.cast_before_weight}
-            formula = lambda x, w: reference.rms_norm(x, ctx.shape, w, ctx.eps, **order)  # noqa: E731
-            return *reference_gradients(formula, (input, weight), grad), None, None, None, None
-        needs = [bool(n) for n in ctx.needs_input_grad[:2]]
-        factor = weight + ctx.weight_offset if weight is not None and ctx.weight_offset else weight
-        grads = torch.ops.aten._fused_rms_norm_backward(
-            grad.contiguous(), input.contiguous(), list(ctx.shape), rstd, factor, needs
-        )
-        return *(g if n else None for g, n in zip(grads, needs, strict=True)), None, None, None, None
+        input, weight, statistics = ctx.saved_tensors
+        of_input, _, of_weight, *_ = ctx.needs_input_grad
+        shape, (weight_offset, cast_before_weight) = input.shape[-ctx.dims :], ctx.order
+        if not torch.is_grad_enabled():
+            dx, dw, _ = native_op("rms_norm_backward")(
+                *(grad, input, weight, statistics, None, math.prod(shape), weight_offset, cast_before_weight),
+                *(0, 0.0, 0.0, of_input, of_weight, 0),
+            )
+            if dx is not None or dw is not None:
+                return dx, None, dw, None, None, None, None
+        order = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+        formula = lambda x, w: reference.rms_norm(x, shape, w, ctx.eps, **order)  # noqa: E731
+        dx, dw = reference_gradients(formula, (input, weight), grad)
+        return dx, None, dw, None, None, None, None
 
 
 def _rms_norm_with_options(
@@ -173,7 +185,8 @@ def _rms_norm_with_options(
     ):
         return reference.rms_norm(input, shape, weight, eps, **order, **options.keywords())
     if needs_grad(input, weight, *options[:3]):
-        return _RMSNormWithOptions.apply(input, weight, *options[:3], shape, epsilon, order, options.activation)
+        arguments = (weight, epsilon, weight_offset, cast_before_weight)
+        return with_sum(*_RMSNormWithOptions.apply(input, len(shape), *arguments, *options.arguments(), True))
     return with_sum(*_rms_norm_with_options_forward(input, weight, shape, epsilon, order, options, None))
 
 
@@ -194,37 +207,68 @@ def _rms_norm_with_options_forward(
     return out, total
 
 
+@recording("rms_norm_with_options")
 class _RMSNormWithOptions(torch.autograd.Function):
+    """Output and sum, the latter None without a residual. ``served``: the caller has found that the kernels can take
+    these tensors. Otherwise None twice where they cannot."""
+
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
+        dims: int,
         weight: Any,
+        eps: float,
+        weight_offset: float,
+        cast_before_weight: bool,
         residual: Any,
         scale: Any,
         shift: Any,
-        shape: tuple[int, ...],
-        eps: float,
-        order: dict[str, Any],
-        activation: Activation,
-    ) -> Any:
-        rstd = row_statistic(input, len(shape))
-        options = Options(residual, scale, shift, activation)
-        out, total = _rms_norm_with_options_forward(input, weight, shape, eps, order, options, rstd)
-        ctx.save_for_backward(input if total is None else total, weight, scale, shift, rstd)
-        ctx.shape, ctx.eps, ctx.order, ctx.activation = shape, eps, order, activation
+        activation: int,
+        low: float,
+        high: float,
+        served: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        order = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+        out, total, statistics = native_op("rms_norm_with_options_recorded")(
+            *(input, dims, weight, eps, weight_offset, cast_before_weight),
+            *(residual, scale, shift, activation, low, high),
+        )
+        if out is None and not served:
+            return None, None
+        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
+            shape, statistics = tuple(input.shape[-dims:]), row_statistics(input, dims, 1)
+            options = Options(residual, scale, shift, activation_of(activation, low, high))
+            out, total = _rms_norm_with_options_forward(input, weight, shape, eps, order, options, statistics)
+        ctx.save_for_backward(input if total is None else total, weight, scale, shift, statistics)
+        ctx.dims, ctx.eps, ctx.order, ctx.activation = dims, eps, order, (activation, low, high)
         ctx.set_materialize_grads(False)
-        return with_sum(out, total)
+        return out, total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None = None) -> Any:
-        def formula(x: Tensor, w: Any, scale: Any, shift: Any) -> Tensor:
-            return reference.rms_norm(
-                x, ctx.shape, w, ctx.eps, **ctx.order, scale=scale, shift=shift, activation=ctx.activation
+    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
+        *tensors, statistics = ctx.saved_tensors
+        of_input, _, of_weight, _, _, _, of_residual, *_ = ctx.needs_input_grad
+        input, weight, scale, _ = tensors
+        shape = input.shape[-ctx.dims :]
+        found: list[Tensor | None] = [None] * 3
+        if grad is not None and scale is None and not torch.is_grad_enabled():
+            found = native_op("rms_norm_backward")(
+                *(grad, input, weight, statistics, grad_sum, math.prod(shape), *ctx.order.values()),
+                *(*ctx.activation, of_input or of_residual, of_weight, 0),
             )
+        if all(one is None for one in found):
 
-        dx, dw, dscale, dshift = gradients(formula, ctx.saved_tensors[:4], grad, grad_sum)
-        return dx, dw, dx if ctx.needs_input_grad[2] else None, dscale, dshift, None, None, None, None
+            def formula(x: Tensor, w: Any, scale: Any, shift: Any) -> Tensor:
+                options: dict[str, Any] = {"scale": scale, "shift": shift, "activation": activation_of(*ctx.activation)}
+                return reference.rms_norm(x, shape, w, ctx.eps, **ctx.order, **options)
+
+            dx, dw, dscale, dshift = gradients(formula, tuple(tensors), grad, grad_sum)
+        else:
+            dx, dw, dscale = found
+            dshift = None
+        residual = dx if of_residual else None
+        return dx if of_input else None, None, dw, None, None, None, residual, dscale, dshift, *(None,) * 4
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

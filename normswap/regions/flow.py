@@ -8,7 +8,10 @@ a leaf, and it may have any effect.
 from __future__ import annotations
 
 import ast
+import copy
+import functools
 import inspect
+import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +21,7 @@ import torch
 from torch import nn
 
 from normswap.plan import Reason
+from normswap.regions.inline import inlined
 from normswap.source import definition
 from normswap.tracing import Rejection, own_getattr
 
@@ -74,7 +78,8 @@ class Op(Value):
 @dataclass
 class Flow:
     """The operations of one forward, the moments at which something opaque happens, and the names that code inside it
-    captures. ``conditions``: (order, expression, truth) of each ``if`` that was followed."""
+    captures. ``conditions``: (order, expression, truth) of each ``if`` that was followed; ``functions``: those that
+    were read as the line they return."""
 
     tree: ast.FunctionDef
     forward: types.FunctionType
@@ -82,6 +87,7 @@ class Flow:
     effects: list[int]
     conditions: list[tuple[int, str, bool]]
     captured: frozenset[str]
+    functions: dict[str, types.FunctionType]
 
     def opaque_between(self, first: int, last: int) -> bool:
         """Whether something that is not understood happens between two moments; operations are not looked at."""
@@ -103,12 +109,18 @@ def read(module: nn.Module, forward: types.FunctionType) -> Flow | Rejection:
     flags = forward.__code__.co_flags
     if flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return Rejection(Reason.NOT_STRAIGHT_LINE, "forward is a generator or a coroutine")
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if seen := names & _SEES_LOCALS:
+    if not forward.__code__.co_argcount:
+        return Rejection(Reason.UNSUPPORTED, "forward has no parameter self")
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    owner = forward.__code__.co_varnames[0]
+    if any(node.id == owner and not isinstance(node.ctx, ast.Load) for node in names):
+        return Rejection(Reason.NOT_STRAIGHT_LINE, f"forward binds {owner}")
+    if seen := {node.id for node in names} & _SEES_LOCALS:
         return Rejection(Reason.NOT_STRAIGHT_LINE, f"forward names {', '.join(sorted(seen))}")
+    tree, functions = inlined(tree, forward.__globals__)
     reader = _Reader(module, forward, tree)
     reader.read_all(tree.body)
-    return Flow(tree, forward, reader.ops, reader.effects, reader.conditions, _captured(tree))
+    return Flow(tree, forward, reader.ops, reader.effects, reader.conditions, _captured(tree), functions)
 
 
 def _captured(tree: ast.FunctionDef) -> frozenset[str]:
@@ -122,8 +134,8 @@ def _captured(tree: ast.FunctionDef) -> frozenset[str]:
 class _Reader:
     def __init__(self, module: nn.Module, forward: types.FunctionType, tree: ast.FunctionDef) -> None:
         self.module, self.globals = module, forward.__globals__
-        self.locals = frozenset(forward.__code__.co_varnames)
-        self.owner = forward.__code__.co_varnames[0] if forward.__code__.co_argcount else ""
+        self.tree, self.owner = tree, forward.__code__.co_varnames[0]
+        self.locals = frozenset((*forward.__code__.co_varnames, *forward.__code__.co_cellvars))
         self.env: dict[str, Value] = {}
         self.ops: list[Op] = []
         self.effects: list[int] = []
@@ -157,6 +169,10 @@ class _Reader:
                 self.env[name] = self.value(value)
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 self.env[name] = self.value(value)
+            case ast.Assign(targets=[ast.Tuple(elts=elements)], value=value) if _are_names(elements):
+                found = self.value(value)
+                self._pure(found) if isinstance(found, Op) else self._opaque(found)  # may be an iterator with effects
+                self.env |= {element.id: Leaf() for element in elements if isinstance(element, ast.Name)}
             case ast.AugAssign(target=ast.Name(id=name), op=operator, value=value):
                 old = self._name(ast.Name(name, ast.Load()))
                 new = self.value(value)
@@ -166,11 +182,11 @@ class _Reader:
                 if value is not None:
                     self._escape(self.value(value))
                 if self.depth:
-                    self._effect()
+                    self._forget()  # what follows runs only where the condition does not hold
             case ast.Expr(value=value):
                 self.value(value)
             case ast.If(test=test, body=body, orelse=orelse) if (taken := self._decided(test)) is not None:
-                self.conditions.append((self._next(), ast.unparse(test), taken))
+                self.conditions.append((self._next(), self._as_self(test), taken))
                 self.depth += 1
                 self.read_all(body if taken else orelse)
                 self.depth -= 1
@@ -182,7 +198,10 @@ class _Reader:
     def _compound(self, node: ast.stmt) -> None:
         """A statement that is not followed: its bodies are stretches of their own, the rest of it is opaque."""
         self._forget()
-        for _, part in ast.iter_fields(node):
+        for name, part in ast.iter_fields(node):
+            # A def is another function; a handler may ask how far the body of a try came.
+            if isinstance(node, _DEFINITIONS) or (isinstance(node, _TRIES) and name == "body"):
+                continue
             if isinstance(part, list) and part and all(isinstance(element, ast.stmt) for element in part):
                 self.stretch_of(part)
         for handler in getattr(node, "handlers", ()):
@@ -190,6 +209,14 @@ class _Reader:
         for case in getattr(node, "cases", ()):
             self.stretch_of(case.body)
         self._forget()
+
+    def _as_self(self, test: ast.expr) -> str:
+        """The source of a condition in which the module is called self."""
+        renamed = copy.deepcopy(test)
+        for node in ast.walk(renamed):
+            if isinstance(node, ast.Name):
+                node.id = "self"
+        return ast.unparse(renamed)
 
     def _decided(self, test: ast.expr) -> bool | None:
         """The truth of a condition on attributes of self that are None, children or flags; None for any other."""
@@ -206,12 +233,26 @@ class _Reader:
         return None
 
     def _plain(self, node: ast.expr) -> Any:
-        """The value of ``self.name`` where the instance holds it."""
+        """The value of ``self.name`` where the instance holds it and no call of this forward changes it."""
         if isinstance(node, ast.Attribute) and self._is_self(node.value) and node.attr != "training":
+            if inspect.getattr_static(type(self.module), node.attr, None) is not None or self._is_shared:
+                return _UNKNOWN
             for where in (self.module._modules, self.module._parameters, self.module._buffers, self.module.__dict__):
                 if node.attr in where:
                     return where[node.attr]
         return _UNKNOWN
+
+    @functools.cached_property
+    def _is_shared(self) -> bool:
+        """Whether anything in the forward may change self: a store, a call of a method, or self handed to something."""
+        reads = [n for n in ast.walk(self.tree) if isinstance(n, ast.Attribute) and self._is_self(n.value)]
+        named = [n for n in ast.walk(self.tree) if self._is_self(n)]  # type: ignore[arg-type]
+        called = {n.func.attr for n in ast.walk(self.tree) if isinstance(n, ast.Call) and n.func in reads}  # type: ignore
+        return (
+            len(named) != len(reads)
+            or any(not isinstance(n.ctx, ast.Load) for n in reads)
+            or any(inspect.getattr_static(type(self.module), name, None) is not None for name in called)
+        )
 
     # --- expressions ----------------------------------------------------------------------------------------------
 
@@ -333,7 +374,13 @@ class _Reader:
         return self.order
 
 
+def _are_names(elements: Sequence[ast.expr]) -> bool:
+    return all(isinstance(element, ast.Name) for element in elements)
+
+
 _UNKNOWN = object()
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_TRIES = (ast.Try, *([ast.TryStar] if sys.version_info >= (3, 11) else []))
 _TORCH_MODULES = (torch, torch.nn, torch.nn.functional)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normswap import ops
@@ -16,6 +15,7 @@ from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader, outside_autocast
 from normswap.plan import Match, is_by_hand
+from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region
 
@@ -53,7 +53,8 @@ class Fused:
         self.acting = region.activation if isinstance(region.activation, str) else ""
         self.call = _CALLS["layer_norm_2d" if region.has("permute") else region.kind]
         self.read = _reader(region, original_class) if region.type else None
-        self.function = None if region.type else Replaced(F, region.norm)
+        self.callees, self.called = compiled.callees, compiled.callees()
+        self.known = all(_is_of(region, function) for function in self.called)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
         x, before, behind, scale, shift, arguments = self.unpack(packed)
@@ -65,10 +66,9 @@ class Fused:
         activation = self.activation or activation_of(children.get(self.acting))
         if activation is None:
             return None
-        if self.read is None:
-            if self.function is None or not self.function.is_unchanged():  # somebody put another one in its place
-                return None
-        else:
+        if not self.known or self.callees() != self.called:  # somebody put another function in the place of one
+            return None
+        if self.read is not None:
             norm = children.get(self.child)
             if norm is None or not is_unhooked(norm):
                 return None
@@ -79,6 +79,14 @@ class Fused:
         if out is None or before is None:
             return out
         return (out[1], out[0]) if self.shared else out[0]
+
+
+def _is_of(region: Region, function: Any) -> bool:
+    """Whether ``function`` is what a step of ``region`` may call."""
+    kind, activation = FUNCTIONS.get(function, ("",))[0], LITERAL.get(function)
+    named = region.activation[0] if isinstance(region.activation, tuple) else ""
+    names = {"relu6": ("clamp",), "gelu": ("gelu", "gelu_tanh")}.get(activation or "", (activation,))
+    return function in ADDS or kind == region.kind or named in names
 
 
 def _alike(x: Tensor, other: Any) -> bool:
@@ -115,16 +123,22 @@ def _constant(name: str) -> Callable[[Any], Activation]:
     return lambda child: activation
 
 
+def _leaky_relu(child: Any) -> Activation | None:
+    slope = child.negative_slope
+    return Activation("leaky_relu", slope) if type(slope) in (int, float) else None
+
+
 def _clamp(child: Any) -> Activation | None:
     numbers = child.min_val, child.max_val
-    return Activation("clamp", *numbers) if all(type(n) in (int, float) for n in numbers) else None
+    known = all(type(n) in (int, float) for n in numbers)
+    return Activation("clamp", *numbers) if known and numbers[0] <= numbers[1] else None
 
 
 _ACTIVATIONS: Mapping[type[nn.Module], Callable[[Any], Activation | None]] = {
     nn.ReLU: _constant("relu"),
     nn.SiLU: _constant("silu"),
     nn.GELU: _gelu,
-    nn.LeakyReLU: lambda child: Activation("leaky_relu", child.negative_slope),
+    nn.LeakyReLU: _leaky_relu,
     nn.ReLU6: _clamp,
     nn.Hardtanh: _clamp,
     nn.Hardswish: _constant("hardswish"),
@@ -160,7 +174,7 @@ def _declines(child: Any, x: Tensor) -> _Arguments:
 def _reader_of(cls: Any, match: Match) -> Callable[[Any, Tensor], _Arguments]:
     original = Replaced(cls)
     if match.registered:
-        return lambda child, x: _arguments(match.kind, match.view(child)) if original.is_unchanged() else None
+        return lambda child, x: _arguments(match.kind, match.view(child), x) if original.is_unchanged() else None
     if is_by_hand(match.kind, match.attributes):
         return arguments_reader(original, match.attributes)
     flag = match.attributes.get("unless")
@@ -168,15 +182,21 @@ def _reader_of(cls: Any, match: Match) -> Callable[[Any, Tensor], _Arguments]:
     def read(child: Any, x: Tensor) -> _Arguments:
         if not original.is_unchanged() or (flag and getattr(child, flag)):
             return None
-        return _arguments(match.kind, child)
+        return _arguments(match.kind, child, x)
 
     return read
 
 
-def _arguments(kind: str, norm: Any) -> _Arguments:
+def _arguments(kind: str, norm: Any, x: Tensor) -> _Arguments:
     if kind == "instance_norm":
         tracks = norm.track_running_stats or norm.running_mean is not None
-        return None if tracks else (norm.weight, norm.bias, norm.eps)
+        batched = x.dim() == norm._get_no_batch_dim() + 1 and x.shape[1] == norm.num_features
+        return None if tracks or not batched else (norm.weight, norm.bias, norm.eps)
+    if kind == "batch_norm":
+        ranks = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}[type(norm)]
+        mean, var = norm.running_mean, norm.running_var
+        serves = not norm.training and mean is not None and var is not None and x.dim() in ranks
+        return (mean, var, norm.weight, norm.bias, norm.eps) if serves and x.shape[1] == norm.num_features else None
     if kind == "group_norm":
         return norm.num_groups, norm.weight, norm.bias, norm.eps
     if kind == "rms_norm":
@@ -230,6 +250,10 @@ def _instance_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shi
     return ops.instance_norm(x, weight, bias, eps, activation, residual=behind) if _alike(x, behind) else None
 
 
+def _batch_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+    return ops.batch_norm_eval(x, *given, activation, residual=behind) if _alike(x, behind) else None
+
+
 def _layer_norm_2d(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
     shape, weight, bias, eps = given
     fits = x.dim() == 4 and tuple(shape) == (x.shape[1],)
@@ -241,5 +265,6 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "group_norm": _group_norm,
     "instance_norm": _instance_norm,
+    "batch_norm": _batch_norm,
     "layer_norm_2d": _layer_norm_2d,
 }

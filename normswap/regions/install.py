@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from normswap.forwards.replaced import Replaced
+from normswap.forwards.rms_norm import digest
+from normswap.plan import PlanError
 from normswap.regions.rewrite import Compiled, Helper, compile_regions
 from normswap.regions.sequential import compiled_run, names_of
 from normswap.regions.spec import Region
@@ -27,7 +30,12 @@ def with_helpers(
     replaced: Replaced, attributes: Mapping[str, Any], helper_of: Callable[[Compiled], Helper]
 ) -> _Forward:
     """The forward to install on a subclass of ``original``, with a helper for each region. The original's own runs
-    where another was put on the class since, and where it would branch in another way than it did."""
+    where another was put on the class since, where its source is not what was read (a pickle outlives a version of a
+    library), and where it would branch in another way than it did."""
+    names, known = attributes.get("functions", "").split(), getattr(replaced.function, "__globals__", {})
+    functions = {name: known.get(name) for name in names}  # read as the line they return
+    if "source" in attributes and attributes["source"] != digest([replaced.function, *functions.values()]):
+        return replaced.run
     compiled, make = _compiled(replaced.original, replaced.function, _text(attributes))
     helpers = [helper_of(one) for one in compiled]
     if make is None:
@@ -36,9 +44,20 @@ def with_helpers(
         rewritten = make(helpers)
     conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))
     checks = [(_evaluator(text), truth) for text, truth in conditions]
+    codes = [(name, function, getattr(function, "__code__", None)) for name, function in functions.items()]
+
+    def is_as_read(self: Any) -> bool:
+        return (
+            replaced.is_on(self)
+            and all(bool(check(self)) is truth for check, truth in checks)
+            and all(
+                known.get(name) is function and getattr(function, "__code__", None) is code
+                for name, function, code in codes
+            )
+        )
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if replaced.is_on(self) and all(bool(check(self)) is truth for check, truth in checks):
+        if is_as_read(self):
             return rewritten(self, *args, **kwargs)
         return replaced.run(self, *args, **kwargs)
 
@@ -58,9 +77,17 @@ def _compiled(original: Any, base_forward: Any, text: str) -> tuple[list[Compile
     return compiled, make
 
 
+_IN_CONDITIONS = (ast.Expression, ast.UnaryOp, ast.Not, ast.Compare, ast.Is, ast.IsNot, ast.Attribute, ast.Name)
+
+
 def _evaluator(text: str) -> Callable[[Any], Any]:
-    """A condition on attributes of self as a function of it."""
-    return eval(f"lambda self: {text}", {"__builtins__": {}})  # attributes of self, None and not alone
+    """A condition on attributes of self as a function of it. Raises PlanError for any other text: a plan is data."""
+    tree = ast.parse(text, mode="eval")
+    for node in ast.walk(tree):
+        known = isinstance(node, (*_IN_CONDITIONS, ast.Load)) or (isinstance(node, ast.Constant) and node.value is None)
+        if not known or (isinstance(node, ast.Name) and node.id != "self"):
+            raise PlanError(f"regions: {text!r} is no condition on attributes of self")
+    return eval(f"lambda self: {text}", {"__builtins__": {}})
 
 
 def _sequential(compiled: Sequence[Compiled], helpers: Sequence[Helper]) -> _Forward:

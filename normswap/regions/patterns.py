@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
 """The norms that are called as functions: their kind and parameters."""
 
 ROWS = ("layer_norm", "rms_norm")
-CHANNELS = ("group_norm", "instance_norm")
-_ADDS: tuple[Any, ...] = ("+", torch.add, ".add()")
+CHANNELS = ("group_norm", "instance_norm", "batch_norm")
+ADDS: tuple[Any, ...] = ("+", torch.add, ".add()")
 PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 CHILDREN = (nn.ReLU, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Sigmoid, nn.Tanh)
 _PURE_METHODS = frozenset(
@@ -43,14 +44,13 @@ _PURE_METHODS = frozenset(
         *("+", "-", "*", "/", "**"),
     }
 )
-_LITERAL: dict[Any, str] = {
+LITERAL: dict[Any, str] = {
     **dict.fromkeys((F.relu, torch.relu, F.relu_, torch.relu_, ".relu()", ".relu_()"), "relu"),
     F.silu: "silu",
     F.gelu: "gelu",
     F.leaky_relu: "leaky_relu",
     F.relu6: "relu6",
     F.hardtanh: "clamp",
-    **dict.fromkeys((torch.clamp, ".clamp()"), "clamp"),
     F.hardswish: "hardswish",
     **dict.fromkeys((F.sigmoid, torch.sigmoid, ".sigmoid()"), "sigmoid"),
     **dict.fromkeys((F.tanh, torch.tanh, ".tanh()"), "tanh"),
@@ -84,11 +84,12 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
         found = None if id(op) in taken else _core(module, op, norm_of)
         if found is None:
             continue
-        _grow_behind(module, found)
-        _grow_before(found, flow)
-        if (len(found.ops) > 1 or not found.type) and _stands(module, flow, found):
-            taken.update(map(id, found.ops))
-            yield _region(flow, found)
+        _grow_behind(module, found, taken)
+        for one in filter(None, (_with_sum(found, taken), found)):
+            if (len(one.ops) > 1 or not one.type) and _stands(module, flow, one, norm_of):
+                taken.update(map(id, one.ops))
+                yield _region(flow, one)
+                break
 
 
 def _core(module: nn.Module, op: Op, norm_of: Any) -> _Found | None:
@@ -111,7 +112,8 @@ def _core(module: nn.Module, op: Op, norm_of: Any) -> _Found | None:
 def _child(module: nn.Module, op: Op) -> nn.Module | None:
     """The child of ``module`` that ``op`` calls."""
     name = op.target[len("self.") :] if isinstance(op.target, str) and op.target.startswith("self.") else ""
-    return module._modules.get(name)
+    hidden = name in module.__dict__ or inspect.getattr_static(type(module), name, None) is not None
+    return None if hidden else module._modules.get(name)
 
 
 def _only_user(value: Op) -> Op | None:
@@ -119,15 +121,15 @@ def _only_user(value: Op) -> Op | None:
     return user if user is not None and user.stretch == value.stretch else None
 
 
-def _grow_behind(module: nn.Module, found: _Found) -> None:
-    """Take in what is done with the norm's result, up to an activation."""
+def _grow_behind(module: nn.Module, found: _Found, taken: set[int]) -> None:
+    """Take in what is done with the norm's result, up to an activation and nothing of another region (``taken``)."""
     if (gated := _sigmoid_times(found.last)) is not None:
         found.ops += gated
-        found.steps += [("activation", gated[-1], 0)]
+        found.steps += [("activation", gated[-1], gated[-1].args.index(gated[0].args[0]))]
         found.activation = ("silu", 0.0, 0.0)
         return
     permuted = _permuted(found)
-    while (user := _only_user(found.last)) is not None:
+    while (user := _only_user(found.last)) is not None and id(user) not in taken:
         operand = user.args.index(found.last) if found.last in user.args else -1
         child = _child(module, user)
         if operand < 0:
@@ -138,7 +140,7 @@ def _grow_behind(module: nn.Module, found: _Found) -> None:
         if type(child) in PASSING and len(user.args) == 1:
             found.passes.append(user.target[len("self.") :])
             _take(found, "pass", user, 0)
-        elif _behind(found, user, operand):
+        elif not permuted and _behind(found, user, operand):
             continue
         elif (activation := _activation(child, user)) is not None and not permuted:
             found.activation = activation
@@ -154,7 +156,7 @@ def _behind(found: _Found, user: Op, operand: int) -> bool:
     other = user.args[1 - operand] if len(user.args) == 2 and not user.keywords else None
     if other is None or isinstance(other, Constant):
         return False
-    if found.kind in CHANNELS and user.target in (*_ADDS, "+=") and "residual" not in done:
+    if found.kind in CHANNELS and user.target in (*ADDS, "+=") and "residual" not in done:
         return _take(found, "residual", user, operand) if user.target != "+=" or operand == 0 else False
     if found.kind not in ROWS or "shift" in done:
         return False
@@ -182,17 +184,23 @@ def _sigmoid_times(norm: Op) -> list[Op] | None:
     if len(users) != 2 or len(norm.users) != 2 or any(u.stretch != norm.stretch for u in users):
         return None
     gate, product = sorted(users, key=lambda op: op.order)
-    is_gate = _LITERAL.get(gate.target if not isinstance(gate.target, list) else None) == "sigmoid" and gate.args == (
+    is_gate = LITERAL.get(gate.target if not isinstance(gate.target, list) else None) == "sigmoid" and gate.args == (
         norm,
     )
-    is_product = product.target == "*" and {*product.args} == {norm, gate} and gate.users == [product]
+    written: Any = product.node
+    is_product = (
+        product.target == "*"
+        and {*product.args} == {norm, gate}
+        and gate.users == [product]
+        and gate.node in (written.left, written.right)
+    )
     return [gate, product] if is_gate and is_product else None
 
 
 def _activation(child: nn.Module | None, op: Op) -> str | tuple[str, float, float] | None:
     if child is not None:
         return op.target[len("self.") :] if type(child) in CHILDREN and len(op.args) == 1 else None
-    name = _LITERAL.get(op.target)
+    name = LITERAL.get(op.target)
     numbers = {k: v.value for k, v in op.keywords.items() if isinstance(v, Constant)}
     rest = [v.value for v in op.args[1:] if isinstance(v, Constant)]
     if name is None or len(numbers) + len(rest) + 1 != len(op.args) + len(op.keywords):
@@ -229,32 +237,28 @@ def _with_numbers(name: str, rest: list[Any], keywords: dict[str, Any]) -> tuple
     if name == "leaky_relu":
         return (name, float(given.get("negative_slope", 0.01)), 0.0)
     if name == "clamp":
-        return (name, float(given["min"]), float(given["max"])) if len(given) == 2 else None
+        return (name, float(given.get("min", -1.0)), float(given.get("max", 1.0)))
     return (name, 0.0, 0.0)
 
 
-def _grow_before(found: _Found, flow: Flow) -> None:
-    """Take in the sum that a LayerNorm or RMSNorm is of, or the permutation before it."""
+def _with_sum(found: _Found, taken: set[int]) -> _Found | None:
+    """``found`` and the sum that a LayerNorm or RMSNorm is of, or the permutation before it; None where none is."""
     norm = found.ops[0]
     before = norm.args[0]
-    if not isinstance(before, Op) or before.stretch != norm.stretch:
-        return
+    if not isinstance(before, Op) or before.stretch != norm.stretch or id(before) in taken:
+        return None
     if any(does == "permute back" for does, _, _ in found.steps):
-        found.ops.insert(0, before)
-        found.steps.insert(0, ("permute", before, 0))
-        return
+        return replace(found, ops=[before, *found.ops], steps=[("permute", before, 0), *found.steps])
     operands = [arg for arg in before.args if not isinstance(arg, Constant)]
-    if found.kind not in ROWS or before.target not in _ADDS or len(operands) != 2 or before.keywords:
-        return
+    if found.kind not in ROWS or before.target not in ADDS or len(before.args) != 2 or before.keywords:
+        return None
+    if len(operands) != 2:
+        return None
     others = [user for user in before.users if user is not norm]
     # Where others use the sum too, all is computed where that is: nothing that comes later may be needed.
-    if others and (len(found.ops) > 1 and found.ops[-1] is not norm and not _is_simple(found)):
-        return
-    if others and not _is_assigned(before):
-        return
-    found.shared = bool(others)
-    found.ops.insert(0, before)
-    found.steps.insert(0, ("sum", before, 0))
+    if others and not (_is_simple(found) and found.type and _is_assigned(before)):
+        return None
+    return replace(found, shared=bool(others), ops=[before, *found.ops], steps=[("sum", before, 0), *found.steps])
 
 
 def _is_simple(found: _Found) -> bool:
@@ -288,7 +292,7 @@ def _dims(op: Op) -> tuple[Any, ...]:
 # --- may it be moved together? ------------------------------------------------------------------------------------
 
 
-def _stands(module: nn.Module, flow: Flow, found: _Found) -> bool:
+def _stands(module: nn.Module, flow: Flow, found: _Found, norm_of: Any) -> bool:
     """True where nobody can see that the operations are done together: nothing with an effect lies between them, and
     no code inside the function reads the names they are assigned to."""
     first, last = found.ops[0].order, found.last.order
@@ -296,38 +300,43 @@ def _stands(module: nn.Module, flow: Flow, found: _Found) -> bool:
     if flow.opaque_between(first, last):
         return False
     for op in flow.ops:
-        if first < op.order < last and id(op) not in own and not _is_harmless(module, op, found):
+        if first < op.order < last and id(op) not in own and not _is_harmless(module, op, found, norm_of):
             return False
     names = {
         t.id
         for op in found.ops
-        if isinstance(op.statement, ast.Assign)
-        for t in op.statement.targets
+        for t in (*getattr(op.statement, "targets", ()), getattr(op.statement, "target", None))
         if isinstance(t, ast.Name)
     }
     return not names & flow.captured
 
 
-def _is_harmless(module: nn.Module, op: Op, found: _Found) -> bool:
+def _is_harmless(module: nn.Module, op: Op, found: _Found, norm_of: Any) -> bool:
+    """Whether it is all the same if ``op`` runs before or after what the region computes."""
     if op.target in _PURE_METHODS or (
         isinstance(op.target, str) and op.target.startswith(".") and not op.target.endswith("()")
     ):
         return True
     child = _child(module, op)
-    # A child of torch.nn's own kind sees what it is given and itself.
-    return (
-        not found.shared
-        and child is not None
-        and all(type(m).__module__.startswith("torch.nn.modules") for m in child.modules())
-    )
+    return not found.shared and child is not None and all(_only_computes(m, norm_of) for m in child.modules())
+
+
+_ONLY_COMPUTE = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+    *(nn.Sequential, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.Upsample),
+)
+
+
+def _only_computes(module: nn.Module, norm_of: Any) -> bool:
+    """Whether it neither writes into what it is given nor draws random numbers."""
+    return type(module) in _ONLY_COMPUTE or norm_of(module) is not None
 
 
 def _region(flow: Flow, found: _Found) -> Region:
-    first, last = found.ops[0].order, found.last.order
+    first = found.ops[0].order  # in a branch that is not taken, a name may be read that holds no value here
     inside = any(op.conditional for op in found.ops)
-    conditions = tuple(
-        (text, truth) for order, text, truth in flow.conditions if order < last and (inside or order > first)
-    )
+    conditions = tuple((text, truth) for order, text, truth in flow.conditions if inside or order > first)
     start = flow.tree.lineno
     return Region(
         found.kind,

@@ -114,6 +114,8 @@ def _made_up(compiled: Compiled, owner: Any, like: Tensor | None) -> Iterator[An
 
 
 def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    if region.kind == "batch_norm":
+        return (3, norm.num_features, *(5, 4, 3)[: 2 if isinstance(norm, nn.BatchNorm2d) else 1])
     if region.kind == "instance_norm":
         return (2, norm.num_features, *(6, 5, 4)[: norm._get_no_batch_dim() - 1])
     if region.kind == "group_norm":

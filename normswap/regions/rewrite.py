@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from normswap.plan import PlanError
+from normswap.regions.inline import inlined
 from normswap.regions.patterns import FUNCTIONS
-from normswap.regions.spec import Region, Step
+from normswap.regions.spec import Position, Region, Step
 from normswap.source import definition
 from normswap.tracing import Rejection
 
@@ -34,7 +35,8 @@ class Compiled:
     ``snippet(self, packed)``: its own statements, which give its result or, where the sum is shared, (sum, result);
     ``stepped(self, packed, each)``: the same, ``each(step, value)`` in place of what each step gives;
     ``unpack(packed)``: (x, added before, added behind, scale, shift, arguments of the norm after its input);
-    ``arguments(self)``: the latter, where they depend on self alone.
+    ``arguments(self)``: the latter, where they depend on self alone;
+    ``callees()``: the functions that its steps call now, which anybody may have replaced.
     """
 
     region: Region
@@ -42,6 +44,7 @@ class Compiled:
     stepped: Callable[[Any, Any, Callable[[int, Any], Any]], Any]
     unpack: Callable[[Any], tuple[Any, ...]]
     arguments: Callable[[Any], tuple[Any, ...]] | None = None
+    callees: Callable[[], tuple[Any, ...]] = tuple
 
 
 def compile_regions(
@@ -54,7 +57,8 @@ def compile_regions(
     found = definition(forward)
     if isinstance(found, Rejection):
         raise PlanError(f"regions: {found.detail}; plan it anew")
-    tree = copy.deepcopy(found)
+    places = {step.at for region in regions for step in region.steps}
+    tree, _ = inlined(found, forward.__globals__, lambda call: _place(call, found) in places)
     for key, node in enumerate(ast.walk(tree)):  # so that copies of them can be told
         setattr(node, _MARK, key)
     made = [_Region(tree, forward, index, region) for index, region in enumerate(regions)]
@@ -66,13 +70,13 @@ def compile_regions(
     code = _codes(forward, functions, [one.helper for one in made])
     compiled = []
     for one in made:
-        names = [name for name in ("snippet", "stepped", "unpack", "arguments") if one.named(name) in code]
+        names = [name for name in ("snippet", "stepped", "unpack", "arguments", "callees") if one.named(name) in code]
         found_code = {name: types.FunctionType(code[one.named(name)], forward.__globals__) for name in names}
         compiled.append(Compiled(one.region, **found_code))
 
     def make(helpers: Sequence[Helper]) -> types.FunctionType:
         cells = {one.helper: types.CellType(helper) for one, helper in zip(made, helpers, strict=True)}
-        body = code[forward.__name__]
+        body = code[forward.__code__.co_name]
         closure = tuple(cells[name] for name in body.co_freevars)
         new = types.FunctionType(body, forward.__globals__, forward.__name__, forward.__defaults__, closure)
         new.__kwdefaults__, new.__qualname__ = forward.__kwdefaults__, forward.__qualname__
@@ -100,7 +104,7 @@ class _Region:
     def __init__(self, tree: ast.FunctionDef, forward: types.FunctionType, index: int, region: Region) -> None:
         self.region, self.index = region, index
         self.owner = forward.__code__.co_varnames[0]
-        self.locals = {*forward.__code__.co_varnames}
+        self.locals = {*forward.__code__.co_varnames, *forward.__code__.co_cellvars}
         self.helper, self.result = self.named("region"), self.named("result")
         self.nodes = [_at(tree, step) for step in region.steps]
         self.tree = tree
@@ -167,12 +171,21 @@ class _Region:
             _function(self.named("stepped"), [self.owner, packed, self.named("each")], stepped, where),
             _function(self.named("unpack"), [packed], unpack, where),
         ]
+        calls = [n.func for n in self.nodes if isinstance(n, ast.Call) and self._is_global(n.func)]
+        if calls:
+            called = ast.Tuple(copy.deepcopy(calls), ast.Load())
+            found.append(_function(self.named("callees"), [], [ast.Return(called)], where))
         if names["arguments"]:
             given = ast.Tuple(copy.deepcopy(self._arguments(self._node_of("norm"))), ast.Load())
             read = {n.id for n in ast.walk(given) if isinstance(n, ast.Name)}
             if not read & (self.locals - {self.owner}):
                 found.append(_function(self.named("arguments"), [self.owner], [ast.Return(given)], where))
         return found
+
+    def _is_global(self, node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id not in self.locals
 
     def _node_of(self, does: str) -> Any:
         return next(node for step, node in zip(self.region.steps, self.nodes, strict=True) if step.does == does)
@@ -200,7 +213,7 @@ class _Region:
         for index, (step, node) in enumerate(zip(self.region.steps, self.nodes, strict=True)):
             new = copy.deepcopy(node)
             other = ast.Name(names[roles[step.does]], ast.Load()) if step.does in roles else None
-            _put(step, new, ast.Name(chain, ast.Load()), other, names["arguments"])
+            _put(self.region.kind, step, new, ast.Name(chain, ast.Load()), other, names["arguments"])
             if isinstance(new, ast.AugAssign):
                 body.append(_placed(new, node))
                 new = ast.Name(chain, ast.Load())
@@ -222,16 +235,13 @@ def _mark(node: ast.AST) -> int:
 def _at(tree: ast.FunctionDef, step: Step) -> Any:
     """The node of a step. Raises PlanError where there is none."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign)):
-            found = (
-                node.lineno - tree.lineno,
-                node.col_offset,
-                (node.end_lineno or 0) - tree.lineno,
-                node.end_col_offset,
-            )
-            if found == step.at:
-                return node
+        if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign)) and _place(node, tree) == step.at:
+            return node
     raise PlanError(f"regions: {tree.name} has no operation at {step.at}; plan it anew")
+
+
+def _place(node: Any, tree: ast.FunctionDef) -> Position:
+    return node.lineno - tree.lineno, node.col_offset, node.end_lineno - tree.lineno, node.end_col_offset
 
 
 def _operands(step: Step, node: Any) -> list[ast.expr]:
@@ -248,8 +258,8 @@ def _not_one(node: Any) -> ast.expr:
     return node.right if isinstance(node.left, ast.Constant) else node.left  # type: ignore[no-any-return]
 
 
-def _put(step: Step, node: Any, chain: ast.expr, other: ast.expr | None, arguments: Sequence[str]) -> None:
-    """Give a copy of a step's node other operands."""
+def _put(kind: str, step: Step, node: Any, chain: ast.expr, other: ast.expr | None, arguments: Sequence[str]) -> None:
+    """Give a copy of a step's node, in a region of ``kind``, other operands."""
     old = _operands(step, node)[step.operand]
     if step.does == "activation" and isinstance(node, ast.BinOp):  # x * sigmoid(x)
         _Renamer(old.id, chain).visit(node)  # type: ignore[attr-defined]
@@ -266,8 +276,11 @@ def _put(step: Step, node: Any, chain: ast.expr, other: ast.expr | None, argumen
     elif isinstance(node, ast.AugAssign):
         node.target, node.value = ast.Name(chain.id, ast.Store()), other  # type: ignore[attr-defined,assignment]
     elif step.does == "norm" and arguments:
-        node.args = [chain, *(ast.Name(name, ast.Load()) for name in arguments)]
-        node.keywords = []
+        by_name = dict(zip(_PARAMETERS[kind][1:], arguments, strict=True))
+        positional = [*by_name][: len(node.args) - 1]
+        node.args = [chain, *(ast.Name(by_name[name], ast.Load()) for name in positional)]
+        for keyword in node.keywords:
+            keyword.value = ast.Name(by_name[str(keyword.arg)], ast.Load())
     else:
         given = _operands(step, node)
         given[step.operand] = chain
@@ -310,12 +323,12 @@ def _codes(
 ) -> dict[str, types.CodeType]:
     """The code of each function by its name, compiled as methods of a class of the same name (private names depend on
     that) inside a function whose parameters are the helpers."""
-    *_, owner, _ = ["", "", *forward.__qualname__.split(".")]
-    where = functions[0]
-    cls = ast.parse(f"class {owner or 'Forward'}: pass").body[0]
-    assert isinstance(cls, ast.ClassDef)
-    cls.body = [*functions]
-    outer = _function(f"{_PREFIX}factory", [*helpers], [cls], where)
+    owner = ["", *forward.__qualname__.split(".")][-2]
+    where, body = functions[0], list[ast.stmt](functions)
+    if owner.isidentifier():  # else no class stands around it
+        made: Any = ast.parse(f"global {owner}\nclass {owner}: pass").body  # global: the forward may name its class
+        made[1].body, body = body, made
+    outer = _function(f"{_PREFIX}factory", [*helpers], body, where)
     module = ast.fix_missing_locations(ast.Module([outer], []))
     flags = forward.__code__.co_flags & _FUTURES
     code = compile(module, forward.__code__.co_filename, "exec", flags=flags, dont_inherit=True)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from normswap.forwards.plain import is_plain
+from normswap.forwards.rms_norm import digest
 from normswap.plan import Match, Refusal
 from normswap.regions import flow
 from normswap.regions.patterns import FUNCTIONS, regions_of
@@ -18,6 +20,7 @@ from normswap.rules.expression_site import class_forward, names_in, not_rewritab
 from normswap.tracing import Rejection
 
 KIND = "region"
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 _NAMES = frozenset(function.__name__ for function in FUNCTIONS)
 
@@ -30,10 +33,14 @@ def match(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]
         return None
 
     def norm_of(child: nn.Module) -> Match | None:
+        if type(child) in BATCH_NORMS:  # no site by itself: PyTorch's op is as fast
+            fits = is_plain(child, type(child)) and not child.training and child.running_mean is not None
+            return Match("batch_norm") if fits else None
         found = find(child)
         return found if isinstance(found, Match) else None
 
     regions: list[Region] = []
+    told: dict[str, str] = {}
     if forward is nn.Sequential.forward:
         if type(module).__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
             regions = [*runs_of(module, norm_of)]
@@ -43,6 +50,8 @@ def match(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]
             return None
         read = flow.read(module, forward)
         regions = [] if isinstance(read, Rejection) else [*regions_of(module, read, norm_of)]
+        functions = {} if isinstance(read, Rejection) else read.functions
+        told = {"source": digest([forward, *functions.values()]), "functions": " ".join(functions)}
     if not regions:
         return None
-    return not_rewritable(module, KIND) or Match(KIND, {"regions": [region.to_json() for region in regions]})
+    return not_rewritable(module, KIND) or Match(KIND, {**told, "regions": [region.to_json() for region in regions]})

@@ -17,11 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import normswap
 from normswap import ops, reference
+from normswap.activation import CODES, Activation
 from normswap.criterion import half_ulp
 
 DEVICE = "cuda"
-ACTIVATIONS = [name for name in ops.ACTIVATIONS if name != "none"]
-by_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+ACTIVATIONS = [Activation(name, *{"leaky_relu": (0.1,), "clamp": (-0.5, 1.0)}.get(name, ())) for name in CODES][1:]
+by_activation = pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.name)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 SHAPES = (  # input, groups
     ((2, 4), 2),
@@ -48,14 +49,14 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0) -> Tens
     return (torch.randn(shape, device=DEVICE) + mean).to(dtype)
 
 
-def check_op(x: Tensor, groups: int, activation: str, centred: bool) -> None:
+def check_op(x: Tensor, groups: int, activation: Activation, centred: bool) -> None:
     """The fused op is the activation of our norm's rounded output, up to the activation's own rounding. PyTorch's two
     ops give the same up to a tolerance where x is centred; elsewhere 16 bits are too few for what they round."""
     weight, bias = drawn(x.shape[1:2], x.dtype, 1.0), drawn(x.shape[1:2], x.dtype)
     ours = ops.group_norm(x, groups, weight, bias, 1e-5, activation)
     normalised = ops.group_norm(x, groups, weight, bias)
     assert ours.stride() == normalised.stride() and ours.dtype is x.dtype
-    exact = reference.ACTIVATIONS[activation](normalised.double())
+    exact = activation(normalised.double())
     limit = 2 * half_ulp(exact, x.dtype) + 2.0**-21 * normalised.double().abs()
     assert not int(((ours.double() - exact).abs() > limit).sum()), (x.shape, activation)
     if centred or x.dtype is torch.float32:
@@ -68,7 +69,7 @@ def check_op(x: Tensor, groups: int, activation: str, centred: bool) -> None:
 @by_activation
 @pytest.mark.parametrize("mean", (0.0, 100.0))
 @pytest.mark.case("fused-activation", "channels-last")
-def test_the_op_in_both_layouts(activation: str, dtype: torch.dtype, mean: float) -> None:
+def test_the_op_in_both_layouts(activation: Activation, dtype: torch.dtype, mean: float) -> None:
     for shape, groups in SHAPES:
         x = drawn(shape, dtype, mean)
         check_op(x, groups, activation, mean == 0.0)
@@ -80,7 +81,7 @@ def test_the_op_in_both_layouts(activation: str, dtype: torch.dtype, mean: float
 @by_activation
 @pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last), ids=("contiguous", "channels_last"))
 @pytest.mark.case("double-backward")
-def test_gradients(activation: str, dtype: torch.dtype, layout: torch.memory_format) -> None:
+def test_gradients(activation: Activation, dtype: torch.dtype, layout: torch.memory_format) -> None:
     x = drawn((3, 12, 9, 7), dtype).to(memory_format=layout).requires_grad_()
     weight, bias = (drawn((12,), dtype).requires_grad_() for _ in range(2))
     dy, tensors = drawn(tuple(x.shape), dtype), (x, weight, bias)
@@ -102,7 +103,7 @@ def test_gradients(activation: str, dtype: torch.dtype, layout: torch.memory_for
 
 
 @by_activation
-def test_nothing_finite_becomes_anything_else(activation: str) -> None:
+def test_nothing_finite_becomes_anything_else(activation: Activation) -> None:
     """Far from 0, where an exponential leaves the range of float32."""
     x = torch.linspace(-1.0, 1.0, 8192, device=DEVICE).view(1, 1, -1)
     for scale in (1.0, 1e2, 1e4, 1e30):
@@ -189,6 +190,6 @@ def test_under_autocast() -> None:
     with torch.autocast(DEVICE, torch.bfloat16):
         swapped = swapped_copy(model, x)
         assert_alike(model, swapped, x, cotangent_of(model, x))
-        out = ops.group_norm(x.bfloat16(), 2, activation="silu")
+        out = ops.group_norm(x.bfloat16(), 2, activation=Activation("silu"))
         assert out.dtype is torch.float32
         assert_close(out, F.silu(F.group_norm(x.bfloat16(), 2)))

@@ -10,6 +10,7 @@ from limits import same_bits
 from torch import Tensor
 
 from normswap import ops
+from normswap.activation import CODES, Activation
 from normswap.ops import dispatch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -40,8 +41,8 @@ def test_the_bits_and_strides_are_those_of_the_general_way(dtype: torch.dtype) -
         (lambda x: ops.l1_norm(x, -1, 1e-3, 0.1), x),
         (lambda x: ops.l1_norm(x, 2), x),
     ]
-    for activation, layout in itertools.product(ops.ACTIVATIONS, (torch.contiguous_format, torch.channels_last)):
-        norm = lambda x, act=activation: ops.group_norm(x, 4, gw, gw, 1e-5, act)  # noqa: E731
+    for activation, layout in itertools.product(CODES, (torch.contiguous_format, torch.channels_last)):
+        norm = lambda x, act=activation: ops.group_norm(x, 4, gw, gw, 1e-5, Activation(act))  # noqa: E731
         calls.append((norm, image.to(memory_format=layout)))
     for call, given in calls:
         direct, general = both_ways(call, given)
@@ -60,15 +61,18 @@ def test_what_is_not_plain_is_declined() -> None:
     assert layer_norm(x.half(), 1, w, w.half(), 1e-5) is None
     image = drawn(2, 8, 4, 4)
     for given, groups in ((image, 3), (image, 0), (image[:, :, ::2], 4), (drawn(1, 8, 1, 1), 8), (drawn(8), 2)):
-        assert group_norm(given, groups, None, None, 1e-5, 0) is None
+        assert group_norm(given, groups, None, None, 1e-5, 0, 0.0, 0.0, None) is None
 
 
 def test_who_has_a_say_gets_the_general_way() -> None:
     x = drawn(6, 24)
     assert dispatch.direct("layer_norm", x) is not None
-    assert dispatch.direct("layer_norm", x.clone().requires_grad_()) is None
-    with torch.no_grad():
-        assert dispatch.direct("layer_norm", x.clone().requires_grad_()) is not None
+    leaf = x.clone().requires_grad_()
+    for name in ("layer_norm", "rms_norm", "l1_norm"):
+        assert dispatch.direct(name, leaf) is dispatch._recording[name]
+        with torch.no_grad():
+            assert dispatch.direct(name, leaf) is dispatch._direct[name]
+    assert dispatch.direct("group_norm", leaf) is None
     assert dispatch.direct("layer_norm", x, x.cpu()) is None
     with torch.autocast("cuda"):
         assert dispatch.direct("layer_norm", x) is None

@@ -11,6 +11,8 @@ from torch import Tensor
 from normswap import native, ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NO_ACTIVATION = (0, 0.0, 0.0, None)
+"""The op's arguments for no activation and no residual."""
 SHAPES = (  # input, groups
     ((2, 4), 2),
     ((3, 6, 5), 6),
@@ -81,7 +83,7 @@ def test_group_norm_regimes_give_the_same_bits(dtype: torch.dtype) -> None:
             if native.row_plan(1, cols, x.element_size(), regime=regime, **gpu_of_plans()) is None:
                 continue
             out = torch.empty_like(x)
-            torch.ops.normswap.group_norm(x, weight, bias, groups, 1e-5, False, 0, out, None, None, regime)
+            torch.ops.normswap.group_norm(x, weight, bias, groups, 1e-5, False, *NO_ACTIVATION, out, None, None, regime)
             outs.append(out)
         assert all(same_bits(outs[0], out) for out in outs[1:]), (shape, groups)
         compared += len(outs) - 1
@@ -111,7 +113,9 @@ def channels_last(shape: tuple[int, ...], dtype: torch.dtype, mean: float, seed:
 
 def group_norm_in(regime: int, x: Tensor, groups: int, weight: Tensor, bias: Tensor, activation: int = 0) -> Tensor:
     out = torch.full_like(x, 77.0)
-    torch.ops.normswap.group_norm(x, weight, bias, groups, 1e-5, True, activation, out, None, None, regime)
+    torch.ops.normswap.group_norm(
+        x, weight, bias, groups, 1e-5, True, activation, *NO_ACTIVATION[1:], out, None, None, regime
+    )
     return out
 
 
@@ -183,7 +187,7 @@ def test_columns_of_one_value_have_exactly_that_mean(dtype: torch.dtype, value: 
         x.copy_(values.repeat_interleave(channels // groups, 1)[:, :, None, None].expand(shape))
         out, mean, rstd = torch.empty_like(x), *torch.empty(2, batch, groups, device="cuda")
         for regime in column_regimes(x, groups):
-            torch.ops.normswap.group_norm(x, None, None, groups, 1e-5, True, 0, out, mean, rstd, regime)
+            torch.ops.normswap.group_norm(x, None, None, groups, 1e-5, True, *NO_ACTIVATION, out, mean, rstd, regime)
             finite = values.isfinite()
             assert torch.equal(mean[finite], values.float()[finite]), (shape, groups, regime)
             assert bool((rstd[finite] == torch.tensor(1e-5, device="cuda").sqrt().reciprocal()).all())
@@ -197,7 +201,7 @@ def test_sums_that_overflow_are_alike_in_every_regime() -> None:
         found = []
         for regime in column_regimes(x, groups):
             out, mean, rstd = torch.empty_like(x), *torch.empty(2, shape[0], groups, device="cuda")
-            torch.ops.normswap.group_norm(x, None, None, groups, 1e-5, True, 0, out, mean, rstd, regime)
+            torch.ops.normswap.group_norm(x, None, None, groups, 1e-5, True, *NO_ACTIVATION, out, mean, rstd, regime)
             found.append((mean, rstd))
         for mean, rstd in found[1:]:
             assert same_bits(found[0][0], mean) and same_bits(found[0][1], rstd), (shape, groups)
@@ -224,12 +228,18 @@ def test_groups_too_wide_for_a_block() -> None:
         check_group_norm(x, 1, weight, bias, ours)
 
 
+BOUNDS = (0.125, 2.0)
 ACTIVATIONS = (
     lambda y: y,
     torch.relu,
     F.silu,
     F.gelu,
     lambda y: F.gelu(y, approximate="tanh"),
+    lambda y: F.leaky_relu(y, BOUNDS[0]),
+    lambda y: y.clamp(*BOUNDS),
+    F.hardswish,
+    torch.sigmoid,
+    torch.tanh,
 )
 
 
@@ -244,7 +254,7 @@ def ulps_apart(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", range(5))
+@pytest.mark.parametrize("activation", range(10))
 def test_activation_is_that_of_pytorch_on_our_output(dtype: torch.dtype, activation: int) -> None:
     for shape, groups in (*COLUMN_SHAPES[:9], ((4, 8, 16, 16), 2), ((2, 6, 5, 5), 2), ((1, 32, 256, 260), 8)):
         x = tensor(shape, dtype, 1.0)
@@ -255,7 +265,8 @@ def test_activation_is_that_of_pytorch_on_our_output(dtype: torch.dtype, activat
             last = layout is torch.channels_last
             outs = [torch.empty_like(placed), torch.empty_like(placed)]
             for out, number in zip(outs, (0, activation), strict=True):
-                torch.ops.normswap.group_norm(placed, weight, bias, groups, 1e-5, last, number, out, None, None, 0)
+                after = (number, *BOUNDS, None)
+                torch.ops.normswap.group_norm(placed, weight, bias, groups, 1e-5, last, *after, out, None, None, 0)
             expected = ACTIVATIONS[activation](outs[0])
             assert torch.equal(outs[1].isnan(), expected.isnan())
             assert int(ulps_apart(outs[1], expected).max()) <= 1, (shape, groups, layout)

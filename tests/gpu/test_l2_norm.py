@@ -110,7 +110,7 @@ def test_gradients() -> None:
     for function in (ops.l2_norm, lambda x: ops.l2_norm(x, 1, 2.0), ops.frobenius_norm):
         found = []
         for dtype in (torch.float32, torch.float64):
-            leaf = x.to(dtype).requires_grad_()
+            leaf = x.to(dtype, copy=True).requires_grad_()
             found.append(
                 torch.autograd.grad(function(leaf), leaf, tensor((4, 9, 6), torch.float32, seed=1).to(dtype))[0]
             )

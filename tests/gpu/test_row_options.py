@@ -1,5 +1,5 @@
-"""layer_norm and rms_norm with a residual, a scale and shift and an activation on the GPU: every regime, dtype, shape and
-layout against float64, and the bits of what stands alone."""
+"""layer_norm and rms_norm with a residual, a scale and shift and an activation on the GPU: every regime, dtype, shape
+and layout against float64, and the bits of what stands alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def call(kind: str, x: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> 
 def check(
     kind: str, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, scale: Any = None, shift: Any = None
 ) -> None:
-    """``out`` against float64 by the criterion; of the limit every rounding that the options add takes a fourth more."""
+    """``out`` against float64 by the criterion; the limit grows by a fourth with every rounding that options add."""
     x64, w64, b64 = x.double(), weight.double(), bias.double()
     size, more = x.shape[-1:], 0
     if kind == "layer_norm":
@@ -148,11 +148,11 @@ def test_bits_depend_on_neither_address_nor_batch_nor_run(kind: str, dtype: torc
 def test_activations_are_pytorch_s_of_the_rounded_norm(kind: str, dtype: torch.dtype, activation: Activation) -> None:
     for cols in (64, 1001, 4096, 40_000):
         x, (weight, bias) = tensor((7, cols), dtype, 0.3), affine(cols, dtype)
-        exact = activation(call(kind, x, weight, bias).double())
-        ours = call(kind, x, weight, bias, activation=activation)
+        given = call(kind, x, weight, bias).double()
+        exact, ours = activation(given), call(kind, x, weight, bias, activation=activation)
         assert ours.dtype == dtype
-        # Of sigmoid and its kin 16 bits are made by approximations good to 2^-20.
-        assert_within(ours, exact, 4 * exact.abs() + 2.0**-20, f"{activation} {cols}")
+        # Sums in them, as 1 + erf(x) is one, may cancel: what is left has the error of their terms.
+        assert_within(ours, exact, 2 * given.abs() + exact.abs(), f"{activation} {cols}")
 
 
 @by_dtype
@@ -204,7 +204,9 @@ def test_gradients_are_those_of_the_composition(kind: str) -> None:
     upstream = tensor((3, 5, 40), torch.float32, seed=7), tensor((3, 5, 40), torch.float32, seed=8)
 
     def found(dtype: torch.dtype, wanted: int, sums: bool) -> list[Tensor]:
-        x, r, w, b, scale, shift = leaves = [t.to(dtype).requires_grad_(wanted >> i & 1) for i, t in enumerate(tensors)]
+        x, r, w, b, scale, shift = leaves = [t.to(dtype, copy=True) for t in tensors]
+        for i, leaf in enumerate(leaves):
+            leaf.requires_grad_(bool(wanted >> i & 1))
         outs = call(kind, x, w, b, residual=r, scale=scale, shift=shift, activation=Activation("silu"))
         pairs = [(o, g.to(dtype)) for o, g in zip(outs, upstream, strict=True)][: 2 if sums else 1]
         needed = [t for t in leaves if t.requires_grad and (kind == "layer_norm" or t is not b)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from accuracy import REGIMES, SHORT_LENGTHS, Setting, settings, shares
+from test_row_backward import KINDS, assert_right, drawn, exact, native
 from torch import Tensor, nn
 
 import normswap
@@ -56,6 +57,25 @@ def test_backward(dtype: torch.dtype) -> None:
         (swap,) = normswap.plan(module).swaps
         comparison = compare(swap.match, module, x, True)
         assert comparison.kernel_ran and comparison.gradients and not comparison.problem, (setting, comparison)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_of_rows(kind: str, dtype: torch.dtype) -> None:
+    """Rows that a warp, a block and a cluster hold, ragged and not, and rows that are read twice."""
+    for cols, passes in (
+        (7, 0),
+        (130, 0),
+        (256, 0),
+        (1001, 0),
+        (4096, 0),
+        (4097, 0),
+        (20_480, 0),
+        (20_481, 0),
+        (20_480, 2),
+    ):
+        x, dy, w = (drawn(rows, cols, dtype, mean) for rows, mean in ((33, 1.0), (33, 0.0), (1, 0.5)))
+        assert_right(kind, native(kind, x, w[0], dy, passes), exact(kind, x, w[0], dy), (cols, passes))
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)

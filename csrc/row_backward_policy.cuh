@@ -1,0 +1,98 @@
+// What distinguishes the backward of the row norms: a policy names what is normalised (xhat), the sums over a row that its
+// gradient needs, and how an element's is made of them. g is dy times the weight, N the elements of a row.
+#pragma once
+
+#include "row_backward.h"
+#include "vec.cuh"
+
+namespace normswap {
+namespace {
+
+// What a row's gradient is made of, once its sums are known.
+struct Coefficients {
+  float of_g, of_xhat, constant;
+};
+
+// Of layer_norm and rms_norm.
+struct RowMoments {
+  float mean, rstd;
+};
+
+// y = xhat w + b: dx = rstd (g - mean(g) - xhat mean(g xhat)), dw = sum dy xhat, db = sum dy.
+struct LayerNormBackward {
+  using Row = RowMoments;
+  static constexpr int sums = 2;
+  static constexpr bool has_weight = true, has_bias = true;
+  template <class X>
+  __device__ static Row row(float mean, float rstd, const RowBackward&) {
+    return {mean, rstd};
+  }
+  __device__ static float normalised(float x, Row row) { return __fmul_rn(__fsub_rn(x, row.mean), row.rstd); }
+  template <class X>
+  __device__ static float output(float xhat, float w, float b, const RowBackward&) {
+    return fmaf(xhat, w, b);
+  }
+  __device__ static void add(float g, float xhat, float* sum, float* other) {
+    *sum = fmaf(g, xhat, *sum);
+    *other = __fadd_rn(*other, g);
+  }
+  __device__ static Coefficients finish(float sum, float other, float by_n, Row row) {
+    return {row.rstd, -__fmul_rn(__fmul_rn(sum, by_n), row.rstd), -__fmul_rn(__fmul_rn(other, by_n), row.rstd)};
+  }
+  __device__ static float gradient(float, float g, float xhat, Row, Coefficients c) {
+    return fmaf(xhat, c.of_xhat, fmaf(g, c.of_g, c.constant));
+  }
+};
+
+// y = xhat w, w the weight and its offset: dx = rstd (g - xhat mean(g xhat)), dw = sum dy xhat. A rounding of xhat before
+// the weight is taken for the identity.
+struct RMSNormBackward {
+  using Row = RowMoments;
+  static constexpr int sums = 1;
+  static constexpr bool has_weight = true, has_bias = false;
+  template <class X>
+  __device__ static Row row(float, float rstd, const RowBackward&) {
+    return {0.f, rstd};
+  }
+  __device__ static float normalised(float x, Row row) { return __fmul_rn(x, row.rstd); }
+  template <class X>
+  __device__ static float output(float xhat, float w, float, const RowBackward& n) {
+    return __fmul_rn(n.cast_before_weight ? rounded<X>(xhat) : xhat, w);
+  }
+  __device__ static void add(float g, float xhat, float* sum, float*) { *sum = fmaf(g, xhat, *sum); }
+  __device__ static Coefficients finish(float sum, float, float by_n, Row row) {
+    return {row.rstd, -__fmul_rn(__fmul_rn(sum, by_n), row.rstd), 0.f};
+  }
+  __device__ static float gradient(float, float g, float xhat, Row, Coefficients c) {
+    return fmaf(xhat, c.of_xhat, __fmul_rn(g, c.of_g));
+  }
+};
+
+// y = x / d, d = max(m, minimum) + eps with m = mean |x|: dx = dy / d - sign(x) mean(dy y) / d, and dx = dy / d where m is
+// below the minimum.
+struct L1NormBackward {
+  // Divisions are products: by a power of two that brings d near 1 where its reciprocal is none, then by that.
+  struct Row {
+    float scale, reciprocal;
+    bool follows;
+  };
+  static constexpr int sums = 1;
+  static constexpr bool has_weight = false, has_bias = false;
+  template <class X>
+  __device__ static Row row(float mean, float, const RowBackward& n) {
+    const float d = l1_divisor<X>(mean, n.eps, n.minimum);
+    const float scale = d < 0x1p-60f ? 0x1p64f : d > 0x1p60f ? 0x1p-64f : 1.f;
+    return {scale, __frcp_rn(__fmul_rn(d, scale)), l1_follows<X>(mean, n.minimum)};
+  }
+  __device__ static float normalised(float x, const Row& row) { return __fmul_rn(__fmul_rn(x, row.scale), row.reciprocal); }
+  __device__ static void add(float g, float xhat, float* sum, float*) { *sum = fmaf(g, xhat, *sum); }
+  __device__ static Coefficients finish(float sum, float, float by_n, const Row& row) {
+    return {0.f, row.follows ? normalised(__fmul_rn(sum, by_n), row) : 0.f, 0.f};
+  }
+  __device__ static float gradient(float x, float g, float, const Row& row, Coefficients c) {
+    return __fsub_rn(normalised(g, row), x == 0.f ? 0.f : copysignf(1.f, x) * c.of_xhat);
+  }
+};
+
+}  // namespace
+}  // namespace normswap

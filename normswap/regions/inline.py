@@ -1,0 +1,113 @@
+"""Calls of ``modulate(x, shift, scale)``, a function of one line beside the model, read as the line itself."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from normswap.source import definition
+from normswap.tracing import Rejection
+
+_SIMPLE = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Slice, ast.Tuple, ast.expr_context)
+
+
+def inlined(
+    tree: ast.FunctionDef, names: Mapping[str, Any], chosen: Callable[[ast.Call], bool] = lambda call: True
+) -> tuple[ast.FunctionDef, dict[str, types.FunctionType]]:
+    """A copy of ``tree`` with the calls that are ``chosen`` replaced, and the functions they called by name; ``names``
+    are the globals. The sum has the place of the call, the product one that ends a character earlier."""
+    locals_ = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    locals_ |= {argument.arg for argument in ast.walk(tree.args) if isinstance(argument, ast.arg)}
+    inliner = _Inliner({name: value for name, value in names.items() if name not in locals_}, chosen)
+    made = inliner.visit(copy.deepcopy(tree))
+    return made, inliner.found
+
+
+class _Inliner(ast.NodeTransformer):
+    def __init__(self, names: Mapping[str, Any], chosen: Callable[[ast.Call], bool]) -> None:
+        self.names, self.chosen = names, chosen
+        self.found: dict[str, types.FunctionType] = {}
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        self.generic_visit(node)
+        function = self.names.get(node.func.id) if isinstance(node.func, ast.Name) else None
+        line = _line_of(function) if isinstance(function, types.FunctionType) else None
+        if line is None or not _fits(node, line[0]) or not self.chosen(node):
+            return node
+        parameters, body = line
+        assert isinstance(node.func, ast.Name)
+        self.found[node.func.id] = function  # type: ignore[assignment]
+        given = dict(zip(parameters, node.args, strict=False)) | {str(k.arg): k.value for k in node.keywords}
+        new: Any = _Filler(given, node).visit(copy.deepcopy(body))
+        new.left.end_col_offset -= 1
+        return new
+
+
+class _Filler(ast.NodeTransformer):
+    """Puts what a call is given in the place of the parameters; all that is made stands where the call stood."""
+
+    def __init__(self, given: Mapping[str, ast.expr], call: ast.Call) -> None:
+        self.given, self.call = given, call
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.Name):
+            return self.given[node.id]
+        return super().visit(ast.copy_location(node, self.call) if hasattr(node, "lineno") else node)
+
+
+def _fits(call: ast.Call, parameters: list[str]) -> bool:
+    """Whether every parameter is given, and but the first by something whose moment is all the same."""
+    rest = [*call.args[1:], *(keyword.value for keyword in call.keywords)]
+    names = [*parameters[: len(call.args)], *(keyword.arg for keyword in call.keywords)]
+    simple = all(isinstance(part, _SIMPLE) for node in rest for part in ast.walk(node))
+    return bool(call.args) and simple and sorted(map(str, names)) == sorted(parameters)
+
+
+def _line_of(function: types.FunctionType) -> tuple[list[str], ast.BinOp] | None:
+    """The parameters of ``function`` and what it returns, where that is ``x * (1 + s) + t`` of its parameters, each
+    once, x the first; s and t may be unsqueezed."""
+    if function.__module__.partition(".")[0] == "torch" or function.__defaults__ or function.__kwdefaults__:
+        return None
+    tree = definition(function)
+    if isinstance(tree, Rejection) or len(tree.body) > 2 or not isinstance(tree.body[-1], ast.Return):
+        return None
+    described = len(tree.body) == 1 or (
+        isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant)
+    )
+    parameters = [argument.arg for argument in tree.args.args]
+    match tree.body[-1].value:
+        case (
+            ast.BinOp(
+                left=ast.BinOp(
+                    left=ast.Name(id=x),
+                    op=ast.Mult(),
+                    right=ast.BinOp(left=ast.Constant(value=1), op=ast.Add(), right=scale)
+                    | ast.BinOp(left=scale, op=ast.Add(), right=ast.Constant(value=1)),
+                ),
+                op=ast.Add(),
+                right=shift,
+            ) as line
+        ):
+            named = [x, _name_in(scale), _name_in(shift)]
+            if described and parameters[:1] == [x] and sorted(map(str, named)) == sorted(parameters):
+                return parameters, line
+    return None
+
+
+def _name_in(node: ast.expr) -> str | None:
+    """``s`` of s, s.unsqueeze(1) and s[:, None]."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id=name), attr="unsqueeze"), args=[ast.Constant(value=1)], keywords=[]
+        ):
+            return name
+        case ast.Subscript(
+            value=ast.Name(id=name), slice=ast.Tuple(elts=[ast.Slice(None, None, None), ast.Constant(value=None)])
+        ):
+            return name
+    return None

@@ -1,0 +1,125 @@
+"""The check that a module with regions in its forward computes what it did, whatever happens to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from models import randomised
+from torch import Tensor, nn
+
+import normswap
+from normswap.regions.spec import Region
+
+CHANNELS = 8
+ROWS, IMAGES = (2, 3, CHANNELS), (2, CHANNELS, 3, 5)
+
+
+class Parts(nn.Module):
+    """All that some forward here calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2, self.rms = nn.LayerNorm(CHANNELS), nn.LayerNorm(CHANNELS), nn.RMSNorm(CHANNELS)
+        self.bare = nn.LayerNorm(CHANNELS, elementwise_affine=False)
+        self.gn, self.gn2 = nn.GroupNorm(2, CHANNELS), nn.GroupNorm(4, CHANNELS)
+        self.inorm = nn.InstanceNorm2d(CHANNELS, affine=True)
+        self.act, self.act_ = nn.GELU(), nn.ReLU(inplace=True)
+        self.leaky, self.drop, self.identity = nn.LeakyReLU(0.2), nn.Dropout(0.5), nn.Identity()
+        self.lin, self.conv = nn.Linear(CHANNELS, CHANNELS), nn.Conv2d(CHANNELS, CHANNELS, 1)
+        self.weight, self.bias = nn.Parameter(torch.ones(CHANNELS)), nn.Parameter(torch.zeros(CHANNELS))
+        self.se: Any = None
+        self.flag = True
+        self.slope = 0.2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A forward of (self, x, y). ``found``: the names of its regions in order; ``shapes`` of x and y; ``change`` comes
+    before the swap, ``later`` after it; ``exact``: bit for bit on a CPU, else within float32's rounding."""
+
+    forward: Callable[..., Any]
+    found: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = (ROWS, ROWS)
+    change: Callable[[Any], Any] | None = None
+    later: Callable[[Any], Any] | None = None
+    exact: bool = True
+    modes: tuple[str, ...] = ("train", "eval")
+    cases: tuple[str, ...] = field(default=("region",))
+
+
+def written(forward: Callable[..., Any], base: type[nn.Module] = Parts) -> nn.Module:
+    """A module with that forward."""
+    return type("Written", (base,), {"forward": forward})()
+
+
+def regions_in(model: nn.Module, name: str = "") -> tuple[str, ...]:
+    """The names of the regions that are planned in the module called ``name``."""
+    swaps = [s for s in normswap.plan(model).swaps if s.site.name == name and s.match.kind == "region"]
+    return tuple(Region.from_json(data).name for swap in swaps for data in swap.match.attributes["regions"])
+
+
+def check(case: Case, mode: str, device: str = "cpu") -> None:
+    """The regions of ``case`` are found, and swapped it does what the original does."""
+    torch.manual_seed(0)
+    model = randomised(written(case.forward)).to(device).train(mode == "train")
+    if case.change is not None:
+        case.change(model)
+    inputs = tuple(torch.randn(shape, device=device) for shape in case.shapes)
+    assert regions_in(model) == case.found
+    swapped = swap(model)
+    for module in (swapped, model) if case.later else ():
+        torch.manual_seed(1)
+        case.later(module)
+    assert_same(swapped, model, inputs, case.exact)
+
+
+def swap(model: nn.Module) -> Any:
+    """A copy of ``model`` with all swapped, unproved."""
+    return normswap.apply(copy.deepcopy(model), normswap.plan(model))
+
+
+def assert_same(swapped: nn.Module, model: nn.Module, inputs: tuple[Any, ...], exact: bool = True) -> None:
+    """Outputs, what is written into the inputs, and gradients."""
+    for learning in (False, True, True):
+        ours, theirs = (outcome(one, inputs, learning) for one in (swapped, model))
+        if isinstance(theirs, str) or isinstance(ours, str):
+            assert ours == theirs
+            continue
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert ours[name].shape == tensor.shape and ours[name].dtype == tensor.dtype, name
+            if exact:
+                assert torch.equal(ours[name].nan_to_num(7.0), tensor.nan_to_num(7.0)), name
+            else:
+                torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def outcome(module: nn.Module, inputs: tuple[Any, ...], learning: bool) -> dict[str, Tensor] | str:
+    """What one call gives by name, or what it raises."""
+    leaves = [x.clone().requires_grad_(learning) if isinstance(x, Tensor) else x for x in inputs]
+    given = [x * 1 if isinstance(x, Tensor) else x for x in leaves]  # a forward may write into it
+    module.zero_grad()
+    torch.manual_seed(2)
+    try:
+        with torch.set_grad_enabled(learning):
+            out = module(*given)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    outputs = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
+    found = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
+    found |= {f"input {i}": t.detach().clone() for i, t in enumerate(given) if isinstance(t, Tensor)}
+    wanted = [t for t in outputs if t.requires_grad]
+    if wanted:
+        given_back = [torch.cos(torch.arange(t.numel(), device=t.device).to(t)).view(t.shape) for t in wanted]
+        try:
+            torch.autograd.backward(wanted, given_back)
+        except RuntimeError as error:
+            return f"backward: {type(error).__name__}: {str(error).splitlines()[0]}"
+        gradients = {f"gradient {i}": x.grad for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+        gradients |= {name: p.grad for name, p in module.named_parameters()}
+        found |= {name: g.clone() for name, g in gradients.items() if g is not None}
+    return found

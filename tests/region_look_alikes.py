@@ -1,0 +1,349 @@
+"""Forwards that look as if they held a region and must not be rewritten so, and regions whose surroundings change."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from region_checks import CHANNELS, IMAGES, ROWS, Case
+from region_models import f_layer_norm, f_relu, leaky_child, residual_in_a_branch, sum_norm_act, sum_used_later
+from torch import nn
+from torch.nn.utils import parametrize
+
+_IMAGE = (IMAGES, IMAGES)
+
+
+def difference(self, x, y):
+    return self.norm(x - y)
+
+
+def add_alpha(self, x, y):
+    return self.norm(torch.add(x, y, alpha=2))
+
+
+def add_in_place(self, x, y):
+    x += y
+    return self.norm(x)
+
+
+def add_to_a_view(self, x, y):
+    h = x + y
+    h[:, 0] += 1
+    return self.norm(h) + h
+
+
+def changed_between(self, x, y):
+    h = x + y
+    x.mul_(2)
+    return self.norm(h)
+
+
+def operand_changed_by_a_child(self, x, y):
+    h = x + y
+    z = self.act_(x)
+    return self.norm(h) + z
+
+
+def norm_input_changed_by_a_child(self, x, y):
+    n = self.norm(x)
+    z = self.act_(x)
+    return F.silu(n) + z
+
+
+def random_numbers_between(self, x, y):
+    n = self.gn(x)
+    n = self.drop(n)
+    z = self.drop(y)
+    return F.silu(n) + z
+
+
+def norm_used_twice(self, x, y):
+    n = self.norm(x)
+    return F.relu(n) + n
+
+
+def alias_changed(self, x, y):
+    n = self.gn(x)
+    m = n
+    n += y
+    return self.act_(n) + m
+
+
+def captured_by_a_lambda(self, x, y):
+    h = self.norm(x)
+    read = lambda: h  # noqa: E731
+    h = F.relu(h)
+    return read() + h
+
+
+def captured_annotated(self, x, y):
+    read = lambda: h  # noqa: E731
+    h: Any = self.norm(x)
+    n = F.relu(h)
+    return read() + n
+
+
+def captured_by_a_comprehension(self, x, y):
+    h = x + y
+    parts = [h[:, i] for i in range(2)]
+    return self.norm(h) + parts[0][:, None]
+
+
+def in_a_nested_function(self, x, y):
+    def inner(x):
+        h = self.norm(x)
+        return F.relu(h)
+
+    return inner(x) + y
+
+
+def walrus(self, x, y):
+    return F.relu(h := self.norm(x)) + h
+
+
+def assigned_twice(self, x, y):
+    a = b = self.norm(x)
+    return F.relu(a) + b
+
+
+def conditional_expression(self, x, y):
+    n = self.norm(x)
+    return F.relu(n) if x.sum() > 1e9 else n
+
+
+def short_circuit(self, x, y):
+    n = self.norm(x)
+    return (self.se and F.relu(n)) or n * 2
+
+
+def deleted(self, x, y):
+    h = x + y
+    del x
+    return self.norm(h) + h
+
+
+def grad_mode_between(self, x, y):
+    with torch.no_grad():
+        h = x + y
+    return self.norm(h)
+
+
+def two_modes(self, x, y):
+    with torch.no_grad():
+        n = self.norm(x)
+    return F.relu(n) + y
+
+
+def return_in_the_middle(self, x, y):
+    n = self.norm(x)
+    if x.sum() > 0:
+        return n
+    return F.relu(n)
+
+
+def return_in_a_branch_that_is_taken(self, x, y):
+    h = x
+    if self.flag:
+        h = x + y
+        return h
+    return self.norm(h)
+
+
+def read_in_a_branch_that_is_not(self, x, y):
+    h = x + y
+    n = self.norm(h)
+    if self.se is not None:
+        return h * 3
+    return n
+
+
+def branch_changed_in_forward(self, x, y):
+    self.flag = not self.flag
+    n = self.norm(x)
+    if self.flag:
+        n = F.relu(n)
+    return n
+
+
+def branch_changed_by_a_method(self, x, y):
+    self.requires_grad_(True)
+    toggle(self)
+    n = self.norm(x)
+    if self.flag:
+        n = F.relu(n)
+    return n
+
+
+def toggle(module):
+    module.flag = not module.flag
+
+
+def stored_on_self(self, x, y):
+    h = x + y
+    self.se = h
+    return self.norm(h)
+
+
+def permuted_otherwise(self, x, y):
+    return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 2, 1)
+
+
+def permuted_and_adapted(self, x, y):
+    s = y[:, :, :1, :1].permute(0, 2, 3, 1)
+    return (self.norm(x.permute(0, 2, 3, 1)) * (1 + s) + s).permute(0, 3, 1, 2)
+
+
+def scale_without_one(self, x, y):
+    return self.norm(x) * y[:, :1] + y[:, 1:2]
+
+
+def scale_minus(self, x, y):
+    return self.norm(x) * (1 - y[:, :1]) + y[:, 1:2]
+
+
+def starred(self, x, y):
+    args = (self.norm(x),)
+    return F.relu(*args)
+
+
+def unbatched(self, x, y):
+    return self.leaky(self.inorm(x[0])) + y[0]
+
+
+def overlapping(self, x, y):
+    return F.relu(self.gn(x) + self.gn2(y)) + F.silu(self.gn2(x))
+
+
+def names_its_class(self, x, y):
+    return F.relu(self.norm(x)) * (1 if isinstance(self, Named) else 2)
+
+
+class Named:
+    """Known to the forward above by a global of the module."""
+
+    forward = names_its_class
+
+
+names_its_class.__qualname__ = "Named.forward"
+
+
+@functools.lru_cache(None)
+def made_in_a_function() -> Any:
+    def forward(self, x, y):
+        return F.relu(self.norm(x))
+
+    return forward
+
+
+def keyword_only(self, x, y, *rest, scale=2.0, **options):
+    return F.relu(self.norm(x)) * scale + len(rest) + len(options)
+
+
+def only_starred(*args):
+    self, x, _ = args
+    return F.layer_norm(x, (CHANNELS,)) * self.slope
+
+
+# --- changes --------------------------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def hook(name: str) -> Any:
+    return lambda model: model.get_submodule(name).register_forward_hook(lambda module, args, out: out * 3)
+
+
+def pre_hook(name: str) -> Any:
+    return lambda model: model.get_submodule(name).register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+def put(path: str, make: Any) -> Any:
+    """A change that sets an attribute to what ``make`` gives."""
+    *parents, name = path.split(".")
+    return lambda model: setattr(model.get_submodule(".".join(parents)), name, make())
+
+
+def parametrized(model: Any) -> None:
+    parametrize.register_parametrization(model.norm, "weight", Doubled())
+
+
+def without_weights(model: Any) -> None:
+    model.norm.weight = model.norm.bias = None
+
+
+LOOK_ALIKES: dict[str, Case] = {
+    case.forward.__name__: case
+    for case in (
+        Case(difference),
+        Case(add_alpha),
+        Case(add_in_place),
+        Case(add_to_a_view),
+        Case(changed_between),
+        Case(operand_changed_by_a_child),
+        Case(norm_input_changed_by_a_child),
+        Case(random_numbers_between, (), _IMAGE),
+        Case(norm_used_twice),
+        Case(alias_changed, (), _IMAGE),
+        Case(captured_by_a_lambda),
+        Case(captured_annotated),
+        Case(captured_by_a_comprehension),
+        Case(in_a_nested_function),
+        Case(walrus),
+        Case(assigned_twice),
+        Case(conditional_expression),
+        Case(short_circuit),
+        Case(deleted),
+        Case(grad_mode_between),
+        Case(two_modes),
+        Case(return_in_the_middle),
+        Case(return_in_a_branch_that_is_taken),
+        Case(read_in_a_branch_that_is_not, ("sum + norm",), later=put("se", lambda: True)),
+        Case(branch_changed_in_forward),
+        Case(branch_changed_by_a_method),
+        Case(stored_on_self),
+        Case(permuted_otherwise, (), _IMAGE),
+        Case(permuted_and_adapted, (), _IMAGE),
+        Case(scale_without_one),
+        Case(scale_minus),
+        Case(starred),
+        Case(unbatched, ("inorm + leaky",), _IMAGE),
+        Case(overlapping, ("gn + residual + relu", "gn2 + silu"), _IMAGE),
+        Case(names_its_class, ("norm + relu",)),
+        Case(made_in_a_function(), ("norm + relu",)),
+        Case(keyword_only, ("norm + relu",)),
+        Case(only_starred),
+    )
+}
+
+_SUM, _ACT, _LEAKY = ("sum + norm",), ("norm + relu",), ("norm + leaky",)
+_RES = ("gn + act_", "gn2 + residual + relu")
+CHANGED: dict[str, Case] = {
+    "hook_before": Case(sum_used_later, _SUM, change=hook("norm")),
+    "hook_later": Case(sum_used_later, _SUM, later=hook("norm")),
+    "pre_hook_later": Case(f_relu, _ACT, later=pre_hook("norm")),
+    "hook_on_activation": Case(leaky_child, _LEAKY, later=hook("leaky")),
+    "hook_on_dropout": Case(sum_norm_act, ("sum + norm + act",), later=hook("act")),
+    "parametrized_before": Case(f_relu, (), change=parametrized),
+    "parametrized_later": Case(f_relu, _ACT, later=parametrized),
+    "norm_replaced": Case(f_relu, _ACT, later=put("norm", lambda: nn.LayerNorm(CHANNELS, eps=0.5))),
+    "norm_of_another_kind": Case(f_relu, _ACT, later=put("norm", lambda: nn.RMSNorm(CHANNELS))),
+    "norm_is_a_function": Case(f_relu, _ACT, later=put("norm", lambda: nn.Identity())),
+    "eps_changed": Case(f_relu, _ACT, later=put("norm.eps", lambda: 0.5)),
+    "weights_none": Case(f_relu, _ACT, later=without_weights),
+    "frozen": Case(sum_used_later, _SUM, later=lambda model: model.norm.requires_grad_(False)),
+    "slope_changed": Case(leaky_child, _LEAKY, later=put("leaky.negative_slope", lambda: 0.7)),
+    "activation_replaced": Case(leaky_child, _LEAKY, later=put("leaky", nn.Softplus)),
+    "forward_of_the_norm": Case(f_relu, _ACT, later=put("norm.forward", lambda: torch.neg)),
+    "branch_taken_later": Case(residual_in_a_branch, _RES, _IMAGE, later=put("se", lambda: nn.Conv2d(8, 8, 1))),
+    "weight_replaced": Case(f_layer_norm, ("layer_norm",), later=put("bias", lambda: None)),
+    "double": Case(f_relu, _ACT, later=lambda model: model.double()),
+    "empty_batch": Case(sum_used_later, _SUM, ((0, *ROWS[1:]), (0, *ROWS[1:]))),
+    "broadcast_rows": Case(sum_used_later, _SUM, (ROWS, (1, CHANNELS))),
+    "broadcast_first": Case(sum_used_later, _SUM, ((1, CHANNELS), ROWS)),
+    "bad_shape": Case(sum_used_later, _SUM, ((2, CHANNELS + 1), (2, CHANNELS + 1))),
+}

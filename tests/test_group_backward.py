@@ -1,0 +1,195 @@
+"""The backward of group_norm and instance_norm without a GPU: which gradients are asked for, and how groups are cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import group_norm_stand_in
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normswap import native, ops, reference
+from normswap.activation import CODES, NONE, Activation
+
+SHAPE, GROUPS = (2, 6, 5, 3), 3
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+ACTIVATIONS = [
+    Activation(name, *{"leaky_relu": (0.1, 0.0), "clamp": (-0.5, 1.0)}.get(name, (0.0, 0.0))) for name in CODES
+]
+by_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=("contiguous", "channels_last"))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return group_norm_stand_in.install(monkeypatch)
+
+
+def leaves(layout: torch.memory_format = torch.contiguous_format) -> list[Tensor]:
+    x, residual = (torch.randn(SHAPE).to(memory_format=layout) for _ in range(2))
+    return [t.requires_grad_() for t in (x, torch.randn(6), torch.randn(6), residual)]
+
+
+@by_layout
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=[*CODES])
+@pytest.mark.parametrize("behind", (False, True), ids=("alone", "residual"))
+def test_gradients_are_pytorch_s(
+    activation: Activation, behind: bool, layout: torch.memory_format, calls: list[str]
+) -> None:
+    x, weight, bias, residual = leaves(layout)
+    given = [x, weight, bias, *([residual] if behind else [])]
+    out = ops.group_norm(x, GROUPS, weight, bias, 1e-5, activation, residual=residual if behind else None)
+    normalised = F.group_norm(x, GROUPS, weight, bias)
+    expected = activation(normalised + residual if behind else normalised)
+    torch.testing.assert_close(out, expected)
+    assert out.stride() == x.stride()
+    dy = torch.randn(SHAPE)
+    ours, theirs = (torch.autograd.grad(y, given, dy, retain_graph=True) for y in (out, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert calls == ["group_norm", "group_norm_backward"]
+    second = []
+    for y in (out, expected):
+        first = torch.autograd.grad(y, given, dy, create_graph=True)
+        second.append(torch.autograd.grad(sum(g.square().sum() for g in first), (x, weight)))
+    for mine, other in zip(*second, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
+
+
+def test_only_the_gradients_asked_for(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = torch.ops.normswap.group_norm_backward.default
+    names = group_norm_stand_in.arguments_of("group_norm_backward")
+    asked: list[set[str]] = []
+
+    def backward(*given: object) -> None:
+        asked.append({n for n, value in zip(names, given, strict=True) if n.startswith("grad_") and value is not None})
+        filled(*given)
+
+    monkeypatch.setattr(torch.ops.normswap.group_norm_backward, "default", backward)
+    wanted_of = ("grad_input", "grad_weight", "grad_bias", "grad_residual")
+    for wants in itertools.product((False, True), repeat=4):
+        if not any(wants):
+            continue
+        given = [t.detach().requires_grad_(want) for t, want in zip(leaves(), wants, strict=True)]
+        out = ops.group_norm(*given[:1], GROUPS, *given[1:3], activation=Activation("silu"), residual=given[3])
+        out.backward(torch.randn(SHAPE))
+        assert asked.pop() == {name for name, want in zip(wanted_of, wants, strict=True) if want}
+        assert [t.grad is not None for t in given] == [*wants]
+
+
+def test_a_residual_without_an_activation_is_neither_kept_nor_computed(calls: list[str]) -> None:
+    x, weight, bias, residual = leaves()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = ops.group_norm(x, GROUPS, weight, bias, residual=residual)
+    assert not any(t.data_ptr() == residual.data_ptr() for t in kept)
+    dy = torch.randn(SHAPE)
+    out.backward(dy)
+    assert residual.grad is not None and torch.equal(residual.grad, dy)
+
+
+@by_layout
+def test_the_gradient_may_lie_anywhere_and_is_not_written_to(layout: torch.memory_format, calls: list[str]) -> None:
+    wide = torch.randn(2, 6, 5, 7)
+    gradients = (
+        wide[..., 2:5],
+        torch.randn(SHAPE).to(memory_format=torch.channels_last),
+        torch.randn(SHAPE),
+        torch.ones(()).expand(SHAPE),
+    )
+    for dy in gradients:
+        x, weight, bias, _ = leaves(layout)
+        before = dy.clone()
+        ours = torch.autograd.grad(ops.group_norm(x, GROUPS, weight, bias), (x, weight, bias), dy)
+        theirs = torch.autograd.grad(F.group_norm(x, GROUPS, weight, bias), (x, weight, bias), dy)
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+        assert torch.equal(dy, before) and ours[0].stride() == x.stride()
+
+
+def test_a_float32_result_of_16_bits_without_a_cast(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under autocast on a GPU."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: True)
+    x, weight, bias = torch.randn(SHAPE).bfloat16().requires_grad_(), *leaves()[1:3]
+    residual = torch.randn(SHAPE).bfloat16().requires_grad_()
+    out = ops.group_norm(x, GROUPS, weight, bias, residual=residual, activation=Activation("relu"))
+    expected = F.relu(F.group_norm(x.float(), GROUPS, weight, bias) + residual)
+    assert out.dtype is torch.float32
+    torch.testing.assert_close(out, expected)
+    out.backward(dy := torch.randn(SHAPE))
+    theirs = torch.autograd.grad(expected, (x, weight, bias, residual), dy)
+    for leaf, other in zip((x, weight, bias, residual), theirs, strict=True):
+        assert leaf.grad is not None and leaf.grad.dtype is leaf.dtype
+        torch.testing.assert_close(leaf.grad, other, rtol=2e-2 if other.dtype is torch.bfloat16 else 1e-4, atol=1e-3)
+    assert calls == ["group_norm", "group_norm_backward"]
+
+
+def test_a_residual_of_a_wider_dtype_is_added_by_pytorch(calls: list[str]) -> None:
+    x, residual = torch.randn(SHAPE).half(), torch.randn(SHAPE)
+    out = ops.group_norm(x, GROUPS, residual=residual, activation=Activation("silu"))
+    assert out.dtype is torch.float32
+    torch.testing.assert_close(out, F.silu(F.group_norm(x, GROUPS) + residual), rtol=1e-3, atol=1e-3)
+
+
+@by_layout
+def test_instance_norm_has_the_same_options(layout: torch.memory_format, calls: list[str]) -> None:
+    x, weight, bias, residual = leaves(layout)
+    for activation, behind in ((NONE, None), (Activation("leaky_relu", 0.2), residual)):
+        out = ops.instance_norm(x, weight, bias, 1e-5, activation, residual=behind)
+        expected = reference.instance_norm(x, weight, bias, 1e-5, activation, residual=behind)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        dy = torch.randn(SHAPE)
+        for mine, other in zip(*(torch.autograd.grad(y, (x, weight, bias), dy) for y in (out, expected)), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert calls == ["group_norm", "group_norm_backward"] * 2
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+GPUS = (
+    {"clusters": True, "shared": 232448, "multiprocessors": 132},
+    {"clusters": False, "shared": 166912, "multiprocessors": 108},
+    {"clusters": False, "shared": 101376, "multiprocessors": 84},
+)
+SIZES = [
+    (batch, channels, spatial, groups)
+    for batch, channels, groups in ((1, 8, 2), (3, 30, 3), (64, 256, 32), (2, 2048, 1), (5, 96, 96))
+    for spatial in (1, 2, 49, 196, 1001, 3136, 65536, 262144, 1_000_003)
+]
+TREE = ("vec", "lanes", "each", "units", "piece_lines", "piece_units", "line_pieces", "group_pieces")
+
+
+def test_plans_cover_every_element_once_and_fit() -> None:
+    ways = set()
+    for sizes, gpu, (item, grad), regime in itertools.product(SIZES, GPUS, ((4, 4), (2, 2), (2, 4)), (0, 3, 4, 5)):
+        p = native.group_backward_plan(*sizes, item, grad, regime=regime, **gpu)
+        if p is None:
+            assert regime in (3, 4)
+            continue
+        batch, channels, spatial, groups = sizes
+        lines = channels // groups
+        assert spatial % p["vec"] == 0 and p["units"] * p["lanes"] * p["each"] * p["vec"] >= spatial
+        assert p["line_pieces"] == 1 or p["piece_lines"] == 1
+        assert p["line_pieces"] * p["piece_units"] >= p["units"] > (p["line_pieces"] - 1) * p["piece_units"]
+        covered = p["group_pieces"] // p["line_pieces"] * p["piece_lines"]
+        assert covered >= lines > covered - p["piece_lines"]
+        assert p["piece_lines"] * p["piece_units"] <= 512  # room for a piece's sums
+        assert p["groups"] == batch * groups and p["shared"] <= gpu["shared"]
+        ways.add((bool(p["held"]), p["cluster"] > 1))
+        if p["held"]:
+            pieces = p["group_pieces"] if p["cluster"] > 1 else p["groups"] * p["group_pieces"]
+            blocks = p["cluster"] if p["cluster"] > 1 else p["grid"]
+            assert blocks * p["block_pieces"] >= pieces > (blocks - 1) * p["block_pieces"]
+        else:
+            assert p["grid"] == 2 * p["groups"] * p["group_pieces"] and 1 <= p["lag"] <= p["groups"]
+    assert ways == {(True, False), (True, True), (False, False)}
+
+
+def test_the_tree_depends_on_the_shape_alone() -> None:
+    for (_, *sizes), (item, grad) in itertools.product(SIZES, ((4, 4), (2, 2), (2, 4))):
+        plans = [
+            native.group_backward_plan(batch, *sizes, item, grad, regime=regime, **gpu)
+            for batch, gpu, regime in itertools.product((1, 7), GPUS, (0, 3, 4, 5))
+        ]
+        assert len({tuple(p[name] for name in TREE) for p in plans if p is not None}) == 1

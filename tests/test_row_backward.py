@@ -1,0 +1,362 @@
+"""The backward of layer_norm, rms_norm and l1_norm without a GPU: its plan, and the autograd around stand-ins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from row_gradients import l1_norm_gradients, layer_norm_gradients, rms_norm_gradients
+from torch import Tensor
+
+from normswap import native, ops, reference
+from normswap.activation import Activation
+from normswap.ops import dispatch
+from normswap.ops.dispatch import native_op as the_native_op
+from normswap.ops.options import activation_of
+
+GPUS: tuple[dict[str, Any], ...] = (
+    {"clusters": True, "shared": 232_448},  # H100
+    {"clusters": False, "shared": 166_912},  # A100
+    {"clusters": False, "shared": 101_376},  # RTX 4090
+)
+ITEMSIZES = ((4, 4), (2, 2), (2, 4))
+"""Of x and dy: float32, 16 bits, and autocast."""
+COLUMNS = (*range(1, 40), *(2**k + d for k in range(6, 20) for d in (-1, 0, 1)), 769, 12_288, 65_535, 98_305, 4_194_304)
+
+
+@pytest.fixture
+def library() -> None:
+    if not native.status().available:
+        pytest.skip(f"the compiled library is not here: {native.status().reason}")
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("itemsizes", ITEMSIZES)
+def test_plans_cover_rows_and_columns_and_fit_the_gpu(gpu: dict[str, Any], itemsizes: tuple[int, int]) -> None:
+    passes = set()
+    for cols in COLUMNS:
+        for rows in (1, 7, 133, 1576, 100_003):
+            p = native.row_backward_plan(rows, cols, *itemsizes, **gpu)
+            assert p is not None
+            passes.add(p["one_pass"])
+            assert (p["pieces"] - 1) * p["rows_a_piece"] < rows <= p["pieces"] * p["rows_a_piece"]
+            assert p["chunks"] == -(-cols // 1024) and p["chunk_len"] == min(cols, 1024)
+            assert p["lanes"] == (8 if cols <= 256 else 32)
+            assert (p["blocks_a_row"] - 1) * p["block_chunks"] < p["chunks"] <= p["blocks_a_row"] * p["block_chunks"]
+            assert p["warps"] == p["teams"] * p["block_chunks"] <= 12
+            assert p["rows_a_piece"] % (p["teams"] * (32 // p["lanes"])) == 0  # no warp's rows are of two pieces
+            assert p["grid"] == p["pieces"] * p["blocks_a_row"] < 2**31
+            assert not p["one_pass"] or p["blocks_a_row"] <= (8 if gpu["clusters"] else 1)
+            elements = p["chunk_len"] * 32 // p["lanes"]
+            assert p["slot_bytes"] >= elements * sum(itemsizes) + 64 + 64 and p["slot_bytes"] % 16 == 0
+            assert 1 <= p["slots"] <= 4 and p["lag"] <= max(0, p["slots"] - 2)
+            assert p["shared"] >= p["slots"] * p["warps"] * p["slot_bytes"]
+            assert p["shared"] >= 4 * p["warps"] * elements  # the sums of columns, at the end
+            alone = p["one_pass"] or p["slots"] == 1  # on a multiprocessor
+            assert p["shared"] + 4096 <= gpu["shared"] // (1 if alone else 3)
+    assert passes == {0, 1}
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("itemsizes", ITEMSIZES)
+def test_the_order_of_sums_follows_from_rows_and_columns_alone(itemsizes: tuple[int, int]) -> None:
+    """Which rows make a piece, which warps take them in turn, and how a row is cut; not whether it is read twice."""
+    for cols in COLUMNS:
+        for rows in (1, 133, 100_003):
+            plans = [native.row_backward_plan(rows, cols, *itemsizes, **gpu) for gpu in GPUS]
+            plans.append(
+                native.row_backward_plan(rows, cols, *itemsizes, passes=2, **GPUS[0]) if cols > 1024 else plans[0]
+            )
+            keys = ("lanes", "chunk_len", "chunks", "rows_a_piece", "pieces")
+            assert len({tuple(p[key] for key in keys) for p in plans if p is not None}) == 1, (rows, cols)
+            assert len({p["teams"] for p in plans if p is not None and p["one_pass"]}) <= 1
+
+
+@pytest.mark.usefixtures("library")
+def test_a_row_that_a_cluster_holds_is_read_once() -> None:
+    for cols, itemsizes in ((98_304, (2, 2)), (98_304, (4, 4)), (98_304, (2, 4)), (65_535, (4, 4))):
+        p = native.row_backward_plan(64, cols, *itemsizes, **GPUS[0])
+        assert p is not None and p["one_pass"] and p["blocks_a_row"] == 8 and p["slots"] >= 2
+    assert native.row_backward_plan(64, 98_305, 4, 4, passes=1, **GPUS[0]) is None
+    assert native.row_backward_plan(64, 1024, 4, 4, passes=2, **GPUS[0]) is None
+
+
+# --- the formulas ----------------------------------------------------------------------------------------------------
+
+
+def test_the_closed_forms_are_autograd_s() -> None:
+    """What the tests on the GPU compare with, in float64."""
+    x, w, b, dy = (
+        torch.randn(6, 9).double() + 3,
+        torch.randn(9).double(),
+        torch.randn(9).double(),
+        torch.randn(6, 9).double(),
+    )
+    x[1] *= 1e-3  # below a minimum
+    x[2, 4] = 0.0
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    pairs = [
+        (layer_norm_gradients(x, w, dy, 1e-5), F.layer_norm(leaves[0], (9,), *leaves[1:], 1e-5), leaves),
+        (rms_norm_gradients(x, w + 1, dy, 1e-6), F.rms_norm(leaves[0], (9,), leaves[1] + 1, 1e-6), leaves[:2]),
+    ]
+    for eps, minimum in ((0.0, None), (1e-3, None), (0.0, 0.5), (0.25, 0.5)):
+        out = reference.l1_norm(leaves[0], -1, eps, minimum)
+        pairs.append((l1_norm_gradients(x, dy, eps, minimum), out, leaves[:1]))
+    for ours, out, given in pairs:
+        expected = torch.autograd.grad(out, given, dy)
+        for (value, magnitude), theirs in zip(ours, expected, strict=True):
+            torch.testing.assert_close(value, theirs)
+            assert (magnitude >= value.abs() * (1 - 1e-12)).all()
+
+
+# --- the autograd around them ----------------------------------------------------------------------------------------
+
+
+def _gradients(
+    formula: Callable[..., Tensor], tensors: tuple[Any, ...], dy: Tensor, wanted: tuple[bool, ...]
+) -> list[Any]:
+    """By PyTorch, in float64."""
+    with torch.enable_grad():
+        leaves = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+        asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+        found = iter(torch.autograd.grad(formula(*leaves), asked, dy.double()))
+    return [next(found).to(t.dtype) if want else None for t, want in zip(tensors, wanted, strict=True)]
+
+
+class StandIns:
+    """What the native ops say and take, on the CPU."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.declines: set[str] = set()
+
+    def __call__(self, name: str) -> Callable[..., Any]:
+        def op(*args: Any) -> Any:
+            self.called.append(name)
+            if name in self.declines:
+                return None if name == "l1_norm_backward" else (None,) * (2 if name.endswith("recorded") else 3)
+            return getattr(self, name)(*args)
+
+        return op
+
+    def layer_norm_recorded(self, x: Tensor, dims: int, w: Any, b: Any, eps: float) -> Any:
+        if not x.is_contiguous():
+            return None, None
+        rows = x.flatten(-dims).flatten(0, -2)
+        statistics = torch.stack([rows.mean(-1), (rows.var(-1, correction=0) + eps).rsqrt()])
+        return F.layer_norm(x, x.shape[-dims:], w, b, eps), statistics
+
+    def layer_norm_backward(self, *args: Any) -> Any:
+        dy, x, w, b, statistics, sum_grad, cols, code, low, high, *wanted, passes = args
+        assert passes == 0 and statistics.numel() == 2 * x.numel() // cols
+        shape, act = w.shape if w is not None else (cols,), activation_of(code, low, high)
+        formula = lambda x, w, b: act(F.layer_norm(x.reshape(-1, *shape), shape, w, b)).reshape(x.shape)  # noqa: E731
+        found = _gradients(formula, (x, w, b), dy, tuple(wanted))
+        return [found[0] if sum_grad is None else found[0] + sum_grad, *found[1:]]
+
+    def layer_norm_with_options_recorded(self, x: Tensor, dims: int, w: Any, b: Any, eps: float, *rest: Any) -> Any:
+        residual, scale, shift, *activation, _ = rest
+        total = None if residual is None else x + residual
+        x, act = x if total is None else total, activation_of(*activation)
+        out, statistics = self.layer_norm_recorded(x, dims, w, b, eps)
+        if scale is not None:
+            out = out * (1 + scale) + shift
+        return act(out), total, statistics
+
+    def rms_norm_recorded(self, x: Tensor, dims: int, w: Any, eps: float, offset: float, cast: bool) -> Any:
+        rows = x.flatten(-dims).flatten(0, -2)
+        order = {"weight_offset": offset, "cast_before_weight": cast}
+        statistic = (rows.square().mean(-1) + eps).rsqrt()
+        return reference.rms_norm(x, x.shape[-dims:], w, eps, **order), statistic
+
+    def rms_norm_backward(self, *args: Any) -> Any:
+        dy, x, w, statistics, sum_grad, cols, offset, _cast, code, low, high, of_input, of_weight, _ = args
+        assert statistics.numel() == x.numel() // cols
+        act = activation_of(code, low, high)
+        dx, dw = _gradients(
+            lambda x, w: act(F.rms_norm(x, (cols,), w + offset, 1e-6)), (x, w), dy, (of_input, of_weight)
+        )
+        return dx if sum_grad is None else dx + sum_grad, dw, None
+
+    def rms_norm_with_options_recorded(self, x: Tensor, dims: int, w: Any, *rest: Any) -> Any:
+        *order, residual, scale, shift, code, low, high = rest
+        total = None if residual is None else x + residual
+        out, statistic = self.rms_norm_recorded(x if total is None else total, dims, w, *order)
+        if scale is not None:
+            out = out * (1 + scale) + shift
+        return activation_of(code, low, high)(out), total, statistic
+
+    def l1_norm_recorded(self, x: Tensor, eps: float, minimum: float) -> Any:
+        return reference.l1_norm(x, -1, eps, minimum or None), x.abs().mean(-1)
+
+    def l1_norm_backward(
+        self, dy: Tensor, x: Tensor, mean: Tensor, cols: int, eps: float, minimum: float, _: int
+    ) -> Any:
+        assert mean.numel() == x.numel() // cols
+        return _gradients(lambda x: reference.l1_norm(x, -1, eps, minimum or None), (x,), dy, (True,))[0]
+
+
+KINDS = ("layer_norm", "rms_norm", "l1_norm")
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandIns:
+    """In the place of the native ops, under our autograd Functions; the direct way is open too."""
+    made = StandIns()
+
+    def recorded(name: str, *tensors: Tensor | None, autocast: bool = False) -> Any:
+        return dispatch._recording[name] if dispatch.needs_grad(*tensors) else None
+
+    for kind in KINDS:
+        module = sys.modules[f"normswap.ops.{kind}"]
+        monkeypatch.setattr(module, "native_op", made)
+        monkeypatch.setattr(module, "native_serves", lambda *tensors, **elements: True)
+        monkeypatch.setattr(module, "direct", recorded)
+    return made
+
+
+def call(kind: str, x: Tensor, w: Any, b: Any) -> Tensor:
+    if kind == "layer_norm":
+        return ops.layer_norm(x, x.shape[-1:], w, b)
+    return ops.rms_norm(x, x.shape[-1:], w, 1e-6) if kind == "rms_norm" else ops.l1_norm(x)
+
+
+def plain(kind: str, x: Tensor, w: Any, b: Any) -> Tensor:
+    if kind == "layer_norm":
+        return F.layer_norm(x, x.shape[-1:], w, b)
+    return F.rms_norm(x, x.shape[-1:], w, 1e-6) if kind == "rms_norm" else reference.l1_norm(x)
+
+
+def drawn(kind: str) -> list[Tensor]:
+    tensors = [torch.randn(3, 5, 8), torch.randn(8), torch.randn(8)]
+    return tensors[: {"layer_norm": 3, "rms_norm": 2, "l1_norm": 1}[kind]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("asked", range(1, 8))
+def test_only_gradients_asked_for_are_computed(kind: str, asked: int, stand_ins: StandIns) -> None:
+    tensors = drawn(kind)
+    for i, tensor in enumerate(tensors):
+        tensor.requires_grad_(bool(asked >> i & 1))
+    wanted = [t for t in tensors if t.requires_grad]
+    if not wanted:
+        return
+    padded = (*tensors, None, None)[:3]
+    out, expected = call(kind, *padded), plain(kind, *padded)
+    dy = torch.randn(out.shape)
+    for ours, theirs in zip(*(torch.autograd.grad(y, wanted, dy) for y in (out, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert stand_ins.called == [f"{kind}_recorded", f"{kind}_backward"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.case("double-backward")
+def test_double_backward_is_the_formula_s(kind: str, stand_ins: StandIns) -> None:
+    tensors = [t.requires_grad_() for t in drawn(kind)]
+    padded, second = (*tensors, None, None)[:3], []
+    for y in (call(kind, *padded), plain(kind, *padded)):
+        (first,) = torch.autograd.grad(y.pow(3).sum(), tensors[0], create_graph=True)
+        second.append(torch.autograd.grad(first.square().sum(), tensors, allow_unused=True))
+    for ours, theirs in zip(*second, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    assert stand_ins.called.count(f"{kind}_backward") == 1  # through the output again, with no graph to make
+
+
+OPTIONS: tuple[tuple[str, ...], ...] = (
+    ("residual",),
+    ("activation",),
+    ("residual", "activation"),
+    ("residual", "scale"),
+)
+
+
+@pytest.mark.parametrize("given", OPTIONS)
+@pytest.mark.parametrize("used", ("output", "sum", "both"))
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_options_in_one_native_call(kind: str, given: tuple[str, ...], used: str, stand_ins: StandIns) -> None:
+    """A scale by the formula; where nothing but the sum is used there is nothing to compute."""
+    if used != "output" and "residual" not in given:
+        return
+    x, residual, scale, shift = torch.randn(3, 5, 8), torch.randn(3, 5, 8), torch.randn(3, 1, 8), torch.randn(3, 1, 8)
+    options: dict[str, Any] = {}
+    if "residual" in given:
+        options["residual"] = residual
+    if "scale" in given:
+        options |= {"scale": scale, "shift": shift}
+    if "activation" in given:
+        options["activation"] = Activation("silu")
+    affine = [torch.randn(8) for _ in range(2 if kind == "layer_norm" else 1)]
+    tensors = [x, *affine, *(t for t in options.values() if isinstance(t, Tensor))]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    more, found = {} if kind == "layer_norm" else {"eps": 1e-6}, []
+    for norms in (ops, reference):
+        results = getattr(norms, kind)(x, (8,), *affine, **more, **options)
+        results = results if isinstance(results, tuple) else (results,)
+        kept = {"output": results[:1], "sum": results[1:], "both": results}[used]
+        loss = sum((r * torch.arange(1.0, 9.0)).sum() for r in kept)
+        found.append(torch.autograd.grad(loss, tensors, allow_unused=True))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    native = used != "sum" and "scale" not in given
+    assert stand_ins.called == [f"{kind}_with_options_recorded", *([f"{kind}_backward"] if native else [])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_without_memory_is_left_to_pytorch(kind: str, stand_ins: StandIns) -> None:
+    stand_ins.declines.add(f"{kind}_backward")
+    tensors = [t.requires_grad_() for t in drawn(kind)]
+    padded, dy = (*tensors, None, None)[:3], torch.randn(3, 5, 8)
+    found = (torch.autograd.grad(y, tensors, dy) for y in (call(kind, *padded), plain(kind, *padded)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_function_declines_goes_the_general_way(
+    kind: str, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it allocates step by step: a lack of memory is PyTorch's error."""
+    stand_ins.declines.add(f"{kind}_recorded")
+    made = []
+
+    def forward(x: Tensor, *args: Any) -> Tensor:
+        made.append(args[-1])
+        return x * 2
+
+    monkeypatch.setattr(sys.modules[f"normswap.ops.{kind}"], f"_{kind}_forward", forward)
+    tensors = [t.requires_grad_() for t in drawn(kind)]
+    out = call(kind, *(*tensors, None, None)[:3])
+    assert torch.equal(out, tensors[0] * 2) and out.requires_grad
+    assert stand_ins.called == [f"{kind}_recorded"] * 2 and [m.dtype for m in made] == [torch.float32]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.case("strided-input")
+def test_no_more_is_saved_than_pytorch_saves(kind: str, stand_ins: StandIns) -> None:
+    saved: list[list[int]] = []
+    padded = (*(t.requires_grad_() for t in drawn(kind)), None, None)[:3]
+    for function in (call, plain):
+        bytes_of: dict[int, int] = {}
+
+        def pack(t: Tensor, bytes_of: dict[int, int] = bytes_of) -> Tensor:
+            bytes_of[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            function(kind, *padded)
+        saved.append([sum(bytes_of.values())])
+    assert saved[0] <= saved[1]
+
+
+def test_a_native_op_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dispatch._native, "layer_norm_backward", len)
+    assert the_native_op("layer_norm_backward") is len
