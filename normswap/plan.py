@@ -148,7 +148,6 @@ class Match:
         return getattr(module, found) if isinstance(found, str) else found
 
     @property
-    @property
     def children(self) -> tuple[str, ...]:
         """The names under which the forward finds what it calls, or multiplies by; its settings are none of them."""
         found: list[str] = []
