@@ -95,6 +95,13 @@ RowNorm norm_of(const char* op, NormKind kind, const Tensor& input, int64_t dims
   return n;
 }
 
+// The rows of an input whose last `dims` are normalised.
+int64_t rows_over(const Tensor& input, int64_t dims) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d < input.dim() - dims; ++d) rows *= input.size(d);
+  return rows;
+}
+
 void layer_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weight_, const OptionalTensor& bias_, double eps,
                    const Options& options, const Tensor& out, const OptionalTensor& sum, float* mean, float* rstd,
                    int64_t regime) {
@@ -129,12 +136,19 @@ void layer_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& we
                      int64_t activation, double low, double high, Tensor out, OptionalTensor sum, OptionalTensor mean,
                      OptionalTensor rstd, int64_t regime) {
   const Options options{residual, scale, shift, activation, low, high, false};
+<<<<<<< HEAD
   if (input.numel() == 0) return;
   const int64_t rows = input.numel() / trailing_elements(input, dims);
   layer_norm_of(input, dims, weight, bias, eps, options, out, sum,
                 floats_or_null("layer_norm_with_options", mean, input, rows),
                 floats_or_null("layer_norm_with_options", rstd, input, rows),
                 regime);
+=======
+  const int64_t rows = rows_over(input, dims);
+  layer_norm_of(input, dims, weight, bias, eps, options, out, sum,
+                floats_or_null("layer_norm_with_options", mean, input, rows),
+                floats_or_null("layer_norm_with_options", rstd, input, rows), regime);
+>>>>>>> main
 }
 
 void rms_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& weight, double eps, double weight_offset,
@@ -145,7 +159,11 @@ void rms_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& weig
   if (input.numel() == 0) return;
   const int64_t rows = input.numel() / trailing_elements(input, dims);
   rms_norm_of(input, dims, weight, eps, weight_offset, cast_before_weight, options, out, sum,
+<<<<<<< HEAD
               floats_or_null("rms_norm_with_options", rstd, input, rows), regime);
+=======
+              floats_or_null("rms_norm_with_options", rstd, input, rows_over(input, dims)), regime);
+>>>>>>> main
 }
 
 // The input's memory as rows of `cols` elements, whatever its dims.

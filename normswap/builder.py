@@ -37,6 +37,10 @@ CXX_FLAGS = (
     *(f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", "-DTORCH_STABLE_ONLY", "-DUSE_CUDA"),
 )
 NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "--threads=0")
+COMPRESSED_SINCE = 12080
+"""The CUDA whose nvcc knows --compress-mode=size: a tenth of the bytes. The driver unpacks what it loads."""
+DEPENDENCY_FLAGS = ("-MMD", "-MF", "$out.d")
+"""Which headers a file includes, for ninja; they do not change what is compiled."""
 LINK_LIBRARIES = (
     # libtorch must stay in DT_NEEDED although no symbol of it is seen at link time: it brings libtorch_cuda into scope.
     *("-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"),
@@ -60,10 +64,12 @@ class Toolkit:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What lies as JSON beside a library: from which sources, for which GPUs and with what it was compiled."""
+    """What lies as JSON beside a library: from which sources, for which GPUs and with what it was compiled. ``ptx``:
+    whether it also holds PTX, which GPUs newer than the compiler can run."""
 
     digest: str
     arch: tuple[str, ...]
+    ptx: bool
     cuda: int
     nvcc: str
     host_compiler: str
@@ -82,28 +88,30 @@ def check_arch(arch: Sequence[str]) -> tuple[str, ...]:
 
 
 def sources(source_dir: Path) -> list[Path]:
-    """Every source and header in ``source_dir``, in the order the digest takes them."""
-    found = sorted(path for path in source_dir.glob("*") if path.suffix in SOURCE_SUFFIXES)
+    """Every source and header in ``source_dir`` and its sub-folders, in the order the digest takes them."""
+    found = [path for path in source_dir.rglob("*") if path.suffix in SOURCE_SUFFIXES and path.is_file()]
     if not any(path.suffix in (".cpp", ".cu") for path in found):
         raise BuildError(f"no .cpp or .cu file in {source_dir}; install normswap again")
-    return found
+    return sorted(found, key=lambda path: path.relative_to(source_dir).as_posix())
 
 
-def digest(source_dir: Path, arch: Sequence[str], cuda: int) -> str:
+def digest(source_dir: Path, arch: Sequence[str], cuda: int, ptx: bool = False) -> str:
     """What a library compiled from ``source_dir`` for ``arch`` is known by: sha256 of sources, flags and target."""
-    recipe = (*CXX_FLAGS, *NVCC_FLAGS, *LINK_LIBRARIES, *gencode(arch), str(cuda), platform.machine())
+    recipe = (*CXX_FLAGS, *nvcc_flags(arch, cuda, ptx), *LINK_LIBRARIES, str(cuda), platform.machine())
     total = hashlib.sha256("\0".join(recipe).encode())
     for path in sources(source_dir):
         content = path.read_bytes()
-        total.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
+        total.update(f"\0{path.relative_to(source_dir).as_posix()}\0{len(content)}\0".encode() + content)
     return total.hexdigest()
 
 
-def gencode(arch: Sequence[str]) -> list[str]:
-    """nvcc's flags for ``arch``; the newest also gets PTX, which GPUs newer than the compiler can run."""
+def nvcc_flags(arch: Sequence[str], cuda: int, ptx: bool) -> list[str]:
+    """What the nvcc of CUDA ``cuda`` is called with for ``arch``, the newest also as PTX if ``ptx``."""
+    compress = "--compress-mode=size" if cuda >= COMPRESSED_SINCE else "-Xfatbin=-compress-all"
     codes = {name: f"sm_{name}" for name in arch}
-    codes[arch[-1]] = f"[sm_{arch[-1]},compute_{arch[-1]}]"
-    return [f"-gencode=arch=compute_{name},code={code}" for name, code in codes.items()]
+    if ptx:
+        codes[arch[-1]] = f"[sm_{arch[-1]},compute_{arch[-1]}]"
+    return [*NVCC_FLAGS, compress, *(f"-gencode=arch=compute_{name},code={code}" for name, code in codes.items())]
 
 
 def find_toolkit() -> Toolkit:
@@ -187,34 +195,68 @@ def torch_folder() -> Path:
 
 
 def compile_library(
-    source_dir: Path, arch: Sequence[str], toolkit: Toolkit, out: Path, progress: Callable[[str], None]
+    source_dir: Path,
+    arch: Sequence[str],
+    toolkit: Toolkit,
+    out: Path,
+    progress: Callable[[str], None],
+    *,
+    ptx: bool = False,
+    work: Path | None = None,
 ) -> Path:
     """Compile ``source_dir`` for ``arch`` and put libnormswap.so and libnormswap.json into the folder ``out``.
 
-    Nothing appears in ``out`` unless everything compiled. ``progress`` is told in one line what is being done.
+    Nothing appears in ``out`` unless everything compiled. ``progress`` is told in one line what is being done. With
+    ``ptx`` the newest architecture also gets PTX. ``work``, which one caller at a time may use, keeps a copy of the
+    sources and what was compiled of them, so that the next call compiles what changed; it is the folder of
+    ``work_key``. Without it nothing is kept.
 
     Raises:
         BuildError: with the compiler's own text, or naming the tool that is missing.
-        OSError: if ``out`` cannot be written.
+        OSError: if ``out`` or ``work`` cannot be written.
     """
     arch = check_arch(arch)
     cxx, torch, ninja = host_compiler(), torch_folder(), find_ninja()
-    metadata = Metadata(
-        digest(source_dir, arch, toolkit.cuda),
-        arch,
-        toolkit.cuda,
-        compiler_version(toolkit.nvcc),
-        compiler_version(cxx),
-    )
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=out) as scratch:
+        folder = (work or Path(scratch, "work")).resolve()
+        copied = folder / "csrc"
+        _mirror(source_dir, copied)
+        versions = compiler_version(toolkit.nvcc), compiler_version(cxx)
+        metadata = Metadata(digest(copied, arch, toolkit.cuda, ptx), arch, ptx, toolkit.cuda, *versions)
         progress(f"compiling the kernels for sm_{', sm_'.join(arch)} with nvcc {metadata.nvcc} ...")
-        Path(scratch, "build.ninja").write_text(_ninja_text(source_dir.resolve(), arch, toolkit, cxx, torch))
+        (folder / "build.ninja").write_text(
+            _ninja_text(copied, nvcc_flags(arch, toolkit.cuda, ptx), toolkit, cxx, torch)
+        )
+        _run_ninja(ninja, folder, told_as=source_dir)
+        shutil.copyfile(folder / LIBRARY, Path(scratch, LIBRARY))
         Path(scratch, METADATA).write_text(json.dumps(asdict(metadata), indent=2) + "\n")
-        _run_ninja(ninja, Path(scratch))
         for name in (LIBRARY, METADATA):
             os.replace(Path(scratch, name), out / name)
     return out / LIBRARY
+
+
+def work_key(source_dir: Path, arch: Sequence[str], toolkit: Toolkit, ptx: bool = False) -> str:
+    """What a ``work`` folder of compile_library is known by: where the sources lie, for what they are compiled, and
+    what ninja does not look at: the versions of the compilers and of torch's headers."""
+    torch = (torch_folder() / "version.py").read_text()
+    compilers = compiler_version(toolkit.nvcc), compiler_version(host_compiler())
+    known = (str(source_dir.resolve()), *nvcc_flags(arch, toolkit.cuda, ptx), *compilers, torch)
+    return hashlib.sha256("\0".join(known).encode()).hexdigest()[:32]
+
+
+def _mirror(source_dir: Path, copied: Path) -> None:
+    """Make ``copied`` hold the sources of ``source_dir`` and no others. Ninja goes by a file's time, which packages
+    bring along from elsewhere: what differs in content is written anew, what does not is not touched."""
+    wanted = {path.relative_to(source_dir): path.read_bytes() for path in sources(source_dir)}
+    for path in copied.rglob("*"):
+        if path.is_file() and path.relative_to(copied) not in wanted:
+            path.unlink()
+    for name, content in wanted.items():
+        path = copied / name
+        if not path.is_file() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -222,7 +264,8 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA
     try:
         fields = json.loads(path.read_text())
-        return Metadata(**{**fields, "arch": check_arch(fields["arch"]), "cuda": int(fields["cuda"])})
+        read = {"arch": check_arch(fields["arch"]), "ptx": bool(fields["ptx"]), "cuda": int(fields["cuda"])}
+        return Metadata(**{**fields, **read})
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise ValueError(f"{path} does not describe a library: {error}") from error
 
@@ -235,21 +278,25 @@ def find_ninja() -> str:
     return found
 
 
-def _ninja_text(source_dir: Path, arch: Sequence[str], toolkit: Toolkit, cxx: str, torch: Path) -> str:
+def _ninja_text(source_dir: Path, flags: Sequence[str], toolkit: Toolkit, cxx: str, torch: Path) -> str:
     """The build as a ninja file. Only torch's side of the library sees torch's headers: with them nvcc is slow."""
-    includes = ["-isystem", f"{torch}/include", "-isystem", str(toolkit.include)]
+    includes = [f"-I{source_dir}", "-isystem", f"{torch}/include", "-isystem", str(toolkit.include)]
     compile_cxx = shlex.join([cxx, *CXX_FLAGS, *includes])
-    compile_cuda = shlex.join([str(toolkit.nvcc), "-ccbin", cxx, *NVCC_FLAGS, *gencode(arch)])
+    compile_cuda = shlex.join([str(toolkit.nvcc), "-ccbin", cxx, *flags, f"-I{source_dir}"])
+    depends = ["  depfile = $out.d", "  deps = gcc"]
     folders = shlex.join([f"-L{torch}/lib", f"-L{toolkit.lib}"])
     lines = [
-        *("rule cpp", f"  command = {_escape(compile_cxx)} -c $in -o $out"),
-        *("rule cu", f"  command = {_escape(compile_cuda)} -c $in -o $out"),
+        *("rule cpp", f"  command = {_escape(compile_cxx)} {' '.join(DEPENDENCY_FLAGS)} -c $in -o $out", *depends),
+        *("rule cu", f"  command = {_escape(compile_cuda)} {' '.join(DEPENDENCY_FLAGS)} -c $in -o $out", *depends),
         "rule link",
         f"  command = {_escape(cxx)} -shared $in -o $out {_escape(folders)} {shlex.join(LINK_LIBRARIES)}",
     ]
-    translated = [path for path in sources(source_dir) if path.suffix in (".cpp", ".cu")]
-    lines += [f"build {path.name}.o: {path.suffix[1:]} {_escape(str(path), path=True)}" for path in translated]
-    lines += [f"build {LIBRARY}: link {' '.join(f'{path.name}.o' for path in translated)}", f"default {LIBRARY}"]
+    objects = []
+    for path in sources(source_dir):
+        if path.suffix in (".cpp", ".cu"):
+            objects.append(_escape(f"objects/{path.relative_to(source_dir).as_posix()}.o", path=True))
+            lines.append(f"build {objects[-1]}: {path.suffix[1:]} {_escape(str(path), path=True)}")
+    lines += [f"build {LIBRARY}: link {' '.join(objects)}", f"default {LIBRARY}"]
     return "\n".join(lines) + "\n"
 
 
@@ -257,12 +304,14 @@ def _escape(text: str, path: bool = False) -> str:
     return re.sub(r"[$ :]" if path else r"\$", r"$\g<0>", text)
 
 
-def _run_ninja(ninja: str, folder: Path) -> None:
+def _run_ninja(ninja: str, folder: Path, told_as: Path) -> None:
+    """Compile what changed; the compiler's text names files as in ``told_as``, which ``folder`` holds a copy of."""
     done = subprocess.run(
         [ninja, "-C", str(folder)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
     )
     if done.returncode != 0:
-        raise BuildError(f"the kernels do not compile here:\n{done.stdout.strip()}")
+        said = done.stdout.replace(str(folder / "csrc"), str(told_as))
+        raise BuildError(f"the kernels do not compile here:\n{said.strip()}")
 
 
 def _output(command: list[str]) -> str:

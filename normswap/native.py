@@ -16,7 +16,8 @@ import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,7 @@ __all__ = [
 PACKAGE = Path(__file__).parent
 CLUSTERS = (9, 10)
 """The major architectures whose kernels are launched in clusters of blocks."""
+LINUX = sys.platform == "linux"
 LOCK_SECONDS = 600.0
 """How long to wait for another process that compiles the same library."""
 
@@ -108,7 +110,7 @@ def _resolve(build: bool) -> NativeStatus:
     global _status, _available, _compiled_in_vain
     with _mutex:
         if _status is None or (build and not _status.available and not _compiled_in_vain):
-            compiling = build and _cuda_available() and not _forbidden()
+            compiling = build and _cuda_available() and LINUX and not _forbidden()
             _status = _find(compiling)
             if _status.available:
                 while _on_load:
@@ -156,6 +158,8 @@ def _compile_here() -> Path:
 
 
 def _why_not_compiled() -> str:
+    if not LINUX:
+        return f"the kernels are compiled on Linux only, and this is {platform.system()}"
     if not _cuda_available():
         return "not compiled, and no GPU here to compile for; `normswap build --arch 80,90,100,120` names some"
     if _forbidden():
@@ -185,7 +189,7 @@ def _misfit(folder: Path) -> str:
     """Why the library in ``folder`` is not for these sources or this machine, or ""."""
     try:
         metadata = builder.read_metadata(folder)
-        current = builder.digest(source_dir(), metadata.arch, metadata.cuda)
+        current = builder.digest(source_dir(), metadata.arch, metadata.cuda, metadata.ptx)
     except (ValueError, BuildError) as error:
         return str(error)
     if metadata.digest != current:
@@ -214,12 +218,13 @@ def _wrong_gpu(metadata: Metadata) -> str:
 
 
 def _serves(metadata: Metadata, gpu: int) -> bool:
-    """Machine code runs within its major version; the newest's PTX on all later GPUs, if the driver knows its CUDA. But
-    code for GPUs without clusters of blocks does not do what those that have them are asked for."""
+    """Machine code runs within its major version; the newest's PTX, if the library has it, on all later GPUs whose
+    driver knows its CUDA. But code for GPUs without clusters of blocks does not do what those that have them are asked
+    for."""
     codes = [int(arch) for arch in metadata.arch]
     same_major = any(code // 10 == gpu // 10 and code <= gpu for code in codes)
     portable = codes[-1] <= gpu and (gpu // 10 not in CLUSTERS or codes[-1] // 10 in CLUSTERS)
-    return same_major or (portable and driver_cuda() >= metadata.cuda)
+    return same_major or (metadata.ptx and portable and driver_cuda() >= metadata.cuda)
 
 
 def local_arch() -> tuple[str, ...]:
@@ -274,7 +279,7 @@ def build(
     toolkit = builder.find_toolkit()
     progress = progress or _print_progress
     if out is not None:
-        return builder.compile_library(source, wanted, toolkit, out, progress)
+        return _compile(source, wanted, toolkit, out, progress)
     return _build_into_cache(source, wanted, toolkit, progress)
 
 
@@ -286,30 +291,51 @@ def _arch_here() -> tuple[str, ...]:
 
 
 def _build_into_cache(source: Path, arch: Sequence[str], toolkit: Toolkit, progress: Callable[[str], None]) -> Path:
-    """Compile beside the cache entry and rename: a reader sees a whole entry or none. The lock is the kernel's (flock),
-    so it dies with its process; under it a leftover of a killed build is cleared away."""
+    """Compile beside the cache entry and rename: a reader sees a whole entry or none. Under the lock a leftover of a
+    killed build is cleared away."""
     entry = cache_dir() / builder.digest(source, arch, toolkit.cuda)
-    entry.parent.mkdir(parents=True, exist_ok=True)
+    with _one_process(entry.with_suffix(".lock")):
+        if (entry / LIBRARY).is_file() and (entry / METADATA).is_file():
+            return entry / LIBRARY
+        unfinished = entry.with_suffix(".unfinished")
+        for leftover in (entry, unfinished):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        try:
+            _compile(source, arch, toolkit, unfinished, progress)
+            if builder.read_metadata(unfinished).digest != entry.name:
+                raise BuildError(f"{source} was changed while it was being compiled; run `normswap build` again")
+            unfinished.rename(entry)
+        finally:
+            if unfinished.exists():
+                shutil.rmtree(unfinished)
+    return entry / LIBRARY
+
+
+def _compile(source: Path, arch: Sequence[str], toolkit: Toolkit, out: Path, progress: Callable[[str], None]) -> Path:
+    """Compile into ``out`` what has changed since the last time: the cache keeps the objects of each sources folder."""
+    work = cache_dir() / "build" / builder.work_key(source, arch, toolkit)
+    with _one_process(work.with_suffix(".lock")):
+        return builder.compile_library(source, arch, toolkit, out, progress, work=work)
+
+
+@contextmanager
+def _one_process(lock: Path) -> Iterator[None]:
+    """Wait until no other process is in a block of the same ``lock``. The lock is the system's, so it dies with its
+    process. Raises BuildError after LOCK_SECONDS, OSError where the cache cannot be written."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    held = FileLock(lock)
     try:
-        with FileLock(entry.with_suffix(".lock"), timeout=LOCK_SECONDS):
-            if (entry / LIBRARY).is_file() and (entry / METADATA).is_file():
-                return entry / LIBRARY
-            unfinished = entry.with_suffix(".unfinished")
-            for leftover in (entry, unfinished):
-                if leftover.exists():
-                    shutil.rmtree(leftover)
-            try:
-                builder.compile_library(source, arch, toolkit, unfinished, progress)
-                unfinished.rename(entry)
-            finally:
-                if unfinished.exists():
-                    shutil.rmtree(unfinished)
+        held.acquire(timeout=LOCK_SECONDS)
     except Timeout as error:
         raise BuildError(
             f"another process has been compiling the kernels for {LOCK_SECONDS:.0f} s; "
             f"end the one that holds {error.lock_file}"
         ) from error
-    return entry / LIBRARY
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def _print_progress(line: str) -> None:

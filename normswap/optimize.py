@@ -82,7 +82,7 @@ def optimize(
             proofs = _proofs(target, found.swaps, run, validate, _first_tensor(example_inputs, example_kwargs))
             found = _settle(target, found, proofs, on_mismatch, journal.undo)
             decision = None
-            compiled = _is_compiled(target) if for_compile is None else for_compile
+            compiled = _is_compiled(model) if for_compile is None else for_compile
             known = run if found.swaps and _can_be_timed(target, example_inputs, example_kwargs) else None
             if known is not None and min_speedup is not None and not compiled:
                 decision = timing.decide_sites(target, found.swaps, known, min_speedup)

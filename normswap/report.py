@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -105,7 +105,8 @@ class Report:
                 groups.setdefault((row["reason"], row["cure"]), []).append(row["name"] or "(root)")
             for (reason, cure), names in groups.items():
                 more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                yield f"{title}: {', '.join(names[:_SHOWN])}{more}: {reason}" + (f"; cure: {cure}" if cure else "")
+                told = reason + _figures([row for row in rows if row["reason"] == reason])
+                yield f"{title}: {', '.join(names[:_SHOWN])}{more}: {told}" + (f"; cure: {cure}" if cure else "")
 
 
 def _line(kind: str, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
@@ -125,15 +126,24 @@ def _line(kind: str, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
 _TIMES = ("device us", "ours", "host us", "ours", "gain")
 
 
-def _times(timed: list[Mapping[str, Any]]) -> tuple[str, ...]:
+def _times(timed: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     if not timed:
         return ("-",) * len(_TIMES)
     calls = sum(row["calls"] for row in timed)
     names = ("eager_device_us", "ours_device_us", "eager_host_us", "ours_host_us")
     means = (sum(row["calls"] * row[name] for row in timed) / calls for name in names)
-    before = sum(row["calls"] * row[f"eager_{row['bound']}_us"] for row in timed)
-    after = sum(row["calls"] * row[f"ours_{row['bound']}_us"] for row in timed)
-    return (*(f"{mean:.1f}" for mean in means), f"{before / after:.2f}x" if after else "-")
+    before = [row["calls"] * row[f"eager_{row['bound']}_us"] for row in timed]
+    after = sum(us / row["gain"] for us, row in zip(before, timed, strict=True))
+    return (*(f"{mean:.1f}" for mean in means), f"{sum(before) / after:.2f}x" if after else "-")
+
+
+def _figures(rows: list[dict[str, Any]]) -> str:
+    """What sites took that were put back, of the device and of the host."""
+    timed = [row for row in rows if row["status"] == "slower" and row.get("gain") is not None]
+    if not timed:
+        return ""
+    device, ours_device, host, ours_host, _ = _times(timed)
+    return f": device {device} -> {ours_device} us a call, host {host} -> {ours_host}"
 
 
 def _timed(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

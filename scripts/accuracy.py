@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,17 @@ SHORT_LENGTHS = {
     **{"split": (2050,), "team": (33_000, 140_000), "both": (2_170_000,)},
 }
 ROWS = 5
+
+
+PATHS: tuple[tuple[str, str, Callable[[], nn.Module], tuple[int, ...]], ...] = (
+    ("group_norm", "channels_last", lambda: nn.GroupNorm(8, 64), (3, 64, 30, 31)),
+    ("group_norm", "channels_last", lambda: nn.GroupNorm(3, 12), (2, 12, 5, 7)),
+    ("l1_norm", "over channels", L1Norm, (3, 130, 20, 11)),
+    ("rms_norm", "over channels", ChannelRMSNorm, (3, 130, 20, 11)),
+    ("linear_scale_batch_norm", "eval", lambda: LinearScaleBatchNorm(48, 96), (300, 48)),
+    ("linear_scale_batch_norm", "train", lambda: LinearScaleBatchNorm(48, 96), (300, 48)),
+)
+"""What is not done by rows: kind, path, module, shape."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +89,6 @@ def settings(
     means: Iterable[float] = MEANS,
 ) -> Iterator[Setting]:
     """All of them: rows of ``lengths`` in each regime that can do them, then the kinds that have other paths."""
-    paths: tuple[tuple[str, str, Callable[[], nn.Module], tuple[int, ...]], ...] = (
-        ("group_norm", "channels_last", lambda: nn.GroupNorm(8, 64), (3, 64, 30, 31)),
-        ("group_norm", "channels_last", lambda: nn.GroupNorm(3, 12), (2, 12, 5, 7)),
-        ("l1_norm", "over channels", L1Norm, (3, 130, 20, 11)),
-        ("rms_norm", "over channels", ChannelRMSNorm, (3, 130, 20, 11)),
-        ("linear_scale_batch_norm", "eval", lambda: LinearScaleBatchNorm(48, 96), (300, 48)),
-        ("linear_scale_batch_norm", "train", lambda: LinearScaleBatchNorm(48, 96), (300, 48)),
-    )
     for dtype, mean, shifted in itertools.product(dtypes, means, (False, True)):
         for regime, columns in itertools.chain.from_iterable(
             ((regime, n) for n in of) for regime, of in lengths.items()
@@ -93,7 +96,7 @@ def settings(
             if can_be_done(columns, dtype, regime, shifted):
                 for kind, make, shape in _row_kinds(columns):
                     yield Setting(kind, regime, make, shape, dtype, mean, shifted)
-        for kind, path, make, shape in paths:
+        for kind, path, make, shape in PATHS:
             if make is ChannelRMSNorm and dtype is not torch.float32:
                 continue  # it rounds every step to 16 bits, which no kernel of ours does: such a call runs as it is
             yield Setting(kind, path, make, shape, dtype, mean, shifted)
@@ -167,10 +170,13 @@ def referee(match: Match, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]
     return reference, magnitudes(match, exact, x.double(), x.dtype).output
 
 
-def measure_all() -> list[dict[str, Any]]:
-    """The worst of each kind, regime, dtype and mean, over lengths and alignments."""
+KINDS = tuple(dict.fromkeys(kind for kind, *_ in (*_row_kinds(2), *PATHS)))
+
+
+def measure_all(kinds: Collection[str] = KINDS) -> list[dict[str, Any]]:
+    """The worst of each of ``kinds``, and regime, dtype and mean, over lengths and alignments."""
     worst: dict[tuple[str, str, str, float], list[float]] = {}
-    for setting in settings():
+    for setting in (setting for setting in settings() if setting.kind in kinds):
         key = (setting.kind, setting.regime, str(setting.dtype).removeprefix("torch."), setting.mean)
         found = worst.setdefault(key, [0.0, 0.0])
         found[:] = map(max, found, shares(setting))

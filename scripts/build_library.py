@@ -57,9 +57,10 @@ class BuildPy(build_py):
         for folder in (package / "csrc", package / "lib"):
             if folder.exists():  # of an earlier build in this folder
                 shutil.rmtree(folder)
-        (package / "csrc").mkdir()
         for source in load_builder().sources(ROOT / "csrc"):
-            shutil.copy2(source, package / "csrc")
+            copied = package / source.relative_to(ROOT)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copied)
         if reason := why_pure():
             tell(f"a pure wheel, without the compiled kernels: {reason}")
             tell("for a wheel with them: `pip install torch ninja`, then `pip wheel . --no-build-isolation --no-deps`")
@@ -68,10 +69,10 @@ class BuildPy(build_py):
 
 
 def compile_into(folder: Path) -> None:
-    """Compile for NORMSWAP_ARCH ("80,90"), by default for every architecture the wheels serve."""
+    """Compile for NORMSWAP_ARCH ("80,90"), by default for every architecture the wheels serve, and for later GPUs."""
     builder = load_builder()
     arch = os.environ.get("NORMSWAP_ARCH", ",".join(builder.WHEEL_ARCH)).split(",")
-    builder.compile_library(ROOT / "csrc", arch, builder.find_toolkit(), folder, tell)
+    builder.compile_library(ROOT / "csrc", arch, builder.find_toolkit(), folder, tell, ptx=True)
 
 
 def tell(line: str) -> None:

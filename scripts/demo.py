@@ -133,19 +133,21 @@ def latencies(before: nn.Module, after: nn.Module, x: torch.Tensor) -> tuple[flo
 
 def speed() -> None:
     import benchmark
+    import device_time
     import readme_tables
+    import record
 
     if torch.cuda.is_available():
         say("4. Speed on this GPU")
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
         shrink = next(s for s in (1, 2, 4, 8, 16) if s == 16 or memory / (56 / s) > 1.05)
-        print(benchmark.table(benchmark.measure_all(shrink, four=True)))
+        rate = device_time.copy_rate()
+        print(benchmark.table(list(benchmark.measured(benchmark.chosen(["headline"], shrink), rate))))
         return
     say("4. Speed: this machine has no GPU. Recorded earlier on another machine, not here:")
-    record = json.loads((ROOT / "tests" / "gpu_record.json").read_text())
-    print(benchmark.table(record["benchmark"]))
-    if record["benchmark"]["kernel_sources"] != readme_tables.kernel_digest():
-        print(readme_tables.OLDER.strip())
+    known = record.load()
+    rows = readme_tables.noted(known, known["benchmark"], record.engines_of_row)
+    print(f"{readme_tables.measured_on(known, rows)}\n{benchmark.table(rows)}")
 
 
 def main() -> None:

@@ -13,18 +13,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import readme_tables
+import engines
+import record as records
 import torch
+from record import Record, Row
 
 from normswap import native
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "tests" / "gpu_record.json"
 SANITIZED = "tests/gpu/test_sanitized_sweep.py"
 TOOLS = ("memcheck", "racecheck")
 ALONE = ("test_workloads.py", "test_cost.py")
@@ -35,38 +36,32 @@ Told = dict[str, dict[str, float]]
 """Figures by test and name."""
 
 
-def run_tests(
-    only: list[str], before: dict[str, Any], beside: Callable[[], None], keep: Callable[[dict[str, Any], Told], None]
-) -> None:
-    """Hand to ``keep``, whenever a file has ended, how many of tests/gpu (or of the files named ``only``; the others'
-    are those of ``before``) passed, failed and were skipped, which files have not ended, and what tests told by
-    record_property. A process a file, several at once and ``beside`` with them, but none beside those that time;
-    those that took longest before start first. Prints what fails; raises what ``beside`` does, in the end."""
-    earlier = before.get("files", {})
-    took = {name: found["seconds"] for name, found in earlier.items()}
-    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda file: -took.get(file.name, 1e9))
+def test_files(only: Sequence[str]) -> list[Path]:
+    """The files of tests/gpu, or those of these names. Raises SystemExit for a name that is none."""
+    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     if unknown := set(only) - {file.name for file in files}:
         raise SystemExit(f"no such file in tests/gpu: {', '.join(sorted(unknown))}")
-    counts = {name: found for name, found in earlier.items() if only and name not in only}
-    files = [file for file in files if not only or file.name in only]
-    awaited = {*(before.get("unfinished", ()) if only else ()), *(file.name for file in files)}
-    told: Told = {}
+    return [file for file in files if not only or file.name in only]
 
-    def ended(file: Path, found: tuple[dict[str, Any], Told]) -> None:
-        counts[file.name] = found[0]
-        told.update({f"{file.stem}: {test}": figures for test, figures in found[1].items()})
-        totals = {outcome: sum(one[outcome] for one in counts.values()) for outcome in ("passed", "failed", "skipped")}
-        unfinished = sorted(awaited - set(counts))
-        keep({**totals, "files": dict(sorted(counts.items())), "unfinished": unfinished}, dict(sorted(told.items())))
 
+def run_tests(
+    files: Sequence[Path],
+    took: dict[str, float],
+    beside: Callable[[], None],
+    keep: Callable[[str, dict[str, Any], Told], None],
+) -> None:
+    """Hand to ``keep``, whenever a file has ended, its name, how many of its tests passed, failed and were skipped, and
+    what they told by record_property. A process a file, several at once and ``beside`` with them, but none beside those
+    that time; those that took longest before start first. Prints what fails; in the end raises what ``beside`` did."""
+    files = sorted(files, key=lambda file: -took.get(file.name, 1e9))
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool, concurrent.futures.ThreadPoolExecutor(1) as aside:
         running = {pool.submit(_run_file, file): file for file in files if file.name not in ALONE}
         also = aside.submit(beside)
         for done in concurrent.futures.as_completed(running):
-            ended(running[done], done.result())
+            keep(running[done].name, *done.result())
     for file in files:
         if file.name in ALONE:
-            ended(file, _run_file(file))
+            keep(file.name, *_run_file(file))
     also.result()
 
 
@@ -114,87 +109,144 @@ def run_sanitizer(tool: str) -> dict[str, Any]:
     return {"tool": tool, "exit": done.returncode, "seconds": round(time.monotonic() - started), "result": result}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tests", nargs="*", metavar="FILE", help="tests/gpu, or these files of it once more")
-    parser.add_argument("--sanitizer", action="store_true", help="compute-sanitizer memcheck and racecheck")
-    parser.add_argument("--benchmark", action="store_true", help="time the kernels beside their peers")
-    parser.add_argument("--accuracy", action="store_true", help="errors beside PyTorch's own")
-    parser.add_argument("--models", nargs="*", metavar="MODEL", help="whole models of timm and transformers, or these")
-    parser.add_argument("--eager", action="store_true", help="with --models: without torch.compile, which is slow")
-    chosen = parser.parse_args()
-    everything = all(value in (None, False) for value in vars(chosen).values())
-    status = native.load(build=True)
-    if not torch.cuda.is_available() or not status.available:
-        raise SystemExit(f"gpu_check needs a CUDA device and the library: {status.reason}")
-    digest = readme_tables.kernel_digest()
-    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    tests_before = record.get("tests", {})
-    if record.get("kernel_sources") != digest:  # the benchmark says of which kernels it is
-        record = {"benchmark": record["benchmark"]} if "benchmark" in record else {}
-    record |= {
+class Checking:
+    """What is recorded while parts run: each is merged into the record as it ends, with one stamp."""
+
+    def __init__(self, record: Record, path: Path, made: dict[str, Any]) -> None:
+        self.record, self.path, self.failed = record, path, False
+        self._made = made
+        self._alone = threading.RLock()
+
+    def add(
+        self, part: str, rows: Sequence[Row], key: Callable[[Row], object], order: Sequence[object] | None = None
+    ) -> None:
+        """Put ``rows`` in the place of those of the same key; see records.merged."""
+        with self._alone:
+            name = records.stamp(self.record, self._made)
+            new = [{**row, "stamp": name} for row in rows]
+            self.record[part] = records.merged(self.record[part], new, key, order)
+            records.save(self.record, self.path)
+
+    def add_tests(self, file: str, counts: dict[str, Any], told: Told) -> None:
+        with self._alone:
+            self.failed |= bool(counts["failed"])
+            tests = self.record["tests"] | {
+                file: {**counts, "told": told, "stamp": records.stamp(self.record, self._made)}
+            }
+            there = {one.name for one in test_files(())}
+            self.record["tests"] = {name: tests[name] for name in sorted(tests) if name in there}
+            records.save(self.record, self.path)
+
+    # --- the parts ---
+
+    def benchmark(self, patterns: Sequence[str]) -> None:
+        import benchmark
+        from device_time import copy_rate
+
+        these, rate = benchmark.chosen([one for one in patterns if one != "host"]), copy_rate()
+        self._made |= {"peers": benchmark.versions(), "copy_GB_per_s": rate / 1e6}
+        order = [(w.name, w.shape, w.what, w.mode) for w in benchmark.all_workloads()]
+        rows = []
+        for row in benchmark.measured([] if patterns == ["host"] else these, rate):
+            rows.append(row)
+            self.add("benchmark", [row], records.key_of_row, order)
+        host = benchmark.host_costs() if not patterns or "host" in patterns else []
+        self.add("host", host, lambda row: (row["module"], row["gradients"]))
+        print(benchmark.table(rows, host), flush=True)
+        self.failed |= bool(benchmark.summary(rows)["not_proved"])
+
+    def models(self, names: Sequence[str], compiling: bool) -> None:
+        import check_models
+
+        rows = check_models.check_all(names, compiling)
+        if not names:
+            self.record["models"] = []
+        measured = {row["model"] for row in rows}
+        self.record["models"] = [row for row in self.record["models"] if row["model"] not in measured]
+        self.add("models", rows, lambda row: json.dumps(row, sort_keys=True))
+        print(check_models.table(rows), flush=True)
+        self.failed |= any(row["problems"] for row in rows)
+
+    def accuracy(self, kinds: Sequence[str]) -> None:
+        import accuracy
+
+        if unknown := set(kinds) - set(accuracy.KINDS):
+            raise SystemExit(f"no such kind: {', '.join(sorted(unknown))}; there are {', '.join(accuracy.KINDS)}")
+        errors = accuracy.measure_all(kinds or accuracy.KINDS)
+        measured = {row["kind"] for row in errors}
+        self.record["errors"] = [row for row in self.record["errors"] if row["kind"] not in measured]
+        self.add("errors", errors, records.key_of_error)
+        print(accuracy.table(errors), flush=True)
+        self.failed |= bool(accuracy.beyond(errors))
+
+    def sanitizer(self, tools: Sequence[str]) -> None:
+        with concurrent.futures.ThreadPoolExecutor(len(TOOLS)) as pool:
+            for run in pool.map(run_sanitizer, tools or TOOLS):
+                self.add("sanitizer", [run], lambda row: row["tool"])
+                print(run, flush=True)
+                self.failed |= run.get("exit") != 0
+
+    def tests(self, only: Sequence[str], beside: Callable[[], None]) -> None:
+        took = {name: found["seconds"] for name, found in self.record["tests"].items()}
+        run_tests(test_files(only), took, beside, self.add_tests)
+
+
+def made_here() -> dict[str, Any]:
+    """What a stamp says of figures made now, here."""
+    return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "driver": native.driver_cuda(),
         "date": datetime.date.today().isoformat(),
-        "kernel_sources": digest,
+        "sources": engines.digests(),
     }
-    failed, one_at_a_time = False, threading.Lock()
 
-    def add(**sections: Any) -> None:
-        """Written after every section, so that what was found is kept if a later one is cut short."""
-        with one_at_a_time, tempfile.TemporaryDirectory(dir=RECORD.parent) as folder:
-            record.update(sections)
-            written = Path(folder, RECORD.name)
-            written.write_text(json.dumps(record, indent=2) + "\n")
-            written.replace(RECORD)
 
-    if chosen.benchmark or everything:
-        import benchmark
+def asked(arguments: Sequence[str] | None = None) -> tuple[dict[str, list[str] | None], bool]:
+    """The parts to run, each with what of it, [] for all of it and None for those that are not to run; and whether the
+    models are also compiled."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tests", nargs="*", metavar="FILE", help="tests/gpu, or these files of it")
+    parser.add_argument("--sanitizer", nargs="*", metavar="TOOL", help=f"compute-sanitizer, or of {', '.join(TOOLS)}")
+    parser.add_argument(
+        "--benchmark", nargs="*", metavar="PATTERN", help="the kernels beside their peers; `host`, a tag"
+    )
+    parser.add_argument("--accuracy", nargs="*", metavar="KIND", help="errors beside PyTorch's own")
+    parser.add_argument("--models", nargs="*", metavar="NAME", help="whole models of timm and transformers")
+    parser.add_argument("--eager", action="store_true", help="with --models: without torch.compile, which is slow")
+    found = vars(parser.parse_args(arguments))
+    compiling = not found.pop("eager")
+    return (found if any(value is not None for value in found.values()) else {part: [] for part in found}), compiling
 
-        found = benchmark.measure_all()
-        add(benchmark={**found, "kernel_sources": digest})
-        print(benchmark.table(found), flush=True)
-        failed |= bool(found["summary"]["not_proved"])
-    if chosen.models is not None or everything:
-        import check_models
 
-        rows = check_models.check_all(chosen.models or (), not chosen.eager)
-        fresh = {row["model"] for row in rows}
-        add(models=[*(row for row in record.get("models", ()) if row["model"] not in fresh), *rows])
-        print(check_models.table(rows), flush=True)
-        failed |= any(row["problems"] for row in rows)
+def main() -> None:
+    wanted, compiling = asked()
+    status = native.load(build=True)
+    if not torch.cuda.is_available() or not status.available:
+        raise SystemExit(f"gpu_check needs a CUDA device and the library: {status.reason}")
+    checking = Checking(records.load(), records.RECORD, made_here())
 
     def beside() -> None:
-        nonlocal failed
-        with concurrent.futures.ThreadPoolExecutor(len(TOOLS)) as pool:
-            sanitized = pool.map(run_sanitizer, TOOLS if chosen.sanitizer or everything else ())
-            if chosen.accuracy or everything:
-                import accuracy
+        """Runs beside the tests, which take more of the host than of the device."""
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            tools = wanted["sanitizer"]
+            sanitized = None if tools is None else pool.submit(checking.sanitizer, tools)
+            if (kinds := wanted["accuracy"]) is not None:
+                checking.accuracy(kinds)
+            if sanitized is not None:
+                sanitized.result()
 
-                errors = accuracy.measure_all()
-                add(errors=errors)
-                print(accuracy.table(errors), flush=True)
-                failed |= bool(accuracy.beyond(errors))
-            if chosen.sanitizer or everything:
-                runs = list(sanitized)
-                add(sanitizer=runs)
-                print(*runs, sep="\n", flush=True)
-                failed |= any(run.get("exit") != 0 for run in runs)
-
-    if chosen.tests is not None or everything:
-        only = chosen.tests or []
-
-        def keep(tests: dict[str, Any], told: Told) -> None:
-            add(tests=tests, proof=record.get("proof", {}) | told)
-
-        run_tests(only, record.get("tests", {}) if only else tests_before, beside, keep)
-        failed |= bool(record["tests"]["failed"])
+    if (patterns := wanted["benchmark"]) is not None:
+        checking.benchmark(patterns)
+    if (names := wanted["models"]) is not None:
+        checking.models(names, compiling)
+    if (files := wanted["tests"]) is not None:
+        checking.tests(files, beside)
     else:
         beside()
-    print(f"wrote {RECORD}")
-    sys.exit(failed)
+    print(f"wrote {records.RECORD}")
+    sys.exit(checking.failed)
 
 
 if __name__ == "__main__":

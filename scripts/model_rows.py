@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from workloads import randomised
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class Row:
 
     def made(self) -> tuple[nn.Module, list[Tensor]]:
         dtype = torch.float32 if self.training else self.dtype
-        model = randomised(self.make()).cuda().to(dtype).train(self.training)
+        with torch.device("cuda"):
+            model = drawn(self.make()).to(dtype).train(self.training)
         inputs = [x.cuda().to(dtype) if x.is_floating_point() else x.cuda() for x in self.inputs()]
         if self.channels_last:
             model = model.to(memory_format=torch.channels_last)
@@ -43,6 +43,16 @@ class Row:
         """In which it is run and optimized."""
         with torch.set_grad_enabled(self.training), torch.autocast("cuda", self.dtype, enabled=self.training):
             yield
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """Random weights and biases, made where the model is: a norm that forgets them shows."""
+    with torch.no_grad():
+        for module in model.modules():
+            is_norm = "Norm" in type(module).__name__
+            for parameter in module.parameters(recurse=False):
+                parameter.normal_(1.0 if is_norm else 0.0, 0.2 if parameter.dim() < 2 else 0.02)
+    return model
 
 
 def timm_model(name: str) -> Callable[[], nn.Module]:

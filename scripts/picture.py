@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+Row = dict[str, Any]
 
 PANELS = ("layer_norm", "rms_norm", "group_norm", "others")
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "channels_last": "nhwc"}
@@ -24,10 +27,12 @@ STYLES = {
 ROW_INCHES, WIDTH = 0.2, 11.0
 
 
-def panels(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """What is shown: for each panel, by size, a label with percents of the floor by name and the target's."""
-    shown: dict[str, list[dict[str, Any]]] = {name: [] for name in PANELS}
-    for row in sorted(found["rows"], key=lambda row: row["floor_ms"]):
+def panels(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """What is shown of the headline and common rows: for each panel, by size, a label with percents of the floor by
+    name and the target's."""
+    shown: dict[str, list[Row]] = {name: [] for name in PANELS}
+    chosen = [row for row in rows if {"headline", "common"} & set(row["tags"])]
+    for row in sorted(chosen, key=lambda row: row["floor_ms"]):
         kind = row["workload"].split()[0]
         percent = {name: _percent(row, ms) for name, ms in row["ms"].items() if name in STYLES}
         target = None if row["target_ms"] is None else _percent(row, row["target_ms"])
@@ -47,9 +52,9 @@ def _label(row: dict[str, Any], panel: str) -> str:
     return " ".join(word for word in (name, "x".join(map(str, row["shape"])), what, train) if word)
 
 
-def digest(found: dict[str, Any]) -> str:
+def digest(rows: Iterable[Row]) -> str:
     """What names the figures shown."""
-    return hashlib.sha256(json.dumps(panels(found)).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(panels(rows)).encode()).hexdigest()[:16]
 
 
 def shows(picture: Path) -> str:
@@ -58,27 +63,27 @@ def shows(picture: Path) -> str:
     return text.partition("figures ")[2].partition("<")[0]
 
 
-def draw(found: dict[str, Any], picture: Path) -> None:
+def draw(rows: Sequence[Row], picture: Path) -> None:
     """Write ``picture``, an SVG file."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    shown = panels(found)
+    shown = panels(rows)
     inches = {name: ROW_INCHES * len(rows) for name, rows in shown.items()}
     height = sum(inches.values()) + 0.45 * len(shown) + 0.9
     with matplotlib.rc_context({"svg.hashsalt": "normswap", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(WIDTH, height))
         figure.patch.set_facecolor("white")
         top = height - 0.75
-        names = [name for name in STYLES if any(name in row["ms"] for row in found["rows"])]
-        for name, rows in shown.items():
+        names = [name for name in STYLES if any(name in row["ms"] for row in rows)]
+        for name, group in shown.items():
             axes = figure.add_axes((0.3, (top - inches[name]) / height, 0.67, inches[name] / height))
-            _panel(axes, name, rows, names)
+            _panel(axes, name, group, names)
             top -= inches[name] + 0.45
         axes.set_xlabel("percent of the floor")
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper center", ncol=len(labels), frameon=False)
-        metadata = {"Date": None, "Creator": "normswap", "Description": f"figures {digest(found)}"}
+        metadata = {"Date": None, "Creator": "normswap", "Description": f"figures {digest(rows)}"}
         picture.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(picture, format="svg", metadata=metadata)
 

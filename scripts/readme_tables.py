@@ -1,33 +1,30 @@
-"""Write README's figures and the picture from tests/gpu_record.json. Needs matplotlib.
+"""Write the figures of README.md and docs/benchmark.md, and the picture, from tests/gpu_record.json. Needs matplotlib.
 
 python scripts/readme_tables.py
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import accuracy
 import benchmark
+import engines
 import picture
-from check_models import WAYS
-
-from normswap import builder, native
+import record as records
+from record import Record, Row
 
 ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+MORE = ROOT / "docs" / "benchmark.md"
 PICTURE = ROOT / "docs" / "benchmark.svg"
-NOT_YET = "Not measured with these kernels yet."
-OLDER = "\nThe kernels have changed since; they are to be measured again."
+NOT_YET = "Not measured yet."
 
-
-def kernel_digest() -> str:
-    """What names the kernel sources in a record."""
-    return hashlib.sha256(b"".join(f.read_bytes() for f in builder.sources(native.source_dir()))).hexdigest()[:16]
+IN_README = ("measured on", "summary", "benchmark", "host", "models", "errors", "proof", "checks")
+IN_MORE = ("networks on", "networks summary", "networks", "backward on", "backward summary", "backward")
 
 
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -35,30 +32,90 @@ def markdown(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([lines[0], "|---" * len(headers) + "|", *lines[1:]])
 
 
-def tables(record: dict[str, Any]) -> dict[str, str]:
-    """The text between the markers of each name in README."""
-    found = record["benchmark"]
-    names = benchmark.columns(found["rows"])
-    models = [
-        (r["model"], r["dtype"], r["swapped"], *(f"{r['ms'][way]:.2f}" if way in r["ms"] else "-" for way in WAYS))
-        for r in record.get("models", ())
-    ]
-    peers = "".join(f", {name} {version}" for name, version in found["peers"].items())
+def noted(known: Record, rows: Iterable[Row], of: Callable[[Row], Sequence[str]]) -> list[Row]:
+    """The rows, each with a note where it is stale, and of its device where there are several."""
+    rows, now = list(rows), engines.digests()
+    several = len({known["stamps"][row["stamp"]]["device"] for row in rows}) > 1
+    found = []
+    for row in rows:
+        words = [known["stamps"][row["stamp"]]["device"]] if several else []
+        words += [records.AGAIN] if records.is_stale(known, row, of(row), now) else []
+        found.append({**row, "note": ", ".join(words)})
+    return found
+
+
+def first_cell(text: object, row: Row) -> str:
+    return f"{text} ({row['note']})" if row["note"] else str(text)
+
+
+def measured_on(known: Record, rows: Sequence[Row]) -> str:
+    """Where and when rows of the benchmark were measured, and how many of them are stale."""
+    counts = Counter(row["stamp"] for row in rows)
+    places = [f"{count} rows on {benchmark.where(known['stamps'][name])}" for name, count in counts.items()]
+    stale = sum(records.AGAIN in row["note"] for row in rows)
+    again = f" The kernels of {stale} of them have changed since; they are {records.AGAIN}." if stale else ""
+    return f"{'; '.join(places)}.{again}" if places else NOT_YET
+
+
+def benchmark_tables(known: Record, prefix: str, tags: set[str]) -> dict[str, str]:
+    """Where the rows with one of ``tags`` were measured, what is to be said of them, and their table."""
+    chosen = [row for row in known["benchmark"] if tags & set(row["tags"])]
+    rows = noted(known, chosen, records.engines_of_row)
+    names = benchmark.columns(rows)
     return {
-        "measured on": f"One {found['device']}, torch {found['torch']}{peers}, {found['date']}; the copy rate is "
-        f"{found['copy_GB_per_s']:.0f} GB/s.{'' if found['kernel_sources'] == kernel_digest() else OLDER}",
-        "summary": " ".join(benchmark.told(found["summary"])),
-        "benchmark": markdown(benchmark.headers(found["rows"]), [benchmark.cells(row, names) for row in found["rows"]]),
-        "host": markdown(benchmark.HOST_HEADERS, [benchmark.host_cells(row) for row in found["host"]]),
-        "models": markdown(("model", "dtype", "swapped", *WAYS), models) if models else NOT_YET,
-        "errors": markdown(accuracy.HEADERS, accuracy.cells(record["errors"])) if "errors" in record else NOT_YET,
-        "proof": proof_line(record.get("proof", {})),
-        "checks": checks_line(record.get("tests"), record.get("sanitizer")),
+        f"{prefix} on": measured_on(known, rows),
+        f"{prefix} summary": " ".join(benchmark.told(benchmark.summary(rows))) if rows else NOT_YET,
+        prefix: markdown(benchmark.headers(rows), [benchmark.cells(row, names) for row in rows]) if rows else NOT_YET,
     }
 
 
-def proof_line(told: dict[str, dict[str, float]]) -> str:
+def tables(known: Record) -> dict[str, str]:
+    """The text between the markers of each name."""
+    own = benchmark_tables(known, "benchmark", {"headline", "common"})
+    return {
+        "measured on": own.pop("benchmark on"),
+        "summary": own.pop("benchmark summary"),
+        **own,
+        **benchmark_tables(known, "networks", {"network"}),
+        **benchmark_tables(known, "backward", {"backward"}),
+        "host": host_table(known),
+        "models": models_table(known),
+        "errors": errors_table(known),
+        "proof": proof_line(known["tests"]),
+        "checks": checks_line(known),
+    }
+
+
+def host_table(known: Record) -> str:
+    rows = noted(known, known["host"], lambda row: (engines.PYTHON,))
+    cells = [(first_cell(shown, row), *rest) for row in rows for shown, *rest in [benchmark.host_cells(row)]]
+    return markdown(benchmark.HOST_HEADERS, cells) if cells else NOT_YET
+
+
+def models_table(known: Record) -> str:
+    """Milliseconds of whole models, a column for each way that one of them was run."""
+    rows = noted(known, known["models"], lambda row: engines.ENGINES)
+    ways = dict.fromkeys(way for row in sorted(rows, key=lambda row: -len(row["ms"])) for way in row["ms"])
+    cells = [
+        (
+            *(first_cell(row["model"], row), row["dtype"], row["swapped"]),
+            *(f"{row['ms'][way]:.2f}" if way in row["ms"] else "-" for way in ways),
+        )
+        for row in rows
+    ]
+    return markdown(("model", "dtype", "swapped", *ways), cells) if cells else NOT_YET
+
+
+def errors_table(known: Record) -> str:
+    rows = noted(known, known["errors"], records.engines_of_error)
+    notes = {row["kind"]: row for row in rows if row["note"]}
+    cells = [(first_cell(kind, notes[kind]) if kind in notes else kind, *rest) for kind, *rest in accuracy.cells(rows)]
+    return markdown(accuracy.HEADERS, cells) if cells else NOT_YET
+
+
+def proof_line(tests: dict[str, Row]) -> str:
     """What the tests of the proof told: false alarms, seconds, memory."""
+    told = {test: figures for found in tests.values() for test, figures in found["told"].items()}
 
     def of(name: str) -> dict[str, dict[str, float]]:
         return {test: found for test, found in told.items() if name in found}
@@ -79,36 +136,43 @@ def proof_line(told: dict[str, dict[str, float]]) -> str:
     )
 
 
-def checks_line(tests: dict[str, Any] | None, sanitizer: list[dict[str, Any]] | None) -> str:
-    """How the tests on the GPU ended, in which files some failed, and compute-sanitizer."""
-    told = "The tests on the GPU have not been recorded with these kernels yet"
-    if tests is not None:
-        failed = [name for name, found in tests["files"].items() if found["failed"]]
+def checks_line(known: Record) -> str:
+    """How the tests on the GPU ended, in which files some failed or are to be run again, and compute-sanitizer."""
+    now, tests = engines.digests(), known["tests"]
+    told = "The tests on the GPU have not been recorded yet"
+    if tests:
+        passed, failing = (sum(found[outcome] for found in tests.values()) for outcome in ("passed", "failed"))
+        failed = [name for name, found in tests.items() if found["failed"]]
         where = f" ({', '.join(f'`{name}`' for name in failed)})" if failed else ""
-        told = f"On the GPU {tests['passed']} tests passed, {tests['failed']} failed{where}"
-        if unfinished := tests.get("unfinished"):
-            told += f", {len(unfinished)} files did not end ({', '.join(f'`{name}`' for name in unfinished)})"
-    if sanitizer is None:
-        return f"{told}; compute-sanitizer has not been run over these kernels yet."
-    tools = ", ".join(f"{run['tool']} {'clean' if run.get('exit') == 0 else 'NOT CLEAN'}" for run in sanitizer)
-    return f"{told}; compute-sanitizer over every regime and path, forward and backward: {tools}."
+        told = f"On the GPU {passed} tests passed, {failing} failed{where}"
+        stale = [name for name, found in tests.items() if records.is_stale(known, found, engines.of_tests(name), now)]
+        if stale:
+            told += f"; {len(stale)} of {len(tests)} files are to be run again after later changes"
+    if not known["sanitizer"]:
+        return f"{told}; compute-sanitizer has not been run yet."
+    tools = []
+    for run in known["sanitizer"]:
+        again = " (to be run again)" if records.is_stale(known, run, engines.KERNELS, now) else ""
+        tools.append(f"{run['tool']} {'clean' if run.get('exit') == 0 else 'NOT CLEAN'}{again}")
+    return f"{told}; compute-sanitizer over every regime and path, forward and backward: {', '.join(tools)}."
 
 
-def filled(text: str, record: dict[str, Any]) -> str:
-    """``text`` with every table as the record has it. Raises ValueError where a marker is missing."""
-    for name, content in tables(record).items():
+def filled(text: str, found: dict[str, str], names: Sequence[str]) -> str:
+    """``text`` with the tables of these names. Raises ValueError where a marker is missing."""
+    for name in names:
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(text):
-            raise ValueError(f"README has no <!-- {name} --> ... <!-- /{name} -->")
-        text = pattern.sub(lambda found, content=content: found[1] + content + "\n" + found[2], text)
+            raise ValueError(f"no <!-- {name} --> ... <!-- /{name} -->")
+        text = pattern.sub(lambda place, content=found[name]: place[1] + content + "\n" + place[2], text)
     return text
 
 
 def main() -> None:
-    record = json.loads((ROOT / "tests" / "gpu_record.json").read_text())
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text(), record))
-    picture.draw(record["benchmark"], PICTURE)
+    known = records.load()
+    found = tables(known)
+    for file, names in ((README, IN_README), (MORE, IN_MORE)):
+        file.write_text(filled(file.read_text(), found, names))
+    picture.draw(known["benchmark"], PICTURE)
 
 
 if __name__ == "__main__":

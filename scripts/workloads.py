@@ -1,9 +1,13 @@
-"""What is measured: the four models the kernels exist for, written as a user would write them, common ones, sizes."""
+"""What is measured: the four models the kernels exist for, written as a user would write them, and common sizes.
+
+The shapes of real networks, and forward with backward, stand in networks.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +73,60 @@ def group_norm_silu(num_groups: int, channels: int) -> nn.Sequential:
 
 
 @dataclass(frozen=True)
+class Target:
+    """How long a row may take, in shares that hold on any GPU; where several are given, all of them."""
+
+    of_floor: float | None = None
+    """The floor is at least this share of the time."""
+    of_copy: float | None = None
+    """At most so many times a copy of the same input, timed alike."""
+    copy_plus_us: float | None = None
+    """At most so many microseconds more than that copy."""
+    of_compile: float | None = None
+    """At most so many times torch.compile's."""
+    of_linear: float | None = None
+    """At most so many times the Linear alone, timed in the same run ..."""
+    linear_plus_ms: float = 0.0
+    """... and milliseconds."""
+
+    def limit_ms(self, floor_ms: float, times: Mapping[str, float]) -> float | None:
+        """The most milliseconds that meet it beside ``times`` of the same run; None if it asks for nothing."""
+        limits = []
+        if self.of_floor is not None:
+            limits.append(floor_ms / self.of_floor)
+        if self.of_copy is not None:
+            limits.append(self.of_copy * times["copy"])
+        if self.copy_plus_us is not None:
+            limits.append(times["copy"] + self.copy_plus_us / 1000)
+        if self.of_compile is not None:
+            limits.append(self.of_compile * times["torch.compile"])
+        if self.of_linear is not None:
+            limits.append(self.of_linear * times["linear alone"] + self.linear_plus_ms)
+        return min(limits, default=None)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.of_floor is not None:
+            parts.append(f"{self.of_floor:.0%} of floor")
+        if self.of_copy is not None:
+            parts.append(f"{self.of_copy:.2f}x copy")
+        if self.copy_plus_us is not None:
+            parts.append(f"copy + {self.copy_plus_us:.0f} us")
+        if self.of_compile is not None:
+            parts.append(f"{self.of_compile:.2f}x compile")
+        if self.of_linear is not None:
+            plus = f" + {self.linear_plus_ms:.2f} ms" if self.linear_plus_ms else ""
+            parts.append(f"{self.of_linear:.2f}x Linear{plus}")
+        return ", ".join(parts) or "-"
+
+
+NO_TARGET = Target()
+
+
+@dataclass(frozen=True)
 class Workload:
-    """A model, its input, and the bytes a pass must move: each input read once, each output written once."""
+    """A model, its input, and the bytes that must move: in a forward each input read and each output written once; with
+    the backward also the gradient and the input read, and the input's gradient written."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -81,14 +137,25 @@ class Workload:
     precision: str = "highest"
     """torch.set_float32_matmul_precision"""
     training: bool = False
-    target_ms: float | None = None
-    """On an H100."""
-    of_linear: tuple[float, float] | None = None
-    """The target where the floor is a Linear's own time in the same run: so many times that, plus milliseconds."""
+    backward: bool = False
+    """Forward and backward, with gradients for the input and every parameter."""
+    autocast: bool = False
+    """Under bfloat16 autocast, where a norm gives float32; the parameters are float32."""
+    target: Target = NO_TARGET
+    tags: frozenset[str] = frozenset()
+    """What `--benchmark` may name a set of rows by."""
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """Of the parameters, and under autocast of the result too."""
+        return torch.float32 if self.autocast else self.dtype
 
     @property
     def floor_bytes(self) -> int:
-        return self.dtype.itemsize * (2 * torch.Size(self.shape).numel() + self.parameters)
+        forward = self.dtype.itemsize + self.weights_dtype.itemsize
+        each = 2 * forward + self.dtype.itemsize if self.backward else forward
+        weights = self.weights_dtype.itemsize * self.parameters * (3 if self.backward else 1)
+        return each * torch.Size(self.shape).numel() + weights
 
     @property
     def what(self) -> str:
@@ -96,40 +163,55 @@ class Workload:
         words = [str(self.dtype).removeprefix("torch.")]
         words += ["channels_last"] * (self.memory_format is torch.channels_last)
         words += ["TF32"] * (self.precision == "high")
+        words += ["autocast"] * self.autocast
         return ", ".join(words)
 
-    def target(self, linear_ms: float | None) -> float | None:
-        """Milliseconds; ``linear_ms``: the Linear's own time, where there is one."""
-        if self.of_linear is None or linear_ms is None:
-            return self.target_ms
-        factor, plus = self.of_linear
-        return factor * linear_ms + plus
+    @property
+    def mode(self) -> str:
+        """Of the model, or what is timed besides the forward."""
+        return "forward + backward" if self.backward else "train" if self.training else "eval"
+
+    @property
+    def of_linear(self) -> bool:
+        """Whether the floor is the Linear's own time in the same run."""
+        return self.name == "linear_scale_batch_norm"
+
+    def fits(self, pattern: str) -> bool:
+        """Whether it is meant by one of its tags, or by a glob over what its row is called."""
+        called = f"{self.name} {'x'.join(map(str, self.shape))} {self.what} {self.mode}"
+        return pattern in self.tags or fnmatchcase(called, pattern) or fnmatchcase(called, f"*{pattern}*")
+
+
+HEADLINE, COMMON = frozenset({"headline"}), frozenset({"common"})
 
 
 def workloads(shrink: int = 1) -> list[Workload]:
     """The four, with the leading dimension divided by ``shrink``."""
     plane = (64, 256, 256)
-    return [
-        Workload("l1_norm", L1Norm, (32768 // shrink, 65535), target_ms=6.1),
+    found = [
+        Workload("l1_norm", L1Norm, (32768 // shrink, 65535), target=Target(of_floor=0.97)),
         Workload(
             "layer_norm",
             lambda: LayerNorm(plane),
             (max(1, 16 // shrink), *plane),
             2 * 64 * 256 * 256,
-            target_ms=0.26,
+            target=Target(of_floor=0.75),
         ),
-        Workload("group_norm", lambda: GroupNorm(8, 64), (max(1, 112 // shrink), 64, 512, 512), target_ms=5.6),
+        Workload(
+            "group_norm", lambda: GroupNorm(8, 64), (max(1, 112 // shrink), 64, 512, 512), target=Target(of_floor=0.94)
+        ),
         *_linear_workloads(shrink),
     ]
+    return [replace(one, tags=HEADLINE) for one in found]
 
 
 def _linear_workloads(shrink: int) -> list[Workload]:
     """Linear -> scale -> BatchNorm in eval and in training."""
     f32, bf16 = torch.float32, torch.bfloat16
-    forms = (  # dtype, matmul precision, targets in eval and in training
-        (f32, "highest", (1.01, 0.0), (1.0, 0.28)),
-        (f32, "high", (1.04, 0.0), (1.0, 0.28)),
-        (bf16, "highest", (1.04, 0.0), (1.0, 0.15)),
+    forms = (  # dtype, matmul precision, so many times the Linear in eval, milliseconds beyond it in training
+        (f32, "highest", 1.01, 0.28),
+        (f32, "high", 1.04, 0.28),
+        (bf16, "highest", 1.04, 0.15),
     )
     return [
         Workload(
@@ -139,53 +221,56 @@ def _linear_workloads(shrink: int) -> list[Workload]:
             dtype=dtype,
             precision=precision,
             training=training,
-            of_linear=target,
+            target=Target(of_linear=1.0, linear_plus_ms=plus) if training else Target(of_linear=factor),
         )
-        for dtype, precision, *targets in forms
-        for training, target in zip((False, True), targets, strict=True)
+        for dtype, precision, factor, plus in forms
+        for training in (False, True)
     ]
 
 
 def common_workloads(shrink: int = 1) -> list[Workload]:
     """Sizes that models have."""
-    return [*_row_workloads(shrink), *_image_workloads(shrink)]
+    return [replace(one, tags=COMMON) for one in (*_row_workloads(shrink), *_image_workloads(shrink))]
 
 
 def _row_workloads(shrink: int) -> list[Workload]:
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
-    rows = (  # rows, columns, dtype, targets of layer_norm and rms_norm
-        (16384, 768, f16, 0.0172, 0.0163),
-        (50432, 768, bf16, 0.0535, 0.0533),
-        (16384, 4096, bf16, 0.091, 0.0887),
-        (4096, 8192, bf16, 0.0460, 0.0441),
-        (4096, 32768, bf16, 0.184, 0.181),
-        (2048, 131072, bf16, 0.370, 0.359),
-        (32768, 65536, f32, 5.80, 5.70),
-        (1048576, 64, f32, 0.182, 0.180),
-        (262144, 128, bf16, 0.0467, 0.0467),
-        (16384, 1000, f16, 0.0240, 0.0238),
-        (16384, 1001, f16, 0.026, None),
-        (32, 4096, bf16, 0.0024, 0.0021),
+    rows = (  # rows, columns, dtype, shares of the floor that layer_norm and rms_norm are to reach
+        (16384, 768, f16, 0.96, 0.96),
+        (50432, 768, bf16, 0.96, 0.96),
+        (16384, 4096, bf16, 0.96, 0.96),
+        (4096, 8192, bf16, 0.94, 0.94),
+        (4096, 32768, bf16, 0.94, 0.96),
+        (2048, 131072, bf16, 0.90, 0.95),
+        (32768, 65536, f32, 0.96, 0.98),
+        (1048576, 64, f32, 0.97, 0.97),
+        (262144, 128, bf16, 0.93, 0.93),
+        (16384, 1000, f16, 0.90, 0.90),
+        (16384, 1001, f16, 0.83, 0.83),
+        (32, 4096, bf16, None, None),
     )
     found = []
-    for count, width, dtype, target, rms_target in rows:
+    for count, width, dtype, share, rms_share in rows:
         shape = (max(1, count // shrink), width)
+        target, rms_target = (Target(of_floor=s) if s else Target(copy_plus_us=1.0) for s in (share, rms_share))
         make = lambda n=width: LayerNorm((n,))  # noqa: E731
-        found.append(Workload("layer_norm", make, shape, 2 * width, dtype, target_ms=target))
+        found.append(Workload("layer_norm", make, shape, 2 * width, dtype, target=target))
         make = lambda n=width: RMSNormByHand(n)  # noqa: E731
-        found.append(Workload("rms_norm", make, shape, width, dtype, target_ms=rms_target))
+        found.append(Workload("rms_norm", make, shape, width, dtype, target=rms_target))
     return found
 
 
 def _image_workloads(shrink: int) -> list[Workload]:
     f32, f16 = torch.float32, torch.float16
-    images = (  # what, shape, dtype, targets as contiguous and as channels_last
-        (("group_norm", lambda n: GroupNorm(32, n)), (8, 128, 512, 512), f16, (0.42, 0.56)),
-        (("group_norm + silu", lambda n: group_norm_silu(32, n)), (8, 128, 512, 512), f16, (0.42, 0.56)),
-        (("group_norm", lambda n: GroupNorm(32, n)), (2, 320, 64, 64), f16, (0.012, 0.012)),
-        (("group_norm", lambda n: GroupNorm(32, n)), (64, 256, 56, 56), f32, (0.16,)),
-        (("l1_norm over channels", lambda n: L1Norm()), (112, 64, 512, 512), f32, (None,)),
-        (("rms_norm over channels", lambda n: ChannelRMSNorm()), (112, 64, 512, 512), f32, (5.41,)),
+    small = Target(copy_plus_us=4.0)
+    group_norm, with_silu = (lambda n: GroupNorm(32, n)), (lambda n: group_norm_silu(32, n))
+    images = (  # name, model of so many channels, shape, dtype, targets as contiguous and as channels_last
+        ("group_norm", group_norm, (8, 128, 512, 512), f16, (Target(of_floor=0.92), Target(of_floor=0.66))),
+        ("group_norm + silu", with_silu, (8, 128, 512, 512), f16, (Target(of_floor=0.86), Target(of_floor=0.66))),
+        ("group_norm", group_norm, (2, 320, 64, 64), f16, (small, small)),
+        ("group_norm", group_norm, (64, 256, 56, 56), f32, (Target(of_copy=1.15),)),
+        ("l1_norm over channels", lambda n: L1Norm(), (112, 64, 512, 512), f32, (NO_TARGET,)),
+        ("rms_norm over channels", lambda n: ChannelRMSNorm(), (112, 64, 512, 512), f32, (Target(of_floor=0.92),)),
     )
     layouts = (torch.contiguous_format, torch.channels_last)
     return [
@@ -196,9 +281,9 @@ def _image_workloads(shrink: int) -> list[Workload]:
             0,
             dtype,
             layout,
-            target_ms=target,
+            target=target,
         )
-        for (name, make), image, dtype, targets in images
+        for name, make, image, dtype, targets in images
         for layout, target in zip(layouts, targets, strict=False)
     ]
 

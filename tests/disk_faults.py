@@ -56,7 +56,7 @@ class Fault:
     def install(self, setattr: Callable[..., object] = setattr) -> None:
         for name in ("open", "fsync", "replace", "link", "unlink", "mkdir", "chmod"):
             setattr(os, name, self._before(name, getattr(os, name)))
-        setattr(writing.shutil, "copyfile", self._half("write", shutil.copyfile, 1))
+        setattr(writing, "copy_file", self._half("write", writing.copy_file, 1))
         setattr(tensors, "save_file", self._half("write", tensors.save_file, 1))
         setattr(Path, "write_text", self._half("write", Path.write_text, 0))
         vars(tensors)["open"] = builtins.open

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from normswap import modules
-from normswap.timing import decision
+from normswap.timing import decision, hidden, model
 
 Costs = Callable[[nn.Module, bool], tuple[float, float]]
 """(microseconds of the host, of the device) for a call of a module, given whether it is swapped."""
@@ -69,6 +69,10 @@ def running(gpu: FakeGpu, costs: Costs) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decision, "machine_for", machine_for)
             patch.setattr("normswap.timing.machine_for", machine_for)
+            patch.setattr(model, "MOST_RUNS", 2)  # the modules run for real
+            patch.setattr(model, "MOST_ROUNDS", 8)
+            patch.setattr(hidden, "MOST_CALLS", 3)
+            patch.setattr(hidden, "ROUNDS", 9)
             yield
     finally:
         handle.remove()

@@ -20,7 +20,7 @@ from models import Activated, randomised
 from torch import Tensor, nn
 
 import normswap
-from normswap import measure, modules, ops, reference
+from normswap import modules, ops, reference
 from normswap.activation import Activation
 from normswap.checkpoint import convert
 from normswap.compare import compare
@@ -223,25 +223,6 @@ def test_large_samples_are_compared_by_groups(monkeypatch: pytest.MonkeyPatch) -
         report = normswap.report(optimized(randomised(make()), torch.randn(3, CHANNELS, 40)))
         (row,) = report.rows
         assert row["swapped"] and row["coverage"] < 1.0
-
-
-def test_of_a_sequential_the_pairs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the convolutions beside them, which would hide what is gained; in the mode of the model."""
-    timed: list[list[bool]] = []
-
-    def timer(functions: Any) -> list[float]:
-        eager, ours = (function() for function in functions)
-        timed.append([torch.allclose(a, b) for a, b in zip(eager, ours, strict=True)])
-        return [10.0, 4.0 * len(timed)]
-
-    monkeypatch.setattr(measure, "timer_for", lambda device: timer)
-    model, x = randomised(two_runs()).train(), torch.randn(SHAPE)
-    (row,) = normswap.report(optimized(model, x)).rows
-    assert (row["calls"], row["eager_us"], row["ours_us"]) == (2, 10.0, 6.0)
-    assert timed == [[True] * 3, [True]]  # the gradient of the input, and in the first pair of weight and bias
-    monkeypatch.setattr(measure, "timer_for", lambda device: lambda functions: [1.0, 2.0])
-    slower = optimized(model, x, on_empty="ignore")
-    assert type(slower) is type(model)
 
 
 def test_a_checkpoint_is_converted_and_opened(tmp_path: Path) -> None:

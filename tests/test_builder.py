@@ -38,8 +38,23 @@ def test_digest_follows_every_byte_the_target_and_the_runtime(tiny_sources: Path
 
 def test_digest_follows_the_flags(tiny_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = builder.digest(tiny_sources, ("90",), 13000)
+    assert builder.digest(tiny_sources, ("90",), 13000, ptx=True) != first
     monkeypatch.setattr(builder, "NVCC_FLAGS", (*builder.NVCC_FLAGS, "-lineinfo"))
     assert builder.digest(tiny_sources, ("90",), 13000) != first
+
+
+def test_digest_follows_sub_folders(tiny_sources: Path) -> None:
+    def moved(name: str) -> str:
+        header = tiny_sources / name
+        header.parent.mkdir(exist_ok=True)
+        header.write_text("// the same")
+        found = builder.digest(tiny_sources, ("90",), 13000)
+        header.unlink()
+        return found
+
+    assert len({moved("plan.h"), moved("plan/plan.h"), moved("abi/plan.h")}) == 3
+    (tiny_sources / "row.cu").mkdir()  # a folder is no source, whatever it is called
+    assert {path.name for path in builder.sources(tiny_sources)} == {"register.cpp", "twice.cu"}
 
 
 def test_digest_keeps_names_and_contents_apart(tmp_path: Path) -> None:
@@ -61,15 +76,100 @@ def test_wrong_architectures_are_named(arch: list[str]) -> None:
         native.build(arch)
 
 
-def test_the_newest_architecture_also_has_ptx() -> None:
+def test_only_with_ptx_the_newest_architecture_has_it() -> None:
     arch = builder.check_arch(["120", "80", "100", "90", "80"])
     assert arch == ("80", "90", "100", "120")
-    assert builder.gencode(arch) == [
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90,code=sm_90",
-        "-gencode=arch=compute_100,code=sm_100",
-        "-gencode=arch=compute_120,code=[sm_120,compute_120]",
+    machine_code = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in arch]
+    for ptx, last in ((False, machine_code[-1]), (True, "-gencode=arch=compute_120,code=[sm_120,compute_120]")):
+        flags = builder.nvcc_flags(arch, 13000, ptx)
+        assert [flag for flag in flags if flag.startswith("-gencode")] == [*machine_code[:-1], last]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "flag"),
+    [(12040, "-Xfatbin=-compress-all"), (12080, "--compress-mode=size"), (13000, "--compress-mode=size")],
+)
+def test_device_code_is_compressed_as_nvcc_can(cuda: int, flag: str) -> None:
+    flags = builder.nvcc_flags(("90",), cuda, False)
+    assert [found for found in flags if "compress" in found] == [flag]
+
+
+# What is compiled again
+
+
+@pytest.fixture
+def nested(tiny_sources: Path) -> Path:
+    """The tiny sources in sub-folders: two kernels, of which one includes a header of a third folder."""
+    for folder in ("row", "device", "abi"):
+        (tiny_sources / folder).mkdir()
+    kernel = (tiny_sources / "twice.cu").read_text()
+    (tiny_sources / "twice.cu").unlink()
+    (tiny_sources / "row/twice.cu").write_text('#include "device/factor.cuh"\n' + kernel.replace("*= 2", "*= FACTOR"))
+    (tiny_sources / "device/factor.cuh").write_text("#define FACTOR 2\n")
+    (tiny_sources / "row/other.cu").write_text("__global__ void other(float* x) { *x = 0; }\n")
+    (tiny_sources / "register.cpp").rename(tiny_sources / "abi/register.cpp")
+    return tiny_sources
+
+
+def compiled(sources: Path, work: Path) -> dict[str, int]:
+    """When each object of a build in ``work`` was made."""
+    out = work.parent / "out"
+    builder.compile_library(sources, ("90",), builder.find_toolkit(), out, lambda line: None, work=work)
+    assert sorted(path.name for path in out.iterdir()) == [builder.METADATA, builder.LIBRARY]
+    assert builder.read_metadata(out).digest == builder.digest(sources, ("90",), builder.find_toolkit().cuda)
+    return {path.name: path.stat().st_mtime_ns for path in (work / "objects").rglob("*.o")}
+
+
+@needs_nvcc
+def test_only_what_uses_a_header_is_compiled_again(nested: Path, tmp_path: Path) -> None:
+    work = tmp_path / "a cache" / "work"
+    work.mkdir(parents=True)
+    first = compiled(nested, work)
+    assert set(first) == {"twice.cu.o", "other.cu.o", "register.cpp.o"}
+    os.utime(nested / "row/other.cu")
+    assert compiled(nested, work) == first
+
+    header = nested / "device/factor.cuh"
+    header.write_text("#define FACTOR 3\n")
+    os.utime(header, (0, 0))  # as a package brings it along
+    second = compiled(nested, work)
+    assert {name for name in first if first[name] != second[name]} == {"twice.cu.o"}
+
+    (nested / "row/other.cu").unlink()
+    third = compiled(nested, work)
+    assert not (work / "csrc/row/other.cu").exists()
+    assert {name: third[name] for name in ("twice.cu.o", "register.cpp.o")} == {
+        name: second[name] for name in ("twice.cu.o", "register.cpp.o")
+    }
+
+
+@needs_nvcc
+def test_folders_may_be_given_relative_to_the_current_one(
+    tiny_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    toolkit, out = builder.find_toolkit(), Path("out")
+    sources = tiny_sources.relative_to(tmp_path)
+    for work in (None, Path("work")):
+        builder.compile_library(sources, ("90",), toolkit, out, lambda line: None, work=work)
+        assert (tmp_path / "out" / builder.LIBRARY).stat().st_size > 1000
+
+
+@needs_nvcc
+def test_a_work_folder_is_of_one_target(tiny_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toolkit = builder.find_toolkit()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    keys = [
+        builder.work_key(tiny_sources, ("90",), toolkit),
+        builder.work_key(tiny_sources, ("80",), toolkit),
+        builder.work_key(tiny_sources, ("90",), toolkit, ptx=True),
+        builder.work_key(elsewhere, ("90",), toolkit),
     ]
+    assert builder.work_key(tiny_sources / ".." / tiny_sources.name, ("90",), toolkit) == keys[0]
+    monkeypatch.setattr(builder, "compiler_version", lambda compiler: "another")
+    keys.append(builder.work_key(tiny_sources, ("90",), toolkit))
+    assert len(set(keys)) == len(keys)
 
 
 # The toolkit

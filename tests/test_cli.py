@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -182,7 +183,7 @@ def test_force_replaces() -> None:
     before = Path("net.pt").read_bytes()
     assert run(*arguments).exit_code == FAILED
     assert run(*arguments, "--force").exit_code == DONE
-    assert Path("net.pt").read_bytes() == before and Path("normswap.json").exists()
+    assert Path("net.pt").read_bytes() == before and Path("net.pt.normswap.json").exists()
 
 
 def test_warnings_are_lines_of_ours() -> None:
@@ -306,6 +307,27 @@ def test_inputs_from_files() -> None:
     assert {k: v.tolist() for k, v in named.items()} == {"y": [1.0], "a": [1.0], "b": [0.0]}
     with pytest.raises(CheckpointError, match="none.safetensors: no such file"):
         make_inputs(["none.safetensors"])
+
+
+def test_inputs_of_numpy_and_torch(folder: Path) -> None:
+    np.save("array.npy", np.arange(6, dtype=np.float32).reshape(2, 3))
+    torch.save(torch.ones(2), "tensor.pt")
+    torch.save([torch.ones(1), torch.zeros(1)], "list.pt")
+    torch.save({"ids": torch.arange(3), "scale": 2.0}, "named.pt")
+    positional, named = make_inputs(["array.npy", "tensor.pt", "list.pt", "named.pt", "x=array.npy"])
+    assert positional[0].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert [t.tolist() for t in positional[1:]] == [[1.0, 1.0], [1.0], [0.0]]
+    assert named["ids"].tolist() == [0, 1, 2] and named["scale"] == 2.0 and torch.equal(named["x"], positional[0])
+    np.save("objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    write_payload(Path("evil.pt"), folder / "executed")
+    for spec, message in (
+        ("objects.npy", "cannot be read"),
+        ("evil.pt", "asks to run"),
+        ("none.npy", "cannot be read"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            make_inputs([spec])
+    assert not (folder / "executed").exists()
 
 
 # --- env, build, version --------------------------------------------------------------------------------------------

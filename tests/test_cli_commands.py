@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from checkpoints import SITES, ZOO, forget_zoo, randomized, read_tensors, snapshot
+from checkpoints import SITES, ZOO, environment, forget_zoo, randomized, read_tensors, snapshot
 from click.testing import CliRunner, Result
 from torch import nn
 
 import normswap.modules
-from normswap.checkpoint import build_model, load_model, same_tensors
+from normswap.checkpoint import build_model, convert, files, load_model, same_tensors
 from normswap.cli import main, talk
 from normswap.modules import site_match
+from normswap.optimize import OnEmpty, OnMismatch, Validate
 
 DONE, FAILED, USAGE, MISMATCH, EMPTY, ENVIRONMENT = range(6)
 MODEL = ["--model", "zoo:net", "--device", "cpu"]
@@ -235,7 +238,7 @@ def test_verify_holds_a_conversion_to_its_digests() -> None:
     Path("out.safetensors").write_bytes(content)
     result = run("verify", "out.safetensors")
     assert result.exit_code == FAILED and result.stdout == ""
-    assert "out.safetensors differs (1 changed: " in result.stderr
+    assert "out.safetensors differs" in result.stderr
 
 
 # --- bench ----------------------------------------------------------------------------------------------------------
@@ -253,6 +256,48 @@ def test_bench() -> None:
     shown = done(*arguments, "--include", "norm").stdout.splitlines()
     assert shown[0] == "median of 2 forward passes on cpu, milliseconds"
     assert [line.split()[0] for line in shown[3:]] == ["(whole", "norm"]
+
+
+def test_the_choices_are_those_of_optimize() -> None:
+    for name, literal in (("validate", Validate), ("on_mismatch", OnMismatch), ("on_empty", OnEmpty)):
+        (option,) = [option for option in main.commands["convert"].params if option.name == name]
+        assert tuple(option.type.choices) == get_args(literal)
+
+
+HELP = """
+import resource, sys
+sys.modules.update(torch=None, numpy=None)
+sys.argv = ["normswap", "--help"]
+try:
+    from normswap.cli import main
+    main()
+finally:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print(used.ru_utime + used.ru_stime, file=sys.stderr)
+"""
+
+
+def test_help_needs_no_torch_and_comes_at_once(folder: Path) -> None:
+    Path("bin").mkdir()
+    Path("bin/normswap").write_text(HELP)
+    command = [sys.executable, "bin/normswap"]
+    found = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert "convert" in found.stdout and float(found.stderr) < 0.3
+
+
+def test_the_commands_work_in_a_process_of_their_own(folder: Path) -> None:
+    """Where the package began without PyTorch: a factory that uses the public calls finds them."""
+    Path("bin").mkdir()
+    Path("bin/normswap").write_text("from normswap.cli import main\nmain()\n")
+    Path("own.py").write_text("import normswap, zoo\nassert callable(normswap.plan)\nbuild = zoo.net\n")
+    command = [sys.executable, "bin/normswap", "convert", "net.pt", "out", "--model", "own:build", "--device", "cpu"]
+    found = subprocess.run([*command, *OFF], env=environment(), capture_output=True, text=True)
+    assert found.returncode == DONE, found.stderr
+    assert found.stdout.endswith(
+        "\nwrote net.pt, normswap.json in out\nopen it: normswap.load_model('out', trust_factory=True)\n"
+    )
+    assert "undo:" not in found.stdout and "normswap.validate" not in found.stdout
+    assert "cure: normswap verify out --input ... there" in found.stdout
 
 
 # --- how it talks ---------------------------------------------------------------------------------------------------
@@ -282,23 +327,26 @@ class Screen:
 
 
 @pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (True, True), (False, False)])
-def test_progress_shows_after_a_second_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, quiet: bool
+def test_a_bar_moves_while_one_file_is_copied(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, quiet: bool
 ) -> None:
-    screen, now = Screen(terminal), [0.0]
+    screen = Screen(terminal)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(talk.time, "monotonic", lambda: now[0])
-    progress = talk.Progress(quiet)
-    progress("copying", 0, 4 * 10**9)
-    now[0] = 0.9
-    progress("copying", 10**9, 4 * 10**9)
-    assert screen.text == ""
-    now[0] = 1.1
-    progress("copying", 2 * 10**9, 4 * 10**9)
-    progress("copying", 4 * 10**9, 4 * 10**9)
-    half, whole = "#" * 15 + "." * 15, "#" * 30
-    shown = f"\rcopying [{half}] 2.0 of 4.0 GB\rcopying [{whole}] 4.0 of 4.0 GB\n"
-    assert screen.text == (shown if terminal and not quiet else "")
+    monkeypatch.setattr(talk, "_LONG", 1000)
+    monkeypatch.setattr(files, "CHUNK", 1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(files.fcntl, "ioctl", lambda *_: refuse())  # a file system that cannot share
+        convert("net.pt", "out", "zoo:net", device="cpu", validate="off", progress=talk.Progress(quiet))
+    shown = [float(found) for found in re.findall(r"writing .*?(\d+)%", screen.text)]
+    if not terminal or quiet:
+        assert screen.text == ""
+    else:
+        assert len(set(shown)) > 3 and shown == sorted(shown) and shown[-1] == 100
+        assert "hashing" in screen.text
+
+
+def refuse() -> None:
+    raise OSError("not supported")
 
 
 @pytest.mark.parametrize(
@@ -331,6 +379,6 @@ def test_what_is_said_of_any_kind_of_error(monkeypatch: pytest.MonkeyPatch) -> N
         (MemoryError(), FAILED, "normswap: MemoryError\n"),
         (PermissionError(13, "Permission denied"), FAILED, "normswap: PermissionError: [Errno 13] Permission denied\n"),
     ):
-        monkeypatch.setattr("normswap.cli.commands.open_checkpoint", raising(error))
+        monkeypatch.setattr("normswap.checkpoint.reading.open_checkpoint", raising(error))
         result = run("inspect", "net.pt")
         assert (result.exit_code, result.stdout, result.stderr.lstrip()) == (code, "", message)

@@ -17,11 +17,16 @@ from disk_faults import CONVERSIONS, Fault, disk_full
 from disk_faults import run as run_conversion
 
 from normswap.checkpoint import CheckpointError, build_model, convert, load_model, same_tensors
-from normswap.checkpoint.files import JOURNAL
 from normswap.modules import site_match
 
-OPENED = {"new file": "out.safetensors", "new folder": "deep/out"}
+OPENED = {
+    **{"new file": "out.safetensors", "new folder": "deep/out"},
+    **{"file replaced": "old/net.safetensors", "source kept": "old/net.pt"},
+}
 """What load_model is to open after a conversion, where it is not the folder "old"."""
+
+NEW = ("new file", "new folder")
+"""The conversions before which there was nothing to open."""
 
 OLDER = {"factory": "zoo:net", "device": "cpu", "validate": "off", "exclude": "norm"}
 
@@ -68,7 +73,7 @@ def opened(folder: Path, name: str, base: Path) -> str:
     try:
         model = load_model(folder / OPENED.get(name, "old"), trust_factory=True)
     except CheckpointError as error:
-        assert name in OPENED and "no such file" in str(error)
+        assert name in NEW and "no such file" in str(error)
         return "none"
     swapped = {name for name, module in model.named_modules() if site_match(module) is not None}
     assert swapped in (SITES, SITES - {"norm"})
@@ -86,10 +91,10 @@ def check_files(folder: Path, *wholes: Path) -> None:
 
 
 def in_sight(folder: Path) -> dict[str, Any]:
-    """The files under ``folder`` that are not hidden, manifests without their time."""
+    """The files under ``folder`` that are not hidden, manifests without their time and token."""
     found = {name: content for name, content in snapshot(folder).items() if "/." not in f"/{name}"}
     for name in [name for name in found if name.endswith("normswap.json")]:
-        found[name] = {**json.loads(found[name]), "proof": None}
+        found[name] = {**json.loads(found[name]), "proof": None, "token": None}
     return found
 
 
@@ -97,7 +102,7 @@ def check_repeated(folder: Path, name: str, base: Path, monkeypatch: pytest.Monk
     """What was killed can be done again, with nothing in the way."""
     monkeypatch.chdir(folder)
     convert(**{**CONVERSIONS[name], "force": True}, factory="zoo:net", device="cpu", validate="off")
-    assert not list(folder.rglob(JOURNAL)) and opened(folder, name, base) == "new"
+    assert opened(folder, name, base) == "new"
 
 
 @pytest.mark.case("killed")
@@ -110,7 +115,7 @@ def test_killed_at_every_step(base: Path, runs: Path, monkeypatch: pytest.Monkey
     for folder in killed:
         outcomes.append(opened(folder, name, base))
         check_files(folder, base / name, done)
-    assert opened(done, name, base) == "new" and outcomes[0] == ("none" if name in OPENED else "old")
+    assert opened(done, name, base) == "new" and outcomes[0] == ("none" if name in NEW else "old")
     assert outcomes == sorted(outcomes, key=["none", "old", "new"].index)
     for folder in killed[::5]:
         check_repeated(folder, name, base, monkeypatch)
@@ -182,19 +187,24 @@ def test_a_file_size_limit(base: Path, tmp_path: Path, name: str, source: str, o
 
 
 @pytest.mark.parametrize(
-    "content",
+    "change",
     [
-        {"token": "../../../x", "names": ["net.safetensors"]},
-        {"token": "0" * 12, "names": ["../../outside", "/etc/hostname"]},
-        {"token": 3, "names": 4},
-        [],
+        {"token": "../../../x"},
+        {"token": "0" * 12, "written": ["../../outside"]},
+        {"token": "0" * 12, "written": ["/etc/hostname", 3]},
+        {"token": 3, "written": 4},
     ],
 )
-def test_a_journal_of_somebody_else(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any) -> None:
+def test_a_manifest_of_somebody_else(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """It names what shall be renamed: nothing outside the folder, and nothing under a token that is not one."""
-    folder = shutil.copytree(base / "file replaced", tmp_path / "run")
+    folder = shutil.copytree(base / "in place", tmp_path / "run")
     (tmp_path / ".outside.000000000000.tmp").write_text("outside")
-    (folder / "old" / JOURNAL).write_text(json.dumps(content))
-    assert opened(folder, "file replaced", base) == "old"
-    check_repeated(folder, "file replaced", base, monkeypatch)
+    manifest = json.loads((folder / "old/normswap.json").read_text())
+    (folder / "old/normswap.json").write_text(json.dumps({**manifest, **change}))
+    if "written" in change:
+        with pytest.raises(CheckpointError, match="has no (token|written), or not one of its kind"):
+            load_model(folder / "old", trust_factory=True)
+    else:
+        assert opened(folder, "in place", base) == "old"
+    check_repeated(folder, "in place", base, monkeypatch)
     assert (tmp_path / ".outside.000000000000.tmp").read_text() == "outside"

@@ -20,7 +20,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "builder": set(),
     "lifted": set(),
     "sites": set(),
-    "timer": set(),
     "native": {"builder"},
     "ops": {"activation", "native", "reference", "ops"},
     "forwards": {"activation", "ops", "plan", "forwards"},
@@ -41,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "again": {"plan", "report"},
     "hints": {"report"},
     "fold": {"plan", "reference", "modules", "forwards", "rules", "sites"},
-    "measure": {"plan", "native", "modules", "sites", "timer"},
+    "timing": {"plan", "native", "modules", "sites", "whole", "timing"},
     "footprint": {"plan"},
     "optimize": {
         "plan",
@@ -52,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sites",
         "validate",
         "whole",
-        "measure",
+        "timing",
         "footprint",
         "report",
         "again",
@@ -64,52 +63,65 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint.archive": {"checkpoint.errors"},
     "checkpoint.layouts": {"checkpoint.errors"},
     "checkpoint.nested": {"checkpoint.errors"},
-    "checkpoint.digests": {"checkpoint.errors"},
     "checkpoint.tensors": {"plan", "checkpoint.errors", "checkpoint.files", "checkpoint.archive"},
+    "checkpoint.distributed": {"checkpoint.errors"},
     "checkpoint.reading": {
         *("checkpoint.errors", "checkpoint.files", "checkpoint.layouts", "checkpoint.nested", "checkpoint.tensors"),
     },
     "checkpoint.manifest": {
         *("plan", "checkpoint.errors", "checkpoint.files", "checkpoint.reading", "checkpoint.tensors"),
     },
-    "checkpoint.construct": {"checkpoint.errors", "checkpoint.nested", "checkpoint.tensors"},
-    "checkpoint.factory": {"checkpoint.errors", "checkpoint.construct"},
+    "checkpoint.construct": {
+        *("checkpoint.errors", "checkpoint.layouts", "checkpoint.nested", "checkpoint.tensors"),
+    },
+    "checkpoint.factory": {"checkpoint.errors"},
+    "checkpoint.hub": {"checkpoint.errors", "checkpoint.construct", "checkpoint.factory"},
     "checkpoint.models": {
-        *("plan", "modules", "optimize", "checkpoint.errors", "checkpoint.factory", "checkpoint.reading"),
+        *("plan", "optimize", "report", "checkpoint.errors", "checkpoint.factory", "checkpoint.hub"),
+        *("checkpoint.construct", "checkpoint.reading"),
     },
     "checkpoint.writing": {
-        *("checkpoint.digests", "checkpoint.errors", "checkpoint.factory", "checkpoint.files"),
+        *("checkpoint.errors", "checkpoint.factory", "checkpoint.files"),
         *("checkpoint.manifest", "checkpoint.reading", "checkpoint.tensors"),
     },
     "checkpoint.folded": {"plan", "report", "fold", "checkpoint.errors", "checkpoint.reading"},
     "checkpoint.convert": {
-        *("plan", "native", "optimize", "report", "checkpoint.digests", "checkpoint.errors", "checkpoint.factory"),
+        *("plan", "native", "optimize", "report", "checkpoint.errors", "checkpoint.factory"),
         *("checkpoint.folded", "checkpoint.manifest", "checkpoint.models", "checkpoint.reading"),
         *("checkpoint.tensors", "checkpoint.writing"),
     },
+    "checkpoint.save": {
+        *("optimize", "checkpoint.convert", "checkpoint.factory", "checkpoint.manifest", "checkpoint.reading"),
+        *("checkpoint.writing",),
+    },
     "checkpoint.load": {
-        *("native", "apply", "checkpoint.construct", "checkpoint.digests", "checkpoint.errors", "checkpoint.factory"),
-        *("checkpoint.files", "checkpoint.folded", "checkpoint.manifest", "checkpoint.models", "checkpoint.reading"),
+        *("optimize", "checkpoint.construct", "checkpoint.errors", "checkpoint.factory", "checkpoint.files"),
+        *("checkpoint.folded", "checkpoint.manifest", "checkpoint.models", "checkpoint.reading"),
     },
     "checkpoint.verify": {
-        *("optimize", "report", "checkpoint.digests", "checkpoint.errors", "checkpoint.load"),
-        *("checkpoint.manifest", "checkpoint.models", "checkpoint.reading"),
+        *("optimize", "report", "checkpoint.errors", "checkpoint.load", "checkpoint.manifest", "checkpoint.models"),
+        *("checkpoint.reading", "checkpoint.tensors"),
     },
     "checkpoint": {
-        *("checkpoint.convert", "checkpoint.errors", "checkpoint.factory", "checkpoint.load"),
-        *("checkpoint.manifest", "checkpoint.reading", "checkpoint.tensors", "checkpoint.verify"),
+        *("checkpoint.convert", "checkpoint.errors", "checkpoint.factory", "checkpoint.load", "checkpoint.manifest"),
+        *("checkpoint.reading", "checkpoint.save", "checkpoint.tensors", "checkpoint.verify"),
     },
     "cli.talk": set(),
     "cli.summary": set(),
-    "cli.inputs": {"checkpoint.factory", "checkpoint.reading"},
-    "cli.options": {"checkpoint.errors", "checkpoint.nested", "cli.inputs"},
-    "cli.bench": {"report", "timer", "checkpoint.errors"},
+    "cli.inputs": {"checkpoint.errors", "checkpoint.factory", "checkpoint.tensors"},
+    "cli.options": {"checkpoint.errors", "cli.inputs"},
+    "cli.bench": {"report", "timing", "checkpoint.errors"},
     "cli.commands": {
-        *("plan", "native", "optimize", "checkpoint", "checkpoint.errors", "checkpoint.models"),
-        *("checkpoint.reading", "cli.bench", "cli.options", "cli.summary", "cli.talk"),
+        *("plan", "native", "checkpoint", "checkpoint.errors", "checkpoint.factory", "checkpoint.manifest"),
+        *("checkpoint.models", "checkpoint.reading", "cli.bench", "cli.inputs", "cli.options", "cli.summary"),
+        *("cli.talk",),
     },
     "cli": {"cli.commands"},
-    "__init__": {"plan", "rules", "fold", "modules", "optimize", "checkpoint", "report"},
+    "api": {
+        *("plan", "rules", "fold", "modules", "optimize", "report"),
+        *("checkpoint", "checkpoint.convert", "checkpoint.save"),
+    },
+    "__init__": {"api"},
 }
 
 
@@ -167,7 +179,7 @@ def test_imports_are_seen() -> None:
     assert imported("import normswap.ops") == {"ops"}
     assert imported("from normswap import native, plan") == {"native", "plan"}
     assert imported("def f():\n    from normswap.rules.l1_norm import match\n") == {"rules"}
-    assert imported("from normswap.checkpoint.files import present") == {"checkpoint.files"}
+    assert imported("from normswap.checkpoint.files import settle") == {"checkpoint.files"}
     assert imported("from normswap.checkpoint import files, convert") == {"checkpoint.files", "checkpoint.convert"}
     assert imported("from normswap.checkpoint import CheckpointError") == {"checkpoint"}
     assert imported("import torch\nfrom pathlib import Path") == set()

@@ -51,7 +51,7 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_conversion_maps_and_an_opening_takes_one_copy(tmp_path: Path, suffix: str) -> None:
+def test_a_conversion_and_an_opening_take_one_copy(tmp_path: Path, suffix: str) -> None:
     (tmp_path / "big.py").write_text(BIG)
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(2000, 2000), nn.LayerNorm(2000))])
     weights = sum(p.nbytes for p in model.parameters())
@@ -61,5 +61,5 @@ def test_a_conversion_maps_and_an_opening_takes_one_copy(tmp_path: Path, suffix:
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["convert"] < 0.25 * weights
+    assert found["convert"] < 1.25 * weights
     assert 0.9 * weights < found["load"] < 1.25 * weights

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,17 +47,19 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, arch: str = "90", driver: int =
     monkeypatch.setattr(native, "driver_cuda", lambda: driver)
 
 
-def put_library(folder: Path, sources: Path, arch: tuple[str, ...] = ("90",), cuda: int = 13000) -> Path:
+def put_library(
+    folder: Path, sources: Path, arch: tuple[str, ...] = ("90",), cuda: int = 13000, ptx: bool = False
+) -> Path:
     """A file in the place of a library, with the metadata of one compiled from ``sources``."""
     folder.mkdir(parents=True)
-    metadata = {"digest": builder.digest(sources, arch, cuda), "arch": arch, "cuda": cuda}
+    metadata = {"digest": builder.digest(sources, arch, cuda, ptx), "arch": arch, "cuda": cuda, "ptx": ptx}
     (folder / builder.METADATA).write_text(json.dumps({**metadata, "nvcc": "13.0", "host_compiler": "g++"}))
     (folder / builder.LIBRARY).write_bytes(b"not read in these tests")
     return folder / builder.LIBRARY
 
 
-def cached(cache: Path, sources: Path, arch: tuple[str, ...] = ("90",), cuda: int = 13000) -> Path:
-    return put_library(cache / builder.digest(sources, arch, cuda), sources, arch, cuda)
+def cached(cache: Path, sources: Path, arch: tuple[str, ...] = ("90",), cuda: int = 13000, ptx: bool = False) -> Path:
+    return put_library(cache / builder.digest(sources, arch, cuda, ptx), sources, arch, cuda, ptx)
 
 
 # What is found
@@ -141,25 +144,34 @@ def test_old_driver_stops_the_compiler_too(fresh: Path, cache: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("arch", "gpu", "driver", "runs"),
+    ("arch", "ptx", "gpu", "driver", "runs"),
     [
-        (("80", "90"), "90", 13000, True),
-        (("80",), "86", 13000, True),  # machine code of 8.0 runs on 8.6
-        (("86",), "80", 13000, False),
-        (("90",), "80", 13000, False),
-        (("80", "90"), "100", 13000, True),  # by the PTX of 9.0
-        (("80", "90"), "100", 12080, False),  # which a driver older than the compiler does not understand
-        (("80", "120"), "90", 13000, False),
-        (("80",), "90", 13000, False),  # PTX that knows nothing of clusters
-        (("80",), "120", 13000, True),
-        (("100", "120"), "103", 13000, True),
+        (("80", "90"), False, "90", 13000, True),
+        (("80",), False, "86", 13000, True),  # machine code of 8.0 runs on 8.6
+        (("86",), True, "80", 13000, False),
+        (("90",), True, "80", 13000, False),
+        (("80", "90"), True, "100", 13000, True),  # by the PTX of 9.0
+        (("80", "90"), False, "100", 13000, False),  # of which there is none
+        (("80", "90"), True, "100", 12080, False),  # which a driver older than the compiler does not understand
+        (("80", "120"), True, "90", 13000, False),
+        (("80",), True, "90", 13000, False),  # PTX that knows nothing of clusters
+        (("80",), True, "120", 13000, True),
+        (("80",), False, "120", 13000, False),
+        (("100", "120"), True, "103", 13000, True),
     ],
 )
 def test_library_must_hold_code_for_the_gpu(
-    fresh: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, arch: tuple[str, ...], gpu: str, driver: int, runs: bool
+    fresh: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arch: tuple[str, ...],
+    ptx: bool,
+    gpu: str,
+    driver: int,
+    runs: bool,
 ) -> None:
     pretend_gpu(monkeypatch, gpu, driver)
-    cached(cache, fresh / "csrc", arch, 12090)
+    cached(cache, fresh / "csrc", arch, 12090, ptx)
     if runs:
         assert native.load().available
         return
@@ -272,8 +284,9 @@ def test_compiler_error_is_shown_and_leaves_nothing(tiny_sources: Path, cache: P
     for out in (None, tmp_path / "out"):
         with pytest.raises(native.BuildError) as error:
             native.build(["90"], out, quiet, tiny_sources)
-        assert name in str(error.value) and "undefined_name" in str(error.value) and "error" in str(error.value)
-    assert [p.name for p in cache.iterdir() if p.suffix != ".lock"] == []
+        assert f"{tiny_sources}/{name}" in str(error.value)  # the person's own file, not a copy of it
+        assert "undefined_name" in str(error.value) and "error" in str(error.value)
+    assert [p.name for p in cache.iterdir() if p.suffix != ".lock"] == ["build"]
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -298,6 +311,32 @@ def test_two_processes_compile_once(tiny_sources: Path, cache: Path) -> None:
     assert [child.returncode for child in children] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0]
     assert sum("compiling" in stderr for _, stderr in outputs) == 1
+
+
+@needs_nvcc
+def test_a_second_build_compiles_only_what_changed(
+    tiny_sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def objects() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in cache.glob("build/*/objects/*.o")}
+
+    first_path, first = native.build(["90"], progress=quiet, sources=tiny_sources), objects()
+    with (tiny_sources / "twice.cu").open("a") as kernel:
+        kernel.write("// changed\n")
+    second_path, second = native.build(["90"], progress=quiet, sources=tiny_sources), objects()
+    assert first_path != second_path and {name for name in first if first[name] != second[name]} == {"twice.cu.o"}
+
+    compile_library = builder.compile_library
+
+    def edited_meanwhile(*args: Any, **kwargs: Any) -> Path:
+        with (tiny_sources / "twice.cu").open("a") as kernel:
+            kernel.write("// and again\n")
+        return compile_library(*args, **kwargs)
+
+    monkeypatch.setattr(builder, "compile_library", edited_meanwhile)
+    (tiny_sources / "new.h").write_text("")
+    with pytest.raises(native.BuildError, match="was changed while it was being compiled"):
+        native.build(["90"], progress=quiet, sources=tiny_sources)
 
 
 HOLD = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ needs_nvcc = pytest.mark.usefixtures("nvcc")
 def project(tmp_path: Path, tiny_sources: Path) -> Path:
     """This repository's packaging around a csrc that compiles in seconds and a package that imports little."""
     folder = tmp_path / "project"
-    files = ["pyproject.toml", "MANIFEST.in", "scripts/build_library.py"]
+    files = ["pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "scripts/build_library.py", "scripts/build_wheel"]
     for name in [
         *files,
         *(f"normswap/{f}" for f in ("builder.py", "native.py", "py.typed", "ops/__init__.py", "rules/__init__.py")),
@@ -35,6 +36,8 @@ def project(tmp_path: Path, tiny_sources: Path) -> Path:
     (folder / "normswap/__init__.py").write_text("")
     (folder / "normswap/rules/__init__.py").write_text("")
     shutil.copytree(tiny_sources, folder / "csrc")
+    (folder / "csrc/row").mkdir()
+    (folder / "csrc/twice.cu").rename(folder / "csrc/row/twice.cu")
     return folder
 
 
@@ -51,7 +54,13 @@ def the_wheel(project: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(wheel)
 
 
-SOURCES = {"normswap/csrc/register.cpp", "normswap/csrc/twice.cu"}
+def read(wheel: zipfile.ZipFile, end: str) -> str:
+    """The text of the one file whose name ends so."""
+    (name,) = [name for name in wheel.namelist() if name.endswith(end)]
+    return wheel.read(name).decode()
+
+
+SOURCES = {"normswap/csrc/register.cpp", "normswap/csrc/row/twice.cu"}
 
 
 @pytest.mark.parametrize(
@@ -70,8 +79,9 @@ def test_without_a_compiler_the_wheel_is_pure(project: Path, environment: dict[s
     names = set(wheel.namelist())
     assert names >= SOURCES | {"normswap/native.py", "normswap/rules/__init__.py", "normswap/py.typed"}
     assert not [name for name in names if name.startswith(("normswap/lib", "scripts", "tests"))]
-    metadata = wheel.read(next(name for name in names if name.endswith("/WHEEL"))).decode()
-    assert "Root-Is-Purelib: true" in metadata
+    assert "Root-Is-Purelib: true" in read(wheel, "/WHEEL")
+    assert "License-Expression: Apache-2.0" in read(wheel, "/METADATA")
+    assert read(wheel, "/licenses/LICENSE") == (ROOT / "LICENSE").read_text()
 
 
 LOAD = """
@@ -89,15 +99,16 @@ def test_with_nvcc_the_wheel_holds_a_library_that_loads(project: Path, tmp_path:
     assert str(wheel.filename).endswith(f"-py3-none-linux_{platform.machine()}.whl")
     names = set(wheel.namelist())
     assert names >= SOURCES | {f"normswap/lib/{name}" for name in (builder.LIBRARY, builder.METADATA)}
-    assert "Root-Is-Purelib: false" in wheel.read(next(name for name in names if name.endswith("/WHEEL"))).decode()
+    assert "Root-Is-Purelib: false" in read(wheel, "/WHEEL")
 
     installed = tmp_path / "installed"
     wheel.extractall(installed)
-    assert builder.read_metadata(installed / "normswap/lib").arch == builder.WHEEL_ARCH
+    metadata = builder.read_metadata(installed / "normswap/lib")
+    assert metadata.arch == builder.WHEEL_ARCH and metadata.ptx
     assert loaded_from(installed) == f"True package {installed}/normswap/lib/{builder.LIBRARY} "
     assert not cache.exists()
 
-    with (installed / "normswap/csrc/twice.cu").open("a") as kernel:
+    with (installed / "normswap/csrc/row/twice.cu").open("a") as kernel:
         kernel.write("// changed\n")
     assert loaded_from(installed).startswith("False none None")
     assert "compiled from other sources than this package ships" in loaded_from(installed)
@@ -112,9 +123,37 @@ def loaded_from(folder: Path) -> str:
     return done.stdout.rstrip("\n")
 
 
+def build_wheel(project: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What scripts/build_wheel does there, into the folder dist."""
+    env = {**os.environ, "PYTHON": sys.executable, "NORMSWAP_ARCH": "90", **environment}
+    return subprocess.run(
+        [project / "scripts/build_wheel"], env=env, text=True, capture_output=True, check=False, timeout=500
+    )
+
+
+@needs_nvcc
+def test_a_manylinux_wheel_brings_no_library_of_torch_s(project: Path, tmp_path: Path, cache: Path) -> None:
+    done = build_wheel(project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wheel = the_wheel(project)
+    assert re.search(
+        rf"-py3-none-(manylinux_2_\d+_{platform.machine()}\.)*manylinux_2_34_{platform.machine()}", str(wheel.filename)
+    )
+    assert {name for name in wheel.namelist() if ".so" in name} == {f"normswap/lib/{builder.LIBRARY}"}
+    installed = tmp_path / "installed"
+    wheel.extractall(installed)
+    assert loaded_from(installed) == f"True package {installed}/normswap/lib/{builder.LIBRARY} "
+
+
+def test_without_a_compiler_there_is_no_manylinux_wheel(project: Path) -> None:
+    done = build_wheel(project, CUDA_HOME="/nowhere")
+    assert done.returncode == 1 and "the kernels were not compiled" in done.stderr
+    assert not (project / "dist").exists()
+
+
 @needs_nvcc
 def test_a_compiler_error_stops_the_wheel(project: Path) -> None:
-    with (project / "csrc/twice.cu").open("a") as kernel:
+    with (project / "csrc/row/twice.cu").open("a") as kernel:
         kernel.write("int broken = undefined_name;\n")
     done = pip_wheel(project, NORMSWAP_ARCH="90")
     assert done.returncode != 0 and not list(project.glob("dist/*.whl"))
@@ -127,4 +166,11 @@ def test_sdist_holds_what_the_wheel_needs(project: Path) -> None:
     (archive,) = (project / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
-    assert names >= {"csrc/twice.cu", "csrc/register.cpp", "scripts/build_library.py", "pyproject.toml"}
+    assert names >= {
+        "LICENSE",
+        "scripts/build_wheel",
+        "csrc/row/twice.cu",
+        "csrc/register.cpp",
+        "scripts/build_library.py",
+        "pyproject.toml",
+    }

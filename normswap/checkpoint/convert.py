@@ -11,9 +11,12 @@ import importlib.metadata
 import io
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,17 +24,19 @@ from torch import Tensor, nn
 
 from normswap import native
 from normswap.checkpoint import folded
-from normswap.checkpoint.digests import digests
 from normswap.checkpoint.errors import CheckpointError, listed, one_line
-from normswap.checkpoint.factory import HERE, PICKLED
+from normswap.checkpoint.factory import HERE, PICKLED, settled
 from normswap.checkpoint.manifest import Manifest
 from normswap.checkpoint.models import factory_for, moved, open_model, optimized, ready, usable_device
-from normswap.checkpoint.reading import CONFIG, Checkpoint, open_checkpoint
+from normswap.checkpoint.reading import CONFIG, METADATA, Checkpoint, distributed, open_checkpoint
 from normswap.checkpoint.tensors import SUFFIXES
-from normswap.checkpoint.writing import Progress, Target, place, write
-from normswap.optimize import Filter, OnEmpty, OnMismatch, Validate, report
+from normswap.checkpoint.writing import Progress, Target, check_extra, place, write
+from normswap.optimize import Filter, OnEmpty, OnMismatch, Validate
 from normswap.plan import Plan
 from normswap.report import Report
+
+DISTRIBUTED = ".dcp"
+"""The end of the name of an OUT that shall be a folder of torch.distributed.checkpoint."""
 
 
 def convert(
@@ -66,8 +71,9 @@ def convert(
     The model comes from ``factory`` (see ``build_model``; a folder with config.json and a pickled model need none),
     takes the tensors that ``open_checkpoint`` finds strictly, goes to ``device`` (CUDA where there is any, else the
     CPU) and ``dtype``, and is optimized there in eval mode; the other arguments are those of ``optimize``. ``out`` with
-    a suffix of SUFFIXES is a file, without one a folder in which every file of ``source`` keeps its name, and None adds
-    only ``normswap.json`` to the folder of ``source``. The tensors are those of ``source``, bit for bit, also from one
+    a suffix of SUFFIXES is a file, one of DISTRIBUTED a folder of torch.distributed.checkpoint, any other a folder in
+    which what the model in the folder ``source`` needs keeps its name, and None adds only a manifest beside ``source``.
+    The tensors are those of ``source``, bit for bit, also from one
     format into the other, and ``out`` may be ``source``.
 
     ``fold`` writes a plain model instead, without the BatchNorms that fold into a Linear. ``export`` names a .pt2 file
@@ -77,46 +83,47 @@ def convert(
     Raises CheckpointError (unreadable, unfit, ``out`` exists and not ``force``), MismatchError and
     NothingSwappedError as ``optimize`` does. Nothing is written unless everything succeeded.
     """
-    path = Path(source)
+    path, target_path = Path(source), None if out is None else Path(out)
     found = open_checkpoint(path, key=key, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     for note in found.notes if say is not None else ():
         say(note)  # type: ignore[misc]
-    factory = factory or factory_for(path, found)
-    target = place(path, found, None if out is None else Path(out), force)
-    if fold:
-        target = _for_folded(target, out)
-    _check_target(found, target, factory, fold)
-    where = usable_device(device)
-    model = ready(open_model(found, factory, factory_kwargs), where, dtype)
-    given = moved((inputs, dict(input_kwargs or {})), where)
-    if fold:
-        product, made = folded.folded(model, *given)
-        kept, found = Plan(), folded.replaced(found, product)
-    else:
-        filters = {"include": include, "exclude": exclude}
-        options: dict[str, Any] = {"validate": validate, "on_mismatch": on_mismatch, "on_empty": on_empty}
-        options["min_speedup"] = min_speedup
-        product, kept = optimized(model, given, filters, options)
-        made = report(product)
-    more: dict[Path, Callable[[Path], object]] = {}
-    if export is not None:
-        more[Path(export)] = _exporter(product, given, Path(export), force)
-    if report_file is not None:
-        more[Path(report_file)] = lambda place: place.write_text(made.to_json() + "\n", encoding="utf-8")
-    manifest = Manifest(
-        tensors=target.main.name,
-        factory=factory,
-        plan=kept,
-        digests=digests(found.state, _counter("hashing", found, progress)),
-        kwargs=dict(factory_kwargs or {}),
-        key=found.key if target.copied else None,
-        strip_prefix=found.prefixes if target.copied else (),
-        dtype=dtype,
-        folded=fold,
-        proof=_proof(made, where),
-    )
-    if not dry_run:
-        write(found, target, manifest, more, progress)
+    factory = settled(factory or factory_for(path, found))
+    with _as_distributed(path, found, target_path, fold) as (path, held):
+        written, target = held, place(path, held, target_path, force)
+        if fold:
+            target = _for_folded(target, out)
+        _check_target(held, target, factory, fold)
+        extra = partial(check_extra, found=found, target=target, force=force)
+        program = None if export is None else extra(Path(export), ".pt2")
+        proof_file = None if report_file is None else extra(Path(report_file), "")
+        where = usable_device(device)
+        model = ready(open_model(held, factory, factory_kwargs, dtype, share=True), where)
+        given = moved((inputs, dict(input_kwargs or {})), where)
+        if fold:
+            product, made = folded.folded(model, *given)
+            written = folded.replaced(held, product)
+        else:
+            options: dict[str, Any] = {"validate": validate, "on_mismatch": on_mismatch, "on_empty": on_empty}
+            options.update(min_speedup=min_speedup, include=include, exclude=exclude)
+            product, made = optimized(model, given, **options)
+        more: dict[Path, Callable[[Path], object]] = {}
+        if program is not None:
+            more[program] = _exporter(product, given, program)
+        if proof_file is not None:
+            more[proof_file] = lambda place: place.write_text(made.to_json() + "\n", encoding="utf-8")
+        manifest = Manifest(
+            tensors=target.main.name,
+            factory=factory,
+            plan=Plan() if fold else made.plan,
+            kwargs=dict(factory_kwargs or {}),
+            key=written.key if target.copied else None,
+            strip_prefix=written.prefixes if target.copied else (),
+            dtype=dtype,
+            folded=fold,
+            proof=proof_of(made, where),
+        )
+        if not dry_run:
+            write(written, target, manifest, more, progress)
     return made
 
 
@@ -127,6 +134,17 @@ def versions() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
         own = "0+unknown"
     return {"normswap": own, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+@contextmanager
+def _as_distributed(source: Path, found: Checkpoint, out: Path | None, fold: bool) -> Iterator[tuple[Path, Checkpoint]]:
+    """The checkpoint, and its path, as a DCP folder where ``out`` shall be one and it is none yet."""
+    if out is None or out.suffix != DISTRIBUTED or found.main.name == METADATA or fold:
+        yield source, found
+        return
+    with TemporaryDirectory(prefix="normswap-") as folder:
+        distributed().write_distributed(Path(folder), found.tensors)
+        yield Path(folder), replace(open_checkpoint(folder), notes=found.notes)
 
 
 def _for_folded(target: Target, out: str | Path | None) -> Target:
@@ -154,7 +172,8 @@ def _check_target(found: Checkpoint, target: Target, factory: str, fold: bool) -
         )
 
 
-def _proof(made: Report, device: torch.device) -> dict[str, Any]:
+def proof_of(made: Report, device: torch.device) -> dict[str, Any]:
+    """What a manifest tells people."""
     return {
         "versions": versions(),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -165,25 +184,8 @@ def _proof(made: Report, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _counter(what: str, found: Checkpoint, progress: Progress | None) -> Callable[[int], object] | None:
-    if progress is None:
-        return None
-    done, total = 0, sum(t.nbytes for t in found.tensors.values() if t.layout is torch.strided)
-
-    def count(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(what, done, total)
-
-    return count
-
-
-def _exporter(model: nn.Module, given: tuple[Any, dict[str, Any]], path: Path, force: bool) -> Callable[[Path], object]:
+def _exporter(model: nn.Module, given: tuple[Any, dict[str, Any]], path: Path) -> Callable[[Path], object]:
     """What writes the torch.export program of ``model``. Raises CheckpointError when there can be none."""
-    if path.suffix != ".pt2":
-        raise CheckpointError(f"{path}: a torch.export program is named .pt2")
-    if path.exists() and not force:
-        raise CheckpointError(f"{path}: exists already; pass force (--force) to replace it")
     inputs, kwargs = given
     if inputs is None and not kwargs:
         raise CheckpointError(f"{path}: torch.export needs example inputs (--input)")

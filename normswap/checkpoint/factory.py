@@ -1,20 +1,21 @@
-"""The model a checkpoint belongs to: built by a function of the person's, by timm, or by transformers."""
+"""The model a checkpoint belongs to: built by a function of the person's, by timm, diffusers or transformers."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import importlib.util
+import os
 import re
+import sys
 import traceback
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from normswap.checkpoint.construct import LeftOnMetaError, build_lean, load_strictly
-from normswap.checkpoint.errors import CheckpointError, MissingError, one_line, read_json
+from normswap.checkpoint.errors import CheckpointError, one_line
 
 HERE = "hf:."
 """The factory of a folder that holds its own config.json."""
@@ -22,83 +23,72 @@ HERE = "hf:."
 PICKLED = "pickle:"
 """The factory of a file that holds the pickled model itself."""
 
-FORMS = "pkg.module:function, timm:NAME or hf:DIR"
+FORMS = "pkg.module:function, ./file.py:function, timm:NAME or hf:DIR"
 
-_SPEC = re.compile(r"(?P<module>\w+(\.\w+)*):(?P<attribute>\w+(\.\w+)*)")
-_TIMM_NAME = re.compile(r"\w+(\.\w+)*")
-_OUTSIDE = ("pretrained", "checkpoint", "cache_dir", "trust_remote", "code_revision")
+_SPEC = re.compile(r"(?P<module>\w+(\.\w+)*|[^:]*\.py):(?P<attribute>\w+(\.\w+)*)")
 
 
 def is_code(factory: str) -> bool:
     """Whether the factory names code to import, or a place outside the checkpoint's own folder."""
-    return not factory.startswith("timm:") and factory != HERE
+    return not factory.startswith("timm:") and factory not in (HERE, "")
 
 
-def build_model(factory: str, kwargs: Mapping[str, Any] | None = None, *, folder: Path | None = None) -> nn.Module:
-    """Build the model that ``factory`` names, with ``kwargs``: "pkg.module:function" is imported and called,
-    "timm:NAME" is made by timm, "hf:DIR" by transformers from DIR/config.json ("hf:." from ``folder``).
+def settled(factory: str) -> str:
+    """The factory as it is kept: with the whole path where it names a file."""
+    found = _SPEC.fullmatch(factory)
+    if found is None or not found["module"].endswith(".py"):
+        return factory
+    return f"{Path(found['module']).resolve()}:{found['attribute']}"
 
-    This runs the code named. Raises CheckpointError, with the original error's type, message and place, when
-    the name is malformed, the module cannot be imported, the function is missing or raises, or when what it
-    returns is not an ``nn.Module``.
+
+def build_model(factory: str, kwargs: Mapping[str, Any] | None = None) -> nn.Module:
+    """Build the model of "pkg.module:function" or "./file.py:function", which is imported and called with ``kwargs``.
+
+    This runs the code named; modules beside the file, or in the current folder, can be imported where nothing else has
+    their name. Raises CheckpointError, with the original error's type, message and place, when the name is malformed,
+    the module cannot be imported, the function is missing or raises, or when what it returns is not an ``nn.Module``.
     """
-    model = _called(f"model factory {factory}", _builder(factory, dict(kwargs or {}), folder))
+    what = f"model factory {factory}"
+    model = called(what, lambda: _function(what, factory)(**dict(kwargs or {})), factory)
     if not isinstance(model, nn.Module):
-        raise CheckpointError(f"model factory {factory} returned a {type(model).__name__}, not a torch.nn.Module")
-    return model
-
-
-def build_filled(
-    factory: str, kwargs: Mapping[str, Any], state: Mapping[str, Any], source: object, folder: Path
-) -> nn.Module:
-    """``build_model`` filled with ``state``; its parameters take no memory of their own where that can be had.
-
-    Raises CheckpointError as ``build_model`` and ``load_strictly`` do.
-    """
-    lean = build_lean(_builder(factory, dict(kwargs), folder))
-    if lean is not None:
-        with contextlib.suppress(LeftOnMetaError):  # what has memory from the start is built the ordinary way
-            load_strictly(lean, state, source)
-            return lean
-    model = build_model(factory, kwargs, folder=folder)
-    load_strictly(model, state, source)
+        raise CheckpointError(f"{what} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
 def call_function(spec: str) -> Any:
     """Import and call "pkg.module:function". Raises CheckpointError as ``build_model`` does."""
-    return _called(f"function {spec}", _function(f"function {spec}", spec))
+    return called(f"function {spec}", lambda: _function(f"function {spec}", spec)(), spec)
 
 
-def _called(what: str, build: Callable[[], Any]) -> Any:
+def called(what: str, build: Callable[[], Any], spec: str = "") -> Any:
+    """What ``build`` returns, which imports ``spec`` where that is given. Raises CheckpointError for what it raises."""
     try:
-        return build()
+        with _importable(spec) if spec else nullcontext():
+            return build()
     except CheckpointError:
         raise
     except (Exception, SystemExit) as error:
         raise CheckpointError(f"{what} raised {told(error)}") from error
 
 
-def _builder(factory: str, kwargs: dict[str, Any], folder: Path | None) -> Callable[[], Any]:
-    kind, _, name = factory.partition(":")
-    if kind in ("timm", "hf"):
-        outside = [key for key in kwargs if key.startswith(_OUTSIDE)]
-        if outside:
-            raise CheckpointError(
-                f"model factory {factory}: {', '.join(outside)} cannot be given, weights come from the file"
-            )
-    if kind == "timm":
-        return _timm(name, kwargs)
-    if kind == "hf":
-        return partial(_transformers, factory, _config_folder(factory, folder), kwargs)
-    return partial(_function(f"model factory {factory}", factory), **kwargs)
+@contextmanager
+def _importable(spec: str) -> Iterator[None]:
+    """Modules in the current folder, or beside the file that ``spec`` names, can be imported in the block, after all
+    others: none takes the place of a library."""
+    folder = str(Path(spec.rpartition(":")[0]).resolve().parent if ".py:" in spec else Path.cwd())
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(folder)]
 
 
 def _function(what: str, spec: str) -> Callable[..., Any]:
     named = _SPEC.fullmatch(spec)
     if named is None:
         raise CheckpointError(f"model factory {spec!r} is not written {FORMS}")
-    found: object = _imported(what, named["module"])
+    found: object = imported(what, named["module"])
     for name in named["attribute"].split("."):
         if not hasattr(found, name):
             raise CheckpointError(f"{what}: {named['module']} has no {named['attribute']}")
@@ -108,79 +98,33 @@ def _function(what: str, spec: str) -> Callable[..., Any]:
     return found
 
 
-def _imported(what: str, module: str) -> Any:
+def imported(what: str, module: str) -> Any:
+    """The module of that name, or path. Raises CheckpointError."""
     try:
-        return importlib.import_module(module)
+        return _from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise CheckpointError(f"{what}: module {module} cannot be imported: {told(error)}") from error
 
 
-def _library(factory: str, name: str) -> Any:
+def _from_file(path: Path) -> ModuleType:
+    """The module in a file, under its plain name unless that is another's."""
+    place = os.path.realpath(path)
+    known = sys.modules.get(path.stem)
+    if known is not None and os.path.realpath(getattr(known, "__file__", None) or "") == place:
+        return known
+    other = None if known is not None else importlib.util.find_spec(path.stem)
+    free = known is None and (other is None or os.path.realpath(other.origin or "") == place)
+    name = path.stem if free else f"_normswap_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, place)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        return _imported(f"model factory {factory}", name)
-    except CheckpointError as error:
-        raise MissingError(f"{error}; install {name}") from error
-
-
-# --- timm and transformers ----------------------------------------------------------------------------------------
-
-
-def _timm(name: str, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    factory = f"timm:{name}"
-    if not _TIMM_NAME.fullmatch(name):
-        raise CheckpointError(
-            f"model factory {factory!r}: not a plain timm model name, as in timm:vit_tiny_patch16_224"
-        )
-    timm = _library(factory, "timm")
-    if not timm.is_model(name):
-        raise CheckpointError(f"model factory {factory}: timm {timm.__version__} has no model of that name")
-    return partial(timm.create_model, name, pretrained=False, **kwargs)
-
-
-def _config_folder(factory: str, folder: Path | None) -> Path:
-    name = factory.partition(":")[2]
-    found = folder if factory == HERE and folder is not None else Path(name)
-    if not name or not (found / "config.json").is_file():
-        raise CheckpointError(f"model factory {factory}: no folder with a config.json")
-    return found
-
-
-def _transformers(factory: str, folder: Path, kwargs: dict[str, Any]) -> Any:
-    """The architecture that config.json names, by transformers' own class alone: no code of the folder runs."""
-    config_file = folder / "config.json"
-    data = read_json(config_file)
-    names = data.get("architectures") if isinstance(data, dict) else None
-    if not isinstance(names, list) or len(names) != 1:
-        raise CheckpointError(f"{config_file}: names no single architecture; pass --model pkg.module:function")
-    if _names_a_kernel_elsewhere([data, kwargs]):
-        raise CheckpointError(f"{config_file}: names kernels of another place; remove attn_implementation")
-    if data.get("quantization_config"):
-        raise CheckpointError(f"{config_file}: a quantized model; convert the weights it was made from")
-    transformers = _library(factory, "transformers")
-    cls: Any = getattr(transformers, str(names[0]), None)
-    if not _is_subclass(cls, transformers.PreTrainedModel):
-        raise CheckpointError(
-            f"{config_file}: transformers {transformers.__version__} has no architecture {names[0]!r}; "
-            "pass --model pkg.module:function"
-        )
-    config = transformers.AutoConfig.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=False, **kwargs
-    )
-    model: nn.Module = cls._from_config(config)
-    model.tie_weights()  # type: ignore[operator]
-    return model
-
-
-def _names_a_kernel_elsewhere(value: Any) -> bool:
-    """Whether an attn_implementation in ``value``, however deep, is a repository to download code from."""
-    if isinstance(value, Mapping):
-        own = any(str(key).endswith("attn_implementation") and "/" in str(entry) for key, entry in value.items())
-        return own or any(map(_names_a_kernel_elsewhere, value.values()))
-    return isinstance(value, list) and any(map(_names_a_kernel_elsewhere, value))
-
-
-def _is_subclass(value: object, of: type) -> bool:
-    return isinstance(value, type) and issubclass(value, of)
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def told(error: BaseException) -> str:

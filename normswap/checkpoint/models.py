@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from normswap.checkpoint.construct import load_strictly
 from normswap.checkpoint.errors import CheckpointError, MissingError, one_line
-from normswap.checkpoint.factory import HERE, PICKLED, build_filled
+from normswap.checkpoint.factory import HERE, PICKLED, build_model
+from normswap.checkpoint.hub import open_library
 from normswap.checkpoint.reading import Checkpoint, is_config_folder
-from normswap.modules import site_match
-from normswap.optimize import optimize, plan
-from normswap.plan import NormswapError, Plan
+from normswap.optimize import optimize, report
+from normswap.plan import NormswapError
+from normswap.report import Report
 
 
 def factory_for(path: Path, found: Checkpoint) -> str:
@@ -28,13 +29,27 @@ def factory_for(path: Path, found: Checkpoint) -> str:
     raise CheckpointError(f"{path}: holds tensors and no model; pass a factory (--model)")
 
 
-def open_model(found: Checkpoint, factory: str, kwargs: Mapping[str, Any] | None = None) -> nn.Module:
-    """The model that a checkpoint belongs to, with its tensors. Raises CheckpointError."""
+def open_model(
+    found: Checkpoint,
+    factory: str,
+    kwargs: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    *,
+    share: bool = False,
+) -> nn.Module:
+    """The model that a checkpoint belongs to, in eval mode, with its tensors, in ``dtype`` where that is given. With
+    ``share`` it may hold on to the checkpoint's own tensors. Raises CheckpointError."""
+    as_dtype = None if dtype is None else getattr(torch, dtype)
+    if factory.startswith(("timm:", "hf:")):
+        return open_library(factory, kwargs or {}, found.state, found.main, as_dtype)
     if factory == PICKLED:
         if found.module is None:
             raise CheckpointError(f"{found.main}: holds no pickled model")
-        return found.module
-    return build_filled(factory, kwargs or {}, found.state, found.main, found.folder)
+        model = found.module
+    else:
+        model = build_model(factory, kwargs)
+        load_strictly(model, found.state, found.main, share=share)
+    return model.eval() if as_dtype is None else model.eval().to(as_dtype)
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
@@ -48,11 +63,10 @@ def usable_device(device: str | torch.device | None) -> torch.device:
         raise MissingError(f"device {str(device)!r} cannot be used here ({one_line(error)})") from error
 
 
-def ready(model: nn.Module, device: torch.device, dtype: str | None = None) -> nn.Module:
-    """``model`` in eval mode on ``device`` and in ``dtype``. Raises CheckpointError when it cannot be moved."""
+def ready(model: nn.Module, device: torch.device) -> nn.Module:
+    """``model`` on ``device``. Raises CheckpointError when it cannot be moved."""
     try:
-        model = model.eval().to(device)
-        return model if dtype is None else model.to(getattr(torch, dtype))
+        return model.to(device)
     except Exception as error:  # out of memory, or the model's own code
         raise CheckpointError(f"{type(model).__name__} cannot be moved to {device} ({one_line(error)})") from error
 
@@ -62,22 +76,16 @@ def moved(values: Any, device: torch.device) -> Any:
     return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, values)
 
 
-def optimized(
-    model: nn.Module, given: tuple[Any, dict[str, Any]], filters: dict[str, Any], options: dict[str, Any]
-) -> tuple[nn.Module, Plan]:
-    """``model``, swapped in place, and what of its plan is in it after sites that failed were put back.
+def optimized(model: nn.Module, given: tuple[Any, dict[str, Any]], **options: Any) -> tuple[nn.Module, Report]:
+    """``model``, swapped in place, and the report, whose plan is what is left after sites that failed were put back.
 
     Raises CheckpointError when the model's own code fails on the inputs, and what ``optimize`` raises.
     """
+    inputs, kwargs = given
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # optimize plans, and warns, again
-            planned = plan(model, **filters)
-        inputs, kwargs = given
-        swapped = optimize(model, inputs, kwargs or None, inplace=True, **filters, **options)
+        swapped = optimize(model, inputs, kwargs or None, inplace=True, **options)
     except NormswapError:
         raise
     except Exception as error:  # the model's own code may raise anything on these inputs
         raise CheckpointError(f"{type(model).__name__} could not be optimized: {one_line(error)}") from error
-    kept = tuple(swap for swap in planned.swaps if site_match(swapped.get_submodule(swap.site.name)) == swap.match)
-    return swapped, Plan(kept, planned.refused)
+    return swapped, report(swapped)

@@ -1,24 +1,29 @@
-"""A checkpoint as people have it: a file, a folder of shards with an index, or a state_dict inside something larger."""
+"""A checkpoint as people have it: a file, a folder of shards with an index or of torch.distributed.checkpoint, or a
+state_dict inside something larger."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from normswap.checkpoint.errors import CheckpointError, listed, one_line, read_json
-from normswap.checkpoint.files import is_plain, present
+from normswap.checkpoint.files import is_plain, settle
 from normswap.checkpoint.layouts import check_layouts
 from normswap.checkpoint.nested import TOP, Selection, select, strip
-from normswap.checkpoint.tensors import SUFFIXES, check_suffix, load_file
+from normswap.checkpoint.tensors import SUFFIXES, load_file
 
 INDEX = ".index.json"
 CONFIG = "config.json"
+SETTINGS = (CONFIG, "generation_config.json")
+METADATA = ".metadata"
 _NAMES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -59,31 +64,38 @@ def open_checkpoint(
     key: str | None = None,
     strip_prefix: Sequence[str] = (),
     allow_pickle: bool = False,
-    mapped: bool = True,
-    at: Callable[[Path], Path] = present,
+    at: Callable[[Path], Path] = lambda path: path,
 ) -> Checkpoint:
     """Find, check and read the checkpoint at ``path``: a file, an index, or a folder that holds one.
 
     ``key`` names a state_dict inside the file ("model", "a.b", "." for the file itself); without it the only one is
-    taken. Each of ``strip_prefix`` is removed, in order, from the names that begin with it. Tensors are memory-mapped,
-    or read into memory once if not ``mapped``; ``at`` tells where a file lies until it is renamed.
+    taken. Each of ``strip_prefix`` is removed, in order, from the names that begin with it. Tensors are memory-mapped
+    where the format allows; ``at`` tells where a file lies until it is renamed.
 
     Raises CheckpointError for a missing, truncated, foreign or unsafe file, and when it is not clear what to take.
     """
     path = Path(path)
     try:
+        folder = path if path.is_dir() else path.parent
+        for manifest in (folder / "normswap.json", path.with_name(f"{path.name}.normswap.json")):
+            settle(manifest)
         main = find_checkpoint(path) if path.is_dir() else path
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({one_line(error)})") from error
     if main.name.endswith(INDEX):
-        found = _open_shards(main, allow_pickle, mapped, at)
+        found = _open_shards(main, allow_pickle, at)
     else:
-        check_suffix(main)
-        loaded, metadata = load_file(at(main), suffix=main.suffix, mapped=mapped, allow_pickle=allow_pickle)
+        files: tuple[Path, ...] = (main,)
+        metadata: dict[str, str] = {}
+        if main.name == METADATA:
+            files, loaded = (main, *sorted(folder.glob("*.distcp"))), distributed().read_distributed(at(main))
+        else:
+            suffix = main.suffix if at(main) != main else None
+            loaded, metadata = load_file(at(main), suffix=suffix, allow_pickle=allow_pickle)
         chosen = select(main, loaded, key)
         notes = _note_choice(main, chosen)
         found = Checkpoint(
-            main, (main,), chosen.state, metadata, chosen.key, others=chosen.others, notes=notes, module=chosen.module
+            main, files, chosen.state, metadata, chosen.key, others=chosen.others, notes=notes, module=chosen.module
         )
     check_layouts(main, found.tensors)
     found = replace(found, notes=(*_choice_notes(path, main), *found.notes))
@@ -92,7 +104,7 @@ def open_checkpoint(
 
 def find_checkpoint(folder: Path) -> Path:
     """The index or the only tensors file of a folder. Raises CheckpointError when there is none, or several."""
-    for name in _NAMES:
+    for name in (METADATA, *_NAMES):
         for candidate in (folder / name, folder / f"{name}{INDEX}"):
             if candidate.is_file():
                 return candidate
@@ -102,9 +114,22 @@ def find_checkpoint(folder: Path) -> Path:
     found = indices or files
     if len(found) == 1:
         return folder / found[0]
+    if (folder / "model_index.json").is_file():
+        parts = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+        raise CheckpointError(f"{folder}: a pipeline of several models; name the folder of one: {listed(parts)}")
     if not found:
         raise CheckpointError(f"{folder}: a folder without a checkpoint (no {', '.join(SUFFIXES)} file)")
     raise CheckpointError(f"{folder}: holds {len(found)} checkpoints ({listed(found)}); name one of them")
+
+
+def distributed() -> ModuleType:
+    """What reads and writes the folders of torch.distributed.checkpoint, which not every build of PyTorch has."""
+    return importlib.import_module("normswap.checkpoint.distributed")
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a file of this name can hold tensors, or say where they are."""
+    return name == METADATA or name.endswith(INDEX) or Path(name).suffix in SUFFIXES
 
 
 def is_config_folder(path: str | Path) -> bool:
@@ -123,14 +148,14 @@ def _choice_notes(path: Path, main: Path) -> Iterator[str]:
 # --- shards -------------------------------------------------------------------------------------------------------
 
 
-def _open_shards(index: Path, allow_pickle: bool, mapped: bool, at: Callable[[Path], Path]) -> Checkpoint:
+def _open_shards(index: Path, allow_pickle: bool, at: Callable[[Path], Path]) -> Checkpoint:
     placed = weight_map(index, at)
     names = tuple(dict.fromkeys(placed.values()))
     state: OrderedDict[str, Any] = OrderedDict()
     metadata: dict[str, str] = {}
     for shard in names:
         file = index.parent / shard
-        loaded, text = load_file(at(file), suffix=file.suffix, mapped=mapped, allow_pickle=allow_pickle)
+        loaded, text = load_file(at(file), suffix=file.suffix, allow_pickle=allow_pickle)
         found = select(file, loaded, TOP).state
         _check_shard(file, found, [name for name, where in placed.items() if where == shard])
         state.update(found)
@@ -139,7 +164,7 @@ def _open_shards(index: Path, allow_pickle: bool, mapped: bool, at: Callable[[Pa
     return Checkpoint(index, tuple(index.parent / name for name in names), ordered, metadata)
 
 
-def weight_map(index: Path, at: Callable[[Path], Path] = present) -> dict[str, str]:
+def weight_map(index: Path, at: Callable[[Path], Path]) -> dict[str, str]:
     """Which shard an index says each tensor lies in.
 
     Raises CheckpointError unless every shard is the plain name of a file of one format.

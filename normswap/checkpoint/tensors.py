@@ -7,21 +7,25 @@ Two names of one tensor (tied weights) stay one tensor in every format.
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
+import pathlib
 import pickle
 import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from normswap.checkpoint.archive import Header, check_pickle, safetensors_header
+from normswap.checkpoint.archive import check_pickle
 from normswap.checkpoint.errors import CheckpointError, listed, one_line, strict_json
 from normswap.checkpoint.files import replacing
 from normswap.plan import NormswapError
@@ -32,7 +36,6 @@ SUFFIXES = (*PICKLE_SUFFIXES, ".safetensors")
 _ORDER = "normswap.order"
 _VERSIONS = "normswap.state_dict_metadata"
 _FREE_TEXT = "_safetensors_metadata"
-_HARMLESS: list[Any] = [argparse.Namespace]  # which timm's training script puts beside the tensors: plain data
 
 
 def check_suffix(path: Path) -> str:
@@ -48,25 +51,21 @@ def same_format(one: Path, other: Path) -> bool:
     return (one.suffix in PICKLE_SUFFIXES) == (other.suffix in PICKLE_SUFFIXES)
 
 
-def load_file(
-    path: Path, *, suffix: str | None = None, mapped: bool = True, allow_pickle: bool = False
-) -> tuple[Any, dict[str, str]]:
+def load_file(path: Path, *, suffix: str | None = None, allow_pickle: bool = False) -> tuple[Any, dict[str, str]]:
     """What a checkpoint file holds, tensors on the CPU, and its free-text metadata; ``suffix`` where its own misleads.
 
-    With ``mapped`` the tensors are memory-mapped where the format allows: such a file may be replaced, never written
-    into. Otherwise each is read once, into memory of its own. ``allow_pickle`` lets a pickle run what it names.
-    A safetensors file has no order of its own: the one recorded by ``write_tensors`` is used, else names are sorted.
+    The tensors are memory-mapped where the format allows: such a file may be replaced, never written into.
+    ``allow_pickle`` lets a pickle run what it names. A safetensors file has no order of its own: the one recorded by
+    ``write_tensors`` is used, else names are sorted.
 
     Raises CheckpointError for a missing, truncated or foreign file, and for a pickle that names more than tensors.
     """
-    suffix = suffix or check_suffix(path)
     try:
         if not path.is_file():
             what = "is a folder, not a checkpoint file" if path.is_dir() else "no such file"
             raise CheckpointError(f"{path}: {what}")
-        if suffix in PICKLE_SUFFIXES:
-            return _load_pickle(path, mapped, allow_pickle)
-        return _load_safetensors(path, mapped)
+        suffix = suffix or check_suffix(path)
+        return _load_pickle(path, allow_pickle) if suffix in PICKLE_SUFFIXES else _load_safetensors(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({one_line(error)})") from error
 
@@ -102,9 +101,23 @@ def tensor_writer(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return fill
 
 
-def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def same_tensors(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two dicts hold the same names in the same order, and under each the same dtype, shape and bits."""
-    return list(one) == list(other) and all(_same_bits(one[name], other[name]) for name in one)
+    return list(one) == list(other) and difference(one, other) is None
+
+
+def difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
+    """One line on how the tensors of a dict differ from the expected ones, None when they do not."""
+    told = [
+        f"{len(names)} {what}: {listed(names)}"
+        for what, names in (
+            ("missing", [name for name in expected if name not in found]),
+            ("more", [name for name in found if name not in expected]),
+            ("changed", [n for n in expected if n in found and not _same_bits(expected[n], found[n])]),
+        )
+        if names
+    ]
+    return "; ".join(told) or None
 
 
 def _same_bits(one: Any, other: Any) -> bool:
@@ -113,29 +126,49 @@ def _same_bits(one: Any, other: Any) -> bool:
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
     if one.layout is not torch.strided or one.is_quantized:
-        return torch.equal(one, other)
-    return torch.equal(_bits(one), _bits(other))
+        return torch.equal(one.cpu(), other.cpu())
+    return torch.equal(_bits(one.cpu()), _bits(other.cpu()))
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return flat.view(torch.int64) if flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0 else flat
 
 
-def _load_pickle(path: Path, mapped: bool, allow_pickle: bool) -> tuple[Any, dict[str, str]]:
-    archive = check_pickle(path)
+def _load_pickle(path: Path, allow_pickle: bool) -> tuple[Any, dict[str, str]]:
+    sizes = check_pickle(path)
     with open(path, "rb") as file:
-        if not archive and file.read(1) != b"\x80":  # tar files of before 0.4 are left to PyTorch to convert
+        if sizes is None and file.read(1) != b"\x80":  # tar files of before 0.4 are left to PyTorch to convert
             raise CheckpointError(f"{path}: truncated, or not a PyTorch checkpoint (neither a zip file nor a pickle)")
     try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals(_HARMLESS):
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_harmless()):
             warnings.filterwarnings("ignore", "Detected pickle protocol")
-            loaded = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=archive and mapped)
+            place: Any = "cpu" if sizes is None else partial(_checked_storage, path, sizes)
+            loaded = torch.load(path, map_location=place, weights_only=not allow_pickle, mmap=sizes is not None)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(_unpickling_message(path, error)) from error
     except Exception as error:  # a damaged file makes torch.load raise nearly anything; it is told below, not lost
         raise CheckpointError(f"{path}: truncated, or not a PyTorch checkpoint ({one_line(error)})") from error
     text = getattr(loaded, _FREE_TEXT, {})
     return loaded, {str(k): str(v) for k, v in text.items()} if isinstance(text, Mapping) else {}
+
+
+def _checked_storage(path: Path, sizes: set[int], storage: Any, _location: str) -> Any:
+    """``storage``, on the CPU: a mapped one may be said to be larger than what the file holds of it."""
+    if storage.nbytes() not in sizes:
+        raise CheckpointError(f"{path}: a storage of {storage.nbytes()} bytes is none of those that the file holds")
+    return storage
+
+
+def _harmless() -> list[Any]:
+    """What training scripts put beside the tensors, and what makes it when it is read: plain data."""
+    paths = [pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath]
+    arrays = [type(np.dtype(kind)) for kind in np.typecodes["All"]]
+    makers = [np._core.multiarray.scalar, np._core.multiarray._reconstruct, codecs.encode]  # type: ignore[attr-defined]
+    old = [(make, f"numpy.core.multiarray.{make.__name__}") for make in makers[:2]]  # numpy before 2.0
+    return [argparse.Namespace, *paths, np.dtype, np.ndarray, *arrays, *makers, *old]
 
 
 def _unpickling_message(path: Path, error: Exception) -> str:
@@ -151,15 +184,17 @@ def _unpickling_message(path: Path, error: Exception) -> str:
     )
 
 
-def _load_safetensors(path: Path, mapped: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
-    header = safetensors_header(path)
+def _load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
-        stored = _mapped_tensors(path) if mapped else _copied_tensors(path, header)
-    except (SafetensorError, RuntimeError, ValueError, TypeError) as error:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = dict(file.metadata() or {})
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        with open(path, "rb") as file:  # safetensors takes the last of two entries of one name
+            strict_json(file.read(int.from_bytes(file.read(8), "little")))
+    except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{path}: truncated, or not a safetensors file ({one_line(error)})") from error
     if not stored:
         raise CheckpointError(f"{path}: holds no tensors")
-    metadata = header.metadata
     # safetensors.torch.save_model's own record of tied names: each dropped name with the one that was kept.
     tied = {name: kept for name, kept in metadata.items() if name not in stored and kept in stored}
     named = {**stored, **{name: stored[kept] for name, kept in tied.items()}}
@@ -172,32 +207,6 @@ def _load_safetensors(path: Path, mapped: bool) -> tuple[dict[str, Tensor], dict
         tensors._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
     own = {_ORDER, _VERSIONS, *tied}
     return tensors, {k: v for k, v in metadata.items() if k not in own}
-
-
-def _mapped_tensors(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt", device="cpu") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-
-
-def _copied_tensors(path: Path, header: Header) -> dict[str, Tensor]:
-    tensors = {}
-    with open(path, "rb", buffering=0) as file:
-        for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].start):
-            raw = torch.empty(entry.end - entry.start, dtype=torch.uint8)
-            file.seek(entry.start)
-            _fill(raw, file)
-            tensors[name] = raw.view(entry.dtype).view(entry.shape)
-    return tensors
-
-
-def _fill(raw: Tensor, file: Any) -> None:
-    buffer = memoryview(raw.numpy())  # type: ignore[arg-type]  # numpy before 2.1 says nothing of buffers
-    done = 0
-    while done < len(buffer):
-        count = file.readinto(buffer[done : done + (1 << 30)])
-        if not count:
-            raise ValueError("the file ended early")
-        done += count
 
 
 def _recorded(path: Path, metadata: Mapping[str, str], key: str, default: Any) -> Any:

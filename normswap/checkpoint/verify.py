@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from normswap.checkpoint.digests import difference, digests
 from normswap.checkpoint.errors import CheckpointError
-from normswap.checkpoint.load import load_model, open_converted
+from normswap.checkpoint.load import checked, load_model, open_converted
 from normswap.checkpoint.manifest import MANIFEST, find_manifest, is_converted
 from normswap.checkpoint.models import moved, usable_device
 from normswap.checkpoint.reading import Checkpoint, open_checkpoint
+from normswap.checkpoint.tensors import difference
 from normswap.optimize import validate
 from normswap.report import Report
 
@@ -73,12 +73,12 @@ def verify(
     if other is None and not own:
         raise CheckpointError(f"{one}: has no {MANIFEST} to compare with; give a second checkpoint")
     second = first if other is None else _opened(Path(other), key, strip_prefix)[0]
-    told = None if other is None else difference(digests(first.state), digests(second.state))
+    told = None if other is None else difference(first.state, second.state)
     size = sum(t.nbytes for t in first.tensors.values())
     if told is not None or not (inputs or input_kwargs):
         return Verdict(len(first.tensors), size, told)
     where = usable_device(device)
-    model = load_model(other or one, trust_factory=trust_factory, map_location=where)
+    model = load_model(other or one, trust_factory=trust_factory, map_location=where, check_digests=False)
     args, named = moved((inputs, dict(input_kwargs or {})), where)
     report = validate(model, args or None, named or None, on_mismatch="warn")
     return Verdict(len(first.tensors), size, None, _outputs(report), report)
@@ -88,11 +88,9 @@ def _opened(path: Path, key: str | None, strip_prefix: Sequence[str]) -> tuple[C
     """The checkpoint at ``path``, and whether it was held to a manifest of its own."""
     if not is_converted(path):
         return open_checkpoint(path, key=key, strip_prefix=strip_prefix), False
-    folder, manifest = find_manifest(path)
-    found = open_converted(folder, manifest, allow_pickle=False)
-    if told := difference(manifest.digests, digests(found.state)):
-        raise CheckpointError(f"{found.main}: not the tensors {folder / MANIFEST} was written for: {told}")
-    return found, True
+    place, manifest = find_manifest(path)
+    with checked(place, manifest):
+        return open_converted(place, manifest), True
 
 
 def _outputs(report: Report) -> str | None:

@@ -1,30 +1,24 @@
-"""The ``normswap`` command."""
+"""The ``normswap`` command. PyTorch is imported by what needs it, so that help and completion come at once."""
 
 from __future__ import annotations
 
-import copy
 import json
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from tabulate import tabulate
 
-from normswap import checkpoint, native
-from normswap.checkpoint import models
-from normswap.checkpoint.errors import MissingError, one_line
-from normswap.checkpoint.reading import Checkpoint, is_config_folder, open_checkpoint
-from normswap.cli import bench as timing
+import normswap
 from normswap.cli import options
-from normswap.cli.options import Inputs
-from normswap.cli.summary import Summary, summarize
 from normswap.cli.talk import Progress, fail, say, told_warnings
-from normswap.optimize import OnEmpty, OnMismatch, Validate, plan, report
-from normswap.plan import MismatchError, NormswapError, NothingSwappedError, Plan
+
+if TYPE_CHECKING:
+    from normswap.checkpoint.reading import Checkpoint
+    from normswap.cli.inputs import Inputs
+    from normswap.cli.summary import Summary
+    from normswap.plan import Plan
 
 FAILED, USAGE, MISMATCH, EMPTY, ENVIRONMENT = 1, 2, 3, 4, 5
 
@@ -33,7 +27,7 @@ class _Commands(click.Group):
     """A group that tells every error in one line and ends with the code its kind has."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        with told_warnings(), _importable_folder():
+        with told_warnings():
             try:
                 code = super().main(*args, **{**kwargs, "standalone_mode": False})
             except click.ClickException as error:
@@ -42,20 +36,26 @@ class _Commands(click.Group):
             except (click.Abort, KeyboardInterrupt):
                 fail("interrupted")
                 code = FAILED
-            except native.BuildError as error:
-                fail(str(error))
-                code = ENVIRONMENT
-            except NormswapError as error:
-                fail(str(error))
-                code = _exit_code(error)
-            except (ValueError, OSError, MemoryError) as error:
-                fail(one_line(error))
-                code = FAILED
+            except Exception as error:  # a model's own code may raise anything, anywhere
+                code = _told(error)
         sys.exit(code if isinstance(code, int) else 0)
 
 
+def _told(error: Exception) -> int:
+    """Tell an error in one line, and where it arose if it is not ours or the machine's; returns its exit code."""
+    from normswap import native
+    from normswap.checkpoint.errors import MissingError, one_line
+    from normswap.checkpoint.factory import told
+    from normswap.plan import MismatchError, NormswapError, NothingSwappedError
+
+    ours, machine = (NormswapError, native.BuildError), (ValueError, OSError, MemoryError)
+    fail(str(error) if isinstance(error, ours) else one_line(error) if isinstance(error, machine) else told(error))
+    codes = {MissingError: ENVIRONMENT, native.BuildError: ENVIRONMENT, MismatchError: MISMATCH}
+    return next((c for kind, c in {**codes, NothingSwappedError: EMPTY}.items() if isinstance(error, kind)), FAILED)
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(checkpoint.versions()["normswap"], prog_name="normswap")
+@click.version_option(normswap.__version__, prog_name="normswap")
 def main() -> None:
     """Swap a model's normalisation layers for fast CUDA kernels, with proof that nothing else changed.
 
@@ -77,24 +77,22 @@ def main() -> None:
 @options.model
 @options.filters
 @options.quiet
-def inspect(
-    source: str,
-    factory: str | None,
-    kwargs: dict[str, Any],
-    include: list[str] | None,
-    exclude: list[str] | None,
-    as_json: bool,
-    quiet: bool,
-    **where: Any,
-) -> None:
+def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: bool, quiet: bool, **where: Any) -> None:
     """Show what the checkpoint IN holds and, where its model is known, what would be swapped."""
+    normswap.complete()
+    from normswap.checkpoint import models
+    from normswap.checkpoint.factory import called
+    from normswap.checkpoint.reading import is_config_folder
+    from normswap.cli.summary import summarize
+
+    filters = {name: where.pop(name) for name in ("include", "exclude")}
     found = _open(source, quiet, **where)
     summary = summarize(found.tensors)
     if factory is None and found.module is None and not is_config_folder(source):
         table, data = _norm_table(summary), {"norms": [vars(norm) for norm in summary.norms]}
     else:
         model = models.open_model(found, factory or models.factory_for(Path(source), found), kwargs)
-        planned = plan(model.eval(), include=include, exclude=exclude)
+        planned = called(type(model).__name__, lambda: normswap.plan(model, **filters))
         table, data = _plan_table(planned), {"plan": json.loads(planned.to_json())}
     shown = {"tensors": summary.tensors, "size": summary.size, "dtypes": summary.dtypes, **data}
     click.echo(_json(shown) if as_json else f"{source}: {summary}\n{table}")
@@ -108,10 +106,15 @@ def inspect(
 @options.device
 @options.filters
 @options.choice(
-    "--validate", Validate, "auto", "What to prove: outputs (forward), gradients too (grad), or as trained (auto)."
+    "--validate",
+    ("auto", "forward", "grad", "off"),
+    "auto",
+    "What to prove: outputs (forward), gradients too (grad), or as trained (auto).",
 )
-@options.choice("--on-mismatch", OnMismatch, "rollback", "What to do with a site that fails its proof.")
-@options.choice("--on-empty", OnEmpty, "warn", "What to do when there is nothing to swap.")
+@options.choice(
+    "--on-mismatch", ("rollback", "raise", "warn"), "rollback", "What to do with a site that fails its proof."
+)
+@options.choice("--on-empty", ("warn", "raise", "ignore"), "warn", "What to do when there is nothing to swap.")
 @click.option(
     "--min-speedup",
     type=click.FloatRange(min=0, min_open=True),
@@ -127,16 +130,7 @@ def inspect(
 @click.option("--dry-run", is_flag=True, help="Do all but write.")
 @options.quiet
 def convert(
-    source: str,
-    out: str | None,
-    factory: str | None,
-    kwargs: dict[str, Any],
-    inputs: Inputs,
-    dtype: str | None,
-    in_place: bool,
-    as_json: bool,
-    quiet: bool,
-    **settings: Any,
+    source: str, out: str | None, inputs: Inputs, in_place: bool, as_json: bool, quiet: bool, **settings: Any
 ) -> None:
     """Write to OUT the tensors of IN, bit for bit, and normswap.json beside them.
 
@@ -146,22 +140,27 @@ def convert(
     """
     if in_place is (out is not None):
         raise click.UsageError("give either OUT or --in-place")
-    if factory is None and not is_config_folder(source) and not settings["allow_pickle"]:
+    normswap.complete()
+    from normswap import checkpoint
+    from normswap.checkpoint.reading import is_config_folder
+
+    if settings["factory"] is None and not is_config_folder(source) and not settings["allow_pickle"]:
         raise click.UsageError(_needs_model(source, settings["key"], settings["strip_prefix"]))
-    given = options.in_dtype(inputs, dtype)
+    given = inputs.in_dtype(settings["dtype"])
     made = checkpoint.convert(
         source,
         out,
-        factory,
-        factory_kwargs=kwargs,
+        factory_kwargs=settings.pop("kwargs"),
         inputs=given.positional or None,
         input_kwargs=given.named,
-        dtype=dtype,
         progress=Progress(quiet),
         say=None if quiet else say,
         **settings,
     )
-    click.echo(made.to_json() if as_json else str(made))
+    place = source if out is None else out
+    click.echo(made.to_json() if as_json else _for_the_command_line(str(made), place))
+    if not as_json and not settings["dry_run"]:
+        click.echo(_written(place))
 
 
 @main.command()
@@ -178,6 +177,9 @@ def verify(one: str, other: str | None, inputs: Inputs, as_json: bool, quiet: bo
 
     A converted one is also held to the digests in its normswap.json; A alone is held to nothing else.
     """
+    normswap.complete()
+    from normswap import checkpoint
+
     found = checkpoint.verify(one, other, inputs=inputs.positional, input_kwargs=inputs.named, **settings)
     click.echo(_json(found.to_dict()) if as_json else str(found))
     if not found.same:
@@ -193,33 +195,29 @@ def verify(one: str, other: str | None, inputs: Inputs, as_json: bool, quiet: bo
 @click.option("--rounds", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Forward passes of each.")
 @options.quiet
 def bench(
-    source: str,
-    factory: str | None,
-    kwargs: dict[str, Any],
-    inputs: Inputs,
-    device: str | None,
-    dtype: str | None,
-    include: list[str] | None,
-    exclude: list[str] | None,
-    rounds: int,
-    as_json: bool,
-    quiet: bool,
-    **where: Any,
+    source: str, factory: str | None, kwargs: dict[str, Any], inputs: Inputs, rounds: int, as_json: bool, **where: Any
 ) -> None:
     """Time the model of the checkpoint IN as it is against swapped, on the example inputs."""
-    if not inputs.given:
+    if not any(inputs.both):
         raise click.UsageError("bench needs example inputs: pass --input")
+    normswap.complete()
+    import copy
+
+    from normswap.checkpoint import models
+    from normswap.checkpoint.factory import called
+    from normswap.cli import bench as timing
+    from normswap.cli.inputs import Inputs
+
+    device, dtype, quiet = (where.pop(name) for name in ("device", "dtype", "quiet"))
+    filters = {name: where.pop(name) for name in ("include", "exclude")}
+    place = models.usable_device(device)
     found = _open(source, quiet, **where)
-    model = models.open_model(found, factory or models.factory_for(Path(source), found), kwargs)
-    eager = models.ready(model, models.usable_device(device), dtype)
-    given = options.on_device(options.in_dtype(inputs, dtype), models.usable_device(device))
-    swapped, _ = models.optimized(
-        copy.deepcopy(eager),
-        (given.positional or None, given.named),
-        {"include": include, "exclude": exclude},
-        {},
-    )
-    made = timing.bench(eager, swapped, report(swapped), given.positional, given.named, rounds=rounds)
+    factory = factory or models.factory_for(Path(source), found)
+    eager = models.ready(models.open_model(found, factory, kwargs, dtype), place)
+    given = Inputs(*models.moved(inputs.in_dtype(dtype).both, place))
+    twin = called(type(eager).__name__, lambda: copy.deepcopy(eager))
+    swapped, report = models.optimized(twin, (given.positional or None, given.named), **filters)
+    made = timing.bench(eager, swapped, report, given.positional, given.named, rounds=rounds)
     click.echo(_json(made.to_dict()) if as_json else str(made))
 
 
@@ -227,6 +225,8 @@ def bench(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def env(as_json: bool) -> None:
     """Show the versions, the GPU and the kernel library, and what is missing."""
+    from normswap import native
+
     found = {str(key): str(value) for key, value in native.environment().items()}
     click.echo(_json(found) if as_json else tabulate(found.items(), tablefmt="plain", disable_numparse=True))
 
@@ -238,6 +238,8 @@ def env(as_json: bool) -> None:
 )
 def build(arch: str | None, out: Path | None) -> None:
     """Compile the kernel library ahead of its first use."""
+    from normswap import native
+
     architectures = [a.strip() for a in arch.split(",")] if arch is not None else None
     try:
         click.echo(native.build(architectures, out, progress=say))
@@ -246,6 +248,8 @@ def build(arch: str | None, out: Path | None) -> None:
 
 
 def _open(source: str, quiet: bool, **where: Any) -> Checkpoint:
+    from normswap.checkpoint.reading import open_checkpoint
+
     found = open_checkpoint(source, **where)
     for note in () if quiet else found.notes:
         say(note)
@@ -253,14 +257,34 @@ def _open(source: str, quiet: bool, **where: Any) -> Checkpoint:
 
 
 def _needs_model(source: str, key: str | None, strip_prefix: tuple[str, ...]) -> str:
+    from normswap.checkpoint.reading import open_checkpoint
+    from normswap.cli.summary import summarize
+
     summary = summarize(open_checkpoint(source, key=key, strip_prefix=strip_prefix).tensors)
-    names = (
-        f" ({', '.join(summary.norm_names[:10])}{', ...' if len(summary.norms) > 10 else ''})" if summary.norms else ""
-    )
+    names = [norm.name or "(root)" for norm in summary.norms[:10]] + ["..."] * (len(summary.norms) > 10)
+    shown = f" ({', '.join(names)})" if names else ""
     return (
-        f"{source} holds tensors and no model: {summary}{names}; pass --model pkg.module:function, "
+        f"{source} holds tensors and no model: {summary}{shown}; pass --model pkg.module:function, "
         "a function that returns the model they belong to (or timm:NAME, hf:DIR)"
     )
+
+
+def _for_the_command_line(report: str, out: str) -> str:
+    """A report whose advice is not about a model in a Python program."""
+    lines = [line for line in report.splitlines() if not line.startswith("undo: ")]
+    return "\n".join(lines).replace("normswap.validate(model, inputs)", f"normswap verify {out} --input ... there")
+
+
+def _written(out: str) -> str:
+    """What was written, manifest included, and the line that opens it."""
+    from normswap.checkpoint.factory import is_code
+    from normswap.checkpoint.manifest import find_manifest
+
+    place, manifest = find_manifest(Path(out))
+    trust = ", trust_factory=True" if is_code(manifest.factory) else ""
+    names = [*dict.fromkeys((*manifest.written, place.name))]
+    told = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"wrote {told} in {place.parent}\nopen it: normswap.load_model({out!r}{trust})"
 
 
 def _norm_table(summary: Summary) -> str:
@@ -279,23 +303,3 @@ def _plan_table(found: Plan) -> str:
 
 def _json(data: Any) -> str:
     return json.dumps(data, indent=2)
-
-
-def _exit_code(error: NormswapError) -> int:
-    if isinstance(error, MissingError):
-        return ENVIRONMENT
-    if isinstance(error, MismatchError):
-        return MISMATCH
-    return EMPTY if isinstance(error, NothingSwappedError) else FAILED
-
-
-@contextmanager
-def _importable_folder() -> Iterator[None]:
-    """Modules in the current folder can be imported, as under ``python -m``."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)

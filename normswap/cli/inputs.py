@@ -4,25 +4,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from normswap.checkpoint.errors import CheckpointError, one_line
 from normswap.checkpoint.factory import call_function
-from normswap.checkpoint.reading import open_checkpoint
+from normswap.checkpoint.tensors import load_file
 
 _SPEC = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\](?::(?P<low>-?\d+)\.\.(?P<high>-?\d+))?"
 )
-_FILE = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<path>.+\.safetensors)")
-_FUNCTION = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<function>\w+(\.\w+)*:\w+(\.\w+)*)")
+_FILE = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<path>.+\.(safetensors|npy|pt))")
+_FUNCTION = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<function>(\w+(\.\w+)*|[^:=]*\.py):\w+(\.\w+)*)")
 _FLOATS = {d: getattr(torch, d) for d in ("float16", "bfloat16", "float32", "float64")}
 _INTEGERS = {d: getattr(torch, d) for d in ("uint8", "int8", "int16", "int32", "int64")}
 _FORMS = (
-    "[name=]float32[8,3,224,224], [name=]int64[2,128]:0..30521, [name=]FILE.safetensors or [name=]pkg.module:function"
+    "[name=]float32[8,3,224,224], [name=]int64[2,128]:0..30521, [name=]FILE (.safetensors, .npy or .pt) or "
+    "[name=]pkg.module:function"
 )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a model is called with."""
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+
+    @property
+    def both(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.positional, self.named
+
+    def in_dtype(self, dtype: str | None) -> Inputs:
+        """Floating-point tensors in ``dtype``."""
+        to = None if dtype is None else getattr(torch, dtype)
+        change = lambda v: v.to(to) if isinstance(v, Tensor) and v.is_floating_point() else v  # noqa: E731
+        return Inputs(*tree_map(change, self.both))
 
 
 def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -30,8 +53,9 @@ def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[tuple[Any, ...], d
 
     ``float32[8,3]`` is drawn from a standard normal, ``int64[2,128]:0..9`` uniformly with both ends included,
     ``bool[4]`` evenly; ``name=`` makes it a keyword argument. ``FILE.safetensors`` stands for its tensors by name, or
-    for a positional one when it holds only one. ``pkg.module:function`` is imported and called: what it returns is one
-    input, a tuple or list several, a dict those by name. The same specs and seed give the same values.
+    for a positional one when it holds only one; ``FILE.npy`` for one array; ``FILE.pt``, read as data alone, and what
+    the function that ``pkg.module:function`` names returns for one
+    input, a tuple or list for several, a dict for those by name. The same specs and seed give the same values.
 
     Raises ValueError for a malformed spec or a name given twice, CheckpointError for an unreadable file or a function
     that fails.
@@ -54,15 +78,26 @@ def _inputs_of(spec: str, generator: torch.Generator) -> list[tuple[str | None, 
     if match := _SPEC.fullmatch(spec):
         return [(match["name"], _drawn(spec, match, generator))]
     if match := _FILE.fullmatch(spec):
-        tensors = open_checkpoint(Path(match["path"])).tensors
-        if len(tensors) == 1:
-            return [(match["name"], next(iter(tensors.values())))]
-        if match["name"]:
-            raise ValueError(f"input {spec!r}: the file holds {len(tensors)} tensors, which have names of their own")
-        return list(tensors.items())
+        return _read(spec, match["name"], Path(match["path"]))
     if match := _FUNCTION.fullmatch(spec):
         return _returned(match["name"], call_function(match["function"]))
     raise ValueError(f"input {spec!r} is not {_FORMS}")
+
+
+def _read(spec: str, name: str | None, path: Path) -> list[tuple[str | None, Any]]:
+    if path.suffix == ".npy":
+        try:
+            return [(name, torch.from_numpy(np.load(path)))]
+        except (OSError, ValueError, TypeError, EOFError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({one_line(error)})") from error
+    loaded, _ = load_file(path)
+    if path.suffix == ".pt":
+        return _returned(name, loaded)
+    if len(loaded) == 1:
+        return [(name, next(iter(loaded.values())))]
+    if name:
+        raise ValueError(f"input {spec!r}: the file holds {len(loaded)} tensors, which have names of their own")
+    return list(loaded.items())
 
 
 def _returned(name: str | None, value: Any) -> list[tuple[str | None, Any]]:

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import torch
 
-from normswap.checkpoint.errors import strict_json
-from normswap.checkpoint.nested import PREFIXES
-from normswap.cli.inputs import make_inputs
+import normswap
+
+if TYPE_CHECKING:
+    from normswap.cli.inputs import Inputs
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What ``--input`` described."""
-
-    positional: tuple[Any, ...]
-    named: dict[str, Any]
-
-    @property
-    def given(self) -> bool:
-        return bool(self.positional or self.named)
 
 
 def filters(command: F) -> F:
@@ -44,15 +31,14 @@ def filters(command: F) -> F:
 
 def model(command: F) -> F:
     """What finds the tensors in a checkpoint and the model they belong to."""
-    prefixes = ", ".join(PREFIXES)
     for option in reversed(
         (
             click.option(
                 "--model",
                 "factory",
                 metavar="FACTORY",
-                help="What builds the model: pkg.module:function (imported and run), timm:NAME or hf:DIR. A folder "
-                "with config.json needs none.",
+                help="What builds the model: pkg.module:function or ./file.py:function (imported and run), "
+                "timm:NAME or hf:DIR. A folder with config.json needs none.",
             ),
             click.option(
                 "--kwargs", callback=_json_object, metavar="JSON", help="Keyword arguments for it, as a JSON object."
@@ -64,7 +50,7 @@ def model(command: F) -> F:
                 "--strip-prefix",
                 multiple=True,
                 metavar="PREFIX",
-                help=f"Remove this from the tensors' names (often {prefixes}); may be repeated.",
+                help="Remove this from the tensors' names (often module., _orig_mod., model.); may be repeated.",
             ),
             click.option("--allow-pickle", is_flag=True, help="Run what a pickle asks for. Only for files you trust."),
         )
@@ -81,8 +67,9 @@ def inputs(command: F) -> F:
         multiple=True,
         metavar="SPEC",
         callback=_inputs,
-        help="An example input: [name=]float32[8,3,224,224], [name=]int64[2,128]:0..30521, [name=]FILE.safetensors or "
-        "[name=]pkg.module:function. Repeat for more; those without a name are positional.",
+        help="An example input: [name=]float32[8,3,224,224], [name=]int64[2,128]:0..30521, [name=]FILE "
+        "(.safetensors, .npy, .pt) or [name=]pkg.module:function. Repeat for more; those without a name are "
+        "positional.",
     )(command)
 
 
@@ -92,38 +79,15 @@ def device(command: F) -> F:
     return click.option("--device", help="Where to run: cpu, cuda, cuda:1. [default: cuda where there is any]")(command)
 
 
-def choice(name: str, literal: Any, default: str, text: str) -> Callable[[F], F]:
-    """An option with the values of a Literal."""
-    return click.option(name, type=click.Choice(get_args(literal)), default=default, show_default=True, help=text)
+def choice(name: str, values: Sequence[str], default: str, text: str) -> Callable[[F], F]:
+    """An option with these values."""
+    return click.option(name, type=click.Choice(values), default=default, show_default=True, help=text)
 
 
 def quiet(command: F) -> F:
     """``-q`` and ``--json``."""
     command = click.option("-q", "--quiet", is_flag=True, help="No progress and no remarks.")(command)
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
-
-
-def in_dtype(values: Inputs, dtype: str | None) -> Inputs:
-    """Floating-point inputs in ``dtype``."""
-    if dtype is None:
-        return values
-
-    def converted(value: Any) -> Any:
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(getattr(torch, dtype)) if floating else value
-
-    named = {name: converted(value) for name, value in values.named.items()}
-    return Inputs(tuple(converted(value) for value in values.positional), named)
-
-
-def on_device(values: Inputs, place: torch.device) -> Inputs:
-    """Tensors among the inputs on ``place``."""
-
-    def moved(value: Any) -> Any:
-        return value.to(place) if isinstance(value, torch.Tensor) else value
-
-    named = {name: moved(value) for name, value in values.named.items()}
-    return Inputs(tuple(moved(value) for value in values.positional), named)
 
 
 def _patterns(_context: click.Context, _parameter: click.Parameter, patterns: tuple[str, ...]) -> list[str] | None:
@@ -139,6 +103,8 @@ def _patterns(_context: click.Context, _parameter: click.Parameter, patterns: tu
 def _json_object(_context: click.Context, _parameter: click.Parameter, text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
+    from normswap.checkpoint.errors import strict_json
+
     try:
         found = strict_json(text)
     except ValueError as error:
@@ -149,6 +115,9 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, text: str
 
 
 def _inputs(_context: click.Context, _parameter: click.Parameter, specs: tuple[str, ...]) -> Inputs:
+    normswap.complete()
+    from normswap.cli.inputs import Inputs, make_inputs
+
     try:
         return Inputs(*make_inputs(specs))
     except ValueError as error:

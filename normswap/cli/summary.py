@@ -35,11 +35,6 @@ class Summary:
         norms = _count(len(self.norms), "likely norm")
         return f"{_count(self.tensors, 'tensor')} ({dtypes}), {_readable(self.size)}, {norms}"
 
-    @property
-    def norm_names(self) -> list[str]:
-        """The names of the likely norms, in the checkpoint's order."""
-        return [norm.name or "(root)" for norm in self.norms]
-
 
 def summarize(tensors: Mapping[str, Tensor]) -> Summary:
     """Count what ``tensors`` holds and guess its norms.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 
-_PATIENCE = 1.0
-_WIDTH = 30
+_LONG = 100_000_000  # bytes, which take longer than a person looks
 
 
 def say(message: str) -> None:
@@ -43,20 +42,18 @@ def told_warnings(quiet: bool = False) -> Iterator[None]:
 
 
 class Progress:
-    """A bar on stderr for what takes longer than a second; nothing with ``quiet`` or where stderr is no terminal."""
+    """A bar on stderr for what is long; nothing with ``quiet`` or where stderr is no terminal."""
 
     def __init__(self, quiet: bool) -> None:
         self._silent = quiet or not sys.stderr.isatty()
-        self._started: dict[str, float] = {}
+        self._bars: dict[str, Any] = {}
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if self._silent or not total:
+        if self._silent or total < _LONG:
             return
-        started = self._started.setdefault(what, time.monotonic())
-        if time.monotonic() - started < _PATIENCE:
-            return
-        filled = _WIDTH * done // total
-        end = "\n" if done >= total else ""
-        bar = f"{'#' * filled}{'.' * (_WIDTH - filled)}"
-        sys.stderr.write(f"\r{what} [{bar}] {done / 1e9:.1f} of {total / 1e9:.1f} GB{end}")
-        sys.stderr.flush()
+        if what not in self._bars:
+            self._bars[what] = click.progressbar(length=total, label=what, file=sys.stderr)
+        bar = self._bars[what]
+        bar.update(done - bar.pos)
+        if done >= total:
+            bar.render_finish()

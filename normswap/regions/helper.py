@@ -251,7 +251,10 @@ def _instance_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shi
 
 
 def _batch_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
-    return ops.batch_norm_eval(x, *given, activation, residual=behind) if _alike(x, behind) else None
+    mean, var, weight, bias, eps = given
+    if not _alike(x, behind):
+        return None
+    return ops.batch_norm_eval(x, mean, var, weight, bias, eps, activation, residual=behind)
 
 
 def _layer_norm_2d(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:

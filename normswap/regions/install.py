@@ -32,11 +32,12 @@ def with_helpers(
     """The forward to install on a subclass of ``original``, with a helper for each region. The original's own runs
     where another was put on the class since, where its source is not what was read (a pickle outlives a version of a
     library), and where it would branch in another way than it did."""
-    names, known = attributes.get("functions", "").split(), getattr(replaced.function, "__globals__", {})
-    functions = {name: known.get(name) for name in names}  # read as the line they return
-    if "source" in attributes and attributes["source"] != digest([replaced.function, *functions.values()]):
+    base_forward = replaced.function
+    names, known = attributes.get("functions", "").split(), getattr(base_forward, "__globals__", {})
+    functions: dict[str, Any] = {name: known.get(name) for name in names}  # read as the line they return
+    if "source" in attributes and attributes["source"] != digest([base_forward, *functions.values()]):
         return replaced.run
-    compiled, make = _compiled(replaced.original, replaced.function, _text(attributes))
+    compiled, make = _compiled(replaced.original, base_forward, _text(attributes))
     helpers = [helper_of(one) for one in compiled]
     if make is None:
         rewritten = _sequential(compiled, helpers)
@@ -50,10 +51,7 @@ def with_helpers(
         return (
             replaced.is_on(self)
             and all(bool(check(self)) is truth for check, truth in checks)
-            and all(
-                known.get(name) is function and getattr(function, "__code__", None) is code
-                for name, function, code in codes
-            )
+            and all(known.get(name) is made and getattr(made, "__code__", None) is code for name, made, code in codes)
         )
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -100,9 +100,8 @@ class Call:
         if any(not isinstance(value, Hashable) for value in inputs):
             return None
         device = floats[0].device
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         forms = tuple(Form.of(value) if isinstance(value, Tensor) else value for value in inputs)
-        return cls(forms, tuple(kwargs), device, autocast)
+        return cls(forms, tuple(kwargs), device, _autocast(device.type))
 
     def made(self) -> tuple[Any, ...]:
         return tuple(value.made() if isinstance(value, Form) else value for value in self.inputs)
@@ -124,6 +123,13 @@ class Call:
         if not isinstance(form, Form):
             return value
         return value.detach().requires_grad_(gradients and form.requires_grad)
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    """The dtype of the present autocast, if there is one."""
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def with_backward(call: Callable[[], Any], wanted: Sequence[Tensor]) -> Function:

@@ -100,7 +100,8 @@ def decide(
     except torch.OutOfMemoryError:
         return untimed([one.name for one in found])
     rows = {one.candidate.name: _row(one, waits) for one in timed if one.calls or one.note}
-    why = {one.candidate.name: _why(one, waits, chosen) for one in timed if one.candidate.name not in kept}
+    names = frozenset(one.name for one in found)
+    why = {name: _why(waits, together=name in chosen) for name in sorted(names - kept)}
     told = ModelTime(
         before_us / 1e3, after_us / 1e3, waits.bound, waits.device_us / 1e3, waits.host_us / 1e3, gradients
     )
@@ -113,11 +114,17 @@ def untimed(names: Sequence[str]) -> Decision:
     return Decision(frozenset(names), dict.fromkeys(names, row))
 
 
+class _Bar(tqdm):  # type: ignore[misc]
+    """A progress bar that leaves no thread behind."""
+
+    monitor_interval = 0
+
+
 def time_candidates(found: Sequence[Candidate]) -> list[Timed]:
     """The cost of every candidate in one run of the model; uses with the same key are timed once."""
     known: dict[Hashable, tuple[Cost, Cost] | str] = {}
     different = {use.key: use for candidate in found for use in candidate.uses}
-    for key, use in tqdm(
+    for key, use in _Bar(
         different.items(), "normswap: timing", leave=False, file=sys.stderr, disable=None, delay=_PATIENCE_S
     ):
         known[key] = _time_use(use)
@@ -186,10 +193,6 @@ def _row(timed: Timed, waits: Waiting) -> dict[str, Any]:
     }
 
 
-def _why(timed: Timed, waits: Waiting, chosen: frozenset[str]) -> str:
-    original, ours, calls = timed.original, timed.ours, max(1, timed.calls)
-    told = (
-        f"device {original.device_us / calls:.1f} -> {ours.device_us / calls:.1f} us a call, host "
-        f"{original.host_us / calls:.1f} -> {ours.host_us / calls:.1f} us; the model waits for its {waits.bound}"
-    )
-    return told + ("; it was slower with it" if timed.candidate.name in chosen else "")
+def _why(waits: Waiting, together: bool) -> str:
+    """Without figures: equal runs give equal plans."""
+    return "the model is slower with it" if together else f"the model waits for its {waits.bound}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from normswap.timing.clock import Machine
 
 Function = Callable[[], object]
 
-ROUNDS = 9
+ROUNDS = 31
 WARM_UP = 3
 BLOCK_US = 150.0
 MOST_CALLS = 32
@@ -25,7 +24,6 @@ MOST_CALLS = 32
 FIRST_LEAD_US = 300.0
 MOST_LEAD_US = 200_000.0
 _TRIES = 3
-_SPREAD = 3.0
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,8 @@ def block(machine: Machine, function: Function, calls: int, lead_us: float, befo
     return Block(device_us / calls, host_us / calls, hidden)
 
 
-def costs(machine: Machine, functions: Sequence[Function], rounds: int = ROUNDS) -> list[Cost]:
-    """The cost of a call of each function: medians over blocks that take turns, in changing order."""
+def costs(machine: Machine, functions: Sequence[Function]) -> list[Cost]:
+    """The cost of a call of each function, of blocks that take turns in changing order."""
     with undisturbed():
         for function in functions:
             for _ in range(WARM_UP):
@@ -92,7 +90,7 @@ def costs(machine: Machine, functions: Sequence[Function], rounds: int = ROUNDS)
         longest = max(max(one.device_us, one.host_us) for one in firsts)
         calls = max(1, min(MOST_CALLS, math.ceil(BLOCK_US / max(longest, 1e-3))))
         found: list[list[Block]] = [[] for _ in functions]
-        for index in in_turns(len(functions), rounds):
+        for index in in_turns(len(functions), ROUNDS):
             known = found[index][-1] if found[index] else firsts[index]
             lead_us = min(MOST_LEAD_US, 1.5 * known.host_us * calls + 30.0)
             found[index].append(block(machine, functions[index], calls, lead_us))
@@ -107,14 +105,17 @@ def in_turns(count: int, rounds: int) -> Iterator[int]:
 
 def _cost(blocks: Sequence[Block]) -> Cost:
     device, host = [one.device_us for one in blocks], [one.host_us for one in blocks]
-    return Cost(statistics.median(device), statistics.median(host), spread(device), spread(host))
+    return Cost(typical(device), typical(host), doubt(device), doubt(host))
 
 
-def spread(values: Sequence[float]) -> float:
-    """How far the median of ``values`` may be off: three times its standard error, from the median deviation."""
-    middle = statistics.median(values)
-    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
-    return _SPREAD * 1.2533 * deviation / math.sqrt(len(values))
+def typical(values: Sequence[float]) -> float:
+    """The lower quartile: what disturbs a clock only adds to it."""
+    return sorted(values)[len(values) // 4]
+
+
+def doubt(values: Sequence[float]) -> float:
+    """How far off ``typical`` may be: what it differs by between every second value and the others."""
+    return abs(typical(values[::2]) - typical(values[1::2])) if len(values) > 1 else 0.0
 
 
 @contextlib.contextmanager

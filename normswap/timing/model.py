@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,16 +10,18 @@ from typing import Any
 
 from normswap.timing.choose import Waiting
 from normswap.timing.clock import Machine
-from normswap.timing.hidden import MOST_LEAD_US, Function, block, in_turns, spread, undisturbed
+from normswap.timing.hidden import MOST_LEAD_US, Function, block, doubt, in_turns, typical, undisturbed
 
 WARM_UP = 2
-WAITING_ROUNDS = 3
-LEAST_ROUNDS, MOST_ROUNDS = 5, 15
-BLOCK_US = 8_000.0
-BUDGET_US = 400_000.0
+WAITING_ROUNDS = 5
+LEAST_ROUNDS, MOST_ROUNDS, MOST_TIMES = 6, 12, 2
+BLOCK_US, MOST_RUNS = 8_000.0, 100
+BUDGET_US = 150_000.0
 """For each of the ways that are compared."""
 SAME = 0.01
 """The same code, timed twice, differs by less."""
+MOST_NOISE = 0.03
+"""However noisy the clock: what seems slower by more is taken to be."""
 
 Arrangement = Callable[[Collection[str]], AbstractContextManager[None]]
 """The model for a block with these candidates swapped and no others."""
@@ -34,49 +35,47 @@ def waiting(machine: Machine, run: Function) -> Waiting:
     with undisturbed():
         for _ in range(WARM_UP):
             run()
-        hosts, devices = [], []
-        for _ in range(WAITING_ROUNDS):
-            machine.wait()
-            begun = machine.now_us()
-            run()
-            hosts.append(machine.now_us() - begun)
-        lead_us = min(MOST_LEAD_US, 1.3 * statistics.median(hosts) + 100.0)
-        for _ in range(WAITING_ROUNDS):
-            devices.append(block(machine, run, 1, lead_us).device_us)
-    return Waiting(statistics.median(devices), statistics.median(hosts))
+        hosts = [_host_us(machine, run) for _ in range(WAITING_ROUNDS)]
+        lead_us = min(MOST_LEAD_US, 1.3 * typical(hosts) + 100.0)
+        devices = [block(machine, run, 1, lead_us).device_us for _ in range(WAITING_ROUNDS)]
+    return Waiting(typical(devices), typical(hosts))
+
+
+def _host_us(machine: Machine, run: Function) -> float:
+    machine.wait()
+    begun = machine.now_us()
+    run()
+    return machine.now_us() - begun
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Microseconds a run of each of several ways, by the wall's clock, and these as multiples of the first's, round by
-    round, with how far off they may be."""
+    """Microseconds a run of each of several ways, by the wall's clock, and the share by which the same way differs from
+    itself."""
 
     us: tuple[float, ...]
-    ratios: tuple[float, ...]
-    noise: tuple[float, ...]
+    noise: float
 
     def slower(self, index: int, allowed: float = 1.0) -> bool:
         """Whether a way takes more than ``allowed`` times as long as the first, beyond the noise."""
-        return self.ratios[index] > allowed * (1.0 + max(SAME, self.noise[index]))
+        return self.us[index] > allowed * (1.0 + min(MOST_NOISE, max(SAME, self.noise))) * self.us[0]
 
 
 def compare(machine: Machine, ways: Sequence[Way]) -> Compared:
     """Time several ways to run a model, as a user runs it: runs one after the other, then a wait for the last. The ways
-    take turns."""
+    take turns, for longer where they differ from themselves."""
     with undisturbed():
-        firsts = [_block(machine, way, 1) for way in ways for _ in range(WARM_UP)]
-        once = max(firsts[-1], 1e-3)
-        runs = max(1, math.ceil(BLOCK_US / once))
+        once = min(max(_block(machine, way, 1), 1e-3) for way in ways for _ in range(WARM_UP))
+        runs = min(MOST_RUNS, math.ceil(BLOCK_US / once))
         rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(BUDGET_US / ((runs + 1) * once))))
         times: list[list[float]] = [[] for _ in ways]
-        for index in in_turns(len(ways), rounds):
-            times[index].append(_block(machine, ways[index], runs))
-    ratios = [[one / first for one, first in zip(found, times[0], strict=True)] for found in times]
-    return Compared(
-        tuple(statistics.median(found) for found in times),
-        tuple(statistics.median(found) for found in ratios),
-        tuple(spread(found) for found in ratios),
-    )
+        for _ in range(MOST_TIMES):
+            for index in in_turns(len(ways), rounds):
+                times[index].append(_block(machine, ways[index], runs))
+            noise = max(doubt(found) / typical(found) for found in times)
+            if noise <= SAME:
+                break
+    return Compared(tuple(typical(found) for found in times), noise)
 
 
 def _block(machine: Machine, way: Way, runs: int) -> float:

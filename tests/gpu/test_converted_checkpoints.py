@@ -9,7 +9,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from libraries import CASES, answer, opened_in_a_new_process
+from torch import nn
 
+import normswap
 from normswap.cli import main
 
 
@@ -30,3 +32,14 @@ def test_same_outputs_in_a_new_process(tmp_path: Path, name: str) -> None:
     assert not [row for row in report["rows"] if row["status"] == "failed"]
     if case.sites:  # the others' norms may go through PyTorch's own op
         assert found["kernels"] and all(row["status"] == "proved" for row in swapped)
+
+
+@pytest.mark.parametrize("out", ["out", "out.pt", "out.dcp"])
+def test_a_model_on_the_gpu_is_saved_and_opened_there(tmp_path: Path, out: str) -> None:
+    x = torch.randn(64, 256, device="cuda")
+    model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)).cuda().eval()
+    fast = normswap.optimize(model, x, min_speedup=None)
+    normswap.save(fast, tmp_path / out)
+    given = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256))
+    opened = normswap.load_model(tmp_path / out, model=given, map_location="cuda")
+    assert torch.equal(opened(x), fast(x)) and type(opened[1]) is type(fast[1])

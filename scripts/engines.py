@@ -1,0 +1,120 @@
+"""Which sources a figure depends on: an engine of kernels, or the Python that calls them, each with a digest.
+
+A figure was made by engines; an edit of one makes its figures stale and no others. A translation unit belongs to the
+engines whose patterns its name fits, with every header it includes; one that fits none belongs to all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from normswap import builder, native
+
+KERNELS = {
+    "row": (
+        "row_*",
+        "layer_norm*",
+        "rms_norm*",
+        "l1_norm*",
+        "l2_norm*",
+        "frobenius_norm*",
+        "group_norm*",
+        "group_backward*",
+    ),
+    "column": ("column_*", "channel_*", "group_norm_channels_last*", "group_backward*"),
+    "dim": ("dim_*", "*_dim*"),
+    "batch": ("scale_batch_norm*", "batch_*", "fold_linear*", "channel_*"),
+}
+"""The translation units of each engine, where the longest pattern that fits a name decides."""
+PYTHON = "python"
+ENGINES = (*KERNELS, PYTHON)
+OPS = ("ops/**/*.py", "forwards/**/*.py", "regions/**/*.py", "reference.py", "activation.py", "modules.py", "native.py")
+"""The Python on the way of every call."""
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+OF_KIND = {
+    "l1_norm": ("row",),
+    "l2_norm": ("row",),
+    "layer_norm": ("row",),
+    "rms_norm": ("row",),
+    "group_norm": ("row",),
+    "instance_norm": ("row",),
+    "linear_scale_batch_norm": ("batch",),
+}
+"""By kind the engine that serves the usual layout."""
+
+OF_TESTS = {
+    "test_row_norm.py": ("row", PYTHON),
+    "test_dim_norm.py": ("dim", PYTHON),
+    "test_batch_norm.py": ("batch", PYTHON),
+    "test_case_batch_norm.py": ("batch", PYTHON),
+    "test_linear_bias.py": ("batch", PYTHON),
+    "test_group_norm.py": ("row", "column", PYTHON),
+    "test_activations.py": ("row", "column", PYTHON),
+    "test_instance_norm.py": ("row", "column", PYTHON),
+    "test_rms_by_hand.py": ("row", "dim", PYTHON),
+}
+"""What files of tests/gpu depend on; those that are not named here, on everything."""
+
+
+def of_row(kind: str, *, channels_last: bool = False, over_channels: bool = False) -> tuple[str, ...]:
+    """The engines of a benchmarked row or a setting of the accuracy sweep."""
+    if over_channels:
+        return ("dim",)
+    if channels_last and kind in ("group_norm", "instance_norm"):
+        return ("column",)
+    return OF_KIND.get(kind, tuple(KERNELS))
+
+
+def of_tests(file: str) -> tuple[str, ...]:
+    return OF_TESTS.get(file, ENGINES)
+
+
+def digests(source_dir: Path | None = None, package: Path | None = None) -> dict[str, str]:
+    """What names the sources of each engine now."""
+    source_dir = source_dir or native.source_dir()
+    package = package or native.PACKAGE
+    units: dict[str, set[Path]] = {name: set() for name in KERNELS}
+    for path in builder.sources(source_dir):
+        if path.suffix in (".cpp", ".cu"):
+            for name in owners(path.name):
+                units[name] |= closure(path, source_dir)
+    found = {name: _digest(paths, source_dir) for name, paths in units.items()}
+    return {**found, PYTHON: _digest({path for glob in OPS for path in package.glob(glob)}, package)}
+
+
+def owners(name: str) -> Sequence[str]:
+    """The engines to which a translation unit of that name belongs."""
+    fitting = {engine: max((len(p) for p in of if fnmatch(name, p)), default=0) for engine, of in KERNELS.items()}
+    longest = max(fitting.values())
+    return [engine for engine, length in fitting.items() if length == longest] if longest else tuple(KERNELS)
+
+
+def closure(path: Path, source_dir: Path) -> set[Path]:
+    """A source with every header of ours that it includes, directly or not."""
+    found: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found.add(one)
+            waiting += _included(one, source_dir)
+    return found
+
+
+def _included(path: Path, source_dir: Path) -> list[Path]:
+    places = [(path.parent / name, source_dir / name) for name in _INCLUDE.findall(path.read_text())]
+    return [next(p.resolve() for p in pair if p.is_file()) for pair in places if any(p.is_file() for p in pair)]
+
+
+def _digest(paths: Iterable[Path], top: Path) -> str:
+    total = hashlib.sha256()
+    for path in sorted({path.resolve() for path in paths}):
+        content = path.read_bytes()
+        total.update(f"{path.relative_to(top.resolve()).as_posix()}\0{len(content)}\0".encode() + content)
+    return total.hexdigest()[:16]

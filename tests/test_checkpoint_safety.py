@@ -1,0 +1,361 @@
+"""What may never happen to a person's files, models and machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from checkpoints import SITES, ZOO, environment, forget_zoo, randomized, snapshot, write_shards
+from click.testing import CliRunner, Result
+from libraries import CASES
+from torch import nn
+
+from normswap.checkpoint import CheckpointError, build_model, convert, load, load_model, open_checkpoint, same_tensors
+from normswap.cli import main
+from normswap.modules import site_match
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+OPTIONS = ["--model", "zoo:net", "--device", "cpu", "--validate", "off"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder with the module ``zoo`` and a checkpoint of zoo:net."""
+    (tmp_path / "zoo.py").write_text(ZOO)
+    monkeypatch.chdir(tmp_path)
+    forget_zoo()
+    torch.save(built().state_dict(), "net.pt")
+    yield tmp_path
+    forget_zoo()
+
+
+def built() -> nn.Module:
+    return randomized(build_model("zoo:net")).eval()
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def swapped_names(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if site_match(module) is not None}
+
+
+# --- files that are there -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+@pytest.mark.parametrize("extra", [["--report", "net.pt"], ["--report", "out/net.pt"], ["--report", "link.json"]])
+def test_a_report_never_takes_the_place_of_a_checkpoint(folder: Path, extra: list[str], force: list[str]) -> None:
+    Path("link.json").symlink_to("net.pt")
+    before = snapshot(folder)
+    result = run("convert", "net.pt", "out", *OPTIONS, *extra, *force)
+    assert result.exit_code == 1 and "is a file of the checkpoint" in result.stderr
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("option", ["--report", "--export"])
+def test_other_files_obey_the_rules_of_out(folder: Path, option: str) -> None:
+    Path("notes.pt2").write_text("words")
+    Path("place.pt2").mkdir()
+    before = snapshot(folder)
+    arguments = ["convert", "net.pt", "out", *OPTIONS, "--input", "float32[4,6]", option]
+    assert "notes.pt2: exists already" in run(*arguments, "notes.pt2").stderr
+    assert "place.pt2: is a folder" in run(*arguments, "place.pt2", "--force").stderr
+    assert snapshot(folder) == before
+    assert run(*arguments, "notes.pt2", "--force").exit_code == 0 and Path("notes.pt2").read_bytes() != b"words"
+
+
+def test_two_files_in_one_folder_keep_their_manifests() -> None:
+    convert("net.pt", "out/first.pt", "zoo:net", device="cpu", validate="off")
+    convert("net.pt", "out/second.safetensors", "zoo:net", device="cpu", validate="off", exclude="norm")
+    assert swapped_names(load_model("out/first.pt", trust_factory=True)) == SITES
+    assert swapped_names(load_model("out/second.safetensors", trust_factory=True)) == SITES - {"norm"}
+
+
+# --- the model that was given ---------------------------------------------------------------------------------------
+
+OUTSIDE = """
+import torch
+from torch import nn
+
+class Table:
+    def __init__(self):
+        self.values = torch.randn(6)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.hidden = [nn.Linear(6, 6)]
+        self.table = Table()
+
+    def forward(self, x):
+        return self.hidden[0](self.norm(x)) * self.table.values
+
+def net():
+    torch.manual_seed(3)
+    return Net()
+"""
+
+
+def test_tensors_outside_the_state_dict_are_those_of_an_ordinary_build() -> None:
+    Path("outside.py").write_text(OUTSIDE)
+    model = build_model("outside:net").eval()
+    with torch.no_grad():
+        model.norm.weight.normal_()
+    torch.save(model.state_dict(), "in.pt")
+    convert("in.pt", "out", "outside:net", device="cpu", inputs=X)
+    loaded = load_model("out", trust_factory=True)
+    assert torch.equal(loaded.table.values, model.table.values)
+    torch.testing.assert_close(loaded(X), model(X))
+    sys.modules.pop("outside")
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "model.safetensors.index.json"])
+def test_every_file_of_the_tensors_is_held_to_its_digest(folder: Path, name: str) -> None:
+    write_shards(folder / "in", built().state_dict(), ".safetensors", 3)
+    convert("in", "out", "zoo:net", device="cpu", validate="off")
+    flip(folder / "out" / name)
+    with pytest.raises(CheckpointError, match=f"was written for: {name} differs"):
+        load_model("out", trust_factory=True)
+    if not name.endswith("json"):
+        load_model("out", trust_factory=True, check_digests=False)
+
+
+def test_config_json_is_held_to_its_digest(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    CASES["bert"].write(folder / "in")
+    convert("in", "out", device="cpu", validate="off")
+    config = Path("out/config.json")
+    config.write_text(config.read_text().replace('"layer_norm_eps": 1e-12', '"layer_norm_eps": 1e-02'))
+    with pytest.raises(CheckpointError, match="was written for: config.json differs"):
+        load_model("out")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_every_file_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(folder / "in", built().state_dict(), ".safetensors", 3)
+    Path("out").mkdir()
+    synced: set[int] = set()
+    named: list[tuple[str, bool]] = []
+    fsync, rename = os.fsync, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def note_rename(source: Any, target: Any) -> None:
+        named.append((Path(target).name, os.stat(source).st_ino in synced))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_rename)
+    convert("in", "out", "zoo:net", device="cpu", validate="off")
+    assert all(done for _, done in named) and len(named) == 5 and named[0][0] == "normswap.json"
+
+
+def test_another_gpu_than_the_one_measured_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    convert("net.pt", "out", "zoo:net", device="cpu", validate="off")
+    manifest = json.loads(Path("out/normswap.json").read_text())
+    manifest["proof"]["gpu"] = "NVIDIA H100"
+    Path("out/normswap.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A10")
+    _, found = load.find_manifest(Path("out"))
+    with pytest.warns(UserWarning, match=r"chosen by its speed on NVIDIA H100, and this is NVIDIA A10; measure again"):
+        load._tell_of_another_gpu(found, torch.device("cuda"))
+
+
+# --- what runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["script", "module"])
+def test_no_module_of_the_current_folder_takes_the_place_of_a_library(folder: Path, start: str) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin/normswap").write_text("from normswap.cli import main\nmain()\n")
+    (folder / "here").mkdir()
+    for name in ("transformers", "torch", "click", "accelerate", "peft", "flash_attn", "bitsandbytes", "kernels"):
+        (folder / f"here/{name}.py").write_text(f"open({str(folder / 'executed')!r}, 'w')\n")
+    (folder / "here/config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
+    torch.save({"a": torch.ones(1)}, "here/pytorch_model.bin")
+    command = [sys.executable, *(["-m", "normswap.cli"] if start == "module" else ["../bin/normswap"]), "inspect", "."]
+    done = subprocess.run(command, cwd=folder / "here", env=environment(), capture_output=True, text=True)
+    assert not (folder / "executed").exists()
+    assert done.returncode in (1, 5) and done.stderr.startswith("normswap: "), done.stderr
+
+
+def test_a_file_of_python_is_a_factory(folder: Path) -> None:
+    (folder / "models").mkdir()
+    (folder / "models/parts.py").write_text(ZOO)
+    (folder / "models/own.py").write_text("import parts\ndef build():\n    return parts.Net()\n")
+    result = run("convert", "net.pt", "out", "--model", "./models/own.py:build", "--device", "cpu", "--validate", "off")
+    assert result.exit_code == 0, result.output
+    assert json.loads(Path("out/normswap.json").read_text())["factory"] == f"{folder}/models/own.py:build"
+    assert same_tensors(load_model("out", trust_factory=True).state_dict(), built().state_dict())
+    assert str(folder / "models") not in sys.path
+    for name in ("own", "parts"):
+        sys.modules.pop(name)
+
+
+class Network:
+    """Refuses and counts what would leave this machine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Any] = []
+        for owner, name in ((socket.socket, "connect"), (socket, "getaddrinfo"), (socket, "create_connection")):
+            monkeypatch.setattr(owner, name, self.refuse)
+
+    def refuse(self, *arguments: Any, **_: Any) -> None:
+        self.asked.append(arguments)
+        raise OSError("no network here")
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_config_that_asks_for_weights_of_a_hub_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, deep: bool
+) -> None:
+    pytest.importorskip("transformers")
+    CASES["bert"].write(folder / "in")
+    convert("in", "out", device="cpu", validate="off")
+    network = Network(monkeypatch)
+    asks = {"backbone": "microsoft/resnet-50", "use_pretrained_backbone": True}
+    for place in ("in", "out"):
+        config = json.loads(Path(place, "config.json").read_text())
+        Path(place, "config.json").write_text(json.dumps({**config, **({"parts": [{"text": asks}]} if deep else asks)}))
+    result = run("inspect", "in")
+    assert result.exit_code == 1 and "asks for weights of another place; set use_pretrained_backbone" in result.stderr
+    with pytest.raises(CheckpointError, match="config.json"):
+        load_model("out")
+    with pytest.raises(CheckpointError, match="use_pretrained_backbone"):
+        load_model("out", check_digests=False)
+    assert network.asked == []
+
+
+def test_what_a_config_names_is_never_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    config = {"architectures": ["DetrForObjectDetection"], "model_type": "detr", "backbone": "microsoft/resnet-50"}
+    config |= {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone_config": None}
+    Path("in").mkdir()
+    Path("in/config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file({"a": torch.ones(1)}, "in/model.safetensors", {"format": "pt"})
+    network = Network(monkeypatch)
+    result = run("inspect", "in")
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1, result.stderr
+    assert network.asked == []
+
+
+# --- files as people have them --------------------------------------------------------------------------------------
+
+
+def test_a_name_with_dots_is_a_folder() -> None:
+    assert run("convert", "net.pt", "Llama-3.1-8B-fast", *OPTIONS).exit_code == 0
+    assert swapped_names(load_model("Llama-3.1-8B-fast", trust_factory=True)) == SITES
+
+
+@pytest.mark.parametrize("name", ["none", "none.model", "missing/none.pt", "Llama-3.1"])
+def test_a_missing_in_is_told_as_that(name: str) -> None:
+    result = run("inspect", name)
+    assert result.exit_code == 1 and result.stderr == f"normswap: {name}: no such file\n"
+
+
+def test_numbers_of_numpy_and_paths_beside_the_weights() -> None:
+    np = pytest.importorskip("numpy")
+    beside = {"loss": np.float64(0.5), "seen": np.arange(3), "step": np.int32(7), "folder": Path("runs/1")}
+    torch.save({"state_dict": built().state_dict(), **beside}, "train.ckpt")
+    found = open_checkpoint("train.ckpt")
+    assert same_tensors(found.state, built().state_dict())
+    convert("train.ckpt", "out", "zoo:net", device="cpu", validate="off")
+    assert same_tensors(load_model("out", trust_factory=True).state_dict(), built().state_dict())
+
+
+EXPANDED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.register_buffer("ids", torch.arange(6.0).expand(4, 6))
+
+    def forward(self, x):
+        return self.norm(x) + self.ids
+"""
+
+
+@pytest.mark.parametrize("out", ["out", "out.safetensors"])
+def test_an_expanded_buffer(out: str) -> None:
+    Path("wide.py").write_text(EXPANDED)
+    model = build_model("wide:Net")
+    torch.save(model.state_dict(), "in.pt")
+    convert("in.pt", out, "wide:Net", device="cpu", validate="off")
+    loaded = load_model(out, trust_factory=True)
+    assert same_tensors(loaded.state_dict(), model.state_dict()) and torch.equal(loaded(X), model(X))
+    sys.modules.pop("wide")
+
+
+def test_dtypes_of_four_bits() -> None:
+    packed = torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    safetensors.torch.save_file({"a": packed}, "in.safetensors")
+    found = open_checkpoint("in.safetensors").tensors["a"]
+    assert found.dtype == packed.dtype and torch.equal(found.view(torch.uint8), packed.view(torch.uint8))
+    assert (
+        run("inspect", "in.safetensors").exit_code == 0
+        and run("verify", "in.safetensors", "in.safetensors").exit_code == 0
+    )
+
+
+HOSTILE = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def __deepcopy__(self, memo):
+        raise KeyError("cannot be copied")
+
+    def forward(self, x):
+        return self.norm(x)
+
+class Stubborn(Net):
+    def train(self, mode=True):
+        raise AttributeError("always the same")
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["bench", "in.pt", "--model", "hostile:Net", "--input", "float32[2,6]", "--device", "cpu"],
+            "cannot be copied",
+        ),
+        (["inspect", "in.pt", "--model", "hostile:Stubborn"], "always the same"),
+        (["convert", "in.pt", "out", "--model", "hostile:Stubborn", "--device", "cpu"], "always the same"),
+    ],
+)
+def test_what_a_model_s_own_code_raises_is_one_line(arguments: list[str], message: str) -> None:
+    Path("hostile.py").write_text(HOSTILE)
+    torch.save(nn.ModuleDict({"norm": nn.LayerNorm(6)}).state_dict(), "in.pt")
+    result = run(*arguments)
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
+    assert "hostile.py, line" in result.stderr
+    sys.modules.pop("hostile")

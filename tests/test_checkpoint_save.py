@@ -1,0 +1,158 @@
+"""normswap.save writes a model optimized in Python as the command line writes one; DCP folders, in and out."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import REPOSITORY, SITES, ZOO, forget_zoo, randomized, snapshot
+from libraries import CASES
+from torch import nn
+
+import normswap
+from normswap.checkpoint import CheckpointError, build_model, open_checkpoint, same_tensors, verify
+from normswap.modules import site_match
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder with the module ``zoo``."""
+    (tmp_path / "zoo.py").write_text(ZOO)
+    monkeypatch.chdir(tmp_path)
+    forget_zoo()
+    yield tmp_path
+    forget_zoo()
+
+
+def built() -> nn.Module:
+    return randomized(build_model("zoo:net")).eval()
+
+
+def swapped_names(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if site_match(module) is not None}
+
+
+@pytest.mark.parametrize("out", ["deep/out", "net.pt", "net.safetensors", "net.dcp"])
+def test_saved_and_opened(folder: Path, out: str) -> None:
+    model = built()
+    fast = normswap.optimize(model, X, exclude="norm", validate="forward")
+    normswap.save(fast, out, factory="zoo:net")
+    assert not [name for name in snapshot(folder) if name.endswith(".tmp")]
+    opened = normswap.load_model(out, trust_factory=True)
+    assert swapped_names(opened) == SITES - {"norm"} and same_tensors(opened.state_dict(), model.state_dict())
+    assert torch.equal(opened(X), fast(X)) and verify(out).same
+    before = snapshot(folder)
+    with pytest.raises(CheckpointError, match="exists already; pass force"):
+        normswap.save(fast, out)
+    assert snapshot(folder) == before
+    normswap.save(fast, out, force=True)
+    with pytest.raises(CheckpointError, match="says nothing of what builds the model; pass model="):
+        normswap.load_model(out, trust_factory=True)
+    given = build_model("zoo:net")
+    assert normswap.load_model(out, model=given) is given and torch.equal(given(X), fast(X))
+
+
+def test_a_model_of_transformers_opens_by_itself(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    _, model = CASES["bert"].write(folder / "in")
+    ids = torch.arange(8).reshape(1, 8)
+    fast = normswap.optimize(model, None, {"input_ids": ids}, validate="forward")
+    normswap.save(fast, "out")
+    opened = normswap.load_model("out")
+    assert torch.equal(opened(ids).logits, fast(ids).logits) and swapped_names(opened) == swapped_names(fast)
+
+
+def test_what_the_docs_show(folder: Path) -> None:
+    text = (REPOSITORY / "docs/checkpoints.md").read_text()
+    *both, opening = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].splitlines()
+    (folder / "pkg").mkdir()
+    (folder / "pkg/models.py").write_text("import zoo\nbuild = zoo.net\n")
+    torch.save(built().state_dict(), "net.pt")
+    fast = normswap.optimize(built(), X, validate="forward")
+    for line in both:
+        found: dict[str, Any] = {"normswap": normswap, "x": X, "fast": fast}
+        exec(line, found)
+        exec(opening, found)
+        assert torch.equal(found["model"](X), fast(X))
+        shutil.rmtree("fast")
+
+
+def test_convert_is_public() -> None:
+    torch.save(built().state_dict(), "net.pt")
+    report = normswap.convert("net.pt", "out", "zoo:net", inputs=X, device="cpu", validate="forward")
+    assert {row["name"] for row in report.rows if row["swapped"]} == SITES
+
+
+# --- torch.distributed.checkpoint -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("out", ["out", "out.safetensors", "net.pt"])
+def test_a_distributed_checkpoint_is_read(nested: bool, out: str) -> None:
+    model = built()
+    training = {"epoch": 3, "optimizer": {"state": {"0": {"exp_avg": torch.ones(3)}}}}
+    content = {"model": model.state_dict(), **training} if nested else model.state_dict()
+    dcp.save(content, storage_writer=dcp.FileSystemWriter("in"), no_dist=True)
+    key = {"key": "model"} if nested else {}
+    if nested and out != "out":
+        with pytest.raises(CheckpointError, match="cannot hold what in/.metadata has besides tensors"):
+            normswap.convert("in", out, "zoo:net", device="cpu", validate="off", **key)
+        return
+    normswap.convert("in", out, "zoo:net", device="cpu", validate="off", **key)
+    opened = normswap.load_model(out, trust_factory=True)
+    assert same_tensors(dict(sorted(opened.state_dict().items())), dict(sorted(model.state_dict().items())))
+    assert swapped_names(opened) == SITES
+    if out == "out":
+        file = next(Path("out").glob("*.distcp"))
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+        with pytest.raises(CheckpointError, match=r"__0_0.distcp differs"):
+            normswap.load_model("out", trust_factory=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_distributed_checkpoint_is_written_over_another(folder: Path) -> None:
+    torch.save(built().state_dict(), "net.pt")
+    for force in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            normswap.convert("net.pt", "out.dcp", "zoo:net", device="cpu", validate="off", force=force)
+        found = {name: torch.zeros_like(tensor) for name, tensor in built().state_dict().items()}
+        dcp.load(found, storage_reader=dcp.FileSystemReader("out.dcp"), no_dist=True)
+        assert same_tensors(found, built().state_dict())
+        assert swapped_names(normswap.load_model("out.dcp", trust_factory=True)) == SITES
+
+
+class _Runs:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_metadata_of_a_distributed_checkpoint_runs_nothing(folder: Path) -> None:
+    dcp.save(built().state_dict(), storage_writer=dcp.FileSystemWriter("in"), no_dist=True)
+    metadata = Path("in/.metadata")
+    sound = metadata.read_bytes()
+    metadata.write_bytes(pickle.dumps({"a": _Runs(folder / "executed")}))
+    with pytest.raises(CheckpointError, match=r"refused, it asks to run more than tensors need: (posix|os).system"):
+        open_checkpoint("in")
+    assert not Path("executed").exists()
+    for damaged in (b"", sound[:50], sound.replace(b"__0_0.distcp", b"../../0.dist"), pickle.dumps([1])):
+        metadata.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="truncated, or not a distributed checkpoint") as raised:
+            open_checkpoint("in")
+        assert "\n" not in str(raised.value)

@@ -1,0 +1,88 @@
+"""In code that torch.compile makes, the formula stands in the graph unless ours is known to win there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from normswap import ops
+from normswap.ops import dispatch
+
+
+@dataclass
+class OnGpu:
+    """What ``native_serves`` asks a tensor on a GPU."""
+
+    requires_grad: bool = False
+    is_cuda: bool = True
+    device: str = "cuda"
+    dtype: torch.dtype = torch.float16
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_library_ready", lambda: True)
+    monkeypatch.setattr(dispatch, "PLAIN", (OnGpu,))
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    ("elements", "least", "served"),
+    [(0, dispatch.LONG_ROW, False), (65534, dispatch.LONG_ROW, False), (65535, dispatch.LONG_ROW, True), (8, 8, True)],
+)
+def test_from_a_length_on_ours_serves_what_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, elements: int, least: int, served: bool
+) -> None:
+    x: Any = OnGpu()
+    assert dispatch.native_serves(x, elements=elements, least=least)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert dispatch.native_serves(x, elements=elements, least=least) == served
+
+
+@pytest.mark.usefixtures("library")
+def test_not_where_gradients_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x: Any = OnGpu()
+    learns: Any = OnGpu(requires_grad=True)
+    assert not dispatch.native_serves(x, learns, elements=2**20)
+    with torch.no_grad():
+        assert dispatch.native_serves(x, learns, elements=2**20)
+
+
+CALLS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
+    "layer_norm": (lambda x: ops.layer_norm(x, (6, 5)), 30, dispatch.LONG_ROW),
+    "rms_norm": (lambda x: ops.rms_norm(x, (5,)), 5, dispatch.LONG_ROW),
+    "l1_norm": (lambda x: ops.l1_norm(x, -1), 5, dispatch.LONG_ROW),
+    "group_norm": (lambda x: ops.group_norm(x, 2), 4 // 2 * 30, dispatch.LARGE_GROUP),
+    "instance_norm": (lambda x: ops.instance_norm(x), 30, dispatch.LARGE_GROUP),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_op_says_over_how_many_elements_its_statistic_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, elements, least = CALLS[name]
+    asked = []
+
+    def native_serves(*tensors: Tensor, elements: int = 0, least: int = dispatch.LONG_ROW) -> bool:
+        asked.append((elements, least))
+        return False
+
+    monkeypatch.setattr(sys.modules[f"normswap.ops.{name}"], "native_serves", native_serves)
+    call(torch.randn(3, 4, 6, 5))
+    assert asked == [(elements, least)]
+
+
+def test_along_another_dim_than_the_last_the_formula_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        sys.modules["normswap.ops.l1_norm"], "native_serves", lambda *tensors, elements: asked.append(elements)
+    )
+    ops.l1_norm(torch.randn(4, 6, 5), 1)
+    assert asked == [1]
+    assert ops.l1_norm(torch.tensor(-2.0)).item() == -1.0
