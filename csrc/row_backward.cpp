@@ -79,8 +79,8 @@ Gradients run(const char* op, Launch launch, RowBackward n, const Tensor& grad_,
   n.sums = room > 0 ? static_cast<float*>(workspace->mutable_data_ptr()) : nullptr;
   n.partials = n.sums + backward_sums(plan, of);
   const cudaStream_t stream = stream_of(input);
-  STD_CUDA_CHECK(launch(n, plan, stream));
-  if (columns && plan.pieces > 1) STD_CUDA_CHECK(add_column_sums(n, plan, stream));
+  check_launch(launch(n, plan, stream));
+  if (columns && plan.pieces > 1) check_launch(add_column_sums(n, plan, stream));
   return made;
 }
 

@@ -185,4 +185,4 @@ def test_a_child_that_bears_the_name_of_a_setting_is_reported() -> None:
             return self.inner.silu(self.inner(x))
 
     report = normswap.report(normswap.optimize(Around().eval(), torch.randn(3, 6)))
-    assert report.swapped == ("inner", "inner.silu")
+    assert {"inner", "inner.silu"} <= {*report.swapped}
