@@ -34,12 +34,9 @@ Gpu gpu_of(int device) {
 
 namespace {
 
-<<<<<<< HEAD
-=======
 // Of `cols` elements.
 int64_t rows_of(const Tensor& input, int64_t cols) { return cols > 0 ? input.numel() / cols : 0; }
 
->>>>>>> main
 void check_dense(const char* op, const Tensor& input, const Tensor& out) {
   STD_TORCH_CHECK(input.is_contiguous() && out.is_contiguous(), op, ": input and out must be contiguous");
 }
@@ -59,16 +56,8 @@ void layer_norm_rows(const Tensor& input, const OptionalTensor& weight_, const O
 
 void layer_norm_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, int64_t cols,
                      double eps, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
-<<<<<<< HEAD
-  if (input.numel() == 0) return;
-  STD_TORCH_CHECK(cols > 0, "layer_norm: rows must have elements");
-  const int64_t rows = input.numel() / cols;
-  layer_norm_rows(input, weight, bias, cols, eps, out, floats_or_null("layer_norm", mean, input, rows),
-                  floats_or_null("layer_norm", rstd, input, rows), regime);
-=======
   layer_norm_rows(input, weight, bias, cols, eps, out, floats_or_null("layer_norm", mean, input, rows_of(input, cols)),
                   floats_or_null("layer_norm", rstd, input, rows_of(input, cols)), regime);
->>>>>>> main
 }
 
 void rms_norm_rows(const Tensor& input, const OptionalTensor& weight_, int64_t cols, double eps, double weight_offset,
@@ -87,15 +76,8 @@ void rms_norm_rows(const Tensor& input, const OptionalTensor& weight_, int64_t c
 
 void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight, int64_t cols, double eps, double weight_offset,
                    bool cast_before_weight, Tensor out, OptionalTensor rstd, int64_t regime) {
-<<<<<<< HEAD
-  if (input.numel() == 0) return;
-  STD_TORCH_CHECK(cols > 0, "rms_norm: rows must have elements");
-  float* const statistic = floats_or_null("rms_norm", rstd, input, input.numel() / cols);
-  rms_norm_rows(input, weight, cols, eps, weight_offset, cast_before_weight, out, statistic, regime);
-=======
   rms_norm_rows(input, weight, cols, eps, weight_offset, cast_before_weight, out,
                 floats_or_null("rms_norm", rstd, input, rows_of(input, cols)), regime);
->>>>>>> main
 }
 
 void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum, Tensor out, OptionalTensor mean_abs,

@@ -136,19 +136,10 @@ void layer_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& we
                      int64_t activation, double low, double high, Tensor out, OptionalTensor sum, OptionalTensor mean,
                      OptionalTensor rstd, int64_t regime) {
   const Options options{residual, scale, shift, activation, low, high, false};
-<<<<<<< HEAD
-  if (input.numel() == 0) return;
-  const int64_t rows = input.numel() / trailing_elements(input, dims);
-  layer_norm_of(input, dims, weight, bias, eps, options, out, sum,
-                floats_or_null("layer_norm_with_options", mean, input, rows),
-                floats_or_null("layer_norm_with_options", rstd, input, rows),
-                regime);
-=======
   const int64_t rows = rows_over(input, dims);
   layer_norm_of(input, dims, weight, bias, eps, options, out, sum,
                 floats_or_null("layer_norm_with_options", mean, input, rows),
                 floats_or_null("layer_norm_with_options", rstd, input, rows), regime);
->>>>>>> main
 }
 
 void rms_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& weight, double eps, double weight_offset,
@@ -156,14 +147,8 @@ void rms_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& weig
                    const OptionalTensor& shift, int64_t activation, double low, double high, Tensor out,
                    OptionalTensor sum, OptionalTensor rstd, int64_t regime) {
   const Options options{residual, scale, shift, activation, low, high, false};
-  if (input.numel() == 0) return;
-  const int64_t rows = input.numel() / trailing_elements(input, dims);
   rms_norm_of(input, dims, weight, eps, weight_offset, cast_before_weight, options, out, sum,
-<<<<<<< HEAD
-              floats_or_null("rms_norm_with_options", rstd, input, rows), regime);
-=======
               floats_or_null("rms_norm_with_options", rstd, input, rows_over(input, dims)), regime);
->>>>>>> main
 }
 
 // The input's memory as rows of `cols` elements, whatever its dims.

@@ -108,15 +108,6 @@ inline OptionalTensor unfilled_like(const Tensor& t) {
   return made ? OptionalTensor(Tensor(handle)) : std::nullopt;
 }
 
-<<<<<<< HEAD
-// Whether a launch failed because not all blocks of a team, or of a cluster, can run at once.
-inline bool cannot_be_resident(cudaError_t error) {
-  return error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorInvalidClusterSize ||
-         error == cudaErrorLaunchOutOfResources;
-}
-
-=======
->>>>>>> main
 // Uninitialised float32 on the device of `like`, contiguous; nullopt where there is no memory for it.
 inline OptionalTensor unfilled_floats(const Tensor& like, int64_t count) {
   const int64_t stride = 1;
@@ -126,15 +117,12 @@ inline OptionalTensor unfilled_floats(const Tensor& like, int64_t count) {
                     aoti_torch_empty_strided(1, &count, &stride, aoti_torch_dtype_float32(), device,
                                              like.get_device_index(), &handle) == AOTI_TORCH_SUCCESS;
   return made ? OptionalTensor(Tensor(handle)) : std::nullopt;
-<<<<<<< HEAD
-=======
 }
 
 // Whether a launch failed because not all blocks of a team, or of a cluster, can run at once.
 inline bool cannot_be_resident(cudaError_t error) {
   return error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorInvalidClusterSize ||
          error == cudaErrorLaunchOutOfResources;
->>>>>>> main
 }
 
 inline Tensor scratch(const Tensor& like, int64_t bytes) {
