@@ -60,7 +60,7 @@ class Report:
         )
 
     def __repr__(self) -> str:
-        return f"<normswap.Report: {self.headline()}>"
+        return f"<normswap.Report: {self.headline().partition('; kernels')[0]}>"
 
     def _repr_html_(self) -> str:
         return notebook.page(self)
