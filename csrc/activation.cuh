@@ -118,7 +118,7 @@ __device__ __noinline__ Floats<V> slopes(Floats<V> x, ActivationArgs a) {
     case Activation::gelu: return each(x, gelu_slope);
     case Activation::gelu_tanh: return each(x, gelu_tanh_slope);
     case Activation::leaky_relu: return each(x, [&](float v) { return v > 0.f ? 1.f : a.low; });
-    case Activation::clamp: return each(x, [&](float v) { return v >= a.low && v <= a.high ? 1.f : 0.f; });
+    case Activation::clamp: return each(x, [&](float v) { return v > a.low && v < a.high ? 1.f : 0.f; });
     case Activation::hardswish: return each(x, hardswish_slope);
     case Activation::sigmoid: return each(x, sigmoid_slope<T>);
     case Activation::tanh: return each(x, tanh_slope);

@@ -40,7 +40,7 @@ def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], 
         for swap, module in placed
         if swap.match.kind == "region"
     }
-    originals = [(module, modules.original_class(module) or type(module)) for _, module in placed]
+    originals = [(module, modules.class_before(module) or type(module)) for _, module in placed]
     with (
         classes(originals),
         _listening(regions.values()),
@@ -77,7 +77,7 @@ def arrangements(
 ) -> Callable[[Collection[str]], contextlib.AbstractContextManager[None]]:
     """What gives the swapped ``model``, for a block, the original classes at all sites but those named."""
     found = [(swap.site.name, model.get_submodule(swap.site.name)) for swap in swaps]
-    known = [(name, module, modules.original_class(module) or type(module)) for name, module in found]
+    known = [(name, module, modules.class_before(module) or type(module)) for name, module in found]
     return lambda kept: classes([(module, original) for name, module, original in known if name not in kept])
 
 
