@@ -10,6 +10,7 @@ from region_look_alikes import CHANGED, LOOK_ALIKES
 from region_models import FOUND
 
 import normswap
+from normswap import ops
 
 TABLE: dict[str, Case] = {**FOUND, **LOOK_ALIKES, **CHANGED}
 
@@ -27,3 +28,20 @@ def test_every_region_is_proved(name: str) -> None:
     inputs = tuple(torch.randn(shape) for shape in case.shapes)
     report = normswap.report(normswap.optimize(model, inputs, min_speedup=None, on_mismatch="raise"))
     assert "" in report.swapped
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_layer_norm_over_channels_keeps_the_strides(
+    monkeypatch: pytest.MonkeyPatch, memory_format: torch.memory_format
+) -> None:
+    model = randomised(written(FOUND["layer_norm_2d"].forward)).eval()
+    x = torch.randn(2, 8, 3, 5).to(memory_format=memory_format)
+    fast = normswap.optimize(model, (x, x), min_speedup=None)
+    served: list[torch.Size] = []
+    real = ops.layer_norm
+    monkeypatch.setattr(ops, "layer_norm", lambda x, *rest, **named: served.append(x.shape) or real(x, *rest, **named))
+    with torch.no_grad():
+        ours, theirs = fast(x, x), model(x, x)
+    assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+    # The norm that is a child is ours too: of a contiguous image it is called by the region's own statements.
+    assert served == [torch.Size((2, 3, 5, 8))]
