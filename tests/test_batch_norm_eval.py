@@ -1,0 +1,70 @@
+"""BatchNorm by running statistics as an op and as the norm of a region, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import normswap
+from normswap import ops
+from normswap.activation import CODES, Activation
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("residual", (False, True))
+def test_it_is_pytorchs_composition(name: str, residual: bool) -> None:
+    activation = Activation(name, *{"leaky_relu": (0.1, 0.0), "clamp": (-0.5, 1.0)}.get(name, (0.0, 0.0)))
+    x, added = torch.randn(3, 6, 5), torch.randn(3, 6, 5)
+    values = [torch.randn(6), torch.rand(6) + 0.5, torch.randn(6), torch.randn(6)]
+    normalised = F.batch_norm(x, *values, eps=1e-3)
+    expected = activation(normalised + added if residual else normalised)
+    given = {"residual": added} if residual else {}
+    assert torch.equal(ops.batch_norm_eval(x, *values, 1e-3, activation, **given), expected)
+
+
+class Block(nn.Module):
+    def __init__(self, **settings: bool) -> None:
+        super().__init__()
+        self.bn, self.act = nn.BatchNorm2d(4, **settings), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.bn(x) + x)
+
+
+def kinds(model: nn.Module) -> list[str]:
+    return [swap.match.kind for swap in normswap.plan(model).swaps]
+
+
+def test_only_an_evaluating_norm_with_statistics_is_taken() -> None:
+    assert kinds(Block().eval()) == ["region"]
+    assert kinds(Block()) == [] and kinds(Block(track_running_stats=False).eval()) == []
+    hooked = Block().eval()
+    hooked.bn.register_forward_hook(lambda *_: None)
+    assert kinds(hooked) == []
+
+
+def test_modes_and_statistics_are_read_on_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Block().eval()
+    for values in (model.bn.weight, model.bn.bias, model.bn.running_mean):
+        nn.init.normal_(values)
+    x = torch.randn(3, 4, 5, 6)
+    fast = normswap.optimize(model, x)
+    calls: list[int] = []
+    real = ops.batch_norm_eval
+    monkeypatch.setattr(ops, "batch_norm_eval", lambda *a, **k: calls.append(1) or real(*a, **k))
+    assert torch.equal(fast(x), model(x)) and len(calls) == 1
+    for one in (model, fast):
+        one.bn.running_mean.fill_(0.5)
+        one.bn.eps = 0.25
+    assert torch.equal(fast(x), model(x)) and len(calls) == 2
+    for one in (model, fast):
+        one.train()
+    assert torch.equal(fast(x), model(x)) and len(calls) == 2
+    assert torch.equal(fast.bn.running_mean, model.bn.running_mean)
+    assert fast.bn.num_batches_tracked == model.bn.num_batches_tracked == 1
+    for one in (model, fast):
+        one.eval()
+        one.bn.running_mean = one.bn.running_var = None
+    assert torch.equal(fast(x), model(x)) and len(calls) == 2
