@@ -187,6 +187,7 @@ class UNetBlocks(nn.Module):
 ROWS = (
     Row("resnet50_gn", timm_model("resnet50_gn"), images(64)),
     Row("resnet50_gn channels_last", timm_model("resnet50_gn"), images(64), channels_last=True),
+    Row("resnet50 channels_last", timm_model("resnet50"), images(64), channels_last=True),
     Row("resnetv2_50x1_bit", timm_model("resnetv2_50x1_bit"), images(64)),
     Row("convnext_base", timm_model("convnext_base"), images(64)),
     Row("vit_base", timm_model("vit_base_patch16_224"), images(64)),
