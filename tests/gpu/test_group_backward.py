@@ -225,7 +225,6 @@ def test_fifty_runs_give_the_same_bits(last: bool) -> None:
 
 
 @pytest.mark.parametrize("last", (False, True), ids=("contiguous", "channels_last"))
-@pytest.mark.case("batch-invariance")
 def test_a_sample_s_gradient_depends_on_that_sample_alone(last: bool) -> None:
     for shape, groups in (((9, 64, 56, 56), 32), ((40, 12, 5, 5), 3), ((3, 16, 300, 300), 2)):
         case = Case.drawn(shape, groups, PAIRS[0])
