@@ -251,7 +251,7 @@ def leaves() -> tuple[Tensor, ...]:
     return tuple(torch.randn(*shape, device="cuda") for shape in ((3, 32, 20, 20), (32,), (32,), (3, 32, 20, 20)))
 
 
-@pytest.mark.case("stride-0-gradient", "channels-last")
+@pytest.mark.case("strided-gradient", "channels-last")
 def test_the_gradient_may_lie_anywhere_and_is_not_written_to() -> None:
     x, weight, bias, _ = leaves()
     wide = torch.randn(3, 32, 20, 41, device="cuda")
