@@ -90,7 +90,8 @@ struct L1NormBackward {
     return {0.f, row.follows ? normalised(__fmul_rn(sum, by_n), row) : 0.f, 0.f};
   }
   __device__ static float gradient(float x, float g, float, const Row& row, Coefficients c) {
-    return __fsub_rn(normalised(g, row), x == 0.f ? 0.f : copysignf(1.f, x) * c.of_xhat);
+    const float sign = x == 0.f ? 0.f : copysignf(1.f, x);  // whose product with NaN is NaN
+    return __fsub_rn(normalised(g, row), sign * c.of_xhat);
   }
 };
 

@@ -182,7 +182,8 @@ class KernelWitness(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        declined = out is None and func.__name__.endswith("_or_none.default")
+        declined = all(o is None for o in (out if isinstance(out, tuple | list) else (out,)))
+        declined = declined and func.__name__.endswith(("_or_none.default", "_recorded.default"))
         self.ran = self.ran or (func.namespace == "normswap" and not declined)
         return out
 

@@ -28,7 +28,7 @@ from normswap import native
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZED = "tests/gpu/test_sanitized_sweep.py"
 TOOLS = ("memcheck", "racecheck")
-ALONE = ("test_workloads.py", "test_cost.py")
+ALONE = ("test_workloads.py", "test_cost.py", "test_choice.py")
 """Test files that time, or need most of the GPU's memory."""
 AT_ONCE = 8
 

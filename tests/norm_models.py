@@ -67,6 +67,9 @@ def swapped_copy(model: nn.Module, x: Tensor | None, **options: Any) -> nn.Modul
         swapped = normswap.optimize(model, x, min_speedup=None, **asked)
     if asked["validate"] != "off" and x is not None:
         expected = "proved" if x.is_cuda and x.dtype in DTYPES else "wiring"
+        with torch.no_grad():
+            if not bool(copy.deepcopy(model)(x).isfinite().any()):  # nothing to hold ours to
+                expected = "unchecked"
         found = {row["name"]: row["status"] for row in normswap.report(swapped).rows if row["status"] != "refused"}
         assert set(found.values()) == {expected}, found
     return swapped

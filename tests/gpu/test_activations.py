@@ -19,6 +19,7 @@ import normswap
 from normswap import ops, reference
 from normswap.activation import CODES, Activation
 from normswap.criterion import half_ulp
+from normswap.lifted import Rounded
 
 DEVICE = "cuda"
 ACTIVATIONS = [Activation(name, *{"leaky_relu": (0.1,), "clamp": (-0.5, 1.0)}.get(name, ())) for name in CODES][1:]
@@ -57,7 +58,8 @@ def check_op(x: Tensor, groups: int, activation: Activation, centred: bool) -> N
     normalised = ops.group_norm(x, groups, weight, bias)
     assert ours.stride() == normalised.stride() and ours.dtype is x.dtype
     exact = activation(normalised.double())
-    limit = 2 * half_ulp(exact, x.dtype) + 2.0**-21 * normalised.double().abs()
+    roundings = 4 if x.dtype is torch.float32 else 2  # an exponential, a sum and a division round before the result
+    limit = roundings * half_ulp(exact, x.dtype) + 2.0**-21 * normalised.double().abs()
     assert not int(((ours.double() - exact).abs() > limit).sum()), (x.shape, activation)
     if centred or x.dtype is torch.float32:
         assert_close(ours, reference.group_norm(x, groups, weight, bias, 1e-5, activation), f"{tuple(x.shape)}")
@@ -87,7 +89,9 @@ def test_gradients(activation: Activation, dtype: torch.dtype, layout: torch.mem
     dy, tensors = drawn(tuple(x.shape), dtype), (x, weight, bias)
     out = ops.group_norm(x, 4, weight, bias, 1e-5, activation)
     assert type(out.grad_fn).__name__ == "_GroupNormBackward"
-    expected = reference.group_norm(x.double(), 4, weight.double(), bias.double(), 1e-5, activation)
+    normalised = reference.group_norm(x.double(), 4, weight.double(), bias.double(), 1e-5)
+    # What the activation has corners at is rounded.
+    expected = activation(normalised if dtype is torch.float32 else Rounded.apply(normalised, dtype))
     ours = torch.autograd.grad(out, tensors, dy, retain_graph=True)
     theirs = torch.autograd.grad(expected, tensors, dy.double(), retain_graph=True)
     for mine, other in zip(ours, theirs, strict=True):
@@ -134,7 +138,8 @@ def test_it_is_fused_and_equal_or_refused(name: str, mode: str) -> None:
 @by_dtype
 @pytest.mark.parametrize("name", [n for n, t in TABLE.items() if t.plan == {"": FUSED} and not t.later])
 def test_every_form_is_proved(name: str, dtype: torch.dtype) -> None:
-    model = randomised(TABLE[name].make()).to(DEVICE, dtype).train()
+    # A dropout that is on stands between a norm and its activation: they are not done together.
+    model = randomised(TABLE[name].make()).to(DEVICE, dtype).train(name != "norm_act_with_dropout")
     swapped_copy(model, drawn((16, *SHAPE[1:]), dtype))
 
 
@@ -161,7 +166,8 @@ def test_a_whole_model_with_the_default_validation(dtype: torch.dtype, layout: t
     randomised(model).to(memory_format=layout)
     swapped = normswap.optimize(model, x, min_speedup=None, on_mismatch="raise")
     report = normswap.report(swapped)
-    assert report.swapped == ("stem", "middle", "norm", "head") and report.model["passed"], str(report)
+    regions = [row["name"] for row in report.rows if row["kind"] == "region" and row["swapped"]]
+    assert regions == ["stem", "middle", "norm", "head"] and report.model["passed"], str(report)
     assert {row["status"] for row in report.rows} == {"proved"}
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiled:
         swapped(x)

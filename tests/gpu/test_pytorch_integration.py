@@ -35,7 +35,7 @@ def test_opcheck() -> None:
     x = torch.randn(6, 64, device="cuda")
     w = torch.randn(64, device="cuda")
     s = torch.empty(6, device="cuda")
-    n = torch.ops.normswap
+    n, image = torch.ops.normswap, x.view(3, 8, 4, 4)
     calls = [
         (n.layer_norm.default, (x, w, w, 64, 1e-5, torch.empty_like(x), s, s.clone(), 0)),
         (n.rms_norm.default, (x, w, 64, 1e-5, 1.0, True, torch.empty_like(x), s, 0)),
@@ -46,7 +46,7 @@ def test_opcheck() -> None:
         (n.rms_norm_dim_backward.default, (x, x, s, w, 0, torch.empty_like(x), s.clone())),
         (
             n.group_norm.default,
-            (x.view(3, 8, 4, 4), w[:8], w[:8], 4, 1e-5, False, 2, x.view(3, 8, 4, 4) * 0, None, None, 0),
+            (image, w[:8], w[:8], 4, 1e-5, False, 2, 0.0, 0.0, None, image * 0, None, None, 0),
         ),
         (n.scale_batch_norm.default, (x, w, w, w, w, 1e-5, 0.1, x * 0, w * 0, w * 0, w * 0, w * 0 + 1)),
         (n.affine.default, (x, w, w, w.abs(), w, w, 1e-5, x * 0)),
