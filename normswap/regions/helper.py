@@ -276,7 +276,7 @@ def _batch_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift:
 
 
 def _layer_norm_2d(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
-    """Rows of channels in memory: of a contiguous image the original's result is channels_last, which needs its copy."""
+    """Where channels are rows in memory: of a contiguous image the original's result is channels_last, by a copy."""
     if x.dim() != 4 or activation != NONE or not x.is_contiguous(memory_format=torch.channels_last):
         return None
     return ops.layer_norm(x.permute(0, 2, 3, 1), *given).permute(0, 3, 1, 2)
