@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from normswap.forwards.plain import is_plain
@@ -28,7 +29,7 @@ _NAMES = frozenset(function.__name__ for function in FUNCTIONS)
 def match(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]) -> Match | Refusal | None:
     """Match a module in whose forward a norm can be computed together with its neighbours; ``find`` answers for a child
     alone. What cannot be rewritten is not spoken of: its norms are sites by themselves."""
-    forward = class_forward(module)
+    forward = None if isinstance(module, torch.jit.ScriptModule) else class_forward(module)
     if forward is None or (type(module).__module__.startswith("torch.nn.modules") and not module._modules):
         return None
 

@@ -31,7 +31,7 @@ def test_same_outputs_in_a_new_process(tmp_path: Path, name: str) -> None:
     assert len(swapped) >= case.sites and (not swapped or report["model"]["passed"])
     assert not [row for row in report["rows"] if row["status"] == "failed"]
     if case.sites:  # the others' norms may go through PyTorch's own op
-        assert found["kernels"] and all(row["status"] == "proved" for row in swapped)
+        assert found["kernels"] and not [row for row in swapped if row["status"] != "proved"]
 
 
 @pytest.mark.parametrize("out", ["out", "out.pt", "out.dcp"])
