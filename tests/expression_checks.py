@@ -34,8 +34,7 @@ class Trap:
 
 
 def found(plan: Plan) -> dict[str, str]:
-    # What is joined behind a BatchNorm in eval is tests/test_regions.py's.
-    swaps = {swap.site.name: swap.match.kind for swap in plan.swaps if swap.match.kind != "region"}
+    swaps = {swap.site.name: swap.match.kind for swap in plan.swaps}
     return swaps | {one.site.name: f"{one.refusal.kind} {one.refusal.reason.name}" for one in plan.refused}
 
 

@@ -67,11 +67,11 @@ def swapped_copy(model: nn.Module, x: Tensor | None, **options: Any) -> nn.Modul
         swapped = normswap.optimize(model, x, min_speedup=None, **asked)
     if asked["validate"] != "off" and x is not None:
         expected = "proved" if x.is_cuda and x.dtype in DTYPES else "wiring"
-        with torch.no_grad():
-            if not bool(copy.deepcopy(model)(x).isfinite().any()):  # nothing to hold ours to
-                expected = "unchecked"
-        found = {row["name"]: row["status"] for row in normswap.report(swapped).rows if row["status"] != "refused"}
-        assert set(found.values()) == {expected}, found
+        rows = [row for row in normswap.report(swapped).rows if row["status"] != "refused"]
+        # Where PyTorch's output is nowhere finite there is nothing to hold ours to.
+        bare = [row["name"] for row in rows if row["status"] == "unchecked" and "nowhere finite" in row["detail"]]
+        found = {row["name"]: row["status"] for row in rows if row["name"] not in bare}
+        assert (found or bare) and set(found.values()) <= {expected}, found
     return swapped
 
 
