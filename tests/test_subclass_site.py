@@ -128,7 +128,7 @@ def test_the_flag_is_read_on_every_call() -> None:
 @pytest.mark.parametrize("cls", (Doubled, NoBias, OtherEps, Permuted, Swapped, PropertyWeight))
 @pytest.mark.case("subclass-own-forward")
 def test_look_alikes_are_refused(cls: type[nn.LayerNorm]) -> None:
-    model, x = randomised(cls(12)), torch.randn(4, 12)
+    model, x = randomised(cls(12)), torch.randn(4, 12, 12)
     # the class is no norm of ours; the F.layer_norm it calls is a region, with the operands it passes
     assert [swap.match.kind for swap in normswap.plan(model).swaps] == ["region"]
     torch.testing.assert_close(normswap.optimize(model, x)(x), model(x))
