@@ -101,12 +101,12 @@ def models_table(known: Record) -> str:
     ways = dict.fromkeys(way for row in sorted(rows, key=lambda row: -len(row["ms"])) for way in row["ms"])
     cells = [
         (
-            *(first_cell(row["model"], row), row["dtype"], row["swapped"]),
+            *(first_cell(row["model"], row), row["dtype"], f"{row['kept']}/{row['swapped']}"),
             *(f"{row['ms'][way]:.2f}" if way in row["ms"] else "-" for way in ways),
         )
         for row in rows
     ]
-    return markdown(("model", "dtype", "swapped", *ways), cells) if cells else NOT_YET
+    return markdown(("model", "dtype", "kept/sites", *ways), cells) if cells else NOT_YET
 
 
 def errors_table(known: Record) -> str:

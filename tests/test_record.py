@@ -164,7 +164,7 @@ def test_models_and_kinds_run_alone_replace_their_own_rows(
     import check_models
 
     def model(name: str, ms: float) -> dict[str, Any]:
-        return {"model": name, "dtype": "float16", "ms": {"eager": ms}, "swapped": 1, "problems": []}
+        return {"model": name, "dtype": "float16", "ms": {"eager": ms}, "swapped": 1, "kept": 1, "problems": []}
 
     def error(kind: str, ours: float, regime: str = "warp") -> dict[str, Any]:
         return {"kind": kind, "regime": regime, "dtype": "float16", "mean": 0.0, "ours": ours, "pytorch": 0.5}
