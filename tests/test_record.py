@@ -184,8 +184,8 @@ def test_models_and_kinds_run_alone_replace_their_own_rows(
     assert "| a (to be" not in readme_tables.models_table(checking.record)
     checking.record["models"][1]["ms"]["compile"] = 0.5
     assert readme_tables.models_table(checking.record).splitlines() == [
-        *("| model | dtype | swapped | eager | compile |", "|---|---|---|---|---|"),
-        *("| a | float16 | 1 | 1.00 | - |", "| b | float16 | 1 | 2.00 | 0.50 |"),
+        *("| model | dtype | kept/sites | eager | compile |", "|---|---|---|---|---|"),
+        *("| a | float16 | 1/1 | 1.00 | - |", "| b | float16 | 1/1 | 2.00 | 0.50 |"),
     ]
 
     monkeypatch.setattr(accuracy, "table", str)
