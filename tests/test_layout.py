@@ -127,6 +127,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("checkpoint", "checkpoint.convert", "checkpoint.save"),
     },
     "__init__": {"api"},
+    "integrations": set(),
+    "integrations.together": {"plan"},
+    "integrations.lightning": {"integrations.together"},
+    "integrations.transformers": {"integrations.together", "plan"},
+    "integrations.accelerate": {"integrations.together", "plan"},
+    "integrations.diffusers": {"integrations.together", "report"},
 }
 
 
