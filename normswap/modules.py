@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import functools
 import inspect
 import json
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -26,6 +24,7 @@ from normswap import install_table, ops
 from normswap.forwards import affine_of, only_argument
 from normswap.forwards import l1_norm as _l1
 from normswap.forwards import linear_scale_batch_norm as _lsb
+from normswap.forwards.placed import in_the_place_of
 from normswap.forwards.registered import registered_forward
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import by_hand_forward
@@ -313,7 +312,7 @@ def _rewritten_class(match: Match, replaced: Replaced) -> type[nn.Module]:
     original: type[nn.Module] = replaced.original
     make = registered_forward(match.kind) if match.registered else _FORWARDS[match.kind]
     body = {
-        "forward": _in_the_place_of(replaced, make(replaced, match.attributes)),
+        "forward": in_the_place_of(replaced, make(replaced, match.attributes)),
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
@@ -323,22 +322,6 @@ def _rewritten_class(match: Match, replaced: Replaced) -> type[nn.Module]:
     made: type[nn.Module] = install_table.unannounced(type(original), original.__name__, (Rewritten, original), body)
     replaced.installed = made
     return made
-
-
-def _in_the_place_of(replaced: Replaced, swapped: _Forward) -> _Forward:
-    """``swapped`` as a function that torch.jit.script, which reads the source of what is wrapped in the globals of what
-    wraps it, takes for the original's. What torch.jit.trace writes down is the original."""
-
-    def forward(self, *_normswap_args, **_normswap_kwargs):  # type: ignore[no-untyped-def]
-        chosen = _normswap_forward if _normswap_tracing() is None else _normswap_original
-        return chosen(self, *_normswap_args, **_normswap_kwargs)
-
-    _normswap_forward, _normswap_original, _normswap_tracing = swapped, replaced.run, torch._C._get_tracing_state
-    base = replaced.function
-    if not isinstance(base, types.FunctionType):
-        return functools.wraps(base)(forward)
-    code, closure = forward.__code__, forward.__closure__
-    return functools.wraps(base)(types.FunctionType(code, base.__globals__, base.__name__, None, closure))
 
 
 def _only_argument(replaced: Replaced) -> str:

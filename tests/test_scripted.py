@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import warnings
 from collections.abc import Callable
@@ -70,6 +71,50 @@ def test_fx_traces_it(name: str) -> None:
     expected, traced = torch.fx.symbolic_trace(model), torch.fx.symbolic_trace(swapped)
     torch.testing.assert_close(traced(x), model(x))
     assert [n.target for n in traced.graph.nodes] == [n.target for n in expected.graph.nodes]
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+
+class KeywordOnly(Norm):
+    def forward(self, x: Tensor, *, residual: Tensor, scale: float = 2.0) -> Tensor:
+        return F.relu(self.norm(x + residual)) * scale
+
+
+class Starred(Norm):
+    def forward(self, *args: Tensor) -> Tensor:
+        (x,) = args
+        return F.relu(self.norm(x))
+
+
+class DoublyStarred(Norm):
+    def forward(self, x: Tensor, *args: Tensor, scale: float = 2.0, **kwargs: Tensor) -> Tensor:
+        return F.relu(self.norm(x)) * scale
+
+
+@pytest.mark.parametrize("cls", [KeywordOnly, Starred, DoublyStarred])
+def test_a_region_in_a_forward_with_parameters_that_fx_rewrites(cls: type[nn.Module]) -> None:
+    model, x = randomised(cls()).eval(), torch.randn(8, 6)
+    more = {"residual": torch.randn(8, 6)} if cls is KeywordOnly else {}
+    swapped = normswap.optimize(model, x, more)
+    assert "" in normswap.report(swapped).swapped
+    expected, traced = torch.fx.symbolic_trace(model), torch.fx.symbolic_trace(swapped)
+    assert [str(n.target) for n in traced.graph.nodes] == [str(n.target) for n in expected.graph.nodes]
+    compiled = torch.compile(swapped, backend="eager", fullgraph=True)
+    for run in (traced, swapped, compiled):
+        torch.testing.assert_close(run(x, **more), model(x, **more))
+    assert inspect.signature(type(swapped).forward) == inspect.signature(cls.forward)
+
+
+def test_the_defaults_of_a_rewritten_forward_are_the_original_s() -> None:
+    model, x = randomised(DoublyStarred()).eval(), torch.randn(8, 6)
+    swapped = normswap.optimize(model, x)
+    torch.testing.assert_close(swapped(x, x, scale=3.0, other=x), model(x, scale=3.0))
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        swapped()
 
 
 def test_what_fx_leaves_whole_stays_swapped() -> None:

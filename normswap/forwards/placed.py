@@ -1,0 +1,89 @@
+"""A forward in the place of another: what reads functions by their source or their code finds the original's."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from normswap.forwards.replaced import Replaced
+
+_Forward = Callable[..., Any]
+
+
+def in_the_place_of(replaced: Replaced, swapped: _Forward) -> _Forward:
+    """``swapped`` as a function that torch.jit.script, which reads the source of what is wrapped in the globals of what
+    wraps it, takes for the original's, and torch.fx for one of its parameters. What torch.jit.trace writes down is the
+    original."""
+    base, tracing = replaced.function, torch._C._get_tracing_state
+    if not isinstance(base, types.FunctionType):
+        return functools.wraps(base)(_passing_on(swapped, replaced.run, tracing))
+    alike = _is_rewritten_by_fx(base)
+    wrapper: Any = (_with_parameters_of(base) if alike else _passing_on)(swapped, replaced.run, tracing)
+    forward = types.FunctionType(wrapper.__code__, base.__globals__, base.__name__, None, wrapper.__closure__)
+    if alike:
+        forward.__defaults__, forward.__kwdefaults__ = base.__defaults__, base.__kwdefaults__
+    return functools.wraps(base)(forward)
+
+
+def _passing_on(_normswap_forward: _Forward, _normswap_original: _Forward, _normswap_tracing: _Forward) -> _Forward:
+    def forward(self, *_normswap_args, **_normswap_kwargs):  # type: ignore[no-untyped-def]
+        chosen = _normswap_forward if _normswap_tracing() is None else _normswap_original
+        return chosen(self, *_normswap_args, **_normswap_kwargs)
+
+    return forward
+
+
+def _is_rewritten_by_fx(base: types.FunctionType) -> bool:
+    """Whether torch.fx makes plain parameters of the keyword-only ones, *args and **kwargs of ``base``."""
+    code, starred = base.__code__, inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    return inspect.unwrap(base) is base and bool(code.co_kwonlyargcount or code.co_flags & starred)
+
+
+_TEXT = """
+def make(_normswap_forward, _normswap_original, _normswap_tracing, _normswap_packed, _normswap_unpacked):
+    def forward({parameters}):
+        if not _normswap_packed({packed}):
+            return _normswap_unpacked({flat})
+        _normswap_chosen = _normswap_forward if _normswap_tracing() is None else _normswap_original
+        return _normswap_chosen({arguments})
+    return forward
+"""
+_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+
+
+def _with_parameters_of(base: types.FunctionType) -> Callable[..., _Forward]:
+    """``_passing_on`` with the parameters of ``base``, in their order. Where torch.fx has made plain ones of *args and
+    **kwargs, what comes in them is neither tuple nor dict: ``base``, changed in the same way, takes it."""
+    given, code = inspect.signature(base).parameters.values(), base.__code__
+    named = [p.replace(default=None if p.default is not p.empty else p.empty, annotation=p.empty) for p in given]
+    count = code.co_argcount + code.co_kwonlyargcount + sum(p.kind in _STARS for p in given)
+    text = _TEXT.format(
+        parameters=str(inspect.Signature(named))[1:-1],
+        packed=", ".join(p.name for p in given if p.kind in _STARS),
+        flat=", ".join(code.co_varnames[:count]),
+        arguments=", ".join(_passed(p) for p in given),
+    )
+    scope: dict[str, Any] = {}
+    exec(text, {}, scope)
+
+    def unpacked(*arguments: Any) -> Any:
+        from torch.fx._symbolic_trace import _patch_function  # what changed the function that calls this
+
+        return _patch_function(base, count)(*arguments)
+
+    return functools.partial(scope["make"], _normswap_packed=_are_packed, _normswap_unpacked=unpacked)
+
+
+def _passed(parameter: inspect.Parameter) -> str:
+    name = parameter.name
+    return f"{name}={name}" if parameter.kind is parameter.KEYWORD_ONLY else _STARS.get(parameter.kind, "") + name
+
+
+def _are_packed(*given: Any) -> bool:
+    """Whether these are what a call puts into *args and **kwargs."""
+    return all(type(one) in (tuple, dict) for one in given)
