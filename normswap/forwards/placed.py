@@ -53,7 +53,7 @@ def make(_normswap_forward, _normswap_original, _normswap_tracing, _normswap_pac
         return _normswap_chosen({arguments})
     return forward
 """
-_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+_STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 def _with_parameters_of(base: types.FunctionType) -> Callable[..., _Forward]:
