@@ -73,6 +73,10 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def(
       "fold_linear(Tensor linear_weight, Tensor? linear_bias, Tensor? scale, Tensor running_mean, Tensor running_var, "
       "Tensor? weight, Tensor? bias, float eps, Tensor(a!) out_weight, Tensor(b!) out_bias) -> ()");
+  // The folded weight, laid out as the given one, and bias; or neither.
+  m.def(
+      "fold_convolution_or_none(Tensor weight, Tensor? bias, Tensor running_mean, Tensor running_var, "
+      "Tensor? norm_weight, Tensor? norm_bias, float eps) -> (Tensor?, Tensor?)");
   // regime, of contiguous tensors: 0 lets the plan choose; 3 block, 4 cluster, 5 split (group_backward_plan.h) force one.
   m.def(
       "group_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean, "

@@ -220,7 +220,8 @@ def fold_scale_batch_norm(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The weight (C, K) and bias (C,) of the one Linear that equals Linear -> * scale -> BatchNorm in eval.
+    """The weight (C, K) and bias (C,) of the one Linear that equals Linear -> * scale -> BatchNorm in eval; the weight
+    (C, K, *) alike of a convolution.
 
     With ``t = weight / sqrt(running_var + eps)`` and ``a = t scale`` per output channel: ``W' = a W`` and ``b' = a b +
     bias - t running_mean``, in float32 or better, each rounded once to the Linear's dtype.
@@ -235,4 +236,5 @@ def fold_scale_batch_norm(
         shift = shift + bias.to(wide)
     if linear_bias is not None:
         shift = shift + column * linear_bias.to(wide)
-    return (linear_weight.to(wide) * column[:, None]).to(linear_weight.dtype), shift.to(linear_weight.dtype)
+    column = column.reshape(-1, *(1,) * (linear_weight.dim() - 1))
+    return (linear_weight.to(wide) * column).to(linear_weight.dtype), shift.to(linear_weight.dtype)

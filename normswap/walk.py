@@ -20,8 +20,9 @@ Filter: TypeAlias = "str | Callable[[nn.Module, str], bool] | Iterable[str | Cal
 expression that must match the whole name, ``fn(module, name) -> bool``, or several of these."""
 
 
-def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None) -> Plan:
+def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None, undecided: bool = False) -> Plan:
     """What would be swapped in ``model`` and what is refused, in module order; the model is not changed.
+    ``undecided``: with every convolution that a norm can be folded into, and not said how.
 
     A module reachable under several names is one site: its first name, and the others as aliases. A site is taken when
     ``include`` is None or matches any of its names, and ``exclude`` matches none; one that is left out is listed as
@@ -33,7 +34,7 @@ def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None) ->
         raise TypeError(f"plan: model must be a torch.nn.Module, got {type(model).__name__}")
     found = list(_distinct(model))
     included, excluded = _selector(include, "include", found), _selector(exclude, "exclude", found)
-    answers = [(place, answer) for place in found if (answer := rules.find(place.module)) is not None]
+    answers = [(place, answer) for place in found if (answer := rules.find(place.module, undecided)) is not None]
     left_out = {id(place.module) for place, _ in answers if excluded is not None and excluded(place)}
     swaps: list[tuple[Swap, nn.Module]] = []
     refused: list[Refused] = []

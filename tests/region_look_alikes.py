@@ -351,7 +351,11 @@ CHANGED: dict[str, Case] = {
     "weight_replaced": Case(f_layer_norm, ("layer_norm",), later=put("bias", lambda: None)),
     "double": Case(f_relu, _ACT, later=lambda model: model.double()),
     "batch_norm_in_train": Case(
-        batch_norm_residual, ("bn + act_", "bn + residual + relu"), _IMAGE, later=lambda m: m.train(), modes=("eval",)
+        batch_norm_residual,
+        ("conv + bn + act_", "bn + residual + relu"),
+        _IMAGE,
+        later=lambda m: m.train(),
+        modes=("eval",),
     ),
     "empty_batch": Case(sum_used_later, _SUM, ((0, *ROWS[1:]), (0, *ROWS[1:]))),
     "broadcast_rows": Case(sum_used_later, _SUM, (ROWS, (1, CHANNELS))),

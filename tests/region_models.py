@@ -404,7 +404,7 @@ FOUND: dict[str, Case] = {
         Case(two_branches, ("gn + residual + relu",), _IMAGE),
         Case(instance_norm_leaky, ("inorm + leaky",), _IMAGE),
         Case(instance_norm_residual, ("inorm + residual + silu",), _IMAGE),
-        Case(batch_norm_residual, ("bn + act_", "bn + residual + relu"), _IMAGE, modes=("eval",)),
+        Case(batch_norm_residual, ("conv + bn + act_", "bn + residual + relu"), _IMAGE, modes=("eval",)),
         Case(batch_norm_3d, ("bn3 + relu",), (_VOLUME, _VOLUME), modes=("eval",)),
         Case(identity_between, ("gn + act_",), _IMAGE),
         Case(layer_norm_2d, ("norm",), _IMAGE),

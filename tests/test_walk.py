@@ -136,7 +136,7 @@ def test_what_an_expression_calls_is_not_swapped_too(monkeypatch: pytest.MonkeyP
     model["first"].shared = model["proj"].bn
     find = rules.find
 
-    def find_batch_norm_too(module: nn.Module) -> Any:
+    def find_batch_norm_too(module: nn.Module, undecided: bool = False) -> Any:
         return Match("rms_norm") if isinstance(module, nn.BatchNorm1d) else find(module)
 
     monkeypatch.setattr(rules, "find", find_batch_norm_too)

@@ -125,8 +125,9 @@ def _register_fakes() -> None:
     more = ("l1_norm_dim", "l1_norm_dim_backward", "group_norm_backward", "scale_batch_norm", "affine", "fold_linear")
     for name in (*rows, *with_options, *dims, *more):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
-    for name in (*rows, *with_options, "layer_norm_dim", "frobenius_norm", "batch_norm_eval"):
-        declined = (None, None) if name in with_options else None
+    pairs = (*with_options, "fold_convolution")
+    for name in (*rows, *pairs, "layer_norm_dim", "frobenius_norm", "batch_norm_eval"):
+        declined = (None, None) if name in pairs else None
         torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, answer=declined, **kwargs: answer)
         _direct[name] = _frameless(f"{name}_or_none")
     for name in ("layer_norm", "rms_norm", "l1_norm", *with_options):

@@ -34,6 +34,7 @@ from normswap.criterion import (
 )
 from normswap.lifted import Lifted, Rounded
 from normswap.plan import Match, is_by_hand
+from normswap.regions.convolution_error import MOST, folded_error, times_pytorchs
 from normswap.regions.helper import Fused
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
@@ -43,19 +44,28 @@ _MOST_PIECES = 16
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-def compare_region(compiled: Compiled, fused: Fused, owner: nn.Module, packed: Any, gradients: bool) -> Comparison:
+def compare_region(
+    compiled: Compiled,
+    fused: Fused,
+    owner: nn.Module,
+    packed: Any,
+    gradients: bool,
+    captured: bool = True,
+    most_pieces: int = _MOST_PIECES,
+) -> Comparison:
     """Compare the region ``compiled`` of ``owner``, whose children are in their original classes, on ``packed``, under
-    the present autocast. Of a large input slices of samples are compared. Neither is changed."""
+    the present autocast. Of a large input slices of samples are compared. Neither is changed. What was ``captured`` in
+    a run of the model also says how a folded convolution's error compares with PyTorch's own."""
     with torch.inference_mode(False):
         packed = tree_map(_detached, packed)
         x = compiled.unpack(packed)[0]
         sample = max(1, x.numel() // max(1, len(x))) if x.dim() else 1
         width = max(1, SLICE_ELEMENTS // sample)
-        starts = spread(len(x), width, _MOST_PIECES) if x.dim() > 1 and len(x) > width else []
+        starts = spread(len(x), width, most_pieces) if x.dim() > 1 and len(x) > width else []
         worst: Comparison | None = None
         for start in starts or [0]:
             piece = tree_map(_cut(x.shape, start, width), packed) if starts else packed
-            found = _Case(compiled, fused, owner, piece).compared(gradients)
+            found = _Case(compiled, fused, owner, piece, captured).compared(gradients)
             worst = found if worst is None else worst.worst(found)
             if worst.problem:
                 break
@@ -67,6 +77,7 @@ def holder_of(region: Region, owner: nn.Module, dtype: torch.dtype | None = None
     """A module that stands for ``owner`` in the snippet of ``region``: it holds copies of the children called there,
     which share parameters unless ``dtype`` converts them."""
     names = [*region.passes, *([region.norm] if region.type else [])]
+    names += [region.convolution] if region.convolution else []
     names += [region.activation] if isinstance(region.activation, str) else []
     holder = nn.Module()
     for name in names:
@@ -93,8 +104,8 @@ def _cut(shape: torch.Size, start: int, width: int) -> Callable[[Any], Any]:
 class _Case:
     """One comparison. The owner is replaced by a module that holds the region's children alone."""
 
-    def __init__(self, compiled: Compiled, fused: Fused, owner: nn.Module, packed: Any) -> None:
-        self.compiled, self.fused, self.packed = compiled, fused, packed
+    def __init__(self, compiled: Compiled, fused: Fused, owner: nn.Module, packed: Any, captured: bool) -> None:
+        self.compiled, self.fused, self.packed, self.captured = compiled, fused, packed, captured
         self.region = compiled.region
         self.owner = owner
         self.dtypes: list[torch.dtype] = []
@@ -108,6 +119,8 @@ class _Case:
         self.share = self.eager_share = 0.0
         self.problem = self.note = ""
         runs, ran = [], False
+        if self.region.convolution:
+            gradients = False  # then the region's own statements run
         for path in (False, True) if gradients else (False,):
             witness = KernelWitness()
             try:
@@ -170,6 +183,7 @@ class _Case:
         def each(step: int, value: Tensor) -> Tensor:
             follows = steps[step + 1].does if step + 1 < len(steps) else ""
             rounds = steps[step].does == "sum" or follows in ("residual", "activation")
+            rounds = rounds and not self.region.convolution  # where nothing is rounded on the way
             values[steps[step].does] = value.detach()
             return Rounded.apply(value, dtypes[step]) if rounds and dtypes[step] in _SIXTEEN_BITS else value
 
@@ -181,7 +195,7 @@ class _Case:
             lifted = f"{self.region.norm}.norm."
             found = {name.replace(lifted, f"{self.region.norm}."): gradient for name, gradient in found.items()}
             with torch.no_grad():
-                size = _Size(self.compiled, holder, wide, values, dtypes, x.dtype)
+                size = _Size(self.compiled, holder, wide, values, dtypes, x)
         return (outputs, found), size
 
     def _leaves(self) -> Iterator[tuple[str, str]]:
@@ -214,6 +228,9 @@ class _Case:
         for name, mine, theirs, wide in zip(names, ours, eager, expected, strict=True):
             magnitude = size.output if name == "output" else wide.abs()
             self._add(name, mine, theirs, wide, C[self.region.kind], magnitude, 0.0)
+            times = times_pytorchs(mine, theirs, wide) if self.region.convolution and self.captured else 1.0
+            if times > MOST and mine.dtype in _SIXTEEN_BITS:
+                self._fail(f"{name}: error is {times:.3g} times PyTorch's own")
 
     def _gradients(
         self, ours: dict[str, Tensor], eager: dict[str, Tensor], expected: dict[str, Tensor], size: _Size, ran: bool
@@ -293,21 +310,27 @@ class _Size:
         packed: Any,
         values: Mapping[str, Tensor],
         dtypes: list[torch.dtype],
-        dtype: torch.dtype,
+        real: Tensor,
     ) -> None:
         region = compiled.region
         self.region, self.values = region, values
         x, before, self.behind, self.scale, self.shift, arguments = compiled.unpack(packed)
         self.given = x
+        if region.convolution:
+            self.given = values["convolution"]
         if before is not None:
             self.given, _ = _moved(values["sum"], torch.zeros_like(x), dtypes[0])
         self.dtypes = {step.does: d for step, d in zip(region.steps, dtypes, strict=True)}
-        self.rows = self._rows(holder, arguments, dtype)
+        self.rows = self._rows(holder, arguments, real.dtype)
         self.unit = C[region.kind] * FLOAT32_ROUNDING
         literal = region.literal_activation()
         self._activation: Any = literal or holder._modules[region.activation]
         self.norm = self._back(self.rows.output)
         size = self.norm
+        if region.convolution:
+            children = holder._modules[region.convolution], holder._modules[region.norm]
+            error = folded_error(*children, x, values["convolution"], dtypes[0], real)
+            size = size + (error + half_ulp(values["norm"], dtypes[0])) / self.unit
         if self.scale is not None:
             size = size * (1 + self.scale.abs()) + 2 * values["norm"].abs() * (1 + self.scale.abs()) + self.shift.abs()
         self.output, self.slope = self._through(size)
@@ -344,13 +367,15 @@ class _Size:
         if does[-1] in ("norm", "shift"):
             return size, 1.0
         last = "shift" if "shift" in does else "norm"
-        value, error = _moved(self.values[last], unit * size, self.dtypes[last])
+        value, error = self._rounded(self.values[last], unit * size, last)
         if "residual" in does:
             value = self.values["residual"]
             error = error + unit * value.abs()
+            if region.convolution:
+                error = error + half_ulp(value, self.dtypes["residual"])
             if does[-1] == "residual":
                 return error / unit + value.abs(), 1.0
-            value, error = _moved(value, error, self.dtypes["residual"])
+            value, error = self._rounded(value, error, "residual")
         below, slope, above = (derivative(self._activation, at) for at in (value - error, value, value + error))
         steepest = torch.stack([below, slope, above]).abs().amax(0)
         bend = torch.maximum((below - slope).abs(), (above - slope).abs())
@@ -358,6 +383,9 @@ class _Size:
         dtype = self.dtypes["activation"]
         wider = half_ulp(result + moved, dtype) - half_ulp(result, dtype)  # may round beyond a power of two
         return (moved + wider) / unit + value.abs() + result, steepest + bend / unit + 1.0
+
+    def _rounded(self, value: Tensor, error: Tensor, does: str) -> tuple[Tensor, Tensor]:
+        return (value, error) if self.region.convolution else _moved(value, error, self.dtypes[does])
 
     def gradients(self, cotangents: list[Tensor]) -> dict[str, Tensor]:
         """Sums of |terms| by role ("x", "before", ...) and by the names of parameters."""

@@ -15,6 +15,7 @@ from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader, outside_autocast
 from normswap.plan import Match, is_by_hand
+from normswap.regions.convolution import Convolved
 from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region
@@ -53,6 +54,7 @@ class Fused:
         self.acting = region.activation if isinstance(region.activation, str) else ""
         self.call = _CALLS["layer_norm_2d" if region.has("permute") else region.kind]
         self.read = _reader(region, original_class) if region.type else None
+        self.convolved = Convolved(region, self.read) if region.convolution and self.read else None
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
 
@@ -72,6 +74,10 @@ class Fused:
             norm = children.get(self.child)
             if norm is None or not is_unhooked(norm):
                 return None
+            if self.convolved is not None:
+                x, out = self.convolved(children, norm, x, behind, activation)
+                if x is None or out is not None:
+                    return out
             arguments = self.read(norm, x)
             if arguments is None:
                 return None

@@ -90,7 +90,8 @@ def _evaluator(text: str) -> Callable[[Any], Any]:
 
 
 def _sequential(compiled: Sequence[Compiled], helpers: Sequence[Helper]) -> _Forward:
-    runs = {one.region.norm: (names_of(one.region), helper) for one, helper in zip(compiled, helpers, strict=True)}
+    parts_of = [names_of(one.region) for one in compiled]
+    runs = {parts[0]: (parts, helper) for parts, helper in zip(parts_of, helpers, strict=True)}
 
     def forward(self: nn.Sequential, input: Tensor) -> Any:
         names, children = list(self._modules), self._modules

@@ -14,6 +14,7 @@ from torch import nn
 
 from normswap.plan import Match
 from normswap.regions.flow import Constant, Flow, Op
+from normswap.regions.foldings import is_convolution, why_apart
 from normswap.regions.spec import Position, Region, Step
 
 FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
@@ -70,6 +71,8 @@ class _Found:
     shared: bool = False
     passes: list[str] = field(default_factory=list)
     activation: str | tuple[str, float, float] | None = None
+    convolution: str = ""
+    apart: str = ""
 
     @property
     def last(self) -> Op:
@@ -87,7 +90,8 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
         _grow_behind(module, found, taken)
         while found.steps[-1][0] == "pass":  # nothing behind it: a dropout that is on need not stop the rest
             found.ops.pop(), found.steps.pop(), found.passes.pop()
-        for one in filter(None, (_with_sum(found, taken), found)):
+        before = _with_convolution(module, found, taken) if found.kind == "batch_norm" else _with_sum(found, taken)
+        for one in filter(None, (before, found)):
             if (len(one.ops) > 1 or not one.type) and _stands(module, flow, one, norm_of):
                 taken.update(map(id, one.ops))
                 yield _region(flow, one)
@@ -243,6 +247,21 @@ def _with_numbers(name: str, rest: list[Any], keywords: dict[str, Any]) -> tuple
     return (name, 0.0, 0.0)
 
 
+def _with_convolution(module: nn.Module, found: _Found, taken: set[int]) -> _Found | None:
+    """``found`` and the convolution whose output is normalised; None where none can be taken in."""
+    norm = found.ops[0]
+    before = norm.args[0]
+    child = _child(module, before) if isinstance(before, Op) and id(before) not in taken else None
+    if not isinstance(before, Op) or not is_convolution(child) or len(before.args) != 1 or before.keywords:
+        return None
+    name = before.target[len("self.") :]
+    reason = why_apart(child, used_once=before.users == [norm] and before.stretch == norm.stretch)
+    if reason:
+        found.apart = f"{name} {reason}"
+        return None
+    return replace(found, convolution=name, ops=[before, *found.ops], steps=[("convolution", before, 0), *found.steps])
+
+
 def _with_sum(found: _Found, taken: set[int]) -> _Found | None:
     """``found`` and the sum that a LayerNorm or RMSNorm is of, or the permutation before it; None where none is."""
     norm = found.ops[0]
@@ -350,6 +369,8 @@ def _region(flow: Flow, found: _Found) -> Region:
         tuple(found.passes),
         found.activation,
         tuple(dict.fromkeys(conditions)),
+        found.convolution,
+        apart=found.apart,
     )
 
 

@@ -56,8 +56,8 @@ class RegionProof:
 
         return helper
 
-    def _compared(self, compiled: Compiled, packed: Any) -> Comparison:
-        return compare_region(compiled, self.fused[id(compiled)], self.owner, packed, self.gradients)
+    def _compared(self, compiled: Compiled, packed: Any, captured: bool = True) -> Comparison:
+        return compare_region(compiled, self.fused[id(compiled)], self.owner, packed, self.gradients, captured)
 
     @property
     def captured(self) -> bool:
@@ -69,7 +69,7 @@ class RegionProof:
         for compiled in self.compiled:
             found = self.found[id(compiled)]
             if not found:
-                found += [self._compared(compiled, packed) for packed in _made_up(compiled, self.owner, like)]
+                found += [self._compared(compiled, packed, False) for packed in _made_up(compiled, self.owner, like)]
             if not found:
                 found.append(Comparison(kernel_ran=False, note="not reached by the example inputs"))
 
@@ -107,10 +107,18 @@ def _made_up(compiled: Compiled, owner: Any, like: Tensor | None) -> Iterator[An
         made = torch.randn(sizes, generator=generator, dtype=torch.float64) + mean
         return made.to(device, dtype)
 
-    for mean in _MEANS:
+    before = _convolved(owner._modules[region.convolution], shape) if region.convolution else shape
+    for mean in _MEANS[:1] if region.convolution else _MEANS:
         sample = (shape[0], *(1,) * (len(shape) - 2), shape[-1])
-        roles = {"x": drawn(shape, mean), "before": drawn(shape), "behind": drawn(shape)}
+        roles = {"x": drawn(before, mean), "before": drawn(shape), "behind": drawn(shape)}
         yield packed_of(region, roles | {"scale": drawn(sample), "shift": drawn(sample)}, arguments)
+
+
+def _convolved(convolution: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an input of which ``convolution`` makes something of ``shape``."""
+    how = zip(*(getattr(convolution, n) for n in ("kernel_size", "stride", "padding", "dilation")), strict=True)
+    spatial = ((n - 1) * s + d * (k - 1) + 1 - 2 * p for n, (k, s, p, d) in zip(shape[2:], how, strict=True))
+    return (shape[0], convolution.in_channels, *spatial)
 
 
 def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:

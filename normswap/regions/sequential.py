@@ -1,4 +1,4 @@
-"""The regions of an nn.Sequential: consecutive children, of which the first is a norm and the last an activation."""
+"""The regions of an nn.Sequential: children in a row, a norm with a convolution before it or an activation behind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from normswap.plan import Match
+from normswap.regions.foldings import is_convolution, why_apart
 from normswap.regions.patterns import CHANNELS, CHILDREN, PASSING, ROWS
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, Step
@@ -16,38 +17,69 @@ NOWHERE = (0, 0, 0, 0)
 
 
 def runs_of(module: nn.Module, norm_of: Callable[[nn.Module], Match | None]) -> Iterator[Region]:
-    """A region for every norm in ``module`` with an activation behind it; what lies between must hand on its input."""
+    """A region for every norm in ``module`` with an activation behind it, or a convolution before a batch norm; what
+    lies between norm and activation must hand on its input."""
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     for index, (name, child) in enumerate(children):
-        match, passes = norm_of(child), list[str]()
+        match = norm_of(child)
         if match is None or match.kind not in (*ROWS, *CHANNELS):
             continue
-        for behind, other in children[index + 1 :]:
-            if type(other) not in PASSING:
-                if type(other) in CHILDREN:
-                    yield _region(name, child, match, passes, behind)
-                break
-            passes.append(behind)
+        passes, activation = _behind(children[index + 1 :])
+        convolution, apart = _before(children[:index]) if match.kind == "batch_norm" else ("", "")
+        if activation is not None or convolution:
+            yield _region(name, child, match, passes, activation, convolution, apart)
 
 
-def _region(name: str, norm: nn.Module, match: Match, passes: list[str], activation: str) -> Region:
+def _behind(children: list[tuple[str, nn.Module]]) -> tuple[list[str], str | None]:
+    """The children up to an activation, and that; none where another child comes first."""
+    passes: list[str] = []
+    for name, child in children:
+        if type(child) in CHILDREN:
+            return passes, name
+        if type(child) not in PASSING:
+            break
+        passes.append(name)
+    return [], None
+
+
+def _before(children: list[tuple[str, nn.Module]]) -> tuple[str, str]:
+    """The convolution that is the last of ``children``, or why it is not taken in."""
+    name, child = children[-1] if children else ("", None)
+    if not is_convolution(child):
+        return "", ""
+    reason = why_apart(child, used_once=True)
+    return ("", f"{name} {reason}") if reason else (name, "")
+
+
+def _region(
+    name: str,
+    norm: nn.Module,
+    match: Match,
+    passes: list[str],
+    activation: str | None,
+    convolution: str,
+    apart: str,
+) -> Region:
     cls = type(norm)
-    does = ("norm", *("pass" for _ in passes), "activation")
+    does = [*(["convolution"] if convolution else []), "norm", *("pass" for _ in passes)]
     return Region(
         match.kind,
         name,
-        tuple(Step(step, NOWHERE) for step in does),
+        tuple(Step(step, NOWHERE) for step in (*does, *(["activation"] if activation is not None else []))),
         f"{cls.__module__}.{cls.__qualname__}",
         dict(match.attributes),
-        False,
-        tuple(passes),
-        activation,
+        passes=tuple(passes),
+        activation=activation,
+        convolution=convolution,
+        apart=apart,
     )
 
 
 def names_of(region: Region) -> list[str]:
     """The children of a region, in order."""
-    return [region.norm, *region.passes, str(region.activation)]
+    before = [region.convolution] if region.convolution else []
+    behind = [region.activation] if isinstance(region.activation, str) else []
+    return [*before, region.norm, *region.passes, *behind]
 
 
 def compiled_run(region: Region) -> Compiled:

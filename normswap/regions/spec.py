@@ -11,14 +11,18 @@ from normswap.activation import Activation
 Position: TypeAlias = "tuple[int, int, int, int]"
 """Where a node stands: lines from the def on, and columns; first and last."""
 
+FOLDINGS = ("fused", "matmul", "folded")
+"""The ways to compute a convolution with a norm folded into its weight and bias: by the convolution of cuDNN that adds
+a residual and ends in a ReLU, as a matrix product with an epilogue, or as a convolution and what stands behind it."""
+
 
 @dataclass(frozen=True)
 class Step:
     """One operation of a region, in order: what it does, its node, which of its operands the chain goes through, and
     whether it is a method of its first operand.
 
-    ``does``: "sum" (a residual before the norm), "norm", "pass" (a child that hands on what it gets), "residual" (added
-    behind the norm), "gain" and "shift" (adaptive norms), "activation", "permute" and "permute back".
+    ``does``: "convolution", "sum" (a residual before the norm), "norm", "pass" (a child that hands on what it gets),
+    "residual" (added behind the norm), "gain" and "shift" (adaptive norms), "activation", "permute" and "permute back".
     """
 
     does: str
@@ -34,7 +38,9 @@ class Region:
     ``kind`` is the norm's; ``norm`` the child that is the norm, of class ``type`` and with the match ``attributes``, or
     the function called where ``type`` is ""; ``shared``: the sum before the norm is used by others too; ``passes``:
     children that must hand on what they get; ``activation``: a child, or (name, low, high); ``conditions``: what the
-    forward branches on that must hold (expression, truth).
+    forward branches on that must hold (expression, truth); ``convolution``: the child whose output is normalised, with
+    ``folding`` as one of ``FOLDINGS`` says how the norm goes into it; ``apart``: why the convolution before the norm is
+    no part of the region.
     """
 
     kind: str
@@ -46,13 +52,16 @@ class Region:
     passes: tuple[str, ...] = ()
     activation: str | tuple[str, float, float] | None = None
     conditions: tuple[tuple[str, bool], ...] = ()
+    convolution: str = ""
+    folding: str = ""
+    apart: str = ""
 
     @property
     def name(self) -> str:
         """What it is, for a person: "sum + norm2 + act2"."""
         words = {"sum": "sum", "norm": self.norm, "residual": "residual", "gain": "scale", "shift": "shift"}
         named = self.activation if isinstance(self.activation, str) else (self.activation or ("",))[0]
-        words["activation"] = named
+        words |= {"convolution": self.convolution, "activation": named}
         return " + ".join(word for step in self.steps if (word := words.get(step.does)))
 
     def has(self, does: str) -> bool:

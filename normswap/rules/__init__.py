@@ -42,12 +42,12 @@ RULES: tuple[Rule, ...] = tuple(
 )
 
 
-def find(module: nn.Module) -> Match | Refusal | None:
+def find(module: nn.Module, undecided: bool = False) -> Match | Refusal | None:
     """What ``module`` is a site of: what a person has registered, the first rule's answer, or a region of its forward,
-    also where it is a norm's subclass that computes more."""
+    also where it is a norm's subclass that computes more. ``undecided``: see ``region.match``."""
     answer = alone(module)
     if answer is None or (isinstance(answer, Refusal) and answer.reason is Reason.SUBCLASS):
-        answer = region.match(module, alone) or answer
+        answer = region.match(module, alone, undecided) or answer
     sharded = isinstance(answer, Match) and is_sharded(module)
     return Refusal(answer.kind, Reason.SHARDED) if answer is not None and sharded else answer
 

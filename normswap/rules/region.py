@@ -14,6 +14,7 @@ from normswap.forwards.plain import is_plain
 from normswap.forwards.rms_norm import digest
 from normswap.plan import Match, Refusal
 from normswap.regions import flow
+from normswap.regions.foldings import by_default
 from normswap.regions.patterns import FUNCTIONS, regions_of
 from normswap.regions.sequential import runs_of
 from normswap.regions.spec import Region
@@ -26,9 +27,12 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NAMES = frozenset(function.__name__ for function in FUNCTIONS)
 
 
-def match(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]) -> Match | Refusal | None:
+def match(
+    module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None], undecided: bool = False
+) -> Match | Refusal | None:
     """Match a module in whose forward a norm can be computed together with its neighbours; ``find`` answers for a child
-    alone. What cannot be rewritten is not spoken of: its norms are sites by themselves."""
+    alone. What cannot be rewritten is not spoken of: its norms are sites by themselves. ``undecided``: with every
+    convolution that a norm can be folded into, and not said how."""
     forward = None if isinstance(module, torch.jit.ScriptModule) else class_forward(module)
     if forward is None or (type(module).__module__.startswith("torch.nn.modules") and not module._modules):
         return None
@@ -53,6 +57,8 @@ def match(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]
         regions = [] if isinstance(read, Rejection) else [*regions_of(module, read, norm_of)]
         functions = {} if isinstance(read, Rejection) else read.functions
         told = {"source": digest([forward, *functions.values()]), "functions": " ".join(functions)}
+    if not undecided:
+        regions = [one for region in regions if (one := by_default(region, module)) is not None]
     if not regions:
         return None
     return not_rewritable(module, KIND) or Match(KIND, {**told, "regions": [region.to_json() for region in regions]})

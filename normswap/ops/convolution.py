@@ -1,0 +1,98 @@
+"""Convolution -> BatchNorm by running statistics -> residual -> activation, with the norm folded into the convolution's
+weight and bias anew on every call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normswap import reference
+from normswap.activation import NONE, Activation
+from normswap.ops.dispatch import direct
+
+
+def convolution_batch_norm_eval(
+    input: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: Activation = NONE,
+    *,
+    residual: Tensor | None = None,
+    folding: str = "folded",
+) -> Tensor:
+    """``activation(norm(convolution(input)) + residual)`` with the batch normalisation by running statistics in the
+    weight and bias of the convolution, of one to three spatial dims: folded in float32 or better, rounded once to the
+    weight's dtype, kept from call to call never.
+
+    ``folding`` says by what: "fused" is cuDNN's convolution that ends in a ReLU, "matmul" one matrix product, where
+    ``folding_serves`` says so; "folded" a convolution with what stands behind it by PyTorch's ops, anywhere, and
+    differentiable. Raises what PyTorch's ops raise.
+    """
+    norm = (running_mean, running_var, weight, bias)
+    fold = direct("fold_convolution", conv_weight, conv_bias, *norm)
+    pair: Any = (None, None) if fold is None else fold(conv_weight, conv_bias, *norm, eps)
+    folded, shift = pair
+    if folded is None:
+        folded, shift = reference.fold_scale_batch_norm(conv_weight, conv_bias, None, *norm, eps)
+    if folding == "fused":
+        how = stride, padding, dilation, groups
+        if residual is None:
+            return torch.cudnn_convolution_relu(input, folded, shift, *how)
+        return torch.cudnn_convolution_add_relu(input, folded, residual, 1.0, shift, *how)
+    if folding == "matmul":
+        return _pointwise(input, folded, shift, activation)
+    out = torch.convolution(input, folded, shift, stride, padding, dilation, False, (0,) * len(stride), groups)
+    return activation(out if residual is None else out + residual)
+
+
+def _pointwise(input: Tensor, weight: Tensor, bias: Tensor, activation: Activation) -> Tensor:
+    """A 1 x 1 convolution of a channels_last image, and a ReLU where ``activation`` is one."""
+    batch, channels, height, width = input.shape
+    rows, columns = input.permute(0, 2, 3, 1).reshape(-1, channels), weight.view(weight.shape[0], channels).t()
+    multiply = torch.addmm if activation == NONE else torch._addmm_activation
+    return multiply(bias, rows, columns).view(batch, height, width, -1).permute(0, 3, 1, 2)
+
+
+_FUSED = (torch.float16, torch.bfloat16) if (torch.backends.cudnn.version() or 0) >= 90000 else (torch.float16,)
+
+
+def folding_serves(folding: str, input: Tensor, conv_weight: Tensor) -> bool:
+    """Whether "fused", "matmul" or "folded" can be had for such tensors now, where its form can. "fused" takes plans
+    that nobody has called deterministic, and reduced precision only as PyTorch's own convolution would."""
+    if folding == "folded":
+        return True
+    if not input.is_cuda or input.dim() != 4 or input.numel() == 0 or torch.are_deterministic_algorithms_enabled():
+        return False
+    if folding == "matmul":
+        dense = input.is_contiguous(memory_format=torch.channels_last)
+        return dense and input.dtype in (torch.float16, torch.bfloat16) and conv_weight.stride(0) == input.shape[1]
+    cudnn = torch.backends.cudnn
+    return input.dtype in _FUSED and cudnn.enabled and not cudnn.deterministic
+
+
+def convolved_shape(
+    input: Tensor,
+    conv_weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[int, ...]:
+    """The shape of what the convolution gives."""
+    kernel, sizes = conv_weight.shape[2:], input.shape[2:]
+    spatial = (
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, k, s, p, d in zip(sizes, kernel, stride, padding, dilation, strict=True)
+    )
+    return (input.shape[0], conv_weight.shape[0], *spatial)

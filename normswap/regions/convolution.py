@@ -1,0 +1,95 @@
+"""The convolution of a region when it is called: with the norm folded into it, or as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.conv import _ConvNd
+
+from normswap import ops
+from normswap.activation import Activation
+from normswap.forwards.plain import is_plain
+from normswap.forwards.replaced import Replaced
+from normswap.regions.foldings import CONVOLUTIONS
+from normswap.regions.spec import Region
+
+_RELU = Activation("relu")
+_INNER = {cls: Replaced(cls, "_conv_forward") for cls in CONVOLUTIONS}
+
+
+class _Form:
+    """What a norm is asked about before its input is there."""
+
+    def __init__(self, rank: int, channels: int) -> None:
+        self.rank, self.shape = rank, (0, channels)
+
+    def dim(self) -> int:
+        return self.rank
+
+
+class Convolved:
+    """What computes the convolution of ``region``; ``read`` gives the arguments of its norm."""
+
+    def __init__(self, region: Region, read: Callable[[Any, Any], Any]) -> None:
+        self.name, self.folding, self.read = region.convolution, region.folding, read
+
+    def __call__(
+        self, children: Mapping[str, Any], norm: Any, x: Tensor, behind: Any, activation: Activation
+    ) -> tuple[Any, Any]:
+        """(x, the result of the region), (the convolution's output, None) where the norm is not folded into it, or
+        (None, None) where only the region's own statements are sure to do the right thing."""
+        convolution: Any = children.get(self.name)
+        if not _is_as_read(convolution) or norm.training:
+            return None, None
+        arguments = self.read(norm, _Form(x.dim(), convolution.out_channels))
+        if arguments is None or _learns(x, convolution, norm, behind):
+            return None, None
+        if not self._folds(convolution, norm, x, behind, activation):
+            return convolution(x), None
+        how = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
+        given = convolution.weight, convolution.bias, *how, *arguments, activation
+        return x, ops.convolution_batch_norm_eval(x, *given, residual=behind, folding=self.folding)
+
+    def _folds(self, convolution: Any, norm: Any, x: Tensor, behind: Any, activation: Activation) -> bool:
+        weight, kind = convolution.weight, x.device.type
+        if x.dtype is not weight.dtype or x.device != weight.device or x.dim() != weight.dim():
+            return False
+        if x.shape[1] != convolution.in_channels or not _dtypes_fit(convolution, norm):
+            return False
+        if torch.is_autocast_enabled(kind) or not ops.folding_serves(self.folding, x, weight):
+            return False
+        if self.folding == "fused" and activation != _RELU:
+            return False
+        if behind is None:
+            return True
+        how = convolution.stride, convolution.padding, convolution.dilation
+        return (
+            behind.dtype is x.dtype
+            and behind.device == x.device
+            and behind.shape == ops.convolved_shape(x, weight, *how)
+        )
+
+
+def _dtypes_fit(convolution: Any, norm: Any) -> bool:
+    """Whether PyTorch's ops would take these together: a norm's tensors of one dtype, the convolution's or float32."""
+    dtype, kept = convolution.weight.dtype, norm.running_mean.dtype
+    own = (norm.running_var, norm.weight, norm.bias)
+    alike = all(t is None or t.dtype is kept for t in own) and kept in (dtype, torch.float32)
+    return alike and (convolution.bias is None or convolution.bias.dtype is dtype)
+
+
+def _learns(x: Tensor, convolution: Any, norm: Any, behind: Any) -> bool:
+    tensors = x, convolution.weight, convolution.bias, norm.weight, norm.bias, behind
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _is_as_read(convolution: Any) -> bool:
+    """Whether it is a convolution that a region may hold, and nothing but torch.nn's code runs in a call of it."""
+    cls = type(convolution)
+    if cls not in CONVOLUTIONS or not is_plain(convolution, cls) or "_conv_forward" in convolution.__dict__:
+        return False
+    settled: _ConvNd = convolution
+    return settled.padding_mode == "zeros" and type(settled.padding) is tuple and _INNER[cls].is_unchanged()

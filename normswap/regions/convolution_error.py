@@ -1,0 +1,55 @@
+"""How far a norm folded into the convolution before it may lie off: a derived bound, and PyTorch's own error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normswap.criterion import FLOAT32_ROUNDING, half_ulp
+
+MOST = 1.5
+"""At most so many times PyTorch's own error of a region, in the root of their mean squares, may ours be in 16 bits. In
+float32 what either rounds is as small as what its sums make, of which the order is the convolution's own."""
+
+_C_SUMS, _C_ROUNDED = 8.0, 4.0
+
+
+def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch.dtype, real: Tensor) -> Tensor:
+    """The most by which the norm's value may differ from float64's, of float64 modules, input and convolution ``z``;
+    ``real`` is the input as it was, ``dtype`` what its convolution gives.
+
+    With the gain g = weight rstd and W' = g W, the sum runs through A = |g| (|W| * |x| + |b| + |mean|) + |beta|:
+    float32 arithmetic makes c 2^-24 A of that at most. Each weight is rounded by at most d, half an ulp of W' in its
+    dtype (2^-11 of it where a convolution takes TF32): errors of either sign, so that their sum is at most
+    4 (d^2 * x^2)^(1/2), seven of its standard deviations. The new bias is rounded once. PyTorch's own sequence rounds z
+    instead, which is allowed too.
+    """
+    shape = (1, -1, *(1,) * (z.dim() - 2))
+    rstd = (norm.running_var + norm.eps).rsqrt()
+    gain = rstd if norm.weight is None else rstd * norm.weight
+    offset = torch.zeros_like(rstd) if norm.bias is None else norm.bias
+    own = torch.zeros_like(rstd) if convolution.bias is None else convolution.bias
+    weight = convolution.weight * gain.reshape(-1, *(1,) * (z.dim() - 1))
+    rounded = half_ulp(weight, dtype) if dtype in (torch.float16, torch.bfloat16) else _unit(real) * weight.abs()
+    how = convolution.stride, convolution.padding, convolution.dilation, False, (0,) * (z.dim() - 2), convolution.groups
+    sums = torch.convolution(x.abs(), weight.abs(), None, *how)
+    spread = torch.convolution(x.square(), rounded.square(), None, *how).clamp(min=0.0).sqrt()
+    across = (gain.abs() * (own.abs() + norm.running_mean.abs()) + offset.abs()).view(shape)
+    shift = (gain * (own - norm.running_mean) + offset).view(shape)
+    error = _C_SUMS * FLOAT32_ROUNDING * (sums + across) + _C_ROUNDED * spread
+    return error + half_ulp(shift, dtype) + half_ulp(z, dtype) * gain.abs().view(shape)
+
+
+def _unit(real: Tensor) -> float:
+    """The unit roundoff of a float32 convolution's operands."""
+    tf32 = real.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return 2.0**-11 if tf32 else FLOAT32_ROUNDING
+
+
+def times_pytorchs(ours: Tensor, eager: Tensor, expected: Tensor) -> float:
+    """The root mean square error of ours as a multiple of PyTorch's, over what is finite in all; 1 where both are 0."""
+    finite = ours.isfinite() & eager.isfinite() & expected.isfinite()
+    mine, theirs = ((t.double() - expected)[finite].square().sum() for t in (ours, eager))
+    return 1.0 if mine <= theirs else float((mine / theirs).sqrt())

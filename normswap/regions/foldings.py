@@ -1,0 +1,71 @@
+"""Which convolutions a norm behind them can be folded into, and in what ways; regions with and without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from normswap.forwards.plain import is_plain
+from normswap.regions.spec import Region
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def is_convolution(child: nn.Module | None) -> bool:
+    """Whether it is one, or goes by that name: quantized and wrapped ones are to be told of too."""
+    return isinstance(child, _ConvNd) or "Conv" in type(child).__name__
+
+
+def why_apart(child: nn.Module | None, used_once: bool) -> str:
+    """Why a norm is not folded into the convolution ``child`` before it, "" where it can be."""
+    cls = type(child)
+    if cls not in CONVOLUTIONS:
+        return f"is a {cls.__module__}.{cls.__qualname__}"
+    if not is_plain(child, cls):
+        return "carries hooks, or a forward of its own"
+    assert isinstance(child, _ConvNd)
+    if child.padding_mode != "zeros":
+        return f"pads by its mode {child.padding_mode!r}"
+    if isinstance(child.padding, str):
+        return f"pads by {child.padding!r}"
+    return "" if used_once else "has an output that is used elsewhere too"
+
+
+def foldings_of(region: Region, owner: nn.Module) -> tuple[str, ...]:
+    """The ways in which ``region`` of ``owner``, with a convolution, may be computed."""
+    convolution = owner._modules[region.convolution]
+    if type(convolution) is not nn.Conv2d:
+        return ("folded",)
+    acting = owner._modules.get(region.activation) if isinstance(region.activation, str) else None
+    literal = region.activation[0] if isinstance(region.activation, tuple) else ""
+    relu = type(acting) is nn.ReLU or literal == "relu"
+    found = ["fused"] if relu else []
+    plain = region.activation is None or relu
+    if plain and not region.has("residual") and is_pointwise(convolution):
+        found.append("matmul")
+    return (*found, "folded")
+
+
+def is_pointwise(convolution: nn.Conv2d) -> bool:
+    """Whether it multiplies each pixel's channels by one matrix."""
+    ones = convolution.kernel_size, convolution.stride
+    return ones == ((1, 1), (1, 1)) and convolution.padding == (0, 0) and convolution.groups == 1
+
+
+def by_default(region: Region, owner: nn.Module) -> Region | None:
+    """``region`` as it is planned where nothing is timed: with a convolution that cuDNN can fuse, unless it has groups,
+    which may make that many times slower."""
+    if not region.convolution:
+        return region
+    convolution = owner._modules[region.convolution]
+    if "fused" in foldings_of(region, owner) and getattr(convolution, "groups", 0) == 1:
+        return replace(region, folding="fused")
+    return without_convolution(region)
+
+
+def without_convolution(region: Region) -> Region | None:
+    """The rest of a region; None where a norm alone is left."""
+    steps = tuple(step for step in region.steps if step.does != "convolution")
+    return replace(region, steps=steps, convolution="", folding="") if len(steps) > 1 else None
