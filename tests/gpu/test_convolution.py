@@ -1,0 +1,182 @@
+"""Convolution -> BatchNorm -> residual -> activation in eval on the GPU: every way to compute it, against float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from convolution_models import CASES, Block, bn, conv, drawn, residual, swapped_with, undecided, written
+from limits import same_bits
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import normswap
+from normswap import ops
+from normswap.activation import NONE, Activation
+from normswap.regions.convolution_error import MOST, times_pytorchs
+
+DEVICE = "cuda"
+RELU = Activation("relu")
+by_dtype = pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+by_layout = pytest.mark.parametrize("last", (False, True), ids=("contiguous", "channels_last"))
+
+FORMS: dict[str, dict[str, Any]] = {
+    "3x3": {"kernel_size": 3, "padding": 1},
+    "pointwise": {"kernel_size": 1},
+    "strided": {"kernel_size": 3, "padding": 1, "stride": 2, "bias": False},
+    "dilated": {"kernel_size": 3, "padding": 2, "dilation": 2},
+    "groups": {"kernel_size": 3, "padding": 1, "groups": 4},
+    "depthwise": {"kernel_size": 3, "padding": 1, "groups": 16},
+    "uneven": {"kernel_size": (1, 5), "padding": (0, 2), "stride": (2, 1), "bias": False},
+    "odd channels": {"kernel_size": 3, "out_channels": 9},
+}
+
+
+def placed(model: nn.Module, x: Tensor, dtype: torch.dtype, last: bool) -> tuple[Any, Tensor]:
+    layout = torch.channels_last if last else torch.contiguous_format
+    return model.to(DEVICE, dtype).to(memory_format=layout), x.to(DEVICE, dtype).contiguous(memory_format=layout)
+
+
+def made(form: str) -> Any:
+    settings = {"in_channels": 16, "out_channels": 16, **FORMS[form]}
+    return drawn(lambda: Block(nn.Conv2d(**settings), nn.BatchNorm2d(settings["out_channels"])))
+
+
+def arguments(model: Any) -> tuple[Any, ...]:
+    c, b = model.conv, model.bn
+    how = (c.weight, c.bias, c.stride, c.padding, c.dilation, c.groups)
+    return (*how, b.running_mean, b.running_var, b.weight, b.bias, b.eps)
+
+
+@by_dtype
+@by_layout
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_every_way_is_as_exact_as_pytorchs_sequence(form: str, last: bool, dtype: torch.dtype) -> None:
+    model, x = placed(made(form), torch.randn(5, 16, 15, 14).relu(), dtype, last)
+    wide = copy.deepcopy(model).double()
+    for act, residual_too in ((RELU, False), (RELU, True), (NONE, False), (Activation("silu"), True)):
+        theirs = model.bn(model.conv(x))
+        added = torch.randn_like(theirs) if residual_too else None
+        theirs = act(theirs if added is None else theirs + added)
+        expected = wide.bn(wide.conv(x.double()))
+        expected = act(expected if added is None else expected + added.double())
+        ways = ["folded", *(["fused"] if act == RELU else [])]
+        ways += ["matmul"] if form == "pointwise" and last and act in (RELU, NONE) and added is None else []
+        for way in ways:
+            assert ops.folding_serves(way, x, model.conv.weight)
+            call = lambda way=way, act=act, added=added: ops.convolution_batch_norm_eval(  # noqa: E731
+                x, *arguments(model), act, residual=added, folding=way
+            )
+            ours = call()
+            assert ours.dtype is dtype and ours.stride() == theirs.stride(), way
+            assert times_pytorchs(ours, theirs, expected) <= 1.2 * MOST, way  # of random data; the proof holds to 1
+            assert all(same_bits(ours, call()) for _ in range(3)), way
+
+
+@by_dtype
+@by_layout
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_the_fold_is_the_references_rounded_once(form: str, last: bool, dtype: torch.dtype) -> None:
+    for kept in (dtype, torch.float32):
+        model, _ = placed(made(form), torch.randn(1, 16, 4, 4), dtype, last)
+        model.bn.to(kept)
+        weight, bias, *_ = arguments(model)
+        norm = arguments(model)[6:]
+        folded, shift = torch.ops.normswap.fold_convolution_or_none(weight, bias, *norm)
+        gain = (norm[1].double() + norm[4]).rsqrt() * norm[2].double()
+        exact = weight.double() * gain.view(-1, 1, 1, 1)
+        offset = norm[3].double() + gain * ((0.0 if bias is None else bias.double()) - norm[0].double())
+        assert folded.stride() == weight.stride() and folded.dtype is shift.dtype is dtype
+        for ours, wide in ((folded, exact), (shift, offset)):
+            torch.testing.assert_close(ours.double(), wide, rtol=torch.finfo(dtype).eps * 0.51, atol=1e-6)
+
+
+@torch.no_grad()
+def test_what_the_fold_declines() -> None:
+    weight, norm = torch.randn(4, 3, 2, 2, device=DEVICE), [torch.rand(4, device=DEVICE) for _ in range(4)]
+    fold = torch.ops.normswap.fold_convolution_or_none
+    for one in (weight.transpose(0, 1), weight[:, ::2], weight.double(), weight.expand(2, 4, 3, 2, 2)[0, :, :, :1]):
+        assert fold(one, None, *norm[: 4 if one.shape[0] == 4 else 0] or norm, 1e-5) == (None, None)
+    assert fold(weight, None, norm[0][:3], *norm[1:], 1e-5) == (None, None)
+    assert fold(weight, None, norm[0].cpu(), *norm[1:], 1e-5) == (None, None)
+
+
+@by_dtype
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.folds and not case.later])
+def test_default_plans_and_all_ways_are_proved(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    if case.dtype is torch.float64 or 0 in case.shape:
+        return
+    model = drawn(case.make).to(DEVICE, dtype)
+    x = torch.randn(case.shape, device=DEVICE).relu().to(dtype).contiguous(memory_format=case.layout)
+    for plan in (normswap.plan(model), undecided(model, "folded"), undecided(model, "fused")):
+        fast = normswap.apply(model, plan)
+        rows = normswap.validate(fast, x, mode="forward", on_mismatch="warn").rows
+        assert all(row["error_share"] <= 1.0 for row in rows), [row["detail"] for row in rows]
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), model(x), rtol=0.05, atol=0.1)
+
+
+@torch.no_grad()
+def test_a_region_is_one_fold_and_one_convolution() -> None:
+    model, x = placed(drawn(lambda: written(residual)(conv(), bn())), torch.randn(4, 6, 16, 16), torch.float16, True)
+    fast = swapped_with(model, "fused")
+    fast(x)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        fast(x)
+        torch.cuda.synchronize()
+    names = [event.name for event in seen.events() if event.device_type.name == "CUDA"]
+    assert sum("fold_rows" in name for name in names) == 1, names
+    assert not [name for name in names if "elementwise" in name or "batch_norm" in name], names
+
+
+@torch.no_grad()
+def test_writes_and_switches_take_effect_at_once() -> None:
+    model, x = placed(drawn(lambda: Block(conv(), bn())), torch.randn(4, 6, 16, 16), torch.float16, True)
+    fast = swapped_with(model, "fused")
+    changes = (
+        lambda m: m.bn.running_mean.data.add_(1.0),
+        lambda m: m.conv.weight.data.mul_(-1.0),
+        lambda m: setattr(m.bn, "eps", 0.5),
+        lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
+        lambda m: m.conv.register_forward_hook(lambda *_: None),
+        lambda m: m.bn.float(),
+        lambda m: m.bfloat16(),
+    )
+    for change in changes:
+        before = fast(x)
+        for one in (model, fast):
+            change(one)
+        x = x.to(model.conv.weight.dtype)
+        torch.testing.assert_close(fast(x), model(x), rtol=0.03, atol=0.05)
+        assert not torch.equal(before.float(), fast(x).float()) or fast.conv._forward_hooks or before.dtype is x.dtype
+
+
+@torch.no_grad()
+def test_a_captured_graph_reads_weights_anew() -> None:
+    model, x = placed(drawn(lambda: Block(conv(), bn())), torch.randn(4, 6, 16, 16), torch.float16, True)
+    fast = swapped_with(model, "fused")
+    fast(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fast(x)
+    model.bn.running_mean.add_(0.5)
+    fast.bn.running_mean.add_(0.5)
+    graph.replay()
+    torch.testing.assert_close(out, model(x), rtol=0.02, atol=0.02)
+
+
+@torch.no_grad()
+def test_deterministic_algorithms_are_pytorchs() -> None:
+    model, x = placed(drawn(lambda: Block(conv(), bn())), torch.randn(4, 6, 16, 16), torch.float16, True)
+    was = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        assert not ops.folding_serves("fused", x, model.conv.weight)
+    finally:
+        torch.backends.cudnn.deterministic = was
+    assert ops.folding_serves("fused", x, model.conv.weight)
