@@ -159,30 +159,43 @@ HOST: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+GRADIENTS = ("no", "forward", "forward and backward")
+"""What of a call records or computes gradients."""
+
+
 def host_costs(calls: int = 500, rounds: int = 15) -> list[dict[str, Any]]:
-    """Microseconds of host time for a forward call in eval, medians over rounds of calls that the device finishes
-    sooner: under no_grad, and without it, where the parameters require gradients."""
+    """Microseconds of host time for a call of a module in eval, medians over rounds of calls that the device finishes
+    sooner: under no_grad, without it, where the parameters require gradients, and with the backward too."""
     rows = []
     for name, (make, shape) in HOST.items():
         model = randomised(make()).cuda().eval()
         x = torch.randn(shape, device="cuda")
-        functions = {"eager": model, "normswap": normswap.optimize(model, validate="off", on_empty="raise")}
-        for gradients in (False, True) if list(model.parameters()) else (False,):
+        modules = {"eager": model, "normswap": normswap.optimize(model, validate="off", on_empty="raise")}
+        for gradients in GRADIENTS if list(model.parameters()) else GRADIENTS[:1]:
+            functions = {key: _host_call(module, x, gradients) for key, module in modules.items()}
             times: dict[str, list[float]] = {key: [] for key in functions}
-            with torch.set_grad_enabled(gradients):
+            with torch.set_grad_enabled(gradients != "no"):
                 for _ in range(rounds):
                     for key, function in functions.items():
-                        times[key].append(_host_us(function, x, calls))
+                        times[key].append(_host_us(function, calls))
             medians = {f"{key}_us": statistics.median(found) for key, found in times.items()}
             rows.append({"module": name, "gradients": gradients, **medians})
     return rows
 
 
-def _host_us(function: Function, x: Tensor, calls: int) -> float:
+def _host_call(module: nn.Module, x: Tensor, gradients: str) -> Callable[[], object]:
+    if gradients != "forward and backward":
+        return lambda: module(x)
+    leaf, cotangent = x.clone().requires_grad_(), torch.ones_like(module(x))
+    wanted = [leaf, *(p for p in module.parameters() if p.requires_grad)]
+    return lambda: torch.autograd.grad(module(leaf), wanted, cotangent)
+
+
+def _host_us(function: Callable[[], object], calls: int) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
-        function(x)
+        function()
     return (time.perf_counter() - start) / calls * 1e6
 
 
@@ -310,7 +323,7 @@ def cells(row: dict[str, Any], names: Iterable[str]) -> tuple[str, ...]:
 
 
 def host_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return row["module"], "yes" if row["gradients"] else "no", f"{row['eager_us']:.1f}", f"{row['normswap_us']:.1f}"
+    return row["module"], row["gradients"], f"{row['eager_us']:.1f}", f"{row['normswap_us']:.1f}"
 
 
 HOST_HEADERS = ("module", "gradients", "eager", "normswap")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from model_rows import ROWS, Row
+from model_rows import ROWS, STEPS, Row
 from tabulate import tabulate
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -61,15 +61,20 @@ def optimized(row: Row, model: nn.Module, inputs: Sequence[torch.Tensor], **opti
 
 
 def step(row: Row, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Function:
-    """One forward, or one forward and backward of a training step."""
+    """One forward, or a whole step of training: forward, loss, backward, the optimizer's step, gradients dropped."""
 
-    def once() -> object:
+    def forward() -> torch.Tensor:
         with row.mode():
-            output = model(*inputs)
-        if not row.training:
-            return output
-        model.zero_grad(set_to_none=True)
-        return output.float().square().mean().backward()
+            return model(*inputs)
+
+    if not row.training:
+        return forward
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+    def once() -> None:
+        forward().float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return once
 
@@ -120,10 +125,12 @@ def check(row: Row, compiling: bool) -> dict[str, Any]:
 
 def check_all(names: Sequence[str] = (), compiling: bool = True) -> list[dict[str, Any]]:
     """The rows of these names, or all; each is printed when it is done."""
-    if unknown := set(names) - {row.name for row in ROWS}:
-        raise SystemExit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in ROWS)}")
+    if unknown := set(names) - {row.name for row in (*ROWS, *STEPS)}:
+        raise SystemExit(
+            f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in (*ROWS, *STEPS))}"
+        )
     found = []
-    for row in ROWS:
+    for row in (*ROWS, *STEPS):
         if not names or row.name in names:
             found.append(check(row, compiling))
             print(table(found[-1:]), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Row:
-    """A model with its inputs, all to be moved to the GPU: in eval in ``dtype``, or ``training`` in float32 under
-    autocast in ``dtype``."""
+    """A model with its inputs, all to be moved to the GPU, in ``dtype``; ``training``, in float32 ``under_autocast`` in
+    ``dtype``, else in that itself."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -22,14 +23,15 @@ class Row:
     dtype: torch.dtype = torch.float16
     channels_last: bool = False
     training: bool = False
+    under_autocast: bool = False
 
     @property
     def told(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} autocast, training" if self.training else dtype
+        return f"{dtype} autocast" if self.under_autocast else dtype
 
     def made(self) -> tuple[nn.Module, list[Tensor]]:
-        dtype = torch.float32 if self.training else self.dtype
+        dtype = torch.float32 if self.under_autocast else self.dtype
         with torch.device("cuda"):
             model = drawn(self.make()).to(dtype).train(self.training)
         inputs = [x.cuda().to(dtype) if x.is_floating_point() else x.cuda() for x in self.inputs()]
@@ -41,7 +43,7 @@ class Row:
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
         """In which it is run and optimized."""
-        with torch.set_grad_enabled(self.training), torch.autocast("cuda", self.dtype, enabled=self.training):
+        with torch.set_grad_enabled(self.training), torch.autocast("cuda", self.dtype, enabled=self.under_autocast):
             yield
 
 
@@ -198,14 +200,15 @@ ROWS = (
     Row("llama 1B", llama(16), tokens(8, 512, 32000), torch.bfloat16),
     Row("dit-like", DiT, lambda: [torch.randn(16, 256, 1152), torch.randn(16, 1152)]),
     Row("sd-unet-like", UNetBlocks, lambda: [torch.randn(8, 320, 64, 64), torch.randn(8, 1280)]),
-    Row(
-        "resnet50_gn step",
-        timm_model("resnet50_gn"),
-        images(64),
-        torch.bfloat16,
-        channels_last=True,
-        training=True,
-    ),
-    Row("vit_base step", timm_model("vit_base_patch16_224"), images(64), torch.bfloat16, training=True),
-    Row("llama step", llama(8), tokens(8, 512, 32000), torch.bfloat16, training=True),
 )
+"""Eval."""
+
+_step = partial(Row, dtype=torch.bfloat16, training=True)
+_autocast_step = partial(_step, under_autocast=True)
+STEPS = (
+    _autocast_step("resnet50_gn step", timm_model("resnet50_gn"), images(64), channels_last=True),
+    _autocast_step("vit_base step", timm_model("vit_base_patch16_224"), images(64)),
+    _autocast_step("convnext_base step", timm_model("convnext_base"), images(64)),
+    _step("llama step", llama(8), tokens(8, 512, 32000)),
+)
+"""Whole steps of training."""

@@ -226,7 +226,7 @@ def test_what_is_asked_for() -> None:
 def test_stale_figures_are_marked(checking: gpu_check.Checking, monkeypatch: pytest.MonkeyPatch) -> None:
     image = row("group_norm", what="float16, channels_last", tag="network")
     checking.add("benchmark", [row("layer_norm"), image, row("rms_norm", tag="backward")], records.key_of_row)
-    checking.add("host", [{"module": "m", "gradients": False, "eager_us": 2.0, "normswap_us": 1.0}], str)
+    checking.add("host", [{"module": "m", "gradients": "no", "eager_us": 2.0, "normswap_us": 1.0}], str)
     error = {"regime": "warp", "mean": 0.0, "ours": 0.5, "pytorch": 0.5}
     for kind in ("l1_norm", "linear_scale_batch_norm"):
         rows = [{**error, "kind": kind, "dtype": dtype} for dtype in ("float32", "float16", "bfloat16")]

@@ -244,7 +244,8 @@ class _Case:
         for name, gradient in ours.items():
             role = roles.get(name, name)
             magnitude = terms[role].expand(gradient.shape) if role in terms else expected[name].abs()
-            extra = own_rounding(gradient.dtype, ran) * magnitude
+            by_kernel = ran and not size.broadcasts(role)
+            extra = own_rounding(gradient.dtype, by_kernel) * magnitude
             of = f"gradient of {role}"
             self._add(of, gradient, eager[name], expected[name], C_GRADIENT[self.region.kind], magnitude, extra)
 
@@ -315,11 +316,11 @@ class _Size:
         region = compiled.region
         self.region, self.values = region, values
         x, before, self.behind, self.scale, self.shift, arguments = compiled.unpack(packed)
-        self.given = x
-        if region.convolution:
-            self.given = values["convolution"]
+        self.given = values["convolution"] if region.convolution else x
+        self.summands = {"x": self.given}
         if before is not None:
-            self.given, _ = _moved(values["sum"], torch.zeros_like(x), dtypes[0])
+            self.given, _ = _moved(values["sum"], torch.zeros_like(values["sum"]), dtypes[0])
+            self.summands["before"] = before
         self.dtypes = {step.does: d for step, d in zip(region.steps, dtypes, strict=True)}
         self.rows = self._rows(holder, arguments, real.dtype)
         self.unit = C[region.kind] * FLOAT32_ROUNDING
@@ -387,6 +388,10 @@ class _Size:
     def _rounded(self, value: Tensor, error: Tensor, does: str) -> tuple[Tensor, Tensor]:
         return (value, error) if self.region.convolution else _moved(value, error, self.dtypes[does])
 
+    def broadcasts(self, role: str) -> bool:
+        """Whether the gradient of a role is a sum, which PyTorch computes, of gradients that are rounded before it."""
+        return role in self.summands and self.summands[role].shape != self.given.shape
+
     def gradients(self, cotangents: list[Tensor]) -> dict[str, Tensor]:
         """Sums of |terms| by role ("x", "before", ...) and by the names of parameters."""
         dy, of_sum = cotangents[-1].abs(), cotangents[0].abs() if self.region.shared else 0.0
@@ -398,7 +403,8 @@ class _Size:
             found["shift"] = _summed(behind, self.shift)
             inner = behind * (1 + self.scale.abs()) * 2
         rows = self.rows.gradients(inner.permute(0, 2, 3, 1) if self.region.has("permute") else inner)
-        found["x"] = found["before"] = self._back(rows.pop("input")) + of_sum
+        of_input = self._back(rows.pop("input")) + of_sum
+        found |= {role: _summed(of_input, summand) for role, summand in self.summands.items()}
         if not self.region.type:
             order = {"weight": "argument 1", "bias": "argument 2"}
             return found | {order[name]: tensor for name, tensor in rows.items()}

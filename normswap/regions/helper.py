@@ -60,7 +60,7 @@ class Fused:
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
         x, before, behind, scale, shift, arguments = self.unpack(packed)
-        if type(x) not in _PLAIN or not _alike(x, before):
+        if type(x) not in _PLAIN or not (before is None or _is_beside(x, before)):
             return None
         for name in self.passes:
             if not _hands_on(children.get(name)):
@@ -70,10 +70,14 @@ class Fused:
             return None
         if not self.known or self.callees() != self.called:  # somebody put another function in the place of one
             return None
+        norm = children.get(self.child) if self.read is not None else None
+        if self.read is not None and (norm is None or not is_unhooked(norm)):
+            return None
+        total = None
+        if before is not None and not _alike(x, before):  # it broadcasts, or has another dtype
+            x = total = x + before
+            before = None
         if self.read is not None:
-            norm = children.get(self.child)
-            if norm is None or not is_unhooked(norm):
-                return None
             if self.convolved is not None:
                 x, out = self.convolved(children, norm, x, behind, activation)
                 if x is None or out is not None:
@@ -82,9 +86,11 @@ class Fused:
             if arguments is None:
                 return None
         out = self.call(x, arguments, before, behind, scale, shift, activation)
-        if out is None or before is None:
-            return out
-        return (out[1], out[0]) if self.shared else out[0]
+        if out is None:
+            return None
+        if before is not None:
+            out, total = out
+        return (total, out) if self.shared else out
 
 
 def _is_of(region: Region, function: Any) -> bool:
@@ -99,6 +105,10 @@ def _alike(x: Tensor, other: Any) -> bool:
     return other is None or (
         type(other) in _PLAIN and other.shape == x.shape and other.dtype is x.dtype and other.device == x.device
     )
+
+
+def _is_beside(x: Tensor, other: Any) -> bool:
+    return type(other) in _PLAIN and other.device == x.device
 
 
 def _hands_on(child: Any) -> bool:
