@@ -59,7 +59,7 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def("l1_norm_or_none(Tensor input, float eps, float minimum) -> Tensor?");
   m.def(
       "group_norm_or_none(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, int activation, "
-      "float low, float high, Tensor? residual) -> Tensor?");
+      "float low, float high, Tensor? residual, bool wide) -> Tensor?");
   m.def(
       "batch_norm_eval_or_none(Tensor input, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, "
       "float eps, Tensor? residual, int activation, float low, float high) -> Tensor?");
@@ -89,6 +89,9 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def(
       "rms_norm_recorded(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
       "bool cast_before_weight) -> (Tensor?, Tensor?)");
+  m.def(
+      "group_norm_recorded(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, int activation, "
+      "float low, float high, Tensor? residual, bool wide) -> (Tensor?, Tensor?)");
   // And between them the sum, where there is a residual.
   m.def(
       "layer_norm_with_options_recorded(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, "

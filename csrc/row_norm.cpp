@@ -129,9 +129,9 @@ GroupOptions behind_of(const Tensor& input, const OptionalTensor& residual, cons
   return {data_or_null(residual), out.mutable_data_ptr(), wide, wide || residual.has_value()};
 }
 
-void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const OptionalTensor& bias_,
-                     int64_t num_groups, double eps, bool channels_last, int64_t activation, double low, double high,
-                     const OptionalTensor& residual, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
+void group_norm_groups(const Tensor& input_, const OptionalTensor& weight_, const OptionalTensor& bias_,
+                       int64_t num_groups, double eps, bool channels_last, int64_t activation, double low, double high,
+                       const OptionalTensor& residual, Tensor out, float* mean, float* rstd, int64_t regime) {
   if (input_.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
   STD_TORCH_CHECK(input_.dim() >= 2 && num_groups > 0 && input_.size(1) % num_groups == 0, "group_norm: ", num_groups,
@@ -150,8 +150,8 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
                     n.channels_per_group, " channels of ", n.spatial);
   }
   set_affine("group_norm", n, input, weight, bias, channels);
-  n.mean = floats_or_null("group_norm", mean, input, n.rows);
-  n.rstd = floats_or_null("group_norm", rstd, input, n.rows);
+  n.mean = mean;
+  n.rstd = rstd;
   n.activation = activation_of("group_norm", activation, low, high);
   if (!channels_last) {
     check_dense("group_norm", input, out);
@@ -170,6 +170,15 @@ void group_norm_cuda(const Tensor& input_, const OptionalTensor& weight_, const 
     run("group_norm", group_norm, 0, n, contiguous, result, 0);
     torch::stable::copy_(out, result);
   }
+}
+
+void group_norm_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, int64_t num_groups,
+                     double eps, bool channels_last, int64_t activation, double low, double high,
+                     const OptionalTensor& residual, Tensor out, OptionalTensor mean, OptionalTensor rstd, int64_t regime) {
+  const int64_t groups = input.dim() > 0 ? input.size(0) * num_groups : 0;
+  group_norm_groups(input, weight, bias, num_groups, eps, channels_last, activation, low, high, residual, out,
+                    floats_or_null("group_norm", mean, input, groups), floats_or_null("group_norm", rstd, input, groups),
+                    regime);
 }
 
 // --- calls that record no gradient ---------------------------------------------------------------------------------
@@ -260,26 +269,52 @@ bool is_channels_last(const Tensor& t) {
   return true;
 }
 
-// Whether two tensors have everything in common but their values.
-bool alike(const Tensor& a, const Tensor& b) {
+// Whether two tensors have sizes, strides and device in common.
+bool lie_alike(const Tensor& a, const Tensor& b) {
   const auto sizes = a.sizes(), strides = a.strides();
   return a.dim() == b.dim() && std::equal(sizes.begin(), sizes.end(), b.sizes().begin()) &&
-         std::equal(strides.begin(), strides.end(), b.strides().begin()) && a.scalar_type() == b.scalar_type() &&
-         a.is_cuda() && a.get_device_index() == b.get_device_index();
+         std::equal(strides.begin(), strides.end(), b.strides().begin()) && a.is_cuda() &&
+         a.get_device_index() == b.get_device_index();
+}
+
+// What group_norm is called with, but for the input.
+struct Groups {
+  int64_t num_groups;
+  const OptionalTensor &weight, &bias;
+  double eps;
+  int64_t activation;
+  double low, high;
+  const OptionalTensor& residual;
+  bool wide;  // of 16 bits a float32 output
+};
+
+// The output; with `statistics`, what the backward needs too: all means, then all rstds. Neither where it declines.
+Recorded group_norm_of(const Tensor& input, const Groups& g, bool statistics) {
+  const bool channels_last = !input.is_contiguous() && is_channels_last(input);
+  if (!(channels_last || input.is_contiguous()) || !is_plain(input, 1, 1, g.weight, g.bias)) return {};
+  if (g.num_groups < 1 || input.size(1) % g.num_groups != 0 || input.numel() == g.num_groups) return {};
+  const auto dtype = g.wide ? torch::headeronly::ScalarType::Float : input.scalar_type();
+  if (g.residual.has_value() && !(lie_alike(*g.residual, input) && g.residual->scalar_type() == dtype)) return {};
+  const int64_t groups = input.size(0) * g.num_groups;
+  const OptionalTensor out = unfilled_like(input, g.wide);
+  const OptionalTensor kept = statistics ? unfilled_floats(input, 2 * groups) : std::nullopt;
+  if (!out.has_value() || kept.has_value() != statistics) return {};
+  float* mean = statistics ? floats_of(kept) : nullptr;
+  group_norm_groups(input, g.weight, g.bias, g.num_groups, g.eps, channels_last, g.activation, g.low, g.high, g.residual, *out,
+                    mean, statistics ? mean + groups : nullptr, 0);
+  return {out, kept};
 }
 
 OptionalTensor group_norm_or_none(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
                                   const OptionalTensor& bias, double eps, int64_t activation, double low, double high,
-                                  const OptionalTensor& residual) {
-  const bool channels_last = !input.is_contiguous() && is_channels_last(input);
-  if (!(channels_last || input.is_contiguous()) || !is_plain(input, 1, 1, weight, bias)) return std::nullopt;
-  if (num_groups < 1 || input.size(1) % num_groups != 0 || input.numel() == num_groups) return std::nullopt;
-  if (residual.has_value() && !alike(*residual, input)) return std::nullopt;
-  const OptionalTensor out = unfilled_like(input);
-  if (!out.has_value()) return std::nullopt;
-  group_norm_cuda(input, weight, bias, num_groups, eps, channels_last, activation, low, high, residual,
-                  *out, std::nullopt, std::nullopt, 0);
-  return out;
+                                  const OptionalTensor& residual, bool wide) {
+  return std::get<0>(group_norm_of(input, {num_groups, weight, bias, eps, activation, low, high, residual, wide}, false));
+}
+
+Recorded group_norm_recorded(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
+                             const OptionalTensor& bias, double eps, int64_t activation, double low, double high,
+                             const OptionalTensor& residual, bool wide) {
+  return group_norm_of(input, {num_groups, weight, bias, eps, activation, low, high, residual, wide}, true);
 }
 
 }  // namespace
@@ -293,6 +328,7 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("layer_norm_or_none", TORCH_BOX(&normswap::layer_norm_or_none));
   m.impl("rms_norm_or_none", TORCH_BOX(&normswap::rms_norm_or_none));
   m.impl("l1_norm_or_none", TORCH_BOX(&normswap::l1_norm_or_none));
+  m.impl("group_norm_recorded", TORCH_BOX(&normswap::group_norm_recorded));
   m.impl("layer_norm_recorded", TORCH_BOX(&normswap::layer_norm_recorded));
   m.impl("rms_norm_recorded", TORCH_BOX(&normswap::rms_norm_recorded));
   m.impl("l1_norm_recorded", TORCH_BOX(&normswap::l1_norm_recorded));

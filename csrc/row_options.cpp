@@ -175,10 +175,6 @@ namespace {
 
 using Result = std::tuple<OptionalTensor, OptionalTensor>;  // and the sum, where there is a residual
 
-OptionalTensor unfilled_float_like(const Tensor& t) {
-  return t.scalar_type() == ScalarType::Float ? unfilled_like(t) : OptionalTensor(torch::stable::new_empty(t, t.sizes(), ScalarType::Float));
-}
-
 // Whether the rows of float32 outputs are such as the kernels store.
 bool is_at_vectors(const Tensor& input, int64_t dims, const Options& o) {
   uintptr_t all = reinterpret_cast<uintptr_t>(input.const_data_ptr()) | (trailing_elements(input, dims) * input.element_size());
@@ -195,7 +191,7 @@ Result norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& wei
                     const Options& options, RunNorm run_norm) {
   if (!input.is_contiguous() || !is_plain(input, input.dim() - dims, dims, weight, bias)) return {};
   if (!fits(options, input, dims) || (options.wide && !is_at_vectors(input, dims, options))) return {};
-  const OptionalTensor out = options.wide ? unfilled_float_like(input) : unfilled_like(input);
+  const OptionalTensor out = unfilled_like(input, options.wide);
   const OptionalTensor sum = options.residual.has_value() ? unfilled_like(input) : std::nullopt;
   if (!out.has_value() || options.residual.has_value() != sum.has_value()) return {};
   run_norm(*out, sum);

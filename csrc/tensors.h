@@ -95,13 +95,13 @@ inline void check_launch(cudaError_t error) {
   STD_CUDA_CHECK(error);
 }
 
-// Uninitialised, of the same shape, strides, dtype and device, without the dispatcher's way to the stable empty_like;
-// nullopt where there is no memory for it.
-inline OptionalTensor unfilled_like(const Tensor& t) {
+// Uninitialised, of the same shape, strides, device and dtype, or float32 where `wide`, without the dispatcher's way to the
+// stable empty_like; nullopt where there is no memory for it.
+inline OptionalTensor unfilled_like(const Tensor& t, bool wide = false) {
   const auto sizes = t.sizes(), strides = t.strides();
-  int32_t dtype = 0, device = 0;
+  int32_t dtype = aoti_torch_dtype_float32(), device = 0;
   AtenTensorHandle handle = nullptr;
-  const bool made = aoti_torch_get_dtype(t.get(), &dtype) == AOTI_TORCH_SUCCESS &&
+  const bool made = (wide || aoti_torch_get_dtype(t.get(), &dtype) == AOTI_TORCH_SUCCESS) &&
                     aoti_torch_get_device_type(t.get(), &device) == AOTI_TORCH_SUCCESS &&
                     aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
                                              device, t.get_device_index(), &handle) == AOTI_TORCH_SUCCESS;

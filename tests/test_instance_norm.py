@@ -192,7 +192,8 @@ def test_a_direct_call_is_group_norm_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def op(*given: Any) -> Tensor:
         asked.append(given)
-        input, groups, weight, bias, eps, activation, low, high, residual = given
+        input, groups, weight, bias, eps, activation, low, high, residual, wide = given
+        assert not wide
         after = Activation([*CODES][activation], low, high)
         return reference.group_norm(input, groups, weight, bias, eps, after, residual=residual)
 

@@ -130,7 +130,7 @@ def _register_fakes() -> None:
         declined = (None, None) if name in pairs else None
         torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, answer=declined, **kwargs: answer)
         _direct[name] = _frameless(f"{name}_or_none")
-    for name in ("layer_norm", "rms_norm", "l1_norm", *with_options):
+    for name in ("layer_norm", "rms_norm", "l1_norm", "group_norm", *with_options):
         nothing = (None,) * (3 if name in with_options else 2)
         torch.library.register_fake(f"normswap::{name}_recorded", lambda *args, answer=nothing, **kwargs: answer)
     for name, fake in _ROW_BACKWARDS.items():

@@ -14,10 +14,13 @@ from normswap.ops.dispatch import (
     affine_dtypes_fit,
     dense,
     direct,
+    native_op,
     native_serves,
     needs_grad,
+    recording,
     reference_gradients,
 )
+from normswap.ops.options import ROUNDED_FIRST, activation_of
 
 
 def group_norm(
@@ -29,21 +32,28 @@ def group_norm(
     activation: Activation = NONE,
     *,
     residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``activation(norm(input) + residual)`` with the group normalisation of ``input`` (N, C, *) (Wu & He 2018), as
     ``torch.nn.functional.group_norm``: the norm is rounded to its dtype, then the sum.
 
     ``weight`` and ``bias`` are (C,), ``residual`` has the input's shape. A channels_last input gives a channels_last
-    output; any other a contiguous one. Returns the input's shape and dtype (float32 under autocast). Raises what
-    PyTorch's ops raise, and ValueError for an activation that is not in ``normswap.activation``.
+    output; any other a contiguous one. Returns the input's shape and dtype (float32 under autocast), or that rounded to
+    ``dtype``. Raises what PyTorch's ops raise, and ValueError for an activation that is not in
+    ``normswap.activation``.
     """
     if activation.name not in CODES:
         raise ValueError(
             f"group_norm: activation must be one of {', '.join(map(repr, CODES))}, got {activation.name!r}"
         )
-    op = direct("group_norm", input, weight, bias, residual)
+    wide = torch.is_autocast_enabled("cuda") and input.dtype is not torch.float32
+    if dtype is not None:
+        if not (wide and dtype is input.dtype and residual is None and activation.name in ROUNDED_FIRST):
+            return group_norm(input, num_groups, weight, bias, eps, activation, residual=residual).to(dtype)
+        wide = False
+    op = direct("group_norm", input, weight, bias, residual, autocast=True)
     if op is not None:
-        out = op(input, num_groups, weight, bias, eps, activation.code, activation.low, activation.high, residual)
+        out = op(input, num_groups, weight, bias, eps, activation.code, activation.low, activation.high, residual, wide)
         if out is not None:
             return out
     group = input.numel() // max(1, input.shape[0] * num_groups) if input.dim() >= 2 else 0
@@ -59,13 +69,14 @@ def group_norm(
         and (residual is None or residual.shape == input.shape)
         and affine_dtypes_fit(input, weight, bias)
     ):
-        return reference.group_norm(input, num_groups, weight, bias, eps, activation, residual=residual)
-    dtype = torch.float32 if torch.is_autocast_enabled("cuda") else input.dtype
-    if residual is not None and residual.dtype != dtype:
-        if dtype != torch.float32:  # the sum has a wider dtype than the norm
+        out = reference.group_norm(input, num_groups, weight, bias, eps, activation, residual=residual)
+        return out if dtype is None else out.to(dtype)
+    result = torch.float32 if wide else input.dtype
+    if residual is not None and residual.dtype != result:
+        if not wide and result != torch.float32:  # the sum has a wider dtype than the norm
             return activation(group_norm(input, num_groups, weight, bias, eps) + residual)
         residual = residual.float()
-    return native_group_norm(input, weight, bias, num_groups, eps, activation, residual, dtype)
+    return native_group_norm(input, weight, bias, num_groups, eps, activation, residual, result)
 
 
 def native_group_norm(
@@ -80,9 +91,11 @@ def native_group_norm(
 ) -> Tensor:
     """``group_norm`` by our kernel, differentiable where that is asked for, of tensors that it takes: ``dtype``, that
     of the result and the residual, is the input's or float32."""
+    numbers = activation.code, activation.low, activation.high
     if needs_grad(input, weight, bias, residual):
-        return _GroupNorm.apply(input, weight, bias, residual, num_groups, eps, activation, dtype)
-    return _forward(input, weight, bias, residual, num_groups, eps, activation, dtype, None, None)
+        wide = dtype is not input.dtype
+        return _GroupNorm.apply(input, num_groups, weight, bias, eps, *numbers, residual, wide, True)
+    return _forward(input, weight, bias, residual, num_groups, eps, numbers, dtype, None, None)
 
 
 def _layout_of(input: Tensor) -> torch.memory_format:
@@ -102,7 +115,7 @@ def _forward(
     residual: Tensor | None,
     num_groups: int,
     eps: float,
-    activation: Activation,
+    activation: tuple[int, float, float],
     dtype: torch.dtype,
     mean: Tensor | None,
     rstd: Tensor | None,
@@ -112,92 +125,89 @@ def _forward(
     if residual is not None:
         residual = residual.contiguous(memory_format=layout)
     out = torch.empty_like(input, dtype=dtype, memory_format=layout)
+    channels_last = layout is not torch.contiguous_format
     torch.ops.normswap.group_norm.default(
-        input,
-        dense(weight),
-        dense(bias),
-        num_groups,
-        eps,
-        layout is not torch.contiguous_format,
-        activation.code,
-        activation.low,
-        activation.high,
-        residual,
-        out,
-        mean,
-        rstd,
-        0,
+        *(input, dense(weight), dense(bias), num_groups, eps, channels_last, *activation, residual, out, mean, rstd, 0)
     )
     return out
 
 
+@recording("group_norm")
 class _GroupNorm(torch.autograd.Function):
+    """``wide``: of 16 bits a float32 output. ``served``: the caller has found that the kernels can take these tensors.
+    Otherwise None where they cannot."""
+
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
+        num_groups: int,
         weight: Any,
         bias: Any,
-        residual: Any,
-        num_groups: int,
         eps: float,
-        activation: Activation,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        mean = torch.empty((input.shape[0], num_groups), dtype=torch.float32, device=input.device)
-        rstd = torch.empty_like(mean)
-        out = _forward(input, weight, bias, residual, num_groups, eps, activation, dtype, mean, rstd)
-        ctx.save_for_backward(input, weight, bias, None if activation.name == "none" else residual, mean, rstd)
-        ctx.num_groups, ctx.eps, ctx.activation = num_groups, eps, activation
-        return out
+        activation: int,
+        low: float,
+        high: float,
+        residual: Any,
+        wide: bool,
+        served: bool = False,
+    ) -> Tensor | None:
+        numbers = activation, low, high
+        out, statistics = native_op("group_norm_recorded")(
+            input, num_groups, weight, bias, eps, activation, low, high, residual, wide
+        )
+        if out is None and not served:
+            return None
+        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
+            statistics = torch.empty(2 * input.shape[0] * num_groups, dtype=torch.float32, device=input.device)
+            dtype = torch.float32 if wide else input.dtype
+            out = _forward(input, weight, bias, residual, num_groups, eps, numbers, dtype, *statistics.chunk(2))
+        ctx.save_for_backward(input, weight, bias, residual if activation else None, statistics)
+        ctx.num_groups, ctx.eps, ctx.activation = num_groups, eps, numbers
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        of_input, _, of_weight, of_bias, *_, of_residual, _, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            return *_differentiable(ctx, grad), None, None, None, None
-        input, weight, bias, residual, mean, rstd = ctx.saved_tensors
-        activation: Activation = ctx.activation
-        wants_input, wants_weight, wants_bias, wants_residual = ctx.needs_input_grad[:4]
-        layout = _layout_of(input)
-        input = input.contiguous(memory_format=layout)
-        passed = wants_residual and activation.name == "none"  # the sum's gradient is its summands'
-        dx = torch.empty_like(input) if wants_input else None
-        room = torch.empty_like if input.numel() > 0 else torch.zeros_like  # sums of nothing, which no kernel runs for
-        dw = room(weight, memory_format=torch.contiguous_format) if wants_weight else None
-        db = room(bias, memory_format=torch.contiguous_format) if wants_bias else None
-        dense_grad = grad.contiguous(memory_format=layout)
-        dr = torch.empty_like(dense_grad) if wants_residual and not passed else None
-        torch.ops.normswap.group_norm_backward.default(
-            dense_grad,
-            input,
-            dense(weight),
-            dense(bias),
-            None if residual is None else residual.contiguous(memory_format=layout),
-            mean,
-            rstd,
-            ctx.num_groups,
-            layout is not torch.contiguous_format,
-            activation.code,
-            activation.low,
-            activation.high,
-            dx,
-            dw,
-            db,
-            dr,
-            0,
-        )
-        return dx, dw, db, grad if passed else dr, None, None, None, None
+            dx, dw, db, dr = _differentiable(ctx, grad, of_residual)
+        else:
+            dx, dw, db, dr = _gradients(ctx, grad, of_input, of_weight, of_bias, of_residual)
+        return dx, None, dw, db, None, None, None, None, dr, None, None
 
 
-def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """The gradients by the reference formula, which can be differentiated again."""
-    input, weight, bias, residual, _, _ = ctx.saved_tensors
-    num_groups, eps, activation = ctx.num_groups, ctx.eps, ctx.activation
+def _gradients(
+    ctx: Any, grad: Tensor, of_input: bool, of_weight: bool, of_bias: bool, of_residual: bool
+) -> tuple[Tensor | None, ...]:
+    """By our kernel; None for those that are not asked for."""
+    input, weight, bias, residual, statistics = ctx.saved_tensors
+    layout = _layout_of(input)
+    input = input.contiguous(memory_format=layout)
+    passed = of_residual and not ctx.activation[0]  # the sum's gradient is its summands'
+    dx = torch.empty_like(input) if of_input else None
+    room = torch.empty_like if input.numel() > 0 else torch.zeros_like  # sums of nothing, which no kernel runs for
+    dw = room(weight, memory_format=torch.contiguous_format) if of_weight else None
+    db = room(bias, memory_format=torch.contiguous_format) if of_bias else None
+    dense_grad = grad.contiguous(memory_format=layout)
+    dr = torch.empty_like(dense_grad) if of_residual and not passed else None
+    residual = None if residual is None else residual.contiguous(memory_format=layout)
+    channels_last = layout is not torch.contiguous_format
+    torch.ops.normswap.group_norm_backward.default(
+        *(dense_grad, input, dense(weight), dense(bias), residual, *statistics.chunk(2), ctx.num_groups, channels_last),
+        *(*ctx.activation, dx, dw, db, dr, 0),
+    )
+    return dx, dw, db, grad if passed else dr
+
+
+def _differentiable(ctx: Any, grad: Tensor, of_residual: bool) -> list[Tensor | None]:
+    """By the reference formula, which can be differentiated again."""
+    input, weight, bias, residual, _ = ctx.saved_tensors
+    num_groups, eps, activation = ctx.num_groups, ctx.eps, activation_of(*ctx.activation)
 
     def formula(x: Tensor, w: Tensor | None, b: Tensor | None, r: Tensor | None) -> Tensor:
         return reference.group_norm(x, num_groups, w, b, eps, activation, residual=r)
 
     found = reference_gradients(formula, (input, weight, bias, residual), grad)
-    if residual is None and ctx.needs_input_grad[3]:
+    if residual is None and of_residual:
         found[3] = grad
     return found

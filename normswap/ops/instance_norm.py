@@ -32,7 +32,8 @@ def instance_norm(
         channels = input.shape[1]
         op = direct("group_norm", input, weight, bias, residual)
         if op is not None:
-            out = op(input, channels, weight, bias, eps, activation.code, activation.low, activation.high, residual)
+            numbers = activation.code, activation.low, activation.high
+            out = op(input, channels, weight, bias, eps, *numbers, residual, False)
             if out is not None:
                 return out
         if (

@@ -25,7 +25,7 @@ from normswap.ops.dispatch import (
     reference_gradients,
     row_statistics,
 )
-from normswap.ops.options import Options, activation_of, gradients, with_sum
+from normswap.ops.options import ROUNDED_FIRST, Options, activation_of, gradients, with_sum
 
 
 def layer_norm(
@@ -39,34 +39,61 @@ def layer_norm(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     activation: Activation = NONE,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """Layer normalisation over the trailing ``normalized_shape`` (Ba et al. 2016), as ``torch.nn.functional``'s.
 
     ``input`` is (*, *normalized_shape); ``weight`` and ``bias`` have ``normalized_shape`` and the input's dtype or
     float32. Statistics are float32 or better and two-pass. Returns a contiguous tensor of the input's shape and dtype
-    (float32 under autocast). Raises what PyTorch's op raises.
+    (float32 under autocast), or that rounded to ``dtype``. Raises what PyTorch's op raises.
 
     With a ``residual``, like the input, ``input + residual`` as rounded to its dtype is normalised, and returned too:
     (output, sum). With ``scale`` and ``shift`` the norm becomes ``norm * (1 + scale) + shift``, rounded once; they have
     the input's rank, dtype or float32, its first size or 1, and 1 for every other dim that is not normalised. The
     ``activation`` comes last. ValueError is raised where these do not fit.
     """
-    if residual is None and scale is None and shift is None and activation.name == "none":
+    plain = residual is None and scale is None and shift is None and activation.name == "none"
+    if plain and dtype is None:
         return _layer_norm(input, normalized_shape, weight, bias, eps)
     options = Options(residual, scale, shift, activation)
+    if dtype is not None:
+        return _layer_norm_as(dtype, input, normalized_shape, weight, bias, eps, options, plain)
     return _layer_norm_with_options(input, normalized_shape, weight, bias, eps, options)
+
+
+def _layer_norm_as(
+    dtype: torch.dtype,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    options: Options,
+    plain: bool,
+) -> Any:
+    """The result rounded to ``dtype``, at once where that is the input's and autocast would make it float32."""
+    found = None
+    if input.dtype is dtype and plain:
+        op = direct("layer_norm", input, weight, bias, autocast=True)
+        if op is not None and has_rows(input, normalized_shape, weight):
+            found = op(input, len(normalized_shape), weight, bias, eps)
+    elif input.dtype is dtype and options.activation.name in ROUNDED_FIRST:
+        found = _layer_norm_directly(input, normalized_shape, weight, bias, eps, options, False)
+    if found is None:
+        found = layer_norm(input, normalized_shape, weight, bias, eps, **options.keywords())
+    return found.to(dtype) if options.residual is None else (found[0].to(dtype), found[1])
 
 
 def _layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    op = direct("layer_norm", input, weight, bias)
+    op = direct("layer_norm", input, weight, bias, autocast=input.dtype is torch.float32)
     if op is not None and has_rows(input, normalized_shape, weight):
         out = op(input, len(normalized_shape), weight, bias, eps)
         if out is not None:
             return out
     if input.dtype is not torch.float32 and torch.is_autocast_enabled("cuda"):
-        found = _layer_norm_directly(input, normalized_shape, weight, bias, eps, Options())
+        found = _layer_norm_directly(input, normalized_shape, weight, bias, eps, Options(), True)
         if found is not None:
             return found
     input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
@@ -147,13 +174,12 @@ def _layer_norm_directly(
     bias: Tensor | None,
     eps: float,
     options: Options,
+    wide: bool,
 ) -> Any:
-    """By the native op that does all of a call, which under autocast reads 16 bits and writes float32; None where it
-    declines."""
+    """By the native op that does all of a call, ``wide`` of 16 bits a float32 output; None where it declines."""
     op: Any = direct("layer_norm_with_options", input, weight, bias, *options[:3], autocast=True)
     if op is None or not has_rows(input, normalized_shape, weight):
         return None
-    wide = torch.is_autocast_enabled("cuda")
     out, total = op(input, len(normalized_shape), weight, bias, eps, *options.arguments(), wide)
     return None if out is None else with_sum(out, total)
 
@@ -166,7 +192,8 @@ def _layer_norm_with_options(
     eps: float,
     options: Options,
 ) -> Any:
-    found = _layer_norm_directly(input, normalized_shape, weight, bias, eps, options)
+    wide = torch.is_autocast_enabled("cuda")
+    found = _layer_norm_directly(input, normalized_shape, weight, bias, eps, options, wide)
     if found is not None:
         return found
     shape = tuple(normalized_shape)

@@ -11,6 +11,9 @@ from torch import Tensor
 from normswap.activation import CODES, NONE, Activation
 from normswap.ops.dispatch import dense, native_serves, reference_gradients
 
+ROUNDED_FIRST = ("none", "relu", "clamp")
+"""The activations that have the same bits of a rounded input as their rounded output has."""
+
 
 class Options(NamedTuple):
     """The options of a call of ``layer_norm`` or ``rms_norm``, in the order of the native ops' arguments."""

@@ -80,10 +80,12 @@ def holder_of(region: Region, owner: nn.Module, dtype: torch.dtype | None = None
     names += [region.convolution] if region.convolution else []
     names += [region.activation] if isinstance(region.activation, str) else []
     holder = nn.Module()
-    for name in names:
+    for name in (*names, *region.feeds):
         child = owner._modules[name]
         if child is not None:
-            holder._modules[name] = detached_copy(child, type(child), dtype)
+            holder._modules[name] = made = detached_copy(child, type(child), dtype)
+            if name in region.feeds:  # is not called: as it will be once all is proved
+                made.__dict__.pop("forward", None)
     return holder
 
 
@@ -150,12 +152,19 @@ class _Case:
             self.dtypes.append(value.dtype)
             return value
 
-        return self.compiled.stepped(holder, packed, each)
+        return self._lowered(holder, packed, self.compiled.stepped(holder, packed, each))
 
     def _ours(self, holder: Any, packed: Any) -> Any:
         out = self.fused(holder._modules, packed)
         self.declined = self.declined or out is None
-        return self.compiled.snippet(holder, packed) if out is None else out
+        return self._lowered(holder, packed, self.compiled.snippet(holder, packed)) if out is None else out
+
+    def _lowered(self, holder: Any, packed: Any, out: Any) -> Any:
+        """A result of the region's own statements as whoever reads it has it."""
+        dtype = self.fused.dtype(holder._modules, self.compiled.unpack(packed)[0])
+        if dtype is None:
+            return out
+        return (out[0], out[1].to(dtype)) if self.region.shared else out.to(dtype)
 
     def _run(
         self, function: Callable[[Any, Any], Any], holder: Any, packed: Any, gradients: bool

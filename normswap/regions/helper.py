@@ -14,8 +14,10 @@ from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader, outside_autocast
+from normswap.ops.dispatch import DTYPES
 from normswap.plan import Match, is_by_hand
 from normswap.regions.convolution import Convolved
+from normswap.regions.feeds import lowered_to, only_multiplies
 from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region
@@ -55,6 +57,7 @@ class Fused:
         self.call = _CALLS["layer_norm_2d" if region.has("permute") else region.kind]
         self.read = _reader(region, original_class) if region.type else None
         self.convolved = Convolved(region, self.read) if region.convolution and self.read else None
+        self.feeds, self.class_of = region.feeds, lambda child: original_class(child) or type(child)
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
 
@@ -85,12 +88,21 @@ class Fused:
             arguments = self.read(norm, x)
             if arguments is None:
                 return None
-        out = self.call(x, arguments, before, behind, scale, shift, activation)
+        dtype = self.dtype(children, x)
+        out = self.call(x, arguments, before, behind, scale, shift, activation, dtype)
         if out is None:
             return None
         if before is not None:
             out, total = out
         return (total, out) if self.shared else out
+
+    def dtype(self, children: Mapping[str, Any], x: Tensor) -> torch.dtype | None:
+        """The dtype of the result where nobody sees it before autocast has cast it to that."""
+        if not self.feeds or (dtype := lowered_to(x)) is None:
+            return None
+        *passes, last = self.feeds
+        alone = all(_hands_on(children.get(name)) for name in passes)
+        return dtype if alone and only_multiplies(children.get(last), self.class_of) else None
 
 
 def _is_of(region: Region, function: Any) -> bool:
@@ -241,14 +253,17 @@ def _arguments(kind: str, norm: Any, x: Tensor) -> _Arguments:
 # --- the ops ------------------------------------------------------------------------------------------------------
 
 
-def _layer_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+def _layer_norm(
+    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
+) -> Any:
     if scale is not None and not _per_sample(x, scale, shift):
         return None
-    out = ops.layer_norm(x, *given, residual=before, scale=scale, shift=shift, activation=activation)
-    return out
+    return ops.layer_norm(x, *given, residual=before, scale=scale, shift=shift, activation=activation, dtype=dtype)
 
 
-def _rms_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+def _rms_norm(
+    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
+) -> Any:
     if scale is not None and not _per_sample(x, scale, shift):
         return None
     shape, weight, eps, *rest = given
@@ -274,24 +289,46 @@ def _per_sample(x: Tensor, scale: Any, shift: Any) -> bool:
     )
 
 
-def _group_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+def _group_norm(
+    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
+) -> Any:
     groups, weight, bias, eps = given
-    return ops.group_norm(x, groups, weight, bias, eps, activation, residual=behind) if _alike(x, behind) else None
+    if not (_alike(x, behind) or _adds_to_float32(x, behind)):
+        return None
+    return ops.group_norm(x, groups, weight, bias, eps, activation, residual=behind, dtype=dtype)
 
 
-def _instance_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+def _adds_to_float32(x: Tensor, behind: Any) -> bool:
+    """Whether the norm of ``x``, which autocast makes float32, is added to something of its shape and no wider."""
+    return (
+        torch.is_autocast_enabled(x.device.type)
+        and type(behind) in _PLAIN
+        and behind.shape == x.shape
+        and behind.device == x.device
+        and {x.dtype, behind.dtype} <= {*DTYPES}
+        and x.is_cuda
+    )
+
+
+def _instance_norm(
+    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
+) -> Any:
     weight, bias, eps = given
     return ops.instance_norm(x, weight, bias, eps, activation, residual=behind) if _alike(x, behind) else None
 
 
-def _batch_norm(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+def _batch_norm(
+    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
+) -> Any:
     mean, var, weight, bias, eps = given
     if not _alike(x, behind):
         return None
     return ops.batch_norm_eval(x, mean, var, weight, bias, eps, activation, residual=behind)
 
 
-def _layer_norm_2d(x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation) -> Any:
+def _layer_norm_2d(
+    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
+) -> Any:
     """Where channels are rows in memory: of a contiguous image the original's result is channels_last, by a copy."""
     if x.dim() != 4 or activation != NONE or not x.is_contiguous(memory_format=torch.channels_last):
         return None

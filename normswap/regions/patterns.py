@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from normswap.plan import Match
+from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Constant, Flow, Op
 from normswap.regions.foldings import is_convolution, why_apart
 from normswap.regions.spec import Position, Region, Step
@@ -26,6 +27,8 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
 
 ROWS = ("layer_norm", "rms_norm")
 CHANNELS = ("group_norm", "instance_norm", "batch_norm")
+FEEDING = ("layer_norm", "group_norm")
+"""Kinds that autocast runs in float32."""
 ADDS: tuple[Any, ...] = ("+", torch.add, ".add()")
 PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 CHILDREN = (nn.ReLU, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Sigmoid, nn.Tanh)
@@ -73,6 +76,7 @@ class _Found:
     activation: str | tuple[str, float, float] | None = None
     convolution: str = ""
     apart: str = ""
+    feeds: tuple[str, ...] = ()
 
     @property
     def last(self) -> Op:
@@ -90,9 +94,10 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
         _grow_behind(module, found, taken)
         while found.steps[-1][0] == "pass":  # nothing behind it: a dropout that is on need not stop the rest
             found.ops.pop(), found.steps.pop(), found.passes.pop()
+        found.feeds = _fed(module, found)
         before = _with_convolution(module, found, taken) if found.kind == "batch_norm" else _with_sum(found, taken)
         for one in filter(None, (before, found)):
-            if (len(one.ops) > 1 or not one.type) and _stands(module, flow, one, norm_of):
+            if (len(one.ops) > 1 or not one.type or one.feeds) and _stands(module, flow, one, norm_of):
                 taken.update(map(id, one.ops))
                 yield _region(flow, one)
                 break
@@ -154,6 +159,22 @@ def _grow_behind(module: nn.Module, found: _Found, taken: set[int]) -> None:
             return
         else:
             return
+
+
+def _fed(module: nn.Module, found: _Found) -> tuple[str, ...]:
+    """The children that the result goes through to one that autocast makes read it in 16 bits; none outside autocast,
+    and where anything else may read it."""
+    names: list[str] = []
+    value = found.last
+    if found.kind not in FEEDING or not any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
+        return ()
+    while (user := _only_user(value)) is not None and user.args[:1] == (value,):
+        child = _child(module, user)
+        names.append(str(user.target)[len("self.") :])
+        if type(child) not in PASSING:
+            return tuple(names) if child is not None and only_multiplies(child, type) else ()
+        value = user
+    return ()
 
 
 def _behind(found: _Found, user: Op, operand: int) -> bool:
@@ -371,6 +392,7 @@ def _region(flow: Flow, found: _Found) -> Region:
         tuple(dict.fromkeys(conditions)),
         found.convolution,
         apart=found.apart,
+        feeds=found.feeds,
     )
 
 

@@ -40,7 +40,8 @@ class Region:
     children that must hand on what they get; ``activation``: a child, or (name, low, high); ``conditions``: what the
     forward branches on that must hold (expression, truth); ``convolution``: the child whose output is normalised, with
     ``folding`` as one of ``FOLDINGS`` says how the norm goes into it; ``apart``: why the convolution before the norm is
-    no part of the region.
+    no part of the region; ``feeds``: the child that autocast gives the result in 16 bits and that alone gets it, and
+    before it those that hand it on.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Region:
     convolution: str = ""
     folding: str = ""
     apart: str = ""
+    feeds: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -86,6 +88,7 @@ class Region:
                 **given,
                 "steps": tuple(Step(**{**s, "at": tuple(s["at"])}) for s in given["steps"]),
                 "passes": tuple(given["passes"]),
+                "feeds": tuple(given.get("feeds", ())),
                 "conditions": tuple((text, truth) for text, truth in given["conditions"]),
                 "activation": found if found is None or isinstance(found, str) else (*found,),
             }

@@ -1,0 +1,141 @@
+"""Modules that autocast makes compute in 16 bits, whatever they are given: a norm that only such a one reads may be
+rounded at once."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.source import definition
+from normswap.tracing import Rejection
+
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+_LOWERED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_HARMLESS = frozenset({"shape", "ndim", "device", "is_cuda"})
+_HARMLESS_CALLS = frozenset({"size", "dim", "numel"})
+_SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "super"})
+
+
+def lowered_to(x: Tensor) -> torch.dtype | None:
+    """The 16-bit dtype that autocast casts ``x``, or its norm, to before a product; None where it does not."""
+    kind = x.device.type
+    if x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    return dtype if dtype in SIXTEEN_BITS else None
+
+
+def only_multiplies(child: Any, class_of: Callable[[nn.Module], type[nn.Module]]) -> bool:
+    """Whether ``child`` does nothing with its first argument but hand it to Linears and convolutions of torch.nn, as
+    its forward, that of ``class_of`` it, is written. Asked on every call."""
+    cls = class_of(child) if isinstance(child, nn.Module) else type(child)
+    if cls in _LOWERED:
+        return is_plain(child, cls)
+    forward = getattr(cls, "forward", None)
+    if not isinstance(forward, types.FunctionType) or cls.__call__ is not nn.Module.__call__ or not is_unhooked(child):
+        return False
+    names = _fed(forward, forward.__code__)
+    return bool(names) and all(_is_lowered(child, name) for name in names)
+
+
+def _is_lowered(module: nn.Module, name: str) -> bool:
+    child = module._modules.get(name)
+    cls = type(child)
+    hidden = name in module.__dict__ or hasattr(type(module), name)
+    return cls in _LOWERED and not hidden and is_plain(child, cls)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fed(forward: types.FunctionType, code: types.CodeType) -> frozenset[str]:
+    """The children that a forward hands its first argument to; none where it does anything else with it."""
+    tree = definition(forward)
+    if isinstance(tree, Rejection) or len(arguments := [*tree.args.posonlyargs, *tree.args.args]) < 2:
+        return frozenset()
+    uses = _Uses(arguments[0].arg, arguments[1].arg)
+    try:
+        uses.scan(tree.body)
+    except _ElsewhereError:
+        return frozenset()
+    return frozenset(uses.children)
+
+
+class _ElsewhereError(Exception):
+    """The argument is used in another way."""
+
+
+class _Uses:
+    """The uses of an argument until its name holds something else."""
+
+    def __init__(self, owner: str, argument: str) -> None:
+        self.owner, self.argument = owner, argument
+        self.children: set[str] = set()
+
+    def scan(self, body: Sequence[ast.stmt]) -> bool:
+        """Take in statements in order. True where the name then holds something else, whichever way was taken.
+        Raises _ElsewhereError."""
+        return any(self._rebinds(statement) for statement in body)
+
+    def _rebinds(self, node: ast.stmt) -> bool:
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                self._check(value)
+                return self._store(*targets)
+            case ast.AnnAssign(target=target, value=value):
+                if value is not None:
+                    self._check(value)
+                return value is not None and self._store(target)
+            case ast.If(test=test, body=body, orelse=orelse):
+                self._check(test)
+                ways = [self.scan(body), self.scan(orelse)]
+                return all(ways)
+            case ast.Expr() | ast.Return():
+                self._check(node)
+                return isinstance(node, ast.Return)
+            case _:  # its parts may be run any number of times: the name must keep what it holds
+                self._check(node)
+                if any(isinstance(n, ast.Name) and n.id == self.argument and _stores(n) for n in ast.walk(node)):
+                    raise _ElsewhereError
+                return False
+
+    def _store(self, *targets: ast.expr) -> bool:
+        """Whether one of these is the name."""
+        names = [n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name) and _stores(n)]
+        for target in targets:
+            self._check(target)  # an index or the owner of an attribute
+        return any(name.id == self.argument for name in names)
+
+    def _check(self, node: ast.AST) -> None:
+        """Raise _ElsewhereError for a use of the argument that is not as it should be."""
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=self.owner), attr=child), args=[ast.Name(id=name)], keywords=[]
+            ) if name == self.argument:
+                self.children.add(child)
+                return
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name == self.argument:
+                if attribute in _HARMLESS:
+                    return
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method), args=args) if (
+                name == self.argument and method in _HARMLESS_CALLS
+            ):
+                for argument in args:
+                    self._check(argument)
+                return
+            case ast.Name(id=name):
+                if name in _SEES_LOCALS or (name == self.argument and not _stores(node)):
+                    raise _ElsewhereError
+            case ast.NamedExpr(target=ast.Name(id=name)) if name == self.argument:
+                raise _ElsewhereError
+        for child_node in ast.iter_child_nodes(node):
+            self._check(child_node)
+
+
+def _stores(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
