@@ -8,132 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from models import randomised
+from casts_models import FEEDING, Skip, feeds, made
 from torch import Tensor, nn
 
 import normswap
 from normswap import ops
-from normswap.regions.spec import Region
 
 LOW = torch.bfloat16
-Forward = Callable[..., Any]
-
-
-class Attention(nn.Module):
-    """As timm's: the argument's name is bound anew in branches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.proj, self.fused = nn.Linear(8, 24), nn.Linear(8, 8), True
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        B, N, C = x.shape
-        q, k, v = self.qkv(x).reshape(B, N, 3, 2, C // 2).permute(2, 0, 3, 1, 4)
-        if self.fused:
-            x = F.scaled_dot_product_attention(q, k, v)
-        else:
-            x = (q @ k.transpose(-2, -1)).softmax(-1) @ v
-        x = x.transpose(1, 2).reshape(B, N, C)
-        return self.proj(x)
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
-        x = F.gelu(x)
-        return self.fc2(x)
-
-
-class Skip(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x))) + x
-
-
-class Parts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.norm2, self.gn, self.gn2 = (
-            nn.LayerNorm(8),
-            nn.LayerNorm(8),
-            nn.GroupNorm(2, 8),
-            nn.GroupNorm(4, 8),
-        )
-        self.attn, self.mlp, self.skip, self.lin = Attention(), Mlp(), Skip(), nn.Linear(8, 8)
-        self.conv, self.conv2, self.act, self.aa = (
-            nn.Conv2d(8, 8, 3, padding=1),
-            nn.Conv2d(8, 8, 1),
-            nn.ReLU(),
-            nn.Identity(),
-        )
-        self.silu = nn.SiLU()
-
-
-def linear(self: Any, x: Tensor) -> Tensor:
-    return self.lin(self.norm(x))
-
-
-def block(self: Any, x: Tensor) -> Tensor:
-    x = x + self.attn(self.norm(x))
-    return x + self.mlp(self.norm2(x))
-
-
-def bottleneck(self: Any, x: Tensor) -> Tensor:
-    shortcut = x
-    x = self.conv(x)
-    x = self.gn(x)
-    x = self.act(x)
-    x = self.aa(x)
-    x = self.conv2(x)
-    x = self.gn2(x)
-    x += shortcut
-    return self.act(x)
-
-
-def smooth(self: Any, x: Tensor) -> Tensor:
-    return self.conv(self.silu(self.gn(x)))
-
-
-def read_twice(self: Any, x: Tensor) -> Tensor:
-    n = self.norm(x)
-    return n + self.lin(n)
-
-
-def skipped(self: Any, x: Tensor) -> Tensor:
-    return self.skip(self.norm(x))
-
-
-def returned(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    n = self.norm(x)
-    return n, self.lin(n)
-
-
-ROWS, IMAGES = (2, 3, 8), (2, 8, 5, 3)
-FEEDING: dict[str, tuple[Forward, tuple[int, ...], list[tuple[str, ...]]]] = {
-    "linear": (linear, ROWS, [("lin",)]),
-    "block": (block, ROWS, [("attn",), ("mlp",)]),
-    "bottleneck": (bottleneck, IMAGES, [("aa", "conv2"), ()]),
-    "smooth": (smooth, IMAGES, [("conv",)]),
-    "read_twice": (read_twice, ROWS, []),
-    "skipped": (skipped, ROWS, []),
-    "returned": (returned, ROWS, []),
-}
-
-
-def made(name: str, device: str = "cpu") -> tuple[nn.Module, Tensor]:
-    forward, shape, _ = FEEDING[name]
-    torch.manual_seed(0)
-    model = randomised(type("Written", (Parts,), {"forward": forward})()).to(device)
-    return model, torch.randn(shape, device=device)
-
-
-def feeds(plan: normswap.Plan) -> list[tuple[str, ...]]:
-    regions = [s.match.attributes["regions"] for s in plan.swaps if s.site.name == "" and s.match.kind == "region"]
-    return [Region.from_json(data).feeds for data in (regions[0] if regions else [])]
 
 
 def outcome(model: nn.Module, x: Tensor) -> list[Tensor]:
