@@ -8,7 +8,6 @@ import datetime
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import children
 import engines
 import record as records
 import torch
@@ -70,7 +70,7 @@ def _run_file(file: Path) -> tuple[dict[str, Any], Told]:
         results = Path(folder, "results.xml")
         told = ["-o", "junit_family=xunit1", f"--junitxml={results}"]  # xunit2 has no properties
         tests = [sys.executable, "-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", *told]
-        done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = children.run(tests, cwd=ROOT)
         if done.returncode != 0:
             print(f"== {file.name}: exit {done.returncode}\n{done.stdout[-5000:]}{done.stderr[-1000:]}", flush=True)
         if not results.is_file():
@@ -102,7 +102,7 @@ def run_sanitizer(tool: str) -> dict[str, Any]:
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [found, "--tool", tool, "--error-exitcode", "99", "--kernel-name", "kns=normswap", *tests]
     started = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = children.run(command, cwd=ROOT, env=env)
     told = ("SUMMARY", "passed", "failed")
     summary = [line.strip("= ") for line in done.stdout.splitlines() if any(word in line for word in told)]
     result = "; ".join(summary) if done.returncode == 0 else f"{done.stdout[:3000]} [...] {done.stdout[-500:]}"
@@ -222,6 +222,7 @@ def asked(arguments: Sequence[str] | None = None) -> tuple[dict[str, list[str] |
 
 def main() -> None:
     wanted, compiling = asked()
+    children.end_with_this_process()
     status = native.load(build=True)
     if not torch.cuda.is_available() or not status.available:
         raise SystemExit(f"gpu_check needs a CUDA device and the library: {status.reason}")
