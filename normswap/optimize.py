@@ -70,21 +70,23 @@ def optimize(
     _check_choice("on_empty", on_empty, ("warn", "raise", "ignore"))
     _check_speedup(min_speedup)
     target = model if inplace else _copied(model)
-    found = walk.plan(target, include=include, exclude=exclude)
+    found = walk.plan(target, include=include, exclude=exclude, undecided=True)
     already = _swaps_in(target)
     run = _runner(target, example_inputs, example_kwargs)
     if found.swaps:
         native.load(build=_on_cuda(target, example_inputs, example_kwargs))
     # The model given is kept also where it is not what runs: a hook of the copy may hold on to it.
     with contextlib.nullcontext() if inplace else sites.preserved(model):
+        compiled = _is_compiled(model) if for_compile is None else for_compile
+        known = run if found.swaps and _can_be_timed(target, example_inputs, example_kwargs) else None
+        timed = min_speedup is not None and not compiled
+        found = timing.decide_foldings(target, found, known, timed=timed)
         journal = _apply.apply(target, found)
         try:
             proofs = _proofs(target, found.swaps, run, validate, _first_tensor(example_inputs, example_kwargs))
             found = _settle(target, found, proofs, on_mismatch, journal.undo)
             decision = None
-            compiled = _is_compiled(model) if for_compile is None else for_compile
-            known = run if found.swaps and _can_be_timed(target, example_inputs, example_kwargs) else None
-            if known is not None and min_speedup is not None and not compiled:
+            if known is not None and min_speedup is not None and timed and found.swaps:
                 decision = timing.decide_sites(target, found.swaps, known, min_speedup)
                 found = _put_back(found, decision, journal.undo)
             run = run if validate != "off" else None

@@ -53,6 +53,11 @@ class Convolved:
         given = convolution.weight, convolution.bias, *how, *arguments, activation
         return x, ops.convolution_batch_norm_eval(x, *given, residual=behind, folding=self.folding)
 
+    def serves(self, children: Mapping[str, Any], x: Tensor) -> bool:
+        """Whether the way to fold can be had for this input of the convolution here."""
+        weight = children[self.name].weight
+        return x.dtype is weight.dtype and ops.folding_serves(self.folding, x, weight)
+
     def _folds(self, convolution: Any, norm: Any, x: Tensor, behind: Any, activation: Activation) -> bool:
         weight, kind = convolution.weight, x.device.type
         if x.dtype is not weight.dtype or x.device != weight.device or x.dim() != weight.dim():

@@ -1,13 +1,14 @@
 """What swaps cost and save: clocks, costs of device and host apart, and the choice by what the whole model gains.
 
 A part that can be swapped is a ``Candidate``; ``decide`` times candidates and the model and says which to keep;
-``decide_sites`` does so for the sites of a plan.
+``decide_sites`` does so for the sites of a plan, ``decide_foldings`` says how their convolutions are computed.
 """
 
 from __future__ import annotations
 
 from normswap.timing.candidate import Call, Candidate, Code, Form, Recorder, Use
 from normswap.timing.decision import Decision, ModelTime, decide, machine_for, step, takes_gradients
+from normswap.timing.foldings import decide_foldings
 from normswap.timing.sites import decide_sites
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Recorder",
     "Use",
     "decide",
+    "decide_foldings",
     "decide_sites",
     "machine_for",
     "step",

@@ -172,7 +172,7 @@ def _functions_of(
 ) -> Callable[[], contextlib.AbstractContextManager[tuple[Function, Function]]]:
     @contextlib.contextmanager
     def functions() -> Iterator[tuple[Function, Function]]:
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients), _as_called(call):
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), as_called(call):
             original, ours = codes()
             inputs = call.made()
             yield call.function(original, inputs, gradients), call.function(ours, inputs, gradients)
@@ -181,7 +181,7 @@ def _functions_of(
 
 
 @contextlib.contextmanager
-def _as_called(call: Call) -> Iterator[None]:
+def as_called(call: Call) -> Iterator[None]:
     """On the device and under the autocast of the call."""
     kind = call.device.type
     with contextlib.ExitStack() as stack:
