@@ -228,7 +228,7 @@ def _execute(
         with torch.no_grad(), around(x):
             return _Run(site, site(x))
     with torch.enable_grad():
-        leaf = x.clone().requires_grad_()
+        leaf = x.clone().requires_grad_(x.is_floating_point())  # else the module's own error is to be heard
         with around(leaf):
             output = site(leaf)
         wanted = {"input": leaf, **{n: p for n, p in site.named_parameters() if p.requires_grad}}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import types
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from normswap.report import Report
 
@@ -19,7 +22,24 @@ def how_to_give(inputs: Any) -> str:
         return "pass a dict as example_kwargs"
     if isinstance(inputs, list):
         return "pass tuple(example_inputs), or (example_inputs,) for one argument that is a list"
+    if type(inputs).__module__.partition(".")[0] == "numpy":
+        return "make a tensor of it: torch.from_numpy(example_inputs)"
+    if isinstance(inputs, DataLoader | Iterator):
+        return "pass one batch of it: next(iter(example_inputs))"
     return "put a single argument of another kind into a tuple: (argument,)"
+
+
+def how_to_make(model: Any) -> str:
+    """What to do with something that is given in the place of a model; "" where that is not known."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return f"; make one: {model.__name__}(...)"
+    if isinstance(model, Mapping):
+        return "; load_state_dict it into a model first"
+    if isinstance(model, torch.export.ExportedProgram):
+        return "; optimize the model before exporting it"
+    if isinstance(model, types.FunctionType | types.MethodType):
+        return "; optimize the modules it calls"
+    return ""
 
 
 def optimizers_of(model: nn.Module) -> list[str]:
@@ -39,6 +59,8 @@ def why_nothing(model: nn.Module, report: Report) -> str:
         parts = [f"{count} {became.get(status, 'left alone')}" for status, count in counts.items() if count]
         return f"of {len(report.rows)} sites that were recognised {', '.join(parts)}; see normswap.report(model)"
     kinds = Counter(type(module).__name__ for module in model.modules() if "norm" in type(module).__name__.lower())
+    if not kinds and isinstance(model, fx.GraphModule | torch.jit.ScriptModule):
+        return "the model was scripted, traced or exported, and holds no modules any more: optimize it before that"
     if not kinds:
         return "the model holds no norm that is known"
     told = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in kinds.items())

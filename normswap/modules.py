@@ -436,8 +436,13 @@ def pieces(module: nn.Module, match: Match) -> list[tuple[Match, nn.Module, nn.M
 def copy_weights(src: nn.Module, dst: nn.Module) -> None:
     """Copy every parameter and buffer of ``src`` into ``dst`` by name, keeping dst's own storage, dtype and device.
 
-    Raises ValueError, with nothing copied, when names or shapes differ.
+    Raises TypeError for what is no module, and ValueError, with nothing copied, when names or shapes differ.
     """
+    if not (isinstance(src, nn.Module) and isinstance(dst, nn.Module)):
+        raise TypeError(
+            f"copy_weights: src and dst must be modules, got {type(src).__name__} and {type(dst).__name__}; "
+            "load_state_dict takes a state_dict"
+        )
     source, target = src.state_dict(), dst.state_dict()
     if missing := sorted(source.keys() ^ target.keys()):
         raise ValueError(f"copy_weights: src and dst must have the same keys; these are in one only: {missing[:10]}")

@@ -68,6 +68,8 @@ def optimize(
     """
     _check_arguments(model, example_inputs, example_kwargs, validate, on_mismatch)
     _check_choice("on_empty", on_empty, ("warn", "raise", "ignore"))
+    _check_choice("inplace", inplace, (True, False))
+    _check_choice("for_compile", for_compile, (True, False, None))
     _check_speedup(min_speedup)
     target = model if inplace else _copied(model)
     found = walk.plan(target, include=include, exclude=exclude, undecided=True)
@@ -111,7 +113,8 @@ def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
     """
     _check_model(model)
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a normswap.Plan, got {type(plan).__name__}; Plan.from_json reads one from text")
+        cure = "pass report.plan" if isinstance(plan, Report) else "Plan.from_json reads one from text"
+        raise TypeError(f"plan must be a normswap.Plan, got {type(plan).__name__}; {cure}")
     target = model if inplace else _copied(model)
     if plan.swaps:
         native.load(build=_on_cuda(target, None, None))
@@ -190,11 +193,13 @@ def disabled(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
 
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}{hints.how_to_make(model)}")
 
 
 def _check_arguments(model: Any, inputs: Any, kwargs: Any, mode: str, on_mismatch: str) -> None:
     _check_model(model)
+    if isinstance(inputs, torch.Size):
+        raise TypeError(f"example_inputs must be tensors, got a shape; pass torch.randn({', '.join(map(str, inputs))})")
     if inputs is not None and not isinstance(inputs, Tensor | tuple):
         raise TypeError(
             f"example_inputs must be a tensor or a tuple of positional arguments, got {type(inputs).__name__}; "
@@ -212,12 +217,13 @@ def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 def _check_speedup(value: object) -> None:
-    if value is not None and not (isinstance(value, int | float) and value > 0):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and value > 0):  # type: ignore[operator]
         raise ValueError(f"min_speedup must be a number above 0, or None to time nothing, got {value!r}")
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    if model.training and (held := hints.optimizers_of(model)):
+    if getattr(model, "training", False) and (held := hints.optimizers_of(model)):
         warnings.warn(
             f"normswap returns a copy: an optimizer made before ({', '.join(held)}) still holds the parameters of the "
             "model given; make it from the copy, or pass inplace=True",
@@ -392,7 +398,7 @@ def _whole_report(
         kept,
         device="none" if like is None else _device_name(like.device),
         dtype="no parameters" if like is None else str(like.dtype).removeprefix("torch."),
-        mode="train" if model.training else "eval",
+        mode="train" if getattr(model, "training", False) else "eval",  # a frozen ScriptModule has no mode
         kernels=_kernels_line(),
         model=end_to_end,
         decision=decision,

@@ -268,7 +268,9 @@ class Plan:
                 ),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PlanError(f"plan: not a normswap plan ({type(error).__name__}: {error})") from error
+            raise PlanError(
+                f"plan: not a normswap plan ({type(error).__name__}: {error}); report(model).plan.to_json() writes one"
+            ) from error
 
     def __str__(self) -> str:
         lines = [f"{s.site.name or '(root)'}: {s.match.kind}" for s in self.swaps]
