@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import randomised
 from tool_table import WORKS, Block, same, who_runs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import normswap
+from normswap.integrations.together import optimize_together
 from normswap.plan import MismatchError, NormswapError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -306,3 +309,29 @@ def test_an_offloaded_pipeline_is_refused_with_the_cure() -> None:
     add_hook_to_module(made.unet, AlignDevicesHook(torch.device("cpu")))
     with pytest.raises(NormswapError, match="around the forward of the model; call this before enable_model_cpu_off"):
         optimize_pipeline(made)
+
+
+# --- several processes --------------------------------------------------------------------------------------------
+
+
+def _together(rank: int, folder: str) -> None:
+    """What one of two processes does: both hold one plan in the end, and an error of the first is both's."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model, x = randomised(nn.Sequential(Block(), Block())).eval(), torch.ones(4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimize_together(model, x, None, {"include": "0.*"} if rank == 0 else {})
+    report = normswap.report(model)
+    assert report.swapped == ("0.norm", "0.rms", "0.group")
+    assert {row["status"] for row in report.rows if row["swapped"]} == ({"unchecked"} if rank else {"wiring"})
+    with pytest.raises(NormswapError if rank else ValueError, match="first process" if rank else "min_speedup"):
+        optimize_together(model, x, None, {"min_speedup": -1})
+    dist.barrier()
+    Path(folder, f"done{rank}").touch()
+    dist.destroy_process_group()
+
+
+def test_two_processes_run_the_same_plan(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_together, (str(tmp_path),), nprocs=2)
+    assert {path.name for path in tmp_path.glob("done*")} == {"done0", "done1"}
