@@ -211,7 +211,7 @@ def _check_arguments(model: Any, inputs: Any, kwargs: Any, mode: str, on_mismatc
     _check_choice("on_mismatch", on_mismatch, ("rollback", "raise", "warn"))
 
 
-def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+def _check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
