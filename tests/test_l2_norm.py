@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normswap import ops
+from normswap.ops.l2_norm import gradient
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -66,3 +67,15 @@ def test_they_raise_what_the_expression_raises() -> None:
     for function in (ops.l2_norm, ops.frobenius_norm):
         with pytest.raises(RuntimeError, match="floating point or complex"):
             function(torch.ones(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("dim", "eps"), [(-1, 0.0), (1, 0.0), (None, 0.0), (-1, 1e-12), (1, 3.0)])
+def test_the_gradient_in_closed_form_is_autograds(dim: int | None, eps: float) -> None:
+    x = values(4, 5, 6)
+    x[1, 2] *= 1e-30 if eps else 1.0
+    x.requires_grad_()
+    expression = ops.frobenius_norm(x) if dim is None else ops.l2_norm(x, dim, eps)
+    dy = torch.randn_like(expression)
+    (expected,) = torch.autograd.grad(expression, x, dy)
+    norm = x.detach().norm() if dim is None else x.detach().norm(dim=dim, keepdim=True)
+    torch.testing.assert_close(gradient(dy, x.detach(), norm, dim, eps), expected)

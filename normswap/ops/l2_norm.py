@@ -90,7 +90,25 @@ class _L2Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, _ = ctx.saved_tensors
-        if ctx.dim is None:
-            return *reference_gradients(reference.frobenius_norm, (x,), grad), None, None
-        return *reference_gradients(lambda t: reference.l2_norm(t, ctx.dim, ctx.eps), (x,), grad), None, None
+        x, norm = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return gradient(grad, x, norm, ctx.dim, ctx.eps), None, None
+        formula = lambda t: reference.frobenius_norm(t) if ctx.dim is None else reference.l2_norm(t, ctx.dim, ctx.eps)  # noqa: E731
+        return *reference_gradients(formula, (x,), grad), None, None
+
+
+def gradient(grad: Tensor, x: Tensor, norm: Tensor, dim: int | None, eps: float = 0.0) -> Tensor:
+    """The gradient of ``l2_norm``, or without a ``dim`` of ``frobenius_norm``, in closed form, in float32 or better,
+    rounded once to the dtype of ``x``.
+
+    With the ``norm`` n rounded to that dtype, d = max(n, eps) and y = x / d: ``dx = dy / d - x / n sum(dy y) / d``
+    where n >= eps and n > 0, and ``dx = dy / d`` elsewhere.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rounded = norm.to(x.dtype)
+    divisor = rounded.clamp_min(eps) if eps else rounded
+    n, d = rounded.to(wide), divisor.to(wide)
+    values, dy = x.to(wide), grad.to(wide)
+    sums = (dy * (values / d)).sum() if dim is None else (dy * (values / d)).sum(dim, keepdim=True)
+    passed = (sums / d / n).where((rounded == divisor) & (rounded > 0), 0.0)
+    return (dy / d).addcmul_(values, passed, value=-1).to(x.dtype)
