@@ -17,7 +17,7 @@ from normswap.criterion import (
     C_GRADIENT,
     C,
     Magnitudes,
-    RoundedMeans,
+    RoundedStatistics,
     error_share,
     excused,
     magnitudes,
@@ -306,7 +306,7 @@ def _as_in_the_original(
 ) -> contextlib.AbstractContextManager[Any]:
     """What gives the float64 ``copy`` of ``module`` the roundings that the original declares on ``x``."""
     if match.kind == "l1_norm":
-        return RoundedMeans(x.dtype)
+        return RoundedStatistics(x.dtype)
     if not (match.registered or is_by_hand(match.kind, match.attributes)):
         return contextlib.nullcontext()
     named = dict((*module.named_parameters(), *module.named_buffers()))

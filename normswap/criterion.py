@@ -40,6 +40,7 @@ C_GRADIENT: Mapping[str, float] = {
 }
 
 _aten = torch.ops.aten
+_STATISTICS = (_aten.mean, _aten.norm, _aten.linalg_vector_norm)
 _OF_A_NUMBER = (_aten.add.Tensor, _aten.add.Scalar, _aten.clamp.default, _aten.clamp_min.default)
 
 FLOAT32_ROUNDING = 2.0**-24
@@ -131,8 +132,8 @@ def own_rounding(dtype: torch.dtype, kernel_ran: bool) -> float:
     return 0.0 if kernel_ran else _PYTORCH_ROUNDINGS * torch.finfo(dtype).eps / 2
 
 
-class RoundedMeans(torch.utils._python_dispatch.TorchDispatchMode):
-    """Round every ``torch.mean``, and what a number is added to or clamps, to ``dtype`` and back: the casts that
+class RoundedStatistics(torch.utils._python_dispatch.TorchDispatchMode):
+    """Round every mean and norm, and what a number is added to or clamps, to ``dtype`` and back: the casts that
     ``x / (mean(|x|) + eps)`` makes on 16-bit tensors."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -142,7 +143,7 @@ class RoundedMeans(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         # A sum of two tensors is the backward's, which accumulates gradients.
-        rounds = func is _aten.mean.dim or (func in _OF_A_NUMBER and not isinstance(args[1], Tensor))
+        rounds = func.overloadpacket in _STATISTICS or (func in _OF_A_NUMBER and not isinstance(args[1], Tensor))
         return out.to(self.dtype).to(out.dtype) if rounds else out
 
 
@@ -157,7 +158,8 @@ def magnitudes(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype, uni
     if match.kind == "linear_scale_batch_norm":
         return _Columns(match, site, x).magnitudes(unit)
     if match.kind == "l1_norm":
-        return _l1_norm(match, site, x, dtype)
+        dim, eps, minimum = (match.value(site, *of) for of in (("dim",), ("eps", 0.0), ("minimum",)))
+        return l1_norm(x, dim, eps, minimum, dtype)
     if is_by_hand(match.kind, match.attributes):
         return rms_by_hand(match.attributes, site, x, dtype)
     rows = Rows(match.kind, match.view(site), x)
@@ -278,15 +280,16 @@ def _ulp_at_ties(value: Tensor, dtype: torch.dtype, c: float) -> Tensor:
     """What brings a limit of ``c 2^-24`` to one ulp of a 16-bit ``dtype`` where float32 arithmetic cannot tell to which
     side ``value`` rounds, and either neighbour is right; 1 elsewhere."""
     low, high = (value * (1 - 2.0**-21)).to(dtype), (value * (1 + 2.0**-21)).to(dtype)
-    return _ulp_where(low != high, dtype, c)
+    return ulp_where(low != high, dtype, c)
 
 
-def _ulp_where(tie: Tensor, dtype: torch.dtype, c: float) -> Tensor:
+def ulp_where(tie: Tensor, dtype: torch.dtype, c: float) -> Tensor:
+    """What brings a limit of ``c 2^-24`` to one ulp of ``dtype`` where there is a tie; 1 elsewhere."""
     return torch.where(tie, torch.finfo(dtype).eps / (c * FLOAT32_ROUNDING), 1.0)
 
 
-def _l1_norm(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype) -> Magnitudes:
-    dim, eps, minimum = (match.value(site, *of) for of in (("dim",), ("eps", 0.0), ("minimum",)))
+def l1_norm(x: Tensor, dim: int, eps: float, minimum: float | None, dtype: torch.dtype) -> Magnitudes:
+    """``x / mean(|x|)`` along ``dim``, the mean clamped or added to."""
     mean = x.abs().mean(dim, keepdim=True)
     divisor = (mean if minimum is None else mean.clamp(min=minimum)) + eps
     # An error of the mean's own is passed on to what it is divided by, which a negative eps makes smaller.
@@ -295,13 +298,29 @@ def _l1_norm(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype) -> Ma
     if dtype in _SIXTEEN_BITS:
         # Where float32 arithmetic cannot tell to which side one of these rounds, either neighbour is right: one ulp.
         low, high = (_rounded_divisor(mean, eps, minimum, dtype, side * 2.0**-21) for side in (-1, 1))
-        wider = _ulp_where(low != high, dtype, C["l1_norm"])
+        wider = ulp_where(low != high, dtype, C["l1_norm"])
 
     def gradients(dy: Tensor) -> dict[str, Tensor]:
         shared = (dy * x).abs().mean(dim, keepdim=True) / divisor.square()
         return {"input": (dy.abs() / divisor.abs() + shared) * wider}
 
     return Magnitudes(size * wider, gradients)
+
+
+def euclidean(x: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> Magnitudes:
+    """``x / max(norm, eps)``, the norm along one dim, or a single one."""
+    divisor = norm.clamp(min=eps) if eps else norm
+    wider = torch.ones_like(norm)
+    if dtype in _SIXTEEN_BITS:
+        low, high = (_rounded_divisor(norm, 0.0, eps, dtype, side * 2.0**-21) for side in (-1, 1))
+        wider = ulp_where(low != high, dtype, C["l1_norm"])
+    dims = [d for d in range(x.dim()) if norm.dim() == 0 or norm.shape[d] == 1]
+
+    def gradients(dy: Tensor) -> dict[str, Tensor]:
+        shared = (dy * x).abs().sum(dims, keepdim=True) / divisor.square() / norm
+        return {"input": (dy.abs() / divisor + x.abs() * shared.nan_to_num(0.0)) * wider}
+
+    return Magnitudes(x.abs() / divisor * wider, gradients)
 
 
 def _rounded_divisor(mean: Tensor, eps: float, minimum: float | None, dtype: torch.dtype, error: float) -> Tensor:

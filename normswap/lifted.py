@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-_CASTS: frozenset[Any] = frozenset(
+CASTS: frozenset[Any] = frozenset(
     (Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double)
 )
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -43,7 +43,7 @@ class Lifted(TorchFunctionMode):
             return self._role(args[0]).dtype
         if getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
-        if func in _CASTS:
+        if func in CASTS:
             return self._cast(func, args, kwargs)
         settled, named = tree_map(self._settled, (args, {k: v for k, v in kwargs.items() if k != "dtype"}))
         result = func(*settled, **named)

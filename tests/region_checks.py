@@ -34,7 +34,7 @@ class Parts(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(CHANNELS)), nn.Parameter(torch.zeros(CHANNELS))
         self.se: Any = None
         self.flag = True
-        self.slope = 0.2
+        self.slope, self.dim = 0.2, 1
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ def randomise(module: nn.Module) -> nn.Module:
 
 
 def assert_refused(module: nn.Module, kind: str, reason: Reason, word: str = "") -> None:
-    answer = rules.find(module)
+    """What ``module`` as a whole is refused for; a region of it may be found all the same."""
+    answer = rules.alone(module)
     assert isinstance(answer, Refusal), answer
     assert (answer.kind, answer.reason) == (kind, reason), answer
     assert word in answer.detail

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from models import L1, Projection, randomised
 from torch import Tensor, nn
 
-from normswap.criterion import C, RoundedMeans, error_share, half_ulp, magnitudes, mask_mismatch
+from normswap.criterion import C, RoundedStatistics, error_share, half_ulp, magnitudes, mask_mismatch
 from normswap.plan import Match
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,7 +34,7 @@ def share(match: Match, site: nn.Module, x: Tensor, ours: Callable[[nn.Module, T
     with torch.no_grad():
         size = magnitudes(match, copy.deepcopy(wide), x.double(), x.dtype)
         if rounded:
-            with RoundedMeans(x.dtype):
+            with RoundedStatistics(x.dtype):
                 reference = wide(x.double())
         else:
             reference = wide(x.double())

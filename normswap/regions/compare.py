@@ -22,6 +22,7 @@ from normswap.criterion import (
     FLOAT32_ROUNDING,
     C,
     Magnitudes,
+    RoundedStatistics,
     Rows,
     batch_norm_eval,
     derivative,
@@ -32,10 +33,12 @@ from normswap.criterion import (
     own_rounding,
     rms_by_hand,
 )
+from normswap.kinds import KINDS
 from normswap.lifted import Lifted, Rounded
 from normswap.plan import Match, is_by_hand
 from normswap.regions.convolution_error import MOST, folded_error, times_pytorchs
 from normswap.regions.helper import Fused
+from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.sites import detached_copy
@@ -57,14 +60,14 @@ def compare_region(
     the present autocast. Of a large input slices of samples are compared. Neither is changed. What was ``captured`` in
     a run of the model also says how a folded convolution's error compares with PyTorch's own."""
     with torch.inference_mode(False):
-        packed = tree_map(_detached, packed)
+        packed = _mapped(compiled.region, _detached, packed)
         x = compiled.unpack(packed)[0]
         sample = max(1, x.numel() // max(1, len(x))) if x.dim() else 1
         width = max(1, SLICE_ELEMENTS // sample)
         starts = spread(len(x), width, most_pieces) if x.dim() > 1 and len(x) > width else []
         worst: Comparison | None = None
         for start in starts or [0]:
-            piece = tree_map(_cut(x.shape, start, width), packed) if starts else packed
+            piece = _mapped(compiled.region, _cut(x.shape, start, width), packed) if starts else packed
             found = _Case(compiled, fused, owner, piece, captured).compared(gradients)
             worst = found if worst is None else worst.worst(found)
             if worst.problem:
@@ -87,6 +90,20 @@ def holder_of(region: Region, owner: nn.Module, dtype: torch.dtype | None = None
             if name in region.feeds:  # is not called: as it will be once all is proved
                 made.__dict__.pop("forward", None)
     return holder
+
+
+def _limits(kind: str) -> tuple[float, float]:
+    """What an error of an output and of a gradient may be, in units of 2^-24 times the magnitude."""
+    known = KINDS.get(kind)
+    return (C[kind], C_GRADIENT[kind]) if known is None else (known.c, known.c_gradient)
+
+
+def _mapped(region: Region, function: Callable[[Any], Any], packed: Any) -> Any:
+    """``packed`` with ``function`` of each value; where an expression is given a tensor twice, it is one still."""
+    if region.kind not in KINDS:
+        return tree_map(function, packed)
+    made: dict[int, Any] = {}
+    return tree_map(lambda v: made[id(v)] if id(v) in made else made.setdefault(id(v), function(v)), packed)
 
 
 def _detached(value: Any) -> Any:
@@ -175,7 +192,7 @@ class _Case:
                 return [t.detach() for t in tree_leaves(function(holder, packed))], {}
         with torch.enable_grad():
             leaves: list[Tensor] = []
-            packed = tree_map(lambda v: _leaf(v, leaves), packed)
+            packed = _mapped(self.region, lambda v: _leaf(v, leaves), packed)
             outputs = tree_leaves(function(holder, packed))
             wanted = {f"input {i}": leaf for i, leaf in enumerate(leaves)}
             wanted |= {n: p for n, p in holder.named_parameters() if p.requires_grad}
@@ -186,7 +203,7 @@ class _Case:
 
     def _referee(self, x: Tensor, gradients: bool) -> tuple[tuple[list[Tensor], dict[str, Tensor]], _Size]:
         """The statements in float64, outside autocast, and the magnitudes of what they give."""
-        wide = tree_map(_float64, self.packed)
+        wide = _mapped(self.region, _float64, self.packed)
         steps, dtypes, values = self.region.steps, self.dtypes, dict[str, Tensor]()
 
         def each(step: int, value: Tensor) -> Tensor:
@@ -196,16 +213,38 @@ class _Case:
             values[steps[step].does] = value.detach()
             return Rounded.apply(value, dtypes[step]) if rounds and dtypes[step] in _SIXTEEN_BITS else value
 
+        def widened(holder: Any, packed: Any) -> Any:
+            with self._as_in_the_original(packed, x.dtype):
+                return self.compiled.stepped(holder, packed, each)
+
         with torch.autocast(x.device.type, enabled=False):
             holder = holder_of(self.region, self.owner, torch.float64)
             if self.region.type:
                 self._prepare_norm(holder, x.dtype)
-            outputs, found = self._run(lambda h, p: self.compiled.stepped(h, p, each), holder, wide, gradients)
+            outputs, found = self._run(widened, holder, wide, gradients)
             lifted = f"{self.region.norm}.norm."
             found = {name.replace(lifted, f"{self.region.norm}."): gradient for name, gradient in found.items()}
             with torch.no_grad():
-                size = _Size(self.compiled, holder, wide, values, dtypes, x)
+                size = _Size(self.compiled, holder, wide, values, dtypes, x, self._rounds())
         return (outputs, found), size
+
+    def _rounds(self) -> tuple[bool | None, ...]:
+        """What the magnitudes of a norm that casts want to know beside its arguments."""
+        expression = self.fused.expression
+        if expression is None or not expression.kind.casts:
+            return ()
+        x, *_, given = self.compiled.unpack(self.packed)
+        return (expression.rounds(x, given, self.packed),)
+
+    def _as_in_the_original(self, wide: Any, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+        """What gives an expression on the float64 inputs ``wide`` the roundings that it has on the inputs."""
+        kind = KINDS.get(self.region.kind)
+        if kind is None:
+            return contextlib.nullcontext()
+        if not kind.casts:
+            return RoundedStatistics(dtype)
+        pairs = zip(tree_leaves(wide), tree_leaves(self.packed), strict=True)
+        return Lifted({w: t.dtype for w, t in pairs if isinstance(t, Tensor)})
 
     def _leaves(self) -> Iterator[tuple[str, str]]:
         """(name among the gradients, role) of each tensor that the region is given."""
@@ -214,6 +253,8 @@ class _Case:
         by_id = {id(t): role for t, role in zip(tensors, roles, strict=True) if t is not None}
         by_id |= {id(t): f"argument {i}" for i, t in enumerate(arguments) if isinstance(t, Tensor)}
         leaves = [v for v in tree_leaves(self.packed) if isinstance(v, Tensor) and v.is_floating_point()]
+        if self.region.kind in KINDS:
+            leaves = [*{id(leaf): leaf for leaf in leaves}.values()]
         for index, leaf in enumerate(leaves):
             yield f"input {index}", by_id[id(leaf)]
 
@@ -236,7 +277,7 @@ class _Case:
             return
         for name, mine, theirs, wide in zip(names, ours, eager, expected, strict=True):
             magnitude = size.output if name == "output" else wide.abs()
-            self._add(name, mine, theirs, wide, C[self.region.kind], magnitude, 0.0)
+            self._add(name, mine, theirs, wide, _limits(self.region.kind)[0], magnitude, 0.0)
             times = times_pytorchs(mine, theirs, wide) if self.region.convolution and self.captured else 1.0
             if times > MOST and mine.dtype in _SIXTEEN_BITS:
                 self._fail(f"{name}: error is {times:.3g} times PyTorch's own")
@@ -256,7 +297,7 @@ class _Case:
             by_kernel = ran and not size.broadcasts(role)
             extra = own_rounding(gradient.dtype, by_kernel) * magnitude
             of = f"gradient of {role}"
-            self._add(of, gradient, eager[name], expected[name], C_GRADIENT[self.region.kind], magnitude, extra)
+            self._add(of, gradient, eager[name], expected[name], _limits(self.region.kind)[1], magnitude, extra)
 
     def _add(
         self, what: str, ours: Tensor, eager: Tensor, expected: Tensor, c: float, magnitude: Tensor, extra: Any
@@ -321,9 +362,10 @@ class _Size:
         values: Mapping[str, Tensor],
         dtypes: list[torch.dtype],
         real: Tensor,
+        rounds: tuple[bool | None, ...] = (),
     ) -> None:
         region = compiled.region
-        self.region, self.values = region, values
+        self.region, self.values, self.rounds = region, values, rounds
         x, before, self.behind, self.scale, self.shift, arguments = compiled.unpack(packed)
         self.given = values["convolution"] if region.convolution else x
         self.summands = {"x": self.given}
@@ -332,7 +374,7 @@ class _Size:
             self.summands["before"] = before
         self.dtypes = {step.does: d for step, d in zip(region.steps, dtypes, strict=True)}
         self.rows = self._rows(holder, arguments, real.dtype)
-        self.unit = C[region.kind] * FLOAT32_ROUNDING
+        self.unit = _limits(region.kind)[0] * FLOAT32_ROUNDING
         literal = region.literal_activation()
         self._activation: Any = literal or holder._modules[region.activation]
         self.norm = self._back(self.rows.output)
@@ -349,13 +391,11 @@ class _Size:
         region, x = self.region, self.given
         if region.has("permute"):
             x = x.permute(0, 2, 3, 1)
+        if (kind := KINDS.get(region.kind)) is not None:
+            return kind.magnitudes(x, dtype, *arguments[: len(kind.parameters)], *self.rounds)
         if not region.type:
-            names = {
-                "group_norm": ("num_groups", "weight", "bias", "eps"),
-                "rms_norm": ("normalized_shape", "weight", "eps"),
-            }
-            fields = names.get(region.kind, ("normalized_shape", "weight", "bias", "eps"))
-            norm: Any = SimpleNamespace(**dict(zip(fields, arguments, strict=True)))
+            fields = {"_get_no_batch_dim": lambda: x.dim() - 1}
+            norm: Any = SimpleNamespace(**fields, **dict(zip(parameters_of(region), arguments, strict=True)))
             found = Rows(region.kind, norm, x)
             return Magnitudes(found.output(), found.gradients)
         match, child = Match(region.kind, region.attributes), holder._modules[region.norm]
@@ -415,7 +455,7 @@ class _Size:
         of_input = self._back(rows.pop("input")) + of_sum
         found |= {role: _summed(of_input, summand) for role, summand in self.summands.items()}
         if not self.region.type:
-            order = {"weight": "argument 1", "bias": "argument 2"}
+            order = {name: f"argument {i}" for i, name in enumerate(parameters_of(self.region))}
             return found | {order[name]: tensor for name, tensor in rows.items()}
         return found | {f"{self.region.norm}.{name}": tensor for name, tensor in rows.items()}
 

@@ -42,7 +42,9 @@ class Value:
 
 @dataclass(eq=False)
 class Leaf(Value):
-    """A parameter, or the result of something that is not understood."""
+    """A parameter, or the result of something that is not understood; ``of``: what it is a part or view of."""
+
+    of: Value | None = None
 
 
 @dataclass(eq=False)
@@ -88,6 +90,7 @@ class Flow:
     conditions: list[tuple[int, str, bool]]
     captured: frozenset[str]
     functions: dict[str, types.FunctionType]
+    locals: frozenset[str]
 
     def opaque_between(self, first: int, last: int) -> bool:
         """Whether something that is not understood happens between two moments; operations are not looked at."""
@@ -121,7 +124,7 @@ def read(module: nn.Module, forward: types.FunctionType) -> Flow | Rejection:
     tree, functions = inlined(tree, forward.__globals__)
     reader = _Reader(module, forward, tree)
     reader.read_all(tree.body)
-    return Flow(tree, forward, reader.ops, reader.effects, reader.conditions, _captured(tree), functions)
+    return Flow(tree, forward, reader.ops, reader.effects, reader.conditions, _captured(tree), functions, reader.locals)
 
 
 def _captured(tree: ast.FunctionDef) -> frozenset[str]:
@@ -278,7 +281,9 @@ class _Reader:
                     return Constant(value=tuple(v.value for v in values if isinstance(v, Constant)))
                 return self._pure(*values)
             case ast.Subscript(value=base, slice=index):
-                return self._pure(self.value(base), self._index(index))
+                whole = self.value(base)
+                self._pure(whole, self._index(index))
+                return Leaf(of=whole)
         return self._unknown(node)
 
     def _index(self, node: ast.expr) -> Value:
@@ -293,7 +298,7 @@ class _Reader:
             return Attribute(path="")
         if node.id in self.locals:
             return self.env.setdefault(node.id, Leaf())
-        found = self.globals.get(node.id, _UNKNOWN)
+        found = self.globals.get(node.id, abs if node.id == "abs" else _UNKNOWN)
         return Constant(value=found) if _is_torchs(found) or isinstance(found, types.FunctionType) else Leaf()
 
     def _attribute(self, node: ast.Attribute) -> Value:
@@ -382,11 +387,14 @@ def _are_names(elements: Sequence[ast.expr]) -> bool:
 _UNKNOWN = object()
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _TRIES = (ast.Try, *([ast.TryStar] if sys.version_info >= (3, 11) else []))
-_TORCH_MODULES = (torch, torch.nn, torch.nn.functional)
+_TORCH_MODULES = (torch, torch.nn, torch.nn.functional, torch.linalg)
+_UNDER_ANOTHER_NAME = (abs, torch.linalg.norm, torch.linalg.vector_norm)
 
 
 def _is_torchs(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return value in _TORCH_MODULES
+    if isinstance(value, torch.dtype) or any(value is known for known in _UNDER_ANOTHER_NAME):
+        return True
     name = getattr(value, "__name__", None)
     return isinstance(name, str) and any(getattr(module, name, _UNKNOWN) is value for module in _TORCH_MODULES)

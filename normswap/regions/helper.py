@@ -14,13 +14,16 @@ from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader, outside_autocast
+from normswap.kinds import KINDS
 from normswap.ops.dispatch import DTYPES
 from normswap.plan import Match, is_by_hand
 from normswap.regions.convolution import Convolved
+from normswap.regions.expression import Expression
 from normswap.regions.feeds import lowered_to, only_multiplies
 from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region
+from normswap.regions.spelling import PURE
 
 _PLAIN = (Tensor, nn.Parameter)
 _Arguments: TypeAlias = "tuple[Any, ...] | None"
@@ -54,7 +57,8 @@ class Fused:
         self.child = region.norm if region.type else ""
         self.activation = region.literal_activation()
         self.acting = region.activation if isinstance(region.activation, str) else ""
-        self.call = _CALLS["layer_norm_2d" if region.has("permute") else region.kind]
+        self.expression = Expression(compiled) if region.kind in KINDS else None
+        self.call = _CALLS.get("layer_norm_2d" if region.has("permute") else region.kind, _declines)
         self.read = _reader(region, original_class) if region.type else None
         self.convolved = Convolved(region, self.read) if region.convolution and self.read else None
         self.feeds, self.class_of = region.feeds, lambda child: original_class(child) or type(child)
@@ -88,6 +92,8 @@ class Fused:
             arguments = self.read(norm, x)
             if arguments is None:
                 return None
+        if self.expression is not None:
+            return self.expression(x, arguments, packed)
         dtype = self.dtype(children, x)
         out = self.call(x, arguments, before, behind, scale, shift, activation, dtype)
         if out is None:
@@ -110,7 +116,7 @@ def _is_of(region: Region, function: Any) -> bool:
     kind, activation = FUNCTIONS.get(function, ("",))[0], LITERAL.get(function)
     named = region.activation[0] if isinstance(region.activation, tuple) else ""
     names = {"relu6": ("clamp",), "gelu": ("gelu", "gelu_tanh")}.get(activation or "", (activation,))
-    return function in ADDS or kind == region.kind or named in names
+    return (region.kind in KINDS and function in PURE) or function in ADDS or kind == region.kind or named in names
 
 
 def _alike(x: Tensor, other: Any) -> bool:
@@ -195,7 +201,7 @@ def _reader(region: Region, original_class: OriginalClass) -> Callable[[Any, Ten
     return read
 
 
-def _declines(child: Any, x: Tensor) -> _Arguments:
+def _declines(*_: Any) -> None:
     return None
 
 

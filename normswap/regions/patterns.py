@@ -12,18 +12,30 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from normswap.kinds import KINDS
 from normswap.plan import Match
 from normswap.regions.feeds import only_multiplies
-from normswap.regions.flow import Constant, Flow, Op
+from normswap.regions.flow import Constant, Flow, Op, Value
 from normswap.regions.foldings import is_convolution, why_apart
-from normswap.regions.spec import Position, Region, Step
+from normswap.regions.formula import Formula, Found, same
+from normswap.regions.spec import Node, Position, Region, Step, slots
+from normswap.regions.spelling import PURE, constant
 
 FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
-    F.layer_norm: ("layer_norm", ("input", "normalized_shape", "weight", "bias", "eps")),
-    F.group_norm: ("group_norm", ("input", "num_groups", "weight", "bias", "eps")),
-    F.rms_norm: ("rms_norm", ("input", "normalized_shape", "weight", "eps")),
+    F.layer_norm: ("layer_norm", ("normalized_shape", "weight", "bias", "eps")),
+    F.group_norm: ("group_norm", ("num_groups", "weight", "bias", "eps")),
+    F.rms_norm: ("rms_norm", ("normalized_shape", "weight", "eps")),
+    F.instance_norm: ("instance_norm", ("weight", "bias", "eps")),
 }
-"""The norms that are called as functions: their kind and parameters."""
+"""The norms that are called as functions: their kind, and what they take behind their input."""
+
+_FORMULAS = {name: Formula(kind.formula, kind.casts) for name, kind in KINDS.items()}
+_CALLED = {
+    "layer_norm": Formula("layer_norm(x, normalized_shape, weight, bias, eps)"),
+    "group_norm": Formula("group_norm(x, num_groups, weight, bias, eps)"),
+    "rms_norm": Formula("rms_norm(x, normalized_shape, weight, eps)"),
+    "instance_norm": Formula("instance_norm(x, weight=weight, bias=bias, momentum=momentum, eps=eps)"),
+}
 
 ROWS = ("layer_norm", "rms_norm")
 CHANNELS = ("group_norm", "instance_norm", "batch_norm")
@@ -60,6 +72,9 @@ LITERAL: dict[Any, str] = {
     **dict.fromkeys((F.tanh, torch.tanh, ".tanh()"), "tanh"),
 }
 
+NAMES = frozenset({"mean", "norm", "vector_norm", "normalize", "var", *_CALLED})
+"""A forward that names none of these computes no norm itself."""
+
 
 @dataclass
 class _Found:
@@ -67,6 +82,7 @@ class _Found:
 
     kind: str
     norm: str
+    x: Value
     ops: list[Op]
     steps: list[tuple[str, Op, int]]
     match: Match | None = None
@@ -77,6 +93,7 @@ class _Found:
     convolution: str = ""
     apart: str = ""
     feeds: tuple[str, ...] = ()
+    expression: Found = field(default_factory=Found)
 
     @property
     def last(self) -> Op:
@@ -87,6 +104,7 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
     """Every region of ``flow``, a reading of the forward of ``module``, none within another. ``norm_of(child)`` is the
     Match of a child that is a norm, else None."""
     taken: set[int] = set()
+    yield from _expressions(module, flow, norm_of, taken)
     for op in flow.ops:
         found = None if id(op) in taken else _core(module, op, norm_of)
         if found is None:
@@ -103,19 +121,40 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
                 break
 
 
+def _expressions(module: nn.Module, flow: Flow, norm_of: Any, taken: set[int]) -> Iterator[Region]:
+    """Norms that are written out, the longest first: what is ``taken`` grows by their operations."""
+    regions = []
+    for op in reversed(flow.ops):
+        for name, formula in _FORMULAS.items() if id(op) not in taken else ():
+            whole = formula.find(op)
+            if whole is None or isinstance(whole.values["x"], Constant):
+                continue
+            ops = [*whole.ops - {op}, op]
+            found = _Found(name, name, whole.values["x"], ops, [("norm", op, 0)], expression=whole)
+            if _stands(module, flow, found, norm_of):
+                taken.update(map(id, whole.ops))
+                regions.append(_region(flow, found))
+                break
+    return reversed(regions)
+
+
 def _core(module: nn.Module, op: Op, norm_of: Any) -> _Found | None:
-    if op.target in FUNCTIONS if callable(op.target) else False:
-        kind, names = FUNCTIONS[op.target]
-        fits = op.args and len(op.args) <= len(names) and {*op.keywords} <= {*names[len(op.args) :]}
-        return _Found(kind, kind, [op], [("norm", op, 0)]) if fits else None
+    if op.target in FUNCTIONS:
+        kind, _ = FUNCTIONS[op.target]
+        whole = _CALLED[kind].find(op)
+        return (
+            None if whole is None else _Found(kind, kind, whole.values["x"], [op], [("norm", op, 0)], expression=whole)
+        )
     child = _child(module, op)
-    if child is None or len(op.args) != 1 or op.keywords:
+    if child is None or len(op.args) + len(op.keywords) != 1 or not {*op.keywords} <= {"input", "x"}:
         return None
     match = norm_of(child)
     if match is None or match.kind not in (*ROWS, *CHANNELS):
         return None
     cls = type(child)
-    found = _Found(match.kind, op.target[len("self.") :], [op], [("norm", op, 0)], match)
+    x, name = (*op.args, *op.keywords.values())[0], op.target[len("self.") :]
+    expression = Found(frozenset([op]), {"x": x}) if op.keywords else Found()
+    found = _Found(match.kind, name, x, [op], [("norm", op, 0)], match, expression=expression)
     found.type = f"{cls.__module__}.{cls.__qualname__}"
     return found
 
@@ -270,8 +309,7 @@ def _with_numbers(name: str, rest: list[Any], keywords: dict[str, Any]) -> tuple
 
 def _with_convolution(module: nn.Module, found: _Found, taken: set[int]) -> _Found | None:
     """``found`` and the convolution whose output is normalised; None where none can be taken in."""
-    norm = found.ops[0]
-    before = norm.args[0]
+    norm, before = found.ops[0], found.x
     child = _child(module, before) if isinstance(before, Op) and id(before) not in taken else None
     if not isinstance(before, Op) or not is_convolution(child) or len(before.args) != 1 or before.keywords:
         return None
@@ -285,8 +323,7 @@ def _with_convolution(module: nn.Module, found: _Found, taken: set[int]) -> _Fou
 
 def _with_sum(found: _Found, taken: set[int]) -> _Found | None:
     """``found`` and the sum that a LayerNorm or RMSNorm is of, or the permutation before it; None where none is."""
-    norm = found.ops[0]
-    before = norm.args[0]
+    norm, before = found.ops[0], found.x
     if not isinstance(before, Op) or before.stretch != norm.stretch or id(before) in taken:
         return None
     if any(does == "permute back" for does, _, _ in found.steps):
@@ -315,7 +352,7 @@ def _is_assigned(op: Op) -> bool:
 
 def _permuted(found: _Found) -> bool:
     """Whether the norm is of ``x.permute(0, 2, 3, 1)``, which nobody else uses."""
-    before = found.ops[0].args[0]
+    before = found.x
     return (
         found.kind == "layer_norm"
         and isinstance(before, Op)
@@ -337,7 +374,7 @@ def _dims(op: Op) -> tuple[Any, ...]:
 def _stands(module: nn.Module, flow: Flow, found: _Found, norm_of: Any) -> bool:
     """True where nobody can see that the operations are done together: nothing with an effect lies between them, and
     no code inside the function reads the names they are assigned to."""
-    first, last = found.ops[0].order, found.last.order
+    first, last = min(op.order for op in found.ops), found.last.order
     own = {id(op) for op in found.ops}
     if flow.opaque_between(first, last):
         return False
@@ -355,8 +392,10 @@ def _stands(module: nn.Module, flow: Flow, found: _Found, norm_of: Any) -> bool:
 
 def _is_harmless(module: nn.Module, op: Op, found: _Found, norm_of: Any) -> bool:
     """Whether it is all the same if ``op`` runs before or after what the region computes."""
-    if op.target in _PURE_METHODS or (
-        isinstance(op.target, str) and op.target.startswith(".") and not op.target.endswith("()")
+    if (
+        op.target in _PURE_METHODS
+        or op.target in PURE
+        or (isinstance(op.target, str) and op.target.startswith(".") and not op.target.endswith("()"))
     ):
         return True
     child = _child(module, op)
@@ -376,10 +415,13 @@ def _only_computes(module: nn.Module, norm_of: Any) -> bool:
 
 
 def _region(flow: Flow, found: _Found) -> Region:
-    first = found.ops[0].order  # in a branch that is not taken, a name may be read that holds no value here
+    first = min(
+        op.order for op in found.ops
+    )  # in a branch that is not taken, a name may be read that holds no value here
     inside = any(op.conditional for op in found.ops)
     conditions = tuple((text, truth) for order, text, truth in flow.conditions if inside or order > first)
     start = flow.tree.lineno
+    nodes, constants = _nodes(flow, found.expression, start)
     return Region(
         found.kind,
         found.norm,
@@ -393,7 +435,45 @@ def _region(flow: Flow, found: _Found) -> Region:
         found.convolution,
         apart=found.apart,
         feeds=found.feeds,
+        nodes=nodes,
+        constants=constants,
     )
+
+
+def _nodes(flow: Flow, found: Found, start: int) -> tuple[tuple[Node, ...], dict[str, Any]]:
+    """The operations of an expression as data, and what it takes that the source names."""
+    ops = sorted(found.ops, key=lambda op: op.order)
+    places = {id(op): index for index, op in enumerate(ops)}
+    constants = {
+        name: constant(value) if name == "dim" else value.value
+        for name, value in found.values.items()
+        if isinstance(value, Constant)
+    }
+    nodes: list[Node] = []
+    for op in ops:
+        operands: list[int | str] = []
+        for value, written in zip((*op.args, *op.keywords.values()), slots(op.node, _is_method(op)), strict=True):
+            if isinstance(value, Constant) and not any(
+                isinstance(n, ast.Name) and n.id in flow.locals for n in ast.walk(written)
+            ):
+                operands.append("")
+            elif id(value) in places:
+                operands.append(places[id(value)])
+            else:
+                given = f"given_{len(nodes)}_{len(operands)}"
+                operands.append(next((n for n, v in found.values.items() if v is value or same(v, value)), given))
+                if isinstance(value, Constant):
+                    constants.setdefault(str(operands[-1]), value.value)
+        nodes.append(Node(_relative(op.node, start), tuple(operands), _is_method(op)))
+    return tuple(nodes), constants
+
+
+def parameters_of(region: Region) -> tuple[str, ...]:
+    """What the norm of ``region`` takes behind its input, in order; nothing where it is a child."""
+    if region.type:
+        return ()
+    kind = KINDS.get(region.kind)
+    return kind.parameters if kind is not None else dict(FUNCTIONS.values())[region.kind]
 
 
 def _relative(node: Any, start: int) -> Position:
@@ -402,3 +482,9 @@ def _relative(node: Any, start: int) -> Position:
 
 def _is_method(op: Op) -> bool:
     return isinstance(op.target, str) and op.target.startswith(".")
+
+
+def others_of(region: Region) -> list[str]:
+    """What else an expression is given: what it casts to."""
+    names = {operand for node in region.nodes for operand in node.operands if isinstance(operand, str)}
+    return sorted(names - {"x", "", *parameters_of(region)}) if region.kind in KINDS else []

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from normswap.compare import Comparison
 from normswap.forwards.replaced import Replaced
+from normswap.kinds import KINDS
 from normswap.plan import Match
 from normswap.regions.compare import compare_region
 from normswap.regions.helper import Fused, OriginalClass
 from normswap.regions.install import compiled_of, with_helpers
+from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region
 
@@ -85,9 +87,20 @@ def packed_of(region: Region, roles: dict[str, Any], arguments: tuple[Any, ...])
         if step.does in names:
             pair = (packed, roles[names[step.does]])
             packed = pair if step.operand == 0 else pair[::-1]
-        elif step.does == "norm" and not region.type:
-            packed = (packed, *arguments)
+        elif step.does == "norm" and region.nodes:
+            named = dict(zip(parameters_of(region), arguments, strict=False))
+            packed = _packed(region, -1, {**region.constants, **named, "x": packed}, roles["x"].dtype)
     return packed
+
+
+def _packed(region: Region, index: int, values: dict[str, Any], dtype: torch.dtype) -> Any:
+    """What an operation of the norm hands on; what is not among ``values`` is the ``dtype`` that it casts to."""
+    given = [
+        _packed(region, operand, values, dtype) if isinstance(operand, int) else values.get(operand, dtype)
+        for operand in region.nodes[index].operands
+        if operand != ""
+    ]
+    return given[0] if len(given) == 1 else tuple(given)
 
 
 def _made_up(compiled: Compiled, owner: Any, like: Tensor | None) -> Iterator[Any]:
@@ -122,9 +135,13 @@ def _convolved(convolution: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    if (kind := KINDS.get(region.kind)) is not None:
+        return kind.sample(*arguments)
     if region.kind == "batch_norm":
         dims = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}[type(norm)]
         return (3, norm.num_features, *(5, 4, 3)[:dims])
+    if region.kind == "instance_norm" and norm is None:
+        return (2, 5 if arguments[0] is None else arguments[0].numel(), 6, 5)
     if region.kind == "instance_norm":
         return (2, norm.num_features, *(6, 5, 4)[: norm._get_no_batch_dim() - 1])
     if region.kind == "group_norm":

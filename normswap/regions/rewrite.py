@@ -16,14 +16,13 @@ from typing import Any
 
 from normswap.plan import PlanError
 from normswap.regions.inline import inlined
-from normswap.regions.patterns import FUNCTIONS
-from normswap.regions.spec import Position, Region, Step
+from normswap.regions.patterns import others_of, parameters_of
+from normswap.regions.spec import Node, Position, Region, Step, slots
 from normswap.source import cell_holds, definition, undecorated
 from normswap.tracing import Rejection
 
 _PREFIX = "_normswap_"
 _MARK = "normswap_mark"
-_PARAMETERS = dict(FUNCTIONS.values())
 
 Helper = Callable[[Any, Any], Any]
 
@@ -59,6 +58,7 @@ def compile_regions(
     if isinstance(found, Rejection):
         raise PlanError(f"regions: {found.detail}; plan it anew")
     places = {step.at for region in regions for step in region.steps}
+    places |= {node.at for region in regions for node in region.nodes}
     tree, _ = inlined(found, forward.__globals__, lambda call: _place(call, found) in places)
     for key, node in enumerate(ast.walk(tree)):  # so that copies of them can be told
         setattr(node, _MARK, key)
@@ -122,6 +122,7 @@ class _Region:
         self.locals = {*forward.__code__.co_varnames, *forward.__code__.co_cellvars}
         self.helper, self.result = self.named("region"), self.named("result")
         self.nodes = [_at(tree, step) for step in region.steps]
+        self.parts = [_at(tree, node) for node in region.nodes]
         self.tree = tree
 
     def named(self, what: str) -> str:
@@ -131,7 +132,9 @@ class _Region:
 
     def edits(self) -> dict[int, ast.AST]:
         """What stands for each node, by its mark; the nodes within are the originals."""
-        found: dict[int, ast.AST] = {}
+        found: dict[int, ast.AST] = {
+            _mark(part): _placed(self._operands_of(index), part) for index, part in enumerate(self.parts)
+        }
         last = len(self.nodes) - 1
         for position, (step, node) in enumerate(zip(self.region.steps, self.nodes, strict=True)):
             handed = self._handed_on(step, node)
@@ -154,21 +157,21 @@ class _Region:
 
     def _handed_on(self, step: Step, node: Any) -> ast.expr:
         """The operands of a step, which nobody computes with yet."""
+        if step.does == "norm" and self.parts:
+            return self._operands_of(-1)
         operands = _operands(step, node)
         if step.does == "gain":
             operands[1 - step.operand] = _not_one(operands[1 - step.operand])
         if step.does in ("sum", "residual", "gain", "shift"):
             return ast.Tuple(operands, ast.Load())
-        if step.does == "norm" and not self.region.type:
-            return ast.Tuple([operands[0], *self._arguments(node)], ast.Load())
         return operands[step.operand]
 
-    def _arguments(self, node: ast.Call) -> list[ast.expr]:
-        """What a function is called with behind its input, in order; absent ones are its defaults."""
-        names = _PARAMETERS[self.region.kind][1:]
-        given = dict(zip(names, node.args[1:], strict=False)) | {str(k.arg): k.value for k in node.keywords}
-        eps = None if self.region.kind == "rms_norm" else 1e-5
-        return [given.get(name, ast.Constant(eps if name == "eps" else None)) for name in names]
+    def _operands_of(self, index: int) -> ast.expr:
+        """What an operation of the norm is given, but for what stays in the code."""
+        of = self.region.nodes[index]
+        pairs = zip(slots(self.parts[index], of.is_method), of.operands, strict=True)
+        given = [node for node, operand in pairs if operand != ""]
+        return given[0] if len(given) == 1 else ast.Tuple(given, ast.Load())
 
     # --- the snippet and what unpacks -----------------------------------------------------------------------------
 
@@ -178,7 +181,9 @@ class _Region:
         unpacked = _placed(ast.Assign([target], ast.Name(packed, ast.Load())), where)
         roles = [names.get(role) for role in ("x", "before", "behind", "scale", "shift")]
         loads: list[ast.expr] = [ast.Name(name, ast.Load()) if name else ast.Constant(None) for name in roles]
-        loads.append(ast.Tuple([ast.Name(name, ast.Load()) for name in names["arguments"]], ast.Load()))
+        given = self._arguments(lambda name: ast.Name(self.named(name), ast.Load()))
+        given += [ast.Name(self.named(name), ast.Load()) for name in others_of(self.region)]
+        loads.append(ast.Tuple(given, ast.Load()))
         snippet, stepped = [unpacked, *self._statements(names)], [unpacked, *self._statements(names, "each")]
         unpack = [unpacked, ast.Return(ast.Tuple(loads, ast.Load()))]
         found = [
@@ -186,15 +191,16 @@ class _Region:
             _function(self.named("stepped"), [self.owner, packed, self.named("each")], stepped, where),
             _function(self.named("unpack"), [packed], unpack, where),
         ]
-        calls = [n.func for n in self.nodes if isinstance(n, ast.Call) and self._is_global(n.func)]
+        nodes = {id(n): n for n in (*self.parts, *self.nodes)}.values()
+        calls = [n.func for n in nodes if isinstance(n, ast.Call) and self._is_global(n.func)]
         if calls:
             called = ast.Tuple(copy.deepcopy(calls), ast.Load())
             found.append(_function(self.named("callees"), [], [ast.Return(called)], where))
-        if names["arguments"]:
-            given = ast.Tuple(copy.deepcopy(self._arguments(self._node_of("norm"))), ast.Load())
-            read = {n.id for n in ast.walk(given) if isinstance(n, ast.Name)}
+        if not self.region.type:
+            written = ast.Tuple(self._arguments(self._written), ast.Load())
+            read = {n.id for n in ast.walk(written) if isinstance(n, ast.Name)}
             if not read & (self.locals - {self.owner}):
-                found.append(_function(self.named("arguments"), [self.owner], [ast.Return(given)], where))
+                found.append(_function(self.named("arguments"), [self.owner], [ast.Return(written)], where))
         return found
 
     def _is_global(self, node: ast.expr) -> bool:
@@ -202,12 +208,55 @@ class _Region:
             node = node.value
         return isinstance(node, ast.Name) and node.id not in self.locals
 
-    def _node_of(self, does: str) -> Any:
-        return next(node for step, node in zip(self.region.steps, self.nodes, strict=True) if step.does == does)
+    def _arguments(self, named: Callable[[str], ast.expr]) -> list[ast.expr]:
+        """What the norm takes behind its input, in order: ``named`` gives what is no constant."""
+        given = {operand for node in self.region.nodes for operand in node.operands}
+        constants = self.region.constants
+        return [
+            named(name) if name in given else ast.Constant(constants.get(name)) for name in parameters_of(self.region)
+        ]
+
+    def _written(self, name: str) -> ast.expr:
+        """The source of a value by its name."""
+        every = zip(self.parts, self.region.nodes, strict=True)
+        pairs = (pair for part, node in every for pair in zip(slots(part, node.is_method), node.operands, strict=True))
+        return copy.deepcopy(next(source for source, operand in pairs if operand == name))
+
+    def _unpacked(self, index: int, x: ast.expr) -> ast.expr:
+        """What the operands of an operation of the norm are assigned to."""
+        targets = [
+            self._unpacked(operand, x)
+            if isinstance(operand, int)
+            else copy.deepcopy(x)
+            if operand == "x"
+            else ast.Name(self.named(operand), ast.Store())
+            for operand in self.region.nodes[index].operands
+            if operand != ""
+        ]
+        return targets[0] if len(targets) == 1 else ast.Tuple(targets, ast.Store())
+
+    def _expression(self, chain: str) -> tuple[list[ast.stmt], Any]:
+        """The operations of the norm of ``chain``, each assigned to a name but the last, which is given."""
+        body, results = list[ast.stmt](), list[str]()
+        for part, node in zip(self.parts, self.region.nodes, strict=True):
+            new: Any = copy.deepcopy(part)
+            named = [
+                source
+                if operand == ""
+                else ast.Name(
+                    results[operand] if isinstance(operand, int) else chain if operand == "x" else self.named(operand),
+                    ast.Load(),
+                )
+                for source, operand in zip(slots(new, node.is_method), node.operands, strict=True)
+            ]
+            _fill(new, node, named)
+            results.append(self.named(f"part_{len(results)}"))
+            body.append(_placed(ast.Assign([ast.Name(results[-1], ast.Store())], new), part))
+        return body[:-1], new
 
     def _target(self) -> tuple[ast.expr, dict[str, Any]]:
         """What ``packed`` is assigned to, and the name that each role has in it."""
-        names: dict[str, Any] = {"x": self.named("x"), "arguments": []}
+        names: dict[str, Any] = {"x": self.named("x")}
         target: ast.expr = ast.Name(names["x"], ast.Store())
         roles = {"sum": "before", "residual": "behind", "gain": "scale", "shift": "shift"}
         for step in self.region.steps:
@@ -216,9 +265,8 @@ class _Region:
                 names[role] = self.named(role)
                 pair: list[ast.expr] = [target, ast.Name(names[role], ast.Store())]
                 target = ast.Tuple(pair if step.operand == 0 else pair[::-1], ast.Store())
-            elif step.does == "norm" and not self.region.type:
-                names["arguments"] = [self.named(name) for name in _PARAMETERS[self.region.kind][1:]]
-                target = ast.Tuple([target, *(ast.Name(n, ast.Store()) for n in names["arguments"])], ast.Store())
+            elif step.does == "norm" and self.parts:
+                target = self._unpacked(-1, target)
         return target, names
 
     def _statements(self, names: dict[str, Any], each: str = "") -> list[ast.stmt]:
@@ -227,8 +275,12 @@ class _Region:
         roles = {"sum": "before", "residual": "behind", "gain": "scale", "shift": "shift"}
         for index, (step, node) in enumerate(zip(self.region.steps, self.nodes, strict=True)):
             new = copy.deepcopy(node)
-            other = ast.Name(names[roles[step.does]], ast.Load()) if step.does in roles else None
-            _put(self.region.kind, step, new, ast.Name(chain, ast.Load()), other, names["arguments"])
+            if step.does == "norm" and self.parts:
+                before, new = self._expression(chain)
+                body += before
+            else:
+                other = ast.Name(names[roles[step.does]], ast.Load()) if step.does in roles else None
+                _put(step, new, ast.Name(chain, ast.Load()), other)
             if isinstance(new, ast.AugAssign):
                 body.append(_placed(new, node))
                 new = ast.Name(chain, ast.Load())
@@ -247,7 +299,7 @@ def _mark(node: ast.AST) -> int:
     return int(getattr(node, _MARK, -1))
 
 
-def _at(tree: ast.FunctionDef, step: Step) -> Any:
+def _at(tree: ast.FunctionDef, step: Step | Node) -> Any:
     """The node of a step. Raises PlanError where there is none."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign)) and _place(node, tree) == step.at:
@@ -273,8 +325,20 @@ def _not_one(node: Any) -> ast.expr:
     return node.right if isinstance(node.left, ast.Constant) else node.left  # type: ignore[no-any-return]
 
 
-def _put(kind: str, step: Step, node: Any, chain: ast.expr, other: ast.expr | None, arguments: Sequence[str]) -> None:
-    """Give a copy of a step's node, in a region of ``kind``, other operands."""
+def _fill(node: Any, of: Node, operands: list[ast.expr]) -> None:
+    """Give an operation of a norm other operands."""
+    if isinstance(node, ast.BinOp):
+        node.left, node.right = operands
+        return
+    if of.is_method:
+        node.func.value, *operands = operands
+    node.args, named = operands[: len(node.args)], operands[len(node.args) :]
+    for keyword, value in zip(node.keywords, named, strict=True):
+        keyword.value = value
+
+
+def _put(step: Step, node: Any, chain: ast.expr, other: ast.expr | None) -> None:
+    """Give a copy of a step's node other operands."""
     old = _operands(step, node)[step.operand]
     if step.does == "activation" and isinstance(node, ast.BinOp):  # x * sigmoid(x)
         _Renamer(old.id, chain).visit(node)  # type: ignore[attr-defined]
@@ -290,12 +354,6 @@ def _put(kind: str, step: Step, node: Any, chain: ast.expr, other: ast.expr | No
             setattr(node, beside, other)
     elif isinstance(node, ast.AugAssign):
         node.target, node.value = ast.Name(chain.id, ast.Store()), other  # type: ignore[attr-defined,assignment]
-    elif step.does == "norm" and arguments:
-        by_name = dict(zip(_PARAMETERS[kind][1:], arguments, strict=True))
-        positional = [*by_name][: len(node.args) - 1]
-        node.args = [chain, *(ast.Name(by_name[name], ast.Load()) for name in positional)]
-        for keyword in node.keywords:
-            keyword.value = ast.Name(by_name[str(keyword.arg)], ast.Load())
     else:
         given = _operands(step, node)
         given[step.operand] = chain

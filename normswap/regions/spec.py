@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
@@ -32,6 +33,16 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Node:
+    """One operation of an expression that is a norm. ``operands``: for each of its node's, in order, the index of the
+    node that gives it, the name of a value that the region is given, or "" for what stays in the code."""
+
+    at: Position
+    operands: tuple[int | str, ...]
+    is_method: bool = False
+
+
+@dataclass(frozen=True)
 class Region:
     """A norm and what is computed with it inside the forward of a module.
 
@@ -41,7 +52,8 @@ class Region:
     forward branches on that must hold (expression, truth); ``convolution``: the child whose output is normalised, with
     ``folding`` as one of ``FOLDINGS`` says how the norm goes into it; ``apart``: why the convolution before the norm is
     no part of the region; ``feeds``: the child that autocast gives the result in 16 bits and that alone gets it, and
-    before it those that hand it on.
+    before it those that hand it on; ``nodes``: the operations of the norm, unless it is a child that is called with its
+    input alone; ``constants``: what it takes that the source names.
     """
 
     kind: str
@@ -57,6 +69,8 @@ class Region:
     folding: str = ""
     apart: str = ""
     feeds: tuple[str, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -89,6 +103,8 @@ class Region:
                 "steps": tuple(Step(**{**s, "at": tuple(s["at"])}) for s in given["steps"]),
                 "passes": tuple(given["passes"]),
                 "feeds": tuple(given.get("feeds", ())),
+                "nodes": tuple(_node(data) for data in given.get("nodes", ())),
+                "constants": {k: _tuples(v) for k, v in given.get("constants", {}).items()},
                 "conditions": tuple((text, truth) for text, truth in given["conditions"]),
                 "activation": found if found is None or isinstance(found, str) else (*found,),
             }
@@ -97,3 +113,19 @@ class Region:
     def literal_activation(self) -> Activation | None:
         """The activation that the source names; None where a child says which."""
         return None if isinstance(self.activation, str) else Activation(*(self.activation or ()))
+
+
+def _node(data: Mapping[str, Any]) -> Node:
+    return Node(**{**data, "at": tuple(data["at"]), "operands": tuple(data["operands"])})
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists alone."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def slots(node: Any, is_method: bool) -> list[ast.expr]:
+    """The operands of a binary operation or a call, in order."""
+    if isinstance(node, ast.BinOp):
+        return [node.left, node.right]
+    return [*([node.func.value] if is_method else []), *node.args, *(keyword.value for keyword in node.keywords)]

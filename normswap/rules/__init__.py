@@ -20,6 +20,9 @@ from normswap.rules import (
 )
 from normswap.sites import is_sharded
 
+_MORE = (Reason.SUBCLASS, Reason.PART_OF_FORWARD, Reason.NOT_STRAIGHT_LINE, Reason.UNSUPPORTED, Reason.CHILD)
+"""Why a module is refused whose forward may hold a region all the same."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -44,10 +47,12 @@ RULES: tuple[Rule, ...] = tuple(
 
 def find(module: nn.Module, undecided: bool = False) -> Match | Refusal | None:
     """What ``module`` is a site of: what a person has registered, the first rule's answer, or a region of its forward,
-    also where it is a norm's subclass that computes more. ``undecided``: see ``region.match``."""
+    also where it is a norm's subclass that computes more, or computes more than an expression. ``undecided``: see
+    ``region.match``."""
     answer = alone(module)
-    if answer is None or (isinstance(answer, Refusal) and answer.reason is Reason.SUBCLASS):
-        answer = region.match(module, alone, undecided) or answer
+    if answer is None or (isinstance(answer, Refusal) and answer.reason in _MORE):
+        within = region.match(module, alone, undecided)
+        answer = within if answer is None or isinstance(within, Match) else answer
     sharded = isinstance(answer, Match) and is_sharded(module)
     return Refusal(answer.kind, Reason.SHARDED) if answer is not None and sharded else answer
 

@@ -15,7 +15,7 @@ from normswap.forwards.rms_norm import digest
 from normswap.plan import Match, Refusal
 from normswap.regions import flow
 from normswap.regions.foldings import by_default
-from normswap.regions.patterns import FUNCTIONS, regions_of
+from normswap.regions.patterns import NAMES, regions_of
 from normswap.regions.sequential import runs_of
 from normswap.regions.spec import Region
 from normswap.rules.expression_site import class_forward, names_in, not_rewritable
@@ -23,8 +23,6 @@ from normswap.tracing import Rejection
 
 KIND = "region"
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-_NAMES = frozenset(function.__name__ for function in FUNCTIONS)
 
 
 def match(
@@ -51,7 +49,7 @@ def match(
             regions = [*runs_of(module, norm_of)]
     else:
         names = names_in(forward)
-        if not names & _NAMES and not any(name in names for name in module._modules):
+        if not names & NAMES and not any(name in names for name in module._modules):
             return None
         read = flow.read(module, forward)
         regions = [] if isinstance(read, Rejection) else [*regions_of(module, read, norm_of)]

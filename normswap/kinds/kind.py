@@ -1,0 +1,65 @@
+"""What there is to know about a norm that people write out as an expression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from normswap.criterion import Magnitudes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A norm as a formula and as an op.
+
+    ``formula``: lines that ``regions.formula`` reads, over "x" and the names in ``parameters``, each None where a
+    spelling has no such name; ``call(x, *parameters)``: the op, or None where the expression itself must run;
+    ``magnitudes(x, dtype, *parameters)``: those of the expression on a float64 ``x`` that stands for one of ``dtype``,
+    the gradients by "input" and the names of parameters; ``sample(*parameters)``: a shape to try it on; ``c`` and
+    ``c_gradient``: what an error may be in units of 2^-24 times the magnitude.
+
+    With ``casts`` the expression may cast on the way; ``call`` and ``magnitudes`` then take one argument more: whether
+    what is normalised is rounded before the weight. They are asked only where all else is computed in float32.
+    """
+
+    name: str
+    formula: str
+    parameters: tuple[str, ...]
+    call: Callable[..., Tensor | None]
+    magnitudes: Callable[..., Magnitudes]
+    sample: Callable[..., tuple[int, ...]]
+    casts: bool = False
+    c: float = 4.0
+    c_gradient: float = 8.0
+
+
+def is_along(x: Tensor, dim: Any) -> bool:
+    """Whether ``dim`` is one of those of ``x``."""
+    return type(dim) is int and -x.dim() <= dim < x.dim()
+
+
+def are_numbers(*values: Any) -> bool:
+    """Whether each is a plain number or None."""
+    return all(value is None or type(value) in (int, float) for value in values)
+
+
+def shape_along(dim: Any, size: int = 33) -> tuple[int, ...]:
+    """A small shape of ``size`` along ``dim``."""
+    along = dim if type(dim) is int else -1
+    rank = max(3, along + 1, -along)
+    return tuple(size if d == along % rank else 3 + d for d in range(rank))
+
+
+def flat(parameter: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
+    """A weight or bias as a vector. Raises ValueError where it does not hold one value per index of ``x`` along
+    ``dim``, as it broadcasts to ``x``."""
+    if parameter is None:
+        return None
+    shape = [1] * x.dim()
+    shape[dim] = x.shape[dim]
+    if list(parameter.shape) != shape[x.dim() - parameter.dim() :] or parameter.numel() != x.shape[dim]:
+        raise ValueError(f"{tuple(parameter.shape)} is not one value per index along dim {dim} of {tuple(x.shape)}")
+    return parameter.reshape(-1)

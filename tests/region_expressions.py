@@ -1,0 +1,76 @@
+"""Norms written out inside a larger forward: a row a kind of spellings that are found, and one of look-alikes."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from region_checks import Case
+
+SPELLINGS: dict[str, tuple[str, ...]] = {
+    "l1_norm": (
+        "h / h.abs().mean(-1, keepdim=True)",
+        "h / torch.mean(torch.abs(h), dim=1, keepdim=True)",
+        "torch.div(h, abs(h).mean((-1,), True))",
+        "m = h.abs().mean(dim=1, keepdim=True); z = h * 3; h.true_divide(m) + z",
+        "h / (1e-3 + torch.absolute(input=h).mean(-1, keepdim=True))",
+        "h / h.abs().mean(-1, keepdim=True).clamp(min=self.slope)",
+        "m = h.abs().mean(self.dim, keepdim=True); h / torch.clamp_min(m, 0.3)",
+        "eps = 0.25; h / (h.abs().mean(-1, keepdim=True) + eps)",
+    ),
+}
+"""By kind: statements on ``h``, of which the last is the result. All are found."""
+
+LOOK_ALIKES: dict[str, tuple[str, ...]] = {
+    "l1_norm": (
+        "h / h.abs().mean(-1)[..., None]",
+        "h / h.abs().mean((0, 1), keepdim=True)",
+        "h / h.abs().mean()",
+        "h / y.abs().mean(-1, keepdim=True)",
+        "h / h.mean(-1, keepdim=True)",
+        "m = h.abs().mean(-1, keepdim=True); h / m + m",
+        "m = h.abs().mean(-1, keepdim=True); h.mul_(2); h / m",
+        "m = h.abs().mean(-1, keepdim=True); h = h + 1; h / m",
+        "h / torch.add(h.abs().mean(-1, keepdim=True), 1e-3, alpha=2)",
+        "h / h.abs().mean(-1, keepdim=True).clamp(1e-3, 10.0)",
+        "torch.div(h, h.abs().mean(-1, keepdim=True), rounding_mode='floor')",
+        "h / h.abs().mean(-1, keepdim=True, dtype=torch.float64)",
+        "h /= h.abs().mean(-1, keepdim=True); h",
+        "h.abs() / h.abs().mean(-1, keepdim=True)",
+        "m = [h.abs().mean(-1, keepdim=True)]; h / m[0]",
+    ),
+}
+"""By kind: what it resembles and is not. Nothing is found."""
+
+ELSEWHERE: dict[str, tuple[str, ...]] = {"l1_norm": ("h / h.abs().mean(self.flag, keepdim=True)",)}
+"""By kind: found, and left to the expression itself when it runs."""
+
+
+def _forwards(rows: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """A forward for each spelling, by kind and place, from a file: what is found is found in a source."""
+    lines = ["import torch", "import torch.nn.functional as F", ""]
+    for kind, spellings in rows.items():
+        for index, text in enumerate(spellings):
+            *statements, last = text.split("; ")
+            body = ["h = x * 2", *statements, f"return torch.tanh({last}), h * y"]
+            lines += [f"def {kind}_{index}(self, x, y):", *(f"    {line}" for line in body), ""]
+    path = Path(tempfile.mkdtemp()) / "written_out.py"
+    path.write_text("\n".join(lines))
+    spec: Any = importlib.util.spec_from_file_location("written_out", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {
+        f"{kind} {text}": getattr(module, f"{kind}_{i}") for kind, row in rows.items() for i, text in enumerate(row)
+    }
+
+
+def _cases(rows: Mapping[str, tuple[str, ...]], found: bool) -> dict[str, Case]:
+    forwards = _forwards(rows).items()
+    return {name: Case(f, (name.partition(" ")[0],) if found else (), exact=not found) for name, f in forwards}
+
+
+FOUND: dict[str, Case] = _cases(SPELLINGS, True)
+ALIKE: dict[str, Case] = {**_cases(LOOK_ALIKES, False), **_cases(ELSEWHERE, True)}

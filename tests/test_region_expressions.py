@@ -1,0 +1,51 @@
+"""Norms written out inside a larger forward: found, computed as they were, and proved."""
+
+from __future__ import annotations
+
+import pytest
+import region_expressions
+import torch
+from models import randomised
+from region_checks import Case, assert_same, check, outcome, regions_in, swap, written
+
+import normswap
+from normswap.kinds import KINDS
+
+TABLE: dict[str, Case] = {**region_expressions.FOUND, **region_expressions.ALIKE}
+
+
+@pytest.mark.case("region", "region-look-alikes")
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_found_computes_what_it_did(name: str) -> None:
+    check(TABLE[name], "eval")
+
+
+def test_every_kind_has_its_row() -> None:
+    assert {*region_expressions.SPELLINGS} == {*region_expressions.LOOK_ALIKES} == {*KINDS}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("name", region_expressions.FOUND)
+def test_every_expression_is_proved_with_its_gradients(name: str, dtype: torch.dtype) -> None:
+    case = region_expressions.FOUND[name]
+    torch.manual_seed(0)
+    model = randomised(written(case.forward)).eval().to(dtype)
+    inputs = tuple(torch.randn(shape).to(dtype) for shape in case.shapes)
+    report = normswap.report(normswap.optimize(model, inputs, min_speedup=None, on_mismatch="raise"))
+    assert "" in report.swapped
+
+
+@pytest.mark.parametrize("kind", region_expressions.SPELLINGS)
+def test_an_expression_is_itself_under_autocast_and_for_whole_numbers(kind: str) -> None:
+    forward = next(case for name, case in region_expressions.FOUND.items() if name.startswith(f"{kind} "))
+    model = randomised(written(forward.forward))
+    inputs = tuple(torch.randn(shape) for shape in forward.shapes)
+    swapped = swap(model)
+    assert regions_in(model) == (kind,)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(swapped, model, inputs, False)
+        assert_same(swapped, model, tuple(t.bfloat16() for t in inputs), False)
+    assert_same(swapped.double(), model.double(), tuple(t.double() for t in inputs), False)
+    whole = tuple((t * 9).long() for t in inputs)
+    ours, theirs = outcome(swapped, whole, False), outcome(model, whole, False)
+    assert ours == theirs if isinstance(theirs, str) else torch.equal(ours["output 0"], theirs["output 0"])
