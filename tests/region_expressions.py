@@ -21,6 +21,17 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         "m = h.abs().mean(self.dim, keepdim=True); h / torch.clamp_min(m, 0.3)",
         "eps = 0.25; h / (h.abs().mean(-1, keepdim=True) + eps)",
     ),
+    "l2_norm": (
+        "h / h.norm(p=2, dim=-1, keepdim=True)",
+        "h / torch.norm(h, dim=1, keepdim=True)",
+        "n = h.norm(2, -1, True); h.div(n)",
+        "h / torch.linalg.norm(h, dim=-1, keepdim=True)",
+        "h / torch.linalg.vector_norm(h, 2, dim=-1, keepdim=True)",
+        "h / h.norm(dim=self.dim, keepdim=True).clamp(min=1e-3)",
+        "h / torch.clamp_min(h.norm(p='fro', dim=-1, keepdim=True), self.slope)",
+        "F.normalize(h)",
+        "F.normalize(self.lin(h), p=2.0, dim=-1, eps=0.5)",
+    ),
 }
 """By kind: statements on ``h``, of which the last is the result. All are found."""
 
@@ -42,10 +53,24 @@ LOOK_ALIKES: dict[str, tuple[str, ...]] = {
         "h.abs() / h.abs().mean(-1, keepdim=True)",
         "m = [h.abs().mean(-1, keepdim=True)]; h / m[0]",
     ),
+    "l2_norm": (
+        "h / h.norm(p=1, dim=-1, keepdim=True)",
+        "h / (h.norm(dim=-1, keepdim=True) + 1e-3)",
+        "h / h.norm(dim=-1)[..., None]",
+        "h / h.norm(dim=(0, 1), keepdim=True)",
+        "h / y.norm(dim=-1, keepdim=True)",
+        "F.normalize(h, p=3.0)",
+        "F.normalize(h, p=self.dim)",
+        "h / h.norm(dim=-1, keepdim=True, dtype=torch.float64)",
+        "h / torch.linalg.norm(h[0], 2, (0, 1), True)",
+        "h / h.norm(dim=-1, keepdim=True).clamp(max=1.0)",
+        "n = h.norm(dim=-1, keepdim=True); h / n * n",
+        "n = h.norm(dim=-1, keepdim=True); h[0] = 1; h / n",
+    ),
 }
 """By kind: what it resembles and is not. Nothing is found."""
 
-ELSEWHERE: dict[str, tuple[str, ...]] = {"l1_norm": ("h / h.abs().mean(self.flag, keepdim=True)",)}
+ELSEWHERE: dict[str, tuple[str, ...]] = {"l1_norm": ("h / h.abs().mean(self.flag, keepdim=True)",), "l2_norm": ("F.normalize(h, eps=-1.0)",)}
 """By kind: found, and left to the expression itself when it runs."""
 
 
