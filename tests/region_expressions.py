@@ -32,6 +32,14 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         "F.normalize(h)",
         "F.normalize(self.lin(h), p=2.0, dim=-1, eps=0.5)",
     ),
+    "frobenius_norm": (
+        "h / h.norm()",
+        "n = torch.norm(h); h / n",
+        "h.divide(torch.norm(input=h, p=2))",
+        "h / torch.linalg.norm(h)",
+        "h / torch.linalg.vector_norm(h)",
+        "h / h.norm(p='fro', dim=None)",
+    ),
 }
 """By kind: statements on ``h``, of which the last is the result. All are found."""
 
@@ -66,6 +74,15 @@ LOOK_ALIKES: dict[str, tuple[str, ...]] = {
         "h / h.norm(dim=-1, keepdim=True).clamp(max=1.0)",
         "n = h.norm(dim=-1, keepdim=True); h / n * n",
         "n = h.norm(dim=-1, keepdim=True); h[0] = 1; h / n",
+    ),
+    "frobenius_norm": (
+        "h / h.norm(p=1)",
+        "h[0] / torch.linalg.norm(h[0], 2)",
+        "h / torch.linalg.norm(h[0], 'fro')",
+        "h / (h.norm() + 1e-6)",
+        "h / h.norm(float('inf'))",
+        "h * h.norm()",
+        "n = h.norm(); h.zero_(); h / n",
     ),
 }
 """By kind: what it resembles and is not. Nothing is found."""

@@ -1,0 +1,23 @@
+"""Division by the Frobenius norm of the whole tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from normswap import criterion, ops
+from normswap.kinds.kind import Kind
+
+FORMULA = "x / norm(x)"
+
+
+def call(x: Tensor) -> Tensor | None:
+    serves = x.dim() > 0 and (x.dtype is torch.float32 or not torch.is_autocast_enabled(x.device.type))
+    return ops.frobenius_norm(x) if serves else None
+
+
+def magnitudes(x: Tensor, dtype: torch.dtype) -> criterion.Magnitudes:
+    return criterion.euclidean(x, x.norm(), 0.0, dtype)
+
+
+KIND = Kind("frobenius_norm", FORMULA, (), call, magnitudes, lambda: (4, 33))
