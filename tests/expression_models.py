@@ -80,7 +80,7 @@ from expression_forwards import (
 from torch import Tensor, nn
 
 L1, LSB = "l1_norm", "linear_scale_batch_norm"
-SWAPPED = {"": LSB}
+SWAPPED, WITHIN = {"": LSB}, {"": "region"}
 CODE, PART, OTHER, CHILD = "NOT_STRAIGHT_LINE", "PART_OF_FORWARD", "UNSUPPORTED", "CHILD"
 
 
@@ -209,7 +209,7 @@ TABLE: dict[str, Trap] = {
         _one_linear_in_two_blocks, {"0": LSB, "1": LSB}, ("one-linear-two-batch-norms", "shared-module")
     ),
     "in_place_l1": l1_trap(in_place_l1, refused(L1, CODE), "in-place-and-aliases", backward_raises=True),
-    "alias_l1": l1_trap(alias_l1, refused(L1, CODE), "in-place-and-aliases"),
+    "alias_l1": l1_trap(alias_l1, WITHIN, "in-place-and-aliases"),
     "abs_in_place": l1_trap(abs_in_place, {}, "in-place-and-aliases"),
     "in_place_scale": Trap(written(in_place_scale), refused(LSB, CODE), ("in-place-and-aliases",)),
     "mul_in_place": Trap(written(mul_in_place), refused(LSB, PART), ("in-place-and-aliases",)),
@@ -226,13 +226,13 @@ TABLE: dict[str, Trap] = {
         written(block, (), width=4), SWAPPED, ("linear-3d-input",), shape=(3, 4, FEATURES), modes=("eval",)
     ),
     "on_data": l1_trap(on_data, refused(L1, "NOT_STRAIGHT_LINE"), "data-dependent-control-flow"),
-    "while_loop": l1_trap(while_loop, refused(L1, CODE), "data-dependent-control-flow"),
+    "while_loop": l1_trap(while_loop, WITHIN, "data-dependent-control-flow"),
     "counting": Trap(written(counting), refused(LSB, CODE), ("side-effects",), attributes=("calls",)),
-    "appending": l1_trap(appending, refused(L1, CODE), "side-effects"),
+    "appending": l1_trap(appending, WITHIN, "side-effects"),
     "training_branch": l1_trap(training_branch, refused(L1, CODE), "training-branches"),
     "training_flag": Trap(written(training_flag), refused(LSB, CODE), ("training-branches",)),
     "variadic": l1_trap(variadic, refused(L1, OTHER), "signatures"),
-    "keyword_only": l1_trap(keyword_only, refused(L1, OTHER), "signatures"),
+    "keyword_only": l1_trap(keyword_only, WITHIN, "signatures"),
     "defaulted": Trap(written(defaulted), refused(LSB, OTHER), ("signatures",)),
     # Module tree
     "own_forward": Trap(OwnForward, {}, ("subclass-own-forward",)),
@@ -265,12 +265,12 @@ TABLE: dict[str, Trap] = {
     "detached": l1_trap(detached, refused(L1, PART), "trap-no-grad-block"),
     "autocast_block": Trap(written(autocast_block), refused(LSB, CODE), ("trap-autocast-block",)),
     "grad_query": l1_trap(grad_query, refused(L1, CODE), "trap-grad-query"),
-    "of_global": l1_trap(of_global, refused(L1, CODE), "trap-config-and-globals"),
-    "of_config": l1_trap(of_config, refused(L1, PART), "trap-config-and-globals"),
-    "isinstance": l1_trap(isinstance_query, refused(L1, CODE), "trap-isinstance"),
-    "shape_after_in_place": l1_trap(shape_after_in_place, refused(L1, CODE), "trap-shape-after-in-place"),
+    "of_global": l1_trap(of_global, WITHIN, "trap-config-and-globals"),
+    "of_config": l1_trap(of_config, WITHIN, "trap-config-and-globals"),
+    "isinstance": l1_trap(isinstance_query, WITHIN, "trap-isinstance"),
+    "shape_after_in_place": l1_trap(shape_after_in_place, WITHIN, "trap-shape-after-in-place"),
     "only_the_size": l1_trap(only_the_size, refused(L1, OTHER), "trap-returns-rstd"),
-    "gated": l1_trap(gated, refused(L1, PART), "trap-returns-rstd"),
+    "gated": l1_trap(gated, WITHIN, "trap-returns-rstd"),
     # Changes after the swap
     "later_number": l1_trap(eps_l1, {"": L1}, "attributes-changed-later", later=with_other_eps_and_dim),
     "later_tensor_eps": l1_trap(eps_l1, {"": L1}, "attributes-changed-later", later=with_tensor_eps),

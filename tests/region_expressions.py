@@ -87,7 +87,10 @@ LOOK_ALIKES: dict[str, tuple[str, ...]] = {
 }
 """By kind: what it resembles and is not. Nothing is found."""
 
-ELSEWHERE: dict[str, tuple[str, ...]] = {"l1_norm": ("h / h.abs().mean(self.flag, keepdim=True)",), "l2_norm": ("F.normalize(h, eps=-1.0)",)}
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "l1_norm": ("h / h.abs().mean(self.flag, keepdim=True)",),
+    "l2_norm": ("F.normalize(h, eps=-1.0)",),
+}
 """By kind: found, and left to the expression itself when it runs."""
 
 

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("compare", "criterion", "kinds", "lifted", "plan", "regions", "regions.convolution_error", "sites"),
     },
     "regions.prove": {"compare", "forwards", "kinds", "plan", "regions", "regions.compare"},
-    "rules": {"plan", "tracing", "source", "modules", "forwards", "regions", "rules", "sites"},
+    "rules": {"kinds", "plan", "tracing", "source", "modules", "forwards", "regions", "rules", "sites"},
     "walk": {"plan", "modules", "rules"},
     "switch": {"modules", "sites"},
     "apply": {"plan", "install_table", "modules", "sites", "switch"},

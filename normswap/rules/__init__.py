@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from normswap.kinds import KINDS
 from normswap.plan import Match, Reason, Refusal
 from normswap.rules import (
     group_norm,
@@ -52,9 +53,16 @@ def find(module: nn.Module, undecided: bool = False) -> Match | Refusal | None:
     answer = alone(module)
     if answer is None or (isinstance(answer, Refusal) and answer.reason in _MORE):
         within = region.match(module, alone, undecided)
-        answer = within if answer is None or isinstance(within, Match) else answer
+        answer = within if answer is None or _says_more(within, answer) else answer
     sharded = isinstance(answer, Match) and is_sharded(module)
     return Refusal(answer.kind, Reason.SHARDED) if answer is not None and sharded else answer
+
+
+def _says_more(within: Match | Refusal | None, refusal: Refusal) -> bool:
+    """Whether a region that was found outdoes a refusal: of an expression, one that holds an expression."""
+    if not isinstance(within, Match):
+        return False
+    return refusal.reason is Reason.SUBCLASS or any(found["kind"] in KINDS for found in within.attributes["regions"])
 
 
 def alone(module: nn.Module) -> Match | Refusal | None:
