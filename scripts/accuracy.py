@@ -23,7 +23,7 @@ from workloads import ChannelRMSNorm, L1Norm, LinearScaleBatchNorm, randomised
 import normswap
 from normswap import launch_plans, native
 from normswap.compare import compare
-from normswap.criterion import C, RoundedMeans, error_share, magnitudes
+from normswap.criterion import C, RoundedStatistics, error_share, magnitudes
 from normswap.plan import Match
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -167,7 +167,7 @@ def shares(setting: Setting) -> tuple[float, float]:
 def referee(match: Match, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """The module's result in float64, and the magnitude its sums run through."""
     exact = copy.deepcopy(module).double()
-    with RoundedMeans(x.dtype) if match.kind == "l1_norm" else nullcontext():
+    with RoundedStatistics(x.dtype) if match.kind == "l1_norm" else nullcontext():
         reference = exact(x.double())
     return reference, magnitudes(match, exact, x.double(), x.dtype).output
 
