@@ -88,30 +88,30 @@ void run_channels_last(GroupBackward n, const Elements& e) {
   if (e.grad_residual.has_value()) torch::stable::copy_(const_cast<Tensor&>(*e.grad_residual), *other.grad_residual);
 }
 
-void group_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
-                              const OptionalTensor& bias, const OptionalTensor& residual, const Tensor& mean,
-                              const Tensor& rstd, int64_t num_groups, bool channels_last, int64_t activation, double low,
-                              double high, OptionalTensor grad_input, OptionalTensor grad_weight,
-                              OptionalTensor grad_bias, OptionalTensor grad_residual, int64_t regime) {
+// `mean` and `rstd`: a value a group.
+void run_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                  const OptionalTensor& residual, const float* mean, const float* rstd, int64_t num_groups,
+                  bool channels_last, const ActivationArgs& activation, const OptionalTensor& grad_input,
+                  const OptionalTensor& grad_weight, const OptionalTensor& grad_bias, const OptionalTensor& grad_residual,
+                  int64_t regime) {
   if (input.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const int64_t batch = input.size(0), channels = input.size(1);
   STD_TORCH_CHECK(num_groups > 0 && channels % num_groups == 0, kOp, ": ", num_groups, " groups do not divide ", channels,
                   " channels");
-  STD_TORCH_CHECK(grad.numel() == input.numel() && mean.numel() == batch * num_groups && rstd.numel() == mean.numel(),
-                  kOp, ": grad must have the input's size, mean and rstd a value a group");
+  STD_TORCH_CHECK(grad.numel() == input.numel(), kOp, ": grad must have the input's size");
   GroupBackward n{};
   n.dtype = dtype_of(input, kOp);
   n.grad_dtype = dtype_of(grad, kOp);
   STD_TORCH_CHECK(n.grad_dtype == n.dtype || n.grad_dtype == DType::f32, kOp,
                   ": grad must have the input's dtype or float32");
-  n.activation = activation_of(kOp, activation, low, high);
+  n.activation = activation;
   n.weight = channels_of(weight, channels);
   n.bias = channels_of(bias, channels);
   n.dweight = channels_of(grad_weight, channels);
   n.dbias = channels_of(grad_bias, channels);
-  n.mean = static_cast<const float*>(mean.const_data_ptr());
-  n.rstd = static_cast<const float*>(rstd.const_data_ptr());
+  n.mean = mean;
+  n.rstd = rstd;
   n.sizes = {batch, channels, input.numel() / (batch * channels), num_groups, static_cast<int>(itemsize(n.dtype)),
              static_cast<int>(itemsize(n.grad_dtype))};
   STD_TORCH_CHECK(n.sizes.spatial < (int64_t{1} << 31) && channels < (int64_t{1} << 31), kOp,
@@ -121,11 +121,49 @@ void group_norm_backward_cuda(const Tensor& grad, const Tensor& input, const Opt
   run_lines(n, elements, static_cast<Regime>(regime));
 }
 
+void group_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
+                              const OptionalTensor& bias, const OptionalTensor& residual, const Tensor& mean,
+                              const Tensor& rstd, int64_t num_groups, bool channels_last, int64_t activation, double low,
+                              double high, OptionalTensor grad_input, OptionalTensor grad_weight,
+                              OptionalTensor grad_bias, OptionalTensor grad_residual, int64_t regime) {
+  if (input.numel() == 0) return;
+  const int64_t groups = input.size(0) * num_groups;
+  run_backward(grad, input, weight, bias, residual, floats_of(kOp, mean, input, groups),
+               floats_of(kOp, rstd, input, groups), num_groups, channels_last, activation_of(kOp, activation, low, high),
+               grad_input, grad_weight, grad_bias, grad_residual, regime);
+}
+
+using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+
+// Those that are asked for, or none at all where tensors lie otherwise than the kernels take them, or there is no memory.
+Gradients group_norm_backward_or_none(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
+                                      const OptionalTensor& bias, const OptionalTensor& residual, const Tensor& statistics,
+                                      int64_t num_groups, int64_t activation, double low, double high, bool of_input,
+                                      bool of_weight, bool of_bias, bool of_residual) {
+  const bool channels_last = !input.is_contiguous() && is_channels_last(input);
+  if (input.numel() == 0 || !(channels_last || input.is_contiguous()) || !lie_alike(grad, input)) return {};
+  if (residual.has_value() && !lie_alike(*residual, input)) return {};
+  for (const OptionalTensor* t : {&weight, &bias}) {
+    if (t->has_value() && !(*t)->is_contiguous()) return {};
+  }
+  const auto room = [](bool wanted, const OptionalTensor& like) { return wanted ? unfilled_like(*like) : std::nullopt; };
+  const Gradients made{room(of_input, input), room(of_weight, weight), room(of_bias, bias), room(of_residual, grad)};
+  const auto& [dx, dw, db, dr] = made;
+  if (dx.has_value() != of_input || dw.has_value() != of_weight || db.has_value() != of_bias) return {};
+  if (dr.has_value() != of_residual) return {};
+  const int64_t groups = input.size(0) * num_groups;
+  const float* mean = floats_of(kOp, statistics, input, 2 * groups);
+  run_backward(grad, input, weight, bias, residual, mean, mean + groups, num_groups, channels_last,
+               activation_of(kOp, activation, low, high), dx, dw, db, dr, 0);
+  return made;
+}
+
 }  // namespace
 }  // namespace normswap
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("group_norm_backward", TORCH_BOX(&normswap::group_norm_backward_cuda));
+  m.impl("group_norm_backward_or_none", TORCH_BOX(&normswap::group_norm_backward_or_none));
 }
 
 // The plan, for tests that have no GPU, of the GPU described: (held, vec, lanes, each, units, piece_lines, piece_units,

@@ -83,6 +83,11 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "Tensor rstd, int num_groups, bool channels_last, int activation, float low, float high, "
       "Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, Tensor(d!)? grad_residual, int regime) "
       "-> ()");
+  // The gradients asked for, or none at all; statistics: all means, then all rstds.
+  m.def(
+      "group_norm_backward_or_none(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, "
+      "Tensor statistics, int num_groups, int activation, float low, float high, bool of_input, bool of_weight, "
+      "bool of_bias, bool of_residual) -> (Tensor?, Tensor?, Tensor?, Tensor?)");
   // The output and float32 statistics of the rows (layer_norm: all means, then all rstds), or neither.
   m.def(
       "layer_norm_recorded(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps) -> (Tensor?, Tensor?)");

@@ -256,27 +256,6 @@ Recorded l1_norm_recorded(const Tensor& input, double eps, double minimum) {
   return made;
 }
 
-// Whether the memory is that of (batch, ..., channels), which contiguous memory may be too.
-bool is_channels_last(const Tensor& t) {
-  const int64_t dims = t.dim();
-  if (dims != 4 && dims != 5) return false;
-  int64_t stride = 1;
-  for (int64_t i = 0; i < dims; ++i) {
-    const int64_t dim = i == 0 ? 1 : i == dims - 1 ? 0 : dims - i;  // channels first, the batch last
-    if (t.size(dim) != 1 && t.stride(dim) != stride) return false;
-    stride *= t.size(dim);
-  }
-  return true;
-}
-
-// Whether two tensors have sizes, strides and device in common.
-bool lie_alike(const Tensor& a, const Tensor& b) {
-  const auto sizes = a.sizes(), strides = a.strides();
-  return a.dim() == b.dim() && std::equal(sizes.begin(), sizes.end(), b.sizes().begin()) &&
-         std::equal(strides.begin(), strides.end(), b.strides().begin()) && a.is_cuda() &&
-         a.get_device_index() == b.get_device_index();
-}
-
 // What group_norm is called with, but for the input.
 struct Groups {
   int64_t num_groups;

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -75,6 +76,27 @@ inline void check_out(const char* op, const Tensor& out, const Tensor& input) {
   check_beside(op, "out", out, input);
   STD_TORCH_CHECK(out.scalar_type() == input.scalar_type() && out.numel() == input.numel(), op,
                   ": out must have the input's dtype and size");
+}
+
+// Whether the memory is that of (batch, ..., channels), which contiguous memory may be too.
+inline bool is_channels_last(const Tensor& t) {
+  const int64_t dims = t.dim();
+  if (dims != 4 && dims != 5) return false;
+  int64_t stride = 1;
+  for (int64_t i = 0; i < dims; ++i) {
+    const int64_t dim = i == 0 ? 1 : i == dims - 1 ? 0 : dims - i;  // channels first, the batch last
+    if (t.size(dim) != 1 && t.stride(dim) != stride) return false;
+    stride *= t.size(dim);
+  }
+  return true;
+}
+
+// Whether two tensors have sizes, strides and device in common.
+inline bool lie_alike(const Tensor& a, const Tensor& b) {
+  const auto sizes = a.sizes(), strides = a.strides();
+  return a.dim() == b.dim() && std::equal(sizes.begin(), sizes.end(), b.sizes().begin()) &&
+         std::equal(strides.begin(), strides.end(), b.strides().begin()) && a.is_cuda() &&
+         a.get_device_index() == b.get_device_index();
 }
 
 // Statistics: `count` floats.

@@ -53,6 +53,26 @@ def group_norm(
     out.copy_(reference.group_norm(wide[0], num_groups, *wide[1:], eps, after, residual=residual))  # type: ignore[arg-type]
 
 
+def recorded(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: int,
+    low: float,
+    high: float,
+    residual: Tensor | None,
+    wide: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output and all means, then all rstds, of a contiguous input."""
+    out = torch.empty_like(input, dtype=torch.float32 if wide else input.dtype)
+    statistics = torch.empty(2 * len(input) * num_groups)
+    behind = activation, low, high, residual, out, *statistics.chunk(2), 0
+    group_norm(input, weight, bias, num_groups, eps, False, *behind)
+    return out, statistics
+
+
 def group_norm_backward(
     grad: Tensor,
     input: Tensor,
@@ -129,7 +149,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         monkeypatch.setattr(torch.ops.normswap, name, SimpleNamespace(default=call), raising=False)
     # A direct call declines: what serves all layouts and dtypes is looked at.
-    monkeypatch.setattr(sys.modules["normswap.ops.group_norm"], "native_op", lambda name: lambda *given: (None, None))
+    declined = {"group_norm_recorded": (None,) * 2, "group_norm_backward_or_none": (None,) * 4}
+    native_op = lambda name: lambda *given: declined[name]  # noqa: E731
+    monkeypatch.setattr(sys.modules["normswap.ops.group_norm"], "native_op", native_op)
     for module in ("group_norm", "instance_norm"):  # normswap.ops.group_norm is the function
         monkeypatch.setattr(sys.modules[f"normswap.ops.{module}"], "native_serves", lambda *tensors, **given: True)
     return calls

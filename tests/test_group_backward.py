@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import group_norm_stand_in
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from normswap import launch_plans, ops, reference
 from normswap.activation import CODES, NONE, Activation
+from normswap.ops import dispatch
 
 SHAPE, GROUPS = (2, 6, 5, 3), 3
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
@@ -55,6 +57,27 @@ def test_gradients_are_pytorch_s(
         second.append(torch.autograd.grad(sum(g.square().sum() for g in first), (x, weight)))
     for mine, other in zip(*second, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ("none", "silu"))
+def test_a_recorded_call_without_more_gives_every_gradient(
+    name: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called as ``direct`` lets it be called: with the arguments of the native op."""
+    x, weight, bias, residual = given = leaves()
+    activation = Activation(name)
+    stand_ins: dict[str, object] = {
+        "group_norm_recorded": group_norm_stand_in.recorded,
+        "group_norm_backward_or_none": lambda *given: (None,) * 4,
+    }
+    monkeypatch.setattr(sys.modules["normswap.ops.group_norm"], "native_op", stand_ins.get)
+    call = dispatch._recording["group_norm"]
+    out = call(x, GROUPS, weight, bias, 1e-5, activation.code, 0.0, 0.0, residual, False)
+    assert out is not None
+    expected = activation(F.group_norm(x, GROUPS, weight, bias) + residual)
+    dy = torch.randn(SHAPE)
+    for ours, theirs in zip(*(torch.autograd.grad(y, given, dy) for y in (out, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_gradients_asked_for(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

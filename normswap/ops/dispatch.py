@@ -33,10 +33,12 @@ _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
 
 def recording(name: str) -> Callable[[_Function], _Function]:
     """Decorates the autograd Function that does all of a call of ``name`` that records a gradient, or answers None; it
-    takes what the native op of ``direct`` takes. Function.apply itself would ask again for functorch's transforms."""
+    takes what the native op of ``direct`` takes. Function.apply itself would ask again for functorch's transforms, and
+    its node which of two functions is the backward."""
 
     def register(function: _Function) -> _Function:
         _recording[name] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+        function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
         return function
 
     return register
@@ -133,6 +135,7 @@ def _register_fakes() -> None:
     for name in ("layer_norm", "rms_norm", "l1_norm", "group_norm", *with_options):
         nothing = (None,) * (3 if name in with_options else 2)
         torch.library.register_fake(f"normswap::{name}_recorded", lambda *args, answer=nothing, **kwargs: answer)
+    torch.library.register_fake("normswap::group_norm_backward_or_none", lambda *args: (None,) * 4)
     for name, fake in _ROW_BACKWARDS.items():
         torch.library.register_fake(f"normswap::{name}", fake)
 

@@ -168,35 +168,43 @@ class _GroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        of_input, _, of_weight, of_bias, *_, of_residual, _, _ = ctx.needs_input_grad
+        of_input, _, of_weight, of_bias, _, _, _, _, of_residual, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled():
             dx, dw, db, dr = _differentiable(ctx, grad, of_residual)
-        else:
-            dx, dw, db, dr = _gradients(ctx, grad, of_input, of_weight, of_bias, of_residual)
-        return dx, None, dw, db, None, None, None, None, dr, None, None
+            return dx, None, dw, db, None, None, None, None, dr, None, None
+        input, weight, bias, residual, statistics = ctx.saved_tensors
+        activation = ctx.activation[0]
+        passed = of_residual and not activation  # the sum's gradient is its summands'
+        wanted = of_input, of_weight, of_bias, of_residual and not passed
+        found = native_op("group_norm_backward_or_none")(
+            grad, input, weight, bias, residual, statistics, ctx.num_groups, *ctx.activation, *wanted
+        )
+        if all(one is None for one in found):
+            found = _gradients(ctx, grad, *wanted)
+        dx, dw, db, dr = found
+        return dx, None, dw, db, None, None, None, None, grad if passed else dr, None, None
 
 
 def _gradients(
     ctx: Any, grad: Tensor, of_input: bool, of_weight: bool, of_bias: bool, of_residual: bool
 ) -> tuple[Tensor | None, ...]:
-    """By our kernel; None for those that are not asked for."""
+    """Those that are asked for, of tensors that lie in any way."""
     input, weight, bias, residual, statistics = ctx.saved_tensors
     layout = _layout_of(input)
     input = input.contiguous(memory_format=layout)
-    passed = of_residual and not ctx.activation[0]  # the sum's gradient is its summands'
     dx = torch.empty_like(input) if of_input else None
     room = torch.empty_like if input.numel() > 0 else torch.zeros_like  # sums of nothing, which no kernel runs for
     dw = room(weight, memory_format=torch.contiguous_format) if of_weight else None
     db = room(bias, memory_format=torch.contiguous_format) if of_bias else None
     dense_grad = grad.contiguous(memory_format=layout)
-    dr = torch.empty_like(dense_grad) if of_residual and not passed else None
+    dr = torch.empty_like(dense_grad) if of_residual else None
     residual = None if residual is None else residual.contiguous(memory_format=layout)
     channels_last = layout is not torch.contiguous_format
     torch.ops.normswap.group_norm_backward.default(
         *(dense_grad, input, dense(weight), dense(bias), residual, *statistics.chunk(2), ctx.num_groups, channels_last),
         *(*ctx.activation, dx, dw, db, dr, 0),
     )
-    return dx, dw, db, grad if passed else dr
+    return dx, dw, db, dr
 
 
 def _differentiable(ctx: Any, grad: Tensor, of_residual: bool) -> list[Tensor | None]:

@@ -61,18 +61,18 @@ def test_what_is_not_plain_is_declined() -> None:
     assert layer_norm(x.half(), 1, w, w.half(), 1e-5) is None
     image = drawn(2, 8, 4, 4)
     for given, groups in ((image, 3), (image, 0), (image[:, :, ::2], 4), (drawn(1, 8, 1, 1), 8), (drawn(8), 2)):
-        assert group_norm(given, groups, None, None, 1e-5, 0, 0.0, 0.0, None) is None
+        assert group_norm(given, groups, None, None, 1e-5, 0, 0.0, 0.0, None, False) is None
 
 
 def test_who_has_a_say_gets_the_general_way() -> None:
     x = drawn(6, 24)
     assert dispatch.direct("layer_norm", x) is not None
     leaf = x.clone().requires_grad_()
-    for name in ("layer_norm", "rms_norm", "l1_norm"):
+    for name in ("layer_norm", "rms_norm", "l1_norm", "group_norm"):
         assert dispatch.direct(name, leaf) is dispatch._recording[name]
         with torch.no_grad():
             assert dispatch.direct(name, leaf) is dispatch._direct[name]
-    assert dispatch.direct("group_norm", leaf) is None
+    assert dispatch.direct("l2_norm", leaf) is None
     assert dispatch.direct("layer_norm", x, x.cpu()) is None
     with torch.autocast("cuda"):
         assert dispatch.direct("layer_norm", x) is None
