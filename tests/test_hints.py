@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,6 +132,15 @@ def test_a_report_is_one_line_and_a_table() -> None:
     assert "\n" not in repr(report) and len(repr(report)) < 200
     page = report._repr_html_()
     assert page.count("<table") == 1 and "layer_norm" in page and "left alone: 1" in page
+
+
+def test_the_page_has_bars_where_something_was_timed() -> None:
+    report = normswap.report(normswap.optimize(nn.Sequential(nn.LayerNorm(6)).eval(), torch.randn(2, 6)))
+    assert "<svg" not in report._repr_html_()
+    times = {"calls": 2, "bound": "device", "eager_device_us": 30.0, "ours_device_us": 10.0, "gain": 3.0}
+    page = replace(report, rows=({**report.rows[0], **times, "eager_host_us": 1.0, "ours_host_us": 1.0},))._repr_html_()
+    assert page.count("<rect") == 2 and "60.0 us" in page and "20.0 us" in page
+    assert "layer_norm, before" in page and 'width="320.0"' in page and 'width="106.7"' in page
 
 
 def test_the_page_escapes_what_a_model_says() -> None:
