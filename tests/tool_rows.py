@@ -86,7 +86,7 @@ def export_strict(device: str) -> Seen:
     return exported(device, True)
 
 
-@row("AOTInductor", "optimize, export, aoti_compile_and_package", ORIGINAL)
+@row("AOTInductor", "optimize, export, aoti_compile_and_package", ORIGINAL, devices=CPU)
 def aot_inductor(device: str) -> Seen:
     model, x = model_on(device, 1), x_on(device)
     fast = optimized(model, x)
