@@ -1,4 +1,5 @@
-"""A model for deployment, in which Linear -> scale -> BatchNorm is one plain nn.Linear."""
+"""A model for deployment, in which Linear -> scale -> BatchNorm is one plain nn.Linear and convolution -> BatchNorm one
+plain convolution."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import modules, reference, rules
+from normswap import fold_convolution, modules, reference, rules
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.plan import Match, NormswapError
@@ -24,15 +25,18 @@ class _NotFoldable(Exception):
 
 
 def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
-    """``model`` with every Linear -> scale -> BatchNorm1d replaced by the one ``nn.Linear`` it equals in eval.
+    """``model`` with every Linear -> scale -> BatchNorm1d replaced by the one ``nn.Linear`` it equals in eval, and
+    every convolution (nn.Conv1d to 3d) with a BatchNorm behind it by the one convolution.
 
     For inference: the model must be in eval mode, and its state_dict gets other keys. A module whose whole forward is
     the expression, or an nn.Sequential of nothing else, becomes an nn.Linear; in a longer nn.Sequential the Linear is
-    replaced and nn.Identity takes the other places. Weights are computed in float64 and rounded once. ``model`` may be
-    swapped or not; it is left untouched and a copy is returned, unless ``inplace``. Other swapped modules stay swapped.
+    replaced and nn.Identity takes the other places, as it takes that of a BatchNorm behind a convolution. Weights are
+    computed in float64 and rounded once. ``model`` may be swapped or not; it is left untouched and a copy is returned,
+    unless ``inplace``. Other swapped modules stay swapped.
 
-    The input of such a Linear must be (N, K), and nobody but the model's own forward may call its parts: BatchNorm1d
-    takes (N, C, L) too and then normalises another axis, which a Linear cannot.
+    The input of such a Linear must be (N, K), and nobody but the forward of the module that holds them may call its
+    parts, or a convolution and its BatchNorm: BatchNorm1d takes (N, C, L) too and then normalises another axis, which a
+    Linear cannot.
 
     A site that cannot be folded is left as it is, and a warning says why. Raises TypeError when ``model`` is no
     nn.Module and NormswapError when it is in train mode, when nothing can be folded, and with ``inplace`` when the
@@ -45,8 +49,12 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     with torch.inference_mode(False), torch.no_grad():
         target = model if inplace else copy.deepcopy(model)
         whole, within = _folded(target)
-        if not whole and not within:
-            raise NormswapError("fold: no module of this model is a Linear -> scale -> BatchNorm1d that can be folded")
+        convolved = _fold_convolutions(target)
+        if not whole and not within and not convolved:
+            raise NormswapError(
+                "fold: no module of this model is a Linear -> scale -> BatchNorm1d, or a convolution -> BatchNorm, "
+                "that can be folded"
+            )
         if id(target) in whole:
             if inplace:
                 raise NormswapError("fold: the model itself is what folds, which cannot be done in place")
@@ -57,6 +65,23 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
             for name, child in parent._modules.items():
                 parent._modules[name] = whole.get(id(child), child)
     return target
+
+
+def _fold_convolutions(model: nn.Module) -> int:
+    """How many BatchNorms were folded into the convolutions before them. Warns of each that is left."""
+    count = 0
+    for name, pair in [*fold_convolution.pairs_of(model)]:
+        problem = pair.problem
+        try:
+            if not problem:
+                fold_convolution.fold_pair(pair)
+                count += 1
+        except ValueError as reason:
+            problem = str(reason)
+        if problem:
+            place = f"{name}.{pair.norm}" if name else pair.norm
+            warnings.warn(f"fold: {place} is left as it is: {problem}", stacklevel=3)
+    return count
 
 
 def _folded(model: nn.Module) -> tuple[dict[int, nn.Linear], list[tuple[nn.Module, dict[str, nn.Module]]]]:

@@ -294,7 +294,7 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
     if kind not in _FORWARDS or not (found or issubclass(original, expected)):
         raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
     text = json.dumps(dict(attributes), sort_keys=True)
-    replaced = Replaced(original)
+    replaced = Replaced(original, regions.method_of(attributes))
     # What is made holds on to the forward and its code: while it lives, nothing else has their ids.
     key = (kind, text, id(replaced.function), id(replaced.code))
     made = _made.setdefault(original, WeakValueDictionary())
@@ -312,7 +312,7 @@ def _rewritten_class(match: Match, replaced: Replaced) -> type[nn.Module]:
     original: type[nn.Module] = replaced.original
     make = registered_forward(match.kind) if match.registered else _FORWARDS[match.kind]
     body = {
-        "forward": in_the_place_of(replaced, make(replaced, match.attributes)),
+        replaced.name: in_the_place_of(replaced, make(replaced, match.attributes)),
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,

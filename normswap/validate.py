@@ -112,7 +112,7 @@ def _listening(proofs: Iterable[RegionProof]) -> Iterator[None]:
         yield
     finally:
         for proof in listening:
-            proof.owner.__dict__.pop("forward", None)
+            proof.owner.__dict__.pop(proof.method, None)
 
 
 def _original(module: nn.Module) -> type[nn.Module]:

@@ -112,6 +112,30 @@ def in_a_branch(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+class Stem(Block):
+    """Its forward leaves all to a method, as torchvision's ResNet does."""
+
+    def _forward_impl(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return self.act(self.bn(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward_impl(x)
+
+
+class DeepStem(Stem):
+    """As timm's models do, by two methods; what another one does is no matter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.features(x).flatten(1)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self._forward_impl(x * 1)
+
+    def weights(self) -> Tensor:
+        return self.conv.weight
+
+
 @dataclass(frozen=True)
 class Case:
     """``found``: the names of the regions with all convolutions that can be taken in; ``folds``: how many are folded in
@@ -293,6 +317,8 @@ CASES: dict[str, Case] = {
     "input_written_between": Case(block(input_written_between), ("bn + relu",), 0),
     "scaled_between": Case(block(scaled_between), ("bn + relu",), 0),
     "by_keyword": Case(block(called_with_more), ("bn + relu",), 0),
+    "in_a_method": Case(lambda: Stem(conv(), bn())),
+    "in_a_method_of_a_method": Case(lambda: DeepStem(conv(), bn())),
     "in_a_branch": Case(block(in_a_branch), ("conv + bn + relu",)),
     "not_affine": Case(of_norm(lambda: nn.BatchNorm2d(6, affine=False))),
     "momentum_none": Case(of_norm(lambda: nn.BatchNorm2d(6, momentum=None))),
@@ -353,6 +379,9 @@ CASES: dict[str, Case] = {
     "later_eps": Case(block(), later=lambda m: setattr(m.bn, "eps", 0.5)),
     "later_stride": Case(block(), later=lambda m: setattr(m.conv, "stride", (2, 1))),
     "later_state_dict": Case(block(), later=loaded),
+    "later_own_method": Case(
+        lambda: Stem(conv(), bn()), folds=0, later=lambda m: setattr(m, "_forward_impl", torch.neg), exact=True
+    ),
     "later_another_convolution": Case(block(), later=put("conv", lambda _: nn.Conv2d(6, 6, 5))),
     "later_half": Case(block(), later=lambda m: m.bfloat16(), dtype=torch.bfloat16),
 }

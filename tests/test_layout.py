@@ -48,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"notebook", "plan"},
     "again": {"plan", "report"},
     "hints": {"report"},
-    "fold": {"plan", "reference", "modules", "forwards", "rules", "sites"},
+    "fold_convolution": {"reference", "modules", "forwards", "rules", "sites"},
+    "fold": {"plan", "reference", "modules", "forwards", "rules", "sites", "fold_convolution"},
     "timing": {"forwards", "plan", "native", "modules", "regions", "regions.compare", "sites", "whole", "timing"},
     "footprint": {"plan"},
     "optimize": {

@@ -21,7 +21,8 @@ def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch
     ``real`` is the input as it was, ``dtype`` what its convolution gives.
 
     With the gain g = weight rstd and W' = g W, the sum runs through A = |g| (|W| * |x| + |b| + |mean|) + |beta|:
-    float32 arithmetic makes c 2^-24 A of that at most. Each weight is rounded by at most d, half an ulp of W' in its
+    float32 arithmetic makes c 2^-24 A of that at most; a sum that begins with the bias rounds at its size K times, of
+    either sign. Each weight is rounded by at most d, half an ulp of W' in its
     dtype (2^-11 of it where a convolution takes TF32): errors of either sign, so that their sum is at most
     4 (d^2 * x^2)^(1/2), seven of its standard deviations. The new bias is rounded once. PyTorch's own sequence rounds z
     instead, which is allowed too.
@@ -38,7 +39,8 @@ def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch
     spread = torch.convolution(x.square(), rounded.square(), None, *how).clamp(min=0.0).sqrt()
     across = (gain.abs() * (own.abs() + norm.running_mean.abs()) + offset.abs()).view(shape)
     shift = (gain * (own - norm.running_mean) + offset).view(shape)
-    error = _C_SUMS * FLOAT32_ROUNDING * (sums + across) + _C_ROUNDED * spread
+    terms = weight[0].numel()
+    error = FLOAT32_ROUNDING * (_C_SUMS * sums + max(_C_SUMS, 2 * terms**0.5) * across) + _C_ROUNDED * spread
     return error + half_ulp(shift, dtype) + half_ulp(z, dtype) * gain.abs().view(shape)
 
 

@@ -24,7 +24,12 @@ _Forward: TypeAlias = Callable[..., Any]
 def compiled_of(original: type[nn.Module], attributes: Mapping[str, Any]) -> list[Compiled]:
     """The regions that a match names, compiled for the class ``original``. Raises PlanError where they do not fit."""
     made: Any = original  # to mypy, a class is no hashable argument
-    return _compiled(made, original.forward, _text(attributes))[0]
+    return _compiled(made, getattr(made, method_of(attributes)), _text(attributes))[0]
+
+
+def method_of(attributes: Mapping[str, Any]) -> str:
+    """The method that holds the regions of a match: ``forward``, or one that it calls."""
+    return str(attributes.get("method", "forward"))
 
 
 def with_helpers(

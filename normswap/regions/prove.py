@@ -16,7 +16,7 @@ from normswap.kinds import KINDS
 from normswap.plan import Match
 from normswap.regions.compare import compare_region
 from normswap.regions.helper import Fused, OriginalClass
-from normswap.regions.install import compiled_of, with_helpers
+from normswap.regions.install import compiled_of, method_of, with_helpers
 from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region
@@ -37,15 +37,15 @@ class RegionProof:
         gradients: bool,
     ) -> None:
         self.owner, self.original, self.match, self.gradients = owner, original, match, gradients
-        self.compiled = compiled_of(original, match.attributes)
+        self.compiled, self.method = compiled_of(original, match.attributes), method_of(match.attributes)
         self.fused = {id(one): Fused(one, original_class) for one in self.compiled}
         self.found: dict[int, list[Comparison]] = {id(one): [] for one in self.compiled}
 
     def listen(self) -> None:
         """From now on every call of ``owner`` runs the statements of its regions and compares beside them. Ends when
-        the instance's own ``forward`` goes."""
-        forward = with_helpers(Replaced(self.original), self.match.attributes, self._listener)
-        self.owner.__dict__["forward"] = partial(forward, self.owner)
+        the instance's own ``method`` goes."""
+        method = with_helpers(Replaced(self.original, self.method), self.match.attributes, self._listener)
+        self.owner.__dict__[self.method] = partial(method, self.owner)
 
     def _listener(self, compiled: Compiled) -> Helper:
         found = self.found[id(compiled)]

@@ -5,7 +5,11 @@ The norms themselves are sites of their own: a region stands beside them and goe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,7 +23,6 @@ from normswap.regions.patterns import NAMES, regions_of
 from normswap.regions.sequential import runs_of
 from normswap.regions.spec import Region
 from normswap.rules.expression_site import class_forward, names_in, not_rewritable
-from normswap.tracing import Rejection
 
 KIND = "region"
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -31,9 +34,30 @@ def match(
     """Match a module in whose forward a norm can be computed together with its neighbours; ``find`` answers for a child
     alone. What cannot be rewritten is not spoken of: its norms are sites by themselves. ``undecided``: with every
     convolution that a norm can be folded into, and not said how."""
+    for reading in readings(module, find):
+        regions = [one if undecided else by_default(one, module) for one in reading.regions]
+        kept = [region.to_json() for region in regions if region is not None]
+        if kept:
+            return not_rewritable(module, KIND) or Match(KIND, {**reading.told, "regions": kept})
+    return None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The regions found in one function of a module's class, what a match tells of it, and its definition; None where
+    it was not read, for which there is what it ``names``, or is nn.Sequential's."""
+
+    regions: list[Region]
+    told: Mapping[str, str] = field(default_factory=dict)
+    tree: ast.FunctionDef | None = None
+    names: frozenset[str] = frozenset()
+
+
+def readings(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]) -> Iterator[Reading]:
+    """Of the forward of ``module`` and of the methods that it calls."""
     forward = None if isinstance(module, torch.jit.ScriptModule) else class_forward(module)
     if forward is None or (type(module).__module__.startswith("torch.nn.modules") and not module._modules):
-        return None
+        return
 
     def norm_of(child: nn.Module) -> Match | None:
         if type(child) in BATCH_NORMS:  # no site by itself: PyTorch's op is as fast
@@ -42,21 +66,32 @@ def match(
         found = find(child)
         return found if isinstance(found, Match) else None
 
-    regions: list[Region] = []
-    told: dict[str, str] = {}
     if forward is nn.Sequential.forward:
         if type(module).__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
-            regions = [*runs_of(module, norm_of)]
-    else:
-        names = names_in(forward)
-        if not names & NAMES and not any(name in names for name in module._modules):
-            return None
-        read = flow.read(module, forward)
-        regions = [] if isinstance(read, Rejection) else [*regions_of(module, read, norm_of)]
-        functions = {} if isinstance(read, Rejection) else read.functions
-        told = {"source": digest([forward, *functions.values()]), "functions": " ".join(functions)}
-    if not undecided:
-        regions = [one for region in regions if (one := by_default(region, module)) is not None]
-    if not regions:
-        return None
-    return not_rewritable(module, KIND) or Match(KIND, {**told, "regions": [region.to_json() for region in regions]})
+            yield Reading([*runs_of(module, norm_of)])
+        return
+    for name, function in methods_of(module, forward).items():
+        read = flow.read(module, function) if _may_hold(module, function) else None
+        if isinstance(read, flow.Flow):
+            told = {"source": digest([function, *read.functions.values()]), "functions": " ".join(read.functions)}
+            told |= {} if name == "forward" else {"method": name}
+            yield Reading([*regions_of(module, read, norm_of)], told, read.tree)
+        else:
+            yield Reading([], names=names_in(function))
+
+
+def methods_of(module: nn.Module, forward: types.FunctionType) -> dict[str, types.FunctionType]:
+    """``forward`` and the methods of its class that it calls, and those that they call, by name; torch.nn's aside."""
+    found, waiting = {"forward": forward}, [forward]
+    while waiting:
+        for name in sorted(names_in(waiting.pop()) - found.keys()):
+            method = inspect.getattr_static(type(module), name, None)
+            if isinstance(method, types.FunctionType) and not method.__module__.startswith("torch.nn.modules"):
+                found[name] = method
+                waiting.append(method)
+    return found
+
+
+def _may_hold(module: nn.Module, function: types.FunctionType) -> bool:
+    names = names_in(function)
+    return bool(names & NAMES) or any(name in names for name in module._modules)

@@ -22,7 +22,7 @@ from normswap.plan import Match, Plan, Swap
 from normswap.regions.compare import compare_region, holder_of
 from normswap.regions.foldings import by_default, foldings_of, without_convolution
 from normswap.regions.helper import Fused, make_helper
-from normswap.regions.install import compiled_of, with_helpers
+from normswap.regions.install import compiled_of, method_of, with_helpers
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region
 from normswap.sites import preserved
@@ -132,14 +132,14 @@ class _Owner:
     """A module with regions."""
 
     def __init__(self, module: nn.Module, match: Match) -> None:
-        self.module, self.match = module, match
+        self.module, self.match, self.method = module, match, method_of(match.attributes)
         self.compiled = compiled_of(type(module), match.attributes)
         self.places = {id(one): _Place(one, module) for one in self.compiled if one.region.convolution}
 
     def listen(self) -> None:
-        """Run the statements of its regions from now on, until the instance's own ``forward`` goes."""
-        forward = with_helpers(Replaced(type(self.module)), self.match.attributes, self._listener)
-        self.module.__dict__["forward"] = partial(forward, self.module)
+        """Run the statements of its regions from now on, until the instance's own ``method`` goes."""
+        method = with_helpers(Replaced(type(self.module), self.method), self.match.attributes, self._listener)
+        self.module.__dict__[self.method] = partial(method, self.module)
 
     def _listener(self, compiled: Compiled) -> Helper:
         place = self.places.get(id(compiled))
@@ -159,7 +159,7 @@ def _listening(owners: Any) -> Iterator[None]:
         yield
     finally:
         for owner in owners:
-            owner.module.__dict__.pop("forward", None)
+            owner.module.__dict__.pop(owner.method, None)
 
 
 def _decide(places: Sequence[_Place], timed: bool) -> None:

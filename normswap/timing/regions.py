@@ -13,7 +13,7 @@ from normswap.forwards.replaced import Replaced
 from normswap.plan import Match
 from normswap.regions.compare import holder_of
 from normswap.regions.helper import make_helper
-from normswap.regions.install import compiled_of, with_helpers
+from normswap.regions.install import compiled_of, method_of, with_helpers
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.timing.candidate import Code, Recorder, Use
 
@@ -23,14 +23,14 @@ class RegionRecorder:
 
     def __init__(self, owner: nn.Module, original: type[nn.Module], match: Match) -> None:
         self.owner, self.original, self.match = owner, original, match
-        self.compiled = compiled_of(original, match.attributes)
+        self.compiled, self.method = compiled_of(original, match.attributes), method_of(match.attributes)
         self.recorders = {id(one): Recorder() for one in self.compiled}
         self.forms: dict[int, TreeSpec] = {}
 
     def listen(self) -> None:
-        """Record from now on, until the instance's own ``forward`` goes."""
-        forward = with_helpers(Replaced(self.original), self.match.attributes, self._listener)
-        self.owner.__dict__["forward"] = partial(forward, self.owner)
+        """Record from now on, until the instance's own ``method`` goes."""
+        method = with_helpers(Replaced(self.original, self.method), self.match.attributes, self._listener)
+        self.owner.__dict__[self.method] = partial(method, self.owner)
 
     def _listener(self, compiled: Compiled) -> Helper:
         def helper(owner: Any, packed: Any) -> Any:

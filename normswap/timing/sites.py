@@ -69,7 +69,7 @@ def _listening(recorders: Iterable[RegionRecorder]) -> Iterator[None]:
         yield
     finally:
         for recorder in listening:
-            recorder.owner.__dict__.pop("forward", None)
+            recorder.owner.__dict__.pop(recorder.method, None)
 
 
 def arrangements(

@@ -1,0 +1,93 @@
+"""Convolutions with a BatchNorm behind them, for deployment: which pairs there are, and the one that each equals."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from normswap import modules, reference
+from normswap.forwards.plain import is_plain
+from normswap.rules import region as region_rule
+from normswap.sites import classes
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two children of ``owner`` by name: all that ``convolution`` gives goes to ``norm``, and nothing else does.
+    ``problem``: why they are left as they are, "" if they can be one."""
+
+    owner: nn.Module
+    convolution: str
+    norm: str
+    problem: str = ""
+
+
+def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
+    """Every BatchNorm in eval behind a convolution in ``model``, with the name of the module that calls the two, by the
+    dataflow of its code."""
+    places = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    for name, owner in model.named_modules():
+        original = modules.class_before(owner) or type(owner)
+        with classes([(owner, original)]):  # what was swapped is read as it was
+            found = [*region_rule.readings(owner, lambda child: None)]
+        for pair in dict.fromkeys(pair for reading in found for pair in _pairs(owner, reading)):
+            several = any(places[id(owner._modules[child])] > 1 for child in (pair.convolution, pair.norm) if child)
+            elsewhere = not all(_only_there(pair, reading) for reading in found)
+            problem = pair.problem or ("one of them is called elsewhere too" if several or elsewhere else "")
+            yield name, Pair(owner, pair.convolution, pair.norm, problem)
+
+
+def _pairs(owner: nn.Module, reading: region_rule.Reading) -> Iterator[Pair]:
+    for region in reading.regions:
+        if region.convolution or region.apart:
+            yield Pair(owner, region.convolution, region.norm, region.apart)
+
+
+def _only_there(pair: Pair, reading: region_rule.Reading) -> bool:
+    """Whether a function mentions the two only where the one follows the other."""
+    if reading.tree is None:
+        return not {pair.convolution, pair.norm} & reading.names
+    both = sum((region.convolution, region.norm) == (pair.convolution, pair.norm) for region in reading.regions)
+    named = Counter(node.attr for node in ast.walk(reading.tree) if isinstance(node, ast.Attribute))
+    return named[pair.convolution] == named[pair.norm] == both
+
+
+def convolution_of(pair: Pair) -> nn.Module:
+    """The plain convolution that ``pair`` equals in eval, its weights computed in float64 and rounded once. Raises
+    ValueError with the reason where there is none."""
+    convolution: Any = pair.owner._modules[pair.convolution]
+    norm: Any = pair.owner._modules[pair.norm]
+    if not is_plain(norm, type(norm)) or norm.num_features != convolution.out_channels:
+        raise ValueError("its BatchNorm is no plain one, or of another width")
+    given = (convolution.weight, convolution.bias, None, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    if len({t.device for t in given if t is not None}) > 1:
+        raise ValueError("its tensors are on several devices")
+    wide: list[Any] = [None if t is None else t.double() for t in given]
+    fold: Any = reference.fold_scale_batch_norm
+    weight, bias = fold(*wide, norm.eps)
+    dtype = convolution.weight.dtype
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+    settings = {name: getattr(convolution, name) for name in names}
+    made = type(convolution)(**settings, padding_mode=convolution.padding_mode, device="meta").eval()
+    learns = convolution.weight.requires_grad
+    made.weight = nn.Parameter(torch.empty_like(convolution.weight).copy_(weight), learns)  # laid out alike
+    made.bias = nn.Parameter(bias.to(dtype), learns)
+    if not (made.weight.is_meta or (made.weight.isfinite().all() and made.bias.isfinite().all())):
+        raise ValueError(f"folded, its weights are not finite in {str(dtype).removeprefix('torch.')}")
+    return made
+
+
+def fold_pair(pair: Pair) -> None:
+    """Put the one convolution in the place of the first and nn.Identity in the place of the norm, which the code that
+    calls it still names."""
+    made = convolution_of(pair)
+    before = modules.class_before(pair.owner)
+    pair.owner._modules.update({pair.convolution: made, pair.norm: nn.Identity().eval()})
+    if before is not None:  # no regions are left of what it was swapped for
+        object.__setattr__(pair.owner, "__class__", before)

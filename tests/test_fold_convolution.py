@@ -1,0 +1,138 @@
+"""Convolution -> BatchNorm as one plain convolution for deployment."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from convolution_models import CASES, Block, Stem, bn, conv, drawn, residual, swapped_with, used_twice, written
+from resnet import resnet50
+from torch import Tensor, nn
+
+import normswap
+from normswap.criterion import half_ulp
+from normswap.plan import NormswapError
+from normswap.regions.convolution_error import folded_error
+
+FOLDS = {name: case for name, case in CASES.items() if not case.later and name != "weight_norm_by_hook"}
+"""All but one that nobody can copy."""
+
+
+def norms(model: nn.Module) -> int:
+    return sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def folded(model: nn.Module) -> Any:
+    """What ``fold`` makes of it and the warnings; None where nothing can be folded."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            found = normswap.fold(model)
+        except NormswapError as error:
+            assert "can be folded" in str(error)
+            found = None
+    return found, [str(warning.message) for warning in told if "left as it is" in str(warning.message)]
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_it_computes_what_the_model_did(name: str) -> None:
+    case = FOLDS[name]
+    model = drawn(case.make).to(case.dtype)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    made, told = folded(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    shared = name in ("shared_convolution", "convolved_twice")
+    assert bool(told) == bool(case.apart or shared), told
+    if made is None:
+        assert case.folds == 0 or shared
+        return
+    assert all(type(m).__module__.startswith(("torch", "convolution_models")) for m in made.modules())
+    x = torch.randn(case.shape).contiguous(memory_format=case.layout).to(case.dtype)
+    with torch.no_grad():
+        ours, theirs = made(x), model(x)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[case.dtype]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=10 * tolerance)
+    assert ours.stride() == theirs.stride()
+
+
+def test_resnet50_needs_53_norms_fewer_and_equals_the_original_within_the_bound() -> None:
+    model = drawn(resnet50)
+    made, told = folded(model)
+    assert (norms(model), norms(made), told) == (53, 0, [])
+    assert sum(type(m) is nn.Identity for m in made.modules()) == 53
+    seen: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if type(module) is nn.Conv2d:
+            module.register_forward_hook(lambda _, given, out, name=name: seen.__setitem__(name, given[0]))
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        expected, ours = model(x), made(x)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        pairs = [(name, name.replace("conv", "bn") if "conv" in name else name[:-1] + "1") for name in seen]
+        for name, norm in pairs:
+            both = [copy.deepcopy(model.get_submodule(one)).double() for one in (name, norm)]
+            given = seen[name]
+            z = both[0](given.double())
+            limit = folded_error(*both, given.double(), z, torch.float32, given) + half_ulp(both[1](z), torch.float32)
+            assert ((made.get_submodule(name)(given).double() - both[1](z)).abs() <= limit).all(), name
+
+
+def shares(model: Any) -> None:
+    model[1].conv = model[0].conv
+
+
+def reads_the_weight(model: Any) -> None:
+    model[0].__class__ = written(lambda self, x: self.act(self.bn(self.conv(x))) + self.conv.weight.sum())
+
+
+def overflows(model: Any) -> None:
+    model.half()
+    model[0].bn.running_var.fill_(0.0)
+    model[0].bn.weight.data.fill_(60000.0)
+
+
+LEFT = {
+    "shared": (shares, 2, "called elsewhere too"),
+    "weight read": (reads_the_weight, 1, ""),
+    "train": (lambda model: model[0].bn.train(), 1, ""),
+    "hooked": (lambda model: model[0].bn.register_forward_hook(lambda *_: None), 1, ""),
+    "overflows": (overflows, 1, "not finite in float16"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_as_it_is(name: str) -> None:
+    change, left, reason = LEFT[name]
+    model = drawn(lambda: nn.Sequential(Block(conv(), bn()), written(residual)(conv(), bn())))
+    change(model)
+    made, told = folded(model)
+    assert norms(model if made is None else made) - (norms(model) - 2) == left
+    assert len(told) == (left if reason else 0) and all(reason in one for one in told)
+
+
+def test_swapped_models_and_the_root_fold() -> None:
+    model, x = drawn(lambda: Stem(conv(), bn())), torch.randn(2, 6, 9, 8)
+    made = normswap.fold(swapped_with(model))
+    assert type(made) is Stem and type(made.bn) is nn.Identity
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), model(x), rtol=1e-5, atol=1e-5)
+    again = copy.deepcopy(model)
+    assert normswap.fold(again, inplace=True) is again and type(again.bn) is nn.Identity
+    with pytest.raises(NormswapError, match="can be folded"):
+        normswap.fold(drawn(lambda: written(used_twice)(conv(), bn())))
+
+
+def test_what_is_folded_needs_no_normswap(tmp_path: Any) -> None:
+    model = drawn(lambda: nn.Sequential(conv(), bn(), nn.ReLU()))
+    made, x = normswap.fold(model), torch.randn(2, 6, 9, 8)
+    torch.save((made, x, made(x)), tmp_path / "made.pt")
+    code = (
+        "import sys, torch; made, x, out = torch.load(sys.argv[1], weights_only=False); "
+        "assert torch.equal(made(x), out) and 'normswap' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "made.pt")], check=True, timeout=120)
