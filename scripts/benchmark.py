@@ -13,6 +13,7 @@ name) or a glob over what a row is called.
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import json
 import statistics
@@ -176,19 +177,36 @@ def host_costs(calls: int = 500, rounds: int = 15) -> list[dict[str, Any]]:
             times: dict[str, list[float]] = {key: [] for key in functions}
             with torch.set_grad_enabled(gradients != "no"):
                 for _ in range(rounds):
-                    for key, function in functions.items():
-                        times[key].append(_host_us(function, calls))
+                    for key, (function, count) in functions.items():
+                        times[key].append(_host_us(function, calls // count) / count)
             medians = {f"{key}_us": statistics.median(found) for key, found in times.items()}
             rows.append({"module": name, "gradients": gradients, **medians})
     return rows
 
 
-def _host_call(module: nn.Module, x: Tensor, gradients: str) -> Callable[[], object]:
+CHAIN = 8
+
+
+def _host_call(module: nn.Module, x: Tensor, gradients: str) -> tuple[Callable[[], object], int]:
+    """What to time, and how many calls that makes. Backwards are those of a chain, as in a model: the engine's thread,
+    which has to be woken, runs several in a row."""
     if gradients != "forward and backward":
-        return lambda: module(x)
-    leaf, cotangent = x.clone().requires_grad_(), torch.ones_like(module(x))
-    wanted = [leaf, *(p for p in module.parameters() if p.requires_grad)]
-    return lambda: torch.autograd.grad(module(leaf), wanted, cotangent)
+        return lambda: module(x), 1
+    chain, leaf, cotangent = (
+        [copy.deepcopy(module) for _ in range(CHAIN)],
+        x.clone().requires_grad_(),
+        torch.ones_like(x),
+    )
+    wanted = [leaf, *(p for one in chain for p in one.parameters() if p.requires_grad)]
+
+    def forward_and_backward() -> object:
+        out = leaf
+        for one in chain:
+            found = one(out)
+            out = found[-1] if isinstance(found, tuple) else found
+        return torch.autograd.grad(out, wanted, cotangent)
+
+    return forward_and_backward, CHAIN
 
 
 def _host_us(function: Callable[[], object], calls: int) -> float:
