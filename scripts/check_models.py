@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from normswap.timing.clock import clock_of
 from normswap.timing.model import compare
 
 WAYS = ("eager", "default", "all", "compile", "compile of ours")
+EVERY = (*ROWS, *STEPS)
 Function = Callable[[], object]
 
 
@@ -107,6 +108,7 @@ def check(row: Row, compiling: bool) -> dict[str, Any]:
         problems += [f"the whole model: {report.model}"]
     return {
         "model": row.name,
+        "training": row.training,
         "dtype": row.told,
         "swapped": len(report.swapped),
         "kept": len(chosen.swapped),
@@ -123,19 +125,14 @@ def check(row: Row, compiling: bool) -> dict[str, Any]:
     }
 
 
-def check_all(names: Sequence[str] = (), compiling: bool = True) -> list[dict[str, Any]]:
-    """The rows of these names, or all; each is printed when it is done."""
-    if unknown := set(names) - {row.name for row in (*ROWS, *STEPS)}:
-        raise SystemExit(
-            f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in (*ROWS, *STEPS))}"
-        )
-    found = []
-    for row in (*ROWS, *STEPS):
+def check_all(names: Sequence[str] = (), compiling: bool = True) -> Iterator[dict[str, Any]]:
+    """The rows of these names, or all, as they are done. Raises SystemExit for a name that is none."""
+    if unknown := set(names) - {row.name for row in EVERY}:
+        raise SystemExit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in EVERY)}")
+    for row in EVERY:
         if not names or row.name in names:
-            found.append(check(row, compiling))
-            print(table(found[-1:]), flush=True)
+            yield check(row, compiling)
             torch.cuda.empty_cache()
-    return found
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -155,4 +152,5 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     asked = parser.parse_args()
-    print(table(check_all(asked.names, not asked.eager)))
+    for row in check_all(asked.names, not asked.eager):
+        print(table([row]), flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import datetime
-import json
 import os
 import shutil
 import sys
@@ -158,14 +157,11 @@ class Checking:
     def models(self, names: Sequence[str], compiling: bool) -> None:
         import check_models
 
-        rows = check_models.check_all(names, compiling)
-        if not names:
-            self.record["models"] = []
-        measured = {row["model"] for row in rows}
-        self.record["models"] = [row for row in self.record["models"] if row["model"] not in measured]
-        self.add("models", rows, lambda row: json.dumps(row, sort_keys=True))
-        print(check_models.table(rows), flush=True)
-        self.failed |= any(row["problems"] for row in rows)
+        order = [row.name for row in check_models.EVERY]
+        for row in check_models.check_all(names, compiling):
+            self.add("models", [row], lambda row: row["model"], order)
+            print(check_models.table([row]), flush=True)
+            self.failed |= bool(row["problems"])
 
     def accuracy(self, kinds: Sequence[str]) -> None:
         import accuracy

@@ -20,10 +20,12 @@ from record import Record, Row
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 MORE = ROOT / "docs" / "benchmark.md"
+TRAINING = ROOT / "docs" / "training.md"
 PICTURE = ROOT / "docs" / "benchmark.svg"
 NOT_YET = "Not measured yet."
 
-IN_README = ("models", "checks")
+IN_README = ("models", "steps", "checks")
+IN_TRAINING = ("steps on", "steps")
 IN_MORE = (
     *("measured on", "summary", "benchmark", "host", "errors", "proof"),
     *("networks on", "networks summary", "networks", "backward on", "backward summary", "backward"),
@@ -82,7 +84,9 @@ def tables(known: Record) -> dict[str, str]:
         **benchmark_tables(known, "networks", {"network"}),
         **benchmark_tables(known, "backward", {"backward"}),
         "host": host_table(known),
-        "models": models_table(known),
+        "models": models_table(known, False),
+        "steps": models_table(known, True),
+        "steps on": measured_on(known, noted(known, _models(known, True), lambda row: engines.ENGINES)),
         "errors": errors_table(known),
         "proof": proof_line(known["tests"]),
         "checks": checks_line(known),
@@ -95,9 +99,13 @@ def host_table(known: Record) -> str:
     return markdown(benchmark.HOST_HEADERS, cells) if cells else NOT_YET
 
 
-def models_table(known: Record) -> str:
-    """Milliseconds of whole models, a column for each way that one of them was run."""
-    rows = noted(known, known["models"], lambda row: engines.ENGINES)
+def _models(known: Record, training: bool) -> list[Row]:
+    return [row for row in known["models"] if row.get("training", False) is training]
+
+
+def models_table(known: Record, training: bool) -> str:
+    """Milliseconds of whole models, or of steps of ``training``, a column for each way that one of them was run."""
+    rows = noted(known, _models(known, training), lambda row: engines.ENGINES)
     ways = dict.fromkeys(way for row in sorted(rows, key=lambda row: -len(row["ms"])) for way in row["ms"])
     cells = [
         (
@@ -173,7 +181,7 @@ def filled(text: str, found: dict[str, str], names: Sequence[str]) -> str:
 def main() -> None:
     known = records.load()
     found = tables(known)
-    for file, names in ((README, IN_README), (MORE, IN_MORE)):
+    for file, names in ((README, IN_README), (MORE, IN_MORE), (TRAINING, IN_TRAINING)):
         file.write_text(filled(file.read_text(), found, names))
     picture.draw(known["benchmark"], PICTURE)
 

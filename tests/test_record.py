@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import benchmark
@@ -172,18 +173,21 @@ def test_models_and_kinds_run_alone_replace_their_own_rows(
     monkeypatch.setattr(check_models, "table", str)
     compiled: list[bool] = []
 
-    def check_all(names: Sequence[str], compiling: bool) -> list[dict[str, Any]]:
+    def check_all(names: Sequence[str], compiling: bool) -> Iterator[dict[str, Any]]:
         compiled.append(compiling)
-        return [model(name, 2.0 if names else 1.0) for name in names or ("a", "b")]
+        yield from (model(name, 2.0 if names else 1.0) for name in names or ("b", "c", "a"))
 
     monkeypatch.setattr(check_models, "check_all", check_all)
+    monkeypatch.setattr(check_models, "EVERY", [SimpleNamespace(name=name) for name in "abc"])
     checking.models([], True)
     checking.models(["b"], False)
     found = [(one["model"], one["ms"]["eager"]) for one in checking.record["models"]]
-    assert found == [("a", 1.0), ("b", 2.0)] and compiled == [True, False]
-    assert "| a (to be" not in readme_tables.models_table(checking.record)
+    assert found == [("a", 1.0), ("b", 2.0), ("c", 1.0)] and compiled == [True, False]
+    assert "| a (to be" not in readme_tables.models_table(checking.record, False)
     checking.record["models"][1]["ms"]["compile"] = 0.5
-    assert readme_tables.models_table(checking.record).splitlines() == [
+    checking.record["models"][2]["training"] = True
+    assert readme_tables.models_table(checking.record, True).splitlines()[2:] == ["| c | float16 | 1/1 | 1.00 |"]
+    assert readme_tables.models_table(checking.record, False).splitlines() == [
         *("| model | dtype | kept/sites | eager | compile |", "|---|---|---|---|---|"),
         *("| a | float16 | 1/1 | 1.00 | - |", "| b | float16 | 1/1 | 2.00 | 0.50 |"),
     ]
