@@ -116,6 +116,27 @@ def group_norm_backward(
             to.copy_(found.reshape(to.shape))
 
 
+def gradients(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    statistics: Tensor,
+    num_groups: int,
+    activation: int,
+    low: float,
+    high: float,
+    *wanted: bool,
+) -> tuple[Tensor | None, ...]:
+    """Those of contiguous tensors that are ``wanted``: of the input, weight, bias and residual."""
+    assert len(arguments_of("group_norm_backward_or_none")) == 10 + len(wanted)
+    made = [torch.empty_like(t) if want else None for t, want in zip((input, weight, bias, grad), wanted, strict=True)]
+    of = grad, input, weight, bias, residual, *statistics.chunk(2), num_groups, False
+    group_norm_backward(*of, activation, low, high, *made, 0)
+    return tuple(made)
+
+
 def slope_times(activation: Activation, z: Tensor, grad: Tensor) -> Tensor:
     with torch.enable_grad():
         leaf = z.detach().requires_grad_()

@@ -60,15 +60,18 @@ def test_gradients_are_pytorch_s(
 
 
 @pytest.mark.parametrize("name", ("none", "silu"))
+@pytest.mark.parametrize("declines", (False, True))
 def test_a_recorded_call_without_more_gives_every_gradient(
-    name: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, declines: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Called as ``direct`` lets it be called: with the arguments of the native op."""
     x, weight, bias, residual = given = leaves()
     activation = Activation(name)
     stand_ins: dict[str, object] = {
         "group_norm_recorded": group_norm_stand_in.recorded,
-        "group_norm_backward_or_none": lambda *given: (None,) * 4,
+        "group_norm_backward_or_none": lambda *given: (
+            (None,) * 4 if declines else group_norm_stand_in.gradients(*given)
+        ),
     }
     monkeypatch.setattr(sys.modules["normswap.ops.group_norm"], "native_op", stand_ins.get)
     call = dispatch._recording["group_norm"]
