@@ -134,7 +134,11 @@ def bert() -> Any:
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=2
     )
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    return transformers.BertForSequenceClassification(config)
+    model = transformers.BertForSequenceClassification(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    return model
 
 
 IDS = {"input_ids": torch.arange(24).reshape(4, 6), "labels": torch.tensor([0, 1, 0, 1])}
@@ -153,11 +157,13 @@ def trainer_of(model: Any, folder: Path, *callbacks: Any) -> Any:
 def test_the_trainer_of_transformers_loses_the_same(tmp_path: Path) -> None:
     from normswap.integrations.transformers import NormSwap
 
-    losses = []
+    losses, models = [], []
     for callbacks in ((), (NormSwap(example_kwargs=IDS),)):
-        model = bert()
+        models.append(model := bert())
         trainer = trainer_of(model, tmp_path, *callbacks)
         losses.append(trainer.train().training_loss)
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        same(ours, theirs, 1e-3)
     assert len(normswap.report(model).swapped) >= 5 and normswap.report(model).rows[0]["inputs"] == "captured"
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     trainer.save_model(tmp_path / "saved")

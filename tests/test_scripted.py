@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
+import pickle
 import warnings
 from collections.abc import Callable
 
@@ -104,7 +106,7 @@ def test_a_region_in_a_forward_with_parameters_that_fx_rewrites(cls: type[nn.Mod
     expected, traced = torch.fx.symbolic_trace(model), torch.fx.symbolic_trace(swapped)
     assert [str(n.target) for n in traced.graph.nodes] == [str(n.target) for n in expected.graph.nodes]
     compiled = torch.compile(swapped, backend="eager", fullgraph=True)
-    for run in (traced, swapped, compiled):
+    for run in (traced, swapped, compiled, copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
         torch.testing.assert_close(run(x, **more), model(x, **more))
     assert inspect.signature(type(swapped).forward) == inspect.signature(cls.forward)
 
