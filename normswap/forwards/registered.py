@@ -20,12 +20,13 @@ def registered_forward(kind: str) -> Callable[[Replaced, Mapping[str, Any]], _Fo
     """What makes the forward of a registered class of ``kind``."""
 
     def make(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
-        argument, computed = list(inspect.signature(replaced.function).parameters)[1], _COMPUTED[kind](attributes)
+        argument = list(inspect.signature(replaced.function).parameters)[1]
+        op, arguments = _OPS[kind], registered_arguments(kind, attributes)
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
             x = args[0] if args else kwargs.get(argument)
             if len(args) + len(kwargs) == 1 and isinstance(x, Tensor) and replaced.is_on(self):
-                return computed(x, self)
+                return op(x, *arguments(self))
             return replaced.run(self, *args, **kwargs)  # type: ignore[no-any-return]
 
         return forward
@@ -33,37 +34,29 @@ def registered_forward(kind: str) -> Callable[[Replaced, Mapping[str, Any]], _Fo
     return make
 
 
+def registered_arguments(kind: str, attributes: Mapping[str, Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """What gives the arguments of the op of ``kind``, behind its input, from a module of the class."""
+    if kind == "group_norm":
+        groups, weight, bias, eps = (_reader(attributes, n) for n in ("num_groups", "weight", "bias", "eps"))
+        return lambda norm: (groups(norm), weight(norm), bias(norm), eps(norm))
+    shape, weight, eps = (_reader(attributes, n) for n in ("normalized_shape", "weight", "eps"))
+    if kind == "rms_norm":
+        return lambda norm: (_shape(shape(norm), gamma := weight(norm)), gamma, eps(norm))
+    bias = _reader(attributes, "bias")
+    return lambda norm: (_shape(shape(norm), gamma := weight(norm)), gamma, bias(norm), eps(norm))
+
+
 def _reader(attributes: Mapping[str, Any], name: str) -> Callable[[Any], Any]:
-    """What reads the value ``name`` of a module."""
+    """What reads the value ``name`` of a module: parameters without the detour of nn.Module.__getattr__."""
     given = attributes.get(READ + name)
-    if isinstance(given, str):
-        return lambda module: getattr(module, given, None)
-    return lambda module: given
+    if not isinstance(given, str):
+        return lambda module: given
 
+    def read(module: Any) -> Any:
+        own = module._parameters
+        return own[given] if given in own else getattr(module, given, None)
 
-def _layer_norm(attributes: Mapping[str, Any]) -> Callable[[Tensor, Any], Tensor]:
-    shape, weight, bias, eps = (_reader(attributes, name) for name in ("normalized_shape", "weight", "bias", "eps"))
-
-    def computed(x: Tensor, norm: Any) -> Tensor:
-        gamma = weight(norm)
-        return ops.layer_norm(x, _shape(shape(norm), gamma), gamma, bias(norm), eps(norm))
-
-    return computed
-
-
-def _rms_norm(attributes: Mapping[str, Any]) -> Callable[[Tensor, Any], Tensor]:
-    shape, weight, eps = (_reader(attributes, name) for name in ("normalized_shape", "weight", "eps"))
-
-    def computed(x: Tensor, norm: Any) -> Tensor:
-        gamma = weight(norm)
-        return ops.rms_norm(x, _shape(shape(norm), gamma), gamma, eps(norm))
-
-    return computed
-
-
-def _group_norm(attributes: Mapping[str, Any]) -> Callable[[Tensor, Any], Tensor]:
-    groups, weight, bias, eps = (_reader(attributes, name) for name in ("num_groups", "weight", "bias", "eps"))
-    return lambda x, norm: ops.group_norm(x, groups(norm), weight(norm), bias(norm), eps(norm))
+    return read
 
 
 def _shape(given: Any, weight: Tensor | None) -> Any:
@@ -73,8 +66,8 @@ def _shape(given: Any, weight: Tensor | None) -> Any:
     return (given,) if isinstance(given, int) else given
 
 
-_COMPUTED: dict[str, Callable[[Mapping[str, Any]], Callable[[Tensor, Any], Tensor]]] = {
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "group_norm": _group_norm,
+_OPS: Mapping[str, Callable[..., Tensor]] = {
+    "layer_norm": ops.layer_norm,
+    "rms_norm": ops.rms_norm,
+    "group_norm": ops.group_norm,
 }

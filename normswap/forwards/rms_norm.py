@@ -44,7 +44,7 @@ def by_hand_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forwa
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         x = args[0] if args else kwargs.get(site.argument)
         if len(args) + len(kwargs) == 1 and isinstance(x, Tensor) and site.is_as_read(self):
-            weight = getattr(self, site.weight) if site.weight else None
+            weight = site.weight_of(self)
             eps, offset = site.number(self, site.eps), site.number(self, site.weight_offset)
             if eps is not None and offset is not None and site.serves(x, weight):
                 return site.normalised(x, weight, eps, offset)
@@ -63,7 +63,7 @@ def arguments_reader(
     def arguments(self: Any, x: Tensor) -> tuple[Any, ...] | None:
         if not site.is_as_read(self) or site.dim % x.dim() != x.dim() - 1 or not x.is_contiguous():
             return None
-        weight = getattr(self, site.weight) if site.weight else None
+        weight = site.weight_of(self)
         eps, offset = site.number(self, site.eps), site.number(self, site.weight_offset)
         if eps is None or offset is None or not site.serves(x, weight):
             return None
@@ -115,6 +115,11 @@ class _Site:
                 return False
         return True
 
+    def weight_of(self, module: Any) -> Any:
+        """A parameter without the detour that nn.Module.__getattr__ takes to it; None where there is no weight."""
+        own = module._parameters
+        return own[self.weight] if self.weight in own else getattr(module, self.weight) if self.weight else None
+
     @staticmethod
     def number(module: Any, given: str | float) -> float | None:
         """The number itself, or the one in the attribute of that name now; None where that holds no number."""
@@ -125,7 +130,8 @@ class _Site:
         """True when the op does what the original does with these tensors; the verdict is kept for tensors alike."""
         if torch.compiler.is_compiling():
             return self._serves(x, weight)
-        key = _form(x), _form(weight)
+        of_weight = (type(weight),) if type(weight) not in _PLAIN else (weight.dtype, weight.shape, weight.device)
+        key = type(x), x.dtype, x.shape, x.stride(), x.device, *of_weight
         known = self.verdicts.get(key)
         if known is None:
             if len(self.verdicts) >= _VERDICTS:
@@ -156,6 +162,8 @@ class _Site:
         """The norm, with the strides that elementwise operations on ``x`` give."""
         if weight is not None and weight.dim() != 1:
             weight = weight.reshape(-1)
+        if x.is_cuda and x.is_contiguous() and not torch.is_autocast_enabled("cuda"):
+            return self._computed(x, self.dim % x.dim(), weight, eps, offset)
         with outside_autocast(x.device.type):
             return in_memory_order(lambda x, dim: self._computed(x, dim, weight, eps, offset), x, self.dim)
 
@@ -171,13 +179,6 @@ class _Site:
 _MISSING = object()
 _PLAIN = (Tensor, nn.Parameter)
 _VERDICTS = 256
-
-
-def _form(tensor: Any) -> Any:
-    """All of a tensor that a verdict on it depends on; the type alone of anything else."""
-    if type(tensor) not in _PLAIN:
-        return type(tensor)
-    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 def _dtypes(pair: str) -> tuple[torch.dtype, torch.dtype | None]:

@@ -28,6 +28,7 @@ _native_tried = False
 _direct: dict[str, Callable[..., Tensor | None]] = {}
 _recording: dict[str, Callable[..., Tensor | None]] = {}
 _native: dict[str, Callable[..., Any]] = {}
+_tracing, _transforms = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
 _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
 
 
@@ -59,17 +60,18 @@ def direct(name: str, *tensors: Tensor | None, autocast: bool = False) -> Callab
     say in it. What is returned answers None where it declines. ``autocast``: the caller sees to that."""
     if torch.compiler.is_compiling():
         return None
-    differentiable = False
+    records, differentiable = torch.is_grad_enabled(), False
     for tensor in tensors:
         if tensor is not None:
             if type(tensor) not in PLAIN or not tensor.is_cuda:
                 return None
-            differentiable = differentiable or tensor.requires_grad
+            if records and tensor.requires_grad:
+                differentiable = True
     if not autocast and torch.is_autocast_enabled("cuda"):
         return None
-    if torch._C._get_tracing_state() is not None or not autograd_only():
+    if _tracing() is not None or _transforms() is not None or forward_ad._current_level >= 0:
         return None
-    if differentiable and torch.is_grad_enabled():
+    if differentiable:
         return _recording.get(name) if name in _direct else None
     return _direct.get(name)
 
@@ -106,7 +108,7 @@ def native_serves(*tensors: Tensor | None, elements: int = 0, least: int = LONG_
 
 def autograd_only() -> bool:
     """True when no functorch transform and no forward-mode AD is active: an autograd Function serves what is left."""
-    return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+    return _transforms() is None and forward_ad._current_level < 0
 
 
 def _library_ready() -> bool:

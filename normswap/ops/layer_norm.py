@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from normswap import reference
-from normswap.activation import NONE, Activation
+from normswap.activation import CODES, NONE, Activation
 from normswap.ops.dispatch import (
     DTYPES,
     affine_dtypes_fit,
@@ -78,7 +78,7 @@ def _layer_norm_as(
         if op is not None and has_rows(input, normalized_shape, weight):
             found = op(input, len(normalized_shape), weight, bias, eps)
     elif input.dtype is dtype and options.activation.name in ROUNDED_FIRST:
-        found = _layer_norm_directly(input, normalized_shape, weight, bias, eps, options, False)
+        found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options, False)
     if found is None:
         found = layer_norm(input, normalized_shape, weight, bias, eps, **options.keywords())
     return found.to(dtype) if options.residual is None else (found[0].to(dtype), found[1])
@@ -93,7 +93,7 @@ def _layer_norm(
         if out is not None:
             return out
     if input.dtype is not torch.float32 and torch.is_autocast_enabled("cuda"):
-        found = _layer_norm_directly(input, normalized_shape, weight, bias, eps, Options(), True)
+        found = layer_norm_directly(input, normalized_shape, weight, bias, eps, Options(), True)
         if found is not None:
             return found
     input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
@@ -167,7 +167,7 @@ class _LayerNorm(torch.autograd.Function):
         return dx, None, dw, db, None, None
 
 
-def _layer_norm_directly(
+def layer_norm_directly(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
@@ -177,10 +177,12 @@ def _layer_norm_directly(
     wide: bool,
 ) -> Any:
     """By the native op that does all of a call, ``wide`` of 16 bits a float32 output; None where it declines."""
-    op: Any = direct("layer_norm_with_options", input, weight, bias, *options[:3], autocast=True)
-    if op is None or not has_rows(input, normalized_shape, weight):
+    residual, scale, shift, (name, low, high) = options
+    op: Any = direct("layer_norm_with_options", input, weight, bias, residual, scale, shift, autocast=True)
+    code, dims = CODES.get(name), len(normalized_shape)
+    if op is None or code is None or not has_rows(input, normalized_shape, weight):
         return None
-    out, total = op(input, len(normalized_shape), weight, bias, eps, *options.arguments(), wide)
+    out, total = op(input, dims, weight, bias, eps, residual, scale, shift, code, low, high, wide)
     return None if out is None else with_sum(out, total)
 
 
@@ -193,7 +195,7 @@ def _layer_norm_with_options(
     options: Options,
 ) -> Any:
     wide = torch.is_autocast_enabled("cuda")
-    found = _layer_norm_directly(input, normalized_shape, weight, bias, eps, options, wide)
+    found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options, wide)
     if found is not None:
         return found
     shape = tuple(normalized_shape)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from normswap import reference
-from normswap.activation import NONE, Activation
+from normswap.activation import CODES, NONE, Activation
 from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
     affine_dtypes_fit,
@@ -67,7 +67,7 @@ def _rms_norm(
     weight_offset: float,
     cast_before_weight: bool,
 ) -> Tensor:
-    epsilon = torch.finfo(torch.float32).eps if eps is None else eps
+    epsilon = _epsilon(eps)
     op = direct("rms_norm", input, weight)
     if op is not None and has_rows(input, normalized_shape, weight):
         out = op(input, len(normalized_shape), weight, epsilon, weight_offset, cast_before_weight)
@@ -155,6 +155,31 @@ class _RMSNorm(torch.autograd.Function):
         return dx, None, dw, None, None, None, None
 
 
+def rms_norm_directly(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    cast_before_weight: bool,
+    options: Options,
+) -> Any:
+    """By the native op that does all of a call; None where it declines."""
+    residual, scale, shift, (name, low, high) = options
+    op: Any = direct("rms_norm_with_options", input, weight, residual, scale, shift)
+    code = CODES.get(name)
+    if op is None or code is None or not has_rows(input, normalized_shape, weight):
+        return None
+    behind, epsilon = (residual, scale, shift, code, low, high), _epsilon(eps)
+    out, total = op(input, len(normalized_shape), weight, epsilon, weight_offset, cast_before_weight, *behind)
+    return None if out is None else with_sum(out, total)
+
+
+def _epsilon(eps: float | None) -> float:
+    """What PyTorch takes for None."""
+    return torch.finfo(torch.float32).eps if eps is None else eps
+
+
 def _rms_norm_with_options(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -164,17 +189,13 @@ def _rms_norm_with_options(
     cast_before_weight: bool,
     options: Options,
 ) -> Any:
-    epsilon = torch.finfo(torch.float32).eps if eps is None else eps
-    op: Any = direct("rms_norm_with_options", input, weight, *options[:3])
-    if op is not None and has_rows(input, normalized_shape, weight):
-        arguments = (weight, epsilon, weight_offset, cast_before_weight)
-        out, total = op(input, len(normalized_shape), *arguments, *options.arguments())
-        if out is not None:
-            return with_sum(out, total)
+    found = rms_norm_directly(input, normalized_shape, weight, eps, weight_offset, cast_before_weight, options)
+    if found is not None:
+        return found
     shape = tuple(normalized_shape)
+    epsilon, residual = _epsilon(eps), options.residual
     options.check("rms_norm", input, len(shape))
     order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
-    residual = options.residual
     if residual is not None and not (input.is_contiguous() and residual.is_contiguous()):
         total = input + residual  # laid out as PyTorch does it
         return rms_norm(total, shape, weight, eps, **order, **options._replace(residual=None).keywords()), total

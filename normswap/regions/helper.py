@@ -3,6 +3,7 @@ own statements. Parameters, flags and children are read anew on every call."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -11,11 +12,16 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
+from normswap.forwards import affine_of
 from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.forwards.registered import registered_arguments
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader, outside_autocast
 from normswap.kinds import KINDS
 from normswap.ops.dispatch import DTYPES
+from normswap.ops.layer_norm import layer_norm_directly
+from normswap.ops.options import Options
+from normswap.ops.rms_norm import rms_norm_directly
 from normswap.plan import Match, is_by_hand
 from normswap.regions.convolution import Convolved
 from normswap.regions.expression import Expression
@@ -28,6 +34,7 @@ from normswap.regions.spelling import PURE
 _PLAIN = (Tensor, nn.Parameter)
 _Arguments: TypeAlias = "tuple[Any, ...] | None"
 """What an op takes behind its input; None where only the module itself is sure to do the right thing."""
+_Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
 
 
 OriginalClass: TypeAlias = "Callable[[nn.Module], type[nn.Module] | None]"
@@ -48,7 +55,8 @@ def make_helper(compiled: Compiled, original_class: OriginalClass) -> Helper:
 
 
 class Fused:
-    """The op of a region: None where it declines."""
+    """The op of a region: None where it declines. It runs on every call: what the op itself asks of its tensors, and
+    declines, is not asked here first."""
 
     def __init__(self, compiled: Compiled, original_class: OriginalClass) -> None:
         region = compiled.region
@@ -77,10 +85,11 @@ class Fused:
             return None
         if not self.known or self.callees() != self.called:  # somebody put another function in the place of one
             return None
-        norm = children.get(self.child) if self.read is not None else None
-        if self.read is not None and (norm is None or not is_unhooked(norm)):
-            return None
-        total = None
+        norm = total = None
+        if self.read is not None:
+            norm = children.get(self.child)
+            if norm is None or not is_unhooked(norm):
+                return None
         if before is not None and not _alike(x, before):  # it broadcasts, or has another dtype
             x = total = x + before
             before = None
@@ -94,7 +103,7 @@ class Fused:
                 return None
         if self.expression is not None:
             return self.expression(x, arguments, packed)
-        dtype = self.dtype(children, x)
+        dtype = self.dtype(children, x) if self.feeds else None
         out = self.call(x, arguments, before, behind, scale, shift, activation, dtype)
         if out is None:
             return None
@@ -104,7 +113,7 @@ class Fused:
 
     def dtype(self, children: Mapping[str, Any], x: Tensor) -> torch.dtype | None:
         """The dtype of the result where nobody sees it before autocast has cast it to that."""
-        if not self.feeds or (dtype := lowered_to(x)) is None:
+        if (dtype := lowered_to(x)) is None:
             return None
         *passes, last = self.feeds
         alone = all(_hands_on(children.get(name)) for name in passes)
@@ -212,20 +221,23 @@ _TORCHS = {
 }
 
 
-def _reader_of(cls: Any, match: Match) -> Callable[[Any, Tensor], _Arguments]:
+def _reader_of(cls: Any, match: Match) -> _Reader:
     original = _TORCHS.get(cls) or Replaced(cls)
-    if match.registered:
-        return lambda child, x: _arguments(match.kind, match.view(child), x) if original.is_unchanged() else None
     if is_by_hand(match.kind, match.attributes):
         return arguments_reader(original, match.attributes)
-    if not issubclass(cls, _CLASSES[match.kind]):
+    if match.registered:
+        registered = registered_arguments(match.kind, match.attributes)
+        arguments: _Reader = lambda norm, x: registered(norm)  # noqa: E731
+    elif issubclass(cls, _CLASSES[match.kind]):
+        arguments = _ARGUMENTS[match.kind]
+    else:
         return _declines
     flag = match.attributes.get("unless")
 
     def read(child: Any, x: Tensor) -> _Arguments:
         if not original.is_unchanged() or (flag and getattr(child, flag)):
             return None
-        return _arguments(match.kind, child, x)
+        return arguments(child, x)
 
     return read
 
@@ -239,21 +251,27 @@ _CLASSES: Mapping[str, Any] = {
 }
 
 
-def _arguments(kind: str, norm: Any, x: Tensor) -> _Arguments:
-    if kind == "instance_norm":
-        tracks = norm.track_running_stats or norm.running_mean is not None
-        batched = x.dim() == norm._get_no_batch_dim() + 1 and x.shape[1] == norm.num_features
-        return None if tracks or not batched else (norm.weight, norm.bias, norm.eps)
-    if kind == "batch_norm":
-        ranks = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}[type(norm)]
-        mean, var = norm.running_mean, norm.running_var
-        serves = not norm.training and mean is not None and var is not None and x.dim() in ranks
-        return (mean, var, norm.weight, norm.bias, norm.eps) if serves and x.shape[1] == norm.num_features else None
-    if kind == "group_norm":
-        return norm.num_groups, norm.weight, norm.bias, norm.eps
-    if kind == "rms_norm":
-        return norm.normalized_shape, norm.weight, norm.eps
-    return norm.normalized_shape, norm.weight, norm.bias, norm.eps
+def _of_instance_norm(norm: Any, x: Tensor) -> _Arguments:
+    tracks = norm.track_running_stats or norm.running_mean is not None
+    batched = x.dim() == norm._get_no_batch_dim() + 1 and x.shape[1] == norm.num_features
+    return None if tracks or not batched else (*affine_of(norm), norm.eps)
+
+
+def _of_batch_norm(norm: Any, x: Tensor) -> _Arguments:
+    mean, var = norm.running_mean, norm.running_var
+    serves = not norm.training and mean is not None and var is not None and x.dim() in _RANKS[type(norm)]
+    return (mean, var, *affine_of(norm), norm.eps) if serves and x.shape[1] == norm.num_features else None
+
+
+_RANKS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+
+_ARGUMENTS: Mapping[str, _Reader] = {
+    "layer_norm": lambda norm, x: (norm.normalized_shape, *affine_of(norm), norm.eps),
+    "rms_norm": lambda norm, x: (norm.normalized_shape, norm.weight, norm.eps),
+    "group_norm": lambda norm, x: (norm.num_groups, *affine_of(norm), norm.eps),
+    "instance_norm": _of_instance_norm,
+    "batch_norm": _of_batch_norm,
+}
 
 
 # --- the ops ------------------------------------------------------------------------------------------------------
@@ -262,23 +280,40 @@ def _arguments(kind: str, norm: Any, x: Tensor) -> _Arguments:
 def _layer_norm(
     x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
 ) -> Any:
+    shape, weight, bias, eps = given
+    if before is None and scale is None and activation is NONE:
+        return ops.layer_norm(x, shape, weight, bias, eps, dtype=dtype)
+    options = Options(before, scale, shift, activation)
+    if dtype is None and (scale is None or _are_of(x.dtype, scale, shift)):
+        out = layer_norm_directly(x, shape, weight, bias, eps, options, torch.is_autocast_enabled("cuda"))
+        if out is not None:
+            return out
     if scale is not None and not _per_sample(x, scale, shift):
         return None
-    return ops.layer_norm(x, *given, residual=before, scale=scale, shift=shift, activation=activation, dtype=dtype)
+    return ops.layer_norm(x, shape, weight, bias, eps, **options.keywords(), dtype=dtype)
 
 
 def _rms_norm(
     x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
 ) -> Any:
+    by_hand = len(given) == 5
+    shape, weight, eps, offset, rounds = given if by_hand else (*given, 0.0, False)
+    options = Options(before, scale, shift, activation)
+    plain = before is None and scale is None and activation is NONE
+    if not plain and (scale is None or _are_of(x.dtype, scale, shift)):
+        out = rms_norm_directly(x, shape, weight, eps, offset, rounds, options)
+        if out is not None:
+            return out
     if scale is not None and not _per_sample(x, scale, shift):
         return None
-    shape, weight, eps, *rest = given
-    options: dict[str, Any] = {"residual": before, "scale": scale, "shift": shift, "activation": activation}
-    if not rest:
-        return ops.rms_norm(x, shape, weight, eps, **options)
-    offset, rounds = rest
-    with outside_autocast(x.device.type):
-        return ops.rms_norm(x, shape, weight, eps, weight_offset=offset, cast_before_weight=rounds, **options)
+    order = {"weight_offset": offset, "cast_before_weight": rounds}
+    with outside_autocast(x.device.type) if by_hand else contextlib.nullcontext():
+        return ops.rms_norm(x, shape, weight, eps, **order, **options.keywords())
+
+
+def _are_of(dtype: torch.dtype, *values: Any) -> bool:
+    """Whether all are tensors of ``dtype``, so that the original's result is too."""
+    return all(type(value) in _PLAIN and value.dtype is dtype for value in values)
 
 
 def _per_sample(x: Tensor, scale: Any, shift: Any) -> bool:

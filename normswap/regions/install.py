@@ -53,15 +53,15 @@ def with_helpers(
     checks = [(_evaluator(text), truth) for text, truth in conditions]
     codes = [(name, function, getattr(function, "__code__", None)) for name, function in functions.items()]
 
-    def is_as_read(self: Any) -> bool:
-        return (
-            replaced.is_on(self)
-            and all(bool(check(self)) is truth for check, truth in checks)
-            and all(known.get(name) is made and getattr(made, "__code__", None) is code for name, made, code in codes)
+    def branches_as_read(self: Any) -> bool:
+        return all(bool(check(self)) is truth for check, truth in checks) and all(
+            known.get(name) is made and getattr(made, "__code__", None) is code for name, made, code in codes
         )
 
+    guarded = bool(checks or codes)
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_as_read(self):
+        if replaced.is_on(self) and (not guarded or branches_as_read(self)):
             return rewritten(self, *args, **kwargs)
         return replaced.run(self, *args, **kwargs)
 
