@@ -56,6 +56,10 @@ class Journal:
         put_back(before)
         self._changes = [change for change in self._changes if change not in chosen]
 
+    def add(self, other: Journal) -> None:
+        """Take over the swaps of another."""
+        self._changes += other._changes
+
     def _names(self) -> str:
         return ", ".join(repr(change.site.name) for change in self._changes) or "none"
 

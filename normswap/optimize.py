@@ -90,7 +90,7 @@ def optimize(
             decision = None
             if known is not None and min_speedup is not None and timed and found.swaps:
                 decision = timing.decide_sites(target, found.swaps, known, min_speedup)
-                found = _put_back(found, decision, journal.undo)
+                found = _put_back(target, found, decision, journal)
             run = run if validate != "off" else None
             report = _whole_report(target, found, proofs, run, example_inputs, decision)
             if already:
@@ -353,11 +353,16 @@ def _settle(
     return found
 
 
-def _put_back(found: Plan, decision: timing.Decision, undo: Callable[[str], Any]) -> Plan:
-    """Put back the sites that are not worth it; the plan of what is left."""
-    for name in decision.put_back:
-        undo(name)
-    return _without(found, {name: (Reason.SLOWER, why) for name, why in decision.put_back.items()})
+def _put_back(model: nn.Module, found: Plan, decision: timing.Decision, journal: _apply.Journal) -> Plan:
+    """Put back the sites, and of some the regions, that are not worth it; the plan of what is left."""
+    trimmed = Plan(
+        tuple(Swap(s.site, decision.trimmed[s.site.name]) for s in found.swaps if s.site.name in decision.trimmed)
+    )
+    for name in (*decision.put_back, *decision.trimmed):
+        journal.undo(name)
+    journal.add(_apply.apply(model, trimmed))
+    swaps = {swap.site.name: swap for swap in (*found.swaps, *trimmed.swaps)}
+    return _without(replace(found, swaps=tuple(swaps.values())), dict.fromkeys(decision.put_back, (Reason.SLOWER, "")))
 
 
 def _without(found: Plan, why: Mapping[str, tuple[Reason, str]]) -> Plan:

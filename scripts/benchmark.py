@@ -25,11 +25,19 @@ from typing import Any
 
 import torch
 from device_time import copy_rate, interleaved, replayed
-from networks import backward_workloads, network_workloads
+from networks import backward_workloads, group_norm_relu, network_workloads
 from peers import Offer, peers, versions
 from tabulate import tabulate
 from torch import Tensor, nn
-from workloads import L1Norm, LinearScaleBatchNorm, Workload, common_workloads, randomised, workloads
+from workloads import (
+    L1Norm,
+    LinearScaleBatchNorm,
+    RMSNormByHand,
+    Workload,
+    common_workloads,
+    randomised,
+    workloads,
+)
 
 import normswap
 from normswap import native
@@ -151,10 +159,40 @@ def compared(offers: dict[str, Offer], model: nn.Module, x: Tensor) -> tuple[dic
     return right, cannot
 
 
+class SumAndNorm(nn.Module):
+    """A residual before a LayerNorm, as in a pre-norm block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum and its norm."""
+        x = x + x
+        return x, self.norm(x)
+
+
+@normswap.register_norm("rms_norm", weight="gain", eps=1e-6)
+class Registered(nn.Module):
+    """A norm that normswap knows because it is told."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """RMSNorm."""
+        return nn.functional.rms_norm(x, self.gain.shape, self.gain, 1e-6)
+
+
 HOST: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "nn.LayerNorm": (lambda: nn.LayerNorm(256), (8, 256)),
     "nn.RMSNorm": (lambda: nn.RMSNorm(256, eps=1e-6), (8, 256)),
     "nn.GroupNorm": (lambda: nn.GroupNorm(8, 64), (2, 64, 8, 8)),
+    "RMSNorm by hand": (lambda: RMSNormByHand(256), (8, 256)),
+    "RMSNorm by register_norm": (lambda: Registered(256), (8, 256)),
+    "sum, LayerNorm": (lambda: SumAndNorm(256), (8, 256)),
+    "GroupNorm, ReLU": (lambda: group_norm_relu(8, 64), (2, 64, 8, 8)),
     "L1 norm": (L1Norm, (8, 256)),
     "Linear, scale, BatchNorm": (lambda: LinearScaleBatchNorm(64, 64), (256, 64)),
 }

@@ -40,6 +40,10 @@ class Waiting:
         return min(1.0, max(0.0, 0.5 + (self.device_us / self.host_us - 1.0) / (2 * NEAR)))
 
 
+DEVICE, HOST = Waiting(1.0, 0.0), Waiting(0.0, 1.0)
+"""Of a model that waits for one of them alone."""
+
+
 @dataclass(frozen=True)
 class Timed:
     """A candidate with the cost of its calls in one run of the model, the original's and ours. Without calls nothing
@@ -122,6 +126,17 @@ def cover(found: Sequence[Timed], waiting: Waiting, least: float) -> frozenset[s
         kept.add(taken.candidate.name)
         gone = {taken.candidate.name} | excluded[taken.candidate.name]
         left = [timed for timed in left if timed.candidate.name not in gone]
+    return frozenset(kept)
+
+
+def widest(found: Sequence[Timed], waiting: Waiting, least: float) -> frozenset[str]:
+    """The names of all candidates worth keeping, but for those that others which name more exclude."""
+    excluded = _exclusions([timed.candidate for timed in found])
+    kept: set[str] = set()
+    left = [timed for timed in found if worth(timed, waiting, least)]
+    for timed in sorted(left, key=lambda timed: (-len(timed.candidate.overlaps), timed.candidate.name)):
+        if not excluded[timed.candidate.name] & kept:
+            kept.add(timed.candidate.name)
     return frozenset(kept)
 
 

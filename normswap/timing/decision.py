@@ -1,6 +1,8 @@
-"""The decision: candidates timed, a cover chosen, and the model with it timed against the original.
+"""The decision: candidates timed, covers chosen, and the model with each timed against the original.
 
-The result is never slower than the original: where it is, what gains on the device alone is tried, then nothing.
+What candidates gain says which covers are worth a try; the wall's clock on the whole model says which is taken. Whether
+a model waits for its device or its host is no stable fact: a busy host makes it the host. So both views are tried, and
+nothing, and of what is as fast the same one is taken every time.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from torch import nn
 from tqdm import tqdm
 
 from normswap import native
+from normswap.plan import Match
 from normswap.sites import preserved
 from normswap.timing import model as whole_model
 from normswap.timing.candidate import Candidate, Use, with_backward
-from normswap.timing.choose import Timed, Waiting, cover
+from normswap.timing.choose import DEVICE, HOST, Timed, Waiting, cover, widest
 from normswap.timing.clock import Gpus, Machine
 from normswap.timing.hidden import Cost, costs
 from normswap.timing.model import Arrangement
@@ -43,12 +46,14 @@ class ModelTime:
 
 @dataclass(frozen=True)
 class Decision:
-    """``kept``: the names of the candidates to keep; ``rows``: by name what was found, of those that were timed;
-    ``put_back``: by name why, of the others. ``model`` is None where nothing could be timed."""
+    """``kept``: the names of the candidates to keep; ``put_back``: of the others; ``rows``: by name what was found, of
+    those that were timed; ``trimmed``: what is kept of those of which only a part is. ``model`` is None where nothing
+    could be timed."""
 
     kept: frozenset[str]
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    put_back: Mapping[str, str] = field(default_factory=dict)
+    put_back: frozenset[str] = frozenset()
+    trimmed: Mapping[str, Match] = field(default_factory=dict)
     model: ModelTime | None = None
 
 
@@ -95,17 +100,15 @@ def decide(
             with arranged(()):
                 waits = whole_model.waiting(machine, run)
             timed = time_candidates(found)
-            chosen = cover(timed, waits, least)
-            kept, before_us, after_us = _never_slower(machine, run, arranged, timed, chosen, least)
+            kept, before_us, after_us = _fastest(machine, run, arranged, _covers(timed, waits, least), least)
     except torch.OutOfMemoryError:
         return untimed([one.name for one in found])
     rows = {one.candidate.name: _row(one, waits) for one in timed if one.calls or one.note}
-    names = frozenset(one.name for one in found)
-    why = {name: _why(waits, together=name in chosen) for name in sorted(names - kept)}
+    put_back = frozenset(one.name for one in found) - kept
     told = ModelTime(
         before_us / 1e3, after_us / 1e3, waits.bound, waits.device_us / 1e3, waits.host_us / 1e3, gradients
     )
-    return Decision(kept, rows, why, told)
+    return Decision(kept, rows, put_back, model=told)
 
 
 def untimed(names: Sequence[str]) -> Decision:
@@ -155,28 +158,32 @@ def _summed(candidate: Candidate, known: Mapping[Hashable, tuple[Cost, Cost] | s
     return total
 
 
-def _never_slower(
+def _covers(timed: Sequence[Timed], waits: Waiting, least: float) -> list[frozenset[str]]:
+    """What is worth a try, what is preferred first: what serves the device, whose times are steady, of that only what
+    gains there, and the widest, as neighbours change each other's layouts; what serves the host, unless that has little
+    to do. Where candidates must gain more, or may lose, that is asked where the model waits."""
+    gainers = {one.candidate.name for one in timed if one.gains_on_device}
+    view = DEVICE if least == 1.0 else waits
+    first = cover(timed, view, least)
+    tried = [first, first & gainers]
+    if least == 1.0:
+        tried += [widest(timed, DEVICE, least), *([cover(timed, HOST, least)] if waits.device_share < 1.0 else [])]
+    return [names for names in dict.fromkeys(tried) if names]
+
+
+def _fastest(
     machine: Machine,
     run: Callable[[], object],
     arranged: Arrangement,
-    timed: Sequence[Timed],
-    kept: frozenset[str],
+    covers: Sequence[frozenset[str]],
     least: float,
 ) -> tuple[frozenset[str], float, float]:
-    """``kept``, or what gains on the device alone, or nothing: the first that is not slower than the original; with the
-    microseconds of a run before and after."""
-    gainers = kept & {one.candidate.name for one in timed if one.gains_on_device}
-    before_us = 0.0
-    for names in dict.fromkeys((kept, gainers)):
-        if names:
-            found = whole_model.compare(
-                machine, [(partial(arranged, swapped), run) for swapped in (frozenset(), names)]
-            )
-            before_us = found.us[0]
-            if not found.slower(1, 1.0 / min(1.0, least)):
-                return names, before_us, found.us[1]
-    before_us = before_us or whole_model.compare(machine, [(partial(arranged, frozenset()), run)]).us[0]
-    return frozenset(), before_us, before_us
+    """The first of ``covers`` that is as fast as the fastest of them and of the original, or as ``least`` allows, else
+    nothing; with the microseconds of a run before and after."""
+    ways = [frozenset[str](), *covers]
+    found = whole_model.compare(machine, [(partial(arranged, names), run) for names in ways])
+    taken = next((i for i in range(1, len(ways)) if not found.slower(i, 1.0 / min(1.0, least))), 0)
+    return ways[taken], found.us[0], found.us[taken]
 
 
 def _row(timed: Timed, waits: Waiting) -> dict[str, Any]:
@@ -193,6 +200,14 @@ def _row(timed: Timed, waits: Waiting) -> dict[str, Any]:
     }
 
 
-def _why(waits: Waiting, together: bool) -> str:
-    """Without figures: equal runs give equal plans."""
-    return "the model is slower with it" if together else f"the model waits for its {waits.bound}"
+def summed_row(rows: Sequence[Mapping[str, Any]], note: str) -> dict[str, Any]:
+    """The rows of the parts of a site as one: means of their calls."""
+    calls, first = sum(row["calls"] for row in rows), rows[0]
+    means = {
+        name: sum(row["calls"] * row[name] for row in rows) / max(1, calls) for name in first if name.endswith("_us")
+    }
+    timed = [(row["calls"] * row[f"eager_{row['bound']}_us"], row["gain"]) for row in rows if row["gain"] is not None]
+    before, after = sum(us for us, _ in timed), sum(us / gain for us, gain in timed)
+    gain = before / after if timed and after else first["gain"]
+    note = note or next((row["note"] for row in rows if row["note"]), "")
+    return {**first, **means, "calls": calls, "gain": gain, "note": note}

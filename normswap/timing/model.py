@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -57,13 +58,14 @@ class Compared:
     noise: float
 
     def slower(self, index: int, allowed: float = 1.0) -> bool:
-        """Whether a way takes more than ``allowed`` times as long as the first, beyond the noise."""
-        return self.us[index] > allowed * (1.0 + min(MOST_NOISE, max(SAME, self.noise))) * self.us[0]
+        """Whether a way takes more than ``allowed`` times as long as the fastest, beyond the noise."""
+        return self.us[index] > allowed * (1.0 + min(MOST_NOISE, max(SAME, self.noise))) * min(self.us)
 
 
 def compare(machine: Machine, ways: Sequence[Way]) -> Compared:
     """Time several ways to run a model, as a user runs it: runs one after the other, then a wait for the last. The ways
-    take turns, for longer where they differ from themselves."""
+    take turns, for longer where they differ from themselves, and are held against the first turn by turn: a host that
+    others slow down for a while slows all."""
     with undisturbed():
         once = min(max(_block(machine, way, 1), 1e-3) for way in ways for _ in range(WARM_UP))
         runs = min(MOST_RUNS, math.ceil(BLOCK_US / once))
@@ -72,10 +74,16 @@ def compare(machine: Machine, ways: Sequence[Way]) -> Compared:
         for _ in range(MOST_TIMES):
             for index in in_turns(len(ways), rounds):
                 times[index].append(_block(machine, ways[index], runs))
-            noise = max(doubt(found) / typical(found) for found in times)
+            shares = [[us / first for us, first in zip(found, times[0], strict=True)] for found in times]
+            noise = max((_apart(found) for found in shares[1:]), default=doubt(times[0]) / typical(times[0]))
             if noise <= SAME:
                 break
-    return Compared(tuple(typical(found) for found in times), noise)
+    return Compared(tuple(typical(times[0]) * statistics.median(found) for found in shares), noise)
+
+
+def _apart(shares: Sequence[float]) -> float:
+    """How far off their median may be: what it differs by between every second one and the others."""
+    return abs(statistics.median(shares[::2]) - statistics.median(shares[1::2]))
 
 
 def _block(machine: Machine, way: Way, runs: int) -> float:

@@ -40,21 +40,21 @@ class RegionRecorder:
 
         return helper
 
-    def norms(self) -> list[str]:
-        """The children that are the norms of the regions."""
-        return [one.region.norm for one in self.compiled if one.region.type]
+    def uses(self, gradients: bool, looks: Any) -> list[tuple[str, tuple[Use, ...]]]:
+        """For every region the child that is its norm, or "", and every form of call. ``looks(module)`` tells modules
+        apart whose calls may take other time."""
+        return [
+            (one.region.norm if one.region.type else "", self._uses(one, gradients, looks)) for one in self.compiled
+        ]
 
-    def uses(self, gradients: bool, looks: Any) -> list[Use]:
-        """Every form of call of every region. ``looks(module)`` tells modules apart whose calls may take other time."""
-        found: list[Use] = []
-        for one in self.compiled:
-            if id(one) in self.forms:
-                # Where a region stands in its forward does not matter to its time.
-                steps = tuple((step.does, step.operand) for step in one.region.steps)
-                key = ("region", one.region.kind, steps, one.region.shared, str(one.region.activation))
-                codes = partial(self._codes, one, self.forms[id(one)])
-                found += self.recorders[id(one)].uses((key, looks(holder_of(one.region, self.owner))), codes, gradients)
-        return found
+    def _uses(self, one: Compiled, gradients: bool, looks: Any) -> tuple[Use, ...]:
+        if id(one) not in self.forms:
+            return ()
+        # Where a region stands in its forward does not matter to its time.
+        steps = tuple((step.does, step.operand) for step in one.region.steps)
+        key = ("region", one.region.kind, steps, one.region.shared, str(one.region.activation))
+        codes = partial(self._codes, one, self.forms[id(one)])
+        return self.recorders[id(one)].uses((key, looks(holder_of(one.region, self.owner))), codes, gradients)
 
     def _codes(self, compiled: Compiled, form: TreeSpec) -> tuple[Code, Code]:
         helper = make_helper(compiled, modules.original_class)

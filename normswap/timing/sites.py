@@ -1,20 +1,20 @@
-"""Today's sites - whole modules and runs of an nn.Sequential - as candidates."""
+"""The sites of a plan as candidates: modules, runs of an nn.Sequential, and each region of a forward by itself."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from normswap import modules
+from normswap import install_table, modules
 from normswap.plan import Match, Swap
 from normswap.sites import classes, detached_copy, preserved
 from normswap.timing.candidate import Candidate, Code, Recorder, Use
-from normswap.timing.decision import Decision, decide, step, takes_gradients, untimed
+from normswap.timing.decision import Decision, decide, step, summed_row, takes_gradients, untimed
 from normswap.timing.regions import RegionRecorder
 
 
@@ -27,7 +27,8 @@ def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any]
             found = candidates(model, swaps, run, gradients=gradients)
     except torch.OutOfMemoryError:
         return untimed([swap.site.name for swap in swaps])
-    return decide(model, found, step(model, run, gradients), arrangements(model, swaps), least, gradients=gradients)
+    arranged = arrangements(model, swaps)
+    return _of_sites(decide(model, found, step(model, run, gradients), arranged, least, gradients=gradients), swaps)
 
 
 def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], *, gradients: bool) -> list[Candidate]:
@@ -48,15 +49,57 @@ def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], 
         torch.set_grad_enabled(gradients),
     ):
         run()
-    return [_candidate(swap, sites.get(swap.site.name, ()), regions.get(swap.site.name), gradients) for swap in swaps]
+    return [
+        candidate
+        for swap in swaps
+        for candidate in _candidates(swap, sites.get(swap.site.name, ()), regions.get(swap.site.name), gradients)
+    ]
 
 
-def _candidate(swap: Swap, parts: Sequence[_Part], regions: RegionRecorder | None, gradients: bool) -> Candidate:
-    name = swap.site.name
+def _candidates(
+    swap: Swap, parts: Sequence[_Part], regions: RegionRecorder | None, gradients: bool
+) -> Iterator[Candidate]:
+    site, kind = swap.site.name, swap.match.kind
     if regions is None:
-        return Candidate(name, swap.match.kind, tuple(use for part in parts for use in part.uses(gradients)))
-    inside = frozenset(f"{name}.{norm}" if name else norm for norm in regions.norms())
-    return Candidate(name, swap.match.kind, tuple(regions.uses(gradients, looks)), inside)
+        yield Candidate(site, kind, tuple(use for part in parts for use in part.uses(gradients)))
+        return
+    for name, (norm, uses) in zip(_names(swap), regions.uses(gradients, looks), strict=True):
+        inside = [f"{site}.{norm}" if site else norm] if norm else []
+        yield Candidate(name, kind, uses, frozenset(inside))
+
+
+def _names(swap: Swap) -> list[str]:
+    """Of the candidates that ``swap`` is: the site's, or one for each of several regions."""
+    site, count = swap.site.name, len(swap.match.attributes.get("regions", ()))
+    return [site] if count <= 1 else [f"{site}[{index}]" for index in range(count)]
+
+
+def _kept_of(swap: Swap, kept: Collection[str]) -> Match | None:
+    """What is left of ``swap`` with the candidates ``kept``: all, some of its regions, or None."""
+    chosen = [index for index, name in enumerate(_names(swap)) if name in kept]
+    regions = swap.match.attributes.get("regions", ())
+    if not chosen or len(chosen) >= len(regions):
+        return swap.match if chosen else None
+    return Match(swap.match.kind, {**swap.match.attributes, "regions": [regions[index] for index in chosen]})
+
+
+def _of_sites(decision: Decision, swaps: Sequence[Swap]) -> Decision:
+    """``decision`` on candidates as one on sites."""
+    matches = {swap.site.name: _kept_of(swap, decision.kept) for swap in swaps}
+    rows = {}
+    for swap in swaps:
+        names = [name for name in _names(swap) if name in decision.rows]
+        taken = [name for name in names if name in decision.kept] or names
+        if names:
+            told = f"{len(taken)} of {len(_names(swap))} regions are kept" if len(taken) < len(_names(swap)) else ""
+            rows[swap.site.name] = summed_row([decision.rows[name] for name in taken], told)
+    return replace(
+        decision,
+        kept=frozenset(name for name, match in matches.items() if match is not None),
+        put_back=frozenset(name for name, match in matches.items() if match is None),
+        rows=rows,
+        trimmed={s.site.name: m for s in swaps if (m := matches[s.site.name]) is not None and m != s.match},
+    )
 
 
 @contextlib.contextmanager
@@ -76,9 +119,17 @@ def arrangements(
     model: nn.Module, swaps: Sequence[Swap]
 ) -> Callable[[Collection[str]], contextlib.AbstractContextManager[None]]:
     """What gives the swapped ``model``, for a block, the original classes at all sites but those named."""
-    found = [(swap.site.name, model.get_submodule(swap.site.name)) for swap in swaps]
-    known = [(name, module, modules.class_before(module) or type(module)) for name, module in found]
-    return lambda kept: classes([(module, original) for name, module, original in known if name not in kept])
+    found = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
+    return lambda kept: classes([(module, _class_with(module, _kept_of(swap, kept))) for swap, module in found])
+
+
+def _class_with(module: nn.Module, match: Match | None) -> type[nn.Module]:
+    """The class of the swapped ``module`` with ``match`` in the place of what it has."""
+    original = modules.original_class(module)
+    if match is None or original is None:
+        return modules.class_before(module) or type(module)
+    installed = modules.installed_class(module) or type(module)
+    return install_table.rebased(type(module), installed, modules.swapped_class(match.kind, original, match.attributes))
 
 
 @dataclass
