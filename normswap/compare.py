@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,16 +18,14 @@ from normswap.criterion import (
     C,
     Magnitudes,
     RoundedStatistics,
-    error_share,
-    excused,
     magnitudes,
-    mask_mismatch,
     matmul_unit,
     own_rounding,
 )
 from normswap.lifted import Lifted
 from normswap.plan import Match, is_by_hand
 from normswap.sites import detached_copy
+from normswap.verdict import verdict
 
 # 100 to 150 bytes an element are held while a slice is compared: 210 to 310 MB.
 SLICE_ELEMENTS = 2**21
@@ -71,17 +69,32 @@ class Comparison:
         )
 
 
-def compare(match: Match, module: nn.Module, x: Tensor, gradients: bool) -> Comparison:
+class Seen:
+    """What was compared so far, by all but the values: of what is like it two slices of a large input are enough."""
+
+    def __init__(self) -> None:
+        self._known: set[Hashable] = set()
+
+    def before(self, x: Tensor, *of: Hashable) -> bool:
+        """Whether it was asked before of what ``of`` says and a tensor of the form of ``x``."""
+        key = (*of, x.shape, x.stride(), x.dtype, x.device)
+        known = key in self._known
+        self._known.add(key)
+        return known
+
+
+def compare(match: Match, module: nn.Module, x: Tensor, gradients: bool, again: bool = False) -> Comparison:
     """Compare the swap ``match`` of ``module``, which is in its original class, on ``x``, under the present autocast.
 
     On a large input ours runs once, and slices of samples (of samples and groups for a GroupNorm or InstanceNorm) of
     its output are compared; gradients, and a BatchNorm's batches, are those of the slices. That holds less than 512 MB
-    beyond the output, unless one sample or the weights alone are larger. Neither ``module`` nor ``x`` is changed. What
+    beyond the output, unless one sample or the weights alone are larger. ``again``: its like was compared before, two
+    slices are enough. Neither ``module`` nor ``x`` is changed. What
     the original itself raises on ``x`` is raised; what ours raises is a problem.
     """
     with torch.inference_mode(False):
         x = x.detach()
-        pieces, coverage = _pieces(match, module, x)
+        pieces, coverage = _pieces(match, module, x, 2 * SLICE_ELEMENTS if again else TOTAL_ELEMENTS)
         output = None
         if len(pieces) > 1 and match.kind != "linear_scale_batch_norm":
             found = _ours(match, module, x, None)
@@ -107,8 +120,9 @@ class _Piece:
     cut: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
 
-def _pieces(match: Match, module: Any, x: Tensor) -> tuple[list[_Piece], float]:
-    """The pieces of ``x`` to compare - all of it, or the first, the last and some between - and the share covered."""
+def _pieces(match: Match, module: Any, x: Tensor, most: int) -> tuple[list[_Piece], float]:
+    """The pieces of ``x`` to compare - all of it, or the first, the last and some between, of ``most`` elements
+    together - and the share covered."""
     dims, wide = _independent_dims(match, module, x), _widest(module) if match.kind == "linear_scale_batch_norm" else 0
     dim = max(dims, key=lambda d: x.shape[d], default=0)
     size = x.shape[dim] if dims else 1
@@ -116,15 +130,15 @@ def _pieces(match: Match, module: Any, x: Tensor) -> tuple[list[_Piece], float]:
     if not dims or size * sample <= SLICE_ELEMENTS:
         return [_Piece(module)], 1.0
     if match.kind in _GROUPED and sample > SLICE_ELEMENTS and not match.registered:
-        return _groups(match, module, x, sample)
+        return _groups(match, module, x, sample, most)
     least = 2 if match.kind == "linear_scale_batch_norm" else 1  # a batch has two rows
     width = min(size, max(least, SLICE_ELEMENTS // sample))
-    starts = spread(size, width, max(1, TOTAL_ELEMENTS // (width * sample)))
+    starts = spread(size, width, max(1, most // (width * sample)))
     pieces = [_Piece(module, partial(torch.narrow, dim=dim, start=start, length=width)) for start in starts]
     return pieces, min(1.0, len(pieces) * width / size)
 
 
-def _groups(match: Match, module: Any, x: Tensor, sample: int) -> tuple[list[_Piece], float]:
+def _groups(match: Match, module: Any, x: Tensor, sample: int, most: int) -> tuple[list[_Piece], float]:
     """The pieces of samples that are too large as a whole: some groups of one sample each; of an InstanceNorm, some
     channels."""
     groups = x.shape[1] if match.kind == "instance_norm" else match.view(module).num_groups
@@ -132,7 +146,7 @@ def _groups(match: Match, module: Any, x: Tensor, sample: int) -> tuple[list[_Pi
     width = min(groups, max(1, SLICE_ELEMENTS * groups // sample))
     firsts = spread(groups, width, groups)
     found = []
-    for place in spread(len(x) * len(firsts), 1, max(1, TOTAL_ELEMENTS * groups // (width * sample))):
+    for place in spread(len(x) * len(firsts), 1, max(1, most * groups // (width * sample))):
         row, first = place // len(firsts), firsts[place % len(firsts)]
         part = detached_copy(module, type(module))
         norm = match.view(part)
@@ -375,24 +389,10 @@ class _Checks:
         magnitude: Tensor,
         extra: Tensor | float,
     ) -> None:
-        share = error_share(ours, reference, magnitude, c, extra)
-        theirs = error_share(eager, reference, magnitude, c, extra)
-        if share > 1.0:  # an element that is PyTorch's own, bit for bit, is not held against ours
-            changed = ~((ours == eager) | (ours.isnan() & eager.isnan()))
-            limits = (
-                t.expand(ours.shape)[changed] for t in (reference, magnitude, torch.as_tensor(extra).to(reference))
-            )
-            expected, size, added = limits
-            share = error_share(ours[changed], expected, size, c, added)
-        self.ours, self.eager = max(self.ours, share), max(self.eager, theirs)
-        if wrong := int(excused(eager, reference).sum()):
-            self.note = self.note or f"{what}: PyTorch's is not finite in {wrong} elements that float64 has finite"
-        elif theirs > 1.0:
-            self.note = self.note or f"{what}: PyTorch's own error is {theirs:.3g} times the limit"
-        if differs := mask_mismatch(ours, eager, reference):
-            self._fail(f"{what}: {differs}")
-        elif share > 1.0:
-            self._fail(f"{what}: error is {share:.3g} times its limit")
+        found = verdict(what, ours, eager, reference, magnitude, c, extra)
+        self.ours, self.eager = max(self.ours, found.share), max(self.eager, found.eager_share)
+        self.note = self.note or found.note
+        self._fail(found.problem)
 
     def _fail(self, problem: str) -> None:
         self.problem = self.problem or problem

@@ -203,7 +203,7 @@ def _row(proof: Any, swapped: bool, refusal: Refusal | None, timed: Mapping[str,
         row["status"] = row["status"] if row["status"] == "failed" else "slower"
     if timed is not None:
         row |= {name: value for name, value in timed.items() if name != "note"}
-        row["detail"] = row["detail"] or timed["note"]
+        row["detail"] = "; ".join(told for told in (row["detail"], timed["note"]) if told)
     return row
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import modules
-from normswap.compare import Comparison, compare
+from normswap.compare import Comparison, Seen, compare
 from normswap.plan import Match, Swap, is_by_hand
 from normswap.regions.prove import RegionProof
 from normswap.sites import classes, is_sharded, preserved
@@ -56,9 +56,10 @@ def prove_sites(
     """Prove every site of ``swaps`` in the swapped ``model``; ``run`` runs the model on its example inputs, None
     when there are none. Sites that the run does not reach get synthesised inputs of the dtype and device of their
     parameters, or of ``like``. The model is left as it was."""
+    seen = Seen()
     every = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
     regions = {
-        swap.site.name: RegionProof(module, _original(module), swap.match, modules.original_class, gradients)
+        swap.site.name: RegionProof(module, _original(module), swap.match, modules.original_class, gradients, seen)
         for swap, module in every
         if swap.match.kind == "region"
     }
@@ -70,7 +71,7 @@ def prove_sites(
         if run is not None:
             with (
                 _listening(regions.values()),
-                _comparing(sites, found, gradients),
+                _comparing(sites, found, gradients, seen),
                 torch.no_grad(),
                 _explained("the ORIGINAL model, on these inputs"),
             ):
@@ -165,7 +166,7 @@ def _explained(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _comparing(
-    sites: Sequence[tuple[Swap, nn.Module]], found: dict[str, list[list[Comparison]]], gradients: bool
+    sites: Sequence[tuple[Swap, nn.Module]], found: dict[str, list[list[Comparison]]], gradients: bool, seen: Seen
 ) -> Iterator[None]:
     """Compare at every call of every site in the block, before the original sees the input."""
     handles = []
@@ -173,7 +174,7 @@ def _comparing(
         for swap, module in sites:
             pieces = modules.pieces(module, swap.match)
             for (match, piece, called), comparisons in zip(pieces, found[swap.site.name], strict=True):
-                hook = _hook(match, piece, comparisons, gradients)
+                hook = _hook(match, piece, comparisons, gradients, seen)
                 handles.append(called.register_forward_pre_hook(hook, with_kwargs=True))
         yield
     finally:
@@ -181,11 +182,14 @@ def _comparing(
             handle.remove()
 
 
-def _hook(match: Match, module: nn.Module, comparisons: list[Comparison], gradients: bool) -> Callable[..., None]:
+def _hook(
+    match: Match, module: nn.Module, comparisons: list[Comparison], gradients: bool, seen: Seen
+) -> Callable[..., None]:
     def on_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         if x is not None and _is_swapped_for(match, x) and len(comparisons) < _MAX_CALLS:
-            comparisons.append(compare(match, module, x, gradients))
+            again = seen.before(x, id(type(module)), match.kind, repr(match.attributes))
+            comparisons.append(compare(match, module, x, gradients, again))
 
     return on_call
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from models import randomised
+from torch import Tensor, nn
 
+import normswap
 from normswap import modules
 from normswap.timing import decision, hidden, model
 
@@ -76,3 +78,32 @@ def running(gpu: FakeGpu, costs: Costs) -> Iterator[None]:
             yield
     finally:
         handle.remove()
+
+
+LAUNCH = 5.0
+WORK = 400.0
+"""Microseconds a Linear costs the device: a model with some waits for it."""
+
+
+def norms(device: tuple[float, float], host: tuple[float, float] = (10.0, 10.0), linear: float = WORK) -> Costs:
+    """Every norm costs (PyTorch's, our) microseconds, a Linear ``linear`` of the device, all else nothing."""
+
+    def costs(module: nn.Module, swapped: bool) -> tuple[float, float]:
+        if isinstance(module, nn.Linear):
+            return LAUNCH, linear
+        return (host[swapped], device[swapped]) if "Norm" in type(module).__name__ else (0.0, 0.0)
+
+    return costs
+
+
+def optimized(model: nn.Module, x: Tensor, costs: Costs, gpu: FakeGpu | None = None, **options: Any) -> nn.Module:
+    with running(gpu or FakeGpu(), costs):
+        return normswap.optimize(model, x, **{"on_empty": "ignore", **options})
+
+
+def blocks(count: int = 3) -> nn.Module:
+    layers = [layer for _ in range(count) for layer in (nn.Linear(8, 8), nn.LayerNorm(8))]
+    return randomised(nn.Sequential(*layers)).eval()
+
+
+X = torch.randn(4, 8)

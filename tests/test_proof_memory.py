@@ -86,5 +86,5 @@ def test_small_inputs_are_compared_whole() -> None:
     for kind, (attributes, make, shape) in LARGE.items():
         small = (4, *shape[1:-1], shape[-1]) if kind == "linear_scale_batch_norm" else (1, *shape[1:])
         x = torch.randn(small[:2] + (8, 8) if kind == "group_norm" else small[-2:])[:4]
-        pieces, coverage = compare._pieces(Match(kind, attributes), make(), x)
+        pieces, coverage = compare._pieces(Match(kind, attributes), make(), x, compare.TOTAL_ELEMENTS)
         assert len(pieces) == 1 and coverage == 1.0 and pieces[0].cut(x) is x

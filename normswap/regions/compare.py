@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from normswap.compare import SLICE_ELEMENTS, Comparison, Cotangent, KernelWitness, spread
+from normswap.compare import SLICE_ELEMENTS, Comparison, Cotangent, KernelWitness, Seen, spread
 from normswap.criterion import (
     C_GRADIENT,
     FLOAT32_ROUNDING,
@@ -26,10 +26,7 @@ from normswap.criterion import (
     Rows,
     batch_norm_eval,
     derivative,
-    error_share,
-    excused,
     half_ulp,
-    mask_mismatch,
     own_rounding,
     rms_by_hand,
 )
@@ -42,6 +39,7 @@ from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.sites import detached_copy
+from normswap.verdict import verdict
 
 _MOST_PIECES = 16
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -55,15 +53,19 @@ def compare_region(
     gradients: bool,
     captured: bool = True,
     most_pieces: int = _MOST_PIECES,
+    seen: Seen | None = None,
 ) -> Comparison:
     """Compare the region ``compiled`` of ``owner``, whose children are in their original classes, on ``packed``, under
-    the present autocast. Of a large input slices of samples are compared. Neither is changed. What was ``captured`` in
-    a run of the model also says how a folded convolution's error compares with PyTorch's own."""
+    the present autocast. Of a large input slices of samples are compared, two where its like was ``seen``. Neither is
+    changed. What was ``captured`` in a run of the model also says how a folded convolution's error compares with
+    PyTorch's own."""
     with torch.inference_mode(False):
         packed = _mapped(compiled.region, _detached, packed)
         x = compiled.unpack(packed)[0]
         sample = max(1, x.numel() // max(1, len(x))) if x.dim() else 1
         width = max(1, SLICE_ELEMENTS // sample)
+        if seen is not None and seen.before(x, id(compiled)):
+            most_pieces = min(2, most_pieces)
         starts = spread(len(x), width, most_pieces) if x.dim() > 1 and len(x) > width else []
         worst: Comparison | None = None
         for start in starts or [0]:
@@ -302,19 +304,10 @@ class _Case:
     def _add(
         self, what: str, ours: Tensor, eager: Tensor, expected: Tensor, c: float, magnitude: Tensor, extra: Any
     ) -> None:
-        share, theirs = (error_share(t, expected, magnitude, c, extra) for t in (ours, eager))
-        if share > 1.0:  # an element that is PyTorch's own, bit for bit, is not held against ours
-            changed = ~((ours == eager) | (ours.isnan() & eager.isnan()))
-            parts = (expected, magnitude.expand(ours.shape), torch.as_tensor(extra).to(expected).expand(ours.shape))
-            of, size, added = (part[changed] for part in parts)
-            share = error_share(ours[changed], of, size, c, added)
-        self.share, self.eager_share = max(self.share, share), max(self.eager_share, theirs)
-        if wrong := int(excused(eager, expected).sum()):
-            self.note = self.note or f"{what}: PyTorch's is not finite in {wrong} elements that float64 has finite"
-        if differs := mask_mismatch(ours, eager, expected):
-            self._fail(f"{what}: {differs}")
-        elif share > 1.0:
-            self._fail(f"{what}: error is {share:.3g} times its limit")
+        found = verdict(what, ours, eager, expected, magnitude, c, extra)
+        self.share, self.eager_share = max(self.share, found.share), max(self.eager_share, found.eager_share)
+        self.note = self.note or found.note
+        self._fail(found.problem)
 
     def _fail(self, problem: str) -> None:
         self.problem = self.problem or problem

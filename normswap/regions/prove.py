@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.compare import Comparison
+from normswap.compare import Comparison, Seen
 from normswap.forwards.replaced import Replaced
 from normswap.kinds import KINDS
 from normswap.plan import Match
@@ -35,8 +35,9 @@ class RegionProof:
         match: Match,
         original_class: OriginalClass,
         gradients: bool,
+        seen: Seen,
     ) -> None:
-        self.owner, self.original, self.match, self.gradients = owner, original, match, gradients
+        self.owner, self.original, self.match, self.gradients, self.seen = owner, original, match, gradients, seen
         self.compiled, self.method = compiled_of(original, match.attributes), method_of(match.attributes)
         self.fused = {id(one): Fused(one, original_class) for one in self.compiled}
         self.found: dict[int, list[Comparison]] = {id(one): [] for one in self.compiled}
@@ -59,7 +60,8 @@ class RegionProof:
         return helper
 
     def _compared(self, compiled: Compiled, packed: Any, captured: bool = True) -> Comparison:
-        return compare_region(compiled, self.fused[id(compiled)], self.owner, packed, self.gradients, captured)
+        fused = self.fused[id(compiled)]
+        return compare_region(compiled, fused, self.owner, packed, self.gradients, captured, seen=self.seen)
 
     @property
     def captured(self) -> bool:
