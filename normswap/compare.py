@@ -70,13 +70,16 @@ class Comparison:
 
 
 class Seen:
-    """What was compared so far, by all but the values: of what is like it two slices of a large input are enough."""
+    """What was compared so far, by all but the values: of what is like it two slices of a large input are enough.
+    ``told`` is called at each."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[], object] = lambda: None) -> None:
         self._known: set[Hashable] = set()
+        self._told = told
 
     def before(self, x: Tensor, *of: Hashable) -> bool:
         """Whether it was asked before of what ``of`` says and a tensor of the form of ``x``."""
+        self._told()
         key = (*of, x.shape, x.stride(), x.dtype, x.device)
         known = key in self._known
         self._known.add(key)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from normswap import modules
 from normswap.compare import Comparison, Seen, compare
 from normswap.plan import Match, Swap, is_by_hand
+from normswap.progress import progress
 from normswap.regions.prove import RegionProof
 from normswap.sites import classes, is_sharded, preserved
 
@@ -56,7 +57,8 @@ def prove_sites(
     """Prove every site of ``swaps`` in the swapped ``model``; ``run`` runs the model on its example inputs, None
     when there are none. Sites that the run does not reach get synthesised inputs of the dtype and device of their
     parameters, or of ``like``. The model is left as it was."""
-    seen = Seen()
+    told = progress("proof", unit="calls")
+    seen = Seen(told.update)
     every = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
     regions = {
         swap.site.name: RegionProof(module, _original(module), swap.match, modules.original_class, gradients, seen)
@@ -67,7 +69,7 @@ def prove_sites(
     found: dict[str, list[list[Comparison]]] = {
         swap.site.name: [[] for _ in modules.pieces(module, swap.match)] for swap, module in sites
     }
-    with preserved(model), classes([(m, _original(m)) for _, m in every]):
+    with told, preserved(model), classes([(m, _original(m)) for _, m in every]):
         if run is not None:
             with (
                 _listening(regions.values()),

@@ -42,8 +42,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kinds": {"criterion", "ops", "kinds"},
     "criterion": {"activation", "plan", "reference"},
     "verdict": {"criterion"},
+    "progress": set(),
     "compare": {"plan", "modules", "criterion", "lifted", "sites", "verdict"},
-    "validate": {"plan", "modules", "compare", "regions.prove", "sites"},
+    "validate": {"plan", "modules", "compare", "progress", "regions.prove", "sites"},
     "whole": {"plan", "ops", "modules", "sites"},
     "notebook": set(),
     "report": {"notebook", "plan"},
@@ -54,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "timing": {
         "forwards",
         "install_table",
+        "progress",
         "plan",
         "native",
         "modules",

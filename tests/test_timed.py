@@ -13,8 +13,9 @@ from models import randomised
 from torch import Tensor, nn
 
 import normswap
-from normswap import timing
+from normswap import progress, timing
 from normswap.timing import candidate, decision, sites
+from normswap.timing import model as whole_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a copy.*")
 
@@ -294,6 +295,19 @@ def test_out_of_memory_of_the_whole_model_keeps_all_and_says_so(monkeypatch: pyt
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_on_a_terminal_only(capsys: Any, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    monkeypatch.setattr(decision, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
     optimized(blocks(), X, norms((10.0, 5.0)))
-    assert ("normswap: timing" in capsys.readouterr().err) == terminal
+    told = capsys.readouterr().err
+    assert ("normswap: proof" in told) == ("normswap: timing" in told) == terminal
+
+
+def test_a_run_that_waits_for_its_device_is_not_held_again_and_again() -> None:
+    gpu = FakeGpu()
+
+    def run() -> None:
+        gpu.launch(100.0, 20_000.0)
+        gpu.wait()
+
+    waits = whole_model.waiting(gpu, run)
+    assert waits.device_us == pytest.approx(20_000.0, rel=0.02) and waits.host_us == pytest.approx(20_100.0)
+    assert gpu.held < 400_000.0

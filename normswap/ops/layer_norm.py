@@ -54,6 +54,11 @@ def layer_norm(
     """
     plain = residual is None and scale is None and shift is None and activation.name == "none"
     if plain and dtype is None:
+        op = direct("layer_norm", input, weight, bias, autocast=input.dtype is torch.float32)
+        if op is not None and has_rows(input, normalized_shape, weight):
+            out = op(input, len(normalized_shape), weight, bias, eps)
+            if out is not None:
+                return out
         return _layer_norm(input, normalized_shape, weight, bias, eps)
     options = Options(residual, scale, shift, activation)
     if dtype is not None:
@@ -87,11 +92,7 @@ def _layer_norm_as(
 def _layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    op = direct("layer_norm", input, weight, bias, autocast=input.dtype is torch.float32)
-    if op is not None and has_rows(input, normalized_shape, weight):
-        out = op(input, len(normalized_shape), weight, bias, eps)
-        if out is not None:
-            return out
+    """What the native op that does all of a call declines."""
     if input.dtype is not torch.float32 and torch.is_autocast_enabled("cuda"):
         found = layer_norm_directly(input, normalized_shape, weight, bias, eps, Options(), True)
         if found is not None:

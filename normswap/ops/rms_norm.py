@@ -27,6 +27,9 @@ from normswap.ops.dispatch import (
 )
 from normswap.ops.options import Options, activation_of, gradients, with_sum
 
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+"""What PyTorch takes for an eps of None."""
+
 
 def rms_norm(
     input: Tensor,
@@ -52,11 +55,16 @@ def rms_norm(
     ``residual``, ``scale``, ``shift`` and ``activation`` are those of ``layer_norm``: with a residual (output, sum) is
     returned.
     """
-    arguments = (weight_offset, cast_before_weight)
     if residual is None and scale is None and shift is None and activation.name == "none":
-        return _rms_norm(input, normalized_shape, weight, eps, *arguments)
+        epsilon = FLOAT32_EPS if eps is None else eps
+        op = direct("rms_norm", input, weight)
+        if op is not None and has_rows(input, normalized_shape, weight):
+            out = op(input, len(normalized_shape), weight, epsilon, weight_offset, cast_before_weight)
+            if out is not None:
+                return out
+        return _rms_norm(input, normalized_shape, weight, eps, weight_offset, cast_before_weight)
     options = Options(residual, scale, shift, activation)
-    return _rms_norm_with_options(input, normalized_shape, weight, eps, *arguments, options)
+    return _rms_norm_with_options(input, normalized_shape, weight, eps, weight_offset, cast_before_weight, options)
 
 
 def _rms_norm(
@@ -67,12 +75,8 @@ def _rms_norm(
     weight_offset: float,
     cast_before_weight: bool,
 ) -> Tensor:
-    epsilon = _epsilon(eps)
-    op = direct("rms_norm", input, weight)
-    if op is not None and has_rows(input, normalized_shape, weight):
-        out = op(input, len(normalized_shape), weight, epsilon, weight_offset, cast_before_weight)
-        if out is not None:
-            return out
+    """What the native op that does all of a call declines."""
+    epsilon = FLOAT32_EPS if eps is None else eps
     shape = tuple(normalized_shape)
     if not _is_served(input, shape, weight):
         return reference.rms_norm(
@@ -170,14 +174,9 @@ def rms_norm_directly(
     code = CODES.get(name)
     if op is None or code is None or not has_rows(input, normalized_shape, weight):
         return None
-    behind, epsilon = (residual, scale, shift, code, low, high), _epsilon(eps)
+    behind, epsilon = (residual, scale, shift, code, low, high), FLOAT32_EPS if eps is None else eps
     out, total = op(input, len(normalized_shape), weight, epsilon, weight_offset, cast_before_weight, *behind)
     return None if out is None else with_sum(out, total)
-
-
-def _epsilon(eps: float | None) -> float:
-    """What PyTorch takes for None."""
-    return torch.finfo(torch.float32).eps if eps is None else eps
 
 
 def _rms_norm_with_options(
@@ -193,7 +192,7 @@ def _rms_norm_with_options(
     if found is not None:
         return found
     shape = tuple(normalized_shape)
-    epsilon, residual = _epsilon(eps), options.residual
+    epsilon, residual = FLOAT32_EPS if eps is None else eps, options.residual
     options.check("rms_norm", input, len(shape))
     order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
     if residual is not None and not (input.is_contiguous() and residual.is_contiguous()):

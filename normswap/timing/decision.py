@@ -7,7 +7,6 @@ nothing, and of what is as fast the same one is taken every time.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from normswap import native
 from normswap.plan import Match
+from normswap.progress import progress
 from normswap.sites import preserved
 from normswap.timing import model as whole_model
 from normswap.timing.candidate import Candidate, Use, with_backward
@@ -27,7 +26,6 @@ from normswap.timing.clock import Gpus, Machine
 from normswap.timing.hidden import Cost, costs
 from normswap.timing.model import Arrangement
 
-_PATIENCE_S = 1.0
 _UNTIMED = "not timed: out of memory"
 
 
@@ -117,19 +115,11 @@ def untimed(names: Sequence[str]) -> Decision:
     return Decision(frozenset(names), dict.fromkeys(names, row))
 
 
-class _Bar(tqdm):  # type: ignore[misc]
-    """A progress bar that leaves no thread behind."""
-
-    monitor_interval = 0
-
-
 def time_candidates(found: Sequence[Candidate]) -> list[Timed]:
     """The cost of every candidate in one run of the model; uses with the same key are timed once."""
     known: dict[Hashable, tuple[Cost, Cost] | str] = {}
     different = {use.key: use for candidate in found for use in candidate.uses}
-    for key, use in _Bar(
-        different.items(), "normswap: timing", leave=False, file=sys.stderr, disable=None, delay=_PATIENCE_S
-    ):
+    for key, use in progress("timing", different.items(), "calls"):
         known[key] = _time_use(use)
     return [_summed(candidate, known) for candidate in found]
 

@@ -61,9 +61,16 @@ class Block:
     hidden: bool
 
 
-def block(machine: Machine, function: Function, calls: int, lead_us: float, before: Function = lambda: None) -> Block:
+def block(
+    machine: Machine,
+    function: Function,
+    calls: int,
+    lead_us: float,
+    before: Function = lambda: None,
+    tries: int = _TRIES,
+) -> Block:
     """Time a block behind a wait of ``lead_us``, longer ones where the host needs more; ``before`` comes first."""
-    for attempt in range(_TRIES):
+    for attempt in range(tries):
         before()
         machine.wait()
         machine.hold(lead_us)
@@ -74,7 +81,7 @@ def block(machine: Machine, function: Function, calls: int, lead_us: float, befo
         end = machine.mark()
         hidden = not machine.passed(start)
         device_us = machine.between_us(start, end)
-        if hidden or attempt == _TRIES - 1 or lead_us >= MOST_LEAD_US:
+        if hidden or attempt == tries - 1 or lead_us >= MOST_LEAD_US:
             break
         lead_us = min(MOST_LEAD_US, max(2 * lead_us, 2 * host_us))
     return Block(device_us / calls, host_us / calls, hidden)
