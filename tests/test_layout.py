@@ -32,7 +32,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "regions": {"activation", "forwards", "kinds", "lifted", "ops", "plan", "regions", "source", "tracing"},
     "regions.convolution_error": {"criterion"},
     "regions.compare": {
-        *("compare", "criterion", "kinds", "lifted", "plan", "regions", "regions.convolution_error", "sites", "verdict"),
+        *(
+            "compare",
+            "criterion",
+            "kinds",
+            "lifted",
+            "plan",
+            "regions",
+            "regions.convolution_error",
+            "sites",
+            "verdict",
+        ),
     },
     "regions.prove": {"compare", "forwards", "kinds", "plan", "regions", "regions.compare"},
     "rules": {"kinds", "plan", "tracing", "source", "modules", "forwards", "regions", "rules", "sites"},
