@@ -86,7 +86,7 @@ def tables(known: Record) -> dict[str, str]:
         "host": host_table(known),
         "models": models_table(known, False),
         "steps": models_table(known, True),
-        "steps on": measured_on(known, noted(known, _models(known, True), lambda row: engines.ENGINES)),
+        "steps on": stamped(known, _models(known, True)),
         "errors": errors_table(known),
         "proof": proof_line(known["tests"]),
         "checks": checks_line(known),
@@ -99,6 +99,13 @@ def host_table(known: Record) -> str:
     return markdown(benchmark.HOST_HEADERS, cells) if cells else NOT_YET
 
 
+def stamped(known: Record, rows: Sequence[Row]) -> str:
+    """On what devices rows were measured, with which PyTorch, when."""
+    stamps = {row["stamp"]: known["stamps"][row["stamp"]] for row in rows}
+    made = dict.fromkeys(f"{s['device']}, torch {s['torch']}, {s['date']}" for s in stamps.values())
+    return f"{'; '.join(made)}." if made else NOT_YET
+
+
 def _models(known: Record, training: bool) -> list[Row]:
     return [row for row in known["models"] if row.get("training", False) is training]
 
@@ -109,7 +116,11 @@ def models_table(known: Record, training: bool) -> str:
     ways = dict.fromkeys(way for row in sorted(rows, key=lambda row: -len(row["ms"])) for way in row["ms"])
     cells = [
         (
-            *(first_cell(row["model"], row), row["dtype"], f"{row['kept']}/{row['swapped']}"),
+            *(
+                first_cell(row["model"], row),
+                row["dtype"],
+                f"{'-' if row['kept'] is None else row['kept']}/{row['swapped']}",
+            ),
             *(f"{row['ms'][way]:.2f}" if way in row["ms"] else "-" for way in ways),
         )
         for row in rows
