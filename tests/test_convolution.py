@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from convolution_models import (
     CASES,
     Block,
@@ -25,8 +26,11 @@ from torch import Tensor, nn
 import normswap
 from normswap import ops, reference
 from normswap.activation import Activation
+from normswap.ops import convolution
 from normswap.plan import Plan
+from normswap.regions.convolution import Directly
 from normswap.regions.convolution_error import times_pytorchs
+from normswap.regions.install import compiled_of
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Of values about 1 to 10: some roundings of the dtype. The tight bound is the proof's."""
@@ -265,3 +269,79 @@ def test_nothing_of_it_is_kept() -> None:
         fast.bn.running_mean.sub_(1.0)
     assert not torch.equal(first, moved)
     assert fast.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a GPU and cuDNN: PyTorch's own ops for the fold and the fused convolutions."""
+    fold: Any = reference.fold_scale_batch_norm
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(convolution, "_FUSED", (torch.float32,))
+    monkeypatch.setattr(convolution, "direct_op", lambda name: lambda w, b, *norm: fold(w, b, None, *norm))
+    monkeypatch.setattr(
+        torch, "cudnn_convolution_relu", lambda x, w, b, *how: F.relu(F.conv2d(x, w, b, *how)), raising=False
+    )
+    monkeypatch.setattr(
+        torch, "cudnn_convolution_add_relu", lambda x, w, z, a, b, *how: F.relu(F.conv2d(x, w, b, *how) + a * z)
+    )
+
+
+def directly(model: Any, x: Tensor) -> Any:
+    """What the short way gives for the one region of ``model``, None where it declines; and the model's own result."""
+    (swap,) = undecided(model, "fused").swaps
+    (compiled,) = compiled_of(type(model), swap.match.attributes)
+    return lambda changed: Directly(compiled)(changed._modules, (x, x) if compiled.region.has("residual") else x)
+
+
+SHORT = ("plain", "no_bias", "strided", "groups", "channels_last", "in_place", "residual", "sequential", "in_a_method")
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.usefixtures("stand_in")
+def test_the_short_way_is_the_same_function(name: str) -> None:
+    case = CASES[name]
+    model, x = drawn(case.make), torch.randn(case.shape)
+    with torch.no_grad():
+        torch.testing.assert_close(directly(model, x)(model), model(x), rtol=1e-5, atol=1e-4)
+
+
+LATER = [name for name, case in CASES.items() if case.later and case.dtype is torch.float32]
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.usefixtures("stand_in")
+def test_the_short_way_sees_what_has_changed(name: str) -> None:
+    case = CASES[name]
+    model, x = drawn(case.make), torch.randn(case.shape)
+    way = directly(model, x)
+    case.later(model)  # type: ignore[misc]
+    with torch.no_grad():
+        ours = way(model)
+        if case.folds:
+            torch.testing.assert_close(ours, model(x), rtol=1e-5, atol=1e-4)
+    assert (ours is not None) == bool(case.folds) or name == "later_own_method"
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_short_way_declines() -> None:
+    model, x = drawn(lambda: written(residual)(conv(), bn())), torch.randn(2, 6, 9, 8)
+    way = directly(model, x)
+    assert way(model) is None  # gradients
+    with torch.no_grad():
+        assert way(model) is not None
+        for odd in (x[:, :5], x[0], x[:0], x.double(), x[:, :, :1]):
+            assert directly(model, odd)(model) is None or odd.shape[2] == 1
+        for setting in (torch.use_deterministic_algorithms, _set_cudnn_deterministic):
+            setting(True)
+            assert way(model) is None
+            setting(False)
+        with torch.enable_grad():
+            assert way(model) is None
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+        assert way(model) is None
+        handle.remove()
+        assert way(model) is not None
+
+
+def _set_cudnn_deterministic(to: bool) -> None:
+    torch.backends.cudnn.deterministic = to

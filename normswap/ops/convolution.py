@@ -11,7 +11,9 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import NONE, Activation
-from normswap.ops.dispatch import direct
+from normswap.ops.dispatch import PLAIN, autograd_only, direct, direct_op
+
+_c = torch._C
 
 
 def convolution_batch_norm_eval(
@@ -55,6 +57,60 @@ def convolution_batch_norm_eval(
         return _pointwise(input, folded, shift, activation)
     out = torch.convolution(input, folded, shift, stride, padding, dilation, False, (0,) * len(stride), groups)
     return activation(out if residual is None else out + residual)
+
+
+def fused_convolution(
+    input: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    how: tuple[Any, Any, Any, int],
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+) -> Tensor | None:
+    """``convolution_batch_norm_eval`` by "fused" with a ReLU, in as few steps of Python as that takes; ``how`` has
+    stride, padding, dilation and groups. None where it cannot be had, or another would ask more closely."""
+    fold = direct_op("fold_convolution")
+    if fold is None or running_mean is None or running_var is None or type(input) not in PLAIN:
+        return None
+    dtype, kept = input.dtype, running_mean.dtype
+    if dtype not in _FUSED or not input.is_cuda or conv_weight.dtype is not dtype:
+        return None
+    for tensor in (conv_weight, conv_bias, running_mean, running_var, weight, bias):
+        if tensor is not None and (type(tensor) not in PLAIN or not tensor.is_cuda):
+            return None
+    for tensor in (running_var, weight, bias):
+        if tensor is not None and tensor.dtype is not kept:
+            return None
+    if (kept is not dtype and kept is not torch.float32) or (conv_bias is not None and conv_bias.dtype is not dtype):
+        return None
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or _c._get_tracing_state() is not None:
+        return None
+    if not (autograd_only() and _c._get_cudnn_enabled()):
+        return None
+    if _c._get_cudnn_deterministic() or _c._get_deterministic_algorithms():
+        return None
+    shape, sizes = input.shape, conv_weight.shape
+    if len(shape) != 4 or shape[1] != sizes[1] * how[3] or 0 in shape or input.device != conv_weight.device:
+        return None
+    if residual is not None and not _fits_behind(residual, input, conv_weight, how):
+        return None
+    folded, shift = fold(conv_weight, conv_bias, running_mean, running_var, weight, bias, eps)
+    if folded is None:
+        return None
+    if residual is None:
+        return torch.cudnn_convolution_relu(input, folded, shift, *how)
+    return torch.cudnn_convolution_add_relu(input, folded, residual, 1.0, shift, *how)
+
+
+def _fits_behind(residual: Tensor, input: Tensor, conv_weight: Tensor, how: tuple[Any, Any, Any, int]) -> bool:
+    """Whether it has the shape of the convolution's output, and its dtype and device."""
+    if type(residual) not in PLAIN or residual.dtype is not input.dtype or residual.device != input.device:
+        return False
+    return residual.shape == convolved_shape(input, conv_weight, *how[:3])
 
 
 def _pointwise(input: Tensor, weight: Tensor, bias: Tensor, activation: Activation) -> Tensor:

@@ -76,6 +76,11 @@ def direct(name: str, *tensors: Tensor | None, autocast: bool = False) -> Callab
     return _direct.get(name)
 
 
+def direct_op(name: str) -> Callable[..., Any] | None:
+    """The native op of ``direct`` for a caller that has asked all that it asks; None without the library."""
+    return _direct.get(name)
+
+
 def has_rows(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> bool:
     """True for a contiguous input and the shape of the weight or, without one, of the input's last dims."""
     shape = input.shape[-len(normalized_shape) :] if weight is None else weight.shape

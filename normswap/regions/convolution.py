@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.module import _has_any_global_hook
 
 from normswap import ops
 from normswap.activation import Activation
 from normswap.forwards.plain import is_plain
-from normswap.forwards.replaced import Replaced
+from normswap.forwards.replaced import Replaced, code_of
 from normswap.regions.foldings import CONVOLUTIONS
+from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 
 _RELU = Activation("relu")
@@ -28,6 +30,76 @@ class _Form:
 
     def dim(self) -> int:
         return self.rank
+
+
+class Directly:
+    """A region whose convolution cuDNN fuses, where all is as it mostly is: one look at each thing that may have
+    changed, a fold and a convolution. None else; what is to be done then, ``Fused`` finds out."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        region = compiled.region
+        self.convolution, self.norm, self.passes = region.convolution, region.norm, region.passes
+        self.acting = region.activation if isinstance(region.activation, str) else ""
+        self.at = region.step("residual").operand if region.has("residual") else -1
+        self.callees, self.called = compiled.callees, compiled.callees()
+
+    def __call__(self, children: Mapping[str, Any], packed: Any) -> Tensor | None:
+        convolution, norm = children.get(self.convolution), children.get(self.norm)
+        if type(convolution) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
+            return None
+        c, n = convolution.__dict__, norm.__dict__
+        if n["training"] or not (_is_bare(c) and _is_bare(n)) or "_conv_forward" in c or _has_any_global_hook():
+            return None
+        if self.acting and not _is_bare_of(children.get(self.acting), nn.ReLU):
+            return None
+        if self.passes and not all(_is_bare_of(children.get(name), nn.Identity) for name in self.passes):
+            return None
+        if self.called and self.callees() != self.called:
+            return None
+        if [code_of(function) for function in _called_now()] != _CALLED:
+            return None
+        if c["padding_mode"] != "zeros" or type(c["padding"]) is not tuple:
+            return None
+        x, behind = packed, None
+        if self.at >= 0:
+            x, behind = packed[self.at], packed[1 - self.at]
+        own, buffers, affine = c["_parameters"], n["_buffers"], n["_parameters"]
+        return ops.fused_convolution(
+            x,
+            own["weight"],
+            own["bias"],
+            (c["stride"], c["padding"], c["dilation"], c["groups"]),
+            buffers["running_mean"],
+            buffers["running_var"],
+            affine["weight"],
+            affine["bias"],
+            n["eps"],
+            behind,
+        )
+
+
+def _called_now() -> tuple[Any, ...]:
+    conv = nn.Conv2d
+    return conv.forward, conv._conv_forward, nn.BatchNorm2d.forward, nn.ReLU.forward, nn.Identity.forward
+
+
+_CALLED = [code_of(function) for function in _called_now()]
+"""What calling the children runs, as it was when this was imported."""
+
+
+def _is_bare_of(child: Any, cls: type[nn.Module]) -> bool:
+    return type(child) is cls and _is_bare(child.__dict__)
+
+
+def _is_bare(attributes: Mapping[str, Any]) -> bool:
+    """Whether nothing of an instance's own is run when it is called."""
+    return not (
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+    )
 
 
 class Convolved:

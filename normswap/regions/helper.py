@@ -23,7 +23,7 @@ from normswap.ops.layer_norm import layer_norm_directly
 from normswap.ops.options import Options
 from normswap.ops.rms_norm import rms_norm_directly
 from normswap.plan import Match, is_by_hand
-from normswap.regions.convolution import Convolved
+from normswap.regions.convolution import Convolved, Directly
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import lowered_to, only_multiplies
 from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
@@ -32,6 +32,7 @@ from normswap.regions.spec import Region
 from normswap.regions.spelling import PURE
 
 _PLAIN = (Tensor, nn.Parameter)
+_BATCH_NORM_2D = f"{nn.BatchNorm2d.__module__}.{nn.BatchNorm2d.__qualname__}"
 _Arguments: TypeAlias = "tuple[Any, ...] | None"
 """What an op takes behind its input; None where only the module itself is sure to do the right thing."""
 _Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
@@ -69,11 +70,14 @@ class Fused:
         self.call = _CALLS.get("layer_norm_2d" if region.has("permute") else region.kind, _declines)
         self.read = _reader(region, original_class) if region.type else None
         self.convolved = Convolved(region, self.read) if region.convolution and self.read else None
+        self.directly = Directly(compiled) if region.folding == "fused" and region.type == _BATCH_NORM_2D else None
         self.feeds, self.class_of = region.feeds, lambda child: original_class(child) or type(child)
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
+        if self.directly is not None and (out := self.directly(children, packed)) is not None:
+            return out
         x, before, behind, scale, shift, arguments = self.unpack(packed)
         if type(x) not in _PLAIN or not (before is None or _is_beside(x, before)):
             return None
