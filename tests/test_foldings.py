@@ -1,0 +1,129 @@
+"""How convolutions are computed is chosen by what is right and fastest on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from convolution_models import Block, bn, conv, drawn, regions_in, residual, written
+from torch import nn
+
+from normswap import walk
+from normswap.plan import Plan
+from normswap.timing import decide_foldings, foldings
+
+IMAGE = (2, 6, 9, 8)
+
+
+def made() -> nn.Module:
+    """Two blocks alike, one with a residual, a convolution without an activation, and one that cuDNN does not fuse."""
+    blocks = [Block(conv(), bn()), Block(conv(), bn()), written(residual)(conv(), bn())]
+    last = nn.Sequential(conv(kernel=1, padding=0), bn()), nn.Sequential(conv(groups=6), bn(), nn.SiLU())
+    return nn.Sequential(*blocks, *last)
+
+
+def timed_as(monkeypatch: pytest.MonkeyPatch, us: dict[str, float]) -> list[Any]:
+    """Every way takes what ``us`` says, 9 where it says nothing; the calls that were timed."""
+    calls: list[Any] = []
+
+    def device_us(place: Any, call: Any, ways: Any) -> dict[str, float]:
+        calls.append(call)
+        return {way: us.get(way, 9.0) for way in ways}
+
+    monkeypatch.setattr(foldings, "_device_us", device_us)
+    return calls
+
+
+def decided(model: nn.Module, timed: bool = True, x: Any = None) -> tuple[Plan, Iterator[str]]:
+    given = torch.randn(IMAGE) if x is None else x
+    plan = decide_foldings(model, walk.plan(model, undecided=True), lambda: model(given), timed=timed)
+    names = [swap.site.name for swap in plan.swaps]
+    return plan, [f"{name}: {r.name} {r.folding}".strip() for name in names for r in regions_in(plan, name)]
+
+
+def test_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = drawn(made)
+    calls = timed_as(monkeypatch, {"folded": 1.0})
+    _, found = decided(model)
+    names = ("conv + bn + act", "conv + bn + act", "conv + bn + residual + act", "0 + 1", "0 + 1 + 2")
+    assert found == [f"{index}: {name} folded" for index, name in enumerate(names)]
+    assert len(calls) == 4  # the first two are alike
+
+
+def test_apart_loses_the_convolution_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_as(monkeypatch, {"apart": 1.0, "statements": 2.0})
+    _, found = decided(drawn(made))
+    assert found == ["0: bn + act", "1: bn + act", "2: bn + residual + act", "4: 1 + 2"]
+
+
+def test_statements_lose_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_as(monkeypatch, {"statements": 1.0})
+    assert decided(drawn(made))[0].swaps == ()
+
+
+def test_of_the_alike_the_same_one_is_taken_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for noise in (0.99, 1.01):
+        timed_as(monkeypatch, {"folded": 1.0, "apart": noise, "statements": noise})
+        assert all(line.endswith("folded") for line in decided(drawn(made))[1])
+
+
+def test_what_is_not_right_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = foldings.compare_region
+
+    def wrong(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real(compiled, *args, **kwargs)
+        return found if compiled.region.has("residual") else type(found)(problem="wrong")
+
+    monkeypatch.setattr(foldings, "compare_region", wrong)
+    timed_as(monkeypatch, {"folded": 1.0, "apart": 2.0})
+    _, found = decided(drawn(made))
+    assert found == ["0: bn + act", "1: bn + act", "2: conv + bn + residual + act folded", "4: 1 + 2"]
+
+
+def test_untimed_or_unreached_it_is_the_default() -> None:
+    model = drawn(made)
+    plan, found = decided(model, timed=False)
+    assert found == ["0: bn + act", "1: bn + act", "2: bn + residual + act", "4: 1 + 2"]  # no cuDNN here: not right
+    fused = ["conv + bn + act fused", "conv + bn + act fused", "conv + bn + residual + act fused"]
+    for run in (None, lambda: None):
+        plan = decide_foldings(model, walk.plan(model, undecided=True), run, timed=True)
+        assert [f"{r.name} {r.folding}" for n in "012" for r in regions_in(plan, n)] == fused
+        assert [r.name for r in regions_in(plan, "4")] == ["1 + 2"] and not regions_in(plan, "3")
+
+
+def test_a_model_that_learns_calls_its_convolutions() -> None:
+    model = drawn(made)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    plan = decide_foldings(model, walk.plan(model, undecided=True), lambda: model(torch.randn(IMAGE)), timed=True)
+    assert not any(region.convolution for swap in plan.swaps for region in regions_in(plan, swap.site.name))
+
+
+def test_no_memory_and_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = drawn(made)
+
+    def out_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(foldings, "_device_us", out_of_memory)
+    assert any("fused" in line for line in decided(model)[1])
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    with pytest.raises(RuntimeError):
+        decided(model, x=torch.randn(2, 5, 9, 8))
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+
+
+def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = drawn(made)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    timed_as(monkeypatch, {})
+    random = torch.get_rng_state()
+    plan, _ = decided(model, x=torch.zeros(IMAGE))
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+    assert all("forward" not in module.__dict__ for module in model.modules())
