@@ -1,0 +1,66 @@
+"""What folding for deployment gains on a CPU: milliseconds of a forward at batch 1, the two models taking turns.
+
+python scripts/fold_times.py [--threads N] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+
+import torch
+from resnet import resnet50
+from torch import Tensor, nn
+
+import normswap
+from normswap.timing.clock import Host, medians_us
+
+
+def mobile(width: int = 32, blocks: int = 8) -> nn.Module:
+    """Pointwise and depthwise convolutions, each with a BatchNorm, as in MobileNets."""
+    children: list[nn.Module] = [nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU6()]
+    for index in range(blocks):
+        stride = 2 if index % 3 == 2 else 1
+        wide = 4 * width
+        children += [nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()]
+        children += [nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()]
+        children += [nn.Conv2d(wide, width, 1, bias=False), nn.BatchNorm2d(width)]
+    return nn.Sequential(*children)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"resnet50": resnet50, "mobile": mobile}
+
+
+def norms(model: nn.Module) -> int:
+    return sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    for name, make in MODELS.items():
+        for layout in (torch.contiguous_format, torch.channels_last):
+            torch.manual_seed(0)
+            model = make().eval().to(memory_format=layout)
+            x = torch.randn(1, 3, 224, 224).contiguous(memory_format=layout)
+            print(f"{name}, {str(layout)[6:]}: {compared(model, x, given.rounds)}")
+
+
+def compared(model: nn.Module, x: Tensor, rounds: int) -> str:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        folded = normswap.fold(model)
+        error = float((folded(x) - model(x)).abs().max() / model(x).abs().max())
+        before, after = medians_us([lambda: model(x), lambda: folded(x)], Host(), rounds)
+    return (
+        f"{norms(model)} -> {norms(folded)} BatchNorms, {before / 1e3:.1f} -> {after / 1e3:.1f} ms, "
+        f"{before / after:.2f}x, largest difference {error:.1e}"
+    )
+
+
+if __name__ == "__main__":
+    main()
