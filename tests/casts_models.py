@@ -95,6 +95,13 @@ def smooth(self: Any, x: Tensor) -> Tensor:
     return self.conv(self.silu(self.gn(x)))
 
 
+def over_channels(self: Any, x: Tensor) -> Tensor:
+    x = x.to(memory_format=torch.channels_last)
+    x = x.permute(0, 2, 3, 1)
+    x = self.norm(x)
+    return self.conv(x.permute(0, 3, 1, 2))
+
+
 def read_twice(self: Any, x: Tensor) -> Tensor:
     n = self.norm(x)
     return n + self.lin(n)
@@ -115,6 +122,7 @@ FEEDING: dict[str, tuple[Forward, tuple[int, ...], list[tuple[str, ...]]]] = {
     "block": (block, ROWS, [("attn",), ("mlp",)]),
     "bottleneck": (bottleneck, IMAGES, [("aa", "conv2"), ()]),
     "smooth": (smooth, IMAGES, [("conv",)]),
+    "over_channels": (over_channels, IMAGES, [("conv",)]),
     "read_twice": (read_twice, ROWS, []),
     "skipped": (skipped, ROWS, []),
     "returned": (returned, ROWS, []),

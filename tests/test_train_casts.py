@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -117,3 +118,13 @@ def test_a_fault_in_what_is_rounded_is_found(monkeypatch: pytest.MonkeyPatch) ->
     with torch.autocast("cpu", LOW), pytest.warns(UserWarning):
         report = normswap.report(normswap.optimize(model, x, min_speedup=None))
     assert "" not in report.swapped
+
+
+@pytest.mark.case("autocast")
+def test_rms_norm_gives_float32_where_autocast_makes_pytorchs_do_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["normswap.ops.rms_norm"]
+    monkeypatch.setattr(module, "_is_widened", lambda input: input.dtype is LOW)
+    x, weight = torch.randn(3, 8).to(LOW), torch.randn(8)
+    out = ops.rms_norm(x, (8,), weight, 1e-6)
+    assert out.dtype is torch.float32
+    torch.testing.assert_close(out, nn.functional.rms_norm(x.float(), (8,), weight, 1e-6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -76,6 +77,8 @@ def _rms_norm(
     cast_before_weight: bool,
 ) -> Tensor:
     """What the native op that does all of a call declines."""
+    if _is_widened(input):
+        input, weight = input.float(), None if weight is None else weight.float()
     epsilon = FLOAT32_EPS if eps is None else eps
     shape = tuple(normalized_shape)
     if not _is_served(input, shape, weight):
@@ -85,6 +88,19 @@ def _rms_norm(
     if needs_grad(input, weight):
         return _RMSNorm.apply(input, len(shape), weight, epsilon, weight_offset, cast_before_weight, True)
     return _rms_norm_forward(input, weight, shape, epsilon, weight_offset, cast_before_weight, None)
+
+
+def _is_widened(input: Tensor) -> bool:
+    """Whether PyTorch's op gives float32 of 16 bits, as autocast makes it do from some version on."""
+    lowered = input.is_cuda and input.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cuda")
+    return lowered and not torch.compiler.is_compiling() and _autocast_widens()
+
+
+@functools.cache
+def _autocast_widens() -> bool:
+    with torch.autocast("cuda", torch.bfloat16):
+        x = torch.ones(1, 1, dtype=torch.bfloat16, device="cuda")
+        return torch.nn.functional.rms_norm(x, (1,)).dtype is torch.float32
 
 
 def _is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> bool:

@@ -107,7 +107,7 @@ class Fused:
                 return None
         if self.expression is not None:
             return self.expression(x, arguments, packed)
-        dtype = self.dtype(children, x) if self.feeds else None
+        dtype = self.dtype(children, x)
         out = self.call(x, arguments, before, behind, scale, shift, activation, dtype)
         if out is None:
             return None
@@ -117,7 +117,7 @@ class Fused:
 
     def dtype(self, children: Mapping[str, Any], x: Tensor) -> torch.dtype | None:
         """The dtype of the result where nobody sees it before autocast has cast it to that."""
-        if (dtype := lowered_to(x)) is None:
+        if not self.feeds or (dtype := lowered_to(x)) is None:
             return None
         *passes, last = self.feeds
         alone = all(_hands_on(children.get(name)) for name in passes)
@@ -377,7 +377,7 @@ def _layer_norm_2d(
     """Where channels are rows in memory: of a contiguous image the original's result is channels_last, by a copy."""
     if x.dim() != 4 or activation != NONE or not x.is_contiguous(memory_format=torch.channels_last):
         return None
-    return ops.layer_norm(x.permute(0, 2, 3, 1), *given).permute(0, 3, 1, 2)
+    return ops.layer_norm(x.permute(0, 2, 3, 1), *given, dtype=dtype).permute(0, 3, 1, 2)
 
 
 _CALLS: Mapping[str, Callable[..., Any]] = {
