@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accuracy
 import benchmark
 import gpu_check
+import host_cost
 import pytest
 import readme_tables
 import torch
 from torch import Tensor, nn
 from workloads import L1Norm, Target, Workload, randomised
+
+from normswap.ops import dispatch
 
 
 def row(ours: float, target: float | None = None, *, tags: Sequence[str] = ("common",), **ms: float) -> dict[str, Any]:
@@ -186,3 +191,19 @@ def test_errors_by_kind_and_dtype() -> None:
     assert accuracy.cells(found) == [("l1_norm", *("3.00x, 150%",) * 3)]
     assert [one["regime"] for one in accuracy.beyond(found)] == ["block"] * 3
     assert "BEYOND ITS LIMIT" in accuracy.table(found)
+
+
+@pytest.mark.parametrize("name", host_cost.ROWS)
+def test_what_the_host_s_cost_is_told_of_makes_one_call_of_one_op(name: str) -> None:
+    calls = []
+    _, swapped, x = host_cost.made(name)
+
+    def counted(op: str, idle: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: calls.append(op) or idle(*args)
+
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        host_cost.idle_ops(stack)
+        ops = {op: counted(op, idle) for op, idle in dispatch._direct.items()}
+        stack.enter_context(mock.patch.dict(dispatch._direct, ops))
+        swapped(x)
+    assert len(calls) == 1

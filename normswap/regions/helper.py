@@ -94,7 +94,7 @@ class Fused:
             norm = children.get(self.child)
             if norm is None or not is_unhooked(norm):
                 return None
-        if before is not None and not _alike(x, before):  # it broadcasts, or has another dtype
+        if before is not None and (before.dtype is not x.dtype or before.shape != x.shape):  # it broadcasts, say
             x = total = x + before
             before = None
         if self.read is not None:
