@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from normswap.checkpoint import open_checkpoint
+from normswap.checkpoint.files import replacing
+from normswap.checkpoint.tensors import tensor_writer
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -149,6 +151,13 @@ def read_tensors(path: str | Path) -> tuple[OrderedDict[str, Any], dict[str, str
     """The state_dict at ``path`` and the file's free-text metadata."""
     found = open_checkpoint(path)
     return found.state, found.metadata
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+    """``tensors`` as a file in the format its suffix names, replaced atomically, as a conversion writes it."""
+    path = Path(path)
+    with replacing() as files:
+        files.write(path, tensor_writer(path, tensors, metadata or {}))
 
 
 def write_shards(folder: Path, state: Mapping[str, Tensor], suffix: str, count: int) -> None:

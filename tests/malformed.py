@@ -234,7 +234,7 @@ def _doubled(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"archive/data/1", b"archive/data/0"))
 
 
-@malformed("members over the same bytes", "file.pt", "its zip members overlap")
+@malformed("members over the same bytes", "file.pt", PICKLE)
 def _overlapping(path: Path) -> None:
     archive(path, pickled(sound()))
     with zipfile.ZipFile(path, "a") as file:
@@ -256,13 +256,13 @@ def _encrypted(path: Path) -> None:
     path.write_bytes(content)
 
 
-@malformed("an archive without data.pkl", "file.pt", "it has no data.pkl")
+@malformed("an archive without data.pkl", "file.pt", PICKLE)
 def _without_pickle(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive/version", "3\n")
 
 
-@malformed("an archive of two folders", "file.pt", "no common folder")
+@malformed("an archive of two folders", "file.pt", PICKLE)
 def _two_folders(path: Path) -> None:
     archive(path, pickled(sound()))
     with zipfile.ZipFile(path, "a") as file:
@@ -275,12 +275,14 @@ def _wrong_sum(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v3"))
 
 
-@malformed("TorchScript", "file.pt", "a TorchScript archive; optimize before exporting")
+@malformed("TorchScript", "file.pt", "a TorchScript archive or torch.export program; optimize before exporting")
 def _script(path: Path) -> None:
     archive(path, pickled(sound()), {"constants.pkl": b"", "data/0": bytes(16)})
 
 
-@malformed("a torch.export program", "file.pt", "a torch.export program; optimize before exporting")
+@malformed(
+    "a torch.export program", "file.pt", "a TorchScript archive or torch.export program; optimize before exporting"
+)
 def _exported(path: Path) -> None:
     torch.export.save(torch.export.export(nn.LayerNorm(4), (torch.ones(2, 4),)), path.with_suffix(".pt2"))
     path.with_suffix(".pt2").rename(path)
@@ -387,9 +389,12 @@ INDICES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a shard that is an index": (PLAIN, placed("model.safetensors.index.json")),
     "shards of two formats": ("files of several formats", placed("a.bin")),
     "a shard that is not there": ("no such file", placed("gone.safetensors")),
-    "a tensor in another shard": ("lacks a", placed("model-00002-of-00002.safetensors")),
+    "a tensor in another shard": (
+        "lacks, or holds and the index does not place there, a",
+        placed("model-00002-of-00002.safetensors"),
+    ),
     "a tensor the index does not name": (
-        "holds, and the index does not place there, a",
+        "holds and the index does not place there, a",
         lambda path: shards(path, lambda index: index["weight_map"].pop("a")),
     ),
     "a folder without a checkpoint": ("a folder without a checkpoint", Path.mkdir),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import platform
 import subprocess
 import sys
 import warnings
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from checkpoints import SITES, ZOO, environment, forget_zoo, randomized, read_tensors, snapshot
+from checkpoints import SITES, ZOO, environment, forget_zoo, randomized, read_tensors, snapshot, write_tensors
 from torch import nn
 
 import normswap.modules
@@ -56,7 +57,7 @@ def swapped_names(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize("suffix_in", SUFFIXES)
 def test_convert_keeps_every_bit_in_every_format(suffix_in: str, suffix_out: str) -> None:
     model = built("zoo:net_half")
-    checkpoint.write_tensors(f"in{suffix_in}", model.state_dict(), {"author": "x"})
+    write_tensors(f"in{suffix_in}", model.state_dict(), {"author": "x"})
     before, metadata = read_tensors(f"in{suffix_in}")
     convert(f"in{suffix_in}", f"to/out{suffix_out}", "zoo:net_half", inputs=X.bfloat16(), device="cpu")
     after, metadata_after = read_tensors(f"to/out{suffix_out}")
@@ -99,7 +100,11 @@ def test_manifest_tells_what_was_done() -> None:
     assert {swap["name"] for swap in manifest["plan"]["swaps"]} == SITES - {"blocks.0"}
     assert (manifest["format"], manifest["factory"], manifest["tensors"]) == (3, "zoo:net", "net.pt")
     assert (manifest["proof"]["device"], manifest["proof"]["gpu"]) == ("cpu", None)
-    assert manifest["proof"]["versions"] == checkpoint.versions()
+    assert manifest["proof"]["versions"] == {
+        "normswap": normswap.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     assert manifest["proof"]["report"] == json.loads(json.dumps(as_data(report)))
     assert swapped_names(load_model("out", trust_factory=True)) == SITES - {"blocks.0"}
 
@@ -283,7 +288,7 @@ def test_what_is_written_is_read_back_before_it_counts(folder: Path, monkeypatch
     def with_a_flipped_bit(tensors: dict[str, torch.Tensor], path: Path) -> None:
         bits = tensors["norm.weight"].clone()
         bits.view(torch.uint8)[0] ^= 1
-        checkpoint.write_tensors(path.with_suffix(".pt"), {**tensors, "norm.weight": bits})
+        write_tensors(path.with_suffix(".pt"), {**tensors, "norm.weight": bits})
         path.with_suffix(".pt").replace(path)
 
     state = read_tensors("net.pt")[0]

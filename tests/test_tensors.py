@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from checkpoints import awkward_tensors, read_tensors, snapshot, write_payload
+from checkpoints import awkward_tensors, read_tensors, snapshot, write_payload, write_tensors
 from torch import Tensor, nn
 
-from normswap.checkpoint import CheckpointError, files, same_tensors, write_tensors
+from normswap.checkpoint import CheckpointError, files, same_tensors
 from normswap.checkpoint.files import copy_file, replacing, settle
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
@@ -152,7 +152,7 @@ def test_a_whole_pickled_model_is_refused_with_its_classes(tmp_path: Path) -> No
 
 def test_torchscript_and_compressed_archives(tmp_path: Path) -> None:
     torch.jit.script(nn.Linear(2, 2)).save(str(tmp_path / "script.pt"))
-    refused(tmp_path / "script.pt", "TorchScript archive; optimize before exporting")
+    refused(tmp_path / "script.pt", "TorchScript archive or torch.export program; optimize before exporting")
     torch.save({"a": torch.zeros(9999)}, tmp_path / "plain.pt")
     with (
         zipfile.ZipFile(tmp_path / "plain.pt") as plain,

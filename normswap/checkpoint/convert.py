@@ -1,42 +1,39 @@
-"""Convert a checkpoint into one that opens swapped.
+"""Write a checkpoint that opens swapped: from one that people have, or from a model optimized in Python.
 
-The tensors stay what they were, bit for bit. What is added is ``normswap.json`` beside them: which function builds the
-model, what was swapped in it, how that was proved, and the digest of every tensor it speaks of.
+The tensors stay what they were, bit for bit; ``normswap.json`` is added beside them.
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
-import importlib.metadata
 import io
 import json
-import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+import normswap
 from normswap import native
-from normswap.checkpoint import folded
-from normswap.checkpoint.errors import CheckpointError, listed, one_line
-from normswap.checkpoint.factory import HERE, PICKLED, settled
-from normswap.checkpoint.manifest import Manifest
-from normswap.checkpoint.models import factory_for, moved, open_model, optimized, ready, usable_device
-from normswap.checkpoint.reading import CONFIG, METADATA, Checkpoint, distributed, open_checkpoint
+from normswap.checkpoint import models
+from normswap.checkpoint.errors import check, failing, listed
+from normswap.checkpoint.models import HERE, PICKLED, factory_for, open_model
+from normswap.checkpoint.reading import CONFIG, Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import SUFFIXES
-from normswap.checkpoint.writing import Progress, Target, check_extra, place, write
-from normswap.optimize import Filter, OnEmpty, OnMismatch, Validate
-from normswap.plan import Plan
+from normswap.checkpoint.writing import Manifest, Progress, Target, as_folder, check_new, place, write
+from normswap.fold import fold as fold_model
+from normswap.optimize import report
+from normswap.plan import MismatchError, Plan
 from normswap.report import Report
 
-DISTRIBUTED = ".dcp"
-"""The end of the name of an OUT that shall be a folder of torch.distributed.checkpoint."""
+_FOLD_LIMIT = 1e-9  # of the largest output, in float64, where rounding moves a deep model by 1e-13 or so
 
 
 def convert(
@@ -52,12 +49,6 @@ def convert(
     input_kwargs: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
     dtype: str | None = None,
-    include: Filter = None,
-    exclude: Filter = None,
-    validate: Validate = "auto",
-    on_mismatch: OnMismatch = "rollback",
-    on_empty: OnEmpty = "warn",
-    min_speedup: float = 1.0,
     fold: bool = False,
     export: str | Path | None = None,
     report_file: str | Path | None = None,
@@ -65,135 +56,131 @@ def convert(
     dry_run: bool = False,
     progress: Progress | None = None,
     say: Callable[[str], object] | None = None,
+    **options: Any,
 ) -> Report:
     """Write to ``out`` the checkpoint ``source`` as one that ``load_model`` opens swapped; returns the proof.
 
     The model comes from ``factory`` (see ``build_model``; a folder with config.json and a pickled model need none),
     takes the tensors that ``open_checkpoint`` finds strictly, goes to ``device`` (CUDA where there is any, else the
-    CPU) and ``dtype``, and is optimized there in eval mode; the other arguments are those of ``optimize``. ``out`` with
-    a suffix of SUFFIXES is a file, one of DISTRIBUTED a folder of torch.distributed.checkpoint, any other a folder in
-    which what the model in the folder ``source`` needs keeps its name, and None adds only a manifest beside ``source``.
-    The tensors are those of ``source``, bit for bit, also from one
-    format into the other, and ``out`` may be ``source``.
+    CPU) and ``dtype``, and is optimized there in eval mode with ``options``, those of ``optimize``. ``out`` with a
+    suffix of SUFFIXES is a file, with DISTRIBUTED a folder of torch.distributed.checkpoint, else a folder with what the
+    model in the folder ``source`` needs; None adds only a manifest beside ``source``. The tensors are those of
+    ``source``, bit for bit, also from one format into the other, and ``out`` may be ``source``.
 
     ``fold`` writes a plain model instead, without the BatchNorms that fold into a Linear. ``export`` names a .pt2 file
-    for a torch.export program, ``report_file`` one for the proof as JSON. ``dry_run`` writes nothing. ``say`` is told
-    what was chosen, a line each.
-
-    Raises CheckpointError (unreadable, unfit, ``out`` exists and not ``force``), MismatchError and
-    NothingSwappedError as ``optimize`` does. Nothing is written unless everything succeeded.
+    for a torch.export program, ``report_file`` one for the proof as JSON. ``say`` is told what was chosen, a line each.
+    Raises CheckpointError, MismatchError and NothingSwappedError. Nothing is written unless everything succeeded.
     """
     path, target_path = Path(source), None if out is None else Path(out)
     found = open_checkpoint(path, key=key, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     for note in found.notes if say is not None else ():
         say(note)  # type: ignore[misc]
-    factory = settled(factory or factory_for(path, found))
-    with _as_distributed(path, found, target_path, fold) as (path, held):
-        written, target = held, place(path, held, target_path, force)
-        if fold:
-            target = _for_folded(target, out)
+    factory = models.settled(factory or factory_for(path, found))
+    with as_folder(path, found, None if fold else target_path) as (path, held):
+        target = place(path, held, target_path, force, anew=fold)
         _check_target(held, target, factory, fold)
-        extra = partial(check_extra, found=found, target=target, force=force)
-        program = None if export is None else extra(Path(export), ".pt2")
-        proof_file = None if report_file is None else extra(Path(report_file), "")
-        where = usable_device(device)
-        model = ready(open_model(held, factory, factory_kwargs, dtype, share=True), where)
-        given = moved((inputs, dict(input_kwargs or {})), where)
-        if fold:
-            product, made = folded.folded(model, *given)
-            written = folded.replaced(held, product)
-        else:
-            options: dict[str, Any] = {"validate": validate, "on_mismatch": on_mismatch, "on_empty": on_empty}
-            options.update(min_speedup=min_speedup, include=include, exclude=exclude)
-            product, made = optimized(model, given, **options)
-        more: dict[Path, Callable[[Path], object]] = {}
-        if program is not None:
-            more[program] = _exporter(product, given, program)
-        if proof_file is not None:
-            more[proof_file] = lambda place: place.write_text(made.to_json() + "\n", encoding="utf-8")
-        manifest = Manifest(
-            tensors=target.main.name,
-            factory=factory,
-            plan=Plan() if fold else made.plan,
-            kwargs=dict(factory_kwargs or {}),
-            key=written.key if target.copied else None,
-            strip_prefix=written.prefixes if target.copied else (),
-            dtype=dtype,
-            folded=fold,
-            proof=proof_of(made, where),
-        )
+        program, proof = (None if name is None else Path(name) for name in (export, report_file))
+        for extra in filter(None, (program, proof)):
+            check_new(extra, force, (*held.files, held.main, target.main, target.manifest, *target.sources))
+        check(program is None or program.suffix == ".pt2", f"{program}: a torch.export program is named .pt2")
+        where = models.usable_device(device)
+        model = models.ready(open_model(held, factory, factory_kwargs, dtype), where)
+        args = (inputs,) if isinstance(inputs, Tensor) else inputs
+        given = models.moved((args, dict(input_kwargs or {})), where)
+        product, made = _folded(model, *given) if fold else models.optimized(model, given, **options)
+        more = {} if program is None else {program: _exported(product, given, program)}
+        more |= {} if proof is None else {proof: f"{made.to_json()}\n".encode()}
+        manifest = _manifest(target, factory, factory_kwargs, made, where)
+        place_of = {} if target.anew else {"key": held.key, "strip_prefix": held.prefixes}
+        manifest = replace(manifest, dtype=dtype, folded=fold, plan=Plan() if fold else made.plan, **place_of)
         if not dry_run:
-            write(written, target, manifest, more, progress)
+            made_anew = replace(held, state=OrderedDict(product.state_dict())) if fold else held
+            write(made_anew, target, manifest, more, progress)
     return made
 
 
-def versions() -> dict[str, str]:
-    """The versions a conversion depends on."""
-    try:
-        own = importlib.metadata.version("normswap")
-    except importlib.metadata.PackageNotFoundError:
-        own = "0+unknown"
-    return {"normswap": own, "torch": str(torch.__version__), "python": platform.python_version()}
+def save(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    factory: str | None = None,
+    factory_kwargs: Mapping[str, Any] | None = None,
+    force: bool = False,
+) -> None:
+    """Write the tensors of ``model``, and what is swapped in it, so that ``load_model(path)`` opens it swapped.
 
-
-@contextmanager
-def _as_distributed(source: Path, found: Checkpoint, out: Path | None, fold: bool) -> Iterator[tuple[Path, Checkpoint]]:
-    """The checkpoint, and its path, as a DCP folder where ``out`` shall be one and it is none yet."""
-    if out is None or out.suffix != DISTRIBUTED or found.main.name == METADATA or fold:
-        yield source, found
-        return
-    with TemporaryDirectory(prefix="normswap-") as folder:
-        distributed().write_distributed(Path(folder), found.tensors)
-        yield Path(folder), replace(open_checkpoint(folder), notes=found.notes)
-
-
-def _for_folded(target: Target, out: str | Path | None) -> Target:
-    """The target of a folded model: one file, written anew. Raises CheckpointError when it cannot be."""
-    if out is None:
-        raise CheckpointError(f"{target.main}: a folded model has other tensors; give OUT")
-    if target.main.suffix not in SUFFIXES:
-        raise CheckpointError(f"{target.main}: a folded model is one file; name one ending in {', '.join(SUFFIXES)}")
-    return replace(target, sources={}, copied=False, in_place=False)
+    ``path`` is a file that ends in one of SUFFIXES, or a folder: of torch.distributed.checkpoint where it ends in
+    ".dcp"; as its own ``save_pretrained`` writes it where ``model`` is one of transformers' or diffusers', which then
+    opens by itself; else with a model.safetensors. ``factory`` is as for ``convert``; without it ``load_model`` is to
+    be given the model. Raises TypeError when ``model`` is no nn.Module, and CheckpointError; nothing is written then.
+    """
+    made, out = report(model), Path(path)
+    own = getattr(model, "save_pretrained", None) if factory is None and out.suffix not in SUFFIXES else None
+    where = next((p.device for p in model.parameters()), torch.device("cpu"))
+    held = Checkpoint(Path("model.safetensors"), (), OrderedDict(model.state_dict()))
+    with as_folder(out, held, out, own) as (source, found):
+        target = place(source, found, out, force, anew=not found.files)
+        factory = HERE if own is not None else models.settled(factory or "")
+        write(found, target, _manifest(target, factory, factory_kwargs, made, where), {})
 
 
 def _check_target(found: Checkpoint, target: Target, factory: str, fold: bool) -> None:
-    if factory in (HERE, PICKLED) and fold:
-        raise CheckpointError(f"{found.main}: what is folded is built anew when opened; pass a factory (--model)")
-    if factory in (HERE, PICKLED) and not target.copied:
-        raise CheckpointError(
-            f"{target.main}: the model lies beside, or in, {found.main}; name a folder, or the same format"
-        )
-    if factory == HERE and not target.in_place and (target.main.parent / CONFIG) not in target.sources:
-        raise CheckpointError(f"{target.main}: the model is described by {CONFIG} in {found.folder}; name a folder")
-    if found.others and not target.copied and not fold:
-        raise CheckpointError(
-            f"{target.main}: cannot hold what {found.main} has besides tensors: {listed(list(found.others))}; "
-            f"name a file that ends in {found.main.suffix}"
-        )
+    main, source = target.main, found.main
+    check(target.sources or not fold, f"{main}: a folded model has other tensors; give OUT")
+    lost = target.sources and factory == HERE and main.with_name(CONFIG) not in target.sources
+    lost = lost or (target.anew and factory == PICKLED)
+    cure = "pass a factory (--model)" if fold else "name a folder, or pass a factory (--model)"
+    check(not lost, f"{main}: would be without the model, which lies beside, or in, {source}; {cure}")
+    besides = f"cannot hold what {source} has besides tensors: {listed(found.others)}"
+    fits = fold or not target.anew or not found.others
+    check(fits, f"{main}: {besides}; name a file that ends in {source.suffix}")
 
 
-def proof_of(made: Report, device: torch.device) -> dict[str, Any]:
-    """What a manifest tells people."""
-    return {
-        "versions": versions(),
+def _manifest(
+    target: Target, factory: str, kwargs: Mapping[str, Any] | None, made: Report, device: torch.device
+) -> Manifest:
+    proof = {
+        "versions": {"normswap": normswap.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": str(device),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "kernels": native.status().origin,
         "report": json.loads(made.to_json()),
     }
+    return Manifest(target.main.name, factory, made.plan, kwargs=dict(kwargs or {}), proof=proof)
 
 
-def _exporter(model: nn.Module, given: tuple[Any, dict[str, Any]], path: Path) -> Callable[[Path], object]:
-    """What writes the torch.export program of ``model``. Raises CheckpointError when there can be none."""
+def _exported(model: nn.Module, given: tuple[Any, dict[str, Any]], path: Path) -> bytes:
+    """The torch.export program of ``model``, to be written to ``path``."""
     inputs, kwargs = given
-    if inputs is None and not kwargs:
-        raise CheckpointError(f"{path}: torch.export needs example inputs (--input)")
-    args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
-    try:
-        program = torch.export.export(model, args, kwargs or None)
-        content = io.BytesIO()
-        torch.export.save(program, content)
-    except Exception as error:  # torch.export raises anything on what it cannot follow
-        raise CheckpointError(f"{path}: {type(model).__name__} cannot be exported: {one_line(error)}") from error
-    return lambda place: place.write_bytes(content.getbuffer())
+    check(inputs is not None or kwargs, f"{path}: torch.export needs example inputs (--input)")
+    content = io.BytesIO()
+    with failing(f"{path}: {type(model).__name__} cannot be exported", form="{}: {}"):
+        torch.export.save(torch.export.export(model, inputs or (), kwargs or None), content)
+    return content.getvalue()
+
+
+def folded(model: nn.Module) -> nn.Module:
+    """``normswap.fold(model)``. Raises what that does, and CheckpointError where the model's own code fails."""
+    with failing(f"{type(model).__name__} cannot be folded", form="{}: {}"):
+        return fold_model(model.eval())
+
+
+def _folded(model: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> tuple[nn.Module, Report]:
+    """The plain model, and a report of how far it is from ``model`` in float64. Raises CheckpointError without inputs,
+    MismatchError when it is further away than float64 rounds."""
+    check(inputs is not None or kwargs, "a folded model is proved by running it: give inputs (--input)")
+    args, named = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, (inputs, kwargs))
+    exact = copy.deepcopy(model).double()
+    with failing(f"{type(model).__name__} could not be run in float64", form="{}: {}"), torch.no_grad():
+        found = [tree_leaves(each(*(args or ()), **named)) for each in (exact, folded(exact))]
+        whole, plain = (torch.cat([t.ravel() for t in leaves if torch.is_tensor(t)]) for leaves in found)
+        error = float((whole - plain).abs().max() / (whole.abs().max() or 1.0))
+    if not error <= _FOLD_LIMIT:
+        raise MismatchError(
+            f"the folded model differs from the original by {error:.3g} of its largest output in float64"
+        )
+    model_row = {"max_error": error, "limit": _FOLD_LIMIT, "problem": "", "passed": True}
+    device = next((str(p.device) for p in model.parameters()), "none")
+    note = "folded into a plain PyTorch model, which needs no normswap; compared in float64, by the largest output"
+    return folded(model), Report((), device, "float64", "eval", "none, it is plain PyTorch", model_row, (note,))

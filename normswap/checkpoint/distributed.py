@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from normswap.checkpoint.errors import CheckpointError, one_line
-
-METADATA = ".metadata"
+from normswap.checkpoint.errors import CheckpointError, failing, one_line
 
 _DCP = "torch.distributed.checkpoint."
 _NAMES = {
@@ -29,74 +27,51 @@ _NAMES = {
 def read_distributed(path: Path) -> dict[str, Any]:
     """The tensors of the DCP folder with the metadata file ``path``, nested as they were saved. Raises CheckpointError,
     also where the metadata asks for more than data; what else than tensors it holds is left out."""
-    try:
+    with _telling(f"{path}: truncated, or not a distributed checkpoint"):
         reader = _Reader(path.parent)
         metadata = reader.read_metadata()
         entries = metadata.state_dict_metadata
         shaped = {n: e for n, e in entries.items() if isinstance(n, str) and isinstance(e, TensorStorageMetadata)}
         flat = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in shaped.items()}
-        with _alone():
-            dcp.load(flat, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
-        return _nested(flat, metadata.planner_data or {})
-    except CheckpointError:
-        raise
-    except (Exception, dcp.CheckpointException) as error:  # type: ignore[attr-defined]  # it raises nearly anything on damage
-        cause = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
-        raise CheckpointError(f"{path}: truncated, or not a distributed checkpoint ({one_line(cause)})") from error
+        dcp.load(flat, storage_reader=reader, no_dist=True)
+        planned = metadata.planner_data or {name: (name,) for name in flat}
+        paths = {n: path for n, path in planned.items() if n in flat and all(isinstance(key, str) for key in path)}
+        return unflatten_state_dict({name: flat[name] for name in paths}, paths)
 
 
 def write_distributed(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state`` into the new folder ``folder``. Raises what DCP raises."""
-    with _alone():
-        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)  # type: ignore[attr-defined]
+    """Write ``state`` into the new folder ``folder``. Raises CheckpointError."""
+    with _telling(f"{folder}: cannot be written"):
+        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """DCP warns of a process that is alone, which this one is meant to be."""
-    with warnings.catch_warnings():
+def _telling(what: str) -> Iterator[None]:
+    """``failing``, with the cause of what DCP raises, and without its warning of a process that is alone, as meant."""
+    cause = lambda error: one_line(next(iter(getattr(error, "failures", {}).values()), (error,))[0])  # noqa: E731
+    with failing(what, (Exception, dcp.CheckpointException), tell=cause), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
-class _Reader(dcp.FileSystemReader):  # type: ignore[attr-defined,misc]
+class _Reader(dcp.FileSystemReader):
     """Reads the metadata, which is a pickle, as data alone."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        found = _Unpickler(io.BytesIO((Path(self.path) / METADATA).read_bytes())).load()
+        found = _Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
         if not isinstance(found, Metadata):
             raise ValueError("its metadata is of another kind")
-        for info in (found.storage_data or {}).values():
-            if Path(info.relative_path).name != str(info.relative_path):
-                raise ValueError("its metadata names files elsewhere")
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = dcp.metadata.StorageMeta()  # type: ignore[attr-defined]
+        if any(Path(i.relative_path).name != str(i.relative_path) for i in (found.storage_data or {}).values()):
+            raise ValueError("its metadata names files elsewhere")
+        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
         return found
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full in _NAMES:
-            return super().find_class(module, name)
-        if module in ("torch", f"{_DCP}metadata"):
-            found = super().find_class(module, name)
-            if isinstance(found, torch.dtype | torch.memory_format | torch.layout):
-                return found
-            if isinstance(found, type) and found.__module__ == f"{_DCP}metadata":
-                return found
-        raise CheckpointError(f"{METADATA}: refused, it asks to run more than tensors need: {full}")
-
-
-def _nested(flat: Mapping[str, Tensor], paths: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors under the keys by which they were saved; those in lists, which no state_dict has, are left out."""
-    found: dict[str, Any] = {}
-    for name, tensor in flat.items():
-        *outer, last = paths.get(name, (name,))
-        if not all(isinstance(key, str) for key in (*outer, last)):
-            continue
-        into = found
-        for key in outer:
-            into = into.setdefault(key, {})
-        into[last] = tensor
-    return found
+        found = super().find_class(module, name) if full in _NAMES or module in ("torch", f"{_DCP}metadata") else None
+        plain = isinstance(found, torch.dtype | torch.memory_format | torch.layout)
+        if full in _NAMES or plain or (isinstance(found, type) and found.__module__ == f"{_DCP}metadata"):
+            return found
+        raise CheckpointError(f".metadata: refused, it asks to run more than tensors need: {full}")

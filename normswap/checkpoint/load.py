@@ -1,25 +1,27 @@
-"""Open what ``convert`` and ``save`` wrote."""
+"""Open what ``convert`` and ``save`` wrote, and say whether two checkpoints are the same."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from normswap.checkpoint import folded
-from normswap.checkpoint.construct import load_strictly
-from normswap.checkpoint.errors import CheckpointError, listed, one_line
-from normswap.checkpoint.factory import PICKLED, build_model, is_code
+from normswap.checkpoint.convert import folded
+from normswap.checkpoint.errors import check, failing, listed
 from normswap.checkpoint.files import sha256
-from normswap.checkpoint.manifest import Manifest, find_manifest
-from normswap.checkpoint.models import open_model, ready, usable_device
+from normswap.checkpoint.models import PICKLED, build_model, filled, is_code, moved, open_model, ready, usable_device
 from normswap.checkpoint.reading import Checkpoint, open_checkpoint
-from normswap.optimize import apply
+from normswap.checkpoint.tensors import difference
+from normswap.checkpoint.writing import MANIFEST, Manifest, find_manifest, manifest_of
+from normswap.optimize import apply, validate
+from normswap.report import Report
 
 
 def load_model(
@@ -33,89 +35,130 @@ def load_model(
     """Open what ``convert`` or ``save`` wrote: the model with its tensors and swapped norms, on ``map_location``, in
     eval mode.
 
-    ``path`` is the OUT of ``convert``, file or folder. A model of timm's, or of the folder's own config.json, is built
-    by the library that is installed. Where the manifest names a function instead, ``trust_factory=True`` IMPORTS AND
-    RUNS THAT CODE; or give ``model`` (it is filled, swapped in place and returned, and nothing is imported). Sites
-    rolled back at conversion stay as they are in the original. ``check_digests=False`` does not compare the files with
-    their digests, which takes about as long as reading them.
-
-    Raises CheckpointError when a file is missing, damaged, not the one the manifest was written for, or does not
-    fit the model, and PlanError when the model no longer has the sites that were swapped.
+    A model of timm's, or of the folder's own config.json, is built by the library that is installed. Where the manifest
+    names a function instead, ``trust_factory=True`` IMPORTS AND RUNS THAT CODE; or give ``model``: it is filled,
+    swapped in place and returned, and nothing is imported. ``check_digests=False`` does not compare the files with
+    their digests, which takes about as long as reading them. Raises CheckpointError when a file is missing, damaged,
+    another than was written, or does not fit the model, PlanError when that no longer has the sites that were swapped.
     """
-    place, manifest = find_manifest(Path(path))
-    where = usable_device(map_location)
-    if model is None and not manifest.factory:
-        raise CheckpointError(f"{place}: says nothing of what builds the model; pass model= with the model built")
-    if model is None and is_code(manifest.factory) and not trust_factory:
-        raise CheckpointError(
-            f"{place}: the model is built by {manifest.factory!r}, which is not run unasked; pass "
-            "trust_factory=True if you trust where this comes from, or model= with the model built"
-        )
-    with checked(place, manifest, check_digests) as wait:
-        if manifest.factory == PICKLED:
-            wait()
-        found = open_converted(place, manifest, allow_pickle=trust_factory)
-        opened = ready(_rebuilt(manifest, found, model, share=where.type != "cpu"), where)
+    (place, manifest), where = find_manifest(Path(path)), usable_device(map_location)
+    known = model is not None or manifest.factory
+    check(known, f"{place}: says nothing of what builds the model; pass model= with the model built")
+    trusted = model is not None or trust_factory or not is_code(manifest.factory)
+    unasked = f"the model is built by {manifest.factory!r}, which is not run unasked"
+    cure = "pass trust_factory=True if you trust where this comes from, or model= with the model built"
+    check(trusted, f"{place}: {unasked}; {cure}")
+    with _converted(place, manifest, check_digests, trust_factory and manifest.factory == PICKLED) as found:
+        if model is None and not manifest.folded:
+            opened = open_model(found, manifest.factory, manifest.kwargs, manifest.dtype)
+        else:
+            built = build_model(manifest.factory, manifest.kwargs) if model is None else model
+            opened = filled(folded(built) if manifest.folded else built, found, manifest.dtype)
+        opened = ready(opened, where)
     _tell_of_another_gpu(manifest, where)
     return apply(opened, manifest.plan, inplace=True)
 
 
 @contextmanager
-def checked(place: Path, manifest: Manifest, check: bool = True) -> Iterator[Callable[[], None]]:
-    """While the block runs the manifest's files are compared with their digests; what is yielded waits for that.
-
-    Raises CheckpointError for one that is missing or another, rather than what the block raises for its sake.
-    """
+def _converted(
+    place: Path, manifest: Manifest, check_digests: bool = True, allow_pickle: bool = False
+) -> Iterator[Checkpoint]:
+    """The checkpoint that a manifest speaks of; while the block runs its files are compared with their digests. Raises
+    CheckpointError for one that is missing or another, rather than what the block raises for its sake."""
+    main = place.parent / manifest.tensors
     for name in manifest.files:
-        if not (place.parent / name).is_file():
-            raise CheckpointError(f"{place.parent / name}: no such file, but {place} was written for it")
-    pool = ThreadPoolExecutor(2)
-    names = manifest.files if check else ()
-    sums = {name: pool.submit(sha256, place.parent / name) for name in names}
+        there = (place.parent / name).is_file()
+        check(there, f"{place.parent / name}: no such file, but {place} was written for it")
+    with ThreadPoolExecutor(2) as pool:
+        sums = {name: pool.submit(sha256, place.parent / name) for name in manifest.files if check_digests}
 
-    def wait() -> None:
+        def compare() -> None:
+            with failing(f"{place.parent}: cannot be read", OSError):
+                changed = [name for name, digest in sums.items() if digest.result() != manifest.files[name]]
+            other = f"not the tensors {place} was written for: {listed(changed)} differs"
+            check(not changed, f"{main}: {other}")
+
         try:
-            changed = [name for name, digest in sums.items() if digest.result() != manifest.files[name]]
-        except OSError as error:
-            raise CheckpointError(f"{place.parent}: cannot be read ({one_line(error)})") from error
-        if changed:
-            main = place.parent / manifest.tensors
-            raise CheckpointError(f"{main}: not the tensors {place} was written for: {listed(changed)} differs")
-
-    try:
-        yield wait
-    finally:
-        with pool:
-            wait()
-
-
-def open_converted(place: Path, manifest: Manifest, *, allow_pickle: bool = False) -> Checkpoint:
-    """The checkpoint that a manifest speaks of. Raises CheckpointError."""
-    return open_checkpoint(
-        place.parent / manifest.tensors,
-        key=manifest.key,
-        strip_prefix=manifest.strip_prefix,
-        allow_pickle=allow_pickle and manifest.factory == PICKLED,
-    )
-
-
-def _rebuilt(manifest: Manifest, found: Checkpoint, model: nn.Module | None, *, share: bool) -> nn.Module:
-    if manifest.folded:
-        opened = folded.fold(build_model(manifest.factory, manifest.kwargs) if model is None else model)
-        load_strictly(opened, found.state, found.main)
-    elif model is None:
-        return open_model(found, manifest.factory, manifest.kwargs, manifest.dtype, share=share)
-    else:
-        load_strictly(opened := model, found.state, found.main, share=share)
-    return opened.eval() if manifest.dtype is None else opened.eval().to(getattr(torch, manifest.dtype))
+            if allow_pickle:
+                compare()  # nothing of a file that was changed is unpickled
+            prefixes = manifest.strip_prefix
+            yield open_checkpoint(main, key=manifest.key, strip_prefix=prefixes, allow_pickle=allow_pickle)
+        finally:
+            compare()
 
 
 def _tell_of_another_gpu(manifest: Manifest, where: torch.device) -> None:
     measured = manifest.proof.get("gpu")
     here = torch.cuda.get_device_name(where) if where.type == "cuda" else measured
     if measured != here and measured is not None:
-        warnings.warn(
-            f"normswap: what is swapped was chosen by its speed on {measured}, and this is {here}; measure again with "
-            "normswap.optimize(normswap.revert(model), example_inputs, inplace=True)",
-            stacklevel=3,
-        )
+        again = "measure again with normswap.optimize(normswap.revert(model), example_inputs, inplace=True)"
+        text = f"normswap: what is swapped was chosen by its speed on {measured}, and this is {here}; {again}"
+        warnings.warn(text, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ``verify`` found: ``tensors`` and ``outputs`` are what differs, None where nothing does, ``report`` is None
+    where no outputs were compared."""
+
+    count: int
+    size: int
+    tensors: str | None
+    outputs: str | None = None
+    report: Report | None = None
+
+    @property
+    def same(self) -> bool:
+        return self.tensors is None and self.outputs is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict as plain data."""
+        return {**asdict(self), "report": self.report and self.report.to_dict(), "same": self.same}
+
+    def __str__(self) -> str:
+        same = f"the same, bit for bit ({self.count} tensors, {self.size:,} bytes)"
+        found = f"tensors: {same if self.tensors is None else f'NOT the same: {self.tensors}'}"
+        outputs = self.outputs or "the same within the proof's limits"
+        return found if self.report is None else f"{found}\noutputs: {outputs}\n{self.report}"
+
+
+def verify(
+    one: str | Path,
+    other: str | Path | None = None,
+    *,
+    key: str | None = None,
+    strip_prefix: Sequence[str] = (),
+    inputs: tuple[Any, ...] = (),
+    input_kwargs: Mapping[str, Any] | None = None,
+    trust_factory: bool = False,
+    device: str | None = None,
+) -> Verdict:
+    """Compare the tensors of two checkpoints, and the files of each, or of ``one`` alone, with the digests in its
+    ``normswap.json``, if it has one; ``key`` and ``strip_prefix`` find the tensors of those that have none. Where
+    ``other`` (or ``one``, alone) was converted and there are inputs, its swapped model is proved against the original
+    one on them. Raises CheckpointError when one of them cannot be read, or is not what its manifest was written for."""
+    first = _opened(Path(one), key, strip_prefix)
+    comparable = other is not None or manifest_of(Path(one)).is_file()
+    check(comparable, f"{one}: has no {MANIFEST} to compare with; give a second checkpoint")
+    differs = None if other is None else difference(first.state, _opened(Path(other), key, strip_prefix).state)
+    count, size = len(first.tensors), sum(t.nbytes for t in first.tensors.values())
+    if differs is not None or not (inputs or input_kwargs):
+        return Verdict(count, size, differs)
+    where = usable_device(device)
+    model = load_model(other or one, trust_factory=trust_factory, map_location=where, check_digests=False)
+    args, named = moved((inputs, dict(input_kwargs or {})), where)
+    report = validate(model, args or None, named or None, on_mismatch="warn")
+    failed = ", ".join(row["name"] or "(root)" for row in report.rows if row["status"] == "failed")
+    outputs = f"NOT the same at {failed}" if failed else None
+    if not failed and report.model is not None and not report.model["passed"]:
+        outputs = f"NOT within the limit: {report.model['problem'] or report.model['max_error']}"
+    return Verdict(count, size, None, outputs, report)
+
+
+def _opened(path: Path, key: str | None, strip_prefix: Sequence[str]) -> Checkpoint:
+    """The checkpoint at ``path``, held to its manifest where it has one."""
+    if not manifest_of(path).is_file():
+        return open_checkpoint(path, key=key, strip_prefix=strip_prefix)
+    place, manifest = find_manifest(path)
+    with _converted(place, manifest) as found:
+        return found

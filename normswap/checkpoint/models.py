@@ -1,91 +1,305 @@
-"""The model of a checkpoint, step by step: opened, moved to where it runs, optimized."""
+"""The model of a checkpoint: built by a function of the person's or by its library, which opens what it saved as a
+folder from that folder and never from a hub; filled, moved, optimized."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import importlib.util
+import os
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
-from normswap.checkpoint.construct import load_strictly
-from normswap.checkpoint.errors import CheckpointError, MissingError, one_line
-from normswap.checkpoint.factory import HERE, PICKLED, build_model
-from normswap.checkpoint.hub import open_library
-from normswap.checkpoint.reading import Checkpoint, is_config_folder
+from normswap.checkpoint.errors import (
+    CheckpointError,
+    MissingError,
+    check,
+    counted,
+    failing,
+    listed,
+    one_line,
+    read_json,
+    running,
+)
+from normswap.checkpoint.reading import CONFIG, Checkpoint, is_config_folder
+from normswap.checkpoint.tensors import same_tensors, shares_memory_within
 from normswap.optimize import optimize, report
-from normswap.plan import NormswapError
 from normswap.report import Report
+
+HERE = "hf:."
+"""The factory of a folder that holds its own config.json."""
+
+PICKLED = "pickle:"
+"""The factory of a file that holds the pickled model itself."""
+
+_SPEC = re.compile(r"(?P<module>\w+(\.\w+)*|[^:]*\.py):(?P<attribute>\w+(\.\w+)*)")
+
+_OUTSIDE = (
+    *("pretrained", "checkpoint", "cache_dir", "trust_remote", "code_revision", "revision", "local_files", "subfolder"),
+    *("state_dict", "weights_only", "gguf", "from_", "adapter", "_adapter", "kernel", "use_kernels", "quantization"),
+)
+"""How arguments begin that would take weights or code from elsewhere, or read them in another way."""
+
+
+def is_code(factory: str) -> bool:
+    """Whether the factory names code to import, or a place outside the checkpoint's own folder."""
+    return not factory.startswith("timm:") and factory not in (HERE, "")
+
+
+def settled(factory: str) -> str:
+    """The factory as it is kept: with the whole path where it names a file."""
+    found = _SPEC.fullmatch(factory)
+    return f"{Path(found['module']).resolve()}:{found['attribute']}" if found and ".py:" in factory else factory
 
 
 def factory_for(path: Path, found: Checkpoint) -> str:
     """The factory of a checkpoint that brings its own. Raises CheckpointError when it does not."""
-    if found.module is not None:
-        return PICKLED
-    if is_config_folder(path):
-        return HERE
-    raise CheckpointError(f"{path}: holds tensors and no model; pass a factory (--model)")
+    brought = found.module is not None or is_config_folder(path)
+    check(brought, f"{path}: holds tensors and no model; pass a factory (--model)")
+    return HERE if found.module is None else PICKLED
 
 
 def open_model(
-    found: Checkpoint,
-    factory: str,
-    kwargs: Mapping[str, Any] | None = None,
-    dtype: str | None = None,
-    *,
-    share: bool = False,
+    found: Checkpoint, factory: str, kwargs: Mapping[str, Any] | None = None, dtype: str | None = None
 ) -> nn.Module:
-    """The model that a checkpoint belongs to, in eval mode, with its tensors, in ``dtype`` where that is given. With
-    ``share`` it may hold on to the checkpoint's own tensors. Raises CheckpointError."""
-    as_dtype = None if dtype is None else getattr(torch, dtype)
-    if factory.startswith(("timm:", "hf:")):
-        return open_library(factory, kwargs or {}, found.state, found.main, as_dtype)
+    """The model that a checkpoint belongs to, in eval mode, with its tensors, in ``dtype`` where that is given.
+
+    "timm:NAME" and "hf:DIR" are built by their libraries, which open "hf:.", the checkpoint's own folder, as their
+    ``from_pretrained`` does: what they keep in float32 stays so. Nothing is fetched, and no code of the folder runs.
+    Any other factory is imported and called. Raises CheckpointError, MissingError when a library is not installed.
+    """
+    kind, _, place = factory.partition(":")
     if factory == PICKLED:
-        if found.module is None:
-            raise CheckpointError(f"{found.main}: holds no pickled model")
-        model = found.module
-    else:
-        model = build_model(factory, kwargs)
-        load_strictly(model, found.state, found.main, share=share)
-    return model.eval() if as_dtype is None else model.eval().to(as_dtype)
+        check(found.module is not None, f"{found.main}: holds no pickled model")
+        return found.module.eval().to(_torch(dtype))  # type: ignore[union-attr]
+    if kind not in ("timm", "hf"):
+        return filled(build_model(factory, kwargs), found, dtype)
+    arguments = dict(kwargs or {})
+    _check_arguments(factory, arguments)
+    if kind == "timm":
+        return _timm(place, arguments, found, dtype)
+    file = (found.main.parent if factory == HERE else Path(place)) / CONFIG
+    check(place and file.is_file(), f"model factory {factory}: no folder with a {CONFIG}")
+    config = read_json(file)
+    check(isinstance(config, dict), f"{file}: not an object")
+    for problem in _elsewhere([config, arguments]):
+        raise CheckpointError(f"{file}: {problem}")
+    check(not config.get("quantization_config"), f"{file}: a quantized model; convert the weights it was made from")
+    if isinstance(config.get("architecture"), str) and "architectures" not in config:
+        own = config.get("model_args") or {}
+        _check_arguments(factory, own)
+        head = {key: config[key] for key in ("num_classes", "global_pool") if key in config}
+        return _timm(config["architecture"], {"pretrained_cfg_overlay": head, **own, **arguments}, found, dtype)
+    return _pretrained(factory, file, config, arguments, found, dtype)
+
+
+def build_model(factory: str, kwargs: Mapping[str, Any] | None = None) -> nn.Module:
+    """Build the model of "pkg.module:function" or "./file.py:function", which is imported and called with ``kwargs``:
+    this runs the code named. Modules beside the file, or in the current folder, can be imported where nothing else has
+    their name. Raises CheckpointError, with the original error's type, message and place."""
+    model = call_function(factory, kwargs, what="model factory")
+    returned = f"model factory {factory} returned a {type(model).__name__}"
+    check(isinstance(model, nn.Module), f"{returned}, not a torch.nn.Module")
+    return model
+
+
+def call_function(spec: str, kwargs: Mapping[str, Any] | None = None, *, what: str = "function") -> Any:
+    """Import and call "pkg.module:function". Raises CheckpointError as ``build_model`` does."""
+    named = _SPEC.fullmatch(spec)
+    if named is None:
+        forms = "pkg.module:function, ./file.py:function, timm:NAME or hf:DIR"
+        raise CheckpointError(f"{what} {spec!r} is not written {forms}")
+    what, module = f"{what} {spec}", named["module"]
+    folder = str(Path(module).resolve().parent if module.endswith(".py") else Path.cwd())
+    added = [folder] if folder not in sys.path else []
+    sys.path += added  # at the end: no module in it takes the place of a library
+    try:
+        with running(what):
+            with running(f"{what}: module {module} cannot be imported:", form="{} {}"):
+                found: Any = _from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+            for name in named["attribute"].split("."):
+                check(hasattr(found, name), f"{what}: {module} has no {named['attribute']}")
+                found = getattr(found, name)
+            sound = callable(found) and not isinstance(found, nn.Module)
+            check(sound, f"{what}: a {type(found).__name__}, not a function that returns a model")
+            return found(**(kwargs or {}))
+    finally:
+        sys.path[:] = [place for place in sys.path if place not in added]
+
+
+def _from_file(path: Path) -> ModuleType:
+    """The module in a file, under its plain name unless that is another's."""
+    importlib.invalidate_caches()
+    name, found = path.stem, importlib.util.find_spec(path.stem)
+    if found is not None and os.path.realpath(found.origin or "") == os.path.realpath(path):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(f"_normswap_{name}", os.path.realpath(path))
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_arguments(factory: str, kwargs: Mapping[str, Any]) -> None:
+    outside = ", ".join(key for key in kwargs if key.startswith(_OUTSIDE))
+    check(not outside, f"model factory {factory}: {outside} cannot be given, weights come from the file")
+
+
+def _elsewhere(value: Any) -> Iterator[str]:
+    """What in a config, however deep, asks for something from another place."""
+    for key, entry in value.items() if isinstance(value, Mapping) else ():
+        if str(key).endswith("attn_implementation") and "/" in str(entry):
+            yield "names kernels of another place; remove attn_implementation"
+        if key in ("use_pretrained_backbone", "pretrained_backbone") and entry:
+            yield f"asks for weights of another place; set {key} to false"
+        yield from _elsewhere(entry)
+    for entry in value if isinstance(value, list | tuple) else ():
+        yield from _elsewhere(entry)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """In the block no library asks a hub for anything, whatever a config says."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "DIFFUSERS_OFFLINE")
+    flags = {"huggingface_hub.constants": "HF_HUB_OFFLINE", "transformers.utils.hub": "_is_offline_mode"}
+    # huggingface_hub keeps connections that were made before it was told.
+    forget = getattr(sys.modules.get("huggingface_hub.utils._http"), "reset_sessions", lambda: None)
+    with ExitStack() as stack:
+        stack.callback(forget)
+        stack.enter_context(patch.dict(os.environ, dict.fromkeys(names, "1")))
+        for module, name in flags.items():
+            if hasattr(sys.modules.get(module), name):
+                stack.enter_context(patch.object(sys.modules[module], name, True))
+        forget()
+        yield
+
+
+def _library(factory: str, name: str) -> Any:
+    what = f"model factory {factory}: module {name} cannot be imported:"
+    with running(what, form=f"{{}} {{}}; install {name}", kind=MissingError), _offline():
+        return importlib.import_module(name)
+
+
+def _pretrained(
+    factory: str, file: Path, config: Mapping[str, Any], kwargs: dict[str, Any], found: Checkpoint, dtype: str | None
+) -> nn.Module:
+    """The architecture that a config.json names, as ``from_pretrained`` of transformers or diffusers fills it from the
+    folder; another folder than the checkpoint's own gives the config alone."""
+    diffusers = "_class_name" in config
+    names = [config["_class_name"]] if diffusers else config.get("architectures")
+    single = isinstance(names, list) and len(names) == 1
+    check(single, f"{file}: names no single architecture; pass --model pkg.module:function")
+    library = _library(factory, "diffusers" if diffusers else "transformers")
+    cls: Any = getattr(library, str(names[0]), None)  # type: ignore[index]
+    own = isinstance(cls, type) and issubclass(cls, library.ModelMixin if diffusers else library.PreTrainedModel)
+    version = f"{library.__name__} {library.__version__}"
+    check(own, f"{file}: {version} has no architecture {names[0]!r}; pass --model pkg.module:function")  # type: ignore[index]
+    options: dict[str, Any] = {"local_files_only": True}
+    wanted = kwargs.pop("torch_dtype", None) if dtype is None else dtype
+    with running(f"model factory {factory}"), _offline():
+        if diffusers and factory != HERE:
+            return filled(cls.from_config(cls.load_config(file.parent, **options), **kwargs), found, wanted)
+        if diffusers:
+            kwargs["torch_dtype"] = _torch(wanted)
+        else:
+            options["trust_remote_code"] = False
+            kwargs["dtype"] = wanted or kwargs.get("dtype", "auto")
+        place: Path | None = file.parent
+        if factory != HERE:
+            place, kwargs["state_dict"] = None, dict(found.state)
+            kwargs["config"] = library.AutoConfig.from_pretrained(file.parent, **options)
+        model, info = cls.from_pretrained(place, output_loading_info=True, **options, **kwargs)
+    _check_keys(model, list(info["missing_keys"]), [], found)
+    return model.eval()
+
+
+def _timm(name: str, kwargs: dict[str, Any], found: Checkpoint, dtype: str | None) -> nn.Module:
+    factory = f"timm:{name}"
+    plain = re.fullmatch(r"\w+(\.\w+)*", name)
+    check(plain, f"model factory {factory!r}: not a plain timm model name, as in timm:vit_tiny_patch16_224")
+    timm = _library(factory, "timm")
+    check(timm.is_model(name), f"model factory {factory}: timm {timm.__version__} has no model of that name")
+    with running(f"model factory {factory}"), _offline():
+        model = timm.create_model(name, pretrained=False, **kwargs)
+    return filled(model, found, dtype)
+
+
+def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None) -> nn.Module:
+    """``model``, in eval mode, with the tensors of ``found``, every key and shape required to fit, in ``dtype`` where
+    that is given and else in the dtypes it was built with. A tied parameter may be in the file under one of its names,
+    or under several if they are equal. Raises CheckpointError; ``model`` may then be partly filled."""
+    name, state, given = type(model).__name__, found.state, OrderedDict(found.state)
+    if (versions := getattr(state, "_metadata", None)) is not None:
+        given._metadata = copy.deepcopy(versions)  # type: ignore[attr-defined]  # load_state_dict writes into it
+    owned = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    # On the meta device, or expanded: it cannot be written into.
+    assign = any(t.is_meta or (t.layout is torch.strided and shares_memory_within(t)) for _, t in owned)
+    names: dict[Tensor, list[str]] = {}
+    for key, tensor in owned:
+        names.setdefault(tensor, []).append(key)
+    for tensor, tied in names.items():
+        if present := [key for key in tied if key in state]:
+            value = state[present[0]]
+            same = all(same_tensors({"": value}, {"": state[key]}) for key in present[1:])
+            check(same, f"{found.main}: {listed(present)} are one parameter in {name}, and differ in the file")
+            if assign:
+                value = value.to("cpu" if tensor.is_meta else tensor.device, tensor.dtype, copy=True)
+                value = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+            given.update(dict.fromkeys(tied if isinstance(tensor, nn.Parameter) else present, value))
+    lines = lambda error: "; ".join(str(error).split("\n\t")[1:11]).replace("\n", " ") or one_line(error)  # noqa: E731
+    with failing(f"{found.main}: does not fit {name}", form="{}: {}", tell=lines):
+        keys = model.load_state_dict(given, strict=False, assign=assign)
+    _check_keys(model, keys.missing_keys, keys.unexpected_keys, found)
+    left = [key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    check(not left, f"{found.main}: {listed(left)} of {name} is on the meta device; build it on the CPU")
+    return model.eval().to(_torch(dtype))
+
+
+def _torch(dtype: str | None) -> torch.dtype | None:
+    return None if dtype is None else getattr(torch, dtype)
+
+
+def _check_keys(model: nn.Module, missing: Sequence[str], unexpected: Sequence[str], found: Checkpoint) -> None:
+    usual = ("module.", "_orig_mod.", "model.")  # what wrappers put before every name
+    prefix = next((p for p in usual if unexpected and all(name.startswith(p) for name in found.state)), None)
+    cure = f"; every name begins with {prefix!r}: pass strip_prefix (--strip-prefix {prefix})" if prefix else ""
+    problems = counted(missing=missing, unexpected=unexpected)
+    check(not problems, f"{found.main}: keys do not fit {type(model).__name__}: {problems}{cure}")
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
     """``device``, or the best there is for None. Raises MissingError when it cannot be used."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with failing(f"device {str(device)!r} cannot be used here", kind=MissingError):
         torch.empty(0, device=device)
         return torch.device(device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # which one depends on the build of torch
-        raise MissingError(f"device {str(device)!r} cannot be used here ({one_line(error)})") from error
 
 
 def ready(model: nn.Module, device: torch.device) -> nn.Module:
     """``model`` on ``device``. Raises CheckpointError when it cannot be moved."""
-    try:
+    with failing(f"{type(model).__name__} cannot be moved to {device}"):
         return model.to(device)
-    except Exception as error:  # out of memory, or the model's own code
-        raise CheckpointError(f"{type(model).__name__} cannot be moved to {device} ({one_line(error)})") from error
 
 
 def moved(values: Any, device: torch.device) -> Any:
     """``values`` with the tensors in it, however deep, on ``device``."""
-    return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, values)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), values)
 
 
 def optimized(model: nn.Module, given: tuple[Any, dict[str, Any]], **options: Any) -> tuple[nn.Module, Report]:
-    """``model``, swapped in place, and the report, whose plan is what is left after sites that failed were put back.
-
-    Raises CheckpointError when the model's own code fails on the inputs, and what ``optimize`` raises.
-    """
-    inputs, kwargs = given
-    try:
-        swapped = optimize(model, inputs, kwargs or None, inplace=True, **options)
-    except NormswapError:
-        raise
-    except Exception as error:  # the model's own code may raise anything on these inputs
-        raise CheckpointError(f"{type(model).__name__} could not be optimized: {one_line(error)}") from error
-    return swapped, report(swapped)
+    """``model``, swapped in place, and the report. Raises CheckpointError when its own code fails on the inputs, and
+    what ``optimize`` raises."""
+    with failing(f"{type(model).__name__} could not be optimized", form="{}: {}"):
+        swapped = optimize(model, given[0], given[1] or None, inplace=True, **options)
+        return swapped, report(swapped)

@@ -6,36 +6,34 @@ from __future__ import annotations
 import importlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from normswap.checkpoint.errors import CheckpointError, listed, one_line, read_json
+from normswap.checkpoint.errors import check, failing, listed, read_json
 from normswap.checkpoint.files import is_plain, settle
-from normswap.checkpoint.layouts import check_layouts
-from normswap.checkpoint.nested import TOP, Selection, select, strip
-from normswap.checkpoint.tensors import SUFFIXES, load_file
+from normswap.checkpoint.tensors import SUFFIXES, check_layouts, load_file
 
 INDEX = ".index.json"
 CONFIG = "config.json"
 SETTINGS = (CONFIG, "generation_config.json")
 METADATA = ".metadata"
-_NAMES = ("model.safetensors", "pytorch_model.bin")
+TOP = "."
+STANDARD = tuple(f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX))
+"""What transformers looks for in a folder, in its order."""
+
+_DEPTH = 3
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state_dict and where it came from.
-
-    ``state`` has the tensors in the file's order (and what modules keep as extra state), ``main`` is the file or the
-    index, ``files`` are those with the tensors. ``key`` is where in the file the state_dict was ("." for the file
-    itself), ``prefixes`` what was stripped from its names, ``others`` what else the file holds, ``notes`` what a
-    person should be told. ``module`` is the pickled model itself, where the file holds one and pickles are allowed.
-    """
+    """A state_dict and where it came from: ``main`` is the file or the index, ``files`` are those with the tensors
+    (none in memory), ``key`` is where in the file it was, ``prefixes`` what was stripped from its names,
+    ``others`` what else there is, ``notes`` what a person should be told, ``module`` the pickled model itself."""
 
     main: Path
     files: tuple[Path, ...]
@@ -48,88 +46,35 @@ class Checkpoint:
     module: nn.Module | None = None
 
     @property
-    def folder(self) -> Path:
-        """The folder in which the checkpoint lies."""
-        return self.main.parent
-
-    @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors alone."""
         return {name: value for name, value in self.state.items() if isinstance(value, Tensor)}
 
 
 def open_checkpoint(
-    path: str | Path,
-    *,
-    key: str | None = None,
-    strip_prefix: Sequence[str] = (),
-    allow_pickle: bool = False,
-    at: Callable[[Path], Path] = lambda path: path,
+    path: str | Path, *, key: str | None = None, strip_prefix: Sequence[str] = (), allow_pickle: bool = False
 ) -> Checkpoint:
     """Find, check and read the checkpoint at ``path``: a file, an index, or a folder that holds one.
 
     ``key`` names a state_dict inside the file ("model", "a.b", "." for the file itself); without it the only one is
-    taken. Each of ``strip_prefix`` is removed, in order, from the names that begin with it. Tensors are memory-mapped
-    where the format allows; ``at`` tells where a file lies until it is renamed.
-
-    Raises CheckpointError for a missing, truncated, foreign or unsafe file, and when it is not clear what to take.
-    """
+    taken. Each of ``strip_prefix`` is removed, in order, from the names that begin with it. Raises CheckpointError."""
     path = Path(path)
-    try:
+    with failing(f"{path}: cannot be read", (OSError, ValueError)):
         folder = path if path.is_dir() else path.parent
         for manifest in (folder / "normswap.json", path.with_name(f"{path.name}.normswap.json")):
             settle(manifest)
-        main = find_checkpoint(path) if path.is_dir() else path
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({one_line(error)})") from error
+        main = _main_file(path) if path.is_dir() else path
     if main.name.endswith(INDEX):
-        found = _open_shards(main, allow_pickle, at)
+        found = _open_shards(main, allow_pickle)
+    elif main.name == METADATA:
+        distributed = importlib.import_module("normswap.checkpoint.distributed")  # not every build of PyTorch has it
+        files = (main, *sorted(folder.glob("*.distcp")))
+        found = replace(select(main, distributed.read_distributed(main), key), files=files)
     else:
-        files: tuple[Path, ...] = (main,)
-        metadata: dict[str, str] = {}
-        if main.name == METADATA:
-            files, loaded = (main, *sorted(folder.glob("*.distcp"))), distributed().read_distributed(at(main))
-        else:
-            suffix = main.suffix if at(main) != main else None
-            loaded, metadata = load_file(at(main), suffix=suffix, allow_pickle=allow_pickle)
-        chosen = select(main, loaded, key)
-        notes = _note_choice(main, chosen)
-        found = Checkpoint(
-            main, files, chosen.state, metadata, chosen.key, others=chosen.others, notes=notes, module=chosen.module
-        )
+        loaded, metadata = load_file(main, allow_pickle=allow_pickle)
+        found = replace(select(main, loaded, key), metadata=metadata)
     check_layouts(main, found.tensors)
-    found = replace(found, notes=(*_choice_notes(path, main), *found.notes))
     return _stripped(found, strip_prefix) if strip_prefix else found
-
-
-def find_checkpoint(folder: Path) -> Path:
-    """The index or the only tensors file of a folder. Raises CheckpointError when there is none, or several."""
-    for name in (METADATA, *_NAMES):
-        for candidate in (folder / name, folder / f"{name}{INDEX}"):
-            if candidate.is_file():
-                return candidate
-    names = sorted(os.listdir(folder))
-    indices = [name for name in names if name.endswith(INDEX)]
-    files = [name for name in names if Path(name).suffix in SUFFIXES and not name.startswith(".")]
-    found = indices or files
-    if len(found) == 1:
-        return folder / found[0]
-    if (folder / "model_index.json").is_file():
-        parts = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
-        raise CheckpointError(f"{folder}: a pipeline of several models; name the folder of one: {listed(parts)}")
-    if not found:
-        raise CheckpointError(f"{folder}: a folder without a checkpoint (no {', '.join(SUFFIXES)} file)")
-    raise CheckpointError(f"{folder}: holds {len(found)} checkpoints ({listed(found)}); name one of them")
-
-
-def distributed() -> ModuleType:
-    """What reads and writes the folders of torch.distributed.checkpoint, which not every build of PyTorch has."""
-    return importlib.import_module("normswap.checkpoint.distributed")
-
-
-def is_checkpoint_name(name: str) -> bool:
-    """Whether a file of this name can hold tensors, or say where they are."""
-    return name == METADATA or name.endswith(INDEX) or Path(name).suffix in SUFFIXES
 
 
 def is_config_folder(path: str | Path) -> bool:
@@ -137,67 +82,103 @@ def is_config_folder(path: str | Path) -> bool:
     return (Path(path) / CONFIG).is_file()
 
 
-def _choice_notes(path: Path, main: Path) -> Iterator[str]:
-    if path == main or (main.suffix != ".safetensors" and not main.name.startswith(_NAMES[0])):
-        return
-    other = [p.name for p in (path / _NAMES[1], path / f"{_NAMES[1]}{INDEX}") if p.is_file()]
-    if other:
-        yield f"{path}: read from {main.name}; {other[0]} is there too and was not looked at"
+def _main_file(folder: Path) -> Path:
+    """The index or the only tensors file of a folder. Raises CheckpointError when there is none, or several."""
+    names = sorted(os.listdir(folder))
+    seen = [name for name in names if not name.startswith(".")]
+    found = [name for name in (METADATA, *STANDARD) if (folder / name).is_file()][:1]
+    found = found or [name for name in seen if name.endswith(INDEX)] or [n for n in seen if Path(n).suffix in SUFFIXES]
+    parts = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+    pipeline = len(found) != 1 and "model_index.json" in names
+    check(not pipeline, f"{folder}: a pipeline of several models; name the folder of one: {listed(parts)}")
+    check(found, f"{folder}: a folder without a checkpoint (no {', '.join(SUFFIXES)} file)")
+    check(len(found) == 1, f"{folder}: holds {len(found)} checkpoints ({listed(found)}); name one of them")
+    return folder / found[0]
 
 
-# --- shards -------------------------------------------------------------------------------------------------------
-
-
-def _open_shards(index: Path, allow_pickle: bool, at: Callable[[Path], Path]) -> Checkpoint:
-    placed = weight_map(index, at)
-    names = tuple(dict.fromkeys(placed.values()))
-    state: OrderedDict[str, Any] = OrderedDict()
+def _open_shards(index: Path, allow_pickle: bool) -> Checkpoint:
+    """The checkpoint of which ``index`` says where each tensor lies. Raises CheckpointError unless every shard is the
+    plain name of a file of one format, with those tensors and no others."""
+    data = read_json(index)
+    placed: Any = data.get("weight_map") if isinstance(data, dict) else None
+    check(isinstance(placed, dict) and placed, f"{index}: has no weight_map from tensors to shards")
+    shards = list(dict.fromkeys(map(str, placed.values())))
+    for shard in shards:
+        sound = is_plain(shard) and Path(shard).suffix in SUFFIXES
+        check(sound, f"{index}: shard {shard!r} is not the plain name of a {', '.join(SUFFIXES)} file")
+    check(len({Path(shard).suffix for shard in shards}) == 1, f"{index}: its shards are files of several formats")
+    state: dict[str, Any] = {}
     metadata: dict[str, str] = {}
-    for shard in names:
-        file = index.parent / shard
-        loaded, text = load_file(at(file), suffix=file.suffix, allow_pickle=allow_pickle)
+    files = tuple(index.parent / shard for shard in shards)
+    for file in files:
+        loaded, text = load_file(file, allow_pickle=allow_pickle)
         found = select(file, loaded, TOP).state
-        _check_shard(file, found, [name for name, where in placed.items() if where == shard])
+        wrong = sorted({name for name, shard in placed.items() if shard == file.name} ^ found.keys())
+        check(not wrong, f"{file}: lacks, or holds and the index does not place there, {listed(wrong)}")
         state.update(found)
         metadata.update(text)
-    ordered = OrderedDict((name, state[name]) for name in placed)
-    return Checkpoint(index, tuple(index.parent / name for name in names), ordered, metadata)
+    return Checkpoint(index, files, OrderedDict((name, state[name]) for name in placed), metadata)
 
 
-def weight_map(index: Path, at: Callable[[Path], Path]) -> dict[str, str]:
-    """Which shard an index says each tensor lies in.
-
-    Raises CheckpointError unless every shard is the plain name of a file of one format.
-    """
-    data = read_json(at(index))
-    placed = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(placed, dict) or not placed:
-        raise CheckpointError(f"{index}: has no weight_map from tensors to shards")
-    for shard in placed.values():
-        if not is_plain(shard) or Path(shard).suffix not in SUFFIXES:
-            raise CheckpointError(f"{index}: shard {shard!r} is not the plain name of a {', '.join(SUFFIXES)} file")
-    if len({Path(shard).suffix for shard in placed.values()}) > 1:
-        raise CheckpointError(f"{index}: its shards are files of several formats")
-    return placed
-
-
-def _check_shard(file: Path, found: Mapping[str, Any], expected: list[str]) -> None:
-    for what, names in (
-        ("lacks", [name for name in expected if name not in found]),
-        ("holds, and the index does not place there,", [name for name in found if name not in set(expected)]),
-    ):
-        if names:
-            raise CheckpointError(f"{file}: {what} {listed(names)}")
-
-
-def _note_choice(path: Path, chosen: Selection) -> tuple[str, ...]:
-    if not chosen.others and chosen.key == TOP:
-        return ()
-    what = "its own tensors" if chosen.key == TOP else f"its {chosen.key!r}"
-    return (f"{path}: took {what}; it also holds {listed(list(chosen.others)) or 'nothing else'}",)
+def select(path: Path, loaded: Any, key: str | None = None) -> Checkpoint:
+    """The state_dict under ``key`` in what a file holds, or the only one there is: a dict of tensors by name (and extra
+    state) or a pickled module; if none is inside, the file's own tensors. Raises CheckpointError."""
+    candidates = dict(_inside(loaded, "", _DEPTH, set()))
+    if _has_tensors(loaded) and (not candidates or key == TOP):
+        candidates[TOP] = loaded
+    check(candidates, f"{path}: not a state_dict (names to tensors) but {_what(loaded)}")
+    if key is None:
+        names = ", ".join(f"{name} ({_what(value)})" for name, value in candidates.items())
+        check(len(candidates) == 1, f"{path}: holds {len(candidates)} state_dicts: {names}; name one with key (--key)")
+        (key,) = candidates
+    check(key in candidates, f"{path}: no state_dict under the key {key!r}; there is {listed(candidates)}")
+    module = candidates[key] if isinstance(candidates[key], nn.Module) else None
+    given = candidates[key] if module is None else module.state_dict()
+    state = OrderedDict((name, entry) for name, entry in given.items() if _belongs(name, entry))
+    if (versions := getattr(given, "_metadata", None)) is not None:
+        state._metadata = versions  # type: ignore[attr-defined]
+    around = given if key == TOP else loaded
+    taken = state if key == TOP else (key.partition(".")[0],)
+    others = tuple(f"{name} ({_what(around[name])})" for name in around if name not in taken)
+    what = "its own tensors" if key == TOP else f"its {key!r}"
+    notes = (f"{path}: took {what}; it also holds {listed(others) or 'nothing else'}",) if others or key != TOP else ()
+    return Checkpoint(path, (path,), state, key=key, others=others, notes=notes, module=module)
 
 
 def _stripped(found: Checkpoint, prefixes: Sequence[str]) -> Checkpoint:
-    state = strip(found.main, found.state, prefixes)
+    """``found`` with each prefix, in order, removed from the names (and module versions) that begin with it."""
+    for prefix in prefixes:
+        first, count = next(iter(found.state)), len(found.state)
+        used = any(name.startswith(prefix) for name in found.state)
+        check(used, f"{found.main}: no name begins with the prefix {prefix!r}; the first is {first!r}")
+        consume_prefix_in_state_dict_if_present(found.state, prefix)
+        check(len(found.state) == count, f"{found.main}: without the prefix {prefix!r} two tensors have one name")
     note = f"{found.main}: stripped {', '.join(map(repr, prefixes))} from the names of its tensors"
-    return replace(found, state=state, prefixes=tuple(prefixes), notes=(*found.notes, note))
+    return replace(found, prefixes=tuple(prefixes), notes=(*found.notes, note))
+
+
+def _inside(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """The state_dicts in ``value``, which is at ``name``, by their dotted keys; what holds none is looked into once."""
+    if id(value) in seen:
+        return
+    if isinstance(value, nn.Module) or (_has_tensors(value) and all(_belongs(n, entry) for n, entry in value.items())):
+        yield name or TOP, value
+    elif isinstance(value, Mapping) and depth and all(isinstance(k, str) for k in value):
+        seen.add(id(value))
+        for key, inner in value.items():
+            yield from _inside(inner, f"{name}.{key}" if name else key, depth - 1, seen)
+
+
+def _has_tensors(value: Any) -> bool:
+    named = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    return named and any(isinstance(entry, Tensor) for entry in value.values())
+
+
+def _belongs(name: str, entry: object) -> bool:
+    return isinstance(entry, Tensor) or name.endswith("_extra_state")
+
+
+def _what(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor {list(value.shape)}"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, Mapping) else type(value).__name__

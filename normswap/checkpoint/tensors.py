@@ -1,6 +1,5 @@
-"""Tensors by name, from and to the files that PyTorch people keep them in.
+"""Tensors by name, from and to the files that PyTorch people keep them in, of which nothing is executed unasked.
 
-A pickle is read with ``weights_only=True``, so that nothing a file names is executed, unless the caller says it may be.
 Two names of one tensor (tied weights) stay one tensor in every format.
 """
 
@@ -13,92 +12,63 @@ import pathlib
 import pickle
 import re
 import warnings
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from normswap.checkpoint.archive import check_pickle
-from normswap.checkpoint.errors import CheckpointError, listed, one_line, strict_json
-from normswap.checkpoint.files import replacing
-from normswap.plan import NormswapError
+from normswap.checkpoint.errors import CheckpointError, check, counted, failing, listed, strict_json
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*PICKLE_SUFFIXES, ".safetensors")
 
+_FOREIGN = "truncated, or not a PyTorch checkpoint"
 _ORDER = "normswap.order"
 _VERSIONS = "normswap.state_dict_metadata"
 _FREE_TEXT = "_safetensors_metadata"
+_EXPANDED = 1 << 30  # bytes that an expanded tensor may stand for
+
+_MAKERS = [np._core.multiarray.scalar, np._core.multiarray._reconstruct]  # type: ignore[attr-defined]
+_HARMLESS = [
+    *(argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath, codecs.encode),
+    *(np.dtype, np.ndarray, *(type(np.dtype(kind)) for kind in np.typecodes["All"]), *_MAKERS),
+    *((make, f"numpy.core.multiarray.{make.__name__}") for make in _MAKERS),  # numpy before 2.0
+]
+"""What training scripts put beside the tensors, and what makes it when it is read: plain data."""
 
 
-def check_suffix(path: Path) -> str:
-    """The suffix of ``path``. Raises CheckpointError unless it is one of SUFFIXES."""
-    if path.suffix not in SUFFIXES:
-        cure = "; optimize before exporting: give the model's weights" if path.suffix == ".pt2" else ""
-        raise CheckpointError(f"{path}: suffix {path.suffix!r} is not one of {', '.join(SUFFIXES)}{cure}")
-    return path.suffix
+def is_pickle(path: Path) -> bool:
+    """Whether ``path`` is named as what torch.save writes. Raises CheckpointError for no suffix of SUFFIXES."""
+    cure = "; optimize before exporting: give the model's weights" if path.suffix == ".pt2" else ""
+    check(path.suffix in SUFFIXES, f"{path}: suffix {path.suffix!r} is not one of {', '.join(SUFFIXES)}{cure}")
+    return path.suffix in PICKLE_SUFFIXES
 
 
-def same_format(one: Path, other: Path) -> bool:
-    """Whether two checkpoint paths hold the same kind of file (.pt, .pth, .bin and .ckpt do)."""
-    return (one.suffix in PICKLE_SUFFIXES) == (other.suffix in PICKLE_SUFFIXES)
+def load_file(path: Path, *, at: Path | None = None, allow_pickle: bool = False) -> tuple[Any, dict[str, str]]:
+    """What the checkpoint file ``path``, which may still lie ``at`` another name, holds, with its free-text metadata.
 
-
-def load_file(path: Path, *, suffix: str | None = None, allow_pickle: bool = False) -> tuple[Any, dict[str, str]]:
-    """What a checkpoint file holds, tensors on the CPU, and its free-text metadata; ``suffix`` where its own misleads.
-
-    The tensors are memory-mapped where the format allows: such a file may be replaced, never written into.
-    ``allow_pickle`` lets a pickle run what it names. A safetensors file has no order of its own: the one recorded by
-    ``write_tensors`` is used, else names are sorted.
-
-    Raises CheckpointError for a missing, truncated or foreign file, and for a pickle that names more than tensors.
-    """
-    try:
-        if not path.is_file():
-            what = "is a folder, not a checkpoint file" if path.is_dir() else "no such file"
-            raise CheckpointError(f"{path}: {what}")
-        suffix = suffix or check_suffix(path)
-        return _load_pickle(path, allow_pickle) if suffix in PICKLE_SUFFIXES else _load_safetensors(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({one_line(error)})") from error
-
-
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write ``tensors`` to ``path`` in the format its suffix names, replacing it atomically.
-
-    Values, dtypes, shapes, names and their order come back equal from ``read_tensors``, and so do ``metadata``
-    and the dict's ``_metadata``. ``path`` may be the file the tensors were read from. Raises CheckpointError and leaves
-    ``path`` as it was when the format cannot hold a tensor or the disk refuses.
-    """
-    path = Path(path)
-    check_suffix(path)
-    try:
-        with replacing() as files:
-            files.write(path, tensor_writer(path, tensors, metadata or {}))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({one_line(error)})") from error
+    The tensors are on the CPU, memory-mapped where the format allows: such a file may be replaced, never written into.
+    ``allow_pickle`` lets a pickle run what it names. Raises CheckpointError, also for a pickle that names more."""
+    with failing(f"{path}: cannot be read", OSError):
+        check(not path.is_dir(), f"{path}: is a folder, not a checkpoint file")
+        check((at or path).is_file(), f"{path}: no such file")
+        return _load_pickle(at or path, allow_pickle) if is_pickle(path) else _load_safetensors(at or path)
 
 
 def tensor_writer(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Callable[[Path], None]:
-    """What fills a file that shall become ``path`` with ``tensors``; it raises CheckpointError, or OSError."""
-    write = _write_pickle if check_suffix(path) in PICKLE_SUFFIXES else _write_safetensors
-
-    def fill(target: Path) -> None:
-        try:
-            write(target, tensors, metadata)
-        except (RuntimeError, ValueError, TypeError, KeyError, NotImplementedError, SafetensorError) as error:
-            if isinstance(error, NormswapError):
-                raise
-            raise CheckpointError(f"{path}: cannot be written ({one_line(error)})") from error
-
-    return fill
+    """What fills a file that shall become ``path`` with ``tensors``; ``load_file`` gives back their bits, names, order,
+    ``_metadata`` and the ``metadata``. Raises CheckpointError, also later, for what the format cannot hold."""
+    write = _write_pickle if is_pickle(path) else _write_safetensors
+    return failing(f"{path}: cannot be written")(partial(write, tensors=tensors, metadata=metadata))
 
 
 def same_tensors(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -108,16 +78,9 @@ def same_tensors(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
     """One line on how the tensors of a dict differ from the expected ones, None when they do not."""
-    told = [
-        f"{len(names)} {what}: {listed(names)}"
-        for what, names in (
-            ("missing", [name for name in expected if name not in found]),
-            ("more", [name for name in found if name not in expected]),
-            ("changed", [n for n in expected if n in found and not _same_bits(expected[n], found[n])]),
-        )
-        if names
-    ]
-    return "; ".join(told) or None
+    changed = [n for n in expected if n in found and not _same_bits(expected[n], found[n])]
+    missing, more = ([n for n in one if n not in other] for one, other in ((expected, found), (found, expected)))
+    return counted(missing=missing, more=more, changed=changed) or None
 
 
 def _same_bits(one: Any, other: Any) -> bool:
@@ -127,102 +90,93 @@ def _same_bits(one: Any, other: Any) -> bool:
         return False
     if one.layout is not torch.strided or one.is_quantized:
         return torch.equal(one.cpu(), other.cpu())
-    return torch.equal(_bits(one.cpu()), _bits(other.cpu()))
+    return torch.equal(*(t.detach().cpu().resolve_conj().resolve_neg().ravel().view(torch.uint8) for t in (one, other)))
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return flat.view(torch.int64) if flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0 else flat
+def check_layouts(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError when elements of a tensor share memory, or two tensors overlap; tied ones, and expanded
+    ones up to 1 GiB, are fine."""
+    cure = "save copies: {name: tensor.clone() for name, tensor in state.items()}"
+    spans = []
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
+            own = tensor[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())]
+            sound = not shares_memory_within(own) and (own.numel() == tensor.numel() or tensor.nbytes <= _EXPANDED)
+            seen = f"{list(tensor.shape)} over strides {list(tensor.stride())}"
+            check(sound, f"{path}: {name} has shape {seen}: its elements share memory; {cure}")
+            last = sum(stride * (size - 1) for stride, size in zip(own.stride(), own.shape, strict=True))
+            spans.append((own.data_ptr(), own.data_ptr() + (last + 1) * own.itemsize, name))
+    before = (0, 0, "")
+    for span in sorted(spans):
+        apart = span[0] >= before[1] or span[:2] == before[:2]
+        check(apart, f"{path}: {before[2]} and {span[2]} overlap in memory; {cure}")
+        before = max(before, span, key=lambda s: s[1])
+
+
+def shares_memory_within(tensor: Tensor) -> bool:
+    """Whether two elements of a strided tensor may lie at one place; as in ATen, by the strides alone."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _load_pickle(path: Path, allow_pickle: bool) -> tuple[Any, dict[str, str]]:
-    sizes = check_pickle(path)
     with open(path, "rb") as file:
-        if sizes is None and file.read(1) != b"\x80":  # tar files of before 0.4 are left to PyTorch to convert
-            raise CheckpointError(f"{path}: truncated, or not a PyTorch checkpoint (neither a zip file nor a pickle)")
-    try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals(_harmless()):
-            warnings.filterwarnings("ignore", "Detected pickle protocol")
-            place: Any = "cpu" if sizes is None else partial(_checked_storage, path, sizes)
-            loaded = torch.load(path, map_location=place, weights_only=not allow_pickle, mmap=sizes is not None)
-    except CheckpointError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(_unpickling_message(path, error)) from error
-    except Exception as error:  # a damaged file makes torch.load raise nearly anything; it is told below, not lost
-        raise CheckpointError(f"{path}: truncated, or not a PyTorch checkpoint ({one_line(error)})") from error
+        start = file.read(4)
+    mapped = start == b"PK\x03\x04"
+    known = mapped or start[:1] == b"\x80"  # tar files of before 0.4 are left to PyTorch to convert
+    check(known, f"{path}: {_FOREIGN} (neither a zip file nor a pickle)")
+    with failing(f"{path}: {_FOREIGN}"), warnings.catch_warnings(), torch.serialization.safe_globals(_HARMLESS):
+        warnings.filterwarnings("ignore", "Detected pickle protocol")
+        sizes = _storage_sizes(path) if mapped else None
+
+        def checked(storage: Any, _location: str) -> Any:
+            """``storage``, on the CPU: a mapped one may be said to be larger than what the file holds of it."""
+            size = storage.nbytes()
+            check(
+                sizes is None or size in sizes,
+                f"{path}: a storage of {size} bytes is none of those that the file holds",
+            )
+            return storage
+
+        try:
+            loaded = torch.load(path, map_location=checked, weights_only=not allow_pickle, mmap=mapped)
+        except pickle.UnpicklingError as error:
+            names: list[str] = []
+            with suppress(Exception):  # files older than the zip format, or damaged ones
+                names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+            names = names or re.findall(r"GLOBAL ([\w.]+)", str(error))[:1]
+            check(names, f"{path}: {_FOREIGN} of tensors alone")
+            asks = f"refused, it asks to run more than tensors need: {listed(names)}"
+            cure = "pass allow_pickle (--allow-pickle) if you trust where it comes from"
+            raise CheckpointError(f"{path}: {asks}; save model.state_dict() instead of the model, or {cure}") from error
     text = getattr(loaded, _FREE_TEXT, {})
     return loaded, {str(k): str(v) for k, v in text.items()} if isinstance(text, Mapping) else {}
 
 
-def _checked_storage(path: Path, sizes: set[int], storage: Any, _location: str) -> Any:
-    """``storage``, on the CPU: a mapped one may be said to be larger than what the file holds of it."""
-    if storage.nbytes() not in sizes:
-        raise CheckpointError(f"{path}: a storage of {storage.nbytes()} bytes is none of those that the file holds")
-    return storage
-
-
-def _harmless() -> list[Any]:
-    """What training scripts put beside the tensors, and what makes it when it is read: plain data."""
-    paths = [pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath]
-    arrays = [type(np.dtype(kind)) for kind in np.typecodes["All"]]
-    makers = [np._core.multiarray.scalar, np._core.multiarray._reconstruct, codecs.encode]  # type: ignore[attr-defined]
-    old = [(make, f"numpy.core.multiarray.{make.__name__}") for make in makers[:2]]  # numpy before 2.0
-    return [argparse.Namespace, *paths, np.dtype, np.ndarray, *arrays, *makers, *old]
-
-
-def _unpickling_message(path: Path, error: Exception) -> str:
-    try:
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # files older than the zip format, or damaged ones
-        names = re.findall(r"GLOBAL ([\w.]+)", str(error))[:1]
-    if not names:
-        return f"{path}: truncated, or not a PyTorch checkpoint of tensors alone"
-    return (
-        f"{path}: refused, it asks to run more than tensors need: {listed(names)}; save model.state_dict() instead of "
-        "the model, or pass allow_pickle (--allow-pickle) if you trust where it comes from"
-    )
-
-
-def _load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = dict(file.metadata() or {})
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        with open(path, "rb") as file:  # safetensors takes the last of two entries of one name
-            strict_json(file.read(int.from_bytes(file.read(8), "little")))
-    except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise CheckpointError(f"{path}: truncated, or not a safetensors file ({one_line(error)})") from error
-    if not stored:
-        raise CheckpointError(f"{path}: holds no tensors")
-    # safetensors.torch.save_model's own record of tied names: each dropped name with the one that was kept.
-    tied = {name: kept for name, kept in metadata.items() if name not in stored and kept in stored}
-    named = {**stored, **{name: stored[kept] for name, kept in tied.items()}}
-    order = _recorded(path, metadata, _ORDER, sorted(named))
-    versions = _recorded(path, metadata, _VERSIONS, None)
-    if not isinstance(order, list) or sorted(map(str, order)) != sorted(named):
-        raise CheckpointError(f"{path}: the order recorded in it names other tensors than it holds; write it anew")
-    tensors: OrderedDict[str, Tensor] = OrderedDict((str(n), named[str(n)]) for n in order)
-    if isinstance(versions, dict):
-        tensors._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    own = {_ORDER, _VERSIONS, *tied}
-    return tensors, {k: v for k, v in metadata.items() if k not in own}
-
-
-def _recorded(path: Path, metadata: Mapping[str, str], key: str, default: Any) -> Any:
-    if key not in metadata:
-        return default
-    try:
-        return strict_json(metadata[key])
-    except ValueError as error:
-        raise CheckpointError(f"{path}: its metadata {key} is not JSON ({one_line(error)})") from error
+def _storage_sizes(path: Path) -> set[int]:
+    """The sizes in bytes of the storages in an archive. Raises CheckpointError for what torch.load would map wrongly,
+    or would name no cure for; BadZipFile and others for damage. Nothing of it is executed."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        leaves = {m.filename.partition("/")[2] for m in members}
+        stored = all(m.compress_type == zipfile.ZIP_STORED and m.file_size == m.compress_size for m in members)
+        program = {"constants.pkl", "archive_format"} & leaves or any(leaf.startswith("models/") for leaf in leaves)
+        kind = "a TorchScript archive or torch.export program"
+        check(not program, f"{path}: {kind}; optimize before exporting: give the eager model's weights")
+        check(stored, f"{path}: its zip members are compressed; write it anew with torch.save")
+        check(len(leaves) == len(members), f"{path}: {_FOREIGN} (a zip member is there twice)")
+        for member in members:
+            archive.open(member).close()  # compares the member's own header with the directory's
+        return {m.file_size for m in members if "/data/" in m.filename}
 
 
 def _write_pickle(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    state: OrderedDict[str, Tensor] = OrderedDict()
-    kept = _independent(tensors)
-    for name, first in _first_names(tensors).items():
-        state[name] = kept[first]
+    state = OrderedDict(_independent(tensors))
     if (versions := getattr(tensors, "_metadata", None)) is not None:
         state._metadata = versions  # type: ignore[attr-defined]
     if metadata:
@@ -231,51 +185,68 @@ def _write_pickle(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         torch.save(state, file)
 
 
+def _load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with failing(f"{path}: truncated, or not a safetensors file"):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            text = dict(file.metadata() or {})
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        with open(path, "rb") as file:  # safetensors takes the last of two entries of one name
+            strict_json(file.read(int.from_bytes(file.read(8), "little")))
+    check(stored, f"{path}: holds no tensors")
+    # safetensors.torch.save_model's own record of tied names: each dropped name with the one that was kept.
+    tied = {name: kept for name, kept in text.items() if name not in stored and kept in stored}
+    named = {**stored, **{name: stored[kept] for name, kept in tied.items()}}
+    with failing(
+        f"{path}: its metadata {_ORDER} or {_VERSIONS} is not of its tensors", (ValueError, KeyError, TypeError)
+    ):
+        order = strict_json(text.pop(_ORDER, "null"))
+        versions = strict_json(text.pop(_VERSIONS, "null"))
+        tensors = OrderedDict((name, named.pop(name)) for name in (sorted(named) if order is None else order))
+    check(not named, f"{path}: the order recorded in it names other tensors than it holds; write it anew")
+    if isinstance(versions, dict):
+        tensors._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return tensors, {name: value for name, value in text.items() if name not in tied}
+
+
 def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     others = [name for name, value in tensors.items() if not isinstance(value, Tensor) or name == "__metadata__"]
-    if others:
-        raise CheckpointError(f"safetensors cannot hold {listed(others)}; name a file that ends in .pt")
-    first = _first_names(tensors)
-    text = dict(metadata)
-    # A tied name the metadata already uses for something else cannot be recorded: such a tensor is written twice.
-    tied = {name: kept for name, kept in first.items() if kept != name and text.get(name, kept) == kept}
-    stored = {name: t for name, t in _independent(tensors).items() if name not in tied}
-    stored.update({name: tensors[name].detach().clone() for name in first if name not in tied and name not in stored})
-    text.update(tied)
+    check(not others, f"safetensors cannot hold {listed(others)}; name a file that ends in .pt")
+    text, stored, kept = dict(metadata), dict[str, Tensor](), dict[int, str]()
+    for name, tensor in _independent(tensors).items():
+        first = kept.setdefault(id(tensor), name)
+        if first == name:
+            stored[name] = tensor.contiguous()
+        elif text.setdefault(name, first) != first:  # a name that the metadata uses for something else
+            stored[name] = tensor.contiguous().clone()
     if list(tensors) != sorted(tensors):
         text[_ORDER] = json.dumps(list(tensors))
     if (versions := getattr(tensors, "_metadata", None)) is not None:
         text[_VERSIONS] = json.dumps(versions)
-        if json.loads(text[_VERSIONS]) != versions:
-            raise CheckpointError("the state_dict's module metadata is not JSON; write a .pt file instead")
-    save_file({name: t.contiguous() for name, t in stored.items()}, path, metadata=text or None)
+        kind = "the state_dict's module metadata is not JSON; write a .pt file instead"
+        check(json.loads(text[_VERSIONS]) == versions, kind)
+    save_file(stored, path, metadata=text or None)
 
 
-def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Each name with the first name of the same tensor (the same memory seen the same way)."""
-    seen: dict[object, str] = {}
-    return {name: seen.setdefault(_identity(name, t), name) for name, t in tensors.items()}
+def _independent(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors, each owning its storage: views of larger ones are copied out. Two names of one tensor (the same
+    memory seen the same way) still are of one."""
+    made: dict[object, Any] = {}
+    storages: set[int] = set()
+    for name, value in tensors.items():
+        key = _identity(name, value)
+        if key not in made and isinstance(value, Tensor):
+            tensor = value.detach().resolve_conj().resolve_neg()
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
+                    tensor = tensor.clone()
+                storages.add(storage.data_ptr())
+            made[key] = tensor
+        made.setdefault(key, value)
+    return {name: made[_identity(name, value)] for name, value in tensors.items()}
 
 
 def _identity(name: str, tensor: Any) -> object:
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
         return name
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
-def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under their first names, each owning its storage: views of larger ones are copied out."""
-    kept: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name in dict.fromkeys(_first_names(tensors).values()):
-        if not isinstance(tensors[name], Tensor):
-            kept[name] = tensors[name]
-            continue
-        tensor = tensors[name].detach().resolve_conj().resolve_neg()
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
-                tensor = tensor.clone()
-            storages.add(storage.data_ptr())
-        kept[name] = tensor
-    return kept

@@ -1,28 +1,40 @@
-"""Where a converted checkpoint goes, and how all its files get there together."""
+"""``normswap.json``, the manifest of a converted checkpoint; where one goes, and how its files get there together."""
+# ruff: noqa: RUF009 (each field of the manifest says in a call what may stand there)
 
 from __future__ import annotations
 
+import filecmp
+import importlib
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
-from normswap.checkpoint.errors import CheckpointError, listed, one_line
-from normswap.checkpoint.factory import HERE
-from normswap.checkpoint.files import copy_file, replacing, sha256
-from normswap.checkpoint.manifest import MANIFEST, Manifest, manifest_of
-from normswap.checkpoint.reading import INDEX, SETTINGS, Checkpoint, open_checkpoint
-from normswap.checkpoint.tensors import SUFFIXES, same_format, same_tensors, tensor_writer
+from normswap.checkpoint.errors import CheckpointError, check, failing, listed, read_json, running
+from normswap.checkpoint.files import copy_file, is_inside, is_plain, replacing, settle, sha256
+from normswap.checkpoint.models import HERE
+from normswap.checkpoint.reading import INDEX, METADATA, SETTINGS, STANDARD, Checkpoint, open_checkpoint
+from normswap.checkpoint.tensors import PICKLE_SUFFIXES, SUFFIXES, load_file, same_tensors, tensor_writer
+from normswap.plan import Plan, PlanError
+
+MANIFEST = "normswap.json"
+FORMAT = 3
+DISTRIBUTED = ".dcp"
+"""The end of the name of an OUT that shall be a folder of torch.distributed.checkpoint."""
 
 Progress = Callable[[str, int, int], object]
 """Called with what is being done, the bytes done, and the bytes to do."""
 
-_STANDARD = tuple(f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX))
 _FOREIGN = (".onnx", ".pt2", ".gguf", ".ggml", ".h5", ".npz", ".npy", ".pkl", ".tflite", ".engine", ".msgpack")
 
 _LEFT = (
@@ -33,170 +45,210 @@ _LEFT = (
 """What is not taken over from a folder, as the libraries' own downloads leave it: neither weights nor settings."""
 
 
+def _checked(kind: Any, *default: Any, each: Callable[[Any], object] = lambda entry: True) -> Any:
+    """A field that, as JSON, must be of ``kind``, and its entries what ``each`` says."""
+    given: dict[str, Any] = {"default_factory": lambda: default[0]} if default else {}
+    return field(metadata={"sound": (kind, each)}, **given)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of ``normswap.json`` in a folder, or of ``net.pt.normswap.json`` beside a file."""
+
+    tensors: str = _checked(str)  # the name of the file, or of the index, that it speaks of
+    factory: str = _checked(str)  # builds the model, with kwargs; "" where nothing does
+    plan: Plan = _checked(dict)
+    # The SHA-256 of every file that load_model reads.
+    files: Mapping[str, str] = _checked(
+        dict, {}, each=lambda entry: is_plain(entry[0]) and re.fullmatch("[0-9a-f]{64}", str(entry[1]))
+    )
+    kwargs: Mapping[str, Any] = _checked(dict, {})
+    key: str | None = _checked((str, type(None)), None)
+    strip_prefix: tuple[str, ...] = _checked(list, (), each=lambda entry: isinstance(entry, str))
+    dtype: str | None = _checked((str, type(None)), None)  # in which it was proved, where that is not the file's
+    folded: bool = _checked(bool, False)
+    token: str = _checked(str, "")  # this and the next let a write that was killed be finished
+    written: tuple[str, ...] = _checked(list, (), each=is_inside)
+    proof: Mapping[str, Any] = _checked(dict, {})  # for people: versions, device, report
+
+    def to_json(self) -> str:
+        """The manifest as text, which ``find_manifest`` reads back."""
+        return json.dumps({"format": FORMAT, **vars(self), "plan": json.loads(self.plan.to_json())}, indent=2) + "\n"
+
+
+def manifest_of(path: Path) -> Path:
+    """Where the manifest of a folder or file is: in the folder, beside the file, or in the folder of the file if that
+    one speaks of it. Raises CheckpointError."""
+    with failing(f"{path}: cannot be read", OSError):
+        if path.is_dir():
+            return path / MANIFEST
+        beside, shared = path.with_name(f"{path.name}.{MANIFEST}"), path.parent / MANIFEST
+        data = read_json(shared) if shared.is_file() and not beside.is_file() else None
+        return shared if isinstance(data, dict) and data.get("tensors") == path.name else beside
+
+
+def find_manifest(path: Path) -> tuple[Path, Manifest]:
+    """The manifest of a converted checkpoint, folder or file, and where it is; what a killed process left to be renamed
+    is renamed. Raises CheckpointError."""
+    place = manifest_of(path)
+    check(place.is_file(), f"{place}: no such file; normswap convert writes it beside the tensors")
+    data = read_json(place)
+    if not isinstance(data, dict) or "format" not in data:
+        raise CheckpointError(f"{place}: not written by normswap convert")
+    known = data["format"] == FORMAT
+    check(known, f"{place}: format {data['format']!r} is not {FORMAT}; convert again with this version")
+    kept: dict[str, Any] = {}
+    for part in fields(Manifest):
+        value, (kind, each) = data.get(part.name), part.metadata["sound"]
+        entries = value.items() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        sound = isinstance(value, kind) and all(map(each, entries))
+        check(sound, f"{place}: has no {part.name}, or not one of its kind; convert again")
+        kept[part.name] = tuple(value) if isinstance(value, list) else value
+    name, dtype = data["tensors"], data["dtype"]
+    known = dtype is None or isinstance(getattr(torch, dtype, None), torch.dtype)
+    check(known, f"{place}: has no dtype, or not one of its kind; convert again")
+    sound = is_plain(name) and (name == METADATA or name.endswith(INDEX) or Path(name).suffix in SUFFIXES)
+    check(sound, f"{place}: tensors {name!r} is not the plain name of a {', '.join(SUFFIXES)} file")
+    with failing(f"{place}: what was written with it cannot be renamed", (OSError, ValueError)):
+        settle(place)
+    try:
+        plan = Plan.from_json(json.dumps(data["plan"]))
+    except PlanError as error:
+        raise CheckpointError(f"{place}: {error}") from error
+    return place, Manifest(**{**kept, "plan": plan})
+
+
 @dataclass(frozen=True)
 class Target:
-    """What is to be written: ``main`` (file or index) and what is copied there from ``sources``, by path.
-
-    ``copied`` is False where the tensors are written anew in another format, ``in_place`` True where only the
-    manifest is written.
-    """
+    """What is to be written: ``main``, the file or index, ``manifest``, and in ``sources`` all files but this, each
+    with the one that it is a copy of, or None for tensors that are written anew. In place there are none."""
 
     main: Path
     manifest: Path
-    sources: Mapping[Path, Path]
-    copied: bool = True
-    in_place: bool = False
+    sources: Mapping[Path, Path | None]
+
+    @property
+    def anew(self) -> bool:
+        """Whether the tensors are written in another format, or are others."""
+        return None in self.sources.values()
 
 
-def place(source: Path, found: Checkpoint, out: Path | None, force: bool) -> Target:
-    """What ``out`` stands for: a file if it has a suffix of SUFFIXES, else a folder; None for a manifest alone, beside
-    the checkpoint itself.
-
-    A folder takes the other files of the folder ``source``, too. Raises CheckpointError when ``out`` cannot be, or is
-    there and not ``force``.
-    """
-    try:
+def place(source: Path, found: Checkpoint, out: Path | None, force: bool, *, anew: bool = False) -> Target:
+    """What ``out`` stands for: a file if it has a suffix of SUFFIXES, else a folder, which takes the other files of the
+    folder ``source``, too; None for a manifest alone. The tensors are written ``anew``, into one file, where that is
+    asked for or the format is another. Raises CheckpointError when it cannot be, or is there and not ``force``."""
+    with failing(f"{out or source}: cannot be written", OSError):
         if out is None:
-            target = Target(found.main, manifest_of(source), {}, in_place=True)
-            check_new([target.manifest], force)
-            return target
-        return _placed(source, found, out, force)
-    except OSError as error:
-        raise CheckpointError(f"{out or found.folder}: cannot be written ({one_line(error)})") from error
+            target = Target(found.main, manifest_of(source), {})
+        else:
+            target = _placed(source, found, out, anew)
+            check_new(target.main, force)
+        for path in (*target.sources, target.manifest):
+            check_new(path, force)
+        rivals = [target.main.with_name(n) for n in STANDARD if target.main.name in STANDARD and target.sources]
+        there = [path.name for path in rivals if path not in target.sources and os.path.lexists(path)]
+        taken = f"holds {listed(there)} too, which could be taken for the new checkpoint"  # also with force
+        check(not there, f"{target.main.parent}: {taken}; remove it, or choose another folder")
+        return target
 
 
-def check_out(out: Path) -> bool:
-    """Whether ``out`` is to be a file. Raises CheckpointError when it cannot be, nor a folder."""
-    try:
-        is_folder, is_there = out.is_dir(), os.path.lexists(out)
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be written ({one_line(error)})") from error
-    if out.suffix in SUFFIXES and not is_folder:
-        return True
-    if out.suffix in _FOREIGN and not is_folder:
-        raise CheckpointError(
-            f"{out}: suffix {out.suffix!r} is not one of {', '.join(SUFFIXES)} (a folder of that name must exist first)"
-        )
-    if is_there and not is_folder:
-        raise CheckpointError(
-            f"{out}: exists and is not a folder; name a folder, or a file ending in {', '.join(SUFFIXES)}"
-        )
+def _placed(source: Path, found: Checkpoint, out: Path, anew: bool) -> Target:
+    outside = not source.is_dir() or source.resolve() not in out.resolve().parents
+    check(outside, f"{out}: lies inside {source}; choose a place outside it, or pass in_place (--in-place)")
+    is_file = _is_file_name(out)
+    main = out if is_file else out / found.main.name
+    manifest = manifest_of(out) if is_file or out.is_dir() else out / MANIFEST
+    other_format = (found.main.suffix in PICKLE_SUFFIXES) != (main.suffix in PICKLE_SUFFIXES)
+    if anew or (is_file and (found.main.suffix not in SUFFIXES or other_format)):
+        check(main.suffix in SUFFIXES, f"{main}: is written as one file; name one ending in {', '.join(SUFFIXES)}")
+        return Target(main, manifest, {main: None})
+    if main.exists() and main.samefile(found.main):
+        return Target(main, manifest, {})
+    others = [path for path in sorted(source.rglob("*")) if _belongs(path, source)] if source.is_dir() else []
+    tensors = {main.with_name(file.name): file for file in found.files if file != found.main}
+    return Target(main, manifest, {out / p.relative_to(source): p for p in others} | tensors | {main: found.main})
+
+
+def _belongs(path: Path, source: Path) -> bool:
+    """Whether ``path`` belongs to the model in a folder, but is none of its tensors: settings, words, code."""
+    weights = path.parent == source and (path.suffix in SUFFIXES or path.name in STANDARD)
+    left = any(fnmatch(str(path.relative_to(source)), pattern) for pattern in _LEFT)
+    return path.is_file() and not weights and not left
+
+
+def _is_file_name(out: Path) -> bool:
+    """Whether ``out`` is to be a file. Raises CheckpointError when it cannot be, nor a folder; OSError."""
+    if out.is_dir() or out.suffix in SUFFIXES:
+        return not out.is_dir()
+    suffixes, kind = ", ".join(SUFFIXES), f"suffix {out.suffix!r}"
+    cure = "a folder of that name must exist first"
+    check(out.suffix not in _FOREIGN, f"{out}: {kind} is not one of {suffixes} ({cure})")
+    check(not os.path.lexists(out), f"{out}: exists and is not a folder; name a folder, or a file of {suffixes}")
     return False
 
 
-def check_new(paths: Sequence[Path], force: bool) -> None:
-    """Raise CheckpointError when one of the files is there and not ``force``, or is a folder."""
-    for path in paths:
-        if path.is_dir():
-            raise CheckpointError(f"{path}: is a folder")
-        if os.path.lexists(path) and not force:
-            raise CheckpointError(f"{path}: exists already; pass force (--force) to replace it")
+def check_new(path: Path, force: bool, taken: Iterable[Path] = ()) -> None:
+    """Raise CheckpointError when the file is there and not ``force``, is a folder, or one of ``taken``."""
+    check(os.path.realpath(path) not in map(os.path.realpath, taken), f"{path}: is a file of the checkpoint")
+    check(not path.is_dir(), f"{path}: is a folder")
+    check(force or not os.path.lexists(path), f"{path}: exists already; pass force (--force) to replace it")
 
 
-def check_extra(path: Path, suffix: str, found: Checkpoint, target: Target, force: bool) -> Path:
-    """``path``, one more file to write. Raises CheckpointError when it cannot be: it obeys the rules of OUT, and is no
-    file of the checkpoint read or written."""
-    if suffix and path.suffix != suffix:
-        raise CheckpointError(f"{path}: a torch.export program is named {suffix}")
-    taken = {os.path.realpath(p) for p in (*found.files, found.main, target.main, target.manifest, *target.sources)}
-    if os.path.realpath(path) in taken:
-        raise CheckpointError(f"{path}: is a file of the checkpoint")
-    check_new([path], force)
-    return path
-
-
-def _placed(source: Path, found: Checkpoint, out: Path, force: bool) -> Target:
-    if source.is_dir() and source.resolve() in out.resolve().parents:
-        raise CheckpointError(f"{out}: lies inside {source}; choose a place outside it, or pass in_place (--in-place)")
-    is_file = check_out(out)
-    main = out if is_file else out / found.main.name
-    manifest = manifest_of(out) if is_file or out.is_dir() else out / MANIFEST
-    if main.exists() and main.samefile(found.main):
-        target = Target(main, manifest, {}, in_place=True)
-    elif is_file and (found.main.suffix not in SUFFIXES or not same_format(found.main, main)):
-        target = Target(main, manifest, {}, copied=False)
-    else:
-        target = Target(main, manifest, _copies(source, found, main))
-    check_new([target.main, *target.sources, target.manifest], force)
-    if main.name in _STANDARD and not target.in_place:
-        _check_rivals(target)
-    return target
-
-
-def _copies(source: Path, found: Checkpoint, main: Path) -> dict[Path, Path]:
-    """The files to copy, in order: others, the tensors, the index."""
-    folder = main.parent
-    tensors = {folder / file.name: file for file in found.files if file != found.main}
-    others = {folder / path.relative_to(source): path for path in other_files(source, found)} if source.is_dir() else {}
-    return {**{to: path for to, path in others.items() if to not in tensors}, **tensors, main: found.main}
-
-
-def other_files(source: Path, found: Checkpoint) -> list[Path]:
-    """What belongs to the model in a folder besides its tensors: settings, words, code; no other weights."""
-    return sorted(
-        path
-        for path in source.rglob("*")
-        if path.is_file()
-        and not any(fnmatch(str(path.relative_to(source)), pattern) for pattern in _LEFT)
-        and not (path.parent == source and (path.suffix in SUFFIXES or path.name in _STANDARD))
-    )
-
-
-def _check_rivals(target: Target) -> None:
-    """A folder in which another reader could take older tensors for the new ones is refused, also with force."""
-    folder = target.main.parent
-    rivals = [name for name in _STANDARD if folder / name not in (target.main, *target.sources)]
-    if there := [name for name in rivals if os.path.lexists(folder / name)]:
-        raise CheckpointError(
-            f"{folder}: holds {listed(there)} too, which could be taken for the new checkpoint; remove it, or choose "
-            "another folder"
-        )
+@contextmanager
+def as_folder(
+    source: Path, found: Checkpoint, out: Path | None, own: Callable[[Path], object] | None = None
+) -> Iterator[tuple[Path, Checkpoint]]:
+    """``source`` and what was found there; or, until the block ends, a folder beside ``out`` and what ``own``, the
+    model's save_pretrained, writes there, or torch.distributed.checkpoint where ``out`` is to be one of its folders."""
+    fill = own
+    if own is None and out is not None and out.suffix == DISTRIBUTED and found.main.name != METADATA:
+        distributed = importlib.import_module("normswap.checkpoint.distributed")  # not every build of PyTorch has it
+        fill = partial(distributed.write_distributed, state=found.tensors)
+    if fill is None or out is None:
+        yield source, found
+        return
+    beside = next(folder for folder in out.absolute().parents if folder.is_dir())
+    with TemporaryDirectory(prefix=".normswap-", suffix=".tmp", dir=beside) as name:
+        with running(f"{out}: what writes it"):
+            fill(Path(name))
+        yield Path(name), open_checkpoint(name)
 
 
 def write(
-    found: Checkpoint,
-    target: Target,
-    manifest: Manifest,
-    more: Mapping[Path, Callable[[Path], object]],
-    progress: Progress | None = None,
+    found: Checkpoint, target: Target, manifest: Manifest, more: Mapping[Path, bytes], progress: Progress | None = None
 ) -> None:
-    """Write all files of ``target``, those of ``more`` and, last, the manifest: all of them or none.
-
-    What is written is read back, and must be equal. Raises CheckpointError.
-    """
-    vouched = _vouched_for(found, target, manifest)
-    try:
-        copying = _counter("writing", sum(path.stat().st_size for path in target.sources.values()), progress)
-        with replacing() as files:
-            for path, fill in more.items():
-                files.write(path, fill)
-            made = () if target.copied else (target.main,)
-            if made:
-                files.write(target.main, tensor_writer(target.main, found.state, found.metadata))
+    """Write all files of ``target``, those of ``more`` and, last, the manifest: all of them or none. What is written is
+    read back, and must be equal. Raises CheckpointError."""
+    folder = target.manifest.parent
+    with failing(f"{target.main}: cannot be written", OSError), replacing() as files:
+        copying = _counter("writing", filter(None, target.sources.values()), progress)
+        fills = {path: partial(Path.write_bytes, data=content) for path, content in more.items()}
+        for path, source in target.sources.items():
+            anew = tensor_writer(path, found.state, found.metadata) if source is None else None
+            fills[path] = anew or partial(copy_file, source, progress=copying)
+        at = {path: files.write(path, fill) for path, fill in fills.items()}
+        names = [] if target.anew else [file.name for file in found.files if file != found.main]
+        if manifest.factory == HERE:
+            names += [name for name in SETTINGS if (found.main.parent / name).is_file()]
+        read = {path: at.get(path, path) for path in (target.main, *map(target.main.with_name, names))}
+        hashing = _counter("hashing", read.values(), progress)
+        with ThreadPoolExecutor(1) as pool:
+            sums = pool.map(lambda place: sha256(place, hashing), read.values())
             for path, source in target.sources.items():
-                files.write(path, partial(copy_file, source, progress=copying))
-            staged = [files.staged(path) for path in vouched]
-            hashing = _counter("hashing", sum(path.stat().st_size for path in staged), progress)
-            with ThreadPoolExecutor(1) as pool:
-                sums = [pool.submit(sha256, path, hashing) for path in staged]
-                if not target.in_place:
-                    _check_written(target, manifest, found, files.staged)
-            folder = target.manifest.parent
-            kept = replace(
-                manifest,
-                files={
-                    str(path.relative_to(folder)): digest.result() for path, digest in zip(vouched, sums, strict=True)
-                },
-                token=files.token,
-                written=tuple(str(path.relative_to(folder)) for path in (target.sources or made)),
-            )
-            files.write(target.manifest, lambda path: path.write_text(kept.to_json(), encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{target.main}: cannot be written ({one_line(error)})") from error
+                if source is None:
+                    same = same_tensors(load_file(path, at=at[path])[0], found.state)
+                else:
+                    same = filecmp.cmp(source, at[path], shallow=False)
+                other = f"what was written does not read back equal to {found.main}; nothing is kept"
+                check(same, f"{target.main}: {other}")
+            digests = {str(path.relative_to(folder)): digest for path, digest in zip(read, sums, strict=True)}
+        written = tuple(str(path.relative_to(folder)) for path in target.sources)
+        last = replace(manifest, files=digests, token=files.token, written=written)
+        files.write(target.manifest, partial(Path.write_text, data=last.to_json(), encoding="utf-8"))
 
 
-def _counter(what: str, total: int, progress: Progress | None) -> Callable[[int], object]:
-    done = 0
+def _counter(what: str, paths: Iterable[Path], progress: Progress | None) -> Callable[[int], object]:
+    done, total = 0, sum(path.stat().st_size for path in paths)
 
     def count(size: int) -> None:
         nonlocal done
@@ -205,31 +257,3 @@ def _counter(what: str, total: int, progress: Progress | None) -> Callable[[int]
             progress(what, done, total)
 
     return count
-
-
-def _vouched_for(found: Checkpoint, target: Target, manifest: Manifest) -> list[Path]:
-    """The files of which the manifest keeps a digest: all that ``load_model`` reads."""
-    folder = target.main.parent
-    shards = [folder / file.name for file in found.files if file != found.main] if target.copied else []
-    settings = [folder / name for name in SETTINGS if (found.folder / name).is_file()]
-    return [target.main, *shards, *(settings if manifest.factory == HERE else ())]
-
-
-def _check_written(target: Target, manifest: Manifest, found: Checkpoint, at: Callable[[Path], Path]) -> None:
-    if target.copied:
-        same = all(_same_bytes(source, at(path)) for path, source in target.sources.items())
-    else:
-        back = open_checkpoint(target.main, key=manifest.key, strip_prefix=manifest.strip_prefix, at=at)
-        same = same_tensors(back.state, found.state)
-    if not same:
-        raise CheckpointError(
-            f"{target.main}: what was written does not read back equal to {found.main}; nothing is kept"
-        )
-
-
-def _same_bytes(one: Path, other: Path) -> bool:
-    size = one.stat().st_size
-    if size != other.stat().st_size or not size:
-        return size == other.stat().st_size
-    first, second = (torch.from_file(str(path), size=size, dtype=torch.uint8) for path in (one, other))
-    return torch.equal(first, second)

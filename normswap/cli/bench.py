@@ -12,7 +12,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from normswap.checkpoint.errors import CheckpointError, one_line
+from normswap.checkpoint.errors import failing
 from normswap.report import Report
 from normswap.timing import clock
 
@@ -83,11 +83,8 @@ def bench(
 
 def _run(model: nn.Module, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
     def run() -> Any:
-        try:
-            with torch.no_grad():
-                return model(*inputs, **kwargs)
-        except Exception as error:  # the model's own code may raise anything on these inputs
-            raise CheckpointError(f"{type(model).__name__} could not be run: {one_line(error)}") from error
+        with failing(f"{type(model).__name__} could not be run", form="{}: {}"), torch.no_grad():
+            return model(*inputs, **kwargs)
 
     return run
 

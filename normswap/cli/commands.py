@@ -44,8 +44,7 @@ class _Commands(click.Group):
 def _told(error: Exception) -> int:
     """Tell an error in one line, and where it arose if it is not ours or the machine's; returns its exit code."""
     from normswap import native
-    from normswap.checkpoint.errors import MissingError, one_line
-    from normswap.checkpoint.factory import told
+    from normswap.checkpoint.errors import MissingError, one_line, told
     from normswap.plan import MismatchError, NormswapError, NothingSwappedError
 
     ours, machine = (NormswapError, native.BuildError), (ValueError, OSError, MemoryError)
@@ -80,8 +79,8 @@ def main() -> None:
 def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: bool, quiet: bool, **where: Any) -> None:
     """Show what the checkpoint IN holds and, where its model is known, what would be swapped."""
     normswap.complete()
-    from normswap.checkpoint import models
-    from normswap.checkpoint.factory import called
+    from normswap.checkpoint.errors import running
+    from normswap.checkpoint.models import factory_for, open_model
     from normswap.checkpoint.reading import is_config_folder
     from normswap.cli.summary import summarize
 
@@ -91,8 +90,9 @@ def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: b
     if factory is None and found.module is None and not is_config_folder(source):
         table, data = _norm_table(summary), {"norms": [vars(norm) for norm in summary.norms]}
     else:
-        model = models.open_model(found, factory or models.factory_for(Path(source), found), kwargs)
-        planned = called(type(model).__name__, lambda: normswap.plan(model, **filters))
+        model = open_model(found, factory or factory_for(Path(source), found), kwargs)
+        with running(type(model).__name__):
+            planned = normswap.plan(model, **filters)
         table, data = _plan_table(planned), {"plan": json.loads(planned.to_json())}
     shown = {"tensors": summary.tensors, "size": summary.size, "dtypes": summary.dtypes, **data}
     click.echo(_json(shown) if as_json else f"{source}: {summary}\n{table}")
@@ -204,7 +204,7 @@ def bench(
     import copy
 
     from normswap.checkpoint import models
-    from normswap.checkpoint.factory import called
+    from normswap.checkpoint.errors import running
     from normswap.cli import bench as timing
     from normswap.cli.inputs import Inputs
 
@@ -215,7 +215,8 @@ def bench(
     factory = factory or models.factory_for(Path(source), found)
     eager = models.ready(models.open_model(found, factory, kwargs, dtype), place)
     given = Inputs(*models.moved(inputs.in_dtype(dtype).both, place))
-    twin = called(type(eager).__name__, lambda: copy.deepcopy(eager))
+    with running(type(eager).__name__):
+        twin = copy.deepcopy(eager)
     swapped, report = models.optimized(twin, (given.positional or None, given.named), **filters)
     made = timing.bench(eager, swapped, report, given.positional, given.named, rounds=rounds)
     click.echo(_json(made.to_dict()) if as_json else str(made))
@@ -277,8 +278,8 @@ def _for_the_command_line(report: str, out: str) -> str:
 
 def _written(out: str) -> str:
     """What was written, manifest included, and the line that opens it."""
-    from normswap.checkpoint.factory import is_code
-    from normswap.checkpoint.manifest import find_manifest
+    from normswap.checkpoint.models import is_code
+    from normswap.checkpoint.writing import find_manifest
 
     place, manifest = find_manifest(Path(out))
     trust = ", trust_factory=True" if is_code(manifest.factory) else ""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from normswap.checkpoint.errors import CheckpointError, one_line
-from normswap.checkpoint.factory import call_function
+from normswap.checkpoint.errors import failing
+from normswap.checkpoint.models import call_function
 from normswap.checkpoint.tensors import load_file
 
 _SPEC = re.compile(
@@ -54,8 +54,8 @@ def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[tuple[Any, ...], d
     ``float32[8,3]`` is drawn from a standard normal, ``int64[2,128]:0..9`` uniformly with both ends included,
     ``bool[4]`` evenly; ``name=`` makes it a keyword argument. ``FILE.safetensors`` stands for its tensors by name, or
     for a positional one when it holds only one; ``FILE.npy`` for one array; ``FILE.pt``, read as data alone, and what
-    the function that ``pkg.module:function`` names returns for one
-    input, a tuple or list for several, a dict for those by name. The same specs and seed give the same values.
+    ``pkg.module:function`` returns for one input, a tuple or list for several, a dict for those by name. The same specs
+    and seed give the same values.
 
     Raises ValueError for a malformed spec or a name given twice, CheckpointError for an unreadable file or a function
     that fails.
@@ -86,10 +86,8 @@ def _inputs_of(spec: str, generator: torch.Generator) -> list[tuple[str | None, 
 
 def _read(spec: str, name: str | None, path: Path) -> list[tuple[str | None, Any]]:
     if path.suffix == ".npy":
-        try:
+        with failing(f"{path}: cannot be read", (OSError, ValueError, TypeError, EOFError)):
             return [(name, torch.from_numpy(np.load(path)))]
-        except (OSError, ValueError, TypeError, EOFError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({one_line(error)})") from error
     loaded, _ = load_file(path)
     if path.suffix == ".pt":
         return _returned(name, loaded)
