@@ -98,7 +98,7 @@ def test_manifest_tells_what_was_done() -> None:
     report = convert("net.pt", "out", "zoo:net", inputs=X, validate="auto", device="cpu", exclude="blocks.*")
     manifest = json.loads(Path("out/normswap.json").read_text())
     assert {swap["name"] for swap in manifest["plan"]["swaps"]} == SITES - {"blocks.0"}
-    assert (manifest["format"], manifest["factory"], manifest["tensors"]) == (3, "zoo:net", "net.pt")
+    assert (manifest["format"], manifest["factory"], manifest["tensors"]) == (4, "zoo:net", "net.pt")
     assert (manifest["proof"]["device"], manifest["proof"]["gpu"]) == ("cpu", None)
     assert manifest["proof"]["versions"] == {
         "normswap": normswap.__version__,
@@ -360,7 +360,7 @@ def test_changed_tensors_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "format 2 is not 3"),
+        ({"format": 3}, "format 3 is not 4"),
         ({"tensors": "../net.pt"}, "not the plain name"),
         ({"tensors": "n" * 5000 + ".pt"}, "not the plain name"),
         ({"files": {"n" * 5000: "0" * 64}}, "has no files"),

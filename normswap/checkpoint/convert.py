@@ -33,8 +33,6 @@ from normswap.optimize import report
 from normswap.plan import MismatchError, Plan
 from normswap.report import Report
 
-_FOLD_LIMIT = 1e-9  # of the largest output, in float64, where rounding moves a deep model by 1e-13 or so
-
 
 def convert(
     source: str | Path,
@@ -54,8 +52,8 @@ def convert(
     report_file: str | Path | None = None,
     force: bool = False,
     dry_run: bool = False,
-    progress: Progress | None = None,
-    say: Callable[[str], object] | None = None,
+    progress: Progress = lambda what, done, total: None,
+    say: Callable[[str], object] = lambda line: None,
     **options: Any,
 ) -> Report:
     """Write to ``out`` the checkpoint ``source`` as one that ``load_model`` opens swapped; returns the proof.
@@ -73,8 +71,8 @@ def convert(
     """
     path, target_path = Path(source), None if out is None else Path(out)
     found = open_checkpoint(path, key=key, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
-    for note in found.notes if say is not None else ():
-        say(note)  # type: ignore[misc]
+    for note in found.notes:
+        say(note)
     factory = models.settled(factory or factory_for(path, found))
     with as_folder(path, found, None if fold else target_path) as (path, held):
         target = place(path, held, target_path, force, anew=fold)
@@ -91,8 +89,9 @@ def convert(
         more = {} if program is None else {program: _exported(product, given, program)}
         more |= {} if proof is None else {proof: f"{made.to_json()}\n".encode()}
         manifest = _manifest(target, factory, factory_kwargs, made, where)
-        place_of = {} if target.anew else {"key": held.key, "strip_prefix": held.prefixes}
-        manifest = replace(manifest, dtype=dtype, folded=fold, plan=Plan() if fold else made.plan, **place_of)
+        at, prefixes = (None, ()) if target.anew else (held.key, held.prefixes)
+        plan = Plan() if fold else made.plan
+        manifest = replace(manifest, plan=plan, key=at, strip_prefix=prefixes, dtype=dtype, folded=fold)
         if not dry_run:
             made_anew = replace(held, state=OrderedDict(product.state_dict())) if fold else held
             write(made_anew, target, manifest, more, progress)
@@ -171,16 +170,16 @@ def _folded(model: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> tuple[nn.M
     MismatchError when it is further away than float64 rounds."""
     check(inputs is not None or kwargs, "a folded model is proved by running it: give inputs (--input)")
     args, named = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, (inputs, kwargs))
-    exact = copy.deepcopy(model).double()
+    exact, limit = copy.deepcopy(model).double(), 1e-9  # of the largest output; rounding moves a deep model by 1e-13
     with failing(f"{type(model).__name__} could not be run in float64", form="{}: {}"), torch.no_grad():
         found = [tree_leaves(each(*(args or ()), **named)) for each in (exact, folded(exact))]
         whole, plain = (torch.cat([t.ravel() for t in leaves if torch.is_tensor(t)]) for leaves in found)
         error = float((whole - plain).abs().max() / (whole.abs().max() or 1.0))
-    if not error <= _FOLD_LIMIT:
+    if not error <= limit:
         raise MismatchError(
             f"the folded model differs from the original by {error:.3g} of its largest output in float64"
         )
-    model_row = {"max_error": error, "limit": _FOLD_LIMIT, "problem": "", "passed": True}
+    model_row = {"max_error": error, "limit": limit, "problem": "", "passed": True}
     device = next((str(p.device) for p in model.parameters()), "none")
     note = "folded into a plain PyTorch model, which needs no normswap; compared in float64, by the largest output"
     return folded(model), Report((), device, "float64", "eval", "none, it is plain PyTorch", model_row, (note,))

@@ -59,10 +59,9 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         found = _Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
-        if not isinstance(found, Metadata):
-            raise ValueError("its metadata is of another kind")
-        if any(Path(i.relative_path).name != str(i.relative_path) for i in (found.storage_data or {}).values()):
-            raise ValueError("its metadata names files elsewhere")
+        places = [info.relative_path for info in (found.storage_data or {}).values()]
+        if not isinstance(found, Metadata) or any(Path(place).name != str(place) for place in places):
+            raise ValueError("its metadata is of another kind, or names files elsewhere")
         found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
         return found
 

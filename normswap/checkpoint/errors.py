@@ -13,8 +13,6 @@ from typing import Any
 
 from normswap.plan import NormswapError
 
-_SHOWN = 10
-
 
 class CheckpointError(NormswapError):
     """A checkpoint, or the model it belongs to, cannot be read, built or written: one line says why."""
@@ -67,8 +65,8 @@ running = partial(failing, kinds=(Exception, SystemExit), form="{} raised {}", t
 
 def listed(names: Collection[str]) -> str:
     """The first ten names, and how many there are beyond them."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(islice(names, _SHOWN)) + more
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(islice(names, 10)) + more
 
 
 def counted(**found: Collection[str]) -> str:

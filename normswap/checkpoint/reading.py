@@ -26,8 +26,6 @@ TOP = "."
 STANDARD = tuple(f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX))
 """What transformers looks for in a folder, in its order."""
 
-_DEPTH = 3
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -123,7 +121,7 @@ def _open_shards(index: Path, allow_pickle: bool) -> Checkpoint:
 def select(path: Path, loaded: Any, key: str | None = None) -> Checkpoint:
     """The state_dict under ``key`` in what a file holds, or the only one there is: a dict of tensors by name (and extra
     state) or a pickled module; if none is inside, the file's own tensors. Raises CheckpointError."""
-    candidates = dict(_inside(loaded, "", _DEPTH, set()))
+    candidates = dict(_inside(loaded, "", 3, set()))
     if _has_tensors(loaded) and (not candidates or key == TOP):
         candidates[TOP] = loaded
     check(candidates, f"{path}: not a state_dict (names to tensors) but {_what(loaded)}")

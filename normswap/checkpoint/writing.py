@@ -28,7 +28,7 @@ from normswap.checkpoint.tensors import PICKLE_SUFFIXES, SUFFIXES, load_file, sa
 from normswap.plan import Plan, PlanError
 
 MANIFEST = "normswap.json"
-FORMAT = 3
+FORMAT = 4
 DISTRIBUTED = ".dcp"
 """The end of the name of an OUT that shall be a folder of torch.distributed.checkpoint."""
 
@@ -58,7 +58,7 @@ class Manifest:
     tensors: str = _checked(str)  # the name of the file, or of the index, that it speaks of
     factory: str = _checked(str)  # builds the model, with kwargs; "" where nothing does
     plan: Plan = _checked(dict)
-    # The SHA-256 of every file that load_model reads.
+    # The digest, by files.sha256, of every file that load_model reads.
     files: Mapping[str, str] = _checked(
         dict, {}, each=lambda entry: is_plain(entry[0]) and re.fullmatch("[0-9a-f]{64}", str(entry[1]))
     )
@@ -215,17 +215,21 @@ def as_folder(
 
 
 def write(
-    found: Checkpoint, target: Target, manifest: Manifest, more: Mapping[Path, bytes], progress: Progress | None = None
+    found: Checkpoint,
+    target: Target,
+    manifest: Manifest,
+    more: Mapping[Path, bytes],
+    progress: Progress = lambda what, done, total: None,
 ) -> None:
     """Write all files of ``target``, those of ``more`` and, last, the manifest: all of them or none. What is written is
     read back, and must be equal. Raises CheckpointError."""
     folder = target.manifest.parent
     with failing(f"{target.main}: cannot be written", OSError), replacing() as files:
         copying = _counter("writing", filter(None, target.sources.values()), progress)
-        fills = {path: partial(Path.write_bytes, data=content) for path, content in more.items()}
+        copy, fills = partial(copy_file, progress=copying), dict[Path, Callable[[Path], object]]()
+        fills.update((path, partial(Path.write_bytes, data=content)) for path, content in more.items())
         for path, source in target.sources.items():
-            anew = tensor_writer(path, found.state, found.metadata) if source is None else None
-            fills[path] = anew or partial(copy_file, source, progress=copying)
+            fills[path] = tensor_writer(path, found.state, found.metadata) if source is None else partial(copy, source)
         at = {path: files.write(path, fill) for path, fill in fills.items()}
         names = [] if target.anew else [file.name for file in found.files if file != found.main]
         if manifest.factory == HERE:
@@ -247,13 +251,12 @@ def write(
         files.write(target.manifest, partial(Path.write_text, data=last.to_json(), encoding="utf-8"))
 
 
-def _counter(what: str, paths: Iterable[Path], progress: Progress | None) -> Callable[[int], object]:
+def _counter(what: str, paths: Iterable[Path], progress: Progress) -> Callable[[int], object]:
     done, total = 0, sum(path.stat().st_size for path in paths)
 
     def count(size: int) -> None:
         nonlocal done
         done += size
-        if progress is not None:
-            progress(what, done, total)
+        progress(what, done, total)
 
     return count

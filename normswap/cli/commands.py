@@ -154,7 +154,7 @@ def convert(
         inputs=given.positional or None,
         input_kwargs=given.named,
         progress=Progress(quiet),
-        say=None if quiet else say,
+        say=(lambda line: None) if quiet else say,
         **settings,
     )
     place = source if out is None else out
@@ -258,10 +258,9 @@ def _open(source: str, quiet: bool, **where: Any) -> Checkpoint:
 
 
 def _needs_model(source: str, key: str | None, strip_prefix: tuple[str, ...]) -> str:
-    from normswap.checkpoint.reading import open_checkpoint
     from normswap.cli.summary import summarize
 
-    summary = summarize(open_checkpoint(source, key=key, strip_prefix=strip_prefix).tensors)
+    summary = summarize(_open(source, True, key=key, strip_prefix=strip_prefix).tensors)
     names = [norm.name or "(root)" for norm in summary.norms[:10]] + ["..."] * (len(summary.norms) > 10)
     shown = f" ({', '.join(names)})" if names else ""
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -75,7 +76,5 @@ def _count(number: int, what: str) -> str:
 def _readable(size: int) -> str:
     if size < 1000:
         return f"{size} bytes"
-    value, unit = size / 1000, 0
-    while value >= 1000 and unit < 3:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.1f} {('kB', 'MB', 'GB', 'TB')[unit]}"
+    power = min(int(math.log10(size)) // 3, 4)
+    return f"{size / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"

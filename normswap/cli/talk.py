@@ -22,15 +22,12 @@ def say(message: str) -> None:
 def fail(message: str) -> None:
     """An error on stderr, in red where a person looks and does not ask for NO_COLOR."""
     text = f"normswap: {message.removeprefix('normswap: ')}"
-    click.echo(click.style(text, fg="red") if _colours() else text, err=True)
-
-
-def _colours() -> bool:
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    click.echo(click.style(text, fg="red") if coloured else text, err=True)
 
 
 @contextmanager
-def told_warnings(quiet: bool = False) -> Iterator[None]:
+def told_warnings() -> Iterator[None]:
     """Warnings as lines of ours, without the file and source line that Python adds."""
 
     def show(message: Warning | str, *_args: object, **_kwargs: object) -> None:
