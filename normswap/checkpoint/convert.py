@@ -52,7 +52,7 @@ def convert(
     report_file: str | Path | None = None,
     force: bool = False,
     dry_run: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress | None = None,
     say: Callable[[str], object] = lambda line: None,
     **options: Any,
 ) -> Report:

@@ -81,8 +81,7 @@ def _converted(
         try:
             if allow_pickle:
                 compare()  # nothing of a file that was changed is unpickled
-            prefixes = manifest.strip_prefix
-            yield open_checkpoint(main, key=manifest.key, strip_prefix=prefixes, allow_pickle=allow_pickle)
+            yield open_checkpoint(main, key=manifest.key, strip_prefix=manifest.strip_prefix, allow_pickle=allow_pickle)
         finally:
             compare()
 

@@ -215,11 +215,7 @@ def as_folder(
 
 
 def write(
-    found: Checkpoint,
-    target: Target,
-    manifest: Manifest,
-    more: Mapping[Path, bytes],
-    progress: Progress = lambda what, done, total: None,
+    found: Checkpoint, target: Target, manifest: Manifest, more: Mapping[Path, bytes], progress: Progress | None = None
 ) -> None:
     """Write all files of ``target``, those of ``more`` and, last, the manifest: all of them or none. What is written is
     read back, and must be equal. Raises CheckpointError."""
@@ -251,12 +247,13 @@ def write(
         files.write(target.manifest, partial(Path.write_text, data=last.to_json(), encoding="utf-8"))
 
 
-def _counter(what: str, paths: Iterable[Path], progress: Progress) -> Callable[[int], object]:
+def _counter(what: str, paths: Iterable[Path], progress: Progress | None) -> Callable[[int], object]:
     done, total = 0, sum(path.stat().st_size for path in paths)
 
     def count(size: int) -> None:
         nonlocal done
         done += size
-        progress(what, done, total)
+        if progress is not None:
+            progress(what, done, total)
 
     return count
