@@ -80,19 +80,21 @@ def group_norm(
     return activation(out if residual is None else out + residual)
 
 
-def batch_norm_eval(
+def batch_norm(
     input: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
     eps: float = 1e-5,
     activation: Activation = NONE,
     *,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch's batch norm by running statistics, rounded as it is, plus the residual, then the activation."""
-    out = F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
+    """PyTorch's batch norm, rounded as it is, plus the residual, then the activation."""
+    out = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return activation(out if residual is None else out + residual)
 
 

@@ -8,7 +8,7 @@ machine without the library - goes to ``reference``.
 
 from __future__ import annotations
 
-from normswap.ops.batch_norm import batch_norm_eval
+from normswap.ops.batch_norm import batch_norm, batch_norm_eval
 from normswap.ops.convolution import convolution_batch_norm_eval, convolved_shape, folding_serves, fused_convolution
 from normswap.ops.dispatch import autograd_only, native_serves
 from normswap.ops.folded_linear import folded_linear
@@ -23,6 +23,7 @@ from normswap.ops.scale_batch_norm import fold_scale_batch_norm, scale_batch_nor
 
 __all__ = [
     "autograd_only",
+    "batch_norm",
     "batch_norm_eval",
     "convolution_batch_norm_eval",
     "convolved_shape",

@@ -1,12 +1,51 @@
-"""Batch normalisation by running statistics, with what stands behind it."""
+"""Batch normalisation by the statistics of the batch or by running ones, with what stands behind it."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from normswap import reference
 from normswap.activation import NONE, Activation
-from normswap.ops.dispatch import DTYPES, direct
+from normswap.ops.dispatch import DTYPES, direct, native_op, recording, reference_gradients
+from normswap.ops.options import activation_of
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: Activation = NONE,
+    *,
+    residual: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+) -> Tensor:
+    """``activation(norm(input) + residual)`` with the batch normalisation of ``input`` (N, C, *) (Ioffe & Szegedy 2015),
+    as ``torch.nn.functional.batch_norm``: norm and sum are rounded to their dtype.
+
+    In training the statistics are the batch's, the running ones, where given, are updated (with the unbiased variance),
+    and ``num_batches_tracked`` is counted up. Running statistics, ``weight`` and ``bias`` are (C,), ``residual`` has the
+    input's shape. Returns the input's dtype and layout, also under autocast. Raises what PyTorch's ops raise.
+    """
+    behind = (residual, activation.code, activation.low, activation.high)
+    statistics = (running_mean, running_var, num_batches_tracked if training else None)
+    op = direct("batch_norm", input, *statistics, weight, bias, residual, autocast=True)
+    if op is not None and input.dtype in DTYPES:
+        out = op(input, *statistics, weight, bias, training, momentum, eps, *behind)
+        if out is not None:
+            return out
+    if training and num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+    return reference.batch_norm(
+        input, running_mean, running_var, weight, bias, training, momentum, eps, activation, residual=residual
+    )
 
 
 def batch_norm_eval(
@@ -20,17 +59,96 @@ def batch_norm_eval(
     *,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """``activation(norm(input) + residual)`` with the batch normalisation of ``input`` (N, C, *) by running statistics
-    (Ioffe & Szegedy 2015), as ``torch.nn.functional.batch_norm`` in eval: norm and sum are rounded to their dtype.
-
-    The statistics, ``weight`` and ``bias`` are (C,), ``residual`` has the input's shape. The output is contiguous or
-    channels_last, as the input. Our kernel takes up to 4096 channels and records no gradient. Raises what PyTorch's ops
-    raise.
-    """
-    op = direct("batch_norm_eval", input, running_mean, running_var, weight, bias, residual)
+    """``batch_norm`` by running statistics; where no gradient is recorded in one pass, of up to 4096 channels."""
+    op = direct("batch_norm_eval", input, running_mean, running_var, weight, bias, residual, autocast=True)
     if op is not None and input.dtype in DTYPES:
         numbers = (activation.code, activation.low, activation.high)
         out = op(input, running_mean, running_var, weight, bias, eps, residual, *numbers)
         if out is not None:
             return out
-    return reference.batch_norm_eval(input, running_mean, running_var, weight, bias, eps, activation, residual=residual)
+    return batch_norm(
+        input, running_mean, running_var, weight, bias, False, 0.0, eps, activation, residual=residual
+    )
+
+
+@recording("batch_norm")
+class _BatchNorm(torch.autograd.Function):
+    """None where the kernels cannot take these tensors; nothing was updated then."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        running_mean: Any,
+        running_var: Any,
+        num_batches_tracked: Any,
+        weight: Any,
+        bias: Any,
+        training: bool,
+        momentum: float,
+        eps: float,
+        residual: Any,
+        activation: int,
+        low: float,
+        high: float,
+    ) -> Tensor | None:
+        out, coefficients, signs = native_op("batch_norm_recorded")(
+            *(input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum, eps),
+            *(residual, activation, low, high),
+        )
+        if out is None:
+            return None
+        added = None if activation == 0 or signs is not None else residual
+        frozen = (None, None) if training else (running_mean, running_var)
+        ctx.save_for_backward(input, weight, bias, added, coefficients, signs, *frozen)
+        ctx.training, ctx.eps, ctx.activation = training, eps, (activation, low, high)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input, weight, bias, residual, coefficients, signs, *_ = ctx.saved_tensors
+        of_input, *_, of_weight, of_bias, _, _, _, of_residual, _, _, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            dx, dw, db, dr = _differentiable(ctx, grad)
+        else:
+            passed = of_residual and ctx.activation[0] == 0  # the sum's gradient is its summands'
+            dx, dw, db, dr = native_op("batch_norm_backward")(
+                *(laid_out_as(grad, input), input, coefficients, signs, residual, weight, bias, ctx.training),
+                *(*ctx.activation, of_input, of_weight, of_bias, of_residual and not passed),
+            )
+            if passed:
+                dr = grad
+        return dx, None, None, None, dw, db, None, None, None, dr, None, None, None
+
+
+def laid_out_as(grad: Tensor, input: Tensor) -> Tensor:
+    """``grad`` with the strides of ``input``, which is dense."""
+    if grad.stride() == input.stride():
+        return grad
+    return torch.empty_like(input, dtype=grad.dtype).copy_(grad)
+
+
+def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    """The gradients by the reference formula, which can be differentiated again."""
+    input, weight, bias, residual, _, signs, running_mean, running_var = ctx.saved_tensors
+    *_, of_residual, _, _, _ = ctx.needs_input_grad
+    activation = activation_of(*ctx.activation)
+    if signs is not None:
+        grad = torch.where(bits_of(signs, input), grad, 0.0)
+        activation = NONE
+
+    def formula(x: Tensor, w: Tensor | None, b: Tensor | None, r: Tensor | None) -> Tensor:
+        mean, var = (None if t is None else t.float() for t in (running_mean, running_var))
+        return reference.batch_norm(x, mean, var, w, b, ctx.training, 0.0, ctx.eps, activation, residual=r)
+
+    found = reference_gradients(formula, (input, weight, bias, residual), grad)
+    if residual is None and of_residual:
+        found[3] = grad
+    return found
+
+
+def bits_of(signs: Tensor, like: Tensor) -> Tensor:
+    """The signs that the kernel kept, a byte a vector of memory, as booleans laid out as the dense ``like``."""
+    each = like.numel() // signs.numel()
+    bits = (signs[:, None] >> torch.arange(each, device=signs.device)) & 1
+    return bits.bool().flatten().as_strided(like.shape, like.stride())

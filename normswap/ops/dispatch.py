@@ -135,15 +135,15 @@ def _register_fakes() -> None:
     for name in (*rows, *with_options, *dims, *more):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
     pairs = (*with_options, "fold_convolution")
-    for name in (*rows, *pairs, "layer_norm_dim", "frobenius_norm", "batch_norm_eval"):
+    for name in (*rows, *pairs, "layer_norm_dim", "frobenius_norm", "batch_norm", "batch_norm_eval"):
         declined = (None, None) if name in pairs else None
         torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, answer=declined, **kwargs: answer)
         _direct[name] = _frameless(f"{name}_or_none")
-    for name in ("layer_norm", "rms_norm", "l1_norm", "group_norm", *with_options):
-        nothing = (None,) * (3 if name in with_options else 2)
+    for name in ("layer_norm", "rms_norm", "l1_norm", "group_norm", "batch_norm", *with_options):
+        nothing = (None,) * (3 if name in ("batch_norm", *with_options) else 2)
         torch.library.register_fake(f"normswap::{name}_recorded", lambda *args, answer=nothing, **kwargs: answer)
     torch.library.register_fake("normswap::group_norm_backward_or_none", lambda *args: (None,) * 4)
-    for name, fake in _ROW_BACKWARDS.items():
+    for name, fake in _BACKWARDS.items():
         torch.library.register_fake(f"normswap::{name}", fake)
 
 
@@ -166,12 +166,19 @@ def _rms_norm_backward_fake(*args: Any) -> tuple[Tensor | None, ...]:
     return _contiguous_if(of_input, input), _contiguous_if(of_weight, weight), None
 
 
-_ROW_BACKWARDS: Mapping[str, Callable[..., Any]] = {
+def _batch_norm_backward_fake(*args: Any) -> tuple[Tensor | None, ...]:
+    grad, input, *_, weight, bias, _, _, _, _, of_input, of_weight, of_bias, of_residual = args
+    like = zip((input, weight, bias, grad), (of_input, of_weight, of_bias, of_residual), strict=True)
+    return tuple(torch.empty_like(t) if wanted and t is not None else None for t, wanted in like)
+
+
+_BACKWARDS: Mapping[str, Callable[..., Any]] = {
     "layer_norm_backward": _layer_norm_backward_fake,
     "rms_norm_backward": _rms_norm_backward_fake,
     "l1_norm_backward": lambda _, input, *rest: _contiguous_if(True, input),
+    "batch_norm_backward": _batch_norm_backward_fake,
 }
-"""The backwards of the row norms, each with its fake."""
+"""The backwards that make their gradients, each with its fake."""
 
 native.on_load(_register_fakes)
 
