@@ -12,7 +12,7 @@ namespace normswap {
 namespace {
 
 template <int V>
-constexpr int kPairsAtOnce = V == 1 ? 4 : 2;  // vectors of x, and of dy, that a thread has in flight
+constexpr int kPairsAtOnce = V == 1 ? 4 : 3;  // vectors of x, and of dy, that a thread has in flight
 
 template <class T, int V>
 struct Incoming {
@@ -35,20 +35,22 @@ struct Incoming {
     }
   }
   // x - mean and g of vector k.
-  __device__ void values(const BatchNormTrain& n, const Coefficients<V>& of, int k, float (&d)[V], float (&g)[V]) const {
+  __device__ void values(const BatchNormTrain& n, const ColumnValues<V>& of, int k, float (&d)[V], float (&g)[V]) const {
     to_floats(x[k], d);
     to_floats(dy[k], g);
+    const Floats<V> mean = of.mean();
 #pragma unroll
-    for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], of.mean[j]);
+    for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], mean.v[j]);
     if (n.activation.code == Activation::none) return;
     if (n.signs != nullptr) {
 #pragma unroll
       for (int j = 0; j < V; ++j) g[j] = signs[k] >> j & 1 ? g[j] : 0.f;
       return;
     }
+    const Floats<V> gain = of.gain(), bias = of.bias();
     float z[V];
 #pragma unroll
-    for (int j = 0; j < V; ++j) z[j] = rounded<T>(fmaf(d[j], of.gain[j], of.bias[j]));
+    for (int j = 0; j < V; ++j) z[j] = rounded<T>(fmaf(d[j], gain.v[j], bias.v[j]));
     if (n.residual != nullptr) {
       float added[V];
       to_floats(load<false, T, V>(n.residual, at[k]), added);
@@ -69,11 +71,14 @@ __device__ inline void store_gradients(const BatchNormTrain& n, int64_t at, cons
 template <class T, int V>
 __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_sums(const BatchNormArgs args) {
   __shared__ Handed<V> handed;
+  extern __shared__ __align__(16) float shared[];
   const Vectors<V> vectors(args, blockIdx.x);
+  const ColumnValues<V> of(vectors, shared);
   float sums[V] = {}, products[V] = {};
   Incoming<T, V> incoming;
   incoming.template load_some<false>(vectors, vectors.first);
-  const Coefficients<V> of(vectors);
+  of.fill_coefficients(vectors);
+  __syncthreads();
   for (int r = vectors.first; r < vectors.end;) {
 #pragma unroll
     for (int k = 0; k < incoming.many; ++k) {
@@ -86,8 +91,9 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_sums(const BatchNo
         products[j] = fmaf(g[j], d[j], products[j]);
       }
       if (args.n.frozen) {
+        const Floats<V> gain = of.gain();
 #pragma unroll
-        for (int j = 0; j < V; ++j) d[j] = __fmul_rn(g[j], of.gain[j]);
+        for (int j = 0; j < V; ++j) d[j] = __fmul_rn(g[j], gain.v[j]);
         store_gradients<T>(args.n, incoming.at[k], g, d);
       }
     }
@@ -110,26 +116,24 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_sums(const BatchNo
 
 template <class T, int V>
 __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_gradients(const BatchNormArgs args) {
+  extern __shared__ __align__(16) float shared[];
   const Vectors<V> vectors(args, gridDim.x - 1 - blockIdx.x);
+  const ColumnValues<V> of(vectors, shared);
   Incoming<T, V> incoming;
   incoming.template load_some<true>(vectors, vectors.first);
-  const Coefficients<V> of(vectors);
+  of.fill_coefficients(vectors);
   follow_predecessor();
-  const float2* finished = args.sums() + args.n.sizes.channels * args.p.pieces;
-  float a[V], b[V];
-  vectors.each_channel([&](int j, int64_t channel) {
-    const float2 pair = __ldcg(finished + channel);
-    a[j] = pair.x;
-    b[j] = pair.y;
-  });
+  of.fill_pairs(vectors, args.sums() + args.n.sizes.channels * args.p.pieces);
+  __syncthreads();
   for (int r = vectors.first; r < vectors.end;) {
 #pragma unroll
     for (int k = 0; k < incoming.many; ++k) {
       if (!incoming.there[k]) continue;
       float d[V], g[V];
       incoming.values(args.n, of, k, d, g);
+      const Floats<V> gain = of.gain(), a = of.of(3), b = of.of(4);
 #pragma unroll
-      for (int j = 0; j < V; ++j) d[j] = fmaf(g[j], of.gain[j], -fmaf(d[j], b[j], a[j]));
+      for (int j = 0; j < V; ++j) d[j] = fmaf(g[j], gain.v[j], -fmaf(d[j], b.v[j], a.v[j]));
       store_gradients<T>(args.n, incoming.at[k], g, d);
     }
     r += incoming.many * args.side;
@@ -139,12 +143,12 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_gradients(const Ba
 
 template <class T, int V>
 cudaError_t backward_by(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
-  cudaError_t error = launch_pass<batch_sums<T, V>>(a, false, stream);
+  cudaError_t error = launch_pass<batch_sums<T, V>>(a, 3, false, stream);
   const bool follows = !a.n.frozen && (a.n.dx != nullptr || a.n.dresidual != nullptr);
   if (error == cudaSuccess && (follows || a.n.dweight.data != nullptr || a.n.dbias.data != nullptr)) {
     error = finish_batch_norm_backward(a.n, a.p, overlap, stream);
   }
-  return error == cudaSuccess && follows ? launch_pass<batch_gradients<T, V>>(a, overlap, stream) : error;
+  return error == cudaSuccess && follows ? launch_pass<batch_gradients<T, V>>(a, 5, overlap, stream) : error;
 }
 
 template <class T>

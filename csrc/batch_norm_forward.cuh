@@ -126,7 +126,9 @@ __device__ inline void store_output(const BatchNormArgs& a, int64_t at, const fl
 
 template <class T, int V>
 __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_apply(const BatchNormArgs args) {
+  extern __shared__ __align__(16) float shared[];
   const Vectors<V> vectors(args, gridDim.x - 1 - blockIdx.x);
+  const ColumnValues<V> of(vectors, shared);
   Pack<T, V> x[kAtOnce]{}, residual[kAtOnce]{};
   int64_t at[kAtOnce];
   bool there[kAtOnce];
@@ -141,15 +143,17 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_apply(const BatchN
   };
   load_some(vectors.first);
   follow_predecessor();
-  const Coefficients<V> of(vectors);
+  of.fill_coefficients(vectors);
+  __syncthreads();
   for (int r = vectors.first; r < vectors.end;) {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       if (!there[k]) continue;
       float norm[V];
       to_floats(x[k], norm);
+      const Floats<V> mean = of.mean(), gain = of.gain(), bias = of.bias();
 #pragma unroll
-      for (int j = 0; j < V; ++j) norm[j] = fmaf(__fsub_rn(norm[j], of.mean[j]), of.gain[j], of.bias[j]);
+      for (int j = 0; j < V; ++j) norm[j] = fmaf(__fsub_rn(norm[j], mean.v[j]), gain.v[j], bias.v[j]);
       store_output(args, at[k], norm, residual[k]);
     }
     r += kAtOnce * args.side;
@@ -160,10 +164,10 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_apply(const BatchN
 template <class T, int V>
 cudaError_t forward_by(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
   if (!a.n.frozen) {
-    if (const cudaError_t error = launch_pass<batch_moments<T, V>>(a, false, stream); error != cudaSuccess) return error;
+    if (const cudaError_t error = launch_pass<batch_moments<T, V>>(a, 0, false, stream); error != cudaSuccess) return error;
   }
   const cudaError_t error = finish_batch_norm(a.n, a.p, overlap && !a.n.frozen, stream);
-  return error == cudaSuccess ? launch_pass<batch_apply<T, V>>(a, overlap, stream) : error;
+  return error == cudaSuccess ? launch_pass<batch_apply<T, V>>(a, 3, overlap, stream) : error;
 }
 
 template <class T>

@@ -49,29 +49,45 @@ struct Vectors {
     offset = sample * a.outer + strip * a.strip_step + static_cast<int64_t>(part) * a.p.width + lane * V;
     return r < end && lane * V < (last ? a.p.last_width : a.p.width);
   }
-  // of(j, channel) for the V columns; those that are not there have the last channel.
-  template <class Of>
-  __device__ void each_channel(Of of) const {
-    const int64_t from = first_channel(), most = channels() - 1;
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const int64_t inside = a.p.parts > 1 ? 0 : a.by_inner.quotient(lane * V + j);
-      of(j, from + min(inside, most));
-    }
-  }
 };
 
+// Values of the strip's columns in shared memory, an array after the other: mean, gain, bias and, in the backward, two more.
 template <int V>
-struct Coefficients {
-  float mean[V], gain[V], bias[V];
-  __device__ explicit Coefficients(const Vectors<V>& vectors) {
-    vectors.each_channel([&](int j, int64_t channel) {
+struct ColumnValues {
+  float* arrays;
+  int across, mine;  // of one of them, and where the thread's V values lie
+  __device__ ColumnValues(const Vectors<V>& vectors, float* shared)
+      : arrays(shared), across(vectors.a.p.parts > 1 ? V : vectors.a.p.width),
+        mine(vectors.a.p.parts > 1 || vectors.row >= vectors.a.side ? 0 : vectors.lane * V) {}
+
+  // Calls put(column, channel) for every column. The block calls, and needs a barrier then.
+  template <class Put>
+  __device__ void fill(const Vectors<V>& vectors, Put put) const {
+    const int last = vectors.channels() - 1;
+    for (int i = thread(); i < across; i += static_cast<int>(blockDim.x)) {
+      const int inside = vectors.a.p.parts > 1 ? 0 : min(vectors.a.by_inner.quotient(i), last);
+      put(i, vectors.first_channel() + inside);
+    }
+  }
+  __device__ void fill_coefficients(const Vectors<V>& vectors) const {
+    fill(vectors, [&](int i, int64_t channel) {
       const float4 of = __ldcg(reinterpret_cast<const float4*>(vectors.a.n.coefficients) + channel);
-      mean[j] = of.x;
-      gain[j] = of.y;
-      bias[j] = of.z;
+      arrays[i] = of.x;
+      arrays[across + i] = of.y;
+      arrays[2 * across + i] = of.z;
     });
   }
+  __device__ void fill_pairs(const Vectors<V>& vectors, const float2* pairs) const {
+    fill(vectors, [&](int i, int64_t channel) {
+      const float2 of = __ldcg(pairs + channel);
+      arrays[3 * across + i] = of.x;
+      arrays[4 * across + i] = of.y;
+    });
+  }
+  __device__ Floats<V> of(int array) const { return *reinterpret_cast<const Floats<V>*>(arrays + array * across + mine); }
+  __device__ Floats<V> mean() const { return of(0); }
+  __device__ Floats<V> gain() const { return of(1); }
+  __device__ Floats<V> bias() const { return of(2); }
 };
 
 template <class T, int V>
@@ -141,14 +157,21 @@ struct Handed {
   }
 };
 
-// Moments of what visit(with) shows a run of lanes, each of which holds the result; the warp calls.
+// Moments of what visit(with) shows a run of lanes, each of which holds the result; the warp calls. By differences from a
+// pivot, the mean of one of them.
 template <class Visit>
 __device__ inline Moments unite_moments(int lanes, float pivot, Visit visit) {
-  float n = 0.f;
-  visit([&](float count, float2) { n = __fadd_rn(n, count); });
+  float n = 0.f, sum = 0.f, squares = 0.f;
+  visit([&](float count, float2 one) {
+    const float d = __fsub_rn(one.x, pivot), weighted = __fmul_rn(count, d);
+    n = __fadd_rn(n, count);
+    sum = __fadd_rn(sum, weighted);
+    squares = __fadd_rn(squares, fmaf(weighted, d, one.y));
+  });
   n = run_sum(n, lanes);
-  const float2 united = unite_run(lanes, n > 0.f ? __frcp_rn(n) : 0.f, pivot, visit);
-  return {united.x, united.y, n};
+  sum = run_sum(sum, lanes);
+  const float shift = n > 0.f ? __fdiv_rn(sum, n) : 0.f, m2 = fmaf(-shift, sum, run_sum(squares, lanes));
+  return {__fadd_rn(pivot, shift), m2 < 0.f ? 0.f : m2, n};  // NaN stays
 }
 
 // Plain sums of the same.
@@ -159,9 +182,10 @@ __device__ inline float2 unite_pairs(int lanes, Visit visit) {
   return {run_sum(sums.x, lanes), run_sum(sums.y, lanes)};
 }
 
+// With shared memory for `arrays` values a column.
 template <auto kernel>
-cudaError_t launch_pass(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
-  return launch_block<kernel>(a, {grid_of(a.p.items), a.p.threads, 0, 1, overlap}, stream);
+cudaError_t launch_pass(const BatchNormArgs& a, int arrays, bool overlap, cudaStream_t stream) {
+  return launch_block<kernel>(a, {grid_of(a.p.items), a.p.threads, column_bytes(a.p, arrays), 1, overlap}, stream);
 }
 
 }  // namespace

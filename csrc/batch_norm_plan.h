@@ -34,8 +34,8 @@ struct BatchNormPlan {
 };
 
 constexpr int kBatchNormThreads = 256;
-constexpr int kStripLanes = 32;            // by choice: 512 bytes of a row
-constexpr int64_t kBatchNormItems = 2048;  // pieces, about: several for every block that runs at once
+constexpr int kStripLanes = 16;            // by choice: 256 bytes of a row
+constexpr int64_t kBatchNormItems = 1584;  // pieces, about: twelve for each of 132 multiprocessors
 constexpr int64_t kLeastRows = 4;          // of a thread
 
 inline int64_t divisor_of_both(int64_t a, int64_t b) { return b == 0 ? a : divisor_of_both(b, a % b); }
@@ -93,6 +93,9 @@ inline bool make_batch_norm_plan(const BatchNormSizes& s, BatchNormPlan* plan) {
   *plan = p;
   return p.rows < (int64_t{1} << 30) && p.items < (int64_t{1} << 31) && s.channels < (int64_t{1} << 30);
 }
+
+// Bytes of shared memory for `arrays` values of each column of a strip, or of the only channel's vectors.
+inline int column_bytes(const BatchNormPlan& p, int arrays) { return arrays * 4 * (p.parts > 1 ? p.vec : p.width); }
 
 // Floats of scratch memory: forward three a piece of a channel, backward two, and two a channel.
 inline int64_t batch_norm_workspace(const BatchNormPlan& p, const BatchNormSizes& s) {

@@ -32,6 +32,7 @@ SLICE_ELEMENTS = 2**21
 TOTAL_ELEMENTS = 2**25
 
 _GROUPED = ("group_norm", "instance_norm")
+_BATCHED = ("batch_norm", "linear_scale_batch_norm")
 
 # Not a seed a person would choose: inputs drawn with the same one would equal the cotangent, and their gradient cancel.
 _SEED = 0x6E6F726D
@@ -99,7 +100,7 @@ def compare(match: Match, module: nn.Module, x: Tensor, gradients: bool, again: 
         x = x.detach()
         pieces, coverage = _pieces(match, module, x, 2 * SLICE_ELEMENTS if again else TOTAL_ELEMENTS)
         output = None
-        if len(pieces) > 1 and match.kind != "linear_scale_batch_norm":
+        if len(pieces) > 1 and match.kind not in _BATCHED:
             found = _ours(match, module, x, None)
             if isinstance(found, Comparison):
                 return found
@@ -134,7 +135,7 @@ def _pieces(match: Match, module: Any, x: Tensor, most: int) -> tuple[list[_Piec
         return [_Piece(module)], 1.0
     if match.kind in _GROUPED and sample > SLICE_ELEMENTS and not match.registered:
         return _groups(match, module, x, sample, most)
-    least = 2 if match.kind == "linear_scale_batch_norm" else 1  # a batch has two rows
+    least = 2 if match.kind in _BATCHED else 1  # a batch has two rows
     width = min(size, max(least, SLICE_ELEMENTS // sample))
     starts = spread(size, width, max(1, most // (width * sample)))
     pieces = [_Piece(module, partial(torch.narrow, dim=dim, start=start, length=width)) for start in starts]
@@ -179,11 +180,11 @@ def _widest(module: nn.Module) -> int:
 
 
 def _independent_dims(match: Match, module: Any, x: Tensor) -> list[int]:
-    """The dims along which an element's result does not depend on other samples; for Linear -> scale -> BatchNorm, of
-    whose batch a part is a batch too, the batch."""
+    """The dims along which an element's result does not depend on other samples; for a BatchNorm, of whose batch a part
+    is a batch too, the batch."""
     if match.kind == "instance_norm" and x.dim() == module._get_no_batch_dim():
         return []
-    if match.kind in (*_GROUPED, "linear_scale_batch_norm"):
+    if match.kind in (*_GROUPED, *_BATCHED):
         return [0]
     if match.kind == "l1_norm" or is_by_hand(match.kind, match.attributes):
         return [d for d in range(x.dim()) if d != match.value(module, "dim") % x.dim()]

@@ -160,6 +160,8 @@ def magnitudes(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype, uni
     if match.kind == "l1_norm":
         dim, eps, minimum = (match.value(site, *of) for of in (("dim",), ("eps", 0.0), ("minimum",)))
         return l1_norm(x, dim, eps, minimum, dtype)
+    if match.kind == "batch_norm":
+        return batch_norm(site, x)
     if is_by_hand(match.kind, match.attributes):
         return rms_by_hand(match.attributes, site, x, dtype)
     rows = Rows(match.kind, match.view(site), x)
@@ -220,24 +222,49 @@ class Rows:
         return found
 
 
-def batch_norm_eval(site: Any, x: Tensor) -> Magnitudes:
-    """A BatchNorm by its running statistics."""
+def batch_norm(site: Any, x: Tensor) -> Magnitudes:
+    """A BatchNorm as it is before the call: by running statistics, or by those of ``x``, with which it updates them."""
+    kept = [d for d in range(x.dim()) if d != 1]
+    batch = site.training or (site.running_mean is None and site.running_var is None)
 
-    def column(values: Tensor | None, absent: float) -> Tensor:
-        found = torch.full_like(site.running_var, absent) if values is None else values.abs()
-        return found.reshape(1, -1, *(1,) * (x.dim() - 2))
+    def column(values: Tensor) -> Tensor:
+        return values.reshape(1, -1, *(1,) * (x.dim() - 2))
 
-    rstd = column((site.running_var + site.eps).rsqrt(), 1.0)
-    xhat, gain = rstd * (x.abs() + column(site.running_mean, 0.0)), rstd * column(site.weight, 1.0)
+    def affine(values: Tensor | None, absent: float) -> Tensor:
+        return torch.full_like(x[:1, :1], absent) if values is None else column(values.abs())
+
+    mean, var = (x.mean(kept), x.var(kept, correction=0)) if batch else (site.running_mean, site.running_var)
+    size = column(x.square().mean(kept).sqrt() if batch else mean.abs())
+    rstd = column((var + site.eps).rsqrt())
+    xhat, weight = rstd * (x.abs() + size), affine(site.weight, 1.0)
 
     def gradients(dy: Tensor) -> dict[str, Tensor]:
-        kept = [d for d in range(x.dim()) if d != 1]
-        found = {"input": dy.abs() * gain}
+        dy = dy.abs()
+        g = dy * weight
+        through = g + xhat * (g * xhat).mean(kept, keepdim=True) + g.mean(kept, keepdim=True) if batch else g
+        found = {"input": rstd * through}
         if site.weight is not None:
-            found |= {"weight": (dy.abs() * xhat).sum(kept), "bias": dy.abs().sum(kept)}
+            found |= {"weight": (dy * xhat).sum(kept), "bias": dy.sum(kept)}
         return found
 
-    return Magnitudes(xhat * column(site.weight, 1.0) + column(site.bias, 0.0), gradients)
+    output = xhat * weight + affine(site.bias, 0.0)
+    return Magnitudes(output, gradients, buffers=_running(site, x, column(mean), var) if batch else {})
+
+
+def _running(site: Any, x: Tensor, mean: Tensor, var: Tensor) -> dict[str, Tensor]:
+    """Magnitudes of the running statistics after a call in training."""
+    kept = [d for d in range(x.dim()) if d != 1]
+    count = x.numel() // max(1, x.shape[1])
+    if not site.training or site.running_mean is None or count < 2:
+        return {}
+    tracked = 0.0 if site.num_batches_tracked is None else float(site.num_batches_tracked)
+    new = 1.0 / (tracked + 1.0) if site.momentum is None else site.momentum
+    size = x.abs()
+    spread = 2 * ((x - mean).abs() * (size + size.mean(kept, keepdim=True))).mean(kept)
+    return {
+        "running_mean": (1 - new) * site.running_mean.abs() + new * size.mean(kept),
+        "running_var": (1 - new) * site.running_var.abs() + new * count / (count - 1) * (var + spread),
+    }
 
 
 def derivative(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:

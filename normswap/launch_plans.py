@@ -121,6 +121,19 @@ def group_backward_plan(
     return _plan("group_backward_plan", sizes, (itemsize, grad_itemsize, *gpu, regime), names)
 
 
+def batch_norm_plan(samples: int, channels: int, inner: int, itemsize: int) -> dict[str, int] | None:
+    """How the kernels of BatchNorm in training cut ``samples`` rows of ``channels`` times ``inner`` neighbouring columns
+    (inner is 1 in channels_last memory) of elements of ``itemsize`` bytes; None where they cannot.
+
+    Needs the library, but no GPU. Raises BuildError without the library.
+    """
+    names = (
+        *("vec", "lanes", "side", "threads", "values", "width", "last_width", "group", "last_group", "across"),
+        *("log_run", "parts", "strips", "rows", "piece_rows", "pieces", "items", "workspace"),
+    )
+    return _plan("batch_norm_plan", (samples, channels, inner), (itemsize,), names)
+
+
 def _plan(name: str, sizes: Sequence[int], numbers: Sequence[int], names: Sequence[str]) -> dict[str, int] | None:
     """What the library's function normswap_``name`` makes of int64 sizes and ints, or None if it says no."""
     found = native.load()

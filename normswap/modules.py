@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap import install_table, ops
 from normswap.forwards import affine_of, only_argument
+from normswap.forwards import batch_norm as _batch
 from normswap.forwards import l1_norm as _l1
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.placed import in_the_place_of
@@ -366,6 +367,7 @@ _FORWARDS: dict[str, Callable[[Replaced, Mapping[str, Any]], _Forward]] = {
     ),
     "rms_norm": _rms_norm_forward,
     "group_norm": _subclass_forward(lambda x, norm: ops.group_norm(x, norm.num_groups, *affine_of(norm), norm.eps)),
+    "batch_norm": lambda replaced, attributes: _batch.make_forward(replaced, attributes, _only_argument(replaced)),
     "l1_norm": lambda replaced, attributes: _l1.make_forward(replaced, attributes, _only_argument(replaced)),
     "linear_scale_batch_norm": (
         lambda replaced, attributes: _lsb.make_forward(replaced, attributes, _only_argument(replaced))

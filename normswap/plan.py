@@ -18,6 +18,7 @@ KINDS = (
     "layer_norm",
     "group_norm",
     "instance_norm",
+    "batch_norm",
     "rms_norm",
     "l1_norm",
     "linear_scale_batch_norm",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from normswap import modules
 from normswap.compare import Comparison, Seen, compare
+from normswap.forwards.batch_norm import ranks_of
 from normswap.plan import Match, Swap, is_by_hand
 from normswap.progress import progress
 from normswap.regions.prove import RegionProof
@@ -218,6 +219,8 @@ def _synthesised(match: Match, module: Any, like: Tensor | None) -> Iterator[Ten
 def _synthetic_shape(match: Match, module: Any) -> tuple[int, ...]:
     if match.kind == "group_norm":
         return (2, match.view(module).num_channels, 6, 5)
+    if match.kind == "batch_norm":
+        return (3, module.num_features, *(5, 4, 3)[: max(ranks_of(module)) - 2])
     if match.kind == "instance_norm":
         return (2, module.num_features, *(6, 5, 4)[: module._get_no_batch_dim() - 1])
     if match.kind == "l1_norm":

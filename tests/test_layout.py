@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verdict": {"criterion"},
     "progress": set(),
     "compare": {"plan", "modules", "criterion", "lifted", "sites", "verdict"},
-    "validate": {"plan", "modules", "compare", "progress", "regions.prove", "sites"},
+    "validate": {"forwards", "plan", "modules", "compare", "progress", "regions.prove", "sites"},
     "whole": {"plan", "ops", "modules", "sites"},
     "notebook": set(),
     "report": {"notebook", "plan"},

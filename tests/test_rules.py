@@ -56,7 +56,7 @@ def test_every_configuration_matches(norm: nn.Module) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.Dropout(), nn.Module()),
+        *(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.SyncBatchNorm(4), nn.Dropout(), nn.Module()),
         nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)),
         *(modules.L1Norm(), modules.LinearScaleBatchNorm(3, 4), modules.LayerNorm(4), modules.RMSNorm(4)),
         modules.InstanceNorm2d(4),

@@ -24,7 +24,7 @@ from normswap.criterion import (
     Magnitudes,
     RoundedStatistics,
     Rows,
-    batch_norm_eval,
+    batch_norm,
     derivative,
     half_ulp,
     own_rounding,
@@ -63,7 +63,7 @@ def compare_region(
         packed = _mapped(compiled.region, _detached, packed)
         x = compiled.unpack(packed)[0]
         sample = max(1, x.numel() // max(1, len(x))) if x.dim() else 1
-        width = max(1, SLICE_ELEMENTS // sample)
+        width = max(2 if compiled.region.kind == "batch_norm" else 1, SLICE_ELEMENTS // sample)  # a batch has two
         if seen is not None and seen.before(x, id(compiled)):
             most_pieces = min(2, most_pieces)
         starts = spread(len(x), width, most_pieces) if x.dim() > 1 and len(x) > width else []
@@ -136,27 +136,29 @@ class _Case:
     def compared(self, gradients: bool) -> Comparison:
         x = self.compiled.unpack(self.packed)[0]
         where: dict[str, Any] = {"dtype": str(x.dtype).removeprefix("torch."), "device": str(x.device)}
-        eager = self._run(self._eager, holder_of(self.region, self.owner), self.packed, gradients)
+        self.eager_holder = holder_of(self.region, self.owner)
+        eager = self._run(self._eager, self.eager_holder, self.packed, gradients)
         self.share = self.eager_share = 0.0
         self.problem = self.note = ""
         runs, ran = [], False
         if self.region.convolution:
             gradients = False  # then the region's own statements run
         for path in (False, True) if gradients else (False,):
-            witness = KernelWitness()
+            witness, holder = KernelWitness(), holder_of(self.region, self.owner)
             try:
                 with witness if x.is_cuda else contextlib.nullcontext():
-                    ours = self._run(self._ours, holder_of(self.region, self.owner), self.packed, path)
+                    ours = self._run(self._ours, holder, self.packed, path)
             except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
                 problem = f"raises {type(error).__name__}: {error}"
                 return Comparison(kernel_ran=ran, problem=problem, **where)
             ran = ran or witness.ran
-            runs.append((*ours, witness.ran))
+            runs.append((*ours, witness.ran, holder))
         if self.declined:
             return Comparison(kernel_ran=False, note="the region's own statements run on these inputs", **where)
         expected, size = self._referee(x, gradients)
-        for (outputs, found, by_kernel), path in zip(runs, (False, True), strict=False):
+        for (outputs, found, by_kernel, holder), path in zip(runs, (False, True), strict=False):
             self._outputs(outputs, eager[0], expected[0], size)
+            self._buffers(dict(holder.named_buffers()), size, by_kernel)
             if path and not self.problem:
                 self._gradients(found, eager[1], expected[1], size, by_kernel)
         told: dict[str, Any] = {"problem": self.problem, "note": self.note}
@@ -227,7 +229,11 @@ class _Case:
             lifted = f"{self.region.norm}.norm."
             found = {name.replace(lifted, f"{self.region.norm}."): gradient for name, gradient in found.items()}
             with torch.no_grad():
-                size = _Size(self.compiled, holder, wide, values, dtypes, x, self._rounds())
+                self.expected_buffers = dict(holder.named_buffers())
+                before = holder_of(self.region, self.owner, torch.float64)
+                if self.region.type:
+                    self._prepare_norm(before, x.dtype)
+                size = _Size(self.compiled, before, wide, values, dtypes, x, self._rounds())
         return (outputs, found), size
 
     def _rounds(self) -> tuple[bool | None, ...]:
@@ -300,6 +306,18 @@ class _Case:
             extra = own_rounding(gradient.dtype, by_kernel) * magnitude
             of = f"gradient of {role}"
             self._add(of, gradient, eager[name], expected[name], _limits(self.region.kind)[1], magnitude, extra)
+
+    def _buffers(self, ours: dict[str, Tensor], size: _Size, ran: bool) -> None:
+        prefix = f"{self.region.norm}."
+        for name, eager in self.eager_holder.named_buffers():
+            if not eager.is_floating_point():
+                if not torch.equal(ours[name], eager):
+                    self._fail(f"buffer {name} differs from PyTorch's")
+                continue
+            expected = self.expected_buffers[name]
+            magnitude = size.rows.buffers.get(name.removeprefix(prefix), expected.abs())
+            extra = own_rounding(eager.dtype, ran) * magnitude
+            self._add(f"buffer {name}", ours[name], eager, expected, C[self.region.kind], magnitude, extra)
 
     def _add(
         self, what: str, ours: Tensor, eager: Tensor, expected: Tensor, c: float, magnitude: Tensor, extra: Any
@@ -394,7 +412,7 @@ class _Size:
         match, child = Match(region.kind, region.attributes), holder._modules[region.norm]
         child = child.norm if isinstance(child, _Lifting) else child
         if region.kind == "batch_norm":
-            return batch_norm_eval(child, x)
+            return batch_norm(child, x)
         if is_by_hand(match.kind, match.attributes):
             return rms_by_hand(match.attributes, child, x, dtype)
         found = Rows(region.kind, match.view(child), x)

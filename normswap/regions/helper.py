@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.forwards import affine_of
+from normswap.forwards.batch_norm import RANKS, batch_norm, ranks_of
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.forwards.registered import registered_arguments
 from normswap.forwards.replaced import Replaced
@@ -221,7 +222,7 @@ def _declines(*_: Any) -> None:
 # As they were when this was imported: a region may first be run when somebody has put another forward on the class.
 _TORCHS = {
     cls: Replaced(cls)
-    for cls in (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    for cls in (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, *RANKS)
 }
 
 
@@ -251,7 +252,7 @@ _CLASSES: Mapping[str, Any] = {
     "rms_norm": nn.RMSNorm,
     "group_norm": nn.GroupNorm,
     "instance_norm": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-    "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    "batch_norm": (*RANKS,),
 }
 
 
@@ -262,12 +263,8 @@ def _of_instance_norm(norm: Any, x: Tensor) -> _Arguments:
 
 
 def _of_batch_norm(norm: Any, x: Tensor) -> _Arguments:
-    mean, var = norm.running_mean, norm.running_var
-    serves = not norm.training and mean is not None and var is not None and x.dim() in _RANKS[type(norm)]
-    return (mean, var, *affine_of(norm), norm.eps) if serves and x.shape[1] == norm.num_features else None
+    return (norm,) if x.dim() in ranks_of(norm) and x.shape[1] == norm.num_features else None
 
-
-_RANKS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 
 _ARGUMENTS: Mapping[str, _Reader] = {
     "layer_norm": lambda norm, x: (norm.normalized_shape, *affine_of(norm), norm.eps),
@@ -365,10 +362,7 @@ def _instance_norm(
 def _batch_norm(
     x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
 ) -> Any:
-    mean, var, weight, bias, eps = given
-    if not _alike(x, behind):
-        return None
-    return ops.batch_norm_eval(x, mean, var, weight, bias, eps, activation, residual=behind)
+    return batch_norm(given[0], x, activation, behind) if _alike(x, behind) else None
 
 
 def _layer_norm_2d(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.compare import Comparison, Seen
+from normswap.forwards.batch_norm import ranks_of
 from normswap.forwards.replaced import Replaced
 from normswap.kinds import KINDS
 from normswap.plan import Match
@@ -140,8 +141,7 @@ def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, 
     if (kind := KINDS.get(region.kind)) is not None:
         return kind.sample(*arguments)
     if region.kind == "batch_norm":
-        dims = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}[type(norm)]
-        return (3, norm.num_features, *(5, 4, 3)[:dims])
+        return (3, norm.num_features, *(5, 4, 3)[: max(ranks_of(norm)) - 2])
     if region.kind == "instance_norm" and norm is None:
         return (2, 5 if arguments[0] is None else arguments[0].numel(), 6, 5)
     if region.kind == "instance_norm":

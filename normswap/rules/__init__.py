@@ -10,6 +10,7 @@ from torch import nn
 from normswap.kinds import KINDS
 from normswap.plan import Match, Reason, Refusal
 from normswap.rules import (
+    batch_norm,
     group_norm,
     instance_norm,
     l1_norm,
@@ -39,6 +40,7 @@ RULES: tuple[Rule, ...] = tuple(
         layer_norm,
         group_norm,
         instance_norm,
+        batch_norm,
         rms_norm,
         l1_norm,
         linear_scale_batch_norm,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import is_plain
 from normswap.forwards.rms_norm import digest
 from normswap.plan import Match, Refusal
@@ -25,7 +26,6 @@ from normswap.regions.spec import Region
 from normswap.rules.expression_site import class_forward, names_in, not_rewritable
 
 KIND = "region"
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def match(
@@ -60,9 +60,8 @@ def readings(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | No
         return
 
     def norm_of(child: nn.Module) -> Match | None:
-        if type(child) in BATCH_NORMS:  # no site by itself: PyTorch's op is as fast
-            fits = is_plain(child, type(child)) and not child.training and child.running_mean is not None
-            return Match("batch_norm") if fits else None
+        if type(child) in RANKS:  # in eval no site by itself
+            return Match("batch_norm") if is_plain(child, type(child)) else None
         found = find(child)
         return found if isinstance(found, Match) else None
 

@@ -1,0 +1,55 @@
+"""What nn.BatchNorm1d, 2d and 3d compute, with what stands behind it: everything is read anew on every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from normswap import ops
+from normswap.activation import NONE, Activation
+from normswap.forwards import affine_of, only_argument
+from normswap.forwards.replaced import Replaced
+
+RANKS: Mapping[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+"""The classes, and how many dims their inputs have."""
+
+
+def ranks_of(norm: nn.Module) -> tuple[int, ...]:
+    """How many dims the input of ``norm`` may have; none where it is no BatchNorm of torch.nn."""
+    return next((ranks for cls, ranks in RANKS.items() if isinstance(norm, cls)), ())
+
+
+def batch_norm(norm: Any, x: Tensor, activation: Activation = NONE, residual: Tensor | None = None) -> Tensor:
+    """``activation(norm(x) + residual)`` for a BatchNorm and an input of a rank that it takes."""
+    affine, eps = affine_of(norm), norm.eps
+    mean, var = norm.running_mean, norm.running_var
+    if not norm.training and (mean is not None or var is not None):
+        return ops.batch_norm_eval(x, mean, var, *affine, eps, activation, residual=residual)
+    batches, momentum = None, norm.momentum
+    if not norm.training or not norm.track_running_stats:
+        mean = var = None
+    else:
+        batches = norm.num_batches_tracked
+    if momentum is None:  # the average of all batches
+        momentum = 0.0
+        if batches is not None:
+            batches.add_(1)
+            momentum, batches = 1.0 / float(batches), None
+    return ops.batch_norm(
+        x, mean, var, *affine, True, momentum, eps, activation, residual=residual, num_batches_tracked=batches
+    )
+
+
+def make_forward(replaced: Replaced, attributes: Mapping[str, Any], argument: str) -> Callable[..., Any]:
+    """The forward of the swapped class; what is no input for it is left to the original."""
+    ranks = RANKS[replaced.original]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else only_argument(args, kwargs, argument)
+        if isinstance(x, Tensor) and x.dim() in ranks and replaced.is_on(self):
+            return batch_norm(self, x)
+        return replaced.run(self, *args, **kwargs)
+
+    return forward

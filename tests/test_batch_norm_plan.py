@@ -1,0 +1,78 @@
+"""How BatchNorm in training is cut, without a GPU: every element belongs to one thread, every channel to one united sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from normswap import launch_plans
+
+THREADS, ITEMS = 256, 2048
+SMALL = (
+    *((1, 4, 1), (7, 3, 1), (300, 24, 1), (33, 130, 1), (5, 1000, 1), (9, 2056, 1), (4, 33, 9), (3, 16, 49), (2, 24, 30)),
+    *((2, 3, 3249), (2, 2, 4097), (1, 3, 10000), (2, 5, 784), (3, 8, 12), (2, 2, 2048), (3, 2, 2056), (1, 7, 255)),
+)
+LARGE = (
+    *((64 * size * size, c, 1) for c, size in ((64, 112), (256, 56), (512, 28), (1024, 14), (2048, 7))),
+    *((64, c, size * size) for c, size in ((64, 112), (256, 56), (512, 28), (1024, 14), (2048, 7), (64, 512))),
+    *((2**25, 64, 1), (65536, 7, 3249), (1, 1, 2**30)),
+)
+
+
+@pytest.mark.parametrize("itemsize", (2, 4))
+@pytest.mark.parametrize("sizes", SMALL, ids=str)
+def test_every_element_is_some_threads_and_every_channel_is_united(sizes: tuple[int, int, int], itemsize: int) -> None:
+    samples, channels, inner = sizes
+    p = launch_plans.batch_norm_plan(*sizes, itemsize)
+    assert p is not None
+    vec, lanes, parts = p["vec"], p["lanes"], p["parts"]
+    columns = channels * inner
+    seen = torch.zeros(samples * columns, dtype=torch.int32)
+    for item in range(p["items"]):
+        piece, strip = divmod(item, p["strips"])
+        begin = piece * p["piece_rows"]
+        end = min(begin + p["piece_rows"], p["rows"])
+        assert begin < end
+        last_strip = parts == 1 and strip == p["strips"] - 1
+        many = p["last_group"] if last_strip else p["group"]
+        values = {}  # of the channel that a value handed on is taken for, by (row, index)
+        for channel in range(many):
+            for row in range(p["side"]):
+                for i in range(p["across"]):
+                    values[row, channel * p["across"] + i] = strip * p["group"] + channel
+        for row in range(p["side"]):
+            for lane in range(lanes):
+                for r in range(begin + row, end, p["side"]):
+                    sample, part = divmod(r, parts)
+                    last = part == parts - 1 if parts > 1 else last_strip
+                    if lane * vec >= (p["last_width"] if last else p["width"]):
+                        continue
+                    first = sample * columns + strip * (inner if parts > 1 else p["width"]) + part * p["width"] + lane * vec
+                    assert first % vec == 0
+                    seen[first : first + vec] += 1
+                    of = [(first + j) % columns // inner for j in range(vec)]
+                    handed = range(lane * vec, (lane + 1) * vec) if p["values"] > 1 else [lane] * vec
+                    assert [values[row, index] for index in handed] == of
+    assert bool((seen == 1).all())
+
+
+@pytest.mark.parametrize("itemsize", (2, 4))
+@pytest.mark.parametrize("sizes", (*SMALL, *LARGE), ids=str)
+def test_blocks_are_of_a_size_and_number_that_can_be_launched(sizes: tuple[int, int, int], itemsize: int) -> None:
+    samples, channels, inner = sizes
+    p = launch_plans.batch_norm_plan(*sizes, itemsize)
+    assert p is not None
+    assert p["lanes"] * p["side"] <= p["threads"] <= THREADS and p["threads"] % 32 == 0
+    assert p["parts"] == 1 or p["side"] == 1  # the first or second row of a thread has its columns: see batch_moments
+    assert p["group"] << p["log_run"] <= p["threads"] or p["log_run"] == 0
+    assert p["values"] in (1, p["vec"]) and (p["values"] > 1 or inner % p["vec"] == 0 or p["vec"] == 1)
+    assert p["width"] == p["lanes"] * p["vec"] and 0 < p["last_width"] <= p["width"]
+    assert p["workspace"] == channels * (3 * p["pieces"] + 2)
+    assert p["workspace"] * 4 < 64e6 and p["pieces"] <= 2 * ITEMS
+    if samples * channels * inner > 2**24:
+        assert ITEMS / 2 < p["items"] <= 2 * ITEMS + p["strips"]
+
+
+def test_what_is_too_large_is_not_cut() -> None:
+    assert launch_plans.batch_norm_plan(2**31, 4, 1, 2) is None
+    assert launch_plans.batch_norm_plan(2**29, 4, 1, 2) is not None
