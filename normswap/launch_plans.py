@@ -122,8 +122,8 @@ def group_backward_plan(
 
 
 def batch_norm_plan(samples: int, channels: int, inner: int, itemsize: int) -> dict[str, int] | None:
-    """How the kernels of BatchNorm in training cut ``samples`` rows of ``channels`` times ``inner`` neighbouring columns
-    (inner is 1 in channels_last memory) of elements of ``itemsize`` bytes; None where they cannot.
+    """How the kernels of BatchNorm in training cut ``samples`` rows of ``channels`` times ``inner`` columns (1 in
+    channels_last memory) of elements of ``itemsize`` bytes; None where they cannot.
 
     Needs the library, but no GPU. Raises BuildError without the library.
     """

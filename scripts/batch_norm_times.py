@@ -1,6 +1,6 @@
-"""BatchNorm2d in training on resnet50's shapes: forward, and forward with backward, alone, with a ReLU, with a residual and
-a ReLU. Milliseconds of the device for PyTorch's, ours and, with --compile, torch.compile's, called in turn, beside the
-passes over the tensor at the rate of a copy."""
+"""BatchNorm2d in training on resnet50's shapes: forward, and forward with backward, alone, with a ReLU, with a residual
+and a ReLU. Milliseconds of the device for PyTorch's, ours and, with --compile, torch.compile's, called in turn, beside
+the passes over the tensor at the rate of a copy."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LARGE_BYTES = 16e6
 
 
 def passes(form: str, backward: bool, itemsize: int) -> float:
-    """Over the tensor: x twice and y in the forward; x and dy twice and dx in the backward; a residual, its gradient, and
-    the signs written and read."""
+    """Over the tensor: x twice and y in the forward; x and dy twice and dx in the backward; a residual, its gradient,
+    and the signs written and read."""
     extra = 1 / (8 * itemsize)
     forward = 3 + (1 + extra if form == "add relu" else 0)
     return forward + (5 + (1 + extra if form == "add relu" else 0) if backward else 0)
@@ -60,7 +60,9 @@ def step(function: Callable[..., Tensor], given: list[Tensor], dy: Tensor) -> No
 def rows(layout: str, shapes: list[tuple[int, ...]], compiles: bool, rate: float) -> Iterator[list[object]]:
     dtype, memory_format = LAYOUTS[layout]
     for shape in shapes:
-        x, dy, residual = (torch.randn(shape, device="cuda").to(dtype).to(memory_format=memory_format) for _ in range(3))
+        x, dy, residual = (
+            torch.randn(shape, device="cuda").to(dtype).to(memory_format=memory_format) for _ in range(3)
+        )
         values = [torch.rand(shape[1], device="cuda") + 0.5 for _ in range(4)]
         for form in FORMS:
             for backward in (False, True):

@@ -44,6 +44,7 @@ OF_KIND = {
     "rms_norm": ("row",),
     "group_norm": ("row",),
     "instance_norm": ("row",),
+    "batch_norm": ("batch",),
     "linear_scale_batch_norm": ("batch",),
 }
 """By kind the engine that serves the usual layout."""
@@ -52,6 +53,8 @@ OF_TESTS = {
     "test_row_norm.py": ("row", PYTHON),
     "test_dim_norm.py": ("dim", PYTHON),
     "test_batch_norm.py": ("batch", PYTHON),
+    "test_batch_norm_eval.py": ("batch", PYTHON),
+    "test_batch_norm_train.py": ("batch", PYTHON),
     "test_case_batch_norm.py": ("batch", PYTHON),
     "test_linear_bias.py": ("batch", PYTHON),
     "test_group_norm.py": ("row", "column", PYTHON),

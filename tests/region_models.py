@@ -405,7 +405,7 @@ FOUND: dict[str, Case] = {
         Case(instance_norm_leaky, ("inorm + leaky",), _IMAGE),
         Case(instance_norm_residual, ("inorm + residual + silu",), _IMAGE),
         Case(batch_norm_residual, ("conv + bn + act_", "bn + residual + relu"), _IMAGE, modes=("eval",)),
-        Case(batch_norm_3d, ("bn3 + relu",), (_VOLUME, _VOLUME), modes=("eval",)),
+        Case(batch_norm_3d, ("bn3 + relu",), (_VOLUME, _VOLUME)),
         Case(identity_between, ("gn + act_",), _IMAGE),
         Case(layer_norm_2d, ("norm",), _IMAGE),
         Case(layer_norm_2d_in_steps, ("norm",), _IMAGE),

@@ -1,4 +1,4 @@
-"""How BatchNorm in training is cut, without a GPU: every element belongs to one thread, every channel to one united sum."""
+"""How BatchNorm in training is cut, without a GPU: every element belongs to one thread, every channel to one sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from normswap import launch_plans
 
 THREADS, ITEMS = 256, 2048
 SMALL = (
-    *((1, 4, 1), (7, 3, 1), (300, 24, 1), (33, 130, 1), (5, 1000, 1), (9, 2056, 1), (4, 33, 9), (3, 16, 49), (2, 24, 30)),
+    *(
+        (1, 4, 1),
+        (7, 3, 1),
+        (300, 24, 1),
+        (33, 130, 1),
+        (5, 1000, 1),
+        (9, 2056, 1),
+        (4, 33, 9),
+        (3, 16, 49),
+        (2, 24, 30),
+    ),
     *((2, 3, 3249), (2, 2, 4097), (1, 3, 10000), (2, 5, 784), (3, 8, 12), (2, 2, 2048), (3, 2, 2056), (1, 7, 255)),
 )
 LARGE = (
@@ -47,7 +57,9 @@ def test_every_element_is_some_threads_and_every_channel_is_united(sizes: tuple[
                     last = part == parts - 1 if parts > 1 else last_strip
                     if lane * vec >= (p["last_width"] if last else p["width"]):
                         continue
-                    first = sample * columns + strip * (inner if parts > 1 else p["width"]) + part * p["width"] + lane * vec
+                    first = (
+                        sample * columns + strip * (inner if parts > 1 else p["width"]) + part * p["width"] + lane * vec
+                    )
                     assert first % vec == 0
                     seen[first : first + vec] += 1
                     of = [(first + j) % columns // inner for j in range(vec)]

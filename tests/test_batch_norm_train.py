@@ -11,20 +11,19 @@ import batch_norm_stand_in
 import pytest
 import torch
 import torch.nn.functional as F
-from models import randomised
+from batch_norm_models import CLASSES, Block, seeded
 from norm_models import BATCH_NORMS, assert_alike, assert_same_outcome, cotangent_of, swapped_copy
 from torch import Tensor, nn
 
 import normswap
 from normswap import modules, ops
-from normswap.activation import CODES, NONE, Activation
+from normswap.activation import CODES, Activation
 
 PARAMETERS = {"leaky_relu": (0.1, 0.0), "clamp": (-0.5, 1.0)}
 ACTIVATIONS = [Activation(name, *PARAMETERS.get(name, (0.0, 0.0))) for name in CODES]
 by_activation = pytest.mark.parametrize("activation", ACTIVATIONS, ids=[*CODES])
 SHAPES = {"rows": (9, 6), "lines": (4, 6, 5), "images": (3, 6, 5, 4), "volumes": (2, 6, 3, 4, 2)}
 by_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=[*SHAPES])
-CLASSES = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
 @pytest.fixture
@@ -66,7 +65,9 @@ def test_it_is_pytorchs_composition_with_its_gradients(
     found, expected = (torch.autograd.grad(out, given, dy, create_graph=True) for out in (ours, theirs))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
-        again = torch.autograd.grad(ops_again(x, stats, weight, bias, training, activation, residual, behind), given, dy)
+        again = torch.autograd.grad(
+            ops_again(x, stats, weight, bias, training, activation, residual, behind), given, dy
+        )
     assert calls.count("batch_norm_recorded") == 2
     torch.testing.assert_close(again, tuple(t.detach() for t in expected), rtol=1e-4, atol=1e-4)
     twice, seconds = (torch.autograd.grad(grads[0], x, direction, allow_unused=True)[0] for grads in (found, expected))
@@ -74,7 +75,9 @@ def test_it_is_pytorchs_composition_with_its_gradients(
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-def ops_again(x: Any, stats: Any, weight: Any, bias: Any, training: bool, act: Any, residual: Any, behind: bool) -> Tensor:
+def ops_again(
+    x: Any, stats: Any, weight: Any, bias: Any, training: bool, act: Any, residual: Any, behind: bool
+) -> Tensor:
     with torch.enable_grad():
         added = residual if behind else None
         return ops.batch_norm(x, *stats, weight, bias, training, 0.0, 1e-3, act, residual=added)
@@ -115,7 +118,11 @@ def test_only_the_gradients_asked_for(calls: list[str]) -> None:
 def test_gradients_of_any_layout(calls: list[str]) -> None:
     x = torch.randn(3, 6, 5, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
     wide = torch.randn(3, 12, 5, 4)
-    for dy in (wide[:, ::2], torch.ones(()).expand(3, 6, 5, 4), wide[:, :6].transpose(2, 3).contiguous().transpose(2, 3)):
+    for dy in (
+        wide[:, ::2],
+        torch.ones(()).expand(3, 6, 5, 4),
+        wide[:, :6].transpose(2, 3).contiguous().transpose(2, 3),
+    ):
         before = dy.clone()
         out, theirs = ops.batch_norm(x, training=True), F.batch_norm(x, None, None, training=True)
         ours, expected = (torch.autograd.grad(y, x, dy)[0] for y in (out, theirs))
@@ -135,43 +142,13 @@ def test_what_pytorch_refuses_or_transforms(calls: list[str]) -> None:
         assert outcomes[0] == outcomes[1]
     x, v = torch.randn(5, 6), torch.randn(5, 6)
     ours, theirs = (
-        torch.func.jvp(lambda x, f=f: f(x, None, None, None, None, True), (x,), (v,)) for f in (ops.batch_norm, F.batch_norm)
+        torch.func.jvp(lambda x, f=f: f(x, None, None, None, None, True), (x,), (v,))
+        for f in (ops.batch_norm, F.batch_norm)
     )
     torch.testing.assert_close(ours, theirs)
 
 
 # --- modules and regions ------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A norm with a residual and a ReLU behind it, then one alone, one in an nn.Sequential, and one with a SiLU."""
-
-    def __init__(self, dims: int, **settings: Any) -> None:
-        super().__init__()
-        cls = CLASSES[dims]
-        self.bn, self.alone = cls(6, **settings), cls(6, **settings)
-        self.act = nn.ReLU(inplace=True)
-        self.run = nn.Sequential(cls(6, **settings), nn.Hardswish())
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn(x)
-        out += x
-        return self.run(self.alone(self.act(out)))
-
-    def norms(self) -> list[Any]:
-        return [self.bn, self.alone, self.run[0]]
-
-
-def seeded(model: nn.Module) -> nn.Module:
-    """``randomised``, BatchNorms of every rank too."""
-    randomised(model)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)) and module.running_mean is not None:
-                module.running_mean.normal_()
-                module.running_var.uniform_(0.5, 2.0)
-                module.num_batches_tracked.fill_(7)
-    return model
 
 
 def kinds(model: nn.Module) -> dict[str, str]:
@@ -353,4 +330,3 @@ def test_the_running_statistics_and_the_count_change_once_a_call(monkeypatch: py
     fast(torch.randn(3, 6, 5, 4))
     assert len(ran) == 3
     assert [int(norm.num_batches_tracked) for norm in fast.norms()] == [8, 8, 8]
-    assert NONE == Activation()

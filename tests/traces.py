@@ -28,7 +28,7 @@ class Stop(BaseException):
 
 
 class Cluttered(nn.Module):
-    """Sites of four kinds, one of them under two names; BatchNorm, dropout, hooks, tied weights, and a forward that
+    """Sites of five kinds, one of them under two names; dropout, hooks, tied weights, and a forward that
     stores, counts, draws and overwrites a buffer."""
 
     def __init__(self) -> None:

@@ -27,12 +27,12 @@ def batch_norm(
     residual: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
-    """``activation(norm(input) + residual)`` with the batch normalisation of ``input`` (N, C, *) (Ioffe & Szegedy 2015),
-    as ``torch.nn.functional.batch_norm``: norm and sum are rounded to their dtype.
+    """``activation(norm(input) + residual)`` with the batch normalisation of ``input`` (N, C, *) (Ioffe & Szegedy
+    2015), as ``torch.nn.functional.batch_norm``: norm and sum are rounded to their dtype.
 
     In training the statistics are the batch's, the running ones, where given, are updated (with the unbiased variance),
-    and ``num_batches_tracked`` is counted up. Running statistics, ``weight`` and ``bias`` are (C,), ``residual`` has the
-    input's shape. Returns the input's dtype and layout, also under autocast. Raises what PyTorch's ops raise.
+    and ``num_batches_tracked`` is counted up. Running statistics, ``weight`` and ``bias`` are (C,), ``residual`` has
+    the input's shape. Returns the input's dtype and layout, also under autocast. Raises what PyTorch's ops raise.
     """
     behind = (residual, activation.code, activation.low, activation.high)
     statistics = (running_mean, running_var, num_batches_tracked if training else None)
@@ -66,9 +66,7 @@ def batch_norm_eval(
         out = op(input, running_mean, running_var, weight, bias, eps, residual, *numbers)
         if out is not None:
             return out
-    return batch_norm(
-        input, running_mean, running_var, weight, bias, False, 0.0, eps, activation, residual=residual
-    )
+    return batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps, activation, residual=residual)
 
 
 @recording("batch_norm")

@@ -14,7 +14,7 @@ from normswap import ops
 from normswap.activation import Activation
 from normswap.forwards.plain import is_plain
 from normswap.forwards.replaced import Replaced, code_of
-from normswap.regions.foldings import CONVOLUTIONS
+from normswap.regions.foldings import CONVOLUTIONS, is_foldable
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 
@@ -114,15 +114,16 @@ class Convolved:
         """(x, the result of the region), (the convolution's output, None) where the norm is not folded into it, or
         (None, None) where only the region's own statements are sure to do the right thing."""
         convolution: Any = children.get(self.name)
-        if not _is_as_read(convolution) or norm.training:
+        if not _is_as_read(convolution) or not is_foldable(norm):
             return None, None
-        arguments = self.read(norm, _Form(x.dim(), convolution.out_channels))
-        if arguments is None or _learns(x, convolution, norm, behind):
+        is_as_read = self.read(norm, _Form(x.dim(), convolution.out_channels)) is not None
+        if not is_as_read or _learns(x, convolution, norm, behind):
             return None, None
         if not self._folds(convolution, norm, x, behind, activation):
             return convolution(x), None
         how = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
-        given = convolution.weight, convolution.bias, *how, *arguments, activation
+        statistics = norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps
+        given = convolution.weight, convolution.bias, *how, *statistics, activation
         return x, ops.convolution_batch_norm_eval(x, *given, residual=behind, folding=self.folding)
 
     def serves(self, children: Mapping[str, Any], x: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -16,6 +17,11 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def is_convolution(child: nn.Module | None) -> bool:
     """Whether it is one, or goes by that name: quantized and wrapped ones are to be told of too."""
     return isinstance(child, _ConvNd) or "Conv" in type(child).__name__
+
+
+def is_foldable(norm: Any) -> bool:
+    """Whether a BatchNorm goes by running statistics, which can be folded into a convolution before it."""
+    return not norm.training and norm.running_mean is not None and norm.running_var is not None
 
 
 def why_apart(child: nn.Module | None, used_once: bool) -> str:

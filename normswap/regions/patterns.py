@@ -16,7 +16,7 @@ from normswap.kinds import KINDS
 from normswap.plan import Match
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Constant, Flow, Op, Value
-from normswap.regions.foldings import is_convolution, why_apart
+from normswap.regions.foldings import is_convolution, is_foldable, why_apart
 from normswap.regions.formula import Formula, Found, same
 from normswap.regions.spec import Node, Position, Region, Step, slots
 from normswap.regions.spelling import PURE, constant
@@ -312,6 +312,8 @@ def _with_convolution(module: nn.Module, found: _Found, taken: set[int]) -> _Fou
     norm, before = found.ops[0], found.x
     child = _child(module, before) if isinstance(before, Op) and id(before) not in taken else None
     if not isinstance(before, Op) or not is_convolution(child) or len(before.args) != 1 or before.keywords:
+        return None
+    if not is_foldable(module._modules[found.norm]):
         return None
     name = before.target[len("self.") :]
     reason = why_apart(child, used_once=before.users == [norm] and before.stretch == norm.stretch)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from normswap.plan import Match
-from normswap.regions.foldings import is_convolution, why_apart
+from normswap.regions.foldings import is_convolution, is_foldable, why_apart
 from normswap.regions.patterns import CHANNELS, CHILDREN, PASSING, ROWS
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, Step
@@ -25,7 +25,7 @@ def runs_of(module: nn.Module, norm_of: Callable[[nn.Module], Match | None]) -> 
         if match is None or match.kind not in (*ROWS, *CHANNELS):
             continue
         passes, activation = _behind(children[index + 1 :])
-        convolution, apart = _before(children[:index]) if match.kind == "batch_norm" else ("", "")
+        convolution, apart = _before(children[:index]) if match.kind == "batch_norm" and is_foldable(child) else ("", "")
         if activation is not None or convolution:
             yield _region(name, child, match, passes, activation, convolution, apart)
 

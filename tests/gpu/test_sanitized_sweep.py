@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import ops, reference
+from normswap.activation import Activation
 from normswap.compare import compare
 
 
@@ -76,6 +77,24 @@ def test_backward_of_rows(kind: str, dtype: torch.dtype) -> None:
     ):
         x, dy, w = (drawn(rows, cols, dtype, mean) for rows, mean in ((33, 1.0), (33, 0.0), (1, 0.5)))
         assert_right(kind, native(kind, x, w[0], dy, passes), exact(kind, x, w[0], dy), (cols, passes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("training", (True, False), ids=("training", "frozen"))
+def test_batch_norm_with_its_backward(dtype: torch.dtype, training: bool) -> None:
+    """Channels that are columns, part of a vector, lines and wider than a block; more pieces than a warp unites."""
+    for shape in ((70, 24), (5, 33, 9), (3, 2, 4097), (2, 3, 2112), (3, 16, 7, 7), (40_000, 8)):
+        x, residual = (torch.randn(shape, device="cuda").to(dtype).requires_grad_() for _ in range(2))
+        weight, bias, mean, var = torch.rand(4, shape[1], device="cuda").unbind()
+        stats, same = [mean.clone(), var + 0.5], [mean.clone(), var + 0.5]
+        y = ops.batch_norm(x, *stats, weight, bias, training, 0.1, 1e-3, Activation("relu"), residual=residual)
+        theirs = reference.batch_norm(
+            x, *same, weight, bias, training, 0.1, 1e-3, Activation("relu"), residual=residual
+        )
+        torch.testing.assert_close((y, *stats), (theirs, *same), rtol=0.02, atol=0.02)
+        dy = torch.randn_like(y)
+        for ours, other in zip(*(torch.autograd.grad(out, (x, residual), dy) for out in (y, theirs)), strict=True):
+            assert float(((ours - other).abs() > 0.05).double().mean()) < 0.02  # some lie at the ReLU's corner
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
