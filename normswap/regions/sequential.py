@@ -25,7 +25,9 @@ def runs_of(module: nn.Module, norm_of: Callable[[nn.Module], Match | None]) -> 
         if match is None or match.kind not in (*ROWS, *CHANNELS):
             continue
         passes, activation = _behind(children[index + 1 :])
-        convolution, apart = _before(children[:index]) if match.kind == "batch_norm" and is_foldable(child) else ("", "")
+        convolution, apart = (
+            _before(children[:index]) if match.kind == "batch_norm" and is_foldable(child) else ("", "")
+        )
         if activation is not None or convolution:
             yield _region(name, child, match, passes, activation, convolution, apart)
 
