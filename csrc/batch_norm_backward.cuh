@@ -11,49 +11,46 @@
 namespace normswap {
 namespace {
 
-template <int V>
-constexpr int kPairsAtOnce = V == 1 ? 4 : 3;  // vectors of x, and of dy, that a thread has in flight
+template <class T>
+constexpr int kPairsAtOnce = sizeof(T) == 2 ? 4 : 3;  // vectors of x, and of dy, that a thread has in flight
 
 template <class T, int V>
 struct Incoming {
-  static constexpr int many = kPairsAtOnce<V>;
+  static constexpr int many = kPairsAtOnce<T>;
   Pack<T, V> x[many]{}, dy[many]{};
   unsigned char signs[many]{};
-  int64_t at[many];
-  bool there[many];
 
   template <bool Last>
   __device__ void load_some(const Vectors<V>& vectors, int r) {
     const BatchNormTrain& n = vectors.a.n;
 #pragma unroll
     for (int k = 0; k < many; ++k) {
-      there[k] = vectors.at(r + k * vectors.a.side, at[k]);
-      if (!there[k]) continue;
-      x[k] = load<Last, T, V>(n.x, at[k]);
-      dy[k] = load<Last, T, V>(n.dy, at[k]);
-      if (n.signs != nullptr) signs[k] = n.signs[at[k] / V];
+      int64_t at;
+      if (!vectors.at(r + k * vectors.a.side, at)) continue;
+      x[k] = load<Last, T, V>(n.x, at);
+      dy[k] = load<Last, T, V>(n.dy, at);
+      if (n.signs != nullptr) signs[k] = n.signs[at / V];
     }
   }
-  // x - mean and g of vector k.
-  __device__ void values(const BatchNormTrain& n, const ColumnValues<V>& of, int k, float (&d)[V], float (&g)[V]) const {
+  // x - mean and g of vector k, which lies at `at`.
+  __device__ void values(const BatchNormTrain& n, const ColumnCoefficients<V>& of, int k, int64_t at, float (&d)[V],
+                         float (&g)[V]) const {
     to_floats(x[k], d);
     to_floats(dy[k], g);
-    const Floats<V> mean = of.mean();
 #pragma unroll
-    for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], mean.v[j]);
+    for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], of.mean[j]);
     if (n.activation.code == Activation::none) return;
     if (n.signs != nullptr) {
 #pragma unroll
       for (int j = 0; j < V; ++j) g[j] = signs[k] >> j & 1 ? g[j] : 0.f;
       return;
     }
-    const Floats<V> gain = of.gain(), bias = of.bias();
     float z[V];
 #pragma unroll
-    for (int j = 0; j < V; ++j) z[j] = rounded<T>(fmaf(d[j], gain.v[j], bias.v[j]));
+    for (int j = 0; j < V; ++j) z[j] = rounded<T>(fmaf(d[j], of.gain[j], of.bias[j]));
     if (n.residual != nullptr) {
       float added[V];
-      to_floats(load<false, T, V>(n.residual, at[k]), added);
+      to_floats(load<false, T, V>(n.residual, at), added);
 #pragma unroll
       for (int j = 0; j < V; ++j) z[j] = rounded<T>(__fadd_rn(z[j], added[j]));
     }
@@ -71,30 +68,28 @@ __device__ inline void store_gradients(const BatchNormTrain& n, int64_t at, cons
 template <class T, int V>
 __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_sums(const BatchNormArgs args) {
   __shared__ Handed<V> handed;
-  extern __shared__ __align__(16) float shared[];
+  __shared__ float4 room[kMostOfStrip];
   const Vectors<V> vectors(args, blockIdx.x);
-  const ColumnValues<V> of(vectors, shared);
   float sums[V] = {}, products[V] = {};
   Incoming<T, V> incoming;
   incoming.template load_some<false>(vectors, vectors.first);
-  of.fill_coefficients(vectors);
-  __syncthreads();
+  const ColumnCoefficients<V> of(vectors, room);
   for (int r = vectors.first; r < vectors.end;) {
 #pragma unroll
     for (int k = 0; k < incoming.many; ++k) {
-      if (!incoming.there[k]) continue;
+      int64_t at;
+      if (!vectors.at(r + k * args.side, at)) continue;
       float d[V], g[V];
-      incoming.values(args.n, of, k, d, g);
+      incoming.values(args.n, of, k, at, d, g);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         sums[j] = __fadd_rn(sums[j], g[j]);
         products[j] = fmaf(g[j], d[j], products[j]);
       }
       if (args.n.frozen) {
-        const Floats<V> gain = of.gain();
 #pragma unroll
-        for (int j = 0; j < V; ++j) d[j] = __fmul_rn(g[j], gain.v[j]);
-        store_gradients<T>(args.n, incoming.at[k], g, d);
+        for (int j = 0; j < V; ++j) d[j] = __fmul_rn(g[j], of.gain[j]);
+        store_gradients<T>(args.n, at, g, d);
       }
     }
     r += incoming.many * args.side;
@@ -116,25 +111,30 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_sums(const BatchNo
 
 template <class T, int V>
 __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_gradients(const BatchNormArgs args) {
-  extern __shared__ __align__(16) float shared[];
+  __shared__ float4 room[kMostOfStrip];
+  __shared__ float2 room_of_pairs[kMostOfStrip];
   const Vectors<V> vectors(args, gridDim.x - 1 - blockIdx.x);
-  const ColumnValues<V> of(vectors, shared);
   Incoming<T, V> incoming;
   incoming.template load_some<true>(vectors, vectors.first);
-  of.fill_coefficients(vectors);
+  const ColumnCoefficients<V> of(vectors, room);
   follow_predecessor();
-  of.fill_pairs(vectors, args.sums() + args.n.sizes.channels * args.p.pieces);
-  __syncthreads();
+  const float2* finished = args.sums() + args.n.sizes.channels * args.p.pieces;
+  float a[V], b[V];
+  const auto get = [&](int64_t channel) { return __ldcg(finished + channel); };
+  vectors.each_column(room_of_pairs, get, [&](int j, const float2& pair) {
+    a[j] = pair.x;
+    b[j] = pair.y;
+  });
   for (int r = vectors.first; r < vectors.end;) {
 #pragma unroll
     for (int k = 0; k < incoming.many; ++k) {
-      if (!incoming.there[k]) continue;
+      int64_t at;
+      if (!vectors.at(r + k * args.side, at)) continue;
       float d[V], g[V];
-      incoming.values(args.n, of, k, d, g);
-      const Floats<V> gain = of.gain(), a = of.of(3), b = of.of(4);
+      incoming.values(args.n, of, k, at, d, g);
 #pragma unroll
-      for (int j = 0; j < V; ++j) d[j] = fmaf(g[j], gain.v[j], -fmaf(d[j], b.v[j], a.v[j]));
-      store_gradients<T>(args.n, incoming.at[k], g, d);
+      for (int j = 0; j < V; ++j) d[j] = fmaf(g[j], of.gain[j], -fmaf(d[j], b[j], a[j]));
+      store_gradients<T>(args.n, at, g, d);
     }
     r += incoming.many * args.side;
     if (r < vectors.end) incoming.template load_some<true>(vectors, r);
@@ -143,19 +143,19 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_gradients(const Ba
 
 template <class T, int V>
 cudaError_t backward_by(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
-  cudaError_t error = launch_pass<batch_sums<T, V>>(a, 3, false, stream);
+  cudaError_t error = launch_pass<batch_sums<T, V>>(a, false, stream);
   const bool follows = !a.n.frozen && (a.n.dx != nullptr || a.n.dresidual != nullptr);
   if (error == cudaSuccess && (follows || a.n.dweight.data != nullptr || a.n.dbias.data != nullptr)) {
     error = finish_batch_norm_backward(a.n, a.p, overlap, stream);
   }
-  return error == cudaSuccess && follows ? launch_pass<batch_gradients<T, V>>(a, 5, overlap, stream) : error;
+  return error == cudaSuccess && follows ? launch_pass<batch_gradients<T, V>>(a, overlap, stream) : error;
 }
 
 template <class T>
 cudaError_t batch_norm_backward_of(const BatchNormTrain& n, const BatchNormPlan& plan, bool overlap, cudaStream_t stream) {
   const BatchNormArgs args(n, plan);
   if (plan.vec == 1) return backward_by<T, 1>(args, overlap, stream);
-  return backward_by<T, 16 / static_cast<int>(sizeof(T))>(args, overlap, stream);
+  return backward_by<T, kBatchNormVec>(args, overlap, stream);
 }
 
 }  // namespace

@@ -15,16 +15,21 @@ struct FinishArgs {
   double unbiased;
 };
 
+// That the calling warp works on, if there is one.
+__device__ inline int64_t channel_of(const FinishArgs& a) {
+  return static_cast<int64_t>(blockIdx.x) * (kFinishThreads / 32 / a.warps) + thread() / 32 / a.warps;
+}
+
 // Calls unite(lanes, visit) for the pieces of the block's channels, by warps and then of their results; done(channel,
 // united) by one thread a channel. visit(with) calls with(index, of the pieces) or with the warps' results.
 template <class One, class United, class Unite, class Done>
 __device__ inline void for_channels(const FinishArgs& a, const One* parts, United* of_warps, Unite unite, Done done) {
   const int warp = thread() / 32, lane = thread() % 32, place = warp % a.warps;
-  const int64_t channel = static_cast<int64_t>(blockIdx.x) * (kFinishThreads / 32 / a.warps) + warp / a.warps;
+  const int64_t channel = channel_of(a);
   const bool there = channel < a.n.sizes.channels;
   const One* of_channel = parts + (there ? channel : 0) * a.pieces;
   const auto pieces = [&](auto with) {
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t i = place * 32 + lane; i < a.pieces; i += a.warps * 32) with(of_channel[i]);
   };
   United united = unite(of_channel[0], pieces);
@@ -38,31 +43,42 @@ __device__ inline void for_channels(const FinishArgs& a, const One* parts, Unite
   if (there && lane == 0 && place == 0) done(channel, united);
 }
 
-__device__ inline void write_coefficients(const BatchNormTrain& n, int64_t channel, float mean, float var) {
+// What a channel had before.
+struct Before {
+  float weight, bias, mean, var;
+  __device__ static Before of(const BatchNormTrain& n, int64_t channel) {
+    return {channel_value(n.weight, channel, 1.f), channel_value(n.bias, channel, 0.f),
+            channel_value(n.running_mean, channel, 0.f), channel_value(n.running_var, channel, 1.f)};
+  }
+};
+
+__device__ inline void write_coefficients(const BatchNormTrain& n, int64_t channel, const Before& before, float mean,
+                                          float var) {
   const float rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(var, static_cast<float>(n.eps))));
-  const float weight = channel_value(n.weight, channel, 1.f);
-  n.coefficients[channel] = {mean, __fmul_rn(rstd, weight), channel_value(n.bias, channel, 0.f), rstd};
+  n.coefficients[channel] = {mean, __fmul_rn(rstd, before.weight), before.bias, rstd};
 }
 
-__device__ inline void average(const BatchNormTrain& n, const ChannelVector& running, int64_t channel, float value) {
+__device__ inline void average(const BatchNormTrain& n, const ChannelVector& running, int64_t channel, float before,
+                               float value) {
   if (running.data == nullptr) return;
   const float momentum = static_cast<float>(n.momentum), rest = static_cast<float>(1.0 - n.momentum);
-  set_channel_value(running, channel, fmaf(momentum, value, __fmul_rn(rest, channel_value(running, channel, 0.f))));
+  set_channel_value(running, channel, fmaf(momentum, value, __fmul_rn(rest, before)));
 }
 
 __global__ void __launch_bounds__(kFinishThreads) finish_moments(const FinishArgs args) {
   __shared__ Moments of_warps[kFinishThreads / 32];
+  const BatchNormTrain& n = args.n;
+  const Before before = Before::of(n, min(channel_of(args), n.sizes.channels - 1));
   follow_predecessor();
   let_successor_start();
-  const BatchNormTrain& n = args.n;
   if (n.batches != nullptr && blockIdx.x == 0 && thread() == 0) ++*n.batches;
   const auto unite = [&](const Moments& first, auto parts) {
     return unite_moments(32, first.mean, [&](auto with) { parts([&](const Moments& m) { with(m.n, float2{m.mean, m.m2}); }); });
   };
   for_channels(args, reinterpret_cast<const Moments*>(n.workspace), of_warps, unite, [&](int64_t channel, const Moments& m) {
-    write_coefficients(n, channel, m.mean, __fdiv_rn(m.m2, args.elements));
-    average(n, n.running_mean, channel, m.mean);
-    average(n, n.running_var, channel, __fdiv_rn(m.m2, static_cast<float>(args.unbiased)));
+    write_coefficients(n, channel, before, m.mean, __fdiv_rn(m.m2, args.elements));
+    average(n, n.running_mean, channel, before.mean, m.mean);
+    average(n, n.running_var, channel, before.var, __fdiv_rn(m.m2, static_cast<float>(args.unbiased)));
   });
 }
 
@@ -72,7 +88,8 @@ __global__ void __launch_bounds__(kFinishThreads) take_running(const FinishArgs 
   const BatchNormTrain& n = args.n;
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * kFinishThreads + thread();
   if (channel >= n.sizes.channels) return;
-  write_coefficients(n, channel, channel_value(n.running_mean, channel, 0.f), channel_value(n.running_var, channel, 1.f));
+  const Before before = Before::of(n, channel);
+  write_coefficients(n, channel, before, before.mean, before.var);
 }
 
 __global__ void __launch_bounds__(kFinishThreads) finish_sums(const FinishArgs args) {

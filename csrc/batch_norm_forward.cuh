@@ -7,7 +7,8 @@
 namespace normswap {
 namespace {
 
-constexpr int kAtOnce = 4;  // vectors of a tensor that a thread has in flight
+template <class T>
+constexpr int kAtOnce = 16 / static_cast<int>(sizeof(T));  // vectors of a tensor that a thread has in flight
 
 // Mean and sum of squared differences of `count` values a column, by differences from a pivot, one of them.
 template <int V>
@@ -59,24 +60,26 @@ __global__ void __launch_bounds__(kBatchNormThreads, 4) batch_moments(const Batc
   __shared__ Handed<V> handed;
   const Vectors<V> vectors(args, blockIdx.x);
   ColumnMoments<V> moments{};
-  Pack<T, V> x[kAtOnce]{};
-  bool there[kAtOnce];
+  constexpr int many = kAtOnce<T>;
+  Pack<T, V> x[many]{};
+  bool there[many];
   const auto load_some = [&](int r) {
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
+    for (int k = 0; k < many; ++k) {
       int64_t at;
       there[k] = vectors.at(r + k * args.side, at);
       if (there[k]) x[k] = load<false, T, V>(args.n.x, at);
     }
   };
   load_some(vectors.first);
-  to_floats(there[0] ? x[0] : x[1], moments.pivot);  // one of the two is there, if any is
+  to_floats(x[0], moments.pivot);
+  if (!there[0]) to_floats(x[1], moments.pivot);  // one of the two is there, if any is
   for (int r = vectors.first;;) {
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
+    for (int k = 0; k < many; ++k) {
       if (there[k]) moments.add(x[k]);
     }
-    r += kAtOnce * args.side;
+    r += many * args.side;
     if (r >= vectors.end) break;
     load_some(r);
   }
@@ -125,38 +128,35 @@ __device__ inline void store_output(const BatchNormArgs& a, int64_t at, const fl
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(kBatchNormThreads, 3) batch_apply(const BatchNormArgs args) {
-  extern __shared__ __align__(16) float shared[];
+__global__ void __launch_bounds__(kBatchNormThreads, 4) batch_apply(const BatchNormArgs args) {
+  __shared__ float4 room[kMostOfStrip];
   const Vectors<V> vectors(args, gridDim.x - 1 - blockIdx.x);
-  const ColumnValues<V> of(vectors, shared);
-  Pack<T, V> x[kAtOnce]{}, residual[kAtOnce]{};
-  int64_t at[kAtOnce];
-  bool there[kAtOnce];
+  constexpr int many = kAtOnce<T>;
+  Pack<T, V> x[many]{}, residual[many]{};
   const auto load_some = [&](int r) {
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      there[k] = vectors.at(r + k * args.side, at[k]);
-      if (!there[k]) continue;
-      x[k] = load<true, T, V>(args.n.x, at[k]);
-      if (args.n.residual != nullptr) residual[k] = load<true, T, V>(args.n.residual, at[k]);
+    for (int k = 0; k < many; ++k) {
+      int64_t at;
+      if (!vectors.at(r + k * args.side, at)) continue;
+      x[k] = load<true, T, V>(args.n.x, at);
+      if (args.n.residual != nullptr) residual[k] = load<true, T, V>(args.n.residual, at);
     }
   };
   load_some(vectors.first);
   follow_predecessor();
-  of.fill_coefficients(vectors);
-  __syncthreads();
+  const ColumnCoefficients<V> of(vectors, room);
   for (int r = vectors.first; r < vectors.end;) {
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (!there[k]) continue;
+    for (int k = 0; k < many; ++k) {
+      int64_t at;
+      if (!vectors.at(r + k * args.side, at)) continue;
       float norm[V];
       to_floats(x[k], norm);
-      const Floats<V> mean = of.mean(), gain = of.gain(), bias = of.bias();
 #pragma unroll
-      for (int j = 0; j < V; ++j) norm[j] = fmaf(__fsub_rn(norm[j], mean.v[j]), gain.v[j], bias.v[j]);
-      store_output(args, at[k], norm, residual[k]);
+      for (int j = 0; j < V; ++j) norm[j] = fmaf(__fsub_rn(norm[j], of.mean[j]), of.gain[j], of.bias[j]);
+      store_output(args, at, norm, residual[k]);
     }
-    r += kAtOnce * args.side;
+    r += many * args.side;
     if (r < vectors.end) load_some(r);
   }
 }
@@ -164,17 +164,17 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_apply(const BatchN
 template <class T, int V>
 cudaError_t forward_by(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
   if (!a.n.frozen) {
-    if (const cudaError_t error = launch_pass<batch_moments<T, V>>(a, 0, false, stream); error != cudaSuccess) return error;
+    if (const cudaError_t error = launch_pass<batch_moments<T, V>>(a, false, stream); error != cudaSuccess) return error;
   }
   const cudaError_t error = finish_batch_norm(a.n, a.p, overlap && !a.n.frozen, stream);
-  return error == cudaSuccess ? launch_pass<batch_apply<T, V>>(a, 3, overlap, stream) : error;
+  return error == cudaSuccess ? launch_pass<batch_apply<T, V>>(a, overlap, stream) : error;
 }
 
 template <class T>
 cudaError_t batch_norm_forward_of(const BatchNormTrain& n, const BatchNormPlan& plan, bool overlap, cudaStream_t stream) {
   const BatchNormArgs args(n, plan);
   if (plan.vec == 1) return forward_by<T, 1>(args, overlap, stream);
-  return forward_by<T, 16 / static_cast<int>(sizeof(T))>(args, overlap, stream);
+  return forward_by<T, kBatchNormVec>(args, overlap, stream);
 }
 
 }  // namespace

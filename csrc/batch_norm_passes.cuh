@@ -30,6 +30,7 @@ template <int V>
 struct Vectors {
   const BatchNormArgs& a;
   int strip, piece, lane, row, first, end;
+  int64_t base;  // of its vector in row 0
   __device__ Vectors(const BatchNormArgs& args, unsigned item) : a(args) {
     piece = a.by_strips.quotient(static_cast<int>(item));
     strip = static_cast<int>(item) - piece * static_cast<int>(a.p.strips);
@@ -37,62 +38,70 @@ struct Vectors {
     lane = thread() - row * a.p.lanes;
     const int64_t begin = piece * a.p.piece_rows;
     end = static_cast<int>(min(begin + a.p.piece_rows, a.p.rows));
-    first = row < a.side ? static_cast<int>(begin) + row : end;
+    first = row < a.side && (last_strip() ? lane * V < a.p.last_width : true) ? static_cast<int>(begin) + row : end;
+    base = strip * a.strip_step + lane * V;
   }
   __device__ bool last_strip() const { return a.p.parts == 1 && strip == a.p.strips - 1; }
   __device__ int channels() const { return last_strip() ? a.p.last_group : a.p.group; }
   __device__ int64_t first_channel() const { return static_cast<int64_t>(strip) * a.p.group; }
   // Whether there is one in row r, and where it lies.
   __device__ bool at(int r, int64_t& offset) const {
+    if (a.p.parts == 1) {
+      offset = base + r * a.outer;
+      return r < end;
+    }
     const int sample = a.by_parts.quotient(r), part = r - sample * static_cast<int>(a.p.parts);
-    const bool last = a.p.parts > 1 ? part == a.p.parts - 1 : last_strip();
-    offset = sample * a.outer + strip * a.strip_step + static_cast<int64_t>(part) * a.p.width + lane * V;
-    return r < end && lane * V < (last ? a.p.last_width : a.p.width);
+    offset = base + sample * a.outer + static_cast<int64_t>(part) * a.p.width;
+    return r < end && (part < a.p.parts - 1 || lane * V < a.p.last_width);
+  }
+  // Calls of(j, get(channel)) for the V columns, where get reads from memory what a channel has: once a block where columns
+  // are channels, by way of `room`. The block calls.
+  template <class One, class Get, class Of>
+  __device__ void each_column(One (&room)[kMostOfStrip], Get get, Of of) const {
+    const int last = channels() - 1;
+    if (a.n.sizes.inner == 1) {
+      for (int i = thread(); i <= last; i += static_cast<int>(blockDim.x)) room[i] = get(first_channel() + i);
+      __syncthreads();
+#pragma unroll
+      for (int j = 0; j < V; ++j) of(j, room[min(lane * V + j, last)]);
+      return;
+    }
+    One one{};
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (j == 0 || a.p.values > 1) {
+        one = get(first_channel() + (a.p.parts > 1 ? 0 : min(a.by_inner.quotient(lane * V + j), last)));
+      }
+      of(j, one);
+    }
   }
 };
 
-// Values of the strip's columns in shared memory, an array after the other: mean, gain, bias and, in the backward, two more.
+// What the V columns of a thread have: see ChannelCoefficients.
 template <int V>
-struct ColumnValues {
-  float* arrays;
-  int across, mine;  // of one of them, and where the thread's V values lie
-  __device__ ColumnValues(const Vectors<V>& vectors, float* shared)
-      : arrays(shared), across(vectors.a.p.parts > 1 ? V : vectors.a.p.width),
-        mine(vectors.a.p.parts > 1 || vectors.row >= vectors.a.side ? 0 : vectors.lane * V) {}
-
-  // Calls put(column, channel) for every column. The block calls, and needs a barrier then.
-  template <class Put>
-  __device__ void fill(const Vectors<V>& vectors, Put put) const {
-    const int last = vectors.channels() - 1;
-    for (int i = thread(); i < across; i += static_cast<int>(blockDim.x)) {
-      const int inside = vectors.a.p.parts > 1 ? 0 : min(vectors.a.by_inner.quotient(i), last);
-      put(i, vectors.first_channel() + inside);
-    }
-  }
-  __device__ void fill_coefficients(const Vectors<V>& vectors) const {
-    fill(vectors, [&](int i, int64_t channel) {
-      const float4 of = __ldcg(reinterpret_cast<const float4*>(vectors.a.n.coefficients) + channel);
-      arrays[i] = of.x;
-      arrays[across + i] = of.y;
-      arrays[2 * across + i] = of.z;
+struct ColumnCoefficients {
+  float mean[V], gain[V], bias[V];
+  __device__ ColumnCoefficients(const Vectors<V>& vectors, float4 (&room)[kMostOfStrip]) {
+    const float4* from = reinterpret_cast<const float4*>(vectors.a.n.coefficients);
+    const auto get = [&](int64_t channel) { return __ldcg(from + channel); };
+    vectors.each_column(room, get, [&](int j, const float4& of) {
+      mean[j] = of.x;
+      gain[j] = of.y;
+      bias[j] = of.z;
     });
   }
-  __device__ void fill_pairs(const Vectors<V>& vectors, const float2* pairs) const {
-    fill(vectors, [&](int i, int64_t channel) {
-      const float2 of = __ldcg(pairs + channel);
-      arrays[3 * across + i] = of.x;
-      arrays[4 * across + i] = of.y;
-    });
-  }
-  __device__ Floats<V> of(int array) const { return *reinterpret_cast<const Floats<V>*>(arrays + array * across + mine); }
-  __device__ Floats<V> mean() const { return of(0); }
-  __device__ Floats<V> gain() const { return of(1); }
-  __device__ Floats<V> bias() const { return of(2); }
 };
 
 template <class T, int V>
 __device__ inline void to_floats(const Pack<T, V>& pack, float (&out)[V]) {
-  if constexpr (sizeof(pack) == 16) {
+  if constexpr (sizeof(pack) == 8) {
+    const uint2 words = pack.raw();
+    const uint4 both{words.x, words.y, 0u, 0u};
+    float all[8];
+    floats_of<T>(both, all);
+#pragma unroll
+    for (int j = 0; j < V; ++j) out[j] = all[j];
+  } else if constexpr (sizeof(pack) == 16) {
     floats_of<T>(pack.raw(), out);
   } else {
 #pragma unroll
@@ -104,8 +113,8 @@ __device__ inline void to_floats(const Pack<T, V>& pack, float (&out)[V]) {
 template <bool Last, class T, int V>
 __device__ inline Pack<T, V> load(const void* tensor, int64_t at) {
   const T* p = static_cast<const T*>(tensor) + at;
-  if constexpr (Last && sizeof(Pack<T, V>) == 16) {
-    return Pack<T, V>::of_raw(__ldcs(reinterpret_cast<const uint4*>(p)));
+  if constexpr (Last && sizeof(Pack<T, V>) >= 8) {
+    return Pack<T, V>::of_raw(__ldcs(reinterpret_cast<const typename Pack<T, V>::Raw*>(p)));
   } else {
     return Pack<T, V>::load(p);
   }
@@ -140,7 +149,7 @@ struct Handed {
   __device__ void for_each_channel(const Vectors<V>& of, Unite unite, Publish publish) const {
     const BatchNormArgs& a = of.a;
     const int run = 1 << a.p.log_run, channels = of.channels(), lane = thread() & (run - 1);
-    constexpr int log_vec = V == 8 ? 3 : V == 4 ? 2 : 0;
+    constexpr int log_vec = V == 4 ? 2 : 0;
     const int entries = a.p.across * a.side, log_values = a.p.values > 1 ? log_vec : 0;
     for (int first = 0; first < channels; first += static_cast<int>(blockDim.x) >> a.p.log_run) {
       if (first + ((thread() & ~31) >> a.p.log_run) >= channels) break;  // the warp has none
@@ -157,21 +166,23 @@ struct Handed {
   }
 };
 
-// Moments of what visit(with) shows a run of lanes, each of which holds the result; the warp calls. By differences from a
-// pivot, the mean of one of them.
+// Moments of what visit(with) shows a run of lanes, each of which holds the result; the warp calls. Means relative to a
+// pivot, one of them; then the squares about their mean.
 template <class Visit>
 __device__ inline Moments unite_moments(int lanes, float pivot, Visit visit) {
   float n = 0.f, sum = 0.f, squares = 0.f;
   visit([&](float count, float2 one) {
-    const float d = __fsub_rn(one.x, pivot), weighted = __fmul_rn(count, d);
     n = __fadd_rn(n, count);
-    sum = __fadd_rn(sum, weighted);
-    squares = __fadd_rn(squares, fmaf(weighted, d, one.y));
+    sum = fmaf(count, __fsub_rn(one.x, pivot), sum);
   });
   n = run_sum(n, lanes);
   sum = run_sum(sum, lanes);
-  const float shift = n > 0.f ? __fdiv_rn(sum, n) : 0.f, m2 = fmaf(-shift, sum, run_sum(squares, lanes));
-  return {__fadd_rn(pivot, shift), m2 < 0.f ? 0.f : m2, n};  // NaN stays
+  const float shift = n > 0.f ? __fdiv_rn(sum, n) : 0.f;
+  visit([&](float count, float2 one) {
+    const float d = __fsub_rn(__fsub_rn(one.x, pivot), shift);
+    squares = __fadd_rn(squares, fmaf(__fmul_rn(count, d), d, one.y));
+  });
+  return {__fadd_rn(pivot, shift), run_sum(squares, lanes), n};
 }
 
 // Plain sums of the same.
@@ -182,10 +193,9 @@ __device__ inline float2 unite_pairs(int lanes, Visit visit) {
   return {run_sum(sums.x, lanes), run_sum(sums.y, lanes)};
 }
 
-// With shared memory for `arrays` values a column.
 template <auto kernel>
-cudaError_t launch_pass(const BatchNormArgs& a, int arrays, bool overlap, cudaStream_t stream) {
-  return launch_block<kernel>(a, {grid_of(a.p.items), a.p.threads, column_bytes(a.p, arrays), 1, overlap}, stream);
+cudaError_t launch_pass(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
+  return launch_block<kernel>(a, {grid_of(a.p.items), a.p.threads, 0, 1, overlap}, stream);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ struct BatchNormSizes {
 };
 
 struct BatchNormPlan {
-  int vec;              // columns of 16 bytes, or 1
+  int vec;              // columns of a vector: kBatchNormVec, or 1
   int lanes, side;      // vectors of a strip's row; rows that a block has side by side
   int threads;          // of a block
   int values;           // statistics a thread hands on: vec where a vector may be of several channels, else 1
@@ -34,9 +34,11 @@ struct BatchNormPlan {
 };
 
 constexpr int kBatchNormThreads = 256;
-constexpr int kStripLanes = 16;            // by choice: 256 bytes of a row
+constexpr int kBatchNormVec = 4;           // more would not leave room for what a column needs in registers
+constexpr int64_t kStripOf = 256;          // bytes of a row, by choice ...
+constexpr int kMostOfStrip = 128;          // ... and so many columns, at most, where each is a channel
 constexpr int64_t kBatchNormItems = 1584;  // pieces, about: twelve for each of 132 multiprocessors
-constexpr int64_t kLeastRows = 4;          // of a thread
+constexpr int64_t kLeastRows = 8;          // of a thread
 
 inline int64_t divisor_of_both(int64_t a, int64_t b) { return b == 0 ? a : divisor_of_both(b, a % b); }
 
@@ -44,7 +46,8 @@ inline int64_t divisor_of_both(int64_t a, int64_t b) { return b == 0 ? a : divis
 inline bool cut_into_strips(const BatchNormSizes& s, int vec, BatchNormPlan* p) {
   const int64_t unit = s.inner / divisor_of_both(s.inner, vec);  // the fewest vectors that are whole channels
   if (unit > kBatchNormThreads) return false;
-  const int64_t all = s.channels * s.inner / vec, wanted = unit > kStripLanes ? unit : kStripLanes / unit * unit;
+  const int64_t chosen = kStripOf / (vec * s.itemsize), lanes = chosen < kMostOfStrip ? chosen : kMostOfStrip;
+  const int64_t all = s.channels * s.inner / vec, wanted = unit > lanes ? unit : lanes / unit * unit;
   p->vec = vec;
   p->lanes = static_cast<int>(wanted < all ? wanted : all);
   p->width = p->lanes * vec;
@@ -74,8 +77,7 @@ inline void cut_lines(const BatchNormSizes& s, int vec, BatchNormPlan* p) {
 // Returns false where there are too many rows or columns.
 inline bool make_batch_norm_plan(const BatchNormSizes& s, BatchNormPlan* plan) {
   BatchNormPlan p{};
-  const int full = 16 / s.itemsize;
-  const int vec = s.channels * s.inner % full == 0 ? full : 1;
+  const int vec = s.channels * s.inner % kBatchNormVec == 0 ? kBatchNormVec : 1;
   if (!cut_into_strips(s, vec, &p)) {
     const int within = s.inner % vec == 0 ? vec : 1;
     if (within == vec || !cut_into_strips(s, within, &p)) cut_lines(s, within, &p);
@@ -93,9 +95,6 @@ inline bool make_batch_norm_plan(const BatchNormSizes& s, BatchNormPlan* plan) {
   *plan = p;
   return p.rows < (int64_t{1} << 30) && p.items < (int64_t{1} << 31) && s.channels < (int64_t{1} << 30);
 }
-
-// Bytes of shared memory for `arrays` values of each column of a strip, or of the only channel's vectors.
-inline int column_bytes(const BatchNormPlan& p, int arrays) { return arrays * 4 * (p.parts > 1 ? p.vec : p.width); }
 
 // Floats of scratch memory: forward three a piece of a channel, backward two, and two a channel.
 inline int64_t batch_norm_workspace(const BatchNormPlan& p, const BatchNormSizes& s) {

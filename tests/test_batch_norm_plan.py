@@ -7,7 +7,7 @@ import torch
 
 from normswap import launch_plans
 
-THREADS, ITEMS = 256, 2048
+THREADS, ITEMS = 256, 1584
 SMALL = (
     *(
         (1, 4, 1),
