@@ -45,6 +45,7 @@ def test_every_element_is_some_threads_and_every_channel_is_united(sizes: tuple[
         assert begin < end
         last_strip = parts == 1 and strip == p["strips"] - 1
         many = p["last_group"] if last_strip else p["group"]
+        assert strip * p["group"] + many <= channels
         values = {}  # of the channel that a value handed on is taken for, by (row, index)
         for channel in range(many):
             for row in range(p["side"]):
@@ -60,7 +61,7 @@ def test_every_element_is_some_threads_and_every_channel_is_united(sizes: tuple[
                     first = (
                         sample * columns + strip * (inner if parts > 1 else p["width"]) + part * p["width"] + lane * vec
                     )
-                    assert first % vec == 0
+                    assert first % vec == 0 and first + vec <= samples * columns
                     seen[first : first + vec] += 1
                     of = [(first + j) % columns // inner for j in range(vec)]
                     handed = range(lane * vec, (lane + 1) * vec) if p["values"] > 1 else [lane] * vec
