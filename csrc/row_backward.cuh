@@ -29,19 +29,16 @@ struct SumsExchange {
 
   // All threads call; then a barrier of the block.
   __device__ void open() const {
-    const bool clustered = args.p.blocks_a_row > 1;
-    if (threadIdx.x < kSumsInFlight) {
-      for (int i = 0; i < args.p.teams; ++i) {
-        Barrier& barrier = shared.barriers[i][threadIdx.x];
-        barrier.init(clustered ? 1 : args.p.block_chunks);
-        if (clustered) barrier.arrive_expecting(bytes());
-      }
+    const bool clustered = args.p.blocks_a_row > 1, mine = threadIdx.x < kSumsInFlight;
+    for (int i = 0; mine && i < args.p.teams; ++i) {
+      shared.barriers[i][threadIdx.x].init(clustered ? 1 : args.p.block_chunks);
     }
     __syncwarp();
-    if (clustered) {
-      cluster_arrive_with_inboxes();
-      cluster_wait();
-    }
+    if (!clustered) return;
+    if (mine) shared.barriers[0][threadIdx.x].arrive_expecting(bytes());  // a team alone
+    __syncwarp();
+    cluster_arrive_with_inboxes();
+    cluster_wait();
   }
   // All lanes hold the sums of this warp's chunk.
   __device__ void send(int turn, float2 sums) const {
