@@ -74,7 +74,7 @@ void run_lines(GroupBackward n, const Elements& e, Regime regime) {
 
 void run_channels_last(GroupBackward n, const Elements& e) {
   GroupColumnsPlan plan;
-  if (make_group_columns_plan(n.sizes, &plan)) {
+  if (make_group_columns_plan(n.sizes, gpu_of(e.input.get_device_index()), &plan)) {
     e.put_into(n);
     const Tensor workspace = scratch(e.input, group_columns_workspace(plan, n.sizes));
     n.workspace = workspace.mutable_data_ptr();

@@ -3,7 +3,7 @@
 // y = act(z), z = (x - mean) gain + bias (+ residual), gain = weight rstd, all rounded where the forward rounds. With
 // g = dy act'(z) and over the D elements of a group of a sample
 //   a = sum(g gain) / D,  b = sum(g gain (x - mean)) rstd^2 / D
-//   dx = g gain - (x - mean) b - a,  dresidual = g,  dbias = sum(g),  dweight = sum(g (x - mean)) rstd
+//   dx = g gain - x b + (mean b - a),  dresidual = g,  dbias = sum(g),  dweight = sum(g (x - mean)) rstd
 // the last two over the elements of a channel in all samples.
 #pragma once
 
@@ -101,12 +101,13 @@ __device__ inline void through_activation(const GroupBackward& n, int64_t at, co
 
 // What a group's elements need of its sums.
 struct GroupValues {
-  float a, b;
+  float of_x, constant;
   // sums: of g gain, of g gain (x - mean).
-  __device__ static GroupValues of(float2 sums, float rstd, float reciprocal) {
-    return {__fmul_rn(sums.x, reciprocal), __fmul_rn(rstd, __fmul_rn(rstd, __fmul_rn(sums.y, reciprocal)))};
+  __device__ static GroupValues of(float2 sums, float mean, float rstd, float reciprocal) {
+    const float b = __fmul_rn(rstd, __fmul_rn(rstd, __fmul_rn(sums.y, reciprocal)));
+    return {-b, fmaf(mean, b, -__fmul_rn(sums.x, reciprocal))};
   }
-  __device__ float gradient(float g, float d, float gain) const { return fmaf(g, gain, -fmaf(d, b, a)); }
+  __device__ float gradient(float g, float x, float gain) const { return fmaf(g, gain, fmaf(x, of_x, constant)); }
 };
 
 // Sums over runs of `lanes` lanes, a power of two; each holds them. The warp calls.
@@ -163,28 +164,38 @@ __device__ inline void wait_until_ready(const unsigned* flag) {
   __syncthreads();
 }
 
-__device__ inline int take_ticket(unsigned* next) {
-  __shared__ unsigned ticket;
-  if (threadIdx.x == 0) ticket = atomicAdd(next, 1u);
-  __syncthreads();
-  return static_cast<int>(ticket);
-}
+// A block's tickets, one after the other; the next is asked for early, since it takes its time. A block that waits for
+// what belongs to tickets before its own waits for no other, whichever it has taken ahead.
+class Tickets {
+ public:
+  __device__ Tickets(unsigned* next, int* shared) : next_(next), shared_(shared) { ask(); }
+  __device__ void ask() {
+    if (threadIdx.x == 0) asked_ = atomicAdd(next_, 1u);
+  }
+  // What was asked for last. The block calls; a barrier follows before it asks again.
+  __device__ int hear() const {
+    if (threadIdx.x == 0) *shared_ = static_cast<int>(asked_);
+    __syncthreads();
+    return *shared_;
+  }
 
-// Work number `ticket`: the sums of piece `piece` of set `set` (a group, a slab), or its gradients, which follow `lag` sets
-// behind.
+ private:
+  unsigned* next_;
+  int* shared_;
+  unsigned asked_ = 0;
+};
+
+// Work number `ticket`: the sums of piece `piece` of set `set` (a group, a slab), or its gradients, which follow `lag`
+// pieces behind: at least as many as a set has.
 struct Turn {
   bool gradients;
   int set, piece;
   __device__ static Turn of(int ticket, int sets, int pieces, int lag) {
-    const int before = lag * pieces, paired = (sets - lag) * pieces * 2;
-    if (ticket < before) return {false, ticket / pieces, ticket % pieces};
-    if (ticket < before + paired) {
-      const int item = (ticket - before) / 2, step = item / pieces;
-      const bool second = (ticket - before) % 2 != 0;
-      return {second, second ? step : step + lag, item - step * pieces};
-    }
-    const int item = ticket - before - paired;
-    return {true, sets - lag + item / pieces, item % pieces};
+    const int all = sets * pieces, paired = ticket - lag, second = paired >= 2 * (all - lag) ? 2 : paired % 2;
+    if (paired < 0) return {false, ticket / pieces, ticket % pieces};
+    const bool gradients = second != 0;
+    const int item = second == 2 ? ticket - all : gradients ? paired / 2 : paired / 2 + lag;
+    return {gradients, item / pieces, item % pieces};
   }
 };
 

@@ -10,13 +10,13 @@ namespace {
 struct ColumnsArgs {
   GroupBackward n;
   GroupColumnsPlan p;
-  int group_width, pieces, bunches, slabs, lag;
+  int group_width, pieces, bunches, slabs, lag, tickets;
   bool gradients;      // of x or the residual; else those of weight and bias alone
   float reciprocal;    // of the elements of a group
   float2* line_sums;   // (batch, channels); null: not wanted
   float2* piece_sums;  // (slabs, pieces, width)
   float2* bunch_sums;  // (slabs, bunches, width)
-  float2* values;      // (batch, num_groups): a and b
+  float2* values;      // (batch, num_groups): GroupValues
   unsigned* ticket;
   unsigned* arrived;        // (slabs, bunches)
   unsigned* bunch_arrived;  // (slabs)
@@ -27,9 +27,10 @@ struct ColumnsArgs {
 struct SlabPiece {
   int slab, piece, channel, width;  // its first channel, and how many
   int64_t sample;
-  __device__ SlabPiece(const ColumnsArgs& a, int of_slab, int of_piece) : slab(of_slab), piece(of_piece) {
-    sample = slab / a.p.strips;
-    channel = static_cast<int>(slab - sample * a.p.strips) * a.p.width;
+  __device__ SlabPiece(const ColumnsArgs& a, const Turn& turn) : slab(turn.set), piece(turn.piece) {
+    const int strips = static_cast<int>(a.p.strips), row = slab / strips;
+    sample = row;
+    channel = (slab - row * strips) * a.p.width;
     width = min(a.p.width, static_cast<int>(a.n.sizes.channels) - channel);
   }
   __device__ int64_t group(const ColumnsArgs& a, int c) const {
@@ -39,16 +40,16 @@ struct SlabPiece {
 
 // What a block has in shared memory, a value a channel of the strip, and room to unite its rows' sums.
 struct ColumnsShared {
-  float *mean, *gain, *bias, *a, *b;
+  float *mean, *gain, *bias, *of_x, *constant;
   float2* sums;  // (side, width)
   __device__ ColumnsShared(const ColumnsArgs& args, float* shared) {
     const int width = (args.p.width + 3) / 4 * 4;  // so that all start at vectors
     mean = shared;
     gain = mean + width;
     bias = gain + width;
-    a = bias + width;
-    b = a + width;
-    sums = reinterpret_cast<float2*>(b + width);
+    of_x = bias + width;
+    constant = of_x + width;
+    sums = reinterpret_cast<float2*>(constant + width);
   }
 };
 
@@ -67,14 +68,15 @@ struct ColumnVectors {
     lane = static_cast<int>(threadIdx.x) - row * a.p.lanes;
     step = a.p.side * a.n.sizes.channels;
   }
-  // Starts with the first ones.
-  template <bool Last>
+  // Starts with the first ones. Again: after for_each, with those of the same piece.
+  template <bool Last, bool Again>
   __device__ void begin(const SlabPiece& of) {
     const int64_t first = static_cast<int64_t>(of.piece) * a.p.piece_rows + row, channels = a.n.sizes.channels;
     const int64_t rows = min(a.n.sizes.spatial - first, static_cast<int64_t>(a.p.piece_rows - row));
     const bool works = row < a.p.side && lane * V < of.width && rows > 0;
     left = works ? static_cast<int>((rows + a.p.side - 1) / a.p.side) : 0;
     at = (of.sample * a.n.sizes.spatial + first) * channels + of.channel + lane * V;
+    if (Again && left <= Each) return;  // none was overwritten
 #pragma unroll
     for (int k = 0; k < Each; ++k) {
       if (k < left) load<Last>(k, at + k * step);
@@ -85,46 +87,65 @@ struct ColumnVectors {
     x[k] = Raw<T, V>::template load<Last>(static_cast<const T*>(a.n.x) + from);
     dy[k] = Raw<D, V>::template load<Last>(static_cast<const D*>(a.n.dy) + from);
   }
-  // with(d, g, gain, where it lies) for every vector.
+  // with(x, dy, where it lies) for every vector.
   template <bool Last, class With>
-  __device__ void for_each(const ColumnsShared& shared, With with) {
-    const auto of_channels = [&](const float* values, float (&out)[V]) {
-      const Floats<V> some = *reinterpret_cast<const Floats<V>*>(values + lane * V);
-#pragma unroll
-      for (int j = 0; j < V; ++j) out[j] = some.v[j];
-    };
+  __device__ void for_each(With with) {
 #pragma unroll 1
     for (; left > 0; left -= Each) {
 #pragma unroll
       for (int k = 0; k < Each; ++k) {
         if (k >= left) break;
-        float d[V], g[V], mean[V], gain[V], bias[V];
-        x[k].floats(d);
+        float values[V], g[V];
+        x[k].floats(values);
         dy[k].floats(g);
         if (k + Each < left) load<Last>(k, at + Each * step);
-        of_channels(shared.mean, mean);
-        of_channels(shared.gain, gain);
-        of_channels(shared.bias, bias);
-#pragma unroll
-        for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], mean[j]);
-        through_activation<D>(a.n, at, d, gain, bias, g);
-        with(d, g, gain, at);
+        with(values, g, at);
         at += step;
       }
     }
   }
+  // Of the thread's channels.
+  __device__ void values_of(const float* channels, float (&out)[V]) const {
+    const Floats<V> some = *reinterpret_cast<const Floats<V>*>(channels + lane * V);
+#pragma unroll
+    for (int j = 0; j < V; ++j) out[j] = some.v[j];
+  }
 };
 
-// The sums of a strip's channels in a piece, into the first row of shared.sums. The block calls; a barrier follows.
-template <class T, class D, int V>
+// What leads from dy to g, in registers. Active: there is an activation.
+template <class D, int V, bool Active>
+struct ColumnSlopes {
+  float mean[V], gain[V], bias[V];
+  template <class Vectors>
+  __device__ ColumnSlopes(const Vectors& vectors, const ColumnsShared& shared) {
+    vectors.values_of(shared.mean, mean);
+    vectors.values_of(shared.gain, gain);
+    if constexpr (Active) vectors.values_of(shared.bias, bias);
+  }
+  // dy at first.
+  __device__ void apply(const GroupBackward& n, int64_t at, const float (&x)[V], float (&g)[V]) const {
+    if constexpr (Active) {
+      float d[V];
+#pragma unroll
+      for (int j = 0; j < V; ++j) d[j] = __fsub_rn(x[j], mean[j]);
+      through_activation<D>(n, at, d, gain, bias, g);
+    }
+  }
+};
+
+// The sums of a strip's channels in a piece, into the first row of shared.sums. The block calls. after(): once the vectors
+// are done with.
+template <bool Active, class T, class D, int V, class After>
 __device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared,
-                                  ColumnVectors<T, D, V>& vectors) {
+                                  ColumnVectors<T, D, V>& vectors, After after) {
   float sums[V] = {}, products[V] = {};
-  vectors.template for_each<false>(shared, [&](const float (&d)[V], const float (&g)[V], const float (&)[V], int64_t) {
+  const ColumnSlopes<D, V, Active> slopes(vectors, shared);
+  vectors.template for_each<false>([&](const float (&x)[V], float (&g)[V], int64_t at) {
+    slopes.apply(a.n, at, x, g);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       sums[j] = __fadd_rn(sums[j], g[j]);
-      products[j] = fmaf(g[j], d[j], products[j]);
+      products[j] = fmaf(g[j], __fsub_rn(x[j], slopes.mean[j]), products[j]);
     }
   });
   const bool mine = vectors.row < a.p.side && vectors.lane * V < of.width;
@@ -133,6 +154,7 @@ __device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, con
 #pragma unroll
     for (int j = 0; j < V; ++j) to[j] = {sums[j], products[j]};
   }
+  after();
   for (int half = a.p.half_side; half > 0; half /= 2) {
     __syncthreads();
     if (!mine || vectors.row >= half || vectors.row + half >= a.p.side) continue;
@@ -140,6 +162,23 @@ __device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, con
     for (int j = 0; j < V; ++j) to[j] = plus(to[j], to[half * a.p.width + j]);
   }
   __syncthreads();
+}
+
+// The gradients of a piece.
+template <bool Active, class T, class D, int V>
+__device__ inline void piece_gradients(const ColumnsArgs& a, const ColumnsShared& shared, ColumnVectors<T, D, V>& vectors) {
+  const ColumnSlopes<D, V, Active> slopes(vectors, shared);
+  float of_x[V], constant[V];
+  vectors.values_of(shared.of_x, of_x);
+  vectors.values_of(shared.constant, constant);
+  vectors.template for_each<true>([&](const float (&x)[V], float (&g)[V], int64_t at) {
+    slopes.apply(a.n, at, x, g);
+    if (a.n.dresidual != nullptr) Raw<D, V>::template store<true>(static_cast<D*>(a.n.dresidual) + at, g);
+    if (a.n.dx == nullptr) return;
+#pragma unroll
+    for (int j = 0; j < V; ++j) g[j] = GroupValues{of_x[j], constant[j]}.gradient(g[j], x[j], slopes.gain[j]);
+    Raw<T, V>::template store<true>(static_cast<T*>(a.n.dx) + at, g);
+  });
 }
 
 // The sums over `count` (count <= kBunch or not) rows of `from`, a channel of the strip each thread, into shared.sums.
@@ -196,63 +235,86 @@ __device__ inline void finish_slab(const ColumnsArgs& a, const SlabPiece& of, co
     });
     if (threadIdx.x % 32 == 0) {
       const int64_t group = of.group(a, first);
-      const GroupValues values = GroupValues::of(sums, a.n.rstd[group], a.reciprocal);
-      a.values[group] = {values.a, values.b};
+      const GroupValues values = GroupValues::of(sums, a.n.mean[group], a.n.rstd[group], a.reciprocal);
+      a.values[group] = {values.of_x, values.constant};
       __threadfence();
     }
   }
   __syncthreads();
 }
 
-template <class T, class D, int V>
-__global__ void __launch_bounds__(kPassingThreads, 3) group_columns(const ColumnsArgs args) {
+// Active: with an activation.
+template <class T, class D, int V, bool Active>
+__global__ void __launch_bounds__(kPassingThreads, kPassingBlocks) group_columns(const ColumnsArgs args) {
   extern __shared__ __align__(16) char memory[];
+  __shared__ int heard;
   const ColumnsShared shared(args, reinterpret_cast<float*>(memory));
-  const bool at_once = args.pieces == 1, with_gradients = args.gradients;
-  const int ticket = take_ticket(args.ticket);
-  const Turn turn = with_gradients && !at_once ? Turn::of(ticket, args.slabs, args.pieces, args.lag)
-                                               : Turn{false, ticket / args.pieces, ticket % args.pieces};
-  const SlabPiece of(args, turn.set, turn.piece);
+  const bool at_once = args.pieces == 1;
   ColumnVectors<T, D, V> vectors(args);
-  if (turn.gradients) {
-    vectors.template begin<true>(of);
-  } else {
-    vectors.template begin<false>(of);
-  }
-  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
-    const LineValues line = line_values(args.n, of.group(args, c), of.channel + c);
-    shared.mean[c] = line.mean;
-    shared.gain[c] = line.gain;
-    shared.bias[c] = line.bias;
-  }
-  __syncthreads();
-  if (!turn.gradients) {
-    piece_sums(args, of, shared, vectors);
-    if (!unite_slab(args, of, shared)) return;
+  const auto turn_of = [&](int ticket) {
+    return args.gradients && !at_once ? Turn::of(ticket, args.slabs, args.pieces, args.lag)
+                                      : Turn{false, ticket / args.pieces, ticket % args.pieces};
+  };
+  // Starts with the vectors of a turn.
+  const auto begin = [&](int ticket) {
+    if (ticket >= args.tickets) return;
+    const Turn turn = turn_of(ticket);
+    if (turn.gradients) {
+      vectors.template begin<true, false>(SlabPiece(args, turn));
+    } else {
+      vectors.template begin<false, false>(SlabPiece(args, turn));
+    }
+  };
+  Tickets tickets(args.ticket, &heard);
+  int ticket = tickets.hear();
+  begin(ticket);
+  while (ticket < args.tickets) {
+    const Turn turn = turn_of(ticket);
+    const SlabPiece of(args, turn);
+    const auto load_values = [&] {
+      for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+        const float2 values = __ldcg(args.values + of.group(args, c));
+        shared.of_x[c] = values.x;
+        shared.constant[c] = values.y;
+      }
+      __syncthreads();
+    };
+    const auto go_on = [&] {
+      ticket = tickets.hear();
+      begin(ticket);
+    };
+    __syncthreads();
+    tickets.ask();
+    for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+      const LineValues line = line_values(args.n, of.group(args, c), of.channel + c);
+      shared.mean[c] = line.mean;
+      shared.gain[c] = line.gain;
+      shared.bias[c] = line.bias;
+    }
+    if (turn.gradients) {
+      wait_until_ready(args.ready + of.slab);
+      load_values();
+      piece_gradients<Active>(args, shared, vectors);
+      go_on();
+      continue;
+    }
+    __syncthreads();
+    const bool gradients_now = at_once && args.gradients;
+    piece_sums<Active>(args, of, shared, vectors, [&] {
+      if (!gradients_now) go_on();
+    });
+    if (!unite_slab(args, of, shared)) continue;
     finish_slab(args, of, shared);
-    if (!with_gradients) return;
+    if (!args.gradients) continue;
     if (!at_once) {
       if (threadIdx.x == 0) set_ready(args.ready + of.slab);
-      return;
+      continue;
     }
-    vectors.template begin<true>(of);
-  } else {
-    wait_until_ready(args.ready + of.slab);
+    vectors.template begin<true, true>(of);
+    load_values();
+    piece_gradients<Active>(args, shared, vectors);
+    go_on();
   }
-  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
-    const float2 values = __ldcg(args.values + of.group(args, c));
-    shared.a[c] = values.x;
-    shared.b[c] = values.y;
-  }
-  __syncthreads();
-  const float *a = shared.a + vectors.lane * V, *b = shared.b + vectors.lane * V;
-  vectors.template for_each<true>(shared, [&](const float (&d)[V], float (&g)[V], const float (&gain)[V], int64_t at) {
-    if (args.n.dresidual != nullptr) Raw<D, V>::template store<true>(static_cast<D*>(args.n.dresidual) + at, g);
-    if (args.n.dx == nullptr) return;
-#pragma unroll
-    for (int j = 0; j < V; ++j) g[j] = GroupValues{a[j], b[j]}.gradient(g[j], d[j], gain[j]);
-    Raw<T, V>::template store<true>(static_cast<T*>(args.n.dx) + at, g);
-  });
 }
 
 // --- launch --------------------------------------------------------------------------------------------------------
@@ -268,6 +330,7 @@ inline ColumnsArgs columns_args(const GroupBackward& n, const GroupColumnsPlan& 
   a.slabs = static_cast<int>(p.slabs);
   a.lag = static_cast<int>(p.lag);
   a.gradients = n.dx != nullptr || n.dresidual != nullptr;
+  a.tickets = a.slabs * a.pieces * (a.gradients && a.pieces > 1 ? 2 : 1);
   a.reciprocal = 1.f / static_cast<float>(s.spatial * a.group_width);
   a.values = static_cast<float2*>(n.workspace);
   float2* room = a.values + s.batch * s.num_groups;
@@ -289,9 +352,10 @@ cudaError_t launch_columns_backward(const ColumnsArgs& a, bool overlap, cudaStre
   const int64_t flags = 1 + a.p.slabs * (a.p.bunches + 2);
   const cudaError_t error = cudaMemsetAsync(a.ticket, 0, flags * sizeof(unsigned), stream);
   if (error != cudaSuccess) return error;
-  const int64_t turns = a.gradients && a.pieces > 1 ? 2 : 1;
-  const LaunchShape shape{grid_of(turns * a.p.slabs * a.p.pieces), kPassingThreads, a.p.shared, 1, false};
-  return launch_block<group_columns<T, D, V>>(a, shape, stream);
+  const LaunchShape shape{grid_of(a.tickets < a.p.blocks ? a.tickets : a.p.blocks), kPassingThreads, a.p.shared, 1, false};
+  const bool active = V == 1 || a.n.activation.code != Activation::none;
+  return active ? launch_block<group_columns<T, D, V, true>>(a, shape, stream)
+                : launch_block<group_columns<T, D, V, V == 1>>(a, shape, stream);
 }
 
 template <class T, class D>

@@ -10,12 +10,12 @@ namespace {
 
 struct LinesArgs {
   GroupBackward n;
-  int vectors, lanes, units, piece_lines, piece_units;
+  int vectors, lanes, each, units, piece_lines, piece_units;
   int line_pieces, group_pieces, group_lines;
   int groups, channels;
   int block_pieces, block_lines, cluster;
   int64_t block_elements;
-  int lag;
+  int lag, tickets;
   bool gradients;  // of x or the residual; else those of weight and bias alone
   float reciprocal;  // of the elements of a group
   float2* line_sums;   // (batch, channels, line_pieces); null: not wanted
@@ -41,74 +41,134 @@ struct PieceOfLines {
     return {line, 1, unit, min(a.piece_units, a.units - unit)};
   }
   // Of its first element, in the group.
-  template <int V, int Each>
+  template <int V>
   __device__ int64_t offset(const LinesArgs& a) const {
-    return static_cast<int64_t>(line) * a.n.sizes.spatial + static_cast<int64_t>(unit) * (a.lanes * Each * V);
+    return static_cast<int64_t>(line) * a.n.sizes.spatial + static_cast<int64_t>(unit) * (a.lanes * a.each * V);
   }
 };
 
 // A run of lanes' share of a piece; lines that are not there have no vectors.
-template <int V, int Each>
 struct Unit {
-  int line;           // of the group
-  int first, vectors;  // of this lane, in the line: first, first + lanes, ... before vectors
-  __device__ static Unit of(const LinesArgs& a, const PieceOfLines& piece, int index) {
+  int line;        // of the group
+  int first, end;  // this lane's vectors of the line: first, first + lanes, ... before end
+  __device__ static Unit of(const LinesArgs& a, const PieceOfLines& piece, int index, bool wanted) {
     const int line = index / a.piece_units, unit = index - line * a.piece_units;
-    const bool there = line < piece.lines && unit < piece.units;
-    const int lane = static_cast<int>(threadIdx.x) & (a.lanes - 1);
-    return {piece.line + min(line, piece.lines - 1), (piece.unit + unit) * a.lanes * Each + lane, there ? a.vectors : 0};
+    const bool there = wanted && line < piece.lines && unit < piece.units;
+    const int lane = static_cast<int>(threadIdx.x) & (a.lanes - 1), begin = (piece.unit + unit) * a.lanes * a.each;
+    return {piece.line + min(line, piece.lines - 1), begin + lane, there ? min(begin + a.lanes * a.each, a.vectors) : 0};
+  }
+  // with(x, dy, where it lies) for every vector, of which `source` takes Each at a time; the first lies at `at`.
+  template <class Source, class With>
+  __device__ void for_each(const LinesArgs& a, int64_t at, Source& source, With with) const {
+    constexpr int V = Source::V, Each = Source::Each;
+    const int step = a.lanes * V;
+#pragma unroll 1
+    for (int v = first; v < end; v += Each * a.lanes) {
+#pragma unroll
+      for (int k = 0; k < Each; ++k) {
+        if (v + k * a.lanes >= end) break;
+        float x[V], g[V];
+        source.take(k, step, v + (k + Each) * a.lanes < end, x, g);
+        with(x, g, at);
+        at += step;
+      }
+    }
   }
 };
 
-// Sums of g and of g (x - mean) of this lane's vectors of a unit, of which x(k) and dy(k) are the k-th; the first lies at
-// `at` in the tensor.
-template <class D, int V, int Each, class X, class Dy>
-__device__ inline float2 unit_sums(const LinesArgs& a, const Unit<V, Each>& unit, const LineValues& line, int64_t at, X x,
-                                   Dy dy) {
-  float sum = 0.f, product = 0.f, gain[V], bias[V];
+// Vectors of a unit that lie in shared memory.
+template <class T, class D, int V_>
+struct StagedVectors {
+  static constexpr int V = V_, Each = kVectorsAtOnce<V, sizeof(T) == sizeof(D)>;
+  const T* x;
+  const D* dy;
+  __device__ void take(int, int step, bool, float (&to_x)[V], float (&to_dy)[V]) {
+    Raw<T, V>::load(x).floats(to_x);
+    Raw<D, V>::load(dy).floats(to_dy);
+    x += step;
+    dy += step;
+  }
+};
+
+// The same that lie elsewhere: those to come are on their way.
+template <class T, class D, int V>
+struct LoadedVectors {
+  static constexpr int Each = kVectorsAtOnce<V, sizeof(T) == sizeof(D)>;
+  const T* x;
+  const D* dy;
+  Raw<T, V> xs[Each];
+  Raw<D, V> dys[Each];
+
+  // Starts with the first ones. Last: see Raw.
+  template <bool Last>
+  __device__ void begin(const LinesArgs& a, const Unit& unit, int64_t at) {
+    x = static_cast<const T*>(a.n.x) + at;
+    dy = static_cast<const D*>(a.n.dy) + at;
 #pragma unroll
-  for (int j = 0; j < V; ++j) gain[j] = line.gain, bias[j] = line.bias;
+    for (int k = 0; k < Each; ++k) {
+      if (unit.first + k * a.lanes < unit.end) load<Last>(k, k * a.lanes * V);
+    }
+  }
+  template <bool Last>
+  __device__ void load(int k, int ahead) {
+    xs[k] = Raw<T, V>::template load<Last>(x + ahead);
+    dys[k] = Raw<D, V>::template load<Last>(dy + ahead);
+  }
+};
+
+template <class T, class D, int V_, bool Last>
+struct FromLoaded {
+  static constexpr int V = V_, Each = LoadedVectors<T, D, V>::Each;
+  LoadedVectors<T, D, V>& of;
+  __device__ void take(int k, int step, bool more, float (&to_x)[V], float (&to_dy)[V]) {
+    of.xs[k].floats(to_x);
+    of.dys[k].floats(to_dy);
+    if (more) of.template load<Last>(k, Each * step);
+    of.x += step;
+    of.dy += step;
+  }
+};
+
+template <class D, int V>
+__device__ inline void through_activation(const LinesArgs& a, const LineValues& line, int64_t at, const float (&x)[V],
+                                          float (&g)[V]) {
+  if (a.n.activation.code == Activation::none) return;
+  float d[V], gain[V], bias[V];
 #pragma unroll
-  for (int k = 0; k < Each; ++k) {
-    if (unit.first + k * a.lanes >= unit.vectors) break;
-    float d[V], g[V];
-    x(k).floats(d);
-    dy(k).floats(g);
-#pragma unroll
-    for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], line.mean);
-    through_activation<D>(a.n, at + static_cast<int64_t>(k) * a.lanes * V, d, gain, bias, g);
+  for (int j = 0; j < V; ++j) d[j] = __fsub_rn(x[j], line.mean), gain[j] = line.gain, bias[j] = line.bias;
+  through_activation<D>(a.n, at, d, gain, bias, g);
+}
+
+// Sums of g and of g (x - mean) of this lane's vectors of a unit.
+template <class D, class Source>
+__device__ inline float2 unit_sums(const LinesArgs& a, const Unit& unit, const LineValues& line, int64_t at,
+                                   Source& source) {
+  constexpr int V = Source::V;
+  float sum = 0.f, product = 0.f;
+  unit.for_each(a, at, source, [&](const float (&x)[V], float (&g)[V], int64_t from) {
+    through_activation<D>(a, line, from, x, g);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       sum = __fadd_rn(sum, g[j]);
-      product = fmaf(g[j], d[j], product);
+      product = fmaf(g[j], __fsub_rn(x[j], line.mean), product);
     }
-  }
+  });
   return {sum, product};
 }
 
 // The gradients of them.
-template <class T, class D, bool Last, int V, int Each, class X, class Dy>
-__device__ inline void store_gradients(const LinesArgs& a, const Unit<V, Each>& unit, const LineValues& line,
-                                       const GroupValues& group, int64_t at, X x, Dy dy) {
-  float gain[V], bias[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) gain[j] = line.gain, bias[j] = line.bias;
-#pragma unroll
-  for (int k = 0; k < Each; ++k) {
-    if (unit.first + k * a.lanes >= unit.vectors) break;
-    const int64_t to = at + static_cast<int64_t>(k) * a.lanes * V;
-    float d[V], g[V];
-    x(k).floats(d);
-    dy(k).floats(g);
-#pragma unroll
-    for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], line.mean);
-    through_activation<D>(a.n, to, d, gain, bias, g);
+template <class T, class D, bool Last, class Source>
+__device__ inline void store_gradients(const LinesArgs& a, const Unit& unit, const LineValues& line,
+                                       const GroupValues& group, int64_t at, Source& source) {
+  constexpr int V = Source::V;
+  unit.for_each(a, at, source, [&](const float (&x)[V], float (&g)[V], int64_t to) {
+    through_activation<D>(a, line, to, x, g);
     if (a.n.dresidual != nullptr) Raw<D, V>::template store<Last>(static_cast<D*>(a.n.dresidual) + to, g);
-    if (a.n.dx == nullptr) continue;
+    if (a.n.dx == nullptr) return;
 #pragma unroll
-    for (int j = 0; j < V; ++j) g[j] = group.gradient(g[j], d[j], line.gain);
+    for (int j = 0; j < V; ++j) g[j] = group.gradient(g[j], x[j], line.gain);
     Raw<T, V>::template store<Last>(static_cast<T*>(a.n.dx) + to, g);
-  }
+  });
 }
 
 // The sums of a line in a piece, from its units'.
@@ -173,7 +233,6 @@ __device__ inline void stage_elements(T* to, const T* from, int64_t count) {
 
 template <class T, class D, int V>
 __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs args) {
-  constexpr int Each = kVectorsAtOnce<V, sizeof(T) == sizeof(D)>;
   extern __shared__ __align__(16) char memory[];
   const HeldShared<T, D> shared(args, memory);
   const int cluster = args.cluster, rank = cluster > 1 ? static_cast<int>(blockIdx.x) % cluster : 0;
@@ -185,9 +244,9 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
   const int64_t group_elements = static_cast<int64_t>(args.group_lines) * args.n.sizes.spatial;
   // The block's elements, and lines, from these on; of the groups' from the first group's.
   const PieceOfLines first = PieceOfLines::of(args, first_piece);
-  const int64_t base = first_group * group_elements, skipped = first.template offset<V, Each>(args);
+  const int64_t base = first_group * group_elements, skipped = first.template offset<V>(args);
   const int64_t end = first_piece + pieces < groups * args.group_pieces
-                          ? PieceOfLines::of(args, first_piece + pieces).template offset<V, Each>(args)
+                          ? PieceOfLines::of(args, first_piece + pieces).template offset<V>(args)
                           : groups * group_elements;
   const T* x = static_cast<const T*>(args.n.x) + base;
   const D* dy = static_cast<const D*>(args.n.dy) + base;
@@ -208,25 +267,21 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
   __syncthreads();
   const int runs = static_cast<int>(blockDim.x) / args.lanes, run = static_cast<int>(threadIdx.x) / args.lanes;
   const int size = args.piece_size(), units = pieces * size;
-  // with(unit, its number, the line's values, its group of the block's, x(k), dy(k), where the first lies): the warp calls.
+  // with(unit, its number, the line's values, its group of the block's, its vectors, where the first lies): the warp calls.
   const auto for_each_unit = [&](auto with) {
     for (int some = 0; some < units; some += runs) {
       const int number = min(some + run, units - 1), piece = number / size;
       const int group = (first_piece + piece) / args.group_pieces;
       const PieceOfLines of = PieceOfLines::of(args, first_piece + piece - group * args.group_pieces);
-      Unit<V, Each> unit = Unit<V, Each>::of(args, of, number - piece * size);
-      if (some + run >= units) unit.vectors = 0;
+      const Unit unit = Unit::of(args, of, number - piece * size, some + run < units);
       const int line = group * args.group_lines + unit.line;
       const int64_t at = static_cast<int64_t>(line) * args.n.sizes.spatial + static_cast<int64_t>(unit.first) * V;
-      const T* xs = shared.x + (at - skipped);
-      const D* dys = shared.dy + (at - skipped);
-      const int step = args.lanes * V;
-      with(unit, some + run, shared.lines[line - first.line], group, [=](int k) { return Raw<T, V>::load(xs + k * step); },
-           [=](int k) { return Raw<D, V>::load(dys + k * step); }, base + at);
+      StagedVectors<T, D, V> vectors{shared.x + (at - skipped), shared.dy + (at - skipped)};
+      with(unit, some + run, shared.lines[line - first.line], group, vectors, base + at);
     }
   };
-  for_each_unit([&](const auto& unit, int number, const LineValues& line, int, auto xs, auto dys, int64_t at) {
-    const float2 sums = run_sums(unit_sums<D>(args, unit, line, at, xs, dys), args.lanes);
+  for_each_unit([&](const Unit& unit, int number, const LineValues& line, int, auto& vectors, int64_t at) {
+    const float2 sums = run_sums(unit_sums<D>(args, unit, line, at, vectors), args.lanes);
     if (number < units && threadIdx.x % args.lanes == 0) shared.units[number] = sums;
   });
   __syncthreads();
@@ -261,73 +316,93 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
     const float2* of = shared.pieces + group * args.group_pieces;
     const float2 sums = warp_sums(args.group_pieces, [&](int i) { return of[i]; });
     if (threadIdx.x % 32 == 0) {
-      const float rstd = shared.lines[cluster > 1 ? 0 : group * args.group_lines].rstd;
-      shared.groups[group] = GroupValues::of(sums, rstd, args.reciprocal);
+      const LineValues& line = shared.lines[cluster > 1 ? 0 : group * args.group_lines];
+      shared.groups[group] = GroupValues::of(sums, line.mean, line.rstd, args.reciprocal);
     }
   }
   __syncthreads();
-  for_each_unit([&](const auto& unit, int, const LineValues& line, int group, auto xs, auto dys, int64_t at) {
-    store_gradients<T, D, false>(args, unit, line, shared.groups[group], at, xs, dys);
+  for_each_unit([&](const Unit& unit, int, const LineValues& line, int group, auto& vectors, int64_t at) {
+    store_gradients<T, D, false>(args, unit, line, shared.groups[group], at, vectors);
   });
 }
 
 // --- passing -------------------------------------------------------------------------------------------------------
 
 template <class T, class D, int V>
-__global__ void __launch_bounds__(kPassingThreads, 3) group_passing(const LinesArgs args) {
-  constexpr int Each = kVectorsAtOnce<V, sizeof(T) == sizeof(D)>;
-  __shared__ float2 of_units[kUnitsAPiece * 32];
-  const int ticket = take_ticket(args.ticket);
-  const Turn turn = args.gradients ? Turn::of(ticket, args.groups, args.group_pieces, args.lag)
-                                   : Turn{false, ticket / args.group_pieces, ticket % args.group_pieces};
-  const PieceOfLines piece = PieceOfLines::of(args, turn.piece);
-  const int first_line = static_cast<int>((static_cast<int64_t>(turn.set) * args.group_lines) % args.channels);
-  const int64_t base = static_cast<int64_t>(turn.set) * args.group_lines * args.n.sizes.spatial;
-  const T* x = static_cast<const T*>(args.n.x);
-  const D* dy = static_cast<const D*>(args.n.dy);
+__global__ void __launch_bounds__(kPassingThreads, kPassingBlocks) group_passing(const LinesArgs args) {
+  __shared__ float2 of_units[kRunsAPiece * 32];
+  __shared__ int heard;
   const int runs = kPassingThreads / args.lanes, run = static_cast<int>(threadIdx.x) / args.lanes, size = args.piece_size();
-  const auto values = [&](int line) { return line_values(args.n, turn.set, first_line + line); };
-  const float rstd = args.n.rstd[turn.set];
-  GroupValues group{};
-  for (int some = 0; some < size; some += runs) {
-    Unit<V, Each> unit = Unit<V, Each>::of(args, piece, min(some + run, size - 1));
-    if (some + run >= size) unit.vectors = 0;
-    const int64_t at = base + static_cast<int64_t>(unit.line) * args.n.sizes.spatial + static_cast<int64_t>(unit.first) * V;
-    Raw<T, V> xs[Each];
-    Raw<D, V> dys[Each];
-#pragma unroll
-    for (int k = 0; k < Each; ++k) {
-      if (unit.first + k * args.lanes >= unit.vectors) break;
-      const int64_t from = at + k * args.lanes * V;
-      xs[k] = turn.gradients ? Raw<T, V>::template load<true>(x + from) : Raw<T, V>::load(x + from);
-      dys[k] = turn.gradients ? Raw<D, V>::template load<true>(dy + from) : Raw<D, V>::load(dy + from);
+  LoadedVectors<T, D, V> vectors;
+  const auto turn_of = [&](int ticket) {
+    return args.gradients ? Turn::of(ticket, args.groups, args.group_pieces, args.lag)
+                          : Turn{false, ticket / args.group_pieces, ticket % args.group_pieces};
+  };
+  // This lane's unit of a turn, `some` units on, and where it lies.
+  const auto unit_of = [&](const Turn& turn, int some) {
+    return Unit::of(args, PieceOfLines::of(args, turn.piece), min(some + run, size - 1), some + run < size);
+  };
+  const auto place_of = [&](const Turn& turn, const Unit& unit) {
+    const int64_t line = static_cast<int64_t>(turn.set) * args.group_lines + unit.line;
+    return line * args.n.sizes.spatial + static_cast<int64_t>(unit.first) * V;
+  };
+  const auto begin_unit = [&](const Turn& turn, const Unit& unit) {
+    if (turn.gradients) {
+      vectors.template begin<true>(args, unit, place_of(turn, unit));
+    } else {
+      vectors.template begin<false>(args, unit, place_of(turn, unit));
     }
-    const auto x_of = [&](int k) { return xs[k]; };
-    const auto dy_of = [&](int k) { return dys[k]; };
-    const LineValues line = values(unit.line);
-    if (!turn.gradients) {
-      const float2 sums = run_sums(unit_sums<D>(args, unit, line, at, x_of, dy_of), args.lanes);
-      if (some + run < size && threadIdx.x % args.lanes == 0) of_units[some + run] = sums;
-      continue;
+  };
+  const auto begin = [&](int ticket) {
+    if (ticket >= args.tickets) return;
+    const Turn turn = turn_of(ticket);
+    begin_unit(turn, unit_of(turn, 0));
+  };
+  Tickets tickets(args.ticket, &heard);
+  int ticket = tickets.hear();
+  begin(ticket);
+  while (ticket < args.tickets) {
+    __syncthreads();
+    tickets.ask();
+    const Turn turn = turn_of(ticket);
+    const int first_line = static_cast<int>((static_cast<int64_t>(turn.set) * args.group_lines) % args.channels);
+    const auto values = [&](int line) { return line_values(args.n, turn.set, first_line + line); };
+    GroupValues group{};
+    for (int some = 0; some < size; some += runs) {
+      const Unit unit = unit_of(turn, some);
+      if (some > 0) begin_unit(turn, unit);
+      const int64_t at = place_of(turn, unit);
+      const LineValues line = values(unit.line);
+      if (turn.gradients) {
+        if (some == 0) {
+          wait_until_ready(args.ready + turn.set);
+          group = GroupValues::of(__ldcg(args.sums + turn.set), line.mean, line.rstd, args.reciprocal);
+        }
+        FromLoaded<T, D, V, true> source{vectors};
+        store_gradients<T, D, true>(args, unit, line, group, at, source);
+      } else {
+        FromLoaded<T, D, V, false> source{vectors};
+        const float2 sums = run_sums(unit_sums<D>(args, unit, line, at, source), args.lanes);
+        if (some + run < size && threadIdx.x % args.lanes == 0) of_units[some + run] = sums;
+      }
     }
-    if (some == 0) {
-      wait_until_ready(args.ready + turn.set);
-      group = GroupValues::of(__ldcg(args.sums + turn.set), rstd, args.reciprocal);
+    ticket = tickets.hear();
+    begin(ticket);
+    if (turn.gradients) continue;
+    float2* const pieces = args.piece_sums + static_cast<int64_t>(turn.set) * args.group_pieces;
+    if (threadIdx.x < 32) {
+      const PieceOfLines piece = PieceOfLines::of(args, turn.piece);
+      const float2 sums = unite_units(args, turn.set, turn.piece, piece, of_units, values);
+      if (threadIdx.x == 0) pieces[turn.piece] = sums;
     }
-    store_gradients<T, D, true>(args, unit, line, group, at, x_of, dy_of);
-  }
-  if (turn.gradients) return;
-  __syncthreads();
-  float2* const pieces = args.piece_sums + static_cast<int64_t>(turn.set) * args.group_pieces;
-  if (threadIdx.x < 32) {
-    const float2 sums = unite_units(args, turn.set, turn.piece, piece, of_units, values);
-    if (threadIdx.x == 0) pieces[turn.piece] = sums;
-  }
-  if (!args.gradients || !arrives_last(args.arrived + turn.set, args.group_pieces) || threadIdx.x >= 32) return;
-  const float2 sums = warp_sums(args.group_pieces, [&](int i) { return __ldcg(pieces + i); });
-  if (threadIdx.x == 0) {
-    args.sums[turn.set] = sums;
-    set_ready(args.ready + turn.set);
+    if (!args.gradients || !arrives_last(args.arrived + turn.set, args.group_pieces)) continue;
+    if (threadIdx.x < 32) {
+      const float2 sums = warp_sums(args.group_pieces, [&](int i) { return __ldcg(pieces + i); });
+      if (threadIdx.x == 0) {
+        args.sums[turn.set] = sums;
+        set_ready(args.ready + turn.set);
+      }
+    }
   }
 }
 
@@ -339,6 +414,7 @@ inline LinesArgs lines_args(const GroupBackward& n, const GroupBackwardPlan& p) 
   a.n = n;
   a.vectors = static_cast<int>(s.spatial / p.vec);
   a.lanes = p.lanes;
+  a.each = p.each;
   a.units = p.units;
   a.piece_lines = p.piece_lines;
   a.piece_units = p.piece_units;
@@ -353,6 +429,7 @@ inline LinesArgs lines_args(const GroupBackward& n, const GroupBackwardPlan& p) 
   a.block_elements = p.block_elements;
   a.lag = static_cast<int>(p.lag);
   a.gradients = n.dx != nullptr || n.dresidual != nullptr;
+  a.tickets = static_cast<int>(p.groups * p.group_pieces * (a.gradients ? 2 : 1));
   a.reciprocal = 1.f / static_cast<float>(s.spatial * a.group_lines);
   char* room = static_cast<char*>(n.workspace);
   if (n.dweight.data != nullptr || n.dbias.data != nullptr) {
@@ -375,7 +452,7 @@ cudaError_t launch_lines(const LinesArgs& a, const GroupBackwardPlan& p, bool ov
   }
   const cudaError_t error = cudaMemsetAsync(a.ticket, 0, (1 + 2 * p.groups) * sizeof(unsigned), stream);
   if (error != cudaSuccess) return error;
-  const LaunchShape shape{grid_of(a.gradients ? p.grid : p.grid / 2), p.threads, 0, 1, false};
+  const LaunchShape shape{grid_of(a.tickets < p.grid ? a.tickets : p.grid), p.threads, 0, 1, false};
   return launch_block<group_passing<T, D, V>>(a, shape, stream);
 }
 

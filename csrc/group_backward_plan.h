@@ -23,7 +23,7 @@ struct GroupSizes {
 
 struct GroupBackwardPlan {
   bool held;
-  int vec, lanes, each;  // elements of a vector; lanes that share a unit; vectors that one has of it
+  int vec, lanes, each;  // elements of a vector; lanes that share a unit; vectors that one has of it, at most
   int units;             // of a line
   int piece_lines, piece_units;
   int64_t line_pieces;   // pieces of a line that has several, else 1
@@ -34,16 +34,22 @@ struct GroupBackwardPlan {
   int block_lines;       // held: of which a block has elements, at most
   int64_t block_elements;
   int threads, shared;
-  int64_t lag;   // passing: groups by which the gradients follow the sums
+  int64_t lag;   // passing: pieces by which the gradients follow the sums
   int64_t grid;
 };
 
-constexpr int kUnitsAPiece = 16;         // of 32 lanes
+constexpr int kUnitsAPiece = 8;          // of a long line
+constexpr int kRunsAPiece = 16;          // of 32 lanes: units of whole lines
+constexpr int kEachHeld = 8;             // vectors that a lane has of a unit, at most: of lines that a block may hold
+constexpr int kEachPassing = 16;         // of longer ones
 constexpr int kHeldThreads = 512;
 constexpr int kPassingThreads = 256;
 constexpr int64_t kSpanBytes = 16384;    // held: of x and dy that a block has at least, if there is so much
 constexpr int64_t kHeldBytes = 114688;   // held: that it has by choice, so that two blocks fit in a multiprocessor
-constexpr int64_t kLagBytes = 16 << 20;  // passing: of x and dy between sums and gradients: they lie in the L2 until then
+constexpr int kPassingBlocks = 2;        // of a multiprocessor
+// Passing: pieces of other sets between a set's sums and its gradients, for each of the blocks that run: so that nobody
+// waits; but few, so that x and dy still lie in the L2.
+constexpr int kPiecesBetween = 1;
 constexpr int kBunch = 16;               // channels last: pieces whose sums are united first
 
 inline int64_t next_power_of_two(int64_t n) {
@@ -78,17 +84,26 @@ inline GroupBackwardPlan cut_groups(const GroupSizes& s) {
   p.vec = s.spatial % full == 0 ? full : s.spatial % 4 == 0 ? 4 : 1;
   const int64_t vectors = s.spatial / p.vec, lanes = next_power_of_two(vectors);
   p.lanes = static_cast<int>(lanes < 32 ? lanes : 32);
-  p.each = p.vec == 1                                        ? kVectorsAtOnce<1, true>
-           : s.itemsize == s.grad_itemsize || p.vec == 4 ? kVectorsAtOnce<8, true>
-                                                          : kVectorsAtOnce<8, false>;
-  p.units = static_cast<int>(ceil_div(vectors, p.lanes * p.each));
-  p.piece_units = p.units < kUnitsAPiece ? p.units : kUnitsAPiece;
+  const int64_t each = ceil_div(vectors, p.lanes), most = each > 8 * kEachHeld ? kEachPassing : kEachHeld;
+  p.units = static_cast<int>(ceil_div(each, most));
+  p.each = static_cast<int>(ceil_div(each, p.units));
+  p.units = static_cast<int>(ceil_div(each, p.each));  // each of which has some
+  p.line_pieces = ceil_div(p.units, kUnitsAPiece);
+  p.piece_units = static_cast<int>(ceil_div(p.units, p.line_pieces));
   p.line_pieces = ceil_div(p.units, p.piece_units);
-  const int64_t room = kUnitsAPiece * 32 / p.lanes / p.piece_units;
+  const int64_t room = kRunsAPiece * 32 / p.lanes / p.piece_units;
   p.piece_lines = static_cast<int>(p.line_pieces > 1 || room < 1 ? 1 : room < lines ? room : lines);
   p.group_pieces = p.line_pieces > 1 ? lines * p.line_pieces : ceil_div(lines, p.piece_lines);
   p.groups = s.batch * s.num_groups;
   return p;
+}
+
+inline int passing_blocks(const Gpu& gpu) { return kPassingBlocks * (gpu.multiprocessors > 0 ? gpu.multiprocessors : 128); }
+
+// Passing: pieces by which gradients follow sums, of `sets` of so many.
+inline int64_t lag_of(int64_t sets, int64_t pieces, const Gpu& gpu) {
+  const int64_t lag = pieces + kPiecesBetween * passing_blocks(gpu), all = sets * pieces;
+  return lag < all ? lag : all;
 }
 
 // Whole groups for a block; false where a group is more than `bytes`.
@@ -144,14 +159,12 @@ inline bool make_group_backward_plan(const GroupSizes& s, const Gpu& gpu, Regime
   } else {
     if (!any && regime != Regime::split) return false;
     p = cut_groups(s);
-    const int64_t group = s.channels / s.num_groups * s.spatial * (s.itemsize + s.grad_itemsize);
-    const int64_t lag = ceil_div(kLagBytes, group);
-    p.lag = lag < p.groups ? lag : p.groups;
+    p.lag = lag_of(p.groups, p.group_pieces, gpu);
     p.threads = kPassingThreads;
-    p.grid = 2 * p.groups * p.group_pieces;
+    p.grid = passing_blocks(gpu);
   }
   *plan = p;
-  return p.grid <= 0x7fffffff;
+  return p.grid <= 0x7fffffff && 2 * p.groups * p.group_pieces <= 0x7fffffff;
 }
 
 // Pairs of sums for dweight and dbias.
@@ -171,15 +184,15 @@ struct GroupColumnsPlan {
   int side, half_side;    // rows that a block has side by side; the power of two below
   int piece_rows;
   int64_t strips, slabs, pieces, bunches;  // slabs in all; pieces and bunches of a slab
-  int64_t lag;   // slabs by which the gradients follow the sums
-  int shared;
+  int64_t lag;   // pieces by which the gradients follow the sums
+  int shared, blocks;  // blocks: at most
 };
 
 constexpr int kRowsAThread = 8;
-constexpr int64_t kStripBytes = 256;  // of a row of x, by choice
+constexpr int64_t kStripBytes = 128;  // of a row of x, by choice
 
 // Returns false where a group is too wide for a block.
-inline bool make_group_columns_plan(const GroupSizes& s, GroupColumnsPlan* plan) {
+inline bool make_group_columns_plan(const GroupSizes& s, const Gpu& gpu, GroupColumnsPlan* plan) {
   GroupColumnsPlan p{};
   const int full = 16 / s.itemsize;
   const int64_t group = s.channels / s.num_groups;
@@ -198,8 +211,8 @@ inline bool make_group_columns_plan(const GroupSizes& s, GroupColumnsPlan* plan)
   p.slabs = s.batch * p.strips;
   p.pieces = ceil_div(s.spatial, p.piece_rows);
   p.bunches = ceil_div(p.pieces, kBunch);
-  const int64_t lag = ceil_div(kLagBytes, s.spatial * p.width * (s.itemsize + s.grad_itemsize));
-  p.lag = lag < p.slabs ? lag : p.slabs;
+  p.lag = lag_of(p.slabs, p.pieces, gpu);
+  p.blocks = passing_blocks(gpu);
   p.shared = 4 * 5 * static_cast<int>(ceil_div(p.width, 4) * 4) + 8 * p.side * p.width;
   *plan = p;
   return 2 * p.slabs * p.pieces <= 0x7fffffff;

@@ -65,7 +65,7 @@ struct SumsExchange {
 
   // The binary tree over a row's chunks by index; every lane holds it.
   __device__ float2 unite(const float2* parts) const {
-    const int first = static_cast<int>(threadIdx.x) % args.tree_lanes * 4;
+    const int first = (static_cast<int>(threadIdx.x) & (args.tree_lanes - 1)) * 4;
     float x[4], y[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -190,10 +190,7 @@ struct BackwardWarp {
         const int k = first + i;
         float out[V];
 #pragma unroll
-        for (int j = 0; j < V; ++j) {
-          const float xhat = Policy::normalised(x[i][j], values);
-          out[j] = Policy::gradient(x[i][j], weighted(dy[i][j], k, j), xhat, values, c);
-        }
+        for (int j = 0; j < V; ++j) out[j] = Policy::gradient(x[i][j], weighted(dy[i][j], k, j), values, c);
         if (!mine.inside(k)) continue;
         if constexpr (With) add_sum_grad(at + tile.offset(k), out);
         store(static_cast<X*>(args.n.dx) + at + tile.offset(k), out);

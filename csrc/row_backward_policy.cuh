@@ -10,12 +10,12 @@ namespace {
 
 // What a row's gradient is made of, once its sums are known.
 struct Coefficients {
-  float of_g, of_xhat, constant;
+  float of_g, of_x, constant;
 };
 
-// Of layer_norm and rms_norm.
+// Of layer_norm and rms_norm; `shift`: -mean rstd.
 struct RowMoments {
-  float mean, rstd;
+  float mean, rstd, shift;
 };
 
 // y = xhat w + b: dx = rstd (g - mean(g) - xhat mean(g xhat)), dw = sum dy xhat, db = sum dy.
@@ -25,9 +25,9 @@ struct LayerNormBackward {
   static constexpr bool has_weight = true, has_bias = true;
   template <class X>
   __device__ static Row row(float mean, float rstd, const RowBackward&) {
-    return {mean, rstd};
+    return {mean, rstd, -__fmul_rn(mean, rstd)};
   }
-  __device__ static float normalised(float x, Row row) { return __fmul_rn(__fsub_rn(x, row.mean), row.rstd); }
+  __device__ static float normalised(float x, Row row) { return fmaf(x, row.rstd, row.shift); }
   template <class X>
   __device__ static float output(float xhat, float w, float b, const RowBackward&) {
     return fmaf(xhat, w, b);
@@ -37,10 +37,11 @@ struct LayerNormBackward {
     *other = __fadd_rn(*other, g);
   }
   __device__ static Coefficients finish(float sum, float other, float by_n, Row row) {
-    return {row.rstd, -__fmul_rn(__fmul_rn(sum, by_n), row.rstd), -__fmul_rn(__fmul_rn(other, by_n), row.rstd)};
+    const float of_x = -__fmul_rn(__fmul_rn(__fmul_rn(sum, by_n), row.rstd), row.rstd);
+    return {row.rstd, of_x, -fmaf(of_x, row.mean, __fmul_rn(__fmul_rn(other, by_n), row.rstd))};
   }
-  __device__ static float gradient(float, float g, float xhat, Row, Coefficients c) {
-    return fmaf(xhat, c.of_xhat, fmaf(g, c.of_g, c.constant));
+  __device__ static float gradient(float x, float g, Row, Coefficients c) {
+    return fmaf(g, c.of_g, fmaf(x, c.of_x, c.constant));
   }
 };
 
@@ -52,7 +53,7 @@ struct RMSNormBackward {
   static constexpr bool has_weight = true, has_bias = false;
   template <class X>
   __device__ static Row row(float, float rstd, const RowBackward&) {
-    return {0.f, rstd};
+    return {0.f, rstd, 0.f};
   }
   __device__ static float normalised(float x, Row row) { return __fmul_rn(x, row.rstd); }
   template <class X>
@@ -61,11 +62,9 @@ struct RMSNormBackward {
   }
   __device__ static void add(float g, float xhat, float* sum, float*) { *sum = fmaf(g, xhat, *sum); }
   __device__ static Coefficients finish(float sum, float, float by_n, Row row) {
-    return {row.rstd, -__fmul_rn(__fmul_rn(sum, by_n), row.rstd), 0.f};
+    return {row.rstd, -__fmul_rn(__fmul_rn(__fmul_rn(sum, by_n), row.rstd), row.rstd), 0.f};
   }
-  __device__ static float gradient(float, float g, float xhat, Row, Coefficients c) {
-    return fmaf(xhat, c.of_xhat, __fmul_rn(g, c.of_g));
-  }
+  __device__ static float gradient(float x, float g, Row, Coefficients c) { return fmaf(g, c.of_g, __fmul_rn(x, c.of_x)); }
 };
 
 // y = x / d, d = max(m, minimum) + eps with m = mean |x|: dx = dy / d - sign(x) mean(dy y) / d, and dx = dy / d where m is
@@ -89,9 +88,9 @@ struct L1NormBackward {
   __device__ static Coefficients finish(float sum, float, float by_n, const Row& row) {
     return {0.f, row.follows ? normalised(__fmul_rn(sum, by_n), row) : 0.f, 0.f};
   }
-  __device__ static float gradient(float x, float g, float, const Row& row, Coefficients c) {
+  __device__ static float gradient(float x, float g, const Row& row, Coefficients c) {
     const float sign = x == 0.f ? 0.f : copysignf(1.f, x);  // whose product with NaN is NaN
-    return __fsub_rn(normalised(g, row), sign * c.of_xhat);
+    return __fsub_rn(normalised(g, row), sign * c.of_x);
   }
 };
 
