@@ -40,16 +40,15 @@ struct GroupBackwardPlan {
 
 constexpr int kUnitsAPiece = 8;          // of a long line
 constexpr int kRunsAPiece = 16;          // of 32 lanes: units of whole lines
-constexpr int kEachHeld = 8;             // vectors that a lane has of a unit, at most: of lines that a block may hold
-constexpr int kEachPassing = 16;         // of longer ones
+constexpr int kEach = 8;                 // vectors that a lane has of a unit, at most
 constexpr int kHeldThreads = 512;
 constexpr int kPassingThreads = 256;
 constexpr int64_t kSpanBytes = 16384;    // held: of x and dy that a block has at least, if there is so much
 constexpr int64_t kHeldBytes = 114688;   // held: that it has by choice, so that two blocks fit in a multiprocessor
 constexpr int kPassingBlocks = 2;        // of a multiprocessor
-// Passing: pieces of other sets between a set's sums and its gradients, for each of the blocks that run: so that nobody
-// waits; but few, so that x and dy still lie in the L2.
-constexpr int kPiecesBetween = 1;
+// Passing: pieces of other sets between a set's sums and its gradients, for so many blocks that run: so that few wait;
+// but no more, so that x and dy still lie in the L2.
+constexpr int kBlocksAPieceBetween = 2;
 constexpr int kBunch = 16;               // channels last: pieces whose sums are united first
 
 inline int64_t next_power_of_two(int64_t n) {
@@ -84,15 +83,15 @@ inline GroupBackwardPlan cut_groups(const GroupSizes& s) {
   p.vec = s.spatial % full == 0 ? full : s.spatial % 4 == 0 ? 4 : 1;
   const int64_t vectors = s.spatial / p.vec, lanes = next_power_of_two(vectors);
   p.lanes = static_cast<int>(lanes < 32 ? lanes : 32);
-  const int64_t each = ceil_div(vectors, p.lanes), most = each > 8 * kEachHeld ? kEachPassing : kEachHeld;
-  p.units = static_cast<int>(ceil_div(each, most));
+  const int64_t each = ceil_div(vectors, p.lanes);
+  p.units = static_cast<int>(ceil_div(each, kEach));
   p.each = static_cast<int>(ceil_div(each, p.units));
   p.units = static_cast<int>(ceil_div(each, p.each));  // each of which has some
   p.line_pieces = ceil_div(p.units, kUnitsAPiece);
   p.piece_units = static_cast<int>(ceil_div(p.units, p.line_pieces));
   p.line_pieces = ceil_div(p.units, p.piece_units);
   const int64_t room = kRunsAPiece * 32 / p.lanes / p.piece_units;
-  p.piece_lines = static_cast<int>(p.line_pieces > 1 || room < 1 ? 1 : room < lines ? room : lines);
+  p.piece_lines = static_cast<int>(p.line_pieces > 1 || room < 1 ? 1 : ceil_div(lines, ceil_div(lines, room)));
   p.group_pieces = p.line_pieces > 1 ? lines * p.line_pieces : ceil_div(lines, p.piece_lines);
   p.groups = s.batch * s.num_groups;
   return p;
@@ -102,7 +101,7 @@ inline int passing_blocks(const Gpu& gpu) { return kPassingBlocks * (gpu.multipr
 
 // Passing: pieces by which gradients follow sums, of `sets` of so many.
 inline int64_t lag_of(int64_t sets, int64_t pieces, const Gpu& gpu) {
-  const int64_t lag = pieces + kPiecesBetween * passing_blocks(gpu), all = sets * pieces;
+  const int64_t lag = pieces + passing_blocks(gpu) / kBlocksAPieceBetween, all = sets * pieces;
   return lag < all ? lag : all;
 }
 
@@ -188,8 +187,9 @@ struct GroupColumnsPlan {
   int shared, blocks;  // blocks: at most
 };
 
-constexpr int kRowsAThread = 8;
-constexpr int64_t kStripBytes = 128;  // of a row of x, by choice
+constexpr int kRowsAThread = 16;
+constexpr int64_t kStripBytes = 128;     // of a row of x, by choice
+constexpr int64_t kFewRows = 64;         // up to so many: twice that, so that a block has more to do
 
 // Returns false where a group is too wide for a block.
 inline bool make_group_columns_plan(const GroupSizes& s, const Gpu& gpu, GroupColumnsPlan* plan) {
@@ -200,7 +200,8 @@ inline bool make_group_columns_plan(const GroupSizes& s, const Gpu& gpu, GroupCo
   int64_t unit = group;  // the fewest channels that are whole groups and whole vectors
   while (unit % p.vec != 0) unit += group;
   if (unit / p.vec > kPassingThreads) return false;
-  const int64_t most = kPassingThreads * p.vec / unit * unit, wanted = ceil_div(kStripBytes / s.itemsize, unit) * unit;
+  const int64_t most = kPassingThreads * p.vec / unit * unit, strip = s.spatial > kFewRows ? kStripBytes : 2 * kStripBytes;
+  const int64_t wanted = ceil_div(strip / s.itemsize, unit) * unit;
   const int64_t width = wanted < most ? wanted : most;
   p.width = static_cast<int>(width < s.channels ? width : s.channels);
   p.lanes = p.width / p.vec;

@@ -17,7 +17,8 @@ namespace normswap {
 constexpr int kWarpsBackward32 = 8;
 constexpr int kWarpsBackward16 = 12;
 constexpr int kMaxWarpsBackward = 12;
-constexpr int kSpread = 132;  // blocks that pieces are made for: an H100's multiprocessors
+constexpr int kSpread = 132;          // blocks that pieces are made for: an H100's multiprocessors
+constexpr int kSpreadClusters = 120;  // the same in large clusters, which leave some out: 15 of eight run at once
 constexpr int kMaxSlotsBackward = 4;
 constexpr int kSumsInFlight = 4;  // rows of which the sums may be under way between warps
 constexpr int kExchangeBytes = 4096;  // of shared memory, for these
@@ -66,8 +67,7 @@ inline void partition(const BackwardRows& of, BackwardPlan* p) {
     while (p->chunks > p->blocks_a_row * (p->blocks_a_row < kMaxCluster ? choice : kMaxWarpsBackward)) {
       p->blocks_a_row *= 2;
     }
-    // Clusters of four and eight leave a few multiprocessors out.
-    spread = p->blocks_a_row <= 2 ? kSpread / p->blocks_a_row : kSpread / 8 * 8 / p->blocks_a_row;
+    spread = (p->blocks_a_row <= 2 ? kSpread : kSpreadClusters) / p->blocks_a_row;
     p->block_chunks = static_cast<int>(ceil_div(p->chunks, p->blocks_a_row));
     p->blocks_a_row = static_cast<int>(ceil_div(p->chunks, p->block_chunks));  // none has nothing to do
     if (p->blocks_a_row == 1) p->teams = choice / p->block_chunks;

@@ -1,0 +1,136 @@
+// The strips that channels_last groups are cut into (group_backward_plan.h), and what a thread has of one.
+#pragma once
+
+#include "group_backward.cuh"
+
+namespace normswap {
+namespace {
+
+struct ColumnsArgs {
+  GroupBackward n;
+  GroupColumnsPlan p;
+  int group_width, pieces, bunches, slabs, lag, tickets;
+  bool gradients;      // of x or the residual; else those of weight and bias alone
+  float reciprocal;    // of the elements of a group
+  float2* line_sums;   // (batch, channels); null: not wanted
+  float2* piece_sums;  // (slabs, pieces, width)
+  float2* bunch_sums;  // (slabs, bunches, width)
+  float2* values;      // (batch, num_groups): GroupValues
+  unsigned* ticket;
+  unsigned* arrived;        // (slabs, bunches)
+  unsigned* bunch_arrived;  // (slabs)
+  unsigned* ready;          // (slabs)
+};
+
+// Where a block works.
+struct SlabPiece {
+  int slab, piece, channel, width;  // its first channel, and how many
+  int64_t sample;
+  __device__ SlabPiece(const ColumnsArgs& a, const Turn& turn) : slab(turn.set), piece(turn.piece) {
+    const int strips = static_cast<int>(a.p.strips), row = slab / strips;
+    sample = row;
+    channel = (slab - row * strips) * a.p.width;
+    width = min(a.p.width, static_cast<int>(a.n.sizes.channels) - channel);
+  }
+  __device__ int64_t group(const ColumnsArgs& a, int c) const {
+    return sample * a.n.sizes.num_groups + (channel + c) / a.group_width;
+  }
+};
+
+// What a block has in shared memory, a value a channel of the strip, and room to unite its rows' sums.
+struct ColumnsShared {
+  float *mean, *gain, *bias, *of_x, *constant;
+  float2* sums;  // (side, width)
+  __device__ ColumnsShared(const ColumnsArgs& args, float* shared) {
+    const int width = (args.p.width + 3) / 4 * 4;  // so that all start at vectors
+    mean = shared;
+    gain = mean + width;
+    bias = gain + width;
+    of_x = bias + width;
+    constant = of_x + width;
+    sums = reinterpret_cast<float2*>(constant + width);
+  }
+};
+
+// A thread's vectors: V channels from `channel` of the strip on, in rows row, row + side, ... before `rows`.
+template <class T, class D, int V>
+struct ColumnVectors {
+  static constexpr int Each = kVectorsAtOnce<V, sizeof(T) == sizeof(D)>;
+  const ColumnsArgs& a;
+  int lane, row, left;
+  int64_t at, step;  // of the next in the tensor, and to the one after
+  Raw<T, V> x[Each];
+  Raw<D, V> dy[Each];
+
+  __device__ explicit ColumnVectors(const ColumnsArgs& args) : a(args) {
+    row = static_cast<int>(threadIdx.x) / a.p.lanes;
+    lane = static_cast<int>(threadIdx.x) - row * a.p.lanes;
+    step = a.p.side * a.n.sizes.channels;
+  }
+  // Starts with the first ones. Again: after for_each, with those of the same piece.
+  template <bool Last, bool Again>
+  __device__ void begin(const SlabPiece& of) {
+    const int64_t first = static_cast<int64_t>(of.piece) * a.p.piece_rows + row, channels = a.n.sizes.channels;
+    const int64_t rows = min(a.n.sizes.spatial - first, static_cast<int64_t>(a.p.piece_rows - row));
+    const bool works = row < a.p.side && lane * V < of.width && rows > 0;
+    left = works ? static_cast<int>((rows + a.p.side - 1) / a.p.side) : 0;
+    at = (of.sample * a.n.sizes.spatial + first) * channels + of.channel + lane * V;
+    if (Again && left <= Each) return;  // none was overwritten
+#pragma unroll
+    for (int k = 0; k < Each; ++k) {
+      if (k < left) load<Last>(k, at + k * step);
+    }
+  }
+  template <bool Last>
+  __device__ void load(int k, int64_t from) {
+    x[k] = Raw<T, V>::template load<Last>(static_cast<const T*>(a.n.x) + from);
+    dy[k] = Raw<D, V>::template load<Last>(static_cast<const D*>(a.n.dy) + from);
+  }
+  // with(x, dy, where it lies) for every vector.
+  template <bool Last, class With>
+  __device__ void for_each(With with) {
+#pragma unroll 1
+    for (; left > 0; left -= Each) {
+#pragma unroll
+      for (int k = 0; k < Each; ++k) {
+        if (k >= left) break;
+        float values[V], g[V];
+        x[k].floats(values);
+        dy[k].floats(g);
+        if (k + Each < left) load<Last>(k, at + Each * step);
+        with(values, g, at);
+        at += step;
+      }
+    }
+  }
+  // Of the thread's channels.
+  __device__ void values_of(const float* channels, float (&out)[V]) const {
+    const Floats<V> some = *reinterpret_cast<const Floats<V>*>(channels + lane * V);
+#pragma unroll
+    for (int j = 0; j < V; ++j) out[j] = some.v[j];
+  }
+};
+
+// What leads from dy to g, in registers. Active: there is an activation.
+template <class D, int V, bool Active>
+struct ColumnSlopes {
+  float mean[V], gain[V], bias[V];
+  template <class Vectors>
+  __device__ ColumnSlopes(const Vectors& vectors, const ColumnsShared& shared) {
+    vectors.values_of(shared.mean, mean);
+    vectors.values_of(shared.gain, gain);
+    if constexpr (Active) vectors.values_of(shared.bias, bias);
+  }
+  // dy at first.
+  __device__ void apply(const GroupBackward& n, int64_t at, const float (&x)[V], float (&g)[V]) const {
+    if constexpr (Active) {
+      float d[V];
+#pragma unroll
+      for (int j = 0; j < V; ++j) d[j] = __fsub_rn(x[j], mean[j]);
+      through_activation<D>(n, at, d, gain, bias, g);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace normswap
