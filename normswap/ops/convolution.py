@@ -14,6 +14,7 @@ from normswap.activation import NONE, Activation
 from normswap.ops.dispatch import PLAIN, autograd_only, direct, direct_op
 
 _c = torch._C
+_PLAIN_OR_NONE = (*PLAIN, type(None))
 
 
 def convolution_batch_norm_eval(
@@ -74,24 +75,32 @@ def fused_convolution(
     """``convolution_batch_norm_eval`` by "fused" with a ReLU, in as few steps of Python as that takes; ``how`` has
     stride, padding, dilation and groups. None where it cannot be had, or another would ask more closely."""
     fold = direct_op("fold_convolution")
-    if fold is None or running_mean is None or running_var is None or type(input) not in PLAIN:
+    if fold is None or running_mean is None or running_var is None:
         return None
+    for tensor in (input, conv_weight, conv_bias, running_mean, running_var, weight, bias):
+        if type(tensor) not in _PLAIN_OR_NONE:
+            return None
     dtype, kept = input.dtype, running_mean.dtype
-    if dtype not in _FUSED or not input.is_cuda or conv_weight.dtype is not dtype:
+    if not (
+        dtype in _FUSED
+        and input.is_cuda  # and the weight beside it; the fold asks where the rest is
+        and conv_weight.dtype is dtype
+        and (kept is dtype or kept is torch.float32)
+        and running_var.dtype is kept
+        and (weight is None or weight.dtype is kept)
+        and (bias is None or bias.dtype is kept)
+        and (conv_bias is None or conv_bias.dtype is dtype)
+    ):
         return None
-    for tensor in (conv_weight, conv_bias, running_mean, running_var, weight, bias):
-        if tensor is not None and (type(tensor) not in PLAIN or not tensor.is_cuda):
-            return None
-    for tensor in (running_var, weight, bias):
-        if tensor is not None and tensor.dtype is not kept:
-            return None
-    if (kept is not dtype and kept is not torch.float32) or (conv_bias is not None and conv_bias.dtype is not dtype):
-        return None
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or _c._get_tracing_state() is not None:
-        return None
-    if not (autograd_only() and _c._get_cudnn_enabled()):
-        return None
-    if _c._get_cudnn_deterministic() or _c._get_deterministic_algorithms():
+    if (
+        _c.is_grad_enabled()
+        or torch.is_autocast_enabled("cuda")
+        or _c._get_tracing_state() is not None
+        or not autograd_only()
+        or not _c._get_cudnn_enabled()
+        or _c._get_cudnn_deterministic()
+        or _c._get_deterministic_algorithms()
+    ):
         return None
     shape, sizes = input.shape, conv_weight.shape
     if len(shape) != 4 or shape[1] != sizes[1] * how[3] or 0 in shape or input.device != conv_weight.device:
@@ -110,7 +119,12 @@ def _fits_behind(residual: Tensor, input: Tensor, conv_weight: Tensor, how: tupl
     """Whether it has the shape of the convolution's output, and its dtype and device."""
     if type(residual) not in PLAIN or residual.dtype is not input.dtype or residual.device != input.device:
         return False
-    return residual.shape == convolved_shape(input, conv_weight, *how[:3])
+    batch, _, height, width = input.shape
+    out, _, tall, wide = conv_weight.shape
+    (down, across), (above, beside), (apart, along), _ = how
+    rows = (height + 2 * above - apart * (tall - 1) - 1) // down + 1
+    columns = (width + 2 * beside - along * (wide - 1) - 1) // across + 1
+    return residual.shape == (batch, out, rows, columns)
 
 
 def _pointwise(input: Tensor, weight: Tensor, bias: Tensor, activation: Activation) -> Tensor:
