@@ -40,6 +40,30 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         "h / torch.linalg.vector_norm(h)",
         "h / h.norm(p='fro', dim=None)",
     ),
+    "layer_norm_by_hand": (
+        "h = h.float(); (h - h.mean(-1, keepdim=True)) / torch.sqrt(h.var(-1, keepdim=True, unbiased=False) + 1e-5)",
+        "h = h.float(); u = h.mean(1, keepdim=True); s = (h - u).pow(2).mean(1, keepdim=True); "
+        "h = (h - u) / torch.sqrt(s + 1e-6); h",
+        "h = h.float(); u = torch.mean(h, dim=-1, keepdim=True); c = h - u; v = (c * c).mean(-1, True); "
+        "n = c * torch.rsqrt(v + self.slope); n * self.weight + self.bias",
+        "dtype = h.dtype; f = h.to(torch.float32); c = f - f.mean(-1, keepdim=True); "
+        "v = torch.var(f, dim=-1, correction=0, keepdim=True); "
+        "c = c * (v + 1e-5) ** -0.5; c = self.bias.float() + self.weight.float() * c; c.to(dtype)",
+        "f = h.float(); c = f - f.mean(-1, keepdim=True); "
+        "(self.weight * (c / torch.sqrt(torch.square(c).mean(-1, keepdim=True) + 1e-5))).type_as(h)",
+        "h = h.float(); c = h - h.mean(self.dim, keepdim=True); "
+        "c / (1e-5 + h.var(self.dim, unbiased=False, keepdim=True)).sqrt()",
+    ),
+    "rms_norm_by_hand": (
+        "h = h.float(); h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)",
+        "h = h.float(); h / torch.sqrt(torch.mean(h ** 2, dim=1, keepdim=True) + self.slope)",
+        "dtype = h.dtype; f = h.to(torch.float32); v = f.pow(2).mean(-1, keepdim=True); "
+        "f = f * torch.rsqrt(v + 1e-6); self.weight * f.to(dtype)",
+        "f = h.float(); f = f * (f.square().mean(-1, keepdim=True) + 1e-6) ** -0.5; "
+        "f = f * (1.0 + self.weight.float()); f.type_as(h)",
+        "f = h.float(); (f * torch.rsqrt((f * f).mean(-1, keepdim=True) + 1e-6)).type_as(h) * self.weight",
+        "f = h.float(); r = 1 / torch.sqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6); (r * f).to(h.dtype)",
+    ),
 }
 """By kind: statements on ``h``, of which the last is the result. All are found."""
 
@@ -84,12 +108,46 @@ LOOK_ALIKES: dict[str, tuple[str, ...]] = {
         "h * h.norm()",
         "n = h.norm(); h.zero_(); h / n",
     ),
+    "layer_norm_by_hand": (
+        "(h - h.mean(-1, keepdim=True)) / torch.sqrt(h.var(-1, keepdim=True) + 1e-5)",
+        "(h - h.mean(-1, keepdim=True)) / torch.sqrt(h.var(-1, True, keepdim=True) + 1e-5)",
+        "(h - h.mean(-1, keepdim=True)) / (h.std(-1, keepdim=True, unbiased=False) + 1e-5)",
+        "(h - h.mean(-1, keepdim=True)) / (torch.sqrt(h.var(-1, keepdim=True, unbiased=False)) + 1e-5)",
+        "(h - h.mean(1, keepdim=True)) / torch.sqrt(h.var(-1, keepdim=True, unbiased=False) + 1e-5)",
+        "(h.mean(-1, keepdim=True) - h) / torch.sqrt(h.var(-1, keepdim=True, unbiased=False) + 1e-5)",
+        "(h - y.mean(-1, keepdim=True)) / torch.sqrt(h.var(-1, keepdim=True, unbiased=False) + 1e-5)",
+        "u = h.mean(-1, keepdim=True); (h - u) / torch.sqrt(h.var(-1, keepdim=True, unbiased=False) + 1e-5) + u",
+        "c = h - h.mean(-1, keepdim=True); c / torch.sqrt(h.var(-1, keepdim=True, unbiased=False) + 1e-5) + c",
+        "c = h - h.mean(-1, keepdim=True); c / torch.sqrt((c ** 3).mean(-1, keepdim=True) + 1e-5)",
+        "c = h - h.mean(-1, keepdim=True); c += y; c / torch.sqrt(h.var(-1, keepdim=True, unbiased=False) + 1e-5)",
+    ),
+    "rms_norm_by_hand": (
+        "h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + 1e-6)",
+        "h * torch.rsqrt(h.pow(3).mean(-1, keepdim=True) + 1e-6)",
+        "h * (torch.rsqrt(h.pow(2).mean(-1, keepdim=True)) + 1e-6)",
+        "h * torch.sqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)",
+        "h / torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)",
+        "torch.sqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) / h",
+        "h * torch.rsqrt((h * y).mean(-1, keepdim=True) + 1e-6)",
+        "v = h.pow(2).mean(-1, keepdim=True); self.se = v; h * torch.rsqrt(v + 1e-6)",
+        "v = h.pow(2).mean(-1, keepdim=True); h * torch.rsqrt(v + 1e-6) + v",
+        "v = h.pow(2).mean(-1, keepdim=True); torch.relu_(h); h * torch.rsqrt(v + 1e-6)",
+    ),
 }
 """By kind: what it resembles and is not. Nothing is found."""
 
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "l1_norm": ("h / h.abs().mean(self.flag, keepdim=True)",),
     "l2_norm": ("F.normalize(h, eps=-1.0)",),
+    "layer_norm_by_hand": (
+        "c = h - h.mean(-1, keepdim=True); c / torch.sqrt((c ** 2).mean(-1, keepdim=True) + self.weight)",
+        "c = h - h.mean(1, keepdim=True); c / torch.sqrt((c ** 2).mean(1, keepdim=True) + 1e-5) * self.weight",
+    ),
+    "rms_norm_by_hand": (
+        "h = h.double(); h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)",
+        "f = h.half().float(); f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6)",
+        "f = h.to(torch.float16); f * torch.rsqrt(f.float().pow(2).mean(-1, keepdim=True) + 1e-6)",
+    ),
 }
 """By kind: found, and left to the expression itself when it runs."""
 

@@ -313,7 +313,8 @@ class _Reader:
     def _call(self, node: ast.Call, func: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Value:
         target: Any = None
         receiver: tuple[Value, ...] = ()
-        if isinstance(func, ast.Attribute) and not self._is_path(func) and not self._is_global(func):
+        is_method = not self._is_path(func) or self._is_tensor(func)
+        if isinstance(func, ast.Attribute) and is_method and not self._is_global(func):
             target, receiver = f".{func.attr}()", (self.value(func.value),)
         else:
             called = self.value(func)
@@ -329,6 +330,17 @@ class _Reader:
         if target is None or starred:
             return self._opaque(*values, *named.values())
         return self._op(target, values, named, node)
+
+    def _is_tensor(self, node: ast.expr) -> bool:
+        """Whether it is an attribute of a parameter or buffer of self."""
+        match node:
+            case ast.Attribute(value=ast.Attribute(value=owner, attr=name)) if self._is_self(owner):
+                hidden = (
+                    name in self.module.__dict__ or inspect.getattr_static(type(self.module), name, None) is not None
+                )
+                own = {**self.module._parameters, **self.module._buffers}
+                return not hidden and isinstance(own.get(name), torch.Tensor)
+        return False
 
     def _is_path(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Attribute):

@@ -61,11 +61,15 @@ class Formula:
             yield from self._spellings(node.right)
         elif isinstance(node, ast.Name) and node.id in self.parts:
             yield from self._spellings(self.parts[node.id])
+        elif isinstance(node, ast.UnaryOp):
+            yield ast.Constant(ast.literal_eval(node))
         else:
             yield node
 
     def _match(self, node: ast.expr, value: Value, found: Found) -> Iterator[Found]:
         """All ways in which ``value`` is what ``node`` says, ``found`` being given."""
+        if self.casts and isinstance(value, Op) and (inner := cast(value)) is not None:
+            yield from self._match(node, inner, replace(found, ops=found.ops | {value}))
         for spelling in self._spellings(node):
             if isinstance(spelling, ast.Name):
                 yield from self._name(spelling.id, value, found)
@@ -74,8 +78,6 @@ class Formula:
                     yield found
             elif isinstance(value, Op):
                 yield from self._operation(spelling, value, found)
-        if self.casts and isinstance(value, Op) and (inner := cast(value)) is not None:
-            yield from self._match(node, inner, replace(found, ops=found.ops | {value}))
 
     def _name(self, name: str, value: Value, found: Found) -> Iterator[Found]:
         known = found.values.get(name)
@@ -83,8 +85,6 @@ class Formula:
             return
         if self.casts and name in _PARAMETERS and not _is_own(value):
             return  # with something else than a weight it is no norm
-        if self.casts and isinstance(value, Op) and cast(value) is not None:
-            return  # it stands for what is cast
         if known is None:
             yield replace(found, values={**found.values, name: value})
         elif known is value or same(known, value):
