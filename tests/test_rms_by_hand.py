@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import region_checks
 import torch
-from rms_look_alikes import LOOK_ALIKES, FrozenBatchNorm, HandLayerNorm, Loss
+from models import randomised
+from rms_look_alikes import LOOK_ALIKES, FrozenBatchNorm, Gated, HandLayerNorm, Loss
 from rms_models import (
     CHANNELS,
     DTYPES,
     LAST,
     NARROW,
+    SIZE,
     C,
     Calls,
     OfChannelsOffset,
@@ -124,12 +127,19 @@ def test_strides_are_the_originals(cls: type[nn.Module], layout: Any, calls: Cal
 @pytest.mark.case("in-place-and-aliases")
 @pytest.mark.parametrize(("cls", "reason", "word"), LOOK_ALIKES, ids=lambda v: getattr(v, "__name__", ""))
 def test_look_alikes_are_refused(cls: type[nn.Module], reason: Reason, word: str) -> None:
-    answer = rules.find(cls())
+    answer = rules.alone(cls())
     assert isinstance(answer, Refusal), answer
     assert (answer.kind, answer.reason) == ("rms_norm", reason), answer
     assert word in answer.detail
 
 
+@pytest.mark.parametrize("cls", [row[0] for row in LOOK_ALIKES], ids=lambda v: v.__name__)
+def test_a_region_of_a_look_alike_computes_what_it_did(cls: type[nn.Module]) -> None:
+    model = randomised(cls()).eval()
+    inputs = tuple(torch.randn(3, 4, SIZE) for _ in range(2 if cls is Gated else 1))
+    region_checks.assert_same(region_checks.swap(model), model, inputs, False)
+
+
 @pytest.mark.parametrize("cls", [HandLayerNorm, FrozenBatchNorm, Loss])
 def test_other_functions_are_not_spoken_of(cls: type[nn.Module]) -> None:
-    assert rules.find(cls()) is None
+    assert rules.alone(cls()) is None

@@ -218,6 +218,6 @@ def test_cuda_graph_reads_the_weight_on_replay(cls: type[nn.Module]) -> None:
 @pytest.mark.case("trap-isinstance", "trap-shape-after-in-place", "trap-returns-rstd", "side-effects")
 @pytest.mark.parametrize(("cls", "reason", "word"), LOOK_ALIKES, ids=lambda v: getattr(v, "__name__", ""))
 def test_look_alikes_are_refused(cls: type[nn.Module], reason: Reason, word: str) -> None:
-    answer = rules.find(cls().cuda())
+    answer = rules.alone(cls().cuda())
     assert isinstance(answer, Refusal), answer
     assert (answer.kind, answer.reason) == ("rms_norm", reason) and word in answer.detail
