@@ -44,8 +44,8 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         "h = h.float(); (h - h.mean(-1, keepdim=True)) / torch.sqrt(h.var(-1, keepdim=True, unbiased=False) + 1e-5)",
         "h = h.float(); u = h.mean(1, keepdim=True); s = (h - u).pow(2).mean(1, keepdim=True); "
         "h = (h - u) / torch.sqrt(s + 1e-6); h",
-        "h = h.float(); u = torch.mean(h, dim=-1, keepdim=True); c = h - u; v = (c * c).mean(-1, True); "
-        "n = c * torch.rsqrt(v + self.slope); n * self.weight + self.bias",
+        "f = h.float(); u = torch.mean(f, dim=-1, keepdim=True); c = f - u; v = (c * c).mean(-1, True); "
+        "n = c * torch.rsqrt(v + self.slope); (n * self.weight + self.bias).type_as(h)",
         "dtype = h.dtype; f = h.to(torch.float32); c = f - f.mean(-1, keepdim=True); "
         "v = torch.var(f, dim=-1, correction=0, keepdim=True); "
         "c = c * (v + 1e-5) ** -0.5; c = self.bias.float() + self.weight.float() * c; c.to(dtype)",

@@ -84,11 +84,8 @@ def everything() -> nn.Module:
 @pytest.mark.parametrize("inputs", (True, False))
 def test_registered_classes_are_swapped_and_proved(dtype: torch.dtype, inputs: bool) -> None:
     model, x = everything().to(dtype), torch.randn(4, 8).to(dtype)
-    # unregistered, no class is a norm; a call of torch's norms in a forward is a region all the same
-    assert [(swap.site.name, swap.match.kind) for swap in normswap.plan(model).swaps] == [
-        ("1", "region"),
-        ("2", "region"),
-    ]
+    # unregistered, no class is a norm; a norm in a forward, called or written out, is a region all the same
+    assert {swap.match.kind for swap in normswap.plan(model).swaps} == {"region"}
     register_all()
     swapped = normswap.optimize(model, x if inputs else None)
     report = normswap.report(swapped)

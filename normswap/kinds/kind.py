@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from normswap.criterion import Magnitudes
@@ -55,9 +56,11 @@ def shape_along(dim: Any, size: int = 33) -> tuple[int, ...]:
 
 def flat(parameter: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
     """A weight or bias as a vector. Raises ValueError where it does not hold one value per index of ``x`` along
-    ``dim``, as it broadcasts to ``x``."""
+    ``dim``, as it broadcasts to ``x``, or is of a dtype that the ops do not take beside that of ``x``."""
     if parameter is None:
         return None
+    if parameter.dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"{parameter.dtype} beside {x.dtype}")
     shape = [1] * x.dim()
     shape[dim] = x.shape[dim]
     if list(parameter.shape) != shape[x.dim() - parameter.dim() :] or parameter.numel() != x.shape[dim]:

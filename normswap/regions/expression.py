@@ -52,10 +52,10 @@ class Expression:
         return self.verdicts[key]
 
     def _judged(self, x: Tensor, packed: Any) -> bool | None:
-        seen = _Seen()
+        seen, alike = _Seen(), tree_map(_without_values, packed)
         try:
             with torch.autocast(x.device.type, enabled=False), torch.no_grad(), seen:
-                result = self.snippet(None, tree_map(_without_values, packed))
+                result = self.snippet(None, alike)
         except Exception:  # the expression says so itself when it runs
             return None
         dtypes = [dtype for _, dtype in seen.steps]
@@ -65,8 +65,9 @@ class Expression:
         if any(dtype is not torch.float32 for dtype in dtypes[:wide]) or result.shape != x.shape:
             return None
         casts = [is_cast for is_cast, _ in seen.steps[wide:]]
-        alike = result.dtype is x.dtype and x.dtype in (torch.float32, *_SIXTEEN_BITS)
-        return {(): False, (True,): False, (True, False): True}.get(tuple(casts)) if alike else None
+        if result.dtype is not x.dtype or x.dtype not in (torch.float32, *_SIXTEEN_BITS):
+            return None
+        return {(): False, (True,): False, (True, False): True}.get(tuple(casts))
 
 
 class _Seen(TorchFunctionMode):

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
 from normswap.regions.spelling import cast, constant, parameters, spelled
 
@@ -53,7 +55,8 @@ class Formula:
 
     def find(self, op: Op) -> Found | None:
         """The expression whose last operation is ``op``."""
-        return next((found for found in self._match(self.root, op, Found()) if _is_whole(op, found)), None)
+        found = (found for found in self._match(self.root, op, Found()) if _is_whole(op, found))
+        return min(found, key=_is_wider, default=None)
 
     def _spellings(self, node: ast.expr) -> Iterator[ast.expr]:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
@@ -141,6 +144,19 @@ def _is_own(value: Value) -> bool:
     if isinstance(value, Op) and value.target in _VIEWS:
         return _is_own(value.args[0])
     return isinstance(value, Attribute) or (isinstance(value, Leaf) and value.of is not None and _is_own(value.of))
+
+
+def _is_wider(found: Found) -> bool:
+    """Whether "x" is cast within it and the result is not cast back: then what is cast had better be "x"."""
+    x = found.values["x"]
+    casts = [op for op in found.ops if cast(op) is not None]
+    narrows = any(op.target != ".float()" and not _widens(op) for op in casts)
+    return any(cast(op) is x for op in casts) and not narrows
+
+
+def _widens(op: Op) -> bool:
+    rest = [*op.args[1:], *op.keywords.values()]
+    return any(isinstance(value, Constant) and value.value is torch.float32 for value in rest)
 
 
 def _is_whole(last: Op, found: Found) -> bool:

@@ -55,14 +55,15 @@ def find(module: nn.Module, undecided: bool = False) -> Match | Refusal | None:
     answer = alone(module)
     if answer is None or (isinstance(answer, Refusal) and answer.reason in _MORE):
         within = region.match(module, alone, undecided)
-        answer = within if answer is None or _says_more(within, answer) else answer
+        answer = within if answer is None or _says_more(module, within, answer) else answer
     sharded = isinstance(answer, Match) and is_sharded(module)
     return Refusal(answer.kind, Reason.SHARDED) if answer is not None and sharded else answer
 
 
-def _says_more(within: Match | Refusal | None, refusal: Refusal) -> bool:
-    """Whether a region that was found outdoes a refusal: of an expression, one that holds an expression."""
-    if not isinstance(within, Match):
+def _says_more(module: nn.Module, within: Match | Refusal | None, refusal: Refusal) -> bool:
+    """Whether a region that was found outdoes a refusal: of an expression, one that holds an expression. What a person
+    has registered is refused with its own reason."""
+    if not isinstance(within, Match) or registered.match(module) is not None:
         return False
     return refusal.reason is Reason.SUBCLASS or any(found["kind"] in KINDS for found in within.attributes["regions"])
 
