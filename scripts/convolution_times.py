@@ -1,4 +1,4 @@
-"""What torchvision's networks take in eval on a GPU, channels_last: the wall's clock of a forward by PyTorch, with every
+"""What torchvision's networks take in eval on a GPU, channels_last: the wall's clock of a forward by PyTorch, with each
 convolution folded whose way is fused or a matmul, with that in a CUDA graph, and by default.
 
     python scripts/convolution_times.py [NAME ...] [--batch N ...] [--dtype float16]
