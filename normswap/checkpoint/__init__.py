@@ -1,7 +1,6 @@
 """Read a checkpoint as people have it, convert it into one that opens swapped, open that, and compare two.
 
-Read from the bottom: ``errors``, ``files`` (all or none), ``tensors`` (one file), ``distributed`` and ``reading`` (what
-people have), ``models`` (what it belongs to), ``writing`` (and the manifest), at the top ``convert`` and ``load``.
+From the bottom: ``errors``, ``files``, ``tensors``, ``distributed``, ``reading``, ``models``, ``writing``, and the calls.
 """
 
 from normswap.checkpoint.convert import convert as convert
