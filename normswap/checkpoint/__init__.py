@@ -1,6 +1,6 @@
 """Read a checkpoint as people have it, convert it into one that opens swapped, open that, and compare two.
 
-From the bottom: ``errors``, ``files``, ``tensors``, ``distributed``, ``reading``, ``models``, ``writing``, and the calls.
+From the bottom: ``errors``, ``files``, ``tensors``, ``distributed``, ``reading``, ``models``, ``writing``, the calls.
 """
 
 from normswap.checkpoint.convert import convert as convert
