@@ -197,8 +197,8 @@ TABLE: dict[str, Trap] = {
     "sequential": Trap(lambda: _runs(), SWAPPED, ("scale-forms", "containers")),
     "sequential_scale": Trap(lambda: _runs(Scale()), SWAPPED, ("scale-forms", "containers")),
     "sequential_number": Trap(lambda: _runs(Scale(-0.5)), SWAPPED, ("scale-forms", "containers")),
-    # In eval its BatchNorms are joined with what stands behind them: tests/test_regions.py.
-    "sequential_dropout": Trap(lambda: _runs(nn.Dropout(0.0)), {}, ("containers",), modes=("train",)),
+    # Its BatchNorm is joined with what stands behind it.
+    "sequential_dropout": Trap(lambda: _runs(nn.Dropout(0.0)), WITHIN, ("containers",), modes=("train",)),
     "in_lists_and_dicts": Trap(InLists, {"blocks.0": LSB, "named.norm": L1, "run": LSB}, ("containers",)),
     # Expressions
     "linear_twice": Trap(written(linear_twice), refused(LSB, PART), ("linear-called-twice",)),
