@@ -6,7 +6,6 @@ makes it count: it says under which token the others lie, and whoever reads or w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -14,10 +13,11 @@ import secrets
 import stat
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path, PurePath
 from typing import Any
+
+from blake3 import blake3
 
 fcntl: Any
 try:
@@ -26,7 +26,6 @@ except ImportError:  # Windows has none
     fcntl = None
 
 CHUNK = 8 << 20
-PIECE = 2 << 20  # of this the digests in manifests depend
 
 _WINDOWS = os.name == "nt"
 _FICLONE = 0x40049409  # linux/fs.h: the copy shares its blocks until one of the two is written
@@ -126,20 +125,14 @@ def copy_file(source: Path, target: Path, progress: Callable[[int], object] = la
             progress(len(piece))
 
 
-def sha256(path: Path, progress: Callable[[int], object] = lambda size: None) -> str:
-    """The SHA-256 of the SHA-256s of a file's pieces, which threads make side by side. Raises OSError."""
-    starts, whole = range(0, os.stat(path).st_size, PIECE), hashlib.sha256()
-
-    def digest(start: int) -> bytes:
-        with open(path, "rb") as file:
-            file.seek(start)
-            return hashlib.sha256(file.read(PIECE)).digest()
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for start, found in zip(starts, pool.map(digest, starts), strict=True):
-            whole.update(found)
-            progress(min(PIECE, starts.stop - start))
-    return whole.hexdigest()
+def digest(path: Path, progress: Callable[[int], object] = lambda size: None) -> str:
+    """The BLAKE3 of a file, as b3sum prints it; ``progress`` is told of each piece. Raises OSError."""
+    made = blake3(max_threads=blake3.AUTO)
+    with open(path, "rb") as file:
+        while piece := file.read(CHUNK):
+            made.update(piece)
+            progress(len(piece))
+    return made.hexdigest()
 
 
 def is_inside(name: object) -> bool:

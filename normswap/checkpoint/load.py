@@ -15,7 +15,7 @@ from torch import nn
 
 from normswap.checkpoint.convert import folded
 from normswap.checkpoint.errors import check, failing, listed
-from normswap.checkpoint.files import sha256
+from normswap.checkpoint.files import digest
 from normswap.checkpoint.models import PICKLED, build_model, filled, is_code, moved, open_model, ready, usable_device
 from normswap.checkpoint.reading import Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import difference
@@ -70,11 +70,11 @@ def _converted(
         there = (place.parent / name).is_file()
         check(there, f"{place.parent / name}: no such file, but {place} was written for it")
     with ThreadPoolExecutor(2) as pool:
-        sums = {name: pool.submit(sha256, place.parent / name) for name in manifest.files if check_digests}
+        sums = {name: pool.submit(digest, place.parent / name) for name in manifest.files if check_digests}
 
         def compare() -> None:
             with failing(f"{place.parent}: cannot be read", OSError):
-                changed = [name for name, digest in sums.items() if digest.result() != manifest.files[name]]
+                changed = [name for name, found in sums.items() if found.result() != manifest.files[name]]
             other = f"not the tensors {place} was written for: {listed(changed)} differs"
             check(not changed, f"{main}: {other}")
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from normswap.checkpoint.errors import CheckpointError, check, failing, listed, read_json, running
-from normswap.checkpoint.files import copy_file, is_inside, is_plain, replacing, settle, sha256
+from normswap.checkpoint.files import copy_file, digest, is_inside, is_plain, replacing, settle
 from normswap.checkpoint.models import HERE
 from normswap.checkpoint.reading import INDEX, METADATA, SETTINGS, STANDARD, Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import PICKLE_SUFFIXES, SUFFIXES, load_file, same_tensors, tensor_writer
@@ -57,7 +57,7 @@ class Manifest:
     tensors: str = _checked(str)  # the name of the file, or of the index, that it speaks of
     factory: str = _checked(str)  # builds the model, with kwargs; "" where nothing does
     plan: Plan = _checked(dict)
-    # The digest, by files.sha256, of every file that load_model reads.
+    # The digest, by files.digest, of every file that load_model reads.
     files: Mapping[str, str] = _checked(
         dict, {}, each=lambda entry: is_plain(entry[0]) and re.fullmatch("[0-9a-f]{64}", str(entry[1]))
     )
@@ -232,7 +232,7 @@ def write(
         read = {path: at.get(path, path) for path in (target.main, *map(target.main.with_name, names))}
         hashing = _counter("hashing", read.values(), progress)
         with ThreadPoolExecutor(1) as pool:
-            sums = pool.map(lambda place: sha256(place, hashing), read.values())
+            sums = pool.map(lambda place: digest(place, hashing), read.values())
             for path, source in target.sources.items():
                 if source is None:
                     same = same_tensors(load_file(path, at=at[path])[0], found.state)
@@ -242,7 +242,7 @@ def write(
                     same = size == source.stat().st_size and (not size or torch.equal(*maps))
                 other = f"what was written does not read back equal to {found.main}; nothing is kept"
                 check(same, f"{target.main}: {other}")
-            digests = {str(path.relative_to(folder)): digest for path, digest in zip(read, sums, strict=True)}
+            digests = {str(path.relative_to(folder)): made for path, made in zip(read, sums, strict=True)}
         written = tuple(str(path.relative_to(folder)) for path in target.sources)
         last = replace(manifest, files=digests, token=files.token, written=written)
         files.write(target.manifest, partial(Path.write_text, data=last.to_json(), encoding="utf-8"))
