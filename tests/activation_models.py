@@ -297,7 +297,10 @@ def _found(make: Callable[[], nn.Module], *cases: str, norms: str = "gn", modes:
 
 
 TABLE: dict[str, Trap] = {
-    **{forward.__name__: _fused(written(forward)) for forward in (f_silu, torch_relu, method_relu, f_gelu_tanh, swish)},
+    **{
+        forward.__name__: _fused(written(forward))
+        for forward in (f_silu, torch_relu, method_relu, f_gelu, f_gelu_tanh, swish)
+    },
     "f_silu_in_place": _fused(written(f_silu_in_place), "in-place-activation"),
     "in_place_relu": _fused(written(in_place_relu), "in-place-activation"),
     "child_relu": _fused(_RELU),
@@ -329,7 +332,6 @@ TABLE: dict[str, Trap] = {
         for forward in (activation_first, in_training_only, gated_by_input, activation_of_input, squared)
     },
     "no_grad_block": replace(_alone(written(no_grad_block)), backward_raises=True),
-    "f_gelu": _alone(written(f_gelu)),
     "swish_reversed": _alone(written(swish_reversed)),
     # part of more
     **{forward.__name__: _found(written(forward)) for forward in (leaky, sigmoid_alone, larger, norm_twice)},

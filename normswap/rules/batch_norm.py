@@ -14,8 +14,8 @@ KIND = "batch_norm"
 def match(module: nn.Module) -> Match | Refusal | None:
     """Match exactly these classes in train mode; refuse subclasses and disguises with the reason. In eval PyTorch's op,
     one pass, is as fast, and what stands behind it is a region's."""
-    if not module.training:
-        return None
     if is_lazy(module) and settled_type(module) in RANKS:
-        return Refusal(KIND, Reason.LAZY)
-    return next((found for cls in RANKS if (found := match_exact(module, cls, KIND)) is not None), None)
+        answer: Match | Refusal | None = Refusal(KIND, Reason.LAZY)
+    else:
+        answer = next((found for cls in RANKS if (found := match_exact(module, cls, KIND)) is not None), None)
+    return answer if answer is not None and module.training else None
