@@ -89,10 +89,19 @@ class AddedOnce(Root):
         return x * torch.rsqrt(torch.add(x.pow(2).mean(-1, keepdim=True), self.eps)) * self.weight
 
 
-@pytest.mark.parametrize("cls", [AddedTwice, AddedTwiceLiterally, OffsetTwice])
+@pytest.mark.parametrize("cls", [AddedTwice, AddedTwiceLiterally])
 def test_a_sum_with_alpha_is_another_function(cls: type[nn.Module]) -> None:
     assert isinstance(rules.find(cls()), Refusal)
     assert isinstance(rules.find(AddedOnce()), Match)
+
+
+def test_what_a_weight_with_alpha_multiplies_is_a_region() -> None:
+    """The norm alone, without the sum that is no offset of ours."""
+    model, x = OffsetTwice(), torch.randn(4, 8)
+    swapped = normswap.optimize(model, x, on_mismatch="raise")
+    ((_, region),) = [(s.site.name, one) for s in normswap.plan(model).swaps for one in s.match.attributes["regions"]]
+    assert region["kind"] == "rms_norm_by_hand"
+    torch.testing.assert_close(swapped(x), model(x))
 
 
 # --- attributes that are not what they seem -----------------------------------------------------------------------
