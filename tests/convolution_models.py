@@ -424,3 +424,11 @@ def drawn(make: Callable[[], nn.Module]) -> Any:
                 module.weight.uniform_(-1.5, 1.5)
                 module.bias.normal_()
     return model.eval()
+
+
+PROVED = [
+    name
+    for name, case in CASES.items()
+    if case.folds and not case.later and case.dtype is not torch.float64 and 0 not in case.shape
+]
+"""The cases whose folded convolutions have something to prove: values, in a dtype that the kernels take."""

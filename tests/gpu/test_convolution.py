@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from convolution_models import CASES, Block, bn, conv, drawn, residual, swapped_with, undecided, written
+from convolution_models import CASES, PROVED, Block, bn, conv, drawn, residual, swapped_with, undecided, written
 from limits import same_bits
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -106,11 +106,11 @@ def test_what_the_fold_declines() -> None:
 
 
 @by_dtype
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.folds and not case.later])
-def test_default_plans_and_all_ways_are_proved(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", PROVED)
+def test_default_plans_and_all_ways_are_within_the_bound(name: str, dtype: torch.dtype) -> None:
+    """A way that is within it and over 1.5 times PyTorch's error fails its proof, and optimize puts it back: a warning
+    here."""
     case = CASES[name]
-    if case.dtype is torch.float64 or 0 in case.shape:
-        return
     model = drawn(case.make).to(DEVICE, dtype)
     x = torch.randn(case.shape, device=DEVICE).relu().to(dtype).contiguous(memory_format=case.layout)
     for plan in (normswap.plan(model), undecided(model, "folded"), undecided(model, "fused")):
