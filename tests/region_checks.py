@@ -92,10 +92,8 @@ def assert_same(swapped: nn.Module, model: nn.Module, inputs: tuple[Any, ...], e
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             assert ours[name].shape == tensor.shape and ours[name].dtype == tensor.dtype, name
-            if exact:
-                assert torch.equal(ours[name].nan_to_num(7.0), tensor.nan_to_num(7.0)), name
-            else:
-                torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=2e-5)
+            rtol, atol = (0.0, 0.0) if exact else (1e-4, 2e-5)
+            torch.testing.assert_close(ours[name], tensor, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def outcome(module: nn.Module, inputs: tuple[Any, ...], learning: bool) -> dict[str, Tensor] | str:

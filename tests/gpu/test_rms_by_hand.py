@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import region_checks
 import torch
 from models import randomised
 from rms_look_alikes import LOOK_ALIKES
@@ -84,18 +85,25 @@ def test_classes_of_transformers_are_swapped_and_equal(name: str, dtype: torch.d
 
 @pytest.mark.case("ragged-rows", "offset-mean")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 769, 1001, 4096, 65535])
+@pytest.mark.parametrize("size", [769, 1001, 4096, 65535])
 @pytest.mark.parametrize("name", ["llama.LlamaRMSNorm", "gemma.GemmaRMSNorm", "olmo2.Olmo2RMSNorm"])
 def test_rows_of_every_length(name: str, size: int, dtype: torch.dtype, calls: Calls) -> None:
     module = randomised(from_transformers(name, size)).to("cuda", dtype).eval()
     for mean in (0.0, 100.0):
-        # One channel: a weight of one value may be meant for all of them, and is left alone.
-        x = (torch.randn(9, size, device="cuda") + mean).to(dtype)
-        if size > 1:
-            check(module, x, calls)
-    if size == 1:
-        answer = rules.find(module)
-        assert isinstance(answer, Refusal) and "not one value per index" in answer.detail
+        check(module, (torch.randn(9, size, device="cuda") + mean).to(dtype), calls)
+
+
+@pytest.mark.case("one-element")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["llama.LlamaRMSNorm", "gemma.GemmaRMSNorm", "olmo2.Olmo2RMSNorm"])
+def test_a_weight_of_one_value_may_be_meant_for_every_channel(name: str, dtype: torch.dtype) -> None:
+    module = randomised(from_transformers(name, 1)).to("cuda", dtype).eval()
+    answer = rules.alone(module)
+    assert isinstance(answer, Refusal) and "not one value per index" in answer.detail
+    swapped = region_checks.swap(module)
+    for channels in (1, 5):
+        x = torch.randn(9, channels, device="cuda").to(dtype)
+        assert_same(swapped(x), module(x), dtype)
 
 
 @pytest.mark.case("containers")
