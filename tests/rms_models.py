@@ -124,6 +124,21 @@ class Optional_(Norm):
         return hidden_states
 
 
+class NoEps(Norm):
+    def forward(self, x):
+        y = x.float()
+        return (y * y.square().mean(-1, keepdim=True).rsqrt()).to(x.dtype) * self.weight
+
+
+class Moved(Norm):
+    """To the device of its input, where it is already."""
+
+    def forward(self, x):
+        y = x.float()
+        y = y * (y**2).mean(axis=-1, keepdim=True).add(self.eps).sqrt().reciprocal()
+        return self.weight.to(x.device) * y.to(x.dtype)
+
+
 class NoWeight(Unweighted):
     def forward(self, x):
         return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
@@ -190,7 +205,10 @@ class OfTheThirdLast(Norm):
         return (self.weight * y).to(x.dtype)
 
 
-LAST = (Squared, Times, Reciprocal, Power, Literal, Helpers, Functions, Optional_, NoWeight, Flags, TrainingIsRead)
+LAST = (
+    *(Squared, Times, Reciprocal, Power, Literal, NoEps, Moved),
+    *(Helpers, Functions, Optional_, NoWeight, Flags, TrainingIsRead),
+)
 CHANNELS = (OfChannels, OfChannelsWeighted, OfChannelsViewed, OfChannelsOffset, OfTheThirdLast)
 
 

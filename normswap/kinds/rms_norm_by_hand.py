@@ -1,5 +1,4 @@
-"""An RMSNorm along one dim written out among other statements, all of it in float32 but for a cast before the weight.
-Where it is the whole forward of a module, ``rules.rms_by_hand`` knows more spellings."""
+"""An RMSNorm along one dim written out, all of it in float32 but for a cast before the weight."""
 
 from __future__ import annotations
 
@@ -10,11 +9,12 @@ import torch
 from torch import Tensor
 
 from normswap import criterion, ops
-from normswap.kinds.kind import Kind, flat, is_along, shape_along
+from normswap.kinds.kind import Kind, are_numbers, flat, is_along, shape_along
 from normswap.ops.dispatch import in_memory_order
 
 FORMULA = """
-m = mean(x ** 2, dim, keepdim=True) + eps
+s = mean(x ** 2, dim, keepdim=True)
+m = s + eps | s
 r = rsqrt(m) | m ** -0.5 | 1 / sqrt(m)
 n = x * r | x / sqrt(m) | x / m ** 0.5
 n * (offset + weight) | n * weight | n
@@ -22,9 +22,9 @@ n * (offset + weight) | n * weight | n
 
 
 def call(x: Tensor, dim: Any, eps: Any, weight: Any, offset: Any, rounds: bool) -> Tensor | None:
-    numbers = type(eps) in (int, float) and type(offset) in (int, float, type(None))
-    if not numbers or not is_along(x, dim) or 0 in x.stride():
+    if not are_numbers(eps, offset) or not is_along(x, dim) or 0 in x.stride():
         return None
+    eps = eps or 0.0
     if rounds and (weight is None or offset or dim % x.dim() != x.dim() - 1 or not x.is_contiguous()):
         return None  # the op along another dim has no such cast
     try:
@@ -36,7 +36,9 @@ def call(x: Tensor, dim: Any, eps: Any, weight: Any, offset: Any, rounds: bool) 
         if dim == x.dim() - 1:
             options: dict[str, Any] = {"weight_offset": float(offset or 0.0), "cast_before_weight": rounds}
             return ops.rms_norm(x, x.shape[-1:], gain, eps, **options)  # type: ignore[no-any-return]
-        return ops.rms_norm_dim(x, dim, weight=gain.float() + offset if gain is not None and offset else gain, eps=eps)
+        return ops.rms_norm_dim(
+            x, dim, weight=gain.float() + offset if gain is not None and offset else gain, eps=eps or 0.0
+        )
 
     return in_memory_order(computed, x, dim)
 
@@ -45,12 +47,12 @@ def magnitudes(
     x: Tensor,
     dtype: torch.dtype,
     dim: int,
-    eps: float,
+    eps: float | None,
     weight: Tensor | None,
     offset: float | None,
     rounds: bool,
 ) -> criterion.Magnitudes:
-    attributes = {"dim": dim, "eps": eps, "weight_offset": offset or 0.0, "cast_before_weight": rounds}
+    attributes = {"dim": dim, "eps": eps or 0.0, "weight_offset": offset or 0.0, "cast_before_weight": rounds}
     named = {} if weight is None else {"weight": "weight"}
     return criterion.rms_by_hand({**attributes, **named}, SimpleNamespace(weight=weight), x, dtype)
 

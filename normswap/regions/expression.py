@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from normswap.forwards.rms_norm import outside_autocast
 from normswap.kinds import KINDS
-from normswap.lifted import CASTS
 from normswap.regions.rewrite import Compiled
+from normswap.regions.rounding import rounds_before_weight
 
 _PLAIN = (Tensor, nn.Parameter)
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _VERDICTS = 256
 
 
@@ -52,39 +50,16 @@ class Expression:
         return self.verdicts[key]
 
     def _judged(self, x: Tensor, packed: Any) -> bool | None:
-        seen, alike = _Seen(), tree_map(_without_values, packed)
+        alike = tree_map(_without_values, packed)
         try:
-            with torch.autocast(x.device.type, enabled=False), torch.no_grad(), seen:
-                result = self.snippet(None, alike)
-        except Exception:  # the expression says so itself when it runs
+            return rounds_before_weight(lambda: self.snippet(None, alike), x)
+        except (RuntimeError, TypeError, ValueError, IndexError):  # the expression says so itself when it runs
             return None
-        dtypes = [dtype for _, dtype in seen.steps]
-        wide = len(dtypes)
-        while wide and dtypes[wide - 1] is x.dtype is not torch.float32:
-            wide -= 1
-        if any(dtype is not torch.float32 for dtype in dtypes[:wide]) or result.shape != x.shape:
-            return None
-        casts = [is_cast for is_cast, _ in seen.steps[wide:]]
-        if result.dtype is not x.dtype or x.dtype not in (torch.float32, *_SIXTEEN_BITS):
-            return None
-        return {(): False, (True,): False, (True, False): True}.get(tuple(casts))
-
-
-class _Seen(TorchFunctionMode):
-    """Notes of every operation whether it is a cast, and what dtype it gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[tuple[bool, torch.dtype]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.steps.append((func in CASTS, out.dtype))
-        return out
 
 
 def _fits(value: Any, x: Tensor) -> bool:
+    if isinstance(value, torch.device):  # it is moved there
+        return value == x.device
     return not isinstance(value, Tensor) or (type(value) in _PLAIN and value.device == x.device)
 
 

@@ -42,9 +42,11 @@ class Value:
 
 @dataclass(eq=False)
 class Leaf(Value):
-    """A parameter, or the result of something that is not understood; ``of``: what it is a part or view of."""
+    """A parameter, or the result of something that is not understood; ``of``: what it is a part or view of, by
+    ``index``."""
 
     of: Value | None = None
+    index: ast.expr | None = None
 
 
 @dataclass(eq=False)
@@ -122,7 +124,7 @@ def read(module: nn.Module, forward: types.FunctionType) -> Flow | Rejection:
     if seen := {node.id for node in names} & _SEES_LOCALS:
         return Rejection(Reason.NOT_STRAIGHT_LINE, f"forward names {', '.join(sorted(seen))}")
     tree, functions = inlined(tree, forward.__globals__)
-    reader = _Reader(module, forward, tree)
+    reader = Reader(module, forward, tree)
     reader.read_all(tree.body)
     return Flow(tree, forward, reader.ops, reader.effects, reader.conditions, _captured(tree), functions, reader.locals)
 
@@ -135,7 +137,9 @@ def _captured(tree: ast.FunctionDef) -> frozenset[str]:
     return named | frozenset(name for node in declared for name in node.names)
 
 
-class _Reader:
+class Reader:
+    """Reads the function ``tree`` of ``module``."""
+
     def __init__(self, module: nn.Module, forward: types.FunctionType, tree: ast.FunctionDef) -> None:
         self.module, self.globals = module, forward.__globals__
         self.tree, self.owner = tree, forward.__code__.co_varnames[0]
@@ -283,7 +287,7 @@ class _Reader:
             case ast.Subscript(value=base, slice=index):
                 whole = self.value(base)
                 self._pure(whole, self._index(index))
-                return Leaf(of=whole)
+                return Leaf(of=whole, index=index)
         return self._unknown(node)
 
     def _index(self, node: ast.expr) -> Value:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from normswap.kinds import KINDS
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
 from normswap.regions.spelling import cast, constant, parameters, spelled
 
@@ -43,20 +44,16 @@ class Formula:
         self.casts = casts
 
     @functools.cached_property
-    def roots(self) -> frozenset[str]:
-        """What the last operation may be."""
-        return frozenset(_pattern_of(node)[0] for node in self._spellings(self.root))
+    def operations(self) -> frozenset[str]:
+        """What is done somewhere in it."""
+        trees = [part for tree in (self.root, *self.parts.values()) for part in ast.walk(tree)]
+        done = (n for n in trees if isinstance(n, ast.Call) or (isinstance(n, ast.BinOp) and type(n.op) in _SYMBOLS))
+        return frozenset(_pattern_of(node)[0] for node in done)
 
-    @functools.cached_property
-    def names(self) -> frozenset[str]:
-        """What is called somewhere in it."""
-        trees = [self.root, *self.parts.values()]
-        return frozenset(_pattern_of(n)[0] for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Call))
-
-    def find(self, op: Op) -> Found | None:
-        """The expression whose last operation is ``op``."""
+    def find(self, op: Op, x: Value | None = None) -> Found | None:
+        """The expression whose last operation is ``op``; with ``x``, the one that normalises that."""
         found = (found for found in self._match(self.root, op, Found()) if _is_whole(op, found))
-        return min(found, key=_is_wider, default=None)
+        return min((one for one in found if x is None or one.values["x"] is x), key=_is_wider, default=None)
 
     def _spellings(self, node: ast.expr) -> Iterator[ast.expr]:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
@@ -112,6 +109,10 @@ class Formula:
         (node, value), *rest = pairs
         for one in self._match(node, value, found):
             yield from self._all(rest, one)
+
+
+FORMULAS = {name: Formula(kind.formula, kind.casts) for name, kind in KINDS.items()}
+"""The patterns of all kinds."""
 
 
 def _pattern_of(node: ast.expr) -> tuple[str, dict[str, ast.expr]]:

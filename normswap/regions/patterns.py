@@ -17,7 +17,7 @@ from normswap.plan import Match
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Constant, Flow, Op, Value
 from normswap.regions.foldings import is_convolution, is_foldable, why_apart
-from normswap.regions.formula import Formula, Found, same
+from normswap.regions.formula import FORMULAS, Formula, Found, same
 from normswap.regions.spec import Node, Position, Region, Step, slots
 from normswap.regions.spelling import PURE, constant
 
@@ -29,7 +29,6 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
 }
 """The norms that are called as functions: their kind, and what they take behind their input."""
 
-_FORMULAS = {name: Formula(kind.formula, kind.casts) for name, kind in KINDS.items()}
 _CALLED = {
     "layer_norm": Formula("layer_norm(x, normalized_shape, weight, bias, eps)"),
     "group_norm": Formula("group_norm(x, num_groups, weight, bias, eps)"),
@@ -125,7 +124,7 @@ def _expressions(module: nn.Module, flow: Flow, norm_of: Any, taken: set[int]) -
     """Norms that are written out, the longest first: what is ``taken`` grows by their operations."""
     regions = []
     for op in reversed(flow.ops):
-        for name, formula in _FORMULAS.items() if id(op) not in taken else ():
+        for name, formula in FORMULAS.items() if id(op) not in taken else ():
             whole = formula.find(op)
             if whole is None or isinstance(whole.values["x"], Constant):
                 continue

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from normswap.regions.flow import Constant, Op, Value
+from normswap.regions.flow import Attribute, Constant, Op, Value
 
 NOT_CONSTANT: Any = object()
 _ONE, _TWO = ("input",), ("input", "other")
@@ -33,7 +33,15 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         *("use_input_stats=True", "momentum=0.1", "eps=1e-5"),
     ),
 }
-_ALIASES = {"exponent": "other", "self": "input", "x": "input", "A": "input", "ord": "p", "unbiased": "correction"}
+_ALIASES = {
+    "exponent": "other",
+    "self": "input",
+    "x": "input",
+    "A": "input",
+    "axis": "dim",
+    "ord": "p",
+    "unbiased": "correction",
+}
 
 _NAMES: dict[Any, str] = {
     **{symbol: symbol for symbol in ("+", "-", "*", "/", "**")},
@@ -46,6 +54,7 @@ _NAMES: dict[Any, str] = {
     **dict.fromkeys((torch.square, ".square()"), "square"),
     **dict.fromkeys((torch.sqrt, ".sqrt()"), "sqrt"),
     **dict.fromkeys((torch.rsqrt, ".rsqrt()"), "rsqrt"),
+    **dict.fromkeys((torch.reciprocal, ".reciprocal()"), "reciprocal"),
     **dict.fromkeys((torch.mean, ".mean()"), "mean"),
     **dict.fromkeys((torch.var, ".var()"), "var"),
     **dict.fromkeys((torch.norm, ".norm()"), "norm"),
@@ -68,8 +77,12 @@ def spelled(op: Op) -> tuple[str, dict[str, Value]] | None:
     name = _NAMES.get(op.target)
     if name is None:
         return None
-    if name == "square":
-        return ("**", {"input": op.args[0], "other": Constant(value=2)}) if len(op.args) == 1 else None
+    if name in ("square", "reciprocal"):
+        (x,) = op.args if len(op.args) == 1 else (None,)
+        if x is None or op.keywords:
+            return None
+        one, two = Constant(value=1), Constant(value=2)
+        return ("**", {"input": x, "other": two}) if name == "square" else ("/", {"input": one, "other": x})
     bound = _bound(name, op)
     if bound is None:
         return None
@@ -118,12 +131,14 @@ def _euclidean(name: str, bound: dict[str, Value]) -> tuple[str, dict[str, Value
 
 
 def cast(op: Op) -> Value | None:
-    """What is cast by ``op``: ``x.float()``, ``x.to(dtype)``, ``x.type_as(y)``; None for any other operation."""
+    """What is cast by ``op``, ``x.float()``, ``x.to(dtype)`` or ``x.type_as(y)``, or moved to the device of something;
+    None for any other operation."""
     rest = [*op.args[1:], *op.keywords.values()]
     if op.target == ".float()":
         return op.args[0] if not rest else None
     if op.target in (".to()", ".type()", ".type_as()") and len(rest) == 1 and {*op.keywords} <= {"dtype"}:
         is_dtype = isinstance(rest[0], Constant) and isinstance(rest[0].value, torch.dtype)
-        reads_dtype = isinstance(rest[0], Op) and rest[0].target == ".dtype"
+        reads_dtype = isinstance(rest[0], Op) and rest[0].target in (".dtype", ".device")
+        reads_dtype |= isinstance(rest[0], Attribute) and rest[0].path.endswith((".dtype", ".device"))
         return op.args[0] if is_dtype or reads_dtype or op.target == ".type_as()" else None
     return None

@@ -8,7 +8,6 @@ import inspect
 import types
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,51 +16,27 @@ from torch import Tensor, nn
 from normswap import source, tracing
 from normswap.forwards import rms_norm as forwards
 from normswap.plan import Match, Reason, Refusal
-from normswap.rules import reading
-from normswap.rules.expression_site import (
-    DIVISION,
-    MULTIPLICATION,
-    Flow,
-    called_name,
-    class_forward,
-    names_in,
-    not_rewritable,
-)
+from normswap.regions.flow import Attribute
+from normswap.regions.rounding import rounds_before_weight
+from normswap.regions.straight import PLAIN, function_of, method_of
+from normswap.rules.expression_site import MULTIPLICATION, Flow, called_name, class_forward, names_in, not_rewritable
 from normswap.rules.module_site import is_lazy
-from normswap.rules.rms_graph import AnotherFunction, Form, form_of
+from normswap.rules.whole_forward import NotTheNorm, Whole, as_it_is_met, read_whole, within, without_values
 
 KIND = "rms_norm"
 
 _ROOTS = frozenset({"rsqrt", "sqrt"})
 _AVERAGES = frozenset({"mean", "sum"})
 _SQUARES = frozenset({"pow", "square"})
-# What a graph shows without a doubt. Not among them: all that reads a size, a device's name or a mode.
-_UNDERSTOOD = frozenset(
-    {
-        *(DIVISION | MULTIPLICATION | _ROOTS | _SQUARES),
-        *("/", "*", "**", "+", "add", "mean", "reciprocal"),
-        *("to", "float", "type", "type_as", ".dtype", ".device"),
-        *("view", "reshape", "unsqueeze", "[]"),
-    }
-)
-_PLAIN = (type(None), bool, int, str, float)
-_RANK = 6
+_SHAPE = (3,) * 6
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class _Attributes:
-    """What the attributes of self that a forward reads are: tensors, numbers that are read live, and the rest, whose
-    values are part of what the match stands on."""
-
-    tensors: tuple[str, ...]
-    numbers: tuple[str, ...]
-    settings: Mapping[str, Any]
-
-
-# By class: is there something to speak of, and what tracing said, by all of a module that a graph depends on.
+# By class: is there something to speak of, and what was read, by all of a module that it depends on, with the functions
+# called there.
 _recognised: weakref.WeakKeyDictionary[type, tuple[types.CodeType, bool]] = weakref.WeakKeyDictionary()
-_traced: weakref.WeakKeyDictionary[type, dict[Hashable, Match | Refusal]] = weakref.WeakKeyDictionary()
+_judged: weakref.WeakKeyDictionary[type, dict[Hashable, tuple[Match | Refusal, Mapping[Any, types.CodeType]]]]
+_judged = weakref.WeakKeyDictionary()
 
 
 def match(module: nn.Module) -> Match | Refusal | None:
@@ -92,8 +67,8 @@ def _functions(cls: type[nn.Module], forward: types.FunctionType) -> Iterator[ty
         function = waiting.pop()
         yield function
         for name in names_in(function):
-            method = None if name in nn.Module.__dict__ else reading.method_of(cls, name)
-            for found in (method, reading.function_of(forward, name)):
+            method = None if name in nn.Module.__dict__ else method_of(cls, name)
+            for found in (method, function_of(forward, name)):
                 if found is not None and found not in seen:
                     seen.add(found)
                     waiting.append(found)
@@ -158,115 +133,97 @@ def _centred(flow: Flow, average: ast.AST) -> bool:
 
 
 def _judge(module: nn.Module, forward: types.FunctionType) -> Match | Refusal:
-    read = reading.read(type(module), forward)
-    if isinstance(read, tracing.Rejection):
-        return Refusal(KIND, read.reason, read.detail)
-    called = {*(f"self.{name}()" for name in read.methods), *(f"{name}()" for name in read.functions)}
-    if extra := [*dict.fromkeys(o for o in read.operations if o not in _UNDERSTOOD and o not in called)]:
-        return Refusal(KIND, Reason.PART_OF_FORWARD, f"besides an RMSNorm, forward does {', '.join(extra)}")
-    if any(name in module.__dict__ for name in read.methods):
-        return Refusal(KIND, Reason.UNSUPPORTED, "a method was replaced on the instance")
-    attributes = _attributes(module, read)
-    if isinstance(attributes, Refusal):
-        return attributes
-    known = _traced.setdefault(type(module), {})
-    key = _key(module, forward, read, attributes)
-    if key not in known:
-        known[key] = _judge_traces(module, forward, read, attributes)
-    return known[key]
+    cls: Any = type(module)
+    known, key = _judged.setdefault(cls, {}), _key(module, forward)
+    if key not in known or not _is_current(cls, forward, known[key][1]):
+        whole = read_whole(module, forward, "rms_norm_by_hand", KIND)
+        called = {} if isinstance(whole, Refusal) else {f: f.__code__ for f in whole.read.called}
+        known[key] = (whole if isinstance(whole, Refusal) else _form(module, whole), called)
+    return known[key][0]
 
 
-def _attributes(module: nn.Module, read: reading.Reading) -> _Attributes | Refusal:
-    own = tracing.own_tensors(module)
-    tensors = tuple(name for name in read.reads if isinstance(own.get(name), Tensor))
-    if (rejection := tracing.unreadable(module, tensors) or tracing.own_getattr(module)) is not None:
-        return Refusal(KIND, rejection.reason, rejection.detail)
-    numbers, settings = [], {}
-    for name in read.reads:
-        if name in tensors or name == "training":
-            continue
-        value = _plain_value(module, name, own)
-        if value is _UNKNOWN:
-            continue  # it has no such attribute: where forward reads it all the same, tracing fails
-        if type(value) not in _PLAIN:
-            return Refusal(KIND, Reason.UNSUPPORTED, f"forward reads self.{name}, which is no tensor, number or flag")
-        if type(value) is float and name not in read.tested:
-            numbers.append(name)
-        else:
-            settings[name] = value
-    return _Attributes(tensors, tuple(numbers), settings)
+def _key(module: nn.Module, forward: types.FunctionType) -> Hashable:
+    """All of a module that the answer depends on: sizes are no part of it, since no size is read."""
+    plain = ((name, type(value), value) for name, value in module.__dict__.items() if type(value) in PLAIN)
+    shapes = ((name, None if t is None else _small(t)) for name, t in tracing.own_tensors(module).items())
+    return forward.__code__, (*plain,), (*shapes,)
 
 
-_UNKNOWN = object()
+def _is_current(cls: type[nn.Module], forward: types.FunctionType, called: Mapping[Any, types.CodeType]) -> bool:
+    """True while the same functions with the same code are behind the names."""
+    behind = [(method_of(cls, f.__name__), function_of(forward, f.__name__)) for f in called]
+    return all(f in found and f.__code__ is code for found, (f, code) in zip(behind, called.items(), strict=True))
 
 
-def _plain_value(module: nn.Module, name: str, own: Mapping[str, Tensor | None]) -> object:
-    """The value of a plain attribute: the instance's, a parameter or buffer that is None, or the class's."""
-    on_class = inspect.getattr_static(type(module), name, _UNKNOWN)
-    if name in module.__dict__ and not hasattr(type(on_class), "__set__"):
-        return module.__dict__[name]
-    return own[name] if name in own and on_class is _UNKNOWN else on_class
+def _small(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(3 if size > 1 else 1 for size in tensor.shape)
 
 
-def _key(module: nn.Module, forward: types.FunctionType, read: reading.Reading, found: _Attributes) -> Hashable:
-    """All of a module that its traces depend on: sizes are no part of it, since no size is read."""
-    own = tracing.own_tensors(module)
-    shapes = tuple((name, _small(own[name])) for name in found.tensors)
-    settings = tuple((name, type(value), value) for name, value in found.settings.items())
-    return forward.__code__, reading.codes_of(read.called), shapes, found.numbers, settings
-
-
-def _small(tensor: Tensor | None) -> tuple[int, ...]:
-    return () if tensor is None else tuple(3 if size > 1 else 1 for size in tensor.shape)
-
-
-def _judge_traces(
-    module: nn.Module, forward: types.FunctionType, read: reading.Reading, found: _Attributes
-) -> Match | Refusal:
-    """The match that every trace agrees on: of each mode, with each pair of dtypes, numbers other in every trace."""
-    if len(found.tensors) > 1:
-        return Refusal(KIND, Reason.UNSUPPORTED, f"forward reads self.{', self.'.join(found.tensors)}")
-    forms: dict[str, Form] = {}
-    modes = (False, True) if "training" in read.reads else (False,)
-    for count, (x, weight) in enumerate(_pairs(bool(found.tensors))):
-        variants = (count, -1) if count == 0 and found.numbers else (count,)
-        answers = [
-            _traced_form(module, read, found, x, weight or x, training, variant)
-            for training in modes
-            for variant in variants
-        ]
-        refusal = next((answer for answer in answers if isinstance(answer, Refusal)), None)
-        if refusal is None and len({*answers}) > 1:
-            detail = "forward depends on its mode, or on an attribute's value in another way than as its eps"
-            refusal = Refusal(KIND, Reason.UNSUPPORTED, detail)
-        if count == 0 and refusal is not None:
-            return refusal
-        if refusal is None and isinstance(answers[0], Form):
-            forms[_name(x) if weight in (None, x) else f"{_name(x)}*{_name(weight)}"] = answers[0]
-    return _agreed(forms, forward, read, found)
-
-
-def _agreed(
-    forms: Mapping[str, Form], forward: types.FunctionType, read: reading.Reading, found: _Attributes
-) -> Match | Refusal:
-    first = forms[_name(torch.float32)]
-    agreeing = {pair: form for pair, form in forms.items() if replace(form, rounds=False) == first}
-    if [*found.tensors] != ([first.weight] if first.weight else []):
-        return Refusal(
-            KIND, Reason.UNSUPPORTED, f"forward reads self.{', self.'.join(found.tensors)} and does not use it"
-        )
-    rounding = next((form.rounds for pair, form in agreeing.items() if "16" in pair), False)
-    served = [pair for pair, form in agreeing.items() if "16" not in pair or form.rounds == rounding]
-    both = [pair if "*" in pair or not first.weight else f"{pair}*{pair}" for pair in served]
-    attributes: dict[str, Any] = {"dim": first.dim, "eps": first.eps, "dtypes": " ".join(both)}
-    if first.weight:
-        attributes |= {"weight": first.weight, "cast_before_weight": rounding}
-        optional = ("weight_offset", "weight_axis", "weight_rank", "weight_dim")
-        attributes |= {name: getattr(first, name) for name in optional if getattr(first, name) != getattr(Form, name)}
-    attributes |= {f"{forwards.SELF}{name}": value for name, value in found.settings.items()}
+def _form(module: nn.Module, whole: Whole) -> Match | Refusal:
+    """The match for what was read: what it takes, and the dtypes with which it rounds as the op does."""
+    live = [name for name, value in whole.plain.items() if type(value) is float and name not in whole.read.tested]
+    try:
+        dim, eps, offset = (whole.number(name, of) for name, of in (("dim", ()), ("eps", live), ("offset", live)))
+        weight = _weight(module, whole, dim)
+        pairs = _served(module, whole, bool(weight))
+    except NotTheNorm as difference:
+        return Refusal(KIND, Reason.UNSUPPORTED, str(difference))
+    rounding = next((rounds for pair, rounds in pairs.items() if "16" in pair), False)
+    served = [pair for pair, rounds in pairs.items() if "16" not in pair or rounds == rounding]
+    attributes: dict[str, Any] = {"dim": dim, "eps": eps or 0.0, "dtypes": " ".join(served)}
+    attributes |= {**weight, "cast_before_weight": rounding} if weight else {}
+    attributes |= {"weight_offset": offset} if offset else {}
+    pinned = {name: value for name, value in whole.plain.items() if name not in live}
+    attributes |= {f"{forwards.SELF}{name}": value for name, value in pinned.items()}
+    read = whole.read
     attributes |= {"methods": " ".join(read.methods)} if read.methods else {}
     attributes |= {"functions": " ".join(read.functions)} if read.functions else {}
-    return Match(KIND, attributes | {"source": forwards.digest((forward, *read.called))})
+    return Match(KIND, attributes | {"source": forwards.digest((read.forward, *read.called))})
+
+
+def _weight(module: nn.Module, whole: Whole, dim: Any) -> dict[str, Any]:
+    """The attribute that is the weight, and how it lies along ``dim``: as it meets x it has "weight_rank" dims, of
+    which "weight_axis" alone is not of size one, as it is stored "weight_dim". Nothing without a weight."""
+    ways = [found.get("weight") for found in whole.found]
+    names = {name for value in ways for name in _attributes_in(value)}
+    if [*whole.tensors] != [*names] or len({value is None for value in ways}) > 1 or (names and len(names) > 1):
+        raise NotTheNorm(f"forward reads self.{', self.'.join(whole.tensors)} in another way")
+    if not names:
+        return {}
+    (name,) = names
+    stored = torch.empty(_small(tracing.own_tensors(module)[name]), device="meta")  # type: ignore[arg-type]
+    views = [as_it_is_met(value, stored) for value in ways if value is not None]
+    met = {None if view is None else tuple(view.shape) for view in views}
+    shape = met.pop() if len(met) == 1 else None
+    wide = [axis - len(shape) for axis, size in enumerate(shape) if size != 1] if shape else []
+    moved = shape != tuple(stored.shape) and stored.dim() != 1
+    if len(wide) != 1 or (dim < 0 and wide[0] != dim) or moved:
+        raise NotTheNorm(f"self.{name}, as {tuple(stored.shape)}, is not one value per index of dim")
+    found = {"weight": name, "weight_axis": wide[0], "weight_rank": len(shape or ()), "weight_dim": stored.dim()}
+    usual = {"weight_axis": -1, "weight_rank": 1, "weight_dim": 1}
+    return {key: value for key, value in found.items() if usual.get(key) != value}
+
+
+def _attributes_in(value: Any) -> list[str]:
+    """The attribute that a view is of."""
+    if value is None:
+        return []
+    return [found.path for found in within(value) if isinstance(found, Attribute)]
+
+
+def _served(module: nn.Module, whole: Whole, weighted: bool) -> dict[str, bool]:
+    """The dtypes with which all but the last steps are in float32, and whether what is normalised is then rounded
+    before the weight: of the input, or "input*weight"."""
+    found: dict[str, bool] = {}
+    for x, weight in _pairs(weighted):
+        answers = {_rounds(module, whole, x, weight or x, training) for training in (False, True)}
+        if answers == {None} and not found:
+            raise NotTheNorm("forward rounds, or computes in another dtype than float32")
+        if len(answers) > 1:
+            raise NotTheNorm("forward depends on its mode")
+        if None not in answers:
+            found[_name(x) if weight is None else f"{_name(x)}*{_name(weight)}"] = bool(answers.pop())
+    return found
 
 
 def _pairs(weighted: bool) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
@@ -277,30 +234,16 @@ def _pairs(weighted: bool) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
             yield dtype, torch.float32
 
 
-def _name(dtype: torch.dtype | None) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _traced_form(
-    module: nn.Module,
-    read: reading.Reading,
-    found: _Attributes,
-    x: torch.dtype,
-    weight: torch.dtype,
-    training: bool,
-    count: int,
-) -> Form | Refusal:
-    numbers = {name: 0.371 + 0.0137 * index + 0.00119 * (1 + count) for index, name in enumerate(found.numbers)}
+def _rounds(module: nn.Module, whole: Whole, x: torch.dtype, weight: torch.dtype, training: bool) -> bool | None:
     own = tracing.own_tensors(module)
-    fakes = {name: torch.empty(_small(own[name]), dtype=weight, device="meta") for name in found.tensors}
-    values = {**found.settings, **numbers}
-    shape = (3,) * _RANK
-    traced = tracing.trace(
-        module, found.tensors, shape, x, training=training, values=values, fakes=fakes, device="meta"
-    )
-    if isinstance(traced, tracing.Rejection):
-        return Refusal(KIND, traced.reason, traced.detail)
+    shapes = {name: _small(own[name]) for name in whole.tensors}  # type: ignore[arg-type]
+    tensors = {name: torch.empty(shape, dtype=weight, device="meta") for name, shape in shapes.items()}
+    twin, given = without_values(module, tensors, whole.plain, training), torch.empty(_SHAPE, dtype=x, device="meta")
     try:
-        return form_of(traced, {number: name for name, number in numbers.items()})
-    except AnotherFunction as difference:
-        return Refusal(KIND, Reason.UNSUPPORTED, str(difference))
+        return rounds_before_weight(lambda: whole.read.forward(twin, given), given)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise NotTheNorm(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,166 @@
+"""A module whose whole forward is a norm written out, whichever way it branches."""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from normswap.plan import Reason, Refusal
+from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
+from normswap.regions.formula import FORMULAS, Formula, Found
+from normswap.regions.spelling import cast, constant, spelled
+from normswap.regions.straight import PLAIN, Straight, Way, names_of, plain_value, straight
+from normswap.tracing import Rejection, own_getattr, own_tensors
+
+_CASTS = frozenset({"to", "float", "type", "type_as"})
+_VIEWS = frozenset({"view", "reshape", "unsqueeze"})
+_HARMLESS = frozenset({".dtype", ".device"})
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What was read of a forward: for each way through it the values that the names of the formula stand for, and what
+    else it reads: ``tensors``, and plain attributes by name (``plain``)."""
+
+    read: Straight
+    found: tuple[Mapping[str, Value], ...]
+    tensors: tuple[str, ...]
+    plain: Mapping[str, Any]
+
+    def number(self, name: str, live: Iterable[str]) -> str | float | None:
+        """What a name of the formula stands for on every way: an attribute that is one of ``live``, a number, or None
+        where the formula has another spelling. Raises NotTheNorm for anything else."""
+        values = {self._number(found.get(name), live) for found in self.found}
+        if len(values) > 1:
+            raise NotTheNorm("forward depends on its mode, or on an attribute's value")
+        return values.pop()
+
+    def _number(self, value: Value | None, live: Iterable[str]) -> str | float | None:
+        if value is None:
+            return None
+        if isinstance(value, Attribute) and value.path in live:
+            return value.path
+        known = self.plain.get(value.path) if isinstance(value, Attribute) else constant(value)
+        if type(known) not in (int, float):
+            raise NotTheNorm(f"forward takes {_shown(value)} where a number is needed")
+        return known  # type: ignore[return-value]
+
+
+class NotTheNorm(Exception):
+    """Where a forward departs from the norm."""
+
+
+def read_whole(module: nn.Module, forward: types.FunctionType, kind: str, site: str) -> Whole | Refusal:
+    """What ``forward``, the one of the class of ``module``, takes where it is the norm ``kind`` and nothing else; or
+    why it is no ``site``."""
+    read = straight(module, forward)
+    if isinstance(read, Rejection):
+        return Refusal(site, read.reason, read.detail)
+    if any(name in module.__dict__ for name in read.methods):
+        return Refusal(site, Reason.UNSUPPORTED, "a method was replaced on the instance")
+    formula, found = FORMULAS[kind], list[Mapping[str, Value]]()
+    for way in read.ways:
+        whole = formula.find(way.result, way.argument) if isinstance(way.result, Op) else None
+        if whole is None or not _is_all(way, whole):
+            return _difference(site, formula, way)
+        found.append(whole.values)
+    attributes = _attributes(module, read)
+    if isinstance(attributes, Rejection):
+        return Refusal(site, attributes.reason, attributes.detail)
+    tensors, plain = attributes
+    return Whole(read, tuple(found), tensors, plain)
+
+
+def _is_all(way: Way, whole: Found) -> bool:
+    """Whether nothing else is computed: what a cast or a branch asks for aside, and views of the weight."""
+    rest = [op for op in way.ops if op not in whole.ops]
+    weight = whole.values.get("weight")
+    return all(op.target in _HARMLESS or (weight is not None and op in within(weight)) for op in rest)
+
+
+def within(value: Value) -> list[Value]:
+    """A view and what it is of."""
+    inner = value.args[0] if isinstance(value, Op) else value.of if isinstance(value, Leaf) else None
+    return [value, *(within(inner) if inner is not None else [])]
+
+
+def _difference(site: str, formula: Formula, way: Way) -> Refusal:
+    """Why what one way computes is another function."""
+    beside = _HARMLESS | (_CASTS | _VIEWS if formula.casts else set())
+    done = zip(names_of(way.ops), map(spelled, way.ops), strict=True)
+    if extra := [name for name, op in done if (name not in beside if op is None else op[0] not in formula.operations)]:
+        detail = f"besides the norm, forward does {', '.join(dict.fromkeys(extra))}"
+        return Refusal(site, Reason.PART_OF_FORWARD, detail)
+    for name, given in filter(None, map(spelled, way.ops)):
+        if name == "mean":
+            dim, keepdim = constant(given["dim"]), constant(given["keepdim"])
+            if isinstance(dim, (tuple, type(None))) or not keepdim:
+                detail = f"mean over dim={dim}, keepdim={keepdim}; only one dim with keepdim=True is swapped"
+                return Refusal(site, Reason.UNSUPPORTED, detail)
+    computed = ", ".join(names_of(way.ops)) or "nothing"
+    how = " in another mode, or with another dtype" if way.choices and not all(way.choices) else ""
+    return Refusal(site, Reason.UNSUPPORTED, f"forward computes another function{how}: {computed}")
+
+
+def _attributes(module: nn.Module, read: Straight) -> tuple[tuple[str, ...], dict[str, Any]] | Rejection:
+    """The tensors and the plain attributes that are read from self."""
+    if read.reads and (rejection := own_getattr(module)) is not None:
+        return rejection
+    tensors, plain = [], {}
+    for name in read.reads:
+        value = plain_value(module, name)
+        if isinstance(value, Tensor) and name in own_tensors(module):
+            tensors.append(name)
+        elif type(value) in PLAIN:
+            plain[name] = value
+        elif name != "training":
+            return Rejection(Reason.UNSUPPORTED, f"forward reads self.{name}, which is no tensor, number or flag")
+    plain.pop("training", None)
+    return tuple(tensors), plain
+
+
+def _shown(value: Value) -> str:
+    if isinstance(value, Attribute):
+        return f"self.{value.path}"
+    return ast.unparse(value.node) if isinstance(value, Op) else "something else"
+
+
+def as_it_is_met(value: Value, stored: Tensor) -> Tensor | None:
+    """The weight ``stored`` as a view of it that is ``value``; None where that depends on more than constants."""
+    if isinstance(value, Attribute):
+        return stored
+    if isinstance(value, Op):
+        inner = as_it_is_met(value.args[0], stored)
+        if inner is None or cast(value) is not None:
+            return inner
+        constants = [argument.value for argument in value.args[1:] if isinstance(argument, Constant)]
+        if len(constants) < len(value.args) - 1 or value.keywords:
+            return None
+        return getattr(inner, value.target[1:-2])(*constants)  # type: ignore[no-any-return]
+    inner = as_it_is_met(value.of, stored) if isinstance(value, Leaf) and value.of is not None else None
+    if inner is None or value.index is None:  # type: ignore[attr-defined]
+        return None
+    return inner[_index(value.index)]  # type: ignore[attr-defined]
+
+
+def _index(node: ast.expr) -> Any:
+    """An index of ``:``, ``...`` and None alone."""
+    if isinstance(node, ast.Tuple):
+        return tuple(_index(element) for element in node.elts)
+    return slice(None) if isinstance(node, ast.Slice) else ast.literal_eval(node)
+
+
+def without_values(
+    module: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], training: bool
+) -> nn.Module:
+    """A module of the same class that holds ``tensors`` and the attributes ``plain``, and nothing else."""
+    twin: nn.Module = object.__new__(type(module))
+    nn.Module.__init__(twin)
+    twin._buffers.update(tensors)
+    twin.__dict__.update(plain, training=training)
+    return twin
