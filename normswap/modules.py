@@ -331,7 +331,9 @@ def _only_argument(replaced: Replaced) -> str:
 
 
 def _region_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
-    return regions.with_helpers(replaced, attributes, lambda compiled: make_helper(compiled, original_class))
+    return regions.with_helpers(
+        replaced, attributes, lambda compiled: make_helper(compiled, original_class), original_class
+    )
 
 
 def _subclass_forward(op: Callable[[Tensor, Any], Tensor]) -> Callable[[Replaced, Mapping[str, Any]], _Forward]:

@@ -58,24 +58,21 @@ class Directly:
             return None
         if not _calls_what_it_did():
             return None
-        if c["padding_mode"] != "zeros" or type(c["padding"]) is not tuple:
+        if c["padding_mode"] != "zeros" or not _are_tuples(c["stride"], c["padding"], c["dilation"]):
             return None
         x, behind = packed, None
         if self.at >= 0:
             x, behind = packed[self.at], packed[1 - self.at]
+            if behind is None:  # the statements raise
+                return None
         own, buffers, affine = c["_parameters"], n["_buffers"], n["_parameters"]
-        return ops.fused_convolution(
-            x,
-            own["weight"],
-            own["bias"],
-            (c["stride"], c["padding"], c["dilation"], c["groups"]),
-            buffers["running_mean"],
-            buffers["running_var"],
-            affine["weight"],
-            affine["bias"],
-            n["eps"],
-            behind,
-        )
+        try:
+            kernel = own["weight"], own["bias"]
+            norm_of = buffers["running_mean"], buffers["running_var"], affine["weight"], affine["bias"]
+        except KeyError:  # somebody put a tensor that is none in the place of a parameter or buffer
+            return None
+        how = c["stride"], c["padding"], c["dilation"], c["groups"]
+        return ops.fused_convolution(x, *kernel, how, *norm_of, n["eps"], behind)
 
 
 _CLASSES = nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.Identity
@@ -181,4 +178,10 @@ def _is_as_read(convolution: Any) -> bool:
     if cls not in CONVOLUTIONS or not is_plain(convolution, cls) or "_conv_forward" in convolution.__dict__:
         return False
     settled: _ConvNd = convolution
-    return settled.padding_mode == "zeros" and type(settled.padding) is tuple and _INNER[cls].is_unchanged()
+    how = settled.stride, settled.padding, settled.dilation
+    return settled.padding_mode == "zeros" and _are_tuples(*how) and _INNER[cls].is_unchanged()
+
+
+def _are_tuples(*values: object) -> bool:
+    """Whether each has a number for every dim, as __init__ makes it."""
+    return all(type(value) is tuple for value in values)

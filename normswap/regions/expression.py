@@ -11,10 +11,12 @@ from torch.utils._pytree import tree_map
 
 from normswap.forwards.rms_norm import outside_autocast
 from normswap.kinds import KINDS
+from normswap.regions.patterns import others_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.rounding import rounds_before_weight
 
 _PLAIN = (Tensor, nn.Parameter)
+_VALUES = (int, float, bool, torch.dtype)
 _VERDICTS = 256
 
 
@@ -23,13 +25,16 @@ class Expression:
 
     def __init__(self, compiled: Compiled) -> None:
         self.kind, self.snippet = KINDS[compiled.region.kind], compiled.snippet
+        given = {operand for node in compiled.region.nodes for operand in node.operands}
+        names = (*self.kind.parameters, *others_of(compiled.region))
+        self.present = [index for index, name in enumerate(names) if name in given]
         self.verdicts: dict[Hashable, bool | None] = {}
 
     def __call__(self, x: Tensor, given: Sequence[Any], packed: Any) -> Tensor | None:
         """What the expression gives for ``packed``, which holds ``x`` and what is ``given`` beside it; None where only
         the expression itself is sure to be right."""
         arguments = given[: len(self.kind.parameters)]
-        if not x.is_floating_point() or not all(_fits(value, x) for value in given):
+        if not x.is_floating_point() or not all(_fits(given[i], x) for i in self.present):
             return None
         if not self.kind.casts:
             return self.kind.call(x, *arguments)
@@ -58,9 +63,11 @@ class Expression:
 
 
 def _fits(value: Any, x: Tensor) -> bool:
+    if isinstance(value, Tensor):
+        return type(value) in _PLAIN and value.device == x.device
     if isinstance(value, torch.device):  # it is moved there
         return value == x.device
-    return not isinstance(value, Tensor) or (type(value) in _PLAIN and value.device == x.device)
+    return type(value) in _VALUES
 
 
 def _form(value: Any) -> Hashable:

@@ -51,9 +51,10 @@ class Leaf(Value):
 
 @dataclass(eq=False)
 class Constant(Value):
-    """A literal, or a tuple of literals."""
+    """A literal, or a tuple of literals. ``named``: by a local name, which may hold another on another call."""
 
     value: Any = None
+    named: bool = False
 
 
 @dataclass(eq=False)
@@ -282,7 +283,8 @@ class Reader:
             case ast.Tuple(elts=elements) | ast.List(elts=elements):
                 values = [self.value(element) for element in elements]
                 if all(isinstance(v, Constant) for v in values):
-                    return Constant(value=tuple(v.value for v in values if isinstance(v, Constant)))
+                    constants = [v for v in values if isinstance(v, Constant)]
+                    return Constant(value=tuple(v.value for v in constants), named=any(v.named for v in constants))
                 return self._pure(*values)
             case ast.Subscript(value=base, slice=index):
                 whole = self.value(base)
@@ -301,7 +303,8 @@ class Reader:
         if node.id == self.owner:
             return Attribute(path="")
         if node.id in self.locals:
-            return self.env.setdefault(node.id, Leaf())
+            known = self.env.setdefault(node.id, Leaf())
+            return Constant(value=known.value, named=True) if isinstance(known, Constant) else known
         found = self.globals.get(node.id, abs if node.id == "abs" else _UNKNOWN)
         return Constant(value=found) if _is_torchs(found) or isinstance(found, types.FunctionType) else Leaf()
 
@@ -322,7 +325,9 @@ class Reader:
             target, receiver = f".{func.attr}()", (self.value(func.value),)
         else:
             called = self.value(func)
-            if isinstance(called, Attribute) and called.path:
+            if isinstance(func, ast.Name) and func.id in self.locals:
+                receiver = (called,)  # a region's own statements have no such name
+            elif isinstance(called, Attribute) and called.path:
                 target = f"self.{called.path}"
             elif isinstance(called, Constant) and callable(called.value):
                 target = called.value
@@ -331,7 +336,7 @@ class Reader:
         starred = any(isinstance(arg, ast.Starred) for arg in args) or any(k.arg is None for k in keywords)
         values = (*receiver, *(self.value(a.value if isinstance(a, ast.Starred) else a) for a in args))
         named = {k.arg or "": self.value(k.value) for k in keywords}
-        if target is None or starred:
+        if target is None or starred or "out" in named:
             return self._opaque(*values, *named.values())
         return self._op(target, values, named, node)
 

@@ -17,7 +17,7 @@ import torch
 
 from normswap.kinds import KINDS
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
-from normswap.regions.spelling import cast, constant, parameters, spelled
+from normswap.regions.spelling import cast, constant, one_dim, parameters, spelled
 
 _SYMBOLS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 
@@ -81,7 +81,9 @@ class Formula:
 
     def _name(self, name: str, value: Value, found: Found) -> Iterator[Found]:
         known = found.values.get(name)
-        if isinstance(value, Constant) and (name in _TENSORS or (name == "dim" and type(constant(value)) is not int)):
+        if isinstance(value, Constant) and (
+            name in _TENSORS or (name == "dim" and type(one_dim(value.value)) is not int)
+        ):
             return
         if self.casts and name in _PARAMETERS and not _is_own(value):
             return  # with something else than a weight it is no norm

@@ -66,6 +66,7 @@ class Fused:
         self.shared, self.passes = region.shared, region.passes
         self.child = region.norm if region.type else ""
         self.activation = region.literal_activation()
+        self.sums, self.behind, self.scaled = region.has("sum"), region.has("residual"), region.has("gain")
         self.acting = region.activation if isinstance(region.activation, str) else ""
         self.expression = Expression(compiled) if region.kind in KINDS else None
         self.call = _CALLS.get("layer_norm_2d" if region.has("permute") else region.kind, _declines)
@@ -80,7 +81,9 @@ class Fused:
         if self.directly is not None and (out := self.directly(children, packed)) is not None:
             return out
         x, before, behind, scale, shift, arguments = self.unpack(packed)
-        if type(x) not in _PLAIN or not (before is None or _is_beside(x, before)):
+        if type(x) not in _PLAIN or (self.sums and not _is_beside(x, before)):
+            return None
+        if (self.behind and behind is None) or (self.scaled and scale is None):  # the statements raise
             return None
         for name in self.passes:
             if not _hands_on(children.get(name)):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import digest
 from normswap.plan import PlanError
+from normswap.regions.beside import Beside
 from normswap.regions.rewrite import Compiled, Helper, compile_regions
 from normswap.regions.sequential import compiled_run, names_of
 from normswap.regions.spec import Region
@@ -33,11 +34,15 @@ def method_of(attributes: Mapping[str, Any]) -> str:
 
 
 def with_helpers(
-    replaced: Replaced, attributes: Mapping[str, Any], helper_of: Callable[[Compiled], Helper]
+    replaced: Replaced,
+    attributes: Mapping[str, Any],
+    helper_of: Callable[[Compiled], Helper],
+    original_class: Callable[[nn.Module], Any] | None = None,
 ) -> _Forward:
     """The forward to install on a subclass of ``original``, with a helper for each region. The original's own runs
     where another was put on the class since, where its source is not what was read (a pickle outlives a version of a
-    library), and where it would branch in another way than it did."""
+    library), where it would branch in another way than it did, and, with ``original_class``, where a child that is
+    called in the middle of a region may do more than compute."""
     base_forward = replaced.function
     names, known = attributes.get("functions", "").split(), getattr(undecorated(base_forward), "__globals__", {})
     functions: dict[str, Any] = {name: known.get(name) for name in names}  # read as the line they return
@@ -52,16 +57,21 @@ def with_helpers(
     conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))
     checks = [(_evaluator(text), truth) for text, truth in conditions]
     codes = [(name, function, getattr(function, "__code__", None)) for name, function in functions.items()]
+    beside = None
+    if original_class is not None and any(one.region.beside for one in compiled):
+        beside = Beside((one.region for one in compiled), original_class)
 
-    def branches_as_read(self: Any) -> bool:
-        return all(bool(check(self)) is truth for check, truth in checks) and all(
-            known.get(name) is made and getattr(made, "__code__", None) is code for name, made, code in codes
+    def is_as_read(self: Any) -> bool:
+        return (
+            all(bool(check(self)) is truth for check, truth in checks)
+            and all(known.get(name) is made and getattr(made, "__code__", None) is code for name, made, code in codes)
+            and (beside is None or beside.only_compute(self))
         )
 
-    guarded = bool(checks or codes)
+    guarded = bool(checks or codes or beside)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if replaced.is_on(self) and (not guarded or branches_as_read(self)):
+        if replaced.is_on(self) and (not guarded or is_as_read(self)):
             return rewritten(self, *args, **kwargs)
         return replaced.run(self, *args, **kwargs)
 

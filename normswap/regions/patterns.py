@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Constant, Flow, Op, Value
 from normswap.regions.foldings import is_convolution, is_foldable, why_apart
 from normswap.regions.formula import FORMULAS, Formula, Found, same
-from normswap.regions.spec import Node, Position, Region, Step, slots
-from normswap.regions.spelling import PURE, constant
+from normswap.regions.spec import Node, Position, Region, Step, qualified, slots
+from normswap.regions.spelling import PURE, one_dim
 
 FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     F.layer_norm: ("layer_norm", ("normalized_shape", "weight", "bias", "eps")),
@@ -92,6 +92,7 @@ class _Found:
     convolution: str = ""
     apart: str = ""
     feeds: tuple[str, ...] = ()
+    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     expression: Found = field(default_factory=Found)
 
     @property
@@ -154,7 +155,7 @@ def _core(module: nn.Module, op: Op, norm_of: Any) -> _Found | None:
     x, name = (*op.args, *op.keywords.values())[0], op.target[len("self.") :]
     expression = Found(frozenset([op]), {"x": x}) if op.keywords else Found()
     found = _Found(match.kind, name, x, [op], [("norm", op, 0)], match, expression=expression)
-    found.type = f"{cls.__module__}.{cls.__qualname__}"
+    found.type = qualified(cls)
     return found
 
 
@@ -230,9 +231,13 @@ def _behind(found: _Found, user: Op, operand: int) -> bool:
     return user.target == "+" and "gain" in done and _take(found, "shift", user, operand)
 
 
+def _is_literal(value: Value) -> TypeGuard[Constant]:
+    return isinstance(value, Constant) and not value.named
+
+
 def _is_one_plus(value: Op, product: Op) -> bool:
     """``1 + s``, written in the product itself."""
-    ones = [arg for arg in value.args if isinstance(arg, Constant) and arg.value == 1]
+    ones = [arg for arg in value.args if _is_literal(arg) and arg.value == 1]
     written = value.node in (getattr(product.node, "left", None), getattr(product.node, "right", None))
     return value.target == "+" and len(ones) == 1 and len(value.users) == 1 and written
 
@@ -266,8 +271,8 @@ def _activation(child: nn.Module | None, op: Op) -> str | tuple[str, float, floa
     if child is not None:
         return op.target[len("self.") :] if type(child) in CHILDREN and len(op.args) == 1 else None
     name = LITERAL.get(op.target)
-    numbers = {k: v.value for k, v in op.keywords.items() if isinstance(v, Constant)}
-    rest = [v.value for v in op.args[1:] if isinstance(v, Constant)]
+    numbers = {k: v.value for k, v in op.keywords.items() if _is_literal(v)}
+    rest = [v.value for v in op.args[1:] if _is_literal(v)]
     if name is None or len(numbers) + len(rest) + 1 != len(op.args) + len(op.keywords):
         return None
     return _with_numbers(name, rest, numbers)
@@ -365,7 +370,7 @@ def _permuted(found: _Found) -> bool:
 
 
 def _dims(op: Op) -> tuple[Any, ...]:
-    values = tuple(arg.value for arg in op.args[1:] if isinstance(arg, Constant))
+    values = tuple(arg.value for arg in op.args[1:] if _is_literal(arg))
     return values[0] if len(values) == 1 and isinstance(values[0], tuple) else values
 
 
@@ -379,9 +384,11 @@ def _stands(module: nn.Module, flow: Flow, found: _Found, norm_of: Any) -> bool:
     own = {id(op) for op in found.ops}
     if flow.opaque_between(first, last):
         return False
-    for op in flow.ops:
-        if first < op.order < last and id(op) not in own and not _is_harmless(module, op, found, norm_of):
-            return False
+    between = [op for op in flow.ops if first < op.order < last and id(op) not in own]
+    if not all(_is_harmless(module, op, found, norm_of) for op in between):
+        return False
+    called = {str(op.target)[len("self.") :]: child for op in between if (child := _child(module, op)) is not None}
+    found.beside = {name: tuple(sorted({qualified(type(m)) for m in c.modules()})) for name, c in called.items()}
     names = {
         t.id
         for op in found.ops
@@ -436,6 +443,7 @@ def _region(flow: Flow, found: _Found) -> Region:
         found.convolution,
         apart=found.apart,
         feeds=found.feeds,
+        beside=found.beside,
         nodes=nodes,
         constants=constants,
     )
@@ -446,7 +454,7 @@ def _nodes(flow: Flow, found: Found, start: int) -> tuple[tuple[Node, ...], dict
     ops = sorted(found.ops, key=lambda op: op.order)
     places = {id(op): index for index, op in enumerate(ops)}
     constants = {
-        name: constant(value) if name == "dim" else value.value
+        name: one_dim(value.value) if name == "dim" else value.value
         for name, value in found.values.items()
         if isinstance(value, Constant)
     }

@@ -52,7 +52,8 @@ class Region:
     forward branches on that must hold (expression, truth); ``convolution``: the child whose output is normalised, with
     ``folding`` as one of ``FOLDINGS`` says how the norm goes into it; ``apart``: why the convolution before the norm is
     no part of the region; ``feeds``: the child that autocast gives the result in 16 bits and that alone gets it, and
-    before it those that hand it on; ``nodes``: the operations of the norm, unless it is a child that is called with its
+    before it those that hand it on; ``beside``: other children that are called between its operations, with the classes
+    in them; ``nodes``: the operations of the norm, unless it is a child that is called with its
     input alone; ``constants``: what it takes that the source names.
     """
 
@@ -69,6 +70,7 @@ class Region:
     folding: str = ""
     apart: str = ""
     feeds: tuple[str, ...] = ()
+    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
 
@@ -103,6 +105,7 @@ class Region:
                 "steps": tuple(Step(**{**s, "at": tuple(s["at"])}) for s in given["steps"]),
                 "passes": tuple(given["passes"]),
                 "feeds": tuple(given.get("feeds", ())),
+                "beside": {name: tuple(classes) for name, classes in given.get("beside", {}).items()},
                 "nodes": tuple(_node(data) for data in given.get("nodes", ())),
                 "constants": {k: _tuples(v) for k, v in given.get("constants", {}).items()},
                 "conditions": tuple((text, truth) for text, truth in given["conditions"]),
@@ -113,6 +116,11 @@ class Region:
     def literal_activation(self) -> Activation | None:
         """The activation that the source names; None where a child says which."""
         return None if isinstance(self.activation, str) else Activation(*(self.activation or ()))
+
+
+def qualified(cls: type) -> str:
+    """The name of a class in a plan."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _node(data: Mapping[str, Any]) -> Node:

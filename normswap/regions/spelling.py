@@ -113,10 +113,15 @@ def _bound(name: str, op: Op) -> dict[str, Value] | None:
 
 
 def constant(value: Value) -> Any:
-    """The value of a constant, one dim in a tuple as the dim itself; ``NOT_CONSTANT`` for anything else."""
-    if not isinstance(value, Constant):
+    """The value of a constant that is always the same, one dim in a tuple as the dim itself; ``NOT_CONSTANT`` for
+    anything else."""
+    if not isinstance(value, Constant) or value.named:
         return NOT_CONSTANT
-    found = value.value
+    return one_dim(value.value)
+
+
+def one_dim(found: Any) -> Any:
+    """``found``, a tuple of one dim as the dim itself."""
     return found[0] if isinstance(found, tuple) and len(found) == 1 and type(found[0]) is int else found
 
 
