@@ -230,7 +230,7 @@ TABLE: dict[str, Trap] = {
     "counting": Trap(written(counting), refused(LSB, CODE), ("side-effects",), attributes=("calls",)),
     "appending": l1_trap(appending, WITHIN, "side-effects"),
     "training_branch": l1_trap(training_branch, refused(L1, OTHER), "training-branches"),
-    "training_flag": Trap(written(training_flag), refused(LSB, CODE), ("training-branches",)),
+    "training_flag": Trap(written(training_flag), refused(LSB, OTHER), ("training-branches",)),
     "variadic": l1_trap(variadic, refused(L1, OTHER), "signatures"),
     "keyword_only": l1_trap(keyword_only, WITHIN, "signatures"),
     "defaulted": Trap(written(defaulted), refused(LSB, OTHER), ("signatures",)),

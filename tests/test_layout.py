@@ -27,9 +27,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "install_table": set(),
     "uncompiled": set(),
     "modules": {"ops", "plan", "forwards", "install_table", "regions"},
-    "tracing": {"plan"},
-    "source": {"plan", "tracing"},
-    "regions": {"activation", "forwards", "kinds", "lifted", "ops", "plan", "regions", "source", "tracing"},
+    "attributes": {"plan"},
+    "source": {"plan", "attributes"},
+    "regions": {"activation", "forwards", "kinds", "lifted", "ops", "plan", "regions", "source", "attributes"},
     "regions.convolution_error": {"criterion"},
     "regions.compare": {
         *(
@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
     },
     "regions.prove": {"compare", "forwards", "kinds", "plan", "regions", "regions.compare"},
-    "rules": {"kinds", "plan", "tracing", "source", "modules", "forwards", "regions", "rules", "sites"},
+    "rules": {"kinds", "plan", "attributes", "source", "modules", "forwards", "regions", "rules", "sites"},
     "walk": {"plan", "modules", "rules"},
     "switch": {"modules", "sites"},
     "apply": {"plan", "install_table", "modules", "sites", "switch"},

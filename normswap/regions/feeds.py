@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap.attributes import Rejection
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.source import definition
-from normswap.tracing import Rejection
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _LOWERED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

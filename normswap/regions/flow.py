@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from normswap.attributes import Rejection, own_getattr
 from normswap.plan import Reason
 from normswap.regions.inline import inlined
 from normswap.source import definition, undecorated
-from normswap.tracing import Rejection, own_getattr
 
 Position: TypeAlias = "tuple[int, int, int, int]"
 """Where a node stands in the source file: first line, column, last line, column."""

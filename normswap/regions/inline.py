@@ -8,8 +8,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from normswap.attributes import Rejection
 from normswap.source import definition
-from normswap.tracing import Rejection
 
 _SIMPLE = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Slice, ast.Tuple, ast.expr_context)
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from normswap.attributes import Rejection
 from normswap.plan import PlanError
 from normswap.regions.inline import inlined
 from normswap.regions.patterns import others_of, parameters_of
 from normswap.regions.spec import Node, Position, Region, Step, slots
 from normswap.source import cell_holds, definition, undecorated
-from normswap.tracing import Rejection
 
 _PREFIX = "_normswap_"
 _MARK = "normswap_mark"

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from normswap.attributes import Rejection, own_tensors
 from normswap.plan import Reason
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Reader, Value
 from normswap.source import definition, is_torchs, takes_another_argument
-from normswap.tracing import Rejection, own_tensors
 
 MOST_WAYS = 16
 PLAIN = (type(None), bool, int, str, float)
@@ -212,15 +212,18 @@ class _Reader(Reader):
                 raise _Returned(self.value(value))
             case ast.If(test=test, body=body, orelse=orelse):
                 self.read_all(body if self._truth(test) else orelse)
-            case ast.Assign(targets=[*targets], value=value) if all(isinstance(t, ast.Name) for t in targets):
+            case ast.Assign(targets=[*targets], value=value) if all(map(self._is_local, targets)):
                 found = self.value(value)
                 self.env |= {target.id: found for target in targets if isinstance(target, ast.Name)}
-            case ast.AnnAssign(target=ast.Name(), value=ast.expr()) | ast.Pass():
+            case ast.AnnAssign(target=target, value=ast.expr()) if self._is_local(target):
                 super()._read(node)
             case ast.Assign(targets=[target, *_]) | ast.AnnAssign(target=target):
                 self._refuse(f"a store to {ast.unparse(target)}", node)
             case _:
                 self._unknown(node)
+
+    def _is_local(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Name) and node.id != self.owner
 
     def _truth(self, node: ast.expr) -> bool:
         """Where a branch goes on this way."""

@@ -1,8 +1,8 @@
 """What every rule about an expression asks before it reads a forward closely.
 
 *Recognising* is cheap and lenient: does the source hold something of the pattern's shape? It decides only whether the
-report should speak of this module at all. *Judging* (in each rule, by ``source.scan`` and ``tracing.trace``) is exact
-and decides what is swapped.
+report should speak of this module at all. *Judging* (in each rule, by ``regions.straight``) is exact and decides what
+is swapped.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import ast
 import inspect
 import types
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from torch import fx, nn
 from torch.nn.utils import parametrize
@@ -69,12 +68,6 @@ def not_rewritable(module: nn.Module, kind: str) -> Refusal | None:
     if isinstance(module, fx.GraphModule):
         return Refusal(kind, Reason.UNSUPPORTED, "a torch.fx.GraphModule writes its class anew on recompile()")
     return None
-
-
-def besides(scanned: source.Scan, pattern: Counter[str], canonical: Mapping[str, str]) -> list[str]:
-    """The operations of a forward that ``pattern`` does not account for, by their ``canonical`` names."""
-    done = Counter(canonical.get(operation, operation) for operation in scanned.operations)
-    return sorted((done - pattern).elements())
 
 
 class Flow:

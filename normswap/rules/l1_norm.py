@@ -11,7 +11,9 @@ from typing import TypeAlias
 
 from torch import nn
 
+from normswap.attributes import own_getattr
 from normswap.plan import Match, Reason, Refusal
+from normswap.regions.straight import plain_value
 from normswap.rules.expression_site import (
     ABS,
     DIVISION,
@@ -21,9 +23,7 @@ from normswap.rules.expression_site import (
     not_rewritable,
     recognised_in,
 )
-from normswap.rules.live_numbers import numbers_of
 from normswap.rules.whole_forward import NotTheNorm, read_whole
-from normswap.tracing import own_getattr
 
 KIND = "l1_norm"
 
@@ -52,8 +52,8 @@ def match(module: nn.Module) -> Match | Refusal | None:
 
 def _kinds(module: nn.Module, forward: types.FunctionType) -> Hashable:
     """All of ``module`` that the verdict on its forward depends on."""
-    numbers = numbers_of(module, sorted(names_in(forward)))
-    return own_getattr(module) is None, tuple((name, type(value)) for name, value in numbers.items())
+    values = ((name, plain_value(module, name)) for name in sorted(names_in(forward)))
+    return own_getattr(module) is None, tuple((name, type(value)) for name, value in values)
 
 
 def _looks_like(flow: Flow) -> bool:
@@ -82,7 +82,7 @@ def _judge(module: nn.Module, forward: types.FunctionType) -> Match | Refusal:
     try:
         found = {name: whole.number(name, numbers) for name in ("dim", "eps", "minimum")}
     except NotTheNorm as difference:
-        return Refusal(KIND, Reason.UNSUPPORTED, str(difference))
+        return Refusal(KIND, difference.reason, str(difference))
     attributes = {name: value for name, value in found.items() if value is not None}
     if type(dim := found["dim"]) is int and not -_RANK <= dim < _RANK:
         return Refusal(KIND, Reason.UNSUPPORTED, f"mean over dim={dim}")

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import source, tracing
+from normswap import source
+from normswap.attributes import own_tensors
 from normswap.forwards import rms_norm as forwards
 from normswap.plan import Match, Reason, Refusal
 from normswap.regions.flow import Attribute
@@ -145,7 +146,7 @@ def _judge(module: nn.Module, forward: types.FunctionType) -> Match | Refusal:
 def _key(module: nn.Module, forward: types.FunctionType) -> Hashable:
     """All of a module that the answer depends on: sizes are no part of it, since no size is read."""
     plain = ((name, type(value), value) for name, value in module.__dict__.items() if type(value) in PLAIN)
-    shapes = ((name, None if t is None else _small(t)) for name, t in tracing.own_tensors(module).items())
+    shapes = ((name, None if t is None else _small(t)) for name, t in own_tensors(module).items())
     return forward.__code__, (*plain,), (*shapes,)
 
 
@@ -167,7 +168,7 @@ def _form(module: nn.Module, whole: Whole) -> Match | Refusal:
         weight = _weight(module, whole, dim)
         pairs = _served(module, whole, bool(weight))
     except NotTheNorm as difference:
-        return Refusal(KIND, Reason.UNSUPPORTED, str(difference))
+        return Refusal(KIND, difference.reason, str(difference))
     rounding = next((rounds for pair, rounds in pairs.items() if "16" in pair), False)
     served = [pair for pair, rounds in pairs.items() if "16" not in pair or rounds == rounding]
     attributes: dict[str, Any] = {"dim": dim, "eps": eps or 0.0, "dtypes": " ".join(served)}
@@ -191,7 +192,7 @@ def _weight(module: nn.Module, whole: Whole, dim: Any) -> dict[str, Any]:
     if not names:
         return {}
     (name,) = names
-    stored = torch.empty(_small(tracing.own_tensors(module)[name]), device="meta")  # type: ignore[arg-type]
+    stored = torch.empty(_small(own_tensors(module)[name]), device="meta")  # type: ignore[arg-type]
     views = [as_it_is_met(value, stored) for value in ways if value is not None]
     met = {None if view is None else tuple(view.shape) for view in views}
     shape = met.pop() if len(met) == 1 else None
@@ -239,11 +240,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _rounds(module: nn.Module, whole: Whole, x: torch.dtype, weight: torch.dtype, training: bool) -> bool | None:
-    own = tracing.own_tensors(module)
+    own = own_tensors(module)
     shapes = {name: _small(own[name]) for name in whole.tensors}  # type: ignore[arg-type]
     tensors = {name: torch.empty(shape, dtype=weight, device="meta") for name, shape in shapes.items()}
     twin, given = without_values(module, tensors, whole.plain, training), torch.empty(_SHAPE, dtype=x, device="meta")
     try:
         return rounds_before_weight(lambda: whole.read.forward(twin, given), given)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise NotTheNorm(f"{type(error).__name__}: {error}") from error
+        raise NotTheNorm(f"{type(error).__name__}: {error}", Reason.TRACE) from error

@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from normswap import source, tracing
+from normswap.attributes import Rejection, own_getattr, own_tensors
 from normswap.forwards.linear_scale_batch_norm import fingerprint
 from normswap.plan import Match, Reason, Refusal
-from normswap.rules.expression_site import MULTIPLICATION, class_forward, not_rewritable
-from normswap.rules.live_numbers import name_or_number, numbers_of
+from normswap.regions.flow import Attribute, Constant, Op, Value
+from normswap.regions.spelling import spelled
+from normswap.regions.straight import plain_value, straight
+from normswap.rules.expression_site import class_forward, not_rewritable
 from normswap.rules.module_site import settled_type, why_not_linear_and_batch_norm
 
 _KIND = "linear_scale_batch_norm"
-_aten = torch.ops.aten
 
 
 class _Run(NamedTuple):
@@ -66,36 +67,28 @@ def _is(module: nn.Module, name: str, expected: type[nn.Module]) -> bool:
 def multiplied_by(module: nn.Module | None) -> str | None:
     """The attribute by which ``module`` multiplies its input, where that is all it does; None for any other module."""
     forward = None if module is None else class_forward(module)
-    if module is None or forward is None or module._modules or tracing.own_getattr(module) is not None:
+    if module is None or forward is None or module._modules or own_getattr(module) is not None:
         return None
-    scanned = source.scan(forward)
-    if isinstance(scanned, tracing.Rejection) or len(scanned.reads) != 1 or len(scanned.operations) != 1:
+    read = straight(module, forward)
+    if isinstance(read, Rejection) or len(read.ways) > 1 or read.tested or read.called:
         return None
-    return scanned.reads[0] if MULTIPLICATION.issuperset(scanned.operations) and _traces(module, scanned) else None
+    (way,) = read.ways
+    value, factor = factor_of(way.result) or (None, None)
+    if not isinstance(factor, Attribute) or value is not way.argument or len(way.ops) != 1:
+        return None
+    is_number = type(plain_value(module, factor.path)) in (int, float)
+    is_own = is_number or isinstance(own_tensors(module).get(factor.path), torch.Tensor)
+    return factor.path if is_own and [*read.reads] == [factor.path] else None
 
 
-def _traces(module: nn.Module, scanned: source.Scan) -> bool:
-    """True when the graph is one product of the argument and the one attribute read."""
-    numbers = numbers_of(module, scanned.reads)
-    values = dict.fromkeys(numbers, 0.734375)
-    tensors = [name for name in scanned.reads if name not in numbers]
-    traced = tracing.trace(module, tensors, (3, _width(module, tensors)), training=True, values=values)
-    if isinstance(traced, tracing.Rejection) or len(traced.operations) != 1:
-        return False
-    (product,) = traced.operations
-    factor = next((argument for argument in product.args if argument is not traced.argument), None)
-    found = traced.inputs.get(factor) if isinstance(factor, fx.Node) else name_or_number(factor, values)
-    exact = product.target is _aten.mul.Tensor and len(product.args) == 2 and traced.argument in product.args
-    return exact and not product.kwargs and traced.result is product and found == scanned.reads[0]
-
-
-def _width(module: nn.Module, tensors: list[str]) -> int:
-    sizes = [
-        tensor.shape[-1]
-        for name in tensors
-        if (tensor := tracing.own_tensors(module).get(name)) is not None and tensor.dim()
-    ]
-    return max(sizes, default=2)
+def factor_of(value: Value) -> tuple[Value, Value] | None:
+    """(what is multiplied, by what) of a product with an attribute of self or a number; None for anything else."""
+    name, given = (isinstance(value, Op) and spelled(value)) or ("", {})
+    pair = [given["input"], given["other"]] if name == "*" else []
+    for one, other in (pair, pair[::-1]) if pair else ():
+        if isinstance(other, (Attribute, Constant)):
+            return one, other
+    return None
 
 
 def _why_no_run(module: nn.Module, run: _Run) -> Refusal | None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
+from normswap.attributes import own_getattr
 from normswap.plan import Match
 from normswap.source import is_what_runs, source_tree
-from normswap.tracing import own_getattr
 
 _CALLS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "layer_norm": (F.layer_norm, nn.LayerNorm, ("normalized_shape", "weight", "bias", "eps")),

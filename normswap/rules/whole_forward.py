@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from normswap.attributes import Rejection, own_getattr, own_tensors, unreadable
 from normswap.plan import Reason, Refusal
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
 from normswap.regions.formula import FORMULAS, Formula, Found
 from normswap.regions.spelling import cast, constant, spelled
 from normswap.regions.straight import PLAIN, Straight, Way, names_of, plain_value, straight
-from normswap.tracing import Rejection, own_getattr, own_tensors
 
 _CASTS = frozenset({"to", "float", "type", "type_as"})
 _VIEWS = frozenset({"view", "reshape", "unsqueeze"})
@@ -53,6 +53,10 @@ class Whole:
 
 class NotTheNorm(Exception):
     """Where a forward departs from the norm."""
+
+    def __init__(self, detail: str, reason: Reason = Reason.UNSUPPORTED) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 def read_whole(module: nn.Module, forward: types.FunctionType, kind: str, site: str) -> Whole | Refusal:
@@ -121,7 +125,7 @@ def _attributes(module: nn.Module, read: Straight) -> tuple[tuple[str, ...], dic
         elif name != "training":
             return Rejection(Reason.UNSUPPORTED, f"forward reads self.{name}, which is no tensor, number or flag")
     plain.pop("training", None)
-    return tuple(tensors), plain
+    return unreadable(module, tensors) or (tuple(tensors), plain)
 
 
 def _shown(value: Value) -> str:

@@ -1,9 +1,9 @@
-"""What a forward says (source.scan)."""
+"""What is read of a forward that computes and branches alone (regions.straight)."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import math
 import sys
 import types
 from pathlib import Path
@@ -12,43 +12,89 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch import abs as magnitude
 from torch.nn import functional
 
-from normswap import source
+from normswap.attributes import Rejection
 from normswap.plan import Reason
+from normswap.regions.straight import Straight, names_of, straight
 
-aten = torch.ops.aten
 FACTOR = 3.0
+
+
+def read(forward: Any, **attributes: Any) -> Straight | Rejection:
+    module = type("Written", (nn.Module,), {"forward": forward})()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return straight(module, forward)
 
 
 def reads_everything(self, x):
     """A docstring is no operation."""
     y: Tensor = torch.abs(x)
     z = a = F.relu(y, inplace=False)
-    return self.bn(z * -self.scale + a.mean(dim=(-1, 1), keepdim=True)) / abs(x) ** 2 - magnitude(self.cfg.eps)
+    return self.bn(z * self.scale + a.mean(dim=(-1, 1), keepdim=True)) / abs(x) ** 2 - magnitude(self.cfg.eps)
 
 
-def test_scan_lists_reads_and_operations_in_order_of_evaluation() -> None:
-    scanned = source.scan(reads_everything)
-    assert isinstance(scanned, source.Scan), scanned
-    assert scanned.argument == "x"
-    assert scanned.reads == ("bn", "scale", "cfg")
-    assert scanned.operations == (
-        *("abs", "relu", "-", "*", "mean", "+", "self.bn"),
-        *("abs", "**", "/", ".eps", "abs", "-"),
-    )
+def test_reads_and_operations_in_order_of_evaluation() -> None:
+    found = read(reads_everything)
+    assert isinstance(found, Straight), found
+    assert {*found.reads} == {"bn", "scale", "cfg"}
+    (way,) = found.ways
+    assert [*names_of(way.ops)] == [
+        *("abs", "relu", "*", "mean", "+", "self.bn"),
+        *("abs", "**", "/", "abs", "-"),
+    ]
 
 
 def shape_read(self, x):
-    return x.mean(x.shape[1], keepdim=True) + torch.nn.functional.relu(functional.gelu(x.to(torch.float32)))
+    return x.mean(x.ndim, keepdim=True) + torch.nn.functional.relu(functional.gelu(x.to(torch.float32)))
 
 
-def test_scan_shows_what_a_graph_would_hide() -> None:
-    scanned = source.scan(shape_read)
-    assert isinstance(scanned, source.Scan)
-    assert scanned.operations == (".shape", "[]", "mean", "to", "gelu", "relu", "+")
+def test_what_a_graph_would_hide_is_shown() -> None:
+    found = read(shape_read)
+    assert isinstance(found, Straight)
+    assert [*names_of(found.ways[0].ops)] == [".ndim", "mean", "to", "gelu", "relu", "+"]
+
+
+def halved(x):
+    return x / 2
+
+
+def ways(self, x):
+    if self.flag:
+        x = halved(x)
+    elif self.name == "other":
+        x = torch.abs(x)
+    if x.dtype in (torch.float16, torch.bfloat16) and self.weight is not None:
+        x = x.float()
+    return x + 1 if self.training else x + 2
+
+
+def test_every_way_through_a_branch_on_mode_or_dtype_is_read() -> None:
+    found = read(ways, flag=True, name="other", weight=nn.Parameter(torch.ones(2)))
+    assert isinstance(found, Straight), found
+    read_there = [[*names_of(way.ops)] for way in found.ways]
+    assert read_there == [[*("/", ".dtype", "float", "+")]] * 2 + [[*("/", ".dtype", "+")]] * 2
+    assert found.tested == {"flag", "weight"} and found.functions == {"halved": halved}
+    found = read(ways, flag=False, name="other", weight=None)
+    assert isinstance(found, Straight) and len(found.ways) == 4
+    assert [*names_of(found.ways[0].ops)] == ["abs", ".dtype", "+"] and not found.functions
+
+
+def many(self, x):
+    for_each = x.dtype
+    y = x + 1 if for_each is torch.float16 else x
+    y = y + 1 if for_each is torch.float16 else y
+    y = y + 1 if for_each is torch.float16 else y
+    y = y + 1 if for_each is torch.float16 else y
+    return y + 1 if for_each is torch.float16 else y
+
+
+def test_no_more_than_sixteen_ways_are_read() -> None:
+    rejection = read(many)
+    assert isinstance(rejection, Rejection) and "16 ways" in rejection.detail
 
 
 def with_block(self, x):
@@ -57,7 +103,7 @@ def with_block(self, x):
 
 
 def branch(self, x):
-    if self.training:
+    if x.sum() > 0:
         x = x * 2
     return x
 
@@ -91,11 +137,6 @@ def two_targets(self, x):
 def lost_result(self, x):
     x.zero_()
     return x
-
-
-def early_return(self, x):
-    return x
-    return x * 2
 
 
 def no_return(self, x):
@@ -155,11 +196,23 @@ def missing_in_torch(self, x):
 
 
 def other_module(self, x):
-    return torch.linalg.norm(x)
+    return math.sqrt(x)
 
 
-def self_given_away(self, x):
-    return F.relu(self)
+def part(self, x):
+    return x[1:]
+
+
+def recursive(self, x):
+    return self.forward(x)
+
+
+def default_of_tensor(x, factor=(1.0,)):
+    return x * factor
+
+
+def calling_it(self, x):
+    return default_of_tensor(x)
 
 
 def self_replaced(self, x):
@@ -184,24 +237,24 @@ def generator(self, x):
 @pytest.mark.parametrize(
     "forward",
     [
-        *(with_block, branch, loop, attribute_store, item_store, in_place, two_targets, lost_result, early_return),
+        *(with_block, branch, loop, attribute_store, item_store, in_place, two_targets, lost_result),
         *(no_return, bare_return, comprehension, lambda_inside, conditional, comparison, walrus, starred),
         *(double_starred, unknown_global, unknown_builtin, class_of_torch, context_manager, missing_in_torch),
-        *(other_module, self_given_away, self_replaced, global_statement, generator),
+        *(other_module, part, recursive, calling_it, self_replaced, global_statement, generator),
     ],
     ids=lambda f: f.__name__,
 )
 @pytest.mark.case("side-effects", "training-branches", "trap-no-grad-block")
-def test_scan_rejects_what_is_not_straight_line(forward: Any) -> None:
-    rejection = source.scan(forward)
-    assert isinstance(rejection, source.Rejection)
+def test_what_does_more_than_compute_is_refused(forward: Any) -> None:
+    rejection = read(forward)
+    assert isinstance(rejection, Rejection)
     assert rejection.reason is Reason.NOT_STRAIGHT_LINE, rejection
     assert rejection.detail
 
 
-def test_scan_says_where() -> None:
+def test_a_refusal_says_where() -> None:
     line = with_block.__code__.co_firstlineno + 1
-    assert source.scan(with_block) == source.Rejection(Reason.NOT_STRAIGHT_LINE, f"a with block at line {line}")
+    assert read(with_block) == Rejection(Reason.NOT_STRAIGHT_LINE, f"a with block at line {line}")
 
 
 def no_argument(self):
@@ -234,9 +287,9 @@ def variadic_keywords(self, x, **rest):
     ids=lambda f: f.__name__,
 )
 @pytest.mark.case("signatures")
-def test_scan_rejects_another_signature(forward: Any) -> None:
-    rejection = source.scan(forward)
-    assert isinstance(rejection, source.Rejection) and rejection.reason is Reason.UNSUPPORTED
+def test_another_signature_is_refused(forward: Any) -> None:
+    rejection = read(forward)
+    assert isinstance(rejection, Rejection) and rejection.reason is Reason.UNSUPPORTED
     assert "(self" in rejection.detail
 
 
@@ -267,17 +320,17 @@ def quietly_decorated(self, x):
     ("forward", "word"),
     [(_closure(), "factor"), (decorated, "decorator"), (quietly_decorated, "decorated")],
 )
-def test_scan_rejects_closures_and_decorators(forward: Any, word: str) -> None:
-    rejection = source.scan(forward)
-    assert isinstance(rejection, source.Rejection)
+def test_closures_and_decorators_are_refused(forward: Any, word: str) -> None:
+    rejection = read(forward)
+    assert isinstance(rejection, Rejection)
     assert rejection.reason is Reason.NOT_STRAIGHT_LINE and word in rejection.detail
 
 
-def test_scan_rejects_what_is_no_plain_function_or_has_no_source() -> None:
+def test_what_has_no_source_is_refused() -> None:
     nowhere = types.FunctionType(reads_everything.__code__.replace(co_filename="<nowhere>"), globals())
-    for forward in (functools.partial(branch), torch.abs, nowhere, asynchronous):
-        rejection = source.scan(forward)
-        assert isinstance(rejection, source.Rejection) and rejection.reason is Reason.SOURCE
+    for forward in (nowhere, asynchronous):
+        rejection = read(forward)
+        assert isinstance(rejection, Rejection) and rejection.reason is Reason.SOURCE
 
 
 def _import_file(path: Path) -> types.ModuleType:
@@ -302,7 +355,7 @@ def _import_file(path: Path) -> types.ModuleType:
         "return 3\ndef forward(self, x):\n    return x + 1\n",
     ],
 )
-def test_scan_rejects_a_source_that_is_not_the_code_that_runs(
+def test_a_source_that_is_not_the_code_that_runs_is_refused(
     now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "normswap_stale_example.py"
@@ -310,14 +363,5 @@ def test_scan_rejects_a_source_that_is_not_the_code_that_runs(
     monkeypatch.setitem(sys.modules, path.stem, None)  # type: ignore[arg-type]
     forward = _import_file(path).forward
     path.write_text(now + "# longer than it was, so that the cache of lines notices\n")
-    rejection = source.scan(forward)
-    assert isinstance(rejection, source.Rejection) and rejection.reason is Reason.SOURCE
-
-
-def test_scan_notices_another_code_object() -> None:
-    def forward(self, x):
-        return x.abs()
-
-    assert isinstance(source.scan(forward), source.Scan)
-    forward.__code__ = with_block.__code__
-    assert isinstance(source.scan(forward), source.Rejection)
+    rejection = read(forward)
+    assert isinstance(rejection, Rejection) and rejection.reason is Reason.SOURCE
