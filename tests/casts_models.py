@@ -51,6 +51,32 @@ class Skip(Mlp):
         return self.fc2(F.gelu(self.fc1(x))) + x
 
 
+class Precise(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            hidden = self.fc1(x)
+        return self.fc2(hidden)
+
+
+class PreciseLater(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        def product() -> Tensor:
+            return self.fc1(x)
+
+        with torch.autocast(x.device.type, enabled=False):
+            return product()
+
+
+class PreciseByHand(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        known = torch.is_autocast_enabled(kind)
+        torch.set_autocast_enabled(kind, False)
+        x = self.fc1(x)
+        torch.set_autocast_enabled(kind, known)
+        return self.fc2(x)
+
+
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +94,7 @@ class Parts(nn.Module):
             nn.Identity(),
         )
         self.silu = nn.SiLU()
+        self.precise, self.later, self.by_hand = Precise(), PreciseLater(), PreciseByHand()
 
 
 def linear(self: Any, x: Tensor) -> Tensor:
@@ -111,6 +138,18 @@ def skipped(self: Any, x: Tensor) -> Tensor:
     return self.skip(self.norm(x))
 
 
+def precise(self: Any, x: Tensor) -> Tensor:
+    return self.precise(self.norm(x))
+
+
+def precise_later(self: Any, x: Tensor) -> Tensor:
+    return self.later(self.norm(x))
+
+
+def precise_by_hand(self: Any, x: Tensor) -> Tensor:
+    return self.by_hand(self.norm(x))
+
+
 def returned(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     n = self.norm(x)
     return n, self.lin(n)
@@ -126,6 +165,9 @@ FEEDING: dict[str, tuple[Forward, tuple[int, ...], list[tuple[str, ...]]]] = {
     "read_twice": (read_twice, ROWS, []),
     "skipped": (skipped, ROWS, []),
     "returned": (returned, ROWS, []),
+    "precise": (precise, ROWS, []),
+    "precise_later": (precise_later, ROWS, []),
+    "precise_by_hand": (precise_by_hand, ROWS, []),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from convolution_models import Block, bn, conv, drawn, undecided
 from convolution_models import written as convolving
-from region_checks import CHANNELS, IMAGES, ROWS, Case, check
+from region_checks import CHANNELS, IMAGES, ROWS, Case, Parts, check, swap
 from test_convolution import outcome
 from torch import Tensor, nn
 
@@ -222,6 +222,38 @@ CASES = {
     "later_a_list_of_dims": Case(rms_along, ("rms_norm_by_hand",), (ROWS,), along(-1), along([-1])),
     "later_a_dim_too_many": Case(l1_along, ("l1_norm",), (ROWS,), later=along(5)),
 }
+
+
+class Drawn(Parts):
+    """Reads another tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    @property
+    def noise(self) -> Tensor:
+        self.reads += 1
+        return torch.arange(48.0).view(ROWS) * self.reads + self.reads**2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.noise / torch.mean(torch.abs(self.noise), -1, keepdim=True)
+
+
+def test_what_a_property_gives_is_no_tensor_twice() -> None:
+    model = Drawn()
+    swapped = swap(model)
+    torch.testing.assert_close(swapped(torch.ones(ROWS)), model(torch.ones(ROWS)), rtol=0, atol=0)
+
+
+class Whole(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        eps = 1e-6
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def test_a_number_by_name_is_one_where_the_whole_forward_is_read() -> None:
+    assert [swap.match.kind for swap in normswap.plan(nn.Sequential(Whole())).swaps] == ["rms_norm"]
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -56,6 +56,8 @@ def _is_lowered(module: nn.Module, name: str) -> bool:
 def _fed(forward: types.FunctionType, code: types.CodeType) -> frozenset[str]:
     """The children that a forward hands its first argument to; none where it does anything else with it."""
     tree = definition(forward)
+    if any("autocast" in name for name in code.co_names):
+        return frozenset()
     if isinstance(tree, Rejection) or len(arguments := [*tree.args.posonlyargs, *tree.args.args]) < 2:
         return frozenset()
     uses = _Uses(arguments[0].arg, arguments[1].arg)
@@ -133,6 +135,9 @@ class _Uses:
                     raise _ElsewhereError
             case ast.NamedExpr(target=ast.Name(id=name)) if name == self.argument:
                 raise _ElsewhereError
+            case ast.With() | ast.AsyncWith() | ast.Lambda() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                if any(isinstance(n, ast.Name) and n.id == self.argument for n in ast.walk(node)):
+                    raise _ElsewhereError  # who knows under what autocast it is run
         for child_node in ast.iter_child_nodes(node):
             self._check(child_node)
 

@@ -59,9 +59,10 @@ class Constant(Value):
 
 @dataclass(eq=False)
 class Attribute(Value):
-    """``self.path``."""
+    """``self.path``. ``computed``: reading it may run somebody's code."""
 
     path: str = ""
+    computed: bool = False
 
 
 @dataclass(eq=False)
@@ -311,7 +312,8 @@ class Reader:
     def _attribute(self, node: ast.Attribute) -> Value:
         base = self.value(node.value)
         if isinstance(base, Attribute):
-            return Attribute(path=f"{base.path}.{node.attr}".removeprefix("."))
+            path = f"{base.path}.{node.attr}".removeprefix(".")
+            return Attribute(path=path, computed=self._is_computed(path))
         if isinstance(base, Constant) and isinstance(base.value, types.ModuleType):
             found = getattr(base.value, node.attr, _UNKNOWN)
             return Constant(value=found) if _is_torchs(found) else Leaf()
@@ -349,6 +351,18 @@ class Reader:
                 )
                 own = {**self.module._parameters, **self.module._buffers}
                 return not hidden and isinstance(own.get(name), torch.Tensor)
+        return False
+
+    def _is_computed(self, path: str) -> bool:
+        """Whether a module on the way has a property, or another descriptor, of that name."""
+        owner: Any = self.module
+        for name in path.split("."):
+            if not isinstance(owner, nn.Module):
+                break
+            if hasattr(static := inspect.getattr_static(type(owner), name, None), "__get__"):
+                return True
+            own = {**owner._parameters, **owner._buffers, **owner._modules, **owner.__dict__}
+            owner = own.get(name, static)
         return False
 
     def _is_path(self, node: ast.expr) -> bool:

@@ -139,7 +139,8 @@ def same(one: Value, other: Value) -> bool:
     """Whether two values are equal although they were read twice."""
     if isinstance(one, Constant) and isinstance(other, Constant):
         return type(one.value) is type(other.value) and bool(one.value == other.value)
-    return isinstance(one, Attribute) and isinstance(other, Attribute) and one.path == other.path
+    attributes = isinstance(one, Attribute) and isinstance(other, Attribute)
+    return attributes and one.path == other.path and not one.computed  # type: ignore[attr-defined]
 
 
 def _is_own(value: Value) -> bool:

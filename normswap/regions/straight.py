@@ -289,6 +289,10 @@ class _Reader(Reader):
                 return found
         return super().value(node)
 
+    def _name(self, node: ast.Name) -> Value:
+        known = super()._name(node)
+        return Constant(value=known.value) if isinstance(known, Constant) else known  # on this way it holds that alone
+
     def _call(self, node: ast.Call, func: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Value:
         name = self._is_attribute(func)
         method = method_of(type(self.module), name) if name else None
