@@ -54,6 +54,7 @@ class Comparison:
     finite: bool = True
     problem: str = ""
     note: str = ""
+    declined: bool = False  # what was swapped left it to the original's own code
 
     def worst(self, other: Comparison) -> Comparison:
         """Both as one: the worse of each."""
@@ -66,6 +67,7 @@ class Comparison:
             coverage=min(self.coverage, other.coverage),
             finite=self.finite or other.finite,
             problem=self.problem or other.problem,
+            declined=self.declined and other.declined,
             note=self.note or other.note,
         )
 

@@ -54,7 +54,11 @@ def optimizers_of(model: nn.Module) -> list[str]:
 def why_nothing(model: nn.Module, report: Report) -> str:
     """Why no site of ``model`` is swapped, in a few words."""
     if report.rows:
-        became = {"slower": "put back, as they are not faster here", "failed": "put back, as they did not match"}
+        became = {
+            "slower": "put back, as they are not faster here",
+            "declined": "put back, as the original's own statements run there",
+            "failed": "put back, as they did not match",
+        }
         counts = {status: sum(row["status"] == status for row in report.rows) for status in (*became, "refused")}
         parts = [f"{count} {became.get(status, 'left alone')}" for status, count in counts.items() if count]
         return f"of {len(report.rows)} sites that were recognised {', '.join(parts)}; see normswap.report(model)"

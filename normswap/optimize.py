@@ -87,6 +87,7 @@ def optimize(
         try:
             proofs = _proofs(target, found.swaps, run, validate, _first_tensor(example_inputs, example_kwargs))
             found = _settle(target, found, proofs, on_mismatch, journal.undo)
+            found = _without_declined(found, proofs, journal.undo)
             decision = None
             if known is not None and min_speedup is not None and timed and found.swaps:
                 decision = timing.decide_sites(target, found.swaps, known, min_speedup)
@@ -351,6 +352,14 @@ def _settle(
         stacklevel=3,
     )
     return found
+
+
+def _without_declined(found: Plan, proofs: Sequence[SiteProof], undo: Callable[[str], Any]) -> Plan:
+    """Put back the sites on a GPU that were left to the original's code at every call; the plan of what is left."""
+    declined = {p.name for p in proofs if p.declined and p.device.startswith("cuda") and p.status != "failed"}
+    for name in declined:
+        undo(name)
+    return _without(found, dict.fromkeys(declined, (Reason.DECLINED, "")))
 
 
 def _put_back(model: nn.Module, found: Plan, decision: timing.Decision, journal: _apply.Journal) -> Plan:

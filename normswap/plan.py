@@ -106,6 +106,10 @@ class Reason(enum.Enum):
         "not faster here",
         "none is needed; min_speedup=None keeps it swapped",
     )
+    DECLINED = (
+        "the original's own statements run on these inputs",
+        "optimize() with inputs of another dtype, layout or size if those are what the model gets",
+    )
     UNSUPPORTED = (
         "this form is not supported",
         "see the limits in the README",

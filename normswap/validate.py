@@ -45,6 +45,7 @@ class SiteProof:
     gradients: bool = False
     coverage: float = 1.0  # share of the samples that were compared
     detail: str = ""
+    declined: bool = False  # every call was left to the original's own code
 
 
 def prove_sites(
@@ -146,6 +147,7 @@ def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs:
         worst.gradients,
         worst.coverage,
         worst.problem or worst.note,
+        worst.declined,
     )
 
 

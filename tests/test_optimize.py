@@ -7,6 +7,8 @@ import pickle
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules
+from normswap.validate import SiteProof, prove_sites
 
 SITES = ("group", "layer", "projection", "l1", "rms")
 X = (8, 6, 5)
@@ -137,6 +140,24 @@ def test_a_wrong_site_is_put_back_alone(model: nn.Module, monkeypatch: pytest.Mo
     report = normswap.report(swapped)
     assert report.swapped == tuple(name for name in SITES if name != "layer")
     assert [row["name"] for row in report.rows if row["status"] == "failed"] == ["layer"]
+
+
+@pytest.mark.parametrize("device", ("cuda:0", "cpu"))
+def test_a_site_that_every_call_leaves_to_the_original_is_put_back(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    def declined(*arguments: Any, **options: Any) -> list[SiteProof]:
+        return [replace(p, declined=p.name == "layer", device=device) for p in prove_sites(*arguments, **options)]
+
+    monkeypatch.setattr(sys.modules["normswap.validate"], "prove_sites", declined)
+    swapped = normswap.optimize(model, torch.randn(X), min_speedup=None)
+    row = next(row for row in normswap.report(swapped).rows if row["name"] == "layer")
+    if device == "cpu":  # where no kernel runs, all is left to PyTorch's ops
+        assert row["swapped"] and row["status"] == "wiring"
+        return
+    assert type(swapped.layer) is nn.LayerNorm and not row["swapped"]
+    assert (row["status"], row["code"]) == ("declined", "DECLINED")
+    assert "put back: layer" in str(normswap.report(swapped))
 
 
 def test_a_wrong_site_raises_or_is_kept_as_asked(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,8 @@ class _Case:
             ran = ran or witness.ran
             runs.append((*ours, witness.ran, holder))
         if self.declined:
-            return Comparison(kernel_ran=False, note="the region's own statements run on these inputs", **where)
+            note = "the region's own statements run on these inputs"
+            return Comparison(kernel_ran=False, note=note, declined=True, **where)
         expected, size = self._referee(x, gradients)
         for (outputs, found, by_kernel, holder), path in zip(runs, (False, True), strict=False):
             self._outputs(outputs, eager[0], expected[0], size)
