@@ -1,12 +1,8 @@
 // fold_convolution_or_none on CUDA tensors: a convolution's weight and bias with the BatchNorm behind it in them.
-#include <tuple>
-
-#include "tensors.h"
+#include "fold_convolution.h"
 
 namespace normswap {
 namespace {
-
-using Folded = std::tuple<OptionalTensor, OptionalTensor>;
 
 // Whether the weights of an output channel lie in one piece and the channels one after the other: the first dim is the
 // outermost of a tensor without gaps, the others in any order.
@@ -39,17 +35,7 @@ ChannelVector vector_of(const OptionalTensor& t) {
   return {t->const_data_ptr(), dtype_of(*t, "fold_convolution")};
 }
 
-// Uninitialised, a value a channel, of the weight's dtype.
-OptionalTensor unfilled_bias(const Tensor& weight) {
-  const int64_t count = weight.size(0), stride = 1;
-  int32_t dtype = 0, device = 0;
-  AtenTensorHandle handle = nullptr;
-  const bool made = aoti_torch_get_dtype(weight.get(), &dtype) == AOTI_TORCH_SUCCESS &&
-                    aoti_torch_get_device_type(weight.get(), &device) == AOTI_TORCH_SUCCESS &&
-                    aoti_torch_empty_strided(1, &count, &stride, dtype, device, weight.get_device_index(), &handle) ==
-                        AOTI_TORCH_SUCCESS;
-  return made ? OptionalTensor(Tensor(handle)) : std::nullopt;
-}
+}  // namespace
 
 Folded fold_convolution_or_none(const Tensor& weight, const OptionalTensor& bias, const Tensor& running_mean,
                                 const Tensor& running_var, const OptionalTensor& norm_weight,
@@ -62,7 +48,7 @@ Folded fold_convolution_or_none(const Tensor& weight, const OptionalTensor& bias
     if (!fits(t, weight)) return none;
   }
   const torch::stable::accelerator::DeviceGuard guard(weight.get_device_index());
-  const OptionalTensor out = unfilled_like(weight), out_bias = unfilled_bias(weight);
+  const OptionalTensor out = unfilled_like(weight), out_bias = unfilled<1>(weight, {weight.size(0)}, {1});
   if (!out.has_value() || !out_bias.has_value()) return none;
   FoldLinear f{};
   f.linear_weight = weight.const_data_ptr();
@@ -82,7 +68,6 @@ Folded fold_convolution_or_none(const Tensor& weight, const OptionalTensor& bias
   return {out, out_bias};
 }
 
-}  // namespace
 }  // namespace normswap
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {

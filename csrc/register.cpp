@@ -91,6 +91,12 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def(
       "fold_convolution_or_none(Tensor weight, Tensor? bias, Tensor running_mean, Tensor running_var, "
       "Tensor? norm_weight, Tensor? norm_bias, float eps) -> (Tensor?, Tensor?)");
+  // With the residual and a ReLU behind it: by cuDNN's fused convolution, or as a matrix product.
+  m.def(
+      "convolution_batch_norm_eval_or_none(Tensor input, Tensor conv_weight, Tensor? conv_bias, int stride_0, "
+      "int stride_1, int padding_0, int padding_1, int dilation_0, int dilation_1, int groups, Tensor? running_mean, "
+      "Tensor? running_var, Tensor? weight, Tensor? bias, float eps, Tensor? residual, bool relu, bool as_matmul) "
+      "-> Tensor?");
   // regime, of contiguous tensors: 0 lets the plan choose; 3 block, 4 cluster, 5 split (group_backward_plan.h) force one.
   m.def(
       "group_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean, "

@@ -1,40 +1,33 @@
-"""What torchvision's networks take in eval on a GPU, channels_last: the wall's clock of a forward by PyTorch, with each
-convolution folded whose way is fused or a matmul, with that in a CUDA graph, and by default.
+"""What networks of torchvision and timm take in eval on a GPU, channels_last, ms of a forward by the wall's clock, in
+turns: by PyTorch, with each convolution folded whose way is fused or a matmul, with that in a CUDA graph, by default
+and with --compile by torch.compile; in brackets what a forward costs the device and the host. First, what one block
+costs.
 
-    python scripts/convolution_times.py [NAME ...] [--batch N ...] [--dtype float16]
+    python scripts/convolution_times.py [NAME ...] [--batch N ...] [--dtype float16] [--compile]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import normswap
 from normswap import walk
 from normswap.plan import Match, Plan, Swap
 from normswap.regions.foldings import foldings_of, without_convolution
 from normswap.regions.spec import Region
+from normswap.timing.clock import clock_of
+from normswap.timing.hidden import costs
+from normswap.timing.model import compare, waiting
 
-NAMES = ("resnet50", "mobilenet_v3_large", "efficientnet_b0", "regnet_y_3_2gf", "densenet121")
-
-
-def wall_ms(run: Callable[[], object], runs: int = 30, rounds: int = 5) -> float:
-    for _ in range(5):
-        run()
-    found = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(runs):
-            run()
-        torch.cuda.synchronize()
-        found.append((time.perf_counter() - begun) / runs * 1e3)
-    return sorted(found)[rounds // 2]
+NAMES = ("resnet50", "densenet121", "regnety_032", "efficientnet_b0", "mobilenetv3_large_100")
+CUDA = torch.device("cuda", 0)
 
 
 def folded_plan(model: nn.Module) -> Plan:
@@ -60,21 +53,97 @@ def _chosen(region: Region, owner: Any) -> dict[str, Any] | None:
     return None if rest is None else rest.to_json()
 
 
-@torch.no_grad()
-def told(name: str, batch: int, dtype: torch.dtype) -> str:
+def made(name: str, dtype: torch.dtype) -> nn.Module:
+    """The network, of timm but for torchvision's resnet50, with random statistics."""
+    import timm
     import torchvision
 
     torch.manual_seed(0)
-    model = getattr(torchvision.models, name)().eval().cuda().to(dtype).to(memory_format=torch.channels_last)
-    x = torch.randn(batch, 3, 224, 224, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+    model: nn.Module = torchvision.models.resnet50() if name == "resnet50" else timm.create_model(name)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None and module.running_var is not None:
+            module.running_mean.normal_(0.0, 0.1)
+            module.running_var.uniform_(0.8, 1.2)
+    return model.eval().to(CUDA, dtype).to(memory_format=torch.channels_last)
+
+
+@torch.no_grad()
+def told(name: str, batch: int, dtype: torch.dtype, compiled: bool) -> str:
+    model = made(name, dtype)
+    x = torch.randn(batch, 3, 224, 224, device=CUDA, dtype=dtype).contiguous(memory_format=torch.channels_last)
     folded = normswap.apply(model, folded_plan(model))
-    folded(x)
+    begun = time.perf_counter()
+    chosen = normswap.optimize(model, x)
+    seconds = time.perf_counter() - begun
+    ways: dict[str, Callable[[], Any]] = {
+        "eager": lambda: model(x),
+        "folded": lambda: folded(x),
+        "default": lambda: chosen(x),
+        "graph": _graph(folded, x),
+    }
+    if compiled:
+        faster = torch.compile(model)
+        ways["compile"] = lambda: faster(x)
+    machine = clock_of(CUDA)
+    found = compare(machine, [(contextlib.nullcontext, run) for run in ways.values()])
+    apart = [waiting(machine, run) for run in ways.values()]
+    shown = (
+        f"{way} {us / 1e3:.2f} ({cost.device_us / 1e3:.2f}, {cost.host_us / 1e3:.2f})"
+        for way, us, cost in zip(ways, found.us, apart, strict=True)
+    )
+    return f"{name}, batch {batch}: {', '.join(shown)}; {_chosen_of(chosen)}; optimize took {seconds:.0f} s"
+
+
+def _chosen_of(model: nn.Module) -> str:
+    """How many regions were kept, by their folding."""
+    swaps = normswap.report(model).plan.swaps
+    regions = [one for swap in swaps for one in swap.match.attributes.get("regions", ())]
+    ways = [one["folding"] or "apart" for one in regions]
+    return ", ".join(f"{ways.count(way)} {way}" for way in sorted({*ways})) or "nothing kept"
+
+
+def _graph(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    model(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        folded(x)
-    chosen = normswap.optimize(model, x)
-    ways = {"eager": lambda: model(x), "folded": lambda: folded(x), "graph": graph.replay, "default": lambda: chosen(x)}
-    return f"{name}, batch {batch}, ms: " + ", ".join(f"{way} {wall_ms(run):.2f}" for way, run in ways.items())
+        model(x)
+    return graph.replay
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.bn(self.conv(x)))
+
+
+@torch.no_grad()
+def block_told(dtype: torch.dtype) -> str:
+    """Microseconds of the host for one block, by PyTorch and folded, and for what it consists of."""
+    block = Block(64).eval().to(CUDA, dtype).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 64, 8, 8, device=CUDA, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    folded = normswap.apply(block, folded_plan(block))
+    assert torch.allclose(folded(x), block(x), atol=0.02)
+    conv, bn, weight = block.conv, block.bn, block.conv.weight
+    shift, alone = torch.zeros(64, device=CUDA, dtype=dtype), (1, 1)
+    fold = torch.ops.normswap.fold_convolution_or_none.default._op
+    op = torch.ops.normswap.convolution_batch_norm_eval_or_none.default._op
+    norm = bn.running_mean, bn.running_var, bn.weight, bn.bias, bn.eps
+    ways: dict[str, Callable[[], Any]] = {
+        "eager": lambda: block(x),
+        "folded": lambda: folded(x),
+        "the op of it": lambda: op(x, weight, None, 1, 1, 1, 1, 1, 1, 1, *norm, None, True, False),
+        "the fold": lambda: fold(weight, None, *norm),
+        "cudnn_convolution_relu": lambda: torch.cudnn_convolution_relu(x, weight, shift, alone, alone, alone, 1),
+        "conv": lambda: conv(x),
+        "bn": lambda: bn(x),
+        "relu": lambda: block.act(x),
+    }
+    found = costs(clock_of(CUDA), [*ways.values()])
+    return "one block, us of the host: " + ", ".join(f"{w} {c.host_us:.1f}" for w, c in zip(ways, found, strict=True))
 
 
 def main() -> None:
@@ -82,10 +151,13 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=NAMES)
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 8])
     parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
+    dtype = getattr(torch, given.dtype)
+    print(block_told(dtype), flush=True)
     for name in given.names:
         for batch in given.batch:
-            print(told(name, batch, getattr(torch, given.dtype)), flush=True)
+            print(told(name, batch, dtype, given.compile), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,12 @@ from convolution_models import (
 from torch import Tensor, nn
 
 import normswap
-from normswap import ops, reference
+from normswap import native, ops, reference
 from normswap.activation import Activation
-from normswap.ops import convolution
+from normswap.ops import convolution, dispatch
 from normswap.plan import Plan
-from normswap.regions.convolution import Directly
+from normswap.regions import convolution_error
+from normswap.regions.convolution import direct_way
 from normswap.regions.convolution_error import times_pytorchs
 from normswap.regions.install import compiled_of
 
@@ -252,6 +253,29 @@ def test_more_than_pytorchs_error_is_told_of() -> None:
     assert report.rows[0]["status"] == "failed"
 
 
+def in_tf32(t: Tensor, cut: bool) -> Tensor:
+    """``t``, of float32, with the ten bits of mantissa that TF32 has: rounded, or cut off."""
+    bits = t.float().view(torch.int32) + (0 if cut else 0x1000)
+    return (bits & ~0x1FFF).view(torch.float32).double()
+
+
+@pytest.mark.parametrize("cut", (False, True))
+def test_the_bound_of_a_convolution_in_tf32(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution_error, "takes_tf32", lambda x: True)
+    model, x = drawn(lambda: Block(conv(40), nn.BatchNorm2d(40))), torch.randn(16, 6, 9, 8).relu() + 1
+    wide = copy.deepcopy(model).double()
+    z = wide.conv(x.double())
+    limit = convolution_error.folded_error(wide.conv, wide.bn, x.double(), z, torch.float32, x)
+    c, b = model.conv, model.bn
+    weight, bias = reference.fold_scale_batch_norm(
+        c.weight, c.bias, None, b.running_mean, b.running_var, b.weight, b.bias, b.eps
+    )
+    for gain, within in ((1.0, True), (1.02, False)):
+        given = in_tf32(x, cut), in_tf32(weight * gain, cut), bias.double()
+        error = (F.conv2d(*given, padding=1) - wide.bn(z)).abs()
+        assert bool((error <= limit).all()) is within, float((error / limit).max())
+
+
 def test_times_pytorchs() -> None:
     expected = torch.zeros(4, dtype=torch.float64)
     one, three = torch.tensor([1.0, -1, 1, 1]), torch.tensor([3.0, 3, -3, float("nan")])
@@ -271,26 +295,37 @@ def test_nothing_of_it_is_kept() -> None:
     assert fast.state_dict().keys() == model.state_dict().keys()
 
 
+def by_pytorch(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+    """What the native op does, by PyTorch's own."""
+    *how, groups, mean, var, gain, offset, eps, added, relu, as_matmul = rest
+    fits = x.dim() == 4 and x.numel() > 0 and x.shape[1] == weight.shape[1] * groups and mean is not None
+    if torch.is_grad_enabled() or not fits or not x.dtype == weight.dtype == mean.dtype:
+        return None
+    fold: Any = reference.fold_scale_batch_norm
+    out = F.conv2d(x, *fold(weight, bias, None, mean, var, gain, offset, eps), how[:2], how[2:4], how[4:], groups)
+    if not relu:
+        assert as_matmul and added is None
+        return out
+    return F.relu(out if added is None else out + added)
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a GPU and cuDNN: PyTorch's own ops for the fold and the fused convolutions."""
-    fold: Any = reference.fold_scale_batch_norm
+    """As if there were a GPU: the native op for convolutions, and no other one, by PyTorch's own."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(convolution, "_FUSED", (torch.float32,))
-    monkeypatch.setattr(convolution, "direct_op", lambda name: lambda w, b, *norm: fold(w, b, None, *norm))
-    monkeypatch.setattr(
-        torch, "cudnn_convolution_relu", lambda x, w, b, *how: F.relu(F.conv2d(x, w, b, *how)), raising=False
-    )
-    monkeypatch.setattr(
-        torch, "cudnn_convolution_add_relu", lambda x, w, z, a, b, *how: F.relu(F.conv2d(x, w, b, *how) + a * z)
-    )
+    monkeypatch.setattr(dispatch, "_direct", {"convolution_batch_norm_eval": by_pytorch})
+    monkeypatch.setattr(dispatch, "_native_tried", True)
+    monkeypatch.setattr(native, "_available", False)
+    monkeypatch.setattr(convolution, "FUSED", (torch.float32, torch.bfloat16))
 
 
-def directly(model: Any, x: Tensor) -> Any:
-    """What the short way gives for the one region of ``model``, None where it declines; and the model's own result."""
-    (swap,) = undecided(model, "fused").swaps
+def directly(model: Any, x: Tensor, folding: str = "fused") -> Any:
+    """What the short way gives for the one region of a model, None where it declines, in the same function for all."""
+    (swap,) = undecided(model, folding).swaps
     (compiled,) = compiled_of(type(model), swap.match.attributes)
-    return lambda changed: Directly(compiled)(changed._modules, (x, x) if compiled.region.has("residual") else x)
+    way = direct_way(compiled)
+    assert way is not None
+    return lambda changed: way(changed._modules, (x, x) if compiled.region.has("residual") else x)
 
 
 SHORT = ("plain", "no_bias", "strided", "groups", "channels_last", "in_place", "residual", "sequential", "in_a_method")
@@ -303,6 +338,18 @@ def test_the_short_way_is_the_same_function(name: str) -> None:
     model, x = drawn(case.make), torch.randn(case.shape)
     with torch.no_grad():
         torch.testing.assert_close(directly(model, x)(model), model(x), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("folding", ("fused", "matmul"))
+@pytest.mark.parametrize("name", [name for name in PROVED if CASES[name].dtype is torch.float32])
+@pytest.mark.usefixtures("stand_in")
+def test_no_region_gets_a_relu_that_it_has_not(name: str, folding: str) -> None:
+    """Whatever its plan says."""
+    case = CASES[name]
+    model, x = drawn(case.make), torch.randn(case.shape)
+    fast = swapped_with(model, folding)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-4)
 
 
 LATER = [name for name, case in CASES.items() if case.later and case.dtype is torch.float32]

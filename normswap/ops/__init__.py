@@ -9,7 +9,7 @@ machine without the library - goes to ``reference``.
 from __future__ import annotations
 
 from normswap.ops.batch_norm import batch_norm, batch_norm_eval
-from normswap.ops.convolution import convolution_batch_norm_eval, convolved_shape, folding_serves, fused_convolution
+from normswap.ops.convolution import convolution_batch_norm_eval, convolved_shape, folding_serves, runs_directly
 from normswap.ops.dispatch import autograd_only, native_serves
 from normswap.ops.folded_linear import folded_linear
 from normswap.ops.group_norm import group_norm
@@ -31,7 +31,6 @@ __all__ = [
     "folded_linear",
     "folding_serves",
     "frobenius_norm",
-    "fused_convolution",
     "group_norm",
     "instance_norm",
     "l1_norm",
@@ -41,5 +40,6 @@ __all__ = [
     "native_serves",
     "rms_norm",
     "rms_norm_dim",
+    "runs_directly",
     "scale_batch_norm",
 ]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import NONE, Activation
-from normswap.ops.dispatch import PLAIN, autograd_only, direct, direct_op
+from normswap.ops.dispatch import autograd_only, direct
 
 _c = torch._C
-_PLAIN_OR_NONE = (*PLAIN, type(None))
+_tracing = _c._get_tracing_state
 
 
 def convolution_batch_norm_eval(
@@ -60,71 +60,12 @@ def convolution_batch_norm_eval(
     return activation(out if residual is None else out + residual)
 
 
-def fused_convolution(
-    input: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    how: tuple[Any, Any, Any, int],
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-) -> Tensor | None:
-    """``convolution_batch_norm_eval`` by "fused" with a ReLU, in as few steps of Python as that takes; ``how`` has
-    stride, padding, dilation and groups. None where it cannot be had, or another would ask more closely."""
-    fold = direct_op("fold_convolution")
-    if fold is None or running_mean is None or running_var is None:
-        return None
-    for tensor in (input, conv_weight, conv_bias, running_mean, running_var, weight, bias):
-        if type(tensor) not in _PLAIN_OR_NONE:
-            return None
-    dtype, kept = input.dtype, running_mean.dtype
-    if not (
-        dtype in _FUSED
-        and input.is_cuda  # and the weight beside it; the fold asks where the rest is
-        and conv_weight.dtype is dtype
-        and (kept is dtype or kept is torch.float32)
-        and running_var.dtype is kept
-        and (weight is None or weight.dtype is kept)
-        and (bias is None or bias.dtype is kept)
-        and (conv_bias is None or conv_bias.dtype is dtype)
-    ):
-        return None
-    if (
-        _c.is_grad_enabled()
-        or torch.is_autocast_enabled("cuda")
-        or _c._get_tracing_state() is not None
-        or not autograd_only()
-        or not _c._get_cudnn_enabled()
-        or _c._get_cudnn_deterministic()
-        or _c._get_deterministic_algorithms()
-    ):
-        return None
-    shape, sizes = input.shape, conv_weight.shape
-    if len(shape) != 4 or shape[1] != sizes[1] * how[3] or 0 in shape or input.device != conv_weight.device:
-        return None
-    if residual is not None and not _fits_behind(residual, input, conv_weight, how):
-        return None
-    folded, shift = fold(conv_weight, conv_bias, running_mean, running_var, weight, bias, eps)
-    if folded is None:
-        return None
-    if residual is None:
-        return torch.cudnn_convolution_relu(input, folded, shift, *how)
-    return torch.cudnn_convolution_add_relu(input, folded, residual, 1.0, shift, *how)
-
-
-def _fits_behind(residual: Tensor, input: Tensor, conv_weight: Tensor, how: tuple[Any, Any, Any, int]) -> bool:
-    """Whether it has the shape of the convolution's output, and its dtype and device."""
-    if type(residual) not in PLAIN or residual.dtype is not input.dtype or residual.device != input.device:
+def runs_directly(by_cudnn: bool) -> bool:
+    """Whether the native op may do all of a call now, as far as that is no matter of its tensors, of gradients or of
+    autocast, where it declines; ``by_cudnn``: with plans that nobody has called deterministic."""
+    if _tracing() is not None or not autograd_only() or _c._get_deterministic_algorithms():
         return False
-    batch, _, height, width = input.shape
-    out, _, tall, wide = conv_weight.shape
-    (down, across), (above, beside), (apart, along), _ = how
-    rows = (height + 2 * above - apart * (tall - 1) - 1) // down + 1
-    columns = (width + 2 * beside - along * (wide - 1) - 1) // across + 1
-    return residual.shape == (batch, out, rows, columns)
+    return not by_cudnn or (_c._get_cudnn_enabled() and not _c._get_cudnn_deterministic())
 
 
 def _pointwise(input: Tensor, weight: Tensor, bias: Tensor, activation: Activation) -> Tensor:
@@ -135,7 +76,8 @@ def _pointwise(input: Tensor, weight: Tensor, bias: Tensor, activation: Activati
     return multiply(bias, rows, columns).view(batch, height, width, -1).permute(0, 3, 1, 2)
 
 
-_FUSED = (torch.float16, torch.bfloat16) if (torch.backends.cudnn.version() or 0) >= 90000 else (torch.float16,)
+FUSED = (torch.float16, torch.bfloat16) if (torch.backends.cudnn.version() or 0) >= 90000 else (torch.float16,)
+"""What cuDNN fuses."""
 
 
 def folding_serves(folding: str, input: Tensor, conv_weight: Tensor) -> bool:
@@ -149,7 +91,7 @@ def folding_serves(folding: str, input: Tensor, conv_weight: Tensor) -> bool:
         dense = input.is_contiguous(memory_format=torch.channels_last)
         return dense and input.dtype in (torch.float16, torch.bfloat16) and conv_weight.stride(0) == input.shape[1]
     cudnn = torch.backends.cudnn
-    return input.dtype in _FUSED and cudnn.enabled and not cudnn.deterministic
+    return input.dtype in FUSED and cudnn.enabled and not cudnn.deterministic
 
 
 def convolved_shape(

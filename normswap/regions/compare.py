@@ -33,7 +33,7 @@ from normswap.criterion import (
 from normswap.kinds import KINDS
 from normswap.lifted import Lifted, Rounded
 from normswap.plan import Match, is_by_hand
-from normswap.regions.convolution_error import MOST, folded_error, times_pytorchs
+from normswap.regions.convolution_error import MOST, folded_error, takes_tf32, times_pytorchs
 from normswap.regions.helper import Fused
 from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled
@@ -288,7 +288,7 @@ class _Case:
             magnitude = size.output if name == "output" else wide.abs()
             self._add(name, mine, theirs, wide, _limits(self.region.kind)[0], magnitude, 0.0)
             times = times_pytorchs(mine, theirs, wide) if self.region.convolution and self.captured else 1.0
-            if times > MOST and mine.dtype in _SIXTEEN_BITS:
+            if times > MOST and (mine.dtype in _SIXTEEN_BITS or takes_tf32(mine)):
                 self._fail(f"{name}: error is {times:.3g} times PyTorch's own")
 
     def _gradients(

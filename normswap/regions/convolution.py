@@ -11,14 +11,19 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import _has_any_global_hook
 
 from normswap import ops
-from normswap.activation import Activation
+from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_plain
 from normswap.forwards.replaced import Replaced, code_of
-from normswap.regions.foldings import CONVOLUTIONS, is_foldable
+from normswap.ops.dispatch import PLAIN, direct_op
+from normswap.regions.foldings import CONVOLUTIONS, is_foldable, is_pointwise
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 
 _RELU = Activation("relu")
+_BATCH_NORM_2D = f"{nn.BatchNorm2d.__module__}.{nn.BatchNorm2d.__qualname__}"
+_PRODUCTS = (NONE, _RELU)
+"""What a matrix product may end in."""
+_KNOWN = {Tensor, nn.Parameter, type(None)}
 _INNER = {cls: Replaced(cls, "_conv_forward") for cls in CONVOLUTIONS}
 
 
@@ -33,15 +38,18 @@ class _Form:
 
 
 class Directly:
-    """A region whose convolution cuDNN fuses, where all is as it mostly is: one look at each thing that may have
-    changed, a fold and a convolution. None else; what is to be done then, ``Fused`` finds out."""
+    """A region of a Conv2d and a BatchNorm2d by one native op, where all is as it mostly is: one look at each thing
+    that may have changed. None else; what is to be done then, ``Fused`` finds out."""
 
     def __init__(self, compiled: Compiled) -> None:
         region = compiled.region
         self.convolution, self.norm, self.passes = region.convolution, region.norm, region.passes
         self.acting = region.activation if isinstance(region.activation, str) else ""
+        self.relu, self.as_matmul = region.activation is not None, region.folding == "matmul"
         self.at = region.step("residual").operand if region.has("residual") else -1
         self.callees, self.called = compiled.callees, compiled.callees()
+        self.known: tuple[Any, tuple[int, ...]] = (), ()
+        self.op: Any = None
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Tensor | None:
         convolution, norm = children.get(self.convolution), children.get(self.norm)
@@ -56,42 +64,74 @@ class Directly:
             return None
         if self.called and self.callees() != self.called:
             return None
-        if not _calls_what_it_did():
+        if not (_calls_what_it_did() and ops.runs_directly(not self.as_matmul)):
             return None
-        if c["padding_mode"] != "zeros" or not _are_tuples(c["stride"], c["padding"], c["dilation"]):
-            return None
+        settings = c["stride"], c["padding"], c["dilation"], c["groups"], c["padding_mode"]
+        read, geometry = self.known
+        if settings != read:
+            geometry = _geometry(*settings)
+            self.known = settings, geometry
         x, behind = packed, None
         if self.at >= 0:
             x, behind = packed[self.at], packed[1 - self.at]
             if behind is None:  # the statements raise
                 return None
-        own, buffers, affine = c["_parameters"], n["_buffers"], n["_parameters"]
+        own, statistics, affine = c["_parameters"], n["_buffers"], n["_parameters"]
         try:
-            kernel = own["weight"], own["bias"]
-            norm_of = buffers["running_mean"], buffers["running_var"], affine["weight"], affine["bias"]
-        except KeyError:  # somebody put a tensor that is none in the place of a parameter or buffer
+            weight, mean, var = own["weight"], statistics["running_mean"], statistics["running_var"]
+            bias, gain, offset, eps = own["bias"], affine["weight"], affine["bias"], n["eps"]
+        except KeyError:  # it is kept elsewhere
             return None
-        how = c["stride"], c["padding"], c["dilation"], c["groups"]
-        return ops.fused_convolution(x, *kernel, how, *norm_of, n["eps"], behind)
+        if not (geometry and type(x) in PLAIN and type(weight) in PLAIN and x.is_cuda):
+            return None
+        if not _KNOWN.issuperset(map(type, (bias, mean, var, gain, offset, behind))):
+            return None
+        op = self.op = self.op or direct_op("convolution_batch_norm_eval")
+        if op is None:
+            return None
+        behind_it = behind, self.relu, self.as_matmul
+        return op(x, weight, bias, *geometry, mean, var, gain, offset, eps, *behind_it)  # type: ignore[no-any-return]
 
 
-_CLASSES = nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.Identity
-_FORWARDS = [cls.forward for cls in _CLASSES]
-_CODES = [code_of(forward) for forward in _FORWARDS]
-_CONV_FORWARD, _CONV_CODE = nn.Conv2d._conv_forward, code_of(nn.Conv2d._conv_forward)
+def direct_way(compiled: Compiled) -> Directly | None:
+    """The short way to run a region, None where the native op does not serve such regions: it ends them in a ReLU,
+    which a child may turn out to be, or as a matrix product in nothing."""
+    region = compiled.region
+    fuses = region.folding == "fused" and torch.bfloat16 in ops.convolution.FUSED
+    if not (fuses or region.folding == "matmul") or region.type != _BATCH_NORM_2D:
+        return None
+    ends = isinstance(region.activation, str) or region.literal_activation() == _RELU
+    ends = ends if fuses else (ends or region.activation is None) and not region.has("residual")
+    return Directly(compiled) if ends else None
+
+
+def _geometry(*settings: Any) -> tuple[int, ...]:
+    """Stride, padding and dilation, a number a spatial dim, and groups; nothing of a convolution that pads otherwise or
+    gives them otherwise."""
+    *pairs, groups, mode = settings
+    pairs_of_two = all(type(pair) is tuple and len(pair) == 2 for pair in pairs)
+    return (*(number for pair in pairs for number in pair), groups) if pairs_of_two and mode == "zeros" else ()
+
+
+_CONVOLVE, _INSIDE, _NORMALISE = nn.Conv2d.forward, nn.Conv2d._conv_forward, nn.BatchNorm2d.forward
+_RECTIFY, _PASS = nn.ReLU.forward, nn.Identity.forward
+_CODES = tuple(code_of(function) for function in (_CONVOLVE, _INSIDE, _NORMALISE, _RECTIFY, _PASS))
 
 
 def _calls_what_it_did() -> bool:
     """Whether calling the children runs what it ran when this was imported."""
-    conv, norm, relu, identity = _FORWARDS
+    convolve, inside, normalise, rectify, hand_on = _CODES
     return (
-        nn.Conv2d.forward is conv
-        and nn.Conv2d._conv_forward is _CONV_FORWARD
-        and nn.BatchNorm2d.forward is norm
-        and nn.ReLU.forward is relu
-        and nn.Identity.forward is identity
-        and [forward.__code__ for forward in _FORWARDS] == _CODES
-        and _CONV_FORWARD.__code__ is _CONV_CODE
+        nn.Conv2d.forward is _CONVOLVE
+        and nn.Conv2d._conv_forward is _INSIDE
+        and nn.BatchNorm2d.forward is _NORMALISE
+        and nn.ReLU.forward is _RECTIFY
+        and nn.Identity.forward is _PASS
+        and _CONVOLVE.__code__ is convolve
+        and _INSIDE.__code__ is inside
+        and _NORMALISE.__code__ is normalise
+        and _RECTIFY.__code__ is rectify
+        and _PASS.__code__ is hand_on
     )
 
 
@@ -148,6 +188,8 @@ class Convolved:
         if torch.is_autocast_enabled(kind) or not ops.folding_serves(self.folding, x, weight):
             return False
         if self.folding == "fused" and activation != _RELU:
+            return False
+        if self.folding == "matmul" and not (is_pointwise(convolution) and behind is None and activation in _PRODUCTS):
             return False
         if behind is None:
             return True

@@ -10,10 +10,11 @@ from torch import Tensor
 from normswap.criterion import FLOAT32_ROUNDING, half_ulp
 
 MOST = 1.5
-"""At most so many times PyTorch's own error of a region, in the root of their mean squares, may ours be in 16 bits. In
-float32 what either rounds is as small as what its sums make, of which the order is the convolution's own."""
+"""At most so many times PyTorch's own error of a region, in the root of their mean squares, may ours be in 16 bits and
+in TF32. In float32 what either rounds is as small as what its sums make, of which the order is the convolution's."""
 
 _C_SUMS, _C_ROUNDED = 8.0, 4.0
+_TF32 = 2.0**-11
 
 
 def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch.dtype, real: Tensor) -> Tensor:
@@ -22,10 +23,12 @@ def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch
 
     With the gain g = weight rstd and W' = g W, the sum runs through A = |g| (|W| * |x| + |b| + |mean|) + |beta|:
     float32 arithmetic makes c 2^-24 A of that at most; a sum that begins with the bias rounds at its size K times, of
-    either sign. Each weight is rounded by at most d, half an ulp of W' in its
-    dtype (2^-11 of it where a convolution takes TF32): errors of either sign, so that their sum is at most
-    4 (d^2 * x^2)^(1/2), seven of its standard deviations. The new bias is rounded once. PyTorch's own sequence rounds z
-    instead, which is allowed too.
+    either sign. Each weight is rounded by at most d, half an ulp of W' in its dtype: errors of either sign, so that
+    their sum is at most 4 (d^2 * x^2)^(1/2), seven of its standard deviations. The new bias is rounded once. PyTorch's
+    own sequence rounds z instead, which is allowed too.
+
+    A float32 convolution that takes TF32 rounds W' and x, to 2^-11 of each: 4 sqrt(2) (d^2 * x^2)^(1/2), and 2^-10 of
+    g W * x, should it cut them off instead.
     """
     shape = (1, -1, *(1,) * (z.dim() - 2))
     rstd = (norm.running_var + norm.eps).rsqrt()
@@ -33,7 +36,9 @@ def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch
     offset = torch.zeros_like(rstd) if norm.bias is None else norm.bias
     own = torch.zeros_like(rstd) if convolution.bias is None else convolution.bias
     weight = convolution.weight * gain.reshape(-1, *(1,) * (z.dim() - 1))
-    rounded = half_ulp(weight, dtype) if dtype in (torch.float16, torch.bfloat16) else _unit(real) * weight.abs()
+    tf32 = takes_tf32(real)
+    unit = _TF32 if tf32 else FLOAT32_ROUNDING
+    rounded = half_ulp(weight, dtype) if dtype in (torch.float16, torch.bfloat16) else unit * weight.abs()
     how = convolution.stride, convolution.padding, convolution.dilation, False, (0,) * (z.dim() - 2), convolution.groups
     sums = torch.convolution(x.abs(), weight.abs(), None, *how)
     spread = torch.convolution(x.square(), rounded.square(), None, *how).clamp(min=0.0).sqrt()
@@ -41,13 +46,15 @@ def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch
     shift = (gain * (own - norm.running_mean) + offset).view(shape)
     terms = weight[0].numel()
     error = FLOAT32_ROUNDING * (_C_SUMS * sums + max(_C_SUMS, 2 * terms**0.5) * across) + _C_ROUNDED * spread
+    if tf32:
+        error += (2**0.5 - 1) * _C_ROUNDED * spread + 2 * _TF32 * ((z - own.view(shape)) * gain.view(shape)).abs()
     return error + half_ulp(shift, dtype) + half_ulp(z, dtype) * gain.abs().view(shape)
 
 
-def _unit(real: Tensor) -> float:
-    """The unit roundoff of a float32 convolution's operands."""
-    tf32 = real.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-    return 2.0**-11 if tf32 else FLOAT32_ROUNDING
+def takes_tf32(x: Tensor) -> bool:
+    """Whether a convolution of ``x`` rounds its operands to TF32."""
+    conv = torch.backends.cudnn.conv
+    return x.is_cuda and x.dtype is torch.float32 and conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 
 def times_pytorchs(ours: Tensor, eager: Tensor, expected: Tensor) -> float:

@@ -24,7 +24,7 @@ from normswap.ops.layer_norm import layer_norm_directly
 from normswap.ops.options import Options
 from normswap.ops.rms_norm import rms_norm_directly
 from normswap.plan import Match, is_by_hand
-from normswap.regions.convolution import Convolved, Directly
+from normswap.regions.convolution import Convolved, direct_way
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import lowered_to, only_multiplies
 from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
@@ -33,7 +33,6 @@ from normswap.regions.spec import Region
 from normswap.regions.spelling import PURE
 
 _PLAIN = (Tensor, nn.Parameter)
-_BATCH_NORM_2D = f"{nn.BatchNorm2d.__module__}.{nn.BatchNorm2d.__qualname__}"
 _Arguments: TypeAlias = "tuple[Any, ...] | None"
 """What an op takes behind its input; None where only the module itself is sure to do the right thing."""
 _Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
@@ -72,7 +71,7 @@ class Fused:
         self.call = _CALLS.get("layer_norm_2d" if region.has("permute") else region.kind, _declines)
         self.read = _reader(region, original_class) if region.type else None
         self.convolved = Convolved(region, self.read) if region.convolution and self.read else None
-        self.directly = Directly(compiled) if region.folding == "fused" and region.type == _BATCH_NORM_2D else None
+        self.directly = direct_way(compiled)
         self.feeds, self.class_of = region.feeds, lambda child: original_class(child) or type(child)
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)

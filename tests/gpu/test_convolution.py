@@ -180,3 +180,53 @@ def test_deterministic_algorithms_are_pytorchs() -> None:
     finally:
         torch.backends.cudnn.deterministic = was
     assert ops.folding_serves("fused", x, model.conv.weight)
+
+
+def native(model: Any, x: Tensor, added: Tensor | None = None, relu: bool = True, as_matmul: bool = False) -> Any:
+    """The native op of a block, with what its modules have."""
+    weight, bias, *how, groups = arguments(model)[:6]
+    numbers = (*(number for pair in how for number in pair), groups)
+    op = torch.ops.normswap.convolution_batch_norm_eval_or_none
+    return op(x, weight, bias, *numbers, *arguments(model)[6:], added, relu, as_matmul)
+
+
+@by_dtype
+@by_layout
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_one_native_op_gives_what_its_parts_do(form: str, last: bool, dtype: torch.dtype) -> None:
+    model, x = placed(made(form), torch.randn(5, 16, 15, 14).relu(), dtype, last)
+    added = torch.randn_like(model.conv(x))
+    for residual_too in (None, added):
+        expected = ops.convolution_batch_norm_eval(x, *arguments(model), RELU, residual=residual_too, folding="fused")
+        ours = native(model, x, residual_too)
+        assert same_bits(ours, expected) and ours.stride() == expected.stride()
+    for act in (NONE, RELU):
+        ours = native(model, x[1:], relu=act == RELU, as_matmul=True)  # of which the memory starts elsewhere
+        assert (ours is None) is not (form == "pointwise" and last)
+        if ours is not None:
+            expected = ops.convolution_batch_norm_eval(x[1:], *arguments(model), act, folding="matmul")
+            assert ours.stride() == expected.stride() and ours.storage_offset() == 0
+            torch.testing.assert_close(ours, expected)
+
+
+@torch.no_grad()
+def test_what_the_native_op_declines() -> None:
+    model, x = placed(made("3x3"), torch.randn(2, 16, 8, 8), torch.float16, True)
+    assert native(model, x) is not None
+    for odd in (x.float(), x[:, :8], x[0], x[:0], x.bfloat16(), x[:, :, :, :0]):
+        assert native(model, odd) is None
+    for added in (x.float(), x[:1], x.cpu(), x[:, :, 1:]):
+        assert native(model, x, added) is None
+    assert native(model, x, relu=False) is None and native(model, x, x, as_matmul=True) is None
+    with torch.enable_grad():
+        assert native(model, x) is None
+    with torch.autocast(DEVICE, torch.float16):
+        assert native(model, x) is None
+    for change in (
+        lambda: model.bn.double(),
+        lambda: model.bn.bfloat16(),
+        lambda: setattr(model.bn, "running_var", None),
+    ):
+        change()
+        assert native(model, x) is None
