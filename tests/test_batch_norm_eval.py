@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from batch_norm_models import NormAct, seeded
 from torch import Tensor, nn
 
 import normswap
@@ -68,3 +71,50 @@ def test_modes_and_statistics_are_read_on_every_call(monkeypatch: pytest.MonkeyP
         one.eval()
         one.bn.running_mean = one.bn.running_var = None
     assert torch.equal(fast(x), model(x)) and len(calls) == 2
+
+
+def norms_with_activations() -> Any:
+    return seeded(nn.Sequential(NormAct(4), NormAct(4, nn.SiLU()), NormAct(4, nn.Identity()))).eval()
+
+
+def test_a_norm_that_ends_in_an_activation_is_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = norms_with_activations(), torch.randn(3, 4, 5, 6)
+    fast = normswap.optimize(model, x)
+    assert [swap.site.name for swap in normswap.report(fast).plan.swaps] == ["0", "1"]
+    assert [row["status"] for row in normswap.report(fast).rows] == ["wiring"] * 2
+    acts: list[str] = []
+    real = ops.batch_norm_eval
+    monkeypatch.setattr(ops, "batch_norm_eval", lambda *a, **k: acts.append(a[6].name) or real(*a, **k))
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x)) and acts == ["relu", "silu"]
+        for one in (model, fast):
+            one[0].running_mean.data.fill_(0.5)
+            one[0].act.register_forward_hook(lambda *args: args[2] + 1)
+            one[1].eps = 0.25
+        assert torch.equal(fast(x), model(x)) and acts == ["relu", "silu", "silu"]
+
+
+def test_with_gradients_and_in_training_its_own_statements_run() -> None:
+    model, x = norms_with_activations(), torch.randn(3, 4, 5, 6)
+    fast = normswap.apply(model, normswap.plan(model))
+    for mode in (False, True):
+        for one in (model, fast):
+            one.train(mode)
+            one.zero_grad()
+            one(x).square().sum().backward()
+        for ours, theirs in zip(fast.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        assert all(torch.equal(a, b) for a, b in zip(fast.buffers(), model.buffers(), strict=True))
+    assert not normswap.plan(norms_with_activations().train()).swaps
+    before = {key: value.clone() for key, value in fast.state_dict().items()}
+    normswap.validate(fast, x)
+    assert all(torch.equal(value, before[key]) for key, value in fast.state_dict().items())
+
+
+def test_a_wrong_statistic_fails_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = norms_with_activations(), torch.randn(3, 4, 5, 6)
+    real = ops.batch_norm_eval
+    monkeypatch.setattr(ops, "batch_norm_eval", lambda x, mean, *a, **k: real(x, mean * 1.001, *a, **k))
+    with pytest.warns(UserWarning, match="do not match"):
+        fast = normswap.optimize(model, x, on_empty="ignore")
+    assert not normswap.report(fast).plan.swaps

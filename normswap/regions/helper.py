@@ -364,7 +364,15 @@ def _instance_norm(
 def _batch_norm(
     x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
 ) -> Any:
-    return batch_norm(given[0], x, activation, behind) if _alike(x, behind) else None
+    if not _alike(x, behind):
+        return None
+    if len(given) == 1:
+        return batch_norm(given[0], x, activation, behind)
+    mean, var, weight, bias, training, _, eps = given
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, behind))
+    if training or learns or mean is None or var is None:
+        return None
+    return ops.batch_norm_eval(x, mean, var, weight, bias, eps, activation, residual=behind)
 
 
 def _layer_norm_2d(

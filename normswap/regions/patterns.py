@@ -26,6 +26,7 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     F.group_norm: ("group_norm", ("num_groups", "weight", "bias", "eps")),
     F.rms_norm: ("rms_norm", ("normalized_shape", "weight", "eps")),
     F.instance_norm: ("instance_norm", ("weight", "bias", "eps")),
+    F.batch_norm: ("batch_norm", ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")),
 }
 """The norms that are called as functions: their kind, and what they take behind their input."""
 
@@ -34,6 +35,7 @@ _CALLED = {
     "group_norm": Formula("group_norm(x, num_groups, weight, bias, eps)"),
     "rms_norm": Formula("rms_norm(x, normalized_shape, weight, eps)"),
     "instance_norm": Formula("instance_norm(x, weight=weight, bias=bias, momentum=momentum, eps=eps)"),
+    "batch_norm": Formula("batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)"),
 }
 
 ROWS = ("layer_norm", "rms_norm")
@@ -115,7 +117,8 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
         found.feeds = _fed(module, found)
         before = _with_convolution(module, found, taken) if found.kind == "batch_norm" else _with_sum(found, taken)
         for one in filter(None, (before, found)):
-            if (len(one.ops) > 1 or not one.type or one.feeds) and _stands(module, flow, one, norm_of):
+            alone = len(one.ops) == 1 and (one.type or one.kind == "batch_norm") and not one.feeds
+            if not alone and _stands(module, flow, one, norm_of):
                 taken.update(map(id, one.ops))
                 yield _region(flow, one)
                 break
@@ -141,7 +144,8 @@ def _expressions(module: nn.Module, flow: Flow, norm_of: Any, taken: set[int]) -
 def _core(module: nn.Module, op: Op, norm_of: Any) -> _Found | None:
     if op.target in FUNCTIONS:
         kind, _ = FUNCTIONS[op.target]
-        whole = _CALLED[kind].find(op)
+        # A batch's statistics are written while they are computed.
+        whole = None if kind == "batch_norm" and module.training else _CALLED[kind].find(op)
         return (
             None if whole is None else _Found(kind, kind, whole.values["x"], [op], [("norm", op, 0)], expression=whole)
         )
@@ -317,7 +321,7 @@ def _with_convolution(module: nn.Module, found: _Found, taken: set[int]) -> _Fou
     child = _child(module, before) if isinstance(before, Op) and id(before) not in taken else None
     if not isinstance(before, Op) or not is_convolution(child) or len(before.args) != 1 or before.keywords:
         return None
-    if not is_foldable(module._modules[found.norm]):
+    if not found.type or not is_foldable(module._modules[found.norm]):
         return None
     name = before.target[len("self.") :]
     reason = why_apart(child, used_once=before.users == [norm] and before.stretch == norm.stretch)

@@ -82,6 +82,11 @@ class Region:
         words |= {"convolution": self.convolution, "activation": named}
         return " + ".join(word for step in self.steps if (word := words.get(step.does)))
 
+    @property
+    def infers(self) -> bool:
+        """Whether its own statements run where a gradient is recorded."""
+        return bool(self.convolution) or (self.kind == "batch_norm" and not self.type)
+
     def has(self, does: str) -> bool:
         """Whether one of the steps does that."""
         return any(step.does == does for step in self.steps)

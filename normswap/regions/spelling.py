@@ -32,6 +32,10 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         *("input", "running_mean=None", "running_var=None", "weight=None", "bias=None"),
         *("use_input_stats=True", "momentum=0.1", "eps=1e-5"),
     ),
+    "batch_norm": (
+        *("input", "running_mean", "running_var", "weight=None", "bias=None", "training=False", "momentum=0.1"),
+        "eps=1e-5",
+    ),
 }
 _ALIASES = {
     "exponent": "other",
@@ -66,9 +70,10 @@ _NAMES: dict[Any, str] = {
     F.group_norm: "group_norm",
     F.rms_norm: "rms_norm",
     F.instance_norm: "instance_norm",
+    F.batch_norm: "batch_norm",
 }
 
-PURE = frozenset(_NAMES)
+PURE = frozenset(_NAMES) - {F.batch_norm}
 """Targets of operations that neither write into what they are given nor draw random numbers."""
 
 

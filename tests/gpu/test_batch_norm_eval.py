@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from batch_norm_models import NormAct, seeded
 from limits import assert_within, same_bits
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -137,6 +138,19 @@ def test_a_block_is_swapped_and_proved(dtype: torch.dtype, memory_format: torch.
     fast.train()
     model.train()
     torch.testing.assert_close(fast(x), model(x))
+
+
+@by_dtype
+@torch.no_grad()
+def test_a_norm_that_ends_in_an_activation_is_proved(dtype: torch.dtype) -> None:
+    model = seeded(nn.Sequential(NormAct(16), NormAct(16, nn.SiLU()), NormAct(16, nn.Hardswish()))).to(DEVICE, dtype)
+    x = drawn((8, 16, 20, 20), dtype).to(memory_format=torch.channels_last)
+    fast = normswap.optimize(model.eval(), x, min_speedup=None)
+    assert [row["status"] for row in normswap.report(fast).rows] == ["proved"] * 3
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        ours = fast(x)
+    assert sum("batch_norm_rows" in event.name for event in seen.events()) == 3
+    torch.testing.assert_close(ours, model(x), rtol=2e-2, atol=2e-2)
 
 
 def test_gradients_are_pytorchs() -> None:
