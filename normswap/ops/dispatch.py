@@ -139,7 +139,8 @@ def _register_fakes() -> None:
     for name in (*rows, *pairs, *single):
         declined = (None, None) if name in pairs else None
         torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, answer=declined, **kwargs: answer)
-        _direct[name] = _frameless(f"{name}_or_none")
+        found = _frameless(f"{name}_or_none")
+        _direct[name] = _seen_by_modes(found) if name in _ALSO_AUTOGRAD else found
     for name in ("layer_norm", "rms_norm", "l1_norm", "group_norm", "batch_norm", *with_options):
         nothing = (None,) * (3 if name in ("batch_norm", *with_options) else 2)
         torch.library.register_fake(f"normswap::{name}_recorded", lambda *args, answer=nothing, **kwargs: answer)
@@ -151,6 +152,23 @@ def _register_fakes() -> None:
 def _frameless(name: str) -> Callable[..., Any]:
     op = getattr(torch.ops.normswap, name).default
     return getattr(op, "_op", op)  # type: ignore[no-any-return]
+
+
+_ALSO_AUTOGRAD = ("convolution_batch_norm_eval",)
+"""The ops whose kernel also serves the dispatcher's key of autograd, past which they would pay for their way."""
+
+
+def _seen_by_modes(op: Callable[..., Any]) -> Callable[..., Any]:
+    """``op`` past autograd's key where there is a TorchDispatchMode, whose key comes behind that."""
+    modes = torch._C._len_torch_dispatch_stack
+
+    def call(*args: Any) -> Any:
+        if modes():
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*args)
+        return op(*args)
+
+    return call
 
 
 def _contiguous_if(wanted: bool, like: Tensor | None) -> Tensor | None:
