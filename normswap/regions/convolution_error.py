@@ -53,8 +53,8 @@ def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch
 
 def takes_tf32(x: Tensor) -> bool:
     """Whether a convolution of ``x`` rounds its operands to TF32."""
-    conv = torch.backends.cudnn.conv
-    return x.is_cuda and x.dtype is torch.float32 and conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return x.is_cuda and x.dtype is torch.float32 and conv.fp32_precision == "tf32"
 
 
 def times_pytorchs(ours: Tensor, eager: Tensor, expected: Tensor) -> float:

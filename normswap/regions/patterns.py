@@ -47,16 +47,8 @@ PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 CHILDREN = (nn.ReLU, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Sigmoid, nn.Tanh)
 _PURE_METHODS = frozenset(
     {
-        *(
-            ".unsqueeze()",
-            ".squeeze()",
-            ".permute()",
-            ".transpose()",
-            ".view()",
-            ".reshape()",
-            ".flatten()",
-            ".chunk()",
-        ),
+        *(".unsqueeze()", ".squeeze()", ".permute()", ".transpose()", ".view()", ".reshape()", ".flatten()"),
+        ".chunk()",
         *(".size()", ".dim()", ".contiguous()", ".expand()", ".to()", ".float()", ".type_as()", ".split()", ".numel()"),
         *("+", "-", "*", "/", "**"),
     }
