@@ -1,13 +1,13 @@
 """Time the kernels: eager, torch.compile, Liger and quack where installed, and normswap, interleaved in one run.
 
-    python scripts/benchmark.py [PATTERN ...] [--host] [--shrink N] [--json FILE]
+    python scripts/benchmark.py [PATTERN ...] [--eager] [--host] [--shrink N] [--json FILE]
 
 First every swap is proved on the input that is timed, and what others make of it is compared with eager's. Prints
 milliseconds of the device (medians; the L2 is flushed or the inputs rotate through more memory than it holds; by
 CUDA-graph replay where a call takes less than a millisecond) and the share of the copy floor: the bytes that must move
 over the rate of a large device-to-device copy, measured in the same run. ``copy`` is a copy of the same input, timed as
-the rest. The GEMM's floor is the Linear alone. A PATTERN is a tag (headline, common, network, backward, or a network's
-name) or a glob over what a row is called.
+the rest. The GEMM's floor is the Linear alone. A PATTERN is a tag (headline, common, network, backward, batch_norms, a
+network's name) or a glob over what a row is called.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from device_time import copy_rate, interleaved, replayed
-from networks import backward_workloads, group_norm_relu, network_workloads
+from networks import backward_workloads, batch_norm_workloads, group_norm_relu, network_workloads
 from peers import Offer, peers, versions
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -61,19 +61,22 @@ def close(one: Tensor, other: Tensor) -> bool:
     return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in pieces)
 
 
-def measure(workload: Workload, rate: float) -> dict[str, Any]:
-    """One row: prove ours, compare the peers with eager, then time all of them."""
+def measure(workload: Workload, rate: float, compiling: bool = True) -> dict[str, Any]:
+    """One row: prove ours, compare the peers with eager, then time all of them, torch.compile if ``compiling``."""
     torch._dynamo.reset()
     torch.set_float32_matmul_precision(workload.precision)
     model = randomised(workload.make()).cuda().to(workload.weights_dtype).train(workload.training)
     x = drawn(workload)
+    if workload.shortcut:
+        model.shortcut = nn.Parameter(drawn(workload).detach(), requires_grad=workload.backward)
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=workload.autocast)
     with warnings.catch_warnings(), torch.set_grad_enabled(workload.backward), autocast:
         warnings.simplefilter("ignore", UserWarning)
         swapped, proof = proved(model, x, workload.backward)
         others, cannot = compared({} if workload.backward else peers(workload), model, x)
         torch.cuda.empty_cache()
-        functions = {"eager": model, "torch.compile": torch.compile(model), "normswap": swapped, **others}
+        compiled = {"torch.compile": torch.compile(model)} if compiling else {}
+        functions = {"eager": model, **compiled, "normswap": swapped, **others}
         times = timed(workload, functions, model, x)
     torch.set_float32_matmul_precision("highest")
     floor = times["linear alone"] if workload.of_linear else workload.floor_bytes / rate
@@ -259,7 +262,7 @@ def all_workloads(shrink: int = 1) -> list[Workload]:
     """Every row, in the order of the tables."""
     return [
         *(*workloads(shrink), *common_workloads(shrink)),
-        *(*network_workloads(shrink), *backward_workloads(shrink)),
+        *(*network_workloads(shrink), *backward_workloads(shrink), *batch_norm_workloads(shrink)),
     ]
 
 
@@ -271,10 +274,10 @@ def chosen(patterns: Sequence[str], shrink: int = 1) -> list[Workload]:
     return [one for one in found if not patterns or any(one.fits(pattern) for pattern in patterns)]
 
 
-def measured(these: Iterable[Workload], rate: float) -> Iterator[dict[str, Any]]:
+def measured(these: Iterable[Workload], rate: float, compiling: bool = True) -> Iterator[dict[str, Any]]:
     """The rows of these workloads, as they end."""
     for workload in these:
-        yield measure(workload, rate)
+        yield measure(workload, rate, compiling)
         torch.cuda.empty_cache()
 
 
@@ -316,7 +319,9 @@ def summary(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "met": sum(met(row) for row in aimed),
         "headline_beyond_10%": named(row for row in headline if row["ms"]["normswap"] > 1.1 * row["target_ms"]),
         "slower_than_eager": named(r for r in rows if r["ms"]["normswap"] > r["ms"]["eager"]),
-        "slower_than_compile": named(r for r in rows if r["ms"]["normswap"] > SLOWER * r["ms"]["torch.compile"]),
+        "slower_than_compile": named(
+            r for r in rows if r["ms"]["normswap"] > SLOWER * r["ms"].get("torch.compile", float("inf"))
+        ),
         "beyond_the_other_layout": named(_slow_in_channels_last(rows)),
         "not_swapped": named(r for r in rows if not r["sites"]),
         "not_proved": named(r for r in rows if r["sites"] and not r["verified"]),
@@ -373,7 +378,7 @@ def cells(row: dict[str, Any], names: Iterable[str]) -> tuple[str, ...]:
         *(f"{times[name]:.{digits}f}" if name in times else "-" for name in names),
         f"{row['floor_ms'] / ours:.0%}",
         f"{times['eager'] / ours:.2f}x",
-        f"{times['torch.compile'] / ours:.2f}x",
+        f"{times['torch.compile'] / ours:.2f}x" if "torch.compile" in times else "-",
         row["target"] if target is None else f"{row['target']}: {'met' if met(row) else 'missed'}",
     )
 
@@ -407,6 +412,7 @@ def where(on: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="rows whose tag or name this is; default: all")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile, which is slow to compile")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--shrink", type=int, default=1, help="divide the batch by this, to fit smaller GPUs")
     parser.add_argument("--host", action="store_true", help="also the host's time for a call of small modules")
@@ -415,7 +421,7 @@ def main() -> None:
     if not status.available:
         raise SystemExit(f"the benchmark needs a CUDA device and the library: {status.reason}")
     these, rate = chosen(arguments.patterns, arguments.shrink), copy_rate()
-    rows, on = list(measured(these, rate)), machine(rate)
+    rows, on = list(measured(these, rate, not arguments.eager)), machine(rate)
     host = host_costs() if arguments.host else []
     print(where(on))
     print(table(rows, host))

@@ -138,7 +138,7 @@ class Checking:
 
     # --- the parts ---
 
-    def benchmark(self, patterns: Sequence[str]) -> None:
+    def benchmark(self, patterns: Sequence[str], compiling: bool) -> None:
         import benchmark
         from device_time import copy_rate
 
@@ -146,7 +146,7 @@ class Checking:
         self._made |= {"peers": benchmark.versions(), "copy_GB_per_s": rate / 1e6}
         order = [(w.name, w.shape, w.what, w.mode) for w in benchmark.all_workloads()]
         rows = []
-        for row in benchmark.measured([] if patterns == ["host"] else these, rate):
+        for row in benchmark.measured([] if patterns == ["host"] else these, rate, compiling):
             rows.append(row)
             self.add("benchmark", [row], records.key_of_row, order)
         host = benchmark.host_costs() if not patterns or "host" in patterns else []
@@ -200,8 +200,8 @@ def made_here() -> dict[str, Any]:
 
 
 def asked(arguments: Sequence[str] | None = None) -> tuple[dict[str, list[str] | None], bool]:
-    """The parts to run, each with what of it, [] for all of it and None for those that are not to run; and whether the
-    models are also compiled."""
+    """The parts to run, each with what of it, [] for all of it and None for those that are not to run; and whether
+    models and rows are also compiled."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", nargs="*", metavar="FILE", help="tests/gpu, or these files of it")
     parser.add_argument("--sanitizer", nargs="*", metavar="TOOL", help=f"compute-sanitizer, or of {', '.join(TOOLS)}")
@@ -210,7 +210,9 @@ def asked(arguments: Sequence[str] | None = None) -> tuple[dict[str, list[str] |
     )
     parser.add_argument("--accuracy", nargs="*", metavar="KIND", help="errors beside PyTorch's own")
     parser.add_argument("--models", nargs="*", metavar="NAME", help="whole models of timm and transformers")
-    parser.add_argument("--eager", action="store_true", help="with --models: without torch.compile, which is slow")
+    parser.add_argument(
+        "--eager", action="store_true", help="with --models and --benchmark: no torch.compile, which is slow"
+    )
     found = vars(parser.parse_args(arguments))
     compiling = not found.pop("eager")
     return (found if any(value is not None for value in found.values()) else {part: [] for part in found}), compiling
@@ -235,7 +237,7 @@ def main() -> None:
                 sanitized.result()
 
     if (patterns := wanted["benchmark"]) is not None:
-        checking.benchmark(patterns)
+        checking.benchmark(patterns, compiling)
     if (names := wanted["models"]) is not None:
         checking.models(names, compiling)
     if (files := wanted["tests"]) is not None:

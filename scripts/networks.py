@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from workloads import (
+    NO_TARGET,
     GroupNorm,
     L1Norm,
     LayerNorm,
@@ -22,6 +23,8 @@ LARGE_BYTES = 12_000_000
 """Of an input: beyond it a row is held to a multiple of a copy, below it to microseconds more than one."""
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+RESNET50 = ((64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7))
+"""Channels and sizes of resnet50's norms."""
 
 
 class LayerNorm2d(nn.LayerNorm):
@@ -31,6 +34,21 @@ class LayerNorm2d(nn.LayerNorm):
         x = x.permute(0, 2, 3, 1)
         x = nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return x.permute(0, 3, 1, 2)
+
+
+class BatchNormReLU(nn.Module):
+    """A BatchNorm with a ReLU behind it, or with a sum and a ReLU as at the end of a residual block."""
+
+    def __init__(self, channels: int, adds: bool) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(channels)
+        self.adds, self.shortcut = adds, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(x)
+        if self.adds:
+            x = x + self.shortcut
+        return torch.relu(x)
 
 
 def group_norm_relu(num_groups: int, channels: int) -> nn.Sequential:
@@ -60,11 +78,10 @@ def _group_norms() -> Iterator[Workload]:
         (group_norm_silu, "group_norm + silu"),
         (group_norm_relu, "group_norm + relu"),
     )
-    resnet = [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7)]
     bit = [(64, 56), (256, 56), (512, 28), (1024, 14), (2048, 7)]
     unet = [(320, 64), (640, 32), (1280, 16), (1280, 8)]
     networks = (  # tag, batches, channels and sizes, what
-        ("resnet50_gn", (64,), resnet, norm),
+        ("resnet50_gn", (64,), RESNET50, norm),
         ("resnetv2_50x1_bit", (64,), bit, relu),
         ("stable_diffusion_unet", (2, 16), unet, silu),
         ("stable_diffusion_vae", (1,), [(512, 64), (512, 128), (256, 512), (128, 512)], silu),
@@ -168,14 +185,52 @@ _LAYOUTS = (CONTIGUOUS, CHANNELS_LAST)
 _IMAGES = (  # shape, groups, whether a SiLU follows
     ((64, 256, 56, 56), 32, False),
     ((8, 128, 256, 256), 32, True),
-    ((64, 64, 112, 112), 32, False),
-    ((64, 512, 28, 28), 32, False),
-    ((64, 1024, 14, 14), 32, False),
-    ((64, 2048, 7, 7), 32, False),
+    *(((64, channels, size, size), 32, False) for channels, size in RESNET50 if (channels, size) != (256, 56)),
     ((16, 320, 64, 64), 32, True),
     ((16, 640, 32, 32), 32, True),
     ((16, 1280, 16, 16), 32, True),
 )
+
+
+PASSES = {"batch_norm": 0.0, "batch_norm + relu": 0.0, "batch_norm + add + relu": 1.0}
+"""Of the residual and its gradient, each way; the bits kept of the ReLU come to it."""
+
+
+def batch_norm_workloads(shrink: int = 1) -> list[Workload]:
+    """BatchNorm by the batch's statistics, tagged "batch_norms": forward, and forward and backward. Each pass over the
+    input counts: statistics and output, sums and gradient."""
+    kinds = ((F16, CHANNELS_LAST), (BF16, CHANNELS_LAST), (F32, CONTIGUOUS))
+    rows = [((64, channels, size, size), *kind) for channels, size in RESNET50 for kind in kinds]
+    found = [_batch_norm(name, *row, backward) for row in rows for name in PASSES for backward in (False, True)]
+    large = _batch_norm("batch_norm", (64, 64, 512, 512), F32, CONTIGUOUS, False)
+    return [_shrunk(one, shrink) for one in (*found, replace(large, target=Target(of_floor=1 / 1.1)))]
+
+
+def _batch_norm(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format, backward: bool
+) -> Workload:
+    adds, channels = PASSES[name], shape[1]
+    more = adds * (1 + 1 / (8 * dtype.itemsize))
+    makes: dict[str, Callable[[], nn.Module]] = {
+        "batch_norm": lambda: nn.BatchNorm2d(channels),
+        "batch_norm + relu": lambda: BatchNormReLU(channels, False),
+        "batch_norm + add + relu": lambda: BatchNormReLU(channels, True),
+    }
+    large = dtype.itemsize * torch.Size(shape).numel() > 16e6
+    return Workload(
+        name,
+        makes[name],
+        shape,
+        dtype=dtype,
+        memory_format=layout,
+        training=True,
+        backward=backward,
+        weights=F32,
+        shortcut=adds > 0,
+        passes=3 + more + (5 + more if backward else 0),
+        target=Target(of_floor=1 / 1.35) if large else NO_TARGET,
+        tags=frozenset({"batch_norms"}),
+    )
 
 
 def _row(name: str, shape: tuple[int, int], dtype: torch.dtype, target: Target, autocast: bool = False) -> Workload:

@@ -98,7 +98,7 @@ class Target:
             limits.append(self.of_copy * times["copy"])
         if self.copy_plus_us is not None:
             limits.append(times["copy"] + self.copy_plus_us / 1000)
-        if self.of_compile is not None:
+        if self.of_compile is not None and "torch.compile" in times:
             limits.append(self.of_compile * times["torch.compile"])
         if self.of_linear is not None:
             limits.append(self.of_linear * times["linear alone"] + self.linear_plus_ms)
@@ -141,6 +141,12 @@ class Workload:
     """Forward and backward, with gradients for the input and every parameter."""
     autocast: bool = False
     """Under bfloat16 autocast, where a norm gives float32; the parameters are float32."""
+    weights: torch.dtype | None = None
+    """Of the parameters, where they are of another dtype than the input."""
+    shortcut: bool = False
+    """Whether the model adds a tensor of the input's kind, its parameter `shortcut`, which is given to it."""
+    passes: float | None = None
+    """Over the input in all, where they are more than each tensor once."""
     target: Target = NO_TARGET
     tags: frozenset[str] = frozenset()
     """What `--benchmark` may name a set of rows by."""
@@ -148,10 +154,12 @@ class Workload:
     @property
     def weights_dtype(self) -> torch.dtype:
         """Of the parameters, and under autocast of the result too."""
-        return torch.float32 if self.autocast else self.dtype
+        return self.weights or (torch.float32 if self.autocast else self.dtype)
 
     @property
     def floor_bytes(self) -> int:
+        if self.passes is not None:
+            return round(self.passes * self.dtype.itemsize * torch.Size(self.shape).numel())
         forward = self.dtype.itemsize + self.weights_dtype.itemsize
         each = 2 * forward + self.dtype.itemsize if self.backward else forward
         weights = self.weights_dtype.itemsize * self.parameters * (3 if self.backward else 1)

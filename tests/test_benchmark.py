@@ -15,6 +15,7 @@ import host_cost
 import pytest
 import readme_tables
 import torch
+from networks import batch_norm_workloads
 from torch import Tensor, nn
 from workloads import L1Norm, Target, Workload, randomised
 
@@ -41,6 +42,14 @@ def test_summary_counts_targets_and_names_what_loses() -> None:
     assert benchmark.summary([{**row(1.0), "verified": False}])["not_proved"] == ["layer_norm 8x64 float16"]
     refused = benchmark.summary([{**row(1.0), "verified": False, "sites": 0, "refused": ["too wide"]}])
     assert refused["not_swapped"] == ["layer_norm 8x64 float16"] and refused["not_proved"] == []
+
+
+def test_rows_that_were_not_compiled() -> None:
+    one = row(1.0, 1.0)
+    del one["ms"]["torch.compile"]
+    assert benchmark.summary([one])["slower_than_compile"] == []
+    assert benchmark.cells(one, ["eager", "torch.compile", "normswap"])[4] == "-"
+    assert Target(of_compile=1.0).limit_ms(1.0, one["ms"]) is None
 
 
 def test_summary_compares_layouts() -> None:
@@ -88,23 +97,30 @@ def test_floors_count_every_pass() -> None:
     assert bytes_of(backward=True) == 4 * (5 * 1000 + 3 * 200)
     assert bytes_of(dtype=torch.bfloat16, autocast=True) == 6 * 1000 + 4 * 200
     assert bytes_of(dtype=torch.bfloat16, autocast=True, backward=True) == 14 * 1000 + 3 * 4 * 200
+    assert bytes_of(dtype=torch.bfloat16, passes=3) == 2 * 3 * 1000
+    rows = {
+        (w.name, w.mode): w for w in batch_norm_workloads() if w.shape[1:] == (64, 56, 56) and w.dtype.itemsize == 2
+    }
+    assert [w.passes for w in rows.values()] == [3, 8, 3, 8, 4.0625, 10.125]
 
 
 def test_rows_are_chosen_by_tag_and_by_name() -> None:
     called = [(w.name, w.shape, w.what, w.mode) for w in benchmark.all_workloads()]
     assert len(set(called)) == len(called)  # what the record knows a row by
-    tags = {tag: benchmark.chosen([tag]) for tag in ("headline", "common", "network", "backward", "resnet50_gn")}
+    names = ("headline", "common", "network", "backward", "batch_norms", "resnet50_gn")
+    tags = {tag: [w for w in benchmark.all_workloads() if tag in w.tags] for tag in names}
     assert sum(len(rows) for tag, rows in tags.items() if tag != "resnet50_gn") == len(called)
     assert len(tags["resnet50_gn"]) == 18 and len(tags["headline"]) == 9
     assert {w.shape for w in benchmark.chosen(["layer_norm *x768 bfloat16 eval"])} == {(50432, 768)}
     assert {w.mode for w in benchmark.chosen(["backward"])} == {"forward + backward"}
+    assert len(benchmark.chosen(["batch_norms"])) == len(tags["batch_norms"]) == 9 * 3 * 3 * 2 + 1
     assert len(benchmark.chosen([])) == len(called)
     with pytest.raises(SystemExit, match="no row of the benchmark is called nothing like it"):
         benchmark.chosen(["common", "nothing like it"])
     assert all(w.target.of_copy == 1.3 or w.target.copy_plus_us == 4 for w in tags["network"])
 
 
-@pytest.mark.parametrize("tag", ["network", "backward"])
+@pytest.mark.parametrize("tag", ["network", "backward", "batch_norms"])
 def test_every_model_takes_its_input(tag: str) -> None:
     """Each once, with a small batch and image."""
     kinds = {(w.name, w.dtype): w for w in benchmark.chosen([tag])}
@@ -113,7 +129,9 @@ def test_every_model_takes_its_input(tag: str) -> None:
         rows = workload.name in ("layer_norm", "rms_norm", "linear_scale_batch_norm")
         shape = (2, *workload.shape[1:]) if rows else small
         x = torch.randn(shape).to(workload.dtype).requires_grad_(workload.backward)
-        model = randomised(workload.make()).to(workload.dtype).train(workload.training)
+        model = randomised(workload.make()).to(workload.weights_dtype).train(workload.training)
+        if workload.shortcut:
+            model.shortcut = nn.Parameter(torch.randn_like(x))
         out = benchmark.with_backward(model, x)(x)[0] if workload.backward else model(x)
         assert out.shape == x.shape and out.isfinite().all(), workload
 
