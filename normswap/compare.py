@@ -13,15 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normswap import modules
-from normswap.criterion import (
-    C_GRADIENT,
-    C,
-    Magnitudes,
-    RoundedStatistics,
-    magnitudes,
-    matmul_unit,
-    own_rounding,
-)
+from normswap.bounds import magnitudes
+from normswap.criterion import C_GRADIENT, C, Magnitudes, RoundedStatistics, matmul_unit, own_rounding
 from normswap.lifted import Lifted
 from normswap.plan import Match, is_by_hand
 from normswap.sites import detached_copy

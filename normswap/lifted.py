@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -99,3 +99,18 @@ class Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
+
+
+class LiftedNorm(nn.Module):
+    """A norm written by hand, in float64, as if its input were of ``dtype`` and its tensors of ``dtypes``."""
+
+    def __init__(self, norm: nn.Module, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype]) -> None:
+        super().__init__()
+        self.norm, self.dtype, self.dtypes = norm, dtype, dtypes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the norm gives, unrounded."""
+        x = x.view_as(x)
+        named = dict((*self.norm.named_parameters(), *self.norm.named_buffers()))
+        with Lifted({x: self.dtype, **{named[name]: dtype for name, dtype in self.dtypes.items()}}):
+            return self.norm(x)

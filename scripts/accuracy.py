@@ -22,8 +22,9 @@ from workloads import ChannelRMSNorm, L1Norm, LinearScaleBatchNorm, randomised
 
 import normswap
 from normswap import launch_plans, native
+from normswap.bounds import magnitudes
 from normswap.compare import compare
-from normswap.criterion import C, RoundedStatistics, error_share, magnitudes
+from normswap.criterion import C, RoundedStatistics, error_share
 from normswap.plan import Match
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -29,7 +29,17 @@ from xml.etree import ElementTree
 import coverage
 
 ROOT = Path(__file__).resolve().parent.parent
-WHERE = ("rules", "forwards", "regions", "source.py", "apply.py", "validate.py", "compare.py", "criterion.py")
+WHERE = (
+    "rules",
+    "forwards",
+    "regions",
+    "source.py",
+    "apply.py",
+    "validate.py",
+    "compare.py",
+    "criterion.py",
+    "bounds.py",
+)
 """The files of normswap/ whose conditions decide what is swapped and what is believed; those of them that are there."""
 KEPT = ("normswap", "tests", "scripts", "csrc", "docs", "pyproject.toml", "README.md", "LICENSE")
 """What the tests need of the checkout."""

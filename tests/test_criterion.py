@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from models import L1, Projection, randomised
 from torch import Tensor, nn
 
-from normswap.criterion import C, RoundedStatistics, error_share, half_ulp, magnitudes, mask_mismatch
+from normswap.bounds import magnitudes
+from normswap.criterion import C, RoundedStatistics, error_share, half_ulp, mask_mismatch
 from normswap.plan import Match
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from normswap import criterion, ops
+from normswap import bounds, ops
+from normswap.criterion import Magnitudes
 from normswap.kinds.kind import Kind
 
 FORMULA = "x / norm(x)"
@@ -16,8 +17,8 @@ def call(x: Tensor) -> Tensor | None:
     return ops.frobenius_norm(x) if serves else None
 
 
-def magnitudes(x: Tensor, dtype: torch.dtype) -> criterion.Magnitudes:
-    return criterion.euclidean(x, x.norm(), 0.0, dtype)
+def magnitudes(x: Tensor, dtype: torch.dtype) -> Magnitudes:
+    return bounds.euclidean(x, x.norm(), 0.0, dtype)
 
 
 KIND = Kind("frobenius_norm", FORMULA, (), call, magnitudes, lambda: (4, 33))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap import criterion, ops
+from normswap import bounds, ops
 from normswap.kinds.kind import Kind, are_numbers, is_along, shape_along
 
 FORMULA = """
@@ -22,7 +22,7 @@ def call(x: Tensor, dim: Any, eps: Any, minimum: Any) -> Tensor | None:
 
 
 def magnitudes(x: Tensor, dtype: torch.dtype, dim: int, eps: float | None, minimum: float | None) -> Any:
-    return criterion.l1_norm(x, dim, eps or 0.0, minimum, dtype)
+    return bounds.l1_norm(x, dim, eps or 0.0, minimum, dtype)
 
 
 KIND = Kind("l1_norm", FORMULA, ("dim", "eps", "minimum"), call, magnitudes, lambda dim, *_: shape_along(dim))

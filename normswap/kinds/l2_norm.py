@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap import criterion, ops
+from normswap import bounds, ops
+from normswap.criterion import Magnitudes
 from normswap.kinds.kind import Kind, are_numbers, is_along, shape_along
 
 FORMULA = """
@@ -22,8 +23,8 @@ def call(x: Tensor, dim: Any, eps: Any) -> Tensor | None:
     return ops.l2_norm(x, dim, eps or 0.0) if serves else None
 
 
-def magnitudes(x: Tensor, dtype: torch.dtype, dim: int, eps: float | None) -> criterion.Magnitudes:
-    return criterion.euclidean(x, x.norm(dim=dim, keepdim=True), eps or 0.0, dtype)
+def magnitudes(x: Tensor, dtype: torch.dtype, dim: int, eps: float | None) -> Magnitudes:
+    return bounds.euclidean(x, x.norm(dim=dim, keepdim=True), eps or 0.0, dtype)
 
 
 KIND = Kind("l2_norm", FORMULA, ("dim", "eps"), call, magnitudes, lambda dim, *_: shape_along(dim))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap import criterion, ops
+from normswap import bounds, ops
+from normswap.criterion import Magnitudes
 from normswap.kinds.kind import Kind, are_numbers, flat, is_along, shape_along
 from normswap.ops.dispatch import in_memory_order
 
@@ -51,10 +52,10 @@ def magnitudes(
     weight: Tensor | None,
     offset: float | None,
     rounds: bool,
-) -> criterion.Magnitudes:
+) -> Magnitudes:
     attributes = {"dim": dim, "eps": eps or 0.0, "weight_offset": offset or 0.0, "cast_before_weight": rounds}
     named = {} if weight is None else {"weight": "weight"}
-    return criterion.rms_by_hand({**attributes, **named}, SimpleNamespace(weight=weight), x, dtype)
+    return bounds.rms_by_hand({**attributes, **named}, SimpleNamespace(weight=weight), x, dtype)
 
 
 def sample(dim: Any, eps: Any, weight: Tensor | None, offset: Any) -> tuple[int, ...]:

@@ -7,9 +7,8 @@ a sum before the norm, and what a residual or an activation is applied to.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,31 +17,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from normswap.compare import SLICE_ELEMENTS, Comparison, Cotangent, KernelWitness, Seen, spread
 from normswap.criterion import (
-    C_GRADIENT,
-    FLOAT32_ROUNDING,
+    SIXTEEN_BITS,
     C,
-    Magnitudes,
     RoundedStatistics,
-    Rows,
-    batch_norm,
-    derivative,
-    half_ulp,
     own_rounding,
-    rms_by_hand,
 )
 from normswap.kinds import KINDS
-from normswap.lifted import Lifted, Rounded
+from normswap.lifted import Lifted, LiftedNorm, Rounded
 from normswap.plan import Match, is_by_hand
-from normswap.regions.convolution_error import MOST, folded_error, takes_tf32, times_pytorchs
+from normswap.regions.bounds import Size, limits
+from normswap.regions.convolution_error import MOST, takes_tf32, times_pytorchs
 from normswap.regions.helper import Fused
-from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.sites import detached_copy
 from normswap.verdict import verdict
 
 _MOST_PIECES = 16
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 def compare_region(
@@ -92,12 +83,6 @@ def holder_of(region: Region, owner: nn.Module, dtype: torch.dtype | None = None
             if name in region.feeds:  # is not called: as it will be once all is proved
                 made.__dict__.pop("forward", None)
     return holder
-
-
-def _limits(kind: str) -> tuple[float, float]:
-    """What an error of an output and of a gradient may be, in units of 2^-24 times the magnitude."""
-    known = KINDS.get(kind)
-    return (C[kind], C_GRADIENT[kind]) if known is None else (known.c, known.c_gradient)
 
 
 def _mapped(region: Region, function: Callable[[Any], Any], packed: Any) -> Any:
@@ -205,7 +190,7 @@ class _Case:
         kept = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
         return [t.detach() for t in outputs], kept
 
-    def _referee(self, x: Tensor, gradients: bool) -> tuple[tuple[list[Tensor], dict[str, Tensor]], _Size]:
+    def _referee(self, x: Tensor, gradients: bool) -> tuple[tuple[list[Tensor], dict[str, Tensor]], Size]:
         """The statements in float64, outside autocast, and the magnitudes of what they give."""
         wide = _mapped(self.region, _float64, self.packed)
         steps, dtypes, values = self.region.steps, self.dtypes, dict[str, Tensor]()
@@ -215,7 +200,7 @@ class _Case:
             rounds = steps[step].does == "sum" or follows in ("residual", "activation")
             rounds = rounds and not self.region.convolution  # where nothing is rounded on the way
             values[steps[step].does] = value.detach()
-            return Rounded.apply(value, dtypes[step]) if rounds and dtypes[step] in _SIXTEEN_BITS else value
+            return Rounded.apply(value, dtypes[step]) if rounds and dtypes[step] in SIXTEEN_BITS else value
 
         def widened(holder: Any, packed: Any) -> Any:
             with self._as_in_the_original(packed, x.dtype):
@@ -233,7 +218,7 @@ class _Case:
                 before = holder_of(self.region, self.owner, torch.float64)
                 if self.region.type:
                     self._prepare_norm(before, x.dtype)
-                size = _Size(self.compiled, before, wide, values, dtypes, x, self._rounds())
+                size = Size(self.compiled, before, wide, values, dtypes, x, self._rounds())
         return (outputs, found), size
 
     def _rounds(self) -> tuple[bool | None, ...]:
@@ -272,26 +257,26 @@ class _Case:
         original: Any = self.owner._modules[self.region.norm]
         if match.registered or is_by_hand(match.kind, match.attributes):
             named = dict((*original.named_parameters(), *original.named_buffers()))
-            holder._modules[self.region.norm] = _Lifting(norm, dtype, {n: t.dtype for n, t in named.items()})
+            holder._modules[self.region.norm] = LiftedNorm(norm, dtype, {n: t.dtype for n, t in named.items()})
         elif match.kind == "rms_norm" and norm.eps is None:
             norm.eps = torch.finfo(torch.float32).eps
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
-    def _outputs(self, ours: list[Tensor], eager: list[Tensor], expected: list[Tensor], size: _Size) -> None:
+    def _outputs(self, ours: list[Tensor], eager: list[Tensor], expected: list[Tensor], size: Size) -> None:
         names = ("sum", "output") if self.region.shared else ("output",)
         if [_form(t) for t in ours] != [_form(t) for t in eager]:
             self._fail(f"outputs are {[_form(t) for t in ours]}, PyTorch's {[_form(t) for t in eager]}")
             return
         for name, mine, theirs, wide in zip(names, ours, eager, expected, strict=True):
             magnitude = size.output if name == "output" else wide.abs()
-            self._add(name, mine, theirs, wide, _limits(self.region.kind)[0], magnitude, 0.0)
+            self._add(name, mine, theirs, wide, limits(self.region.kind)[0], magnitude, 0.0)
             times = times_pytorchs(mine, theirs, wide) if self.region.convolution and self.captured else 1.0
-            if times > MOST and (mine.dtype in _SIXTEEN_BITS or takes_tf32(mine)):
+            if times > MOST and (mine.dtype in SIXTEEN_BITS or takes_tf32(mine)):
                 self._fail(f"{name}: error is {times:.3g} times PyTorch's own")
 
     def _gradients(
-        self, ours: dict[str, Tensor], eager: dict[str, Tensor], expected: dict[str, Tensor], size: _Size, ran: bool
+        self, ours: dict[str, Tensor], eager: dict[str, Tensor], expected: dict[str, Tensor], size: Size, ran: bool
     ) -> None:
         if missing := sorted(ours.keys() ^ eager.keys()):
             self._fail(f"gradients reach other tensors than PyTorch's: {', '.join(missing)}")
@@ -305,9 +290,9 @@ class _Case:
             by_kernel = ran and not size.broadcasts(role)
             extra = own_rounding(gradient.dtype, by_kernel) * magnitude
             of = f"gradient of {role}"
-            self._add(of, gradient, eager[name], expected[name], _limits(self.region.kind)[1], magnitude, extra)
+            self._add(of, gradient, eager[name], expected[name], limits(self.region.kind)[1], magnitude, extra)
 
-    def _buffers(self, ours: dict[str, Tensor], size: _Size, ran: bool) -> None:
+    def _buffers(self, ours: dict[str, Tensor], size: Size, ran: bool) -> None:
         prefix = f"{self.region.norm}."
         for name, eager in self.eager_holder.named_buffers():
             if not eager.is_floating_point():
@@ -331,21 +316,6 @@ class _Case:
         self.problem = self.problem or problem
 
 
-class _Lifting(nn.Module):
-    """A norm written by hand, in float64, as if its input were of ``dtype`` and its tensors of ``dtypes``."""
-
-    def __init__(self, norm: nn.Module, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype]) -> None:
-        super().__init__()
-        self.norm, self.dtype, self.dtypes = norm, dtype, dtypes
-
-    def forward(self, x: Tensor) -> Tensor:
-        """What the norm gives, unrounded."""
-        x = x.view_as(x)
-        named = dict((*self.norm.named_parameters(), *self.norm.named_buffers()))
-        with Lifted({x: self.dtype, **{named[name]: dtype for name, dtype in self.dtypes.items()}}):
-            return self.norm(x)
-
-
 def _leaf(value: Any, leaves: list[Tensor]) -> Any:
     if not (isinstance(value, Tensor) and value.is_floating_point()):
         return value
@@ -360,128 +330,3 @@ def _float64(value: Any) -> Any:
 
 def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-class _Size:
-    """The magnitudes that a region's sums run through: of its result, and of its gradients by role."""
-
-    def __init__(
-        self,
-        compiled: Compiled,
-        holder: Any,
-        packed: Any,
-        values: Mapping[str, Tensor],
-        dtypes: list[torch.dtype],
-        real: Tensor,
-        rounds: tuple[bool | None, ...] = (),
-    ) -> None:
-        region = compiled.region
-        self.region, self.values, self.rounds = region, values, rounds
-        x, before, self.behind, self.scale, self.shift, arguments = compiled.unpack(packed)
-        self.given = values["convolution"] if region.convolution else x
-        self.summands = {"x": self.given}
-        if before is not None:
-            self.given, _ = _moved(values["sum"], torch.zeros_like(values["sum"]), dtypes[0])
-            self.summands["before"] = before
-        self.dtypes = {step.does: d for step, d in zip(region.steps, dtypes, strict=True)}
-        self.rows = self._rows(holder, arguments, real.dtype)
-        self.unit = _limits(region.kind)[0] * FLOAT32_ROUNDING
-        literal = region.literal_activation()
-        self._activation: Any = literal or holder._modules[region.activation]
-        self.norm = self._back(self.rows.output)
-        size = self.norm
-        if region.convolution:
-            children = holder._modules[region.convolution], holder._modules[region.norm]
-            error = folded_error(*children, x, values["convolution"], dtypes[0], real)
-            size = size + (error + half_ulp(values["norm"], dtypes[0])) / self.unit
-        if self.scale is not None:
-            size = size * (1 + self.scale.abs()) + 2 * values["norm"].abs() * (1 + self.scale.abs()) + self.shift.abs()
-        self.output, self.slope = self._through(size)
-
-    def _rows(self, holder: Any, arguments: Any, dtype: torch.dtype) -> Magnitudes:
-        region, x = self.region, self.given
-        if region.has("permute"):
-            x = x.permute(0, 2, 3, 1)
-        if (kind := KINDS.get(region.kind)) is not None:
-            return kind.magnitudes(x, dtype, *arguments[: len(kind.parameters)], *self.rounds)
-        if not region.type and region.kind == "batch_norm":
-            called = dict(zip(parameters_of(region), arguments, strict=True))
-            return batch_norm(SimpleNamespace(**called, num_batches_tracked=None), x)
-        if not region.type:
-            fields = {"_get_no_batch_dim": lambda: x.dim() - 1}
-            norm: Any = SimpleNamespace(**fields, **dict(zip(parameters_of(region), arguments, strict=True)))
-            found = Rows(region.kind, norm, x)
-            return Magnitudes(found.output(), found.gradients)
-        match, child = Match(region.kind, region.attributes), holder._modules[region.norm]
-        child = child.norm if isinstance(child, _Lifting) else child
-        if region.kind == "batch_norm":
-            return batch_norm(child, x)
-        if is_by_hand(match.kind, match.attributes):
-            return rms_by_hand(match.attributes, child, x, dtype)
-        found = Rows(region.kind, match.view(child), x)
-        return Magnitudes(found.output(), lambda dy: match.renamed(found.gradients(dy)))
-
-    def _back(self, tensor: Tensor) -> Tensor:
-        return tensor.permute(0, 3, 1, 2) if self.region.has("permute") else tensor
-
-    def _through(self, size: Tensor) -> tuple[Tensor, Tensor | float]:
-        """What the error of the norm becomes behind a residual and an activation, and how steep that is."""
-        region, unit = self.region, self.unit
-        does = [step.does for step in region.steps if step.does in ("norm", "residual", "shift", "activation")]
-        if does[-1] in ("norm", "shift"):
-            return size, 1.0
-        last = "shift" if "shift" in does else "norm"
-        value, error = self._rounded(self.values[last], unit * size, last)
-        if "residual" in does:
-            value = self.values["residual"]
-            error = error + unit * value.abs()
-            if region.convolution:
-                error = error + half_ulp(value, self.dtypes["residual"])
-            if does[-1] == "residual":
-                return error / unit + value.abs(), 1.0
-            value, error = self._rounded(value, error, "residual")
-        below, slope, above = (derivative(self._activation, at) for at in (value - error, value, value + error))
-        steepest = torch.stack([below, slope, above]).abs().amax(0)
-        bend = torch.maximum((below - slope).abs(), (above - slope).abs())
-        moved, result = steepest * error, self._activation(value.clone()).abs()
-        dtype = self.dtypes["activation"]
-        wider = half_ulp(result + moved, dtype) - half_ulp(result, dtype)  # may round beyond a power of two
-        return (moved + wider) / unit + value.abs() + result, steepest + bend / unit + 1.0
-
-    def _rounded(self, value: Tensor, error: Tensor, does: str) -> tuple[Tensor, Tensor]:
-        return (value, error) if self.region.convolution else _moved(value, error, self.dtypes[does])
-
-    def broadcasts(self, role: str) -> bool:
-        """Whether the gradient of a role is a sum, which PyTorch computes, of gradients that are rounded before it."""
-        return role in self.summands and self.summands[role].shape != self.given.shape
-
-    def gradients(self, cotangents: list[Tensor]) -> dict[str, Tensor]:
-        """Sums of |terms| by role ("x", "before", ...) and by the names of parameters."""
-        dy, of_sum = cotangents[-1].abs(), cotangents[0].abs() if self.region.shared else 0.0
-        behind = dy * self.slope
-        found: dict[str, Tensor] = {"behind": behind}
-        inner = behind
-        if self.scale is not None:
-            found["scale"] = _summed(behind * (self.norm + self.values["norm"].abs()), self.scale)
-            found["shift"] = _summed(behind, self.shift)
-            inner = behind * (1 + self.scale.abs()) * 2
-        rows = self.rows.gradients(inner.permute(0, 2, 3, 1) if self.region.has("permute") else inner)
-        of_input = self._back(rows.pop("input")) + of_sum
-        found |= {role: _summed(of_input, summand) for role, summand in self.summands.items()}
-        if not self.region.type:
-            order = {name: f"argument {i}" for i, name in enumerate(parameters_of(self.region))}
-            return found | {order[name]: tensor for name, tensor in rows.items()}
-        return found | {f"{self.region.norm}.{name}": tensor for name, tensor in rows.items()}
-
-
-def _moved(value: Tensor, error: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A value as rounded to a 16-bit dtype, and how far that may lie off: not at all, but where float32 arithmetic
-    cannot tell to which side it rounds. Both as they are in a wider one."""
-    if dtype not in _SIXTEEN_BITS:
-        return value, error
-    low, middle, high = (v.to(dtype).double() for v in (value - error, value, value + error))
-    return middle, torch.maximum(high - middle, middle - low)
-
-
-def _summed(terms: Tensor, like: Tensor) -> Tensor:
-    return terms.sum_to_size(like.shape)

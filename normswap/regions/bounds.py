@@ -1,0 +1,150 @@
+"""The magnitudes that a region's sums run through, for the comparison of its result and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normswap.bounds import Rows, batch_norm, derivative, rms_by_hand
+from normswap.criterion import C_GRADIENT, FLOAT32_ROUNDING, SIXTEEN_BITS, C, Magnitudes, half_ulp
+from normswap.kinds import KINDS
+from normswap.lifted import LiftedNorm
+from normswap.plan import Match, is_by_hand
+from normswap.regions.convolution_error import folded_error
+from normswap.regions.patterns import parameters_of
+from normswap.regions.rewrite import Compiled
+
+
+def limits(kind: str) -> tuple[float, float]:
+    """What an error of an output and of a gradient may be, in units of 2^-24 times the magnitude."""
+    known = KINDS.get(kind)
+    return (C[kind], C_GRADIENT[kind]) if known is None else (known.c, known.c_gradient)
+
+
+class Size:
+    """The magnitudes that a region's sums run through: of its result, and of its gradients by role."""
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        holder: Any,
+        packed: Any,
+        values: Mapping[str, Tensor],
+        dtypes: list[torch.dtype],
+        real: Tensor,
+        rounds: tuple[bool | None, ...] = (),
+    ) -> None:
+        region = compiled.region
+        self.region, self.values, self.rounds = region, values, rounds
+        x, before, self.behind, self.scale, self.shift, arguments = compiled.unpack(packed)
+        self.given = values["convolution"] if region.convolution else x
+        self.summands = {"x": self.given}
+        if before is not None:
+            self.given, _ = _moved(values["sum"], torch.zeros_like(values["sum"]), dtypes[0])
+            self.summands["before"] = before
+        self.dtypes = {step.does: d for step, d in zip(region.steps, dtypes, strict=True)}
+        self.rows = self._rows(holder, arguments, real.dtype)
+        self.unit = limits(region.kind)[0] * FLOAT32_ROUNDING
+        literal = region.literal_activation()
+        self._activation: Any = literal or holder._modules[region.activation]
+        self.norm = self._back(self.rows.output)
+        size = self.norm
+        if region.convolution:
+            children = holder._modules[region.convolution], holder._modules[region.norm]
+            error = folded_error(*children, x, values["convolution"], dtypes[0], real)
+            size = size + (error + half_ulp(values["norm"], dtypes[0])) / self.unit
+        if self.scale is not None:
+            size = size * (1 + self.scale.abs()) + 2 * values["norm"].abs() * (1 + self.scale.abs()) + self.shift.abs()
+        self.output, self.slope = self._through(size)
+
+    def _rows(self, holder: Any, arguments: Any, dtype: torch.dtype) -> Magnitudes:
+        region, x = self.region, self.given
+        if region.has("permute"):
+            x = x.permute(0, 2, 3, 1)
+        if (kind := KINDS.get(region.kind)) is not None:
+            return kind.magnitudes(x, dtype, *arguments[: len(kind.parameters)], *self.rounds)
+        if not region.type and region.kind == "batch_norm":
+            called = dict(zip(parameters_of(region), arguments, strict=True))
+            return batch_norm(SimpleNamespace(**called, num_batches_tracked=None), x)
+        if not region.type:
+            fields = {"_get_no_batch_dim": lambda: x.dim() - 1}
+            norm: Any = SimpleNamespace(**fields, **dict(zip(parameters_of(region), arguments, strict=True)))
+            found = Rows(region.kind, norm, x)
+            return Magnitudes(found.output(), found.gradients)
+        match, child = Match(region.kind, region.attributes), holder._modules[region.norm]
+        child = child.norm if isinstance(child, LiftedNorm) else child
+        if region.kind == "batch_norm":
+            return batch_norm(child, x)
+        if is_by_hand(match.kind, match.attributes):
+            return rms_by_hand(match.attributes, child, x, dtype)
+        found = Rows(region.kind, match.view(child), x)
+        return Magnitudes(found.output(), lambda dy: match.renamed(found.gradients(dy)))
+
+    def _back(self, tensor: Tensor) -> Tensor:
+        return tensor.permute(0, 3, 1, 2) if self.region.has("permute") else tensor
+
+    def _through(self, size: Tensor) -> tuple[Tensor, Tensor | float]:
+        """What the error of the norm becomes behind a residual and an activation, and how steep that is."""
+        region, unit = self.region, self.unit
+        does = [step.does for step in region.steps if step.does in ("norm", "residual", "shift", "activation")]
+        if does[-1] in ("norm", "shift"):
+            return size, 1.0
+        last = "shift" if "shift" in does else "norm"
+        value, error = self._rounded(self.values[last], unit * size, last)
+        if "residual" in does:
+            value = self.values["residual"]
+            error = error + unit * value.abs()
+            if region.convolution:
+                error = error + half_ulp(value, self.dtypes["residual"])
+            if does[-1] == "residual":
+                return error / unit + value.abs(), 1.0
+            value, error = self._rounded(value, error, "residual")
+        below, slope, above = (derivative(self._activation, at) for at in (value - error, value, value + error))
+        steepest = torch.stack([below, slope, above]).abs().amax(0)
+        bend = torch.maximum((below - slope).abs(), (above - slope).abs())
+        moved, result = steepest * error, self._activation(value.clone()).abs()
+        dtype = self.dtypes["activation"]
+        wider = half_ulp(result + moved, dtype) - half_ulp(result, dtype)  # may round beyond a power of two
+        return (moved + wider) / unit + value.abs() + result, steepest + bend / unit + 1.0
+
+    def _rounded(self, value: Tensor, error: Tensor, does: str) -> tuple[Tensor, Tensor]:
+        return (value, error) if self.region.convolution else _moved(value, error, self.dtypes[does])
+
+    def broadcasts(self, role: str) -> bool:
+        """Whether the gradient of a role is a sum, which PyTorch computes, of gradients that are rounded before it."""
+        return role in self.summands and self.summands[role].shape != self.given.shape
+
+    def gradients(self, cotangents: list[Tensor]) -> dict[str, Tensor]:
+        """Sums of |terms| by role ("x", "before", ...) and by the names of parameters."""
+        dy, of_sum = cotangents[-1].abs(), cotangents[0].abs() if self.region.shared else 0.0
+        behind = dy * self.slope
+        found: dict[str, Tensor] = {"behind": behind}
+        inner = behind
+        if self.scale is not None:
+            found["scale"] = _summed(behind * (self.norm + self.values["norm"].abs()), self.scale)
+            found["shift"] = _summed(behind, self.shift)
+            inner = behind * (1 + self.scale.abs()) * 2
+        rows = self.rows.gradients(inner.permute(0, 2, 3, 1) if self.region.has("permute") else inner)
+        of_input = self._back(rows.pop("input")) + of_sum
+        found |= {role: _summed(of_input, summand) for role, summand in self.summands.items()}
+        if not self.region.type:
+            order = {name: f"argument {i}" for i, name in enumerate(parameters_of(self.region))}
+            return found | {order[name]: tensor for name, tensor in rows.items()}
+        return found | {f"{self.region.norm}.{name}": tensor for name, tensor in rows.items()}
+
+
+def _moved(value: Tensor, error: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A value as rounded to a 16-bit dtype, and how far that may lie off: not at all, but where float32 arithmetic
+    cannot tell to which side it rounds. Both as they are in a wider one."""
+    if dtype not in SIXTEEN_BITS:
+        return value, error
+    low, middle, high = (v.to(dtype).double() for v in (value - error, value, value + error))
+    return middle, torch.maximum(high - middle, middle - low)
+
+
+def _summed(terms: Tensor, like: Tensor) -> Tensor:
+    return terms.sum_to_size(like.shape)
