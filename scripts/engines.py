@@ -32,7 +32,16 @@ KERNELS = {
 """The translation units of each engine, where the longest pattern that fits a name decides."""
 PYTHON = "python"
 ENGINES = (*KERNELS, PYTHON)
-OPS = ("ops/**/*.py", "forwards/**/*.py", "regions/**/*.py", "reference.py", "activation.py", "modules.py", "native.py")
+OPS = (
+    "ops/**/*.py",
+    "forwards/**/*.py",
+    "regions/**/*.py",
+    "reference.py",
+    "activation.py",
+    "modules.py",
+    "norms.py",
+    "native.py",
+)
 """The Python on the way of every call."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
