@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from convolution_models import Block, bn, conv, drawn, undecided
 from convolution_models import written as convolving
-from region_checks import CHANNELS, IMAGES, ROWS, Case, Parts, check, swap
+from models import randomised
+from region_checks import CHANNELS, IMAGES, ROWS, Case, Parts, assert_same, check, swap
 from test_convolution import outcome
 from torch import Tensor, nn
 
@@ -324,3 +325,36 @@ def _assert_alike(fast: nn.Module, model: nn.Module) -> None:
         assert ours == theirs
     else:
         torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+# --- Linear -> scale -> BatchNorm -----------------------------------------------------------------------------------
+
+
+def scaled_before_and_behind(self, x):
+    return self.bn(self.gemm(x) * self.scale) * self.k
+
+
+class Projection(nn.Module):
+    forward = scaled_before_and_behind
+
+    def __init__(self, affine: bool = True) -> None:
+        super().__init__()
+        self.gemm, self.bn = nn.Linear(8, 6), nn.BatchNorm1d(6, affine=affine)
+        self.scale, self.k = nn.Parameter(torch.ones(6)), 2.0
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("name", ["scale", "k"])
+def test_a_factor_that_is_none_raises_what_it_raised(name: str, mode: str) -> None:
+    model = randomised(Projection()).train(mode == "train")
+    swapped = swap(model)
+    for one in (swapped, model):
+        setattr(one, name, None)
+    assert_same(swapped, model, (torch.randn(5, 8),))
+
+
+def test_what_multiplies_a_norm_without_weights_has_one_value_a_channel() -> None:
+    model = randomised(Projection(affine=False)).train()
+    swapped = swap(model)
+    assert type(swapped) is not Projection
+    assert_same(swapped, model, (torch.randn(5, 8),), exact=False)

@@ -125,7 +125,7 @@ def _affine(bn: nn.BatchNorm1d, after: Tensor | None) -> tuple[Tensor | None, Te
         return bn.weight, bn.bias
     column = after.reshape(-1).expand(bn.num_features)
     return (
-        column if bn.weight is None else bn.weight * column,
+        column.contiguous() if bn.weight is None else bn.weight * column,
         None if bn.bias is None else bn.bias * column,
     )
 
@@ -207,9 +207,9 @@ def make_forward(replaced: Replaced, attributes: Mapping[str, Any], argument: st
         out = None
         x = only_argument(args, kwargs, argument)
         if isinstance(x, Tensor) and replaced.is_on(self):
-            out = linear_scale_batch_norm(
-                x, getattr(self, linear), _read(self, scale), getattr(self, bn), _read(self, after)
-            )
+            before, behind = _read(self, scale), _read(self, after)
+            if (scale is None or before is not None) and (after is None or behind is not None):
+                out = linear_scale_batch_norm(x, getattr(self, linear), before, getattr(self, bn), behind)
         return replaced.run(self, *args, **kwargs) if out is None else out
 
     return forward
