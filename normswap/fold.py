@@ -49,7 +49,7 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     with torch.inference_mode(False), torch.no_grad():
         target = model if inplace else copy.deepcopy(model)
         whole, within = _folded(target)
-        convolved = _fold_convolutions(target)
+        convolved = _folded_convolutions(target)
         if not whole and not within and not convolved:
             raise NormswapError(
                 "fold: no module of this model is a Linear -> scale -> BatchNorm1d, or a convolution -> BatchNorm, "
@@ -59,6 +59,8 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
             if inplace:
                 raise NormswapError("fold: the model itself is what folds, which cannot be done in place")
             return whole[id(target)]
+        for pair, convolution in convolved:
+            fold_convolution.put(pair, convolution)
         for sequential, children in within:
             _put(sequential, children)
         for parent in list(target.modules()):
@@ -67,21 +69,20 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return target
 
 
-def _fold_convolutions(model: nn.Module) -> int:
-    """How many BatchNorms were folded into the convolutions before them. Warns of each that is left."""
-    count = 0
+def _folded_convolutions(model: nn.Module) -> list[tuple[fold_convolution.Pair, nn.Module]]:
+    """Each convolution with a BatchNorm behind it, and the one that the two equal. Warns of each that stays."""
+    found = []
     for name, pair in [*fold_convolution.pairs_of(model)]:
         problem = pair.problem
         try:
             if not problem:
-                fold_convolution.fold_pair(pair)
-                count += 1
+                found.append((pair, fold_convolution.convolution_of(pair)))
         except ValueError as reason:
             problem = str(reason)
         if problem:
             place = f"{name}.{pair.norm}" if name else pair.norm
             warnings.warn(f"fold: {place} is left as it is: {problem}", stacklevel=3)
-    return count
+    return found
 
 
 def _folded(model: nn.Module) -> tuple[dict[int, nn.Linear], list[tuple[nn.Module, dict[str, nn.Module]]]]:

@@ -52,10 +52,27 @@ def _pairs(owner: nn.Module, reading: region_rule.Reading) -> Iterator[Pair]:
 def _only_there(pair: Pair, reading: region_rule.Reading) -> bool:
     """Whether a function mentions the two only where the one follows the other."""
     if reading.tree is None:
-        return not {pair.convolution, pair.norm} & reading.names
+        return not {pair.convolution, pair.norm, *_BY_ANY_NAME} & reading.names
+    if _reaches_any_child(reading.tree):
+        return False
     both = sum((region.convolution, region.norm) == (pair.convolution, pair.norm) for region in reading.regions)
     named = Counter(node.attr for node in ast.walk(reading.tree) if isinstance(node, ast.Attribute))
     return named[pair.convolution] == named[pair.norm] == both
+
+
+_BY_ANY_NAME = frozenset(
+    {"getattr", "_modules", "__dict__", "children", "modules", "named_children", "named_modules", "get_submodule"}
+)
+
+
+def _reaches_any_child(tree: ast.FunctionDef) -> bool:
+    """Whether a method may call a child that it does not name: by a name that it computes, or by handing self on."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    owner = next(argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args))
+    read = {id(node.value) for node in attributes}
+    handed_on = any(name.id == owner and id(name) not in read for name in names)
+    return handed_on or not _BY_ANY_NAME.isdisjoint([*(n.attr for n in attributes), *(n.id for n in names)])
 
 
 def convolution_of(pair: Pair) -> nn.Module:
@@ -83,10 +100,9 @@ def convolution_of(pair: Pair) -> nn.Module:
     return made
 
 
-def fold_pair(pair: Pair) -> None:
-    """Put the one convolution in the place of the first and nn.Identity in the place of the norm, which the code that
-    calls it still names."""
-    made = convolution_of(pair)
+def put(pair: Pair, made: nn.Module) -> None:
+    """Put ``made``, the one convolution, in the place of the first, and nn.Identity in that of the norm, which the code
+    that calls it still names."""
     before = modules.class_before(pair.owner)
     pair.owner._modules.update({pair.convolution: made, pair.norm: nn.Identity().eval()})
     if before is not None:  # no regions are left of what it was swapped for

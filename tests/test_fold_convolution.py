@@ -90,6 +90,29 @@ def reads_the_weight(model: Any) -> None:
     model[0].__class__ = written(lambda self, x: self.act(self.bn(self.conv(x))) + self.conv.weight.sum())
 
 
+def by_getattr(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.bn(self.conv(x))) + getattr(self, "conv" + "")(x)
+
+
+def by_children(self: Any, x: Tensor) -> Tensor:
+    out = self.act(self.bn(self.conv(x)))
+    for child in self.children():
+        out = child(x) if isinstance(child, nn.Conv2d) else out
+    return out
+
+
+def _convolved(block: Any, x: Tensor) -> Tensor:
+    return block.conv(x)  # type: ignore[no-any-return]
+
+
+def by_a_function(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.bn(self.conv(x))) + _convolved(self, x)
+
+
+def written_as(forward: Any) -> Any:
+    return lambda model: setattr(model[0], "__class__", written(forward))
+
+
 def overflows(model: Any) -> None:
     model.half()
     model[0].bn.running_var.fill_(0.0)
@@ -99,6 +122,9 @@ def overflows(model: Any) -> None:
 LEFT = {
     "shared": (shares, 2, "called elsewhere too"),
     "weight read": (reads_the_weight, 1, ""),
+    "by getattr": (written_as(by_getattr), 1, "called elsewhere too"),
+    "among children": (written_as(by_children), 1, "called elsewhere too"),
+    "by a function": (written_as(by_a_function), 1, "called elsewhere too"),
     "train": (lambda model: model[0].bn.train(), 1, ""),
     "hooked": (lambda model: model[0].bn.register_forward_hook(lambda *_: None), 1, ""),
     "overflows": (overflows, 1, "not finite in float16"),
@@ -113,6 +139,15 @@ def test_what_is_left_as_it_is(name: str) -> None:
     made, told = folded(model)
     assert norms(model if made is None else made) - (norms(model) - 2) == left
     assert len(told) == (left if reason else 0) and all(reason in one for one in told)
+
+
+def test_in_place_all_are_folded_or_none() -> None:
+    model = drawn(lambda: nn.Sequential(conv(), bn(), conv(), bn()))
+    model[3].running_var = torch.ones(5)
+    before = [*model]
+    with pytest.raises(RuntimeError, match="must match"):
+        normswap.fold(model, inplace=True)
+    assert [*model] == before
 
 
 def test_swapped_models_and_the_root_fold() -> None:
