@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from rms_models import Norm
@@ -231,6 +233,12 @@ class Decorated(Norm):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
+class CallsACall(Norm):
+    def forward(self, x):
+        root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return functools.partial(torch.mul)(x, root) * self.weight
+
+
 LOOK_ALIKES = [
     *((ReturnsRstd, Reason.UNSUPPORTED, "another function"), (Gated, Reason.UNSUPPORTED, "gate")),
     *((SelfGated, Reason.PART_OF_FORWARD, "silu"), (NoGrad, Reason.NOT_STRAIGHT_LINE, "with block")),
@@ -250,7 +258,7 @@ LOOK_ALIKES = [
     *((Recursive, Reason.NOT_STRAIGHT_LINE, "itself"), (ToADevice, Reason.UNSUPPORTED, "another function")),
     *((Property, Reason.UNSUPPORTED, "self.epsilon"), (Scalar, Reason.UNSUPPORTED, "not one value per index")),
     *((Child, Reason.PART_OF_FORWARD, "self.act"), (Closed, Reason.NOT_STRAIGHT_LINE, "closes over")),
-    (Decorated, Reason.NOT_STRAIGHT_LINE, "decorator"),
+    *((Decorated, Reason.NOT_STRAIGHT_LINE, "decorator"), (CallsACall, Reason.NOT_STRAIGHT_LINE, "functools")),
 ]
 
 

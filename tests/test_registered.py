@@ -147,7 +147,7 @@ def test_what_is_not_as_declared_is_refused_with_the_reason() -> None:
             ("batch_norm",),
             {},
             ValueError,
-            "like must be one of 'layer_norm', .*, got 'batch_norm'",
+            "like must be one of 'group_norm', .*, got 'batch_norm'",
         ),
         (("rms_norm",), {"bias": "b"}, ValueError, "a rms_norm reads normalized_shape, weight, eps; got bias"),
         (("rms_norm",), {"eps": None}, TypeError, "eps must be the name of an attribute or a number"),

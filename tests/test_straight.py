@@ -203,6 +203,10 @@ def part(self, x):
     return x[1:]
 
 
+def indexed(self, x):
+    return x[x]
+
+
 def recursive(self, x):
     return self.forward(x)
 
@@ -240,7 +244,7 @@ def generator(self, x):
         *(with_block, branch, loop, attribute_store, item_store, in_place, two_targets, lost_result),
         *(no_return, bare_return, comprehension, lambda_inside, conditional, comparison, walrus, starred),
         *(double_starred, unknown_global, unknown_builtin, class_of_torch, context_manager, missing_in_torch),
-        *(other_module, part, recursive, calling_it, self_replaced, global_statement, generator),
+        *(other_module, part, indexed, recursive, calling_it, self_replaced, global_statement, generator),
     ],
     ids=lambda f: f.__name__,
 )

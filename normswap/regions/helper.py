@@ -18,7 +18,7 @@ from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.forwards.registered import registered_arguments
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader, outside_autocast
-from normswap.kinds import KINDS
+from normswap.kinds import KINDS, NORMS
 from normswap.ops.dispatch import DTYPES
 from normswap.ops.layer_norm import layer_norm_directly
 from normswap.ops.options import Options
@@ -235,7 +235,7 @@ def _reader_of(cls: Any, match: Match) -> _Reader:
     if match.registered:
         registered = registered_arguments(match.kind, match.attributes)
         arguments: _Reader = lambda norm, x: registered(norm)  # noqa: E731
-    elif issubclass(cls, _CLASSES[match.kind]):
+    elif issubclass(cls, NORMS[match.kind].classes):
         arguments = _ARGUMENTS[match.kind]
     else:
         return _declines
@@ -247,15 +247,6 @@ def _reader_of(cls: Any, match: Match) -> _Reader:
         return arguments(child, x)
 
     return read
-
-
-_CLASSES: Mapping[str, Any] = {
-    "layer_norm": nn.LayerNorm,
-    "rms_norm": nn.RMSNorm,
-    "group_norm": nn.GroupNorm,
-    "instance_norm": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-    "batch_norm": (*RANKS,),
-}
 
 
 def _of_instance_norm(norm: Any, x: Tensor) -> _Arguments:

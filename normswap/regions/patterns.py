@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from normswap.kinds import KINDS
+from normswap.kinds import KINDS, NORMS
 from normswap.plan import Match
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Constant, Flow, Op, Value
@@ -21,26 +21,14 @@ from normswap.regions.formula import FORMULAS, Formula, Found, same
 from normswap.regions.spec import Node, Position, Region, Step, qualified, slots
 from normswap.regions.spelling import PURE, one_dim
 
-FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
-    F.layer_norm: ("layer_norm", ("normalized_shape", "weight", "bias", "eps")),
-    F.group_norm: ("group_norm", ("num_groups", "weight", "bias", "eps")),
-    F.rms_norm: ("rms_norm", ("normalized_shape", "weight", "eps")),
-    F.instance_norm: ("instance_norm", ("weight", "bias", "eps")),
-    F.batch_norm: ("batch_norm", ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")),
-}
+FUNCTIONS = {norm.function: (norm.name, norm.parameters) for norm in NORMS.values()}
 """The norms that are called as functions: their kind, and what they take behind their input."""
 
-_CALLED = {
-    "layer_norm": Formula("layer_norm(x, normalized_shape, weight, bias, eps)"),
-    "group_norm": Formula("group_norm(x, num_groups, weight, bias, eps)"),
-    "rms_norm": Formula("rms_norm(x, normalized_shape, weight, eps)"),
-    "instance_norm": Formula("instance_norm(x, weight=weight, bias=bias, momentum=momentum, eps=eps)"),
-    "batch_norm": Formula("batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)"),
-}
+_CALLED = {norm.name: Formula(norm.formula) for norm in NORMS.values()}
 
-ROWS = ("layer_norm", "rms_norm")
-CHANNELS = ("group_norm", "instance_norm", "batch_norm")
-FEEDING = ("layer_norm", "group_norm")
+ROWS = tuple(norm.name for norm in NORMS.values() if norm.rows)
+CHANNELS = tuple(norm.name for norm in NORMS.values() if not norm.rows)
+FEEDING = tuple(norm.name for norm in NORMS.values() if norm.widens)
 """Kinds that autocast runs in float32."""
 ADDS: tuple[Any, ...] = ("+", torch.add, ".add()")
 PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

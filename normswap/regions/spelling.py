@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from normswap.kinds import NORMS
 from normswap.regions.flow import Attribute, Constant, Op, Value
 
 NOT_CONSTANT: Any = object()
@@ -25,17 +26,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "linalg.vector_norm": ("input", "p=2", "dim=None", "keepdim=False"),
     "clamp": ("input", "min=None", "max=None"),
     "normalize": ("input", "p=2.0", "dim=1", "eps=1e-12"),
-    "layer_norm": ("input", "normalized_shape", "weight=None", "bias=None", "eps=1e-5"),
-    "group_norm": ("input", "num_groups", "weight=None", "bias=None", "eps=1e-5"),
-    "rms_norm": ("input", "normalized_shape", "weight=None", "eps=None"),
-    "instance_norm": (
-        *("input", "running_mean=None", "running_var=None", "weight=None", "bias=None"),
-        *("use_input_stats=True", "momentum=0.1", "eps=1e-5"),
-    ),
-    "batch_norm": (
-        *("input", "running_mean", "running_var", "weight=None", "bias=None", "training=False", "momentum=0.1"),
-        "eps=1e-5",
-    ),
+    **{norm.name: ("input", *norm.signature) for norm in NORMS.values()},
 }
 _ALIASES = {
     "exponent": "other",
@@ -66,11 +57,7 @@ _NAMES: dict[Any, str] = {
     torch.linalg.vector_norm: "linalg.vector_norm",
     **dict.fromkeys((torch.clamp, torch.clip, torch.clamp_min, ".clamp()", ".clip()", ".clamp_min()"), "clamp"),
     F.normalize: "normalize",
-    F.layer_norm: "layer_norm",
-    F.group_norm: "group_norm",
-    F.rms_norm: "rms_norm",
-    F.instance_norm: "instance_norm",
-    F.batch_norm: "batch_norm",
+    **{norm.function: norm.name for norm in NORMS.values()},
 }
 
 PURE = frozenset(_NAMES) - {F.batch_norm}

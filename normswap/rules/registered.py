@@ -7,17 +7,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from normswap.kinds import NORMS
 from normswap.plan import READ, Match, Reason, Refusal
 from normswap.rules.expression_site import not_rewritable
 from normswap.rules.module_site import is_lazy
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
 
-_READ: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
-    "layer_norm": (nn.LayerNorm, ("normalized_shape", "weight", "bias", "eps")),
-    "group_norm": (nn.GroupNorm, ("num_groups", "num_channels", "weight", "bias", "eps")),
-    "rms_norm": (nn.RMSNorm, ("normalized_shape", "weight", "eps")),
-}
+_READ = {norm.name: (norm.classes[0], norm.reads) for norm in NORMS.values() if norm.reads}
 _registered: dict[type[nn.Module], Match] = {}
 
 

@@ -197,8 +197,7 @@ def _weight(module: nn.Module, whole: Whole, dim: Any) -> dict[str, Any]:
     met = {None if view is None else tuple(view.shape) for view in views}
     shape = met.pop() if len(met) == 1 else None
     wide = [axis - len(shape) for axis, size in enumerate(shape) if size != 1] if shape else []
-    moved = shape != tuple(stored.shape) and stored.dim() != 1
-    if len(wide) != 1 or (dim < 0 and wide[0] != dim) or moved:
+    if len(wide) != 1 or (dim < 0 and wide[0] != dim):
         raise NotTheNorm(f"self.{name}, as {tuple(stored.shape)}, is not one value per index of dim")
     found = {"weight": name, "weight_axis": wide[0], "weight_rank": len(shape or ()), "weight_dim": stored.dim()}
     usual = {"weight_axis": -1, "weight_rank": 1, "weight_dim": 1}

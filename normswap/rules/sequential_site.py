@@ -60,8 +60,7 @@ def _runs(module: nn.Module) -> Iterator[_Run]:
 
 
 def _is(module: nn.Module, name: str, expected: type[nn.Module]) -> bool:
-    child = module._modules[name]
-    return child is not None and issubclass(settled_type(child), expected)
+    return issubclass(settled_type(module._modules[name]), expected)  # type: ignore[arg-type]
 
 
 def multiplied_by(module: nn.Module | None) -> str | None:

@@ -10,27 +10,21 @@ import sys
 import types
 from typing import Any
 
-import torch.nn.functional as F
 from torch import nn
 
 from normswap.attributes import own_getattr
+from normswap.kinds import NORMS
 from normswap.plan import Match
 from normswap.source import is_what_runs, source_tree
 
-_CALLS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
-    "layer_norm": (F.layer_norm, nn.LayerNorm, ("normalized_shape", "weight", "bias", "eps")),
-    "rms_norm": (F.rms_norm, nn.RMSNorm, ("normalized_shape", "weight", "eps")),
-    "group_norm": (F.group_norm, nn.GroupNorm, ("num_groups", "weight", "bias", "eps")),
-}
-
-SUBCLASSED = tuple(_CALLS)
+SUBCLASSED = tuple(norm.name for norm in NORMS.values() if norm.reads)
 """The kinds whose subclasses are looked into."""
 
 
 def match_subclass(module: nn.Module, kind: str) -> Match | None:
     """A Match when ``module``, of a subclass of the kind's torch.nn class, provably computes what that class does;
     its attribute "unless" names the flag under which it does not, if there is one. None: not provable."""
-    _, expected, attributes = _CALLS[kind]
+    attributes, expected = NORMS[kind].parameters, NORMS[kind].classes[0]
     cls: Any = type(module)
     forward = cls.forward
     described = any(inspect.getattr_static(cls, name, None) is not None for name in attributes)
@@ -102,7 +96,7 @@ def _returned(statements: list[ast.stmt]) -> ast.expr | None:
 
 def _is_the_call(node: ast.expr, argument: str, forward: types.FunctionType, kind: str) -> bool:
     """True for ``F.op(argument, self.a, self.b, ...)`` with all attributes of the base class, in order."""
-    op, _, attributes = _CALLS[kind]
+    op, attributes = NORMS[kind].function, NORMS[kind].parameters
     if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 + len(attributes):
         return False
     first, *rest = node.args

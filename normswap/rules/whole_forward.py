@@ -147,9 +147,7 @@ def as_it_is_met(value: Value, stored: Tensor) -> Tensor | None:
             return None
         return getattr(inner, value.target[1:-2])(*constants)  # type: ignore[no-any-return]
     inner = as_it_is_met(value.of, stored) if isinstance(value, Leaf) and value.of is not None else None
-    if inner is None or value.index is None:  # type: ignore[attr-defined]
-        return None
-    return inner[_index(value.index)]  # type: ignore[attr-defined]
+    return None if inner is None else inner[_index(value.index)]  # type: ignore[attr-defined]
 
 
 def _index(node: ast.expr) -> Any:
