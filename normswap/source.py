@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 import inspect
 import types
 import warnings
 from typing import Any
 
-import torch
-
 from normswap.attributes import Rejection
 from normswap.plan import Reason
-
-_TORCH_MODULES = (torch, torch.nn, torch.nn.functional)
-_BUILTINS = {"abs": builtins.abs}
 
 
 def source_tree(code: types.CodeType) -> ast.FunctionDef | None:
@@ -126,13 +120,3 @@ def _takes_one_argument(forward: types.FunctionType) -> bool:
     code = forward.__code__
     variadic = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
     return code.co_argcount == 2 and not code.co_kwonlyargcount and not variadic and not forward.__defaults__
-
-
-def is_torchs(value: Any) -> bool:
-    """True for torch, torch.nn, torch.nn.functional, the functions in them, dtypes and builtins that take tensors."""
-    if isinstance(value, types.ModuleType):
-        return value in _TORCH_MODULES
-    if isinstance(value, torch.dtype) or any(value is builtin for builtin in _BUILTINS.values()):
-        return True
-    name = getattr(value, "__name__", None)
-    return isinstance(name, str) and any(getattr(module, name, None) is value for module in _TORCH_MODULES)

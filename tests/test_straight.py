@@ -83,6 +83,15 @@ def test_every_way_through_a_branch_on_mode_or_dtype_is_read() -> None:
     assert [*names_of(found.ways[0].ops)] == ["abs", ".dtype", "+"] and not found.functions
 
 
+def on_a_list(self, x):
+    return x + 1 if self.options else x
+
+
+def test_a_branch_on_what_may_change_in_place_is_refused() -> None:
+    rejection = read(on_a_list, options=[1])
+    assert isinstance(rejection, Rejection) and "a branch on self.options" in rejection.detail
+
+
 def many(self, x):
     for_each = x.dtype
     y = x + 1 if for_each is torch.float16 else x

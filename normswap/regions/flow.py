@@ -307,7 +307,7 @@ class Reader:
             known = self.env.setdefault(node.id, Leaf())
             return Constant(value=known.value, named=True) if isinstance(known, Constant) else known
         found = self.globals.get(node.id, abs if node.id == "abs" else _UNKNOWN)
-        return Constant(value=found) if _is_torchs(found) or isinstance(found, types.FunctionType) else Leaf()
+        return Constant(value=found) if is_torchs(found) or isinstance(found, types.FunctionType) else Leaf()
 
     def _attribute(self, node: ast.Attribute) -> Value:
         base = self.value(node.value)
@@ -316,7 +316,7 @@ class Reader:
             return Attribute(path=path, computed=self._is_computed(path))
         if isinstance(base, Constant) and isinstance(base.value, types.ModuleType):
             found = getattr(base.value, node.attr, _UNKNOWN)
-            return Constant(value=found) if _is_torchs(found) else Leaf()
+            return Constant(value=found) if is_torchs(found) else Leaf()
         return self._op(f".{node.attr}", (base,), {}, node) if not isinstance(base, Constant) else Leaf()
 
     def _call(self, node: ast.Call, func: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Value:
@@ -426,7 +426,8 @@ _TORCH_MODULES = (torch, torch.nn, torch.nn.functional, torch.linalg)
 _UNDER_ANOTHER_NAME = (abs, torch.linalg.norm, torch.linalg.vector_norm)
 
 
-def _is_torchs(value: Any) -> bool:
+def is_torchs(value: Any) -> bool:
+    """True for the modules of torch that are read, the functions in them, dtypes and builtins that take tensors."""
     if isinstance(value, types.ModuleType):
         return value in _TORCH_MODULES
     if isinstance(value, torch.dtype) or any(value is known for known in _UNDER_ANOTHER_NAME):

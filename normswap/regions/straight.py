@@ -20,8 +20,8 @@ from torch import nn
 
 from normswap.attributes import Rejection, own_tensors
 from normswap.plan import Reason
-from normswap.regions.flow import Attribute, Constant, Leaf, Op, Reader, Value
-from normswap.source import definition, is_torchs, takes_another_argument
+from normswap.regions.flow import Attribute, Constant, Leaf, Op, Reader, Value, is_torchs
+from normswap.source import definition, takes_another_argument
 
 MOST_WAYS = 16
 PLAIN = (type(None), bool, int, str, float)
