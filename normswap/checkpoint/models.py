@@ -70,7 +70,11 @@ def factory_for(path: Path, found: Checkpoint) -> str:
 
 
 def open_model(
-    found: Checkpoint, factory: str, kwargs: Mapping[str, Any] | None = None, dtype: str | None = None
+    found: Checkpoint,
+    factory: str,
+    kwargs: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    share: bool = False,
 ) -> nn.Module:
     """The model that a checkpoint belongs to, in eval mode, with its tensors, in ``dtype`` where that is given.
 
@@ -83,7 +87,7 @@ def open_model(
         check(found.module is not None, f"{found.main}: holds no pickled model")
         return found.module.eval().to(_torch(dtype))  # type: ignore[union-attr]
     if kind not in ("timm", "hf"):
-        return filled(build_model(factory, kwargs), found, dtype)
+        return filled(build_model(factory, kwargs), found, dtype, share)
     arguments = dict(kwargs or {})
     _check_arguments(factory, arguments)
     if kind == "timm":
@@ -235,10 +239,11 @@ def _timm(name: str, kwargs: dict[str, Any], found: Checkpoint, dtype: str | Non
     return filled(model, found, dtype)
 
 
-def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None) -> nn.Module:
+def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None, share: bool = False) -> nn.Module:
     """``model``, in eval mode, with the tensors of ``found``, every key and shape required to fit, in ``dtype`` where
     that is given and else in the dtypes it was built with. A tied parameter may be in the file under one of its names,
-    or under several if they are equal. Raises CheckpointError; ``model`` may then be partly filled."""
+    or under several if they are equal. ``share`` lets a model on the meta device have the tensors themselves, which may
+    be mapped files, not copies. Raises CheckpointError; ``model`` may then be partly filled."""
     name, state, given = type(model).__name__, found.state, OrderedDict(found.state)
     if (versions := getattr(state, "_metadata", None)) is not None:
         given._metadata = copy.deepcopy(versions)  # type: ignore[attr-defined]  # load_state_dict writes into it
@@ -254,7 +259,7 @@ def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None) -> nn.
             same = all(same_tensors({"": value}, {"": state[key]}) for key in present[1:])
             check(same, f"{found.main}: {listed(present)} are one parameter in {name}, and differ in the file")
             if assign:
-                value = value.to("cpu" if tensor.is_meta else tensor.device, tensor.dtype, copy=True)
+                value = value.to("cpu" if tensor.is_meta else tensor.device, tensor.dtype, copy=not share)
                 value = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             given.update(dict.fromkeys(tied if isinstance(tensor, nn.Parameter) else present, value))
     lines = lambda error: "; ".join(str(error).split("\n\t")[1:11]).replace("\n", " ") or one_line(error)  # noqa: E731

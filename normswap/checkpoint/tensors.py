@@ -35,6 +35,7 @@ _FOREIGN = "truncated, or not a PyTorch checkpoint"
 _ORDER = "normswap.order"
 _VERSIONS = "normswap.state_dict_metadata"
 _FREE_TEXT = "_safetensors_metadata"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: few large ones are faster compared
 _EXPANDED = 1 << 30  # bytes that an expanded tensor may stand for
 
 _MAKERS = [np._core.multiarray.scalar, np._core.multiarray._reconstruct]  # type: ignore[attr-defined]
@@ -90,7 +91,8 @@ def _same_bits(one: Any, other: Any) -> bool:
         return False
     if one.layout is not torch.strided or one.is_quantized:
         return torch.equal(one.cpu(), other.cpu())
-    return torch.equal(*(t.detach().cpu().resolve_conj().resolve_neg().ravel().view(torch.uint8) for t in (one, other)))
+    bits = _BITS[min(one.itemsize, 8)]
+    return torch.equal(*(t.detach().cpu().resolve_conj().resolve_neg().ravel().view(bits) for t in (one, other)))
 
 
 def check_layouts(path: Path, tensors: Mapping[str, Tensor]) -> None:

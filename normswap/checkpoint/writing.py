@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from normswap.checkpoint.errors import CheckpointError, check, failing, listed, read_json, running
-from normswap.checkpoint.files import copy_file, digest, is_inside, is_plain, replacing, settle
+from normswap.checkpoint.files import copy_file, digest, is_inside, is_plain, replacing, same_bytes, settle
 from normswap.checkpoint.models import HERE
 from normswap.checkpoint.reading import INDEX, METADATA, SETTINGS, STANDARD, Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import PICKLE_SUFFIXES, SUFFIXES, load_file, same_tensors, tensor_writer
@@ -237,9 +237,7 @@ def write(
                 if source is None:
                     same = same_tensors(load_file(path, at=at[path])[0], found.state)
                 else:
-                    size = at[path].stat().st_size
-                    maps = (torch.from_file(str(file), size=size, dtype=torch.uint8) for file in (source, at[path]))
-                    same = size == source.stat().st_size and (not size or torch.equal(*maps))
+                    same = same_bytes(source, at[path])
                 other = f"what was written does not read back equal to {found.main}; nothing is kept"
                 check(same, f"{target.main}: {other}")
             digests = {str(path.relative_to(folder)): made for path, made in zip(read, sums, strict=True)}
