@@ -74,6 +74,34 @@ def test_one_format_to_the_same_is_a_copy_byte_for_byte() -> None:
     assert Path("out/copy.pth").read_bytes() == Path("net.pt").read_bytes()
 
 
+CHANGES_ITSELF = """
+import torch, zoo
+
+class Net(zoo.Net):
+    def forward(self, x):
+        with torch.no_grad():
+            self.stem.weight.add_(1)
+        return super().forward(x)
+
+def build():
+    with torch.device("meta"):
+        return Net()
+"""
+
+
+@pytest.mark.parametrize("given", ["net.pt", "net.safetensors", "net.dcp"])
+@pytest.mark.parametrize("out", ["out", "out.pt", "out.safetensors", "out.dcp"])
+def test_a_model_that_changes_its_weights_changes_no_file(folder: Path, given: str, out: str) -> None:
+    (folder / "changes.py").write_text(CHANGES_ITSELF)
+    if given != "net.pt":
+        convert("net.pt", given, "zoo:net", device="cpu")
+    before = snapshot(folder)
+    convert(given, out, "changes:build", inputs=X, device="cpu")
+    assert before.items() <= snapshot(folder).items()
+    assert checkpoint.verify("net.pt", out).same
+    sys.modules.pop("changes")
+
+
 def test_a_factory_may_build_on_the_meta_device() -> None:
     convert("net.pt", "out", "zoo:meta", inputs=X, device="cpu")
     torch.testing.assert_close(load_model("out", trust_factory=True)(X), built("zoo:net")(X))

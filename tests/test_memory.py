@@ -14,10 +14,15 @@ from checkpoints import environment
 from torch import nn
 
 BIG = """
+import torch
 from torch import nn
 
 def model():
     return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(2000, 2000), nn.LayerNorm(2000))])
+
+def lean():
+    with torch.device("meta"):
+        return model()
 """
 
 MEASURE = """
@@ -39,7 +44,7 @@ peak = [0]
 threading.Thread(target=watch, daemon=True).start()
 found = {}
 for what, work in (
-    ("convert", lambda: convert(sys.argv[1], sys.argv[2], "big:model", device="cpu", validate="off")),
+    ("convert", lambda: convert(sys.argv[1], sys.argv[2], sys.argv[3], device="cpu", validate="off")),
     ("load", lambda: load_model(sys.argv[2], trust_factory=True)),
 ):
     before = peak[0] = own()
@@ -50,16 +55,20 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize(("factory", "copies"), [("big:model", 1), ("big:lean", 0)])
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_conversion_and_an_opening_take_one_copy(tmp_path: Path, suffix: str) -> None:
+def test_a_conversion_and_an_opening_take_one_copy(tmp_path: Path, suffix: str, factory: str, copies: int) -> None:
     (tmp_path / "big.py").write_text(BIG)
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(2000, 2000), nn.LayerNorm(2000))])
     weights = sum(p.nbytes for p in model.parameters())
     safetensors.torch.save_file(model.state_dict(), tmp_path / "in.safetensors")
     torch.save(model.state_dict(), tmp_path / "in.pt")
-    command = [sys.executable, "-c", MEASURE, f"in{suffix}", "out.safetensors"]
+    out = (
+        "out.safetensors" if copies else f"out{suffix}"
+    )  # a lean model has the tensors themselves where files are copied
+    command = [sys.executable, "-c", MEASURE, f"in{suffix}", out, factory]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["convert"] < 1.25 * weights
+    assert found["convert"] < (copies + 0.25) * weights
     assert 0.9 * weights < found["load"] < 1.25 * weights

@@ -52,6 +52,17 @@ def test_same_tensors_sees_every_difference() -> None:
             assert not same_tensors(tensors, {**tensors, name: other}), name
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+def test_same_tensors_sees_every_bit(dtype: torch.dtype) -> None:
+    bits = torch.zeros(3 * dtype.itemsize + 16, dtype=torch.uint8)[16:]  # begins inside its storage
+    first = bits.clone().view(dtype)
+    for at in range(len(bits)):
+        bits[at] = 0x80
+        assert not same_tensors({"a": bits.view(dtype)}, {"a": first}), at
+        bits[at] = 0
+    assert same_tensors({"a": bits.view(dtype)}, {"a": first})
+
+
 @pytest.mark.case("tied-in-safetensors")
 def test_files_of_safetensors_own_save_model_keep_their_ties(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
@@ -270,6 +281,15 @@ def test_several_files_are_replaced_together_or_not_at_all(tmp_path: Path, monke
             block.write(tmp_path / name, lambda path: path.write_text("new"))
             raise KeyError
         assert snapshot(tmp_path) == before
+
+
+def test_files_that_hold_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CHUNK", 10)
+    (tmp_path / "one").write_bytes(bytes(range(30)))
+    for content in (b"", bytes(range(10)), bytes(range(29)), bytes(range(31)), bytes([*range(29), 0]), bytes(30)):
+        (tmp_path / "two").write_bytes(content)
+        assert not files.same_bytes(tmp_path / "one", tmp_path / "two"), content
+        assert files.same_bytes(tmp_path / "two", tmp_path / "two"), content
 
 
 def test_a_copy_shares_its_bytes_where_the_file_system_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

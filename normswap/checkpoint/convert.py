@@ -82,7 +82,7 @@ def convert(
             check_new(extra, force, (*held.files, held.main, target.main, target.manifest, *target.sources))
         check(program is None or program.suffix == ".pt2", f"{program}: a torch.export program is named .pt2")
         where = models.usable_device(device)
-        model = models.ready(open_model(held, factory, factory_kwargs, dtype, share=not target.anew), where)
+        model = models.ready(open_model(replace(held, shared=not target.anew), factory, factory_kwargs, dtype), where)
         args = (inputs,) if isinstance(inputs, Tensor) else inputs
         given = models.moved((args, dict(input_kwargs or {})), where)
         product, made = _folded(model, *given) if fold else models.optimized(model, given, **options)

@@ -10,6 +10,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -20,17 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from normswap.checkpoint.errors import (
-    CheckpointError,
-    MissingError,
-    check,
-    counted,
-    failing,
-    listed,
-    one_line,
-    read_json,
-    running,
-)
+from normswap.checkpoint.errors import MissingError, check, counted, failing, listed, one_line, read_json, running
 from normswap.checkpoint.reading import CONFIG, Checkpoint, is_config_folder
 from normswap.checkpoint.tensors import same_tensors, shares_memory_within
 from normswap.optimize import optimize, report
@@ -70,11 +61,7 @@ def factory_for(path: Path, found: Checkpoint) -> str:
 
 
 def open_model(
-    found: Checkpoint,
-    factory: str,
-    kwargs: Mapping[str, Any] | None = None,
-    dtype: str | None = None,
-    share: bool = False,
+    found: Checkpoint, factory: str, kwargs: Mapping[str, Any] | None = None, dtype: str | None = None
 ) -> nn.Module:
     """The model that a checkpoint belongs to, in eval mode, with its tensors, in ``dtype`` where that is given.
 
@@ -87,7 +74,7 @@ def open_model(
         check(found.module is not None, f"{found.main}: holds no pickled model")
         return found.module.eval().to(_torch(dtype))  # type: ignore[union-attr]
     if kind not in ("timm", "hf"):
-        return filled(build_model(factory, kwargs), found, dtype, share)
+        return filled(build_model(factory, kwargs), found, dtype)
     arguments = dict(kwargs or {})
     _check_arguments(factory, arguments)
     if kind == "timm":
@@ -97,7 +84,7 @@ def open_model(
     config = read_json(file)
     check(isinstance(config, dict), f"{file}: not an object")
     for problem in _elsewhere([config, arguments]):
-        raise CheckpointError(f"{file}: {problem}")
+        check(not problem, f"{file}: {problem}")
     check(not config.get("quantization_config"), f"{file}: a quantized model; convert the weights it was made from")
     if isinstance(config.get("architecture"), str) and "architectures" not in config:
         own = config.get("model_args") or {}
@@ -119,11 +106,10 @@ def build_model(factory: str, kwargs: Mapping[str, Any] | None = None) -> nn.Mod
 
 def call_function(spec: str, kwargs: Mapping[str, Any] | None = None, *, what: str = "function") -> Any:
     """Import and call "pkg.module:function". Raises CheckpointError as ``build_model`` does."""
-    named = _SPEC.fullmatch(spec)
-    if named is None:
-        forms = "pkg.module:function, ./file.py:function, timm:NAME or hf:DIR"
-        raise CheckpointError(f"{what} {spec!r} is not written {forms}")
-    what, module = f"{what} {spec}", named["module"]
+    forms = "pkg.module:function, ./file.py:function, timm:NAME or hf:DIR"
+    check(_SPEC.fullmatch(spec), f"{what} {spec!r} is not written {forms}")
+    module, _, attribute = spec.rpartition(":")
+    what = f"{what} {spec}"
     folder = str(Path(module).resolve().parent if module.endswith(".py") else Path.cwd())
     added = [folder] if folder not in sys.path else []
     sys.path += added  # at the end: no module in it takes the place of a library
@@ -131,8 +117,8 @@ def call_function(spec: str, kwargs: Mapping[str, Any] | None = None, *, what: s
         with running(what):
             with running(f"{what}: module {module} cannot be imported:", form="{} {}"):
                 found: Any = _from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-            for name in named["attribute"].split("."):
-                check(hasattr(found, name), f"{what}: {module} has no {named['attribute']}")
+            for name in attribute.split("."):
+                check(hasattr(found, name), f"{what}: {module} has no {attribute}")
                 found = getattr(found, name)
             sound = callable(found) and not isinstance(found, nn.Module)
             check(sound, f"{what}: a {type(found).__name__}, not a function that returns a model")
@@ -239,11 +225,10 @@ def _timm(name: str, kwargs: dict[str, Any], found: Checkpoint, dtype: str | Non
     return filled(model, found, dtype)
 
 
-def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None, share: bool = False) -> nn.Module:
+def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None) -> nn.Module:
     """``model``, in eval mode, with the tensors of ``found``, every key and shape required to fit, in ``dtype`` where
     that is given and else in the dtypes it was built with. A tied parameter may be in the file under one of its names,
-    or under several if they are equal. ``share`` lets a model on the meta device have the tensors themselves, which may
-    be mapped files, not copies. Raises CheckpointError; ``model`` may then be partly filled."""
+    or under several if they are equal. Raises CheckpointError; ``model`` may then be partly filled."""
     name, state, given = type(model).__name__, found.state, OrderedDict(found.state)
     if (versions := getattr(state, "_metadata", None)) is not None:
         given._metadata = copy.deepcopy(versions)  # type: ignore[attr-defined]  # load_state_dict writes into it
@@ -253,15 +238,21 @@ def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None, share:
     names: dict[Tensor, list[str]] = {}
     for key, tensor in owned:
         names.setdefault(tensor, []).append(key)
-    for tensor, tied in names.items():
+    values: dict[Tensor, Tensor] = {}
+    for to, tied in names.items():
         if present := [key for key in tied if key in state]:
-            value = state[present[0]]
+            values[to] = value = state[present[0]]
             same = all(same_tensors({"": value}, {"": state[key]}) for key in present[1:])
             check(same, f"{found.main}: {listed(present)} are one parameter in {name}, and differ in the file")
-            if assign:
-                value = value.to("cpu" if tensor.is_meta else tensor.device, tensor.dtype, copy=not share)
-                value = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-            given.update(dict.fromkeys(tied if isinstance(tensor, nn.Parameter) else present, value))
+            names[to] = tied if isinstance(to, nn.Parameter) else present
+    if assign:
+        with ThreadPoolExecutor() as pool:
+            copies = pool.map(lambda value, to: value.to(to.dtype, copy=not found.shared), values.values(), values)
+            for to, copied in zip(tuple(values), copies, strict=True):
+                here = copied if to.is_meta else copied.to(to.device)
+                values[to] = nn.Parameter(here, to.requires_grad) if isinstance(to, nn.Parameter) else here
+    for to, value in values.items():
+        given.update(dict.fromkeys(names[to], value))
     lines = lambda error: "; ".join(str(error).split("\n\t")[1:11]).replace("\n", " ") or one_line(error)  # noqa: E731
     with failing(f"{found.main}: does not fit {name}", form="{}: {}", tell=lines):
         keys = model.load_state_dict(given, strict=False, assign=assign)

@@ -234,10 +234,8 @@ def write(
         with ThreadPoolExecutor(1) as pool:
             sums = pool.map(lambda place: digest(place, hashing), read.values())
             for path, source in target.sources.items():
-                if source is None:
-                    same = same_tensors(load_file(path, at=at[path])[0], found.state)
-                else:
-                    same = same_bytes(source, at[path])
+                there = at[path]
+                same = same_bytes(source, there) if source else same_tensors(load_file(path, at=there)[0], found.state)
                 other = f"what was written does not read back equal to {found.main}; nothing is kept"
                 check(same, f"{target.main}: {other}")
             digests = {str(path.relative_to(folder)): made for path, made in zip(read, sums, strict=True)}
