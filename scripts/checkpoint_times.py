@@ -1,9 +1,18 @@
 """How long a conversion and an opening take, beside safetensors' own load_file and save_file: python
-scripts/checkpoint_times.py [FOLDER]. It writes about 5 GB there."""
+scripts/checkpoint_times.py [--cold] [FOLDER]. It writes about 5 GB there.
+
+Each is timed in a process of its own, as a person meets it: one process opens one model. A process that has opened and
+freed one before takes the memory that it still holds, which saves both sides the page faults, most of a load's time.
+load_file only maps; its tensors are copied, as load_model's are, so that all bytes are read. The files lie in the page
+cache, or with --cold on the disk.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +25,8 @@ from torch import nn
 
 import normswap
 
-LAYERS, WIDTH = 100, 2000
+LAYERS, WIDTH, ROUNDS = 100, 2000, 7
+SIDES = ("load_file", "load_model, no digests", "load_model", "save_file", "convert")
 
 
 def build() -> nn.Module:
@@ -25,38 +35,72 @@ def build() -> nn.Module:
         return nn.Sequential(*[m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))])
 
 
-def taken(work: Callable[[], object]) -> float:
-    os.sync()
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def main(folder: Path) -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
-    state = {name: torch.randn(tensor.shape) for name, tensor in build().state_dict().items()}
+def work(side: str, folder: Path) -> Callable[[], object]:
+    """What is timed of ``side``: "save_file" has its tensors in memory before."""
     source, out, copy = (str(folder / f"{name}.safetensors") for name in ("in", "out", "copy"))
-    save_file(state, source)
-    options = {"device": "cpu", "validate": "off", "force": True}
-    works: dict[str, Callable[[], object]] = {
-        "load_file, in memory": lambda: {name: tensor.clone() for name, tensor in load_file(source).items()},
-        "load_model, no digests": lambda: normswap.load_model(out, trust_factory=True, check_digests=False),
-        "load_model": lambda: normswap.load_model(out, trust_factory=True),
-        "save_file": lambda: save_file(state, copy),
-        "convert": lambda: normswap.convert(source, out, "checkpoint_times:build", **options),
-    }
-    works["convert"]()
-    rounds = [{name: taken(work) for name, work in works.items()} for _ in range(3)]
-    best = {name: min(found[name] for found in rounds) for name in works}
+    if side == "load_file":
+        return lambda: {name: tensor.clone() for name, tensor in load_file(source).items()}
+    if side == "save_file":
+        state = {name: tensor.clone() for name, tensor in load_file(source).items()}
+        return lambda: save_file(state, copy)
+    if side == "convert":
+        options = {"device": "cpu", "validate": "off", "force": True}
+        return lambda: normswap.convert(source, out, "checkpoint_times:build", **options)
+    return lambda: normswap.load_model(out, trust_factory=True, check_digests=side == "load_model")
+
+
+def timed(side: str, folder: Path) -> None:
+    """Print the seconds that ``side`` takes in this process: by the clock, and of the processors."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    run = work(side, folder)
+    os.sync()
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+    kept = run()
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
+    print(seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    del kept
+
+
+def forget(folder: Path) -> None:
+    """Take the files out of the page cache."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def main(folder: Path, cold: bool) -> None:
+    state = {name: torch.randn(tensor.shape) for name, tensor in build().state_dict().items()}
     size = sum(tensor.nbytes for tensor in state.values())
-    print(f"{size / 1e9:.1f} GB, best of {len(rounds)}, seconds: {', '.join(f'{n} {t:.1f}' for n, t in best.items())}")
-    memory, base = best["load_file, in memory"], best["load_file, in memory"] + best["save_file"]
-    print(
-        f"load_model: {best['load_model'] / memory:.2f} x load_file, {best['load_model, no digests'] / memory:.2f} "
-        f"without digests; convert: {best['convert'] / base:.2f} x load_file + save_file"
-    )
+    save_file(state, folder / "in.safetensors")
+    del state
+    found: dict[str, list[tuple[float, ...]]] = {side: [] for side in SIDES}
+    for number in range(ROUNDS + 1):
+        for side in SIDES if number else ("convert", "save_file"):  # the first are over no old file
+            if cold:
+                forget(folder)
+            done = subprocess.run(
+                [sys.executable, __file__, side, str(folder)], capture_output=True, text=True, check=True
+            )
+            if number:
+                found[side].append(tuple(map(float, done.stdout.split())))
+    where = "on the disk" if cold else "in the page cache"
+    print(f"{size / 1e9:.1f} GB {where}, {torch.get_num_threads()} threads, medians of {ROUNDS} processes each:")
+    for what, column in (("seconds", 0), ("seconds of processors", 1)):
+        one = {side: statistics.median(run[column] for run in runs) for side, runs in found.items()}
+        print(f"{what}: {', '.join(f'{side} {seconds:.2f}' for side, seconds in one.items())}")
+        load, both = one["load_file"], one["load_file"] + one["save_file"]
+        print(
+            f"  load_model: {one['load_model'] / load:.2f} x load_file, {one['load_model, no digests'] / load:.2f} "
+            f"without digests; convert: {one['convert'] / both:.2f} x load_file + save_file"
+        )
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(dir=sys.argv[1] if sys.argv[1:] else None) as name:
-        main(Path(name))
+    if sys.argv[1:] and sys.argv[1] in SIDES:
+        timed(sys.argv[1], Path(sys.argv[2]))
+    else:
+        places = [argument for argument in sys.argv[1:] if argument != "--cold"]
+        with tempfile.TemporaryDirectory(dir=places[0] if places else None) as name:
+            main(Path(name), "--cold" in sys.argv)
