@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,7 @@ class Fault:
     def __init__(self, at: int, act: Callable[[], object]) -> None:
         self.at, self.act = at, act
         self.steps: list[str] = []
+        self._lock = threading.Lock()  # files are flushed by a thread
 
     def install(self, setattr: Callable[..., object] = setattr) -> None:
         for name in ("open", "fsync", "replace", "link", "unlink", "mkdir", "chmod"):
@@ -63,8 +65,10 @@ class Fault:
         setattr(tensors, "open", self._opener)
 
     def _step(self, name: str) -> None:
-        self.steps.append(name)
-        if len(self.steps) == self.at:
+        with self._lock:
+            self.steps.append(name)
+            reached = len(self.steps) == self.at
+        if reached:
             self.act()
 
     def _before(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:

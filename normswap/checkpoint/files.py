@@ -13,6 +13,7 @@ import secrets
 import stat
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path, PurePath
 from typing import Any
@@ -25,8 +26,7 @@ try:
 except ImportError:  # Windows has none
     fcntl = None
 
-CHUNK = 1 << 20
-"""What is read at once, in bytes: more takes new memory for every piece, which costs more than reading it."""
+CHUNK = 1 << 20  # what is read at once: more takes new memory for every piece, which costs more than reading it
 
 _WINDOWS = os.name == "nt"
 _FICLONE = 0x40049409  # linux/fs.h: the copy shares its blocks until one of the two is written
@@ -41,13 +41,15 @@ class replacing:
     def __init__(self) -> None:
         self.token = secrets.token_hex(6)
         self._hidden: dict[Path, Path] = {}  # by target
-        self._made: list[Path] = []
+        self._made, self._synced = list[Path](), list[Future[None]]()
+        self._pool = ThreadPoolExecutor(1)
 
     def __enter__(self) -> replacing:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
+            self._pool.shutdown()
             if kind is None:
                 self._commit()
         finally:
@@ -70,10 +72,12 @@ class replacing:
         mode = stat.S_IMODE(temporary.stat().st_mode)
         writer(temporary)
         temporary.chmod(mode)  # safetensors puts a file of its own, mode 0600, in the place of ours
-        sync(temporary)
+        self._synced.append(self._pool.submit(sync, temporary))  # while it is read back
         return temporary
 
     def _commit(self) -> None:
+        for synced in self._synced:
+            synced.result()
         *others, last = self._hidden
         folders = {target.parent for target in self._hidden}
         for folder in folders | {made.parent for made in self._made}:
@@ -115,8 +119,9 @@ def settle(manifest: Path) -> None:
 
 
 def copy_file(source: Path, target: Path, progress: Callable[[int], object] = lambda size: None) -> None:
-    """Copy ``source`` into ``target``, sharing bytes where the file system can; ``progress`` is told of each piece."""
-    with open(source, "rb") as file, open(target, "wb") as into:
+    """Copy ``source`` into the empty file ``target``, sharing bytes where that can be; ``progress`` is told of each
+    piece. It is not opened to be truncated: ext4 would write such a file to the disk when it is closed."""
+    with open(source, "rb") as file, open(target, "r+b") as into:
         if fcntl is not None:
             with suppress(OSError):  # a file system that cannot, or two of them
                 fcntl.ioctl(into.fileno(), _FICLONE, file.fileno())

@@ -251,8 +251,7 @@ def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None) -> nn.
             for to, copied in zip(tuple(values), copies, strict=True):
                 here = copied if to.is_meta else copied.to(to.device)
                 values[to] = nn.Parameter(here, to.requires_grad) if isinstance(to, nn.Parameter) else here
-    for to, value in values.items():
-        given.update(dict.fromkeys(names[to], value))
+    given.update((key, value) for to, value in values.items() for key in names[to])
     lines = lambda error: "; ".join(str(error).split("\n\t")[1:11]).replace("\n", " ") or one_line(error)  # noqa: E731
     with failing(f"{found.main}: does not fit {name}", form="{}: {}", tell=lines):
         keys = model.load_state_dict(given, strict=False, assign=assign)
