@@ -44,3 +44,8 @@ OptionalTensor batch_norm_eval_or_none(const Tensor& input, const Tensor& runnin
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("batch_norm_eval_or_none", TORCH_BOX(&normswap::batch_norm_eval_or_none));
 }
+
+// No gradient is recorded, and the dispatcher's own way past this key costs more than the call.
+STABLE_TORCH_LIBRARY_IMPL(normswap, AutogradCUDA, m) {
+  m.impl("batch_norm_eval_or_none", TORCH_BOX(&normswap::batch_norm_eval_or_none));
+}

@@ -111,9 +111,10 @@ def _graph(model: nn.Module, x: Tensor) -> Callable[[], None]:
 
 
 class Block(nn.Module):
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, kernel: int) -> None:
         super().__init__()
-        self.conv, self.bn = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv = nn.Conv2d(channels, channels, kernel, padding=kernel // 2, bias=False)
+        self.bn = nn.BatchNorm2d(channels)
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,29 +122,34 @@ class Block(nn.Module):
 
 
 @torch.no_grad()
-def block_told(dtype: torch.dtype) -> str:
+def block_told(dtype: torch.dtype, kernel: int) -> str:
     """Microseconds of the host for one block, by PyTorch and folded, and for what it consists of."""
-    block = Block(64).eval().to(CUDA, dtype).to(memory_format=torch.channels_last)
+    block = Block(64, kernel).eval().to(CUDA, dtype).to(memory_format=torch.channels_last)
     x = torch.randn(2, 64, 8, 8, device=CUDA, dtype=dtype).contiguous(memory_format=torch.channels_last)
     folded = normswap.apply(block, folded_plan(block))
     assert torch.allclose(folded(x), block(x), atol=0.02)
     conv, bn, weight = block.conv, block.bn, block.conv.weight
-    shift, alone = torch.zeros(64, device=CUDA, dtype=dtype), (1, 1)
+    shift, alone, pad = torch.zeros(64, device=CUDA, dtype=dtype), (1, 1), kernel // 2
     fold = torch.ops.normswap.fold_convolution_or_none.default._op
     op = torch.ops.normswap.convolution_batch_norm_eval_or_none.default._op
     norm = bn.running_mean, bn.running_var, bn.weight, bn.bias, bn.eps
     ways: dict[str, Callable[[], Any]] = {
         "eager": lambda: block(x),
         "folded": lambda: folded(x),
-        "the op of it": lambda: op(x, weight, None, 1, 1, 1, 1, 1, 1, 1, *norm, None, True, False),
+        "the op of it": lambda: op(x, weight, None, 1, 1, pad, pad, 1, 1, 1, *norm, None, True, False),
         "the fold": lambda: fold(weight, None, *norm),
-        "cudnn_convolution_relu": lambda: torch.cudnn_convolution_relu(x, weight, shift, alone, alone, alone, 1),
+        "cudnn_convolution_relu": lambda: torch.cudnn_convolution_relu(x, weight, shift, alone, (pad, pad), alone, 1),
         "conv": lambda: conv(x),
         "bn": lambda: bn(x),
         "relu": lambda: block.act(x),
     }
+    if kernel == 1:
+        ways["by matmul"] = lambda: op(x, weight, None, 1, 1, 0, 0, 1, 1, 1, *norm, None, True, True)
+        assert torch.allclose(ways["by matmul"](), block(x), atol=0.02)
     found = costs(clock_of(CUDA), [*ways.values()])
-    return "one block, us of the host: " + ", ".join(f"{w} {c.host_us:.1f}" for w, c in zip(ways, found, strict=True))
+    return f"a block of a {kernel} x {kernel} convolution, us of the host: " + ", ".join(
+        f"{w} {c.host_us:.1f}" for w, c in zip(ways, found, strict=True)
+    )
 
 
 def main() -> None:
@@ -154,7 +160,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
     dtype = getattr(torch, given.dtype)
-    print(block_told(dtype), flush=True)
+    for kernel in (3, 1):
+        print(block_told(dtype, kernel), flush=True)
     for name in given.names:
         for batch in given.batch:
             print(told(name, batch, dtype, given.compile), flush=True)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao.nn import qat
+from torch.ao.quantization import default_qat_qconfig, disable_observer
 
 import normswap
 from normswap import walk
@@ -334,6 +336,12 @@ CASES: dict[str, Case] = {
     "subclass": Case(of(lambda: Doubled(6, 6, 3)), REST, 0, "conv is a convolution_models.Doubled"),
     "wrapped": Case(
         of(lambda: AdaptedConv2d(nn.Conv2d(6, 6, 1))), REST, 0, "conv is a convolution_models.AdaptedConv2d"
+    ),
+    "quantization_aware": Case(
+        of(lambda: qat.Conv2d(6, 6, 3, qconfig=default_qat_qconfig).apply(disable_observer)),
+        REST,
+        0,
+        "conv is a torch.ao.nn.qat",
     ),
     "hooked": Case(changed(hook("conv")), REST, 0, "conv carries hooks, or a forward of its own"),
     "hooked_before": Case(changed(hook("conv", "register_forward_pre_hook")), REST, 0, "conv carries hooks"),

@@ -154,7 +154,7 @@ def _frameless(name: str) -> Callable[..., Any]:
     return getattr(op, "_op", op)  # type: ignore[no-any-return]
 
 
-_ALSO_AUTOGRAD = ("convolution_batch_norm_eval",)
+_ALSO_AUTOGRAD = ("batch_norm_eval", "convolution_batch_norm_eval")
 """The ops whose kernel also serves the dispatcher's key of autograd, past which they would pay for their way."""
 
 

@@ -47,10 +47,9 @@ def foldings_of(region: Region, owner: nn.Module) -> tuple[str, ...]:
     acting = owner._modules.get(region.activation) if isinstance(region.activation, str) else None
     literal = region.activation[0] if isinstance(region.activation, tuple) else ""
     relu = type(acting) is nn.ReLU or literal == "relu"
-    found = ["fused"] if relu else []
     plain = region.activation is None or relu
-    if plain and not region.has("residual") and is_pointwise(convolution):
-        found.append("matmul")
+    found = ["matmul"] if plain and not region.has("residual") and is_pointwise(convolution) else []
+    found += ["fused"] if relu else []
     return (*found, "folded")
 
 
