@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -24,11 +25,15 @@ def is_plain(module: Any, expected: type[nn.Module]) -> bool:
 
 def is_unhooked(module: nn.Module) -> bool:
     """True when calling ``module`` runs its class's forward and nothing before or after it."""
+    return is_bare(module.__dict__) and not _torch_module._has_any_global_hook()
+
+
+def is_bare(attributes: Mapping[str, Any]) -> bool:
+    """Whether nothing of a module's own, whose ``__dict__`` these are, is run when it is called."""
     return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or _torch_module._has_any_global_hook()
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
     )

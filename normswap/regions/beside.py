@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from normswap.forwards.plain import is_unhooked
+from normswap.forwards.plain import is_bare
 from normswap.regions.spec import Region, qualified
 
 
@@ -25,15 +26,24 @@ class Beside:
 
     def only_compute(self, owner: Any) -> bool:
         """Whether every one is of the classes that were read, runs nothing of anybody else's, and so do those in it."""
-        if torch.compiler.is_compiling():  # which looks at no class; the statements are fused there anyway
+        if torch.compiler.is_compiling() or _has_any_global_hook():  # compiled, the statements are fused anyway
             return False
-        children = owner._modules
-        return all(self._only_computes(children.get(name)) for name in self.names)
-
-    def _only_computes(self, module: Any) -> bool:
-        cls = type(module)
-        if cls not in self.known:
-            if not isinstance(module, nn.Module) or qualified(self.original_class(module) or cls) not in self.classes:
+        children, known = owner._modules, self.known
+        waiting = [children.get(name) for name in self.names]
+        for module in waiting:  # which grows
+            if type(module) not in known and not self._is_known(module):
                 return False
-            self.known.add(cls)
-        return is_unhooked(module) and all(map(self._only_computes, module._modules.values()))
+            own = module.__dict__
+            if not is_bare(own):
+                return False
+            if own["_modules"]:
+                waiting += own["_modules"].values()
+        return True
+
+    def _is_known(self, module: Any) -> bool:
+        """Whether it is of one of the classes that were read, then kept for others of its class."""
+        cls: Any = type(module)
+        if not isinstance(module, nn.Module) or qualified(self.original_class(module) or cls) not in self.classes:
+            return False
+        self.known.add(cls)
+        return True

@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from normswap import ops
 from normswap.activation import NONE, Activation
-from normswap.forwards.plain import is_plain
+from normswap.forwards.plain import is_bare, is_plain
 from normswap.forwards.replaced import Replaced, code_of
 from normswap.ops.dispatch import PLAIN, direct_op
 from normswap.regions.foldings import CONVOLUTIONS, is_foldable, is_pointwise
@@ -56,7 +56,7 @@ class Directly:
         if type(convolution) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
             return None
         c, n = convolution.__dict__, norm.__dict__
-        if n["training"] or not (_is_bare(c) and _is_bare(n)) or "_conv_forward" in c or _has_any_global_hook():
+        if n["training"] or not (is_bare(c) and is_bare(n)) or "_conv_forward" in c or _has_any_global_hook():
             return None
         if self.acting and not _is_bare_of(children.get(self.acting), nn.ReLU):
             return None
@@ -136,18 +136,7 @@ def _calls_what_it_did() -> bool:
 
 
 def _is_bare_of(child: Any, cls: type[nn.Module]) -> bool:
-    return type(child) is cls and _is_bare(child.__dict__)
-
-
-def _is_bare(attributes: Mapping[str, Any]) -> bool:
-    """Whether nothing of an instance's own is run when it is called."""
-    return not (
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or "forward" in attributes
-    )
+    return type(child) is cls and is_bare(child.__dict__)
 
 
 class Convolved:
