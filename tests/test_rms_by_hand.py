@@ -17,6 +17,10 @@ from rms_models import (
     SIZE,
     C,
     Calls,
+    Flags,
+    Helpers,
+    NoEps,
+    NoWeight,
     OfChannelsOffset,
     OfChannelsViewed,
     OfChannelsWeighted,
@@ -34,7 +38,7 @@ from torch import nn
 
 import normswap
 from normswap import rules
-from normswap.plan import Reason, Refusal
+from normswap.plan import Match, Reason, Refusal
 
 
 @pytest.fixture
@@ -48,6 +52,45 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def test_every_spelling_is_swapped_and_equal(cls: type[nn.Module], dtype: torch.dtype, calls: Calls) -> None:
     served = cls not in NARROW or dtype is torch.float32
     check(made(cls).to(dtype), torch.randn(shape_for(cls)).to(dtype) * 2, calls, served)
+
+
+WEIGHTED = "float32*float32 float16*float16 bfloat16*bfloat16"
+ANY_WEIGHT = "float32*float32 float16*float16 float16*float32 bfloat16*bfloat16 bfloat16*float32"
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [
+        (NoWeight, {"dim": -1, "eps": "eps", "dtypes": "float32 float16 bfloat16"}),
+        (NoEps, {"dim": -1, "eps": 0.0, "dtypes": WEIGHTED, "weight": "weight", "cast_before_weight": True}),
+        (
+            Power,
+            {"dim": -1, "eps": "eps", "dtypes": ANY_WEIGHT, "weight": "weight", "cast_before_weight": False}
+            | {"weight_offset": 1},
+        ),
+        (
+            OfChannelsWeighted,
+            {"dim": 1, "eps": "eps", "dtypes": ANY_WEIGHT, "weight": "weight", "cast_before_weight": False}
+            | {"weight_axis": -3, "weight_rank": 3},
+        ),
+        (
+            Flags,
+            {"dim": -1, "eps": "eps", "dtypes": "float32 float16 bfloat16"}
+            | {"self.force": True, "self.dim": -1, "self.with_scale": False},
+        ),
+        (
+            Helpers,
+            {"dim": -1, "eps": "eps", "dtypes": WEIGHTED, "weight": "weight", "cast_before_weight": True}
+            | {"methods": "_norm _square"},
+        ),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_what_a_match_says(cls: type[nn.Module], expected: dict[str, Any]) -> None:
+    match = rules.alone(made(cls))
+    assert isinstance(match, Match)
+    assert {key: value for key, value in match.attributes.items() if key != "source"} == expected
+    assert len(match.attributes["source"]) == 16
 
 
 @pytest.mark.case("mixed-weights")

@@ -65,9 +65,7 @@ class Expression:
 def _fits(value: Any, x: Tensor) -> bool:
     if isinstance(value, Tensor):
         return type(value) in _PLAIN and value.device == x.device
-    if isinstance(value, torch.device):  # it is moved there
-        return value == x.device
-    return type(value) in _VALUES
+    return type(value) in _VALUES or (type(value) is torch.device and value == x.device)  # it may be moved there
 
 
 def _form(value: Any) -> Hashable:

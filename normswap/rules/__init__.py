@@ -1,25 +1,17 @@
-"""What can be swapped: one file per kind, each with a KIND and a ``match``; ``find`` asks them in that order."""
+"""What can be swapped, asked in that order: a class of torch.nn alone, or a file with a KIND and a ``match``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
 from normswap.kinds import KINDS
 from normswap.plan import Match, Reason, Refusal
-from normswap.rules import (
-    batch_norm,
-    group_norm,
-    instance_norm,
-    l1_norm,
-    layer_norm,
-    linear_scale_batch_norm,
-    region,
-    registered,
-    rms_norm,
-)
+from normswap.rules import batch_norm, instance_norm, l1_norm, linear_scale_batch_norm, region, registered, rms_norm
+from normswap.rules.module_site import match_any
 from normswap.sites import is_sharded
 
 _MORE = (Reason.SUBCLASS, Reason.PART_OF_FORWARD, Reason.NOT_STRAIGHT_LINE, Reason.UNSUPPORTED, Reason.CHILD)
@@ -34,17 +26,9 @@ class Rule:
     match: Callable[[nn.Module], Match | Refusal | None]
 
 
-RULES: tuple[Rule, ...] = tuple(
-    Rule(rule.KIND, rule.match)
-    for rule in (
-        layer_norm,
-        group_norm,
-        instance_norm,
-        batch_norm,
-        rms_norm,
-        l1_norm,
-        linear_scale_batch_norm,
-    )
+RULES: tuple[Rule, ...] = (
+    *(Rule(kind, partial(match_any, kind=kind)) for kind in ("layer_norm", "group_norm")),
+    *(Rule(rule.KIND, rule.match) for rule in (instance_norm, batch_norm, rms_norm, l1_norm, linear_scale_batch_norm)),
 )
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from normswap.forwards.batch_norm import RANKS
-from normswap.plan import Match, Reason, Refusal
-from normswap.rules.module_site import is_lazy, match_exact, settled_type
+from normswap.plan import Match, Refusal
+from normswap.rules.module_site import match_any
 
 KIND = "batch_norm"
 
@@ -14,8 +13,4 @@ KIND = "batch_norm"
 def match(module: nn.Module) -> Match | Refusal | None:
     """Match exactly these classes in train mode; refuse subclasses and disguises with the reason. In eval PyTorch's op,
     one pass, is as fast, and what stands behind it is a region's."""
-    if is_lazy(module) and settled_type(module) in RANKS:
-        answer: Match | Refusal | None = Refusal(KIND, Reason.LAZY)
-    else:
-        answer = next((found for cls in RANKS if (found := match_exact(module, cls, KIND)) is not None), None)
-    return answer if answer is not None and module.training else None
+    return match_any(module, KIND) if module.training else None

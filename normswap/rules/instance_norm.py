@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from normswap.plan import Match, Reason, Refusal
-from normswap.rules.module_site import is_lazy, match_exact, settled_type
+from normswap.rules.module_site import match_any
 
 KIND = "instance_norm"
 
@@ -15,10 +13,7 @@ KIND = "instance_norm"
 def match(module: Any) -> Match | Refusal | None:
     """Match exactly these classes; refuse subclasses and disguises with the reason, and one that goes by the input in
     training and by running statistics in eval."""
-    classes = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-    if is_lazy(module) and settled_type(module) in classes:
-        return Refusal(KIND, Reason.LAZY)
-    answer = next((found for cls in classes if (found := match_exact(module, cls, KIND)) is not None), None)
+    answer = match_any(module, KIND)
     if isinstance(answer, Match) and (module.track_running_stats or module.running_mean is not None):
         return Refusal(KIND, Reason.UNSUPPORTED, "it keeps running statistics")
     return answer

@@ -8,6 +8,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from normswap import modules
+from normswap.kinds import NORMS
 from normswap.plan import Match, Reason, Refusal
 from normswap.rules.subclass_site import SUBCLASSED, has_torchs_forward, match_subclass
 
@@ -27,6 +28,14 @@ def match_exact(module: nn.Module, expected: type[nn.Module], kind: str) -> Matc
         return Match(kind)
     alike = match_subclass(module, kind) if difference[0] is Reason.SUBCLASS and kind in SUBCLASSED else None
     return alike or Refusal(kind, *difference)
+
+
+def match_any(module: nn.Module, kind: str) -> Match | Refusal | None:
+    """``match_exact`` for the classes of the norm ``kind``; refuse a lazy one that will be of them."""
+    classes = NORMS[kind].classes
+    if is_lazy(module) and settled_type(module) in classes:
+        return Refusal(kind, Reason.LAZY)
+    return next((found for cls in classes if (found := match_exact(module, cls, kind)) is not None), None)
 
 
 def why_not_exact(module: nn.Module, expected: type[nn.Module]) -> tuple[Reason, str] | None:
