@@ -212,6 +212,7 @@ _step = partial(Row, dtype=torch.bfloat16, training=True)
 _autocast_step = partial(_step, under_autocast=True)
 STEPS = (
     _autocast_step("resnet50_gn step", timm_model("resnet50_gn"), images(64), channels_last=True),
+    _autocast_step("resnet50 step", timm_model("resnet50"), images(64), channels_last=True),
     _autocast_step("vit_base step", timm_model("vit_base_patch16_224"), images(64)),
     _autocast_step("convnext_base step", timm_model("convnext_base"), images(64)),
     _step("llama step", llama(8), tokens(8, 512, 32000)),
