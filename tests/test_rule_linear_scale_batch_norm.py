@@ -373,6 +373,51 @@ def test_a_child_that_is_not_plain_is_refused(name: str, change: Callable[[nn.Mo
     assert_refused(module, LSB, Reason.CHILD, f"self.{name}")
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(CHANNELS))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class ReadsMore(Scale):
+    factor = 2.0
+
+    def forward(self, x):
+        _unused = self.factor
+        return x * self.weight
+
+
+class Squares(Scale):
+    def forward(self, x):
+        return x * x
+
+
+class InTraining(Scale):
+    def forward(self, x):
+        return x * self.weight if self.training else x
+
+
+def in_a_row(scale: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, CHANNELS), scale, nn.BatchNorm1d(CHANNELS))
+
+
+def test_a_scale_in_a_sequential_is_a_module_that_multiplies_and_does_nothing_else() -> None:
+    match = rules.alone(in_a_row(Scale()))
+    assert isinstance(match, Match)
+    (run,) = match.attributes["runs"]
+    assert (run["linear"], run["scale"], run["attribute"], run["batch_norm"]) == ("0", "1", "weight", "2")
+    for other in (ReadsMore, Squares, InTraining):
+        assert rules.alone(in_a_row(other())) is None
+
+
+@pytest.mark.parametrize("change", [*CHANGES[:5]], ids=lambda f: f.__name__)
+def test_a_scale_in_a_sequential_that_is_not_plain_is_refused(change: Callable[[nn.Module], nn.Module]) -> None:
+    assert_refused(in_a_row(change(Scale())), LSB, Reason.CHILD, "self.1 carries hooks")
+
+
 def test_a_child_class_that_was_patched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.BatchNorm1d, "forward", lambda self, x: x, raising=False)
     assert_refused(block(one_line), LSB, Reason.CHILD, "self.bn")

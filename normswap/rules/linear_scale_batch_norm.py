@@ -98,7 +98,7 @@ def _parts(
     batch_norm = next((name for name in called if name in batch_norms), "")
     done = Counter("*" if name in MULTIPLICATION else name for name in names_of(way.ops))
     extra = sorted((done - Counter([f"self.{linear}", f"self.{batch_norm}", "*", "*"])).elements())
-    if not (linear and batch_norm) or extra:
+    if extra:
         return Refusal(KIND, Reason.PART_OF_FORWARD, f"besides Linear, scale and BatchNorm1d: {', '.join(extra)}")
     factors: dict[str, Any] = {}
     value, left = way.result, [f"self.{batch_norm}", f"self.{linear}"]

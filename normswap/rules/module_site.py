@@ -12,7 +12,8 @@ from normswap.kinds import NORMS
 from normswap.plan import Match, Reason, Refusal
 from normswap.rules.subclass_site import SUBCLASSED, has_torchs_forward, match_subclass
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps its hooks."""
 
 
 def match_exact(module: nn.Module, expected: type[nn.Module], kind: str) -> Match | Refusal | None:
@@ -70,7 +71,7 @@ def why_not_plain(kind: str, name: str, child: nn.Module | None, expected: type[
     if (difference := why_not_exact(child, expected)) is not None:
         reason, detail = difference
         return Refusal(kind, Reason.CHILD, f"self.{name}: {detail if reason is Reason.SUBCLASS else reason.sentence}")
-    if any(getattr(child, hooks) for hooks in _HOOKS):
+    if any(getattr(child, hooks) for hooks in HOOKS):
         return Refusal(kind, Reason.CHILD, f"self.{name} carries hooks")
     return None
 

@@ -16,7 +16,7 @@ from normswap.regions.flow import Attribute, Constant, Op, Value
 from normswap.regions.spelling import spelled
 from normswap.regions.straight import plain_value, straight
 from normswap.rules.expression_site import class_forward, not_rewritable
-from normswap.rules.module_site import settled_type, why_not_linear_and_batch_norm
+from normswap.rules.module_site import HOOKS, settled_type, why_not_linear_and_batch_norm
 
 _KIND = "linear_scale_batch_norm"
 
@@ -100,7 +100,7 @@ def _why_no_run(module: nn.Module, run: _Run) -> Refusal | None:
     value = getattr(scale, run.attribute)
     if isinstance(value, torch.Tensor) and tuple(value.shape) not in ((), (1,), (channels,), (1, channels)):
         return Refusal(_KIND, Reason.UNSUPPORTED, f"self.{run.scale} multiplies by a {tuple(value.shape)} tensor")
-    hooked = "forward" in scale.__dict__ or scale._forward_hooks or scale._forward_pre_hooks
+    hooked = "forward" in scale.__dict__ or any(getattr(scale, hooks) for hooks in HOOKS)
     return Refusal(_KIND, Reason.CHILD, f"self.{run.scale} carries hooks") if hooked else None
 
 
