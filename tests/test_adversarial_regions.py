@@ -136,6 +136,14 @@ def residual(self, x, y=None):
     return F.relu(self.gn(x) + y)
 
 
+def activated(self, x, y):
+    return self.act(self.gn(x)) + y
+
+
+def hidden_by(name: str) -> Any:
+    return lambda model: model.__dict__.__setitem__(name, lambda x: x * 5)
+
+
 def batch_norm_residual(self, x, y=None):
     return F.relu(self.bn(x) + y)
 
@@ -200,6 +208,8 @@ CASES = {
     "child_between_hooked": Case(child_between, _ADDED, _IMAGE, later=writes_its_input_by_a_hook),
     "children_between": Case(child_between, _ADDED, _IMAGE, of_several),
     "child_in_a_child_replaced": Case(child_between, _ADDED, _IMAGE, of_several, writes_its_input_deep_inside),
+    "child_hidden": Case(residual, _ADDED, _IMAGE, later=hidden_by("gn")),
+    "activation_hidden": Case(activated, ("gn + act",), _IMAGE, later=hidden_by("act")),
     "child_by_another_name": Case(child_by_another_name, (), _IMAGE, later=doubled),
     "function_by_another_name": Case(function_by_another_name, ("gn + residual",), _IMAGE, later=doubled),
     "slope_by_name": Case(slope_by_name, (), _IMAGE, later=other_flag),

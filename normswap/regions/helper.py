@@ -29,7 +29,7 @@ from normswap.regions.expression import Expression
 from normswap.regions.feeds import lowered_to, only_multiplies
 from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
 from normswap.regions.rewrite import Compiled, Helper
-from normswap.regions.spec import Region
+from normswap.regions.spec import Region, children_of
 from normswap.regions.spelling import PURE
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -45,11 +45,16 @@ OriginalClass: TypeAlias = "Callable[[nn.Module], type[nn.Module] | None]"
 def make_helper(compiled: Compiled, original_class: OriginalClass) -> Helper:
     """``helper(self, packed)`` for the rewritten forward."""
     fused, snippet = Fused(compiled, original_class), compiled.snippet
+    children = children_of(compiled.region)
 
     def helper(self: Any, packed: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler fuses the statements themselves
             return snippet(self, packed)
-        out = fused(self._modules, packed)
+        own = self.__dict__
+        for name in children:
+            if name in own:  # it hides the child
+                return snippet(self, packed)
+        out = fused(own["_modules"], packed)
         return snippet(self, packed) if out is None else out
 
     return helper

@@ -15,8 +15,8 @@ from normswap.forwards.rms_norm import digest
 from normswap.plan import PlanError
 from normswap.regions.beside import Beside
 from normswap.regions.rewrite import Compiled, Helper, compile_regions
-from normswap.regions.sequential import compiled_run, names_of
-from normswap.regions.spec import Region
+from normswap.regions.sequential import compiled_run
+from normswap.regions.spec import Region, children_of
 from normswap.source import undecorated
 
 _Forward: TypeAlias = Callable[..., Any]
@@ -105,7 +105,7 @@ def _evaluator(text: str) -> Callable[[Any], Any]:
 
 
 def _sequential(compiled: Sequence[Compiled], helpers: Sequence[Helper]) -> _Forward:
-    parts_of = [names_of(one.region) for one in compiled]
+    parts_of = [[*children_of(one.region)] for one in compiled]
     runs = {parts[0]: (parts, helper) for parts, helper in zip(parts_of, helpers, strict=True)}
 
     def forward(self: nn.Sequential, input: Tensor) -> Any:

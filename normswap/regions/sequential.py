@@ -11,7 +11,7 @@ from normswap.plan import Match
 from normswap.regions.foldings import is_convolution, is_foldable, why_apart
 from normswap.regions.patterns import CHANNELS, CHILDREN, PASSING, ROWS
 from normswap.regions.rewrite import Compiled
-from normswap.regions.spec import Region, Step
+from normswap.regions.spec import Region, Step, children_of
 
 NOWHERE = (0, 0, 0, 0)
 
@@ -77,16 +77,9 @@ def _region(
     )
 
 
-def names_of(region: Region) -> list[str]:
-    """The children of a region, in order."""
-    before = [region.convolution] if region.convolution else []
-    behind = [region.activation] if isinstance(region.activation, str) else []
-    return [*before, region.norm, *region.passes, *behind]
-
-
 def compiled_run(region: Region) -> Compiled:
     """The children called one by one."""
-    names = names_of(region)
+    names = [*children_of(region)]
 
     def stepped(self: Any, packed: Any, each: Callable[[int, Any], Any]) -> Any:
         for index, name in enumerate(names):

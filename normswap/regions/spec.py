@@ -123,6 +123,13 @@ class Region:
         return None if isinstance(self.activation, str) else Activation(*(self.activation or ()))
 
 
+def children_of(region: Region) -> tuple[str, ...]:
+    """The children whose calls are part of it."""
+    norm = region.norm if region.type else ""
+    acting = region.activation if isinstance(region.activation, str) else ""
+    return tuple(filter(None, (region.convolution, norm, *region.passes, acting)))
+
+
 def qualified(cls: type) -> str:
     """The name of a class in a plan."""
     return f"{cls.__module__}.{cls.__qualname__}"
