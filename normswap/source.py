@@ -18,11 +18,7 @@ def source_tree(code: types.CodeType) -> ast.FunctionDef | None:
 
     Whether this is the code that runs, ``definition`` checks.
     """
-    source = _source(code)
-    for node in ast.walk(_parse(source)) if source else ():
-        if isinstance(node, ast.FunctionDef) and (node.name, _first_line(node)) == (code.co_name, code.co_firstlineno):
-            return node
-    return None
+    return _definitions(_source(code)).get((code.co_name, code.co_firstlineno))
 
 
 def _first_line(node: ast.FunctionDef) -> int:
@@ -38,13 +34,19 @@ def _source(code: types.CodeType) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _parse(source: str) -> ast.Module:
+def _definitions(source: str) -> dict[tuple[str, int], ast.FunctionDef]:
+    """The functions in a file by their names and first lines."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what Python has to say about the user's file, it said on import
-            return ast.parse(source)
+            nodes = ast.walk(ast.parse(source))
     except (SyntaxError, ValueError):
-        return ast.Module([], [])  # the file was changed and is no Python now: no definition is found in it
+        return {}  # the file was changed and is no Python now
+    found: dict[tuple[str, int], ast.FunctionDef] = {}
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            found.setdefault((node.name, _first_line(node)), node)
+    return found
 
 
 def undecorated(function: types.FunctionType) -> types.FunctionType:
