@@ -29,6 +29,9 @@ WHEEL_ARCH = ("80", "90", "100", "120")
 """The GPU architectures of the library in a wheel."""
 
 SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h")
+LONGEST = ("layer_norm.cu", "l1_norm.cu", "rms_norm.cu", "row_options.cu")
+"""What takes longest to compile: started first, so that it is not waited for last where there are many cores."""
+
 TORCH_TARGET = "0x020a000000000000"
 """The stable ABI of torch 2.10: the library then loads on that version and on every later one."""
 
@@ -292,7 +295,7 @@ def _ninja_text(source_dir: Path, flags: Sequence[str], toolkit: Toolkit, cxx: s
         f"  command = {_escape(cxx)} -shared $in -o $out {_escape(folders)} {shlex.join(LINK_LIBRARIES)}",
     ]
     objects = []
-    for path in sources(source_dir):
+    for path in sorted(sources(source_dir), key=lambda path: path.name not in LONGEST):
         if path.suffix in (".cpp", ".cu"):
             objects.append(_escape(f"objects/{path.relative_to(source_dir).as_posix()}.o", path=True))
             lines.append(f"build {objects[-1]}: {path.suffix[1:]} {_escape(str(path), path=True)}")

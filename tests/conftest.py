@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are shared with the other workers, and by what they start
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 from normswap import builder

@@ -228,3 +228,7 @@ def test_toolkit_without_its_runtime_is_told(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(builder.BuildError, match=r"lacks cuda_runtime_api\.h .*install its runtime development"):
         builder.find_toolkit()
+
+
+def test_what_is_started_first_is_there() -> None:
+    assert {path.name for path in builder.sources(Path(builder.__file__).parents[1] / "csrc")} >= set(builder.LONGEST)

@@ -171,7 +171,6 @@ def test_every_norm_in_a_script_module_is_refused() -> None:
         (lambda module, name: name.endswith("0.norm"), ["blocks.0.norm"]),
         ({"l1"}, ["l1"]),
     ],
-    ids=str,
 )
 def test_include_and_exclude_are_complements(include: Any, expected: list[str]) -> None:
     model = Model().eval()  # in training a BatchNorm is a site where what calls it is none
@@ -238,7 +237,7 @@ def test_what_is_no_module_is_a_type_error() -> None:
 def test_a_large_model_is_walked_fast() -> None:
     walk.plan(Model())  # PyTorch loads its tracing machinery once
     model = nn.ModuleList(Model() for _ in range(100))
-    start = time.perf_counter()
+    start = time.process_time()
     plan = walk.plan(model)
-    assert time.perf_counter() - start < 2.0  # 0.2 s on two idle cores
+    assert time.process_time() - start < 2.0  # 0.2 s, whoever else is at work
     assert len(plan.swaps) == 100 * len(ALL)
