@@ -246,7 +246,7 @@ def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None) -> nn.
             check(same, f"{found.main}: {listed(present)} are one parameter in {name}, and differ in the file")
             names[to] = tied if isinstance(to, nn.Parameter) else present
     if assign:
-        with ThreadPoolExecutor(1 if torch.get_num_threads() > 1 else None) as pool:  # PyTorch's own threads share one
+        with ThreadPoolExecutor(4) as pool:  # beside PyTorch's own threads, which share one copy
             copies = pool.map(lambda value, to: value.to(to.dtype, copy=not found.shared), values.values(), values)
             for to, copied in zip(tuple(values), copies, strict=True):
                 here = copied if to.is_meta else copied.to(to.device)
