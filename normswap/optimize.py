@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from normswap import again, footprint, hints, modules, native, sites, timing, walk, whole
+from normswap import again, footprint, hints, modules, native, nodes, sites, timing, walk, whole
 from normswap import apply as _apply
 from normswap import validate as _validate
 from normswap.plan import MismatchError, NormswapError, NothingSwappedError, Plan, Reason, Refusal, Refused, Site, Swap
@@ -28,6 +28,8 @@ OnEmpty = Literal["warn", "raise", "ignore"]
 Validate = Literal["auto", "forward", "grad", "off"]
 
 _TOLD = 5
+
+native.on_load(nodes.load)
 
 _reports: WeakKeyDictionary[nn.Module, Report] = WeakKeyDictionary()
 

@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sites": set(),
     "native": {"builder"},
     "launch_plans": {"builder", "native"},
+    "nodes": {"builder", "native", "nodes", "ops"},
     "ops": {"activation", "native", "reference", "ops"},
     "forwards": {"activation", "ops", "plan", "forwards"},
     "install_table": set(),
@@ -73,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimize": {
         "plan",
         "native",
+        "nodes",
         "modules",
         "walk",
         "apply",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,10 @@ _native_tried = False
 _direct: dict[str, Callable[..., Tensor | None]] = {}
 _recording: dict[str, Callable[..., Tensor | None]] = {}
 _native: dict[str, Callable[..., Any]] = {}
+_by_node: set[str] = set()
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Cheaper than asking for a kind of device, which most calls then need not."""
+_compiling = torch.compiler.is_compiling
 _tracing, _transforms = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
 _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
 
@@ -45,6 +49,11 @@ def recording(name: str) -> Callable[[_Function], _Function]:
     return register
 
 
+def record_natively(names: Iterable[str]) -> None:
+    """From now on the native ops of ``direct`` of these names record gradients themselves."""
+    _by_node.update(names)
+
+
 def native_op(name: str) -> Callable[..., Any]:
     """A native op of the row norms' autograd Functions, without the frame of Python around it."""
     found = _native.get(name)
@@ -58,21 +67,20 @@ def direct(name: str, *tensors: Tensor | None, autocast: bool = False) -> Callab
     autograd Function around it - or None when the call must go the general way: the library is not loaded, a tensor is
     no plain one on a GPU, or autocast, a functorch transform, forward-mode AD, torch.jit.trace or torch.compile have a
     say in it. What is returned answers None where it declines. ``autocast``: the caller sees to that."""
-    if torch.compiler.is_compiling():
+    if _compiling():
         return None
-    records, differentiable = torch.is_grad_enabled(), False
     for tensor in tensors:
-        if tensor is not None:
-            if type(tensor) not in PLAIN or not tensor.is_cuda:
-                return None
-            if records and tensor.requires_grad:
-                differentiable = True
-    if not autocast and torch.is_autocast_enabled("cuda"):
+        if tensor is not None and not (type(tensor) in PLAIN and tensor.is_cuda):
+            return None
+    if not autocast and any_autocast() and torch.is_autocast_enabled("cuda"):
         return None
     if _tracing() is not None or _transforms() is not None or forward_ad._current_level >= 0:
         return None
-    if differentiable:
-        return _recording.get(name) if name in _direct else None
+    if name in _by_node or not torch.is_grad_enabled():
+        return _direct.get(name)
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return _recording.get(name) if name in _direct else None
     return _direct.get(name)
 
 
@@ -82,9 +90,9 @@ def direct_op(name: str) -> Callable[..., Any] | None:
 
 
 def has_rows(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> bool:
-    """True for a contiguous input and the shape of the weight or, without one, of the input's last dims."""
+    """True for the shape of the weight or, without one, of the input's last dims."""
     shape = input.shape[-len(normalized_shape) :] if weight is None else weight.shape
-    return input.is_contiguous() and shape == normalized_shape
+    return shape == normalized_shape
 
 
 def native_serves(*tensors: Tensor | None, elements: int = 0, least: int = LONG_ROW) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -169,53 +170,59 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         of_input, _, of_weight, of_bias, _, _, _, _, of_residual, *_ = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            dx, dw, db, dr = _differentiable(ctx, grad, of_residual)
-            return dx, None, dw, db, None, None, None, None, dr, None, None
         input, weight, bias, residual, statistics = ctx.saved_tensors
-        activation = ctx.activation[0]
-        passed = of_residual and not activation  # the sum's gradient is its summands'
-        wanted = of_input, of_weight, of_bias, of_residual and not passed
-        found = native_op("group_norm_backward_or_none")(
-            grad, input, weight, bias, residual, statistics, ctx.num_groups, *ctx.activation, *wanted
-        )
-        if all(one is None for one in found):
-            found = _gradients(ctx, grad, *wanted)
-        dx, dw, db, dr = found
+        tensors, groups, activation = (input, weight, bias, residual), ctx.num_groups, ctx.activation
+        passed = of_residual and not activation[0]  # the sum's gradient is its summands'
+        if torch.is_grad_enabled():
+            dx, dw, db, dr = formula_gradients(tensors, groups, ctx.eps, activation, grad)
+        else:
+            wanted = of_input, of_weight, of_bias, of_residual and not passed
+            found = native_op("group_norm_backward_or_none")(grad, *tensors, statistics, groups, *activation, *wanted)
+            if all(one is None for one in found):
+                found = kernel_gradients(tensors, statistics, groups, activation, grad, wanted)
+            dx, dw, db, dr = found
         return dx, None, dw, db, None, None, None, None, grad if passed else dr, None, None
 
 
-def _gradients(
-    ctx: Any, grad: Tensor, of_input: bool, of_weight: bool, of_bias: bool, of_residual: bool
+_Tensors: TypeAlias = "tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]"
+"""Input, weight, bias and residual."""
+
+
+def kernel_gradients(
+    tensors: _Tensors,
+    statistics: Tensor,
+    num_groups: int,
+    activation: tuple[int, float, float],
+    grad: Tensor,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Those that are asked for, of tensors that lie in any way."""
-    input, weight, bias, residual, statistics = ctx.saved_tensors
+    """Those of ``tensors`` that are ``wanted``, of tensors that lie in any way."""
+    input, weight, bias, residual = tensors
+    of_input, of_weight, of_bias, of_residual = wanted
     layout = _layout_of(input)
     input = input.contiguous(memory_format=layout)
     dx = torch.empty_like(input) if of_input else None
     room = torch.empty_like if input.numel() > 0 else torch.zeros_like  # sums of nothing, which no kernel runs for
-    dw = room(weight, memory_format=torch.contiguous_format) if of_weight else None
-    db = room(bias, memory_format=torch.contiguous_format) if of_bias else None
+    dw = None if weight is None or not of_weight else room(weight, memory_format=torch.contiguous_format)
+    db = None if bias is None or not of_bias else room(bias, memory_format=torch.contiguous_format)
     dense_grad = grad.contiguous(memory_format=layout)
     dr = torch.empty_like(dense_grad) if of_residual else None
     residual = None if residual is None else residual.contiguous(memory_format=layout)
     channels_last = layout is not torch.contiguous_format
     torch.ops.normswap.group_norm_backward.default(
-        *(dense_grad, input, dense(weight), dense(bias), residual, *statistics.chunk(2), ctx.num_groups, channels_last),
-        *(*ctx.activation, dx, dw, db, dr, 0),
+        *(dense_grad, input, dense(weight), dense(bias), residual, *statistics.chunk(2), num_groups, channels_last),
+        *(*activation, dx, dw, db, dr, 0),
     )
     return dx, dw, db, dr
 
 
-def _differentiable(ctx: Any, grad: Tensor, of_residual: bool) -> list[Tensor | None]:
+def formula_gradients(
+    tensors: _Tensors, num_groups: int, eps: float, activation: tuple[int, float, float], grad: Tensor
+) -> list[Tensor | None]:
     """By the reference formula, which can be differentiated again."""
-    input, weight, bias, residual, _ = ctx.saved_tensors
-    num_groups, eps, activation = ctx.num_groups, ctx.eps, activation_of(*ctx.activation)
+    act = activation_of(*activation)
 
     def formula(x: Tensor, w: Tensor | None, b: Tensor | None, r: Tensor | None) -> Tensor:
-        return reference.group_norm(x, num_groups, w, b, eps, activation, residual=r)
+        return reference.group_norm(x, num_groups, w, b, eps, act, residual=r)
 
-    found = reference_gradients(formula, (input, weight, bias, residual), grad)
-    if residual is None and of_residual:
-        found[3] = grad
-    return found
+    return reference_gradients(formula, tensors, grad)

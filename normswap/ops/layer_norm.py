@@ -22,7 +22,6 @@ from normswap.ops.dispatch import (
     native_serves,
     needs_grad,
     recording,
-    reference_gradients,
     row_statistics,
 )
 from normswap.ops.options import ROUNDED_FIRST, Options, activation_of, gradients, with_sum
@@ -163,8 +162,8 @@ class _LayerNorm(torch.autograd.Function):
             )
             if dx is not None or dw is not None or db is not None:
                 return dx, None, dw, db, None, None
-        formula = lambda x, w, b: reference.layer_norm(x, shape, w, b, ctx.eps)  # noqa: E731
-        dx, dw, db = reference_gradients(formula, (input, weight, bias), grad)
+        found = layer_norm_gradients((input, weight, bias, None, None), shape, ctx.eps, (0, 0.0, 0.0), grad, None)
+        dx, dw, db, *_ = found
         return dx, None, dw, db, None, None
 
 
@@ -285,12 +284,24 @@ class _LayerNormWithOptions(torch.autograd.Function):
                 *(*ctx.activation, of_input or of_residual, of_weight, of_bias, 0),
             )
         if all(one is None for one in found):
-
-            def formula(x: Tensor, w: Any, b: Any, scale: Any, shift: Any) -> Tensor:
-                act = activation_of(*ctx.activation)
-                return reference.layer_norm(x, shape, w, b, ctx.eps, scale=scale, shift=shift, activation=act)
-
-            found = gradients(formula, tuple(tensors), grad, grad_sum)
+            found = layer_norm_gradients(tensors, shape, ctx.eps, ctx.activation, grad, grad_sum)
         dx, dw, db, dscale, dshift = (*found, None, None)[:5]
         residual = dx if of_residual else None
         return dx if of_input else None, None, dw, db, None, residual, dscale, dshift, *(None,) * 5
+
+
+def layer_norm_gradients(
+    tensors: Sequence[Tensor | None],
+    shape: Sequence[int],
+    eps: float,
+    activation: tuple[int, float, float],
+    grad: Tensor | None,
+    grad_sum: Tensor | None,
+) -> list[Tensor | None]:
+    """Of what is normalised, weight, bias, scale and shift by the reference formula; it can be differentiated again."""
+    act = activation_of(*activation)
+
+    def formula(x: Tensor, w: Any, b: Any, scale: Any, shift: Any) -> Tensor:
+        return reference.layer_norm(x, shape, w, b, eps, scale=scale, shift=shift, activation=act)
+
+    return gradients(formula, tuple(tensors), grad, grad_sum)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -170,8 +170,8 @@ class _RMSNorm(torch.autograd.Function):
             if dx is not None or dw is not None:
                 return dx, None, dw, None, None, None, None
         order = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
-        formula = lambda x, w: reference.rms_norm(x, shape, w, ctx.eps, **order)  # noqa: E731
-        dx, dw = reference_gradients(formula, (input, weight), grad)
+        tensors = input, weight, None, None
+        dx, dw, *_ = rms_norm_gradients(tensors, shape, ctx.eps, order, (0, 0.0, 0.0), grad, None)
         return dx, None, dw, None, None, None, None
 
 
@@ -294,17 +294,31 @@ class _RMSNormWithOptions(torch.autograd.Function):
                 *(*ctx.activation, of_input or of_residual, of_weight, 0),
             )
         if all(one is None for one in found):
-
-            def formula(x: Tensor, w: Any, scale: Any, shift: Any) -> Tensor:
-                options: dict[str, Any] = {"scale": scale, "shift": shift, "activation": activation_of(*ctx.activation)}
-                return reference.rms_norm(x, shape, w, ctx.eps, **ctx.order, **options)
-
-            dx, dw, dscale, dshift = gradients(formula, tuple(tensors), grad, grad_sum)
+            found = rms_norm_gradients(tensors, shape, ctx.eps, ctx.order, ctx.activation, grad, grad_sum)
+            dx, dw, dscale, dshift = found
         else:
             dx, dw, dscale = found
             dshift = None
         residual = dx if of_residual else None
         return dx if of_input else None, None, dw, None, None, None, residual, dscale, dshift, *(None,) * 4
+
+
+def rms_norm_gradients(
+    tensors: Sequence[Tensor | None],
+    shape: Sequence[int],
+    eps: float,
+    order: Mapping[str, Any],
+    activation: tuple[int, float, float],
+    grad: Tensor | None,
+    grad_sum: Tensor | None,
+) -> list[Tensor | None]:
+    """Of what is normalised, weight, scale and shift by the reference formula; it can be differentiated again."""
+    act = activation_of(*activation)
+
+    def formula(x: Tensor, w: Any, scale: Any, shift: Any) -> Tensor:
+        return reference.rms_norm(x, shape, w, eps, **order, scale=scale, shift=shift, activation=act)
+
+    return gradients(formula, tuple(tensors), grad, grad_sum)
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

@@ -29,6 +29,7 @@ from normswap.regions.expression import Expression
 from normswap.regions.feeds import lowered_to, only_multiplies
 from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
 from normswap.regions.rewrite import Compiled, Helper
+from normswap.regions.rows import OriginalClass, Rows, rows_of
 from normswap.regions.spec import Region, children_of
 from normswap.regions.spelling import PURE
 
@@ -36,10 +37,6 @@ _PLAIN = (Tensor, nn.Parameter)
 _Arguments: TypeAlias = "tuple[Any, ...] | None"
 """What an op takes behind its input; None where only the module itself is sure to do the right thing."""
 _Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
-
-
-OriginalClass: TypeAlias = "Callable[[nn.Module], type[nn.Module] | None]"
-"""The class a module had before it was swapped, None for one that was not."""
 
 
 def make_helper(compiled: Compiled, original_class: OriginalClass) -> Helper:
@@ -76,7 +73,7 @@ class Fused:
         self.call = _CALLS.get("layer_norm_2d" if region.has("permute") else region.kind, _declines)
         self.read = _reader(region, original_class) if region.type else None
         self.convolved = Convolved(region, self.read) if region.convolution and self.read else None
-        self.directly = direct_way(compiled)
+        self.directly = rows_of(compiled, original_class, self.dtype) or direct_way(compiled)
         self.feeds, self.class_of = region.feeds, lambda child: original_class(child) or type(child)
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
