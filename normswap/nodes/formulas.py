@@ -17,17 +17,24 @@ Gradient = Tensor | None
 
 
 def row_norm_formula(
-    grad: Gradient, sum_grad: Gradient, input: Tensor, weight: Gradient, bias: Gradient, numbers: Sequence[float]
-) -> tuple[Gradient, Gradient, Gradient]:
-    """The gradients of input, weight and bias; ``numbers`` as nodes.cpp lists them."""
+    grad: Gradient,
+    sum_grad: Gradient,
+    input: Tensor,
+    weight: Gradient,
+    bias: Gradient,
+    scale: Gradient,
+    shift: Gradient,
+    numbers: Sequence[float],
+) -> tuple[Gradient, ...]:
+    """The gradients of input, weight, bias, scale and shift; ``numbers`` as nodes.cpp lists them."""
     kind, dims, eps, offset, cast, code, low, high, _ = numbers
     shape, activation = input.shape[-int(dims) :], (int(code), low, high)
     if kind == 0:
-        dx, dw, db, *_ = layer_norm_gradients((input, weight, bias, None, None), shape, eps, activation, grad, sum_grad)
-        return dx, dw, db
+        found = layer_norm_gradients((input, weight, bias, scale, shift), shape, eps, activation, grad, sum_grad)
+        return tuple(found)
     order = {"weight_offset": offset, "cast_before_weight": bool(cast)}
-    dx, dw, *_ = rms_norm_gradients((input, weight, None, None), shape, eps, order, activation, grad, sum_grad)
-    return dx, dw, None
+    dx, dw, *rest = rms_norm_gradients((input, weight, scale, shift), shape, eps, order, activation, grad, sum_grad)
+    return dx, dw, None, *rest
 
 
 def group_norm_formula(
@@ -56,7 +63,8 @@ def register() -> torch.library.Library:
     library = torch.library.Library("normswap", "FRAGMENT")
     both = "Tensor input, Tensor? weight, Tensor? bias"
     library.define(
-        f"row_norm_formula(Tensor? grad, Tensor? sum_grad, {both}, float[] numbers) -> (Tensor?, Tensor?, Tensor?)"
+        f"row_norm_formula(Tensor? grad, Tensor? sum_grad, {both}, Tensor? scale, Tensor? shift, float[] numbers) "
+        "-> (Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)"
     )
     library.define(
         f"group_norm_formula(Tensor grad, {both}, Tensor? residual, Tensor statistics, float[] numbers, bool[] wanted) "

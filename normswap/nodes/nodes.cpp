@@ -18,7 +18,10 @@ using torch::autograd::variable_list;
 using Optional = std::optional<Tensor>;
 using Pair = std::tuple<Optional, Optional>;
 using Triple = std::tuple<Optional, Optional, Optional>;
+using Quintuple = std::tuple<Optional, Optional, Optional, Optional, Optional>;
 using Numbers = std::vector<double>;
+
+const Optional nothing;
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> op(const char* name) {
@@ -49,14 +52,16 @@ struct Made {
 
 // Which gradients are asked for; edges are counted over the tensors that were given.
 struct Wanted {
-  bool input, weight, bias, residual;
+  bool input, weight, bias, residual, scale, shift;
 
-  Wanted(const AutogradContext& ctx, bool with_weight, bool with_bias, bool with_residual) {
+  Wanted(const AutogradContext& ctx, bool with_weight, bool with_bias, bool with_residual, bool with_scale = false) {
     size_t edge = 0;
     input = ctx.needs_input_grad(edge++);
     weight = with_weight && ctx.needs_input_grad(edge++);
     bias = with_bias && ctx.needs_input_grad(edge++);
-    residual = with_residual && ctx.needs_input_grad(edge);
+    residual = with_residual && ctx.needs_input_grad(edge++);
+    scale = with_scale && ctx.needs_input_grad(edge++);
+    shift = with_scale && ctx.needs_input_grad(edge);
   }
 };
 
@@ -94,17 +99,26 @@ Triple row_gradients(const Tensor& grad, const Tensor& sum_grad, const variable_
                   n[kLow], n[kHigh], of_input, wanted.weight, 0);
 }
 
-// By the formula, which Python has: it can be differentiated again.
-Triple row_formula(const Tensor& grad, const Tensor& sum_grad, const variable_list& saved, const Numbers& n) {
-  static const auto formula = op<Triple(const Optional&, const Optional&, const Tensor&, const Optional&, const Optional&,
-                                        at::ArrayRef<double>)>("normswap::row_norm_formula");
-  return formula.call(optional(grad), optional(sum_grad), saved[0], optional(saved[1]), optional(saved[2]), n);
+// Of input, weight, bias, scale and shift by the formula, which Python has: it can be differentiated again.
+Quintuple row_formula(const Tensor& grad, const Tensor& sum_grad, const variable_list& saved, const Numbers& n) {
+  static const auto formula = op<Quintuple(const Optional&, const Optional&, const Tensor&, const Optional&, const Optional&,
+                                           const Optional&, const Optional&, at::ArrayRef<double>)>(
+      "normswap::row_norm_formula");
+  return formula.call(optional(grad), optional(sum_grad), saved[0], optional(saved[1]), optional(saved[2]),
+                      optional(saved[4]), optional(saved[5]), n);
 }
+
+// What may stand before and behind a norm of rows.
+struct Around {
+  const Optional &residual, &scale, &shift;
+};
 
 struct RowNorm : torch::autograd::Function<RowNorm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Optional& weight, const Optional& bias,
-                               const Optional& residual, const Made* made) {
-    ctx->save_for_backward({residual.has_value() ? *made->sum : input, tensor(weight), tensor(bias), *made->statistics});
+                               const Optional& residual, const Optional& scale, const Optional& shift,
+                               const Made* made) {
+    ctx->save_for_backward({residual.has_value() ? *made->sum : input, tensor(weight), tensor(bias), *made->statistics,
+                            tensor(scale), tensor(shift)});
     ctx->saved_data["numbers"] = made->numbers;
     ctx->set_materialize_grads(false);
     return residual.has_value() ? variable_list{*made->out, *made->sum} : variable_list{*made->out};
@@ -113,17 +127,36 @@ struct RowNorm : torch::autograd::Function<RowNorm> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Numbers n = numbers_of(*ctx);
-    const bool with_residual = n[kResidual] != 0;
-    const Wanted wanted(*ctx, saved[1].defined(), saved[2].defined(), with_residual);
+    const bool with_residual = n[kResidual] != 0, with_scale = saved[4].defined();
+    const Wanted wanted(*ctx, saved[1].defined(), saved[2].defined(), with_residual, with_scale);
     const Tensor sum_grad = with_residual ? grads[1] : Tensor();
+    Tensor dx, dw, db, dscale, dshift;
     Triple found;
-    if (grads[0].defined() && !at::GradMode::is_enabled()) found = row_gradients(grads[0], sum_grad, saved, n, wanted);
-    if (!made_any(found) && (grads[0].defined() || sum_grad.defined())) found = row_formula(grads[0], sum_grad, saved, n);
-    const Tensor dx = tensor(std::get<0>(found));
-    return {wanted.input ? dx : Tensor(), wanted.weight ? tensor(std::get<1>(found)) : Tensor(),
-            wanted.bias ? tensor(std::get<2>(found)) : Tensor(), wanted.residual ? dx : Tensor(), Tensor()};
+    if (grads[0].defined() && !with_scale && !at::GradMode::is_enabled()) {
+      found = row_gradients(grads[0], sum_grad, saved, n, wanted);
+    }
+    if (made_any(found)) {
+      dx = tensor(std::get<0>(found)), dw = tensor(std::get<1>(found)), db = tensor(std::get<2>(found));
+    } else if (grads[0].defined() || sum_grad.defined()) {
+      const Quintuple all = row_formula(grads[0], sum_grad, saved, n);
+      dx = tensor(std::get<0>(all)), dw = tensor(std::get<1>(all)), db = tensor(std::get<2>(all));
+      dscale = tensor(std::get<3>(all)), dshift = tensor(std::get<4>(all));
+    }
+    const auto asked = [](bool wanted, const Tensor& t) { return wanted ? t : Tensor(); };
+    return {asked(wanted.input, dx),       asked(wanted.weight, dw),    asked(wanted.bias, db),
+            asked(wanted.residual, dx),    asked(wanted.scale, dscale), asked(wanted.shift, dshift),
+            Tensor()};
   }
 };
+
+// The output and, with a residual, the sum.
+Pair recorded_row(const Tensor& input, const Optional& weight, const Optional& bias, const Around& around,
+                  const Made& made) {
+  if (!made.out.has_value()) return {};
+  const variable_list found =
+      RowNorm::apply(input, weight, bias, around.residual, around.scale, around.shift, &made);
+  return {found[0], around.residual.has_value() ? Optional(found[1]) : std::nullopt};
+}
 
 Optional layer_norm(DispatchKeySet keys, const Tensor& input, int64_t dims, const Optional& weight, const Optional& bias,
                     double eps) {
@@ -139,9 +172,8 @@ Optional layer_norm(DispatchKeySet keys, const Tensor& input, int64_t dims, cons
     const at::AutoDispatchBelowADInplaceOrView guard;
     std::tie(made.out, made.statistics) = recorded.call(input, dims, weight, bias, eps);
   }
-  if (!made.out.has_value()) return std::nullopt;
   made.numbers = {kLayer, static_cast<double>(dims), eps, 0, 0, 0, 0, 0, 0};
-  return RowNorm::apply(input, weight, bias, Optional(), static_cast<const Made*>(&made))[0];
+  return std::get<0>(recorded_row(input, weight, bias, {nothing, nothing, nothing}, made));
 }
 
 Optional rms_norm(DispatchKeySet keys, const Tensor& input, int64_t dims, const Optional& weight, double eps, double offset,
@@ -158,16 +190,8 @@ Optional rms_norm(DispatchKeySet keys, const Tensor& input, int64_t dims, const 
     const at::AutoDispatchBelowADInplaceOrView guard;
     std::tie(made.out, made.statistics) = recorded.call(input, dims, weight, eps, offset, cast);
   }
-  if (!made.out.has_value()) return std::nullopt;
   made.numbers = {kRms, static_cast<double>(dims), eps, offset, static_cast<double>(cast), 0, 0, 0, 0};
-  return RowNorm::apply(input, weight, Optional(), Optional(), static_cast<const Made*>(&made))[0];
-}
-
-// The output and, with a residual, the sum; nothing where there are scale and shift, whose gradients a formula gives.
-Pair recorded_row(const Tensor& input, const Optional& weight, const Optional& bias, const Optional& residual, Made* made) {
-  if (!made->out.has_value()) return {};
-  const variable_list found = RowNorm::apply(input, weight, bias, residual, static_cast<const Made*>(made));
-  return {found[0], residual.has_value() ? Optional(found[1]) : std::nullopt};
+  return std::get<0>(recorded_row(input, weight, nothing, {nothing, nothing, nothing}, made));
 }
 
 Pair layer_norm_with_options(DispatchKeySet keys, const Tensor& input, int64_t dims, const Optional& weight,
@@ -184,7 +208,6 @@ Pair layer_norm_with_options(DispatchKeySet keys, const Tensor& input, int64_t d
   if (!learns({&given, &weight, &bias, &residual, &scale, &shift})) {
     return plain.redispatch(below, input, dims, weight, bias, eps, residual, scale, shift, activation, low, high, wide);
   }
-  if (scale.has_value() || shift.has_value()) return {};
   Made made;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -193,7 +216,7 @@ Pair layer_norm_with_options(DispatchKeySet keys, const Tensor& input, int64_t d
   }
   made.numbers = {kLayer, static_cast<double>(dims), eps, 0, 0, static_cast<double>(activation), low, high,
                   static_cast<double>(residual.has_value())};
-  return recorded_row(input, weight, bias, residual, &made);
+  return recorded_row(input, weight, bias, {residual, scale, shift}, made);
 }
 
 Pair rms_norm_with_options(DispatchKeySet keys, const Tensor& input, int64_t dims, const Optional& weight, double eps,
@@ -210,7 +233,6 @@ Pair rms_norm_with_options(DispatchKeySet keys, const Tensor& input, int64_t dim
   if (!learns({&given, &weight, &residual, &scale, &shift})) {
     return plain.redispatch(below, input, dims, weight, eps, offset, cast, residual, scale, shift, activation, low, high);
   }
-  if (scale.has_value() || shift.has_value()) return {};
   Made made;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -219,7 +241,7 @@ Pair rms_norm_with_options(DispatchKeySet keys, const Tensor& input, int64_t dim
   }
   made.numbers = {kRms, static_cast<double>(dims), eps, offset, static_cast<double>(cast), static_cast<double>(activation),
                   low, high, static_cast<double>(residual.has_value())};
-  return recorded_row(input, weight, Optional(), residual, &made);
+  return recorded_row(input, weight, nothing, {residual, scale, shift}, made);
 }
 
 // --- groups -------------------------------------------------------------------------------------------------------------
