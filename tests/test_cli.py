@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 import normswap.modules
-from normswap import native
+from normswap import native, nodes
 from normswap.checkpoint import CheckpointError, build_model, load_model, same_tensors
 from normswap.cli import main
 from normswap.cli.inputs import make_inputs
@@ -350,7 +350,9 @@ def test_build_shows_the_compilers_own_words(monkeypatch: pytest.MonkeyPatch) ->
     assert result.exit_code == ENVIRONMENT and result.stdout == ""
     assert "layer_norm.cu(3): error: identifier is undefined" in result.stderr and "Traceback" not in result.stderr
     monkeypatch.setattr(native, "build", lambda arch, out=None, **_: Path("lib.so"))
-    assert run("build").stdout == "lib.so\n"
+    monkeypatch.setattr(nodes, "build", lambda out=None: Path("nodes.so"))
+    result = run("build")
+    assert result.stdout == "lib.so\n" and "nodes.so" in result.stderr
 
 
 def test_version_and_help() -> None:

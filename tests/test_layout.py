@@ -116,7 +116,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli.options": {"checkpoint.errors", "cli.inputs"},
     "cli.bench": {"report", "timing", "checkpoint.errors"},
     "cli.commands": {
-        *("plan", "native", "checkpoint", "checkpoint.errors", "checkpoint.models", "checkpoint.reading"),
+        *("plan", "native", "nodes", "checkpoint", "checkpoint.errors", "checkpoint.models", "checkpoint.reading"),
         *("checkpoint.writing", "cli.bench", "cli.inputs", "cli.options", "cli.summary"),
         *("cli.talk",),
     },

@@ -226,9 +226,9 @@ def bench(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def env(as_json: bool) -> None:
     """Show the versions, the GPU and the kernel library, and what is missing."""
-    from normswap import native
+    from normswap import native, nodes
 
-    found = {str(key): str(value) for key, value in native.environment().items()}
+    found = {str(key): str(value) for key, value in native.environment().items()} | {"autograd nodes": nodes.status()}
     click.echo(_json(found) if as_json else tabulate(found.items(), tablefmt="plain", disable_numparse=True))
 
 
@@ -239,13 +239,14 @@ def env(as_json: bool) -> None:
 )
 def build(arch: str | None, out: Path | None) -> None:
     """Compile the kernel library ahead of its first use."""
-    from normswap import native
+    from normswap import native, nodes
 
     architectures = [a.strip() for a in arch.split(",")] if arch is not None else None
     try:
         click.echo(native.build(architectures, out, progress=say))
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
+    say(f"autograd's nodes: {nodes.build(out)}")
 
 
 def _open(source: str, quiet: bool, **where: Any) -> Checkpoint:

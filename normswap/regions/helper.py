@@ -29,7 +29,7 @@ from normswap.regions.expression import Expression
 from normswap.regions.feeds import lowered_to, only_multiplies
 from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
 from normswap.regions.rewrite import Compiled, Helper
-from normswap.regions.rows import OriginalClass, Rows, rows_of
+from normswap.regions.rows import OriginalClass, rows_of
 from normswap.regions.spec import Region, children_of
 from normswap.regions.spelling import PURE
 
