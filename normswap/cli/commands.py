@@ -237,7 +237,8 @@ def env(as_json: bool) -> None:
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for it. [default: the user cache]"
 )
-def build(arch: str | None, out: Path | None) -> None:
+@click.option("--nodes", "with_nodes", is_flag=True, help="Autograd's nodes in C++ too, for this version of torch.")
+def build(arch: str | None, out: Path | None, with_nodes: bool) -> None:
     """Compile the kernel library ahead of its first use."""
     from normswap import native, nodes
 
@@ -246,7 +247,8 @@ def build(arch: str | None, out: Path | None) -> None:
         click.echo(native.build(architectures, out, progress=say))
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
-    say(f"autograd's nodes: {nodes.build(out)}")
+    if with_nodes:
+        click.echo(nodes.build(out))
 
 
 def _open(source: str, quiet: bool, **where: Any) -> Checkpoint:

@@ -1,6 +1,6 @@
 """Autograd's nodes in C++, an optional library beside the kernels: with it nothing of a swapped norm's backward is
-Python, and of its forward less. It is bound to one version of torch, as the kernels are not, and compiled beside them
-by ``normswap build`` and at first use; where there is none, or no compiler, the Functions of ``ops`` do the same."""
+Python, and of its forward less. It is bound to one version of torch, as the kernels are not, and compiled by
+``normswap build --nodes`` alone; where there is none the autograd Functions of ``ops`` do the same."""
 
 from __future__ import annotations
 
@@ -71,18 +71,19 @@ def build(folder: Path | None = None) -> Path:
 
 
 def load() -> None:
-    """Use the library if there is one, or the kernels were compiled in this process and it can be too; to be called
-    when they are loaded."""
+    """Use the library if there is one; to be called when the kernels are loaded."""
     global _reason
+    _reason = "not compiled; `normswap build --nodes` does it"
+    if (path := find()) is None:
+        return
     try:
-        path = build() if native.status().origin == "built" else find()
-        if path is not None:
-            formulas.register()
-            torch.ops.load_library(str(path))
-            dispatch.record_natively(NORMS)
-        _reason = "" if path is not None else "not compiled; `normswap build` does it"
-    except (BuildError, OSError, RuntimeError) as error:
-        _reason = str(error)
+        formulas.register()
+        torch.ops.load_library(str(path))
+    except (OSError, RuntimeError) as error:
+        _reason = f"{path} cannot be loaded ({error}); compile it again: `normswap build --nodes`"
+        return
+    _reason = ""
+    dispatch.record_natively(NORMS)
 
 
 def status() -> str:

@@ -4,7 +4,6 @@ rounded at once."""
 from __future__ import annotations
 
 import ast
-import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from normswap.attributes import Rejection
 from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.ops.dispatch import any_autocast
 from normswap.source import definition
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -25,8 +25,10 @@ _SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "super"})
 
 def lowered_to(x: Tensor) -> torch.dtype | None:
     """The 16-bit dtype that autocast casts ``x``, or its norm, to before a product; None where it does not."""
-    kind = x.device.type
-    if x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+    if not any_autocast() or x.dtype is torch.float64:
+        return None
+    kind = "cuda" if x.is_cuda else x.device.type
+    if not torch.is_autocast_enabled(kind):
         return None
     dtype = torch.get_autocast_dtype(kind)
     return dtype if dtype in SIXTEEN_BITS else None
@@ -35,13 +37,13 @@ def lowered_to(x: Tensor) -> torch.dtype | None:
 def only_multiplies(child: Any, class_of: Callable[[nn.Module], type[nn.Module]]) -> bool:
     """Whether ``child`` does nothing with its first argument but hand it to Linears and convolutions of torch.nn, as
     its forward, that of ``class_of`` it, is written. Asked on every call."""
-    cls = class_of(child) if isinstance(child, nn.Module) else type(child)
-    if cls in _LOWERED:
-        return is_plain(child, cls)
+    if (own := type(child)) in _LOWERED:
+        return is_plain(child, own)
+    cls = class_of(child) if isinstance(child, nn.Module) else own
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, types.FunctionType) or cls.__call__ is not nn.Module.__call__ or not is_unhooked(child):
         return False
-    names = _fed(forward, forward.__code__)
+    names = _fed_by(forward)
     return bool(names) and all(_is_lowered(child, name) for name in names)
 
 
@@ -52,11 +54,21 @@ def _is_lowered(module: nn.Module, name: str) -> bool:
     return cls in _LOWERED and not hidden and is_plain(child, cls)
 
 
-@functools.lru_cache(maxsize=1024)
-def _fed(forward: types.FunctionType, code: types.CodeType) -> frozenset[str]:
+_known: dict[types.FunctionType, tuple[types.CodeType, frozenset[str]]] = {}
+
+
+def _fed_by(forward: types.FunctionType) -> frozenset[str]:
+    """``_fed``, read once for each code that the function has."""
+    known = _known.get(forward)
+    if known is None or known[0] is not forward.__code__:
+        known = _known[forward] = forward.__code__, _fed(forward)
+    return known[1]
+
+
+def _fed(forward: types.FunctionType) -> frozenset[str]:
     """The children that a forward hands its first argument to; none where it does anything else with it."""
     tree = definition(forward)
-    if any("autocast" in name for name in code.co_names):
+    if any("autocast" in name for name in forward.__code__.co_names):
         return frozenset()
     if isinstance(tree, Rejection) or len(arguments := [*tree.args.posonlyargs, *tree.args.args]) < 2:
         return frozenset()
