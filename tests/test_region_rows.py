@@ -165,6 +165,17 @@ def _another_size(model: Any) -> None:
     model.norm.normalized_shape = (2, 4)
 
 
+def _weight_elsewhere(model: Any) -> None:
+    model.norm.weight_orig = model.norm._parameters.pop("weight")
+    model.norm.weight = model.norm.weight_orig * 2
+
+
+def _bias_elsewhere(model: Any) -> None:
+    """As pruning leaves it."""
+    model.norm.bias_orig = model.norm._parameters.pop("bias")
+    model.norm.bias = model.norm.bias_orig * 2
+
+
 class _Subclass(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return x * 3
@@ -174,7 +185,10 @@ def _subclass(model: Any) -> None:
     model.norm.__class__ = _Subclass
 
 
-CHANGES = (_hooked, _hooked_behind, _own_forward, _another, _another_size, _subclass)
+CHANGES = (
+    *(_hooked, _hooked_behind, _own_forward, _another, _another_size, _subclass),
+    *(_weight_elsewhere, _bias_elsewhere),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -43,6 +43,7 @@ class Rows:
         self.at = region.step("sum").operand if region.has("sum") else -1
         self.run = self._layer_norm if cls is nn.LayerNorm else self._rms_norm
         self.shared, self.dtype = region.shared, dtype if region.feeds else None
+        self.affine = {"weight", "bias"} if cls is nn.LayerNorm else {"weight"}
         self.original_class, self.known = original_class, dict[type, bool]()
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
@@ -51,6 +52,8 @@ class Rows:
         if cls is not self.cls and not self._stands_for(norm, cls):
             return None
         own = norm.__dict__
+        if not self.affine <= own["_parameters"].keys():  # a tool holds them elsewhere
+            return None
         if not is_bare(own) or _has_any_global_hook() or not self.replaced.is_unchanged():
             return None
         x, before = packed, None
