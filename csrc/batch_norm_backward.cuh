@@ -11,32 +11,55 @@
 namespace normswap {
 namespace {
 
+constexpr int kPairsAtOnce = 4;  // vectors of x, and of dy, that a thread has in flight
+
 template <class T>
-constexpr int kPairsAtOnce = sizeof(T) == 2 ? 4 : 3;  // vectors of x, and of dy, that a thread has in flight
+constexpr int kPairBlocks = sizeof(T) == 2 ? 3 : 2;  // of a multiprocessor, by the registers of a thread
 
+// Not inlined, as slopes (activation.cuh): what is not a ReLU.
 template <class T, int V>
-struct Incoming {
-  static constexpr int many = kPairsAtOnce<T>;
-  Pack<T, V> x[many]{}, dy[many]{};
-  unsigned char signs[many]{};
+__device__ __noinline__ Floats<V> through_slopes(ActivationArgs a, Floats<V> z, Floats<V> g) {
+  times_slope<T>(a, z.v, g.v);
+  return g;
+}
 
-  template <bool Last>
-  __device__ void load_some(const Vectors<V>& vectors, int r) {
-    const BatchNormTrain& n = vectors.a.n;
+// x and dy of a thread's vectors, on their way. Last: see Words.
+template <class T, int V, bool Last>
+struct Incoming {
+  static constexpr int many = kPairsAtOnce;
+  const Vectors<V>& vectors;
+  const BatchNormTrain& n;
+  Words<T, V> x[many], dy[many];
+  unsigned char signs[many];
+
+  __device__ explicit Incoming(const Vectors<V>& of) : vectors(of), n(of.a.n) {
 #pragma unroll
-    for (int k = 0; k < many; ++k) {
-      int64_t at;
-      if (!vectors.at(r + k * vectors.a.side, at)) continue;
-      x[k] = load<Last, T, V>(n.x, at);
-      dy[k] = load<Last, T, V>(n.dy, at);
-      if (n.signs != nullptr) signs[k] = n.signs[at / V];
-    }
+    for (int k = 0; k < many; ++k) load(k, vectors.first + k * vectors.a.side);
   }
-  // x - mean and g of vector k, which lies at `at`.
-  __device__ void values(const BatchNormTrain& n, const ColumnCoefficients<V>& of, int k, int64_t at, float (&d)[V],
-                         float (&g)[V]) const {
-    to_floats(x[k], d);
-    to_floats(dy[k], g);
+  // Zeros where there is none: they add nothing.
+  __device__ void load(int k, int row) {
+    const bool there = row < vectors.end;
+    const int64_t at = vectors.at(row);
+    x[k] = dy[k] = {};
+    x[k].template load_where<Last>(there, n.x, at);
+    dy[k].template load_where<Last>(there, n.dy, at);
+    if (n.signs != nullptr && there) signs[k] = n.signs[at / static_cast<int>(sizeof(x[k]))];
+  }
+  // Calls with(row, x - mean, g) for every vector.
+  template <class With>
+  __device__ void for_each(const ColumnCoefficients<V>& of, With with) {
+    vectors.template for_each<many>([&](int k, int row) { load(k, row); },
+                                    [&](int k, int row) {
+                                      float d[V], g[V];
+                                      values(of, k, row, d, g);
+                                      with(row, d, g);
+                                    });
+  }
+
+ private:
+  __device__ void values(const ColumnCoefficients<V>& of, int k, int row, float (&d)[V], float (&g)[V]) const {
+    x[k].floats(d);
+    dy[k].floats(g);
 #pragma unroll
     for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], of.mean[j]);
     if (n.activation.code == Activation::none) return;
@@ -47,54 +70,58 @@ struct Incoming {
     }
     float z[V];
 #pragma unroll
-    for (int j = 0; j < V; ++j) z[j] = rounded<T>(fmaf(d[j], of.gain[j], of.bias[j]));
+    for (int j = 0; j < V; ++j) z[j] = fmaf(d[j], of.gain[j], of.bias[j]);
     if (n.residual != nullptr) {
+      Words<T, V> residual{};
+      residual.template load_where<false>(row < vectors.end, n.residual, vectors.at(row));
       float added[V];
-      to_floats(load<false, T, V>(n.residual, at), added);
+      residual.floats(added);
 #pragma unroll
-      for (int j = 0; j < V; ++j) z[j] = rounded<T>(__fadd_rn(z[j], added[j]));
+      for (int j = 0; j < V; ++j) z[j] = __fadd_rn(rounded<T>(z[j]), added[j]);
     }
-    times_slope<T>(n.activation, z, g);
+    if (n.activation.code == Activation::relu) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) g[j] = lets_through<T>(z[j]) ? g[j] : 0.f;
+      return;
+    }
+    Floats<V> of_z, of_g;
+#pragma unroll
+    for (int j = 0; j < V; ++j) of_z.v[j] = rounded<T>(z[j]), of_g.v[j] = g[j];
+    of_g = through_slopes<T>(n.activation, of_z, of_g);
+#pragma unroll
+    for (int j = 0; j < V; ++j) g[j] = of_g.v[j];
   }
 };
 
-// The gradients of a vector; d and g are used up.
+// The gradients of a row's vector, if it is there.
 template <class T, int V>
-__device__ inline void store_gradients(const BatchNormTrain& n, int64_t at, const float (&g)[V], const float (&dx)[V]) {
+__device__ inline void store_gradients(const Vectors<V>& vectors, int row, const float (&g)[V], const float (&dx)[V]) {
+  if (row >= vectors.end) return;
+  const BatchNormTrain& n = vectors.a.n;
+  const int64_t at = vectors.at(row);
   if (n.dresidual != nullptr) store(n.dresidual, at, Pack<T, V>::of(g));
   if (n.dx != nullptr) store(n.dx, at, Pack<T, V>::of(dx));
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(kBatchNormThreads, 3) batch_sums(const BatchNormArgs args) {
+__global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_sums(const BatchNormArgs args) {
   __shared__ Handed<V> handed;
   __shared__ float4 room[kMostOfStrip];
   const Vectors<V> vectors(args, blockIdx.x);
-  float sums[V] = {}, products[V] = {};
-  Incoming<T, V> incoming;
-  incoming.template load_some<false>(vectors, vectors.first);
+  Incoming<T, V, false> incoming(vectors);
   const ColumnCoefficients<V> of(vectors, room);
-  for (int r = vectors.first; r < vectors.end;) {
+  float sums[V] = {}, products[V] = {};
+  incoming.for_each(of, [&](int row, float (&d)[V], const float (&g)[V]) {
 #pragma unroll
-    for (int k = 0; k < incoming.many; ++k) {
-      int64_t at;
-      if (!vectors.at(r + k * args.side, at)) continue;
-      float d[V], g[V];
-      incoming.values(args.n, of, k, at, d, g);
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        sums[j] = __fadd_rn(sums[j], g[j]);
-        products[j] = fmaf(g[j], d[j], products[j]);
-      }
-      if (args.n.frozen) {
-#pragma unroll
-        for (int j = 0; j < V; ++j) d[j] = __fmul_rn(g[j], of.gain[j]);
-        store_gradients<T>(args.n, at, g, d);
-      }
+    for (int j = 0; j < V; ++j) {
+      sums[j] = __fadd_rn(sums[j], g[j]);
+      products[j] = fmaf(g[j], d[j], products[j]);
     }
-    r += incoming.many * args.side;
-    if (r < vectors.end) incoming.template load_some<false>(vectors, r);
-  }
+    if (!args.n.frozen) return;
+#pragma unroll
+    for (int j = 0; j < V; ++j) d[j] = __fmul_rn(g[j], of.gain[j]);
+    store_gradients<T>(vectors, row, g, d);
+  });
   let_successor_start();
   float2 columns[V];
 #pragma unroll
@@ -110,12 +137,11 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_sums(const BatchNo
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(kBatchNormThreads, 3) batch_gradients(const BatchNormArgs args) {
+__global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_gradients(const BatchNormArgs args) {
   __shared__ float4 room[kMostOfStrip];
   __shared__ float2 room_of_pairs[kMostOfStrip];
   const Vectors<V> vectors(args, gridDim.x - 1 - blockIdx.x);
-  Incoming<T, V> incoming;
-  incoming.template load_some<true>(vectors, vectors.first);
+  Incoming<T, V, true> incoming(vectors);
   const ColumnCoefficients<V> of(vectors, room);
   follow_predecessor();
   const float2* finished = args.sums() + args.n.sizes.channels * args.p.pieces;
@@ -125,20 +151,11 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_gradients(const Ba
     a[j] = pair.x;
     b[j] = pair.y;
   });
-  for (int r = vectors.first; r < vectors.end;) {
+  incoming.for_each(of, [&](int row, float (&d)[V], const float (&g)[V]) {
 #pragma unroll
-    for (int k = 0; k < incoming.many; ++k) {
-      int64_t at;
-      if (!vectors.at(r + k * args.side, at)) continue;
-      float d[V], g[V];
-      incoming.values(args.n, of, k, at, d, g);
-#pragma unroll
-      for (int j = 0; j < V; ++j) d[j] = fmaf(g[j], of.gain[j], -fmaf(d[j], b[j], a[j]));
-      store_gradients<T>(args.n, at, g, d);
-    }
-    r += incoming.many * args.side;
-    if (r < vectors.end) incoming.template load_some<true>(vectors, r);
-  }
+    for (int j = 0; j < V; ++j) d[j] = fmaf(g[j], of.gain[j], -fmaf(d[j], b[j], a[j]));
+    store_gradients<T>(vectors, row, g, d);
+  });
 }
 
 template <class T, int V>

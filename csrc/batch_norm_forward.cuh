@@ -17,16 +17,15 @@ struct ColumnMoments {
   int count;
 
   template <class T>
-  __device__ void add(const Pack<T, V>& pack) {
+  __device__ void add(const Words<T, V>& words) {
     float x[V];
-    to_floats(pack, x);
+    words.floats(x);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const float d = __fsub_rn(x[j], pivot[j]);
       sums[j] = __fadd_rn(sums[j], d);
       squares[j] = fmaf(d, d, squares[j]);
     }
-    ++count;
   }
   __device__ void finish(float2 (&out)[V]) const {
     const float reciprocal = count > 0 ? __frcp_rn(static_cast<float>(count)) : 0.f;
@@ -59,30 +58,26 @@ template <class T, int V>
 __global__ void __launch_bounds__(kBatchNormThreads, 4) batch_moments(const BatchNormArgs args) {
   __shared__ Handed<V> handed;
   const Vectors<V> vectors(args, blockIdx.x);
-  ColumnMoments<V> moments{};
   constexpr int many = kAtOnce<T>;
-  Pack<T, V> x[many]{};
-  bool there[many];
-  const auto load_some = [&](int r) {
-#pragma unroll
-    for (int k = 0; k < many; ++k) {
-      int64_t at;
-      there[k] = vectors.at(r + k * args.side, at);
-      if (there[k]) x[k] = load<false, T, V>(args.n.x, at);
-    }
+  Words<T, V> x[many]{};
+  const auto load = [&](int k, int row) {
+    x[k].template load_where<false>(row < vectors.end, args.n.x, vectors.at(row));
   };
-  load_some(vectors.first);
-  to_floats(x[0], moments.pivot);
-  if (!there[0]) to_floats(x[1], moments.pivot);  // one of the two is there, if any is
-  for (int r = vectors.first;;) {
 #pragma unroll
-    for (int k = 0; k < many; ++k) {
-      if (there[k]) moments.add(x[k]);
-    }
-    r += many * args.side;
-    if (r >= vectors.end) break;
-    load_some(r);
-  }
+  for (int k = 0; k < many; ++k) load(k, vectors.first + k * args.side);
+  const Words<T, V> pivot = x[0];
+  ColumnMoments<V> moments{};
+  pivot.floats(moments.pivot);
+  moments.count = vectors.count();
+  // Rows that are not there are the pivot, of which nothing is left.
+#pragma unroll
+  for (int k = 1; k < many; ++k) x[k] = vectors.first + k * args.side < vectors.end ? x[k] : pivot;
+  vectors.template for_each<many>(
+      [&](int k, int row) {
+        x[k] = pivot;
+        load(k, row);
+      },
+      [&](int k, int) { moments.add(x[k]); });
   let_successor_start();
   float2 columns[V];
   moments.finish(columns);
@@ -97,64 +92,80 @@ __global__ void __launch_bounds__(kBatchNormThreads, 4) batch_moments(const Batc
       });
 }
 
-// The vector at `at`, finished: the residual is added, the activation follows, a ReLU's signs are kept.
+// Each value, or 0 where it is less. NaN stays.
 template <class T, int V>
-__device__ inline void store_output(const BatchNormArgs& a, int64_t at, const float (&norm)[V], const Pack<T, V>& residual) {
-  Pack<T, V> y = Pack<T, V>::of(norm);
-  if (a.n.residual != nullptr) {
-    float sums[V], added[V];
-    to_floats(y, sums);
-    to_floats(residual, added);
+__device__ inline Pack<T, V> relu(const Pack<T, V>& of) {
+  Pack<T, V> out;
+  if constexpr (sizeof(T) == 2 && V % 2 == 0) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const unsigned zeros = 0;
 #pragma unroll
-    for (int j = 0; j < V; ++j) sums[j] = __fadd_rn(sums[j], added[j]);
-    y = Pack<T, V>::of(sums);
+    for (int j = 0; j < V; j += 2) {
+      const Pair pair = *reinterpret_cast<const Pair*>(&of.v[j]);
+      *reinterpret_cast<Pair*>(&out.v[j]) = __hmax2_nan(pair, *reinterpret_cast<const Pair*>(&zeros));
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) out.v[j] = to_float(of.v[j]) <= 0.f ? from_float<T>(0.f) : of.v[j];
+  }
+  return out;
+}
+
+// The vector at `at`, if it is there, finished: the residual is added, the activation follows, a ReLU's signs are kept.
+template <class T, int V>
+__device__ inline void store_output(const BatchNormArgs& a, bool there, int64_t at, const float (&norm)[V],
+                                    const Words<T, V>& residual) {
+  Pack<T, V> y = Pack<T, V>::of(norm);
+  float z[V];
+  if (a.n.residual != nullptr) {
+    float added[V];
+    Words<T, V>{y.raw()}.floats(z);
+    residual.floats(added);
+#pragma unroll
+    for (int j = 0; j < V; ++j) z[j] = __fadd_rn(z[j], added[j]);
+    y = Pack<T, V>::of(z);
   }
   if (a.n.activation.code == Activation::relu) {
-    float z[V];
-    to_floats(y, z);
-    unsigned signs = 0;
+    if (a.n.signs != nullptr) {
+      unsigned signs = 0;
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const bool passes = !(z[j] <= 0.f);  // NaN does
-      signs |= static_cast<unsigned>(passes) << j;
-      z[j] = passes ? z[j] : 0.f;
+      for (int j = 0; j < V; ++j) signs |= static_cast<unsigned>(lets_through<T>(z[j])) << j;
+      if (there) a.n.signs[at / static_cast<int>(sizeof(y))] = static_cast<unsigned char>(signs);
     }
-    y = Pack<T, V>::of(z);
-    if (a.n.signs != nullptr) a.n.signs[at / V] = static_cast<unsigned char>(signs);
-  } else {
-    y = activated(y, a.n.activation);
+    y = relu(y);
+  } else if (a.n.activation.code != Activation::none) {
+    y = activated_vector(y, a.n.activation);
   }
-  store(a.n.y, at, y);
+  if (there) store(a.n.y, at, y);
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(kBatchNormThreads, 4) batch_apply(const BatchNormArgs args) {
+__global__ void __launch_bounds__(kBatchNormThreads, 3) batch_apply(const BatchNormArgs args) {
   __shared__ float4 room[kMostOfStrip];
   const Vectors<V> vectors(args, gridDim.x - 1 - blockIdx.x);
   constexpr int many = kAtOnce<T>;
-  Pack<T, V> x[many]{}, residual[many]{};
+  Words<T, V> x[many]{}, residual[many]{};
   const auto load_some = [&](int r) {
 #pragma unroll
     for (int k = 0; k < many; ++k) {
-      int64_t at;
-      if (!vectors.at(r + k * args.side, at)) continue;
-      x[k] = load<true, T, V>(args.n.x, at);
-      if (args.n.residual != nullptr) residual[k] = load<true, T, V>(args.n.residual, at);
+      const bool there = r + k * args.side < vectors.end;
+      const int64_t at = vectors.at(r + k * args.side);
+      x[k].template load_where<true>(there, args.n.x, at);
+      residual[k].template load_where<true>(there && args.n.residual != nullptr, args.n.residual, at);
     }
   };
   load_some(vectors.first);
   follow_predecessor();
   const ColumnCoefficients<V> of(vectors, room);
+#pragma unroll 1
   for (int r = vectors.first; r < vectors.end;) {
 #pragma unroll
     for (int k = 0; k < many; ++k) {
-      int64_t at;
-      if (!vectors.at(r + k * args.side, at)) continue;
-      float norm[V];
-      to_floats(x[k], norm);
+      float z[V];
+      x[k].floats(z);
 #pragma unroll
-      for (int j = 0; j < V; ++j) norm[j] = fmaf(__fsub_rn(norm[j], of.mean[j]), of.gain[j], of.bias[j]);
-      store_output(args, at, norm, residual[k]);
+      for (int j = 0; j < V; ++j) z[j] = fmaf(__fsub_rn(z[j], of.mean[j]), of.gain[j], of.bias[j]);
+      store_output(args, r + k * args.side < vectors.end, vectors.at(r + k * args.side), z, residual[k]);
     }
     r += many * args.side;
     if (r < vectors.end) load_some(r);

@@ -11,15 +11,18 @@ namespace {
 struct BatchNormArgs {
   BatchNormTrain n;
   BatchNormPlan p;
-  Divider by_strips, by_lanes, by_parts, by_inner, by_across;
-  int64_t outer, strip_step;  // elements from sample to sample, from strip to strip
-  int side, rows;
+  Divider by_strips, by_lanes, by_line, by_inner, by_across;
+  int64_t strip_bytes;        // from strip to strip
+  unsigned vector_bytes, sample_bytes;  // from row to row of a sample; what comes to it from sample to sample
+  int side, rows, piece_rows;
 
   BatchNormArgs(const BatchNormTrain& norm, const BatchNormPlan& plan)
       : n(norm), p(plan), by_strips(Divider::by(plan.strips)), by_lanes(Divider::by(plan.lanes)),
-        by_parts(Divider::by(plan.parts)), by_inner(Divider::by(norm.sizes.inner)), by_across(Divider::by(plan.across)),
-        outer(norm.sizes.channels * norm.sizes.inner), strip_step(plan.parts > 1 ? norm.sizes.inner : plan.width),
-        side(plan.side), rows(static_cast<int>(plan.rows)) {}
+        by_line(Divider::by(plan.line)), by_inner(Divider::by(norm.sizes.inner)), by_across(Divider::by(plan.across)),
+        strip_bytes((plan.line > 1 ? norm.sizes.inner : plan.width) * norm.sizes.itemsize),
+        vector_bytes(plan.vec * norm.sizes.itemsize),
+        sample_bytes((norm.sizes.channels * norm.sizes.inner - plan.line * plan.vec) * norm.sizes.itemsize),
+        side(plan.side), rows(static_cast<int>(plan.rows)), piece_rows(static_cast<int>(plan.piece_rows)) {}
 
   __device__ Moments* moments() const { return reinterpret_cast<Moments*>(n.workspace); }
   __device__ float2* sums() const { return reinterpret_cast<float2*>(n.workspace); }
@@ -29,30 +32,39 @@ struct BatchNormArgs {
 template <int V>
 struct Vectors {
   const BatchNormArgs& a;
-  int strip, piece, lane, row, first, end;
-  int64_t base;  // of its vector in row 0
+  int strip, piece, lane, first, end;
+  int64_t base;  // of its vector in row 0, in bytes
   __device__ Vectors(const BatchNormArgs& args, unsigned item) : a(args) {
     piece = a.by_strips.quotient(static_cast<int>(item));
     strip = static_cast<int>(item) - piece * static_cast<int>(a.p.strips);
-    row = a.by_lanes.quotient(thread());
+    const int row = a.by_lanes.quotient(thread()), begin = piece * a.piece_rows;
     lane = thread() - row * a.p.lanes;
-    const int64_t begin = piece * a.p.piece_rows;
-    end = static_cast<int>(min(begin + a.p.piece_rows, a.p.rows));
-    first = row < a.side && (last_strip() ? lane * V < a.p.last_width : true) ? static_cast<int>(begin) + row : end;
-    base = strip * a.strip_step + lane * V;
+    end = min(begin + a.piece_rows, a.rows);
+    const bool works = row < a.side && (strip < a.p.strips - 1 || lane * V < a.p.last_width);
+    first = works ? begin + row : end;
+    base = strip * a.strip_bytes + lane * a.vector_bytes;
   }
-  __device__ bool last_strip() const { return a.p.parts == 1 && strip == a.p.strips - 1; }
-  __device__ int channels() const { return last_strip() ? a.p.last_group : a.p.group; }
+  __device__ int channels() const { return strip == a.p.strips - 1 ? a.p.last_group : a.p.group; }
   __device__ int64_t first_channel() const { return static_cast<int64_t>(strip) * a.p.group; }
-  // Whether there is one in row r, and where it lies.
-  __device__ bool at(int r, int64_t& offset) const {
-    if (a.p.parts == 1) {
-      offset = base + r * a.outer;
-      return r < end;
+  __device__ int count() const { return first < end ? (end - first + a.side - 1) / a.side : 0; }
+  // Where the vector of row r lies, in bytes.
+  __device__ int64_t at(int r) const {
+    const uint64_t samples = static_cast<uint64_t>(static_cast<unsigned>(a.by_line.quotient(r))) * a.sample_bytes;
+    return base + static_cast<int64_t>(samples + static_cast<uint64_t>(static_cast<unsigned>(r)) * a.vector_bytes);
+  }
+  // Calls with(k, row) for the vectors in turn, and load(k, row) for those `Many` rows later, of which the first are loaded
+  // already. A row that is not there is `end` or more.
+  template <int Many, class Load, class With>
+  __device__ void for_each(Load load, With with) const {
+#pragma unroll 1
+    for (int r = first; r < end; r += Many * a.side) {
+#pragma unroll
+      for (int k = 0; k < Many; ++k) {
+        const int row = r + k * a.side;
+        with(k, row);
+        load(k, row + Many * a.side);
+      }
     }
-    const int sample = a.by_parts.quotient(r), part = r - sample * static_cast<int>(a.p.parts);
-    offset = base + sample * a.outer + static_cast<int64_t>(part) * a.p.width;
-    return r < end && (part < a.p.parts - 1 || lane * V < a.p.last_width);
   }
   // Calls of(j, get(channel)) for the V columns, where get reads from memory what a channel has: once a block where columns
   // are channels, by way of `room`. The block calls.
@@ -70,7 +82,7 @@ struct Vectors {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       if (j == 0 || a.p.values > 1) {
-        one = get(first_channel() + (a.p.parts > 1 ? 0 : min(a.by_inner.quotient(lane * V + j), last)));
+        one = get(first_channel() + min(a.by_inner.quotient(lane * V + j), last));
       }
       of(j, one);
     }
@@ -92,37 +104,67 @@ struct ColumnCoefficients {
   }
 };
 
-template <class T, int V>
-__device__ inline void to_floats(const Pack<T, V>& pack, float (&out)[V]) {
-  if constexpr (sizeof(pack) == 8) {
-    const uint2 words = pack.raw();
-    const uint4 both{words.x, words.y, 0u, 0u};
-    float all[8];
-    floats_of<T>(both, all);
-#pragma unroll
-    for (int j = 0; j < V; ++j) out[j] = all[j];
-  } else if constexpr (sizeof(pack) == 16) {
-    floats_of<T>(pack.raw(), out);
-  } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) out[j] = to_float(pack.v[j]);
-  }
+using normswap::load_if;
+
+// The same of fewer bytes, and past the L2 of what nobody needs there afterwards.
+__device__ inline void load_if(bool there, uint2& words, const void* p) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %3, 0;\n\t@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n\t}"
+               : "+r"(words.x), "+r"(words.y)
+               : "l"(p), "r"(static_cast<int>(there)));
+}
+__device__ inline void load_last_if(bool there, uint2& words, const void* p) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %3, 0;\n\t@p ld.global.cs.v2.b32 {%0, %1}, [%2];\n\t}"
+               : "+r"(words.x), "+r"(words.y)
+               : "l"(p), "r"(static_cast<int>(there)));
+}
+__device__ inline void load_last_if(bool there, uint4& words, const void* p) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %5, 0;\n\t@p ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
+               : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+               : "l"(p), "r"(static_cast<int>(there)));
 }
 
-// Last: nobody needs them in the L2 afterwards.
-template <bool Last, class T, int V>
-__device__ inline Pack<T, V> load(const void* tensor, int64_t at) {
-  const T* p = static_cast<const T*>(tensor) + at;
-  if constexpr (Last && sizeof(Pack<T, V>) >= 8) {
-    return Pack<T, V>::of_raw(__ldcs(reinterpret_cast<const typename Pack<T, V>::Raw*>(p)));
-  } else {
-    return Pack<T, V>::load(p);
+// V elements as they lie in memory.
+template <class T, int V>
+struct Words {
+  using Raw = typename RawOf<sizeof(T) * V>::type;
+  Raw raw;
+  __device__ void floats(float (&out)[V]) const {
+    if constexpr (sizeof(Raw) == 16) {
+      floats_of<T>(raw, out);
+    } else if constexpr (V > 1) {
+      float all[2 * V];
+      floats_of<T>(uint4{raw.x, raw.y, 0u, 0u}, all);
+#pragma unroll
+      for (int j = 0; j < V; ++j) out[j] = all[j];
+    } else {
+      out[0] = to_float(Pack<T, 1>::of_raw(raw).v[0]);
+    }
   }
+  // What is not there stays as it is.
+  template <bool Last>
+  __device__ void load_where(bool there, const void* tensor, int64_t at) {
+    const char* p = static_cast<const char*>(tensor) + at;
+    if constexpr (V == 1) {
+      if (there) raw = *reinterpret_cast<const Raw*>(p);
+    } else if constexpr (Last) {
+      load_last_if(there, raw, p);
+    } else {
+      load_if(there, raw, p);
+    }
+  }
+};
+
+// Whether a ReLU lets z through, rounded to T, without the rounding: up to this number nothing is left of it. NaN passes.
+template <class T>
+constexpr float kRoundsToZero = std::is_same_v<T, __half> ? 0x1p-25f : std::is_same_v<T, __nv_bfloat16> ? 0x1p-134f : 0.f;
+template <class T>
+__device__ inline bool lets_through(float z) {
+  return !(z <= kRoundsToZero<T>);
 }
 
 template <class T, int V>
 __device__ inline void store(void* tensor, int64_t at, const Pack<T, V>& pack) {
-  pack.store(static_cast<T*>(tensor) + at);
+  pack.store(reinterpret_cast<T*>(static_cast<char*>(tensor) + at));
 }
 
 // What a block's threads hand on: `values` pairs each, and of how many elements each of them is.
@@ -155,6 +197,15 @@ struct Handed {
       if (first + ((thread() & ~31) >> a.p.log_run) >= channels) break;  // the warp has none
       const int channel = first + (thread() >> a.p.log_run), from = min(channel, channels - 1) * a.p.across;
       const auto visit = [&](auto with) {
+        if (a.p.across == 1) {
+          const float* count = counts + (from >> log_values);
+          const float2* pair = pairs + from;
+          const int counts_step = run * a.p.lanes, pairs_step = counts_step << log_values;
+          count += lane * a.p.lanes, pair += (lane * a.p.lanes) << log_values;
+#pragma unroll 4
+          for (int row = lane; row < a.side; row += run, count += counts_step, pair += pairs_step) with(*count, *pair);
+          return;
+        }
         for (int i = lane; i < entries; i += run) {
           const int row = a.by_across.quotient(i), entry = from + i - row * a.p.across;
           with(counts[row * a.p.lanes + (entry >> log_values)], pairs[((row * a.p.lanes) << log_values) + entry]);

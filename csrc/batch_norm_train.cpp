@@ -166,7 +166,7 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 }
 
 // The plan, for tests that have no GPU: (vec, lanes, side, threads, values, width, last_width, group, last_group, across,
-// log_run, parts, strips, rows, piece_rows, pieces, items, floats of workspace) into out. Returns 0 where there is none.
+// log_run, line, strips, rows, piece_rows, pieces, items, floats of workspace) into out. Returns 0 where there is none.
 extern "C" __attribute__((visibility("default"))) int normswap_batch_norm_plan(int64_t samples, int64_t channels,
                                                                                int64_t inner, int itemsize,
                                                                                int64_t* out) {
@@ -174,7 +174,7 @@ extern "C" __attribute__((visibility("default"))) int normswap_batch_norm_plan(i
   normswap::BatchNormPlan p;
   if (!normswap::make_batch_norm_plan(s, &p)) return 0;
   const int64_t values[] = {p.vec,    p.lanes,   p.side,  p.threads, p.values,     p.width,  p.last_width, p.group, p.last_group,
-                            p.across, p.log_run, p.parts, p.strips,  p.rows,       p.piece_rows, p.pieces,  p.items,
+                            p.across, p.log_run, p.line, p.strips,  p.rows,       p.piece_rows, p.pieces,  p.items,
                             normswap::batch_norm_workspace(p, s)};
   for (const int64_t value : values) *out++ = value;
   return 1;

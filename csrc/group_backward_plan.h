@@ -46,9 +46,9 @@ constexpr int kPassingThreads = 256;
 constexpr int64_t kSpanBytes = 16384;    // held: of x and dy that a block has at least, if there is so much
 constexpr int64_t kHeldBytes = 114688;   // held: that it has by choice, so that two blocks fit in a multiprocessor
 constexpr int kPassingBlocks = 2;        // of a multiprocessor
-// Passing: pieces of other sets between a set's sums and its gradients, for so many blocks that run: so that few wait;
-// but no more, so that x and dy still lie in the L2.
-constexpr int kBlocksAPieceBetween = 2;
+// Passing: pieces of other sets between a set's sums and its gradients, for each block that runs: so that few wait; but no
+// more, so that x and dy still lie in the L2.
+constexpr int kPiecesBetween = 1, kSlabPiecesBetween = 2;
 constexpr int kBunch = 16;               // channels last: pieces whose sums are united first
 
 inline int64_t next_power_of_two(int64_t n) {
@@ -100,8 +100,8 @@ inline GroupBackwardPlan cut_groups(const GroupSizes& s) {
 inline int passing_blocks(const Gpu& gpu) { return kPassingBlocks * (gpu.multiprocessors > 0 ? gpu.multiprocessors : 128); }
 
 // Passing: pieces by which gradients follow sums, of `sets` of so many.
-inline int64_t lag_of(int64_t sets, int64_t pieces, const Gpu& gpu) {
-  const int64_t lag = pieces + passing_blocks(gpu) / kBlocksAPieceBetween, all = sets * pieces;
+inline int64_t lag_of(int64_t sets, int64_t pieces, int between, const Gpu& gpu) {
+  const int64_t lag = pieces + between * passing_blocks(gpu), all = sets * pieces;
   return lag < all ? lag : all;
 }
 
@@ -158,7 +158,7 @@ inline bool make_group_backward_plan(const GroupSizes& s, const Gpu& gpu, Regime
   } else {
     if (!any && regime != Regime::split) return false;
     p = cut_groups(s);
-    p.lag = lag_of(p.groups, p.group_pieces, gpu);
+    p.lag = lag_of(p.groups, p.group_pieces, kPiecesBetween, gpu);
     p.threads = kPassingThreads;
     p.grid = passing_blocks(gpu);
   }
@@ -212,7 +212,7 @@ inline bool make_group_columns_plan(const GroupSizes& s, const Gpu& gpu, GroupCo
   p.slabs = s.batch * p.strips;
   p.pieces = ceil_div(s.spatial, p.piece_rows);
   p.bunches = ceil_div(p.pieces, kBunch);
-  p.lag = lag_of(p.slabs, p.pieces, gpu);
+  p.lag = lag_of(p.slabs, p.pieces, kSlabPiecesBetween, gpu);
   p.blocks = passing_blocks(gpu);
   p.shared = 4 * 5 * static_cast<int>(ceil_div(p.width, 4) * 4) + 8 * p.side * p.width;
   *plan = p;

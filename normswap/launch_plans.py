@@ -129,7 +129,7 @@ def batch_norm_plan(samples: int, channels: int, inner: int, itemsize: int) -> d
     """
     names = (
         *("vec", "lanes", "side", "threads", "values", "width", "last_width", "group", "last_group", "across"),
-        *("log_run", "parts", "strips", "rows", "piece_rows", "pieces", "items", "workspace"),
+        *("log_run", "line", "strips", "rows", "piece_rows", "pieces", "items", "workspace"),
     )
     return _plan("batch_norm_plan", (samples, channels, inner), (itemsize,), names)
 

@@ -11,6 +11,7 @@ from functools import partial
 import device_time
 import torch
 from device_time import copy_rate, interleaved
+from networks import RESNET50
 from tabulate import tabulate
 from torch import Tensor
 from torch.nn.functional import batch_norm
@@ -18,9 +19,6 @@ from torch.nn.functional import batch_norm
 from normswap import native, ops
 from normswap.activation import NONE, Activation
 
-RESNET50 = (  # channels, size
-    *((64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7)),
-)
 LAYOUTS = {  # name: dtype, memory format
     "f16": (torch.float16, torch.channels_last),
     "bf16": (torch.bfloat16, torch.channels_last),
@@ -92,13 +90,18 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--channels", type=int, nargs="*", help="only the shapes of so many channels")
     parser.add_argument("--large", action="store_true", help="only (64, 64, 512, 512) in float32")
     parser.add_argument("--budget-ms", type=float, default=device_time.BUDGET_MS, help="for a row")
     given = parser.parse_args()
     device_time.BUDGET_MS = given.budget_ms
     native.load(build=True)
     rate = copy_rate()
-    shapes = [(64, 64, 512, 512)] if given.large else [(given.batch, c, size, size) for c, size in RESNET50]
+    shapes = (
+        [(64, 64, 512, 512)]
+        if given.large
+        else [(given.batch, c, size, size) for c, size in RESNET50 if not given.channels or c in given.channels]
+    )
     torch._dynamo.config.recompile_limit = 1000
     names = ("", "passes", "eager", "ours", *(["compile"] if given.compile else []), "ratio", "")
     for layout in ["f32"] if given.large else given.layouts:

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from device_time import copy_rate, interleaved
+from networks import RESNET50
 from tabulate import tabulate
 from torch import Tensor
 from torch.nn.functional import group_norm
@@ -16,15 +17,18 @@ from normswap import native, ops
 from normswap.activation import NONE, Activation
 
 SILU = Activation("silu")
+CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 ROWS = (  # shape, groups, dtype, activation, memory format
-    ((64, 256, 56, 56), 32, torch.float16, NONE, torch.contiguous_format),
-    ((64, 256, 56, 56), 32, torch.float16, NONE, torch.channels_last),
-    ((8, 128, 256, 256), 32, torch.float16, SILU, torch.contiguous_format),
-    ((8, 128, 256, 256), 32, torch.float16, SILU, torch.channels_last),
-    ((28, 64, 512, 512), 8, torch.float32, NONE, torch.contiguous_format),
-    ((64, 512, 28, 28), 32, torch.float16, NONE, torch.contiguous_format),
-    ((64, 1024, 14, 14), 32, torch.float16, NONE, torch.contiguous_format),
-    ((64, 2048, 7, 7), 32, torch.float16, NONE, torch.contiguous_format),
+    *(
+        ((64, channels, size, size), 32, torch.float16, NONE, layout)
+        for channels, size in RESNET50
+        for layout in (CONTIGUOUS, CHANNELS_LAST)
+    ),
+    ((8, 128, 256, 256), 32, torch.float16, SILU, CONTIGUOUS),
+    ((8, 128, 256, 256), 32, torch.float16, SILU, CHANNELS_LAST),
+    ((16, 320, 64, 64), 32, torch.float16, SILU, CONTIGUOUS),
+    ((16, 320, 64, 64), 32, torch.float16, SILU, CHANNELS_LAST),
+    ((28, 64, 512, 512), 8, torch.float32, NONE, CONTIGUOUS),
 )
 PASSES = 5
 

@@ -7,7 +7,7 @@ import torch
 
 from normswap import launch_plans
 
-THREADS, ITEMS = 256, 1584
+THREADS, PIECES = 256, {2: 396, 4: 792}
 SMALL = (
     *(
         (1, 4, 1),
@@ -35,7 +35,7 @@ def test_every_element_is_some_threads_and_every_channel_is_united(sizes: tuple[
     samples, channels, inner = sizes
     p = launch_plans.batch_norm_plan(*sizes, itemsize)
     assert p is not None
-    vec, lanes, parts = p["vec"], p["lanes"], p["parts"]
+    vec, lanes, line = p["vec"], p["lanes"], p["line"]
     columns = channels * inner
     seen = torch.zeros(samples * columns, dtype=torch.int32)
     for item in range(p["items"]):
@@ -43,7 +43,7 @@ def test_every_element_is_some_threads_and_every_channel_is_united(sizes: tuple[
         begin = piece * p["piece_rows"]
         end = min(begin + p["piece_rows"], p["rows"])
         assert begin < end
-        last_strip = parts == 1 and strip == p["strips"] - 1
+        last_strip = strip == p["strips"] - 1
         many = p["last_group"] if last_strip else p["group"]
         assert strip * p["group"] + many <= channels
         values = {}  # of the channel that a value handed on is taken for, by (row, index)
@@ -53,14 +53,12 @@ def test_every_element_is_some_threads_and_every_channel_is_united(sizes: tuple[
                     values[row, channel * p["across"] + i] = strip * p["group"] + channel
         for row in range(p["side"]):
             for lane in range(lanes):
+                if lane * vec >= (p["last_width"] if last_strip else p["width"]):
+                    continue
                 for r in range(begin + row, end, p["side"]):
-                    sample, part = divmod(r, parts)
-                    last = part == parts - 1 if parts > 1 else last_strip
-                    if lane * vec >= (p["last_width"] if last else p["width"]):
-                        continue
-                    first = (
-                        sample * columns + strip * (inner if parts > 1 else p["width"]) + part * p["width"] + lane * vec
-                    )
+                    sample, place = divmod(r, line)
+                    start = strip * (inner if line > 1 else p["width"]) + lane * vec
+                    first = start + sample * columns + place * vec
                     assert first % vec == 0 and first + vec <= samples * columns
                     seen[first : first + vec] += 1
                     of = [(first + j) % columns // inner for j in range(vec)]
@@ -76,14 +74,16 @@ def test_blocks_are_of_a_size_and_number_that_can_be_launched(sizes: tuple[int, 
     p = launch_plans.batch_norm_plan(*sizes, itemsize)
     assert p is not None
     assert p["lanes"] * p["side"] <= p["threads"] <= THREADS and p["threads"] % 32 == 0
-    assert p["parts"] == 1 or p["side"] == 1  # the first or second row of a thread has its columns: see batch_moments
+    assert p["line"] == 1 or (p["lanes"], p["side"], p["strips"]) == (1, THREADS, channels)
+    assert p["piece_rows"] % (8 * p["side"]) == 0  # as many as a thread has in flight
     assert p["group"] << p["log_run"] <= p["threads"] or p["log_run"] == 0
     assert p["values"] in (1, p["vec"]) and (p["values"] > 1 or inner % p["vec"] == 0 or p["vec"] == 1)
     assert p["width"] == p["lanes"] * p["vec"] and 0 < p["last_width"] <= p["width"]
     assert p["workspace"] == channels * (3 * p["pieces"] + 2)
-    assert p["workspace"] * 4 < 64e6 and p["pieces"] <= 2 * ITEMS
+    wanted = PIECES[itemsize]
+    assert p["workspace"] * 4 < 64e6 and p["pieces"] <= 2 * wanted
     if samples * channels * inner > 2**24:
-        assert ITEMS / 2 < p["items"] <= 2 * ITEMS + p["strips"]
+        assert wanted / 2 < p["items"] <= 2 * wanted + p["strips"]
 
 
 def test_what_is_too_large_is_not_cut() -> None:

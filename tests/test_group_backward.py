@@ -220,7 +220,7 @@ def test_plans_cover_every_element_once_and_fit() -> None:
             pieces = p["groups"] * p["group_pieces"]
             assert p["grid"] == 2 * gpu["multiprocessors"]
             assert p["group_pieces"] <= p["lag"] <= pieces  # a group's sums are on their way before its gradients wait
-            assert p["lag"] in (pieces, p["group_pieces"] + p["grid"] // 2)
+            assert p["lag"] in (pieces, p["group_pieces"] + p["grid"])
     assert ways == {(True, False), (True, True), (False, False)}
 
 
