@@ -6,23 +6,21 @@
 namespace normswap {
 namespace {
 
-// Vector k of a tile, normalised.
-template <class Policy, bool Fast, class T, class Tile>
-__device__ inline void normalise(const Tile& tile, int k, RowValues values, const Floats<Tile::V>& w,
-                                 const Floats<Tile::V>& b, float (&out)[Tile::V]) {
-  float x[Tile::V];
-  floats_of<T>(tile.pack(k).raw(), x);
+// A vector, normalised.
+template <class Policy, bool Fast, class T, int V>
+__device__ inline void normalise(const uint4& words, RowValues values, const Floats<V>& w, const Floats<V>& b,
+                                 float (&out)[V]) {
+  float x[V];
+  floats_of<T>(words, x);
 #pragma unroll
-  for (int j = 0; j < Tile::V; ++j) {
-    out[j] = Policy::template apply<T, Fast>(x[j], values, w.v[j], b.v[j]);
-  }
+  for (int j = 0; j < V; ++j) out[j] = Policy::template apply<T, Fast>(x[j], values, w.v[j], b.v[j]);
 }
 
 template <class Policy, bool Fast, class T, class Tile>
 __device__ inline uint4 normalised(const Tile& tile, int k, RowValues values, const Floats<Tile::V>& w,
                                    const Floats<Tile::V>& b) {
   float out[Tile::V];
-  normalise<Policy, Fast, T>(tile, k, values, w, b, out);
+  normalise<Policy, Fast, T>(tile.pack(k).raw(), values, w, b, out);
   return words_of<T>(out);
 }
 
@@ -35,16 +33,16 @@ constexpr int kAffineAtOnce = Tile::InRegisters && Tile::V == 8   ? Tile::Slots
                               : Tile::Slots < 4                   ? Tile::Slots
                                                                   : 4;
 
-template <class Policy, class W, class Tile, int AtOnce = kAffineAtOnce<Policy, Tile>>
+template <class Policy, class T, class Tile, int AtOnce = kAffineAtOnce<Policy, Tile>>
 using AffineAhead =
-    std::conditional_t<Policy::affine == Affine::by_element, AffineByElement<Policy, W, Tile::V, AtOnce>,
+    std::conditional_t<Policy::affine == Affine::by_element, AffineByElement<Policy, T, Tile::V, AtOnce>,
                        std::conditional_t<Policy::affine == Affine::by_channel, ChannelPlace<Tile::V>, AffineNone>>;
 
 // Normalise and store the chunk from `begin` on of several rows. All lanes of the warp must call.
-template <class Policy, class T, class W, class Tile, int Rows, int Count>
+template <class Policy, bool Fast, class T, class Tile, int Rows, int Count>
 __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
                                    int64_t begin, const RowValues (&values)[Rows],
-                                   AffineByElement<Policy, W, Tile::V, Count>& affine) {
+                                   AffineByElement<Policy, T, Tile::V, Count>& affine) {
   T* y = static_cast<T*>(args.n.y) + begin + rows[0] * args.n.cols;
   Floats<Tile::V> w, b;
   if constexpr (Tile::Ragged) {
@@ -53,7 +51,7 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
       tiles[r].store(y + (rows[r] - rows[0]) * args.n.cols, [&](int k) {
         if (Count < Tile::Slots && k % Count == 0) affine.load(args, begin, tiles[r], k);
         affine.values(k % Count, args, w, b);
-        return normalised<Policy, true, T>(tiles[r], k, values[r], w, b);
+        return normalised<Policy, Fast, T>(tiles[r], k, values[r], w, b);
       });
     }
     return;
@@ -69,76 +67,97 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
       for (int r = 0; r < Rows; ++r) {
         if (!tiles[r].inside(k)) continue;
         T* to = y + (rows[r] - rows[0]) * args.n.cols + k * Tile::Lanes * Tile::V;
-        store_words(to, normalised<Policy, true, T>(tiles[r], k, values[r], w, b));
+        store_words(to, normalised<Policy, Fast, T>(tiles[r], k, values[r], w, b));
       }
     }
   }
 }
 
 // The same where parameters belong to channels, or there are none.
-template <class Policy, bool Fast, class T, class W, class Tile, class Where>
+template <class Policy, bool Fast, class T, class Tile, class Where>
 __device__ inline void store_tile(const Tile& tile, const RowArgs& args, int64_t row, int64_t begin, RowValues values,
                                   const Where& where) {
   T* y = static_cast<T*>(args.n.y) + row * args.n.cols + begin;
   if constexpr (Policy::affine == Affine::none) {
-    tile.store(y, [&](int k) { return normalised<Policy, Fast, T>(tile, k, values, {}, {}); });
-  } else {
-    const AffineByChannel<Where, Tile::V> affine(args, where, row, values);
-    const auto make = [&](int k, const Floats<Tile::V>& w, const Floats<Tile::V>& b) {
-      const auto pack = Tile::Vector::of_raw(normalised<Policy, Fast, T>(tile, k, values, w, b));
-      return activated(pack, args.n.activation).raw();
-    };
-    if (args.n.behind.any) {
-#pragma unroll
-      for (int k = 0; k < Tile::Slots; ++k) {
-        if (!tile.inside(k)) continue;
-        Floats<Tile::V> w, b;
-        affine.of_many(Tile::offset(k), w, b);
-        float out[Tile::V];
-        normalise<Policy, Fast, T>(tile, k, values, w, b, out);
-        store_behind<T>(args.n.behind, out, row * args.n.cols + begin + Tile::offset(k), tile.len - Tile::offset(k),
-                        args.n.activation);
-      }
-      return;
-    }
-    // Stores of ragged tiles take all lanes.
-    if (Tile::Ragged ? __all_sync(kWholeWarp, where.is_few()) : where.is_few()) {
-      tile.store(y, [&](int k) {
-        Floats<Tile::V> w, b;
-        affine.of_few(Tile::offset(k), w, b);
-        return make(k, w, b);
-      });
+    if constexpr (Fast) {
+      tile.store(y, [&](int k) { return normalised<Policy, Fast, T>(tile, k, values, {}, {}); });
     } else {
-      tile.store(y, [&](int k) {
-        Floats<Tile::V> w{}, b{};
-        if (tile.inside(k)) affine.of_many(Tile::offset(k), w, b);
-        return make(k, w, b);
+      uint4 made[Tile::Slots];
+      in_turn(tile, made, [&](int, const uint4& x) {
+        float out[Tile::V];
+        normalise<Policy, Fast, T>(x, values, {}, {}, out);
+        return words_of<T>(out);
       });
+      tile.store(y, [&](int k) { return made[k]; });
     }
+  } else {
+    constexpr int V = Tile::V;
+    const AffineByChannel<Where, V> affine(args, where, row, values);
+    const bool behind = args.n.behind.any, few = where.is_few();
+    if (!Tile::Ragged && few && !behind) {
+      const auto plain = [&](int k) {
+        Floats<V> w, b;
+        affine.of_few(Tile::offset(k), w, b);
+        return normalised<Policy, Fast, T>(tile, k, values, w, b);
+      };
+      if (args.n.activation.code == Activation::none) return tile.store(y, plain);
+      return tile.store(y, [&](int k) { return activated(Tile::Vector::of_raw(plain(k)), args.n.activation).raw(); });
+    }
+    uint4 made[Tile::Slots];
+    in_turn(tile, made, [&](int offset, const uint4& x) {
+      Floats<V> w, b;
+      if (few) {
+        affine.of_few(offset, w, b);
+      } else {
+        affine.of_many(offset, w, b);
+      }
+      float out[V];
+      normalise<Policy, Fast, T>(x, values, w, b, out);
+      if (behind) {
+        store_behind<T>(args.n.behind, out, row * args.n.cols + begin + offset, tile.len - offset, args.n.activation);
+        return x;
+      }
+      const uint4 words = activated(Tile::Vector::of_raw(words_of<T>(out)), args.n.activation).raw();
+      if constexpr (!Tile::Ragged) store_words(y + offset, words);
+      return words;
+    });
+    if (Tile::Ragged && !behind) tile.store(y, [&](int k) { return made[k]; });
   }
 }
 
-// The same for any policy, by the fast formula where that is as good for every row of the warp.
-template <class Policy, class T, class W, class Tile, int Rows, class Ahead>
+template <class Policy, bool Fast, class T, class Tile, int Rows, class Ahead>
+__device__ inline void apply_by(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows], int64_t begin,
+                                const RowValues (&values)[Rows], Ahead& affine) {
+  if constexpr (Policy::affine == Affine::by_element) {
+    store_tiles<Policy, Fast, T>(tiles, args, rows, begin, values, affine);
+  } else if constexpr (Policy::affine == Affine::none && Fast) {
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) store_tile<Policy, Fast, T>(tiles[r], args, rows[r], begin, values[r], affine);
+  } else {
+    each_row(tiles, rows, values, [&](const Tile& tile, int64_t row, RowValues value) {
+      store_tile<Policy, Fast, T>(tile, args, row, begin, value, affine);
+    });
+  }
+}
+
+// The same for any policy, by the fast formula where that will do for every row of the warp.
+template <class Policy, class T, class Tile, int Rows, class Ahead>
 __device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
                                    int64_t begin, const RowValues (&values)[Rows], Ahead& affine) {
-  if constexpr (Policy::affine == Affine::by_element) {
-    store_tiles<Policy, T, W>(tiles, args, rows, begin, values, affine);
-  } else if constexpr (kOptions<Policy>) {
-#pragma unroll
-    for (int r = 0; r < Rows; ++r) store_with_options<T>(tiles[r], args, rows[r], begin, values[r]);
+  if constexpr (kOptions<Policy>) {
+    each_row(tiles, rows, values, [&](const Tile& tile, int64_t row, RowValues value) {
+      store_with_options<T>(tile, args, row, begin, value);
+    });
+  } else if constexpr (Policy::template always_fast<T>) {
+    apply_by<Policy, true, T>(tiles, args, rows, begin, values, affine);
   } else {
     bool fast = true;
 #pragma unroll
-    for (int r = 0; r < Rows; ++r) fast = fast && Policy::fast(values[r]);
-    const bool all = Policy::always_fast || __all_sync(kWholeWarp, fast);
-#pragma unroll
-    for (int r = 0; r < Rows; ++r) {
-      if (all) {
-        store_tile<Policy, true, T, W>(tiles[r], args, rows[r], begin, values[r], affine);
-      } else {
-        store_tile<Policy, false, T, W>(tiles[r], args, rows[r], begin, values[r], affine);
-      }
+    for (int r = 0; r < Rows; ++r) fast = fast && Policy::fast(values[r], args);
+    if (__all_sync(kWholeWarp, fast)) {
+      apply_by<Policy, true, T>(tiles, args, rows, begin, values, affine);
+    } else {
+      apply_by<Policy, false, T>(tiles, args, rows, begin, values, affine);
     }
   }
 }
@@ -170,7 +189,7 @@ struct ChunkPlace {
 };
 
 // A chunk of one row after the other in shared memory; a warp sees to it.
-template <class Policy, class T, class W, bool Ragged>
+template <class Policy, class T, bool Ragged>
 struct ChunkInShared {
   using Stat = typename Policy::Stat;
   const RowArgs& args;
@@ -206,7 +225,7 @@ struct ChunkInShared {
     const int64_t rows[1] = {row};
     const RowValues all[1] = {values};
     if (!loaded) affine.load_ahead(args, place.begin, tiles[0]);
-    apply_tiles<Policy, T, W>(tiles, args, rows, place.begin, all, affine);
+    apply_tiles<Policy, T>(tiles, args, rows, place.begin, all, affine);
   }
   // `affine`: the chunk's parameters, or where to load them.
   template <class Affine>

@@ -20,13 +20,13 @@ namespace {
 
 // row_small: blocks on a multiprocessor, so that a lane has 96 or 80 registers. Ragged rows of 16-bit elements take more
 // instructions, which more warps hide.
-template <class Tile, class W>
-constexpr bool kManySmall = Tile::Slots * Tile::V <= 24 || (Tile::Ragged && Tile::V == 8 && sizeof(W) == 2);
-template <class Tile, class W>
-constexpr int kSmallBlocks = (kManySmall<Tile, W> ? 24 : 20) / kWarpsSmall<Tile::Lanes>;
+template <class Tile>
+constexpr bool kManySmall = Tile::Slots * Tile::V <= 24 || (Tile::Ragged && Tile::V == 8);
+template <class Tile>
+constexpr int kSmallBlocks = (kManySmall<Tile> ? 24 : 20) / kWarpsSmall<Tile::Lanes>;
 // With options a lane has 128.
-template <class Policy, class Tile, class W>
-constexpr int kSmallBlocksOf = kOptions<Policy> ? 16 / kWarpsSmall<Tile::Lanes> : kSmallBlocks<Tile, W>;
+template <class Policy, class Tile>
+constexpr int kSmallBlocksOf = kOptions<Policy> ? 16 / kWarpsSmall<Tile::Lanes> : kSmallBlocks<Tile>;
 
 // Rows a lane works on at once in row_small: what is the same for all is then done once.
 template <class Tile>
@@ -34,8 +34,8 @@ constexpr int kRowsAtOnce = Tile::Slots == 1 ? kRowsSubwarp : 1;
 
 // --- kernels -----------------------------------------------------------------------------------------------------
 
-template <class Policy, class T, class W, class RowTile>
-__global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocksOf<Policy, RowTile, W>)
+template <class Policy, class T, class RowTile>
+__global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocksOf<Policy, RowTile>)
     row_small(const RowArgs args) {
   follow_predecessor();
   let_successor_start();
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
     const bool there = Lanes == 32 && r == 0 || rows[r] < args.n.rows;
     tiles[r].load(x + rows[r] * args.n.cols, there ? static_cast<int>(args.n.cols) : 0, end);
   }
-  AffineAhead<Policy, W, RowTile> affine;
+  AffineAhead<Policy, T, RowTile> affine;
   affine.load_ahead(args, 0, tiles[0]);
 #pragma unroll
   for (RowTile& tile : tiles) tile.settle();
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
     values[r] = Policy::template finish<T>(stats[r], args);
     if (tiles[r].len > 0 && RowTile::lane() == 0) save_values<Policy>(args, rows[r], stats[r], values[r]);
   }
-  apply_tiles<Policy, T, W>(tiles, args, rows, 0, values, affine);
+  apply_tiles<Policy, T>(tiles, args, rows, 0, values, affine);
 }
 
 // row_held: registers for affine parameters that are loaded before the statistics are known. in_block they come from the
@@ -77,11 +77,11 @@ constexpr int kAheadRegisters = How == Held::alone        ? 64
                                                           : 0;
 
 // And so of how many of a lane's vectors.
-template <class Policy, class T, class W, class Tile, Held How>
+template <class Policy, class T, class Tile, Held How>
 constexpr int kVectorsAhead =
     Policy::affine != Affine::by_element
         ? 0
-        : std::min(Tile::Slots, kAheadRegisters<T, How> / (kWeights<Policy> * static_cast<int>(Tile::V * sizeof(W) / 4)));
+        : std::min(Tile::Slots, kAheadRegisters<T, How> / (kWeights<Policy> * static_cast<int>(Tile::V * sizeof(T) / 4)));
 
 // The statistic of a row of which every warp of the block, or of the cluster, has the one of a chunk. All threads call.
 template <Held How, class Stat>
@@ -129,7 +129,7 @@ template <class Policy, Held How, int Itemsize>
 constexpr int kBlocksHeldOf = kOptions<Policy> && Itemsize == 4 ? 16 / kWarpsHeld<How, Itemsize> : kBlocksHeld<How, Itemsize>;
 
 // Whole: every warp has a chunk, of kChunk elements.
-template <class Policy, class T, class W, bool Ragged, Held How, bool Whole>
+template <class Policy, class T, bool Ragged, Held How, bool Whole>
 __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf<Policy, How, sizeof(T)>)
     row_held(const RowArgs args) {
   if constexpr (kClusters || How == Held::in_block || How == Held::alone) {
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     using Exchange = HeldExchange<How, Stat>;
     constexpr bool all = Whole || (How == Held::alone && !Ragged);  // parameters are in registers at once
     constexpr int AtOnce = all ? HeldTile::Slots : kAffineAtOnce<Policy, HeldTile>;
-    constexpr int Ahead = all ? kVectorsAhead<Policy, T, W, HeldTile, How> : 0;
+    constexpr int Ahead = all ? kVectorsAhead<Policy, T, HeldTile, How> : 0;
     __shared__ typename Exchange::Shared shared;
     const Exchange exchange(args, shared);
     follow_predecessor();
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     const T* x = static_cast<const T*>(args.n.x);
     HeldTile tiles[1];
     tiles[0].load(x + rows[0] * args.n.cols + begin, static_cast<int>(len), x + args.n.rows * args.n.cols);
-    AffineAhead<Policy, W, HeldTile, AtOnce> affine;
+    AffineAhead<Policy, T, HeldTile, AtOnce> affine;
     if constexpr (Ahead > 0) affine.load(args, begin, tiles[0], 0, 0, Ahead);
     tiles[0].settle();
     add_residual<Policy, T>(tiles, args, rows, begin);
@@ -163,11 +163,11 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     } else {
       affine.load_ahead(args, begin, tiles[0]);
     }
-    apply_tiles<Policy, T, W>(tiles, args, rows, begin, values, affine);
+    apply_tiles<Policy, T>(tiles, args, rows, begin, values, affine);
   }
 }
 
-template <class Policy, class T, class W, bool Ragged, bool Cluster>
+template <class Policy, class T, bool Ragged, bool Cluster>
 __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_block(const RowArgs args) {
   follow_predecessor();
   let_successor_start();
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
   const int64_t row = blockIdx.x / blocks;
   if constexpr (Cluster) cluster_arrive();  // waited for below, once the loads are under way
   const auto chunk = [&](int c) {
-    return ChunkInShared<Policy, T, W, Ragged>{
+    return ChunkInShared<Policy, T, Ragged>{
         args, shared + c * args.chunk_bytes, ChunkPlace::of(args, int64_t{rank} * args.block_chunks + c)};
   };
   for (int c = warp; c < args.block_chunks; c += warps) chunk(c).stage(row);
@@ -205,17 +205,17 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
   const RowValues values = Policy::template finish<T>(stat, args);
   if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args, row, stat, values);
   for (int c = warp; c < args.block_chunks; c += warps) {
-    AffineAhead<Policy, W, StagedChunk<T, Ragged, false>> affine;
+    AffineAhead<Policy, T, StagedChunk<T, Ragged, false>> affine;
     chunk(c).apply(row, values, affine, false);
   }
 }
 
 // --- launch ------------------------------------------------------------------------------------------------------
 
-template <class Policy, class T, class W, class RowTile>
+template <class Policy, class T, class RowTile>
 cudaError_t launch_small(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
   const LaunchShape shape{grid_of(ceil_div(plan.grid, kRowsAtOnce<RowTile>)), plan.warps * 32, plan.shared, 1, plan.overlap};
-  return launch_block<row_small<Policy, T, W, RowTile>>(args, shape, stream);
+  return launch_block<row_small<Policy, T, RowTile>>(args, shape, stream);
 }
 
 // On the host; correctly rounded as Divisor::of.
@@ -238,62 +238,62 @@ inline Quotient quotient_by(int64_t divisor) {
 
 // A row of few vectors wants a kernel of few registers: the smallest of the numbers of slots built that holds it. More
 // than Before are needed.
-template <class Policy, class T, class W, bool Ragged, int Lanes, int Before, int Slots, int... More>
+template <class Policy, class T, bool Ragged, int Lanes, int Before, int Slots, int... More>
 cudaError_t launch_slots(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
   if constexpr (sizeof...(More) > 0) {
     if (plan.chunk_len > Slots * Lanes * plan.vec) {
-      return launch_slots<Policy, T, W, Ragged, Lanes, Slots, More...>(args, plan, stream);
+      return launch_slots<Policy, T, Ragged, Lanes, Slots, More...>(args, plan, stream);
     }
   }
-  return launch_small<Policy, T, W, Tile<T, Lanes, Slots, Ragged, Before>>(args, plan, stream);
+  return launch_small<Policy, T, Tile<T, Lanes, Slots, Ragged, Before>>(args, plan, stream);
 }
 
-template <class Policy, class T, class W, bool Ragged>
+template <class Policy, class T, bool Ragged>
 cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
-  if (plan.lanes == 8) return launch_slots<Policy, T, W, Ragged, 8, 0, 1>(args, plan, stream);
-  if (plan.lanes == 16) return launch_slots<Policy, T, W, Ragged, 16, 0, 1>(args, plan, stream);
+  if (plan.lanes == 8) return launch_slots<Policy, T, Ragged, 8, 0, 1>(args, plan, stream);
+  if (plan.lanes == 16) return launch_slots<Policy, T, Ragged, 16, 0, 1>(args, plan, stream);
   if constexpr (kOptions<Policy> && Ragged) {
-    return launch_slots<Policy, T, W, Ragged, 32, 0, kChunkSlots<T>>(args, plan, stream);
+    return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T>>(args, plan, stream);
   } else if constexpr (kOptions<Policy>) {
-    return launch_slots<Policy, T, W, Ragged, 32, 0, kChunkSlots<T> / 2, kChunkSlots<T>>(args, plan, stream);
+    return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T> / 2, kChunkSlots<T>>(args, plan, stream);
   } else if constexpr (sizeof(T) == 2) {
-    return launch_slots<Policy, T, W, Ragged, 32, 0, 1, 2, 3, 4>(args, plan, stream);
+    return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 3, 4>(args, plan, stream);
   } else if constexpr (Ragged) {
-    return launch_slots<Policy, T, W, Ragged, 32, 0, 4, 8>(args, plan, stream);
+    return launch_slots<Policy, T, Ragged, 32, 0, 4, 8>(args, plan, stream);
   } else {
-    return launch_slots<Policy, T, W, Ragged, 32, 0, 1, 2, 4, 6, 8>(args, plan, stream);
+    return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 4, 6, 8>(args, plan, stream);
   }
 }
 
-template <class Policy, class T, class W, bool Ragged, Held How>
+template <class Policy, class T, bool Ragged, Held How>
 cudaError_t launch_held(const RowArgs& args, const LaunchShape& shape, cudaStream_t stream) {
   if constexpr (!Ragged && !kOptions<Policy>) {
     const int64_t room = int64_t{kChunk} * args.block_chunks * args.blocks_a_row;
-    if (args.n.cols == room) return launch_block<row_held<Policy, T, W, false, How, true>>(args, shape, stream);
+    if (args.n.cols == room) return launch_block<row_held<Policy, T, false, How, true>>(args, shape, stream);
   }
-  return launch_block<row_held<Policy, T, W, Ragged, How, false>>(args, shape, stream);
+  return launch_block<row_held<Policy, T, Ragged, How, false>>(args, shape, stream);
 }
 
-template <class Policy, class T, class W, bool Ragged>
+template <class Policy, class T, bool Ragged>
 cudaError_t launch_blocks(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
   switch (plan.held) {
-    case Held::in_block: return launch_held<Policy, T, W, Ragged, Held::in_block>(args, shape, stream);
-    case Held::in_cluster: return launch_held<Policy, T, W, Ragged, Held::in_cluster>(args, shape, stream);
-    case Held::in_groups: return launch_held<Policy, T, W, Ragged, Held::in_groups>(args, shape, stream);
+    case Held::in_block: return launch_held<Policy, T, Ragged, Held::in_block>(args, shape, stream);
+    case Held::in_cluster: return launch_held<Policy, T, Ragged, Held::in_cluster>(args, shape, stream);
+    case Held::in_groups: return launch_held<Policy, T, Ragged, Held::in_groups>(args, shape, stream);
     default: break;
   }
   if constexpr (kOptions<Policy>) {
     return cudaErrorInvalidValue;  // see Rows::options
   } else {
     if (plan.held == Held::alone) {
-      return launch_block<row_held<Policy, T, W, Ragged, Held::alone, false>>(args, shape, stream);
+      return launch_block<row_held<Policy, T, Ragged, Held::alone, false>>(args, shape, stream);
     }
-    if (shape.cluster > 1) return launch_block<row_block<Policy, T, W, Ragged, true>>(args, shape, stream);
-    return launch_block<row_block<Policy, T, W, Ragged, false>>(args, shape, stream);
+    if (shape.cluster > 1) return launch_block<row_block<Policy, T, Ragged, true>>(args, shape, stream);
+    return launch_block<row_block<Policy, T, Ragged, false>>(args, shape, stream);
   }
 }
 
-template <class Policy, class T, class W, bool Ragged>
+template <class Policy, class T, bool Ragged>
 cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
   const RowArgs args{n,
                      plan.chunks,
@@ -316,37 +316,27 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
   cudaError_t error = cudaSuccess;
   switch (plan.regime) {
     case Regime::subwarp:
-    case Regime::warp: error = launch_rows_of_one_chunk<Policy, T, W, Ragged>(args, plan, stream); break;
+    case Regime::warp: error = launch_rows_of_one_chunk<Policy, T, Ragged>(args, plan, stream); break;
     case Regime::block:
-    case Regime::cluster: error = launch_blocks<Policy, T, W, Ragged>(args, plan, shape, stream); break;
-    case Regime::team: error = launch_team<Policy, T, W, Ragged>(args, plan, shape, stream); break;
-    default: error = launch_split<Policy, T, W, Ragged>(args, plan, shape, stream);
+    case Regime::cluster: error = launch_blocks<Policy, T, Ragged>(args, plan, shape, stream); break;
+    case Regime::team: error = launch_team<Policy, T, Ragged>(args, plan, shape, stream); break;
+    default: error = launch_split<Policy, T, Ragged>(args, plan, shape, stream);
   }
   return error != cudaSuccess ? error : cudaGetLastError();
 }
 
-template <class Policy, class T, class W>
-cudaError_t launch_ragged(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  if (is_ragged(n, sizeof(T))) return launch_rows<Policy, T, W, true>(n, plan, stream);
-  return launch_rows<Policy, T, W, false>(n, plan, stream);
-}
-
-// Parameters of channels are so few that their dtype is asked when they are loaded.
 template <class Policy, class T>
-cudaError_t launch_weight(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  if constexpr (Policy::affine == Affine::by_element && !kOptions<Policy> && sizeof(T) == 2) {
-    if (n.weight_dtype == DType::f32) return launch_ragged<Policy, T, float>(n, plan, stream);
-  }
-  return launch_ragged<Policy, T, T>(n, plan, stream);
+cudaError_t launch_ragged(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
+  if (is_ragged(n, sizeof(T))) return launch_rows<Policy, T, true>(n, plan, stream);
+  return launch_rows<Policy, T, false>(n, plan, stream);
 }
 
-// ForFloat: what does the same in float32, if that is another policy: it need not be built twice.
-template <class Policy, class ForFloat = Policy>
+template <class Policy>
 cudaError_t launch(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
   switch (n.dtype) {
-    case DType::f32: return launch_weight<ForFloat, float>(n, plan, stream);
-    case DType::f16: return launch_weight<Policy, __half>(n, plan, stream);
-    default: return launch_weight<Policy, __nv_bfloat16>(n, plan, stream);
+    case DType::f32: return launch_ragged<Policy, float>(n, plan, stream);
+    case DType::f16: return launch_ragged<Policy, __half>(n, plan, stream);
+    default: return launch_ragged<Policy, __nv_bfloat16>(n, plan, stream);
   }
 }
 

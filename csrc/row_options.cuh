@@ -3,6 +3,7 @@
 // and what is normalised, have the same bits here.
 #pragma once
 
+#include "in_turn.cuh"
 #include "row_policy.cuh"
 
 namespace normswap {
@@ -146,18 +147,14 @@ struct TwoVectors {
   }
 };
 
-// Vector k of the tile of the chunk from `begin` on, normalised, scaled and shifted. `sample`: where its row's scale and
-// shift begin.
-template <class T, class Tile>
-__device__ inline void normalised_with_options(const Tile& tile, int k, const RowArgs& args, int64_t begin,
-                                               int64_t sample, RowValues row, float (&out)[Tile::V]) {
-  constexpr int V = Tile::V;
-  constexpr bool ragged = Tile::Ragged;
+// A vector, normalised, scaled and shifted: the one at `at` of its row, of which `count` elements are there. `sample`: where
+// its row's scale and shift begin.
+template <class T, bool ragged, int V>
+__device__ inline void normalised_with_options(const uint4& words, const RowArgs& args, int64_t at, int count,
+                                               int64_t sample, RowValues row, float (&out)[V]) {
   const RowNorm& n = args.n;
   const RowOptions& options = n.options;
-  const int64_t at = begin + Tile::offset(k);
-  const int count = tile.len - Tile::offset(k);
-  floats_of<T>(tile.words[k], out);
+  floats_of<T>(words, out);
   if (n.kind == NormKind::l2) {
     const Divisor by{row.mean, row.rstd};
     if (by.fast()) {
@@ -210,22 +207,24 @@ __device__ inline void store_with_options(const Tile& tile, const RowArgs& args,
                                           RowValues values) {
   const RowOptions& options = args.n.options;
   const int64_t sample = args.by_sample.of(row) * options.sample_stride, first = row * args.n.cols + begin;
-  const auto make = [&](int k, float (&out)[Tile::V]) {
-    normalised_with_options<T>(tile, k, args, begin, sample, values, out);
+  const auto make = [&](int offset, const uint4& words, float (&out)[Tile::V]) {
+    normalised_with_options<T, Tile::Ragged>(words, args, begin + offset, tile.len - offset, sample, values, out);
   };
   if constexpr (Tile::Ragged) {
-    tile.store(static_cast<T*>(args.n.y) + first, [&](int k) {
+    uint4 made[Tile::Slots];
+    in_turn(tile, made, [&](int offset, const uint4& words) {
       float out[Tile::V];
-      make(k, out);
+      make(offset, words, out);
       return activated_words<T>(out, options.activation);
     });
+    tile.store(static_cast<T*>(args.n.y) + first, [&](int k) { return made[k]; });
   } else {
 #pragma unroll
     for (int k = 0; k < Tile::Slots; ++k) {
       if (!tile.inside(k)) continue;
       const int64_t at = first + Tile::offset(k);
       float out[Tile::V];
-      make(k, out);
+      make(Tile::offset(k), tile.words[k], out);
       if (sizeof(T) == 2 && options.wide) {
         store_wide(static_cast<float*>(args.n.y) + at, out, options.activation);
       } else {

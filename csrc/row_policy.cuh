@@ -1,5 +1,5 @@
 // What distinguishes the row norms: a policy names a statistic (Moments or Sum), how chunks' are taken, what a row makes
-// of it (RowValues) and how an element is normalised.
+// of it (RowValues) and how an element is normalised: by one formula, or by a fast one for the rows it will do for.
 #pragma once
 
 #include "behind.cuh"
@@ -69,8 +69,9 @@ __device__ inline float inverse_root(float sum, const RowArgs& a) {
 // y = (x - mean) rstd w + b, rstd = 1 / sqrt(var + eps), biased variance by two passes over the chunk on chip.
 struct Centred {
   using Stat = Moments;
-  static constexpr bool has_bias = true, always_fast = true;
-  __device__ static bool fast(RowValues) { return true; }
+  static constexpr bool has_bias = true;
+  template <class T>
+  static constexpr bool always_fast = true;
   // `size`: elements of the chunks.
   template <class Tile, int Rows>
   __device__ static void statistics(Tile (&tiles)[Rows], const Divisor& size, const RowArgs&, Stat (&out)[Rows]) {
@@ -106,13 +107,14 @@ struct GroupNormPolicy : Centred {
   }
 };
 
-// y = x rstd (offset + w), rstd = 1 / sqrt(mean(x^2) + eps); with CastFirst x rstd is rounded to T before the product.
-template <bool CastFirst>
+// y = x rstd (offset + w), rstd = 1 / sqrt(mean(x^2) + eps); unless Fast x rstd is rounded to T before the product.
 struct RMSNormPolicy {
   using Stat = Sum;
   static constexpr Affine affine = Affine::by_element;
-  static constexpr bool has_bias = false, always_fast = true;
-  __device__ static bool fast(RowValues) { return true; }
+  static constexpr bool has_bias = false;
+  template <class T>
+  static constexpr bool always_fast = sizeof(T) == 4;
+  __device__ static bool fast(RowValues, const RowArgs& a) { return !a.n.cast_before_weight; }
   template <class Tile, int Rows>
   __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, const RowArgs&, Stat (&out)[Rows]) {
     plain_sums(tiles, out, [](float x, float into) { return fmaf(x, x, into); });
@@ -125,7 +127,7 @@ struct RMSNormPolicy {
   template <class T, bool Fast>
   __device__ static float apply(float x, RowValues row, float w, float) {
     const float scaled = __fmul_rn(x, row.rstd);
-    return __fmul_rn(CastFirst ? rounded<T>(scaled) : scaled, w);
+    return __fmul_rn(Fast ? scaled : rounded<T>(scaled), w);
   }
   __device__ static float factor(float w, const RowArgs& a) { return __fadd_rn(w, a.weight_offset); }
 };
@@ -134,7 +136,9 @@ struct RMSNormPolicy {
 struct L1NormPolicy {
   using Stat = Sum;
   static constexpr Affine affine = Affine::none;
-  static constexpr bool has_bias = false, always_fast = false;
+  static constexpr bool has_bias = false;
+  template <class T>
+  static constexpr bool always_fast = false;
   template <class Tile, int Rows>
   __device__ static void statistics(Tile (&tiles)[Rows], const Divisor&, const RowArgs&, Stat (&out)[Rows]) {
     plain_sums(tiles, out, [](float x, float into) { return __fadd_rn(into, fabsf(x)); });
@@ -147,7 +151,7 @@ struct L1NormPolicy {
   __device__ static float saved_mean(const Stat& s, RowValues, const RowArgs& a) {
     return __fdiv_rn(s.sum, a.sizes.row.value);
   }
-  __device__ static bool fast(RowValues row) { return Divisor{row.mean, row.rstd}.fast(); }
+  __device__ static bool fast(RowValues row, const RowArgs&) { return Divisor{row.mean, row.rstd}.fast(); }
   template <class T, bool Fast>
   __device__ static float apply(float x, RowValues row, float, float) {
     return Divisor{row.mean, row.rstd}.template divide<Fast>(x);
@@ -199,9 +203,9 @@ struct Parameters {
 
 // Those of Count of a lane's vectors of V elements, one value an element of the row: loaded before they are needed, used
 // for several rows.
-template <class Policy, class W, int V, int Count>
+template <class Policy, class T, int V, int Count>
 struct AffineByElement {
-  Parameters<W, V> weight[Count], bias[Count];  // bias: where Policy::has_bias
+  Parameters<T, V> weight[Count], bias[Count];  // bias: where Policy::has_bias
 
   // Of all vectors, if there is room.
   template <class Tile>
@@ -211,7 +215,7 @@ struct AffineByElement {
   // Of the vectors from `first` on of the chunk that begins at `begin`: of those [from, to).
   template <class Tile>
   __device__ void load(const RowArgs& args, int64_t begin, const Tile& tile, int first, int from = 0, int to = Count) {
-    load_whole(weight, args.n.weight, kOnes<W>, begin, tile, first, from, to);
+    load_whole(weight, args.n.weight, kOnes<T>, begin, tile, first, from, to);
     if constexpr (Policy::has_bias) load_whole(bias, args.n.bias, kZeros, begin, tile, first, from, to);
     if constexpr (Tile::Ragged) {
 #pragma unroll
@@ -220,7 +224,7 @@ struct AffineByElement {
         if (k >= Tile::Slots || !tile.inside(k) || !is_cut(tile, k)) continue;
         const int64_t at = begin + Tile::offset(k);
         const int left = tile.len - Tile::offset(k);
-        weight[i].load_some(at_or(args.n.weight, at, kOnes<W>), left);
+        weight[i].load_some(at_or(args.n.weight, at, kOnes<T>), left);
         if constexpr (Policy::has_bias) bias[i].load_some(at_or(args.n.bias, at, kZeros), left);
       }
     }
@@ -245,13 +249,13 @@ struct AffineByElement {
   __device__ static bool is_cut(const Tile& tile, int k) {
     return Tile::Ragged && k >= Tile::Whole && tile.len - Tile::offset(k) < V;
   }
-  __device__ static const W* at_or(const void* data, int64_t at, const uint4* absent) {
-    return data != nullptr ? static_cast<const W*>(data) + at : reinterpret_cast<const W*>(absent);
+  __device__ static const T* at_or(const void* data, int64_t at, const uint4* absent) {
+    return data != nullptr ? static_cast<const T*>(data) + at : reinterpret_cast<const T*>(absent);
   }
   template <class Tile>
-  __device__ static void load_whole(Parameters<W, V> (&into)[Count], const void* data, const uint4* absent, int64_t begin,
+  __device__ static void load_whole(Parameters<T, V> (&into)[Count], const void* data, const uint4* absent, int64_t begin,
                                     const Tile& tile, int first, int from, int to) {
-    const W* mine = at_or(data, begin + Tile::offset(0), absent);
+    const T* mine = at_or(data, begin + Tile::offset(0), absent);
     const int step = data != nullptr ? Tile::Lanes * V : 0;
 #pragma unroll
     for (int i = from; i < to; ++i) {
@@ -340,19 +344,29 @@ struct AffineByChannel {
   }
   // The same, however many.
   __device__ void of_many(int offset, Floats<V>& w, Floats<V>& b) const {
-    const unsigned spatial = static_cast<unsigned>(args.n.spatial);
-    unsigned c = static_cast<unsigned>(args.by_spatial.of(place.remainder + offset));
-    unsigned rest = (place.remainder + offset) - c * spatial;
+    const unsigned spatial = static_cast<unsigned>(args.n.spatial), at = place.remainder + offset;
+    const unsigned c = static_cast<unsigned>(args.by_spatial.of(at)), rest = at - c * spatial;
+    if (spatial >= V) {  // the vector lies in two channels at most
+      const ChannelParameters one = with_rstd(place.load(args, row, c)), two = with_rstd(place.load(args, row, c + 1));
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const bool second = rest + j >= spatial;
+        w.v[j] = second ? two.weight : one.weight;
+        b.v[j] = second ? two.bias : one.bias;
+      }
+      return;
+    }
     ChannelParameters mine = with_rstd(place.load(args, row, c));
+    unsigned at_channel = c, left = spatial - rest;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      if (rest == spatial) {
-        rest = 0;
-        mine = with_rstd(place.load(args, row, ++c));
+      if (left == 0) {
+        left = spatial;
+        mine = with_rstd(place.load(args, row, ++at_channel));
       }
       w.v[j] = mine.weight;
       b.v[j] = mine.bias;
-      ++rest;
+      --left;
     }
   }
 

@@ -138,13 +138,13 @@ template <class Policy, bool Ragged>
 constexpr bool kLean = kWeights<Policy> == 0 && !Ragged;
 
 // A block has as many warps as its slices have chunks. Partly: they are not all of the row.
-template <class Policy, class T, class W, bool Ragged, bool Partly>
+template <class Policy, class T, bool Ragged, bool Partly>
 __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Ragged>, sizeof(T)>)
     row_team(const RowArgs args) {
   using Exchange = TeamExchange<Policy, T, Partly>;
   using Tile = ChunkTile<T, Ragged>;
   constexpr bool in_registers = Policy::affine == Affine::by_element, by_channel = Policy::affine == Affine::by_channel;
-  using Ahead = AffineAhead<Policy, W, Tile, Tile::Slots>;
+  using Ahead = AffineAhead<Policy, T, Tile, Tile::Slots>;
   using AffineOfRow = std::conditional_t<by_channel, ChannelsLoaded<Tile::V>, Ahead>;
   extern __shared__ __align__(16) char shared[];
   __shared__ typename Exchange::Shared exchanged;
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
   const auto in_slot = [&](int slot) {
     const int at = warp_now();
     char* buffer = shared + (slot * kWarpsTeam + at) * args.chunk_bytes;
-    return ChunkInShared<Policy, T, W, Ragged>{args, buffer, of_warp[at].place};
+    return ChunkInShared<Policy, T, Ragged>{args, buffer, of_warp[at].place};
   };
   const auto load_channels = [&](int64_t row, int turn) {
     static_assert(2 * kWarpsTeam == 32);  // a lane a channel
@@ -220,14 +220,14 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
   }
 }
 
-template <class Policy, class T, class W, bool Ragged>
+template <class Policy, class T, bool Ragged>
 cudaError_t launch_team(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
   if constexpr (kOptions<Policy>) {
     return cudaErrorInvalidValue;  // see Rows::options
   } else {
     const int64_t bytes = row_workspace_bytes(plan, args.n.rows);
     const cudaError_t error = cudaMemsetAsync(args.n.workspace, 0, bytes, stream);
-    return error == cudaSuccess ? launch_at_once<row_team<Policy, T, W, Ragged, false>>(args, shape, stream) : error;
+    return error == cudaSuccess ? launch_at_once<row_team<Policy, T, Ragged, false>>(args, shape, stream) : error;
   }
 }
 
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(256) row_merge(const RowArgs args) {
 
 // A warp takes a piece of several rows, so that its weights are loaded once. Backwards: in split, what row_partial read last
 // is still in the L2.
-template <class Policy, class T, class W, bool Ragged>
+template <class Policy, class T, bool Ragged>
 __global__ void __launch_bounds__(kWarpsApply * 32, 2) row_apply(const RowArgs args) {
   using Piece = Tile<T, 32, kPiece / 32 / (16 / static_cast<int>(sizeof(T))), Ragged>;
   const int64_t at = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x;
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(kWarpsApply * 32, 2) row_apply(const RowArgs a
     rows[r] = (at - place * sets) * kRowsSplit + r;
     load_piece<T>(pieces[r], args, rows[r], begin, kPiece);
   }
-  AffineAhead<Policy, W, Piece> affine;
+  AffineAhead<Policy, T, Piece> affine;
   affine.load_ahead(args, begin, pieces[0]);
 #pragma unroll
   for (Piece& piece : pieces) piece.settle();
@@ -322,10 +322,10 @@ __global__ void __launch_bounds__(kWarpsApply * 32, 2) row_apply(const RowArgs a
   for (int r = 0; r < kRowsSplit; ++r) {
     values[r] = split_values<typename Policy::Stat>(args)[min(rows[r], args.n.rows - 1)];
   }
-  apply_tiles<Policy, T, W>(pieces, args, rows, begin, values, affine);
+  apply_tiles<Policy, T>(pieces, args, rows, begin, values, affine);
 }
 
-template <class Policy, class T, class W, bool Ragged>
+template <class Policy, class T, bool Ragged>
 cudaError_t launch_split(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
   const int64_t pieces = ceil_div(args.n.cols - first_split(args), kPiece * kWarpsApply);
   const LaunchShape partial{shape.grid, kWarpsSplit * 32, 0, 1, false};
@@ -339,10 +339,10 @@ cudaError_t launch_split(const RowArgs& args, const RowPlan& plan, const LaunchS
   cudaError_t error = launch_block<row_partial<Policy, T, Ragged>>(args, partial, stream);
   if (error != cudaSuccess) return error;
   if constexpr (!Ragged && sizeof(T) == 4 && !kOptions<Policy>) {
-    if (args.held_groups > 0) error = launch_at_once<row_team<Policy, T, W, false, true>>(args, team, stream);
+    if (args.held_groups > 0) error = launch_at_once<row_team<Policy, T, false, true>>(args, team, stream);
   }
   if (args.held_groups == 0) error = launch_block<row_merge<Policy, T>>(args, merge, stream);
-  return error == cudaSuccess ? launch_block<row_apply<Policy, T, W, Ragged>>(second, apply, stream) : error;
+  return error == cudaSuccess ? launch_block<row_apply<Policy, T, Ragged>>(second, apply, stream) : error;
 }
 
 }  // namespace

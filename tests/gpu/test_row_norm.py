@@ -92,6 +92,17 @@ def test_absent_weights_are_ones_and_absent_biases_zeros(dtype: torch.dtype) -> 
             assert same_bits(ops.rms_norm(x, size), ops.rms_norm(x, size, ones)), cols
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_weights_of_the_same_value_in_float32_give_the_same_bits(dtype: torch.dtype) -> None:
+    for cols in (64, 129, 768, 1001, 4096, 20_001, *LONG):
+        x, (weight, bias) = values(5, cols, dtype, 1.0), affine(cols, dtype)
+        size, wide = (cols,), weight.float()
+        assert same_bits(ops.layer_norm(x, size, wide, bias.float()), ops.layer_norm(x, size, weight, bias)), cols
+        for cast in (False, True):
+            once, again = (ops.rms_norm(x, size, w, cast_before_weight=cast) for w in (weight, wide))
+            assert same_bits(once, again), (cols, cast)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.case("long-row")
 def test_rows_of_millions(dtype: torch.dtype) -> None:

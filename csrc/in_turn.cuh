@@ -1,0 +1,60 @@
+// What is long to compile, written once and not once a vector or a row. No index into registers but constants: what is
+// next comes first, and the others follow.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace normswap {
+namespace {
+
+// words[k] = make(offset in the chunk, of vector k: its words), for those of the lane's vectors that are there.
+template <class Tile, class Make>
+__device__ inline void in_turn(const Tile& tile, uint4 (&words)[Tile::Slots], Make make) {
+  constexpr int last = Tile::Slots - 1;
+#pragma unroll
+  for (int k = 0; k <= last; ++k) {
+    if constexpr (Tile::InRegisters) {
+      words[k] = tile.words[k];
+    } else {
+      words[k] = {};
+    }
+  }
+#pragma unroll 1
+  for (int k = 0; k <= last; ++k) {
+    uint4 now = words[0];
+    if (tile.inside(k)) {
+      if constexpr (!Tile::InRegisters) now = tile.pack(k).raw();
+      now = make(Tile::offset(k), now);
+    }
+#pragma unroll
+    for (int i = 0; i < last; ++i) words[i] = words[i + 1];
+    words[last] = now;
+  }
+}
+
+// with(tile, row, values) for each of several rows, which are equally far from each other.
+template <class Tile, int Rows, class Values, class With>
+__device__ inline void each_row(const Tile (&tiles)[Rows], const int64_t (&rows)[Rows], const Values (&values)[Rows],
+                                With with) {
+  Tile tile[Rows];
+  Values value[Rows];
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) {
+    tile[r] = tiles[r];
+    value[r] = values[r];
+  }
+#pragma unroll 1
+  for (int r = 0; r < Rows; ++r) {
+    with(tile[0], rows[0] + r * (rows[Rows > 1 ? 1 : 0] - rows[0]), value[0]);
+#pragma unroll
+    for (int i = 0; i + 1 < Rows; ++i) {
+      tile[i] = tile[i + 1];
+      value[i] = value[i + 1];
+    }
+  }
+}
+
+}  // namespace
+}  // namespace normswap
