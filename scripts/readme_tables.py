@@ -1,4 +1,4 @@
-"""Write the figures of README.md and docs/benchmark.md, and the picture, from tests/gpu_record.json. Needs matplotlib.
+"""Write the figures of README.md and of docs/, and the picture, from tests/gpu_record.json. Needs matplotlib.
 
 python scripts/readme_tables.py
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import accuracy
+import batch_norm_rows
 import benchmark
 import engines
 import picture
@@ -21,15 +22,19 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 MORE = ROOT / "docs" / "benchmark.md"
 TRAINING = ROOT / "docs" / "training.md"
+BATCH_NORM = ROOT / "docs" / "batch_norm.md"
 PICTURE = ROOT / "docs" / "benchmark.svg"
 NOT_YET = "Not measured yet."
 
 IN_README = ("models", "steps", "checks")
 IN_TRAINING = ("steps on", "steps")
+IN_BATCH_NORM = ("batch norms on", "batch norms")
 IN_MORE = (
     *("measured on", "summary", "benchmark", "host", "errors", "proof"),
     *("networks on", "networks summary", "networks", "backward on", "backward summary", "backward"),
 )
+
+FILES = {README: IN_README, MORE: IN_MORE, TRAINING: IN_TRAINING, BATCH_NORM: IN_BATCH_NORM}
 
 
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -83,6 +88,7 @@ def tables(known: Record) -> dict[str, str]:
         **own,
         **benchmark_tables(known, "networks", {"network"}),
         **benchmark_tables(known, "backward", {"backward"}),
+        **batch_norm_tables(known),
         "host": host_table(known),
         "models": models_table(known, False),
         "steps": models_table(known, True),
@@ -91,6 +97,18 @@ def tables(known: Record) -> dict[str, str]:
         "proof": proof_line(known["tests"]),
         "checks": checks_line(known),
     }
+
+
+def batch_norm_tables(known: Record) -> dict[str, str]:
+    """Where BatchNorm in training was measured, and a table for each dtype and its layout."""
+    rows = noted(
+        known, [row for row in known["benchmark"] if batch_norm_rows.TAG in row["tags"]], records.engines_of_row
+    )
+    shown = []
+    for what in dict.fromkeys(row["what"] for row in rows):
+        table = markdown(batch_norm_rows.headers(what), batch_norm_rows.lines(rows, what))
+        shown.append(f"{table}\n\n{batch_norm_rows.told(rows, what)}.")
+    return {"batch norms on": measured_on(known, rows), "batch norms": "\n\n".join(shown) or NOT_YET}
 
 
 def host_table(known: Record) -> str:
@@ -125,7 +143,7 @@ def models_table(known: Record, training: bool) -> str:
         )
         for row in rows
     ]
-    return markdown(("model", "dtype", "kept/sites", *ways), cells) if cells else NOT_YET
+    return markdown(("model", "dtype", "swapped", *ways), cells) if cells else NOT_YET
 
 
 def errors_table(known: Record) -> str:
@@ -192,7 +210,7 @@ def filled(text: str, found: dict[str, str], names: Sequence[str]) -> str:
 def main() -> None:
     known = records.load()
     found = tables(known)
-    for file, names in ((README, IN_README), (MORE, IN_MORE), (TRAINING, IN_TRAINING)):
+    for file, names in FILES.items():
         file.write_text(filled(file.read_text(), found, names))
     picture.draw(known["benchmark"], PICTURE)
 

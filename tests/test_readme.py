@@ -40,7 +40,7 @@ def test_the_example_of_expressions_prints_what_it_shows(tmp_path: Path, capsys:
 def test_figures_are_the_record_s() -> None:
     known = record.load()
     found = readme_tables.tables(known)
-    for file, names in ((readme_tables.README, readme_tables.IN_README), (readme_tables.MORE, readme_tables.IN_MORE)):
+    for file, names in readme_tables.FILES.items():
         text = file.read_text()
         assert readme_tables.filled(text, found, names) == text, "run python scripts/readme_tables.py"
     shown = picture.shows(readme_tables.PICTURE)

@@ -188,7 +188,7 @@ def test_models_and_kinds_run_alone_replace_their_own_rows(
     checking.record["models"][2]["training"] = True
     assert readme_tables.models_table(checking.record, True).splitlines()[2:] == ["| c | float16 | 1/1 | 1.00 |"]
     assert readme_tables.models_table(checking.record, False).splitlines() == [
-        *("| model | dtype | kept/sites | eager | compile |", "|---|---|---|---|---|"),
+        *("| model | dtype | swapped | eager | compile |", "|---|---|---|---|---|"),
         *("| a | float16 | 1/1 | 1.00 | - |", "| b | float16 | 1/1 | 2.00 | 0.50 |"),
     ]
 
