@@ -13,4 +13,5 @@ KIND = "batch_norm"
 def match(module: nn.Module) -> Match | Refusal | None:
     """Match exactly these classes in train mode; refuse subclasses and disguises with the reason. In eval PyTorch's op,
     one pass, is as fast, and what stands behind it is a region's."""
-    return match_any(module, KIND) if module.training else None
+    answer = match_any(module, KIND)  # before the mode, which a frozen ScriptModule has none of
+    return answer if answer is not None and module.training else None
