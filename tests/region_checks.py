@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +53,16 @@ class Case:
     later: Callable[[Any], Any] | None = None
     exact: bool = True
     modes: tuple[str, ...] = ("train", "eval")
+
+
+def loaded(path: Path) -> types.ModuleType:
+    """The module of the file at ``path``, whose source can be read."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def written(forward: Callable[..., Any], base: type[nn.Module] = Parts) -> nn.Module:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import inspect
 import pickle
-import sys
 import traceback
-import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import region_models
 import torch
 import torch.nn.functional as F
 from models import randomised
-from region_checks import CHANNELS, ROWS, Parts, assert_same, regions_in, swap, written
+from region_checks import CHANNELS, ROWS, Parts, assert_same, loaded, regions_in, swap, written
 from torch import Tensor, nn
 
 import normswap
@@ -177,15 +174,6 @@ class Loaded(Parts):
     def forward(self, x, y):
         return F.relu(self.norm(x)) + y
 """
-
-
-def loaded(path: Path) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_without_its_source_nothing_is_rewritten(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 import types
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from region_checks import loaded
 from torch import Tensor, nn
 from torch import abs as magnitude
 from torch.nn import functional
@@ -346,15 +346,6 @@ def test_what_has_no_source_is_refused() -> None:
         assert isinstance(rejection, Rejection) and rejection.reason is Reason.SOURCE
 
 
-def _import_file(path: Path) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     "now",
     [
@@ -374,7 +365,7 @@ def test_a_source_that_is_not_the_code_that_runs_is_refused(
     path = tmp_path / "normswap_stale_example.py"
     path.write_text("import torch\ndef forward(self, x):\n    return x + 1\n")
     monkeypatch.setitem(sys.modules, path.stem, None)  # type: ignore[arg-type]
-    forward = _import_file(path).forward
+    forward = loaded(path).forward
     path.write_text(now + "# longer than it was, so that the cache of lines notices\n")
     rejection = read(forward)
     assert isinstance(rejection, Rejection) and rejection.reason is Reason.SOURCE
