@@ -30,7 +30,7 @@ from normswap.checkpoint.tensors import SUFFIXES
 from normswap.checkpoint.writing import Manifest, Progress, Target, as_folder, check_new, place, write
 from normswap.fold import fold as fold_model
 from normswap.optimize import report
-from normswap.plan import MismatchError, Plan
+from normswap.plan import MismatchError
 from normswap.report import Report
 
 
@@ -90,11 +90,10 @@ def convert(
         more |= {} if proof is None else {proof: f"{made.to_json()}\n".encode()}
         manifest = _manifest(target, factory, factory_kwargs, made, where)
         at, prefixes = (None, ()) if target.anew else (held.key, held.prefixes)
-        plan = Plan() if fold else made.plan
-        manifest = replace(manifest, plan=plan, key=at, strip_prefix=prefixes, dtype=dtype, folded=fold)
+        manifest = replace(manifest, key=at, strip_prefix=prefixes, dtype=dtype, folded=fold)
         if not dry_run:
-            made_anew = replace(held, state=OrderedDict(product.state_dict())) if fold else held
-            write(made_anew, target, manifest, more, progress)
+            new = replace(held, state=OrderedDict(product.state_dict())) if fold else held
+            write(new, target, manifest, more, progress)
     return made
 
 
@@ -176,9 +175,8 @@ def _folded(model: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> tuple[nn.M
         whole, plain = (torch.cat([t.ravel() for t in leaves if torch.is_tensor(t)]) for leaves in found)
         error = float((whole - plain).abs().max() / (whole.abs().max() or 1.0))
     if not error <= limit:
-        raise MismatchError(
-            f"the folded model differs from the original by {error:.3g} of its largest output in float64"
-        )
+        far = f"by {error:.3g} of its largest output in float64"
+        raise MismatchError(f"the folded model differs from the original {far}")
     model_row = {"max_error": error, "limit": limit, "problem": "", "passed": True}
     device = next((str(p.device) for p in model.parameters()), "none")
     note = "folded into a plain PyTorch model, which needs no normswap; compared in float64, by the largest output"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from normswap import native
 from normswap.checkpoint.convert import folded
 from normswap.checkpoint.errors import check, failing, listed
 from normswap.checkpoint.files import digest
@@ -45,10 +46,11 @@ def load_model(
     known = model is not None or manifest.factory
     check(known, f"{place}: says nothing of what builds the model; pass model= with the model built")
     trusted = model is not None or trust_factory or not is_code(manifest.factory)
-    unasked = f"the model is built by {manifest.factory!r}, which is not run unasked"
     cure = "pass trust_factory=True if you trust where this comes from, or model= with the model built"
-    check(trusted, f"{place}: {unasked}; {cure}")
-    with _converted(place, manifest, check_digests, trust_factory and manifest.factory == PICKLED) as found:
+    check(trusted, f"{place}: the model is built by {manifest.factory!r}, which is not run unasked; {cure}")
+    unpickled = trust_factory and manifest.factory == PICKLED
+    with ThreadPoolExecutor(1) as beside, _converted(place, manifest, check_digests, unpickled) as found:
+        beside.submit(native.status)  # the kernels' library is found and loaded while the tensors are copied
         if model is None and not manifest.folded:
             opened = open_model(found, manifest.factory, manifest.kwargs, manifest.dtype)
         else:
@@ -67,16 +69,14 @@ def _converted(
     CheckpointError for one that is missing or another, rather than what the block raises for its sake."""
     main = place.parent / manifest.tensors
     for name in manifest.files:
-        there = (place.parent / name).is_file()
-        check(there, f"{place.parent / name}: no such file, but {place} was written for it")
+        check((place.parent / name).is_file(), f"{place.parent / name}: no such file, but {place} was written for it")
     with ThreadPoolExecutor(2) as pool:
         sums = {name: pool.submit(digest, place.parent / name) for name in manifest.files if check_digests}
 
         def compare() -> None:
             with failing(f"{place.parent}: cannot be read", OSError):
                 changed = [name for name, found in sums.items() if found.result() != manifest.files[name]]
-            other = f"not the tensors {place} was written for: {listed(changed)} differs"
-            check(not changed, f"{main}: {other}")
+            check(not changed, f"{main}: not the tensors {place} was written for: {listed(changed)} differs")
 
         try:
             if allow_pickle:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from normswap.checkpoint.errors import MissingError, check, counted, failing, listed, one_line, read_json, running
-from normswap.checkpoint.reading import CONFIG, Checkpoint, is_config_folder
-from normswap.checkpoint.tensors import same_tensors, shares_memory_within
+from normswap.checkpoint.reading import CONFIG, Checkpoint
+from normswap.checkpoint.tensors import own_copy, same_tensors, shares_memory_within
 from normswap.optimize import optimize, report
 from normswap.report import Report
 
@@ -55,7 +55,7 @@ def settled(factory: str) -> str:
 
 def factory_for(path: Path, found: Checkpoint) -> str:
     """The factory of a checkpoint that brings its own. Raises CheckpointError when it does not."""
-    brought = found.module is not None or is_config_folder(path)
+    brought = found.module is not None or (path / CONFIG).is_file()
     check(brought, f"{path}: holds tensors and no model; pass a factory (--model)")
     return HERE if found.module is None else PICKLED
 
@@ -246,10 +246,11 @@ def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None) -> nn.
             check(same, f"{found.main}: {listed(present)} are one parameter in {name}, and differ in the file")
             names[to] = tied if isinstance(to, nn.Parameter) else present
     if assign:
+        take = Tensor.to if found.shared else own_copy
         with ThreadPoolExecutor(4) as pool:  # beside PyTorch's own threads, which share one copy
-            copies = pool.map(lambda value, to: value.to(to.dtype, copy=not found.shared), values.values(), values)
-            for to, copied in zip(tuple(values), copies, strict=True):
-                here = copied if to.is_meta else copied.to(to.device)
+            taken = pool.map(lambda value, to: take(value, to.dtype), values.values(), values)
+            for to, value in zip(tuple(values), taken, strict=True):
+                here = value if to.is_meta else value.to(to.device)
                 values[to] = nn.Parameter(here, to.requires_grad) if isinstance(to, nn.Parameter) else here
     given.update((key, value) for to, value in values.items() for key in names[to])
     lines = lambda error: "; ".join(str(error).split("\n\t")[1:11]).replace("\n", " ") or one_line(error)  # noqa: E731
@@ -258,7 +259,7 @@ def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None) -> nn.
     _check_keys(model, keys.missing_keys, keys.unexpected_keys, found)
     left = [key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     check(not left, f"{found.main}: {listed(left)} of {name} is on the meta device; build it on the CPU")
-    return model.eval().to(_torch(dtype))
+    return model.eval() if dtype is None else model.eval().to(_torch(dtype))
 
 
 def _torch(dtype: str | None) -> torch.dtype | None:

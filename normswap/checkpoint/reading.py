@@ -77,11 +77,6 @@ def open_checkpoint(
     return _stripped(found, strip_prefix) if strip_prefix else found
 
 
-def is_config_folder(path: str | Path) -> bool:
-    """Whether ``path`` is a folder as transformers writes it."""
-    return (Path(path) / CONFIG).is_file()
-
-
 def _main_file(folder: Path) -> Path:
     """The index or the only tensors file of a folder. Raises CheckpointError when there is none, or several."""
     names = sorted(os.listdir(folder))

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import ctypes
 import json
+import mmap
 import pathlib
 import pickle
 import re
+import sys
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -37,6 +40,7 @@ _VERSIONS = "normswap.state_dict_metadata"
 _FREE_TEXT = "_safetensors_metadata"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: few large ones are faster compared
 _EXPANDED = 1 << 30  # bytes that an expanded tensor may stand for
+_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else lambda address, size, advice: None
 
 _MAKERS = [np._core.multiarray.scalar, np._core.multiarray._reconstruct]  # type: ignore[attr-defined]
 _HARMLESS = [
@@ -72,6 +76,17 @@ def tensor_writer(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return failing(f"{path}: cannot be written")(partial(write, tensors=tensors, metadata=metadata))
 
 
+def own_copy(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of ``value`` in ``dtype``. Linux is asked for its pages at once (23 is MADV_POPULATE_WRITE, which kernels
+    before 5.14 refuse): one by one, each as it is first written, they cost more than the copying."""
+    if value.layout is not torch.strided or value.is_quantized:
+        return value.to(dtype, copy=True)
+    made = torch.empty_like(value, dtype=dtype)
+    before = made.data_ptr() % mmap.PAGESIZE
+    _madvise(ctypes.c_void_p(made.data_ptr() - before), ctypes.c_size_t(made.nbytes + before), 23)
+    return made.copy_(value)
+
+
 def same_tensors(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two dicts hold the same names in the same order, and under each the same dtype, shape and bits."""
     return list(one) == list(other) and difference(one, other) is None
@@ -90,7 +105,7 @@ def _same_bits(one: Any, other: Any) -> bool:
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
     if one.layout is not torch.strided or one.is_quantized:
-        return torch.equal(one.cpu(), other.cpu())
+        return torch.equal(*(t.cpu() if t.is_quantized else t.cpu().to_dense() for t in (one, other)))
     bits = _BITS[min(one.itemsize, 8)]
     return torch.equal(*(t.detach().cpu().resolve_conj().resolve_neg().ravel().view(bits) for t in (one, other)))
 
@@ -138,11 +153,8 @@ def _load_pickle(path: Path, allow_pickle: bool) -> tuple[Any, dict[str, str]]:
 
         def checked(storage: Any, _location: str) -> Any:
             """``storage``, on the CPU: a mapped one may be said to be larger than what the file holds of it."""
-            size = storage.nbytes()
-            check(
-                sizes is None or size in sizes,
-                f"{path}: a storage of {size} bytes is none of those that the file holds",
-            )
+            lies = f"{path}: a storage of {storage.nbytes()} bytes is none of those that the file holds"
+            check(sizes is None or storage.nbytes() in sizes, lies)
             return storage
 
         try:
@@ -198,9 +210,8 @@ def _load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     # safetensors.torch.save_model's own record of tied names: each dropped name with the one that was kept.
     tied = {name: kept for name, kept in text.items() if name not in stored and kept in stored}
     named = {**stored, **{name: stored[kept] for name, kept in tied.items()}}
-    with failing(
-        f"{path}: its metadata {_ORDER} or {_VERSIONS} is not of its tensors", (ValueError, KeyError, TypeError)
-    ):
+    foreign = f"{path}: its metadata {_ORDER} or {_VERSIONS} is not of its tensors"
+    with failing(foreign, (ValueError, KeyError, TypeError)):
         order = strict_json(text.pop(_ORDER, "null"))
         versions = strict_json(text.pop(_VERSIONS, "null"))
         tensors = OrderedDict((name, named.pop(name)) for name in (sorted(named) if order is None else order))

@@ -92,8 +92,7 @@ def find_manifest(path: Path) -> tuple[Path, Manifest]:
     place = manifest_of(path)
     check(place.is_file(), f"{place}: no such file; normswap convert writes it beside the tensors")
     data = read_json(place)
-    if not isinstance(data, dict) or "format" not in data:
-        raise CheckpointError(f"{place}: not written by normswap convert")
+    check(isinstance(data, dict) and "format" in data, f"{place}: not written by normswap convert")
     known = data["format"] == FORMAT
     check(known, f"{place}: format {data['format']!r} is not {FORMAT}; convert again with this version")
     kept: dict[str, Any] = {}
@@ -137,12 +136,8 @@ def place(source: Path, found: Checkpoint, out: Path | None, force: bool, *, ane
     folder ``source``, too; None for a manifest alone. The tensors are written ``anew``, into one file, where that is
     asked for or the format is another. Raises CheckpointError when it cannot be, or is there and not ``force``."""
     with failing(f"{out or source}: cannot be written", OSError):
-        if out is None:
-            target = Target(found.main, manifest_of(source), {})
-        else:
-            target = _placed(source, found, out, anew)
-            check_new(target.main, force)
-        for path in (*target.sources, target.manifest):
+        target = Target(found.main, manifest_of(source), {}) if out is None else _placed(source, found, out, anew)
+        for path in (*(() if out is None else (target.main,)), *target.sources, target.manifest):
             check_new(path, force)
         rivals = [target.main.with_name(n) for n in STANDARD if target.main.name in STANDARD and target.sources]
         there = [path.name for path in rivals if path not in target.sources and os.path.lexists(path)]

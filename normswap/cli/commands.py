@@ -81,13 +81,13 @@ def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: b
     normswap.complete()
     from normswap.checkpoint.errors import running
     from normswap.checkpoint.models import factory_for, open_model
-    from normswap.checkpoint.reading import is_config_folder
+    from normswap.checkpoint.reading import CONFIG
     from normswap.cli.summary import summarize
 
     filters = {name: where.pop(name) for name in ("include", "exclude")}
     found = _open(source, quiet, **where)
     summary = summarize(found.tensors)
-    if factory is None and found.module is None and not is_config_folder(source):
+    if factory is None and found.module is None and not Path(source, CONFIG).is_file():
         table, data = _norm_table(summary), {"norms": [vars(norm) for norm in summary.norms]}
     else:
         model = open_model(found, factory or factory_for(Path(source), found), kwargs)
@@ -142,9 +142,9 @@ def convert(
         raise click.UsageError("give either OUT or --in-place")
     normswap.complete()
     from normswap import checkpoint
-    from normswap.checkpoint.reading import is_config_folder
+    from normswap.checkpoint.reading import CONFIG
 
-    if settings["factory"] is None and not is_config_folder(source) and not settings["allow_pickle"]:
+    if settings["factory"] is None and not Path(source, CONFIG).is_file() and not settings["allow_pickle"]:
         raise click.UsageError(_needs_model(source, settings["key"], settings["strip_prefix"]))
     given = inputs.in_dtype(settings["dtype"])
     made = checkpoint.convert(
