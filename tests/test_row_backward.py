@@ -14,6 +14,7 @@ from torch import Tensor
 
 from normswap import launch_plans, native, ops, reference
 from normswap.activation import Activation
+from normswap.criterion import error_share
 from normswap.ops import dispatch
 from normswap.ops.dispatch import native_op as the_native_op
 from normswap.ops.options import activation_of
@@ -118,14 +119,17 @@ def test_the_closed_forms_are_autograd_s() -> None:
 
 
 def _gradients(
-    formula: Callable[..., Tensor], tensors: tuple[Any, ...], dy: Tensor, wanted: tuple[bool, ...]
+    formula: Callable[..., Tensor], tensors: tuple[Any, ...], dy: Tensor, wanted: tuple[bool, ...], more: Any = None
 ) -> list[Any]:
-    """By PyTorch, in float64."""
+    """By PyTorch, in float64; ``more`` is added to the first."""
     with torch.enable_grad():
         leaves = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
         asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
         found = iter(torch.autograd.grad(formula(*leaves), asked, dy.double()))
-    return [next(found).to(t.dtype) if want else None for t, want in zip(tensors, wanted, strict=True)]
+    made = [next(found) if want else None for want in wanted]
+    if more is not None:
+        made[0] += more.double()
+    return [None if g is None else g.to(t.dtype) for g, t in zip(made, tensors, strict=True)]
 
 
 class StandIns:
@@ -156,19 +160,22 @@ class StandIns:
         assert passes == 0 and statistics.numel() == 2 * x.numel() // cols
         shape, act = w.shape if w is not None else (cols,), activation_of(code, low, high)
         formula = lambda x, w, b: act(F.layer_norm(x.reshape(-1, *shape), shape, w, b)).reshape(x.shape)  # noqa: E731
-        found = _gradients(formula, (x, w, b), dy, tuple(wanted))
-        return [found[0] if sum_grad is None else found[0] + sum_grad, *found[1:]]
+        return _gradients(formula, (x, w, b), dy, tuple(wanted), sum_grad)
 
     def layer_norm_with_options_recorded(self, x: Tensor, dims: int, w: Any, b: Any, eps: float, *rest: Any) -> Any:
-        residual, scale, shift, *activation, _ = rest
+        residual, scale, shift, *activation, wide = rest
+        if not all(t is None or t.is_contiguous() for t in (x, residual)):
+            return None, None, None
         total = None if residual is None else x + residual
         x, act = x if total is None else total, activation_of(*activation)
         out, statistics = self.layer_norm_recorded(x, dims, w, b, eps)
         if scale is not None:
             out = out * (1 + scale) + shift
-        return act(out), total, statistics
+        return act(out.float() if wide else out), total, statistics
 
     def rms_norm_recorded(self, x: Tensor, dims: int, w: Any, eps: float, offset: float, cast: bool) -> Any:
+        if not x.is_contiguous():
+            return None, None
         rows = x.flatten(-dims).flatten(0, -2)
         order = {"weight_offset": offset, "cast_before_weight": cast}
         statistic = (rows.square().mean(-1) + eps).rsqrt()
@@ -178,13 +185,13 @@ class StandIns:
         dy, x, w, statistics, sum_grad, cols, offset, _cast, code, low, high, of_input, of_weight, _ = args
         assert statistics.numel() == x.numel() // cols
         act = activation_of(code, low, high)
-        dx, dw = _gradients(
-            lambda x, w: act(F.rms_norm(x, (cols,), w + offset, 1e-6)), (x, w), dy, (of_input, of_weight)
-        )
-        return dx if sum_grad is None else dx + sum_grad, dw, None
+        formula = lambda x, w: act(F.rms_norm(x, (cols,), w + offset, 1e-6))  # noqa: E731
+        return *_gradients(formula, (x, w), dy, (of_input, of_weight), sum_grad), None
 
     def rms_norm_with_options_recorded(self, x: Tensor, dims: int, w: Any, *rest: Any) -> Any:
         *order, residual, scale, shift, code, low, high = rest
+        if not all(t is None or t.is_contiguous() for t in (x, residual)):
+            return None, None, None
         total = None if residual is None else x + residual
         out, statistic = self.rms_norm_recorded(x if total is None else total, dims, w, *order)
         if scale is not None:
@@ -212,6 +219,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandIns:
     def recorded(name: str, *tensors: Tensor | None, autocast: bool = False) -> Any:
         return dispatch._recording[name] if dispatch.needs_grad(*tensors) else None
 
+    monkeypatch.setattr("normswap.ops.options.native_serves", lambda *tensors: True)
     for kind in KINDS:
         module = sys.modules[f"normswap.ops.{kind}"]
         monkeypatch.setattr(module, "native_op", made)
@@ -308,6 +316,30 @@ def test_options_in_one_native_call(kind: str, given: tuple[str, ...], used: str
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     native = used != "sum" and "scale" not in given
     assert stand_ins.called == [f"{kind}_with_options_recorded", *([f"{kind}_backward"] if native else [])]
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("adaptive", (False, True))
+@pytest.mark.parametrize("transposed", ("input", "residual", "both", "neither"))
+def test_the_gradient_of_a_sum_is_rounded_once(kind: str, adaptive: bool, transposed: str, stand_ins: StandIns) -> None:
+    """That of the norm and that of whatever else reads the sum are added before it."""
+    w, scale, shift = torch.randn(8).bfloat16(), *torch.randn(2, 3, 1, 8).bfloat16()
+    eps = 1e-5 if kind == "layer_norm" else 1e-6  # those of the stand-ins
+    tensors = [torch.randn(3, 8, 8).bfloat16() for _ in range(2)]
+    for i, name in enumerate(("input", "residual")):
+        if transposed in (name, "both"):
+            tensors[i] = tensors[i].transpose(1, 2)
+        tensors[i].requires_grad_()
+    options = {"scale": scale, "shift": shift} if adaptive else {}
+    out, total = getattr(ops, kind)(tensors[0], (8,), w, eps=eps, residual=tensors[1], **options)
+    assert torch.equal(total, tensors[0] + tensors[1]) and total.stride() == (tensors[0] + tensors[1]).stride()
+    grads = [torch.randn(3, 8, 8).bfloat16() for _ in range(2)]
+    found = torch.autograd.grad((out, total), tensors, grads)
+    x = total.detach().double().requires_grad_()
+    adapted = getattr(reference, kind)(x, (8,), w.double(), eps=eps, **{k: t.double() for k, t in options.items()})
+    (exact,) = torch.autograd.grad((adapted, x * 1.0), x, [g.double() for g in grads])
+    for gradient in found:
+        assert error_share(gradient, exact, exact.abs() + 10, 4.0) <= 1.0
 
 
 @pytest.mark.parametrize("kind", KINDS)

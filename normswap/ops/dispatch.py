@@ -228,17 +228,21 @@ def affine_dtypes_fit(input: Tensor, weight: Tensor | None, bias: Tensor | None)
 
 
 def reference_gradients(
-    function: Callable[..., Tensor], tensors: Sequence[Tensor | None], grad: Tensor
+    function: Callable[..., Tensor], tensors: Sequence[Tensor | None], grad: Tensor, more: Tensor | None = None
 ) -> list[Tensor | None]:
-    """The gradients of the reference formula, in float32: differentiable where grad mode is on (double backward)."""
+    """The gradients of the reference formula, in float32: differentiable where grad mode is on (double backward).
+    ``more`` is added to the first tensor's before that is rounded to its dtype."""
     create = torch.is_grad_enabled()
     with torch.enable_grad():
         if not create:
             tensors = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        wanted = [t for t in tensors if t is not None and t.requires_grad]
-        out = function(*(None if t is None else t.float() for t in tensors))
-        found = iter(torch.autograd.grad(out, wanted, grad.float(), create_graph=create, allow_unused=True))
-    return [next(found) if t is not None and t.requires_grad else None for t in tensors]
+        wide = [None if t is None else t.float() for t in tensors]
+        wanted = [t for t in wide if t is not None and t.requires_grad]
+        found = iter(torch.autograd.grad(function(*wide), wanted, grad.float(), create_graph=create, allow_unused=True))
+    made = [next(found) if t is not None and t.requires_grad else None for t in wide]
+    if more is not None:
+        made[0] = more if made[0] is None else made[0] + more
+    return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(made, tensors, strict=True)]
 
 
 def dense(tensor: Tensor | None) -> Tensor | None:

@@ -24,7 +24,7 @@ from normswap.ops.dispatch import (
     recording,
     row_statistics,
 )
-from normswap.ops.options import ROUNDED_FIRST, Options, activation_of, gradients, with_sum
+from normswap.ops.options import ROUNDED_FIRST, Options, activation_of, gradients, summed, with_sum
 
 
 def layer_norm(
@@ -200,17 +200,18 @@ def _layer_norm_with_options(
         return found
     shape = tuple(normalized_shape)
     options.check("layer_norm", input, len(shape))
-    residual = options.residual
-    lowered = input.dtype in DTYPES and input.is_cuda and torch.is_autocast_enabled("cuda")
-    if residual is not None and (lowered or not (input.is_contiguous() and residual.is_contiguous())):
-        total = input + residual  # laid out as PyTorch does it
-        return layer_norm(total, shape, weight, bias, eps, **options._replace(residual=None).keywords()), total
-    input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
-    if not (_is_served(input, shape, weight, bias) and options.are_served(input)):
-        return reference.layer_norm(input, shape, weight, bias, eps, **options.keywords())
-    if needs_grad(input, weight, bias, *options[:3]):
-        found = _LayerNormWithOptions.apply(input, len(shape), weight, bias, eps, *options.arguments(), False, True)
+    lowered = wide and input.is_cuda and input.dtype in DTYPES and options.residual is not None
+    if not lowered:
+        input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
+    served = _is_served(input, shape, weight, bias) and options.are_served(input)
+    if served and needs_grad(input, weight, bias, *options[:3]):
+        found = _LayerNormWithOptions.apply(input, len(shape), weight, bias, eps, *options.arguments(), lowered, True)
         return with_sum(*found)
+    total = summed(input, options.residual, always=lowered)
+    if total is not None:
+        return layer_norm(total, shape, weight, bias, eps, **options._replace(residual=None).keywords()), total
+    if not served:
+        return reference.layer_norm(input, shape, weight, bias, eps, **options.keywords())
     return with_sum(*_layer_norm_with_options_forward(input, weight, bias, shape, eps, options, None, None))
 
 
@@ -254,18 +255,23 @@ class _LayerNormWithOptions(torch.autograd.Function):
         wide: bool,
         served: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
+        apart = summed(input, residual, always=wide) if served else None
+        if apart is not None:  # here and not outside, for its gradient to be added before it is rounded
+            input, residual = apart, None
         behind = (scale, shift, activation, low, high)
         out, total, statistics = native_op("layer_norm_with_options_recorded")(
-            input, dims, weight, bias, eps, residual, *behind, wide
+            input.contiguous() if served else input, dims, weight, bias, eps, residual, *behind, wide
         )
         if out is None and not served:
             return None, None
         if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
             shape, statistics = tuple(input.shape[-dims:]), row_statistics(input, dims, 2)
-            options = Options(residual, scale, shift, activation_of(activation, low, high))
-            out, total = _layer_norm_with_options_forward(
-                input, weight, bias, shape, eps, options, statistics[0], statistics[1]
-            )
+            given = (input, weight, bias, scale, shift)
+            cast: Any = autocast_to_float(*given) if wide else given
+            x, w, b, gain, offset = cast
+            options = Options(residual, gain, offset, activation_of(activation, low, high))
+            out, total = _layer_norm_with_options_forward(x, w, b, shape, eps, options, statistics[0], statistics[1])
+        total = apart if total is None else total
         ctx.save_for_backward(input if total is None else total, weight, bias, scale, shift, statistics)
         ctx.dims, ctx.eps, ctx.activation = dims, eps, (activation, low, high)
         ctx.set_materialize_grads(False)

@@ -77,6 +77,13 @@ def _is_per_sample(t: Tensor, input: Tensor, dims: int) -> bool:
     )
 
 
+def summed(input: Tensor, residual: Tensor | None, always: bool = False) -> Tensor | None:
+    """The sum, laid out as PyTorch does it, where kernels do not take a tensor's layout or ``always``; else None."""
+    if residual is None or (not always and input.is_contiguous() and residual.is_contiguous()):
+        return None
+    return input + residual
+
+
 def activation_of(code: int, low: float, high: float) -> Activation:
     """The activation of what ``Options.arguments`` gives."""
     return Activation(list(CODES)[code], low, high)
@@ -92,9 +99,6 @@ def gradients(
 ) -> list[Tensor | None]:
     """The gradients for ``tensors``, what is normalised being the first of them, by the ``formula`` of the output;
     ``grad_sum`` is that of the sum as an output."""
-    grads: list[Tensor | None] = [None] * len(tensors)
-    if grad is not None:
-        grads = reference_gradients(formula, tensors, grad)
-    if grad_sum is not None:
-        grads[0] = grad_sum if grads[0] is None else grads[0] + grad_sum
-    return grads
+    if grad is None:
+        return [grad_sum, *(None,) * (len(tensors) - 1)]
+    return reference_gradients(formula, tensors, grad, grad_sum)

@@ -26,7 +26,7 @@ from normswap.ops.dispatch import (
     row_statistics,
     statistic_along,
 )
-from normswap.ops.options import Options, activation_of, gradients, with_sum
+from normswap.ops.options import Options, activation_of, gradients, summed, with_sum
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes for an eps of None."""
@@ -208,21 +208,22 @@ def _rms_norm_with_options(
     if found is not None:
         return found
     shape = tuple(normalized_shape)
-    epsilon, residual = FLOAT32_EPS if eps is None else eps, options.residual
+    epsilon = FLOAT32_EPS if eps is None else eps
     options.check("rms_norm", input, len(shape))
     order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
-    if residual is not None and not (input.is_contiguous() and residual.is_contiguous()):
-        total = input + residual  # laid out as PyTorch does it
-        return rms_norm(total, shape, weight, eps, **order, **options._replace(residual=None).keywords()), total
-    if not (
+    served = (
         _is_served(input, shape, weight)
         and options.are_served(input)
         and not torch.is_autocast_enabled("cuda")  # what that makes of a norm and of a scale is PyTorch's to say
-    ):
-        return reference.rms_norm(input, shape, weight, eps, **order, **options.keywords())
-    if needs_grad(input, weight, *options[:3]):
+    )
+    if served and needs_grad(input, weight, *options[:3]):
         arguments = (weight, epsilon, weight_offset, cast_before_weight)
         return with_sum(*_RMSNormWithOptions.apply(input, len(shape), *arguments, *options.arguments(), True))
+    total = summed(input, options.residual)
+    if total is not None:
+        return rms_norm(total, shape, weight, eps, **order, **options._replace(residual=None).keywords()), total
+    if not served:
+        return reference.rms_norm(input, shape, weight, eps, **order, **options.keywords())
     return with_sum(*_rms_norm_with_options_forward(input, weight, shape, epsilon, order, options, None))
 
 
@@ -266,8 +267,11 @@ class _RMSNormWithOptions(torch.autograd.Function):
         served: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         order = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+        apart = summed(input, residual) if served else None
+        if apart is not None:  # here and not outside, for its gradient to be added before it is rounded
+            input, residual = apart, None
         out, total, statistics = native_op("rms_norm_with_options_recorded")(
-            *(input, dims, weight, eps, weight_offset, cast_before_weight),
+            *(input.contiguous() if served else input, dims, weight, eps, weight_offset, cast_before_weight),
             *(residual, scale, shift, activation, low, high),
         )
         if out is None and not served:
@@ -276,6 +280,7 @@ class _RMSNormWithOptions(torch.autograd.Function):
             shape, statistics = tuple(input.shape[-dims:]), row_statistics(input, dims, 1)
             options = Options(residual, scale, shift, activation_of(activation, low, high))
             out, total = _rms_norm_with_options_forward(input, weight, shape, eps, order, options, statistics)
+        total = apart if total is None else total
         ctx.save_for_backward(input if total is None else total, weight, scale, shift, statistics)
         ctx.dims, ctx.eps, ctx.order, ctx.activation = dims, eps, order, (activation, low, high)
         ctx.set_materialize_grads(False)

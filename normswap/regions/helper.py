@@ -100,8 +100,11 @@ class Fused:
             if norm is None or not is_unhooked(norm):
                 return None
         if before is not None and (before.dtype is not x.dtype or before.shape != x.shape):  # it broadcasts, say
-            x = total = x + before
-            before = None
+            if before.dtype is x.dtype and self.shared and torch.is_grad_enabled():  # the op adds its gradients
+                x, before = torch.broadcast_tensors(x, before)
+            else:
+                x = total = x + before
+                before = None
         if self.read is not None:
             if self.convolved is not None:
                 x, out = self.convolved(children, norm, x, behind, activation)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from models import randomised
 from norm_models import DTYPES
-from region_checks import Case, check, written
+from region_checks import CHANNELS, Case, check, written
 from region_look_alikes import CHANGED, LOOK_ALIKES
-from region_models import FOUND
+from region_models import FOUND, sum_by_function, sum_used_later
 
 import normswap
 
@@ -37,3 +38,30 @@ def test_every_region_is_proved(name: str, dtype: torch.dtype) -> None:
     model = randomised(written(case.forward)).to("cuda", dtype).eval()
     inputs = tuple(torch.randn(shape, device="cuda").to(dtype) for shape in case.shapes)
     normswap.optimize(model, inputs, min_speedup=None, on_mismatch="raise")
+
+
+def _summands(layout: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    made = [torch.randn(32, 64, CHANNELS, device="cuda").to(dtype) for _ in range(2)]
+    for i, name in enumerate(("input", "residual")):
+        if layout in (f"{name} transposed", "both transposed"):
+            made[i] = made[i].transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == f"{name} broadcast":
+            made[i] = made[i][:1]
+    return tuple(made)
+
+
+@pytest.mark.parametrize("autocast", (False, True), ids=("", "autocast"))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("forward", (sum_used_later, sum_by_function))
+@pytest.mark.parametrize(
+    "layout",
+    ("input transposed", "residual transposed", "both transposed", "input broadcast", "residual broadcast"),
+)
+@pytest.mark.case("region", "autocast", "strided-input")
+def test_a_sum_of_any_layout_is_proved_with_its_gradients(
+    layout: str, forward: Callable[..., Any], dtype: torch.dtype, autocast: bool
+) -> None:
+    model = randomised(written(forward)).to("cuda", torch.float32 if autocast else dtype).train()
+    with torch.autocast("cuda", dtype, enabled=autocast):
+        found = normswap.optimize(model, _summands(layout, dtype), min_speedup=None, on_mismatch="raise")
+    assert [row["status"] for row in normswap.report(found).rows if row["kind"] == "region"] == ["proved"]
