@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
+"""2: regions name the children called between their statements, which are looked at on every call."""
 
 KINDS = (
     "layer_norm",

@@ -398,7 +398,7 @@ def test_changed_tensors_are_refused() -> None:
         ({"written": ["../net.pt"]}, "has no written"),
         ({"factory": 3}, "has no factory"),
         ({"plan": []}, "has no plan"),
-        ({"plan": {"format": 1, "swaps": [{}], "refused": []}}, "normswap.json: plan: not a normswap plan"),
+        ({"plan": {"format": 2, "swaps": [{}], "refused": []}}, "normswap.json: plan: not a normswap plan"),
     ],
 )
 def test_manifests_are_checked(change: dict[str, Any], message: str) -> None:

@@ -149,6 +149,10 @@ MISUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another JSON": (lambda folder: Plan.from_json("[]"), r"plan.to_json\(\) writes one"),
     "a report's JSON": (lambda folder: Plan.from_json(normswap.report(fast()).to_json()), r"plan.to_json\(\) writes"),
     "a plan of another version": (lambda folder: Plan.from_json('{"format": 9}'), "write it anew with this version"),
+    "a plan without its regions' neighbours": (
+        lambda folder: Plan.from_json('{"format": 1, "swaps": [], "refused": []}'),
+        "format 1 is not 2; write it anew with this version",
+    ),
     # modules and weights
     "from_torch of a subclass": (lambda folder: modules.LayerNorm.from_torch(Own(8)), "a subclass may compute"),
     "from_torch of another": (lambda folder: modules.RMSNorm.from_torch(nn.LayerNorm(8)), "exactly a torch.nn.RMSNorm"),
