@@ -64,6 +64,13 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         "f = h.float(); (f * torch.rsqrt((f * f).mean(-1, keepdim=True) + 1e-6)).type_as(h) * self.weight",
         "f = h.float(); r = 1 / torch.sqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6); (r * f).to(h.dtype)",
     ),
+    "weight_standardization": (
+        "F.batch_norm(h.reshape(1, 6, -1), None, None, training=True, momentum=0.0, eps=self.slope).reshape_as(h)",
+        "n = F.batch_norm(h.view(1, 8, -1), None, None, self.weight, self.bias, True, 0.1, 1e-3); n.view(h.shape)",
+        "F.batch_norm(input=h[:1], running_mean=None, running_var=None, training=True, momentum=0.3)",
+        "gain = self.weight * 0.5; "
+        "F.batch_norm(h.reshape(1, 8, 2, -1), None, None, weight=gain.view(-1), training=True).reshape(h.shape)",
+    ),
 }
 """By kind: statements on ``h``, of which the last is the result. All are found."""
 
@@ -133,6 +140,13 @@ LOOK_ALIKES: dict[str, tuple[str, ...]] = {
         "v = h.pow(2).mean(-1, keepdim=True); h * torch.rsqrt(v + 1e-6) + v",
         "v = h.pow(2).mean(-1, keepdim=True); torch.relu_(h); h * torch.rsqrt(v + 1e-6)",
     ),
+    "weight_standardization": (
+        "F.batch_norm(h.view(1, 8, 6), self.bn.running_mean, self.bn.running_var, training=True) * 2",
+        "F.batch_norm(h.view(1, 8, 6), self.bn.running_mean, self.bn.running_var) * 2",
+        "F.batch_norm(h.view(1, 8, 6), None, None) * 2",
+        "F.batch_norm(h.view(1, 8, 6), None, None, training=self.flag) * 2",
+        "F.batch_norm(h.view(1, 8, 6), None, None, training=not self.flag) * 2",
+    ),
 }
 """By kind: what it resembles and is not. Nothing is found."""
 
@@ -147,6 +161,13 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "h = h.double(); h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)",
         "f = h.half().float(); f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6)",
         "f = h.to(torch.float16); f * torch.rsqrt(f.float().pow(2).mean(-1, keepdim=True) + 1e-6)",
+    ),
+    "weight_standardization": (
+        "F.batch_norm(h, None, None, training=True)",
+        "F.batch_norm(h.view(1, 8, 6), None, None, training=True, momentum=None)",
+        "F.batch_norm(h.reshape(1, -1), None, None, training=True)",
+        "F.batch_norm(h.reshape(1, 48, 1), None, None, training=True)",
+        "F.batch_norm(h.view(1, 8, 6), None, None, self.weight[:6], training=True)",
     ),
 }
 """By kind: found, and left to the expression itself when it runs."""

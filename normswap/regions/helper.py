@@ -31,7 +31,7 @@ from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.rows import OriginalClass, rows_of
 from normswap.regions.spec import Region, children_of
-from normswap.regions.spelling import PURE
+from normswap.regions.spelling import SPELLED
 
 _PLAIN = (Tensor, nn.Parameter)
 _Arguments: TypeAlias = "tuple[Any, ...] | None"
@@ -137,7 +137,7 @@ def _is_of(region: Region, function: Any) -> bool:
     kind, activation = FUNCTIONS.get(function, ("",))[0], LITERAL.get(function)
     named = region.activation[0] if isinstance(region.activation, tuple) else ""
     names = {"relu6": ("clamp",), "gelu": ("gelu", "gelu_tanh")}.get(activation or "", (activation,))
-    return (region.kind in KINDS and function in PURE) or function in ADDS or kind == region.kind or named in names
+    return (region.kind in KINDS and function in SPELLED) or function in ADDS or kind == region.kind or named in names
 
 
 def _alike(x: Tensor, other: Any) -> bool:

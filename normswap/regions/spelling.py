@@ -60,8 +60,10 @@ _NAMES: dict[Any, str] = {
     **{norm.function: norm.name for norm in NORMS.values()},
 }
 
-PURE = frozenset(_NAMES) - {F.batch_norm}
-"""Targets of operations that neither write into what they are given nor draw random numbers."""
+SPELLED = frozenset(_NAMES)
+"""Targets of operations that patterns know."""
+PURE = SPELLED - {F.batch_norm}
+"""Those that neither write into what they are given nor draw random numbers."""
 
 
 def spelled(op: Op) -> tuple[str, dict[str, Value]] | None:

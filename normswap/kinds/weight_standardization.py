@@ -1,0 +1,42 @@
+"""BatchNorm by the statistics of a single sample, without running ones: how convolutions standardise their weight
+(Qiao et al. 2019)."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normswap import ops
+from normswap.bounds import Rows
+from normswap.criterion import Magnitudes
+from normswap.kinds.kind import Kind
+
+FORMULA = "batch_norm(x, None, None, weight=weight, bias=bias, training=True, momentum=momentum, eps=eps)"
+
+
+def call(x: Tensor, weight: Any, bias: Any, momentum: Any, eps: Any) -> Tensor | None:
+    single = x.dim() > 2 and len(x) == 1 and math.prod(x.shape[2:]) > 1
+    vectors = all(t is None or (isinstance(t, Tensor) and t.shape == x.shape[1:2]) for t in (weight, bias))
+    numbers = type(momentum) in (int, float) and type(eps) in (int, float)
+    return ops.instance_norm(x, weight, bias, eps) if single and vectors and numbers else None
+
+
+def magnitudes(
+    x: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, momentum: Any, eps: float
+) -> Magnitudes:
+    site = SimpleNamespace(weight=weight, bias=bias, eps=eps, _get_no_batch_dim=lambda: x.dim() - 1)
+    rows = Rows("instance_norm", site, x)
+    return Magnitudes(rows.output(), rows.gradients)
+
+
+def sample(weight: Tensor | None, bias: Tensor | None, *_: Any) -> tuple[int, ...]:
+    parameter = bias if weight is None else weight
+    return (1, 5 if parameter is None else parameter.numel(), 33)
+
+
+PARAMETERS = ("weight", "bias", "momentum", "eps")
+KIND = Kind("weight_standardization", FORMULA, PARAMETERS, call, magnitudes, sample, c_gradient=4.0)
