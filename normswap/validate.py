@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from normswap import modules
 from normswap.compare import Comparison, Seen, compare
-from normswap.forwards.batch_norm import ranks_of
+from normswap.kinds import NORMS
 from normswap.plan import Match, Swap, is_by_hand
 from normswap.progress import progress
 from normswap.regions.prove import RegionProof
@@ -219,12 +219,6 @@ def _synthesised(match: Match, module: Any, like: Tensor | None) -> Iterator[Ten
 
 
 def _synthetic_shape(match: Match, module: Any) -> tuple[int, ...]:
-    if match.kind == "group_norm":
-        return (2, match.view(module).num_channels, 6, 5)
-    if match.kind == "batch_norm":
-        return (3, module.num_features, *(5, 4, 3)[: max(ranks_of(module)) - 2])
-    if match.kind == "instance_norm":
-        return (2, module.num_features, *(6, 5, 4)[: module._get_no_batch_dim() - 1])
     if match.kind == "l1_norm":
         dim = match.value(module, "dim")
         rank = max(2, dim + 1, -dim)
@@ -234,7 +228,7 @@ def _synthetic_shape(match: Match, module: Any) -> tuple[int, ...]:
         return (24, getattr(module, names["linear"]).in_features)
     if is_by_hand(match.kind, match.attributes):
         return _shape_by_hand(match, module)
-    return (4, 3, *match.view(module).normalized_shape)
+    return NORMS[match.kind].sample(match.view(module))
 
 
 def _shape_by_hand(match: Match, module: Any) -> tuple[int, ...]:

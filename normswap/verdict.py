@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -35,8 +36,8 @@ def verdict(
     """Judge ``ours``, called ``what``; the others are those of ``criterion.error_share``, ``eager`` is PyTorch's."""
     if ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE:
         share, theirs = _shares(ours, eager, reference, magnitude, c, extra)
-        if share <= 1.0 and theirs <= 1.0:  # neither is infinite: nothing else can be wrong
-            return Verdict(share, theirs)
+        if share <= 1.0 and theirs < math.inf:  # neither has a NaN or Inf: nothing else can be wrong
+            return Verdict(share, theirs, note=_told(what, theirs))
     share, theirs = (error_share(tensor, reference, magnitude, c, extra) for tensor in (ours, eager))
     if share > 1.0:  # an element that is PyTorch's own, bit for bit, is not held against ours
         changed = ~((ours == eager) | (ours.isnan() & eager.isnan()))
@@ -46,13 +47,17 @@ def verdict(
     note = problem = ""
     if wrong := int(excused(eager, reference).sum()):
         note = f"{what}: PyTorch's is not finite in {wrong} elements that float64 has finite"
-    elif theirs > 1.0:
-        note = f"{what}: PyTorch's own error is {theirs:.3g} times the limit"
+    else:
+        note = _told(what, theirs)
     if differs := mask_mismatch(ours, eager, reference):
         problem = f"{what}: {differs}"
     elif share > 1.0:
         problem = f"{what}: error is {share:.3g} times its limit"
     return Verdict(share, theirs, problem, note)
+
+
+def _told(what: str, theirs: float) -> str:
+    return f"{what}: PyTorch's own error is {theirs:.3g} times the limit" if theirs > 1.0 else ""
 
 
 def _shares(

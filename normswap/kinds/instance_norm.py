@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import nn
 
 from normswap.kinds.norm import Norm
+
+
+def sample(norm: Any) -> tuple[int, ...]:
+    if isinstance(norm, nn.Module):
+        return (2, norm.num_features, *(6, 5, 4)[: norm._get_no_batch_dim() - 1])  # type: ignore[operator, arg-type]
+    return (2, 5 if norm.weight is None else norm.weight.numel(), 6, 5)
+
 
 NORM = Norm(
     "instance_norm",
@@ -22,4 +31,5 @@ NORM = Norm(
     ),
     takes=("weight", "bias", "eps"),
     ignores=("momentum",),
+    sample=sample,
 )

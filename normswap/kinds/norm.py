@@ -9,6 +9,11 @@ from typing import Any
 from torch import nn
 
 
+def in_rows(norm: Any) -> tuple[int, ...]:
+    """The shape of some rows."""
+    return (4, 3, *norm.normalized_shape)
+
+
 @dataclass(frozen=True)
 class Norm:
     """A norm under its ``name`` in torch.nn.functional, and the ``classes`` of torch.nn that call this ``function``.
@@ -16,7 +21,8 @@ class Norm:
     ``signature``: what the function takes behind its input, defaults as in Python; ``takes``: what of it our op wants,
     in order, all where that is empty; ``ignores``: what of the rest may have any value, the others have their defaults;
     ``reads``: where an instance of the class has all of it under the same names, those, and what else it has; ``rows``:
-    the last dims are normalised, not those behind the channels; ``widens``: autocast runs it in float32.
+    the last dims are normalised, not those behind the channels; ``widens``: autocast runs it in float32; ``sample``: of
+    an instance, or what else has its attributes, a shape to try it on.
     """
 
     name: str
@@ -28,6 +34,7 @@ class Norm:
     reads: tuple[str, ...] = ()
     rows: bool = False
     widens: bool = False
+    sample: Callable[[Any], tuple[int, ...]] = in_rows
 
     @property
     def parameters(self) -> tuple[str, ...]:

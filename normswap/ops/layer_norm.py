@@ -204,10 +204,11 @@ def _layer_norm_with_options(
     if not lowered:
         input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
     served = _is_served(input, shape, weight, bias) and options.are_served(input)
-    if served and needs_grad(input, weight, bias, *options[:3]):
+    learns = needs_grad(input, weight, bias, *options[:3])
+    if served and learns:
         found = _LayerNormWithOptions.apply(input, len(shape), weight, bias, eps, *options.arguments(), lowered, True)
         return with_sum(*found)
-    total = summed(input, options.residual, always=lowered)
+    total = None if learns else summed(input, options.residual, always=lowered)
     if total is not None:
         return layer_norm(total, shape, weight, bias, eps, **options._replace(residual=None).keywords()), total
     if not served:

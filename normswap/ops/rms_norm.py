@@ -216,10 +216,11 @@ def _rms_norm_with_options(
         and options.are_served(input)
         and not torch.is_autocast_enabled("cuda")  # what that makes of a norm and of a scale is PyTorch's to say
     )
-    if served and needs_grad(input, weight, *options[:3]):
+    learns = needs_grad(input, weight, *options[:3])
+    if served and learns:
         arguments = (weight, epsilon, weight_offset, cast_before_weight)
         return with_sum(*_RMSNormWithOptions.apply(input, len(shape), *arguments, *options.arguments(), True))
-    total = summed(input, options.residual)
+    total = None if learns else summed(input, options.residual)
     if total is not None:
         return rms_norm(total, shape, weight, eps, **order, **options._replace(residual=None).keywords()), total
     if not served:

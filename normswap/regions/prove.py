@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normswap.compare import Comparison, Seen
-from normswap.forwards.batch_norm import ranks_of
 from normswap.forwards.replaced import Replaced
-from normswap.kinds import KINDS
-from normswap.plan import Match
+from normswap.kinds import KINDS, NORMS
+from normswap.plan import Match, is_by_hand
 from normswap.regions.compare import compare_region
 from normswap.regions.helper import Fused, OriginalClass
 from normswap.regions.install import compiled_of, method_of, with_helpers
@@ -140,20 +140,8 @@ def _convolved(convolution: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     if (kind := KINDS.get(region.kind)) is not None:
         return kind.sample(*arguments)
-    if region.kind == "batch_norm":
-        return (3, norm.num_features, *(5, 4, 3)[: max(ranks_of(norm)) - 2])
-    if region.kind == "instance_norm" and norm is None:
-        return (2, 5 if arguments[0] is None else arguments[0].numel(), 6, 5)
-    if region.kind == "instance_norm":
-        return (2, norm.num_features, *(6, 5, 4)[: norm._get_no_batch_dim() - 1])
-    if region.kind == "group_norm":
-        weight = arguments[1] if arguments else None
-        channels = norm.num_channels if norm is not None else 3 * arguments[0] if weight is None else weight.numel()
-        return (2, channels, 6, 5)
+    if is_by_hand(region.kind, region.attributes):
+        return (4, 3, *next(((p.numel(),) for p in norm.parameters()), (33,)))
     if norm is None:
-        sizes = tuple(arguments[0])
-    elif hasattr(norm, "normalized_shape"):
-        sizes = tuple(norm.normalized_shape)
-    else:  # written by hand
-        sizes = next(((p.numel(),) for p in norm.parameters()), (33,))
-    return (2, *sizes, 6, 5) if region.has("permute") else (4, 3, *sizes)
+        norm = SimpleNamespace(**dict(zip(parameters_of(region), arguments, strict=True)))
+    return (2, *norm.normalized_shape, 6, 5) if region.has("permute") else NORMS[region.kind].sample(norm)
