@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verdict": {"criterion"},
     "progress": set(),
     "compare": {"plan", "modules", "bounds", "criterion", "lifted", "sites", "verdict"},
-    "validate": {"forwards", "plan", "modules", "compare", "progress", "regions.prove", "sites"},
+    "validate": {"kinds", "plan", "modules", "compare", "progress", "regions.prove", "sites"},
     "whole": {"plan", "ops", "modules", "sites"},
     "notebook": set(),
     "report": {"notebook", "plan"},
