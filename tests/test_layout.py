@@ -103,8 +103,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("checkpoint.reading", "checkpoint.tensors", "checkpoint.writing"),
     },
     "checkpoint.load": {
-        *("optimize", "report", "checkpoint.convert", "checkpoint.errors", "checkpoint.files", "checkpoint.models"),
-        *("checkpoint.reading", "checkpoint.tensors", "checkpoint.writing"),
+        *("native", "optimize", "report", "checkpoint.convert", "checkpoint.errors", "checkpoint.files"),
+        *("checkpoint.models", "checkpoint.reading", "checkpoint.tensors", "checkpoint.writing"),
     },
     "checkpoint": {
         *("checkpoint.convert", "checkpoint.errors", "checkpoint.load", "checkpoint.models", "checkpoint.reading"),
