@@ -50,6 +50,9 @@ LINK_LIBRARIES = (
     *("-lcudart_static", "-lrt", "-lpthread", "-ldl", "-Wl,--exclude-libs,ALL", "-Wl,-s"),
 )
 
+NODES_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+NODES_LIBRARIES = ("-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-Wl,-s")
+
 
 class BuildError(RuntimeError):
     """The library could not be compiled; the message is the compiler's own or names what is missing."""
@@ -237,6 +240,33 @@ def compile_library(
         for name in (LIBRARY, METADATA):
             os.replace(Path(scratch, name), out / name)
     return out / LIBRARY
+
+
+def nodes_name(source: Path) -> str:
+    """The file that holds autograd's nodes of ``source`` for the installed torch; for any other torch it is another."""
+    recipe = (*NODES_FLAGS, *NODES_LIBRARIES, platform.machine(), (torch_folder() / "version.py").read_text())
+    digest = hashlib.sha256("\0".join(recipe).encode() + source.read_bytes()).hexdigest()
+    return f"libnormswap_nodes-{digest[:16]}.so"
+
+
+def compile_nodes(source: Path, out: Path) -> Path:
+    """Compile autograd's nodes against the installed torch and put them into the folder ``out``.
+
+    Raises:
+        BuildError: with the compiler's own text, or naming the tool that is missing.
+        OSError: if ``out`` cannot be written.
+    """
+    cxx, torch = host_compiler(), torch_folder()
+    out.mkdir(parents=True, exist_ok=True)
+    includes = ("-isystem", f"{torch}/include", "-isystem", f"{torch}/include/torch/csrc/api/include")
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=out) as scratch:
+        made = Path(scratch, "nodes.so")
+        command = [cxx, *NODES_FLAGS, *includes, str(source), "-o", str(made), f"-L{torch}/lib", *NODES_LIBRARIES]
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        if done.returncode != 0:
+            raise BuildError(f"autograd's nodes do not compile here:\n{done.stdout.strip()}")
+        os.replace(made, out / nodes_name(source))
+    return out / nodes_name(source)
 
 
 def work_key(source_dir: Path, arch: Sequence[str], toolkit: Toolkit, ptx: bool = False) -> str:

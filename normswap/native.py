@@ -106,7 +106,7 @@ def _resolve(build: bool) -> NativeStatus:
     global _status, _available, _compiled_in_vain
     with _mutex:
         if _status is None or (build and not _status.available and not _compiled_in_vain):
-            compiling = build and _cuda_available() and LINUX and not _forbidden()
+            compiling = build and _cuda_available() and LINUX and not forbidden()
             _status = _find(compiling)
             if _status.available:
                 while _on_load:
@@ -158,12 +158,13 @@ def _why_not_compiled() -> str:
         return f"the kernels are compiled on Linux only, and this is {platform.system()}"
     if not _cuda_available():
         return "not compiled, and no GPU here to compile for; `normswap build --arch 80,90,100,120` names some"
-    if _forbidden():
+    if forbidden():
         return "not compiled, and NORMSWAP_BUILD=never forbids it; unset that, or run `normswap build`"
     return "not compiled yet; normswap.optimize does it for a model on CUDA, and so does `normswap build`"
 
 
-def _forbidden() -> bool:
+def forbidden() -> bool:
+    """Whether nothing may be compiled unless it is asked for by name."""
     return os.environ.get("NORMSWAP_BUILD") == "never"
 
 
@@ -290,7 +291,7 @@ def _build_into_cache(source: Path, arch: Sequence[str], toolkit: Toolkit, progr
     """Compile beside the cache entry and rename: a reader sees a whole entry or none. Under the lock a leftover of a
     killed build is cleared away."""
     entry = cache_dir() / builder.digest(source, arch, toolkit.cuda)
-    with _one_process(entry.with_suffix(".lock")):
+    with one_process(entry.with_suffix(".lock")):
         if (entry / LIBRARY).is_file() and (entry / METADATA).is_file():
             return entry / LIBRARY
         unfinished = entry.with_suffix(".unfinished")
@@ -311,12 +312,12 @@ def _build_into_cache(source: Path, arch: Sequence[str], toolkit: Toolkit, progr
 def _compile(source: Path, arch: Sequence[str], toolkit: Toolkit, out: Path, progress: Callable[[str], None]) -> Path:
     """Compile into ``out`` what has changed since the last time: the cache keeps the objects of each sources folder."""
     work = cache_dir() / "build" / builder.work_key(source, arch, toolkit)
-    with _one_process(work.with_suffix(".lock")):
+    with one_process(work.with_suffix(".lock")):
         return builder.compile_library(source, arch, toolkit, out, progress, work=work)
 
 
 @contextmanager
-def _one_process(lock: Path) -> Iterator[None]:
+def one_process(lock: Path) -> Iterator[None]:
     """Wait until no other process is in a block of the same ``lock``. The lock is the system's, so it dies with its
     process. Raises BuildError after LOCK_SECONDS, OSError where the cache cannot be written."""
     lock.parent.mkdir(parents=True, exist_ok=True)

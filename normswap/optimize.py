@@ -78,7 +78,7 @@ def optimize(
     already = _swaps_in(target)
     run = _runner(target, example_inputs, example_kwargs)
     if found.swaps:
-        native.load(build=_on_cuda(target, example_inputs, example_kwargs))
+        _load(target, example_inputs, example_kwargs)
     # The model given is kept also where it is not what runs: a hook of the copy may hold on to it.
     with contextlib.nullcontext() if inplace else sites.preserved(model):
         compiled = _is_compiled(model) if for_compile is None else for_compile
@@ -120,7 +120,7 @@ def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
         raise TypeError(f"plan must be a normswap.Plan, got {type(plan).__name__}; {cure}")
     target = model if inplace else _copied(model)
     if plan.swaps:
-        native.load(build=_on_cuda(target, None, None))
+        _load(target, None, None)
     journal = _apply.apply(target, plan)
     try:
         _reports[target] = _whole_report(target, plan, [_unchecked(swap) for swap in plan.swaps], None, None)
@@ -158,7 +158,7 @@ def validate(
     swaps = _swaps_in(model)
     run = _runner(model, example_inputs, example_kwargs)
     if swaps:
-        native.load(build=_on_cuda(model, example_inputs, example_kwargs))
+        _load(model, example_inputs, example_kwargs)
     before = [(module, type(module)) for module in model.modules()]
     try:
         proofs = _proofs(model, swaps, run, mode, _first_tensor(example_inputs, example_kwargs))
@@ -281,6 +281,14 @@ def _first_tensor(inputs: Any, kwargs: Any) -> Tensor | None:
 def _devices(model: nn.Module, inputs: Any, kwargs: Any) -> set[torch.device]:
     leaves = [*model.parameters(), *model.buffers(), *tree_leaves((inputs, dict(kwargs or {})))]
     return {v.device for v in leaves if isinstance(v, Tensor)}
+
+
+def _load(model: nn.Module, inputs: Any, kwargs: Any) -> None:
+    """The kernels and, beside them, autograd's nodes: compiled where there are none and the model runs, or trains, on
+    CUDA."""
+    compiling = _on_cuda(model, inputs, kwargs)
+    if native.load(build=compiling).available:
+        nodes.load(compiling=compiling and getattr(model, "training", False))
 
 
 def _on_cuda(model: nn.Module, inputs: Any, kwargs: Any) -> bool:

@@ -40,7 +40,7 @@ from workloads import (
 )
 
 import normswap
-from normswap import native
+from normswap import native, nodes
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 REPLAYED_BYTES = 2**31
@@ -420,6 +420,7 @@ def main() -> None:
     status = native.load(build=True)
     if not status.available:
         raise SystemExit(f"the benchmark needs a CUDA device and the library: {status.reason}")
+    nodes.load(compiling=True)
     these, rate = chosen(arguments.patterns, arguments.shrink), copy_rate()
     rows, on = list(measured(these, rate, not arguments.eager)), machine(rate)
     host = host_costs() if arguments.host else []

@@ -1,5 +1,5 @@
 """The wheel's build steps (named in pyproject.toml): csrc/ goes into the package, and where nvcc and torch are, the
-compiled library too.
+compiled libraries too: the kernels, for any torch, and autograd's nodes, for the installed one.
 
 With the library the wheel is py3-none-linux_x86_64 (it uses no Python ABI), without it py3-none-any.
 """
@@ -73,6 +73,8 @@ def compile_into(folder: Path) -> None:
     builder = load_builder()
     arch = os.environ.get("NORMSWAP_ARCH", ",".join(builder.WHEEL_ARCH)).split(",")
     builder.compile_library(ROOT / "csrc", arch, builder.find_toolkit(), folder, tell, ptx=True)
+    tell("compiling autograd's nodes for the torch that is installed ...")
+    builder.compile_nodes(ROOT / "normswap" / "nodes" / "nodes.cpp", folder)
 
 
 def tell(line: str) -> None:

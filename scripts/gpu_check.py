@@ -22,7 +22,7 @@ import record as records
 import torch
 from record import Record, Row
 
-from normswap import native
+from normswap import native, nodes
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZED = "tests/gpu/test_sanitized_sweep.py"
@@ -224,6 +224,7 @@ def main() -> None:
     status = native.load(build=True)
     if not torch.cuda.is_available() or not status.available:
         raise SystemExit(f"gpu_check needs a CUDA device and the library: {status.reason}")
+    nodes.load(compiling=True)
     checking = Checking(records.load(), records.RECORD, made_here())
 
     def beside() -> None:

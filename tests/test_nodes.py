@@ -3,6 +3,7 @@ test_row_backward.py and test_group_backward.py, they are asked too."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import batch_norm_stand_in
 import group_norm_stand_in
 import pytest
 import test_row_backward
@@ -26,7 +28,8 @@ from test_row_backward import (
 )
 from torch import Tensor
 
-from normswap import native, nodes
+import normswap
+from normswap import builder, native, nodes
 from normswap.activation import Activation
 from normswap.builder import BuildError
 from normswap.nodes import formulas
@@ -58,7 +61,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.library
     path = nodes.build(tmp_path_factory.mktemp("nodes"))
     declared = None if native.load().available else declare()
     formulas.register()
-    torch.ops.load_library(str(path))
+    if nodes.status().startswith("none"):
+        torch.ops.load_library(str(path))
     library = torch.library.Library("normswap", "IMPL")
     yield library
     library._destroy()
@@ -93,10 +97,21 @@ def _implemented(library: torch.library.Library) -> dict[str, Callable[..., Any]
     """What the dispatcher calls, by name: registered once, to be filled anew."""
     if not _ops:
         names = [f"{kind}{rest}" for kind in ROWS for rest in ("_recorded", "_with_options_recorded", "_backward")]
-        for name in (*names, "group_norm_recorded", "group_norm_backward_or_none"):
+        groups, batch = (
+            ("group_norm_recorded", "group_norm_backward_or_none"),
+            ("batch_norm_recorded", "batch_norm_backward"),
+        )
+        for name in (*names, *groups, *batch):
             _ops[name] = len
-            library.impl(name, lambda *given, name=name: _as_returned(_ops[name](*given)), "CPU")
+            library.impl(name, lambda *given, name=name: _as_returned(_called(_ops[name], given)), "CPU")
     return _ops
+
+
+def _called(function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """A stand-in computes by autograd, which a kernel, called below it, does without."""
+    include, nothing = torch._C._dispatch_tls_local_include_set(), torch._C.DispatchKeySet.from_raw_repr(0)
+    with torch._C._ForceDispatchKeyGuard(include, nothing), torch.no_grad():
+        return function(*given)
 
 
 def _as_returned(found: Any) -> Any:
@@ -133,12 +148,72 @@ def test_every_gradient_of_group_norm(
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("name", ("none", "relu", "silu"))
+@pytest.mark.parametrize("declines", (False, True))
+def test_every_gradient_of_batch_norm(
+    name: str, declines: bool, training: bool, compiled: torch.library.Library
+) -> None:
+    implemented = _implemented(compiled)
+    implemented["batch_norm_recorded"] = batch_norm_stand_in.batch_norm_recorded
+    implemented["batch_norm_backward"] = lambda *given: (
+        (None,) * 4 if declines else batch_norm_stand_in.batch_norm_backward(*given)
+    )
+    given = [torch.randn(3, 8, 4).requires_grad_() for _ in range(2)]
+    weight, bias, mean, var = torch.rand(4, 8) + 0.5
+    given += [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+    activation, dy = Activation(name), torch.randn(3, 4, 8).transpose(1, 2)
+    for asked in (15, 1, 2, 4, 11):
+        x, residual, weight, bias = (t.detach().requires_grad_(bool(asked >> i & 1)) for i, t in enumerate(given))
+        tensors, numbers = (x, mean.clone(), var.clone(), None, weight, bias), (activation.code, 0.0, 0.0)
+        op = torch.ops.normswap.batch_norm_or_none.default
+        out = op(*tensors, training, 0.1, 1e-5, residual, *numbers)
+        expected = activation(F.batch_norm(x, mean.clone(), var.clone(), weight, bias, training, 0.1, 1e-5) + residual)
+        wanted = [t for t in (x, residual, weight, bias) if t.requires_grad]
+        for create in (False, True):
+            pairs = (
+                torch.autograd.grad(y, wanted, dy, retain_graph=True, create_graph=create) for y in (out, expected)
+            )
+            for ours, theirs in zip(*pairs, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_of_what_is_saved_and_of_the_node(stand_ins: StandIns) -> None:
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t.clone(), lambda t: t):
+        out = torch.ops.normswap.layer_norm_or_none(x, 1, weight, None, 1e-5)
+    assert [t.shape for t in saved] == [x.shape, weight.shape, (2, 3)]
+    out.grad_fn.register_hook(lambda grads, _: tuple(None if g is None else 2 * g for g in grads))
+    expected = torch.autograd.grad(F.layer_norm(x, (8,), weight).sum(), (x, weight))
+    for ours, theirs in zip(torch.autograd.grad(out.sum(), (x, weight)), expected, strict=True):
+        torch.testing.assert_close(ours, 2 * theirs)
+
+
+def test_compiled_autograd(stand_ins: StandIns) -> None:
+    """It stands in the graph of a backward as one call."""
+    from torch._dynamo import compiled_autograd
+
+    found = []
+    for compiling in (False, True):
+        x, weight, residual = torch.ones(3, 8).cumsum(1).requires_grad_(), torch.full((8,), 2.0), torch.ones(3, 8)
+        options = residual.requires_grad_(), None, None, 2, 0.0, 0.0
+        weight.requires_grad_()
+        out, total = torch.ops.normswap.rms_norm_with_options_or_none(x, 1, weight, 1e-5, 0.0, False, *options)
+        compiler = compiled_autograd._enable(torch.compile(backend="eager")) if compiling else contextlib.nullcontext()
+        with compiler:
+            (out.square().sum() + total.sum()).backward()
+        found.append((x.grad, weight.grad, residual.grad))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_a_node_holds_what_is_saved_as_pytorch_s_do(stand_ins: StandIns) -> None:
     """Freed after a backward, and refused where it was written to since."""
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     op = torch.ops.normswap.layer_norm_or_none.default
     out = op(x, 1, weight, None, 1e-5)
-    assert out.grad_fn is not None and "RowNorm" in out.grad_fn.name()
+    assert out.grad_fn is not None and out.grad_fn.name() == "_LayerNormBackward"
     out.sum().backward()
     with pytest.raises(RuntimeError, match="second time"):
         out.sum().backward()
@@ -172,47 +247,83 @@ def test_gradients_under_checkpointing(stand_ins: StandIns) -> None:
 # --- the library ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache where there is none yet, in a process that has loaded none."""
+    monkeypatch.setattr(native, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(native, "PACKAGE", tmp_path / "package")
+    for name, value in (("_loaded", None), ("_compiled_in_vain", False)):
+        monkeypatch.setattr(nodes, name, value)
+    monkeypatch.setattr(dispatch, "_by_node", set())
+    monkeypatch.delenv("NORMSWAP_BUILD", raising=False)
+    return tmp_path / "nodes"
+
+
+def forged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> Path:
+    """Other sources."""
+    source = tmp_path / "nodes.cpp"
+    source.write_text(text)
+    monkeypatch.setattr(nodes, "SOURCE", source)
+    return source
+
+
 def test_a_name_says_torch_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name = nodes.library_name()
-    assert torch.__version__ in name
-    changed = tmp_path / "nodes.cpp"
-    changed.write_text(nodes.SOURCE.read_text() + "//\n")
-    monkeypatch.setattr(nodes, "SOURCE", changed)
-    assert nodes.library_name() != name
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
-    assert "2.99.0" in nodes.library_name()
+    name, original = builder.nodes_name(nodes.SOURCE), nodes.SOURCE.read_text()
+    changed = forged(monkeypatch, tmp_path, original + "//\n")
+    assert builder.nodes_name(changed) != name
+    changed.write_text(original)
+    assert builder.nodes_name(changed) == name
+    (tmp_path / "version.py").write_text("__version__ = '2.99.0'\n")
+    monkeypatch.setattr(builder, "torch_folder", lambda: tmp_path)
+    assert builder.nodes_name(changed) != name
 
 
-def test_what_does_not_compile_says_why_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "nodes.cpp"
-    broken.write_text("int main() { return undeclared; }\n")
-    monkeypatch.setattr(nodes, "SOURCE", broken)
+def test_what_does_not_compile_says_why_and_leaves_nothing(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not tried again in the same process."""
+    forged(monkeypatch, tmp_path, "int main() { return undeclared; }\n")
     with pytest.raises(BuildError, match="undeclared"):
         nodes.build(tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+    nodes.load(compiling=True)
+    assert "undeclared" in nodes.status() and "undeclared" in capsys.readouterr().err
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
+    nodes.load(compiling=True)
+    assert dispatch._by_node == set()
 
 
-def test_one_in_the_cache_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(native, "PACKAGE", tmp_path / "package")
+def test_one_in_the_cache_is_taken(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled"))
     assert nodes.find() is None
-    (tmp_path / "nodes").mkdir()
-    (tmp_path / "nodes" / nodes.library_name()).write_text("")
-    assert nodes.build() == nodes.find() == tmp_path / "nodes" / nodes.library_name()
+    elsewhere.mkdir()
+    (elsewhere / builder.nodes_name(nodes.SOURCE)).write_text("")
+    assert nodes.build() == nodes.find() == elsewhere / builder.nodes_name(nodes.SOURCE)
 
 
 @pytest.mark.parametrize("there", (False, True))
 def test_without_one_that_loads_the_functions_serve(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bool
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, there: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is wrong is told, not raised."""
-    broken = tmp_path / "nodes.so"
-    broken.write_text("no library")
-    monkeypatch.setattr(nodes, "find", lambda: broken if there else None)
-    monkeypatch.setattr(nodes, "_reason", "")
-    monkeypatch.setattr(dispatch, "_by_node", set())
+    """What is wrong is told, not raised; nothing is compiled unless it may be."""
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled"))
+    if there:
+        elsewhere.mkdir()
+        (elsewhere / builder.nodes_name(nodes.SOURCE)).write_text("no library")
     nodes.load()
+    monkeypatch.setenv("NORMSWAP_BUILD", "never")
+    nodes.load(compiling=True)
     assert dispatch._by_node == set()
-    assert "normswap build --nodes" in nodes.status()
-    assert ("cannot be loaded" in nodes.status()) == there
+    assert ("not compiled yet" in nodes.status()) != there
+    assert ("without autograd's nodes" in capsys.readouterr().err) == there
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_a_model_that_trains_on_cuda_has_it_compiled(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(nodes, "load", lambda *, compiling=False: asked.append(compiling))
+    monkeypatch.setattr(native, "load", lambda *, build=False: native.NativeStatus(True, "", None, "", ""))
+    monkeypatch.setattr(sys.modules["normswap.optimize"], "_on_cuda", lambda *given: True)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8)).train(training)
+    normswap.apply(model, normswap.plan(model))
+    assert asked == [training]

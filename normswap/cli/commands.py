@@ -237,9 +237,8 @@ def env(as_json: bool) -> None:
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for it. [default: the user cache]"
 )
-@click.option("--nodes", "with_nodes", is_flag=True, help="Autograd's nodes in C++ too, for this version of torch.")
-def build(arch: str | None, out: Path | None, with_nodes: bool) -> None:
-    """Compile the kernel library ahead of its first use."""
+def build(arch: str | None, out: Path | None) -> None:
+    """Compile the kernels, and autograd's nodes for the installed torch, ahead of their first use."""
     from normswap import native, nodes
 
     architectures = [a.strip() for a in arch.split(",")] if arch is not None else None
@@ -247,8 +246,7 @@ def build(arch: str | None, out: Path | None, with_nodes: bool) -> None:
         click.echo(native.build(architectures, out, progress=say))
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
-    if with_nodes:
-        click.echo(nodes.build(out))
+    click.echo(nodes.build(out, progress=say))
 
 
 def _open(source: str, quiet: bool, **where: Any) -> Checkpoint:

@@ -1,92 +1,80 @@
-"""Autograd's nodes in C++, an optional library beside the kernels: with it nothing of a swapped norm's backward is
-Python, and of its forward less. It is bound to one version of torch, as the kernels are not, and compiled by
-``normswap build --nodes`` alone; where there is none the autograd Functions of ``ops`` do the same."""
+"""Autograd's nodes in C++, a library beside the kernels: with it nothing of a swapped norm's backward is Python, and of
+its forward less. It is bound to one version of torch, as the kernels are not; where there is none for the torch that
+runs, and no compiler to make it, the autograd Functions of ``ops`` do the same."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import subprocess
-import tempfile
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from normswap import builder, native
-from normswap.builder import BuildError
 from normswap.nodes import formulas
 from normswap.ops import dispatch
 
 SOURCE = Path(__file__).with_name("nodes.cpp")
-FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
-LIBRARIES = ("-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-Wl,-s")
-NORMS = ("layer_norm", "rms_norm", "layer_norm_with_options", "rms_norm_with_options", "group_norm")
+NORMS = ("layer_norm", "rms_norm", "layer_norm_with_options", "rms_norm_with_options", "group_norm", "batch_norm")
 """Whose native ops record gradients by themselves once the library is loaded."""
 
+_loaded: Path | None = None
+_compiled_in_vain = False
 _reason = "the kernels are not loaded"
 
 
-def library_name() -> str:
-    """Of the library for this torch and these sources: another is never loaded."""
-    text = "\0".join((*FLAGS, *LIBRARIES, torch.__version__, torch.version.git_version or "", platform.machine()))
-    digest = hashlib.sha256(text.encode() + SOURCE.read_bytes()).hexdigest()[:16]
-    return f"libnormswap_nodes-{torch.__version__}-{digest}.so"
+def _cache() -> Path:
+    return native.cache_dir() / "nodes"
 
 
 def find() -> Path | None:
-    """The library where it was compiled: in the package or in the cache."""
-    folders = native.PACKAGE / "lib", native.cache_dir() / "nodes"
-    return next((path for folder in folders if (path := folder / library_name()).is_file()), None)
+    """The library for this torch where it was compiled: in the package or in the cache."""
+    name = builder.nodes_name(SOURCE)
+    return next((path for folder in (native.PACKAGE / "lib", _cache()) if (path := folder / name).is_file()), None)
 
 
-def build(folder: Path | None = None) -> Path:
-    """Compile the library into ``folder``, the user's cache if None, where one compiled before is taken as it is.
+def build(out: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
+    """Compile the library into ``out``, the user's cache if None, where one compiled before is taken as it is.
 
     Raises BuildError with the compiler's own text, or naming what is missing.
     """
-    if folder is None and (found := find()) is not None:
-        return found
-    folder = folder or native.cache_dir() / "nodes"
-    folder.mkdir(parents=True, exist_ok=True)
-    headers, libraries = builder.torch_folder() / "include", builder.torch_folder() / "lib"
-    includes = ("-isystem", str(headers), "-isystem", str(headers / "torch/csrc/api/include"))
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
-        made = Path(scratch, "nodes.so")
-        command = [
-            builder.host_compiler(),
-            *FLAGS,
-            *includes,
-            str(SOURCE),
-            "-o",
-            str(made),
-            f"-L{libraries}",
-            *LIBRARIES,
-        ]
-        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-        if done.returncode != 0:
-            raise BuildError(f"autograd's nodes do not compile here:\n{done.stdout.strip()}")
-        os.replace(made, folder / library_name())
-    return folder / library_name()
+    with native.one_process(_cache() / "nodes.lock"):
+        if out is None and (found := find()) is not None:
+            return found
+        (progress or _say)(f"compiling autograd's nodes for torch {torch.__version__} ...")
+        return builder.compile_nodes(SOURCE, out or _cache())
 
 
-def load() -> None:
-    """Use the library if there is one; to be called when the kernels are loaded."""
-    global _reason
-    _reason = "not compiled; `normswap build --nodes` does it"
-    if (path := find()) is None:
+def _say(line: str) -> None:
+    print(f"normswap: {line}", file=sys.stderr, flush=True)
+
+
+def load(*, compiling: bool = False) -> None:
+    """Use the library; to be called when the kernels are loaded. With ``compiling`` it is made where there is none, but
+    not again after a failure in the same process, nor where NORMSWAP_BUILD=never forbids it. Where it cannot be had one
+    line says why; nothing is raised."""
+    global _loaded, _reason, _compiled_in_vain
+    if _loaded is not None:
         return
+    _reason = (
+        "not compiled yet; normswap.optimize does it for a model that trains on CUDA, and so does `normswap build`"
+    )
     try:
-        formulas.register()
-        torch.ops.load_library(str(path))
+        path = find()
+        if path is None and compiling and not (_compiled_in_vain or native.forbidden()):
+            _compiled_in_vain = True
+            path = build()
+        if path is not None:
+            formulas.register()
+            torch.ops.load_library(str(path))
+            dispatch.record_natively(NORMS)
+            _loaded = path
     except (OSError, RuntimeError) as error:
-        _reason = f"{path} cannot be loaded ({error}); compile it again: `normswap build --nodes`"
-        return
-    _reason = ""
-    dispatch.record_natively(NORMS)
+        _reason = str(error)
+        _say(f"without autograd's nodes a backward costs the host more: {_reason}")
 
 
 def status() -> str:
     """Where the library is, or why it does not serve."""
     native.status()
-    return str(find()) if not _reason else f"none: {_reason}"
+    return str(_loaded or f"none: {_reason}")

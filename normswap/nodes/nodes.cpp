@@ -1,325 +1,327 @@
-// Autograd's nodes of layer_norm, rms_norm and group_norm in C++: the native ops that do all of a call then record a
-// gradient by themselves, and no Python runs in their backward. Against the full ABI of one version of torch, which the
-// kernels do without; where this is not compiled the autograd Functions of normswap/ops do the same.
+// Autograd's nodes in C++ for the native ops that do all of a call: they then record a gradient by themselves, and no
+// Python runs in their backward. Against the full ABI of one version of torch, which the kernels do without; where this
+// is not compiled the autograd Functions of normswap/ops do the same.
+//
+// An op X_or_none(arguments) -> outputs has a twin X_recorded(arguments) -> outputs and what else its backward needs.
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/library.h>
 
-#include <optional>
-#include <tuple>
+#include <algorithm>
+#include <array>
+#include <string>
 #include <vector>
 
 namespace {
 
 using at::Tensor;
-using c10::DispatchKeySet;
-using torch::autograd::AutogradContext;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::autograd::Edge;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
-using Optional = std::optional<Tensor>;
-using Pair = std::tuple<Optional, Optional>;
-using Triple = std::tuple<Optional, Optional, Optional>;
-using Quintuple = std::tuple<Optional, Optional, Optional, Optional, Optional>;
-using Numbers = std::vector<double>;
+using torch::jit::Stack;
+using NodePtr = decltype(Edge::function);
 
-const Optional nothing;
+enum Kind { kLayerNorm, kRmsNorm, kLayerNormWithOptions, kRmsNormWithOptions, kGroupNorm, kBatchNorm };
+constexpr const char* kKinds[] = {"layer_norm", "rms_norm", "layer_norm_with_options", "rms_norm_with_options",
+                                  "group_norm", "batch_norm"};
+constexpr const char* kNodes[] = {"_LayerNormBackward", "_RMSNormBackward", "_LayerNormWithOptionsBackward",
+                                  "_RMSNormWithOptionsBackward", "_GroupNormBackward", "_BatchNormBackward"};
 
-template <class Signature>
-c10::TypedOperatorHandle<Signature> op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+// What a backward may need: the tensors that may learn, other arguments, what the forward has kept.
+enum Slot { kInput, kWeight, kBias, kResidual, kScale, kShift, kLearning, kMean = kLearning, kVar, kKept, kSigns, kSlots };
+constexpr const char* kTensors[] = {"input", "weight", "bias", "residual", "scale", "shift", "running_mean", "running_var"};
+
+enum Number { kSize, kEps, kOffset, kCast, kTraining, kActivation, kLow, kHigh, kNumbers };
+constexpr const char* kScalars[] = {"dims", "eps", "weight_offset", "cast_before_weight", "training", "activation"};
+
+constexpr double kRelu = 1;  // as the kernels number activations, 0 is none
+
+using Numbers = std::array<double, kNumbers>;
+using Wanted = std::array<bool, kLearning>;
+
+bool is_of_rows(Kind kind) { return kind < kGroupNorm; }
+
+OperatorHandle native(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(("normswap::" + name).c_str(), "");
 }
 
-bool learns(std::initializer_list<const Optional*> tensors) {
+// Where the arguments of an op stand, -1 for what it has not; read from its schema.
+struct Norm {
+  explicit Norm(Kind kind) : kind(kind), recorded(native(kKinds[kind] + std::string("_recorded"))) {
+    const auto& plain = native(kKinds[kind] + std::string("_or_none")).schema();
+    arguments = plain.arguments().size();
+    outputs = plain.returns().size();
+    kept = recorded.schema().returns().size() - outputs;
+    const auto place = [&](const char* name) { return plain.argumentIndexWithName(name).value_or(-1); };
+    std::transform(std::begin(kTensors), std::end(kTensors), tensors.begin(), place);
+    std::transform(std::begin(kScalars), std::end(kScalars), numbers.begin(), place);
+    if (kind == kGroupNorm) numbers[kSize] = place("num_groups");
+    if (numbers[kActivation] >= 0) numbers[kLow] = numbers[kActivation] + 1, numbers[kHigh] = numbers[kLow] + 1;
+  }
+
+  Kind kind;
+  OperatorHandle recorded;
+  size_t arguments, outputs, kept;
+  std::array<int, kKept> tensors;
+  std::array<int, kNumbers> numbers = {-1, -1, -1, -1, -1, -1, -1, -1};
+};
+
+double number_of(const IValue& value) {
+  return value.isDouble() ? value.toDouble() : value.isBool() ? value.toBool() : static_cast<double>(value.toInt());
+}
+
+IValue optional(const Tensor& t) { return t.defined() ? IValue(t) : IValue(); }
+Tensor tensor(const IValue& value) { return value.isTensor() ? value.toTensor() : Tensor(); }
+
+// --- the gradients, by the slot they are for --------------------------------------------------------------------------
+
+variable_list of_rows(Kind kind, const variable_list& grads, const variable_list& saved, const Numbers& n,
+                      const Wanted& wanted) {
+  static const OperatorHandle layer = native("layer_norm_backward"), rms = native("rms_norm_backward");
+  if (!grads[0].defined() || saved[kScale].defined()) return {};
+  const bool centred = kind == kLayerNorm || kind == kLayerNormWithOptions;
+  const auto shape = saved[kInput].sizes();
+  const int64_t cols = c10::multiply_integers(shape.slice(shape.size() - static_cast<size_t>(n[kSize])));
+  Stack stack{grads[0], saved[kInput], optional(saved[kWeight])};
+  if (centred) stack.emplace_back(optional(saved[kBias]));
+  torch::jit::push(stack, saved[kKept], grads.size() > 1 ? optional(grads[1]) : IValue(), cols);
+  if (!centred) torch::jit::push(stack, n[kOffset], n[kCast] != 0);
+  torch::jit::push(stack, static_cast<int64_t>(n[kActivation]), n[kLow], n[kHigh],
+                   wanted[kInput] || wanted[kResidual], wanted[kWeight]);
+  if (centred) stack.emplace_back(wanted[kBias]);
+  stack.emplace_back(0);  // as many passes as the plan wants
+  (centred ? layer : rms).callBoxed(stack);
+  const Tensor dx = tensor(stack[0]);  // the sum's, and so its summands'
+  return {dx, tensor(stack[1]), tensor(stack[2]), dx, Tensor(), Tensor()};
+}
+
+variable_list of_channels(Kind kind, const variable_list& grads, const variable_list& saved, const Numbers& n,
+                          const Wanted& wanted) {
+  static const OperatorHandle groups = native("group_norm_backward_or_none"), batch = native("batch_norm_backward");
+  Tensor grad = grads[0];
+  const Tensor& input = saved[kInput];
+  Stack stack;
+  if (kind == kBatchNorm) {
+    if (grad.strides() != input.strides()) grad = at::empty_like(input, grad.scalar_type()).copy_(grad);
+    stack = {grad, input, saved[kKept], optional(saved[kSigns]), optional(saved[kResidual]), optional(saved[kWeight]),
+             optional(saved[kBias]), n[kTraining] != 0};
+  } else {
+    stack = {grad, input, optional(saved[kWeight]), optional(saved[kBias]), optional(saved[kResidual]), saved[kKept],
+             static_cast<int64_t>(n[kSize])};
+  }
+  torch::jit::push(stack, static_cast<int64_t>(n[kActivation]), n[kLow], n[kHigh], wanted[kInput], wanted[kWeight],
+                   wanted[kBias], wanted[kResidual]);
+  (kind == kBatchNorm ? batch : groups).callBoxed(stack);
+  return {tensor(stack[0]), tensor(stack[1]), tensor(stack[2]), tensor(stack[3]), Tensor(), Tensor()};
+}
+
+std::vector<double> list_of(const Numbers& numbers) { return {numbers.begin(), numbers.end()}; }
+
+c10::List<std::optional<Tensor>> list_of(const variable_list& tensors) {
+  c10::List<std::optional<Tensor>> list;
+  for (const Tensor& t : tensors) list.push_back(t.defined() ? std::optional<Tensor>(t) : std::nullopt);
+  return list;
+}
+
+// By the formula, which Python has: it can be differentiated again.
+variable_list by_formula(Kind kind, const variable_list& grads, const variable_list& saved, const Numbers& n,
+                         const Wanted& wanted) {
+  static const OperatorHandle formula = native("norm_formula");
+  Stack stack{std::string(kKinds[kind]), list_of(grads), list_of(saved), list_of(n), std::vector<bool>(wanted.begin(), wanted.end())};
+  formula.callBoxed(stack);
+  variable_list found;
+  for (const IValue& one : stack) found.push_back(tensor(one));
+  return found;
+}
+
+bool any_defined(const variable_list& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& t) { return t.defined(); });
+}
+
+variable_list gradients(Kind kind, const variable_list& grads, const variable_list& saved, const Numbers& n, Wanted wanted) {
+  variable_list found(kLearning);
+  if (!any_defined(grads)) return found;
+  const bool passed = !is_of_rows(kind) && n[kActivation] == 0 && wanted[kResidual];  // a sum's is its summands'
+  if (passed) wanted[kResidual] = false;
+  if (std::find(wanted.begin(), wanted.end(), true) != wanted.end()) {
+    variable_list made;
+    if (!at::GradMode::is_enabled()) {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      made = (is_of_rows(kind) ? of_rows : of_channels)(kind, grads, saved, n, wanted);
+    }
+    if (!any_defined(made)) made = by_formula(kind, grads, saved, n, wanted);
+    for (int slot = 0; slot < kLearning; ++slot) {
+      if (wanted[slot]) found[slot] = std::move(made[slot]);
+    }
+  }
+  if (passed) found[kResidual] = grads[0];
+  return found;
+}
+
+// --- the node ---------------------------------------------------------------------------------------------------------
+
+struct Recorded final : Node {
+  explicit Recorded(const Norm& norm) : norm(norm) {}
+
+  std::string name() const override { return kNodes[norm.kind]; }
+
+  // What a call is given.
+  void take(c10::ArrayRef<IValue> given) {
+    for (int i = 0; i < kNumbers; ++i) {
+      if (norm.numbers[i] >= 0) numbers[i] = number_of(given[norm.numbers[i]]);
+    }
+    torch::autograd::edge_list edges(kLearning);
+    saved.reserve(kSlots);
+    for (int slot = 0; slot < kKept; ++slot) {
+      const int place = norm.tensors[slot];
+      if (place < 0 || !given[place].isTensor()) continue;
+      const Tensor& t = given[place].toTensor();
+      if (slot < kLearning) edges[slot] = torch::autograd::impl::gradient_edge(t);
+      if (needs(slot)) save(slot, t);
+    }
+    set_next_edges(std::move(edges));
+  }
+
+  // What it has made: outputs, then what is kept.
+  void keep(const NodePtr& self, c10::ArrayRef<IValue> made) {
+    for (size_t i = 0; i < norm.outputs; ++i) torch::autograd::set_history(tensor(made[i]), self);
+    if (norm.outputs > 1 && made[1].isTensor()) saved[0].second = SavedVariable(made[1].toTensor(), true);
+    for (size_t i = 0; i < norm.kept; ++i) {
+      if (made[norm.outputs + i].isTensor()) save(kKept + i, made[norm.outputs + i].toTensor());
+    }
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return gradients(norm.kind, grads, unpacked(), numbers, wanted());
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [_, one] : saved) one.reset_data();
+  }
+
+  // For torch's compiled autograd, in whose graph it stands as one call.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(list_of(numbers));
+    for (const auto& [slot, one] : saved) {
+      args.collect(slot);
+      args.collect(one, true);
+    }
+  }
+
+  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swapped) override {
+    using namespace torch::dynamo::autograd;
+    for (auto& [_, one] : saved) swapped.before(one);
+    PackedArgs packed;
+    packed.pack(static_cast<int64_t>(norm.kind));
+    packed.pack(unpacked());
+    packed.pack(list_of(numbers));
+    packed.pack(wanted());
+    const std::vector<at::TypePtr> schema{
+        IValuePacker<int64_t>::packed_type(), IValuePacker<variable_list>::packed_type(),
+        IValuePacker<std::vector<double>>::packed_type(), IValuePacker<Wanted>::packed_type()};
+    const auto call = [](const variable_list& grads, const std::vector<IValue>& given) {
+      PackedArgs packed(given);
+      const auto kind = static_cast<Kind>(packed.unpack<int64_t>());
+      const auto saved = packed.unpack<variable_list>();
+      const auto list = packed.unpack<std::vector<double>>();
+      Numbers numbers;
+      std::copy(list.begin(), list.end(), numbers.begin());
+      return gradients(kind, grads, saved, numbers, packed.unpack<Wanted>());
+    };
+    const auto& python = getPyCompilerInterface();
+    const std::string bound = python->bind_function(swapped.get_py_compiler(), name(), call, schema, true, false);
+    const IValue like = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+        get_input_metadata(next_edges()));
+    variable_list found =
+        python->call_function(swapped.get_py_compiler(), "apply_functional", bound, grads, packed.vec(), like);
+    for (auto& [_, one] : saved) swapped.after(one);
+    return found;
+  }
+
+ private:
+  void save(int slot, const Tensor& t) { saved.emplace_back(slot, SavedVariable(t, false)); }
+
+  // The sum takes the input's place; the signs that a ReLU keeps, or no activation, that of what was added.
+  bool needs(int slot) const {
+    if (slot >= kLearning) return numbers[kTraining] == 0;
+    if (slot != kResidual) return true;
+    return norm.kind == kGroupNorm ? numbers[kActivation] != 0 : norm.kind == kBatchNorm && numbers[kActivation] > kRelu;
+  }
+
+  variable_list unpacked() {
+    variable_list tensors(kSlots);
+    const NodePtr self = getptr();
+    for (const auto& [slot, one] : saved) tensors[slot] = one.unpack(self);
+    return tensors;
+  }
+
+  Wanted wanted() const {
+    Wanted found;
+    for (int slot = 0; slot < kLearning; ++slot) found[slot] = task_should_compute_output(slot);
+    return found;
+  }
+
+  const Norm& norm;
+  std::vector<std::pair<int, SavedVariable>> saved;
+  Numbers numbers{};
+};
+
+template <class T>
+NodePtr owned(const Norm& norm) {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {  // before torch 2.12
+    return NodePtr(new T(norm), [](auto* node) { deleteNode(node); });
+  } else {
+    return NodePtr(c10::make_intrusive<T>(norm));
+  }
+}
+
+bool learns(const Norm& norm, c10::ArrayRef<IValue> given) {
   if (!at::GradMode::is_enabled()) return false;
-  for (const Optional* t : tensors) {
-    if (t->has_value() && (*t)->requires_grad()) return true;
+  for (int slot = 0; slot < kLearning; ++slot) {
+    const int place = norm.tensors[slot];
+    if (place >= 0 && given[place].isTensor() && given[place].toTensor().requires_grad()) return true;
   }
   return false;
 }
 
-Optional optional(const Tensor& t) { return t.defined() ? Optional(t) : std::nullopt; }
-Tensor tensor(const Optional& t) { return t.has_value() ? *t : Tensor(); }
-
-template <class... Optionals>
-bool made_any(const std::tuple<Optionals...>& gradients) {
-  return std::apply([](const auto&... one) { return (one.has_value() || ...); }, gradients);
-}
-
-// What a call has made, and what its backward has to know besides tensors.
-struct Made {
-  Optional out, sum, statistics;
-  Numbers numbers;
-};
-
-// Which gradients are asked for; edges are counted over the tensors that were given.
-struct Wanted {
-  bool input, weight, bias, residual, scale, shift;
-
-  Wanted(const AutogradContext& ctx, bool with_weight, bool with_bias, bool with_residual, bool with_scale = false) {
-    size_t edge = 0;
-    input = ctx.needs_input_grad(edge++);
-    weight = with_weight && ctx.needs_input_grad(edge++);
-    bias = with_bias && ctx.needs_input_grad(edge++);
-    residual = with_residual && ctx.needs_input_grad(edge++);
-    scale = with_scale && ctx.needs_input_grad(edge++);
-    shift = with_scale && ctx.needs_input_grad(edge);
-  }
-};
-
-Numbers numbers_of(const AutogradContext& ctx) { return ctx.saved_data.at("numbers").toDoubleVector(); }
-
-// --- rows ---------------------------------------------------------------------------------------------------------------
-
-// Of a backward: (kind, dims, eps, weight_offset, cast_before_weight, activation, low, high, whether there is a residual).
-enum Number { kKind, kDims, kEps, kOffset, kCast, kActivation, kLow, kHigh, kResidual };
-enum Kind { kLayer, kRms };
-
-int64_t columns(const Tensor& input, int64_t dims) {
-  int64_t cols = 1;
-  for (int64_t d = 1; d <= dims; ++d) cols *= input.size(-d);
-  return cols;
-}
-
-Triple row_gradients(const Tensor& grad, const Tensor& sum_grad, const variable_list& saved, const Numbers& n,
-                     const Wanted& wanted) {
-  static const auto layer = op<Triple(const Tensor&, const Tensor&, const Optional&, const Optional&, const Tensor&,
-                                      const Optional&, int64_t, int64_t, double, double, bool, bool, bool, int64_t)>(
-      "normswap::layer_norm_backward");
-  static const auto rms = op<Triple(const Tensor&, const Tensor&, const Optional&, const Tensor&, const Optional&, int64_t,
-                                    double, bool, int64_t, double, double, bool, bool, int64_t)>(
-      "normswap::rms_norm_backward");
-  const Tensor& input = saved[0];
-  const int64_t cols = columns(input, static_cast<int64_t>(n[kDims]));
-  const auto activation = static_cast<int64_t>(n[kActivation]);
-  const bool of_input = wanted.input || wanted.residual;
-  if (n[kKind] == kLayer) {
-    return layer.call(grad, input, optional(saved[1]), optional(saved[2]), saved[3], optional(sum_grad), cols, activation,
-                      n[kLow], n[kHigh], of_input, wanted.weight, wanted.bias, 0);
-  }
-  return rms.call(grad, input, optional(saved[1]), saved[3], optional(sum_grad), cols, n[kOffset], n[kCast] != 0, activation,
-                  n[kLow], n[kHigh], of_input, wanted.weight, 0);
-}
-
-// Of input, weight, bias, scale and shift by the formula, which Python has: it can be differentiated again.
-Quintuple row_formula(const Tensor& grad, const Tensor& sum_grad, const variable_list& saved, const Numbers& n) {
-  static const auto formula = op<Quintuple(const Optional&, const Optional&, const Tensor&, const Optional&, const Optional&,
-                                           const Optional&, const Optional&, at::ArrayRef<double>)>(
-      "normswap::row_norm_formula");
-  return formula.call(optional(grad), optional(sum_grad), saved[0], optional(saved[1]), optional(saved[2]),
-                      optional(saved[4]), optional(saved[5]), n);
-}
-
-// What may stand before and behind a norm of rows.
-struct Around {
-  const Optional &residual, &scale, &shift;
-};
-
-struct RowNorm : torch::autograd::Function<RowNorm> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& input, const Optional& weight, const Optional& bias,
-                               const Optional& residual, const Optional& scale, const Optional& shift,
-                               const Made* made) {
-    ctx->save_for_backward({residual.has_value() ? *made->sum : input, tensor(weight), tensor(bias), *made->statistics,
-                            tensor(scale), tensor(shift)});
-    ctx->saved_data["numbers"] = made->numbers;
-    ctx->set_materialize_grads(false);
-    return residual.has_value() ? variable_list{*made->out, *made->sum} : variable_list{*made->out};
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const variable_list saved = ctx->get_saved_variables();
-    const Numbers n = numbers_of(*ctx);
-    const bool with_residual = n[kResidual] != 0, with_scale = saved[4].defined();
-    const Wanted wanted(*ctx, saved[1].defined(), saved[2].defined(), with_residual, with_scale);
-    const Tensor sum_grad = with_residual ? grads[1] : Tensor();
-    Tensor dx, dw, db, dscale, dshift;
-    Triple found;
-    if (grads[0].defined() && !with_scale && !at::GradMode::is_enabled()) {
-      found = row_gradients(grads[0], sum_grad, saved, n, wanted);
-    }
-    if (made_any(found)) {
-      dx = tensor(std::get<0>(found)), dw = tensor(std::get<1>(found)), db = tensor(std::get<2>(found));
-    } else if (grads[0].defined() || sum_grad.defined()) {
-      const Quintuple all = row_formula(grads[0], sum_grad, saved, n);
-      dx = tensor(std::get<0>(all)), dw = tensor(std::get<1>(all)), db = tensor(std::get<2>(all));
-      dscale = tensor(std::get<3>(all)), dshift = tensor(std::get<4>(all));
-    }
-    const auto asked = [](bool wanted, const Tensor& t) { return wanted ? t : Tensor(); };
-    return {asked(wanted.input, dx),       asked(wanted.weight, dw),    asked(wanted.bias, db),
-            asked(wanted.residual, dx),    asked(wanted.scale, dscale), asked(wanted.shift, dshift),
-            Tensor()};
-  }
-};
-
-// The output and, with a residual, the sum.
-Pair recorded_row(const Tensor& input, const Optional& weight, const Optional& bias, const Around& around,
-                  const Made& made) {
-  if (!made.out.has_value()) return {};
-  const variable_list found =
-      RowNorm::apply(input, weight, bias, around.residual, around.scale, around.shift, &made);
-  return {found[0], around.residual.has_value() ? Optional(found[1]) : std::nullopt};
-}
-
-Optional layer_norm(DispatchKeySet keys, const Tensor& input, int64_t dims, const Optional& weight, const Optional& bias,
-                    double eps) {
-  using Arguments = Optional(const Tensor&, int64_t, const Optional&, const Optional&, double);
-  static const auto plain = op<Arguments>("normswap::layer_norm_or_none");
-  static const auto recorded =
-      op<Pair(const Tensor&, int64_t, const Optional&, const Optional&, double)>("normswap::layer_norm_recorded");
-  const DispatchKeySet below = keys & c10::after_autograd_keyset;
-  const Optional given = input;
-  if (!learns({&given, &weight, &bias})) return plain.redispatch(below, input, dims, weight, bias, eps);
-  Made made;
+template <Kind kind>
+void record(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  static const Norm norm(kind);
+  const auto below = keys & c10::after_autograd_keyset;
+  const auto given = torch::jit::last(*stack, norm.arguments);
+  if (!learns(norm, given)) return op.redispatchBoxed(below, stack);
+  const NodePtr node = owned<Recorded>(norm);
+  static_cast<Recorded&>(*node).take(given);
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(made.out, made.statistics) = recorded.call(input, dims, weight, bias, eps);
+    norm.recorded.redispatchBoxed(below, stack);
   }
-  made.numbers = {kLayer, static_cast<double>(dims), eps, 0, 0, 0, 0, 0, 0};
-  return std::get<0>(recorded_row(input, weight, bias, {nothing, nothing, nothing}, made));
+  const auto made = torch::jit::last(*stack, norm.outputs + norm.kept);
+  if (made[0].isTensor()) static_cast<Recorded&>(*node).keep(node, made);
+  torch::jit::drop(*stack, norm.kept);
 }
 
-Optional rms_norm(DispatchKeySet keys, const Tensor& input, int64_t dims, const Optional& weight, double eps, double offset,
-                  bool cast) {
-  using Arguments = Optional(const Tensor&, int64_t, const Optional&, double, double, bool);
-  static const auto plain = op<Arguments>("normswap::rms_norm_or_none");
-  static const auto recorded =
-      op<Pair(const Tensor&, int64_t, const Optional&, double, double, bool)>("normswap::rms_norm_recorded");
-  const DispatchKeySet below = keys & c10::after_autograd_keyset;
-  const Optional given = input;
-  if (!learns({&given, &weight})) return plain.redispatch(below, input, dims, weight, eps, offset, cast);
-  Made made;
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(made.out, made.statistics) = recorded.call(input, dims, weight, eps, offset, cast);
-  }
-  made.numbers = {kRms, static_cast<double>(dims), eps, offset, static_cast<double>(cast), 0, 0, 0, 0};
-  return std::get<0>(recorded_row(input, weight, nothing, {nothing, nothing, nothing}, made));
-}
-
-Pair layer_norm_with_options(DispatchKeySet keys, const Tensor& input, int64_t dims, const Optional& weight,
-                             const Optional& bias, double eps, const Optional& residual, const Optional& scale,
-                             const Optional& shift, int64_t activation, double low, double high, bool wide) {
-  static const auto plain =
-      op<Pair(const Tensor&, int64_t, const Optional&, const Optional&, double, const Optional&, const Optional&,
-              const Optional&, int64_t, double, double, bool)>("normswap::layer_norm_with_options_or_none");
-  static const auto recorded =
-      op<Triple(const Tensor&, int64_t, const Optional&, const Optional&, double, const Optional&, const Optional&,
-                const Optional&, int64_t, double, double, bool)>("normswap::layer_norm_with_options_recorded");
-  const DispatchKeySet below = keys & c10::after_autograd_keyset;
-  const Optional given = input;
-  if (!learns({&given, &weight, &bias, &residual, &scale, &shift})) {
-    return plain.redispatch(below, input, dims, weight, bias, eps, residual, scale, shift, activation, low, high, wide);
-  }
-  Made made;
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(made.out, made.sum, made.statistics) =
-        recorded.call(input, dims, weight, bias, eps, residual, scale, shift, activation, low, high, wide);
-  }
-  made.numbers = {kLayer, static_cast<double>(dims), eps, 0, 0, static_cast<double>(activation), low, high,
-                  static_cast<double>(residual.has_value())};
-  return recorded_row(input, weight, bias, {residual, scale, shift}, made);
-}
-
-Pair rms_norm_with_options(DispatchKeySet keys, const Tensor& input, int64_t dims, const Optional& weight, double eps,
-                           double offset, bool cast, const Optional& residual, const Optional& scale, const Optional& shift,
-                           int64_t activation, double low, double high) {
-  static const auto plain =
-      op<Pair(const Tensor&, int64_t, const Optional&, double, double, bool, const Optional&, const Optional&,
-              const Optional&, int64_t, double, double)>("normswap::rms_norm_with_options_or_none");
-  static const auto recorded =
-      op<Triple(const Tensor&, int64_t, const Optional&, double, double, bool, const Optional&, const Optional&,
-                const Optional&, int64_t, double, double)>("normswap::rms_norm_with_options_recorded");
-  const DispatchKeySet below = keys & c10::after_autograd_keyset;
-  const Optional given = input;
-  if (!learns({&given, &weight, &residual, &scale, &shift})) {
-    return plain.redispatch(below, input, dims, weight, eps, offset, cast, residual, scale, shift, activation, low, high);
-  }
-  Made made;
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(made.out, made.sum, made.statistics) =
-        recorded.call(input, dims, weight, eps, offset, cast, residual, scale, shift, activation, low, high);
-  }
-  made.numbers = {kRms, static_cast<double>(dims), eps, offset, static_cast<double>(cast), static_cast<double>(activation),
-                  low, high, static_cast<double>(residual.has_value())};
-  return recorded_row(input, weight, nothing, {residual, scale, shift}, made);
-}
-
-// --- groups -------------------------------------------------------------------------------------------------------------
-
-// Of a backward: (groups, eps, activation, low, high, whether there is a residual).
-enum GroupNumber { kGroups, kGroupEps, kGroupActivation, kGroupLow, kGroupHigh, kGroupResidual };
-
-using Quadruple = std::tuple<Optional, Optional, Optional, Optional>;
-
-struct GroupNorm : torch::autograd::Function<GroupNorm> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Optional& weight, const Optional& bias,
-                        const Optional& residual, const Made* made) {
-    const bool kept = made->numbers[kGroupActivation] != 0;  // what is behind a sum alone needs no summand
-    ctx->save_for_backward({input, tensor(weight), tensor(bias), kept ? tensor(residual) : Tensor(), *made->statistics});
-    ctx->saved_data["numbers"] = made->numbers;
-    return *made->out;
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    static const auto kernels =
-        op<Quadruple(const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&, const Tensor&, int64_t,
-                     int64_t, double, double, bool, bool, bool, bool)>("normswap::group_norm_backward_or_none");
-    static const auto formula =
-        op<Quadruple(const Tensor&, const Tensor&, const Optional&, const Optional&, const Optional&, const Tensor&,
-                     at::ArrayRef<double>, at::ArrayRef<bool>)>("normswap::group_norm_formula");
-    const variable_list saved = ctx->get_saved_variables();
-    const Numbers n = numbers_of(*ctx);
-    const Wanted wanted(*ctx, saved[1].defined(), saved[2].defined(), n[kGroupResidual] != 0);
-    const auto activation = static_cast<int64_t>(n[kGroupActivation]);
-    const bool passed = wanted.residual && activation == 0;  // the sum's gradient is its summands'
-    const bool of_residual = wanted.residual && !passed;
-    const Optional weight = optional(saved[1]), bias = optional(saved[2]), residual = optional(saved[3]);
-    Quadruple found;
-    if (!at::GradMode::is_enabled()) {
-      found = kernels.call(grads[0], saved[0], weight, bias, residual, saved[4], static_cast<int64_t>(n[kGroups]), activation,
-                           n[kGroupLow], n[kGroupHigh], wanted.input, wanted.weight, wanted.bias, of_residual);
-    }
-    if (!made_any(found) && (wanted.input || wanted.weight || wanted.bias || of_residual)) {
-      const bool asked[] = {wanted.input, wanted.weight, wanted.bias, of_residual};
-      found = formula.call(grads[0], saved[0], weight, bias, residual, saved[4], n, asked);
-    }
-    const auto& [dx, dw, db, dr] = found;
-    return {wanted.input ? tensor(dx) : Tensor(), wanted.weight ? tensor(dw) : Tensor(), wanted.bias ? tensor(db) : Tensor(),
-            passed ? grads[0] : of_residual ? tensor(dr) : Tensor(), Tensor()};
-  }
-};
-
-Optional group_norm(DispatchKeySet keys, const Tensor& input, int64_t groups, const Optional& weight, const Optional& bias,
-                    double eps, int64_t activation, double low, double high, const Optional& residual, bool wide) {
-  static const auto plain =
-      op<Optional(const Tensor&, int64_t, const Optional&, const Optional&, double, int64_t, double, double, const Optional&,
-                  bool)>("normswap::group_norm_or_none");
-  static const auto recorded =
-      op<Pair(const Tensor&, int64_t, const Optional&, const Optional&, double, int64_t, double, double, const Optional&,
-              bool)>("normswap::group_norm_recorded");
-  const DispatchKeySet below = keys & c10::after_autograd_keyset;
-  const Optional given = input;
-  if (!learns({&given, &weight, &bias, &residual})) {
-    return plain.redispatch(below, input, groups, weight, bias, eps, activation, low, high, residual, wide);
-  }
-  Made made;
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(made.out, made.statistics) =
-        recorded.call(input, groups, weight, bias, eps, activation, low, high, residual, wide);
-  }
-  if (!made.out.has_value()) return std::nullopt;
-  made.numbers = {static_cast<double>(groups), eps, static_cast<double>(activation), low, high,
-                  static_cast<double>(residual.has_value())};
-  return GroupNorm::apply(input, weight, bias, residual, static_cast<const Made*>(&made));
+template <Kind kind>
+void records(torch::Library& m) {
+  m.impl((kKinds[kind] + std::string("_or_none")).c_str(), torch::CppFunction::makeFromBoxedFunction<&record<kind>>());
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(normswap, Autograd, m) {
-  m.impl("layer_norm_or_none", layer_norm);
-  m.impl("rms_norm_or_none", rms_norm);
-  m.impl("layer_norm_with_options_or_none", layer_norm_with_options);
-  m.impl("rms_norm_with_options_or_none", rms_norm_with_options);
-  m.impl("group_norm_or_none", group_norm);
+  records<kLayerNorm>(m);
+  records<kRmsNorm>(m);
+  records<kLayerNormWithOptions>(m);
+  records<kRmsNormWithOptions>(m);
+  records<kGroupNorm>(m);
+  records<kBatchNorm>(m);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,19 +105,35 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight, bias, residual, coefficients, signs, *_ = ctx.saved_tensors
+        input, weight, bias, residual, coefficients, signs, *frozen = ctx.saved_tensors
         of_input, *_, of_weight, of_bias, _, _, _, of_residual, _, _, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            dx, dw, db, dr = _differentiable(ctx, grad)
-        else:
-            passed = of_residual and ctx.activation[0] == 0  # the sum's gradient is its summands'
-            dx, dw, db, dr = native_op("batch_norm_backward")(
+        passed = of_residual and ctx.activation[0] == 0  # the sum's gradient is its summands'
+        wanted = of_input, of_weight, of_bias, of_residual and not passed
+        found: Sequence[Tensor | None] = (None,) * 4
+        if not torch.is_grad_enabled():
+            found = native_op("batch_norm_backward")(
                 *(laid_out_as(grad, input), input, coefficients, signs, residual, weight, bias, ctx.training),
-                *(*ctx.activation, of_input, of_weight, of_bias, of_residual and not passed),
+                *(*ctx.activation, *wanted),
             )
-            if passed:
-                dr = grad
-        return dx, None, None, None, dw, db, None, None, None, dr, None, None, None
+        if any(wanted) and all(one is None for one in found):
+            given = input, weight, bias, residual
+            found = formula_gradients(given, frozen, signs, ctx.training, ctx.eps, ctx.activation, grad)
+        dx, dw, db, dr = found
+        return (
+            dx,
+            None,
+            None,
+            None,
+            dw,
+            db,
+            None,
+            None,
+            None,
+            grad if passed else dr if of_residual else None,
+            None,
+            None,
+            None,
+        )
 
 
 def laid_out_as(grad: Tensor, input: Tensor) -> Tensor:
@@ -126,23 +143,28 @@ def laid_out_as(grad: Tensor, input: Tensor) -> Tensor:
     return torch.empty_like(input, dtype=grad.dtype).copy_(grad)
 
 
-def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """The gradients by the reference formula, which can be differentiated again."""
-    input, weight, bias, residual, _, signs, running_mean, running_var = ctx.saved_tensors
-    *_, of_residual, _, _, _ = ctx.needs_input_grad
-    activation = activation_of(*ctx.activation)
+def formula_gradients(
+    tensors: Sequence[Tensor | None],
+    frozen: Sequence[Tensor | None],
+    signs: Tensor | None,
+    training: bool,
+    eps: float,
+    activation: tuple[int, float, float],
+    grad: Tensor,
+) -> list[Tensor | None]:
+    """Those of input, weight, bias and residual by the reference formula, which can be differentiated again; that of a
+    residual which was not kept is the sum's. ``frozen``: the running statistics where they were used."""
+    behind = activation_of(*activation)
     if signs is not None:
-        grad = torch.where(bits_of(signs, input), grad, 0.0)
-        activation = NONE
+        assert tensors[0] is not None
+        grad, behind = torch.where(bits_of(signs, tensors[0]), grad, 0.0), NONE
 
     def formula(x: Tensor, w: Tensor | None, b: Tensor | None, r: Tensor | None) -> Tensor:
-        mean, var = (None if t is None else t.float() for t in (running_mean, running_var))
-        return reference.batch_norm(x, mean, var, w, b, ctx.training, 0.0, ctx.eps, activation, residual=r)
+        mean, var = (None if t is None else t.float() for t in frozen)
+        return reference.batch_norm(x, mean, var, w, b, training, 0.0, eps, behind, residual=r)
 
-    found = reference_gradients(formula, (input, weight, bias, residual), grad)
-    if residual is None and of_residual:
-        found[3] = grad
-    return found
+    *found, of_residual = reference_gradients(formula, tensors, grad)
+    return [*found, grad if tensors[3] is None else of_residual]
 
 
 def bits_of(signs: Tensor, like: Tensor) -> Tensor:

@@ -238,7 +238,8 @@ def reference_gradients(
             tensors = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
         wide = [None if t is None else t.float() for t in tensors]
         wanted = [t for t in wide if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad(function(*wide), wanted, grad.float(), create_graph=create, allow_unused=True))
+        settings: Any = {"create_graph": create, "allow_unused": True}
+        found = iter(torch.autograd.grad(function(*wide), wanted, grad.float(), **settings) if wanted else ())
     made = [next(found) if t is not None and t.requires_grad else None for t in wide]
     if more is not None:
         made[0] = more if made[0] is None else made[0] + more

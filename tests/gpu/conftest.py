@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from normswap import native
+from normswap import native, nodes
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +13,5 @@ def library() -> None:
     assert torch.cuda.is_available(), "tests/gpu needs a CUDA device; run it through scripts/gpu_check"
     status = native.load(build=True)
     assert status.available, status.reason
+    nodes.load(compiling=True)
+    assert "none" not in nodes.status(), nodes.status()
