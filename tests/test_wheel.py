@@ -35,6 +35,9 @@ def project(tmp_path: Path, tiny_sources: Path) -> Path:
         shutil.copy(ROOT / name, folder / name)
     (folder / "normswap/__init__.py").write_text("")
     (folder / "normswap/rules/__init__.py").write_text("")
+    (folder / "normswap/nodes").mkdir()
+    (folder / "normswap/nodes/__init__.py").write_text("")
+    (folder / "normswap/nodes/nodes.cpp").write_text('extern "C" int nodes() { return 1; }\n')
     shutil.copytree(tiny_sources, folder / "csrc")
     (folder / "csrc/row").mkdir()
     (folder / "csrc/twice.cu").rename(folder / "csrc/row/twice.cu")
@@ -60,7 +63,12 @@ def read(wheel: zipfile.ZipFile, end: str) -> str:
     return wheel.read(name).decode()
 
 
-SOURCES = {"normswap/csrc/register.cpp", "normswap/csrc/row/twice.cu"}
+def libraries(project: Path) -> tuple[str, str]:
+    """The kernels' and that of autograd's nodes, for the torch that is here."""
+    return builder.LIBRARY, builder.nodes_name(project / "normswap/nodes/nodes.cpp")
+
+
+SOURCES = {"normswap/nodes/nodes.cpp", "normswap/csrc/register.cpp", "normswap/csrc/row/twice.cu"}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +106,7 @@ def test_with_nvcc_the_wheel_holds_a_library_that_loads(project: Path, tmp_path:
     wheel = the_wheel(project)
     assert str(wheel.filename).endswith(f"-py3-none-linux_{platform.machine()}.whl")
     names = set(wheel.namelist())
-    assert names >= SOURCES | {f"normswap/lib/{name}" for name in (builder.LIBRARY, builder.METADATA)}
+    assert names >= SOURCES | {f"normswap/lib/{name}" for name in (*libraries(project), builder.METADATA)}
     assert "Root-Is-Purelib: false" in read(wheel, "/WHEEL")
 
     installed = tmp_path / "installed"
@@ -139,7 +147,9 @@ def test_a_manylinux_wheel_brings_no_library_of_torch_s(project: Path, tmp_path:
     assert re.search(
         rf"-py3-none-(manylinux_2_\d+_{platform.machine()}\.)*manylinux_2_34_{platform.machine()}", str(wheel.filename)
     )
-    assert {name for name in wheel.namelist() if ".so" in name} == {f"normswap/lib/{builder.LIBRARY}"}
+    assert {name for name in wheel.namelist() if ".so" in name} == {
+        f"normswap/lib/{name}" for name in libraries(project)
+    }
     installed = tmp_path / "installed"
     wheel.extractall(installed)
     assert loaded_from(installed) == f"True package {installed}/normswap/lib/{builder.LIBRARY} "
@@ -168,6 +178,7 @@ def test_sdist_holds_what_the_wheel_needs(project: Path) -> None:
         names = {name.partition("/")[2] for name in tar.getnames()}
     assert names >= {
         "LICENSE",
+        "normswap/nodes/nodes.cpp",
         "scripts/build_wheel",
         "csrc/row/twice.cu",
         "csrc/register.cpp",
