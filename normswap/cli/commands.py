@@ -238,7 +238,7 @@ def env(as_json: bool) -> None:
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for it. [default: the user cache]"
 )
 def build(arch: str | None, out: Path | None) -> None:
-    """Compile the kernels, and autograd's nodes for the installed torch, ahead of their first use."""
+    """Compile the kernels, and autograd's nodes for this torch, before their first use."""
     from normswap import native, nodes
 
     architectures = [a.strip() for a in arch.split(",")] if arch is not None else None
