@@ -9,12 +9,16 @@ are. Weights are random: no checkpoint is downloaded.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import children
 import torch
 from model_rows import ROWS, STEPS, Row
 from tabulate import tabulate
@@ -27,6 +31,7 @@ from normswap.timing.model import compare
 
 WAYS = ("eager", "default", "all", "compile", "compile of ours")
 EVERY = (*ROWS, *STEPS)
+COMPILED_AT_ONCE = 5
 Function = Callable[[], object]
 
 
@@ -80,6 +85,33 @@ def step(row: Row, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Function
     return once
 
 
+def compiled(row: Row, model: nn.Module, inputs: Sequence[torch.Tensor], **options: Any) -> dict[str, Any]:
+    """The model compiled, as it is and optimized for that."""
+    torch._dynamo.reset()
+    ours, _ = optimized(row, model, inputs, for_compile=True, **options)
+    return {"compile": torch.compile(model), "compile of ours": torch.compile(ours)}
+
+
+def compile_once(name: str) -> None:
+    """Compile a row's model both ways, which leaves the code in Inductor's cache on the disk."""
+    row = next(row for row in EVERY if row.name == name)
+    torch.manual_seed(0)
+    model, inputs = row.made()
+    for way in compiled(row, model, inputs, validate="off").values():
+        step(row, way, inputs)()
+    torch.cuda.synchronize()
+
+
+def compile_ahead(names: Sequence[str]) -> None:
+    """Compile the models of these rows, several at once, each in a process of its own. What one could not compile is
+    compiled again, and told, where it is timed."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--compile-only"]
+    with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        for name, done in zip(names, pool.map(lambda name: children.run([*command, name]), names), strict=True):
+            if done.returncode != 0:
+                print(f"not compiled ahead: {name}: {done.stderr[-1000:]}", flush=True)
+
+
 def check(row: Row, compiling: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model, inputs = row.made()
@@ -88,9 +120,7 @@ def check(row: Row, compiling: bool) -> dict[str, Any]:
     everything, _ = optimized(row, model, inputs, min_speedup=None)
     ways = {"eager": model, "default": default, "all": everything}
     if compiling:
-        torch._dynamo.reset()
-        ways["compile"] = torch.compile(model)
-        ways["compile of ours"] = torch.compile(optimized(row, model, inputs, for_compile=True)[0])
+        ways |= compiled(row, model, inputs)
     steps = {name: step(row, way, inputs) for name, way in ways.items()}
     ran = kernel_calls(steps["all"])
     for once in steps.values():
@@ -129,10 +159,12 @@ def check_all(names: Sequence[str] = (), compiling: bool = True) -> Iterator[dic
     """The rows of these names, or all, as they are done. Raises SystemExit for a name that is none."""
     if unknown := set(names) - {row.name for row in EVERY}:
         raise SystemExit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in EVERY)}")
-    for row in EVERY:
-        if not names or row.name in names:
-            yield check(row, compiling)
-            torch.cuda.empty_cache()
+    rows = [row for row in EVERY if not names or row.name in names]
+    if compiling:
+        compile_ahead([row.name for row in rows])
+    for row in rows:
+        yield check(row, compiling)
+        torch.cuda.empty_cache()
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -151,6 +183,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--compile-only", action="store_true", help="fill Inductor's cache, no more")
     asked = parser.parse_args()
-    for row in check_all(asked.names, not asked.eager):
-        print(table([row]), flush=True)
+    if asked.compile_only:
+        for name in asked.names:
+            compile_once(name)
+    else:
+        for row in check_all(asked.names, not asked.eager):
+            print(table([row]), flush=True)

@@ -1,0 +1,41 @@
+"""scripts/check_models.py, but for what needs a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import check_models
+import children
+import pytest
+
+
+def test_what_is_compiled_is_compiled_ahead_in_other_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that cannot be is told, and timed all the same."""
+    events: list[str] = []
+
+    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[-2] == "--compile-only"
+        events.append(f"compiled {command[-1]}")
+        return subprocess.CompletedProcess(command, int(command[-1] == "bert-base"), "", "no room")
+
+    def check(row: Any, compiling: bool) -> dict[str, Any]:
+        events.append(f"timed {row.name}")
+        return {"model": row.name, "compiled": compiling}
+
+    monkeypatch.setattr(children, "run", run)
+    monkeypatch.setattr(check_models, "check", check)
+    names = ["bert-base", "llama step"]
+    assert [row["compiled"] for row in check_models.check_all(names)] == [True, True]
+    assert sorted(events[:2]) == ["compiled bert-base", "compiled llama step"]
+    assert events[2:] == ["timed bert-base", "timed llama step"]
+    assert capsys.readouterr().out == "not compiled ahead: bert-base: no room\n"
+    assert list(check_models.check_all(names, compiling=False)) and len(events) == 6
+
+
+def test_a_name_that_is_none_is_refused() -> None:
+    with pytest.raises(SystemExit, match="no such model: net; there are resnet50_gn, "):
+        list(check_models.check_all(["net"]))
