@@ -1,0 +1,223 @@
+"""The small parts of regions by themselves: what is made up for the proof, what stands beside, how a norm goes into a
+convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normswap.regions import foldings, prove
+from normswap.regions.beside import Beside
+from normswap.regions.expression import _fits
+from normswap.regions.spec import Region, Step
+
+HERE = (1, 0, 1, 1)
+
+
+def region(kind: str, *does: str, **more: Any) -> Region:
+    return Region(kind, "norm", tuple(Step(name, HERE) for name in does or ("norm",)), **more)
+
+
+# --- what is made up ------------------------------------------------------------------------------------------------
+
+ONES = torch.ones(6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm", "arguments", "shape"),
+    [
+        ("layer_norm", nn.LayerNorm((4, 6)), (), (4, 3, 4, 6)),
+        ("layer_norm", nn.LayerNorm(6, elementwise_affine=False), (), (4, 3, 6)),
+        ("by hand", SimpleNamespace(parameters=lambda: iter([ONES])), (), (4, 3, 6)),
+        ("by hand", SimpleNamespace(parameters=lambda: iter([])), (), (4, 3, 33)),
+        ("rms_norm", nn.RMSNorm((4, 6)), (), (4, 3, 4, 6)),
+        ("layer_norm", None, ((5,), None, None, 1e-5), (4, 3, 5)),
+        ("batch_norm", nn.BatchNorm1d(6), (), (3, 6, 5)),
+        ("batch_norm", nn.BatchNorm2d(6), (), (3, 6, 5, 4)),
+        ("batch_norm", nn.BatchNorm3d(6), (), (3, 6, 5, 4, 3)),
+        ("instance_norm", None, (None, None, 1e-5), (2, 5, 6, 5)),
+        ("instance_norm", None, (ONES, None, 1e-5), (2, 6, 6, 5)),
+        ("instance_norm", nn.InstanceNorm1d(6), (), (2, 6, 6)),
+        ("instance_norm", nn.InstanceNorm2d(6), (), (2, 6, 6, 5)),
+        ("group_norm", nn.GroupNorm(2, 6), (), (2, 6, 6, 5)),
+        ("group_norm", None, (2, None, None, 1e-5), (2, 6, 6, 5)),
+        ("group_norm", None, (2, torch.ones(8), None, 1e-5), (2, 8, 6, 5)),
+        ("batch_norm", None, (None, None, None, None, True, 0.1, 1e-5), (3, 5, 5, 4)),
+        ("batch_norm", None, (None, None, ONES, None, True, 0.1, 1e-5), (3, 6, 5, 4)),
+        ("batch_norm", None, (ONES, ONES, None, None, True, 0.1, 1e-5), (3, 6, 5, 4)),
+    ],
+)
+def test_shapes_that_are_made_up(kind: str, norm: Any, arguments: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    by_hand = {"attributes": {"eps": 1e-5}} if kind == "by hand" else {}
+    assert prove._shape(region("rms_norm" if by_hand else kind, **by_hand), norm, arguments) == shape
+
+
+def test_channels_that_are_rows_are_made_up_as_images() -> None:
+    found = prove._shape(region("layer_norm", "permute", "norm", "permute back"), nn.LayerNorm(6), ())
+    assert found == (2, 6, 6, 5)
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"stride": 3, "padding": 2}])
+def test_what_goes_into_a_convolution_is_made_up(options: dict[str, Any]) -> None:
+    convolution = nn.Conv2d(4, 6, (3, 2), **options)
+    given = prove._convolved(convolution, (3, 6, 5, 4))
+    assert convolution(torch.zeros(given)).shape == (3, 6, 5, 4)
+
+
+def test_what_a_helper_is_given_is_packed_as_the_source_has_it() -> None:
+    steps = (Step("sum", HERE, operand=1), Step("norm", HERE), Step("gain", HERE), Step("shift", HERE, operand=1))
+    roles = {name: torch.full((1,), float(value)) for value, name in enumerate(("x", "before", "scale", "shift"))}
+    packed = prove.packed_of(Region("layer_norm", "norm", steps), roles, ())
+    shift, (total, scale) = packed
+    assert [float(t) for t in (*total, scale, shift)] == [1.0, 0.0, 2.0, 3.0]
+
+
+# --- what stands beside ---------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.second = nn.Identity()
+
+
+CLASSES = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in (nn.Sequential, nn.Linear, nn.ReLU, nn.Identity))
+
+
+def beside(original_class: Callable[[Any], Any] = lambda module: None) -> Beside:
+    given = {"first": CLASSES[:3], "second": CLASSES[3:]}
+    return Beside([region("layer_norm", beside=given)], original_class)
+
+
+def test_children_beside_a_region_are_asked_on_every_call() -> None:
+    pair, asked = Pair(), beside()
+    assert asked.names == ("first", "second") and asked.only_compute(pair)
+    hooks = (pair.second.register_forward_hook, pair.first[1].register_forward_pre_hook)
+    for register in hooks:
+        handle = register(lambda *_: None)
+        assert not asked.only_compute(pair)
+        handle.remove()
+        assert asked.only_compute(pair)
+    vars(pair.second)["forward"] = lambda x: x
+    assert not asked.only_compute(pair)
+    del pair.second.forward
+    assert asked.only_compute(pair)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not asked.only_compute(pair)
+    handle.remove()
+    pair.first[1] = nn.GELU()
+    assert not asked.only_compute(pair)
+    pair.first[1] = nn.ReLU()
+    for nothing in (None, lambda x: x):
+        pair._modules["second"] = nothing  # type: ignore[assignment]
+        assert not asked.only_compute(pair)
+
+
+def test_a_child_beside_a_region_that_was_swapped_is_known_by_what_it_was() -> None:
+    pair = Pair()
+    swapped = type("Swapped", (nn.Identity,), {})
+    pair.second = swapped()
+    assert not beside().only_compute(pair)
+    assert beside(lambda module: nn.Identity if type(module) is swapped else None).only_compute(pair)
+    assert not beside(lambda module: nn.GELU if type(module) is swapped else None).only_compute(pair)
+
+
+# --- what an expression is given ------------------------------------------------------------------------------------
+
+
+def test_what_the_op_of_an_expression_takes() -> None:
+    x = torch.ones(2)
+    for value in (1, 2.0, True, torch.float16, torch.device("cpu"), x.double(), nn.Parameter(x)):
+        assert _fits(value, x), value
+    for value in (None, "1", torch.device("meta"), x.to("meta"), x.as_subclass(type("Own", (Tensor,), {})), [1]):
+        assert not _fits(value, x), value
+
+
+# --- foldings -------------------------------------------------------------------------------------------------------
+
+
+def owner(convolution: nn.Module, act: nn.Module | None = None) -> nn.Module:
+    made = nn.Module()
+    made.conv, made.act = convolution, act
+    return made
+
+
+POINT, WIDE = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("convolution", "activation", "act", "residual", "expected"),
+    [
+        (POINT, None, None, False, ("matmul", "folded")),
+        (POINT, None, None, True, ("folded",)),
+        (POINT, "act", nn.ReLU(), False, ("matmul", "fused", "folded")),
+        (POINT, "act", nn.ReLU(), True, ("fused", "folded")),
+        (POINT, "act", nn.SiLU(), False, ("folded",)),
+        (POINT, ("relu", 0.0, 0.0), None, False, ("matmul", "fused", "folded")),
+        (POINT, ("silu", 0.0, 0.0), None, False, ("folded",)),
+        (POINT, ("silu", 0.0, 0.0), nn.ReLU(), False, ("folded",)),
+        (WIDE, "act", nn.ReLU(), False, ("fused", "folded")),
+        (WIDE, None, None, False, ("folded",)),
+        (nn.Conv2d(4, 4, 1, stride=2), None, None, False, ("folded",)),
+        (nn.Conv2d(4, 4, 1, padding=1), None, None, False, ("folded",)),
+        (nn.Conv2d(4, 4, 1, groups=2), None, None, False, ("folded",)),
+        (nn.Conv1d(4, 4, 1), "act", nn.ReLU(), False, ("folded",)),
+    ],
+)
+def test_ways_to_compute_a_convolution_and_a_norm(
+    convolution: nn.Module, activation: Any, act: Any, residual: bool, expected: tuple[str, ...]
+) -> None:
+    does = ("convolution", "norm", *(["residual"] if residual else []), *(["activation"] if activation else []))
+    found = region("batch_norm", *does, convolution="conv", activation=activation)
+    assert foldings.foldings_of(found, owner(convolution, act)) == expected
+
+
+def test_a_convolution_that_is_taken_in_by_default() -> None:
+    found = region("batch_norm", "convolution", "norm", "activation", convolution="conv", activation="act")
+    fused = foldings.by_default(found, owner(WIDE, nn.ReLU()))
+    assert fused is not None and (fused.convolution, fused.folding) == ("conv", "fused")
+    for child in (nn.Conv2d(4, 4, 3, groups=2), nn.Conv1d(4, 4, 3)):
+        rest = foldings.by_default(found, owner(child, nn.ReLU()))
+        assert rest is not None and (rest.convolution, rest.folding, len(rest.steps)) == ("", "", 2)
+    alone = region("batch_norm", "convolution", "norm", convolution="conv")
+    assert foldings.by_default(alone, owner(WIDE)) is None
+    apart = region("batch_norm", "norm", "activation", activation="act")
+    assert foldings.by_default(apart, owner(WIDE, nn.ReLU())) is apart
+
+
+@pytest.mark.parametrize(
+    ("child", "used_once", "word"),
+    [
+        (WIDE, True, ""),
+        (WIDE, False, "used elsewhere"),
+        (nn.Conv3d(2, 2, 1), True, ""),
+        (nn.ConvTranspose2d(4, 4, 3), True, "is a torch.nn.modules.conv.ConvTranspose2d"),
+        (nn.Conv2d(4, 4, 3, padding="same"), True, "pads by 'same'"),
+        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), True, "pads by its mode 'reflect'"),
+        (None, True, "NoneType"),
+    ],
+)
+def test_why_a_convolution_stays_apart(child: Any, used_once: bool, word: str) -> None:
+    why = foldings.why_apart(child, used_once)
+    assert word in why and bool(why) == bool(word)
+    hooked = nn.Conv2d(4, 4, 3)
+    hooked.register_forward_hook(lambda *_: None)
+    assert "hooks" in foldings.why_apart(hooked, True)
+
+
+def test_what_goes_by_running_statistics_and_what_is_called_a_convolution() -> None:
+    norm = nn.BatchNorm2d(4).eval()
+    assert foldings.is_foldable(norm) and not foldings.is_foldable(nn.BatchNorm2d(4))
+    for name in ("running_mean", "running_var"):
+        lacking = nn.BatchNorm2d(4).eval()
+        setattr(lacking, name, None)
+        assert not foldings.is_foldable(lacking)
+    named = type("QConv", (nn.Module,), {})()
+    assert foldings.is_convolution(named) and foldings.is_convolution(type("Own", (nn.Conv2d,), {})(4, 4, 1))
+    assert not foldings.is_convolution(nn.Linear(2, 2)) and not foldings.is_convolution(None)
