@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap import install_table, ops
-from normswap.forwards import affine_of, only_argument
+from normswap.forwards import affine_of, only_argument, weight_of
 from normswap.forwards import batch_norm as _batch
 from normswap.forwards import l1_norm as _l1
 from normswap.forwards import linear_scale_batch_norm as _lsb
@@ -184,7 +184,9 @@ def _subclass_forward(op: Callable[[Tensor, Any], Tensor]) -> Callable[[Replaced
     return make
 
 
-_rms_norm_subclass = _subclass_forward(lambda x, norm: ops.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps))
+_rms_norm_subclass = _subclass_forward(
+    lambda x, norm: ops.rms_norm(x, norm.normalized_shape, weight_of(norm), norm.eps)
+)
 
 
 def _rms_norm_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:

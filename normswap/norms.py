@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm as _TorchInstanceNorm
 
 from normswap import ops
-from normswap.forwards import affine_of
+from normswap.forwards import affine_of, weight_of
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.replaced import Replaced
 
@@ -104,7 +104,7 @@ class RMSNorm(nn.RMSNorm):
         if torch.jit.is_scripting():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         elif _rms_norm.is_on(self):
-            return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+            return ops.rms_norm(x, self.normalized_shape, weight_of(self), self.eps)
         else:
             return _rms_norm.run(self, x)
 

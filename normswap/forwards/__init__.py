@@ -21,3 +21,11 @@ def affine_of(module: nn.Module) -> tuple[Any, Any]:
     if "weight" in own and "bias" in own:
         return own["weight"], own["bias"]
     return module.weight, module.bias
+
+
+def weight_of(module: nn.Module) -> Any:
+    """The weight of a ``module`` that has no bias, in the same way."""
+    own = module._parameters
+    if "weight" in own:
+        return own["weight"]
+    return module.weight

@@ -18,20 +18,23 @@ RANKS: Mapping[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (2, 3), nn.B
 
 def ranks_of(norm: nn.Module) -> tuple[int, ...]:
     """How many dims the input of ``norm`` may have; none where it is no BatchNorm of torch.nn."""
-    return next((ranks for cls, ranks in RANKS.items() if isinstance(norm, cls)), ())
+    for cls, ranks in RANKS.items():
+        if isinstance(norm, cls):
+            return ranks
+    return ()
 
 
 def batch_norm(norm: Any, x: Tensor, activation: Activation = NONE, residual: Tensor | None = None) -> Tensor:
     """``activation(norm(x) + residual)`` for a BatchNorm and an input of a rank that it takes."""
     affine, eps = affine_of(norm), norm.eps
-    mean, var = norm.running_mean, norm.running_var
+    mean, var = _buffer(norm, "running_mean"), _buffer(norm, "running_var")
     if not norm.training and (mean is not None or var is not None):
         return ops.batch_norm_eval(x, mean, var, *affine, eps, activation, residual=residual)
     batches, momentum = None, norm.momentum
     if not norm.training or not norm.track_running_stats:
         mean = var = None
     else:
-        batches = norm.num_batches_tracked
+        batches = _buffer(norm, "num_batches_tracked")
     if momentum is None:  # the average of all batches
         momentum = 0.0
         if batches is not None:
@@ -40,6 +43,12 @@ def batch_norm(norm: Any, x: Tensor, activation: Activation = NONE, residual: Te
     return ops.batch_norm(
         x, mean, var, *affine, True, momentum, eps, activation, residual=residual, num_batches_tracked=batches
     )
+
+
+def _buffer(norm: Any, name: str) -> Any:
+    """Without the detour that nn.Module.__getattr__ takes to buffers."""
+    own = norm._buffers
+    return own[name] if name in own else getattr(norm, name)
 
 
 def make_forward(replaced: Replaced, attributes: Mapping[str, Any], argument: str) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
-from normswap.forwards import affine_of
+from normswap.forwards import affine_of, weight_of
 from normswap.forwards.batch_norm import RANKS, batch_norm, ranks_of
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.forwards.registered import registered_arguments
@@ -266,7 +266,7 @@ def _of_batch_norm(norm: Any, x: Tensor) -> _Arguments:
 
 _ARGUMENTS: Mapping[str, _Reader] = {
     "layer_norm": lambda norm, x: (norm.normalized_shape, *affine_of(norm), norm.eps),
-    "rms_norm": lambda norm, x: (norm.normalized_shape, norm.weight, norm.eps),
+    "rms_norm": lambda norm, x: (norm.normalized_shape, weight_of(norm), norm.eps),
     "group_norm": lambda norm, x: (norm.num_groups, *affine_of(norm), norm.eps),
     "instance_norm": _of_instance_norm,
     "batch_norm": _of_batch_norm,
