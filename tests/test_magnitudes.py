@@ -52,14 +52,16 @@ SITES: dict[str, tuple[str, Callable[[], nn.Module], Tensor]] = {
     "group, nothing": ("group_norm", lambda: nn.GroupNorm(3, 6, affine=False), IMAGE),
     "instance": ("instance_norm", lambda: nn.InstanceNorm2d(6, affine=True), IMAGE),
     "instance, no batch": ("instance_norm", lambda: nn.InstanceNorm2d(6, affine=True), IMAGE[0]),
-    "batch, eval": ("batch_norm", lambda: nn.BatchNorm2d(6), IMAGE),
-    "batch, eval, nothing": ("batch_norm", lambda: nn.BatchNorm2d(6, affine=False, track_running_stats=False), IMAGE),
-    "batch": ("batch_norm", lambda: nn.BatchNorm2d(6).train(), IMAGE),
-    "batch, average": ("batch_norm", lambda: nn.BatchNorm2d(6, momentum=None).train(), IMAGE),
-    "batch, not counted": ("batch_norm", lambda: without_batches(nn.BatchNorm2d(6, momentum=None)).train(), IMAGE),
-    "batch, untracked": ("batch_norm", lambda: nn.BatchNorm2d(6, track_running_stats=False).train(), IMAGE),
-    "batch, one row": ("batch_norm", lambda: nn.BatchNorm2d(6).train(), IMAGE[:1, :, :1, :1]),
-    "batch, two rows": ("batch_norm", lambda: nn.BatchNorm2d(6).train(), IMAGE[:, :, :1, :1]),
+    "batch, eval": ("batch_norm", lambda: nn.BatchNorm2d(6).eval(), IMAGE),
+    "batch, eval, nothing": ("batch_norm", lambda: nn.BatchNorm2d(6, affine=False).eval(), IMAGE),
+    "batch, eval, untracked": ("batch_norm", lambda: nn.BatchNorm2d(6, track_running_stats=False).eval(), IMAGE),
+    "batch": ("batch_norm", lambda: nn.BatchNorm2d(6), IMAGE),
+    "batch, nothing": ("batch_norm", lambda: nn.BatchNorm2d(6, affine=False), IMAGE),
+    "batch, average": ("batch_norm", lambda: nn.BatchNorm2d(6, momentum=None), IMAGE),
+    "batch, not counted": ("batch_norm", lambda: without_batches(nn.BatchNorm2d(6, momentum=None)), IMAGE),
+    "batch, untracked": ("batch_norm", lambda: nn.BatchNorm2d(6, track_running_stats=False), IMAGE),
+    "batch, one row": ("batch_norm", lambda: nn.BatchNorm2d(6), IMAGE[:1, :, :1, :1]),
+    "batch, two rows": ("batch_norm", lambda: nn.BatchNorm2d(6), IMAGE[:, :, :1, :1]),
 }
 BY_HAND = {
     "plain": {"dim": -1, "eps": 1e-3},
@@ -102,6 +104,10 @@ def found() -> Iterator[tuple[str, Magnitudes]]:
     for name, (kind, made, x) in SITES.items():
         module = made()
         yield name, bounds.magnitudes(Match(kind), filled(module, module.training), x, torch.float32)
+    reads = {"read.normalized_shape": 6, "read.weight": "gain", "read.bias": "offset", "read.eps": 1e-3}
+    registered = nn.Module()
+    registered.gain, registered.offset = nn.Parameter(drawn(6, start=3)), nn.Parameter(drawn(6, start=4))
+    yield "registered", bounds.magnitudes(Match("layer_norm", reads), registered, ROWS, torch.float32)
     for suffix, dtype in DTYPES.items():
         for name, attributes in BY_HAND.items():
             site = nn.Module()

@@ -1,0 +1,187 @@
+"""Which parts of a large input are compared, what is remembered between them, and how two findings become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import randomised
+from torch import Tensor, nn
+
+from normswap import compare
+from normswap.compare import Comparison, Cotangent, KernelWitness, Seen, _independent_dims, _pieces, _widest, spread
+from normswap.plan import Match
+
+
+def test_starts_that_are_spread() -> None:
+    assert spread(10, 10, 5) == [0] and spread(10, 3, 1) == [0]
+    assert spread(10, 5, 9) == [0, 5] and spread(10, 4, 9) == [0, 3, 6]
+    assert spread(100, 1, 3) == [0, 50, 99] and spread(7, 2, 2) == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("match", "module", "rank", "expected"),
+    [
+        (Match("layer_norm"), nn.LayerNorm(4), 3, [0, 1]),
+        (Match("layer_norm"), nn.LayerNorm((3, 4)), 3, [0]),
+        (Match("rms_norm"), nn.RMSNorm(4), 2, [0]),
+        (Match("rms_norm", {"dim": 1, "eps": 1e-6}), nn.Module(), 3, [0, 2]),
+        (Match("rms_norm", {"dim": -1, "eps": 1e-6}), nn.Module(), 3, [0, 1]),
+        (Match("l1_norm", {"dim": 1}), nn.Module(), 3, [0, 2]),
+        (Match("group_norm"), nn.GroupNorm(2, 4), 3, [0]),
+        (Match("instance_norm"), nn.InstanceNorm1d(4), 3, [0]),
+        (Match("instance_norm"), nn.InstanceNorm1d(4), 2, []),
+        (Match("batch_norm"), nn.BatchNorm1d(4), 3, [0]),
+        (Match("linear_scale_batch_norm"), nn.Sequential(), 2, [0]),
+        (Match("another"), nn.Module(), 3, []),
+    ],
+)
+def test_dims_along_which_nothing_is_shared(match: Match, module: Any, rank: int, expected: list[int]) -> None:
+    assert _independent_dims(match, module, torch.zeros((4,) * rank)) == expected
+
+
+def test_the_widest_linear() -> None:
+    assert _widest(nn.Sequential(nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 7))) == 7 and _widest(nn.ReLU()) == 0
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layer_norm": (lambda: nn.LayerNorm(8), (40, 3, 8)),
+    "group_norm": (lambda: nn.GroupNorm(4, 8), (6, 8, 10)),
+    "group_norm, nothing": (lambda: nn.GroupNorm(4, 8, affine=False), (6, 8, 10)),
+    "instance_norm": (lambda: nn.InstanceNorm1d(8, affine=True), (6, 8, 10)),
+    "batch_norm": (lambda: nn.BatchNorm1d(8), (40, 8)),
+}
+
+
+@pytest.mark.parametrize("elements", [16, 40, 10_000])
+@pytest.mark.parametrize("name", NORMS)
+def test_pieces_are_parts_whose_result_is_a_part(name: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", elements)
+    made, shape = NORMS[name]
+    kind, module, x = name.partition(",")[0], randomised(made()), torch.randn(shape)
+    whole = module(x)
+    pieces, coverage = _pieces(Match(kind), module, x, 4 * elements)
+    sizes = [piece.cut(x).numel() for piece in pieces]
+    if elements > x.numel():
+        assert len(pieces) == 1 and coverage == 1.0 and pieces[0].module is module
+    else:
+        assert len(pieces) > 1 and sum(sizes) <= max(4 * elements, 2 * max(sizes)) and coverage < 1.0
+        assert max(sizes) <= max(elements, 10 if "group" in kind else 24, 20 if kind == "group_norm" else 0, 16)
+        assert coverage == pytest.approx(sum(sizes) / x.numel())
+        ends = torch.zeros(shape)
+        for piece in pieces:
+            piece.cut(ends).fill_(1.0)
+        assert ends.flatten()[0] == 1.0 and ends.flatten()[-1] == 1.0
+    for piece in pieces if kind != "batch_norm" else ():
+        torch.testing.assert_close(piece.module(piece.cut(x)), piece.cut(whole))
+    if kind == "batch_norm":
+        assert all(len(piece.cut(x)) >= 2 for piece in pieces)
+
+
+def test_a_piece_of_a_product_is_not_wider_than_the_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample counts as what the Linear makes of it."""
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 200)
+    module, x = nn.Sequential(nn.Linear(2, 100), nn.BatchNorm1d(100)), torch.zeros(50, 2)
+    pieces, _ = _pieces(Match("linear_scale_batch_norm"), module, x, 400)
+    assert [len(piece.cut(x)) for piece in pieces] == [2, 2]
+    pieces, _ = _pieces(Match("batch_norm"), module[1], x, 400)
+    assert [len(piece.cut(x)) for piece in pieces] == [50]
+
+
+def test_what_was_seen_before() -> None:
+    told: list[int] = []
+    seen, x = Seen(lambda: told.append(1)), torch.zeros(2, 3)
+    assert not seen.before(x, "a") and seen.before(x + 1, "a")
+    for other in (x.double(), x.t(), x[:1], torch.zeros(3, 2).t(), x.to("meta")):
+        assert not seen.before(other, "a")
+    assert not seen.before(x, "b") and len(told) == 8
+
+
+def test_the_worse_of_each() -> None:
+    good = Comparison(0.1, 0.2, True, False, 1.0, declined=True, finite=False)
+    bad = Comparison(0.3, 0.1, False, True, 0.5, problem="p", note="n", finite=True)
+    for found in (good.worst(bad), bad.worst(good)):
+        assert (found.share, found.eager, found.kernel_ran, found.gradients, found.coverage) == (
+            0.3,
+            0.2,
+            False,
+            True,
+            0.5,
+        )
+        assert (found.finite, found.problem, found.note, found.declined) == (True, "p", "n", False)
+    assert Comparison(problem="first").worst(Comparison(problem="second")).problem == "first"
+    assert Comparison(note="first").worst(Comparison(note="second")).note == "first"
+    assert good.worst(good).declined and not good.worst(good).finite and good.worst(good).kernel_ran
+
+
+def test_the_cotangent_is_one_for_every_dtype() -> None:
+    cotangent, x = Cotangent(), torch.zeros(3, 4)
+    first = cotangent(x)
+    assert torch.equal(cotangent(x.double()), first.double()) and cotangent(x.half()).dtype is torch.float16
+    assert torch.equal(Cotangent()(x), first) and first.std() > 0.3
+
+
+def test_what_counts_as_an_op_of_ours() -> None:
+    """One of another library does not, nor one of ours that declined."""
+
+    class Packet:
+        def __init__(self, namespace: str, name: str, out: Any) -> None:
+            self.namespace, self.__name__, self.out = namespace, name, out
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.out
+
+    out = torch.zeros(1)
+    for namespace, name, given, ran in (
+        ("normswap", "layer_norm.default", out, True),
+        ("normswap", "layer_norm.default", None, True),
+        ("normswap", "layer_norm_or_none.default", out, True),
+        ("normswap", "layer_norm_or_none.default", None, False),
+        ("normswap", "layer_norm_recorded.default", (None, None), False),
+        ("normswap", "layer_norm_recorded.default", (out, None), True),
+        ("aten", "native_layer_norm.default", out, False),
+    ):
+        witness = KernelWitness()
+        witness.__torch_dispatch__(Packet(namespace, name, given), ())
+        assert witness.ran == ran, (namespace, name, given)
+        witness.__torch_dispatch__(Packet("aten", "add.Tensor", out), ())
+        assert witness.ran == ran
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_its_like_is_compared_on_two_slices(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
+    monkeypatch.setattr(compare, "TOTAL_ELEMENTS", 64)
+    x = torch.randn(32, 8)
+    found = compare.compare(Match("layer_norm"), randomised(nn.LayerNorm(8)), x, True, again)
+    assert found.coverage == (0.125 if again else 0.25) and not found.problem and found.gradients
+
+
+def wrong(buffers: bool) -> type[nn.Module]:
+    class Wrong(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            if buffers and self.num_batches_tracked is not None:
+                self.num_batches_tracked += 1
+            return out
+
+    return Wrong
+
+
+def test_a_gradient_that_is_missing_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.layer_norm(x, (4,), self.weight.detach(), self.bias, self.eps)
+
+    monkeypatch.setattr(compare.modules, "swapped_class", lambda *_: Wrong)
+    x = torch.randn(3, 4)
+    found = compare.compare(Match("layer_norm"), randomised(nn.LayerNorm(4)), x, True)
+    assert found.problem == "gradients reach other tensors than PyTorch's: weight"
+    assert not compare.compare(Match("layer_norm"), randomised(nn.LayerNorm(4)), x, False).problem
+    monkeypatch.setattr(compare.modules, "swapped_class", lambda *_: wrong(True))
+    found = compare.compare(Match("batch_norm"), randomised(nn.BatchNorm1d(4)), x, False)
+    assert found.problem == "buffer num_batches_tracked differs from PyTorch's"
+    monkeypatch.setattr(compare.modules, "swapped_class", lambda *_: wrong(False))
+    assert not compare.compare(Match("batch_norm"), randomised(nn.BatchNorm1d(4)), x, False).problem
