@@ -1,0 +1,366 @@
+"""What the swapped forward of an RMSNorm written by hand asks on a call, spoiled one at a time, and by what words the
+rule knows one."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rms_models import Norm, Times
+from torch import Tensor, nn
+
+from normswap import rules
+from normswap.forwards import rms_norm as forwards
+from normswap.forwards.replaced import Replaced
+from normswap.plan import Match
+from normswap.rules import rms_by_hand, subclass_site
+from normswap.rules.expression_site import Flow
+
+SIX = 6
+X = torch.randn(2, 3, SIX, generator=torch.Generator().manual_seed(1))
+
+
+class Own(Tensor):
+    """What a library may have in a tensor's place."""
+
+
+class Rooted(Norm):
+    """With a method, a function and a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = "plain"
+
+    def root(self, x):
+        return torch.rsqrt(mean_of_squares(x) + self.eps)
+
+    def forward(self, x):
+        if self.mode == "plain":
+            return x * self.root(x) * self.weight
+        return x
+
+
+def mean_of_squares(x):
+    return x.pow(2).mean(-1, keepdim=True)
+
+
+def site_of(module: nn.Module, **changed: Any) -> Any:
+    match = rules.alone(module)
+    assert isinstance(match, Match), match
+    replaced = Replaced(type(module))
+    return forwards._Site(replaced, {**match.attributes, **changed})
+
+
+# --- is it as it was read -------------------------------------------------------------------------------------------
+
+
+def test_functions_methods_and_settings_are_those_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Rooted()
+    site = site_of(module)
+    assert site.is_as_read(module)
+    assert not site_of(module, source="another").is_as_read(module)
+    for mode in ("other", ["plain"]):
+        module.mode = mode  # type: ignore[assignment]
+        assert not site.is_as_read(module)
+    del module.mode
+    assert not site.is_as_read(module)
+    module.mode = "plain"
+    vars(module)["root"] = lambda x: x
+    assert not site.is_as_read(module)
+    del module.root
+    assert site.is_as_read(module)
+    for owner, name in ((Rooted, "root"), (Rooted, "forward")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda self, x: x)
+            assert not site.is_as_read(module), name
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(owner, name), "__code__", (lambda self, x: x).__code__)
+            assert not site.is_as_read(module), name
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "mean_of_squares", lambda x: x)
+        assert not site.is_as_read(module)
+    with monkeypatch.context() as patch:
+        patch.setattr(mean_of_squares, "__code__", (lambda x: x).__code__)
+        assert not site.is_as_read(module)
+    assert site.is_as_read(module)
+    site.replaced.installed = nn.Linear  # it is swapped no more
+    assert not site.is_as_read(module)
+
+
+def test_a_number_of_a_module() -> None:
+    module = nn.Module()
+    module.eps, module.size, module.flag, module.tensor = 1e-3, 2, True, torch.ones(())
+    number = forwards._Site.number
+    assert (number(module, 0.5), number(module, "eps"), number(module, "size")) == (0.5, 1e-3, 2)
+    assert number(module, "flag") is None and number(module, "tensor") is None and number(module, "nothing") is None
+
+
+def test_the_weight_of_a_module() -> None:
+    site, module = site_of(Times()), Times()
+    assert site.weight_of(module) is module.weight
+    plain = Times()
+    del plain.weight
+    plain.weight = torch.ones(SIX)  # type: ignore[assignment]
+    assert site.weight_of(plain) is plain.weight
+    site.weight = ""
+    assert site.weight_of(module) is None
+
+
+# --- does the op serve ----------------------------------------------------------------------------------------------
+
+WEIGHT = torch.randn(SIX)
+UNSERVED: dict[str, tuple[Any, Any]] = {
+    "x of another class": (X.as_subclass(Own), WEIGHT),
+    "x expanded": (X[:1].expand(2, 3, SIX), WEIGHT),
+    "x of no dims": (torch.ones(()), WEIGHT),
+    "x of another dtype": (X.double(), WEIGHT.double()),
+    "weight of another class": (X, WEIGHT.as_subclass(Own)),
+    "no weight": (X, None),
+    "weight of another dtype": (X, WEIGHT.double()),
+    "weight elsewhere": (X, WEIGHT.to("meta")),
+    "weight of another rank": (X, WEIGHT[None]),
+    "weight of another size": (X, WEIGHT[:1]),
+}
+
+
+@pytest.mark.parametrize("what", UNSERVED)
+def test_tensors_that_the_op_does_not_serve(what: str) -> None:
+    site = site_of(Times())
+    for _ in range(2):  # the second time it is known
+        assert not site.serves(*UNSERVED[what])
+        assert site.serves(X, WEIGHT) and site.serves(X, nn.Parameter(WEIGHT)) and site.serves(X[0], WEIGHT)
+
+
+class Channels(nn.Module):
+    """Along the channels of an image, with a weight as it is stored for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.eps = nn.Parameter(torch.randn(SIX, 1, 1)), 1e-5
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.eps) * self.gain
+
+
+def test_a_weight_must_lie_along_the_dim() -> None:
+    module = Channels()
+    site = site_of(module)
+    image = torch.randn(2, SIX, 4, 5)
+    assert site.serves(image, module.gain)
+    assert not site.serves(image[0], module.gain)  # dim 1 is another of its dims
+    assert not site.serves(image[0, 0], module.gain)
+    assert not site.serves(torch.randn(2, SIX, SIX), module.gain)
+    assert not site.serves(image, module.gain.reshape(1, SIX, 1)) and not site.serves(image, module.gain.reshape(SIX))
+
+
+def test_a_rounding_before_the_weight_is_along_the_last_dim_alone() -> None:
+    class Rounds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain, self.eps = nn.Parameter(torch.randn(SIX, 1, 1)), 1e-5
+
+        def forward(self, x):
+            y = x.float()
+            return self.gain * (y * torch.rsqrt(y.pow(2).mean(1, keepdim=True) + self.eps)).to(x.dtype)
+
+    module = Rounds()
+    found = rules.alone(module)
+    if isinstance(found, Match):
+        half = torch.randn(2, SIX, 4, 5).half()
+        site = site_of(module, cast_before_weight=True)
+        assert not site.serves(half, module.gain.half()) and site.serves(half.float(), module.gain)
+
+
+def test_verdicts_are_kept_and_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    site, judged = site_of(Times()), []
+    real = site._serves
+    monkeypatch.setattr(site, "_serves", lambda *given: judged.append(1) or real(*given))
+    for _ in range(3):
+        assert site.serves(X, WEIGHT)
+    assert len(judged) == 1
+    for rows in range(1, forwards._VERDICTS + 1):
+        site.serves(torch.empty(rows, SIX), WEIGHT)
+        assert 0 < len(site.verdicts) <= forwards._VERDICTS
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "is_square"),
+    [
+        *((text, True) for text in ("x ** 2", "x * x", "x.pow(2)", "torch.pow(x, 2)", "x.square()", "square(x)")),
+        *((text, True) for text in ("torch.mul(x, x)", "x.pow(exponent=2)", "torch.pow(x, exponent=2)")),
+        *((text, False) for text in ("x ** 3", "x ** n", "x * y", "x + x", "x.pow(3)", "x.mul(x, 1)", "x.mul(y)")),
+        *((text, False) for text in ("x", "x.abs()", "add(x, x)", "f(x)(2)", "torch.mul(x, y)", "x.mul(2)")),
+    ],
+)
+def test_what_is_written_as_a_square(text: str, is_square: bool) -> None:
+    assert rms_by_hand._is_square(ast.parse(text, mode="eval").body) == is_square
+
+
+def flow(text: str) -> Flow:
+    tree: Any = ast.parse("def forward(self, x, y):\n    " + text.replace("\n", "\n    ")).body[0]
+    return Flow(tree)
+
+
+@pytest.mark.parametrize(
+    ("text", "averages"),
+    [
+        *(
+            (text, True)
+            for text in ("return x.pow(2).mean(-1)", "return (x * x).sum(-1)", "y = x ** 2\nreturn y.mean()")
+        ),
+        *((text, False) for text in ("return x.mean(-1)", "return x.pow(2)", "return x.pow(2).max()")),
+        *((text, False) for text in ("return (x - y).pow(2).mean()", "y = x - 1\nreturn (y * y).mean()")),
+        *((text, True) for text in ("return squared(x).mean()", "return averaged(x)")),
+    ],
+)
+def test_what_is_written_as_a_mean_of_squares(text: str, averages: bool) -> None:
+    read = flow(text)
+    found = rms_by_hand._averages(read, frozenset({"squared"}), read.nodes[0], frozenset({"averaged"}))
+    assert found == averages
+
+
+def test_what_is_written_as_a_root() -> None:
+    for text, count in (
+        ("return x.sqrt()", 1),
+        ("return torch.rsqrt(x) + y ** 0.5", 2),
+        ("return x.pow(-0.5)", 1),
+        ("return x.pow(2) + x ** 2", 0),
+        ("return x * y", 0),
+        ("return pow(x, 0.5)", 0),
+    ):
+        assert len([*rms_by_hand._roots(flow(text))]) == count, text
+
+
+# --- subclasses -----------------------------------------------------------------------------------------------------
+
+
+class Described(nn.LayerNorm):
+    def forward(self, x):
+        """Of one line."""
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Named(nn.LayerNorm):
+    def forward(self, input):
+        x = torch.nn.functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x
+
+
+class Flagged(nn.LayerNorm):
+    fast = False
+
+    def forward(self, x):
+        if self.off:
+            return x
+        else:
+            return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Returns(nn.LayerNorm):
+    def forward(self, x):
+        y = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x
+
+
+class Statement(nn.LayerNorm):
+    def forward(self, x):
+        print(x)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Swapped(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.bias, self.weight, self.eps)
+
+
+class Keyword(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, eps=self.eps)
+
+
+class Fewer(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias)
+
+
+class OfOther(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(self, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Default(nn.LayerNorm):
+    def forward(self, x=None):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class More(nn.LayerNorm):
+    def forward(self, x, y):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class ByTest(nn.LayerNorm):
+    def forward(self, x):
+        if x is None:
+            return x
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class OfClass(nn.LayerNorm):
+    eps = property(lambda self: 1e-5, lambda self, value: None)  # type: ignore[assignment]
+
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Called(Described):
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs) * 2
+
+
+class Bare(nn.LayerNorm):
+    """No forward of its own."""
+
+
+@pytest.mark.parametrize("cls", [Described, Named, Bare])
+def test_a_subclass_that_calls_what_its_base_does(cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = cls(4)
+    assert subclass_site.match_subclass(module, "layer_norm") == Match("layer_norm")
+    vars(module)["forward"] = lambda x: x
+    assert subclass_site.match_subclass(module, "layer_norm") is None
+    del module.forward
+    monkeypatch.setattr(cls, "__getattribute__", lambda self, name: object.__getattribute__(self, name), raising=False)
+    assert subclass_site.match_subclass(module, "layer_norm") is None
+
+
+def test_a_subclass_with_a_flag() -> None:
+    module: Any = Flagged(4)
+    for flag in (None, 1):
+        module.off = flag
+        assert subclass_site.match_subclass(module, "layer_norm") is None
+    for flag in (False, True):
+        module.off = flag
+        assert subclass_site.match_subclass(module, "layer_norm") == Match("layer_norm", {"unless": "off"})
+
+
+OTHERS = [Returns, Statement, Swapped, Keyword, Fewer, OfOther, Default, More, ByTest, OfClass, Called]
+
+
+@pytest.mark.parametrize("cls", OTHERS)
+def test_a_subclass_that_does_something_else(cls: type[nn.Module]) -> None:
+    assert subclass_site.match_subclass(cls(4), "layer_norm") is None  # type: ignore[call-arg]
+
+
+def test_a_base_class_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert subclass_site.has_torchs_forward(nn.LayerNorm)
+    monkeypatch.setattr(nn.LayerNorm, "forward", Described.forward)
+    assert not subclass_site.has_torchs_forward(nn.LayerNorm)
+    monkeypatch.setattr(Described, "forward", nn.LayerNorm.forward)
+    assert subclass_site.match_subclass(Bare(4), "layer_norm") is None
+    monkeypatch.setattr(nn.LayerNorm, "forward", torch.relu)
+    assert not subclass_site.has_torchs_forward(nn.LayerNorm)
