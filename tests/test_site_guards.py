@@ -167,11 +167,13 @@ def test_a_rounding_before_the_weight_is_along_the_last_dim_alone() -> None:
             return self.gain * (y * torch.rsqrt(y.pow(2).mean(1, keepdim=True) + self.eps)).to(x.dtype)
 
     module = Rounds()
-    found = rules.alone(module)
-    if isinstance(found, Match):
-        half = torch.randn(2, SIX, 4, 5).half()
-        site = site_of(module, cast_before_weight=True)
-        assert not site.serves(half, module.gain.half()) and site.serves(half.float(), module.gain)
+    half, image = torch.randn(2, SIX, 4, 5).half(), torch.randn(2, SIX, 4, 5)
+    site = site_of(module, cast_before_weight=True)
+    site.dtypes = site.dtypes | {(torch.float16, torch.float16)}
+    assert not site.serves(half, module.gain.half()) and site.serves(image, module.gain)
+    site = site_of(module, cast_before_weight=False)
+    site.dtypes = site.dtypes | {(torch.float16, torch.float16)}
+    assert site.serves(half, module.gain.half())
 
 
 def test_verdicts_are_kept_and_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +266,7 @@ class Flagged(nn.LayerNorm):
 
 class Returns(nn.LayerNorm):
     def forward(self, x):
-        y = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        _y = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return x
 
 
