@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +18,14 @@ FORMULA = "batch_norm(x, None, None, weight=weight, bias=bias, training=True, mo
 
 
 def call(x: Tensor, weight: Any, bias: Any, momentum: Any, eps: Any) -> Tensor | None:
-    single = x.dim() > 2 and len(x) == 1 and math.prod(x.shape[2:]) > 1
-    vectors = all(t is None or (isinstance(t, Tensor) and t.shape == x.shape[1:2]) for t in (weight, bias))
+    shape = x.shape
+    if len(shape) < 3 or shape[0] != 1 or x.numel() <= shape[1]:
+        return None
+    for vector in (weight, bias):
+        if vector is not None and not (isinstance(vector, Tensor) and vector.shape == shape[1:2]):
+            return None
     numbers = type(momentum) in (int, float) and type(eps) in (int, float)
-    return ops.instance_norm(x, weight, bias, eps) if single and vectors and numbers else None
+    return ops.instance_norm(x, weight, bias, eps) if numbers else None
 
 
 def magnitudes(

@@ -28,8 +28,9 @@ def instance_norm(
     output; any other a contiguous one. Returns the input's shape and dtype, also under autocast. Raises what PyTorch's
     ops raise.
     """
-    if input.dim() >= 3 and input.numel() > 0 and math.prod(input.shape[2:]) > 1:  # of one PyTorch raises ValueError
-        channels = input.shape[1]
+    shape = input.shape
+    if len(shape) >= 3 and input.numel() > shape[0] * shape[1]:  # of one value a row PyTorch raises ValueError
+        channels = shape[1]
         op = direct("group_norm", input, weight, bias, residual)
         if op is not None:
             numbers = activation.code, activation.low, activation.high
@@ -37,7 +38,7 @@ def instance_norm(
             if out is not None:
                 return out
         if (
-            native_serves(input, weight, bias, residual, elements=math.prod(input.shape[2:]), least=LARGE_GROUP)
+            native_serves(input, weight, bias, residual, elements=math.prod(shape[2:]), least=LARGE_GROUP)
             and (weight is None or weight.shape == (channels,))
             and (bias is None or bias.shape == (channels,))
             and (residual is None or (residual.shape == input.shape and residual.dtype == input.dtype))

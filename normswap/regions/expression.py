@@ -34,8 +34,11 @@ class Expression:
         """What the expression gives for ``packed``, which holds ``x`` and what is ``given`` beside it; None where only
         the expression itself is sure to be right."""
         arguments = given[: len(self.kind.parameters)]
-        if not x.is_floating_point() or not all(_fits(given[i], x) for i in self.present):
+        if not x.is_floating_point():
             return None
+        for i in self.present:
+            if not _fits(given[i], x):
+                return None
         if not self.kind.casts:
             return self.kind.call(x, *arguments)
         rounds = self.rounds(x, given, packed)

@@ -14,7 +14,7 @@ from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.forwards import affine_of, weight_of
 from normswap.forwards.batch_norm import RANKS, batch_norm, ranks_of
-from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.forwards.plain import is_unhooked
 from normswap.forwards.registered import registered_arguments
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader, outside_autocast
@@ -24,12 +24,14 @@ from normswap.ops.layer_norm import layer_norm_directly
 from normswap.ops.options import Options
 from normswap.ops.rms_norm import rms_norm_directly
 from normswap.plan import Match, is_by_hand
+from normswap.regions.children import OriginalClass, activation_of, hands_on
 from normswap.regions.convolution import Convolved, direct_way
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import lowered_to, only_multiplies
+from normswap.regions.groups import groups_of
 from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
 from normswap.regions.rewrite import Compiled, Helper
-from normswap.regions.rows import OriginalClass, rows_of
+from normswap.regions.rows import rows_of
 from normswap.regions.spec import Region, children_of
 from normswap.regions.spelling import SPELLED
 
@@ -73,12 +75,15 @@ class Fused:
         self.call = _CALLS.get("layer_norm_2d" if region.has("permute") else region.kind, _declines)
         self.read = _reader(region, original_class) if region.type else None
         self.convolved = Convolved(region, self.read) if region.convolution and self.read else None
-        self.directly = rows_of(compiled, original_class, self.dtype) or direct_way(compiled)
         self.feeds, self.class_of = region.feeds, lambda child: original_class(child) or type(child)
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
+        short = groups_of(compiled, original_class) if self.known else None
+        self.directly = rows_of(compiled, original_class, self.dtype) or short or direct_way(compiled)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
+        if self.expression is not None:
+            return self._written_out(self.expression, packed)
         if self.directly is not None and (out := self.directly(children, packed)) is not None:
             return out
         x, before, behind, scale, shift, arguments = self.unpack(packed)
@@ -87,7 +92,7 @@ class Fused:
         if (self.behind and behind is None) or (self.scaled and scale is None):  # the statements raise
             return None
         for name in self.passes:
-            if not _hands_on(children.get(name)):
+            if not hands_on(children.get(name)):
                 return None
         activation = self.activation or activation_of(children.get(self.acting))
         if activation is None:
@@ -113,8 +118,6 @@ class Fused:
             arguments = self.read(norm, x)
             if arguments is None:
                 return None
-        if self.expression is not None:
-            return self.expression(x, arguments, packed)
         dtype = self.dtype(children, x)
         out = self.call(x, arguments, before, behind, scale, shift, activation, dtype)
         if out is None:
@@ -123,12 +126,19 @@ class Fused:
             out, total = out
         return (total, out) if self.shared else out
 
+    def _written_out(self, expression: Expression, packed: Any) -> Tensor | None:
+        """That of a norm that is an expression, behind which nothing stands."""
+        x, _, _, _, _, arguments = self.unpack(packed)
+        if type(x) not in _PLAIN or not self.known or self.callees() != self.called:
+            return None
+        return expression(x, arguments, packed)
+
     def dtype(self, children: Mapping[str, Any], x: Tensor) -> torch.dtype | None:
         """The dtype of the result where nobody sees it before autocast has cast it to that."""
         if not self.feeds or (dtype := lowered_to(x)) is None:
             return None
         *passes, last = self.feeds
-        alone = all(_hands_on(children.get(name)) for name in passes)
+        alone = all(hands_on(children.get(name)) for name in passes)
         return dtype if alone and only_multiplies(children.get(last), self.class_of) else None
 
 
@@ -149,58 +159,6 @@ def _alike(x: Tensor, other: Any) -> bool:
 def _is_beside(x: Tensor, other: Any) -> bool:
     return type(other) in _PLAIN and other.device == x.device
 
-
-def _hands_on(child: Any) -> bool:
-    """True when calling ``child`` gives back what it is given: an nn.Identity, or a dropout that is off."""
-    if type(child) is nn.Identity:
-        return is_plain(child, nn.Identity)
-    cls = type(child)
-    return cls in _DROPOUTS and is_plain(child, cls) and (not child.training or child.p == 0)
-
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-
-
-def activation_of(child: Any) -> Activation | None:
-    """What calling ``child`` does to a tensor of its own; None where that is no activation of ours."""
-    cls = type(child)
-    make = _ACTIVATIONS.get(cls)
-    return make(child) if make is not None and is_plain(child, cls) else None
-
-
-def _gelu(child: Any) -> Activation | None:
-    name = {"none": "gelu", "tanh": "gelu_tanh"}.get(child.approximate)
-    return None if name is None else Activation(name)
-
-
-def _constant(name: str) -> Callable[[Any], Activation]:
-    activation = Activation(name)
-    return lambda child: activation
-
-
-def _leaky_relu(child: Any) -> Activation | None:
-    slope = child.negative_slope
-    return Activation("leaky_relu", slope) if type(slope) in (int, float) else None
-
-
-def _clamp(child: Any) -> Activation | None:
-    numbers = child.min_val, child.max_val
-    known = all(type(n) in (int, float) for n in numbers)
-    return Activation("clamp", *numbers) if known and numbers[0] <= numbers[1] else None
-
-
-_ACTIVATIONS: Mapping[type[nn.Module], Callable[[Any], Activation | None]] = {
-    nn.ReLU: _constant("relu"),
-    nn.SiLU: _constant("silu"),
-    nn.GELU: _gelu,
-    nn.LeakyReLU: _leaky_relu,
-    nn.ReLU6: _clamp,
-    nn.Hardtanh: _clamp,
-    nn.Hardswish: _constant("hardswish"),
-    nn.Sigmoid: _constant("sigmoid"),
-    nn.Tanh: _constant("tanh"),
-    nn.Identity: lambda child: NONE,
-}
 
 # --- the norm that is a child -------------------------------------------------------------------------------------
 

@@ -62,11 +62,13 @@ def with_helpers(
         beside = Beside((one.region for one in compiled), original_class)
 
     def is_as_read(self: Any) -> bool:
-        return (
-            all(bool(check(self)) is truth for check, truth in checks)
-            and all(known.get(name) is made and getattr(made, "__code__", None) is code for name, made, code in codes)
-            and (beside is None or beside.only_compute(self))
-        )
+        for check, truth in checks:
+            if bool(check(self)) is not truth:
+                return False
+        for name, made, code in codes:
+            if known.get(name) is not made or getattr(made, "__code__", None) is not code:
+                return False
+        return beside is None or beside.only_compute(self)
 
     guarded = bool(checks or codes or beside)
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
-from normswap.forwards.plain import is_bare
-from normswap.forwards.replaced import Replaced
 from normswap.ops.dispatch import PLAIN, any_autocast, direct
 from normswap.ops.rms_norm import FLOAT32_EPS
+from normswap.regions.children import Norm, OriginalClass
 from normswap.regions.rewrite import Compiled
 
 _KINDS: Mapping[str, type[nn.Module]] = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm}
-_FORWARDS = {cls: Replaced(cls) for cls in _KINDS.values()}
-OriginalClass: TypeAlias = "Callable[[nn.Module], type[nn.Module] | None]"
-"""The class a module had before it was swapped, None for one that was not."""
 _Dtype = Callable[[Mapping[str, Any], Tensor], torch.dtype | None]
 
 
@@ -39,22 +34,15 @@ class Rows:
 
     def __init__(self, compiled: Compiled, cls: type[nn.Module], original_class: OriginalClass, dtype: _Dtype) -> None:
         region = compiled.region
-        self.norm, self.cls, self.replaced = region.norm, cls, _FORWARDS[cls]
+        affine = {"weight", "bias"} if cls is nn.LayerNorm else {"weight"}
+        self.norm = Norm(region.norm, cls, affine, original_class)
         self.at = region.step("sum").operand if region.has("sum") else -1
         self.run = self._layer_norm if cls is nn.LayerNorm else self._rms_norm
         self.shared, self.dtype = region.shared, dtype if region.feeds else None
-        self.affine = {"weight", "bias"} if cls is nn.LayerNorm else {"weight"}
-        self.original_class, self.known = original_class, dict[type, bool]()
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
-        norm = children.get(self.norm)
-        cls = type(norm)
-        if cls is not self.cls and not self._stands_for(norm, cls):
-            return None
-        own = norm.__dict__
-        if not self.affine <= own["_parameters"].keys():  # a tool holds them elsewhere
-            return None
-        if not is_bare(own) or _has_any_global_hook() or not self.replaced.is_unchanged():
+        own = self.norm.attributes(children)
+        if own is None:
             return None
         x, before = packed, None
         if self.at >= 0:
@@ -69,12 +57,6 @@ class Rows:
         if out is None:
             return None
         return (x if total is None else total, out) if self.shared else out
-
-    def _stands_for(self, norm: Any, cls: type) -> bool:
-        """Whether ``norm``, of another class than when the region was found, is one that was swapped."""
-        if cls not in self.known:
-            self.known[cls] = norm is not None and self.original_class(norm) is self.cls
-        return self.known[cls]
 
     def _layer_norm(
         self, children: Mapping[str, Any], own: Mapping[str, Any], x: Tensor, before: Tensor | None
