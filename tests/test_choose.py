@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from normswap.timing import decision
 from normswap.timing.candidate import Candidate
 from normswap.timing.choose import Timed, Waiting, cover, worth
 from normswap.timing.hidden import Cost
@@ -95,6 +96,12 @@ def test_of_two_that_save_alike_the_one_around_the_other_is_taken(saved: float) 
     """Whichever of them the noise favours."""
     fused = timed("fused", (100.0, 100.0 - saved), overlaps=["norm"])
     assert cover([timed("norm", (80.0, 10.0)), fused], DEVICE, 1.0) == {"fused"}
+
+
+def test_the_widest_is_preferred_where_the_whole_model_is_as_fast() -> None:
+    """By itself it may be timed on a residual of another layout than its neighbours give it once they are swapped."""
+    fused, norm = timed("fused", (300.0, 150.0), overlaps=["norm"]), timed("norm", (250.0, 60.0))
+    assert decision._covers([fused, norm], DEVICE, 1.0) == [{"fused"}, {"norm"}]
 
 
 def test_calls_weigh() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection, Iterator
 import sys
 from typing import Any
 
@@ -141,9 +142,19 @@ def test_a_site_counts_as_often_as_it_is_called(monkeypatch: pytest.MonkeyPatch)
         candidate.Candidate("often", "layer_norm", (use("a", 50, 10.0, 5.0),)),
         candidate.Candidate("rare", "layer_norm", (use("b", 1, 200.0, 100.0),), frozenset(["often"])),
     ]
-    arranged = lambda names: contextlib.nullcontext()  # noqa: E731
+    swapped: set[str] = set()
+
+    @contextlib.contextmanager
+    def arranged(names: Collection[str]) -> Iterator[None]:
+        swapped.update(names)
+        yield
+        swapped.clear()
+
+    def run() -> None:
+        gpu.launch(1.0, 1000.0 - sum({"often": 250.0, "rare": 100.0}[name] for name in swapped))
+
     with running(gpu, lambda module, swapped: (0.0, 0.0)):
-        decided = timing.decide(nn.Identity(), found, lambda: gpu.launch(1.0, 1000.0), arranged, 1.0, gradients=False)
+        decided = timing.decide(nn.Identity(), found, run, arranged, 1.0, gradients=False)
     assert decided.kept == {"often"} and decided.put_back == {"rare"}
     assert decided.rows["often"]["calls"] == 50 and decided.rows["often"]["eager_device_us"] == pytest.approx(10.0)
 

@@ -149,15 +149,17 @@ def _summed(candidate: Candidate, known: Mapping[Hashable, tuple[Cost, Cost] | s
 
 
 def _covers(timed: Sequence[Timed], waits: Waiting, least: float) -> list[frozenset[str]]:
-    """What is worth a try, what is preferred first: what serves the device, whose times are steady, of that only what
-    gains there, and the widest, as neighbours change each other's layouts; what serves the host, unless that has little
-    to do. Where candidates must gain more, or may lose, that is asked where the model waits."""
+    """What is worth a try, what is preferred first: the widest that gains on the device, as alone it is timed on the
+    layouts that its neighbours make before they are swapped; what serves the device most, whose times are steady, and
+    of that only what gains there; what serves the host, unless that has little to do. Where candidates must gain more,
+    or may lose, that is asked where the model waits."""
     gainers = {one.candidate.name for one in timed if one.gains_on_device}
     view = DEVICE if least == 1.0 else waits
     first = cover(timed, view, least)
     tried = [first, first & gainers]
     if least == 1.0:
-        tried += [widest(timed, DEVICE, least), *([cover(timed, HOST, least)] if waits.device_share < 1.0 else [])]
+        tried = [widest(timed, DEVICE, least), *tried]
+        tried += [cover(timed, HOST, least)] if waits.device_share < 1.0 else []
     return [names for names in dict.fromkeys(tried) if names]
 
 
