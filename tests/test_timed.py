@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
 import sys
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
