@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_bare, is_plain
 from normswap.forwards.replaced import Replaced
 
@@ -55,45 +54,3 @@ def hands_on(child: Any) -> bool:
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-
-
-def activation_of(child: Any) -> Activation | None:
-    """What calling ``child`` does to a tensor of its own; None where that is no activation of ours."""
-    cls = type(child)
-    make = _ACTIVATIONS.get(cls)
-    return make(child) if make is not None and is_plain(child, cls) else None
-
-
-def _gelu(child: Any) -> Activation | None:
-    name = {"none": "gelu", "tanh": "gelu_tanh"}.get(child.approximate)
-    return None if name is None else Activation(name)
-
-
-def _constant(name: str) -> Callable[[Any], Activation]:
-    activation = Activation(name)
-    return lambda child: activation
-
-
-def _leaky_relu(child: Any) -> Activation | None:
-    slope = child.negative_slope
-    return Activation("leaky_relu", slope) if type(slope) in (int, float) else None
-
-
-def _clamp(child: Any) -> Activation | None:
-    numbers = child.min_val, child.max_val
-    known = all(type(n) in (int, float) for n in numbers)
-    return Activation("clamp", *numbers) if known and numbers[0] <= numbers[1] else None
-
-
-_ACTIVATIONS: Mapping[type[nn.Module], Callable[[Any], Activation | None]] = {
-    nn.ReLU: _constant("relu"),
-    nn.SiLU: _constant("silu"),
-    nn.GELU: _gelu,
-    nn.LeakyReLU: _leaky_relu,
-    nn.ReLU6: _clamp,
-    nn.Hardtanh: _clamp,
-    nn.Hardswish: _constant("hardswish"),
-    nn.Sigmoid: _constant("sigmoid"),
-    nn.Tanh: _constant("tanh"),
-    nn.Identity: lambda child: NONE,
-}

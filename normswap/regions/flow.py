@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -79,6 +79,11 @@ class Op(Value):
     statement: ast.stmt | None = None
     conditional: bool = False
     """Whether some ``if`` that was followed stands around it."""
+
+
+def is_literal(value: Value) -> TypeGuard[Constant]:
+    """Whether it is written in the source at the very place."""
+    return isinstance(value, Constant) and not value.named
 
 
 @dataclass

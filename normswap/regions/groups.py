@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from normswap.ops.dispatch import direct
-from normswap.regions.children import Norm, OriginalClass, activation_of, hands_on
+from normswap.regions.activations import activation_of
+from normswap.regions.children import Norm, OriginalClass, hands_on
 from normswap.regions.rewrite import Compiled
 
 _CLASS = f"{nn.GroupNorm.__module__}.{nn.GroupNorm.__qualname__}"

@@ -24,12 +24,13 @@ from normswap.ops.layer_norm import layer_norm_directly
 from normswap.ops.options import Options
 from normswap.ops.rms_norm import rms_norm_directly
 from normswap.plan import Match, is_by_hand
-from normswap.regions.children import OriginalClass, activation_of, hands_on
+from normswap.regions.activations import LITERAL, activation_of
+from normswap.regions.children import OriginalClass, hands_on
 from normswap.regions.convolution import Convolved, direct_way
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import lowered_to, only_multiplies
 from normswap.regions.groups import groups_of
-from normswap.regions.patterns import ADDS, FUNCTIONS, LITERAL
+from normswap.regions.patterns import ADDS, FUNCTIONS
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.rows import rows_of
 from normswap.regions.spec import Region, children_of

@@ -6,16 +6,16 @@ import ast
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from normswap.kinds import KINDS, NORMS
 from normswap.plan import Match
+from normswap.regions.activations import called_activation, sigmoid_times
 from normswap.regions.feeds import only_multiplies
-from normswap.regions.flow import Constant, Flow, Op, Value
+from normswap.regions.flow import Constant, Flow, Op, Value, is_literal
 from normswap.regions.foldings import is_convolution, is_foldable, why_apart
 from normswap.regions.formula import FORMULAS, Formula, Found, same
 from normswap.regions.spec import Node, Position, Region, Step, qualified, slots
@@ -32,7 +32,6 @@ FEEDING = tuple(norm.name for norm in NORMS.values() if norm.widens)
 """Kinds that autocast runs in float32."""
 ADDS: tuple[Any, ...] = ("+", torch.add, ".add()")
 PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-CHILDREN = (nn.ReLU, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Sigmoid, nn.Tanh)
 _PURE_METHODS = frozenset(
     {
         *(".unsqueeze()", ".squeeze()", ".permute()", ".transpose()", ".view()", ".reshape()", ".flatten()"),
@@ -41,18 +40,6 @@ _PURE_METHODS = frozenset(
         *("+", "-", "*", "/", "**"),
     }
 )
-LITERAL: dict[Any, str] = {
-    **dict.fromkeys((F.relu, torch.relu, F.relu_, torch.relu_, ".relu()", ".relu_()"), "relu"),
-    F.silu: "silu",
-    F.gelu: "gelu",
-    F.leaky_relu: "leaky_relu",
-    F.relu6: "relu6",
-    F.hardtanh: "clamp",
-    F.hardswish: "hardswish",
-    **dict.fromkeys((F.sigmoid, torch.sigmoid, ".sigmoid()"), "sigmoid"),
-    **dict.fromkeys((F.tanh, torch.tanh, ".tanh()"), "tanh"),
-}
-
 NAMES = frozenset({"mean", "norm", "vector_norm", "normalize", "var", *_CALLED})
 """A forward that names none of these computes no norm itself."""
 
@@ -157,7 +144,7 @@ def _only_user(value: Op) -> Op | None:
 
 def _grow_behind(module: nn.Module, found: _Found, taken: set[int]) -> None:
     """Take in what is done with the norm's result, up to an activation and nothing of another region (``taken``)."""
-    if (gated := _sigmoid_times(found.last)) is not None:
+    if (gated := sigmoid_times(found.last)) is not None:
         found.ops += gated
         found.steps += [("activation", gated[-1], gated[-1].args.index(gated[0].args[0]))]
         found.activation = ("silu", 0.0, 0.0)
@@ -176,7 +163,7 @@ def _grow_behind(module: nn.Module, found: _Found, taken: set[int]) -> None:
             _take(found, "pass", user, 0)
         elif not permuted and _behind(found, user, operand):
             continue
-        elif (activation := _activation(child, user)) is not None and not permuted:
+        elif (activation := called_activation(child, user)) is not None and not permuted:
             found.activation = activation
             _take(found, "activation", user, 0)
             return
@@ -215,13 +202,9 @@ def _behind(found: _Found, user: Op, operand: int) -> bool:
     return user.target == "+" and "gain" in done and _take(found, "shift", user, operand)
 
 
-def _is_literal(value: Value) -> TypeGuard[Constant]:
-    return isinstance(value, Constant) and not value.named
-
-
 def _is_one_plus(value: Op, product: Op) -> bool:
     """``1 + s``, written in the product itself."""
-    ones = [arg for arg in value.args if _is_literal(arg) and arg.value == 1]
+    ones = [arg for arg in value.args if is_literal(arg) and arg.value == 1]
     written = value.node in (getattr(product.node, "left", None), getattr(product.node, "right", None))
     return value.target == "+" and len(ones) == 1 and len(value.users) == 1 and written
 
@@ -230,69 +213,6 @@ def _take(found: _Found, does: str, op: Op, operand: int) -> bool:
     found.ops.append(op)
     found.steps.append((does, op, operand))
     return True
-
-
-def _sigmoid_times(norm: Op) -> list[Op] | None:
-    """``n * sigmoid(n)`` of a norm that nobody else uses."""
-    users = [user for user in norm.users if user is not None]
-    if len(users) != 2 or len(norm.users) != 2 or any(u.stretch != norm.stretch for u in users):
-        return None
-    gate, product = sorted(users, key=lambda op: op.order)
-    is_gate = LITERAL.get(gate.target if not isinstance(gate.target, list) else None) == "sigmoid" and gate.args == (
-        norm,
-    )
-    written: Any = product.node
-    is_product = (
-        product.target == "*"
-        and {*product.args} == {norm, gate}
-        and gate.users == [product]
-        and gate.node in (written.left, written.right)
-    )
-    return [gate, product] if is_gate and is_product else None
-
-
-def _activation(child: nn.Module | None, op: Op) -> str | tuple[str, float, float] | None:
-    if child is not None:
-        return op.target[len("self.") :] if type(child) in CHILDREN and len(op.args) == 1 else None
-    name = LITERAL.get(op.target)
-    numbers = {k: v.value for k, v in op.keywords.items() if _is_literal(v)}
-    rest = [v.value for v in op.args[1:] if _is_literal(v)]
-    if name is None or len(numbers) + len(rest) + 1 != len(op.args) + len(op.keywords):
-        return None
-    return _with_numbers(name, rest, numbers)
-
-
-_PARAMETERS = {
-    "gelu": ("approximate",),
-    "leaky_relu": ("negative_slope", "inplace"),
-    "clamp": ("min", "max"),
-    "relu6": ("inplace",),
-    "silu": ("inplace",),
-    "relu": ("inplace",),
-    "hardswish": ("inplace",),
-}
-
-
-def _with_numbers(name: str, rest: list[Any], keywords: dict[str, Any]) -> tuple[str, float, float] | None:
-    """The activation with its literal parameters; None for others than are known."""
-    aliases = {"min_val": "min", "max_val": "max"}
-    names = _PARAMETERS.get(name, ())
-    given = {**dict(zip(names, rest, strict=False)), **{aliases.get(k, k): v for k, v in keywords.items()}}
-    given.pop("inplace", None)
-    if len(rest) > len(names) or not {*given} <= {*names}:
-        return None
-    if name == "gelu":
-        named = {"none": "gelu", "tanh": "gelu_tanh"}.get(given.get("approximate", "none"))
-        return None if named is None else (named, 0.0, 0.0)
-    if name == "relu6":
-        return ("clamp", 0.0, 6.0)
-    if any(type(v) not in (int, float) for v in given.values()):
-        return None
-    if name == "leaky_relu":
-        return (name, float(given.get("negative_slope", 0.01)), 0.0)
-    if name == "clamp":
-        return (name, float(given.get("min", -1.0)), float(given.get("max", 1.0)))
-    return (name, 0.0, 0.0)
 
 
 def _with_convolution(module: nn.Module, found: _Found, taken: set[int]) -> _Found | None:
@@ -354,7 +274,7 @@ def _permuted(found: _Found) -> bool:
 
 
 def _dims(op: Op) -> tuple[Any, ...]:
-    values = tuple(arg.value for arg in op.args[1:] if _is_literal(arg))
+    values = tuple(arg.value for arg in op.args[1:] if is_literal(arg))
     return values[0] if len(values) == 1 and isinstance(values[0], tuple) else values
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from normswap.plan import Match
+from normswap.regions.activations import CHILDREN
 from normswap.regions.foldings import is_convolution, is_foldable, why_apart
-from normswap.regions.patterns import CHANNELS, CHILDREN, PASSING, ROWS
+from normswap.regions.patterns import CHANNELS, PASSING, ROWS
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, Step, children_of
 
