@@ -26,6 +26,13 @@ def inlined(
     return made, inliner.found
 
 
+def may_be_inlined(tree: ast.FunctionDef, names: Mapping[str, Any]) -> bool:
+    """Whether a function is called there that is read as the line it returns; ``names`` are the globals."""
+    called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    functions = [names.get(name) for name in called]
+    return any(isinstance(one, types.FunctionType) and _line_of(one) is not None for one in functions)
+
+
 class _Inliner(ast.NodeTransformer):
     def __init__(self, names: Mapping[str, Any], chosen: Callable[[ast.Call], bool]) -> None:
         self.names, self.chosen = names, chosen
