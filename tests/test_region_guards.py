@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
-from normswap.regions import helper
+from normswap.regions import activations, children, helper
 
 CHANNELS = 4
 X = torch.randn(2, 3, CHANNELS, generator=torch.Generator().manual_seed(1))
@@ -106,13 +106,13 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 def test_what_hands_on_its_input() -> None:
     for cls in DROPOUTS:
-        assert helper._hands_on(cls(0.5).eval()) and helper._hands_on(cls(0.0).train())
-        assert not helper._hands_on(cls(0.5).train())
-    assert helper._hands_on(nn.Identity()) and not helper._hands_on(None)
+        assert children.hands_on(cls(0.5).eval()) and children.hands_on(cls(0.0).train())
+        assert not children.hands_on(cls(0.5).train())
+    assert children.hands_on(nn.Identity()) and not children.hands_on(None)
     wrong = (nn.ReLU(), nn.AlphaDropout(0.0).eval())
     spoiled = [spoil(cls()) for spoil in (hooked, derived) for cls in (*DROPOUTS, nn.Identity)]
     for child in (*wrong, *spoiled):
-        assert not helper._hands_on(child.eval()), child
+        assert not children.hands_on(child.eval()), child
 
 
 ACTS = {
@@ -135,7 +135,7 @@ ACTS = {
 @pytest.mark.parametrize("name", ACTS)
 def test_a_plain_activation_is_read(name: str) -> None:
     child, expected = ACTS[name]
-    assert helper.activation_of(child) == expected
+    assert activations.activation_of(child) == expected
     assert torch.equal(expected(X), child(X))
 
 
@@ -154,7 +154,7 @@ WRONG_ACTS = {
 
 @pytest.mark.parametrize("name", WRONG_ACTS)
 def test_an_activation_that_is_not_plain_is_not_read(name: str) -> None:
-    assert helper.activation_of(WRONG_ACTS[name]()) is None
+    assert activations.activation_of(WRONG_ACTS[name]()) is None
 
 
 # --- the norm that is a child ---------------------------------------------------------------------------------------
