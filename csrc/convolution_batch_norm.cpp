@@ -1,6 +1,7 @@
-// convolution_batch_norm_eval_or_none on CUDA tensors: the fold of a BatchNorm into the 2d convolution before it, and the
-// convolution by PyTorch, all in one call: a fold, an allocation and a convolution are less than what calling them costs.
+// 2d convolutions with BatchNorms behind them on CUDA tensors, one or several in a row: the folds in one launch and the
+// convolutions by PyTorch, all in one call, as every call costs the host more than what it does here.
 #include <array>
+#include <vector>
 
 #include "fold_convolution.h"
 
@@ -26,27 +27,37 @@ struct Geometry {
   int64_t groups;
 };
 
+// A convolution, the norm behind it, and how the two are computed.
+struct Site {
+  OptionalTensor weight, bias, running_mean, running_var, norm_weight, norm_bias;
+  double eps;
+  Geometry geometry;
+  bool relu, as_matmul;
+};
+
 bool is_beside(const Tensor& t, const Tensor& input) {
   return t.is_cuda() && t.get_device_index() == input.get_device_index();
 }
 
 // Whether PyTorch's ops would take these together: a norm's tensors of one dtype, the convolution's or float32.
-bool dtypes_fit(ScalarType dtype, const OptionalTensor& conv_bias, const Tensor& running_mean, const Tensor& running_var,
-                const OptionalTensor& weight, const OptionalTensor& bias) {
-  const ScalarType kept = running_mean.scalar_type();
+bool dtypes_fit(const Site& s, ScalarType dtype) {
   const auto is = [](const OptionalTensor& t, ScalarType wanted) { return !t.has_value() || t->scalar_type() == wanted; };
-  return (kept == dtype || kept == ScalarType::Float) && running_var.scalar_type() == kept && is(weight, kept) &&
-         is(bias, kept) && is(conv_bias, dtype);
+  const ScalarType kept = s.running_mean->scalar_type();
+  return (kept == dtype || kept == ScalarType::Float) && is(s.weight, dtype) && is(s.bias, dtype) &&
+         is(s.running_var, kept) && is(s.norm_weight, kept) && is(s.norm_bias, kept);
 }
 
-// Whether `t` is like what the convolution gives.
-bool is_like_output(const Tensor& t, const Tensor& input, const Tensor& weight, const Geometry& g) {
-  if (t.dim() != 4 || t.scalar_type() != input.scalar_type() || !is_beside(t, input)) return false;
-  if (t.size(0) != input.size(0) || t.size(1) != weight.size(0)) return false;
+// Whether the convolution takes an image of these sizes, which become those of what it gives.
+bool takes(const Site& s, const Tensor& input, std::array<int64_t, 4>& sizes) {
+  if (!s.weight.has_value() || !s.running_mean.has_value() || !s.running_var.has_value()) return false;
+  const Geometry& g = s.geometry;
+  if (s.weight->dim() != 4 || !is_beside(*s.weight, input) || !dtypes_fit(s, input.scalar_type())) return false;
+  if (sizes[1] != s.weight->size(1) * g.groups || !(s.relu || s.as_matmul)) return false;
+  sizes[1] = s.weight->size(0);
   for (int d = 0; d < 2; ++d) {
-    if (g.stride[d] < 1) return false;
-    const int64_t room = input.size(2 + d) + 2 * g.padding[d] - g.dilation[d] * (weight.size(2 + d) - 1) - 1;
-    if (room < 0 || t.size(2 + d) != room / g.stride[d] + 1) return false;
+    const int64_t room = sizes[2 + d] + 2 * g.padding[d] - g.dilation[d] * (s.weight->size(2 + d) - 1) - 1;
+    if (g.stride[d] < 1 || room < 0) return false;
+    sizes[2 + d] = room / g.stride[d] + 1;
   }
   return true;
 }
@@ -109,30 +120,75 @@ OptionalTensor matmul(const Tensor& input, const Tensor& weight, const Tensor& b
   return error == AOTI_TORCH_SUCCESS ? made : std::nullopt;
 }
 
+// `count` of them one behind the other, at most kMaxFolds, the residual before the last ReLU.
+OptionalTensor run(const Tensor& input, const Site* sites, int count, const OptionalTensor& residual) {
+  const ScalarType dtype = input.scalar_type();
+  if (aoti_torch_grad_mode_is_enabled() || (dtype != ScalarType::Half && dtype != ScalarType::BFloat16)) return std::nullopt;
+  if (input.dim() != 4 || input.numel() == 0) return std::nullopt;
+  std::array<int64_t, 4> sizes{input.size(0), input.size(1), input.size(2), input.size(3)};
+  for (int i = 0; i < count; ++i) {
+    if (!takes(sites[i], input, sizes)) return std::nullopt;
+  }
+  if (residual.has_value()) {
+    const bool alike = residual->dim() == 4 && std::equal(sizes.begin(), sizes.end(), residual->sizes().begin());
+    if (!alike || residual->scalar_type() != dtype || !is_beside(*residual, input)) return std::nullopt;
+    if (sites[count - 1].as_matmul) return std::nullopt;
+  }
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  std::array<std::optional<ConvolutionFold>, kMaxFolds> folds;
+  std::array<FoldLinear, kMaxFolds> arguments;
+  for (int i = 0; i < count; ++i) {
+    const Site& s = sites[i];
+    folds[i] = fold_of(*s.weight, s.bias, *s.running_mean, *s.running_var, s.norm_weight, s.norm_bias, s.eps);
+    if (!folds[i].has_value()) return std::nullopt;
+    arguments[i] = folds[i]->arguments;
+  }
+  check_launch(fold_linears(arguments.data(), count, stream_of(input)));
+  OptionalTensor x = input;
+  for (int i = 0; i < count && x.has_value(); ++i) {
+    const Site& s = sites[i];
+    x = s.as_matmul ? matmul(*x, folds[i]->weight, folds[i]->bias, s.relu, s.geometry)
+                    : fused(*x, folds[i]->weight, folds[i]->bias, i == count - 1 ? residual : std::nullopt, s.geometry);
+  }
+  return x;
+}
+
 OptionalTensor convolution_batch_norm_eval_or_none(
     const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias, int64_t stride_0, int64_t stride_1,
     int64_t padding_0, int64_t padding_1, int64_t dilation_0, int64_t dilation_1, int64_t groups,
     const OptionalTensor& running_mean, const OptionalTensor& running_var, const OptionalTensor& weight,
     const OptionalTensor& bias, double eps, const OptionalTensor& residual, bool relu, bool as_matmul) {
   const Geometry g{{stride_0, stride_1}, {padding_0, padding_1}, {dilation_0, dilation_1}, groups};
-  const ScalarType dtype = input.scalar_type();
-  if (aoti_torch_grad_mode_is_enabled() || !running_mean.has_value() || !running_var.has_value()) return std::nullopt;
-  if ((dtype != ScalarType::Half && dtype != ScalarType::BFloat16) || conv_weight.scalar_type() != dtype) return std::nullopt;
-  if (input.dim() != 4 || conv_weight.dim() != 4 || input.numel() == 0 || !is_beside(conv_weight, input)) return std::nullopt;
-  if (input.size(1) != conv_weight.size(1) * groups) return std::nullopt;
-  if (!dtypes_fit(dtype, conv_bias, *running_mean, *running_var, weight, bias)) return std::nullopt;
-  if (residual.has_value() && (as_matmul || !is_like_output(*residual, input, conv_weight, g))) return std::nullopt;
-  if (!relu && !as_matmul) return std::nullopt;
-  const auto [folded, shift] =
-      fold_convolution_or_none(conv_weight, conv_bias, *running_mean, *running_var, weight, bias, eps);
-  if (!folded.has_value()) return std::nullopt;
-  return as_matmul ? matmul(input, *folded, *shift, relu, g) : fused(input, *folded, shift, residual, g);
+  const Site site{conv_weight, conv_bias, running_mean, running_var, weight, bias, eps, g, relu, as_matmul};
+  return run(input, &site, 1, residual);
 }
 
-// Under autocast the convolution casts what it is given.
+// Of each the convolution's weight and bias, the running mean and variance, the norm's weight and bias; stride, padding and
+// dilation, groups, relu and as_matmul.
+OptionalTensor convolutions_batch_norm_eval_or_none(const Tensor& input, std::vector<OptionalTensor> tensors,
+                                                    std::vector<int64_t> numbers, std::vector<double> eps,
+                                                    const OptionalTensor& residual) {
+  const size_t count = eps.size();
+  if (count < 1 || count > kMaxFolds || tensors.size() != 6 * count || numbers.size() != 9 * count) return std::nullopt;
+  std::array<Site, kMaxFolds> sites;
+  for (size_t i = 0; i < count; ++i) {
+    const OptionalTensor* t = &tensors[6 * i];
+    const int64_t* n = &numbers[9 * i];
+    const Geometry g{{n[0], n[1]}, {n[2], n[3]}, {n[4], n[5]}, n[6]};
+    sites[i] = Site{t[0], t[1], t[2], t[3], t[4], t[5], eps[i], g, n[7] != 0, n[8] != 0};
+  }
+  return run(input, sites.data(), static_cast<int>(count), residual);
+}
+
+// Under autocast a convolution casts what it is given.
 OptionalTensor none_under_autocast(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, int64_t, int64_t, int64_t,
                                    int64_t, int64_t, int64_t, const OptionalTensor&, const OptionalTensor&,
                                    const OptionalTensor&, const OptionalTensor&, double, const OptionalTensor&, bool, bool) {
+  return std::nullopt;
+}
+
+OptionalTensor none_of_several(const Tensor&, std::vector<OptionalTensor>, std::vector<int64_t>, std::vector<double>,
+                               const OptionalTensor&) {
   return std::nullopt;
 }
 
@@ -141,13 +197,16 @@ OptionalTensor none_under_autocast(const Tensor&, const Tensor&, const OptionalT
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("convolution_batch_norm_eval_or_none", TORCH_BOX(&normswap::convolution_batch_norm_eval_or_none));
+  m.impl("convolutions_batch_norm_eval_or_none", TORCH_BOX(&normswap::convolutions_batch_norm_eval_or_none));
 }
 
 // No gradient is recorded, and the dispatcher's own way past this key costs more than the call.
 STABLE_TORCH_LIBRARY_IMPL(normswap, AutogradCUDA, m) {
   m.impl("convolution_batch_norm_eval_or_none", TORCH_BOX(&normswap::convolution_batch_norm_eval_or_none));
+  m.impl("convolutions_batch_norm_eval_or_none", TORCH_BOX(&normswap::convolutions_batch_norm_eval_or_none));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, AutocastCUDA, m) {
   m.impl("convolution_batch_norm_eval_or_none", TORCH_BOX(&normswap::none_under_autocast));
+  m.impl("convolutions_batch_norm_eval_or_none", TORCH_BOX(&normswap::none_of_several));
 }

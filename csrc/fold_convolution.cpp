@@ -37,19 +37,17 @@ ChannelVector vector_of(const OptionalTensor& t) {
 
 }  // namespace
 
-Folded fold_convolution_or_none(const Tensor& weight, const OptionalTensor& bias, const Tensor& running_mean,
-                                const Tensor& running_var, const OptionalTensor& norm_weight,
-                                const OptionalTensor& norm_bias, double eps) {
-  const Folded none{std::nullopt, std::nullopt};
-  if (weight.dim() < 3 || !is_known(weight) || !has_rows(weight)) return none;
-  if (reinterpret_cast<uintptr_t>(weight.const_data_ptr()) % 16 != 0) return none;
+std::optional<ConvolutionFold> fold_of(const Tensor& weight, const OptionalTensor& bias, const Tensor& running_mean,
+                                       const Tensor& running_var, const OptionalTensor& norm_weight,
+                                       const OptionalTensor& norm_bias, double eps) {
+  if (weight.dim() < 3 || !is_known(weight) || !has_rows(weight)) return std::nullopt;
+  if (reinterpret_cast<uintptr_t>(weight.const_data_ptr()) % 16 != 0) return std::nullopt;
   for (const OptionalTensor& t :
        {bias, OptionalTensor(running_mean), OptionalTensor(running_var), norm_weight, norm_bias}) {
-    if (!fits(t, weight)) return none;
+    if (!fits(t, weight)) return std::nullopt;
   }
-  const torch::stable::accelerator::DeviceGuard guard(weight.get_device_index());
   const OptionalTensor out = unfilled_like(weight), out_bias = unfilled<1>(weight, {weight.size(0)}, {1});
-  if (!out.has_value() || !out_bias.has_value()) return none;
+  if (!out.has_value() || !out_bias.has_value()) return std::nullopt;
   FoldLinear f{};
   f.linear_weight = weight.const_data_ptr();
   f.out_weight = out->mutable_data_ptr();
@@ -64,10 +62,23 @@ Folded fold_convolution_or_none(const Tensor& weight, const OptionalTensor& bias
   f.running_var = vector_of(running_var);
   f.eps = eps;
   f.dtype = dtype_of(weight, "fold_convolution");
-  check_launch(fold_linear(f, stream_of(weight)));
-  return {out, out_bias};
+  return ConvolutionFold{*out, *out_bias, f};
 }
 
+namespace {
+
+std::tuple<OptionalTensor, OptionalTensor> fold_convolution_or_none(
+    const Tensor& weight, const OptionalTensor& bias, const Tensor& running_mean, const Tensor& running_var,
+    const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps) {
+  if (!weight.is_cuda()) return {std::nullopt, std::nullopt};
+  const torch::stable::accelerator::DeviceGuard guard(weight.get_device_index());
+  const auto fold = fold_of(weight, bias, running_mean, running_var, norm_weight, norm_bias, eps);
+  if (!fold.has_value()) return {std::nullopt, std::nullopt};
+  check_launch(fold_linear(fold->arguments, stream_of(weight)));
+  return {fold->weight, fold->bias};
+}
+
+}  // namespace
 }  // namespace normswap
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <tuple>
 
+#include "fold.h"
 #include "tensors.h"
 
 namespace normswap {
@@ -20,12 +21,15 @@ OptionalTensor unfilled(const Tensor& like, const std::array<int64_t, N>& sizes,
   return made ? OptionalTensor(Tensor(handle)) : std::nullopt;
 }
 
-using Folded = std::tuple<OptionalTensor, OptionalTensor>;
+// Where the folded weight, laid out as the given one, and bias will be, both of the weight's dtype, and what makes them.
+struct ConvolutionFold {
+  Tensor weight, bias;
+  FoldLinear arguments;
+};
 
-// The folded weight, laid out as the given one, and bias, both of the weight's dtype; neither where the kernel does not
-// take these tensors.
-Folded fold_convolution_or_none(const Tensor& weight, const OptionalTensor& bias, const Tensor& running_mean,
-                                const Tensor& running_var, const OptionalTensor& norm_weight,
-                                const OptionalTensor& norm_bias, double eps);
+// Nothing where the kernel does not take these tensors, or there is no memory.
+std::optional<ConvolutionFold> fold_of(const Tensor& weight, const OptionalTensor& bias, const Tensor& running_mean,
+                                       const Tensor& running_var, const OptionalTensor& norm_weight,
+                                       const OptionalTensor& norm_bias, double eps);
 
 }  // namespace normswap

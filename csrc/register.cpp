@@ -97,6 +97,10 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "int stride_1, int padding_0, int padding_1, int dilation_0, int dilation_1, int groups, Tensor? running_mean, "
       "Tensor? running_var, Tensor? weight, Tensor? bias, float eps, Tensor? residual, bool relu, bool as_matmul) "
       "-> Tensor?");
+  // One behind the other: six tensors, nine numbers and an eps each.
+  m.def(
+      "convolutions_batch_norm_eval_or_none(Tensor input, Tensor?[] tensors, int[] numbers, float[] eps, "
+      "Tensor? residual) -> Tensor?");
   // regime, of contiguous tensors: 0 lets the plan choose; 3 block, 4 cluster, 5 split (group_backward_plan.h) force one.
   m.def(
       "group_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean, "

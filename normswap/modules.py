@@ -38,6 +38,7 @@ from normswap.norms import (
 )
 from normswap.plan import Match, NormswapError, PlanError, is_by_hand
 from normswap.regions import install as regions
+from normswap.regions.chain import in_rows
 from normswap.regions.helper import make_helper
 
 __all__ = [
@@ -162,7 +163,7 @@ def _only_argument(replaced: Replaced) -> str:
 
 def _region_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
     return regions.with_helpers(
-        replaced, attributes, lambda compiled: make_helper(compiled, original_class), original_class
+        replaced, attributes, lambda compiled: make_helper(compiled, original_class), original_class, in_rows
     )
 
 

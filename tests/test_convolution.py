@@ -22,12 +22,12 @@ from convolution_models import (
     undecided,
     written,
 )
+from convolution_stand_in import stand_in  # noqa: F401
 from torch import Tensor, nn
 
 import normswap
-from normswap import native, ops, reference
+from normswap import ops, reference
 from normswap.activation import Activation
-from normswap.ops import convolution, dispatch
 from normswap.plan import Plan
 from normswap.regions import convolution_error
 from normswap.regions.convolution import direct_way
@@ -293,30 +293,6 @@ def test_nothing_of_it_is_kept() -> None:
         fast.bn.running_mean.sub_(1.0)
     assert not torch.equal(first, moved)
     assert fast.state_dict().keys() == model.state_dict().keys()
-
-
-def by_pytorch(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
-    """What the native op does, by PyTorch's own."""
-    *how, groups, mean, var, gain, offset, eps, added, relu, as_matmul = rest
-    fits = x.dim() == 4 and x.numel() > 0 and x.shape[1] == weight.shape[1] * groups and mean is not None
-    if torch.is_grad_enabled() or not fits or not x.dtype == weight.dtype == mean.dtype:
-        return None
-    fold: Any = reference.fold_scale_batch_norm
-    out = F.conv2d(x, *fold(weight, bias, None, mean, var, gain, offset, eps), how[:2], how[2:4], how[4:], groups)
-    if not relu:
-        assert as_matmul and added is None
-        return out
-    return F.relu(out if added is None else out + added)
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a GPU: the native op for convolutions, and no other one, by PyTorch's own."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(dispatch, "_direct", {"convolution_batch_norm_eval": by_pytorch})
-    monkeypatch.setattr(dispatch, "_native_tried", True)
-    monkeypatch.setattr(native, "_available", False)
-    monkeypatch.setattr(convolution, "FUSED", (torch.float32, torch.bfloat16))
 
 
 def directly(model: Any, x: Tensor, folding: str = "fused") -> Any:

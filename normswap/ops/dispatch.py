@@ -143,8 +143,8 @@ def _register_fakes() -> None:
     for name in (*rows, *with_options, *dims, *more):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
     pairs = (*with_options, "fold_convolution")
-    single = ("layer_norm_dim", "frobenius_norm", "batch_norm", "batch_norm_eval", "convolution_batch_norm_eval")
-    for name in (*rows, *pairs, *single):
+    single = ("layer_norm_dim", "frobenius_norm", "batch_norm", "batch_norm_eval")
+    for name in (*rows, *pairs, *single, *_ALSO_AUTOGRAD):
         declined = (None, None) if name in pairs else None
         torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, answer=declined, **kwargs: answer)
         found = _frameless(f"{name}_or_none")
@@ -162,7 +162,7 @@ def _frameless(name: str) -> Callable[..., Any]:
     return getattr(op, "_op", op)  # type: ignore[no-any-return]
 
 
-_ALSO_AUTOGRAD = ("batch_norm_eval", "convolution_batch_norm_eval")
+_ALSO_AUTOGRAD = ("batch_norm_eval", "convolution_batch_norm_eval", "convolutions_batch_norm_eval")
 """The ops whose kernel also serves the dispatcher's key of autograd, past which they would pay for their way."""
 
 

@@ -48,10 +48,29 @@ class Directly:
         self.relu, self.as_matmul = region.activation is not None, region.folding == "matmul"
         self.at = region.step("residual").operand if region.has("residual") else -1
         self.callees, self.called = compiled.callees, compiled.callees()
-        self.known: tuple[Any, tuple[int, ...]] = (), ()
+        self.known: tuple[Any, tuple[int, ...]] = (), ()  # settings as read, and as the op takes them
         self.op: Any = None
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Tensor | None:
+        site = self.site(children, packed)
+        x = packed if self.at < 0 else packed[self.at]
+        if site is None or type(x) not in PLAIN or not x.is_cuda:
+            return None
+        op = self.op = self.op or direct_op("convolution_batch_norm_eval")
+        if op is None:
+            return None
+        (weight, bias, *norm), (*geometry, relu, as_matmul), eps, behind = site
+        return op(x, weight, bias, *geometry, *norm, eps, behind, relu, as_matmul)  # type: ignore[no-any-return]
+
+    def given(self, packed: Any, x: Any) -> Any:
+        """``packed`` with ``x`` as the input of the convolution."""
+        if self.at < 0:
+            return x
+        return (x, packed[1]) if self.at == 0 else (packed[0], x)
+
+    def site(self, children: Mapping[str, Any], packed: Any) -> tuple[Any, Any, float, Any] | None:
+        """What the op takes beside the input: the convolution's tensors and the norm's; geometry, relu and as_matmul;
+        eps; and the residual."""
         convolution, norm = children.get(self.convolution), children.get(self.norm)
         if type(convolution) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
             return None
@@ -67,30 +86,23 @@ class Directly:
         if not (_calls_what_it_did() and ops.runs_directly(not self.as_matmul)):
             return None
         settings = c["stride"], c["padding"], c["dilation"], c["groups"], c["padding_mode"]
-        read, geometry = self.known
+        read, numbers = self.known
         if settings != read:
             geometry = _geometry(*settings)
-            self.known = settings, geometry
-        x, behind = packed, None
-        if self.at >= 0:
-            x, behind = packed[self.at], packed[1 - self.at]
-            if behind is None:  # the statements raise
-                return None
+            numbers = (*geometry, self.relu, self.as_matmul) if geometry else ()
+            self.known = settings, numbers
+        behind = None
+        if self.at >= 0 and (behind := packed[1 - self.at]) is None:  # the statements raise
+            return None
         own, statistics, affine = c["_parameters"], n["_buffers"], n["_parameters"]
         try:
-            weight, mean, var = own["weight"], statistics["running_mean"], statistics["running_var"]
-            bias, gain, offset, eps = own["bias"], affine["weight"], affine["bias"], n["eps"]
+            tensors = own["weight"], own["bias"], statistics["running_mean"], statistics["running_var"]
+            tensors += affine["weight"], affine["bias"]
         except KeyError:  # it is kept elsewhere
             return None
-        if not (geometry and type(x) in PLAIN and type(weight) in PLAIN and x.is_cuda):
+        if not numbers or tensors[0] is None or not _KNOWN.issuperset(map(type, (*tensors, behind))):
             return None
-        if not _KNOWN.issuperset(map(type, (bias, mean, var, gain, offset, behind))):
-            return None
-        op = self.op = self.op or direct_op("convolution_batch_norm_eval")
-        if op is None:
-            return None
-        behind_it = behind, self.relu, self.as_matmul
-        return op(x, weight, bias, *geometry, mean, var, gain, offset, eps, *behind_it)  # type: ignore[no-any-return]
+        return tensors, numbers, n["eps"], behind
 
 
 def direct_way(compiled: Compiled) -> Directly | None:

@@ -38,18 +38,19 @@ def with_helpers(
     attributes: Mapping[str, Any],
     helper_of: Callable[[Compiled], Helper],
     original_class: Callable[[nn.Module], Any] | None = None,
+    joined: Callable[[Sequence[Compiled], Sequence[Helper]], Sequence[Helper]] = lambda _, helpers: helpers,
 ) -> _Forward:
     """The forward to install on a subclass of ``original``, with a helper for each region. The original's own runs
     where another was put on the class since, where its source is not what was read (a pickle outlives a version of a
     library), where it would branch in another way than it did, and, with ``original_class``, where a child that is
-    called in the middle of a region may do more than compute."""
+    called in the middle of a region may do more than compute. ``joined`` makes what is called of the helpers."""
     base_forward = replaced.function
     names, known = attributes.get("functions", "").split(), getattr(undecorated(base_forward), "__globals__", {})
     functions: dict[str, Any] = {name: known.get(name) for name in names}  # read as the line they return
     if "source" in attributes and attributes["source"] != digest([base_forward, *functions.values()]):
         return replaced.run
     compiled, make = _compiled(replaced.original, base_forward, _text(attributes))
-    helpers = [helper_of(one) for one in compiled]
+    helpers = joined(compiled, [helper_of(one) for one in compiled])
     if make is None:
         rewritten = _sequential(compiled, helpers)
     else:

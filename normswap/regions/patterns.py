@@ -20,6 +20,7 @@ from normswap.regions.foldings import is_convolution, is_foldable, why_apart
 from normswap.regions.formula import FORMULAS, Formula, Found, same
 from normswap.regions.spec import Node, Position, Region, Step, qualified, slots
 from normswap.regions.spelling import PURE, one_dim
+from normswap.regions.successors import with_successors
 
 FUNCTIONS = {norm.function: (norm.name, norm.parameters) for norm in NORMS.values()}
 """The norms that are called as functions: their kind, and what they take behind their input."""
@@ -72,7 +73,7 @@ class _Found:
 def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
     """Every region of ``flow``, a reading of the forward of ``module``, none within another. ``norm_of(child)`` is the
     Match of a child that is a norm, else None."""
-    taken: set[int] = set()
+    taken, made = set[int](), list[_Found]()
     yield from _expressions(module, flow, norm_of, taken)
     for op in flow.ops:
         found = None if id(op) in taken else _core(module, op, norm_of)
@@ -87,8 +88,11 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
             alone = len(one.ops) == 1 and (one.type or one.kind == "batch_norm") and not one.feeds
             if not alone and _stands(module, flow, one, norm_of):
                 taken.update(map(id, one.ops))
-                yield _region(flow, one)
+                made.append(one)
                 break
+    yield from with_successors(
+        made, [_region(flow, one) for one in made], lambda one: _stands(module, flow, one, norm_of)
+    )
 
 
 def _expressions(module: nn.Module, flow: Flow, norm_of: Any, taken: set[int]) -> Iterator[Region]:

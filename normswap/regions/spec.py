@@ -54,7 +54,8 @@ class Region:
     no part of the region; ``feeds``: the child that autocast gives the result in 16 bits and that alone gets it, and
     before it those that hand it on; ``beside``: other children that are called between its operations, with the classes
     in them; ``nodes``: the operations of the norm, unless it is a child that is called with its
-    input alone; ``constants``: what it takes that the source names.
+    input alone; ``constants``: what it takes that the source names; ``then``: where the convolution of another region
+    stands to which alone the result is given, and between which and this nothing but computing is done.
     """
 
     kind: str
@@ -73,6 +74,7 @@ class Region:
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
+    then: Position | None = None
 
     @property
     def name(self) -> str:
@@ -114,6 +116,7 @@ class Region:
                 "nodes": tuple(_node(data) for data in given.get("nodes", ())),
                 "constants": {k: _tuples(v) for k, v in given.get("constants", {}).items()},
                 "conditions": tuple((text, truth) for text, truth in given["conditions"]),
+                "then": tuple(given["then"]) if given.get("then") else None,
                 "activation": found if found is None or isinstance(found, str) else (*found,),
             }
         )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from convolution_models import CASES, PROVED, Block, bn, conv, drawn, residual, swapped_with, undecided, written
 from limits import same_bits
+from resnet import Bottleneck
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,6 +17,7 @@ import normswap
 from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.regions.convolution_error import MOST, times_pytorchs
+from normswap.regions.foldings import is_pointwise
 
 DEVICE = "cuda"
 RELU = Activation("relu")
@@ -230,3 +232,63 @@ def test_what_the_native_op_declines() -> None:
     ):
         change()
         assert native(model, x) is None
+
+
+def numbers_of(model: Any, relu: bool = True, as_matmul: bool = False) -> list[int]:
+    *how, groups = arguments(model)[2:6]
+    return [*(number for pair in how for number in pair), groups, int(relu), int(as_matmul)]
+
+
+@by_dtype
+@pytest.mark.parametrize(
+    "forms",
+    (
+        ("3x3", "strided"),
+        ("pointwise", "3x3", "pointwise"),
+        ("odd channels",) * 2,
+        ("3x3", "pointwise", "groups", "3x3"),
+    ),
+)
+@torch.no_grad()
+def test_several_in_a_row_have_the_bits_of_each(forms: Any, dtype: torch.dtype) -> None:
+    models = [made(form) for form in [*forms][:4] if form != "odd channels"]
+    if not models:  # nine channels: rows of weights that no vector fits
+        models = [drawn(lambda: Block(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o))) for i, o in ((16, 9), (9, 7))]
+    x = torch.randn(3, 16, 12, 13)
+    for index, model in enumerate(models):
+        models[index], _ = placed(model, x, dtype, True)
+    x = x.to(DEVICE, dtype).contiguous(memory_format=torch.channels_last)
+    by_matmul = [is_pointwise(model.conv) and index != len(models) - 1 for index, model in enumerate(models)]
+    tensors = [t for m in models for t in (m.conv.weight, m.conv.bias, *arguments(m)[6:10])]
+    numbers = [n for m, way in zip(models, by_matmul, strict=True) for n in numbers_of(m, True, way)]
+    expected = x
+    for model, way in zip(models[:-1], by_matmul[:-1], strict=True):
+        expected = native(model, expected, as_matmul=way)
+    added = torch.randn_like(models[-1].conv(expected))
+    op = torch.ops.normswap.convolutions_batch_norm_eval_or_none
+    for residual_too in (None, added):
+        ours = op(x, tensors, numbers, [m.bn.eps for m in models], residual_too)
+        assert same_bits(ours, native(models[-1], expected, residual_too))
+        assert all(same_bits(ours, op(x, tensors, numbers, [m.bn.eps for m in models], residual_too)) for _ in range(3))
+    assert op(x, tensors, numbers, [m.bn.eps for m in models], added[:1]) is None
+    assert op(x, tensors[:-1], numbers, [1e-5] * len(models), None) is None
+    assert op(x[:, :8], tensors, numbers, [1e-5] * len(models), None) is None
+    with torch.autocast(DEVICE, dtype):
+        assert op(x, tensors, numbers, [1e-5] * len(models), None) is None
+
+
+@torch.no_grad()
+def test_a_bottleneck_folds_in_one_launch() -> None:
+    model, x = placed(drawn(lambda: Bottleneck(16, 8, 1)), torch.randn(4, 16, 14, 14).relu(), torch.float16, True)
+    fast = normswap.optimize(model, x, min_speedup=None)
+    assert all(row["status"] == "proved" for row in normswap.report(fast).rows)
+    fast = swapped_with(model, "fused")
+    fast(x)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        ours = fast(x)
+        torch.cuda.synchronize()
+    assert sum("fold_rows" in event.name for event in seen.events() if event.device_type.name == "CUDA") == 1
+    torch.testing.assert_close(ours, model(x), rtol=0.02, atol=0.05)
+    model.bn2.running_mean.add_(0.5)
+    fast.bn2.running_mean.data.add_(0.5)
+    torch.testing.assert_close(fast(x), model(x), rtol=0.02, atol=0.05)

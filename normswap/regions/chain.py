@@ -1,0 +1,84 @@
+"""Regions with convolutions in a row: where nobody but the next one sees what a region gives, it is computed with that,
+by one native op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normswap.ops.convolution import FUSED
+from normswap.ops.dispatch import PLAIN, direct_op
+from normswap.regions.convolution import Directly, direct_way
+from normswap.regions.rewrite import Compiled, Helper
+
+MOST = 4
+"""Regions in a row, of one call (kMaxFolds)."""
+
+
+class Pending:
+    """The result of a region that has yet to be computed: the first input of a row of regions, what each of them
+    computes with, and the call that gives it by itself."""
+
+    __slots__ = ("call", "sites", "x")
+
+    def __init__(self, x: Tensor, sites: tuple[Any, ...], call: tuple[Helper, Any, Any]) -> None:
+        self.x, self.sites, self.call = x, sites, call
+
+    def computed(self) -> Any:
+        """The result."""
+        helper, owner, packed = self.call
+        return helper(owner, packed.computed() if type(packed) is Pending else packed)
+
+
+def in_rows(compiled: Sequence[Compiled], helpers: Sequence[Helper]) -> list[Helper]:
+    """``helpers`` of the regions of one forward, those that lead into one another joined."""
+    starts = {one.region.steps[0].at: index for index, one in enumerate(compiled) if one.region.convolution}
+    ways = [direct_way(one) for one in compiled]
+    leads = {index: starts[one.region.then] for index, one in enumerate(compiled) if one.region.then in starts}
+    leads = {index: to for index, to in leads.items() if ways[index] is not None and ways[to] is not None}
+    found = [*helpers]
+    for index in {*leads, *leads.values()}:
+        way = ways[index]
+        assert way is not None
+        found[index] = _joined(way, helpers[index], index in leads)
+    return found
+
+
+def _joined(way: Directly, helper: Helper, leads_on: bool) -> Helper:
+    """``helper`` of a region that leads on to the next one, or is the last of a row."""
+
+    def joined(self: Any, packed: Any) -> Any:
+        x = packed if way.at < 0 else packed[way.at]
+        before = x if type(x) is Pending else None
+        if before is not None or (leads_on and _may_wait(x)):
+            out = None if torch.compiler.is_compiling() else computed(self, packed, x, before)
+            if out is not None:
+                return out
+        return helper(self, packed if before is None else way.given(packed, before.computed()))
+
+    def computed(self: Any, packed: Any, x: Any, before: Pending | None) -> Any:
+        site = way.site(self._modules, packed)
+        first, sites = (x, ()) if before is None else (before.x, before.sites)
+        if site is None:
+            return None
+        sites = (*sites, site)
+        waits = leads_on and len(sites) < MOST
+        return Pending(first, sites, (helper, self, packed)) if waits else _run(first, sites)
+
+    return joined
+
+
+def _may_wait(x: Any) -> bool:
+    return type(x) in PLAIN and x.is_cuda and x.dtype in FUSED and not torch.is_grad_enabled()
+
+
+def _run(x: Tensor, sites: Sequence[Any]) -> Tensor | None:
+    op = direct_op("convolutions_batch_norm_eval")
+    if op is None:
+        return None
+    tensors = [tensor for site in sites for tensor in site[0]]
+    numbers = [number for site in sites for number in site[1]]
+    return op(x, tensors, numbers, [site[2] for site in sites], sites[-1][3])  # type: ignore[no-any-return]

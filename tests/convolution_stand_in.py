@@ -1,0 +1,52 @@
+"""The native ops for convolutions with norms behind them, by PyTorch's own ops on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from normswap import native, reference
+from normswap.ops import convolution, dispatch
+from normswap.regions import chain
+
+
+def by_pytorch(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+    """What the native op does, by PyTorch's own."""
+    *how, groups, mean, var, gain, offset, eps, added, relu, as_matmul = rest
+    fits = x.dim() == 4 and x.numel() > 0 and x.shape[1] == weight.shape[1] * groups and mean is not None
+    if torch.is_grad_enabled() or not fits or not x.dtype == weight.dtype == mean.dtype:
+        return None
+    fold: Any = reference.fold_scale_batch_norm
+    out = F.conv2d(x, *fold(weight, bias, None, mean, var, gain, offset, eps), how[:2], how[2:4], how[4:], groups)
+    if not relu:
+        assert as_matmul and added is None
+        return out
+    return F.relu(out if added is None else out + added)
+
+
+def several_by_pytorch(x: Any, tensors: Any, numbers: Any, eps: Any, added: Any) -> Any:
+    """The same of several, one behind the other."""
+    assert len(tensors) == 6 * len(eps) and len(numbers) == 9 * len(eps) <= 36
+    for i, one in enumerate(eps):
+        (weight, bias, *norm), (*geometry, relu, as_matmul) = tensors[6 * i : 6 * i + 6], numbers[9 * i : 9 * i + 9]
+        behind = added if i == len(eps) - 1 else None
+        x = by_pytorch(x, weight, bias, *geometry, *norm, one, behind, relu, as_matmul)
+        if x is None:
+            return None
+    return x
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a GPU: the native ops for convolutions, and no other ones."""
+    native.load()  # or it would put its own in their place when it is
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found = {"convolution_batch_norm_eval": by_pytorch, "convolutions_batch_norm_eval": several_by_pytorch}
+    monkeypatch.setattr(dispatch, "_direct", found)
+    monkeypatch.setattr(dispatch, "_native_tried", True)
+    monkeypatch.setattr(native, "_available", False)
+    for module in (convolution, chain):
+        monkeypatch.setattr(module, "FUSED", (torch.float32, torch.bfloat16))
