@@ -1,8 +1,10 @@
-// 2d convolutions with BatchNorms behind them on CUDA tensors, one or several in a row: the folds in one launch and the
-// convolutions by PyTorch, all in one call, as every call costs the host more than what it does here.
+// 2d convolutions with BatchNorms behind them on CUDA tensors, one or several in a row: by our kernel, or the folds in one
+// launch and the convolutions by PyTorch; all in one call, as every call costs the host more than what it does here.
 #include <array>
+#include <limits>
 #include <vector>
 
+#include "convolve.h"
 #include "fold_convolution.h"
 
 // Only libtorch_cuda.so has these: weak.
@@ -27,12 +29,17 @@ struct Geometry {
   int64_t groups;
 };
 
+// How a convolution and its norm are computed: folded, by cuDNN's convolution that ends in a ReLU or as a matrix product, or
+// by convolve.
+enum Way : int64_t { kFused, kMatmul, kScaled };
+
 // A convolution, the norm behind it, and how the two are computed.
 struct Site {
   OptionalTensor weight, bias, running_mean, running_var, norm_weight, norm_bias;
   double eps;
   Geometry geometry;
-  bool relu, as_matmul;
+  bool relu;
+  int64_t way;
 };
 
 bool is_beside(const Tensor& t, const Tensor& input) {
@@ -52,7 +59,8 @@ bool takes(const Site& s, const Tensor& input, std::array<int64_t, 4>& sizes) {
   if (!s.weight.has_value() || !s.running_mean.has_value() || !s.running_var.has_value()) return false;
   const Geometry& g = s.geometry;
   if (s.weight->dim() != 4 || !is_beside(*s.weight, input) || !dtypes_fit(s, input.scalar_type())) return false;
-  if (sizes[1] != s.weight->size(1) * g.groups || !(s.relu || s.as_matmul)) return false;
+  if (sizes[1] != s.weight->size(1) * g.groups || s.way < kFused || s.way > kScaled) return false;
+  if (s.way == kFused && !s.relu) return false;
   sizes[1] = s.weight->size(0);
   for (int d = 0; d < 2; ++d) {
     const int64_t room = sizes[2 + d] + 2 * g.padding[d] - g.dilation[d] * (s.weight->size(2 + d) - 1) - 1;
@@ -120,6 +128,82 @@ OptionalTensor matmul(const Tensor& input, const Tensor& weight, const Tensor& b
   return error == AOTI_TORCH_SUCCESS ? made : std::nullopt;
 }
 
+bool starts_on_boundary(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
+
+// By our kernel, without a folded weight; nothing where it does not take these tensors.
+OptionalTensor scaled(const Tensor& input, const Site& s, const OptionalTensor& residual) {
+  const Tensor& weight = *s.weight;
+  const Geometry& g = s.geometry;
+  for (const Tensor& t : {input, weight, residual.value_or(input)}) {
+    if (!is_channels_last(t) || !starts_on_boundary(t)) return std::nullopt;
+  }
+  for (const OptionalTensor& t : {s.bias, s.running_mean, s.running_var, s.norm_weight, s.norm_bias}) {
+    if (!fits(t, weight)) return std::nullopt;
+  }
+  Convolve c{};
+  const auto narrow = [](int64_t n) { return static_cast<int>(n); };
+  const int64_t in = input.size(1), out = weight.size(0);
+  if (g.groups != 1 || in % 8 != 0 || out % 8 != 0) return std::nullopt;
+  for (int d = 0; d < 2; ++d) {
+    c.kernel[d] = narrow(weight.size(2 + d));
+    c.stride[d] = narrow(g.stride[d]);
+    c.padding[d] = narrow(g.padding[d]);
+    c.dilation[d] = narrow(g.dilation[d]);
+  }
+  const auto extent = [&](int d) {
+    return (input.size(2 + d) + 2 * g.padding[d] - g.dilation[d] * (weight.size(2 + d) - 1) - 1) / g.stride[d] + 1;
+  };
+  const std::array<int64_t, 4> sizes{input.size(0), out, extent(0), extent(1)};
+  const std::array<int64_t, 4> strides{sizes[2] * sizes[3] * out, 1, sizes[3] * out, out};
+  constexpr int64_t most = std::numeric_limits<int>::max() / 2;
+  if (sizes[0] * sizes[2] * sizes[3] > most || input.numel() / in > most || weight.numel() > most) return std::nullopt;
+  const OptionalTensor made = unfilled<4>(input, sizes, strides);
+  if (!made.has_value()) return std::nullopt;
+  c.input = input.const_data_ptr();
+  c.conv_weight = weight.const_data_ptr();
+  c.residual = data_or_null(residual);
+  c.out = made->mutable_data_ptr();
+  c.conv_bias = vector_of(s.bias);
+  c.weight = vector_of(s.norm_weight);
+  c.bias = vector_of(s.norm_bias);
+  c.running_mean = vector_of(s.running_mean);
+  c.running_var = vector_of(s.running_var);
+  c.eps = s.eps;
+  c.batch = narrow(sizes[0]);
+  c.height = narrow(input.size(2));
+  c.width = narrow(input.size(3));
+  c.channels = narrow(in);
+  c.out_height = narrow(sizes[2]);
+  c.out_width = narrow(sizes[3]);
+  c.out_channels = narrow(out);
+  c.relu = s.relu;
+  c.dtype = dtype_of(input, "convolve");
+  check_launch(convolve(c, gpu_of(input.get_device_index()).multiprocessors, stream_of(input)));
+  return made;
+}
+
+// What the sites that fold have folded, in one launch; false where one cannot be.
+bool fold(const Tensor& input, const Site* sites, int count, std::array<std::optional<ConvolutionFold>, kMaxFolds>& folds) {
+  std::array<FoldLinear, kMaxFolds> arguments;
+  int found = 0;
+  for (int i = 0; i < count; ++i) {
+    const Site& s = sites[i];
+    if (s.way == kScaled) continue;
+    folds[i] = fold_of(*s.weight, s.bias, *s.running_mean, *s.running_var, s.norm_weight, s.norm_bias, s.eps);
+    if (!folds[i].has_value()) return false;
+    arguments[found++] = folds[i]->arguments;
+  }
+  if (found > 0) check_launch(fold_linears(arguments.data(), found, stream_of(input)));
+  return true;
+}
+
+OptionalTensor computed(const Tensor& x, const Site& s, const std::optional<ConvolutionFold>& folded,
+                        const OptionalTensor& residual) {
+  if (s.way == kScaled) return scaled(x, s, residual);
+  if (s.way == kMatmul) return matmul(x, folded->weight, folded->bias, s.relu, s.geometry);
+  return fused(x, folded->weight, folded->bias, residual, s.geometry);
+}
+
 // `count` of them one behind the other, at most kMaxFolds, the residual before the last ReLU.
 OptionalTensor run(const Tensor& input, const Site* sites, int count, const OptionalTensor& residual) {
   const ScalarType dtype = input.scalar_type();
@@ -132,23 +216,14 @@ OptionalTensor run(const Tensor& input, const Site* sites, int count, const Opti
   if (residual.has_value()) {
     const bool alike = residual->dim() == 4 && std::equal(sizes.begin(), sizes.end(), residual->sizes().begin());
     if (!alike || residual->scalar_type() != dtype || !is_beside(*residual, input)) return std::nullopt;
-    if (sites[count - 1].as_matmul) return std::nullopt;
+    if (sites[count - 1].way == kMatmul) return std::nullopt;
   }
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   std::array<std::optional<ConvolutionFold>, kMaxFolds> folds;
-  std::array<FoldLinear, kMaxFolds> arguments;
-  for (int i = 0; i < count; ++i) {
-    const Site& s = sites[i];
-    folds[i] = fold_of(*s.weight, s.bias, *s.running_mean, *s.running_var, s.norm_weight, s.norm_bias, s.eps);
-    if (!folds[i].has_value()) return std::nullopt;
-    arguments[i] = folds[i]->arguments;
-  }
-  check_launch(fold_linears(arguments.data(), count, stream_of(input)));
+  if (!fold(input, sites, count, folds)) return std::nullopt;
   OptionalTensor x = input;
   for (int i = 0; i < count && x.has_value(); ++i) {
-    const Site& s = sites[i];
-    x = s.as_matmul ? matmul(*x, folds[i]->weight, folds[i]->bias, s.relu, s.geometry)
-                    : fused(*x, folds[i]->weight, folds[i]->bias, i == count - 1 ? residual : std::nullopt, s.geometry);
+    x = computed(*x, sites[i], folds[i], i == count - 1 ? residual : std::nullopt);
   }
   return x;
 }
@@ -157,14 +232,14 @@ OptionalTensor convolution_batch_norm_eval_or_none(
     const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias, int64_t stride_0, int64_t stride_1,
     int64_t padding_0, int64_t padding_1, int64_t dilation_0, int64_t dilation_1, int64_t groups,
     const OptionalTensor& running_mean, const OptionalTensor& running_var, const OptionalTensor& weight,
-    const OptionalTensor& bias, double eps, const OptionalTensor& residual, bool relu, bool as_matmul) {
+    const OptionalTensor& bias, double eps, const OptionalTensor& residual, bool relu, int64_t way) {
   const Geometry g{{stride_0, stride_1}, {padding_0, padding_1}, {dilation_0, dilation_1}, groups};
-  const Site site{conv_weight, conv_bias, running_mean, running_var, weight, bias, eps, g, relu, as_matmul};
+  const Site site{conv_weight, conv_bias, running_mean, running_var, weight, bias, eps, g, relu, way};
   return run(input, &site, 1, residual);
 }
 
 // Of each the convolution's weight and bias, the running mean and variance, the norm's weight and bias; stride, padding and
-// dilation, groups, relu and as_matmul.
+// dilation, groups, relu and way.
 OptionalTensor convolutions_batch_norm_eval_or_none(const Tensor& input, std::vector<OptionalTensor> tensors,
                                                     std::vector<int64_t> numbers, std::vector<double> eps,
                                                     const OptionalTensor& residual) {
@@ -175,7 +250,7 @@ OptionalTensor convolutions_batch_norm_eval_or_none(const Tensor& input, std::ve
     const OptionalTensor* t = &tensors[6 * i];
     const int64_t* n = &numbers[9 * i];
     const Geometry g{{n[0], n[1]}, {n[2], n[3]}, {n[4], n[5]}, n[6]};
-    sites[i] = Site{t[0], t[1], t[2], t[3], t[4], t[5], eps[i], g, n[7] != 0, n[8] != 0};
+    sites[i] = Site{t[0], t[1], t[2], t[3], t[4], t[5], eps[i], g, n[7] != 0, n[8]};
   }
   return run(input, sites.data(), static_cast<int>(count), residual);
 }
@@ -183,7 +258,7 @@ OptionalTensor convolutions_batch_norm_eval_or_none(const Tensor& input, std::ve
 // Under autocast a convolution casts what it is given.
 OptionalTensor none_under_autocast(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, int64_t, int64_t, int64_t,
                                    int64_t, int64_t, int64_t, const OptionalTensor&, const OptionalTensor&,
-                                   const OptionalTensor&, const OptionalTensor&, double, const OptionalTensor&, bool, bool) {
+                                   const OptionalTensor&, const OptionalTensor&, double, const OptionalTensor&, bool, int64_t) {
   return std::nullopt;
 }
 

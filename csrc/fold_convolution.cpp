@@ -25,6 +25,8 @@ bool is_known(const Tensor& t) {
          dtype == torch::headeronly::ScalarType::BFloat16;
 }
 
+}  // namespace
+
 bool fits(const OptionalTensor& t, const Tensor& weight) {
   return !t.has_value() || (t->numel() == weight.size(0) && t->is_contiguous() && t->is_cuda() && is_known(*t) &&
                             t->get_device_index() == weight.get_device_index());
@@ -34,8 +36,6 @@ ChannelVector vector_of(const OptionalTensor& t) {
   if (!t.has_value()) return {nullptr, DType::f32};
   return {t->const_data_ptr(), dtype_of(*t, "fold_convolution")};
 }
-
-}  // namespace
 
 std::optional<ConvolutionFold> fold_of(const Tensor& weight, const OptionalTensor& bias, const Tensor& running_mean,
                                        const Tensor& running_var, const OptionalTensor& norm_weight,

@@ -27,6 +27,10 @@ struct ConvolutionFold {
   FoldLinear arguments;
 };
 
+// Whether it has a value of a dtype that is known for every output channel of `weight`, if there is one; and then the values.
+bool fits(const OptionalTensor& t, const Tensor& weight);
+ChannelVector vector_of(const OptionalTensor& t);
+
 // Nothing where the kernel does not take these tensors, or there is no memory.
 std::optional<ConvolutionFold> fold_of(const Tensor& weight, const OptionalTensor& bias, const Tensor& running_mean,
                                        const Tensor& running_var, const OptionalTensor& norm_weight,

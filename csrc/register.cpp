@@ -91,11 +91,11 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def(
       "fold_convolution_or_none(Tensor weight, Tensor? bias, Tensor running_mean, Tensor running_var, "
       "Tensor? norm_weight, Tensor? norm_bias, float eps) -> (Tensor?, Tensor?)");
-  // With the residual and a ReLU behind it: by cuDNN's fused convolution, or as a matrix product.
+  // With the residual and a ReLU behind it. way: 0 by cuDNN's fused convolution, 1 as a matrix product, 2 by convolve.
   m.def(
       "convolution_batch_norm_eval_or_none(Tensor input, Tensor conv_weight, Tensor? conv_bias, int stride_0, "
       "int stride_1, int padding_0, int padding_1, int dilation_0, int dilation_1, int groups, Tensor? running_mean, "
-      "Tensor? running_var, Tensor? weight, Tensor? bias, float eps, Tensor? residual, bool relu, bool as_matmul) "
+      "Tensor? running_var, Tensor? weight, Tensor? bias, float eps, Tensor? residual, bool relu, int way) "
       "-> Tensor?");
   // One behind the other: six tensors, nine numbers and an eps each.
   m.def(

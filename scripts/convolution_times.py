@@ -1,7 +1,7 @@
 """What networks of torchvision and timm take in eval on a GPU, channels_last, ms of a forward by the wall's clock, in
-turns: by PyTorch, with each convolution folded whose way is fused or a matmul, with that in a CUDA graph, by default
-and with --compile by torch.compile; in brackets what a forward costs the device and the host. First, what one block
-costs.
+turns: by PyTorch, with each convolution folded whose way is fused or a matmul, with ours where it is one ("scaled"), by
+default, by CUDA graphs of the former two, and with --compile by torch.compile; in brackets what a forward costs the
+device and the host. First, what one block costs.
 
     python scripts/convolution_times.py [NAME ...] [--batch N ...] [--dtype float16] [--compile]
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import walk
+from normswap.ops.convolution import WAYS
 from normswap.plan import Match, Plan, Swap
 from normswap.regions.foldings import foldings_of, without_convolution
 from normswap.regions.spec import Region
@@ -30,25 +31,27 @@ NAMES = ("resnet50", "densenet121", "regnety_032", "efficientnet_b0", "mobilenet
 CUDA = torch.device("cuda", 0)
 
 
-def folded_plan(model: nn.Module) -> Plan:
-    """Every convolution without groups that cuDNN fuses, and every other one that is a matrix product."""
+ORDER = ("fused", "matmul")
+
+
+def folded_plan(model: nn.Module, order: Sequence[str] = ORDER) -> Plan:
+    """Every convolution by the first way of ``order`` that it has; by cuDNN's fused one only without groups."""
     swaps = []
     for swap in walk.plan(model, undecided=True).swaps:
         owner, kept = model.get_submodule(swap.site.name), []
         for region in map(Region.from_json, swap.match.attributes.get("regions", ())):
-            chosen = _chosen(region, owner)
+            chosen = _chosen(region, owner, order)
             kept += [] if chosen is None else [chosen]
         if kept:
             swaps.append(Swap(swap.site, Match(swap.match.kind, {**swap.match.attributes, "regions": kept})))
     return Plan(tuple(swaps))
 
 
-def _chosen(region: Region, owner: Any) -> dict[str, Any] | None:
+def _chosen(region: Region, owner: Any, order: Sequence[str]) -> dict[str, Any] | None:
     ways = foldings_of(region, owner) if region.convolution else ()
-    if "fused" in ways and owner._modules[region.convolution].groups == 1:
-        return {**region.to_json(), "folding": "fused"}
-    if "matmul" in ways:
-        return {**region.to_json(), "folding": "matmul"}
+    for way in order:
+        if way in ways and (way != "fused" or owner._modules[region.convolution].groups == 1):
+            return {**region.to_json(), "folding": way}
     rest = without_convolution(region)
     return None if rest is None else rest.to_json()
 
@@ -72,14 +75,17 @@ def told(name: str, batch: int, dtype: torch.dtype, compiled: bool) -> str:
     model = made(name, dtype)
     x = torch.randn(batch, 3, 224, 224, device=CUDA, dtype=dtype).contiguous(memory_format=torch.channels_last)
     folded = normswap.apply(model, folded_plan(model))
+    scaled = normswap.apply(model, folded_plan(model, ("scaled", *ORDER)))
     begun = time.perf_counter()
     chosen = normswap.optimize(model, x)
     seconds = time.perf_counter() - begun
     ways: dict[str, Callable[[], Any]] = {
         "eager": lambda: model(x),
         "folded": lambda: folded(x),
+        "scaled": lambda: scaled(x),
         "default": lambda: chosen(x),
         "graph": _graph(folded, x),
+        "graph of scaled": _graph(scaled, x),
     }
     if compiled:
         faster = torch.compile(model)
@@ -136,7 +142,8 @@ def block_told(dtype: torch.dtype, kernel: int) -> str:
     ways: dict[str, Callable[[], Any]] = {
         "eager": lambda: block(x),
         "folded": lambda: folded(x),
-        "the op of it": lambda: op(x, weight, None, 1, 1, pad, pad, 1, 1, 1, *norm, None, True, False),
+        "the op of it": lambda: op(x, weight, None, 1, 1, pad, pad, 1, 1, 1, *norm, None, True, WAYS["fused"]),
+        "scaled": lambda: op(x, weight, None, 1, 1, pad, pad, 1, 1, 1, *norm, None, True, WAYS["scaled"]),
         "the fold": lambda: fold(weight, None, *norm),
         "cudnn_convolution_relu": lambda: torch.cudnn_convolution_relu(x, weight, shift, alone, (pad, pad), alone, 1),
         "conv": lambda: conv(x),
@@ -144,7 +151,7 @@ def block_told(dtype: torch.dtype, kernel: int) -> str:
         "relu": lambda: block.act(x),
     }
     if kernel == 1:
-        ways["by matmul"] = lambda: op(x, weight, None, 1, 1, 0, 0, 1, 1, 1, *norm, None, True, True)
+        ways["by matmul"] = lambda: op(x, weight, None, 1, 1, 0, 0, 1, 1, 1, *norm, None, True, WAYS["matmul"])
         assert torch.allclose(ways["by matmul"](), block(x), atol=0.02)
     found = costs(clock_of(CUDA), [*ways.values()])
     return f"a block of a {kernel} x {kernel} convolution, us of the host: " + ", ".join(

@@ -131,6 +131,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook on the last": lambda m: m.bn3.register_forward_pre_hook(lambda *args: (args[1][0] + 1,)),
     "another norm": lambda m: setattr(m, "bn2", nn.GroupNorm(2, 6)),
     "another activation": lambda m: setattr(m, "act", nn.SiLU()),
+    "hidden": lambda m: m.__dict__.__setitem__("bn2", nn.Identity()),
     "training": lambda m: m.bn3.train(),
     "no statistics": lambda m: (setattr(m.bn2, "running_mean", None), setattr(m.bn2, "running_var", None)),
     "float64": lambda m: m.double(),

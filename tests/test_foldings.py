@@ -13,6 +13,8 @@ from torch import nn
 from normswap import walk
 from normswap.plan import Plan
 from normswap.timing import decide_foldings, foldings
+from normswap.timing.choose import Waiting
+from normswap.timing.hidden import Cost
 
 IMAGE = (2, 6, 9, 8)
 
@@ -28,11 +30,11 @@ def timed_as(monkeypatch: pytest.MonkeyPatch, us: dict[str, float]) -> list[Any]
     """Every way takes what ``us`` says, 9 where it says nothing; the calls that were timed."""
     calls: list[Any] = []
 
-    def device_us(place: Any, call: Any, ways: Any) -> dict[str, float]:
+    def times_us(place: Any, call: Any, ways: Any, by_host: bool) -> dict[str, float]:
         calls.append(call)
         return {way: us.get(way, 9.0) for way in ways}
 
-    monkeypatch.setattr(foldings, "_device_us", device_us)
+    monkeypatch.setattr(foldings, "_times_us", times_us)
     return calls
 
 
@@ -61,6 +63,18 @@ def test_apart_loses_the_convolution_alone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_statements_lose_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
     timed_as(monkeypatch, {"statements": 1.0})
     assert decided(drawn(made))[0].swaps == ()
+
+
+@pytest.mark.parametrize(("host_us", "chosen"), ((50.0, "folded"), (5.0, "apart")))
+def test_the_host_counts_where_the_model_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, host_us: float, chosen: str
+) -> None:
+    """``folded`` costs the device 20 us and the host 20, every other way the device 10 and the host 30."""
+    monkeypatch.setattr(foldings, "machine_for", lambda devices: object())
+    monkeypatch.setattr(foldings, "waiting", lambda machine, run: Waiting(10.0, host_us))
+    monkeypatch.setattr(foldings, "costs", lambda machine, functions: [Cost(20.0, 20.0)] + [Cost(10.0, 30.0)] * 2)
+    _, found = decided(drawn(lambda: nn.Sequential(Block(conv(), bn()))))
+    assert found == (["0: conv + bn + act folded"] if chosen == "folded" else ["0: bn + act"])
 
 
 def test_of_the_alike_the_same_one_is_taken_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +123,7 @@ def test_no_memory_and_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(foldings, "_device_us", out_of_memory)
+    monkeypatch.setattr(foldings, "_times_us", out_of_memory)
     assert any("fused" in line for line in decided(model)[1])
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     with pytest.raises(RuntimeError):

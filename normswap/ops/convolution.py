@@ -39,11 +39,18 @@ def convolution_batch_norm_eval(
     weight and bias of the convolution, of one to three spatial dims: folded in float32 or better, rounded once to the
     weight's dtype, kept from call to call never.
 
-    ``folding`` says by what: "fused" is cuDNN's convolution that ends in a ReLU, "matmul" one matrix product, where
-    ``folding_serves`` says so; "folded" a convolution with what stands behind it by PyTorch's ops, anywhere, and
-    differentiable. Raises what PyTorch's ops raise.
+    ``folding`` says by what: "fused" is cuDNN's convolution that ends in a ReLU, "matmul" one matrix product, "scaled"
+    our own, which scales the sums, where ``folding_serves`` says so; "folded" a convolution with what stands behind it
+    by PyTorch's ops, anywhere, and differentiable. Raises what PyTorch's ops raise.
     """
     norm = (running_mean, running_var, weight, bias)
+    if folding == "scaled":
+        op = direct("convolution_batch_norm_eval", input, conv_weight, conv_bias, *norm, residual)
+        numbers = *stride, *padding, *dilation, groups
+        end = eps, residual, activation != NONE, WAYS[folding]
+        out = None if op is None else op(input, conv_weight, conv_bias, *numbers, *norm, *end)
+        if out is not None:
+            return out
     fold = direct("fold_convolution", conv_weight, conv_bias, *norm)
     pair: Any = (None, None) if fold is None else fold(conv_weight, conv_bias, *norm, eps)
     folded, shift = pair
@@ -76,13 +83,16 @@ def _pointwise(input: Tensor, weight: Tensor, bias: Tensor, activation: Activati
     return multiply(bias, rows, columns).view(batch, height, width, -1).permute(0, 3, 1, 2)
 
 
+WAYS = {"fused": 0, "matmul": 1, "scaled": 2}
+"""The foldings that the native op does, by its number for them."""
+
 FUSED = (torch.float16, torch.bfloat16) if (torch.backends.cudnn.version() or 0) >= 90000 else (torch.float16,)
 """What cuDNN fuses."""
 
 
 def folding_serves(folding: str, input: Tensor, conv_weight: Tensor) -> bool:
-    """Whether "fused", "matmul" or "folded" can be had for such tensors now, where its form can. "fused" takes plans
-    that nobody has called deterministic, and reduced precision only as PyTorch's own convolution would."""
+    """Whether a way can be had for such tensors now, where its form can. "fused" takes plans that nobody has called
+    deterministic, and reduced precision only as PyTorch's own convolution would."""
     if folding == "folded":
         return True
     if not input.is_cuda or input.dim() != 4 or input.numel() == 0 or torch.are_deterministic_algorithms_enabled():
@@ -90,6 +100,10 @@ def folding_serves(folding: str, input: Tensor, conv_weight: Tensor) -> bool:
     if folding == "matmul":
         dense = input.is_contiguous(memory_format=torch.channels_last)
         return dense and input.dtype in (torch.float16, torch.bfloat16) and conv_weight.stride(0) == input.shape[1]
+    if folding == "scaled":
+        images = (input, conv_weight)
+        last = all(image.is_contiguous(memory_format=torch.channels_last) for image in images)
+        return last and input.dtype in (torch.float16, torch.bfloat16)
     cudnn = torch.backends.cudnn
     return input.dtype in FUSED and cudnn.enabled and not cudnn.deterministic
 

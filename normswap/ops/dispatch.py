@@ -143,7 +143,7 @@ def _register_fakes() -> None:
     for name in (*rows, *with_options, *dims, *more):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
     pairs = (*with_options, "fold_convolution")
-    single = ("layer_norm_dim", "frobenius_norm", "batch_norm", "batch_norm_eval")
+    single = ("layer_norm_dim", "frobenius_norm", "batch_norm")
     for name in (*rows, *pairs, *single, *_ALSO_AUTOGRAD):
         declined = (None, None) if name in pairs else None
         torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, answer=declined, **kwargs: answer)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from normswap.ops.convolution import FUSED
 from normswap.ops.dispatch import PLAIN, direct_op
-from normswap.regions.convolution import Directly, direct_way
+from normswap.regions.convolution import Directly, direct_way, may_run
 from normswap.regions.rewrite import Compiled, Helper
 
 MOST = 4
@@ -49,6 +49,7 @@ def in_rows(compiled: Sequence[Compiled], helpers: Sequence[Helper]) -> list[Hel
 
 def _joined(way: Directly, helper: Helper, leads_on: bool) -> Helper:
     """``helper`` of a region that leads on to the next one, or is the last of a row."""
+    children = way.children
 
     def joined(self: Any, packed: Any) -> Any:
         x = packed if way.at < 0 else packed[way.at]
@@ -60,7 +61,11 @@ def _joined(way: Directly, helper: Helper, leads_on: bool) -> Helper:
         return helper(self, packed if before is None else way.given(packed, before.computed()))
 
     def computed(self: Any, packed: Any, x: Any, before: Pending | None) -> Any:
-        site = way.site(self._modules, packed)
+        own = self.__dict__
+        for name in children:
+            if name in own:  # it hides the child
+                return None
+        site = way.site(own["_modules"], packed)
         first, sites = (x, ()) if before is None else (before.x, before.sites)
         if site is None:
             return None
@@ -77,7 +82,7 @@ def _may_wait(x: Any) -> bool:
 
 def _run(x: Tensor, sites: Sequence[Any]) -> Tensor | None:
     op = direct_op("convolutions_batch_norm_eval")
-    if op is None:
+    if op is None or not may_run(any(site[1][-1] == 0 for site in sites)):
         return None
     tensors = [tensor for site in sites for tensor in site[0]]
     numbers = [number for site in sites for number in site[1]]

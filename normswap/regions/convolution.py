@@ -15,14 +15,14 @@ from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_bare, is_plain
 from normswap.forwards.replaced import Replaced, code_of
 from normswap.ops.dispatch import PLAIN, direct_op
-from normswap.regions.foldings import CONVOLUTIONS, is_foldable, is_pointwise
+from normswap.regions.foldings import CONVOLUTIONS, is_foldable, is_of_eights, is_pointwise
 from normswap.regions.rewrite import Compiled
-from normswap.regions.spec import Region
+from normswap.regions.spec import Region, children_of
 
 _RELU = Activation("relu")
 _BATCH_NORM_2D = f"{nn.BatchNorm2d.__module__}.{nn.BatchNorm2d.__qualname__}"
 _PRODUCTS = (NONE, _RELU)
-"""What a matrix product may end in."""
+"""What a matrix product, ours or PyTorch's, may end in."""
 _KNOWN = {Tensor, nn.Parameter, type(None)}
 _INNER = {cls: Replaced(cls, "_conv_forward") for cls in CONVOLUTIONS}
 
@@ -44,8 +44,9 @@ class Directly:
     def __init__(self, compiled: Compiled) -> None:
         region = compiled.region
         self.convolution, self.norm, self.passes = region.convolution, region.norm, region.passes
+        self.children = children_of(region)
         self.acting = region.activation if isinstance(region.activation, str) else ""
-        self.relu, self.as_matmul = region.activation is not None, region.folding == "matmul"
+        self.relu, self.way = region.activation is not None, ops.convolution.WAYS[region.folding]
         self.at = region.step("residual").operand if region.has("residual") else -1
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known: tuple[Any, tuple[int, ...]] = (), ()  # settings as read, and as the op takes them
@@ -54,13 +55,13 @@ class Directly:
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Tensor | None:
         site = self.site(children, packed)
         x = packed if self.at < 0 else packed[self.at]
-        if site is None or type(x) not in PLAIN or not x.is_cuda:
+        if site is None or type(x) not in PLAIN or not x.is_cuda or not may_run(self.way == 0):
             return None
         op = self.op = self.op or direct_op("convolution_batch_norm_eval")
         if op is None:
             return None
-        (weight, bias, *norm), (*geometry, relu, as_matmul), eps, behind = site
-        return op(x, weight, bias, *geometry, *norm, eps, behind, relu, as_matmul)  # type: ignore[no-any-return]
+        (weight, bias, *norm), (*geometry, relu, way), eps, behind = site
+        return op(x, weight, bias, *geometry, *norm, eps, behind, relu, way)  # type: ignore[no-any-return]
 
     def given(self, packed: Any, x: Any) -> Any:
         """``packed`` with ``x`` as the input of the convolution."""
@@ -69,13 +70,13 @@ class Directly:
         return (x, packed[1]) if self.at == 0 else (packed[0], x)
 
     def site(self, children: Mapping[str, Any], packed: Any) -> tuple[Any, Any, float, Any] | None:
-        """What the op takes beside the input: the convolution's tensors and the norm's; geometry, relu and as_matmul;
-        eps; and the residual."""
+        """What the op takes beside the input, where ``may_run``: the convolution's tensors and the norm's; geometry,
+        relu and way; eps; and the residual."""
         convolution, norm = children.get(self.convolution), children.get(self.norm)
         if type(convolution) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
             return None
         c, n = convolution.__dict__, norm.__dict__
-        if n["training"] or not (is_bare(c) and is_bare(n)) or "_conv_forward" in c or _has_any_global_hook():
+        if n["training"] or not (is_bare(c) and is_bare(n)) or "_conv_forward" in c:
             return None
         if self.acting and not _is_bare_of(children.get(self.acting), nn.ReLU):
             return None
@@ -83,13 +84,11 @@ class Directly:
             return None
         if self.called and self.callees() != self.called:
             return None
-        if not (_calls_what_it_did() and ops.runs_directly(not self.as_matmul)):
-            return None
         settings = c["stride"], c["padding"], c["dilation"], c["groups"], c["padding_mode"]
         read, numbers = self.known
         if settings != read:
             geometry = _geometry(*settings)
-            numbers = (*geometry, self.relu, self.as_matmul) if geometry else ()
+            numbers = (*geometry, self.relu, self.way) if geometry else ()
             self.known = settings, numbers
         behind = None
         if self.at >= 0 and (behind := packed[1 - self.at]) is None:  # the statements raise
@@ -105,16 +104,22 @@ class Directly:
         return tensors, numbers, n["eps"], behind
 
 
+def may_run(by_cudnn: bool) -> bool:
+    """Whether the native op may run now, as far as that is no matter of one region."""
+    return _calls_what_it_did() and not _has_any_global_hook() and ops.runs_directly(by_cudnn)
+
+
 def direct_way(compiled: Compiled) -> Directly | None:
     """The short way to run a region, None where the native op does not serve such regions: it ends them in a ReLU,
-    which a child may turn out to be, or as a matrix product in nothing."""
-    region = compiled.region
-    fuses = region.folding == "fused" and torch.bfloat16 in ops.convolution.FUSED
-    if not (fuses or region.folding == "matmul") or region.type != _BATCH_NORM_2D:
+    which a child may turn out to be, or, unless cuDNN fuses, in nothing."""
+    region, folding = compiled.region, compiled.region.folding
+    if folding not in ops.convolution.WAYS or region.type != _BATCH_NORM_2D:
+        return None
+    if folding == "fused" and torch.bfloat16 not in ops.convolution.FUSED:
         return None
     ends = isinstance(region.activation, str) or region.literal_activation() == _RELU
-    ends = ends if fuses else (ends or region.activation is None) and not region.has("residual")
-    return Directly(compiled) if ends else None
+    ends = ends or (folding != "fused" and region.activation is None)
+    return Directly(compiled) if ends and not (folding == "matmul" and region.has("residual")) else None
 
 
 def _geometry(*settings: Any) -> tuple[int, ...]:
@@ -189,6 +194,8 @@ class Convolved:
         if torch.is_autocast_enabled(kind) or not ops.folding_serves(self.folding, x, weight):
             return False
         if self.folding == "fused" and activation != _RELU:
+            return False
+        if self.folding == "scaled" and not (is_of_eights(convolution) and activation in _PRODUCTS):
             return False
         if self.folding == "matmul" and not (is_pointwise(convolution) and behind is None and activation in _PRODUCTS):
             return False

@@ -48,7 +48,8 @@ def foldings_of(region: Region, owner: nn.Module) -> tuple[str, ...]:
     literal = region.activation[0] if isinstance(region.activation, tuple) else ""
     relu = type(acting) is nn.ReLU or literal == "relu"
     plain = region.activation is None or relu
-    found = ["matmul"] if plain and not region.has("residual") and is_pointwise(convolution) else []
+    found = ["scaled"] if plain and is_of_eights(convolution) else []
+    found += ["matmul"] if plain and not region.has("residual") and is_pointwise(convolution) else []
     found += ["fused"] if relu else []
     return (*found, "folded")
 
@@ -57,6 +58,12 @@ def is_pointwise(convolution: nn.Conv2d) -> bool:
     """Whether it multiplies each pixel's channels by one matrix."""
     ones = convolution.kernel_size, convolution.stride
     return ones == ((1, 1), (1, 1)) and convolution.padding == (0, 0) and convolution.groups == 1
+
+
+def is_of_eights(convolution: nn.Conv2d) -> bool:
+    """Whether it has channels as our kernel takes them."""
+    channels = convolution.in_channels, convolution.out_channels
+    return convolution.groups == 1 and all(count % 8 == 0 for count in channels)
 
 
 def by_default(region: Region, owner: nn.Module) -> Region | None:

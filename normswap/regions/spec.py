@@ -12,9 +12,10 @@ from normswap.activation import Activation
 Position: TypeAlias = "tuple[int, int, int, int]"
 """Where a node stands: lines from the def on, and columns; first and last."""
 
-FOLDINGS = ("matmul", "fused", "folded")
-"""The ways to compute a convolution with a norm folded into its weight and bias: as a matrix product with an epilogue,
-by the convolution of cuDNN that adds a residual and ends in a ReLU, or as a convolution and what stands behind it."""
+FOLDINGS = ("scaled", "matmul", "fused", "folded")
+"""The ways to compute a convolution with the norm behind it: by our kernel, which scales and shifts the sums; or with
+the norm folded into weight and bias, as a matrix product with an epilogue, by the convolution of cuDNN that adds a
+residual and ends in a ReLU, or as a convolution and what stands behind it."""
 
 
 @dataclass(frozen=True)

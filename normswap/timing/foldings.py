@@ -1,7 +1,8 @@
 """How each convolution with a norm behind it is computed: what is right on the example inputs and fastest on the device
 there, and as it was where nothing is.
 
-The device's times are steady, so that equal runs decide alike; whether the whole model gains is asked afterwards.
+The device's times are steady, so that equal runs decide alike; of a model that waits for its host, what a way costs
+that counts as well. Whether the whole model gains is asked afterwards.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from normswap.sites import preserved
 from normswap.timing.candidate import Code, Recorder, as_called
 from normswap.timing.decision import machine_for, takes_gradients
 from normswap.timing.hidden import costs
+from normswap.timing.model import waiting
 from normswap.timing.sites import looks
 
 APART = "apart"
@@ -52,7 +54,8 @@ def decide_foldings(model: nn.Module, plan: Plan, run: Callable[[], Any] | None,
             with preserved(model), torch.no_grad():
                 with _listening(owners.values()):
                     run()
-                _decide([place for place in places if place.form is not None], timed)
+                reached = [place for place in places if place.form is not None]
+                _decide(reached, timed, timed and _waits_for_host(reached, run))
         except torch.OutOfMemoryError:
             for place in places:
                 place.chosen = ""
@@ -162,29 +165,37 @@ def _listening(owners: Any) -> Iterator[None]:
             owner.module.__dict__.pop(owner.method, None)
 
 
-def _decide(places: Sequence[_Place], timed: bool) -> None:
-    """Choose for every place; calls of equal keys are timed once."""
+def _waits_for_host(places: Sequence[_Place], run: Callable[[], Any]) -> bool:
+    """Whether ``run``, one of the model, has its device wait for its host."""
+    machine = machine_for(sorted({call.device for place in places for call in place.recorder.calls}, key=str))
+    return machine is not None and waiting(machine, run).bound == "host"
+
+
+def _decide(places: Sequence[_Place], timed: bool, by_host: bool) -> None:
+    """Choose for every place; calls of equal keys are timed once. ``by_host``: the host's time counts."""
     known: dict[Hashable, dict[str, float]] = {}
     for place in places:
         ways = place.ways()
         totals = dict.fromkeys(ways, 0.0)
         for call, count in place.recorder.calls.items() if timed else ():
             if (key := (place.key(), call)) not in known:
-                known[key] = _device_us(place, call, ways)
+                known[key] = _times_us(place, call, ways, by_host)
             for way, us in known[key].items():
                 totals[way] += count * us
         place.chosen = _first_of_the_fastest(totals) if any(totals.values()) else place.default()
 
 
-def _device_us(place: _Place, call: Any, ways: Sequence[str]) -> dict[str, float]:
-    """Microseconds of the device for a ``call`` in each way; none where nothing can be timed."""
+def _times_us(place: _Place, call: Any, ways: Sequence[str], by_host: bool) -> dict[str, float]:
+    """Microseconds of the device for a ``call`` in each way, or ``by_host`` of what is longer, that or the host's; none
+    where nothing can be timed."""
     machine = machine_for([call.device])
     if machine is None:
         return {}
     with torch.inference_mode(False), torch.no_grad(), as_called(call):
         inputs = call.made()
         functions = [call.function(place.code(way), inputs, False) for way in ways]
-        return {way: cost.device_us for way, cost in zip(ways, costs(machine, functions), strict=True)}
+        found = zip(ways, costs(machine, functions), strict=True)
+        return {way: max(cost.device_us, cost.host_us if by_host else 0.0) for way, cost in found}
 
 
 def _first_of_the_fastest(us: dict[str, float]) -> str:

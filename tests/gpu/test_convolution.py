@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 import normswap
 from normswap import ops
 from normswap.activation import NONE, Activation
+from normswap.ops.convolution import WAYS
 from normswap.regions.convolution_error import MOST, times_pytorchs
-from normswap.regions.foldings import is_pointwise
+from normswap.regions.foldings import is_of_eights, is_pointwise
 
 DEVICE = "cuda"
 RELU = Activation("relu")
@@ -34,6 +35,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "uneven": {"kernel_size": (1, 5), "padding": (0, 2), "stride": (2, 1), "bias": False},
     "odd channels": {"kernel_size": 3, "out_channels": 9},
 }
+FROM_ODD = {"in_channels": 9, "out_channels": 7, "kernel_size": 3, "padding": 1}  # rows of weights that no vector fits
 
 
 def placed(model: nn.Module, x: Tensor, dtype: torch.dtype, last: bool) -> tuple[Any, Tensor]:
@@ -42,7 +44,7 @@ def placed(model: nn.Module, x: Tensor, dtype: torch.dtype, last: bool) -> tuple
 
 
 def made(form: str) -> Any:
-    settings = {"in_channels": 16, "out_channels": 16, **FORMS[form]}
+    settings = {"in_channels": 16, "out_channels": 16, **(FROM_ODD if form == "from odd" else FORMS[form])}
     return drawn(lambda: Block(nn.Conv2d(**settings), nn.BatchNorm2d(settings["out_channels"])))
 
 
@@ -67,6 +69,7 @@ def test_every_way_is_as_exact_as_pytorchs_sequence(form: str, last: bool, dtype
         expected = act(expected if added is None else expected + added.double())
         ways = ["folded", *(["fused"] if act == RELU else [])]
         ways += ["matmul"] if form == "pointwise" and last and act in (RELU, NONE) and added is None else []
+        ways += ["scaled"] if last and is_of_eights(model.conv) and act in (RELU, NONE) else []
         for way in ways:
             assert ops.folding_serves(way, x, model.conv.weight)
             call = lambda way=way, act=act, added=added: ops.convolution_batch_norm_eval(  # noqa: E731
@@ -184,12 +187,12 @@ def test_deterministic_algorithms_are_pytorchs() -> None:
     assert ops.folding_serves("fused", x, model.conv.weight)
 
 
-def native(model: Any, x: Tensor, added: Tensor | None = None, relu: bool = True, as_matmul: bool = False) -> Any:
+def native(model: Any, x: Tensor, added: Tensor | None = None, relu: bool = True, way: str = "fused") -> Any:
     """The native op of a block, with what its modules have."""
     weight, bias, *how, groups = arguments(model)[:6]
     numbers = (*(number for pair in how for number in pair), groups)
     op = torch.ops.normswap.convolution_batch_norm_eval_or_none
-    return op(x, weight, bias, *numbers, *arguments(model)[6:], added, relu, as_matmul)
+    return op(x, weight, bias, *numbers, *arguments(model)[6:], added, relu, WAYS[way])
 
 
 @by_dtype
@@ -204,7 +207,7 @@ def test_one_native_op_gives_what_its_parts_do(form: str, last: bool, dtype: tor
         ours = native(model, x, residual_too)
         assert same_bits(ours, expected) and ours.stride() == expected.stride()
     for act in (NONE, RELU):
-        ours = native(model, x[1:], relu=act == RELU, as_matmul=True)  # of which the memory starts elsewhere
+        ours = native(model, x[1:], relu=act == RELU, way="matmul")  # of which the memory starts elsewhere
         assert (ours is None) is not (form == "pointwise" and last)
         if ours is not None:
             expected = ops.convolution_batch_norm_eval(x[1:], *arguments(model), act, folding="matmul")
@@ -220,7 +223,7 @@ def test_what_the_native_op_declines() -> None:
         assert native(model, odd) is None
     for added in (x.float(), x[:1], x.cpu(), x[:, :, 1:]):
         assert native(model, x, added) is None
-    assert native(model, x, relu=False) is None and native(model, x, x, as_matmul=True) is None
+    assert native(model, x, relu=False) is None and native(model, x, x, way="matmul") is None
     with torch.enable_grad():
         assert native(model, x) is None
     with torch.autocast(DEVICE, torch.float16):
@@ -234,41 +237,105 @@ def test_what_the_native_op_declines() -> None:
         assert native(model, x) is None
 
 
-def numbers_of(model: Any, relu: bool = True, as_matmul: bool = False) -> list[int]:
+SIZES: dict[str, tuple[Any, ...]] = {  # channels, output channels, height, width, and what nn.Conv2d takes
+    "narrow": (8, 8, 5, 7, {"kernel_size": 1}),
+    "a tile and more": (64, 136, 23, 17, {"kernel_size": 1}),
+    "deep": (1032, 24, 9, 9, {"kernel_size": 1, "bias": False}),
+    "strided": (256, 512, 14, 15, {"kernel_size": 1, "stride": 2, "bias": False}),
+    "3x3": (72, 64, 12, 12, {"kernel_size": 3, "padding": 1}),
+    "all taps outside": (16, 72, 1, 1, {"kernel_size": 3, "padding": 3, "dilation": 3}),
+    "uneven": (40, 80, 19, 11, {"kernel_size": (2, 5), "stride": (3, 1), "padding": (0, 4), "dilation": (1, 2)}),
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("name", SIZES)
+@torch.no_grad()
+def test_our_kernel_scales_exact_sums(name: str, dtype: torch.dtype) -> None:
+    """Within the rounding of the result and of float32 sums, whatever the batch: and its bits do not depend on that."""
+    channels, out_channels, height, width, how = SIZES[name]
+    model = drawn(lambda: Block(nn.Conv2d(channels, out_channels, **how), nn.BatchNorm2d(out_channels)))
+    whole = torch.randn(300, channels, height, width)
+    model, whole = placed(model, whole, dtype, True)
+    for kept in (dtype, torch.float32):
+        model.bn.to(kept)
+        wide = copy.deepcopy(model).double()
+        for x in (whole, whole[:37], whole[3:4]):
+            z = model.conv(x)
+            added = torch.randn_like(whole[:, :1, :1, :1].expand(-1, *z.shape[1:]))[: x.shape[0]]
+            added = added.contiguous(memory_format=torch.channels_last)
+            exact = wide.bn(wide.conv(x.double()))
+            gain = wide.bn.weight.abs() * (wide.bn.running_var + wide.bn.eps).rsqrt()
+            sums = gain.view(-1, 1, 1) * nn.functional.conv2d(
+                x.double().abs(), wide.conv.weight.abs(), None, *arguments(wide)[2:6]
+            )
+            sums += (gain * wide.bn.running_mean.abs() + wide.bn.bias.abs()).view(-1, 1, 1) + 1
+            for residual_too, relu in ((None, True), (added, True), (added, False), (None, False)):
+                ours = native(model, x, residual_too, relu, "scaled")
+                assert ours.stride() == z.stride() and ours.dtype is dtype
+                expected = exact if residual_too is None else exact + residual_too.double()
+                expected = expected.relu() if relu else expected
+                most = torch.finfo(dtype).eps * 0.51 * expected.abs() + 16 * 2.0**-24 * sums + torch.finfo(dtype).tiny
+                assert ((ours.double() - expected).abs() <= most).all()
+                assert same_bits(ours, native(model, x, residual_too, relu, "scaled"))
+                assert same_bits(
+                    ours[:1], native(model, x[:1], None if residual_too is None else added[:1], relu, "scaled")
+                )
+
+
+@torch.no_grad()
+def test_what_our_kernel_declines_and_hands_on() -> None:
+    model, x = placed(made("3x3"), torch.randn(3, 16, 8, 8), torch.float16, True)
+    assert native(model, x, way="scaled") is not None
+    for odd in (x.contiguous(), x.float(), x[:, :8], x[:0], torch.cat((x, x), 1)[:, 4:20]):
+        assert native(model, odd, way="scaled") is None
+    assert native(model, x, x.contiguous(), way="scaled") is None
+    for form in ("groups", "odd channels"):
+        other, _ = placed(made(form), x, torch.float16, True)
+        assert native(other, x, way="scaled") is None
+    for bad in (float("nan"), float("inf")):
+        x[1, 3, 2, 2] = bad
+        ours, theirs = native(model, x, way="scaled"), model.act(model.bn(model.conv(x)))
+        assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.isinf(), theirs.isinf())
+
+
+def numbers_of(model: Any, way: str) -> list[int]:
     *how, groups = arguments(model)[2:6]
-    return [*(number for pair in how for number in pair), groups, int(relu), int(as_matmul)]
+    return [*(number for pair in how for number in pair), groups, 1, WAYS[way]]
 
 
 @by_dtype
 @pytest.mark.parametrize(
-    "forms",
+    ("forms", "others"),
     (
-        ("3x3", "strided"),
-        ("pointwise", "3x3", "pointwise"),
-        ("odd channels",) * 2,
-        ("3x3", "pointwise", "groups", "3x3"),
+        (("3x3", "strided"), ()),
+        (("pointwise", "3x3", "pointwise"), ()),
+        (("pointwise", "3x3", "pointwise"), ("scaled",)),
+        (("pointwise", "3x3", "pointwise"), ("scaled",) * 3),
+        (("odd channels", "from odd"), ()),
+        (("3x3", "pointwise", "groups", "3x3"), ("fused", "scaled")),
     ),
 )
 @torch.no_grad()
-def test_several_in_a_row_have_the_bits_of_each(forms: Any, dtype: torch.dtype) -> None:
-    models = [made(form) for form in [*forms][:4] if form != "odd channels"]
-    if not models:  # nine channels: rows of weights that no vector fits
-        models = [drawn(lambda: Block(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o))) for i, o in ((16, 9), (9, 7))]
+def test_several_in_a_row_have_the_bits_of_each(forms: Any, others: Any, dtype: torch.dtype) -> None:
+    models = [made(form) for form in forms]
     x = torch.randn(3, 16, 12, 13)
     for index, model in enumerate(models):
         models[index], _ = placed(model, x, dtype, True)
     x = x.to(DEVICE, dtype).contiguous(memory_format=torch.channels_last)
-    by_matmul = [is_pointwise(model.conv) and index != len(models) - 1 for index, model in enumerate(models)]
+    ways = ["matmul" if is_pointwise(model.conv) else "fused" for model in models[:-1]] + ["fused"]
+    for index, way in enumerate(others):
+        ways[index] = way
     tensors = [t for m in models for t in (m.conv.weight, m.conv.bias, *arguments(m)[6:10])]
-    numbers = [n for m, way in zip(models, by_matmul, strict=True) for n in numbers_of(m, True, way)]
+    numbers = [n for m, way in zip(models, ways, strict=True) for n in numbers_of(m, way)]
     expected = x
-    for model, way in zip(models[:-1], by_matmul[:-1], strict=True):
-        expected = native(model, expected, as_matmul=way)
+    for model, way in zip(models[:-1], ways[:-1], strict=True):
+        expected = native(model, expected, way=way)
     added = torch.randn_like(models[-1].conv(expected))
     op = torch.ops.normswap.convolutions_batch_norm_eval_or_none
     for residual_too in (None, added):
         ours = op(x, tensors, numbers, [m.bn.eps for m in models], residual_too)
-        assert same_bits(ours, native(models[-1], expected, residual_too))
+        assert same_bits(ours, native(models[-1], expected, residual_too, way=ways[-1]))
         assert all(same_bits(ours, op(x, tensors, numbers, [m.bn.eps for m in models], residual_too)) for _ in range(3))
     assert op(x, tensors, numbers, [m.bn.eps for m in models], added[:1]) is None
     assert op(x, tensors[:-1], numbers, [1e-5] * len(models), None) is None

@@ -1,0 +1,26 @@
+// A 2d convolution whose sums are scaled and shifted, a channel's alike, with a residual and a ReLU behind it.
+#pragma once
+
+#include "kernels.h"
+
+namespace normswap {
+
+// Memory of (batch, height, width, channels), of a weight (out_channels, kernel, kernel, channels); 16 bits; everything
+// starts at a multiple of 16 bytes and both numbers of channels are multiples of eight. The scale is weight *
+// rsqrt(running_var + eps); the shift makes of the convolution with its bias what the norm makes of it.
+struct Convolve {
+  const void* input;
+  const void* conv_weight;
+  const void* residual;  // laid out as the output; null: none
+  void* out;
+  ChannelVector conv_bias, weight, bias, running_mean, running_var;
+  double eps;
+  int batch, height, width, channels, out_height, out_width, out_channels;
+  int kernel[2], stride[2], padding[2], dilation[2];
+  bool relu;
+  DType dtype;
+};
+
+cudaError_t convolve(const Convolve&, int multiprocessors, cudaStream_t);
+
+}  // namespace normswap
