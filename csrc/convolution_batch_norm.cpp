@@ -38,8 +38,11 @@ struct Site {
   OptionalTensor weight, bias, running_mean, running_var, norm_weight, norm_bias;
   double eps;
   Geometry geometry;
-  bool relu;
+  ActivationArgs activation;
   int64_t way;
+
+  bool relu() const { return activation.code == Activation::relu; }
+  bool plain() const { return activation.code == Activation::none; }
 };
 
 bool is_beside(const Tensor& t, const Tensor& input) {
@@ -60,7 +63,7 @@ bool takes(const Site& s, const Tensor& input, std::array<int64_t, 4>& sizes) {
   const Geometry& g = s.geometry;
   if (s.weight->dim() != 4 || !is_beside(*s.weight, input) || !dtypes_fit(s, input.scalar_type())) return false;
   if (sizes[1] != s.weight->size(1) * g.groups || s.way < kFused || s.way > kScaled) return false;
-  if (s.way == kFused && !s.relu) return false;
+  if (s.way != kScaled && !(s.relu() || (s.way == kMatmul && s.plain()))) return false;
   sizes[1] = s.weight->size(0);
   for (int d = 0; d < 2; ++d) {
     const int64_t room = sizes[2 + d] + 2 * g.padding[d] - g.dilation[d] * (s.weight->size(2 + d) - 1) - 1;
@@ -176,7 +179,7 @@ OptionalTensor scaled(const Tensor& input, const Site& s, const OptionalTensor& 
   c.out_height = narrow(sizes[2]);
   c.out_width = narrow(sizes[3]);
   c.out_channels = narrow(out);
-  c.relu = s.relu;
+  c.activation = s.activation;
   c.dtype = dtype_of(input, "convolve");
   check_launch(convolve(c, gpu_of(input.get_device_index()).multiprocessors, stream_of(input)));
   return made;
@@ -200,7 +203,7 @@ bool fold(const Tensor& input, const Site* sites, int count, std::array<std::opt
 OptionalTensor computed(const Tensor& x, const Site& s, const std::optional<ConvolutionFold>& folded,
                         const OptionalTensor& residual) {
   if (s.way == kScaled) return scaled(x, s, residual);
-  if (s.way == kMatmul) return matmul(x, folded->weight, folded->bias, s.relu, s.geometry);
+  if (s.way == kMatmul) return matmul(x, folded->weight, folded->bias, s.relu(), s.geometry);
   return fused(x, folded->weight, folded->bias, residual, s.geometry);
 }
 
@@ -228,29 +231,37 @@ OptionalTensor run(const Tensor& input, const Site* sites, int count, const Opti
   return x;
 }
 
+ActivationArgs behind(int64_t code, double low, double high) {
+  return activation_of("convolution_batch_norm_eval", code, low, high);
+}
+
 OptionalTensor convolution_batch_norm_eval_or_none(
     const Tensor& input, const Tensor& conv_weight, const OptionalTensor& conv_bias, int64_t stride_0, int64_t stride_1,
     int64_t padding_0, int64_t padding_1, int64_t dilation_0, int64_t dilation_1, int64_t groups,
     const OptionalTensor& running_mean, const OptionalTensor& running_var, const OptionalTensor& weight,
-    const OptionalTensor& bias, double eps, const OptionalTensor& residual, bool relu, int64_t way) {
+    const OptionalTensor& bias, double eps, const OptionalTensor& residual, int64_t activation, double low, double high,
+    int64_t way) {
   const Geometry g{{stride_0, stride_1}, {padding_0, padding_1}, {dilation_0, dilation_1}, groups};
-  const Site site{conv_weight, conv_bias, running_mean, running_var, weight, bias, eps, g, relu, way};
+  const ActivationArgs acts = behind(activation, low, high);
+  const Site site{conv_weight, conv_bias, running_mean, running_var, weight, bias, eps, g, acts, way};
   return run(input, &site, 1, residual);
 }
 
 // Of each the convolution's weight and bias, the running mean and variance, the norm's weight and bias; stride, padding and
-// dilation, groups, relu and way.
+// dilation, groups, activation and way; eps and the activation's parameters.
 OptionalTensor convolutions_batch_norm_eval_or_none(const Tensor& input, std::vector<OptionalTensor> tensors,
-                                                    std::vector<int64_t> numbers, std::vector<double> eps,
+                                                    std::vector<int64_t> numbers, std::vector<double> floats,
                                                     const OptionalTensor& residual) {
-  const size_t count = eps.size();
-  if (count < 1 || count > kMaxFolds || tensors.size() != 6 * count || numbers.size() != 9 * count) return std::nullopt;
+  const size_t count = floats.size() / 3;
+  if (floats.size() != 3 * count || tensors.size() != 6 * count || numbers.size() != 9 * count) return std::nullopt;
+  if (count < 1 || count > kMaxFolds) return std::nullopt;
   std::array<Site, kMaxFolds> sites;
   for (size_t i = 0; i < count; ++i) {
     const OptionalTensor* t = &tensors[6 * i];
     const int64_t* n = &numbers[9 * i];
     const Geometry g{{n[0], n[1]}, {n[2], n[3]}, {n[4], n[5]}, n[6]};
-    sites[i] = Site{t[0], t[1], t[2], t[3], t[4], t[5], eps[i], g, n[7] != 0, n[8]};
+    const double* f = &floats[3 * i];
+    sites[i] = Site{t[0], t[1], t[2], t[3], t[4], t[5], f[0], g, behind(n[7], f[1], f[2]), n[8]};
   }
   return run(input, sites.data(), static_cast<int>(count), residual);
 }
@@ -258,7 +269,7 @@ OptionalTensor convolutions_batch_norm_eval_or_none(const Tensor& input, std::ve
 // Under autocast a convolution casts what it is given.
 OptionalTensor none_under_autocast(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, int64_t, int64_t, int64_t,
                                    int64_t, int64_t, int64_t, const OptionalTensor&, const OptionalTensor&,
-                                   const OptionalTensor&, const OptionalTensor&, double, const OptionalTensor&, bool, int64_t) {
+                                   const OptionalTensor&, const OptionalTensor&, double, const OptionalTensor&, int64_t, double, double, int64_t) {
   return std::nullopt;
 }
 

@@ -1,5 +1,7 @@
 // Convolutions of channels_last images as matrix products on tensor cores: pixels by output channels, summed over the
-// kernel's taps and the channels. What is behind the convolution is done to the float32 sums, rounded once.
+// kernel's taps and the channels. Scale, shift and residual are added to the float32 sums, which are rounded once, and then
+// the activation is of that.
+#include "activation.cuh"
 #include "barrier.cuh"
 #include "convolve.h"
 #include "copy.cuh"
@@ -198,6 +200,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::Blocks) convolve_tiles(co
 
   // Lane: two channels of rows lane / 4 and that plus 8 of every fragment.
   T* tile = pixels_of(stages % Tile::Stages);
+  const bool rectified = c.activation.code == Activation::relu;
 #pragma unroll
   for (int j = 0; j < kWarpAcross / 8; ++j) {
     const int channel = across + 8 * j + lane % 4 * 2;
@@ -209,14 +212,15 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::Blocks) convolve_tiles(co
         T* at = tile + place<Tile>(down + 16 * i + 8 * half + lane / 4, channel / 8) + channel % 8;
         float low = fmaf(sums[i][j][2 * half], gain.x, shift.x), high = fmaf(sums[i][j][2 * half + 1], gain.y, shift.y);
         if (c.residual != nullptr) low += to_float(at[0]), high += to_float(at[1]);
-        if (c.relu) low = low < 0.f ? 0.f : low, high = high < 0.f ? 0.f : high;  // a NaN stays
+        if (rectified) low = low < 0.f ? 0.f : low, high = high < 0.f ? 0.f : high;  // a NaN stays
         *reinterpret_cast<unsigned*>(at) = pair_bits<T>(low, high);
       }
     }
   }
   __syncthreads();
   each_chunk<Tile>(c, first_pixel, first_channel, [&](int row, int chunk, int64_t element) {
-    store_words(static_cast<T*>(c.out) + element, *reinterpret_cast<const uint4*>(tile + place<Tile>(row, chunk)));
+    const auto rounded = Pack<T, 8>::load(tile + place<Tile>(row, chunk));
+    (rectified ? rounded : activated(rounded, c.activation)).store(static_cast<T*>(c.out) + element);
   });
 }
 

@@ -1,4 +1,4 @@
-// A 2d convolution whose sums are scaled and shifted, a channel's alike, with a residual and a ReLU behind it.
+// A 2d convolution whose sums are scaled and shifted, a channel's alike, with a residual and an activation behind it.
 #pragma once
 
 #include "kernels.h"
@@ -17,7 +17,7 @@ struct Convolve {
   double eps;
   int batch, height, width, channels, out_height, out_width, out_channels;
   int kernel[2], stride[2], padding[2], dilation[2];
-  bool relu;
+  ActivationArgs activation;
   DType dtype;
 };
 

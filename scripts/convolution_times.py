@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import walk
+from normswap.activation import CODES
 from normswap.ops.convolution import WAYS
 from normswap.plan import Match, Plan, Swap
 from normswap.regions.foldings import foldings_of, without_convolution
@@ -138,12 +139,12 @@ def block_told(dtype: torch.dtype, kernel: int) -> str:
     shift, alone, pad = torch.zeros(64, device=CUDA, dtype=dtype), (1, 1), kernel // 2
     fold = torch.ops.normswap.fold_convolution_or_none.default._op
     op = torch.ops.normswap.convolution_batch_norm_eval_or_none.default._op
-    norm = bn.running_mean, bn.running_var, bn.weight, bn.bias, bn.eps
+    norm, relu = (bn.running_mean, bn.running_var, bn.weight, bn.bias, bn.eps), (CODES["relu"], 0.0, 0.0)
     ways: dict[str, Callable[[], Any]] = {
         "eager": lambda: block(x),
         "folded": lambda: folded(x),
-        "the op of it": lambda: op(x, weight, None, 1, 1, pad, pad, 1, 1, 1, *norm, None, True, WAYS["fused"]),
-        "scaled": lambda: op(x, weight, None, 1, 1, pad, pad, 1, 1, 1, *norm, None, True, WAYS["scaled"]),
+        "the op of it": lambda: op(x, weight, None, 1, 1, pad, pad, 1, 1, 1, *norm, None, *relu, WAYS["fused"]),
+        "scaled": lambda: op(x, weight, None, 1, 1, pad, pad, 1, 1, 1, *norm, None, *relu, WAYS["scaled"]),
         "the fold": lambda: fold(weight, None, *norm),
         "cudnn_convolution_relu": lambda: torch.cudnn_convolution_relu(x, weight, shift, alone, (pad, pad), alone, 1),
         "conv": lambda: conv(x),
@@ -151,7 +152,7 @@ def block_told(dtype: torch.dtype, kernel: int) -> str:
         "relu": lambda: block.act(x),
     }
     if kernel == 1:
-        ways["by matmul"] = lambda: op(x, weight, None, 1, 1, 0, 0, 1, 1, 1, *norm, None, True, WAYS["matmul"])
+        ways["by matmul"] = lambda: op(x, weight, None, 1, 1, 0, 0, 1, 1, 1, *norm, None, *relu, WAYS["matmul"])
         assert torch.allclose(ways["by matmul"](), block(x), atol=0.02)
     found = costs(clock_of(CUDA), [*ways.values()])
     return f"a block of a {kernel} x {kernel} convolution, us of the host: " + ", ".join(

@@ -9,31 +9,34 @@ import torch
 import torch.nn.functional as F
 
 from normswap import native, reference
+from normswap.activation import FUNCTIONS, NONE, Activation
 from normswap.ops import convolution, dispatch
+from normswap.ops.convolution import WAYS
 from normswap.regions import chain
 
 
 def by_pytorch(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
     """What the native op does, by PyTorch's own."""
-    *how, groups, mean, var, gain, offset, eps, added, relu, way = rest
+    *how, groups, mean, var, gain, offset, eps, added, code, low, high, way = rest
     fits = x.dim() == 4 and x.numel() > 0 and x.shape[1] == weight.shape[1] * groups and mean is not None
     if torch.is_grad_enabled() or not fits or not x.dtype == weight.dtype == mean.dtype:
         return None
     fold: Any = reference.fold_scale_batch_norm
     out = F.conv2d(x, *fold(weight, bias, None, mean, var, gain, offset, eps), how[:2], how[2:4], how[4:], groups)
-    if not relu:
-        assert way == 2 or (way == 1 and added is None)
-        return out if added is None else out + added
-    return F.relu(out if added is None else out + added)
+    act = Activation([*FUNCTIONS][code], low, high)
+    assert way == WAYS["scaled"] or act.name == "relu" or (way == WAYS["matmul"] and act == NONE and added is None)
+    return act(out if added is None else out + added)
 
 
-def several_by_pytorch(x: Any, tensors: Any, numbers: Any, eps: Any, added: Any) -> Any:
+def several_by_pytorch(x: Any, tensors: Any, numbers: Any, floats: Any, added: Any) -> Any:
     """The same of several, one behind the other."""
-    assert len(tensors) == 6 * len(eps) and len(numbers) == 9 * len(eps) <= 36
-    for i, one in enumerate(eps):
-        (weight, bias, *norm), (*geometry, relu, way) = tensors[6 * i : 6 * i + 6], numbers[9 * i : 9 * i + 9]
-        behind = added if i == len(eps) - 1 else None
-        x = by_pytorch(x, weight, bias, *geometry, *norm, one, behind, relu, way)
+    count = len(floats) // 3
+    assert len(tensors) == 6 * count and len(numbers) == 9 * count <= 36
+    for i in range(count):
+        (weight, bias, *norm), (*geometry, code, way) = tensors[6 * i : 6 * i + 6], numbers[9 * i : 9 * i + 9]
+        behind = added if i == count - 1 else None
+        one, low, high = floats[3 * i : 3 * i + 3]
+        x = by_pytorch(x, weight, bias, *geometry, *norm, one, behind, code, low, high, way)
         if x is None:
             return None
     return x

@@ -47,7 +47,7 @@ def convolution_batch_norm_eval(
     if folding == "scaled":
         op = direct("convolution_batch_norm_eval", input, conv_weight, conv_bias, *norm, residual)
         numbers = *stride, *padding, *dilation, groups
-        end = eps, residual, activation != NONE, WAYS[folding]
+        end = eps, residual, activation.code, activation.low, activation.high, WAYS[folding]
         out = None if op is None else op(input, conv_weight, conv_bias, *numbers, *norm, *end)
         if out is not None:
             return out

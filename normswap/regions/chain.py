@@ -86,4 +86,5 @@ def _run(x: Tensor, sites: Sequence[Any]) -> Tensor | None:
         return None
     tensors = [tensor for site in sites for tensor in site[0]]
     numbers = [number for site in sites for number in site[1]]
-    return op(x, tensors, numbers, [site[2] for site in sites], sites[-1][3])  # type: ignore[no-any-return]
+    floats = [number for site in sites for number in site[2]]
+    return op(x, tensors, numbers, floats, sites[-1][3])  # type: ignore[no-any-return]

@@ -22,7 +22,9 @@ from normswap.regions.spec import Region, children_of
 _RELU = Activation("relu")
 _BATCH_NORM_2D = f"{nn.BatchNorm2d.__module__}.{nn.BatchNorm2d.__qualname__}"
 _PRODUCTS = (NONE, _RELU)
-"""What a matrix product, ours or PyTorch's, may end in."""
+"""What a matrix product may end in."""
+_CODES_OF = {nn.SiLU: Activation("silu").code, nn.Hardswish: Activation("hardswish").code}
+"""Of children that have no parameters."""
 _KNOWN = {Tensor, nn.Parameter, type(None)}
 _INNER = {cls: Replaced(cls, "_conv_forward") for cls in CONVOLUTIONS}
 
@@ -46,7 +48,8 @@ class Directly:
         self.convolution, self.norm, self.passes = region.convolution, region.norm, region.passes
         self.children = children_of(region)
         self.acting = region.activation if isinstance(region.activation, str) else ""
-        self.relu, self.way = region.activation is not None, ops.convolution.WAYS[region.folding]
+        activation = region.literal_activation() or _RELU
+        self.code, self.bounds, self.way = activation.code, activation[1:], ops.convolution.WAYS[region.folding]
         self.at = region.step("residual").operand if region.has("residual") else -1
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known: tuple[Any, tuple[int, ...]] = (), ()  # settings as read, and as the op takes them
@@ -60,8 +63,8 @@ class Directly:
         op = self.op = self.op or direct_op("convolution_batch_norm_eval")
         if op is None:
             return None
-        (weight, bias, *norm), (*geometry, relu, way), eps, behind = site
-        return op(x, weight, bias, *geometry, *norm, eps, behind, relu, way)  # type: ignore[no-any-return]
+        (weight, bias, *norm), (*geometry, code, way), (eps, low, high), behind = site
+        return op(x, weight, bias, *geometry, *norm, eps, behind, code, low, high, way)  # type: ignore[no-any-return]
 
     def given(self, packed: Any, x: Any) -> Any:
         """``packed`` with ``x`` as the input of the convolution."""
@@ -69,26 +72,27 @@ class Directly:
             return x
         return (x, packed[1]) if self.at == 0 else (packed[0], x)
 
-    def site(self, children: Mapping[str, Any], packed: Any) -> tuple[Any, Any, float, Any] | None:
+    def site(self, children: Mapping[str, Any], packed: Any) -> tuple[Any, Any, Any, Any] | None:
         """What the op takes beside the input, where ``may_run``: the convolution's tensors and the norm's; geometry,
-        relu and way; eps; and the residual."""
+        activation and way; eps and the activation's parameters; and the residual."""
         convolution, norm = children.get(self.convolution), children.get(self.norm)
         if type(convolution) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
             return None
         c, n = convolution.__dict__, norm.__dict__
         if n["training"] or not (is_bare(c) and is_bare(n)) or "_conv_forward" in c:
             return None
-        if self.acting and not _is_bare_of(children.get(self.acting), nn.ReLU):
+        code = self.code
+        if self.acting and (code := self._code_of(children.get(self.acting))) < 0:
             return None
         if self.passes and not all(_is_bare_of(children.get(name), nn.Identity) for name in self.passes):
             return None
         if self.called and self.callees() != self.called:
             return None
-        settings = c["stride"], c["padding"], c["dilation"], c["groups"], c["padding_mode"]
+        settings = c["stride"], c["padding"], c["dilation"], c["groups"], c["padding_mode"], code
         read, numbers = self.known
         if settings != read:
-            geometry = _geometry(*settings)
-            numbers = (*geometry, self.relu, self.way) if geometry else ()
+            geometry = _geometry(*settings[:-1])
+            numbers = (*geometry, code, self.way) if geometry else ()
             self.known = settings, numbers
         behind = None
         if self.at >= 0 and (behind := packed[1 - self.at]) is None:  # the statements raise
@@ -101,7 +105,14 @@ class Directly:
             return None
         if not numbers or tensors[0] is None or not _KNOWN.issuperset(map(type, (*tensors, behind))):
             return None
-        return tensors, numbers, n["eps"], behind
+        return tensors, numbers, (n["eps"], *self.bounds), behind
+
+    def _code_of(self, acting: Any) -> int:
+        """The kernels' number for the activation that a child is; -1 for another one than the op does here."""
+        if type(acting) is nn.ReLU:
+            return _RELU.code if is_bare(acting.__dict__) else -1
+        known = self.way == ops.convolution.WAYS["scaled"] and type(acting) in _CODES_OF
+        return _CODES_OF[type(acting)] if known and is_plain(acting, type(acting)) else -1
 
 
 def may_run(by_cudnn: bool) -> bool:
@@ -110,15 +121,15 @@ def may_run(by_cudnn: bool) -> bool:
 
 
 def direct_way(compiled: Compiled) -> Directly | None:
-    """The short way to run a region, None where the native op does not serve such regions: it ends them in a ReLU,
-    which a child may turn out to be, or, unless cuDNN fuses, in nothing."""
+    """The short way to run a region, None where the native op does not serve such regions: unless it scales, it ends
+    them in a ReLU, which a child may turn out to be, or, as a matrix product, in nothing."""
     region, folding = compiled.region, compiled.region.folding
     if folding not in ops.convolution.WAYS or region.type != _BATCH_NORM_2D:
         return None
     if folding == "fused" and torch.bfloat16 not in ops.convolution.FUSED:
         return None
-    ends = isinstance(region.activation, str) or region.literal_activation() == _RELU
-    ends = ends or (folding != "fused" and region.activation is None)
+    ends = folding == "scaled" or region.literal_activation() in (None, _RELU)
+    ends = ends or (folding == "matmul" and region.activation is None)
     return Directly(compiled) if ends and not (folding == "matmul" and region.has("residual")) else None
 
 
@@ -195,7 +206,7 @@ class Convolved:
             return False
         if self.folding == "fused" and activation != _RELU:
             return False
-        if self.folding == "scaled" and not (is_of_eights(convolution) and activation in _PRODUCTS):
+        if self.folding == "scaled" and not is_of_eights(convolution):
             return False
         if self.folding == "matmul" and not (is_pointwise(convolution) and behind is None and activation in _PRODUCTS):
             return False

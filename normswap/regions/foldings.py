@@ -48,7 +48,7 @@ def foldings_of(region: Region, owner: nn.Module) -> tuple[str, ...]:
     literal = region.activation[0] if isinstance(region.activation, tuple) else ""
     relu = type(acting) is nn.ReLU or literal == "relu"
     plain = region.activation is None or relu
-    found = ["scaled"] if plain and is_of_eights(convolution) else []
+    found = ["scaled"] if is_of_eights(convolution) else []
     found += ["matmul"] if plain and not region.has("residual") and is_pointwise(convolution) else []
     found += ["fused"] if relu else []
     return (*found, "folded")

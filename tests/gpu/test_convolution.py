@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import normswap
 from normswap import ops
-from normswap.activation import NONE, Activation
+from normswap.activation import FUNCTIONS, NONE, Activation
 from normswap.ops.convolution import WAYS
 from normswap.regions.convolution_error import MOST, times_pytorchs
 from normswap.regions.foldings import is_of_eights, is_pointwise
@@ -69,7 +69,7 @@ def test_every_way_is_as_exact_as_pytorchs_sequence(form: str, last: bool, dtype
         expected = act(expected if added is None else expected + added.double())
         ways = ["folded", *(["fused"] if act == RELU else [])]
         ways += ["matmul"] if form == "pointwise" and last and act in (RELU, NONE) and added is None else []
-        ways += ["scaled"] if last and is_of_eights(model.conv) and act in (RELU, NONE) else []
+        ways += ["scaled"] if last and is_of_eights(model.conv) else []
         for way in ways:
             assert ops.folding_serves(way, x, model.conv.weight)
             call = lambda way=way, act=act, added=added: ops.convolution_batch_norm_eval(  # noqa: E731
@@ -187,12 +187,12 @@ def test_deterministic_algorithms_are_pytorchs() -> None:
     assert ops.folding_serves("fused", x, model.conv.weight)
 
 
-def native(model: Any, x: Tensor, added: Tensor | None = None, relu: bool = True, way: str = "fused") -> Any:
+def native(model: Any, x: Tensor, added: Tensor | None = None, act: Activation = RELU, way: str = "fused") -> Any:
     """The native op of a block, with what its modules have."""
     weight, bias, *how, groups = arguments(model)[:6]
     numbers = (*(number for pair in how for number in pair), groups)
     op = torch.ops.normswap.convolution_batch_norm_eval_or_none
-    return op(x, weight, bias, *numbers, *arguments(model)[6:], added, relu, WAYS[way])
+    return op(x, weight, bias, *numbers, *arguments(model)[6:], added, act.code, act.low, act.high, WAYS[way])
 
 
 @by_dtype
@@ -207,7 +207,7 @@ def test_one_native_op_gives_what_its_parts_do(form: str, last: bool, dtype: tor
         ours = native(model, x, residual_too)
         assert same_bits(ours, expected) and ours.stride() == expected.stride()
     for act in (NONE, RELU):
-        ours = native(model, x[1:], relu=act == RELU, way="matmul")  # of which the memory starts elsewhere
+        ours = native(model, x[1:], act=act, way="matmul")  # of which the memory starts elsewhere
         assert (ours is None) is not (form == "pointwise" and last)
         if ours is not None:
             expected = ops.convolution_batch_norm_eval(x[1:], *arguments(model), act, folding="matmul")
@@ -223,7 +223,7 @@ def test_what_the_native_op_declines() -> None:
         assert native(model, odd) is None
     for added in (x.float(), x[:1], x.cpu(), x[:, :, 1:]):
         assert native(model, x, added) is None
-    assert native(model, x, relu=False) is None and native(model, x, x, way="matmul") is None
+    assert native(model, x, act=NONE) is None and native(model, x, x, way="matmul") is None
     with torch.enable_grad():
         assert native(model, x) is None
     with torch.autocast(DEVICE, torch.float16):
@@ -270,17 +270,29 @@ def test_our_kernel_scales_exact_sums(name: str, dtype: torch.dtype) -> None:
                 x.double().abs(), wide.conv.weight.abs(), None, *arguments(wide)[2:6]
             )
             sums += (gain * wide.bn.running_mean.abs() + wide.bn.bias.abs()).view(-1, 1, 1) + 1
-            for residual_too, relu in ((None, True), (added, True), (added, False), (None, False)):
-                ours = native(model, x, residual_too, relu, "scaled")
+            for residual_too, act in ((None, RELU), (added, RELU), (added, NONE), (None, NONE)):
+                ours = native(model, x, residual_too, act, "scaled")
                 assert ours.stride() == z.stride() and ours.dtype is dtype
                 expected = exact if residual_too is None else exact + residual_too.double()
-                expected = expected.relu() if relu else expected
+                expected = act(expected)
                 most = torch.finfo(dtype).eps * 0.51 * expected.abs() + 16 * 2.0**-24 * sums + torch.finfo(dtype).tiny
                 assert ((ours.double() - expected).abs() <= most).all()
-                assert same_bits(ours, native(model, x, residual_too, relu, "scaled"))
+                assert same_bits(ours, native(model, x, residual_too, act, "scaled"))
                 assert same_bits(
-                    ours[:1], native(model, x[:1], None if residual_too is None else added[:1], relu, "scaled")
+                    ours[:1], native(model, x[:1], None if residual_too is None else added[:1], act, "scaled")
                 )
+
+
+@by_dtype
+@pytest.mark.parametrize("name", FUNCTIONS)
+@torch.no_grad()
+def test_our_kernels_activation_is_of_the_rounded_sum(name: str, dtype: torch.dtype) -> None:
+    act = Activation(name, *{"leaky_relu": (0.2, 0.0), "clamp": (-0.5, 0.75)}.get(name, (0.0, 0.0)))
+    model, x = placed(made("3x3"), torch.randn(3, 16, 9, 9), dtype, True)
+    before = native(model, x, act=NONE, way="scaled")
+    torch.testing.assert_close(
+        native(model, x, act=act, way="scaled"), act(before), rtol=2 * torch.finfo(dtype).eps, atol=1e-4
+    )
 
 
 @torch.no_grad()
@@ -328,20 +340,21 @@ def test_several_in_a_row_have_the_bits_of_each(forms: Any, others: Any, dtype: 
         ways[index] = way
     tensors = [t for m in models for t in (m.conv.weight, m.conv.bias, *arguments(m)[6:10])]
     numbers = [n for m, way in zip(models, ways, strict=True) for n in numbers_of(m, way)]
+    floats = [number for m in models for number in (m.bn.eps, 0.0, 0.0)]
     expected = x
     for model, way in zip(models[:-1], ways[:-1], strict=True):
         expected = native(model, expected, way=way)
     added = torch.randn_like(models[-1].conv(expected))
     op = torch.ops.normswap.convolutions_batch_norm_eval_or_none
     for residual_too in (None, added):
-        ours = op(x, tensors, numbers, [m.bn.eps for m in models], residual_too)
+        ours = op(x, tensors, numbers, floats, residual_too)
         assert same_bits(ours, native(models[-1], expected, residual_too, way=ways[-1]))
-        assert all(same_bits(ours, op(x, tensors, numbers, [m.bn.eps for m in models], residual_too)) for _ in range(3))
-    assert op(x, tensors, numbers, [m.bn.eps for m in models], added[:1]) is None
-    assert op(x, tensors[:-1], numbers, [1e-5] * len(models), None) is None
-    assert op(x[:, :8], tensors, numbers, [1e-5] * len(models), None) is None
+        assert all(same_bits(ours, op(x, tensors, numbers, floats, residual_too)) for _ in range(3))
+    assert op(x, tensors, numbers, floats, added[:1]) is None
+    assert op(x, tensors[:-1], numbers, floats, None) is None
+    assert op(x[:, :8], tensors, numbers, floats, None) is None
     with torch.autocast(DEVICE, dtype):
-        assert op(x, tensors, numbers, [1e-5] * len(models), None) is None
+        assert op(x, tensors, numbers, floats, None) is None
 
 
 @torch.no_grad()
