@@ -316,7 +316,7 @@ def test_the_short_way_is_the_same_function(name: str) -> None:
         torch.testing.assert_close(directly(model, x)(model), model(x), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("folding", ("fused", "matmul"))
+@pytest.mark.parametrize("folding", ("fused", "matmul", "scaled"))
 @pytest.mark.parametrize("name", [name for name in PROVED if CASES[name].dtype is torch.float32])
 @pytest.mark.usefixtures("stand_in")
 def test_no_region_gets_a_relu_that_it_has_not(name: str, folding: str) -> None:
@@ -364,6 +364,28 @@ def test_the_short_way_declines() -> None:
         assert way(model) is None
         handle.remove()
         assert way(model) is not None
+
+
+@pytest.mark.parametrize("activation", (nn.ReLU, nn.SiLU, nn.Hardswish, nn.Tanh))
+@pytest.mark.usefixtures("stand_in")
+def test_our_kernel_ends_in_what_a_child_is_now(activation: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the short way where it has no parameters and nobody has changed it."""
+    model, x = drawn(lambda: Block(conv(8), nn.BatchNorm2d(8), activation())), torch.randn(2, 6, 9, 8)
+    fast = swapped_with(model, "scaled")
+    short = direct_way(compiled_of(Block, undecided(model, "scaled").swaps[0].match.attributes)[0])
+    assert short is not None
+    with torch.no_grad():
+        assert (short(fast._modules, x) is None) == (activation is nn.Tanh)
+        torch.testing.assert_close(fast(x), model(x))
+        for one in (model, fast):
+            one.act = nn.SiLU()
+        torch.testing.assert_close(fast(x), model(x))
+        assert short(fast._modules, x) is not None
+        fast.act.register_forward_hook(lambda *_: None)
+        assert short(fast._modules, x) is None
+        fast.act = model.act
+        monkeypatch.setattr(nn.SiLU, "forward", lambda self, x: x)
+        assert short(fast._modules, x) is None
 
 
 def _set_cudnn_deterministic(to: bool) -> None:

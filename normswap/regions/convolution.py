@@ -99,8 +99,8 @@ class Directly:
             return None
         own, statistics, affine = c["_parameters"], n["_buffers"], n["_parameters"]
         try:
-            tensors = own["weight"], own["bias"], statistics["running_mean"], statistics["running_var"]
-            tensors += affine["weight"], affine["bias"]
+            kept = statistics["running_mean"], statistics["running_var"], affine["weight"], affine["bias"]
+            tensors = own["weight"], own["bias"], *kept
         except KeyError:  # it is kept elsewhere
             return None
         if not numbers or tensors[0] is None or not _KNOWN.issuperset(map(type, (*tensors, behind))):

@@ -17,7 +17,7 @@ def with_successors(made: Sequence[Any], regions: Sequence[Region], stands: Call
     for index, one in enumerate(made):
         (user,) = one.last.users if len(one.last.users) == 1 else (None,)
         following = starts.get(id(user)) if one.convolution and not regions[index].has("residual") else None
-        if following is None or user.stretch != one.last.stretch:
+        if following is None or user is None or user.stretch != one.last.stretch:
             continue
         both = replace(made[following], ops=[*one.ops, *made[following].ops])
         if stands(both):
