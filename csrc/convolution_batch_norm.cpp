@@ -166,11 +166,10 @@ OptionalTensor scaled(const Tensor& input, const Site& s, const OptionalTensor& 
   c.conv_weight = weight.const_data_ptr();
   c.residual = data_or_null(residual);
   c.out = made->mutable_data_ptr();
-  c.conv_bias = vector_of(s.bias);
-  c.weight = vector_of(s.norm_weight);
-  c.bias = vector_of(s.norm_bias);
-  c.running_mean = vector_of(s.running_mean);
-  c.running_var = vector_of(s.running_var);
+  int value = 0;
+  for (const OptionalTensor& t : {s.running_var, s.running_mean, s.norm_weight, s.norm_bias, s.bias}) {
+    c.of_channels[value++] = vector_of(t);
+  }
   c.eps = s.eps;
   c.batch = narrow(sizes[0]);
   c.height = narrow(input.size(2));

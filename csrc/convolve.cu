@@ -13,6 +13,9 @@ namespace {
 
 constexpr int kDepth = 64;            // channels of a tap that are multiplied at once: 128 bytes a row
 constexpr int kChunks = kDepth / 8;   // of 16 bytes
+// What an output channel has beside its weights, in the order in which it is kept.
+enum Value { kVariance, kMean, kWeight, kBias, kConvBias, kValues };
+
 constexpr int kWarpAcross = 32;      // output channels of a warp
 
 // Down: pixels of a block's tile, Across: its output channels; Stages of operands in flight.
@@ -23,7 +26,7 @@ struct Tile {
   static constexpr int Threads = 32 * WarpsDown * WarpsAcross;
   static constexpr int Stride = Threads / kChunks;  // rows that the threads copy at once
   static constexpr int StageBytes = (Down + Across) * kDepth * 2;
-  static constexpr int Bytes = Stages * StageBytes + 2 * Across * 4;
+  static constexpr int Bytes = Stages * StageBytes + kValues * Across * 4;
   static constexpr int Blocks = 227 * 1024 / (Bytes + 1024);  // of a multiprocessor of sm_90
   static_assert(Down % Stride == 0 && Across % Stride == 0 && Down * Across * 2 <= StageBytes);
 };
@@ -46,11 +49,11 @@ __device__ inline void load_matrices(unsigned (&out)[4], const void* shared) {
 template <class T>
 __device__ inline void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   if constexpr (std::is_same_v<T, __half>) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
@@ -150,11 +153,18 @@ __device__ inline void multiply(const T* pixels, const T* channels, float (&sums
   }
 }
 
+// What the norm does to the sum of a channel, of which `values` are Across apart.
+template <int Across>
+__device__ inline float2 scale_and_shift(const float* values, double eps) {
+  const auto value = [&](Value which) { return values[which * Across]; };
+  const float scale = rsqrtf(value(kVariance) + static_cast<float>(eps)) * value(kWeight);
+  return {scale, fmaf(scale, value(kConvBias) - value(kMean), value(kBias))};
+}
+
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::Threads, Tile::Blocks) convolve_tiles(const Convolve c) {
   extern __shared__ __align__(128) char memory[];
-  float* gains = reinterpret_cast<float*>(memory + Tile::Stages * Tile::StageBytes);
-  float* shifts = gains + Tile::Across;
+  float* values = reinterpret_cast<float*>(memory + Tile::Stages * Tile::StageBytes);
   const auto pixels_of = [&](int stage) { return reinterpret_cast<T*>(memory + stage * Tile::StageBytes); };
   const int blocks_across = (c.out_channels + Tile::Across - 1) / Tile::Across;
   const int first_channel = static_cast<int>(blockIdx.x) % blocks_across * Tile::Across;
@@ -177,12 +187,10 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::Blocks) convolve_tiles(co
 #pragma unroll
   for (int stage = 0; stage < Tile::Stages - 1; ++stage) fetch(stage);
 
-  for (int i = threadIdx.x; i < Tile::Across; i += Tile::Threads) {
-    const int channel = min(first_channel + i, c.out_channels - 1);
-    const float variance = channel_value(c.running_var, channel, 1.f), mean = channel_value(c.running_mean, channel, 0.f);
-    const float weight = channel_value(c.weight, channel, 1.f), bias = channel_value(c.bias, channel, 0.f);
-    gains[i] = rsqrtf(variance + static_cast<float>(c.eps)) * weight;
-    shifts[i] = fmaf(gains[i], channel_value(c.conv_bias, channel, 0.f) - mean, bias);
+  // A value a thread: one latency, not five.
+  for (int i = threadIdx.x; i < kValues * Tile::Across; i += Tile::Threads) {
+    const int which = i / Tile::Across, channel = min(first_channel + i % Tile::Across, c.out_channels - 1);
+    values[i] = channel_value(c.of_channels[which], channel, which == kWeight ? 1.f : 0.f);
   }
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -204,13 +212,15 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::Blocks) convolve_tiles(co
 #pragma unroll
   for (int j = 0; j < kWarpAcross / 8; ++j) {
     const int channel = across + 8 * j + lane % 4 * 2;
-    const float2 gain = *reinterpret_cast<const float2*>(gains + channel), shift = *reinterpret_cast<const float2*>(shifts + channel);
+    const float2 low_by = scale_and_shift<Tile::Across>(values + channel, c.eps);
+    const float2 high_by = scale_and_shift<Tile::Across>(values + channel + 1, c.eps);
 #pragma unroll
     for (int i = 0; i < Tile::WarpDown / 16; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         T* at = tile + place<Tile>(down + 16 * i + 8 * half + lane / 4, channel / 8) + channel % 8;
-        float low = fmaf(sums[i][j][2 * half], gain.x, shift.x), high = fmaf(sums[i][j][2 * half + 1], gain.y, shift.y);
+        float low = fmaf(sums[i][j][2 * half], low_by.x, low_by.y);
+        float high = fmaf(sums[i][j][2 * half + 1], high_by.x, high_by.y);
         if (c.residual != nullptr) low += to_float(at[0]), high += to_float(at[1]);
         if (rectified) low = low < 0.f ? 0.f : low, high = high < 0.f ? 0.f : high;  // a NaN stays
         *reinterpret_cast<unsigned*>(at) = pair_bits<T>(low, high);
@@ -235,22 +245,30 @@ cudaError_t launch_tiles(const Convolve& c, cudaStream_t stream) {
   return launch_block<convolve_tiles<T, Tile>>(c, {grid_of(blocks_of<Tile>(c)), Tile::Threads, Tile::Bytes, 1, false}, stream);
 }
 
-// The largest tiles of which there is one for every multiprocessor. The sums do not depend on it.
+// How long tiles of this size take, in products of the busiest multiprocessor, of which small tiles need more time each.
+template <class Tile>
+double time_of(const Convolve& c, int multiprocessors) {
+  const double rounds = static_cast<double>((blocks_of<Tile>(c) + multiprocessors - 1) / multiprocessors);
+  return rounds * Tile::Down * Tile::Across * (1.0 + 8.0 / Tile::Down + 8.0 / Tile::Across);
+}
+
+// Tiles of the size that takes least; the sums do not depend on it.
 template <class T>
-cudaError_t launch_largest(const Convolve& c, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_fastest(const Convolve& c, int multiprocessors, cudaStream_t stream) {
   using Large = Tile<128, 128, 3, 64>;
   using Tall = Tile<128, 64, 3, 64>;
   using Small = Tile<64, 64, 4, 32>;
-  if (c.out_channels > Tall::Across && blocks_of<Large>(c) >= multiprocessors) return launch_tiles<T, Large>(c, stream);
-  if (blocks_of<Tall>(c) >= multiprocessors) return launch_tiles<T, Tall>(c, stream);
-  return launch_tiles<T, Small>(c, stream);
+  const double large = time_of<Large>(c, multiprocessors), tall = time_of<Tall>(c, multiprocessors);
+  const double small = time_of<Small>(c, multiprocessors);
+  if (large <= tall && large <= small) return launch_tiles<T, Large>(c, stream);
+  return tall <= small ? launch_tiles<T, Tall>(c, stream) : launch_tiles<T, Small>(c, stream);
 }
 
 }  // namespace
 
 cudaError_t convolve(const Convolve& c, int multiprocessors, cudaStream_t stream) {
-  if (c.dtype == DType::f16) return launch_largest<__half>(c, multiprocessors, stream);
-  if (c.dtype == DType::bf16) return launch_largest<__nv_bfloat16>(c, multiprocessors, stream);
+  if (c.dtype == DType::f16) return launch_fastest<__half>(c, multiprocessors, stream);
+  if (c.dtype == DType::bf16) return launch_fastest<__nv_bfloat16>(c, multiprocessors, stream);
   return cudaErrorInvalidValue;
 }
 

@@ -13,7 +13,7 @@ struct Convolve {
   const void* conv_weight;
   const void* residual;  // laid out as the output; null: none
   void* out;
-  ChannelVector conv_bias, weight, bias, running_mean, running_var;
+  ChannelVector of_channels[5];  // running_var, running_mean, weight, bias, the convolution's bias
   double eps;
   int batch, height, width, channels, out_height, out_width, out_channels;
   int kernel[2], stride[2], padding[2], dilation[2];

@@ -30,11 +30,12 @@ def timed_as(monkeypatch: pytest.MonkeyPatch, us: dict[str, float]) -> list[Any]
     """Every way takes what ``us`` says, 9 where it says nothing; the calls that were timed."""
     calls: list[Any] = []
 
-    def times_us(place: Any, call: Any, ways: Any, by_host: bool) -> dict[str, float]:
+    def costs(place: Any, call: Any, ways: Any) -> dict[str, Cost]:
         calls.append(call)
-        return {way: us.get(way, 9.0) for way in ways}
+        return {way: Cost(us.get(way, 9.0), us.get(way, 9.0)) for way in ways}
 
-    monkeypatch.setattr(foldings, "_times_us", times_us)
+    monkeypatch.setattr(foldings, "_costs", costs)
+    monkeypatch.setattr(foldings, "_waiting", lambda places, run: Waiting(100.0, 100.0))
     return calls
 
 
@@ -65,16 +66,31 @@ def test_statements_lose_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decided(drawn(made))[0].swaps == ()
 
 
-@pytest.mark.parametrize(("host_us", "chosen"), ((50.0, "folded"), (5.0, "apart")))
-def test_the_host_counts_where_the_model_waits_for_it(
+@pytest.mark.parametrize(("host_us", "chosen"), ((500.0, "folded"), (45.0, "folded"), (5.0, "apart")))
+def test_the_host_counts_as_far_as_the_model_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, host_us: float, chosen: str
 ) -> None:
     """``folded`` costs the device 20 us and the host 20, every other way the device 10 and the host 30."""
     monkeypatch.setattr(foldings, "machine_for", lambda devices: object())
-    monkeypatch.setattr(foldings, "waiting", lambda machine, run: Waiting(10.0, host_us))
+    monkeypatch.setattr(foldings, "waiting", lambda machine, run: Waiting(30.0, host_us))
     monkeypatch.setattr(foldings, "costs", lambda machine, functions: [Cost(20.0, 20.0)] + [Cost(10.0, 30.0)] * 2)
     _, found = decided(drawn(lambda: nn.Sequential(Block(conv(), bn()))))
     assert found == (["0: conv + bn + act folded"] if chosen == "folded" else ["0: bn + act"])
+
+
+def test_only_so_many_serve_the_host_as_the_device_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two blocks gains the host 20 us for 2 of the device's, the other for 200."""
+    monkeypatch.setattr(foldings, "machine_for", lambda devices: object())
+    monkeypatch.setattr(foldings, "waiting", lambda machine, run: Waiting(50.0, 100.0))
+    model = drawn(lambda: nn.Sequential(Block(conv(), bn()), written(residual)(conv(), bn())))
+
+    def by_residual(place: Any, call: Any, ways: Any) -> Any:
+        dear = place.compiled.region.has("residual")
+        return {way: Cost(10.0, 30.0) if way != "folded" else Cost(210.0 if dear else 12.0, 10.0) for way in ways}
+
+    monkeypatch.setattr(foldings, "_costs", by_residual)
+    _, found = decided(model)
+    assert found == ["0: conv + bn + act folded", "1: bn + residual + act"]
 
 
 def test_of_the_alike_the_same_one_is_taken_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +139,7 @@ def test_no_memory_and_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(foldings, "_times_us", out_of_memory)
+    monkeypatch.setattr(foldings, "_waiting", out_of_memory)
     assert any("fused" in line for line in decided(model)[1])
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     with pytest.raises(RuntimeError):

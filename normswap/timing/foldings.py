@@ -1,14 +1,14 @@
 """How each convolution with a norm behind it is computed: what is right on the example inputs and fastest on the device
 there, and as it was where nothing is.
 
-The device's times are steady, so that equal runs decide alike; of a model that waits for its host, what a way costs
-that counts as well. Whether the whole model gains is asked afterwards.
+What a way costs the device and the host is weighed so that the whole model, which waits for the slower of the two, is
+done soonest. Whether it gains is asked afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,8 +28,9 @@ from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region
 from normswap.sites import preserved
 from normswap.timing.candidate import Code, Recorder, as_called
+from normswap.timing.choose import Waiting
 from normswap.timing.decision import machine_for, takes_gradients
-from normswap.timing.hidden import costs
+from normswap.timing.hidden import NO_COST, Cost, costs
 from normswap.timing.model import waiting
 from normswap.timing.sites import looks
 
@@ -37,7 +38,9 @@ APART = "apart"
 """The convolution as it is, and what stands behind it as one op."""
 STATEMENTS = "statements"
 _MARGIN = 0.03
-"""By so much, as a share, must the device be faster for a way to be taken before one that stands earlier."""
+"""By so much, as a share, must a way be faster to be taken before one that stands earlier."""
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of the host's time in what the ways are judged by; the rest is the device's."""
 
 
 def decide_foldings(model: nn.Module, plan: Plan, run: Callable[[], Any] | None, *, timed: bool) -> Plan:
@@ -55,7 +58,7 @@ def decide_foldings(model: nn.Module, plan: Plan, run: Callable[[], Any] | None,
                 with _listening(owners.values()):
                     run()
                 reached = [place for place in places if place.form is not None]
-                _decide(reached, timed, timed and _waits_for_host(reached, run))
+                _decide(reached, _waiting(reached, run) if timed else None)
         except torch.OutOfMemoryError:
             for place in places:
                 place.chosen = ""
@@ -165,40 +168,55 @@ def _listening(owners: Any) -> Iterator[None]:
             owner.module.__dict__.pop(owner.method, None)
 
 
-def _waits_for_host(places: Sequence[_Place], run: Callable[[], Any]) -> bool:
-    """Whether ``run``, one of the model, has its device wait for its host."""
+def _waiting(places: Sequence[_Place], run: Callable[[], Any]) -> Waiting | None:
+    """What ``run``, one of the model with the statements of all places, costs; None where nothing can be timed."""
     machine = machine_for(sorted({call.device for place in places for call in place.recorder.calls}, key=str))
-    return machine is not None and waiting(machine, run).bound == "host"
+    return None if machine is None else waiting(machine, run)
 
 
-def _decide(places: Sequence[_Place], timed: bool, by_host: bool) -> None:
-    """Choose for every place; calls of equal keys are timed once. ``by_host``: the host's time counts."""
-    known: dict[Hashable, dict[str, float]] = {}
+def _decide(places: Sequence[_Place], whole: Waiting | None) -> None:
+    """Choose for every place; calls of equal keys are timed once. ``whole``: the model with none chosen; None: the
+    default is."""
+    known: dict[Hashable, dict[str, Cost]] = {}
+    found: list[dict[str, Cost]] = []
     for place in places:
         ways = place.ways()
-        totals = dict.fromkeys(ways, 0.0)
-        for call, count in place.recorder.calls.items() if timed else ():
+        totals = dict.fromkeys(ways, NO_COST)
+        for call, count in place.recorder.calls.items() if whole is not None else ():
             if (key := (place.key(), call)) not in known:
-                known[key] = _times_us(place, call, ways, by_host)
-            for way, us in known[key].items():
-                totals[way] += count * us
-        place.chosen = _first_of_the_fastest(totals) if any(totals.values()) else place.default()
+                known[key] = _costs(place, call, ways)
+            for way, cost in known[key].items():
+                totals[way] += cost * count
+        found.append(totals)
+    share = 0.0 if whole is None else min(SHARES, key=lambda share: _waits_us(found, whole, share))
+    for place, totals in zip(places, found, strict=True):
+        is_timed = any(cost.device_us for cost in totals.values())
+        place.chosen = _first_of_the_fastest(totals, share) if is_timed else place.default()
 
 
-def _times_us(place: _Place, call: Any, ways: Sequence[str], by_host: bool) -> dict[str, float]:
-    """Microseconds of the device for a ``call`` in each way, or ``by_host`` of what is longer, that or the host's; none
-    where nothing can be timed."""
+def _waits_us(found: Sequence[Mapping[str, Cost]], whole: Waiting, share: float) -> float:
+    """What the model would wait for if every place were decided by ``share``."""
+    device_us, host_us = whole.device_us, whole.host_us
+    for totals in found:
+        before, after = totals[STATEMENTS], totals[_first_of_the_fastest(totals, share)]
+        device_us += after.device_us - before.device_us
+        host_us += after.host_us - before.host_us
+    return max(device_us, host_us)
+
+
+def _costs(place: _Place, call: Any, ways: Sequence[str]) -> dict[str, Cost]:
+    """What a ``call`` costs in each way; nothing where nothing can be timed."""
     machine = machine_for([call.device])
     if machine is None:
         return {}
     with torch.inference_mode(False), torch.no_grad(), as_called(call):
         inputs = call.made()
         functions = [call.function(place.code(way), inputs, False) for way in ways]
-        found = zip(ways, costs(machine, functions), strict=True)
-        return {way: max(cost.device_us, cost.host_us if by_host else 0.0) for way, cost in found}
+        return dict(zip(ways, costs(machine, functions), strict=True))
 
 
-def _first_of_the_fastest(us: dict[str, float]) -> str:
-    """The fastest, or one that stands before it and is as fast within the margin."""
+def _first_of_the_fastest(totals: Mapping[str, Cost], share: float) -> str:
+    """The fastest, or one that stands before it and is as fast within the margin; ``share``: that of the host."""
+    us = {way: (1.0 - share) * cost.device_us + share * cost.host_us for way, cost in totals.items()}
     least = min(us.values())
     return next(way for way, found in us.items() if found <= (1.0 + _MARGIN) * least)
