@@ -16,13 +16,12 @@ constexpr int kChunks = kDepth / 8;   // of 16 bytes
 // What an output channel has beside its weights, in the order in which it is kept.
 enum Value { kVariance, kMean, kWeight, kBias, kConvBias, kValues };
 
-constexpr int kWarpAcross = 32;      // output channels of a warp
-
-// Down: pixels of a block's tile, Across: its output channels; Stages of operands in flight.
-template <int kDown, int kAcross, int kStageCount, int kWarpPixels>
+// Down: pixels of a block's tile, Across: its output channels; the same of a warp's; Stages of operands in flight.
+template <int kDown, int kAcross, int kWarpDown, int kWarpAcross, int kStageCount>
 struct Tile {
-  static constexpr int Down = kDown, Across = kAcross, Stages = kStageCount, WarpDown = kWarpPixels;
-  static constexpr int WarpsDown = Down / WarpDown, WarpsAcross = Across / kWarpAcross;
+  static constexpr int Down = kDown, Across = kAcross, Stages = kStageCount;
+  static constexpr int WarpDown = kWarpDown, WarpAcross = kWarpAcross;
+  static constexpr int WarpsDown = Down / WarpDown, WarpsAcross = Across / WarpAcross;
   static constexpr int Threads = 32 * WarpsDown * WarpsAcross;
   static constexpr int Stride = Threads / kChunks;  // rows that the threads copy at once
   static constexpr int StageBytes = (Down + Across) * kDepth * 2;
@@ -132,13 +131,14 @@ __device__ inline int place(int row, int chunk) {
 
 // A warp's sums of a stage: fragments of 16 pixels by 8 channels.
 template <class T, class Tile>
-__device__ inline void multiply(const T* pixels, const T* channels, float (&sums)[Tile::WarpDown / 16][kWarpAcross / 8][4]) {
+__device__ inline void multiply(const T* pixels, const T* channels,
+                                float (&sums)[Tile::WarpDown / 16][Tile::WarpAcross / 8][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < kDepth / 16; ++k) {
-    unsigned b[kWarpAcross / 16][4];
+    unsigned b[Tile::WarpAcross / 16][4];
 #pragma unroll
-    for (int j = 0; j < kWarpAcross / 16; ++j) {
+    for (int j = 0; j < Tile::WarpAcross / 16; ++j) {
       const int row = 16 * j + lane % 8 + lane / 16 * 8;
       load_matrices(b[j], channels + row * kDepth + 8 * swizzled(row, 2 * k + lane / 8 % 2));
     }
@@ -148,7 +148,7 @@ __device__ inline void multiply(const T* pixels, const T* channels, float (&sums
       const int row = 16 * i + lane % 16;
       load_matrices(a, pixels + row * kDepth + 8 * swizzled(row, 2 * k + lane / 16));
 #pragma unroll
-      for (int j = 0; j < kWarpAcross / 8; ++j) multiply_add<T>(sums[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+      for (int j = 0; j < Tile::WarpAcross / 8; ++j) multiply_add<T>(sums[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
   }
 }
@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::Blocks) convolve_tiles(co
   }
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int down = warp / Tile::WarpsAcross * Tile::WarpDown, across = warp % Tile::WarpsAcross * kWarpAcross;
-  float sums[Tile::WarpDown / 16][kWarpAcross / 8][4] = {};
+  const int down = warp / Tile::WarpsAcross * Tile::WarpDown, across = warp % Tile::WarpsAcross * Tile::WarpAcross;
+  float sums[Tile::WarpDown / 16][Tile::WarpAcross / 8][4] = {};
   for (int stage = 0; stage < stages; ++stage) {
     wait_for_all_but<Tile::Stages - 2>();
     __syncthreads();
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(Tile::Threads, Tile::Blocks) convolve_tiles(co
   T* tile = pixels_of(stages % Tile::Stages);
   const bool rectified = c.activation.code == Activation::relu;
 #pragma unroll
-  for (int j = 0; j < kWarpAcross / 8; ++j) {
+  for (int j = 0; j < Tile::WarpAcross / 8; ++j) {
     const int channel = across + 8 * j + lane % 4 * 2;
     const float2 low_by = scale_and_shift<Tile::Across>(values + channel, c.eps);
     const float2 high_by = scale_and_shift<Tile::Across>(values + channel + 1, c.eps);
@@ -255,9 +255,9 @@ double time_of(const Convolve& c, int multiprocessors) {
 // Tiles of the size that takes least; the sums do not depend on it.
 template <class T>
 cudaError_t launch_fastest(const Convolve& c, int multiprocessors, cudaStream_t stream) {
-  using Large = Tile<128, 128, 3, 64>;
-  using Tall = Tile<128, 64, 3, 64>;
-  using Small = Tile<64, 64, 4, 32>;
+  using Large = Tile<128, 128, 64, 64, 3>;
+  using Tall = Tile<128, 64, 64, 32, 3>;
+  using Small = Tile<64, 64, 32, 32, 4>;
   const double large = time_of<Large>(c, multiprocessors), tall = time_of<Tall>(c, multiprocessors);
   const double small = time_of<Small>(c, multiprocessors);
   if (large <= tall && large <= small) return launch_tiles<T, Large>(c, stream);
