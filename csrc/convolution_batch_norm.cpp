@@ -268,7 +268,8 @@ OptionalTensor convolutions_batch_norm_eval_or_none(const Tensor& input, std::ve
 // Under autocast a convolution casts what it is given.
 OptionalTensor none_under_autocast(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, int64_t, int64_t, int64_t,
                                    int64_t, int64_t, int64_t, const OptionalTensor&, const OptionalTensor&,
-                                   const OptionalTensor&, const OptionalTensor&, double, const OptionalTensor&, int64_t, double, double, int64_t) {
+                                   const OptionalTensor&, const OptionalTensor&, double, const OptionalTensor&, int64_t,
+                                   double, double, int64_t) {
   return std::nullopt;
 }
 

@@ -120,7 +120,8 @@ __device__ inline void each_chunk(const Convolve& c, int64_t first_pixel, int fi
 #pragma unroll 4
   for (int i = threadIdx.x; i < Tile::Down * across; i += Tile::Threads) {
     const int row = i / across, chunk = i % across, channel = first_channel + 8 * chunk;
-    if (first_pixel + row < pixels && channel < c.out_channels) each(row, chunk, (first_pixel + row) * c.out_channels + channel);
+    if (first_pixel + row >= pixels || channel >= c.out_channels) continue;
+    each(row, chunk, (first_pixel + row) * c.out_channels + channel);
   }
 }
 
@@ -148,7 +149,9 @@ __device__ inline void multiply(const T* pixels, const T* channels,
       const int row = 16 * i + lane % 16;
       load_matrices(a, pixels + row * kDepth + 8 * swizzled(row, 2 * k + lane / 16));
 #pragma unroll
-      for (int j = 0; j < Tile::WarpAcross / 8; ++j) multiply_add<T>(sums[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+      for (int j = 0; j < Tile::WarpAcross / 8; ++j) {
+        multiply_add<T>(sums[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+      }
     }
   }
 }
