@@ -72,13 +72,14 @@ void run_lines(GroupBackward n, const Elements& e, Regime regime) {
   check_launch(launch_lines(n, plan, gpu.overlap, stream_of(e.input)));
 }
 
-void run_channels_last(GroupBackward n, const Elements& e) {
+void run_channels_last(GroupBackward n, const Elements& e, Regime regime) {
+  const Gpu gpu = gpu_of(e.input.get_device_index());
   GroupColumnsPlan plan;
-  if (make_group_columns_plan(n.sizes, gpu_of(e.input.get_device_index()), &plan)) {
+  if (make_group_columns_plan(n.sizes, gpu, regime, &plan)) {
     e.put_into(n);
     const Tensor workspace = scratch(e.input, group_columns_workspace(plan, n.sizes));
     n.workspace = workspace.mutable_data_ptr();
-    check_launch(launch_columns(n, plan, gpu_of(e.input.get_device_index()).overlap, stream_of(e.input)));
+    check_launch(launch_columns(n, plan, gpu.overlap, stream_of(e.input)));
     return;
   }
   // Groups too wide for a block: by way of the other layout.
@@ -117,7 +118,7 @@ void run_backward(const Tensor& grad, const Tensor& input, const OptionalTensor&
   STD_TORCH_CHECK(n.sizes.spatial < (int64_t{1} << 31) && channels < (int64_t{1} << 31), kOp,
                   ": there must be fewer than 2^31 channels, of fewer than 2^31 elements each");
   const Elements elements{on_boundary(grad), on_boundary(input), on_boundary(residual), grad_input, grad_residual};
-  if (channels_last) return run_channels_last(n, elements);
+  if (channels_last) return run_channels_last(n, elements, static_cast<Regime>(regime));
   run_lines(n, elements, static_cast<Regime>(regime));
 }
 
@@ -180,6 +181,22 @@ extern "C" __attribute__((visibility("default"))) int normswap_group_backward_pl
                             p.line_pieces,  p.group_pieces, p.groups, p.block_pieces,  p.cluster, p.block_lines,
                             p.block_elements, p.threads, p.shared,   p.lag,            p.grid,
                             normswap::group_backward_workspace(p, s)};
+  for (const int64_t value : values) *out++ = value;
+  return 1;
+}
+
+// The same of a channels_last one: (vec, width, lanes, side, half_rows, sum_rows, thread_rows, piece_rows, strips, slabs,
+// pieces, bunches, held_bytes, lag, shared, blocks, workspace bytes).
+extern "C" __attribute__((visibility("default"))) int normswap_group_columns_plan(
+    int64_t batch, int64_t channels, int64_t spatial, int64_t num_groups, int itemsize, int grad_itemsize, int clusters,
+    int shared, int multiprocessors, int regime, int64_t* out) {
+  const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, multiprocessors, multiprocessors > 0};
+  const normswap::GroupSizes s{batch, channels, spatial, num_groups, itemsize, grad_itemsize};
+  normswap::GroupColumnsPlan p;
+  if (!normswap::make_group_columns_plan(s, gpu, static_cast<normswap::Regime>(regime), &p)) return 0;
+  const int64_t values[] = {p.vec,     p.width,   p.lanes,      p.side, p.half_rows, p.sum_rows, p.thread_rows, p.piece_rows,
+                            p.strips,  p.slabs,   p.pieces,     p.bunches, p.held_bytes, p.lag,  p.shared,      p.blocks,
+                            normswap::group_columns_workspace(p, s)};
   for (const int64_t value : values) *out++ = value;
   return 1;
 }

@@ -82,21 +82,24 @@ __device__ inline LineValues line_values(const GroupBackward& n, int64_t group, 
   return {n.mean[group], __fmul_rn(rstd, channel_value(n.weight, channel, 1.f)), bias, rstd};
 }
 
-// g of a vector: dy at first. `d`: x - mean. `at`: of the vector in the tensor. D: dtype of y and dy.
-template <class D, int V>
-__device__ inline void through_activation(const GroupBackward& n, int64_t at, const float (&d)[V], const float (&gain)[V],
-                                          const float (&bias)[V], float (&g)[V]) {
-  if (n.activation.code == Activation::none) return;
+// What follows the norm, where it is worth kernels of its own.
+enum class Behind { nothing, relu, any };
+
+// g of a vector: dy at first. `d`: x - mean. `residual`: the vector of it, if there is one. D: dtype of y and dy.
+template <class D, Behind B = Behind::any, int V>
+__device__ inline void through_activation(const GroupBackward& n, const Raw<D, V>& residual, const float (&d)[V],
+                                          const float (&gain)[V], const float (&bias)[V], float (&g)[V]) {
+  if (B == Behind::any && n.activation.code == Activation::none) return;
   float z[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) z[j] = rounded<D>(fmaf(d[j], gain[j], bias[j]));
   if (n.residual != nullptr) {
     float r[V];
-    Raw<D, V>::load(static_cast<const D*>(n.residual) + at).floats(r);
+    residual.floats(r);
 #pragma unroll
     for (int j = 0; j < V; ++j) z[j] = rounded<D>(__fadd_rn(z[j], r[j]));
   }
-  times_slope<D>(n.activation, z, g);
+  times_slope<D>(B == Behind::relu ? ActivationArgs{Activation::relu} : n.activation, z, g);
 }
 
 // What a group's elements need of its sums.

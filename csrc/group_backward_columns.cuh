@@ -7,46 +7,71 @@
 namespace normswap {
 namespace {
 
+__device__ inline void load_line_values(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared) {
+  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+    const LineValues line = line_values(a.n, of.group(a, c), of.channel + c);
+    shared.mean[c] = line.mean;
+    shared.gain[c] = line.gain;
+    shared.bias[c] = line.bias;
+  }
+}
+
 // The sums of a strip's channels in a piece, into the first row of shared.sums. The block calls. after(): once the vectors
 // are done with.
-template <bool Active, class T, class D, int V, class After>
-__device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared,
-                                  ColumnVectors<T, D, V>& vectors, After after) {
+template <Behind B, class Vectors, class After>
+__device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared, Vectors& vectors,
+                                  After after) {
+  using D = typename Vectors::D;
+  constexpr int V = Vectors::V;
   float sums[V] = {}, products[V] = {};
-  const ColumnSlopes<D, V, Active> slopes(vectors, shared);
-  vectors.template for_each<false>([&](const float (&x)[V], float (&g)[V], int64_t at) {
-    slopes.apply(a.n, at, x, g);
+  const ColumnSlopes<D, V, B> slopes(vectors, shared);
+  vectors.template for_each<false>([&](const float (&x)[V], float (&g)[V], const Raw<D, V>& residual, int64_t) {
+    slopes.apply(a.n, residual, x, g);
+    if constexpr (B != Behind::nothing) vectors.keep(g);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       sums[j] = __fadd_rn(sums[j], g[j]);
       products[j] = fmaf(g[j], __fsub_rn(x[j], slopes.mean[j]), products[j]);
     }
   });
-  const bool mine = vectors.row < a.p.side && vectors.lane * V < of.width;
-  float2* const to = shared.sums + vectors.row * a.p.width + vectors.lane * V;
-  if (mine) {
+  // Those of a warp's rows, then those of the warps; of rows wider than a warp, those of the rows.
+  const int lanes = a.p.lanes, row = static_cast<int>(threadIdx.x) % 32 / lanes;
+  for (int rows = lanes > 32 ? 1 : 32 / lanes, half = a.p.half_rows; half > 0; rows = half, half /= 2) {
+    const bool adds = row < half && row + half < rows;
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const float sum = __shfl_down_sync(kWholeWarp, sums[j], half * lanes);
+      const float product = __shfl_down_sync(kWholeWarp, products[j], half * lanes);
+      if (adds) sums[j] = __fadd_rn(sums[j], sum), products[j] = __fadd_rn(products[j], product);
+    }
+  }
+  if (vectors.row < a.p.side && (lanes > 32 || row == 0) && vectors.lane * V < of.width) {
+    float2* const to = shared.sums + (lanes > 32 ? vectors.row : threadIdx.x / 32) * a.p.width + vectors.lane * V;
 #pragma unroll
     for (int j = 0; j < V; ++j) to[j] = {sums[j], products[j]};
   }
   after();
-  for (int half = a.p.half_side; half > 0; half /= 2) {
-    __syncthreads();
-    if (!mine || vectors.row >= half || vectors.row + half >= a.p.side) continue;
-#pragma unroll
-    for (int j = 0; j < V; ++j) to[j] = plus(to[j], to[half * a.p.width + j]);
+  __syncthreads();
+  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+    float2 all = shared.sums[c];
+    for (int i = 1; i < a.p.sum_rows; ++i) all = plus(all, shared.sums[i * a.p.width + c]);
+    shared.sums[c] = all;
   }
   __syncthreads();
 }
 
 // The gradients of a piece.
-template <bool Active, class T, class D, int V>
-__device__ inline void piece_gradients(const ColumnsArgs& a, const ColumnsShared& shared, ColumnVectors<T, D, V>& vectors) {
-  const ColumnSlopes<D, V, Active> slopes(vectors, shared);
+template <Behind B, class Vectors>
+__device__ inline void piece_gradients(const ColumnsArgs& a, const ColumnsShared& shared, Vectors& vectors) {
+  using T = typename Vectors::T;
+  using D = typename Vectors::D;
+  constexpr int V = Vectors::V;
+  const ColumnSlopes<D, V, B> slopes(vectors, shared);
   float of_x[V], constant[V];
   vectors.values_of(shared.of_x, of_x);
   vectors.values_of(shared.constant, constant);
-  vectors.template for_each<true>([&](const float (&x)[V], float (&g)[V], int64_t at) {
-    slopes.apply(a.n, at, x, g);
+  vectors.template for_each<true>([&](const float (&x)[V], float (&g)[V], const Raw<D, V>& residual, int64_t at) {
+    if (!vectors.keeps()) slopes.apply(a.n, residual, x, g);
     if (a.n.dresidual != nullptr) Raw<D, V>::template store<true>(static_cast<D*>(a.n.dresidual) + at, g);
     if (a.n.dx == nullptr) return;
 #pragma unroll
@@ -90,9 +115,12 @@ __device__ inline bool unite_slab(const ColumnsArgs& a, const SlabPiece& of, con
   return true;
 }
 
-// What the sums of a slab are for. The block calls.
-__device__ inline void finish_slab(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared) {
-  if (a.line_sums != nullptr) {
+// What the sums of a slab are for: those of the `lines`, and take(group, its first channel of the strip, what its elements
+// need of its sums), which a warp calls. The block calls.
+template <class Take>
+__device__ inline void finish_slab(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared, bool lines,
+                                   Take take) {
+  if (lines && a.line_sums != nullptr) {
     for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
       const float2 sums = shared.sums[c];
       const float rstd = a.n.rstd[of.group(a, c)];
@@ -107,24 +135,19 @@ __device__ inline void finish_slab(const ColumnsArgs& a, const SlabPiece& of, co
       const float gain = shared.gain[first + i];
       return float2{__fmul_rn(shared.sums[first + i].x, gain), __fmul_rn(shared.sums[first + i].y, gain)};
     });
-    if (threadIdx.x % 32 == 0) {
-      const int64_t group = of.group(a, first);
-      const GroupValues values = GroupValues::of(sums, a.n.mean[group], a.n.rstd[group], a.reciprocal);
-      a.values[group] = {values.of_x, values.constant};
-      __threadfence();
-    }
+    const int64_t group = of.group(a, first);
+    take(group, first, GroupValues::of(sums, a.n.mean[group], a.n.rstd[group], a.reciprocal));
   }
   __syncthreads();
 }
 
-// Active: with an activation.
-template <class T, class D, int V, bool Active>
+template <class T, class D, int V, Behind B>
 __global__ void __launch_bounds__(kPassingThreads, kPassingBlocks) group_columns(const ColumnsArgs args) {
   extern __shared__ __align__(16) char memory[];
   __shared__ int heard;
   const ColumnsShared shared(args, reinterpret_cast<float*>(memory));
   const bool at_once = args.pieces == 1;
-  ColumnVectors<T, D, V> vectors(args);
+  ColumnVectors<T, D, V, B> vectors(args);
   const auto turn_of = [&](int ticket) {
     return args.gradients && !at_once ? Turn::of(ticket, args.slabs, args.pieces, args.lag)
                                       : Turn{false, ticket / args.pieces, ticket % args.pieces};
@@ -159,26 +182,25 @@ __global__ void __launch_bounds__(kPassingThreads, kPassingBlocks) group_columns
     };
     __syncthreads();
     tickets.ask();
-    for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
-      const LineValues line = line_values(args.n, of.group(args, c), of.channel + c);
-      shared.mean[c] = line.mean;
-      shared.gain[c] = line.gain;
-      shared.bias[c] = line.bias;
-    }
+    load_line_values(args, of, shared);
     if (turn.gradients) {
       wait_until_ready(args.ready + of.slab);
       load_values();
-      piece_gradients<Active>(args, shared, vectors);
+      piece_gradients<B>(args, shared, vectors);
       go_on();
       continue;
     }
     __syncthreads();
     const bool gradients_now = at_once && args.gradients;
-    piece_sums<Active>(args, of, shared, vectors, [&] {
+    piece_sums<B>(args, of, shared, vectors, [&] {
       if (!gradients_now) go_on();
     });
     if (!unite_slab(args, of, shared)) continue;
-    finish_slab(args, of, shared);
+    finish_slab(args, of, shared, true, [&](int64_t group, int, const GroupValues& values) {
+      if (threadIdx.x % 32 > 0) return;
+      args.values[group] = {values.of_x, values.constant};
+      __threadfence();
+    });
     if (!args.gradients) continue;
     if (!at_once) {
       if (threadIdx.x == 0) set_ready(args.ready + of.slab);
@@ -186,59 +208,9 @@ __global__ void __launch_bounds__(kPassingThreads, kPassingBlocks) group_columns
     }
     vectors.template begin<true, true>(of);
     load_values();
-    piece_gradients<Active>(args, shared, vectors);
+    piece_gradients<B>(args, shared, vectors);
     go_on();
   }
-}
-
-// --- launch --------------------------------------------------------------------------------------------------------
-
-inline ColumnsArgs columns_args(const GroupBackward& n, const GroupColumnsPlan& p) {
-  const GroupSizes& s = n.sizes;
-  ColumnsArgs a{};
-  a.n = n;
-  a.p = p;
-  a.group_width = static_cast<int>(s.channels / s.num_groups);
-  a.pieces = static_cast<int>(p.pieces);
-  a.bunches = static_cast<int>(p.bunches);
-  a.slabs = static_cast<int>(p.slabs);
-  a.lag = static_cast<int>(p.lag);
-  a.gradients = n.dx != nullptr || n.dresidual != nullptr;
-  a.tickets = a.slabs * a.pieces * (a.gradients && a.pieces > 1 ? 2 : 1);
-  a.reciprocal = 1.f / static_cast<float>(s.spatial * a.group_width);
-  a.values = static_cast<float2*>(n.workspace);
-  float2* room = a.values + s.batch * s.num_groups;
-  if (n.dweight.data != nullptr || n.dbias.data != nullptr) {
-    a.line_sums = room;
-    room += s.batch * s.channels;
-  }
-  a.piece_sums = room;
-  a.bunch_sums = a.piece_sums + p.slabs * p.pieces * p.width;
-  a.ticket = reinterpret_cast<unsigned*>(a.bunch_sums + p.slabs * p.bunches * p.width);
-  a.arrived = a.ticket + 1;
-  a.bunch_arrived = a.arrived + p.slabs * p.bunches;
-  a.ready = a.bunch_arrived + p.slabs;
-  return a;
-}
-
-template <class T, class D, int V>
-cudaError_t launch_columns_backward(const ColumnsArgs& a, bool overlap, cudaStream_t stream) {
-  const int64_t flags = 1 + a.p.slabs * (a.p.bunches + 2);
-  const cudaError_t error = cudaMemsetAsync(a.ticket, 0, flags * sizeof(unsigned), stream);
-  if (error != cudaSuccess) return error;
-  const LaunchShape shape{grid_of(a.tickets < a.p.blocks ? a.tickets : a.p.blocks), kPassingThreads, a.p.shared, 1, false};
-  const bool active = V == 1 || a.n.activation.code != Activation::none;
-  return active ? launch_block<group_columns<T, D, V, true>>(a, shape, stream)
-                : launch_block<group_columns<T, D, V, V == 1>>(a, shape, stream);
-}
-
-template <class T, class D>
-cudaError_t group_columns_of(const GroupBackward& n, const GroupColumnsPlan& p, bool overlap, cudaStream_t stream) {
-  const ColumnsArgs args = columns_args(n, p);
-  cudaError_t error = p.vec == 1 ? launch_columns_backward<T, D, 1>(args, overlap, stream)
-                                 : launch_columns_backward<T, D, 16 / static_cast<int>(sizeof(T))>(args, overlap, stream);
-  if (error == cudaSuccess) error = launch_sum_lines(n, args.line_sums, 1, overlap, stream);
-  return error == cudaSuccess ? cudaGetLastError() : error;
 }
 
 }  // namespace

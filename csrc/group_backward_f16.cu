@@ -1,4 +1,4 @@
-#include "group_backward_columns.cuh"
+#include "group_backward_columns_held.cuh"
 #include "group_backward_lines.cuh"
 
 cudaError_t normswap::group_backward_f16(const GroupBackward& n, const GroupBackwardPlan& plan, bool overlap,

@@ -38,9 +38,9 @@ struct GroupBackwardPlan {
   int64_t grid;
 };
 
-constexpr int kUnitsAPiece = 8;          // of a long line
+constexpr int kUnitsAPiece = 8;          // of a long line; twice that where no cluster holds a group
 constexpr int kRunsAPiece = 16;          // of 32 lanes: units of whole lines
-constexpr int kEach = 8;                 // vectors that a lane has of a unit, at most
+constexpr int kEach = 8;                 // vectors that a lane has of a unit, at most; the same
 constexpr int kHeldThreads = 512;
 constexpr int kPassingThreads = 256;
 constexpr int64_t kSpanBytes = 16384;    // held: of x and dy that a block has at least, if there is so much
@@ -83,11 +83,13 @@ inline GroupBackwardPlan cut_groups(const GroupSizes& s) {
   p.vec = s.spatial % full == 0 ? full : s.spatial % 4 == 0 ? 4 : 1;
   const int64_t vectors = s.spatial / p.vec, lanes = next_power_of_two(vectors);
   p.lanes = static_cast<int>(lanes < 32 ? lanes : 32);
+  // Passing goes from piece to piece: fewer and larger ones, of which the vectors are on their way ahead for longer.
+  const int larger = lines * s.spatial * (s.itemsize + s.grad_itemsize) > kMaxCluster * kHeldBytes ? 2 : 1;
   const int64_t each = ceil_div(vectors, p.lanes);
-  p.units = static_cast<int>(ceil_div(each, kEach));
+  p.units = static_cast<int>(ceil_div(each, larger * kEach));
   p.each = static_cast<int>(ceil_div(each, p.units));
   p.units = static_cast<int>(ceil_div(each, p.each));  // each of which has some
-  p.line_pieces = ceil_div(p.units, kUnitsAPiece);
+  p.line_pieces = ceil_div(p.units, larger * kUnitsAPiece);
   p.piece_units = static_cast<int>(ceil_div(p.units, p.line_pieces));
   p.line_pieces = ceil_div(p.units, p.piece_units);
   const int64_t room = kRunsAPiece * 32 / p.lanes / p.piece_units;
@@ -177,22 +179,28 @@ inline int64_t group_backward_workspace(const GroupBackwardPlan& p, const GroupS
   return group_line_sums(p, s) * 8 + passing;
 }
 
-// Channels last. A thread has `vec` channels and kRowsAThread rows of a piece.
+// Channels last. A thread has `vec` channels and thread_rows rows of a piece.
 struct GroupColumnsPlan {
   int vec, width, lanes;  // of a strip: channels (of the last maybe fewer), vectors
-  int side, half_side;    // rows that a block has side by side; the power of two below
-  int piece_rows;
+  int side, half_rows;    // rows that a block has side by side; of those of a warp the power of two below
+  int thread_rows, piece_rows;
   int64_t strips, slabs, pieces, bunches;  // slabs in all; pieces and bunches of a slab
-  int64_t lag;   // pieces by which the gradients follow the sums
-  int shared, blocks;  // blocks: at most
+  int held_bytes;  // held: of x and dy, of a block; else 0
+  int64_t lag;     // passing: pieces by which the gradients follow the sums
+  int shared;
+  int blocks;  // passing: at most
+  int sum_rows;  // of sums that a block keeps
 };
 
-constexpr int kRowsAThread = 16;
-constexpr int64_t kStripBytes = 128;     // of a row of x, by choice
-constexpr int64_t kFewRows = 64;         // up to so many: twice that, so that a block has more to do
+constexpr int kRowsAThread = 32;
+constexpr int64_t kStripBytes = 128, kStripHeld = 64;  // of a row of x, by choice
+constexpr int64_t kSlabBytes = 81920;                  // held: up to so many of x and dy, wider strips
+constexpr int kHeldColumnsBlocks = 2;                  // held: of a multiprocessor
+constexpr int kHeldColumnsBytes = 114688;              // held: of a block's shared memory
+constexpr int kRowsHeld = 16;                          // of a thread, at most
 
-// Returns false where a group is too wide for a block.
-inline bool make_group_columns_plan(const GroupSizes& s, const Gpu& gpu, GroupColumnsPlan* plan) {
+// Of strips about so wide. Returns false where a group is too wide for a block.
+inline bool cut_strips(const GroupSizes& s, int64_t strip_bytes, GroupColumnsPlan* plan) {
   GroupColumnsPlan p{};
   const int full = 16 / s.itemsize;
   const int64_t group = s.channels / s.num_groups;
@@ -200,21 +208,67 @@ inline bool make_group_columns_plan(const GroupSizes& s, const Gpu& gpu, GroupCo
   int64_t unit = group;  // the fewest channels that are whole groups and whole vectors
   while (unit % p.vec != 0) unit += group;
   if (unit / p.vec > kPassingThreads) return false;
-  const int64_t most = kPassingThreads * p.vec / unit * unit, strip = s.spatial > kFewRows ? kStripBytes : 2 * kStripBytes;
-  const int64_t wanted = ceil_div(strip / s.itemsize, unit) * unit;
+  const int64_t most = kPassingThreads * p.vec / unit * unit, wanted = ceil_div(strip_bytes / s.itemsize, unit) * unit;
   const int64_t width = wanted < most ? wanted : most;
   p.width = static_cast<int>(width < s.channels ? width : s.channels);
   p.lanes = p.width / p.vec;
-  p.side = kPassingThreads / p.lanes;
-  p.half_side = static_cast<int>(next_power_of_two(p.side) / 2);
-  p.piece_rows = p.side * kRowsAThread;
+  const int of_warp = 32 / p.lanes, warps = kPassingThreads / 32;
+  p.side = of_warp > 0 ? warps * of_warp : kPassingThreads / p.lanes;
+  p.half_rows = static_cast<int>(next_power_of_two(of_warp) / 2);
+  p.sum_rows = of_warp > 0 ? warps : p.side;
   p.strips = ceil_div(s.channels, p.width);
   p.slabs = s.batch * p.strips;
-  p.pieces = ceil_div(s.spatial, p.piece_rows);
-  p.bunches = ceil_div(p.pieces, kBunch);
-  p.lag = lag_of(p.slabs, p.pieces, kSlabPiecesBetween, gpu);
-  p.blocks = passing_blocks(gpu);
-  p.shared = 4 * 5 * static_cast<int>(ceil_div(p.width, 4) * 4) + 8 * p.side * p.width;
+  *plan = p;
+  return true;
+}
+
+inline void cut_pieces(const GroupSizes& s, int thread_rows, GroupColumnsPlan* p) {
+  p->thread_rows = thread_rows;
+  p->piece_rows = p->side * thread_rows;
+  p->pieces = ceil_div(s.spatial, p->piece_rows);
+  p->bunches = ceil_div(p->pieces, kBunch);
+}
+
+// Bytes of a block's shared memory besides x and dy (see ColumnsShared).
+inline int64_t columns_rest(const GroupColumnsPlan& p, int64_t pieces) {
+  return in_vectors(4 * 5 * ceil_div(p.width, 4) * 4 + 8 * (p.sum_rows + pieces) * p.width);
+}
+
+// Pieces such that a block holds one and a cluster a slab. Returns false where there are none.
+inline bool hold_columns(const GroupSizes& s, GroupColumnsPlan* p) {
+  const int64_t row = int64_t{kPassingThreads} * p->vec * (s.itemsize + s.grad_itemsize);  // one of each thread
+  const int64_t rows = ceil_div(s.spatial, p->side), rest = columns_rest(*p, kMaxCluster);
+  const int64_t fit = rest < kHeldColumnsBytes ? (kHeldColumnsBytes - rest) / row : 0, most = fit < kRowsHeld ? fit : kRowsHeld;
+  if (p->vec == 1 || most < 1 || ceil_div(rows, most) > kMaxCluster) return false;
+  cut_pieces(s, static_cast<int>(ceil_div(rows, ceil_div(rows, most))), p);
+  p->held_bytes = static_cast<int>(p->thread_rows * row);
+  p->shared = static_cast<int>(columns_rest(*p, p->pieces)) + p->held_bytes;
+  return true;
+}
+
+// A slab for a cluster. Returns false where none holds one.
+inline bool hold_strips(const GroupSizes& s, GroupColumnsPlan* p) {
+  const int64_t of_row = s.spatial * (s.itemsize + s.grad_itemsize), whole = s.channels * s.itemsize;
+  int64_t strip = kStripHeld;
+  while (2 * strip / s.itemsize * of_row <= kSlabBytes && strip < whole) strip *= 2;
+  return cut_strips(s, strip, p) && hold_columns(s, p);
+}
+
+// `regime`: split asks for passing. Returns false where a group is too wide for a block.
+inline bool make_group_columns_plan(const GroupSizes& s, const Gpu& gpu, Regime regime, GroupColumnsPlan* plan) {
+  GroupColumnsPlan p;
+  bool held = hold_strips(s, &p);
+  if (!held) {
+    if (!cut_strips(s, kStripBytes, &p)) return false;
+    cut_pieces(s, kRowsAThread, &p);
+  }
+  held = held && regime != Regime::split && gpu.shared >= kHeldColumnsBytes && (p.pieces == 1 || gpu.clusters);
+  if (!held) {
+    p.held_bytes = 0;
+    p.shared = static_cast<int>(columns_rest(p, 0));
+    p.lag = lag_of(p.slabs, p.pieces, kSlabPiecesBetween, gpu);
+    p.blocks = passing_blocks(gpu);
+  }
   *plan = p;
   return 2 * p.slabs * p.pieces <= 0x7fffffff;
 }

@@ -19,7 +19,7 @@ constexpr int kWarpsBackward16 = 12;
 constexpr int kMaxWarpsBackward = 12;
 constexpr int kSpread = 132;          // blocks that pieces are made for: an H100's multiprocessors
 constexpr int kSpreadClusters = 120;  // the same in large clusters, which leave some out: 15 of eight run at once
-constexpr int kMaxSlotsBackward = 4;
+constexpr int kMaxSlotsBackward = 3;
 constexpr int kSumsInFlight = 4;  // rows of which the sums may be under way between warps
 constexpr int kExchangeBytes = 4096;  // of shared memory, for these
 

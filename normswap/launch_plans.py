@@ -121,6 +121,32 @@ def group_backward_plan(
     return _plan("group_backward_plan", sizes, (itemsize, grad_itemsize, *gpu, regime), names)
 
 
+def group_columns_plan(
+    batch: int,
+    channels: int,
+    spatial: int,
+    num_groups: int,
+    itemsize: int,
+    grad_itemsize: int,
+    *,
+    clusters: bool,
+    shared: int = 101376,
+    multiprocessors: int = 128,
+    regime: int = 0,
+) -> dict[str, int] | None:
+    """The same of a channels_last group norm: strips of whole groups are cut into pieces of rows.
+
+    ``held_bytes`` of the result: of both, of the piece that a block keeps on chip; 0: they are read twice, as
+    ``regime`` 5 asks for. None where a group is too wide for a block.
+    """
+    names = (
+        *("vec", "width", "lanes", "side", "half_rows", "sum_rows", "thread_rows", "piece_rows"),
+        *("strips", "slabs", "pieces", "bunches", "held_bytes", "lag", "shared", "blocks", "workspace"),
+    )
+    sizes, gpu = (batch, channels, spatial, num_groups), (clusters, shared, multiprocessors)
+    return _plan("group_columns_plan", sizes, (itemsize, grad_itemsize, *gpu, regime), names)
+
+
 def batch_norm_plan(samples: int, channels: int, inner: int, itemsize: int) -> dict[str, int] | None:
     """How the kernels of BatchNorm in training cut ``samples`` rows of ``channels`` times ``inner`` columns (1 in
     channels_last memory) of elements of ``itemsize`` bytes; None where they cannot.

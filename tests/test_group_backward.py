@@ -231,3 +231,56 @@ def test_the_tree_depends_on_the_shape_alone() -> None:
             for batch, gpu, regime in itertools.product((1, 7), GPUS, (0, 3, 4, 5))
         ]
         assert len({tuple(p[name] for name in TREE) for p in plans if p is not None}) == 1
+
+
+COLUMNS = [*SIZES, *((16, 320, n, 32) for n in (256, 1024, 4096)), (64, 64, 12544, 32), (2, 4100, 25, 1), (3, 24, 5, 2)]
+CUT = (
+    "vec",
+    "width",
+    "lanes",
+    "side",
+    "half_rows",
+    "sum_rows",
+    "thread_rows",
+    "piece_rows",
+    "strips",
+    "pieces",
+    "bunches",
+)
+
+
+def test_plans_of_columns_cover_every_element_once_and_fit() -> None:
+    ways = set()
+    for sizes, gpu, (item, grad), regime in itertools.product(COLUMNS, GPUS, ((4, 4), (2, 2), (2, 4)), (0, 5)):
+        p = launch_plans.group_columns_plan(*sizes, item, grad, regime=regime, **gpu)
+        batch, channels, spatial, groups = sizes
+        if p is None:
+            assert channels // groups > 256
+            continue
+        assert channels % p["vec"] == 0 and p["width"] % p["vec"] == 0 and p["width"] % (channels // groups) == 0
+        assert p["strips"] * p["width"] >= channels > (p["strips"] - 1) * p["width"]
+        assert p["lanes"] * p["vec"] == p["width"] and p["slabs"] == batch * p["strips"]
+        assert p["side"] == (8 * (32 // p["lanes"]) if p["lanes"] <= 32 else 256 // p["lanes"])
+        assert p["sum_rows"] == (8 if p["lanes"] <= 32 else p["side"])
+        rows = max(1, 32 // p["lanes"])  # of a warp
+        assert p["half_rows"] < rows <= max(1, 2 * p["half_rows"])
+        assert p["piece_rows"] == p["side"] * p["thread_rows"]
+        assert p["pieces"] * p["piece_rows"] >= spatial > (p["pieces"] - 1) * p["piece_rows"]
+        assert p["shared"] <= gpu["shared"]
+        ways.add((p["held_bytes"] > 0, p["pieces"] > 1))
+        if p["held_bytes"]:
+            assert regime == 0 and p["pieces"] <= (8 if gpu["clusters"] else 1) and p["thread_rows"] <= 16
+            assert p["held_bytes"] == 256 * p["thread_rows"] * p["vec"] * (item + grad)
+        else:
+            pieces = p["slabs"] * p["pieces"]
+            assert p["pieces"] <= p["lag"] <= pieces and p["blocks"] == 2 * gpu["multiprocessors"]
+    assert ways == {(True, False), (True, True), (False, False), (False, True)}
+
+
+def test_the_cut_of_columns_depends_on_the_shape_alone() -> None:
+    for (_, *sizes), (item, grad) in itertools.product(COLUMNS, ((4, 4), (2, 2), (2, 4))):
+        plans = [
+            launch_plans.group_columns_plan(batch, *sizes, item, grad, regime=regime, **gpu)
+            for batch, gpu, regime in itertools.product((1, 7), GPUS, (0, 5))
+        ]
+        assert len({tuple(p[name] for name in CUT) for p in plans if p is not None}) <= 1
