@@ -33,6 +33,8 @@ KERNELS = {
 PYTHON = "python"
 ENGINES = (*KERNELS, PYTHON)
 OPS = (
+    "nodes/*.cpp",
+    "nodes/*.py",
     "ops/**/*.py",
     "forwards/**/*.py",
     "regions/**/*.py",
@@ -42,7 +44,7 @@ OPS = (
     "norms.py",
     "native.py",
 )
-"""The Python on the way of every call."""
+"""What is on the way of every call besides the kernels."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 

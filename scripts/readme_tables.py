@@ -25,9 +25,11 @@ TRAINING = ROOT / "docs" / "training.md"
 BATCH_NORM = ROOT / "docs" / "batch_norm.md"
 PICTURE = ROOT / "docs" / "benchmark.svg"
 NOT_YET = "Not measured yet."
+HOST_TARGETS = {"nn.LayerNorm": 1.15, "nn.RMSNorm": 1.15, "nn.GroupNorm": 1.0}
+"""At most so many times what PyTorch's costs the host."""
 
 IN_README = ("models", "steps", "checks")
-IN_TRAINING = ("steps on", "steps")
+IN_TRAINING = ("steps on", "steps", "host targets")
 IN_BATCH_NORM = ("batch norms on", "batch norms")
 IN_MORE = (
     *("measured on", "summary", "benchmark", "host", "errors", "proof"),
@@ -90,6 +92,7 @@ def tables(known: Record) -> dict[str, str]:
         **benchmark_tables(known, "backward", {"backward"}),
         **batch_norm_tables(known),
         "host": host_table(known),
+        "host targets": host_line(known),
         "models": models_table(known, False),
         "steps": models_table(known, True),
         "steps on": stamped(known, _models(known, True)),
@@ -115,6 +118,21 @@ def host_table(known: Record) -> str:
     rows = noted(known, known["host"], lambda row: (engines.PYTHON,))
     cells = [(first_cell(shown, row), *rest) for row in rows for shown, *rest in [benchmark.host_cells(row)]]
     return markdown(benchmark.HOST_HEADERS, cells) if cells else NOT_YET
+
+
+def host_line(known: Record) -> str:
+    """What calls that record gradients cost the host, in times of PyTorch's, beside what they may."""
+    shares: dict[str, dict[str, float]] = {}
+    for row in known["host"]:
+        shares.setdefault(row["module"], {})[row["gradients"]] = row["normswap_us"] / row["eager_us"]
+    found = []
+    for name, most in HOST_TARGETS.items():
+        forward, both = (shares.get(name, {}).get(what) for what in benchmark.GRADIENTS[1:])
+        if forward is None or both is None:
+            return NOT_YET
+        told = "met" if max(forward, both) <= most else "**missed**"
+        found.append(f"{name} {forward:.2f} and {both:.2f} ({told})")
+    return f"{', '.join(found)}."
 
 
 def stamped(known: Record, rows: Sequence[Row]) -> str:

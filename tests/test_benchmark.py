@@ -225,3 +225,20 @@ def test_what_the_host_s_cost_is_told_of_makes_one_call_of_one_op(name: str) -> 
         stack.enter_context(mock.patch.dict(dispatch._direct, ops))
         swapped(x)
     assert len(calls) == 1
+
+
+def test_the_host_s_targets_are_told_from_the_record() -> None:
+    def rows(ours: float) -> list[dict[str, Any]]:
+        found = {"eager_us": 10.0, "normswap_us": ours}
+        return [
+            {"module": name, "gradients": gradients, **found}
+            for name in readme_tables.HOST_TARGETS
+            for gradients in benchmark.GRADIENTS
+        ]
+
+    line = readme_tables.host_line({"host": rows(11.0)})
+    assert (
+        line
+        == "nn.LayerNorm 1.10 and 1.10 (met), nn.RMSNorm 1.10 and 1.10 (met), nn.GroupNorm 1.10 and 1.10 (**missed**)."
+    )
+    assert readme_tables.host_line({"host": rows(11.0)[:-1]}) == readme_tables.NOT_YET
