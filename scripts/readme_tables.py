@@ -27,9 +27,17 @@ PICTURE = ROOT / "docs" / "benchmark.svg"
 NOT_YET = "Not measured yet."
 HOST_TARGETS = {"nn.LayerNorm": 1.15, "nn.RMSNorm": 1.15, "nn.GroupNorm": 1.0}
 """At most so many times what PyTorch's costs the host."""
+STEP_TARGETS = {
+    "resnet50_gn step": (20.0, "ms"),
+    "vit_base step": (26.5, "ms"),
+    "convnext_base step": (1.0, "eager"),
+    "llama step": (0.77, "eager"),
+    "resnet50 step": (0.75, "eager"),
+}
+"""At most so many milliseconds by default, or times the eager step's."""
 
 IN_README = ("models", "steps", "checks")
-IN_TRAINING = ("steps on", "steps", "host targets")
+IN_TRAINING = ("steps on", "steps", "step targets", "host targets")
 IN_BATCH_NORM = ("batch norms on", "batch norms")
 IN_MORE = (
     *("measured on", "summary", "benchmark", "host", "errors", "proof"),
@@ -95,6 +103,7 @@ def tables(known: Record) -> dict[str, str]:
         "host targets": host_line(known),
         "models": models_table(known, False),
         "steps": models_table(known, True),
+        "step targets": steps_line(known),
         "steps on": stamped(known, _models(known, True)),
         "errors": errors_table(known),
         "proof": proof_line(known["tests"]),
@@ -118,6 +127,20 @@ def host_table(known: Record) -> str:
     rows = noted(known, known["host"], lambda row: (engines.PYTHON,))
     cells = [(first_cell(shown, row), *rest) for row in rows for shown, *rest in [benchmark.host_cells(row)]]
     return markdown(benchmark.HOST_HEADERS, cells) if cells else NOT_YET
+
+
+def steps_line(known: Record) -> str:
+    """What steps take by default beside what they may, and beside torch.compile's where that was timed."""
+    found = []
+    for row in _models(known, True):
+        if row["model"] not in STEP_TARGETS:
+            continue
+        ms, (most, unit) = row["ms"], STEP_TARGETS[row["model"]]
+        share = ms["default"] if unit == "ms" else ms["default"] / ms["eager"]
+        beside = f", {ms['default'] / ms['compile']:.2f} of torch.compile's" if "compile" in ms else ""
+        of = "ms" if unit == "ms" else "of eager"
+        found.append(f"{row['model']} {share:.2f} {of} ({most:g}: {'met' if share <= most else '**missed**'}{beside})")
+    return f"{'; '.join(found)}." if found else NOT_YET
 
 
 def host_line(known: Record) -> str:

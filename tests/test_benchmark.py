@@ -242,3 +242,14 @@ def test_the_host_s_targets_are_told_from_the_record() -> None:
         == "nn.LayerNorm 1.10 and 1.10 (met), nn.RMSNorm 1.10 and 1.10 (met), nn.GroupNorm 1.10 and 1.10 (**missed**)."
     )
     assert readme_tables.host_line({"host": rows(11.0)[:-1]}) == readme_tables.NOT_YET
+
+
+def test_the_steps_targets_are_told_from_the_record() -> None:
+    ms = {"eager": 40.0, "default": 20.004}
+    rows = [{"model": name, "training": True, "ms": ms} for name in ("resnet50_gn step", "llama step", "another step")]
+    rows[1] = {**rows[1], "ms": {**ms, "compile": 10.0}}
+    line = readme_tables.steps_line({"models": rows})
+    assert line == (
+        "resnet50_gn step 20.00 ms (20: **missed**); llama step 0.50 of eager (0.77: met, 2.00 of torch.compile's)."
+    )
+    assert readme_tables.steps_line({"models": []}) == readme_tables.NOT_YET
