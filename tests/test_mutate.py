@@ -48,6 +48,17 @@ def test_what_stands_around_a_condition_stays() -> None:
         mutate.mutations("small.py", SOURCE)[0].applied(b"another text that is long enough " * 9)
 
 
+def test_what_changes_nothing_is_there_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = dict(mutate.EQUIVALENT)
+    monkeypatch.setattr(mutate, "EQUIVALENT", {})
+    for path, old, new in known:
+        source = (mutate.ROOT / "normswap" / path).read_text()
+        made = [(" ".join(one.old.split()), one.new) for one in mutate.mutations(f"normswap/{path}", source)]
+        assert (old, new) in made, (path, old)
+    monkeypatch.setattr(mutate, "EQUIVALENT", {("small.py", "x", "(True)"): "why"})
+    assert found()["x"] == ["(False)"]
+
+
 RULES = """
 def wide(x):
     return x > 10
