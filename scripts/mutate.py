@@ -52,6 +52,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "(site.running_mean is None)",
     ): "in eval PyTorch raises for a BatchNorm that has one of them alone",
     (
+        "regions/patterns.py",
+        "isinstance(statement, ast.Assign) and statement.value is op.node",
+        "(isinstance(statement, ast.Assign))",
+    ): "used twice is only what has a name, and a flow gives one to what is assigned as it is",
+    (
         "regions/spelling.py",
         '"norm" in name and "p" in bound and name != "normalize"',
         "('p' in bound and name != 'normalize')",

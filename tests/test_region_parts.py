@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from normswap import rules
 from normswap.regions import foldings, prove
 from normswap.regions.beside import Beside
 from normswap.regions.expression import _fits
 from normswap.regions.spec import Region, Step
+from normswap.rules import region as region_rule
 
 HERE = (1, 0, 1, 1)
 
@@ -75,6 +78,18 @@ def test_what_a_helper_is_given_is_packed_as_the_source_has_it() -> None:
     packed = prove.packed_of(Region("layer_norm", "norm", steps), roles, ())
     shift, (total, scale) = packed
     assert [float(t) for t in (*total, scale, shift)] == [1.0, 0.0, 2.0, 3.0]
+
+
+def test_torchs_own_norms_are_no_regions_of_their_own() -> None:
+    """They are sites by themselves; a subclass that computes more is read."""
+    for module in (nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)):
+        assert region_rule.match(module, rules.alone) is None
+
+    class Acting(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps))
+
+    assert region_rule.match(Acting(4), rules.alone) is not None
 
 
 # --- what stands beside ---------------------------------------------------------------------------------------------
