@@ -85,9 +85,23 @@ __device__ inline LineValues line_values(const GroupBackward& n, int64_t group, 
 // What follows the norm, where it is worth kernels of its own.
 enum class Behind { nothing, relu, any };
 
-// g of a vector: dy at first. `d`: x - mean. `residual`: the vector of it, if there is one. D: dtype of y and dy.
-template <class D, Behind B = Behind::any, int V>
-__device__ inline void through_activation(const GroupBackward& n, const Raw<D, V>& residual, const float (&d)[V],
+// A vector of the residual, which lies in memory or is here.
+template <class D, int V>
+struct ResidualAt {
+  const void* tensor;
+  int64_t at;
+  __device__ Raw<D, V> operator()() const { return Raw<D, V>::load(static_cast<const D*>(tensor) + at); }
+};
+template <class D, int V>
+struct ResidualHere {
+  Raw<D, V> vector;
+  __device__ const Raw<D, V>& operator()() const { return vector; }
+};
+
+// g of a vector: dy at first. `d`: x - mean. residual(): the vector of it, asked for where there is one. D: dtype of y and
+// dy.
+template <class D, Behind B = Behind::any, int V, class Residual>
+__device__ inline void through_activation(const GroupBackward& n, Residual residual, const float (&d)[V],
                                           const float (&gain)[V], const float (&bias)[V], float (&g)[V]) {
   if (B == Behind::any && n.activation.code == Activation::none) return;
   float z[V];
@@ -95,7 +109,7 @@ __device__ inline void through_activation(const GroupBackward& n, const Raw<D, V
   for (int j = 0; j < V; ++j) z[j] = rounded<D>(fmaf(d[j], gain[j], bias[j]));
   if (n.residual != nullptr) {
     float r[V];
-    residual.floats(r);
+    residual().floats(r);
 #pragma unroll
     for (int j = 0; j < V; ++j) z[j] = rounded<D>(__fadd_rn(z[j], r[j]));
   }

@@ -25,7 +25,7 @@ __device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, con
   constexpr int V = Vectors::V;
   float sums[V] = {}, products[V] = {};
   const ColumnSlopes<D, V, B> slopes(vectors, shared);
-  vectors.template for_each<false>([&](const float (&x)[V], float (&g)[V], const Raw<D, V>& residual, int64_t) {
+  vectors.template for_each<false>([&](const float (&x)[V], float (&g)[V], const typename Vectors::Residual& residual, int64_t) {
     slopes.apply(a.n, residual, x, g);
     if constexpr (B != Behind::nothing) vectors.keep(g);
 #pragma unroll
@@ -34,6 +34,7 @@ __device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, con
       products[j] = fmaf(g[j], __fsub_rn(x[j], slopes.mean[j]), products[j]);
     }
   });
+  after();
   // Those of a warp's rows, then those of the warps; of rows wider than a warp, those of the rows.
   const int lanes = a.p.lanes, row = static_cast<int>(threadIdx.x) % 32 / lanes;
   for (int rows = lanes > 32 ? 1 : 32 / lanes, half = a.p.half_rows; half > 0; rows = half, half /= 2) {
@@ -50,7 +51,6 @@ __device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, con
 #pragma unroll
     for (int j = 0; j < V; ++j) to[j] = {sums[j], products[j]};
   }
-  after();
   __syncthreads();
   for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
     float2 all = shared.sums[c];
@@ -70,7 +70,7 @@ __device__ inline void piece_gradients(const ColumnsArgs& a, const ColumnsShared
   float of_x[V], constant[V];
   vectors.values_of(shared.of_x, of_x);
   vectors.values_of(shared.constant, constant);
-  vectors.template for_each<true>([&](const float (&x)[V], float (&g)[V], const Raw<D, V>& residual, int64_t at) {
+  vectors.template for_each<true>([&](const float (&x)[V], float (&g)[V], const typename Vectors::Residual& residual, int64_t at) {
     if (!vectors.keeps()) slopes.apply(a.n, residual, x, g);
     if (a.n.dresidual != nullptr) Raw<D, V>::template store<true>(static_cast<D*>(a.n.dresidual) + at, g);
     if (a.n.dx == nullptr) return;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kPassingThreads, kPassingBlocks) group_columns
   __shared__ int heard;
   const ColumnsShared shared(args, reinterpret_cast<float*>(memory));
   const bool at_once = args.pieces == 1;
-  ColumnVectors<T, D, V, B> vectors(args);
+  ColumnVectors<T, D, V> vectors(args);
   const auto turn_of = [&](int ticket) {
     return args.gradients && !at_once ? Turn::of(ticket, args.slabs, args.pieces, args.lag)
                                       : Turn{false, ticket / args.pieces, ticket % args.pieces};

@@ -14,6 +14,7 @@ struct HeldColumns : ColumnPlace<V> {
   using T = T_;
   using D = D_;
   using Place = ColumnPlace<V>;
+  using Residual = ResidualHere<D, V>;
   using Place::a, Place::at, Place::left, Place::step;
   static constexpr int OfX = Raw<T, V>::words, Words = OfX + Raw<D, V>::words, Step = Words * kPassingThreads;
   static constexpr int Each = 4, Batches = kRowsHeld / Each;  // work on the first starts while others are on their way
@@ -63,7 +64,7 @@ struct HeldColumns : ColumnPlace<V> {
         dy.floats(g);
         const Raw<D, V> more = residual[B == Behind::nothing ? 0 : k];
         if (k + Each < left && !(Last && keeps())) load_residual(k, at + Each * step);
-        with(values, g, more, at);
+        with(values, g, Residual{more}, at);
         at += step;
         next += Step;
       }
@@ -189,13 +190,13 @@ inline ColumnsArgs columns_args(const GroupBackward& n, const GroupColumnsPlan& 
 }
 
 template <class T, class D, int V, Behind B>
-cudaError_t launch_columns_kernel(const ColumnsArgs& a, bool overlap, cudaStream_t stream) {
-  if constexpr (V > 1) {
-    if (a.p.held_bytes > 0) {
-      const LaunchShape shape{grid_of(a.p.slabs * a.p.pieces), kPassingThreads, a.p.shared, a.pieces, overlap};
-      return launch_block<group_columns_held<T, D, V, B>>(a, shape, stream);
-    }
-  }
+cudaError_t launch_columns_held(const ColumnsArgs& a, bool overlap, cudaStream_t stream) {
+  const LaunchShape shape{grid_of(a.p.slabs * a.p.pieces), kPassingThreads, a.p.shared, a.pieces, overlap};
+  return launch_block<group_columns_held<T, D, V, B>>(a, shape, stream);
+}
+
+template <class T, class D, int V, Behind B>
+cudaError_t launch_columns_passing(const ColumnsArgs& a, cudaStream_t stream) {
   const int64_t flags = 1 + a.p.slabs * (a.p.bunches + 2);
   const cudaError_t error = cudaMemsetAsync(a.ticket, 0, flags * sizeof(unsigned), stream);
   if (error != cudaSuccess) return error;
@@ -205,11 +206,16 @@ cudaError_t launch_columns_kernel(const ColumnsArgs& a, bool overlap, cudaStream
 
 template <class T, class D, int V>
 cudaError_t launch_columns_backward(const ColumnsArgs& a, bool overlap, cudaStream_t stream) {
+  const Activation behind = a.n.activation.code;
   if constexpr (V > 1) {
-    if (a.n.activation.code == Activation::none) return launch_columns_kernel<T, D, V, Behind::nothing>(a, overlap, stream);
-    if (a.n.activation.code == Activation::relu) return launch_columns_kernel<T, D, V, Behind::relu>(a, overlap, stream);
+    if (a.p.held_bytes > 0) {
+      return behind == Activation::none   ? launch_columns_held<T, D, V, Behind::nothing>(a, overlap, stream)
+             : behind == Activation::relu ? launch_columns_held<T, D, V, Behind::relu>(a, overlap, stream)
+                                          : launch_columns_held<T, D, V, Behind::any>(a, overlap, stream);
+    }
+    if (behind == Activation::none) return launch_columns_passing<T, D, V, Behind::nothing>(a, stream);
   }
-  return launch_columns_kernel<T, D, V, Behind::any>(a, overlap, stream);
+  return launch_columns_passing<T, D, V, Behind::any>(a, stream);
 }
 
 template <class T, class D>

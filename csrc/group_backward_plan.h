@@ -9,7 +9,8 @@
 //   passing blocks take pieces one after the other, for their sums and later, when those of the group are known and while
 //           x and dy still lie in the L2, for the gradients
 //
-// Channels last. A slab is a strip of whole groups of a sample, a piece so many of its rows; passing alone.
+// Channels last. A slab is a strip of whole groups of a sample, a piece so many of its rows. Held: a block has a piece, a
+// cluster a slab.
 #pragma once
 
 #include "row_plan.h"
@@ -198,6 +199,7 @@ constexpr int64_t kSlabBytes = 81920;                  // held: up to so many of
 constexpr int kHeldColumnsBlocks = 2;                  // held: of a multiprocessor
 constexpr int kHeldColumnsBytes = 114688;              // held: of a block's shared memory
 constexpr int kRowsHeld = 16;                          // of a thread, at most
+constexpr int kMaxPiecesHeld = 4;                      // of a slab: larger clusters wait for each other for longer
 
 // Of strips about so wide. Returns false where a group is too wide for a block.
 inline bool cut_strips(const GroupSizes& s, int64_t strip_bytes, GroupColumnsPlan* plan) {
@@ -237,9 +239,10 @@ inline int64_t columns_rest(const GroupColumnsPlan& p, int64_t pieces) {
 // Pieces such that a block holds one and a cluster a slab. Returns false where there are none.
 inline bool hold_columns(const GroupSizes& s, GroupColumnsPlan* p) {
   const int64_t row = int64_t{kPassingThreads} * p->vec * (s.itemsize + s.grad_itemsize);  // one of each thread
-  const int64_t rows = ceil_div(s.spatial, p->side), rest = columns_rest(*p, kMaxCluster);
-  const int64_t fit = rest < kHeldColumnsBytes ? (kHeldColumnsBytes - rest) / row : 0, most = fit < kRowsHeld ? fit : kRowsHeld;
-  if (p->vec == 1 || most < 1 || ceil_div(rows, most) > kMaxCluster) return false;
+  const int64_t rows = ceil_div(s.spatial, p->side), rest = columns_rest(*p, kMaxPiecesHeld);
+  const int64_t fit = rest < kHeldColumnsBytes ? (kHeldColumnsBytes - rest) / row : 0;
+  const int64_t most = fit < kRowsHeld ? fit : kRowsHeld;
+  if (p->vec == 1 || most < 1 || ceil_div(rows, most) > kMaxPiecesHeld) return false;
   cut_pieces(s, static_cast<int>(ceil_div(rows, ceil_div(rows, most))), p);
   p->held_bytes = static_cast<int>(p->thread_rows * row);
   p->shared = static_cast<int>(columns_rest(*p, p->pieces)) + p->held_bytes;

@@ -85,11 +85,12 @@ struct ColumnPlace {
 };
 
 // A thread's vectors, some of them in registers.
-template <class T_, class D_, int V, Behind B>
+template <class T_, class D_, int V>
 struct ColumnVectors : ColumnPlace<V> {
   using T = T_;
   using D = D_;
   using Place = ColumnPlace<V>;
+  using Residual = ResidualAt<D, V>;
   using Place::a, Place::at, Place::left, Place::step;
   static constexpr int Each = kVectorsAtOnce<V, sizeof(T) == sizeof(D)>;
   Raw<T, V> x[Each];
@@ -111,7 +112,7 @@ struct ColumnVectors : ColumnPlace<V> {
     x[k] = Raw<T, V>::template load<Last>(static_cast<const T*>(a.n.x) + from);
     dy[k] = Raw<D, V>::template load<Last>(static_cast<const D*>(a.n.dy) + from);
   }
-  // with(x, dy, the residual's, where it lies) for every vector.
+  // with(x, dy, the residual's, by a function, where it lies) for every vector.
   template <bool Last, class With>
   __device__ void for_each(With with) {
 #pragma unroll 1
@@ -122,12 +123,8 @@ struct ColumnVectors : ColumnPlace<V> {
         float values[V], g[V];
         x[k].floats(values);
         dy[k].floats(g);
-        Raw<D, V> more{};
-        if constexpr (B != Behind::nothing) {
-          if (a.n.residual != nullptr) more = Raw<D, V>::template load<Last>(static_cast<const D*>(a.n.residual) + at);
-        }
         if (k + Each < left) load<Last>(k, at + Each * step);
-        with(values, g, more, at);
+        with(values, g, Residual{a.n.residual, at}, at);
         at += step;
       }
     }
@@ -147,7 +144,8 @@ struct ColumnSlopes {
     if constexpr (B != Behind::nothing) vectors.values_of(shared.bias, bias);
   }
   // dy at first.
-  __device__ void apply(const GroupBackward& n, const Raw<D, V>& residual, const float (&x)[V], float (&g)[V]) const {
+  template <class Residual>
+  __device__ void apply(const GroupBackward& n, const Residual& residual, const float (&x)[V], float (&g)[V]) const {
     if constexpr (B != Behind::nothing) {
       float d[V];
 #pragma unroll

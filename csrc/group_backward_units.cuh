@@ -81,9 +81,7 @@ __device__ inline void through_activation(const LinesArgs& a, const LineValues& 
   float d[V], gain[V], bias[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) d[j] = __fsub_rn(x[j], line.mean), gain[j] = line.gain, bias[j] = line.bias;
-  Raw<D, V> residual;
-  if (a.n.residual != nullptr) residual = Raw<D, V>::load(static_cast<const D*>(a.n.residual) + at);
-  through_activation<D>(a.n, residual, d, gain, bias, g);
+  through_activation<D>(a.n, ResidualAt<D, V>{a.n.residual, at}, d, gain, bias, g);
 }
 
 // Sums of g and of g (x - mean) of this lane's vectors of a unit.
