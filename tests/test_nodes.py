@@ -208,6 +208,20 @@ def test_compiled_autograd(stand_ins: StandIns) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def test_compiled_autograd_tells_norms_apart(stand_ins: StandIns) -> None:
+    """The graph of one, compiled, is not taken for another's that has as many tensors and the same numbers."""
+    from torch._dynamo import compiled_autograd
+
+    x, weight = torch.randn(3, 8).add_(3).requires_grad_(), torch.rand(8).requires_grad_()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        torch.ops.normswap.layer_norm_or_none(x, 1, weight, None, 1e-5).sin().sum().backward()
+        x.grad = weight.grad = None
+        torch.ops.normswap.rms_norm_or_none(x, 1, weight, 1e-5, 0.0, False).sin().sum().backward()
+    expected = torch.autograd.grad(F.rms_norm(x, (8,), weight, 1e-5).sin().sum(), (x, weight))
+    for ours, theirs in zip((x.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_a_node_holds_what_is_saved_as_pytorch_s_do(stand_ins: StandIns) -> None:
     """Freed after a backward, and refused where it was written to since."""
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)

@@ -64,3 +64,8 @@ def test_an_expression_is_itself_under_autocast_and_for_whole_numbers(kind: str)
     assert (
         ours == theirs if isinstance(theirs, str) else torch.allclose(ours["output 0"], theirs["output 0"], atol=1e-6)
     )
+
+
+@pytest.mark.parametrize("eps", (0.0, -1e-5))
+def test_an_eps_that_pytorch_refuses_is_left_to_it(eps: float) -> None:
+    assert KINDS["weight_standardization"].call(torch.randn(1, 6, 9), None, None, 0.1, eps) is None

@@ -25,7 +25,7 @@ def call(x: Tensor, weight: Any, bias: Any, momentum: Any, eps: Any) -> Tensor |
         if vector is not None and not (isinstance(vector, Tensor) and vector.shape == shape[1:2]):
             return None
     numbers = type(momentum) in (int, float) and type(eps) in (int, float)
-    return ops.instance_norm(x, weight, bias, eps) if numbers else None
+    return ops.instance_norm(x, weight, bias, eps) if numbers and eps > 0 else None  # of no other does PyTorch take it
 
 
 def magnitudes(

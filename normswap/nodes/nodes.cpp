@@ -210,6 +210,7 @@ struct Recorded final : Node {
 
   // For torch's compiled autograd, in whose graph it stands as one call.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(static_cast<int>(norm.kind));  // one class of nodes, but graphs of their own
     args.collect(list_of(numbers));
     for (const auto& [slot, one] : saved) {
       args.collect(slot);
