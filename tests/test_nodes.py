@@ -58,7 +58,7 @@ def declare() -> torch.library.Library:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.library.Library]:
     """The library, loaded; where the native ops of CPU tensors are put."""
-    path = nodes.build(tmp_path_factory.mktemp("nodes"))
+    path = nodes.find() or nodes.build(tmp_path_factory.mktemp("nodes"))
     declared = None if native.load().available else declare()
     formulas.register()
     if nodes.status().startswith("none"):
