@@ -1,5 +1,6 @@
 // scale_batch_norm, affine and fold_linear on CUDA tensors: checks, workspace, launch.
 #include "column_launch.h"
+#include "make_column_plan.h"
 
 namespace normswap {
 namespace {

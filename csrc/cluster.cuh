@@ -1,8 +1,6 @@
 // What the blocks of a cluster share. Where there are no clusters (before sm_90) a block is alone.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "barrier.cuh"
 
 namespace normswap {
@@ -37,11 +35,26 @@ __device__ inline void cluster_arrive_with_inboxes() {
 #endif
 }
 
+// The address in the shared memory of block `rank` of the cluster of what is at `at` in this one's.
+__device__ inline unsigned address_in_block(const void* at, int rank) {
+  unsigned to = shared_address(at);
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(rank));
+#endif
+  return to;
+}
+
 // Stores in the shared memory of block `rank` of the cluster, where `at` is in this one's.
 template <class S>
 __device__ inline void store_in_block(S* at, int rank, const S& value) {
+  static_assert(sizeof(S) % 4 == 0);
 #if __CUDA_ARCH__ >= 900
-  *cooperative_groups::this_cluster().map_shared_rank(at, rank) = value;
+  const unsigned to = address_in_block(at, rank);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(S) / 4); ++i) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to + 4 * i), "r"(reinterpret_cast<const unsigned*>(&value)[i])
+                 : "memory");
+  }
 #else
   *at = value;
 #endif
@@ -70,9 +83,7 @@ template <class S>
 __device__ inline void send_to_block(S* at, const Inbox& inbox, int rank, const S& value) {
   static_assert(sizeof(S) % 4 == 0);
 #if __CUDA_ARCH__ >= 900
-  unsigned to, barrier;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(at)), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(shared_address(&inbox)), "r"(rank));
+  const unsigned to = address_in_block(at, rank), barrier = address_in_block(&inbox, rank);
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(S) / 4); ++i) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to + 4 * i),

@@ -3,10 +3,8 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
-#include <mutex>
-
 #include "row_plan.h"
+#include "shared_memory.h"
 
 namespace normswap {
 namespace {
@@ -24,18 +22,8 @@ struct LaunchShape {
 template <auto kernel>
 cudaError_t allow_shared(int bytes) {
   constexpr int without_asking = 48 * 1024 - kStatisticsBytes;
-  static std::atomic<int> allowed[64];  // of this kernel, by device
-  if (bytes <= without_asking) return cudaSuccess;
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  std::atomic<int>& known = allowed[device % 64];
-  if (known.load(std::memory_order_relaxed) >= bytes) return cudaSuccess;
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> guard(mutex);
-  if (known.load(std::memory_order_relaxed) >= bytes) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) known.store(bytes, std::memory_order_relaxed);
-  return error;
+  static AllowedShared allowed;
+  return bytes <= without_asking ? cudaSuccess : ask_for_shared(reinterpret_cast<const void*>(kernel), bytes, allowed);
 }
 
 // Programmatic dependent launch: a kernel launched with `overlap` may start before the one before it on the stream has

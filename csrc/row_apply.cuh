@@ -1,6 +1,7 @@
 // What the kernels of the row engine do with a chunk: statistics, normalise, store.
 #pragma once
 
+#include "row_channels.cuh"
 #include "row_options.cuh"
 
 namespace normswap {
@@ -38,8 +39,36 @@ using AffineAhead =
     std::conditional_t<Policy::affine == Affine::by_element, AffineByElement<Policy, T, Tile::V, AtOnce>,
                        std::conditional_t<Policy::affine == Affine::by_channel, ChannelPlace<Tile::V>, AffineNone>>;
 
-// Normalise and store the chunk from `begin` on of several rows. All lanes of the warp must call.
-template <class Policy, bool Fast, class T, class Tile, int Rows, int Count>
+// V float32 parameters of the vector at `at` of the row, or what stands for them; `count` of its elements are there.
+template <bool Ragged, int V>
+__device__ inline void load_wide(const void* data, const uint4* absent, int64_t at, int count, Floats<V>& to) {
+  const float* from = data != nullptr ? static_cast<const float*>(data) + at : reinterpret_cast<const float*>(absent);
+  if (Ragged && count < V) return load_some<false>(from, count, to.v);
+  load_vectors(from, to.v);
+}
+
+template <class Policy, bool Ragged, int V>
+__device__ inline void wide_values(const RowArgs& args, int64_t at, int count, Floats<V>& w, Floats<V>& b) {
+  load_wide<Ragged>(args.n.weight, kOnes<float>, at, count, w);
+  if constexpr (Policy::has_bias) load_wide<Ragged>(args.n.bias, kZeros, at, count, b);
+#pragma unroll
+  for (int j = 0; j < V; ++j) w.v[j] = Policy::factor(w.v[j], args);
+}
+
+// The same of one row whose chunks have a warp each.
+template <class Policy, class T, class Tile, int AtOnce = kAffineAtOnce<Policy, Tile>>
+using AffineOfRow = std::conditional_t<Policy::affine == Affine::by_channel, ChannelsInTable<Tile::V>,
+                                       AffineAhead<Policy, T, Tile, AtOnce>>;
+
+// What its warps keep in shared memory.
+template <class Policy, int Warps>
+struct AffineTables {
+  ChannelParameters of_warp[Policy::affine == Affine::by_channel ? Warps : 1][kTableChannels];
+};
+
+// Normalise and store the chunk from `begin` on of several rows. All lanes of the warp must call. Wide: see
+// has_wide_weights.
+template <class Policy, bool Fast, bool Wide, class T, class Tile, int Rows, int Count>
 __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
                                    int64_t begin, const RowValues (&values)[Rows],
                                    AffineByElement<Policy, T, Tile::V, Count>& affine) {
@@ -48,21 +77,37 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
   if constexpr (Tile::Ragged) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
-      tiles[r].store(y + (rows[r] - rows[0]) * args.n.cols, [&](int k) {
-        if (Count < Tile::Slots && k % Count == 0) affine.load(args, begin, tiles[r], k);
-        affine.values(k % Count, args, w, b);
-        return normalised<Policy, Fast, T>(tiles[r], k, values[r], w, b);
-      });
+      T* to = y + (rows[r] - rows[0]) * args.n.cols;
+      if constexpr (Wide) {
+        uint4 made[Tile::Slots];
+        in_turn(tiles[r], made, [&](int offset, const uint4& x) {
+          float out[Tile::V];
+          wide_values<Policy, true>(args, begin + offset, tiles[r].len - offset, w, b);
+          normalise<Policy, Fast, T>(x, values[r], w, b, out);
+          return words_of<T>(out);
+        });
+        tiles[r].store(to, [&](int k) { return made[k]; });
+      } else {
+        tiles[r].store(to, [&](int k) {
+          if (Count < Tile::Slots && k % Count == 0) affine.load(args, begin, tiles[r], k);
+          affine.values(k % Count, args, w, b);
+          return normalised<Policy, Fast, T>(tiles[r], k, values[r], w, b);
+        });
+      }
     }
     return;
   }
   y += Tile::offset(0);
 #pragma unroll
   for (int first = 0; first < Tile::Slots; first += Count) {
-    if (Count < Tile::Slots) affine.load(args, begin, tiles[0], first);
+    if (!Wide && Count < Tile::Slots) affine.load(args, begin, tiles[0], first);
 #pragma unroll
     for (int k = first; k < first + Count && k < Tile::Slots; ++k) {
-      affine.values(k - first, args, w, b);
+      if constexpr (Wide) {
+        if (tiles[0].inside(k)) wide_values<Policy, false>(args, begin + Tile::offset(k), Tile::V, w, b);
+      } else {
+        affine.values(k - first, args, w, b);
+      }
 #pragma unroll
       for (int r = 0; r < Rows; ++r) {
         if (!tiles[r].inside(k)) continue;
@@ -129,7 +174,10 @@ template <class Policy, bool Fast, class T, class Tile, int Rows, class Ahead>
 __device__ inline void apply_by(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows], int64_t begin,
                                 const RowValues (&values)[Rows], Ahead& affine) {
   if constexpr (Policy::affine == Affine::by_element) {
-    store_tiles<Policy, Fast, T>(tiles, args, rows, begin, values, affine);
+    if constexpr (kMayBeWide<T, Tile>) {
+      if (has_wide_weights<T>(args)) return store_tiles<Policy, Fast, true, T>(tiles, args, rows, begin, values, affine);
+    }
+    store_tiles<Policy, Fast, false, T>(tiles, args, rows, begin, values, affine);
   } else if constexpr (Policy::affine == Affine::none && Fast) {
 #pragma unroll
     for (int r = 0; r < Rows; ++r) store_tile<Policy, Fast, T>(tiles[r], args, rows[r], begin, values[r], affine);

@@ -5,6 +5,7 @@
 #include <functional>
 #include <numeric>
 
+#include "make_row_plan.h"
 #include "tensors.h"
 
 namespace normswap {

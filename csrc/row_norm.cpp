@@ -41,9 +41,6 @@ void check_dense(const char* op, const Tensor& input, const Tensor& out) {
   STD_TORCH_CHECK(input.is_contiguous() && out.is_contiguous(), op, ": input and out must be contiguous");
 }
 
-// Weights in float32 of 16-bit rows: by the kernels that ask for their dtype when they load them. To the same bits.
-bool is_mixed(const RowNorm& n) { return n.weight_dtype != n.dtype; }
-
 void layer_norm_rows(const Tensor& input, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t cols,
                      double eps, const Tensor& out, float* mean, float* rstd, int64_t regime) {
   if (input.numel() == 0) return;
@@ -54,7 +51,6 @@ void layer_norm_rows(const Tensor& input, const OptionalTensor& weight_, const O
   set_affine("layer_norm", n, input, weight, bias, cols);
   n.mean = mean;
   n.rstd = rstd;
-  if (is_mixed(n)) return run("layer_norm", norm_with_options, 0, n, input, out, regime, true);
   run("layer_norm", layer_norm, 2, n, input, out, regime);
 }
 
@@ -76,7 +72,6 @@ void rms_norm_rows(const Tensor& input, const OptionalTensor& weight_, int64_t c
   n.cast_before_weight = cast_before_weight;
   n.rstd = rstd;
   n.kind = NormKind::rms;
-  if (is_mixed(n)) return run("rms_norm", norm_with_options, 0, n, input, out, regime, true);
   run("rms_norm", rms_norm, 1, n, input, out, regime);
 }
 

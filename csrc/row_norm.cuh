@@ -3,6 +3,8 @@
 //   row_small    subwarp, warp: a row is one chunk, in registers; several rows a block
 //   row_held     block, cluster: a chunk a warp, in registers
 //   row_block    the same for longer rows, or where there are no clusters: the chunks of a row lie in shared memory
+// in row_turns.cuh
+//   row_in_turns the same for several rows, one after the other
 // and in row_wide.cuh
 //   row_team     team: blocks that run at once hold row after row and tell each other their statistics
 //   row_partial, row_team, row_apply     both: a team has the first part of each row, the rest is read twice
@@ -13,6 +15,7 @@
 
 #include "cluster.cuh"
 #include "launch.h"
+#include "row_turns.cuh"
 #include "row_wide.cuh"
 
 namespace normswap {
@@ -52,8 +55,14 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
     const bool there = Lanes == 32 && r == 0 || rows[r] < args.n.rows;
     tiles[r].load(x + rows[r] * args.n.cols, there ? static_cast<int>(args.n.cols) : 0, end);
   }
-  AffineAhead<Policy, T, RowTile> affine;
-  affine.load_ahead(args, 0, tiles[0]);
+  constexpr bool in_table = Policy::affine == Affine::by_channel && Lanes == 32 && Rows == 1;
+  __shared__ AffineTables<Policy, in_table ? kWarpsSmall<Lanes> : 1> tables;
+  std::conditional_t<in_table, AffineOfRow<Policy, T, RowTile>, AffineAhead<Policy, T, RowTile>> affine;
+  if constexpr (in_table) {
+    affine.load_row(args, rows[0], 0, tiles[0], tables.of_warp[threadIdx.x / 32]);
+  } else {
+    affine.load_ahead(args, 0, tiles[0]);
+  }
 #pragma unroll
   for (RowTile& tile : tiles) tile.settle();
   add_residual<Policy, T>(tiles, args, rows, 0);
@@ -139,7 +148,9 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     constexpr bool all = Whole || (How == Held::alone && !Ragged);  // parameters are in registers at once
     constexpr int AtOnce = all ? HeldTile::Slots : kAffineAtOnce<Policy, HeldTile>;
     constexpr int Ahead = all ? kVectorsAhead<Policy, T, HeldTile, How> : 0;
+    constexpr bool by_channel = Policy::affine == Affine::by_channel;
     __shared__ typename Exchange::Shared shared;
+    __shared__ AffineTables<Policy, kWarpsHeld<How, sizeof(T)>> tables;
     const Exchange exchange(args, shared);
     follow_predecessor();
     let_successor_start();
@@ -149,8 +160,9 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     const T* x = static_cast<const T*>(args.n.x);
     HeldTile tiles[1];
     tiles[0].load(x + rows[0] * args.n.cols + begin, static_cast<int>(len), x + args.n.rows * args.n.cols);
-    AffineAhead<Policy, T, HeldTile, AtOnce> affine;
+    AffineOfRow<Policy, T, HeldTile, AtOnce> affine;
     if constexpr (Ahead > 0) affine.load(args, begin, tiles[0], 0, 0, Ahead);
+    if constexpr (by_channel) affine.load_row(args, rows[0], begin, tiles[0], tables.of_warp[threadIdx.x / 32]);
     tiles[0].settle();
     add_residual<Policy, T>(tiles, args, rows, begin);
     Stat stats[1];
@@ -160,7 +172,7 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     if (exchange.rank == 0 && threadIdx.x == 0) save_values<Policy>(args, rows[0], stat, values[0]);
     if constexpr (Ahead > 0) {
       affine.load(args, begin, tiles[0], 0, Ahead, AtOnce);
-    } else {
+    } else if constexpr (!by_channel) {
       affine.load_ahead(args, begin, tiles[0]);
     }
     apply_tiles<Policy, T>(tiles, args, rows, begin, values, affine);
@@ -268,8 +280,8 @@ cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, c
 template <class Policy, class T, bool Ragged, Held How>
 cudaError_t launch_held(const RowArgs& args, const LaunchShape& shape, cudaStream_t stream) {
   if constexpr (!Ragged && !kOptions<Policy>) {
-    const int64_t room = int64_t{kChunk} * args.block_chunks * args.blocks_a_row;
-    if (args.n.cols == room) return launch_block<row_held<Policy, T, false, How, true>>(args, shape, stream);
+    const bool whole = args.n.cols == int64_t{kChunk} * args.block_chunks * args.blocks_a_row;
+    if (whole && !has_wide_weights<T>(args)) return launch_block<row_held<Policy, T, false, How, true>>(args, shape, stream);
   }
   return launch_block<row_held<Policy, T, Ragged, How, false>>(args, shape, stream);
 }
@@ -281,6 +293,9 @@ cudaError_t launch_blocks(const RowArgs& args, const RowPlan& plan, const Launch
     case Held::in_cluster: return launch_held<Policy, T, Ragged, Held::in_cluster>(args, shape, stream);
     case Held::in_groups: return launch_held<Policy, T, Ragged, Held::in_groups>(args, shape, stream);
     default: break;
+  }
+  if constexpr (kTakesTurns<Policy, T> && !Ragged) {
+    if (plan.held == Held::in_turns) return launch_block<row_in_turns<Policy, T>>(args, shape, stream);
   }
   if constexpr (kOptions<Policy>) {
     return cudaErrorInvalidValue;  // see Rows::options

@@ -100,7 +100,7 @@ __device__ inline void load_vectors(const W* from, float (&to)[V]) {
   }
 }
 
-// The first `count` of V values, with zeros behind them: anywhere, or at a multiple of 16 bytes.
+// The same, of which only the first `count` may be read, with zeros behind them; Anywhere: `from` is at no such multiple.
 template <bool Anywhere, class W, int V>
 __device__ inline void load_some(const W* from, int count, float (&to)[V]) {
   if constexpr (Anywhere) {

@@ -201,6 +201,18 @@ struct Parameters {
   }
 };
 
+// Whether rows of 16-bit elements have float32 parameters. These are loaded when they are needed (wide_values): kept, they
+// would take twice the registers.
+template <class T>
+__host__ __device__ inline bool has_wide_weights(const RowArgs& args) {
+  return sizeof(T) == 2 && args.n.weight_dtype == DType::f32;
+}
+
+// Whether such rows come in such tiles: not where every warp surely has all of a chunk (launch_held), since the registers for
+// that would be missed.
+template <class T, class Tile>
+constexpr bool kMayBeWide = sizeof(T) == 2 && !(Tile::InRegisters && Tile::Whole == Tile::Slots);
+
 // Those of Count of a lane's vectors of V elements, one value an element of the row: loaded before they are needed, used
 // for several rows.
 template <class Policy, class T, int V, int Count>
@@ -215,6 +227,7 @@ struct AffineByElement {
   // Of the vectors from `first` on of the chunk that begins at `begin`: of those [from, to).
   template <class Tile>
   __device__ void load(const RowArgs& args, int64_t begin, const Tile& tile, int first, int from = 0, int to = Count) {
+    if (kMayBeWide<T, Tile> && has_wide_weights<T>(args)) return;
     load_whole(weight, args.n.weight, kOnes<T>, begin, tile, first, from, to);
     if constexpr (Policy::has_bias) load_whole(bias, args.n.bias, kZeros, begin, tile, first, from, to);
     if constexpr (Tile::Ragged) {
@@ -263,115 +276,6 @@ struct AffineByElement {
       if (k < Tile::Slots) into[i].load_if(tile.inside(k) && !is_cut(tile, k), mine + k * step);
     }
   }
-};
-
-// One of a channel, whatever its dtype: by loads that no branch keeps apart.
-__device__ inline float channel_parameter(const void* data, DType dtype, int64_t i, float absent) {
-  const bool there = data != nullptr, whole = dtype == DType::f32;
-  unsigned word = 0;
-  load_if(there && whole, word, static_cast<const float*>(data) + i);
-  load_half_if(there && !whole, word, static_cast<const unsigned short*>(data) + i);
-  const float half = __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
-  const float value = __uint_as_float(whole ? word : word << 16);
-  return !there ? absent : dtype == DType::f16 ? half : value;
-}
-
-// A channel's weight and bias.
-struct ChannelParameters {
-  float weight, bias;
-};
-
-// Where a chunk lies among the channels of its row, whichever row.
-template <int V>
-struct ChannelPlace {
-  unsigned channel;    // of the chunk's first element, in the row
-  unsigned remainder;  // of that element, in its channel
-  enum { one, two, many } channels;  // in the chunk; two: no vector lies in both
-
-  template <class Tile>
-  __device__ void load_ahead(const RowArgs& a, int64_t begin, const Tile& tile) {
-    channel = static_cast<unsigned>(a.by_spatial.of(begin));
-    remainder = static_cast<unsigned>(begin - channel * a.n.spatial);
-    const int64_t reach = static_cast<int64_t>(remainder) + tile.len;
-    channels = reach <= a.n.spatial ? one : reach <= 2 * a.n.spatial && a.n.spatial % V == 0 ? two : many;
-  }
-  __device__ bool is_few() const { return channels != many; }
-  // Of the chunk's c-th channel in row r: channel (r % groups) * channels_per_group + c of all.
-  __device__ ChannelParameters load(const RowArgs& a, int64_t row, unsigned c) const {
-    const int64_t first = (row - a.by_num_groups.of(row) * a.n.num_groups) * a.n.channels_per_group;
-    const int64_t i = first + min(channel + c, static_cast<unsigned>(a.n.channels_per_group) - 1);
-    return {channel_parameter(a.n.weight, a.n.weight_dtype, i, 1.f), channel_parameter(a.n.bias, a.n.weight_dtype, i, 0.f)};
-  }
-  // Of its first one or second one.
-  __device__ ChannelParameters load_few(const RowArgs& a, int64_t row, unsigned c) const {
-    return load(a, row, c);
-  }
-};
-
-// The same, and the parameters of its first two channels in the row that is next.
-template <int V>
-struct ChannelsLoaded : ChannelPlace<V> {
-  ChannelParameters few[2];
-
-  __device__ ChannelParameters load_few(const RowArgs&, int64_t, unsigned c) const {
-    return few[c];
-  }
-};
-
-// One value a channel, in a row.
-template <class Place, int V>
-struct AffineByChannel {
-  const RowArgs& args;
-  const Place& place;
-  int64_t row;
-  float rstd;
-  ChannelParameters few[2];
-
-  __device__ AffineByChannel(const RowArgs& a, const Place& where, int64_t of_row, RowValues values)
-      : args(a), place(where), row(of_row), rstd(values.rstd) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) few[c] = with_rstd(place.load_few(args, row, c));
-  }
-  // The vector at `offset` of the chunk, where there are few.
-  __device__ void of_few(int offset, Floats<V>& w, Floats<V>& b) const {
-    const bool second = place.channels == place.two && place.remainder + offset >= args.n.spatial;
-    const ChannelParameters mine = second ? few[1] : few[0];
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      w.v[j] = mine.weight;
-      b.v[j] = mine.bias;
-    }
-  }
-  // The same, however many.
-  __device__ void of_many(int offset, Floats<V>& w, Floats<V>& b) const {
-    const unsigned spatial = static_cast<unsigned>(args.n.spatial), at = place.remainder + offset;
-    const unsigned c = static_cast<unsigned>(args.by_spatial.of(at)), rest = at - c * spatial;
-    if (spatial >= V) {  // the vector lies in two channels at most
-      const ChannelParameters one = with_rstd(place.load(args, row, c)), two = with_rstd(place.load(args, row, c + 1));
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const bool second = rest + j >= spatial;
-        w.v[j] = second ? two.weight : one.weight;
-        b.v[j] = second ? two.bias : one.bias;
-      }
-      return;
-    }
-    ChannelParameters mine = with_rstd(place.load(args, row, c));
-    unsigned at_channel = c, left = spatial - rest;
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      if (left == 0) {
-        left = spatial;
-        mine = with_rstd(place.load(args, row, ++at_channel));
-      }
-      w.v[j] = mine.weight;
-      b.v[j] = mine.bias;
-      --left;
-    }
-  }
-
- private:
-  __device__ ChannelParameters with_rstd(ChannelParameters p) const { return {__fmul_rn(rstd, p.weight), p.bias}; }
 };
 
 struct AffineNone {

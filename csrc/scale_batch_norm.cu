@@ -1,4 +1,5 @@
 #include "column_norm.cuh"
+#include "make_column_plan.h"
 
 namespace normswap {
 namespace {

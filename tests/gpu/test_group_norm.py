@@ -26,6 +26,7 @@ SHAPES = (  # input, groups
     ((300, 640, 2, 2), 32),
     ((1, 8, 1024, 1024), 2),
     ((60, 16, 96, 96), 4),  # a team does several rows
+    *(((2, channels, size, size), 32) for channels, size in ((512, 28), (1024, 14), (2048, 7), (2048, 6), (256, 9))),
 )
 
 
@@ -103,6 +104,7 @@ COLUMN_SHAPES = (  # input, groups: every regime, odd channels, groups that cros
     ((1, 128, 300, 301), 32),
     ((1, 128, 512, 512), 32),
     ((1, 40, 1000, 1001), 5),
+    *(((2, channels, size, size), 32) for channels, size in ((256, 56), (512, 28), (1024, 14), (2048, 7), (1280, 16))),
 )
 COLUMN_REGIMES = (0, 3, 4, 5)
 

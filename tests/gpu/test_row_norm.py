@@ -13,6 +13,8 @@ from normswap import launch_plans, ops, reference
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 7, 31, 32, 33, 64, 65, 127, 128, 130, 255, 256, 258, 769, 1000, 1001, 1023, 1025, 2047, 2050, 4096)
 LONG = (4097, 8192, 16383, 16386, 20480, 32768, 65535, 65536, 81920, 100001, 131073, 262144, 262146)
+IN_TURNS = 5
+"""Who holds rows (Held, row_plan.h): clusters that keep their weights for several."""
 WEIGHTS = {"layer_norm": 2, "rms_norm": 1, "l1_norm": 0}
 """That an element may have of its own."""
 
@@ -152,6 +154,21 @@ def test_blocks_that_share_rows(kind: str, dtype: torch.dtype) -> None:
             expected = forced(kind, x, weight, bias, 5)
             for regime in (4, 6):
                 assert same_bits(expected, forced(kind, x, weight, bias, regime)), (rows, cols, regime)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_clusters_that_take_row_after_row(dtype: torch.dtype) -> None:
+    """The bits of the regime that reads the input twice, in every run, of every row."""
+    for cols in (65_544, 70_000, 81_920, 131_072):
+        plan = launch_plans.row_plan(4001, cols, 2, weights=1, **gpu_of_plans())
+        if plan is None or plan["held"] != IN_TURNS:
+            pytest.skip("no clusters here")
+        few, parameters = values(17, cols, dtype, 3.0), affine(cols, dtype)
+        expected, x = forced("rms_norm", few, *parameters, 5), few.repeat(236, 1)[:4001]
+        for weight, bias in (parameters, [p.float() for p in parameters]):
+            for _ in range(3):
+                ours = forced("rms_norm", x, weight, bias, 0)
+                assert all(same_bits(ours[i : i + 17], expected[: len(ours[i:])]) for i in range(0, 4001, 17)), cols
 
 
 @pytest.mark.parametrize("kind", tuple(WEIGHTS))
