@@ -101,50 +101,31 @@ def group_backward_plan(
     grad_itemsize: int,
     *,
     clusters: bool,
+    channels_last: bool = False,
     shared: int = 101376,
     multiprocessors: int = 128,
     regime: int = 0,
 ) -> dict[str, int] | None:
-    """How the backward of a contiguous group norm cuts its groups, and who works on them; ``itemsize`` and
-    ``grad_itemsize`` are the bytes of an element of the input and of the gradient.
+    """How the backward of a group norm cuts its groups, or its strips of whole groups in ``channels_last``, and who
+    works on them; ``itemsize`` and ``grad_itemsize`` are the bytes of an element of the input and of the gradient.
 
-    ``held`` of the result: blocks, or clusters of them, keep both on chip; otherwise they read them twice. ``regime`` 0
-    chooses; 3 block, 4 cluster, 5 split (twice) force one, and None is returned where it cannot be done so. Needs the
-    library, but no GPU. Raises BuildError without the library.
+    ``held`` of the result, or ``held_bytes`` of both of a block's piece in ``channels_last``: blocks, or clusters of
+    them, keep both on chip; 0: they read them twice. ``regime`` 0 chooses; 3 block, 4 cluster (neither in
+    ``channels_last``), 5 split (twice) force one, and None is returned where it cannot be done so. Needs the library,
+    but no GPU. Raises BuildError without the library.
     """
-    names = (
+    contiguous = (
         *("held", "vec", "lanes", "each", "units", "piece_lines", "piece_units", "line_pieces", "group_pieces"),
         *("groups", "block_pieces", "cluster", "block_lines", "block_elements", "threads", "shared", "lag", "grid"),
         "workspace",
     )
-    sizes, gpu = (batch, channels, spatial, num_groups), (clusters, shared, multiprocessors)
-    return _plan("group_backward_plan", sizes, (itemsize, grad_itemsize, *gpu, regime), names)
-
-
-def group_columns_plan(
-    batch: int,
-    channels: int,
-    spatial: int,
-    num_groups: int,
-    itemsize: int,
-    grad_itemsize: int,
-    *,
-    clusters: bool,
-    shared: int = 101376,
-    multiprocessors: int = 128,
-    regime: int = 0,
-) -> dict[str, int] | None:
-    """The same of a channels_last group norm: strips of whole groups are cut into pieces of rows.
-
-    ``held_bytes`` of the result: of both, of the piece that a block keeps on chip; 0: they are read twice, as
-    ``regime`` 5 asks for. None where a group is too wide for a block.
-    """
-    names = (
+    columns = (
         *("vec", "width", "lanes", "side", "half_rows", "sum_rows", "thread_rows", "piece_rows"),
         *("strips", "slabs", "pieces", "bunches", "held_bytes", "lag", "shared", "blocks", "workspace"),
     )
+    name, names = ("group_columns_plan", columns) if channels_last else ("group_backward_plan", contiguous)
     sizes, gpu = (batch, channels, spatial, num_groups), (clusters, shared, multiprocessors)
-    return _plan("group_columns_plan", sizes, (itemsize, grad_itemsize, *gpu, regime), names)
+    return _plan(name, sizes, (itemsize, grad_itemsize, *gpu, regime), names)
 
 
 def batch_norm_plan(samples: int, channels: int, inner: int, itemsize: int) -> dict[str, int] | None:

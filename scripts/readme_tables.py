@@ -235,7 +235,9 @@ def checks_line(known: Record) -> str:
     for run in known["sanitizer"]:
         again = " (to be run again)" if records.is_stale(known, run, engines.KERNELS, now) else ""
         tools.append(f"{run['tool']} {'clean' if run.get('exit') == 0 else 'NOT CLEAN'}{again}")
-    return f"{told}; compute-sanitizer over every regime and path, forward and backward: {', '.join(tools)}."
+    return (
+        f"{told}; compute-sanitizer over every regime and path of the norms, forward and backward: {', '.join(tools)}."
+    )
 
 
 def filled(text: str, found: dict[str, str], names: Sequence[str]) -> str:

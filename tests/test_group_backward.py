@@ -252,7 +252,7 @@ CUT = (
 def test_plans_of_columns_cover_every_element_once_and_fit() -> None:
     ways = set()
     for sizes, gpu, (item, grad), regime in itertools.product(COLUMNS, GPUS, ((4, 4), (2, 2), (2, 4)), (0, 5)):
-        p = launch_plans.group_columns_plan(*sizes, item, grad, regime=regime, **gpu)
+        p = launch_plans.group_backward_plan(*sizes, item, grad, regime=regime, channels_last=True, **gpu)
         batch, channels, spatial, groups = sizes
         if p is None:
             assert channels // groups > 256
@@ -280,7 +280,7 @@ def test_plans_of_columns_cover_every_element_once_and_fit() -> None:
 def test_the_cut_of_columns_depends_on_the_shape_alone() -> None:
     for (_, *sizes), (item, grad) in itertools.product(COLUMNS, ((4, 4), (2, 2), (2, 4))):
         plans = [
-            launch_plans.group_columns_plan(batch, *sizes, item, grad, regime=regime, **gpu)
+            launch_plans.group_backward_plan(batch, *sizes, item, grad, regime=regime, channels_last=True, **gpu)
             for batch, gpu, regime in itertools.product((1, 7), GPUS, (0, 5))
         ]
         assert len({tuple(p[name] for name in CUT) for p in plans if p is not None}) <= 1

@@ -41,24 +41,16 @@ def test_a_batch_norm_of_other_width_is_refused() -> None:
     assert_refused(module, LSB, Reason.UNSUPPORTED, "channels")
 
 
-def _with_hook(child: nn.Module) -> nn.Module:
-    child.register_forward_hook(lambda *_: None)
-    return child
+def _with(register: str) -> Callable[[nn.Module], nn.Module]:
+    def hooked(child: nn.Module) -> nn.Module:
+        getattr(child, register)(lambda *_: None)
+        return child
+
+    hooked.__name__ = register
+    return hooked
 
 
-def _with_pre_hook(child: nn.Module) -> nn.Module:
-    child.register_forward_pre_hook(lambda *_: None)
-    return child
-
-
-def _with_backward_hook(child: nn.Module) -> nn.Module:
-    child.register_full_backward_hook(lambda *_: None)
-    return child
-
-
-def _with_backward_pre_hook(child: nn.Module) -> nn.Module:
-    child.register_full_backward_pre_hook(lambda *_: None)
-    return child
+HOOKS = [f"register_{which}_hook" for which in ("forward", "forward_pre", "full_backward", "full_backward_pre")]
 
 
 def _with_forward(child: nn.Module) -> nn.Module:
@@ -76,7 +68,7 @@ def _subclassed(child: nn.Module) -> nn.Module:
 
 
 CHANGES = [
-    *(_with_hook, _with_pre_hook, _with_backward_hook, _with_backward_pre_hook),
+    *map(_with, HOOKS),
     *(_with_forward, _parametrized, _subclassed),
 ]
 
