@@ -1,5 +1,5 @@
-"""The native ops of BatchNorm in training, by the formulas of csrc/batch_norm_backward.cuh in the dtype of the tensors,
-with the arguments that the schemas have."""
+"""The native ops of BatchNorm in training, by the formulas of csrc/batch_norm/batch_norm_backward.cuh in the dtype of
+the tensors, with the arguments that the schemas have."""
 
 from __future__ import annotations
 

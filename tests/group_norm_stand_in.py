@@ -1,5 +1,5 @@
-"""The native ops of group_norm, by the formulas of csrc/group_backward.cuh in float32 on any tensor, with the arguments
-that the schemas have."""
+"""The native ops of group_norm, by the formulas of csrc/group_backward/group_backward.cuh in float32 on any tensor,
+with the arguments that the schemas have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = [*CODES]
 
 def arguments_of(op: str) -> list[str]:
     """The names of the arguments in the schema of ``op``, in order."""
-    declared = (Path(__file__).parent.parent / "csrc/register.cpp").read_text()
+    declared = (Path(__file__).parent.parent / "csrc/abi/register.cpp").read_text()
     (schema,) = re.findall(rf"\"{op}\((.*?)\) -> ", re.sub(r'"\s*\n\s*"', "", declared))
     return [argument.split()[-1] for argument in schema.split(", ")]
 

@@ -186,7 +186,7 @@ def test_the_kernel_is_group_norm_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_direct_call_is_group_norm_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the arguments that the schema has."""
-    declared = (Path(__file__).parent.parent / "csrc/register.cpp").read_text().replace('"\n      "', "")
+    declared = (Path(__file__).parent.parent / "csrc/abi/register.cpp").read_text().replace('"\n      "', "")
     (schema,) = re.findall(r"group_norm_or_none\((.*?)\)", declared)
     asked: list[tuple[Any, ...]] = []
 

@@ -49,7 +49,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 def declare() -> torch.library.Library:
     """The native ops' schemas, where no library of ours brings them."""
     library = torch.library.Library("normswap", "FRAGMENT")
-    text = re.sub(r'"\s*\n\s*"', "", (Path(__file__).parent.parent / "csrc/register.cpp").read_text())
+    text = re.sub(r'"\s*\n\s*"', "", (Path(__file__).parent.parent / "csrc/abi/register.cpp").read_text())
     for schema in re.findall(r"m\.def\(\s*\"(.*?)\"\s*\);", text):
         library.define(schema)
     return library

@@ -1,0 +1,205 @@
+// The boundary between the device code (*.cu, nvcc, no torch headers) and the torch side (*.cpp, g++, stable ABI).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "plan/column_plan.h"
+#include "plan/group_backward_plan.h"
+#include "plan/row_plan.h"
+
+namespace normswap {
+
+enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
+
+// What follows a norm, of its output as rounded to its dtype.
+enum class Activation : int {
+  none = 0,
+  relu = 1,
+  silu = 2,
+  gelu = 3,
+  gelu_tanh = 4,
+  leaky_relu = 5,
+  clamp = 6,
+  hardswish = 7,
+  sigmoid = 8,
+  tanh = 9
+};
+
+// leaky_relu: `low` is its slope; clamp: the bounds; nothing to the others.
+struct ActivationArgs {
+  Activation code;
+  float low, high;
+};
+
+// What stands behind a group norm, all of it optional: y = activation(norm + residual), the sum rounded to y's dtype. y is
+// that of the norm.
+struct GroupOptions {
+  const void* residual;  // as y
+  void* y;
+  bool wide;  // y is float32, whatever x is
+  bool any;   // one of these is asked for
+};
+
+// Which norm norm_with_options takes.
+enum class NormKind : int { layer = 0, rms = 1, l2 = 2 };
+
+// What stands before and behind a norm of rows, all of it optional.
+struct RowOptions {
+  const void* residual;  // like x, and added to it: their sum as rounded to x's dtype is what is normalised ...
+  void* sum;             // ... and stored
+  // y = norm * (1 + scale) + shift: one value an element of the row for every rows_per_sample rows, `sample_stride`
+  // elements from one sample's to the next.
+  const void* scale;
+  const void* shift;
+  int64_t rows_per_sample, sample_stride;
+  DType scale_dtype;  // x's or float32
+  ActivationArgs activation;
+  bool wide;  // y is float32, whatever x is; not of ragged rows
+};
+
+// rows x cols contiguous elements, normalised row by row. `weight` and `bias` (both optional, of one dtype: x's or
+// float32) hold one value an element of the row for layer_norm and rms_norm, one a channel for group_norm.
+// weight and bias start at multiples of 16 bytes; x and y anywhere.
+struct RowNorm {
+  const void* x;
+  const void* weight;
+  const void* bias;
+  void* y;
+  float* mean;       // (rows), optional: the row's mean (l1_norm: mean |x|)
+  float* rstd;       // (rows), optional
+  void* workspace;   // row_workspace_bytes(plan, rows)
+  int64_t rows, cols;
+  double eps;
+  double minimum;           // l1_norm: mean |x| counts as at least that; 0: no bound
+  double weight_offset;     // rms_norm: the factor is offset + weight
+  bool cast_before_weight;  // rms_norm: round to x's dtype before the product with the weight
+  int64_t num_groups, channels_per_group, spatial;  // group_norm: row = (sample, group), cols = channels * spatial
+  ActivationArgs activation;  // group_norm
+  GroupOptions behind;        // group_norm
+  DType dtype, weight_dtype;
+  NormKind kind;       // norm_with_options
+  RowOptions options;  // norm_with_options
+};
+
+// Whether rows, or what belongs to them, begin and end elsewhere than at multiples of 16 bytes.
+inline bool is_ragged(const RowNorm& n, int itemsize) {
+  const RowOptions& o = n.options;
+  const int64_t step = o.sample_stride * (o.scale_dtype == DType::f32 ? 4 : 2);
+  uintptr_t addresses = 0;
+  for (const void* p : {n.x, static_cast<const void*>(n.y), o.residual, static_cast<const void*>(o.sum), o.scale, o.shift}) {
+    addresses |= reinterpret_cast<uintptr_t>(p);
+  }
+  return addresses % 16 != 0 || step % 16 != 0 || n.cols * itemsize % 16 != 0;
+}
+
+cudaError_t layer_norm(const RowNorm&, const RowPlan&, cudaStream_t);
+cudaError_t rms_norm(const RowNorm&, const RowPlan&, cudaStream_t);
+cudaError_t l1_norm(const RowNorm&, const RowPlan&, cudaStream_t);
+
+// Of x that is float32, float16, bfloat16: the longest to compile of all.
+cudaError_t group_norm_f32(const RowNorm&, const RowPlan&, cudaStream_t);
+cudaError_t group_norm_f16(const RowNorm&, const RowPlan&, cudaStream_t);
+cudaError_t group_norm_bf16(const RowNorm&, const RowPlan&, cudaStream_t);
+cudaError_t norm_with_options(const RowNorm&, const RowPlan&, cudaStream_t);
+
+// A vector with one value a channel, in its own dtype; data == nullptr: absent.
+struct ChannelVector {
+  const void* data;
+  DType dtype;
+};
+
+// batch x rows x channels contiguous elements, statistics over the rows of each channel (scale_batch_norm: batch = 1)
+// or of each group of channels (group_norm, channels last).
+struct ChannelNorm {
+  const void* x;
+  void* y;
+  ChannelVector scale, weight, bias;
+  ChannelVector running_mean, running_var;  // read in eval; written too in training
+  float* mean;  // optional; (channels) in training, (batch, groups) for group_norm
+  float* rstd;
+  void* workspace;  // column_workspace_bytes(plan)
+  int64_t batch, rows, channels, num_groups;
+  double eps, momentum;
+  ActivationArgs activation;  // group_norm
+  GroupOptions behind;        // group_norm
+  DType dtype;
+  ChannelVector input_bias;  // scale_batch_norm, to be added to x: finite, it cancels in all but the running mean
+};
+
+cudaError_t scale_batch_norm(const ChannelNorm&, const ColumnPlan&, cudaStream_t);  // statistics, running stats, apply
+cudaError_t affine(const ChannelNorm&, cudaStream_t);  // apply with the running statistics
+cudaError_t group_norm_channels_last(const ChannelNorm&, const ColumnPlan&, cudaStream_t);  // statistics, apply
+
+// The backward of group_norm, of contiguous tensors or (batch, spatial, channels) memory (channels last); all start at
+// multiples of 16 bytes. dy, residual and dresidual have one dtype, x's or float32. What is null is not wanted.
+struct GroupBackward {
+  const void* x;
+  const void* dy;
+  const void* residual;  // what was added behind the norm; needed where an activation follows
+  void* dx;
+  void* dresidual;
+  ChannelVector weight, bias, dweight, dbias;
+  const float* mean;  // (batch, num_groups)
+  const float* rstd;
+  void* workspace;
+  GroupSizes sizes;
+  ActivationArgs activation;
+  DType dtype, grad_dtype;
+};
+
+// Contiguous tensors whose dtype is float32, float16, bfloat16.
+cudaError_t group_backward_f32(const GroupBackward&, const GroupBackwardPlan&, bool overlap, cudaStream_t);
+cudaError_t group_backward_f16(const GroupBackward&, const GroupBackwardPlan&, bool overlap, cudaStream_t);
+cudaError_t group_backward_bf16(const GroupBackward&, const GroupBackwardPlan&, bool overlap, cudaStream_t);
+cudaError_t group_columns_f32(const GroupBackward&, const GroupColumnsPlan&, bool overlap, cudaStream_t);
+cudaError_t group_columns_f16(const GroupBackward&, const GroupColumnsPlan&, bool overlap, cudaStream_t);
+cudaError_t group_columns_bf16(const GroupBackward&, const GroupColumnsPlan&, bool overlap, cudaStream_t);
+
+// out_weight[c, :] = a_c weight[c, :], out_bias[c] = a_c linear_bias[c] + bias[c] - (a_c / scale_c) running_mean[c]
+struct FoldLinear {
+  const void* linear_weight;
+  void* out_weight;
+  void* out_bias;
+  ChannelVector linear_bias, scale, weight, bias, running_mean, running_var;
+  int64_t channels, in_features;
+  double eps;
+  DType dtype;
+};
+
+cudaError_t fold_linear(const FoldLinear&, cudaStream_t);
+
+// outer x n x inner contiguous elements, normalised along the middle dimension: x / (max(mean|x|, minimum) + eps)
+// (l1_norm), x / max(sqrt(sum(x^2)), eps) (l2_norm), x rsqrt(mean(x^2) + eps) weight (rms_norm, one weight an index along
+// n, optional), (x - mean) rsqrt(var + eps) weight + bias (layer_norm, alike).
+struct DimNorm {
+  const void* x;
+  const void* dy;  // backward only
+  ChannelVector weight, bias;
+  void* y;           // backward: dx
+  float* mean;       // (outer, inner), optional: layer_norm
+  float* statistic;  // (outer, inner): mean |x|, the norm, or rstd; optional in forward, read in backward
+  void* workspace;   // dim_workspace_bytes; backward of rms_norm with a weight: see dim_weight_rows
+  int64_t outer, n, inner;
+  double eps, minimum;
+  DType dtype;
+};
+
+// Longer dimensions have no backward kernel.
+constexpr int kMaxDimBackward = 512;
+
+// `values` that a position needs: layer_norm 2, the others 1.
+int64_t dim_workspace_bytes(const DimNorm&, int values);
+cudaError_t l1_norm_dim(const DimNorm&, cudaStream_t);
+cudaError_t l2_norm_dim(const DimNorm&, cudaStream_t);
+cudaError_t layer_norm_dim(const DimNorm&, cudaStream_t);
+cudaError_t rms_norm_dim(const DimNorm&, cudaStream_t);
+cudaError_t l1_norm_dim_backward(const DimNorm&, cudaStream_t);
+
+// The backward of rms_norm_dim leaves one row of n float32 partial gradients of the weight a block in the workspace.
+int64_t dim_weight_rows(const DimNorm&);
+cudaError_t rms_norm_dim_backward(const DimNorm&, cudaStream_t);
+
+}  // namespace normswap

@@ -1,0 +1,179 @@
+// The backward. With g = dy activation'(z), z = (x - mean) gain + bias (+ residual), over the D elements of a channel
+//   dx = gain (g - sum(g) / D - (x - mean) rstd^2 sum(g (x - mean)) / D), or g gain by frozen statistics
+//   dbias = sum(g), dweight = sum(g (x - mean)) rstd, dresidual = g
+// Sums of the pieces (batch_sums), of the channels (finish_batch_norm_backward), gradients (batch_gradients): x and dy are
+// read twice, or once by frozen statistics, whose gradients wait for no sum. The sign of what went into a ReLU is computed
+// from x as in the forward; behind a residual it was kept.
+#pragma once
+
+#include "batch_norm/batch_norm_passes.cuh"
+
+namespace normswap {
+namespace {
+
+constexpr int kPairsAtOnce = 4;  // vectors of x, and of dy, that a thread has in flight
+
+template <class T>
+constexpr int kPairBlocks = sizeof(T) == 2 ? 3 : 2;  // of a multiprocessor, by the registers of a thread
+
+// Not inlined, as slopes (activation.cuh): what is not a ReLU.
+template <class T, int V>
+__device__ __noinline__ Floats<V> through_slopes(ActivationArgs a, Floats<V> z, Floats<V> g) {
+  times_slope<T>(a, z.v, g.v);
+  return g;
+}
+
+// x and dy of a thread's vectors, on their way. Last: see Words.
+template <class T, int V, bool Last>
+struct Incoming {
+  static constexpr int many = kPairsAtOnce;
+  const Vectors<V>& vectors;
+  const BatchNormTrain& n;
+  Words<T, V> x[many], dy[many];
+  unsigned char signs[many];
+
+  __device__ explicit Incoming(const Vectors<V>& of) : vectors(of), n(of.a.n) {
+#pragma unroll
+    for (int k = 0; k < many; ++k) load(k, vectors.first + k * vectors.a.side);
+  }
+  // Zeros where there is none: they add nothing.
+  __device__ void load(int k, int row) {
+    const bool there = row < vectors.end;
+    const int64_t at = vectors.at(row);
+    x[k] = dy[k] = {};
+    x[k].template load_where<Last>(there, n.x, at);
+    dy[k].template load_where<Last>(there, n.dy, at);
+    if (n.signs != nullptr && there) signs[k] = n.signs[at / static_cast<int>(sizeof(x[k]))];
+  }
+  // Calls with(row, x - mean, g) for every vector.
+  template <class With>
+  __device__ void for_each(const ColumnCoefficients<V>& of, With with) {
+    vectors.template for_each<many>([&](int k, int row) { load(k, row); },
+                                    [&](int k, int row) {
+                                      float d[V], g[V];
+                                      values(of, k, row, d, g);
+                                      with(row, d, g);
+                                    });
+  }
+
+ private:
+  __device__ void values(const ColumnCoefficients<V>& of, int k, int row, float (&d)[V], float (&g)[V]) const {
+    x[k].floats(d);
+    dy[k].floats(g);
+#pragma unroll
+    for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], of.mean[j]);
+    if (n.activation.code == Activation::none) return;
+    if (n.signs != nullptr) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) g[j] = signs[k] >> j & 1 ? g[j] : 0.f;
+      return;
+    }
+    float z[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) z[j] = fmaf(d[j], of.gain[j], of.bias[j]);
+    if (n.residual != nullptr) {
+      Words<T, V> residual{};
+      residual.template load_where<false>(row < vectors.end, n.residual, vectors.at(row));
+      float added[V];
+      residual.floats(added);
+#pragma unroll
+      for (int j = 0; j < V; ++j) z[j] = __fadd_rn(rounded<T>(z[j]), added[j]);
+    }
+    if (n.activation.code == Activation::relu) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) g[j] = lets_through<T>(z[j]) ? g[j] : 0.f;
+      return;
+    }
+    Floats<V> of_z, of_g;
+#pragma unroll
+    for (int j = 0; j < V; ++j) of_z.v[j] = rounded<T>(z[j]), of_g.v[j] = g[j];
+    of_g = through_slopes<T>(n.activation, of_z, of_g);
+#pragma unroll
+    for (int j = 0; j < V; ++j) g[j] = of_g.v[j];
+  }
+};
+
+// The gradients of a row's vector, if it is there.
+template <class T, int V>
+__device__ inline void store_gradients(const Vectors<V>& vectors, int row, const float (&g)[V], const float (&dx)[V]) {
+  if (row >= vectors.end) return;
+  const BatchNormTrain& n = vectors.a.n;
+  const int64_t at = vectors.at(row);
+  if (n.dresidual != nullptr) store(n.dresidual, at, Pack<T, V>::of(g));
+  if (n.dx != nullptr) store(n.dx, at, Pack<T, V>::of(dx));
+}
+
+template <class T, int V>
+__global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_sums(const BatchNormArgs args) {
+  __shared__ Handed<V> handed;
+  __shared__ float4 room[kMostOfStrip];
+  const Vectors<V> vectors(args, blockIdx.x);
+  Incoming<T, V, false> incoming(vectors);
+  const ColumnCoefficients<V> of(vectors, room);
+  float sums[V] = {}, products[V] = {};
+  incoming.for_each(of, [&](int row, float (&d)[V], const float (&g)[V]) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      sums[j] = __fadd_rn(sums[j], g[j]);
+      products[j] = fmaf(g[j], d[j], products[j]);
+    }
+    if (!args.n.frozen) return;
+#pragma unroll
+    for (int j = 0; j < V; ++j) d[j] = __fmul_rn(g[j], of.gain[j]);
+    store_gradients<T>(vectors, row, g, d);
+  });
+  let_successor_start();
+  float2 columns[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) columns[j] = {sums[j], products[j]};
+  handed.put(vectors, columns, 1, [&](const float2(&)[V]) { return float2{tree(sums), tree(products)}; });
+  __syncthreads();
+  const int lanes = 1 << args.p.log_run;
+  handed.for_each_channel(
+      vectors, [&](auto visit, float2) { return unite_pairs(lanes, visit); },
+      [&](int channel, float2 united) {
+        args.sums()[(vectors.first_channel() + channel) * args.p.pieces + vectors.piece] = united;
+      });
+}
+
+template <class T, int V>
+__global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_gradients(const BatchNormArgs args) {
+  __shared__ float4 room[kMostOfStrip];
+  __shared__ float2 room_of_pairs[kMostOfStrip];
+  const Vectors<V> vectors(args, gridDim.x - 1 - blockIdx.x);
+  Incoming<T, V, true> incoming(vectors);
+  const ColumnCoefficients<V> of(vectors, room);
+  follow_predecessor();
+  const float2* finished = args.sums() + args.n.sizes.channels * args.p.pieces;
+  float a[V], b[V];
+  const auto get = [&](int64_t channel) { return __ldcg(finished + channel); };
+  vectors.each_column(room_of_pairs, get, [&](int j, const float2& pair) {
+    a[j] = pair.x;
+    b[j] = pair.y;
+  });
+  incoming.for_each(of, [&](int row, float (&d)[V], const float (&g)[V]) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) d[j] = fmaf(g[j], of.gain[j], -fmaf(d[j], b[j], a[j]));
+    store_gradients<T>(vectors, row, g, d);
+  });
+}
+
+template <class T, int V>
+cudaError_t backward_by(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
+  cudaError_t error = launch_pass<batch_sums<T, V>>(a, false, stream);
+  const bool follows = !a.n.frozen && (a.n.dx != nullptr || a.n.dresidual != nullptr);
+  if (error == cudaSuccess && (follows || a.n.dweight.data != nullptr || a.n.dbias.data != nullptr)) {
+    error = finish_batch_norm_backward(a.n, a.p, overlap, stream);
+  }
+  return error == cudaSuccess && follows ? launch_pass<batch_gradients<T, V>>(a, overlap, stream) : error;
+}
+
+template <class T>
+cudaError_t batch_norm_backward_of(const BatchNormTrain& n, const BatchNormPlan& plan, bool overlap, cudaStream_t stream) {
+  const BatchNormArgs args(n, plan);
+  if (plan.vec == 1) return backward_by<T, 1>(args, overlap, stream);
+  return backward_by<T, kBatchNormVec>(args, overlap, stream);
+}
+
+}  // namespace
+}  // namespace normswap

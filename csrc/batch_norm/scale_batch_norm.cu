@@ -1,0 +1,30 @@
+#include "column/column_norm.cuh"
+#include "plan/make_column_plan.h"
+
+namespace normswap {
+namespace {
+
+template <class T>
+cudaError_t affine_of(const ChannelNorm& n, cudaStream_t stream) {
+  ColumnPlan plan;
+  if (!make_apply_plan(n.rows, n.channels, sizeof(T), &plan)) return cudaErrorInvalidConfiguration;
+  const ColumnArgs args(n, plan);
+  if (plan.vec > 1) return launch_apply<T, 16 / static_cast<int>(sizeof(T)), Source::running>(args, false, stream);
+  return launch_apply<T, 1, Source::running>(args, false, stream);
+}
+
+}  // namespace
+
+cudaError_t scale_batch_norm(const ChannelNorm& n, const ColumnPlan& plan, cudaStream_t stream) {
+  return launch_statistics<Source::batch>(n, plan, stream);
+}
+
+cudaError_t affine(const ChannelNorm& n, cudaStream_t stream) {
+  switch (n.dtype) {
+    case DType::f32: return affine_of<float>(n, stream);
+    case DType::f16: return affine_of<__half>(n, stream);
+    default: return affine_of<__nv_bfloat16>(n, stream);
+  }
+}
+
+}  // namespace normswap

@@ -1,0 +1,231 @@
+// The backward of group_norm of channels_last tensors where a block, or a cluster, holds a slab: x and dy are read once.
+// A block has a piece. Every vector lies in shared memory where the thread that works on it had it copied to. Sums are
+// added as in passing.
+#pragma once
+
+#include "group_backward/group_backward_columns.cuh"
+
+namespace normswap {
+namespace {
+
+// A thread's vectors of the piece that its block holds, and some of the residual in registers.
+template <class T_, class D_, int V, Behind B>
+struct HeldColumns : ColumnPlace<V> {
+  using T = T_;
+  using D = D_;
+  using Place = ColumnPlace<V>;
+  using Residual = ResidualHere<D, V>;
+  using Place::a, Place::at, Place::left, Place::step;
+  static constexpr int OfX = Raw<T, V>::words, Words = OfX + Raw<D, V>::words, Step = Words * kPassingThreads;
+  static constexpr int Each = 4, Batches = kRowsHeld / Each;  // work on the first starts while others are on their way
+  uint4* const memory;
+  uint4* next;
+  Raw<D, V> residual[B == Behind::nothing ? 1 : Each];
+
+  __device__ HeldColumns(const ColumnsArgs& args, char* shared)
+      : Place(args), memory(reinterpret_cast<uint4*>(shared) + threadIdx.x) {}
+  // Starts with the copies, and with the first of the residual.
+  __device__ void stage(const SlabPiece& of) {
+    this->go_to(of);
+    begin_residual();
+    next = memory;
+    for (int i = 0; i < Batches; ++i) {
+      for (int k = 0; k < Each && left > 0; ++k, --left) {
+        copy(next, static_cast<const T*>(a.n.x) + at, OfX);
+        copy(next + OfX * kPassingThreads, static_cast<const D*>(a.n.dy) + at, Words - OfX);
+        at += step;
+        next += Step;
+      }
+      end_batch();
+    }
+    this->go_to(of);
+    next = memory;
+  }
+  __device__ void begin_again(const SlabPiece& of) {
+    this->go_to(of);
+    if (!keeps()) begin_residual();
+    next = memory;
+  }
+  // As ColumnVectors'. Last: all have arrived.
+  template <bool Last, class With>
+  __device__ void for_each(With with) {
+#pragma unroll 1
+    for (int i = 0; i < Batches; ++i, left -= Each) {
+      if constexpr (!Last) wait_for(Batches - 1 - i);
+#pragma unroll
+      for (int k = 0; k < Each; ++k) {
+        if (k >= left) break;
+        Raw<T, V> x;
+        Raw<D, V> dy;
+#pragma unroll
+        for (int w = 0; w < Words; ++w) (w < OfX ? x.v[w] : dy.v[w - OfX]) = next[w * kPassingThreads];
+        float values[V], g[V];
+        x.floats(values);
+        dy.floats(g);
+        const Raw<D, V> more = residual[B == Behind::nothing ? 0 : k];
+        if (k + Each < left && !(Last && keeps())) load_residual(k, at + Each * step);
+        with(values, g, Residual{more}, at);
+        at += step;
+        next += Step;
+      }
+    }
+  }
+  // g in the place of dy, of the vector that for_each is at: where it is dy or 0.
+  __device__ void keep(const float (&g)[V]) {
+    if constexpr (!keeps()) return;
+    constexpr int each = 16 / sizeof(D);
+#pragma unroll
+    for (int w = 0; w < Words - OfX; ++w) {
+      float some[each];
+#pragma unroll
+      for (int j = 0; j < each; ++j) some[j] = g[w * each + j];
+      next[(OfX + w) * kPassingThreads] = words_of<D>(some);
+    }
+  }
+  __device__ static constexpr bool keeps() { return B == Behind::relu; }
+
+ private:
+  __device__ void load_residual(int k, int64_t from) {
+    if constexpr (B != Behind::nothing) {
+      if (a.n.residual != nullptr) residual[k] = Raw<D, V>::load(static_cast<const D*>(a.n.residual) + from);
+    }
+  }
+  __device__ void begin_residual() {
+#pragma unroll
+    for (int k = 0; k < Each; ++k) {
+      if (k < left) load_residual(k, at + k * step);
+    }
+  }
+  __device__ static void copy(uint4* to, const void* from, int words) {
+    for (int i = 0; i < words; ++i) copy_async(to + i * kPassingThreads, static_cast<const uint4*>(from) + i);
+  }
+  __device__ static void wait_for(int newest) {
+    switch (newest) {
+      case 3: wait_for_all_but<3>(); break;
+      case 2: wait_for_all_but<2>(); break;
+      case 1: wait_for_all_but<1>(); break;
+      default: wait_for_all_but<0>();
+    }
+  }
+};
+
+// The sums of the slab from its pieces', a channel a thread, in the order of unite_slab.
+__device__ inline void unite_held(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared,
+                                  const float2* of_pieces) {
+  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+    float2 sums = of_pieces[c];
+    for (int i = 1; i < a.pieces; ++i) sums = plus(sums, of_pieces[i * a.p.width + c]);
+    shared.sums[c] = sums;
+  }
+  __syncthreads();
+}
+
+template <class T, class D, int V, Behind B>
+__global__ void __launch_bounds__(kPassingThreads, kHeldColumnsBlocks) group_columns_held(const ColumnsArgs args) {
+  extern __shared__ __align__(16) char memory[];
+  const ColumnsShared shared(args, reinterpret_cast<float*>(memory));
+  float2* const of_pieces = shared.sums + args.p.sum_rows * args.p.width;  // (pieces, width)
+  HeldColumns<T, D, V, B> vectors(args, memory + args.p.shared - args.p.held_bytes);
+  const int slab = static_cast<int>(blockIdx.x) / args.pieces, rank = static_cast<int>(blockIdx.x) - slab * args.pieces;
+  const SlabPiece of(args, Turn{false, slab, rank});
+  __shared__ Inbox inbox;
+  follow_predecessor();
+  let_successor_start();
+  if (args.pieces > 1) {
+    if (threadIdx.x < 32) inbox.open(args.pieces * of.width * static_cast<int>(sizeof(float2)));
+    cluster_arrive_with_inboxes();  // waited for below
+  }
+  vectors.stage(of);
+  load_line_values(args, of, shared);
+  __syncthreads();
+  piece_sums<B>(args, of, shared, vectors, [] {});
+  if (args.pieces > 1) {
+    cluster_wait();
+    for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+      const float2 sums = shared.sums[c];
+      for (int to = 0; to < args.pieces; ++to) send_to_block(of_pieces + rank * args.p.width + c, inbox, to, sums);
+    }
+    inbox.wait();
+    unite_held(args, of, shared, of_pieces);
+  }
+  finish_slab(args, of, shared, rank == 0, [&](int64_t, int begin, const GroupValues& values) {
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < args.group_width; i += 32) {
+      shared.of_x[begin + i] = values.of_x;
+      shared.constant[begin + i] = values.constant;
+    }
+  });
+  if (!args.gradients) return;
+  vectors.begin_again(of);
+  piece_gradients<B>(args, shared, vectors);
+}
+
+// --- launch --------------------------------------------------------------------------------------------------------
+
+inline ColumnsArgs columns_args(const GroupBackward& n, const GroupColumnsPlan& p) {
+  const GroupSizes& s = n.sizes;
+  ColumnsArgs a{};
+  a.n = n;
+  a.p = p;
+  a.group_width = static_cast<int>(s.channels / s.num_groups);
+  a.pieces = static_cast<int>(p.pieces);
+  a.bunches = static_cast<int>(p.bunches);
+  a.slabs = static_cast<int>(p.slabs);
+  a.lag = static_cast<int>(p.lag);
+  a.gradients = n.dx != nullptr || n.dresidual != nullptr;
+  a.tickets = a.slabs * a.pieces * (a.gradients && a.pieces > 1 ? 2 : 1);
+  a.reciprocal = 1.f / static_cast<float>(s.spatial * a.group_width);
+  a.values = static_cast<float2*>(n.workspace);
+  float2* room = a.values + s.batch * s.num_groups;
+  if (n.dweight.data != nullptr || n.dbias.data != nullptr) {
+    a.line_sums = room;
+    room += s.batch * s.channels;
+  }
+  a.piece_sums = room;
+  a.bunch_sums = a.piece_sums + p.slabs * p.pieces * p.width;
+  a.ticket = reinterpret_cast<unsigned*>(a.bunch_sums + p.slabs * p.bunches * p.width);
+  a.arrived = a.ticket + 1;
+  a.bunch_arrived = a.arrived + p.slabs * p.bunches;
+  a.ready = a.bunch_arrived + p.slabs;
+  return a;
+}
+
+template <class T, class D, int V, Behind B>
+cudaError_t launch_columns_held(const ColumnsArgs& a, bool overlap, cudaStream_t stream) {
+  const LaunchShape shape{grid_of(a.p.slabs * a.p.pieces), kPassingThreads, a.p.shared, a.pieces, overlap};
+  return launch_block<group_columns_held<T, D, V, B>>(a, shape, stream);
+}
+
+template <class T, class D, int V, Behind B>
+cudaError_t launch_columns_passing(const ColumnsArgs& a, cudaStream_t stream) {
+  const int64_t flags = 1 + a.p.slabs * (a.p.bunches + 2);
+  const cudaError_t error = cudaMemsetAsync(a.ticket, 0, flags * sizeof(unsigned), stream);
+  if (error != cudaSuccess) return error;
+  const LaunchShape shape{grid_of(a.tickets < a.p.blocks ? a.tickets : a.p.blocks), kPassingThreads, a.p.shared, 1, false};
+  return launch_block<group_columns<T, D, V, B>>(a, shape, stream);
+}
+
+template <class T, class D, int V>
+cudaError_t launch_columns_backward(const ColumnsArgs& a, bool overlap, cudaStream_t stream) {
+  const Activation behind = a.n.activation.code;
+  if constexpr (V > 1) {
+    if (a.p.held_bytes > 0) {
+      return behind == Activation::none   ? launch_columns_held<T, D, V, Behind::nothing>(a, overlap, stream)
+             : behind == Activation::relu ? launch_columns_held<T, D, V, Behind::relu>(a, overlap, stream)
+                                          : launch_columns_held<T, D, V, Behind::any>(a, overlap, stream);
+    }
+    if (behind == Activation::none) return launch_columns_passing<T, D, V, Behind::nothing>(a, stream);
+  }
+  return launch_columns_passing<T, D, V, Behind::any>(a, stream);
+}
+
+template <class T, class D>
+cudaError_t group_columns_of(const GroupBackward& n, const GroupColumnsPlan& p, bool overlap, cudaStream_t stream) {
+  const ColumnsArgs args = columns_args(n, p);
+  cudaError_t error = p.vec == 1 ? launch_columns_backward<T, D, 1>(args, overlap, stream)
+                                 : launch_columns_backward<T, D, 16 / static_cast<int>(sizeof(T))>(args, overlap, stream);
+  if (error == cudaSuccess) error = launch_sum_lines(n, args.line_sums, 1, overlap, stream);
+  return error == cudaSuccess ? cudaGetLastError() : error;
+}
+
+}  // namespace
+}  // namespace normswap

@@ -1,5 +1,0 @@
-#include "row_norm.cuh"
-
-cudaError_t normswap::group_norm_f32(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  return launch_ragged<GroupNormPolicy, float>(n, plan, stream);
-}

@@ -1,0 +1,101 @@
+// How the columns of a batch are cut and who works on them, for BatchNorm by the batch's own statistics: pure host code,
+// called by the launcher and, through normswap_batch_norm_plan, by tests.
+//
+// The tensor is `samples` rows of channels * inner columns; `inner` neighbouring columns are a channel (inner is 1 in
+// channels_last memory). A strip is some whole channels, `lanes` threads side by side on a row of it, a vector each; a
+// channel of many columns is a strip alone, whose rows are a vector each, `line` of them in a sample. A piece is so many rows
+// of a strip: its statistics, then those of a channel's pieces, unite in a fixed order. Shape and element size alone decide
+// all of this.
+#pragma once
+
+#include "plan/row_plan.h"
+
+namespace normswap {
+
+struct BatchNormSizes {
+  int64_t samples, channels, inner;
+  int itemsize;
+};
+
+struct BatchNormPlan {
+  int vec;              // columns of a vector: kBatchNormVec, or 1
+  int lanes, side;      // vectors of a strip's row; rows that a block has side by side
+  int threads;          // of a block
+  int values;           // statistics a thread hands on: vec where a vector may be of several channels, else 1
+  int width;            // columns of a row of a strip ...
+  int last_width;       // ... and of the last strip's
+  int group;            // channels of a strip; of the last one last_group
+  int last_group;
+  int across;           // statistics that the threads of a row hand on of a channel
+  int log_run;          // lanes that unite those of a channel
+  int64_t line;         // rows of a strip in a sample: more than 1 where rows are vectors of a channel
+  int64_t strips, rows;  // rows of a strip
+  int64_t piece_rows, pieces;  // pieces of a strip
+  int64_t items;        // pieces in all
+};
+
+constexpr int kBatchNormThreads = 256;
+constexpr int kBatchNormVec = 4;           // more would not leave room for what a column needs in registers
+constexpr int64_t kStripOf = 256;          // bytes of a row, by choice ...
+constexpr int kMostOfStrip = 128;          // ... and so many columns, at most, where each is a channel
+constexpr int64_t kLineOf = 128;           // bytes of a channel in a sample from which on its vectors are rows
+constexpr int64_t kLeastRows = 8;          // of a thread; it has a multiple of them
+
+// Pieces, about: as many as three or six blocks of each of 132 multiprocessors have at once.
+inline int64_t wanted_pieces(const BatchNormSizes& s) { return s.itemsize == 2 ? 396 : 792; }
+
+inline int64_t divisor_of_both(int64_t a, int64_t b) { return b == 0 ? a : divisor_of_both(b, a % b); }
+
+// Strips of whole channels; false where a channel is wider than a block.
+inline bool cut_into_strips(const BatchNormSizes& s, int vec, BatchNormPlan* p) {
+  const int64_t unit = s.inner / divisor_of_both(s.inner, vec);  // the fewest vectors that are whole channels
+  if (unit > kBatchNormThreads) return false;
+  const int64_t chosen = kStripOf / (vec * s.itemsize), lanes = chosen < kMostOfStrip ? chosen : kMostOfStrip;
+  const int64_t all = s.channels * s.inner / vec, wanted = unit > lanes ? unit : lanes / unit * unit;
+  p->vec = vec;
+  p->lanes = static_cast<int>(wanted < all ? wanted : all);
+  p->width = p->lanes * vec;
+  p->line = 1;
+  p->strips = ceil_div(all, p->lanes);
+  p->last_width = static_cast<int>(s.channels * s.inner - (p->strips - 1) * p->width);
+  p->group = static_cast<int>(p->width / s.inner);
+  p->last_group = static_cast<int>(p->last_width / s.inner);
+  p->values = s.inner % vec == 0 ? 1 : vec;
+  p->across = static_cast<int>(s.inner * p->values / vec);
+  return true;
+}
+
+// A strip a channel, its rows vectors.
+inline void cut_lines(const BatchNormSizes& s, int vec, BatchNormPlan* p) {
+  p->vec = p->width = p->last_width = vec;
+  p->line = s.inner / vec;
+  p->strips = s.channels;
+  p->lanes = p->group = p->last_group = p->values = p->across = 1;
+}
+
+// Returns false where there are too many rows or columns.
+inline bool make_batch_norm_plan(const BatchNormSizes& s, BatchNormPlan* plan) {
+  BatchNormPlan p{};
+  const int vec = s.channels * s.inner % kBatchNormVec == 0 ? kBatchNormVec : 1;
+  const bool lines = s.inner % vec == 0 && s.inner * s.itemsize >= kLineOf;
+  if (lines || !cut_into_strips(s, vec, &p)) cut_lines(s, s.inner % vec == 0 ? vec : 1, &p);
+  p.side = kBatchNormThreads / p.lanes;
+  p.threads = static_cast<int>(ceil_div(p.lanes * p.side, 32) * 32);
+  p.rows = s.samples * p.line;
+  const int64_t entries = static_cast<int64_t>(p.across) * p.side;
+  while (p.log_run < 5 && (1 << p.log_run) < entries && (p.group << (p.log_run + 1)) <= p.threads) ++p.log_run;
+  const int64_t wanted = ceil_div(p.rows * p.strips, p.side * wanted_pieces(s) * kLeastRows);
+  p.piece_rows = wanted * kLeastRows * p.side;
+  p.pieces = ceil_div(p.rows, p.piece_rows);
+  p.items = p.pieces * p.strips;
+  *plan = p;
+  const int64_t between = (s.channels * s.inner - p.line * p.vec) * s.itemsize;  // bytes, of a channel's samples
+  return p.rows < (int64_t{1} << 30) && p.items < (int64_t{1} << 31) && between < (int64_t{1} << 32);
+}
+
+// Floats of scratch memory: forward three a piece of a channel, backward two, and two a channel.
+inline int64_t batch_norm_workspace(const BatchNormPlan& p, const BatchNormSizes& s) {
+  return s.channels * (3 * p.pieces + 2);
+}
+
+}  // namespace normswap

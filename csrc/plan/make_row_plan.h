@@ -1,0 +1,155 @@
+// Makes the plans of row_plan.h: pure host code, called by the launchers and, through normswap_row_plan, by tests.
+#pragma once
+
+#include "plan/row_plan.h"
+
+namespace normswap {
+
+// What a plan needs to know of the rows.
+struct Rows {
+  int64_t rows, cols;
+  int itemsize;
+  int weights;  // that an element may have of its own: 0, 1 or 2
+  bool ragged;  // they begin or end elsewhere than at multiples of 16 bytes
+  // norm_with_options: rows that no registers hold are split, and none has a multiprocessor alone.
+  bool options;
+};
+
+// How a block, or a cluster of blocks, holds rows of so many chunks.
+inline Held held_by(Regime regime, int64_t chunks, int itemsize) {
+  if (regime != Regime::block) {
+    return chunks <= kMaxInCluster ? Held::in_cluster : chunks <= kMaxHeld ? Held::in_groups : Held::no;
+  }
+  const int most = itemsize == 2 ? kWarpsHeld<Held::in_block, 2> : kWarpsHeld<Held::in_block, 4>;
+  return chunks <= most ? Held::in_block : Held::no;
+}
+
+// in_cluster: blocks for so many chunks; each has equally many, if that takes no more than twice as many blocks.
+inline int even_blocks(int64_t chunks) {
+  const int64_t few = ceil_div(chunks, kWarpsHeld<Held::in_cluster, 4>), least = few == 1 ? 2 : few;
+  for (int64_t blocks = least; blocks <= kMaxCluster && blocks < 2 * least; ++blocks) {
+    if (chunks % blocks == 0) return static_cast<int>(blocks);
+  }
+  return static_cast<int>(least);
+}
+
+// Where there are rows enough a cluster keeps the weights for several: from the L2 they are as much as the rows.
+inline void take_turns(int64_t rows, const Gpu& gpu, RowPlan* p) {
+  if (p->held != Held::in_groups) return;  // of shorter rows more are under way at once, which is faster
+  const int64_t chunks = ceil_div(p->chunks, p->blocks_a_row);
+  const int64_t at_once = gpu.multiprocessors * (kWarpsInTurns / chunks) / p->blocks_a_row;
+  const int64_t turns = at_once > 0 ? ceil_div(rows, kWavesInTurns * at_once) : 0;
+  if (turns < kFewestTurns) return;
+  p->held = Held::in_turns;
+  p->block_chunks = p->warps = static_cast<int>(chunks);
+  p->grid = ceil_div(rows, turns) * p->blocks_a_row;
+}
+
+// Blocks that work on row after row together, each on a group of chunks. Returns false where they cannot. Where more groups
+// than blocks run at once, they have the first of them.
+inline bool make_team(const Rows& of, const Gpu& gpu, RowPlan* p) {
+  const bool lean = of.weights == 0 && !of.ragged;
+  const int blocks = lean && of.itemsize == 2 ? kTeamBlocks<true, 2> : kTeamBlocks<false, 4>;  // on a multiprocessor
+  const int slice = kWarpsTeam * chunk_bytes(p->chunk_len, of.itemsize);
+  const int slots = (gpu.shared - blocks * kStatisticsBytes) / (blocks * slice);
+  const int64_t groups = row_groups(*p), at_once = static_cast<int64_t>(gpu.multiprocessors) * blocks;
+  const int64_t most = at_once < kToldAtOnce ? at_once : kToldAtOnce;
+  if (!gpu.cooperative || at_once == 0 || slots < 2) return false;
+  p->overlap = false;
+  p->blocks_a_row = static_cast<int>(groups <= at_once ? groups : most);
+  p->block_chunks = p->warps = kWarpsTeam;
+  p->slots = slots < kMaxSlots ? slots : kMaxSlots;
+  p->shared = p->slots * slice;
+  const int64_t teams = at_once / p->blocks_a_row;
+  p->grid = (of.rows < teams ? of.rows : teams) * p->blocks_a_row;
+  return groups > 1 && groups <= kMaxGroups;
+}
+
+// The plan for rows of at least one element; `regime` other than automatic asks for that one. Returns false when the rows
+// cannot be done in the regime asked for.
+inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan* plan) {
+  const auto [rows, cols, itemsize, weights, ragged, options] = of;
+  RowPlan p{};
+  p.overlap = gpu.overlap;
+  p.vec = 16 / itemsize;
+  p.lanes = cols <= 8 * p.vec ? 8 : cols <= 16 * p.vec ? 16 : 32;  // a vector a lane, where the row is that short
+  const bool tiny = p.lanes < 32;
+  p.chunk_len = static_cast<int>(cols < kChunk ? cols : kChunk);
+  p.chunks = ceil_div(cols, p.chunk_len);
+
+  const int bytes = chunk_bytes(p.chunk_len, itemsize);
+  const int most = (gpu.shared - kStatisticsBytes) / bytes;  // chunks that fit in a block's shared memory
+  const int by_choice = kSliceBytes / (kChunk * itemsize);
+  const bool held = held_by(Regime::block, p.chunks, itemsize) != Held::no;
+  const bool held_in_cluster = held_by(Regime::cluster, p.chunks, itemsize) != Held::no;
+  const bool staged = !options;  // rows may lie in shared memory
+  const bool fits_block = held || (staged && p.chunks <= most && p.chunks <= kMaxChunks);
+  const bool fits_cluster =
+      gpu.clusters && (held_in_cluster || (staged && p.chunks <= kMaxCluster * most && p.chunks <= kMaxChunks));
+  RowPlan team = p;
+  const bool has_team = make_team(of, gpu, &team), has_all = team.blocks_a_row == row_groups(p);
+  const bool fits_team = staged && has_team && has_all;
+  const bool fits_both = staged && has_team && !has_all && row_groups(p) <= 2 * team.blocks_a_row && itemsize == 4 && !ragged;
+  const bool busy = team.grid * 4 >= gpu.multiprocessors * int64_t{3};  // most of the GPU
+  Regime r = regime;
+  if (r == Regime::automatic) {
+    r = tiny                                                                      ? Regime::subwarp
+        : p.chunks == 1                                                           ? Regime::warp
+        : held                                                                    ? Regime::block
+        : fits_cluster && (held_in_cluster || p.chunks <= by_choice * kMaxCluster) ? Regime::cluster
+        : fits_block && p.chunks <= by_choice                                     ? Regime::block
+        : fits_team && busy                                                       ? Regime::team
+        : fits_both && rows >= kRowsBoth                                          ? Regime::both
+                                                                                  : Regime::split;
+  }
+  const bool possible = tiny                   ? r == Regime::subwarp
+                        : r == Regime::warp    ? p.chunks == 1
+                        : r == Regime::block   ? fits_block
+                        : r == Regime::cluster ? fits_cluster
+                        : r == Regime::team    ? fits_team
+                        : r == Regime::both    ? fits_both
+                                               : r == Regime::split;
+  if (!possible) return false;
+  p.regime = r;
+  p.blocks_a_row = p.block_chunks = 1;
+  switch (r) {
+    case Regime::subwarp:
+    case Regime::warp:
+      p.warps = p.lanes == 32 ? kWarpsSmall<32> : kWarpsSmall<8>;
+      p.grid = ceil_div(rows, p.warps * (32 / p.lanes));
+      break;
+    case Regime::block:
+    case Regime::cluster:
+      p.held = held_by(r, p.chunks, itemsize);
+      if (p.held == Held::in_block && rows <= gpu.multiprocessors && !options) p.held = Held::alone;
+      p.blocks_a_row = r == Regime::block          ? 1
+                       : p.held == Held::in_groups ? static_cast<int>(ceil_div(p.chunks, kGroup))
+                       : p.held == Held::no        ? kMaxCluster
+                                                   : even_blocks(p.chunks);
+      p.block_chunks = p.held == Held::in_groups ? kGroup : static_cast<int>(ceil_div(p.chunks, p.blocks_a_row));
+      p.warps = p.held != Held::no || p.block_chunks < kWarpsBlock ? p.block_chunks : kWarpsBlock;
+      p.shared = p.held != Held::no ? 0 : p.block_chunks * bytes;
+      p.grid = rows * p.blocks_a_row;
+      if (r == Regime::cluster && itemsize == 2 && weights == 1 && !ragged && !options) take_turns(rows, gpu, &p);
+      break;
+    case Regime::team:
+      p = team;
+      p.regime = r;
+      break;
+    case Regime::both:
+      p = team;
+      p.regime = r;
+      p.overlap = gpu.overlap;
+      p.grid = rows * (row_groups(p) - p.blocks_a_row);
+      break;
+    default:
+      p.warps = kWarpsSplit;
+      p.block_chunks = kGroup;
+      p.blocks_a_row = static_cast<int>(row_groups(p));
+      p.grid = rows * row_groups(p);
+  }
+  *plan = p;
+  return p.grid <= 0x7fffffff;
+}
+
+}  // namespace normswap

@@ -1,0 +1,287 @@
+// What the kernels of the row engine do with a chunk: statistics, normalise, store.
+#pragma once
+
+#include "row/row_channels.cuh"
+#include "row/row_options.cuh"
+
+namespace normswap {
+namespace {
+
+// A vector, normalised.
+template <class Policy, bool Fast, class T, int V>
+__device__ inline void normalise(const uint4& words, RowValues values, const Floats<V>& w, const Floats<V>& b,
+                                 float (&out)[V]) {
+  float x[V];
+  floats_of<T>(words, x);
+#pragma unroll
+  for (int j = 0; j < V; ++j) out[j] = Policy::template apply<T, Fast>(x[j], values, w.v[j], b.v[j]);
+}
+
+template <class Policy, bool Fast, class T, class Tile>
+__device__ inline uint4 normalised(const Tile& tile, int k, RowValues values, const Floats<Tile::V>& w,
+                                   const Floats<Tile::V>& b) {
+  float out[Tile::V];
+  normalise<Policy, Fast, T>(tile.pack(k).raw(), values, w, b, out);
+  return words_of<T>(out);
+}
+
+// Affine parameters of a lane's vectors: of all, loaded by whoever loads the tile so that they come with it, where there
+// are registers for them; of some at once otherwise.
+template <class Policy, class Tile>
+constexpr int kAffineAtOnce = Tile::InRegisters && Tile::V == 8   ? Tile::Slots
+                              : Tile::Ragged && Tile::Slots > 1 ? 2
+                              : Tile::V == 8                      ? (Policy::has_bias ? 2 : 4)
+                              : Tile::Slots < 4                   ? Tile::Slots
+                                                                  : 4;
+
+template <class Policy, class T, class Tile, int AtOnce = kAffineAtOnce<Policy, Tile>>
+using AffineAhead =
+    std::conditional_t<Policy::affine == Affine::by_element, AffineByElement<Policy, T, Tile::V, AtOnce>,
+                       std::conditional_t<Policy::affine == Affine::by_channel, ChannelPlace<Tile::V>, AffineNone>>;
+
+// V float32 parameters of the vector at `at` of the row, or what stands for them; `count` of its elements are there.
+template <bool Ragged, int V>
+__device__ inline void load_wide(const void* data, const uint4* absent, int64_t at, int count, Floats<V>& to) {
+  const float* from = data != nullptr ? static_cast<const float*>(data) + at : reinterpret_cast<const float*>(absent);
+  if (Ragged && count < V) return load_some<false>(from, count, to.v);
+  load_vectors(from, to.v);
+}
+
+template <class Policy, bool Ragged, int V>
+__device__ inline void wide_values(const RowArgs& args, int64_t at, int count, Floats<V>& w, Floats<V>& b) {
+  load_wide<Ragged>(args.n.weight, kOnes<float>, at, count, w);
+  if constexpr (Policy::has_bias) load_wide<Ragged>(args.n.bias, kZeros, at, count, b);
+#pragma unroll
+  for (int j = 0; j < V; ++j) w.v[j] = Policy::factor(w.v[j], args);
+}
+
+// The same of one row whose chunks have a warp each.
+template <class Policy, class T, class Tile, int AtOnce = kAffineAtOnce<Policy, Tile>>
+using AffineOfRow = std::conditional_t<Policy::affine == Affine::by_channel, ChannelsInTable<Tile::V>,
+                                       AffineAhead<Policy, T, Tile, AtOnce>>;
+
+// What its warps keep in shared memory.
+template <class Policy, int Warps>
+struct AffineTables {
+  ChannelParameters of_warp[Policy::affine == Affine::by_channel ? Warps : 1][kTableChannels];
+};
+
+// Normalise and store the chunk from `begin` on of several rows. All lanes of the warp must call. Wide: see
+// has_wide_weights.
+template <class Policy, bool Fast, bool Wide, class T, class Tile, int Rows, int Count>
+__device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
+                                   int64_t begin, const RowValues (&values)[Rows],
+                                   AffineByElement<Policy, T, Tile::V, Count>& affine) {
+  T* y = static_cast<T*>(args.n.y) + begin + rows[0] * args.n.cols;
+  Floats<Tile::V> w, b;
+  if constexpr (Tile::Ragged) {
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) {
+      T* to = y + (rows[r] - rows[0]) * args.n.cols;
+      if constexpr (Wide) {
+        uint4 made[Tile::Slots];
+        in_turn(tiles[r], made, [&](int offset, const uint4& x) {
+          float out[Tile::V];
+          wide_values<Policy, true>(args, begin + offset, tiles[r].len - offset, w, b);
+          normalise<Policy, Fast, T>(x, values[r], w, b, out);
+          return words_of<T>(out);
+        });
+        tiles[r].store(to, [&](int k) { return made[k]; });
+      } else {
+        tiles[r].store(to, [&](int k) {
+          if (Count < Tile::Slots && k % Count == 0) affine.load(args, begin, tiles[r], k);
+          affine.values(k % Count, args, w, b);
+          return normalised<Policy, Fast, T>(tiles[r], k, values[r], w, b);
+        });
+      }
+    }
+    return;
+  }
+  y += Tile::offset(0);
+#pragma unroll
+  for (int first = 0; first < Tile::Slots; first += Count) {
+    if (!Wide && Count < Tile::Slots) affine.load(args, begin, tiles[0], first);
+#pragma unroll
+    for (int k = first; k < first + Count && k < Tile::Slots; ++k) {
+      if constexpr (Wide) {
+        if (tiles[0].inside(k)) wide_values<Policy, false>(args, begin + Tile::offset(k), Tile::V, w, b);
+      } else {
+        affine.values(k - first, args, w, b);
+      }
+#pragma unroll
+      for (int r = 0; r < Rows; ++r) {
+        if (!tiles[r].inside(k)) continue;
+        T* to = y + (rows[r] - rows[0]) * args.n.cols + k * Tile::Lanes * Tile::V;
+        store_words(to, normalised<Policy, Fast, T>(tiles[r], k, values[r], w, b));
+      }
+    }
+  }
+}
+
+// The same where parameters belong to channels, or there are none.
+template <class Policy, bool Fast, class T, class Tile, class Where>
+__device__ inline void store_tile(const Tile& tile, const RowArgs& args, int64_t row, int64_t begin, RowValues values,
+                                  const Where& where) {
+  T* y = static_cast<T*>(args.n.y) + row * args.n.cols + begin;
+  if constexpr (Policy::affine == Affine::none) {
+    if constexpr (Fast) {
+      tile.store(y, [&](int k) { return normalised<Policy, Fast, T>(tile, k, values, {}, {}); });
+    } else {
+      uint4 made[Tile::Slots];
+      in_turn(tile, made, [&](int, const uint4& x) {
+        float out[Tile::V];
+        normalise<Policy, Fast, T>(x, values, {}, {}, out);
+        return words_of<T>(out);
+      });
+      tile.store(y, [&](int k) { return made[k]; });
+    }
+  } else {
+    constexpr int V = Tile::V;
+    const AffineByChannel<Where, V> affine(args, where, row, values);
+    const bool behind = args.n.behind.any, few = where.is_few();
+    if (!Tile::Ragged && few && !behind) {
+      const auto plain = [&](int k) {
+        Floats<V> w, b;
+        affine.of_few(Tile::offset(k), w, b);
+        return normalised<Policy, Fast, T>(tile, k, values, w, b);
+      };
+      if (args.n.activation.code == Activation::none) return tile.store(y, plain);
+      return tile.store(y, [&](int k) { return activated(Tile::Vector::of_raw(plain(k)), args.n.activation).raw(); });
+    }
+    uint4 made[Tile::Slots];
+    in_turn(tile, made, [&](int offset, const uint4& x) {
+      Floats<V> w, b;
+      if (few) {
+        affine.of_few(offset, w, b);
+      } else {
+        affine.of_many(offset, w, b);
+      }
+      float out[V];
+      normalise<Policy, Fast, T>(x, values, w, b, out);
+      if (behind) {
+        store_behind<T>(args.n.behind, out, row * args.n.cols + begin + offset, tile.len - offset, args.n.activation);
+        return x;
+      }
+      const uint4 words = activated(Tile::Vector::of_raw(words_of<T>(out)), args.n.activation).raw();
+      if constexpr (!Tile::Ragged) store_words(y + offset, words);
+      return words;
+    });
+    if (Tile::Ragged && !behind) tile.store(y, [&](int k) { return made[k]; });
+  }
+}
+
+template <class Policy, bool Fast, class T, class Tile, int Rows, class Ahead>
+__device__ inline void apply_by(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows], int64_t begin,
+                                const RowValues (&values)[Rows], Ahead& affine) {
+  if constexpr (Policy::affine == Affine::by_element) {
+    if constexpr (kMayBeWide<T, Tile>) {
+      if (has_wide_weights<T>(args)) return store_tiles<Policy, Fast, true, T>(tiles, args, rows, begin, values, affine);
+    }
+    store_tiles<Policy, Fast, false, T>(tiles, args, rows, begin, values, affine);
+  } else if constexpr (Policy::affine == Affine::none && Fast) {
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) store_tile<Policy, Fast, T>(tiles[r], args, rows[r], begin, values[r], affine);
+  } else {
+    each_row(tiles, rows, values, [&](const Tile& tile, int64_t row, RowValues value) {
+      store_tile<Policy, Fast, T>(tile, args, row, begin, value, affine);
+    });
+  }
+}
+
+// The same for any policy, by the fast formula where that will do for every row of the warp.
+template <class Policy, class T, class Tile, int Rows, class Ahead>
+__device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
+                                   int64_t begin, const RowValues (&values)[Rows], Ahead& affine) {
+  if constexpr (kOptions<Policy>) {
+    each_row(tiles, rows, values, [&](const Tile& tile, int64_t row, RowValues value) {
+      store_with_options<T>(tile, args, row, begin, value);
+    });
+  } else if constexpr (Policy::template always_fast<T>) {
+    apply_by<Policy, true, T>(tiles, args, rows, begin, values, affine);
+  } else {
+    bool fast = true;
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) fast = fast && Policy::fast(values[r], args);
+    if (__all_sync(kWholeWarp, fast)) {
+      apply_by<Policy, true, T>(tiles, args, rows, begin, values, affine);
+    } else {
+      apply_by<Policy, false, T>(tiles, args, rows, begin, values, affine);
+    }
+  }
+}
+
+template <class Policy>
+__device__ inline void save_values(const RowArgs& a, int64_t row, const typename Policy::Stat& stat, RowValues values) {
+  if (a.n.mean != nullptr) a.n.mean[row] = Policy::saved_mean(stat, values, a);
+  if (a.n.rstd != nullptr) a.n.rstd[row] = values.rstd;
+}
+
+template <class T>
+constexpr int kChunkSlots = kChunk / 32 / (16 / static_cast<int>(sizeof(T)));
+
+template <class T, bool Ragged, bool Full = false>
+using ChunkTile = Tile<T, 32, kChunkSlots<T>, Ragged, Full ? kChunkSlots<T> : 0>;
+
+template <class T, bool Ragged, bool Full>
+using StagedChunk = StagedTile<T, 32, kChunkSlots<T>, Ragged, Full ? kChunkSlots<T> : 0>;
+
+// Where a row's chunk lies.
+struct ChunkPlace {
+  int64_t begin;
+  int len;
+
+  __device__ static ChunkPlace of(const RowArgs& args, int64_t index) {
+    const int64_t begin = index * args.chunk_len, left = args.n.cols - begin;
+    return {begin, static_cast<int>(max(int64_t{0}, min(left, static_cast<int64_t>(args.chunk_len))))};
+  }
+};
+
+// A chunk of one row after the other in shared memory; a warp sees to it.
+template <class Policy, class T, bool Ragged>
+struct ChunkInShared {
+  using Stat = typename Policy::Stat;
+  const RowArgs& args;
+  char* buffer;
+  ChunkPlace place;
+
+  __device__ const T* x(int64_t row) const { return static_cast<const T*>(args.n.x) + row * args.n.cols + place.begin; }
+  __device__ void stage(int64_t row) const {
+    const T* end = static_cast<const T*>(args.n.x) + args.n.rows * args.n.cols;
+    stage_chunk<T, Ragged>(buffer, x(row), place.len, end);
+  }
+  template <bool Full>
+  __device__ StagedChunk<T, Ragged, Full> staged(int64_t row) const {
+    StagedChunk<T, Ragged, Full> tile;
+    tile.len = place.len;
+    tile.chunk = staged_chunk<T, Ragged>(buffer, x(row));
+    return tile;
+  }
+  template <bool Full>
+  __device__ Stat statistic_of(int64_t row) const {
+    ChunkTile<T, Ragged, Full> tiles[1];
+    staged<Full>(row).copy_to(tiles[0]);
+    Stat stat[1];
+    Policy::statistics(tiles, Full || place.len == args.chunk_len ? args.sizes.chunk : args.sizes.last_chunk, args, stat);
+    return stat[0];
+  }
+  __device__ Stat statistic(int64_t row) const {
+    return place.len == kChunk ? statistic_of<true>(row) : statistic_of<false>(row);
+  }
+  template <bool Full, class Affine>
+  __device__ void apply_to(int64_t row, RowValues values, Affine& affine, bool loaded) const {
+    const StagedChunk<T, Ragged, Full> tiles[1] = {staged<Full>(row)};
+    const int64_t rows[1] = {row};
+    const RowValues all[1] = {values};
+    if (!loaded) affine.load_ahead(args, place.begin, tiles[0]);
+    apply_tiles<Policy, T>(tiles, args, rows, place.begin, all, affine);
+  }
+  // `affine`: the chunk's parameters, or where to load them.
+  template <class Affine>
+  __device__ void apply(int64_t row, RowValues values, Affine& affine, bool loaded) const {
+    if (place.len == kChunk) return apply_to<true>(row, values, affine, loaded);
+    apply_to<false>(row, values, affine, loaded);
+  }
+};
+
+}  // namespace
+}  // namespace normswap

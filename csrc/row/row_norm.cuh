@@ -1,0 +1,359 @@
+// The row engine: LayerNorm, RMSNorm, L1 norm and GroupNorm (contiguous) are this file and a policy (row_policy.cuh).
+// row_plan.h says how rows are cut; the kernels are the regimes:
+//   row_small    subwarp, warp: a row is one chunk, in registers; several rows a block
+//   row_held     block, cluster: a chunk a warp, in registers
+//   row_block    the same for longer rows, or where there are no clusters: the chunks of a row lie in shared memory
+// in row_turns.cuh
+//   row_in_turns the same for several rows, one after the other
+// and in row_wide.cuh
+//   row_team     team: blocks that run at once hold row after row and tell each other their statistics
+//   row_partial, row_team, row_apply     both: a team has the first part of each row, the rest is read twice
+//   row_partial, row_merge, row_apply    split: for rows and GPUs none of these serves; the input is read twice
+#pragma once
+
+#include <algorithm>
+
+#include "device/cluster.cuh"
+#include "device/launch.h"
+#include "row/row_turns.cuh"
+#include "row/row_wide.cuh"
+
+namespace normswap {
+namespace {
+
+// row_small: blocks on a multiprocessor, so that a lane has 96 or 80 registers. Ragged rows of 16-bit elements take more
+// instructions, which more warps hide.
+template <class Tile>
+constexpr bool kManySmall = Tile::Slots * Tile::V <= 24 || (Tile::Ragged && Tile::V == 8);
+template <class Tile>
+constexpr int kSmallBlocks = (kManySmall<Tile> ? 24 : 20) / kWarpsSmall<Tile::Lanes>;
+// With options a lane has 128.
+template <class Policy, class Tile>
+constexpr int kSmallBlocksOf = kOptions<Policy> ? 16 / kWarpsSmall<Tile::Lanes> : kSmallBlocks<Tile>;
+
+// Rows a lane works on at once in row_small: what is the same for all is then done once.
+template <class Tile>
+constexpr int kRowsAtOnce = Tile::Slots == 1 ? kRowsSubwarp : 1;
+
+// --- kernels -----------------------------------------------------------------------------------------------------
+
+template <class Policy, class T, class RowTile>
+__global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocksOf<Policy, RowTile>)
+    row_small(const RowArgs args) {
+  follow_predecessor();
+  let_successor_start();
+  constexpr int Rows = kRowsAtOnce<RowTile>, Lanes = RowTile::Lanes, groups = kWarpsSmall<Lanes> * 32 / Lanes;
+  const T* x = static_cast<const T*>(args.n.x);
+  const T* end = x + args.n.rows * args.n.cols;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (Rows * groups) + threadIdx.x / Lanes;
+  if (Lanes == 32 && first >= args.n.rows) return;
+  int64_t rows[Rows];
+  RowTile tiles[Rows];
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) {
+    rows[r] = first + r * groups;
+    const bool there = Lanes == 32 && r == 0 || rows[r] < args.n.rows;
+    tiles[r].load(x + rows[r] * args.n.cols, there ? static_cast<int>(args.n.cols) : 0, end);
+  }
+  constexpr bool in_table = Policy::affine == Affine::by_channel && Lanes == 32 && Rows == 1;
+  __shared__ AffineTables<Policy, in_table ? kWarpsSmall<Lanes> : 1> tables;
+  std::conditional_t<in_table, AffineOfRow<Policy, T, RowTile>, AffineAhead<Policy, T, RowTile>> affine;
+  if constexpr (in_table) {
+    affine.load_row(args, rows[0], 0, tiles[0], tables.of_warp[threadIdx.x / 32]);
+  } else {
+    affine.load_ahead(args, 0, tiles[0]);
+  }
+#pragma unroll
+  for (RowTile& tile : tiles) tile.settle();
+  add_residual<Policy, T>(tiles, args, rows, 0);
+  typename Policy::Stat stats[Rows];
+  Policy::statistics(tiles, args.sizes.row, args, stats);
+  RowValues values[Rows];
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) {
+    values[r] = Policy::template finish<T>(stats[r], args);
+    if (tiles[r].len > 0 && RowTile::lane() == 0) save_values<Policy>(args, rows[r], stats[r], values[r]);
+  }
+  apply_tiles<Policy, T>(tiles, args, rows, 0, values, affine);
+}
+
+// row_held: registers for affine parameters that are loaded before the statistics are known. in_block they come from the
+// L1, which a cluster empties when it waits.
+template <class T, Held How>
+constexpr int kAheadRegisters = How == Held::alone        ? 64
+                                : How == Held::in_cluster ? (sizeof(T) == 2 ? 32 : 16)
+                                : How == Held::in_groups  ? (sizeof(T) == 2 ? 24 : 8)
+                                                          : 0;
+
+// And so of how many of a lane's vectors.
+template <class Policy, class T, class Tile, Held How>
+constexpr int kVectorsAhead =
+    Policy::affine != Affine::by_element
+        ? 0
+        : std::min(Tile::Slots, kAheadRegisters<T, How> / (kWeights<Policy> * static_cast<int>(Tile::V * sizeof(T) / 4)));
+
+// The statistic of a row of which every warp of the block, or of the cluster, has the one of a chunk. All threads call.
+template <Held How, class Stat>
+struct HeldExchange {
+  static constexpr bool grouped = How == Held::in_groups, cluster = How == Held::in_cluster || grouped;
+  struct Shared {
+    alignas(16) Stat mine[How == Held::in_cluster ? 1 : kGroup];  // of the block's chunks
+    Stat parts[grouped ? kMaxCluster : kMaxInCluster];            // of the row's groups or chunks
+    Inbox inbox;
+  };
+  const RowArgs& args;
+  Shared& shared;
+  unsigned blocks, rank;
+
+  __device__ HeldExchange(const RowArgs& a, Shared& s) : args(a), shared(s) {
+    blocks = cluster ? args.blocks_a_row : 1;
+    rank = cluster ? blockIdx.x % blocks : 0;
+    if constexpr (cluster) {
+      const unsigned parts = blocks * (grouped ? 1 : args.block_chunks);
+      if (threadIdx.x < 32) shared.inbox.open(parts * sizeof(Stat));
+      cluster_arrive_with_inboxes();
+    }
+  }
+  __device__ Stat of_row(const Stat& of_chunk) const {
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if constexpr (How == Held::in_cluster) {
+      cluster_wait();  // every block of the cluster runs
+      if (lane < blocks) send_to_block(shared.parts + rank * args.block_chunks + warp, shared.inbox, lane, of_chunk);
+      shared.inbox.wait();
+      return unite_each<kMaxInCluster / 32>(shared.parts, static_cast<int>(args.chunks), args.sizes);
+    }
+    if (lane == 0) shared.mine[warp] = of_chunk;
+    if constexpr (cluster) cluster_wait();
+    __syncthreads();
+    if constexpr (!cluster) return unite_group(shared.mine, static_cast<int>(args.chunks), args.sizes);
+    const Stat group = unite_one<1, kGroup>(shared.mine[lane % kGroup], args.sizes.of_group(rank));
+    if (warp < blocks && lane == 0) send_to_block(shared.parts + rank, shared.inbox, warp, group);
+    shared.inbox.wait();
+    return unite_one<1, 32>(lane < blocks ? shared.parts[lane] : Stat{}, args.sizes.row.value);
+  }
+};
+
+// Blocks that there are to be registers for; with options a lane of 32-bit elements has 128.
+template <class Policy, Held How, int Itemsize>
+constexpr int kBlocksHeldOf = kOptions<Policy> && Itemsize == 4 ? 16 / kWarpsHeld<How, Itemsize> : kBlocksHeld<How, Itemsize>;
+
+// Whole: every warp has a chunk, of kChunk elements.
+template <class Policy, class T, bool Ragged, Held How, bool Whole>
+__global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf<Policy, How, sizeof(T)>)
+    row_held(const RowArgs args) {
+  if constexpr (kClusters || How == Held::in_block || How == Held::alone) {
+    using Stat = typename Policy::Stat;
+    using HeldTile = ChunkTile<T, Ragged, Whole>;
+    using Exchange = HeldExchange<How, Stat>;
+    constexpr bool all = Whole || (How == Held::alone && !Ragged);  // parameters are in registers at once
+    constexpr int AtOnce = all ? HeldTile::Slots : kAffineAtOnce<Policy, HeldTile>;
+    constexpr int Ahead = all ? kVectorsAhead<Policy, T, HeldTile, How> : 0;
+    constexpr bool by_channel = Policy::affine == Affine::by_channel;
+    __shared__ typename Exchange::Shared shared;
+    __shared__ AffineTables<Policy, kWarpsHeld<How, sizeof(T)>> tables;
+    const Exchange exchange(args, shared);
+    follow_predecessor();
+    let_successor_start();
+    const int chunk = exchange.rank * args.block_chunks + static_cast<int>(threadIdx.x / 32);
+    const int64_t begin = chunk * int64_t{kChunk}, rows[1] = {blockIdx.x / exchange.blocks};
+    const int64_t len = Whole ? kChunk : max(int64_t{0}, min(args.n.cols - begin, int64_t{kChunk}));
+    const T* x = static_cast<const T*>(args.n.x);
+    HeldTile tiles[1];
+    tiles[0].load(x + rows[0] * args.n.cols + begin, static_cast<int>(len), x + args.n.rows * args.n.cols);
+    AffineOfRow<Policy, T, HeldTile, AtOnce> affine;
+    if constexpr (Ahead > 0) affine.load(args, begin, tiles[0], 0, 0, Ahead);
+    if constexpr (by_channel) affine.load_row(args, rows[0], begin, tiles[0], tables.of_warp[threadIdx.x / 32]);
+    tiles[0].settle();
+    add_residual<Policy, T>(tiles, args, rows, begin);
+    Stat stats[1];
+    Policy::statistics(tiles, Whole || len == kChunk ? args.sizes.chunk : args.sizes.last_chunk, args, stats);
+    const Stat stat = exchange.of_row(stats[0]);
+    const RowValues values[1] = {Policy::template finish<T>(stat, args)};
+    if (exchange.rank == 0 && threadIdx.x == 0) save_values<Policy>(args, rows[0], stat, values[0]);
+    if constexpr (Ahead > 0) {
+      affine.load(args, begin, tiles[0], 0, Ahead, AtOnce);
+    } else if constexpr (!by_channel) {
+      affine.load_ahead(args, begin, tiles[0]);
+    }
+    apply_tiles<Policy, T>(tiles, args, rows, begin, values, affine);
+  }
+}
+
+template <class Policy, class T, bool Ragged, bool Cluster>
+__global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_block(const RowArgs args) {
+  follow_predecessor();
+  let_successor_start();
+  using Stat = typename Policy::Stat;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ Stat parts[kMaxChunks];
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int blocks = Cluster ? args.blocks_a_row : 1, rank = Cluster ? blockIdx.x % blocks : 0;
+  const int64_t row = blockIdx.x / blocks;
+  if constexpr (Cluster) cluster_arrive();  // waited for below, once the loads are under way
+  const auto chunk = [&](int c) {
+    return ChunkInShared<Policy, T, Ragged>{
+        args, shared + c * args.chunk_bytes, ChunkPlace::of(args, int64_t{rank} * args.block_chunks + c)};
+  };
+  for (int c = warp; c < args.block_chunks; c += warps) chunk(c).stage(row);
+  wait_for_copies();
+  __syncwarp();
+  if constexpr (Cluster) cluster_wait();  // every block of the cluster runs: its shared memory is there
+  for (int c = warp; c < args.block_chunks; c += warps) {
+    const Stat stat = chunk(c).statistic(row);
+    Stat* part = parts + rank * args.block_chunks + c;
+    if constexpr (Cluster) {
+      if (lane < blocks) store_in_block(part, lane, stat);
+    } else {
+      if (lane == 0) *part = stat;
+    }
+  }
+  if constexpr (Cluster) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  const Stat stat = unite_chunks(parts, static_cast<int>(args.chunks), args.sizes);
+  const RowValues values = Policy::template finish<T>(stat, args);
+  if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args, row, stat, values);
+  for (int c = warp; c < args.block_chunks; c += warps) {
+    AffineAhead<Policy, T, StagedChunk<T, Ragged, false>> affine;
+    chunk(c).apply(row, values, affine, false);
+  }
+}
+
+// --- launch ------------------------------------------------------------------------------------------------------
+
+template <class Policy, class T, class RowTile>
+cudaError_t launch_small(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
+  const LaunchShape shape{grid_of(ceil_div(plan.grid, kRowsAtOnce<RowTile>)), plan.warps * 32, plan.shared, 1, plan.overlap};
+  return launch_block<row_small<Policy, T, RowTile>>(args, shape, stream);
+}
+
+// On the host; correctly rounded as Divisor::of.
+inline Divisor divisor_of(int64_t n) { return {static_cast<float>(n), 1.f / static_cast<float>(n)}; }
+
+inline RowSizes row_sizes(const RowNorm& n, const RowPlan& plan) {
+  const int64_t chunk = plan.chunk_len, group = kGroup * chunk, groups = row_groups(plan);
+  return {divisor_of(n.cols),
+          divisor_of(chunk),
+          divisor_of(n.cols - (plan.chunks - 1) * chunk),
+          static_cast<float>(group),
+          static_cast<float>(n.cols - (groups - 1) * group),
+          static_cast<int>(groups)};
+}
+
+inline Quotient quotient_by(int64_t divisor) {
+  const uint64_t most = ~uint64_t{0}, d = static_cast<uint64_t>(divisor);
+  return {divisor, d == 1 ? most : most / d + (most % d == d - 1 ? 1 : 0)};
+}
+
+// A row of few vectors wants a kernel of few registers: the smallest of the numbers of slots built that holds it. More
+// than Before are needed.
+template <class Policy, class T, bool Ragged, int Lanes, int Before, int Slots, int... More>
+cudaError_t launch_slots(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
+  if constexpr (sizeof...(More) > 0) {
+    if (plan.chunk_len > Slots * Lanes * plan.vec) {
+      return launch_slots<Policy, T, Ragged, Lanes, Slots, More...>(args, plan, stream);
+    }
+  }
+  return launch_small<Policy, T, Tile<T, Lanes, Slots, Ragged, Before>>(args, plan, stream);
+}
+
+template <class Policy, class T, bool Ragged>
+cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
+  if (plan.lanes == 8) return launch_slots<Policy, T, Ragged, 8, 0, 1>(args, plan, stream);
+  if (plan.lanes == 16) return launch_slots<Policy, T, Ragged, 16, 0, 1>(args, plan, stream);
+  if constexpr (kOptions<Policy> && Ragged) {
+    return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T>>(args, plan, stream);
+  } else if constexpr (kOptions<Policy>) {
+    return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T> / 2, kChunkSlots<T>>(args, plan, stream);
+  } else if constexpr (sizeof(T) == 2) {
+    return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 3, 4>(args, plan, stream);
+  } else if constexpr (Ragged) {
+    return launch_slots<Policy, T, Ragged, 32, 0, 4, 8>(args, plan, stream);
+  } else {
+    return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 4, 6, 8>(args, plan, stream);
+  }
+}
+
+template <class Policy, class T, bool Ragged, Held How>
+cudaError_t launch_held(const RowArgs& args, const LaunchShape& shape, cudaStream_t stream) {
+  if constexpr (!Ragged && !kOptions<Policy>) {
+    const bool whole = args.n.cols == int64_t{kChunk} * args.block_chunks * args.blocks_a_row;
+    if (whole && !has_wide_weights<T>(args)) return launch_block<row_held<Policy, T, false, How, true>>(args, shape, stream);
+  }
+  return launch_block<row_held<Policy, T, Ragged, How, false>>(args, shape, stream);
+}
+
+template <class Policy, class T, bool Ragged>
+cudaError_t launch_blocks(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
+  switch (plan.held) {
+    case Held::in_block: return launch_held<Policy, T, Ragged, Held::in_block>(args, shape, stream);
+    case Held::in_cluster: return launch_held<Policy, T, Ragged, Held::in_cluster>(args, shape, stream);
+    case Held::in_groups: return launch_held<Policy, T, Ragged, Held::in_groups>(args, shape, stream);
+    default: break;
+  }
+  if constexpr (kTakesTurns<Policy, T> && !Ragged) {
+    if (plan.held == Held::in_turns) return launch_block<row_in_turns<Policy, T>>(args, shape, stream);
+  }
+  if constexpr (kOptions<Policy>) {
+    return cudaErrorInvalidValue;  // see Rows::options
+  } else {
+    if (plan.held == Held::alone) {
+      return launch_block<row_held<Policy, T, Ragged, Held::alone, false>>(args, shape, stream);
+    }
+    if (shape.cluster > 1) return launch_block<row_block<Policy, T, Ragged, true>>(args, shape, stream);
+    return launch_block<row_block<Policy, T, Ragged, false>>(args, shape, stream);
+  }
+}
+
+template <class Policy, class T, bool Ragged>
+cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
+  const RowArgs args{n,
+                     plan.chunks,
+                     held_groups(plan),
+                     plan.blocks_a_row,
+                     plan.chunk_len,
+                     chunk_bytes(plan.chunk_len, sizeof(T)),
+                     plan.block_chunks,
+                     plan.slots,
+                     static_cast<float>(n.eps),
+                     static_cast<float>(n.weight_offset),
+                     row_sizes(n, plan),
+                     quotient_by(n.rows),
+                     quotient_by(n.num_groups),
+                     quotient_by(n.spatial),
+                     quotient_by(ceil_div(n.rows, kRowsSplit)),
+                     quotient_by(n.options.rows_per_sample)};
+  const int cluster = plan.regime == Regime::cluster ? plan.blocks_a_row : 1;
+  const LaunchShape shape{grid_of(plan.grid), plan.warps * 32, plan.shared, cluster, plan.overlap};
+  cudaError_t error = cudaSuccess;
+  switch (plan.regime) {
+    case Regime::subwarp:
+    case Regime::warp: error = launch_rows_of_one_chunk<Policy, T, Ragged>(args, plan, stream); break;
+    case Regime::block:
+    case Regime::cluster: error = launch_blocks<Policy, T, Ragged>(args, plan, shape, stream); break;
+    case Regime::team: error = launch_team<Policy, T, Ragged>(args, plan, shape, stream); break;
+    default: error = launch_split<Policy, T, Ragged>(args, plan, shape, stream);
+  }
+  return error != cudaSuccess ? error : cudaGetLastError();
+}
+
+template <class Policy, class T>
+cudaError_t launch_ragged(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
+  if (is_ragged(n, sizeof(T))) return launch_rows<Policy, T, true>(n, plan, stream);
+  return launch_rows<Policy, T, false>(n, plan, stream);
+}
+
+template <class Policy>
+cudaError_t launch(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
+  switch (n.dtype) {
+    case DType::f32: return launch_ragged<Policy, float>(n, plan, stream);
+    case DType::f16: return launch_ragged<Policy, __half>(n, plan, stream);
+    default: return launch_ragged<Policy, __nv_bfloat16>(n, plan, stream);
+  }
+}
+
+}  // namespace
+}  // namespace normswap

@@ -1,0 +1,5 @@
+#include "row_backward/row_backward.cuh"
+
+cudaError_t normswap::rms_norm_backward_f32(const RowBackward& n, const BackwardPlan& plan, cudaStream_t stream) {
+  return launch_row_backward<RMSNormBackward, float>(n, plan, stream);
+}

@@ -1,0 +1,424 @@
+// The backward of the row norms: this file, and a policy (row_backward_policy.cuh). row_backward_plan.h says who has what.
+//   row_backward    one pass: sums of row after row, exchanged between the warps that share it, then its dx; or, where no
+//                   cluster holds a row, the sums alone, and once more for dx. Sums of columns stay in registers.
+//   unite_totals    two passes: a row's sums from those of its chunks
+#pragma once
+
+#include "device/activation.cuh"
+#include "device/cluster.cuh"
+#include "device/launch.h"
+#include "row_backward/row_backward_policy.cuh"
+#include "row_backward/row_backward_tile.cuh"
+
+namespace normswap {
+namespace {
+
+// --- the sums of a row ---------------------------------------------------------------------------------------------
+
+// The sums of rows whose chunks belong to several warps, of a block or of a cluster. A warp sends those of turn t + 4 when
+// all have sent those of turn t + 2, and so heard those of turn t: four sets in turn.
+struct SumsExchange {
+  struct Shared {
+    float2 parts[kSumsInFlight][kMaxCluster * kMaxWarpsBackward];
+    Barrier barriers[kMaxWarpsBackward][kSumsInFlight];  // of a team
+  };
+  static_assert(sizeof(Shared) <= kExchangeBytes - 512);
+  const BackwardArgs& args;
+  Shared& shared;
+  int team, place, rank;
+
+  // All threads call; then a barrier of the block.
+  __device__ void open() const {
+    const bool clustered = args.p.blocks_a_row > 1, mine = threadIdx.x < kSumsInFlight;
+    for (int i = 0; mine && i < args.p.teams; ++i) {
+      shared.barriers[i][threadIdx.x].init(clustered ? 1 : args.p.block_chunks);
+    }
+    __syncwarp();
+    if (!clustered) return;
+    if (mine) shared.barriers[0][threadIdx.x].arrive_expecting(bytes());  // a team alone
+    __syncwarp();
+    cluster_arrive_with_inboxes();
+    cluster_wait();
+  }
+  // All lanes hold the sums of this warp's chunk.
+  __device__ void send(int turn, float2 sums) const {
+    const int lane = threadIdx.x % 32, set = turn % kSumsInFlight;
+    if (args.p.blocks_a_row > 1) {
+      float2* to = shared.parts[set] + rank * args.p.block_chunks + place;
+      if (lane < args.p.blocks_a_row) send_to_block(to, inbox(set), lane, sums);
+    } else if (lane == 0) {
+      shared.parts[set][team * args.p.block_chunks + place] = sums;
+      shared.barriers[team][set].arrive();
+    }
+  }
+  __device__ float2 hear(int turn) const {
+    const int set = turn % kSumsInFlight;
+    Barrier& barrier = shared.barriers[team][set];
+    barrier.wait(turn / kSumsInFlight % 2);
+    if (args.p.blocks_a_row > 1 && threadIdx.x == 0) barrier.arrive_expecting(bytes());
+    return unite(shared.parts[set] + team * args.p.block_chunks);
+  }
+
+ private:
+  __device__ unsigned bytes() const { return static_cast<unsigned>(args.p.chunks * sizeof(float2)); }
+  __device__ const Inbox& inbox(int set) const { return reinterpret_cast<const Inbox&>(shared.barriers[0][set]); }
+
+  // The binary tree over a row's chunks by index; every lane holds it.
+  __device__ float2 unite(const float2* parts) const {
+    const int first = (static_cast<int>(threadIdx.x) & (args.tree_lanes - 1)) * 4;
+    float x[4], y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 part = first + i < args.p.chunks ? parts[first + i] : float2{};
+      x[i] = part.x;
+      y[i] = part.y;
+    }
+    float2 sum{tree(x), tree(y)};
+    for (int mask = 1; mask < args.tree_lanes; mask *= 2) {
+      sum.x = __fadd_rn(sum.x, __shfl_xor_sync(kWholeWarp, sum.x, mask));
+      sum.y = __fadd_rn(sum.y, __shfl_xor_sync(kWholeWarp, sum.y, mask));
+    }
+    return sum;
+  }
+};
+
+// --- a warp ----------------------------------------------------------------------------------------------------------
+
+// A vector of weights or biases, `absent` where there are none.
+template <class Tile>
+__device__ inline void column_values(const ChannelVector& vector, int64_t begin, const Tile& tile, int k, float absent,
+                                     float (&out)[Tile::V]) {
+  using X = typename Tile::X;
+  const int64_t at = begin + tile.offset(k);
+  if (vector.data == nullptr) {
+#pragma unroll
+    for (int j = 0; j < Tile::V; ++j) out[j] = absent;
+  } else if (sizeof(X) == 4 || vector.dtype == DType::f32) {
+    load_values(static_cast<const float*>(vector.data) + at, tile.inside(k), out);
+  } else {
+    load_values(static_cast<const X*>(vector.data) + at, tile.inside(k), out);
+  }
+}
+
+// With: an activation may follow the norm, and a gradient of the sum in front of it.
+template <class Policy, class G, class Tile, bool With>
+struct BackwardWarp {
+  using X = typename Tile::X;
+  using Slot = BackwardSlot<G, Tile>;
+  using Row = typename Policy::Row;
+  static constexpr int V = Tile::V, Slots = Tile::Slots, Group = Tile::Group;
+  static constexpr int Weighted = Policy::has_weight ? Slots : 1, Biased = Policy::has_bias ? Slots : 1;
+  const BackwardArgs& args;
+  int64_t begin, end;  // the chunk's first element, and the first row of the next piece
+  Tile tile;           // of the chunk: of a row that is there
+  float w[Weighted][V], dw[Weighted][V], db[Biased][V];
+
+  __device__ void load_weights() {
+    if constexpr (Policy::has_weight) {
+#pragma unroll
+      for (int k = 0; k < Slots; ++k) {
+        column_values(args.n.weight, begin, tile, k, 1.f, w[k]);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          w[k][j] = __fadd_rn(w[k][j], args.weight_offset);
+          dw[k][j] = 0.f;
+          if (Policy::has_bias) db[k][j] = 0.f;
+        }
+      }
+    }
+  }
+  __device__ void stage(int64_t row, char* memory) const {
+    const int rows = static_cast<int>(min(static_cast<int64_t>(Tile::Rows), end - row));
+    const int elements = Tile::Rows == 1 ? tile.len : rows * static_cast<int>(args.n.cols);
+    if (rows > 0) slot(row, memory).stage(row, rows, elements);
+    end_batch();
+  }
+  __device__ void wait_for_copies(int newest) const {
+    switch (newest) {
+      case 3: wait_for_all_but<3>(); break;
+      case 2: wait_for_all_but<2>(); break;
+      case 1: wait_for_all_but<1>(); break;
+      default: wait_for_all_but<0>();
+    }
+    __syncwarp();
+  }
+
+  // The sums of the rows from `row` on over the chunk; every lane of a row holds them. Adds to those of the columns.
+  __device__ float2 sums(int64_t row, char* memory) {
+    const Slot from = slot(row, memory);
+    const Tile mine = tile_of(row);
+    const Row values = row_of(from, mine);
+    float sum[2] = {}, other[2] = {};
+#pragma unroll
+    for (int first = 0; first < Slots; first += Group) {
+      if (!mine.any_inside(first)) continue;
+      float x[Group][V], dy[Group][V];
+      load(from, mine, first, values, x, dy);
+#pragma unroll
+      for (int i = 0; i < Group; ++i) {
+        const int k = first + i;
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const float xhat = Policy::normalised(x[i][j], values), g = weighted(dy[i][j], k, j);
+          Policy::add(g, xhat, &sum[(i * V + j) % 2], &other[(i * V + j) % 2]);
+          if constexpr (Policy::has_weight) dw[k][j] = fmaf(dy[i][j], xhat, dw[k][j]);
+          if constexpr (Policy::has_bias) db[k][j] = __fadd_rn(db[k][j], dy[i][j]);
+        }
+      }
+    }
+    float all[Policy::sums];
+    all[0] = __fadd_rn(sum[0], sum[1]);
+    if constexpr (Policy::sums == 2) all[1] = __fadd_rn(other[0], other[1]);
+    lanes_sum<Tile::Lanes>(all);
+    return {all[0], Policy::sums == 2 ? all[Policy::sums - 1] : 0.f};
+  }
+
+  // Stores dx of the rows from `row` on.
+  __device__ void gradient(int64_t row, char* memory, float2 total) const {
+    const Slot from = slot(row, memory);
+    const Tile mine = tile_of(row);
+    const Row values = row_of(from, mine);
+    const Coefficients c = Policy::finish(total.x, total.y, args.by_cols, values);
+    const int64_t at = from.first + Tile::sub_row() * args.n.cols;
+#pragma unroll
+    for (int first = 0; first < Slots; first += Group) {
+      if (!mine.any_inside(first)) continue;
+      float x[Group][V], dy[Group][V];
+      load(from, mine, first, values, x, dy);
+#pragma unroll
+      for (int i = 0; i < Group; ++i) {
+        const int k = first + i;
+        float out[V];
+#pragma unroll
+        for (int j = 0; j < V; ++j) out[j] = Policy::gradient(x[i][j], weighted(dy[i][j], k, j), values, c);
+        if (!mine.inside(k)) continue;
+        if constexpr (With) add_sum_grad(at + tile.offset(k), out);
+        store(static_cast<X*>(args.n.dx) + at + tile.offset(k), out);
+      }
+    }
+  }
+
+  // What the second pass needs to know of the rows from `row` on.
+  __device__ float2 known_total(char* memory) const {
+    const float* values = slot(0, memory).row_values();
+    return {values[2], values[3]};
+  }
+
+ private:
+  __device__ Slot slot(int64_t row, char* memory) const { return {args, memory, row * args.n.cols + begin}; }
+
+  // This lane's row of the turn; its tile is empty where there is none.
+  __device__ Tile tile_of(int64_t row) const {
+    Tile mine = tile;
+    if (Tile::Rows > 1 && row + Tile::sub_row() >= end) mine.len = 0;
+    return mine;
+  }
+  // Zeros for a row that is not there: what its slot holds may be no number, and what is added to columns must be 0.
+  __device__ Row row_of(const Slot& slot, const Tile& mine) const {
+    const float* values = slot.row_values();
+    const bool there = Tile::Rows == 1 || mine.len > 0;
+    return Policy::template row<X>(there ? values[0] : 0.f, there ? values[1] : 0.f, args.n);
+  }
+  __device__ float weighted(float dy, int k, int j) const {
+    if constexpr (Policy::has_weight) return __fmul_rn(dy, w[k][j]);
+    return dy;
+  }
+  __device__ static void store(X* to, const float (&out)[V]) {
+    if constexpr (V == 1) {
+      *to = from_float<X>(out[0]);
+    } else {
+      store_words(to, words_of<X>(out));
+    }
+  }
+  __device__ void add_sum_grad(int64_t at, float (&out)[V]) const {
+    if (args.n.sum_grad == nullptr) return;
+    float more[V];
+    load_values(static_cast<const X*>(args.n.sum_grad) + at, true, more);
+#pragma unroll
+    for (int j = 0; j < V; ++j) out[j] = __fadd_rn(out[j], more[j]);
+  }
+
+  // Vectors of x and of the gradient of the norm's output.
+  __device__ void load(const Slot& from, const Tile& mine, int first, const Row& values, float (&x)[Group][V],
+                       float (&dy)[Group][V]) const {
+#pragma unroll
+    for (int i = 0; i < Group; ++i) from.load(mine, first + i, x[i], dy[i]);
+    if constexpr (With) {
+      if (args.n.activation.code == Activation::none) return;
+#pragma unroll
+      for (int i = 0; i < Group; ++i) derive(mine, first + i, values, x[i], dy[i]);
+    }
+  }
+  // dy by way of the activation; 0 stays so.
+  __device__ void derive(const Tile& mine, int k, const Row& values, const float (&x)[V], float (&dy)[V]) const {
+    float b[V], z[V];
+    column_values(args.n.bias, begin, mine, k, 0.f, b);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      z[j] = rounded<G>(Policy::template output<X>(Policy::normalised(x[j], values), w[k][j], b[j], args.n));
+    }
+    times_slope<G>(args.n.activation, z, dy);
+#pragma unroll
+    for (int j = 0; j < V; ++j) dy[j] = mine.inside(k) ? dy[j] : 0.f;
+  }
+};
+
+// --- sums of columns -------------------------------------------------------------------------------------------------
+
+// What the block's warps hold of a column, added in the order of the teams and, of short rows, of the rows of a warp; by
+// way of all of the dynamic shared memory. All threads call.
+template <class Tile, int Slots>
+__device__ inline void store_column_sums(const BackwardArgs& args, const Tile& tile, const float (&held)[Slots][Tile::V],
+                                         float* room, int64_t piece, int rank, int which) {
+  const BackwardPlan& p = args.p;
+  float* mine = room + (threadIdx.x / 32 * Tile::Rows + Tile::sub_row()) * p.chunk_len;
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < Slots; ++k) {
+#pragma unroll
+    for (int j = 0; j < Tile::V; ++j) {
+      if (tile.inside(k)) mine[tile.offset(k) + j] = held[k][j];
+    }
+  }
+  __syncthreads();
+  const int64_t begin = static_cast<int64_t>(rank) * p.block_chunks * kChunk;
+  const int64_t left = args.n.cols - begin;
+  const int count = static_cast<int>(min(left, static_cast<int64_t>(p.block_chunks) * kChunk));
+  for (int c = threadIdx.x; c < count; c += blockDim.x) {
+    const float* from = room + c / kChunk * p.chunk_len + c % kChunk;
+    float sum = 0.f;
+    for (int i = 0; i < p.teams * Tile::Rows; ++i) sum = __fadd_rn(sum, from[i * p.block_chunks * p.chunk_len]);
+    if (p.pieces == 1) {
+      set_channel_value(which == 0 ? args.n.dweight : args.n.dbias, begin + c, sum);
+    } else {
+      args.n.partials[(piece * 2 + which) * args.n.cols + begin + c] = sum;
+    }
+  }
+}
+
+// --- kernels ---------------------------------------------------------------------------------------------------------
+
+template <class Policy, class G, class Tile, bool With>
+__global__ void __launch_bounds__(kMaxWarpsBackward * 32, 1) row_backward(const BackwardArgs args) {
+  extern __shared__ __align__(16) char shared[];
+  __shared__ SumsExchange::Shared exchanged;
+  const BackwardPlan& p = args.p;
+  const int warp = threadIdx.x / 32, team = warp / p.block_chunks, place = warp % p.block_chunks;
+  // Once more from the end: what was read last is still in the L2.
+  const int64_t block = args.pass == Pass::gradient ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int64_t piece = block / p.blocks_a_row;
+  const int rank = static_cast<int>(block % p.blocks_a_row), chunk = rank * p.block_chunks + place;
+  const SumsExchange exchange{args, exchanged, team, place, rank};
+  const bool exchanges = args.pass == Pass::both && p.chunks > 1 && args.n.dx != nullptr;
+  if (exchanges) exchange.open();
+  __syncthreads();
+  follow_predecessor();
+  let_successor_start();
+  BackwardWarp<Policy, G, Tile, With> mine{args, chunk * int64_t{kChunk}, min(args.n.rows, (piece + 1) * p.rows_a_piece)};
+  const int64_t left = max(int64_t{0}, args.n.cols - mine.begin);
+  mine.tile.len = mine.tile.extent = Tile::Full ? kChunk : static_cast<int>(min(left, static_cast<int64_t>(p.chunk_len)));
+  const int step = p.teams * Tile::Rows, lag = exchanges ? p.lag : 0;
+  const bool works = chunk < p.chunks;
+  char* const memory = shared + warp * p.slots * p.slot_bytes;
+  char* const past = memory + p.slots * p.slot_bytes;
+  const auto next = [&](char* slot) { return slot + p.slot_bytes == past ? memory : slot + p.slot_bytes; };
+  int64_t row = piece * p.rows_a_piece + team * Tile::Rows, done = row - static_cast<int64_t>(lag) * step, staged = row;
+  for (char* slot = memory; works && slot != past; slot += p.slot_bytes, staged += step) mine.stage(staged, slot);
+  mine.load_weights();
+  char *in = memory, *out = memory;
+  for (int turn = 0; works && done < mine.end; ++turn, row += step, done += step) {
+    float2 total{};
+    if (row < mine.end) {
+      mine.wait_for_copies(p.slots - 1 - lag);
+      if (args.pass != Pass::gradient) total = mine.sums(row, in);
+      if (exchanges) exchange.send(turn, total);
+      if (args.pass == Pass::sums && threadIdx.x % 32 == 0) args.sums[row * p.chunks + chunk] = total;
+      in = next(in);
+    }
+    if (turn < lag) continue;
+    if (args.n.dx != nullptr && args.pass != Pass::sums) {
+      if (exchanges) total = exchange.hear(turn - lag);
+      if (args.pass == Pass::gradient) total = mine.known_total(out);
+      mine.gradient(done, out, total);
+    }
+    __syncwarp();
+    mine.stage(staged, out);
+    staged += step;
+    out = next(out);
+  }
+  float* room = reinterpret_cast<float*>(shared);
+  if constexpr (Policy::has_weight) {
+    if (args.pass == Pass::gradient) return;
+    if (args.n.dweight.data != nullptr) store_column_sums(args, mine.tile, mine.dw, room, piece, rank, 0);
+    if constexpr (Policy::has_bias) {
+      if (args.n.dbias.data != nullptr) store_column_sums(args, mine.tile, mine.db, room, piece, rank, 1);
+    }
+  }
+}
+
+// A block a row. By the tree over the chunks; spoils what it reads.
+__global__ void __launch_bounds__(256) unite_totals(const BackwardArgs args) {
+  follow_predecessor();
+  let_successor_start();
+  float2* v = args.sums + blockIdx.x * args.p.chunks;
+  for (int64_t stride = 1; stride < args.p.chunks; stride *= 2) {
+    for (int64_t i = threadIdx.x * 2 * stride; i + stride < args.p.chunks; i += blockDim.x * 2 * stride) {
+      v[i] = {__fadd_rn(v[i].x, v[i + stride].x), __fadd_rn(v[i].y, v[i + stride].y)};
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) args.totals[blockIdx.x] = v[0];
+}
+
+// --- launch ----------------------------------------------------------------------------------------------------------
+
+template <auto kernel>
+cudaError_t launch_backward(BackwardArgs args, Pass pass, cudaStream_t stream) {
+  const BackwardPlan& p = args.p;
+  args.pass = pass;
+  const LaunchShape shape{grid_of(p.grid), p.warps * 32, p.shared, p.one_pass ? p.blocks_a_row : 1, p.overlap};
+  return launch_block<kernel>(args, shape, stream);
+}
+
+template <auto kernel>
+cudaError_t launch_passes(const BackwardArgs& args, cudaStream_t stream) {
+  if (args.p.one_pass) return launch_backward<kernel>(args, Pass::both, stream);
+  cudaError_t error = launch_backward<kernel>(args, Pass::sums, stream);
+  if (error != cudaSuccess || args.n.dx == nullptr) return error;
+  error = launch_block<unite_totals>(args, {grid_of(args.n.rows), 256, 0, 1, args.p.overlap}, stream);
+  return error == cudaSuccess ? launch_backward<kernel>(args, Pass::gradient, stream) : error;
+}
+
+template <class Policy, class G, class Tile, bool With = false>
+cudaError_t launch_tile(const BackwardArgs& args, cudaStream_t stream) {
+  return launch_passes<row_backward<Policy, G, Tile, With>>(args, stream);
+}
+
+template <class Policy, class X, class G, int V>
+cudaError_t launch_vectors(const BackwardArgs& args, cudaStream_t stream) {
+  if constexpr (Policy::has_weight) {
+    if (args.p.with) return launch_tile<Policy, G, BackwardTile<X, 32, V, false>, true>(args, stream);
+  }
+  if (args.p.lanes == 8) return launch_tile<Policy, G, BackwardTile<X, 8, V, false>>(args, stream);
+  if constexpr (V > 1) {
+    if (args.n.cols % kChunk == 0) return launch_tile<Policy, G, BackwardTile<X, 32, V, true>>(args, stream);
+  }
+  return launch_tile<Policy, G, BackwardTile<X, 32, V, false>>(args, stream);
+}
+
+template <class Policy, class X, class G = X>
+cudaError_t launch_row_backward(const RowBackward& n, const BackwardPlan& p, cudaStream_t stream) {
+  int tree_lanes = 1;
+  while (tree_lanes * 4 < p.chunks && tree_lanes < 32) tree_lanes *= 2;
+  float2* sums = reinterpret_cast<float2*>(n.sums);
+  const float offset = n.weight.data == nullptr ? 0.f : static_cast<float>(n.weight_offset);
+  const float by_cols = 1.f / static_cast<float>(n.cols);
+  const BackwardArgs args{n, p, Pass::both, by_cols, offset, tree_lanes, sums, sums + n.rows * p.chunks};
+  constexpr int per = 16 / static_cast<int>(sizeof(X));
+  const cudaError_t error = n.cols % per == 0 ? launch_vectors<Policy, X, G, per>(args, stream)
+                                              : launch_vectors<Policy, X, G, 1>(args, stream);
+  return error != cudaSuccess ? error : cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace normswap
