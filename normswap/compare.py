@@ -13,19 +13,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normswap import modules
-from normswap.bounds import magnitudes
-from normswap.criterion import C_GRADIENT, C, Magnitudes, RoundedStatistics, matmul_unit, own_rounding
+from normswap.criterion import Magnitudes, RoundedStatistics, matmul_unit, own_rounding
+from normswap.kinds import Kind, Layers, Norm, kind_of, magnitudes
 from normswap.lifted import Lifted
-from normswap.plan import Match, is_by_hand
+from normswap.plan import Match
 from normswap.sites import detached_copy
 from normswap.verdict import verdict
 
 # 100 to 150 bytes an element are held while a slice is compared: 210 to 310 MB.
 SLICE_ELEMENTS = 2**21
 TOTAL_ELEMENTS = 2**25
-
-_GROUPED = ("group_norm", "instance_norm")
-_BATCHED = ("batch_norm", "linear_scale_batch_norm")
 
 # Not a seed a person would choose: inputs drawn with the same one would equal the cotangent, and their gradient cancel.
 _SEED = 0x6E6F726D
@@ -95,7 +92,7 @@ def compare(match: Match, module: nn.Module, x: Tensor, gradients: bool, again: 
         x = x.detach()
         pieces, coverage = _pieces(match, module, x, 2 * SLICE_ELEMENTS if again else TOTAL_ELEMENTS)
         output = None
-        if len(pieces) > 1 and match.kind not in _BATCHED:
+        if len(pieces) > 1 and not kind_of(match).batched:
             found = _ours(match, module, x, None)
             if isinstance(found, Comparison):
                 return found
@@ -122,15 +119,16 @@ class _Piece:
 def _pieces(match: Match, module: Any, x: Tensor, most: int) -> tuple[list[_Piece], float]:
     """The pieces of ``x`` to compare - all of it, or the first, the last and some between, of ``most`` elements
     together - and the share covered."""
-    dims, wide = _independent_dims(match, module, x), _widest(module) if match.kind == "linear_scale_batch_norm" else 0
+    kind, dims = kind_of(match), _independent_dims(match, module, x)
     dim = max(dims, key=lambda d: x.shape[d], default=0)
     size = x.shape[dim] if dims else 1
-    sample = max(x.numel() // max(1, size), wide)
+    sample = max(x.numel() // max(1, size), _widest(module) if isinstance(kind, Layers) else 0)
     if not dims or size * sample <= SLICE_ELEMENTS:
         return [_Piece(module)], 1.0
-    if match.kind in _GROUPED and sample > SLICE_ELEMENTS and not match.registered:
+    grouped = isinstance(kind, Norm) and not kind.rows and not kind.batched
+    if grouped and sample > SLICE_ELEMENTS and not match.registered:
         return _groups(match, module, x, sample, most)
-    least = 2 if match.kind in _BATCHED else 1  # a batch has two rows
+    least = 2 if kind.batched else 1  # a batch has two rows
     width = min(size, max(least, SLICE_ELEMENTS // sample))
     starts = spread(size, width, max(1, most // (width * sample)))
     pieces = [_Piece(module, partial(torch.narrow, dim=dim, start=start, length=width)) for start in starts]
@@ -140,7 +138,7 @@ def _pieces(match: Match, module: Any, x: Tensor, most: int) -> tuple[list[_Piec
 def _groups(match: Match, module: Any, x: Tensor, sample: int, most: int) -> tuple[list[_Piece], float]:
     """The pieces of samples that are too large as a whole: some groups of one sample each; of an InstanceNorm, some
     channels."""
-    groups = x.shape[1] if match.kind == "instance_norm" else match.view(module).num_groups
+    groups = getattr(module, "num_groups", x.shape[1])
     channels = x.shape[1] // groups
     width = min(groups, max(1, SLICE_ELEMENTS * groups // sample))
     firsts = spread(groups, width, groups)
@@ -177,15 +175,13 @@ def _widest(module: nn.Module) -> int:
 def _independent_dims(match: Match, module: Any, x: Tensor) -> list[int]:
     """The dims along which an element's result does not depend on other samples; for a BatchNorm, of whose batch a part
     is a batch too, the batch."""
-    if match.kind == "instance_norm" and x.dim() == module._get_no_batch_dim():
-        return []
-    if match.kind in (*_GROUPED, *_BATCHED):
-        return [0]
-    if match.kind == "l1_norm" or is_by_hand(match.kind, match.attributes):
+    kind = kind_of(match)
+    if isinstance(kind, Kind):
         return [d for d in range(x.dim()) if d != match.value(module, "dim") % x.dim()]
-    if match.kind in ("layer_norm", "rms_norm"):
+    if isinstance(kind, Norm) and kind.rows:
         return list(range(x.dim() - len(match.view(module).normalized_shape)))
-    return []
+    unbatched = getattr(module, "_get_no_batch_dim", None)
+    return [] if unbatched is not None and x.dim() == unbatched() else [0]
 
 
 class KernelWitness(TorchDispatchMode):
@@ -275,7 +271,7 @@ def _compare_piece(
     cotangent = Cotangent() if gradients else None
     eager = _execute(detached_copy(module, type(module)), x, cotangent)
     referee, size = _referee(match, module, x, cotangent)
-    checks = _Checks(match.kind, size)
+    checks = _Checks(match, size)
     # What runs without gradients may be another path than what runs with them: both are compared.
     ran = False
     for path in (None, cotangent) if gradients else (None,):
@@ -318,9 +314,10 @@ def _as_in_the_original(
     match: Match, module: nn.Module, copy: nn.Module, x: Tensor, leaf: Tensor
 ) -> contextlib.AbstractContextManager[Any]:
     """What gives the float64 ``copy`` of ``module`` the roundings that the original declares on ``x``."""
-    if match.kind == "l1_norm":
+    kind = kind_of(match)
+    if isinstance(kind, Kind) and not kind.casts:
         return RoundedStatistics(x.dtype)
-    if not (match.registered or is_by_hand(match.kind, match.attributes)):
+    if not (match.registered or isinstance(kind, Kind)):
         return contextlib.nullcontext()
     named = dict((*module.named_parameters(), *module.named_buffers()))
     ours = dict((*copy.named_parameters(), *copy.named_buffers()))
@@ -329,8 +326,8 @@ def _as_in_the_original(
 
 def _float64_copy(match: Match, module: nn.Module, x: Tensor) -> nn.Module:
     copy: Any = detached_copy(module, type(module), torch.float64)
-    plain = not (match.registered or is_by_hand(match.kind, match.attributes))
-    if match.kind == "rms_norm" and plain and copy.eps is None and x.dtype is not torch.float64:
+    plain = isinstance(kind_of(match), Norm) and not match.registered
+    if plain and copy.eps is None and x.dtype is not torch.float64:
         copy.eps = torch.finfo(torch.float32).eps  # what PyTorch takes for None: the epsilon of what it computes in
     return copy
 
@@ -338,8 +335,9 @@ def _float64_copy(match: Match, module: nn.Module, x: Tensor) -> nn.Module:
 class _Checks:
     """The tensors compared so far: the worst shares of the limit, ours and PyTorch's, and the first problem."""
 
-    def __init__(self, kind: str, size: Magnitudes) -> None:
-        self.c, self.c_gradient, self.size = C[kind], C_GRADIENT[kind], size
+    def __init__(self, match: Match, size: Magnitudes) -> None:
+        kind = kind_of(match)
+        self.c, self.c_gradient, self.size = kind.c, kind.c_gradient, size
         self.ours = self.eager = 0.0
         self.problem = self.note = ""
 

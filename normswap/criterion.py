@@ -15,27 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-C: Mapping[str, float] = {
-    # In float32 PyTorch's own CUDA ops come to 0.5 - 1.0 of these limits at worst, ours to 0.5 - 0.83, over hundreds of
-    # random shapes, means of 0 to 1000 and spreads of 1 and 1e-3.
-    "layer_norm": 4.0,
-    "group_norm": 4.0,
-    "instance_norm": 4.0,
-    "batch_norm": 4.0,
-    "rms_norm": 4.0,
-    "l1_norm": 4.0,
-    # A path through it rounds about twice as often: a matmul, a product with the scale, a norm, a matmul back.
-    "linear_scale_batch_norm": 8.0,
-}
-
-C_GRADIENT: Mapping[str, float] = {
-    **C,
-    # The statistic stands in it to the third (second) power, each with its own error, and in rows of 2 or 3 elements
-    # nothing averages out: at 4 PyTorch's own come to 1.4.
-    "rms_norm": 8.0,
-    "l1_norm": 8.0,
-}
-
 _aten = torch.ops.aten
 _STATISTICS = (_aten.mean, _aten.norm, _aten.linalg_vector_norm)
 _OF_A_NUMBER = (_aten.add.Tensor, _aten.add.Scalar, _aten.clamp.default, _aten.clamp_min.default)

@@ -6,7 +6,6 @@ A module is swapped by giving it one of these classes; parameters, buffers, hook
 from __future__ import annotations
 
 import copyreg
-import inspect
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -16,15 +15,12 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from normswap import install_table, ops
-from normswap.forwards import affine_of, only_argument, weight_of
-from normswap.forwards import batch_norm as _batch
-from normswap.forwards import l1_norm as _l1
-from normswap.forwards import linear_scale_batch_norm as _lsb
+from normswap import install_table
+from normswap.forwards.linear_scale_batch_norm import run_names
 from normswap.forwards.placed import in_the_place_of
 from normswap.forwards.registered import registered_forward
 from normswap.forwards.replaced import Replaced
-from normswap.forwards.rms_norm import by_hand_forward
+from normswap.kinds import NORMS, Norm, kind_of
 from normswap.norms import (
     GroupNorm,
     InstanceNorm1d,
@@ -36,7 +32,7 @@ from normswap.norms import (
     RMSNorm,
     copy_weights,
 )
-from normswap.plan import Match, NormswapError, PlanError, is_by_hand
+from normswap.plan import REGION, Match, NormswapError, PlanError
 from normswap.regions import install as regions
 from normswap.regions.chain import in_rows
 from normswap.regions.helper import make_helper
@@ -64,12 +60,9 @@ __all__ = [
 _Forward = Callable[..., Tensor]
 
 _MODULE_CLASSES: dict[type[nn.Module], tuple[str, type[nn.Module]]] = {
-    nn.LayerNorm: ("layer_norm", LayerNorm),
-    nn.GroupNorm: ("group_norm", GroupNorm),
-    nn.InstanceNorm1d: ("instance_norm", InstanceNorm1d),
-    nn.InstanceNorm2d: ("instance_norm", InstanceNorm2d),
-    nn.InstanceNorm3d: ("instance_norm", InstanceNorm3d),
-    nn.RMSNorm: ("rms_norm", RMSNorm),
+    original: (norm.name, swapped)
+    for norm in NORMS.values()
+    for original, swapped in zip(norm.classes, norm.swapped, strict=False)
 }
 
 
@@ -121,9 +114,7 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
     known, swapped = _MODULE_CLASSES.get(original, ("", nn.Module))
     if known == kind and not attributes:
         return swapped
-    expected = next((cls for cls, (of, _) in _MODULE_CLASSES.items() if of == kind), nn.Module)
-    found = is_by_hand(kind, attributes) or Match(kind, attributes).registered
-    if kind not in _FORWARDS or not (found or issubclass(original, expected)):
+    if _maker(Match(kind, attributes), original) is None:
         raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
     text = json.dumps(dict(attributes), sort_keys=True)
     replaced = Replaced(original, regions.method_of(attributes))
@@ -142,7 +133,8 @@ _made: Any = WeakIdKeyDictionary()
 
 def _rewritten_class(match: Match, replaced: Replaced) -> type[nn.Module]:
     original: type[nn.Module] = replaced.original
-    make = registered_forward(match.kind) if match.registered else _FORWARDS[match.kind]
+    make = _maker(match, original)
+    assert make is not None
     body = {
         replaced.name: in_the_place_of(replaced, make(replaced, match.attributes)),
         "__module__": original.__module__,
@@ -156,63 +148,20 @@ def _rewritten_class(match: Match, replaced: Replaced) -> type[nn.Module]:
     return made
 
 
-def _only_argument(replaced: Replaced) -> str:
-    """The name of the one input of a forward(self, input)."""
-    return list(inspect.signature(replaced.function).parameters)[1]
+def _maker(match: Match, original: type[nn.Module]) -> Callable[[Replaced, Mapping[str, Any]], _Forward] | None:
+    """What makes the forward of the class to install for ``original``; None where they do not fit."""
+    if match.kind == REGION:
+        return _region_forward
+    kind = kind_of(match)
+    if match.registered and isinstance(kind, Norm):
+        return registered_forward(match.kind)
+    return kind.forward if not isinstance(kind, Norm) or issubclass(original, kind.classes) else None
 
 
 def _region_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
     return regions.with_helpers(
         replaced, attributes, lambda compiled: make_helper(compiled, original_class), original_class, in_rows
     )
-
-
-def _subclass_forward(op: Callable[[Tensor, Any], Tensor]) -> Callable[[Replaced, Mapping[str, Any]], _Forward]:
-    """The forward of a subclass of a torch.nn norm that computes what its base class does unless a flag is set, by
-    ``op`` of the input and the norm."""
-
-    def make(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
-        flag, argument = attributes.get("unless"), _only_argument(replaced)
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-            x = args[0] if len(args) == 1 and not kwargs else only_argument(args, kwargs, argument)
-            if isinstance(x, Tensor) and replaced.is_on(self) and not (flag and getattr(self, flag)):
-                return op(x, self)
-            return replaced.run(self, *args, **kwargs)  # type: ignore[no-any-return]
-
-        return forward
-
-    return make
-
-
-_rms_norm_subclass = _subclass_forward(
-    lambda x, norm: ops.rms_norm(x, norm.normalized_shape, weight_of(norm), norm.eps)
-)
-
-
-def _rms_norm_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
-    if is_by_hand("rms_norm", attributes):
-        return by_hand_forward(replaced, attributes)
-    return _rms_norm_subclass(replaced, attributes)
-
-
-_FORWARDS: dict[str, Callable[[Replaced, Mapping[str, Any]], _Forward]] = {
-    "layer_norm": _subclass_forward(
-        lambda x, norm: ops.layer_norm(x, norm.normalized_shape, *affine_of(norm), norm.eps)
-    ),
-    "rms_norm": _rms_norm_forward,
-    "group_norm": _subclass_forward(lambda x, norm: ops.group_norm(x, norm.num_groups, *affine_of(norm), norm.eps)),
-    "batch_norm": lambda replaced, attributes: _batch.make_forward(replaced, attributes, _only_argument(replaced)),
-    "l1_norm": lambda replaced, attributes: _l1.make_forward(replaced, attributes, _only_argument(replaced)),
-    "linear_scale_batch_norm": (
-        lambda replaced, attributes: _lsb.make_forward(replaced, attributes, _only_argument(replaced))
-    ),
-    "region": _region_forward,
-}
-
-_RUN_NAMES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
-    "linear_scale_batch_norm": _lsb.run_names,
-}
 
 
 def installed_class(module: nn.Module) -> type[nn.Module] | None:
@@ -258,13 +207,13 @@ def site_match(module: nn.Module) -> Match | None:
 def pieces(module: nn.Module, match: Match) -> list[tuple[Match, nn.Module, nn.Module]]:
     """What is proved at a site: (match, module, the module whose input it takes) - the site itself, or each run of an
     nn.Sequential as an nn.Sequential of its own, with the same children under the same names."""
-    if match.kind == "region":
+    if match.kind == REGION:
         return []
     if "runs" not in match.attributes:
         return [(match, module, module)]
     found: list[tuple[Match, nn.Module, nn.Module]] = []
     for run in match.attributes["runs"]:
-        names = _RUN_NAMES[match.kind](run)
+        names = run_names(run)
         children = OrderedDict((name, module.get_submodule(name)) for name in names)
         found.append((Match(match.kind, {"runs": [run]}), nn.Sequential(children), children[names[0]]))
     return found

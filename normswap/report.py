@@ -11,7 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from normswap import notebook
-from normswap.plan import KINDS, Plan, Refusal
+from normswap.plan import REGION, Plan, Refusal
 
 _SHOWN = 5
 
@@ -76,8 +76,9 @@ class Report:
 
     def table(self, form: str = "simple") -> str:
         """A line for each kind of site, in a format of tabulate's."""
-        of_kind = {kind: [row for row in self.rows if row["kind"] == kind] for kind in KINDS}
-        lines = [_line(kind, rows) for kind, rows in of_kind.items() if rows]
+        kinds = sorted({row["kind"] for row in self.rows}, key=lambda kind: (kind == REGION, kind))
+        of_kind = {kind: [row for row in self.rows if row["kind"] == kind] for kind in kinds}
+        lines = [_line(kind, rows) for kind, rows in of_kind.items()]
         headers = ("kind", "sites", "swapped", "proved", "error", "PyTorch's", *_TIMES)
         shown = len(headers) if _timed(self.rows) else headers.index(_TIMES[0])
         right = ("left", *("right",) * (shown - 1))

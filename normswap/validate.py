@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from normswap import modules
 from normswap.compare import Comparison, Seen, compare
-from normswap.kinds import NORMS
-from normswap.plan import Match, Swap, is_by_hand
+from normswap.kinds import Layers, kind_of, sample
+from normswap.plan import Match, Swap
 from normswap.progress import progress
 from normswap.regions.prove import RegionProof
 from normswap.sites import classes, is_sharded, preserved
@@ -201,7 +201,8 @@ def _hook(
 
 def _is_swapped_for(match: Match, x: Tensor) -> bool:
     """False for an input on which a swapped module runs its original code, or that has nothing to compare."""
-    return x.numel() > 0 and (match.kind != "linear_scale_batch_norm" or x.dim() == 2)
+    kind = kind_of(match)
+    return x.numel() > 0 and (not isinstance(kind, Layers) or x.dim() == kind.rank)
 
 
 # --- synthesised inputs -------------------------------------------------------------------------------------------
@@ -212,28 +213,7 @@ def _synthesised(match: Match, module: Any, like: Tensor | None) -> Iterator[Ten
     parameter = next((p for p in module.parameters() if p.is_floating_point()), like)
     dtype, device = (torch.float32, torch.device("cpu")) if parameter is None else (parameter.dtype, parameter.device)
     generator = torch.Generator().manual_seed(0)
-    means = _SYNTHETIC_MEANS[:2] if match.kind == "linear_scale_batch_norm" else _SYNTHETIC_MEANS
-    for mean in means:
-        x = torch.randn(_synthetic_shape(match, module), generator=generator, dtype=torch.float64) + mean
+    kind = kind_of(match)
+    for mean in kind.means if isinstance(kind, Layers) else _SYNTHETIC_MEANS:
+        x = torch.randn(sample(match, module), generator=generator, dtype=torch.float64) + mean
         yield x.to(device, dtype)
-
-
-def _synthetic_shape(match: Match, module: Any) -> tuple[int, ...]:
-    if match.kind == "l1_norm":
-        dim = match.value(module, "dim")
-        rank = max(2, dim + 1, -dim)
-        return tuple(33 if d == dim % rank else 4 for d in range(rank))
-    if match.kind == "linear_scale_batch_norm":
-        names = match.attributes["runs"][0] if "runs" in match.attributes else match.attributes
-        return (24, getattr(module, names["linear"]).in_features)
-    if is_by_hand(match.kind, match.attributes):
-        return _shape_by_hand(match, module)
-    return NORMS[match.kind].sample(match.view(module))
-
-
-def _shape_by_hand(match: Match, module: Any) -> tuple[int, ...]:
-    dim, name = match.attributes["dim"], match.attributes.get("weight", "")
-    size = getattr(module, name).numel() if name else 33
-    axis = match.attributes.get("weight_axis", -1) if dim < 0 or name else dim - 3
-    rank = max(3, dim + 1, -dim) if dim < 0 or not name else dim - axis
-    return tuple(size if d == dim % rank else 3 + d for d in range(rank))

@@ -22,9 +22,9 @@ from workloads import ChannelRMSNorm, L1Norm, LinearScaleBatchNorm, randomised
 
 import normswap
 from normswap import launch_plans, native
-from normswap.bounds import magnitudes
 from normswap.compare import compare
-from normswap.criterion import C, RoundedStatistics, error_share
+from normswap.criterion import RoundedStatistics, error_share
+from normswap.kinds import kind_of, magnitudes
 from normswap.plan import Match
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -161,7 +161,7 @@ def shares(setting: Setting) -> tuple[float, float]:
             return found.share, found.eager
         reference, magnitude = referee(swap.match, module, x)
         ours = forced(setting.kind, module, x, REGIMES[setting.regime])
-        limited = (reference, magnitude, C[setting.kind])
+        limited = (reference, magnitude, kind_of(swap.match).c)
         return error_share(ours, *limited), error_share(module(x), *limited)
 
 

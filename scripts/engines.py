@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -24,10 +24,11 @@ KERNELS = {
         "frobenius_norm*",
         "group_norm*",
         "group_backward*",
+        "instance_norm*",
     ),
     "column": ("column_*", "channel_*", "group_norm_channels_last*", "group_backward*"),
     "dim": ("dim_*", "*_dim*"),
-    "batch": ("scale_batch_norm*", "batch_*", "fold_*", "convol*", "channel_*"),
+    "batch": ("*scale_batch_norm*", "batch_*", "fold_*", "convol*", "channel_*"),
 }
 """The translation units of each engine, where the longest pattern that fits a name decides."""
 PYTHON = "python"
@@ -38,6 +39,7 @@ OPS = (
     "ops/**/*.py",
     "forwards/**/*.py",
     "regions/**/*.py",
+    "kinds/**/*.py",
     "reference.py",
     "activation.py",
     "modules.py",
@@ -47,18 +49,6 @@ OPS = (
 """What is on the way of every call besides the kernels."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
-
-OF_KIND = {
-    "l1_norm": ("row",),
-    "l2_norm": ("row",),
-    "layer_norm": ("row",),
-    "rms_norm": ("row",),
-    "group_norm": ("row",),
-    "instance_norm": ("row",),
-    "batch_norm": ("batch",),
-    "linear_scale_batch_norm": ("batch",),
-}
-"""By kind the engine that serves the usual layout."""
 
 OF_TESTS = {
     "test_row_norm.py": ("row", PYTHON),
@@ -82,7 +72,7 @@ def of_row(kind: str, *, channels_last: bool = False, over_channels: bool = Fals
         return ("dim",)
     if channels_last and kind in ("group_norm", "instance_norm"):
         return ("column",)
-    return OF_KIND.get(kind, tuple(KERNELS))
+    return owners(kind)
 
 
 def of_tests(file: str) -> tuple[str, ...]:
@@ -102,11 +92,11 @@ def digests(source_dir: Path | None = None, package: Path | None = None) -> dict
     return {**found, PYTHON: _digest({path for glob in OPS for path in package.glob(glob)}, package)}
 
 
-def owners(name: str) -> Sequence[str]:
-    """The engines to which a translation unit of that name belongs."""
+def owners(name: str) -> tuple[str, ...]:
+    """The engines to which a translation unit of that name belongs, or a kind in the usual layout."""
     fitting = {engine: max((len(p) for p in of if fnmatch(name, p)), default=0) for engine, of in KERNELS.items()}
     longest = max(fitting.values())
-    return [engine for engine, length in fitting.items() if length == longest] if longest else tuple(KERNELS)
+    return tuple(engine for engine, length in fitting.items() if length == longest) if longest else tuple(KERNELS)
 
 
 def closure(path: Path, source_dir: Path) -> set[Path]:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from models import L1, Projection, randomised
 from torch import Tensor, nn
 
-from normswap.bounds import magnitudes
-from normswap.criterion import C, RoundedStatistics, error_share, half_ulp, mask_mismatch
+from normswap.criterion import RoundedStatistics, error_share, half_ulp, mask_mismatch
+from normswap.kinds import NORMS, kind_of, magnitudes
 from normswap.plan import Match
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -39,7 +39,7 @@ def share(match: Match, site: nn.Module, x: Tensor, ours: Callable[[nn.Module, T
                 reference = wide(x.double())
         else:
             reference = wide(x.double())
-    return error_share(out, reference, size.output, C[match.kind])
+    return error_share(out, reference, size.output, kind_of(match).c)
 
 
 # 16-bit matmuls round in steps that the site's proof accounts for by their unit: not here.
@@ -109,8 +109,8 @@ def test_a_gradient_one_percent_off_fails() -> None:
     with torch.no_grad():
         size = magnitudes(Match("layer_norm"), wide, x.double(), x.dtype).gradients(dy.double())
     for name, ours, reference in zip(("input", "weight", "bias"), grads, exact, strict=True):
-        assert error_share(ours, reference, size[name], C["layer_norm"]) <= 1.0
-        assert error_share(ours * 1.01, reference, size[name], C["layer_norm"]) > 1.0
+        assert error_share(ours, reference, size[name], NORMS["layer_norm"].c) <= 1.0
+        assert error_share(ours * 1.01, reference, size[name], NORMS["layer_norm"].c) > 1.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

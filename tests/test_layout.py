@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from normswap.kinds import KINDS, LAYERS, NORMS
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "normswap"
 
@@ -28,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "install_table": set(),
     "uncompiled": set(),
     "norms": {"ops", "forwards"},
-    "modules": {"norms", "ops", "plan", "forwards", "install_table", "regions"},
+    "modules": {"kinds", "norms", "ops", "plan", "forwards", "install_table", "regions"},
     "attributes": {"plan"},
     "source": {"plan", "attributes"},
     "regions": {"activation", "forwards", "kinds", "lifted", "ops", "plan", "regions", "source", "attributes"},
@@ -43,12 +45,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "walk": {"plan", "modules", "rules"},
     "switch": {"modules", "sites"},
     "apply": {"plan", "install_table", "modules", "sites", "switch"},
-    "kinds": {"bounds", "criterion", "ops", "kinds"},
+    "kinds": {"activation", "bounds", "criterion", "forwards", "kinds", "norms", "ops", "plan"},
     "criterion": set(),
-    "bounds": {"criterion", "plan"},
+    "bounds": {"criterion"},
     "verdict": {"criterion"},
     "progress": set(),
-    "compare": {"plan", "modules", "bounds", "criterion", "lifted", "sites", "verdict"},
+    "compare": {"kinds", "plan", "modules", "criterion", "lifted", "sites", "verdict"},
     "validate": {"kinds", "plan", "modules", "compare", "progress", "regions.prove", "sites"},
     "whole": {"plan", "ops", "modules", "sites"},
     "notebook": set(),
@@ -194,6 +196,20 @@ def test_imports_are_seen() -> None:
     assert imported("from normswap.checkpoint import CheckpointError") == {"checkpoint"}
     assert imported("import torch\nfrom pathlib import Path") == set()
     assert relative_imports("from . import ops") == 1
+
+
+def named_in(path: Path) -> set[str]:
+    """The kinds that a file names in strings."""
+    tree, every = ast.parse(path.read_text()), {*NORMS, *KINDS, *LAYERS}
+    return every & {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+
+def test_only_the_files_of_the_kinds_list_them() -> None:
+    """An op goes by the name of its kind: ops/ aside."""
+    files = [path for path in FILES if path.relative_to(PACKAGE).parts[0] not in ("kinds", "ops")]
+    found = {str(path): named for path in (*files, ROOT / "scripts/engines.py") if (named := named_in(path))}
+    assert found and {name: named for name, named in found.items() if len(named) > 4} == {}
+    assert {*NORMS} <= set[str]().union(*map(named_in, (PACKAGE / "kinds").glob("*.py")))
 
 
 def test_builder_imports_only_the_standard_library() -> None:

@@ -13,8 +13,9 @@ import torch
 from linear_scale_models import block, one_line
 from torch import Tensor, nn
 
-from normswap import bounds, rules
+from normswap import kinds, rules
 from normswap.criterion import Magnitudes
+from normswap.kinds.l2_norm import euclidean
 from normswap.plan import Match
 
 RECORD = Path(__file__).parent / "golden/magnitudes.json"
@@ -103,27 +104,27 @@ def found() -> Iterator[tuple[str, Magnitudes]]:
     """Every case."""
     for name, (kind, made, x) in SITES.items():
         module = made()
-        yield name, bounds.magnitudes(Match(kind), filled(module, module.training), x, torch.float32)
+        yield name, kinds.magnitudes(Match(kind), filled(module, module.training), x, torch.float32)
     reads = {"read.normalized_shape": 6, "read.weight": "gain", "read.bias": "offset", "read.eps": 1e-3}
     registered = nn.Module()
     registered.gain, registered.offset = nn.Parameter(drawn(6, start=3)), nn.Parameter(drawn(6, start=4))
-    yield "registered", bounds.magnitudes(Match("layer_norm", reads), registered, ROWS, torch.float32)
+    yield "registered", kinds.magnitudes(Match("layer_norm", reads), registered, ROWS, torch.float32)
     for suffix, dtype in DTYPES.items():
         for name, attributes in BY_HAND.items():
             site = nn.Module()
             site.eps, site.offset = 1e-2, 0.5
             site.weight, site.narrow = nn.Parameter(drawn(6, start=3)), nn.Parameter(drawn(4, start=4))
-            yield f"by hand, {name}{suffix}", bounds.magnitudes(Match("rms_norm", attributes), site, ROWS, dtype)
+            yield f"by hand, {name}{suffix}", kinds.magnitudes(Match("rms_norm", attributes), site, ROWS, dtype)
         for eps, minimum in ((0.0, None), (0.1, None), (-0.1, None), (0.0, 0.6), (0.05, 0.6)):
             attributes = {"dim": 1, "eps": eps, "minimum": minimum}
             yield (
                 f"l1, {eps}, {minimum}{suffix}",
-                bounds.magnitudes(Match("l1_norm", attributes), nn.Module(), ROWS, dtype),
+                kinds.magnitudes(Match("l1_norm", attributes), nn.Module(), ROWS, dtype),
             )
         for eps in (0.0, 1.2):
             norm = ROWS.norm(dim=1, keepdim=True)
-            yield f"l2, {eps}{suffix}", bounds.euclidean(ROWS, norm, eps, dtype)
-            yield f"frobenius, {eps}{suffix}", bounds.euclidean(ROWS, ROWS.norm(), eps, dtype)
+            yield f"l2, {eps}{suffix}", euclidean(ROWS, norm, eps, dtype)
+            yield f"frobenius, {eps}{suffix}", euclidean(ROWS, ROWS.norm(), eps, dtype)
     for name, module in columns():
         match = rules.find(module)
         assert isinstance(match, Match), name
@@ -132,7 +133,7 @@ def found() -> Iterator[tuple[str, Magnitudes]]:
             if name.endswith("not counted"):
                 without_batches(site.bn)  # type: ignore[arg-type]
             for rows in (1, 2, 5) if training else (5,):
-                made = bounds.magnitudes(match, site, drawn(rows, 6), torch.float32, 2.0**-9)
+                made = kinds.magnitudes(match, site, drawn(rows, 6), torch.float32, 2.0**-9)
                 yield f"{name}, {rows} rows{' in training' if training else ''}", made
 
 

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
+from normswap.kinds import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
+from normswap.kinds.operands import are_of, are_per_sample, is_alike
 from normswap.regions import activations, children, helper
+from normswap.regions.spec import Region
 
 CHANNELS = 4
 X = torch.randn(2, 3, CHANNELS, generator=torch.Generator().manual_seed(1))
@@ -44,16 +47,16 @@ OTHERS = sorted(others(X))
 @pytest.mark.parametrize("what", OTHERS)
 def test_what_is_added_must_be_like_the_input(what: str) -> None:
     other = others(X)[what]
-    assert not helper._alike(X, other)
+    assert not is_alike(X, other)
     assert helper._is_beside(X, other) == (what in ("wider", "shorter", "another rank", "turned"))
-    assert helper._are_of(X.dtype, X, other) == (what not in ("a number", "a subclass", "wider"))
-    assert helper._are_of(X.dtype, other, X) == helper._are_of(X.dtype, X, other)
+    assert are_of(X.dtype, X, other) == (what not in ("a number", "a subclass", "wider"))
+    assert are_of(X.dtype, other, X) == are_of(X.dtype, X, other)
 
 
 def test_what_is_like_the_input() -> None:
     for other in (X + 1, nn.Parameter(X)):
-        assert helper._alike(X, other) and helper._is_beside(X, other) and helper._are_of(X.dtype, other, X)
-    assert helper._alike(X, None) and not helper._is_beside(X, None)
+        assert is_alike(X, other) and helper._is_beside(X, other) and are_of(X.dtype, other, X)
+    assert is_alike(X, None) and not helper._is_beside(X, None)
 
 
 SAMPLES = torch.randn(2, 1, CHANNELS)
@@ -66,8 +69,8 @@ def test_a_scale_must_be_one_value_a_sample_and_feature(what: str) -> None:
     more = {"of more rows": X, "of more samples": torch.randn(3, 1, CHANNELS), "narrower": SAMPLES[..., :1]}
     wrong = {**others(SAMPLES), **more}[what]
     for good in (SAMPLES, SAMPLES[:1]):
-        assert helper._per_sample(X, good, SAMPLES)
-        assert not helper._per_sample(X, wrong, good) and not helper._per_sample(X, good, wrong)
+        assert are_per_sample(X, good, SAMPLES)
+        assert not are_per_sample(X, wrong, good) and not are_per_sample(X, good, wrong)
 
 
 @pytest.mark.parametrize("what", ["autocast is off", "not on a GPU", "nothing", *OTHERS, "int", "of an integer"])
@@ -77,10 +80,10 @@ def test_a_residual_that_is_added_in_float32(what: str) -> None:
     on_gpu.dtype = torch.int32 if what == "of an integer" else torch.float16
     given = {**others(half), "wider": half.double(), "nothing": None, "int": half.int()}.get(what, half)
     with torch.autocast("cpu", enabled=what != "autocast is off"):
-        assert not helper._adds_to_float32(on_gpu, given)
+        assert not group_norm.adds_to_float32(on_gpu, given)
         on_gpu.dtype, on_gpu.is_cuda = torch.float16, True
         if what != "autocast is off":
-            assert helper._adds_to_float32(on_gpu, half) and helper._adds_to_float32(on_gpu, half.bfloat16())
+            assert group_norm.adds_to_float32(on_gpu, half) and group_norm.adds_to_float32(on_gpu, half.bfloat16())
 
 
 # --- children -------------------------------------------------------------------------------------------------------
@@ -162,8 +165,8 @@ def test_an_activation_that_is_not_plain_is_not_read(name: str) -> None:
 
 def reader(kind: str, cls: type[nn.Module], original: Callable[[Any], Any] = lambda child: None, **more: Any) -> Any:
     """What reads the norm of a region that was found with a ``cls`` in it."""
-    region = SimpleNamespace(kind=kind, attributes=more, type=f"{cls.__module__}.{cls.__qualname__}")
-    return helper._reader(region, original)  # type: ignore[arg-type]
+    region = Region(kind, "norm", (), f"{cls.__module__}.{cls.__qualname__}", more)
+    return helper._reader(region, original)
 
 
 NORMS: dict[str, tuple[str, nn.Module, Tensor]] = {
@@ -248,9 +251,9 @@ def test_rows_are_as_their_formula(added: bool, scaled: bool, activation: Activa
     more |= {"scale": SAMPLES, "shift": SAMPLES.flip(0)} if scaled else {}
     total = X + X.flip(0) if added else X
     for op, given, normed in (
-        (helper._layer_norm, ((CHANNELS,), *ROW, 1e-3), F.layer_norm(total, (CHANNELS,), *ROW, 1e-3)),
-        (helper._rms_norm, ((CHANNELS,), ROW[0], 1e-3), F.rms_norm(total, (CHANNELS,), ROW[0], 1e-3)),
-        (helper._rms_norm, ((CHANNELS,), ROW[0], 1e-3, 1.0, True), F.rms_norm(total, (CHANNELS,), ROW[0] + 1, 1e-3)),
+        (layer_norm.fused, ((CHANNELS,), *ROW, 1e-3), F.layer_norm(total, (CHANNELS,), *ROW, 1e-3)),
+        (rms_norm.fused, ((CHANNELS,), ROW[0], 1e-3), F.rms_norm(total, (CHANNELS,), ROW[0], 1e-3)),
+        (rms_norm.fused, ((CHANNELS,), ROW[0], 1e-3, 1.0, True), F.rms_norm(total, (CHANNELS,), ROW[0] + 1, 1e-3)),
     ):
         expected = activation(normed * (1 + SAMPLES) + SAMPLES.flip(0) if scaled else normed)
         found = call(op, X, given, activation=activation, **more)
@@ -260,21 +263,21 @@ def test_rows_are_as_their_formula(added: bool, scaled: bool, activation: Activa
             assert torch.equal(found[1], total)
 
 
-@pytest.mark.parametrize("op", [helper._layer_norm, helper._rms_norm])
+@pytest.mark.parametrize("op", [layer_norm.fused, rms_norm.fused])
 def test_rows_whose_scale_does_not_fit_are_left_alone(op: Callable[..., Any]) -> None:
-    given = ((CHANNELS,), *ROW[: 2 if op is helper._layer_norm else 1], 1e-3)
+    given = ((CHANNELS,), *ROW[: 2 if op is layer_norm.fused else 1], 1e-3)
     assert call(op, X, given, scale=X, shift=SAMPLES) is None
     assert call(op, X, given, scale=SAMPLES, shift=X) is None
 
 
-@pytest.mark.parametrize("op", [helper._group_norm, helper._instance_norm, helper._batch_norm])
+@pytest.mark.parametrize("op", [group_norm.fused, instance_norm.fused, batch_norm.fused])
 def test_images_and_what_is_added_to_them(op: Callable[..., Any]) -> None:
     statistics = (IMAGE.mean((0, 2, 3)), IMAGE.var((0, 2, 3)))
     act = Activation("relu")
-    if op is helper._group_norm:
+    if op is group_norm.fused:
         given: Any = (2, *ROW, 1e-3)
         normed = F.group_norm(IMAGE, *given)
-    elif op is helper._instance_norm:
+    elif op is instance_norm.fused:
         given, normed = (*ROW, 1e-3), F.instance_norm(IMAGE, None, None, *ROW, True, 0.1, 1e-3)
     else:
         given, normed = (*statistics, *ROW, False, 0.1, 1e-3), F.batch_norm(IMAGE, *statistics, *ROW, False, 0.1, 1e-3)
@@ -287,34 +290,34 @@ def test_images_and_what_is_added_to_them(op: Callable[..., Any]) -> None:
 def test_a_batch_norm_that_is_a_call() -> None:
     """Only by running statistics that are there, and where nothing learns."""
     good = (torch.zeros(CHANNELS), torch.ones(CHANNELS), *ROW, False, 0.1, 1e-3)
-    assert call(helper._batch_norm, IMAGE, good) is not None
+    assert call(batch_norm.fused, IMAGE, good) is not None
     for index, wrong in ((0, None), (1, None), (4, True)):
         given = (*good[:index], wrong, *good[index + 1 :])
-        assert call(helper._batch_norm, IMAGE, given) is None, index
+        assert call(batch_norm.fused, IMAGE, given) is None, index
     for index in (2, 3):
         given = (*good[:index], nn.Parameter(good[index]), *good[index + 1 :])
-        assert call(helper._batch_norm, IMAGE, given) is None, index
+        assert call(batch_norm.fused, IMAGE, given) is None, index
         bare = (*good[:index], None, *good[index + 1 :])
-        assert call(helper._batch_norm, IMAGE, bare) is not None
+        assert call(batch_norm.fused, IMAGE, bare) is not None
         with torch.no_grad():
-            assert call(helper._batch_norm, IMAGE, given) is not None, index
+            assert call(batch_norm.fused, IMAGE, given) is not None, index
     learns = IMAGE.clone().requires_grad_()
-    assert call(helper._batch_norm, learns, good) is None
-    assert call(helper._batch_norm, IMAGE, good, behind=learns) is None
+    assert call(batch_norm.fused, learns, good) is None
+    assert call(batch_norm.fused, IMAGE, good, behind=learns) is None
     norm = nn.BatchNorm2d(CHANNELS).eval()
-    assert torch.equal(call(helper._batch_norm, IMAGE, (norm,)), norm(IMAGE))
+    assert torch.equal(call(batch_norm.fused, IMAGE, (norm,)), norm(IMAGE))
 
 
 def test_channels_as_rows_where_they_are_rows_in_memory() -> None:
     rows = IMAGE.contiguous(memory_format=torch.channels_last)
     given = ((CHANNELS,), *ROW, 1e-3)
-    found = call(helper._layer_norm_2d, rows, given)
+    found = call(layer_norm.permuted, rows, given)
     expected = F.layer_norm(rows.permute(0, 2, 3, 1), *given).permute(0, 3, 1, 2)
     torch.testing.assert_close(found, expected)
     assert found.stride() == expected.stride()
-    assert call(helper._layer_norm_2d, IMAGE, given) is None
-    assert call(helper._layer_norm_2d, rows, given, activation=Activation("relu")) is None
-    assert call(helper._layer_norm_2d, X, given) is None
+    assert call(layer_norm.permuted, IMAGE, given) is None
+    assert call(layer_norm.permuted, rows, given, activation=Activation("relu")) is None
+    assert call(layer_norm.permuted, X, given) is None
 
 
 def test_the_dtype_of_what_autocast_would_cast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +325,7 @@ def test_the_dtype_of_what_autocast_would_cast(monkeypatch: pytest.MonkeyPatch) 
     seen = []
     for name in ("layer_norm", "group_norm"):
         monkeypatch.setattr(ops, name, lambda *args, **keywords: seen.append(keywords["dtype"]))
-    call(helper._layer_norm, X, ((CHANNELS,), *ROW, 1e-3), dtype=torch.bfloat16)
-    call(helper._layer_norm, X, ((CHANNELS,), *ROW, 1e-3), before=X, dtype=torch.bfloat16)
-    call(helper._group_norm, IMAGE, (2, *ROW, 1e-3), dtype=torch.bfloat16)
+    call(layer_norm.fused, X, ((CHANNELS,), *ROW, 1e-3), dtype=torch.bfloat16)
+    call(layer_norm.fused, X, ((CHANNELS,), *ROW, 1e-3), before=X, dtype=torch.bfloat16)
+    call(group_norm.fused, IMAGE, (2, *ROW, 1e-3), dtype=torch.bfloat16)
     assert seen == [torch.bfloat16] * 3

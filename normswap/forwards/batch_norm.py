@@ -51,9 +51,9 @@ def _buffer(norm: Any, name: str) -> Any:
     return own[name] if name in own else getattr(norm, name)
 
 
-def make_forward(replaced: Replaced, attributes: Mapping[str, Any], argument: str) -> Callable[..., Any]:
+def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> Callable[..., Any]:
     """The forward of the swapped class; what is no input for it is left to the original."""
-    ranks = RANKS[replaced.original]
+    ranks, argument = RANKS[replaced.original], replaced.argument
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else only_argument(args, kwargs, argument)

@@ -194,11 +194,11 @@ def _is_recorded() -> bool:
 # --- a module with a forward of its own ---------------------------------------------------------------------------
 
 
-def make_forward(replaced: Replaced, attributes: Mapping[str, Any], argument: str) -> _Forward:
+def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
     """The forward of the swapped class: the fused computation where it is sure to be right, else the original's."""
     if "runs" in attributes:
         return _sequential_forward(replaced, attributes["runs"])
-    linear, bn = attributes["linear"], attributes["batch_norm"]
+    linear, bn, argument = attributes["linear"], attributes["batch_norm"], replaced.argument
     scale, after = attributes.get("scale"), attributes.get("after")
     _check_names(linear, bn)
     _check_factors(scale, after)

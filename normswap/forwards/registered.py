@@ -3,7 +3,6 @@ each an attribute that is read on every call, or a number. What is read where is
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,8 +19,7 @@ def registered_forward(kind: str) -> Callable[[Replaced, Mapping[str, Any]], _Fo
     """What makes the forward of a registered class of ``kind``."""
 
     def make(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
-        argument = list(inspect.signature(replaced.function).parameters)[1]
-        op, arguments = _OPS[kind], registered_arguments(kind, attributes)
+        op, arguments, argument = _OPS[kind], registered_arguments(kind, attributes), replaced.argument
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
             x = args[0] if args else kwargs.get(argument)

@@ -3,6 +3,7 @@ put back while somebody holds on to ``module.forward``, and the original's forwa
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 
@@ -14,6 +15,11 @@ class Replaced:
         self.installed: type = object  # until there is one: whatever asks
         self.function = getattr(original, name)
         self.code = code_of(self.function)
+
+    @property
+    def argument(self) -> str:
+        """The name of the one input of a function(self, input)."""
+        return list(inspect.signature(self.function).parameters)[1]
 
     def is_on(self, module: object) -> bool:
         """True while ``module`` is swapped by ``installed``, and the original's function and its code are the same."""

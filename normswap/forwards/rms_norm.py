@@ -79,7 +79,7 @@ class _Site:
     def __init__(self, replaced: Replaced, attributes: Mapping[str, Any]) -> None:
         self.replaced = replaced
         base_forward = replaced.function
-        self.argument = list(inspect.signature(base_forward).parameters)[1]
+        self.argument = replaced.argument
         self.dim: int = attributes["dim"]
         self.eps: str | float = attributes["eps"]
         self.weight: str = attributes.get("weight", "")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from normswap import bounds, ops
+from normswap import ops
 from normswap.criterion import Magnitudes
 from normswap.kinds.kind import Kind
+from normswap.kinds.l2_norm import euclidean
 
 FORMULA = "x / norm(x)"
 
@@ -18,7 +19,7 @@ def call(x: Tensor) -> Tensor | None:
 
 
 def magnitudes(x: Tensor, dtype: torch.dtype) -> Magnitudes:
-    return bounds.euclidean(x, x.norm(), 0.0, dtype)
+    return euclidean(x, x.norm(), 0.0, dtype)
 
 
 KIND = Kind("frobenius_norm", FORMULA, (), call, magnitudes, lambda: (4, 33))

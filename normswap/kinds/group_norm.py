@@ -4,10 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from normswap import ops
+from normswap.activation import Activation
+from normswap.bounds import Rows
+from normswap.forwards import affine_of
+from normswap.forwards.subclass import subclass_forward
 from normswap.kinds.norm import Norm
+from normswap.kinds.operands import is_alike
+from normswap.norms import GroupNorm
+from normswap.ops.dispatch import DTYPES, PLAIN
+
+
+def arguments(norm: Any, x: Tensor) -> tuple[Any, ...]:
+    return (norm.num_groups, *affine_of(norm), norm.eps)
+
+
+def fused(
+    x: Tensor, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
+) -> Any:
+    groups, weight, bias, eps = given
+    if not (is_alike(x, behind) or adds_to_float32(x, behind)):
+        return None
+    return ops.group_norm(x, groups, weight, bias, eps, activation, residual=behind, dtype=dtype)
+
+
+def adds_to_float32(x: Tensor, behind: Any) -> bool:
+    """Whether the norm of ``x``, which autocast makes float32, is added to something of its shape and no wider."""
+    return (
+        torch.is_autocast_enabled(x.device.type)
+        and type(behind) in PLAIN
+        and behind.shape == x.shape
+        and behind.device == x.device
+        and {x.dtype, behind.dtype} <= {*DTYPES}
+        and x.is_cuda
+    )
 
 
 def sample(norm: Any) -> tuple[int, ...]:
@@ -22,6 +56,11 @@ NORM = Norm(
     (nn.GroupNorm,),
     F.group_norm,
     ("num_groups", "weight=None", "bias=None", "eps=1e-5"),
+    arguments,
+    fused,
+    lambda norm, x: Rows(norm, x, groups=norm.num_groups).magnitudes(),
+    (GroupNorm,),
+    subclass_forward(lambda x, norm: ops.group_norm(x, norm.num_groups, *affine_of(norm), norm.eps)),
     reads=("num_groups", "num_channels", "weight", "bias", "eps"),
     widens=True,
     sample=sample,

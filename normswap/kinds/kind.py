@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from normswap.criterion import Magnitudes
+from normswap.forwards.replaced import Replaced
+from normswap.plan import Match
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class Kind:
 
     With ``casts`` the expression may cast on the way; ``call`` and ``magnitudes`` then take one argument more: whether
     what is normalised is rounded before the weight. They are asked only where all else is computed in float32.
+
+    Where a module as a whole is one, ``forward(replaced, attributes)`` is that of the class made for it, and
+    ``values(match, module)`` the arguments of ``magnitudes`` there, by default what the match has for ``parameters``.
     """
 
     name: str
@@ -33,8 +38,26 @@ class Kind:
     magnitudes: Callable[..., Magnitudes]
     sample: Callable[..., tuple[int, ...]]
     casts: bool = False
+    batched: ClassVar[bool] = False
     c: float = 4.0
-    c_gradient: float = 8.0
+    c_gradient: float = 8.0  # the statistic stands in it to the second power or the third, each with its own error
+    forward: Callable[[Replaced, Mapping[str, Any]], Callable[..., Any]] | None = None
+    values: Callable[[Match, Any], tuple[Any, ...]] | None = None
+
+    def values_at(self, match: Match, module: Any) -> tuple[Any, ...]:
+        """What stands at a ``module`` for the arguments of ``magnitudes``."""
+        return self.values(match, module) if self.values else tuple(match.value(module, n) for n in self.parameters)
+
+    def magnitudes_at(self, match: Match, module: Any, x: Tensor, dtype: torch.dtype) -> Magnitudes:
+        """Those of a whole ``module``, its parameters by the names that they have there."""
+        found = self.magnitudes(x, dtype, *self.values_at(match, module))
+
+        def gradients(dy: Tensor) -> dict[str, Tensor]:
+            of_input, terms = {"input": (by := found.gradients(dy)).pop("input")}, by.items()
+            named = {match.attributes[name]: term for name, term in terms}
+            return of_input | {name: term.reshape(getattr(module, name).shape) for name, term in named.items()}
+
+        return replace(found, gradients=gradients)
 
 
 def is_along(x: Tensor, dim: Any) -> bool:
@@ -47,10 +70,12 @@ def are_numbers(*values: Any) -> bool:
     return all(value is None or type(value) in (int, float) for value in values)
 
 
-def shape_along(dim: Any, size: int = 33) -> tuple[int, ...]:
-    """A small shape of ``size`` along ``dim``."""
-    along = dim if type(dim) is int else -1
+def shape_along(dim: Any, parameter: Tensor | None = None) -> tuple[int, ...]:
+    """A small shape, of the size of ``parameter`` along ``dim`` and such that it broadcasts there."""
+    along, size = dim if type(dim) is int else -1, 33 if parameter is None else parameter.numel()
     rank = max(3, along + 1, -along)
+    if parameter is not None and along >= 0:
+        rank = along + next((parameter.dim() - d for d, n in enumerate(parameter.shape) if n > 1), 1)
     return tuple(size if d == along % rank else 3 + d for d in range(rank))
 
 

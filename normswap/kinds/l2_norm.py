@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap import bounds, ops
+from normswap import ops
+from normswap.bounds import ulp_where_rounded
 from normswap.criterion import Magnitudes
 from normswap.kinds.kind import Kind, are_numbers, is_along, shape_along
 
@@ -23,8 +24,21 @@ def call(x: Tensor, dim: Any, eps: Any) -> Tensor | None:
     return ops.l2_norm(x, dim, eps or 0.0) if serves else None
 
 
+def euclidean(x: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> Magnitudes:
+    """``x / max(norm, eps)``, the norm along one dim, or a single one."""
+    divisor = norm.clamp(min=eps) if eps else norm
+    wider = ulp_where_rounded(norm, 0.0, eps, dtype)
+    dims = [d for d in range(x.dim()) if norm.dim() == 0 or norm.shape[d] == 1]
+
+    def gradients(dy: Tensor) -> dict[str, Tensor]:
+        shared = (dy * x).abs().sum(dims, keepdim=True) / divisor.square() / norm
+        return {"input": (dy.abs() / divisor + x.abs() * shared.nan_to_num(0.0)) * wider}
+
+    return Magnitudes(x.abs() / divisor * wider, gradients)
+
+
 def magnitudes(x: Tensor, dtype: torch.dtype, dim: int, eps: float | None) -> Magnitudes:
-    return bounds.euclidean(x, x.norm(dim=dim, keepdim=True), eps or 0.0, dtype)
+    return euclidean(x, x.norm(dim=dim, keepdim=True), eps or 0.0, dtype)
 
 
 KIND = Kind("l2_norm", FORMULA, ("dim", "eps"), call, magnitudes, lambda dim, *_: shape_along(dim))

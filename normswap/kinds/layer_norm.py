@@ -2,16 +2,64 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import nn
+from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normswap import ops
+from normswap.activation import NONE, Activation
+from normswap.bounds import Rows
+from normswap.forwards import affine_of
+from normswap.forwards.subclass import subclass_forward
 from normswap.kinds.norm import Norm
+from normswap.kinds.operands import are_of, are_per_sample
+from normswap.norms import LayerNorm
+from normswap.ops.layer_norm import layer_norm_directly
+from normswap.ops.options import Options
+
+
+def arguments(norm: Any, x: Tensor) -> tuple[Any, ...]:
+    return (norm.normalized_shape, *affine_of(norm), norm.eps)
+
+
+def fused(
+    x: Tensor, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
+) -> Any:
+    shape, weight, bias, eps = given
+    if before is None and scale is None and activation is NONE:
+        return ops.layer_norm(x, shape, weight, bias, eps, dtype=dtype)
+    options = Options(before, scale, shift, activation)
+    if dtype is None and (scale is None or are_of(x.dtype, scale, shift)):
+        out = layer_norm_directly(x, shape, weight, bias, eps, options, torch.is_autocast_enabled("cuda"))
+        if out is not None:
+            return out
+    if scale is not None and not are_per_sample(x, scale, shift):
+        return None
+    return ops.layer_norm(x, shape, weight, bias, eps, **options.keywords(), dtype=dtype)
+
+
+def permuted(
+    x: Tensor, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
+) -> Any:
+    """Where channels are rows in memory: of a contiguous image the original's result is channels_last, by a copy."""
+    if x.dim() != 4 or activation != NONE or not x.is_contiguous(memory_format=torch.channels_last):
+        return None
+    return ops.layer_norm(x.permute(0, 2, 3, 1), *given, dtype=dtype).permute(0, 3, 1, 2)
+
 
 NORM = Norm(
     "layer_norm",
     (nn.LayerNorm,),
     F.layer_norm,
     ("normalized_shape", "weight=None", "bias=None", "eps=1e-5"),
+    arguments,
+    fused,
+    lambda norm, x: Rows(norm, x).magnitudes(),
+    (LayerNorm,),
+    subclass_forward(lambda x, norm: ops.layer_norm(x, norm.normalized_shape, *affine_of(norm), norm.eps)),
+    permuted,
     reads=("normalized_shape", "weight", "bias", "eps"),
     rows=True,
     widens=True,

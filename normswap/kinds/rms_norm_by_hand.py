@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap import bounds, ops
-from normswap.criterion import Magnitudes
+from normswap import ops
+from normswap.bounds import Rows, ulp_at_ties
+from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes
+from normswap.forwards.rms_norm import by_hand_forward
 from normswap.kinds.kind import Kind, are_numbers, flat, is_along, shape_along
 from normswap.ops.dispatch import in_memory_order
+from normswap.plan import Match
 
 FORMULA = """
 s = mean(x ** 2, dim, keepdim=True)
@@ -53,14 +56,47 @@ def magnitudes(
     offset: float | None,
     rounds: bool,
 ) -> Magnitudes:
-    attributes = {"dim": dim, "eps": eps or 0.0, "weight_offset": offset or 0.0, "cast_before_weight": rounds}
-    named = {} if weight is None else {"weight": "weight"}
-    return bounds.rms_by_hand({**attributes, **named}, SimpleNamespace(weight=weight), x, dtype)
+    gain = None if weight is None else weight.detach().reshape(-1) + (offset or 0.0)
+    moved = x.movedim(dim, -1)
+    site = SimpleNamespace(weight=gain, eps=eps or 0.0, normalized_shape=moved.shape[-1:])
+    rows = Rows(site, moved, centred=False)
+    unit = torch.finfo(dtype).eps / 2 if rounds and dtype in SIXTEEN_BITS else 0.0
+    size = rows.output() * (ulp_at_ties(rows.xhat, dtype, KIND.c) if unit else 1.0)
+
+    def gradients(dy: Tensor) -> dict[str, Tensor]:
+        found = rows.gradients(dy.movedim(dim, -1))
+        found["input"] = found["input"].movedim(-1, dim)
+        if weight is not None:
+            # Whether what meets dy is the rounded value or the one before: those errors are independent.
+            terms = dy.movedim(dim, -1).reshape(rows.xhat.shape) * rows.xhat
+            independent = 4 * unit / (KIND.c_gradient * FLOAT32_ROUNDING) * terms.flatten(0, -2).norm(dim=0)
+            found["weight"] = (found["weight"] + independent).reshape(weight.shape)
+        return found
+
+    return Magnitudes(size.movedim(-1, dim), gradients)
 
 
-def sample(dim: Any, eps: Any, weight: Tensor | None, offset: Any) -> tuple[int, ...]:
-    return shape_along(dim, 33 if weight is None else weight.numel())
+def values(match: Match, module: Any) -> tuple[Any, ...]:
+    """The weight as it meets the input there."""
+    dim, eps, weight, offset = (match.value(module, n) for n in ("dim", "eps", "weight", "weight_offset"))
+    if weight is not None:
+        weight = weight.reshape(-1, *(1,) * (-1 - match.attributes.get("weight_axis", -1)))
+    return dim, eps, weight, offset, bool(match.attributes.get("cast_before_weight"))
+
+
+def sample(dim: Any, eps: Any, weight: Tensor | None, *_: Any) -> tuple[int, ...]:
+    return shape_along(dim, weight)
 
 
 PARAMETERS = ("dim", "eps", "weight", "offset")
-KIND = Kind("rms_norm_by_hand", FORMULA, PARAMETERS, call, magnitudes, sample, casts=True)
+KIND = Kind(
+    "rms_norm_by_hand",
+    FORMULA,
+    PARAMETERS,
+    call,
+    magnitudes,
+    sample,
+    casts=True,
+    forward=by_hand_forward,
+    values=values,
+)

@@ -31,9 +31,7 @@ def call(x: Tensor, weight: Any, bias: Any, momentum: Any, eps: Any) -> Tensor |
 def magnitudes(
     x: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, momentum: Any, eps: float
 ) -> Magnitudes:
-    site = SimpleNamespace(weight=weight, bias=bias, eps=eps, _get_no_batch_dim=lambda: x.dim() - 1)
-    rows = Rows("instance_norm", site, x)
-    return Magnitudes(rows.output(), rows.gradients)
+    return Rows(SimpleNamespace(weight=weight, bias=bias, eps=eps), x, groups=x.shape[1]).magnitudes()
 
 
 def sample(weight: Tensor | None, bias: Tensor | None, *_: Any) -> tuple[int, ...]:

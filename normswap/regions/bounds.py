@@ -9,20 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap.bounds import Rows, batch_norm, derivative, rms_by_hand
-from normswap.criterion import C_GRADIENT, FLOAT32_ROUNDING, SIXTEEN_BITS, C, Magnitudes, half_ulp
-from normswap.kinds import KINDS
+from normswap.bounds import derivative
+from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, half_ulp
+from normswap.kinds import KINDS, NORMS, kind_of, magnitudes
 from normswap.lifted import LiftedNorm
-from normswap.plan import Match, is_by_hand
 from normswap.regions.convolution_error import folded_error
 from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled
-
-
-def limits(kind: str) -> tuple[float, float]:
-    """What an error of an output and of a gradient may be, in units of 2^-24 times the magnitude."""
-    known = KINDS.get(kind)
-    return (C[kind], C_GRADIENT[kind]) if known is None else (known.c, known.c_gradient)
 
 
 class Size:
@@ -48,7 +41,7 @@ class Size:
             self.summands["before"] = before
         self.dtypes = {step.does: d for step, d in zip(region.steps, dtypes, strict=True)}
         self.rows = self._rows(holder, arguments, real.dtype)
-        self.unit = limits(region.kind)[0] * FLOAT32_ROUNDING
+        self.unit = kind_of(region.match).c * FLOAT32_ROUNDING
         literal = region.literal_activation()
         self._activation: Any = literal or holder._modules[region.activation]
         self.norm = self._back(self.rows.output)
@@ -67,22 +60,12 @@ class Size:
             x = x.permute(0, 2, 3, 1)
         if (kind := KINDS.get(region.kind)) is not None:
             return kind.magnitudes(x, dtype, *arguments[: len(kind.parameters)], *self.rounds)
-        if not region.type and region.kind == "batch_norm":
-            called = dict(zip(parameters_of(region), arguments, strict=True))
-            return batch_norm(SimpleNamespace(**called, num_batches_tracked=None), x)
         if not region.type:
-            fields = {"_get_no_batch_dim": lambda: x.dim() - 1}
-            norm: Any = SimpleNamespace(**fields, **dict(zip(parameters_of(region), arguments, strict=True)))
-            found = Rows(region.kind, norm, x)
-            return Magnitudes(found.output(), found.gradients)
-        match, child = Match(region.kind, region.attributes), holder._modules[region.norm]
-        child = child.norm if isinstance(child, LiftedNorm) else child
-        if region.kind == "batch_norm":
-            return batch_norm(child, x)
-        if is_by_hand(match.kind, match.attributes):
-            return rms_by_hand(match.attributes, child, x, dtype)
-        found = Rows(region.kind, match.view(child), x)
-        return Magnitudes(found.output(), lambda dy: match.renamed(found.gradients(dy)))
+            called = dict(zip(parameters_of(region), arguments, strict=True))
+            more = {"_get_no_batch_dim": lambda: x.dim() - 1, "num_batches_tracked": None}
+            return NORMS[region.kind].magnitudes(SimpleNamespace(**more, **called), x)
+        child = holder._modules[region.norm]
+        return magnitudes(region.match, child.norm if isinstance(child, LiftedNorm) else child, x, dtype)
 
     def _back(self, tensor: Tensor) -> Tensor:
         return tensor.permute(0, 3, 1, 2) if self.region.has("permute") else tensor

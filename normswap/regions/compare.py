@@ -16,16 +16,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from normswap.compare import SLICE_ELEMENTS, Comparison, Cotangent, KernelWitness, Seen, spread
-from normswap.criterion import (
-    SIXTEEN_BITS,
-    C,
-    RoundedStatistics,
-    own_rounding,
-)
-from normswap.kinds import KINDS
+from normswap.criterion import SIXTEEN_BITS, RoundedStatistics, own_rounding
+from normswap.kinds import KINDS, Kind, kind_of
 from normswap.lifted import Lifted, LiftedNorm, Rounded
-from normswap.plan import Match, is_by_hand
-from normswap.regions.bounds import Size, limits
+from normswap.regions.bounds import Size
 from normswap.regions.convolution_error import MOST, takes_tf32, times_pytorchs
 from normswap.regions.helper import Fused
 from normswap.regions.rewrite import Compiled
@@ -112,7 +106,7 @@ class _Case:
 
     def __init__(self, compiled: Compiled, fused: Fused, owner: nn.Module, packed: Any, captured: bool) -> None:
         self.compiled, self.fused, self.packed, self.captured = compiled, fused, packed, captured
-        self.region = compiled.region
+        self.region, self.kind = compiled.region, kind_of(compiled.region.match)
         self.owner = owner
         self.dtypes: list[torch.dtype] = []
         self.cotangents = [Cotangent(), Cotangent()]
@@ -253,12 +247,12 @@ class _Case:
 
     def _prepare_norm(self, holder: Any, dtype: torch.dtype) -> None:
         """Make the float64 norm round and default as the original does on tensors of ``dtype``."""
-        match, norm = Match(self.region.kind, self.region.attributes), holder._modules[self.region.norm]
+        match, norm = self.region.match, holder._modules[self.region.norm]
         original: Any = self.owner._modules[self.region.norm]
-        if match.registered or is_by_hand(match.kind, match.attributes):
+        if match.registered or isinstance(kind_of(match), Kind):
             named = dict((*original.named_parameters(), *original.named_buffers()))
             holder._modules[self.region.norm] = LiftedNorm(norm, dtype, {n: t.dtype for n, t in named.items()})
-        elif match.kind == "rms_norm" and norm.eps is None:
+        elif norm.eps is None:
             norm.eps = torch.finfo(torch.float32).eps
 
     # --- checks ---------------------------------------------------------------------------------------------------
@@ -270,7 +264,7 @@ class _Case:
             return
         for name, mine, theirs, wide in zip(names, ours, eager, expected, strict=True):
             magnitude = size.output if name == "output" else wide.abs()
-            self._add(name, mine, theirs, wide, limits(self.region.kind)[0], magnitude, 0.0)
+            self._add(name, mine, theirs, wide, self.kind.c, magnitude, 0.0)
             times = times_pytorchs(mine, theirs, wide) if self.region.convolution and self.captured else 1.0
             if times > MOST and (mine.dtype in SIXTEEN_BITS or takes_tf32(mine)):
                 self._fail(f"{name}: error is {times:.3g} times PyTorch's own")
@@ -290,7 +284,7 @@ class _Case:
             by_kernel = ran and not size.broadcasts(role)
             extra = own_rounding(gradient.dtype, by_kernel) * magnitude
             of = f"gradient of {role}"
-            self._add(of, gradient, eager[name], expected[name], limits(self.region.kind)[1], magnitude, extra)
+            self._add(of, gradient, eager[name], expected[name], self.kind.c_gradient, magnitude, extra)
 
     def _buffers(self, ours: dict[str, Tensor], size: Size, ran: bool) -> None:
         prefix = f"{self.region.norm}."
@@ -302,7 +296,7 @@ class _Case:
             expected = self.expected_buffers[name]
             magnitude = size.rows.buffers.get(name.removeprefix(prefix), expected.abs())
             extra = own_rounding(eager.dtype, ran) * magnitude
-            self._add(f"buffer {name}", ours[name], eager, expected, C[self.region.kind], magnitude, extra)
+            self._add(f"buffer {name}", ours[name], eager, expected, self.kind.c, magnitude, extra)
 
     def _add(
         self, what: str, ours: Tensor, eager: Tensor, expected: Tensor, c: float, magnitude: Tensor, extra: Any

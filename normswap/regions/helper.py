@@ -3,26 +3,18 @@ own statements. Parameters, flags and children are read anew on every call."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from normswap import ops
-from normswap.activation import NONE, Activation
-from normswap.forwards import affine_of, weight_of
-from normswap.forwards.batch_norm import RANKS, batch_norm, ranks_of
 from normswap.forwards.plain import is_unhooked
 from normswap.forwards.registered import registered_arguments
 from normswap.forwards.replaced import Replaced
-from normswap.forwards.rms_norm import arguments_reader, outside_autocast
+from normswap.forwards.rms_norm import arguments_reader
 from normswap.kinds import KINDS, NORMS
-from normswap.ops.dispatch import DTYPES
-from normswap.ops.layer_norm import layer_norm_directly
-from normswap.ops.options import Options
-from normswap.ops.rms_norm import rms_norm_directly
+from normswap.ops.dispatch import PLAIN
 from normswap.plan import Match, is_by_hand
 from normswap.regions.activations import LITERAL, activation_of
 from normswap.regions.children import OriginalClass, hands_on
@@ -36,7 +28,6 @@ from normswap.regions.rows import rows_of
 from normswap.regions.spec import Region, children_of
 from normswap.regions.spelling import SPELLED
 
-_PLAIN = (Tensor, nn.Parameter)
 _Arguments: TypeAlias = "tuple[Any, ...] | None"
 """What an op takes behind its input; None where only the module itself is sure to do the right thing."""
 _Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
@@ -73,7 +64,7 @@ class Fused:
         self.sums, self.behind, self.scaled = region.has("sum"), region.has("residual"), region.has("gain")
         self.acting = region.activation if isinstance(region.activation, str) else ""
         self.expression = Expression(compiled) if region.kind in KINDS else None
-        self.call = _CALLS.get("layer_norm_2d" if region.has("permute") else region.kind, _declines)
+        self.call = _op_of(region)
         self.read = _reader(region, original_class) if region.type else None
         self.convolved = Convolved(region, self.read) if region.convolution and self.read else None
         self.feeds, self.class_of = region.feeds, lambda child: original_class(child) or type(child)
@@ -88,7 +79,7 @@ class Fused:
         if self.directly is not None and (out := self.directly(children, packed)) is not None:
             return out
         x, before, behind, scale, shift, arguments = self.unpack(packed)
-        if type(x) not in _PLAIN or (self.sums and not _is_beside(x, before)):
+        if type(x) not in PLAIN or (self.sums and not _is_beside(x, before)):
             return None
         if (self.behind and behind is None) or (self.scaled and scale is None):  # the statements raise
             return None
@@ -130,7 +121,7 @@ class Fused:
     def _written_out(self, expression: Expression, packed: Any) -> Tensor | None:
         """That of a norm that is an expression, behind which nothing stands."""
         x, _, _, _, _, arguments = self.unpack(packed)
-        if type(x) not in _PLAIN or not self.known or self.callees() != self.called:
+        if type(x) not in PLAIN or not self.known or self.callees() != self.called:
             return None
         return expression(x, arguments, packed)
 
@@ -143,6 +134,11 @@ class Fused:
         return dtype if alone and only_multiplies(children.get(last), self.class_of) else None
 
 
+def _op_of(region: Region) -> Callable[..., Any]:
+    norm = NORMS.get(region.kind)
+    return (norm and (norm.permuted if region.has("permute") else norm.fused)) or _declines
+
+
 def _is_of(region: Region, function: Any) -> bool:
     """Whether ``function`` is what a step of ``region`` may call."""
     kind, activation = FUNCTIONS.get(function, ("",))[0], LITERAL.get(function)
@@ -151,14 +147,8 @@ def _is_of(region: Region, function: Any) -> bool:
     return (region.kind in KINDS and function in SPELLED) or function in ADDS or kind == region.kind or named in names
 
 
-def _alike(x: Tensor, other: Any) -> bool:
-    return other is None or (
-        type(other) in _PLAIN and other.shape == x.shape and other.dtype is x.dtype and other.device == x.device
-    )
-
-
 def _is_beside(x: Tensor, other: Any) -> bool:
-    return type(other) in _PLAIN and other.device == x.device
+    return type(other) in PLAIN and other.device == x.device
 
 
 # --- the norm that is a child -------------------------------------------------------------------------------------
@@ -167,7 +157,6 @@ def _is_beside(x: Tensor, other: Any) -> bool:
 def _reader(region: Region, original_class: OriginalClass) -> Callable[[Any, Tensor], _Arguments]:
     """What gives the arguments of the op from the child that is the norm, whatever its class is by now."""
     readers: dict[type[nn.Module], Callable[[Any, Tensor], _Arguments]] = {}
-    match = Match(region.kind, region.attributes)
 
     def read(child: Any, x: Tensor) -> _Arguments:
         cls = type(child)
@@ -175,7 +164,7 @@ def _reader(region: Region, original_class: OriginalClass) -> Callable[[Any, Ten
         if reader is None:
             original = original_class(child) or cls
             known = f"{original.__module__}.{original.__qualname__}" == region.type
-            reader = readers[cls] = _reader_of(original, match) if known else _declines
+            reader = readers[cls] = _reader_of(original, region.match) if known else _declines
         return reader(child, x)
 
     return read
@@ -186,10 +175,7 @@ def _declines(*_: Any) -> None:
 
 
 # As they were when this was imported: a region may first be run when somebody has put another forward on the class.
-_TORCHS = {
-    cls: Replaced(cls)
-    for cls in (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, *RANKS)
-}
+_TORCHS = {cls: Replaced(cls) for norm in NORMS.values() for cls in norm.classes}
 
 
 def _reader_of(cls: Any, match: Match) -> _Reader:
@@ -200,7 +186,7 @@ def _reader_of(cls: Any, match: Match) -> _Reader:
         registered = registered_arguments(match.kind, match.attributes)
         arguments: _Reader = lambda norm, x: registered(norm)  # noqa: E731
     elif issubclass(cls, NORMS[match.kind].classes):
-        arguments = _ARGUMENTS[match.kind]
+        arguments = NORMS[match.kind].arguments
     else:
         return _declines
     flag = match.attributes.get("unless")
@@ -211,139 +197,3 @@ def _reader_of(cls: Any, match: Match) -> _Reader:
         return arguments(child, x)
 
     return read
-
-
-def _of_instance_norm(norm: Any, x: Tensor) -> _Arguments:
-    tracks = norm.track_running_stats or norm.running_mean is not None
-    batched = x.dim() == norm._get_no_batch_dim() + 1 and x.shape[1] == norm.num_features
-    return None if tracks or not batched else (*affine_of(norm), norm.eps)
-
-
-def _of_batch_norm(norm: Any, x: Tensor) -> _Arguments:
-    return (norm,) if x.dim() in ranks_of(norm) and x.shape[1] == norm.num_features else None
-
-
-_ARGUMENTS: Mapping[str, _Reader] = {
-    "layer_norm": lambda norm, x: (norm.normalized_shape, *affine_of(norm), norm.eps),
-    "rms_norm": lambda norm, x: (norm.normalized_shape, weight_of(norm), norm.eps),
-    "group_norm": lambda norm, x: (norm.num_groups, *affine_of(norm), norm.eps),
-    "instance_norm": _of_instance_norm,
-    "batch_norm": _of_batch_norm,
-}
-
-
-# --- the ops ------------------------------------------------------------------------------------------------------
-
-
-def _layer_norm(
-    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
-) -> Any:
-    shape, weight, bias, eps = given
-    if before is None and scale is None and activation is NONE:
-        return ops.layer_norm(x, shape, weight, bias, eps, dtype=dtype)
-    options = Options(before, scale, shift, activation)
-    if dtype is None and (scale is None or _are_of(x.dtype, scale, shift)):
-        out = layer_norm_directly(x, shape, weight, bias, eps, options, torch.is_autocast_enabled("cuda"))
-        if out is not None:
-            return out
-    if scale is not None and not _per_sample(x, scale, shift):
-        return None
-    return ops.layer_norm(x, shape, weight, bias, eps, **options.keywords(), dtype=dtype)
-
-
-def _rms_norm(
-    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
-) -> Any:
-    by_hand = len(given) == 5
-    shape, weight, eps, offset, rounds = given if by_hand else (*given, 0.0, False)
-    options = Options(before, scale, shift, activation)
-    plain = before is None and scale is None and activation is NONE
-    if not plain and (scale is None or _are_of(x.dtype, scale, shift)):
-        out = rms_norm_directly(x, shape, weight, eps, offset, rounds, options)
-        if out is not None:
-            return out
-    if scale is not None and not _per_sample(x, scale, shift):
-        return None
-    order = {"weight_offset": offset, "cast_before_weight": rounds}
-    with outside_autocast(x.device.type) if by_hand else contextlib.nullcontext():
-        return ops.rms_norm(x, shape, weight, eps, **order, **options.keywords())
-
-
-def _are_of(dtype: torch.dtype, *values: Any) -> bool:
-    """Whether all are tensors of ``dtype``, so that the original's result is too."""
-    return all(type(value) in _PLAIN and value.dtype is dtype for value in values)
-
-
-def _per_sample(x: Tensor, scale: Any, shift: Any) -> bool:
-    """True for one value a sample and feature: (B or 1, 1, ..., 1, C)."""
-    wanted = (*(1,) * (x.dim() - 2), x.shape[-1])
-    return all(
-        type(t) in _PLAIN
-        and t.dim() == x.dim()
-        and t.dtype is x.dtype
-        and t.device == x.device
-        and t.shape[1:] == wanted
-        and t.shape[0] in (1, x.shape[0])
-        for t in (scale, shift)
-    )
-
-
-def _group_norm(
-    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
-) -> Any:
-    groups, weight, bias, eps = given
-    if not (_alike(x, behind) or _adds_to_float32(x, behind)):
-        return None
-    return ops.group_norm(x, groups, weight, bias, eps, activation, residual=behind, dtype=dtype)
-
-
-def _adds_to_float32(x: Tensor, behind: Any) -> bool:
-    """Whether the norm of ``x``, which autocast makes float32, is added to something of its shape and no wider."""
-    return (
-        torch.is_autocast_enabled(x.device.type)
-        and type(behind) in _PLAIN
-        and behind.shape == x.shape
-        and behind.device == x.device
-        and {x.dtype, behind.dtype} <= {*DTYPES}
-        and x.is_cuda
-    )
-
-
-def _instance_norm(
-    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
-) -> Any:
-    weight, bias, eps = given
-    return ops.instance_norm(x, weight, bias, eps, activation, residual=behind) if _alike(x, behind) else None
-
-
-def _batch_norm(
-    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
-) -> Any:
-    if not _alike(x, behind):
-        return None
-    if len(given) == 1:
-        return batch_norm(given[0], x, activation, behind)
-    mean, var, weight, bias, training, _, eps = given
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, behind))
-    if training or learns or mean is None or var is None:
-        return None
-    return ops.batch_norm_eval(x, mean, var, weight, bias, eps, activation, residual=behind)
-
-
-def _layer_norm_2d(
-    x: Any, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
-) -> Any:
-    """Where channels are rows in memory: of a contiguous image the original's result is channels_last, by a copy."""
-    if x.dim() != 4 or activation != NONE or not x.is_contiguous(memory_format=torch.channels_last):
-        return None
-    return ops.layer_norm(x.permute(0, 2, 3, 1), *given, dtype=dtype).permute(0, 3, 1, 2)
-
-
-_CALLS: Mapping[str, Callable[..., Any]] = {
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "group_norm": _group_norm,
-    "instance_norm": _instance_norm,
-    "batch_norm": _batch_norm,
-    "layer_norm_2d": _layer_norm_2d,
-}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from normswap.compare import Comparison, Seen
 from normswap.forwards.replaced import Replaced
-from normswap.kinds import KINDS, NORMS
-from normswap.plan import Match, is_by_hand
+from normswap.kinds import KINDS, NORMS, sample
+from normswap.plan import Match
 from normswap.regions.compare import compare_region
 from normswap.regions.helper import Fused, OriginalClass
 from normswap.regions.install import compiled_of, method_of, with_helpers
@@ -117,7 +117,7 @@ def _made_up(compiled: Compiled, owner: Any, like: Tensor | None) -> Iterator[An
     parameter = next((p for p in given if p.is_floating_point()), like)
     dtype, device = (torch.float32, torch.device("cpu")) if parameter is None else (parameter.dtype, parameter.device)
     generator = torch.Generator().manual_seed(0)
-    shape = _shape(region, Match(region.kind, region.attributes).view(norm) if norm is not None else None, arguments)
+    shape = _shape(region, norm, arguments)
 
     def drawn(sizes: tuple[int, ...], mean: float = 0.0) -> Tensor:
         made = torch.randn(sizes, generator=generator, dtype=torch.float64) + mean
@@ -140,8 +140,7 @@ def _convolved(convolution: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     if (kind := KINDS.get(region.kind)) is not None:
         return kind.sample(*arguments)
-    if is_by_hand(region.kind, region.attributes):
-        return (4, 3, *next(((p.numel(),) for p in norm.parameters()), (33,)))
     if norm is None:
-        norm = SimpleNamespace(**dict(zip(parameters_of(region), arguments, strict=True)))
-    return (2, *norm.normalized_shape, 6, 5) if region.has("permute") else NORMS[region.kind].sample(norm)
+        called = SimpleNamespace(**dict(zip(parameters_of(region), arguments, strict=True)))
+        return NORMS[region.kind].sample(called)
+    return (2, *norm.normalized_shape, 6, 5) if region.has("permute") else sample(region.match, norm)

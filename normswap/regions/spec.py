@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
 
 from normswap.activation import Activation
+from normswap.plan import Match
 
 Position: TypeAlias = "tuple[int, int, int, int]"
 """Where a node stands: lines from the def on, and columns; first and last."""
@@ -84,6 +85,11 @@ class Region:
         named = self.activation if isinstance(self.activation, str) else (self.activation or ("",))[0]
         words |= {"convolution": self.convolution, "activation": named}
         return " + ".join(word for step in self.steps if (word := words.get(step.does)))
+
+    @property
+    def match(self) -> Match:
+        """What is known of the norm."""
+        return Match(self.kind, self.attributes)
 
     @property
     def infers(self) -> bool:

@@ -1,35 +1,22 @@
-"""What can be swapped, asked in that order: a class of torch.nn alone, or a file with a KIND and a ``match``."""
+"""What can be swapped, asked in that order: what a person has registered, a class of torch.nn alone, a whole forward
+written out, a region of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-
 from torch import nn
 
-from normswap.kinds import KINDS
+from normswap.kinds import KINDS, NORMS
 from normswap.plan import Match, Reason, Refusal
-from normswap.rules import batch_norm, instance_norm, l1_norm, linear_scale_batch_norm, region, registered, rms_norm
-from normswap.rules.module_site import match_any
+from normswap.rules import l1_norm, linear_scale_batch_norm, region, registered, rms_by_hand
+from normswap.rules.module_site import match_norm
 from normswap.sites import is_sharded
 
 _MORE = (Reason.SUBCLASS, Reason.PART_OF_FORWARD, Reason.NOT_STRAIGHT_LINE, Reason.UNSUPPORTED, Reason.CHILD)
 """Why a module is refused whose forward may hold a region all the same."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One kind, and the question whether a module is a site of it: a Match, a Refusal with the reason, or None."""
-
-    kind: str
-    match: Callable[[nn.Module], Match | Refusal | None]
-
-
-RULES: tuple[Rule, ...] = (
-    *(Rule(kind, partial(match_any, kind=kind)) for kind in ("layer_norm", "group_norm")),
-    *(Rule(rule.KIND, rule.match) for rule in (instance_norm, batch_norm, rms_norm, l1_norm, linear_scale_batch_norm)),
-)
+WRITTEN_OUT = (rms_by_hand, l1_norm, linear_scale_batch_norm)
+"""Each with a ``match``."""
 
 
 def find(module: nn.Module, undecided: bool = False) -> Match | Refusal | None:
@@ -54,11 +41,10 @@ def _says_more(module: nn.Module, within: Match | Refusal | None, refusal: Refus
 
 def alone(module: nn.Module) -> Match | Refusal | None:
     """The answer for ``module`` as a whole."""
-    declared = registered.match(module)
-    if declared is not None:
-        return declared
-    for rule in RULES:
-        answer = rule.match(module)
-        if answer is not None:
-            return answer
-    return None
+    answer = registered.match(module)
+    for norm in NORMS.values() if answer is None else ():
+        answer = answer or match_norm(module, norm)
+    if answer is None or (isinstance(answer, Refusal) and answer.reason is Reason.SUBCLASS):
+        written = (rule.match(module) for rule in WRITTEN_OUT)
+        return next((found for found in written if found is not None), answer)
+    return answer

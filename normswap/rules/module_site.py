@@ -8,7 +8,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from normswap import modules
-from normswap.kinds import NORMS
+from normswap.kinds import Norm
 from normswap.plan import Match, Reason, Refusal
 from normswap.rules.subclass_site import SUBCLASSED, has_torchs_forward, match_subclass
 
@@ -31,12 +31,16 @@ def match_exact(module: nn.Module, expected: type[nn.Module], kind: str) -> Matc
     return alike or Refusal(kind, *difference)
 
 
-def match_any(module: nn.Module, kind: str) -> Match | Refusal | None:
-    """``match_exact`` for the classes of the norm ``kind``; refuse a lazy one that will be of them."""
-    classes = NORMS[kind].classes
-    if is_lazy(module) and settled_type(module) in classes:
-        return Refusal(kind, Reason.LAZY)
-    return next((found for cls in classes if (found := match_exact(module, cls, kind)) is not None), None)
+def match_norm(module: nn.Module, norm: Norm) -> Match | Refusal | None:
+    """``match_exact`` for the classes of ``norm``; refuse a lazy one that will be of them, and one that is none by
+    itself."""
+    lazy = is_lazy(module) and settled_type(module) in norm.classes
+    found = (match_exact(module, cls, norm.name) for cls in norm.classes)
+    answer = Refusal(norm.name, Reason.LAZY) if lazy else next((one for one in found if one is not None), None)
+    why = "" if answer is None else norm.alone(module)  # a frozen ScriptModule has no mode to be asked for
+    if why is None:
+        return None
+    return Refusal(norm.name, Reason.UNSUPPORTED, why) if why and isinstance(answer, Match) else answer
 
 
 def why_not_exact(module: nn.Module, expected: type[nn.Module]) -> tuple[Reason, str] | None:

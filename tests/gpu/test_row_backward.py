@@ -17,7 +17,9 @@ from torch import Tensor, nn
 import normswap
 from normswap import ops, reference
 from normswap.activation import CODES, Activation
-from normswap.criterion import C_GRADIENT, error_share
+from normswap.criterion import error_share
+from normswap.kinds import kind_of
+from normswap.plan import Match
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAIRS = [(torch.float32, torch.float32), *((x, dy) for x in DTYPES[1:] for dy in (x, torch.float32))]
@@ -65,7 +67,7 @@ def exact(kind: str, x: Tensor, w: Tensor, dy: Tensor) -> list[Gradient]:
 
 def assert_right(kind: str, found: list[Tensor], expected: list[Gradient], what: object) -> None:
     for i, (ours, (value, magnitude)) in enumerate(zip(found, expected, strict=True)):
-        share = error_share(ours, value, magnitude, C_GRADIENT[kind])
+        share = error_share(ours, value, magnitude, kind_of(Match(kind)).c_gradient)
         assert share <= 1.0, f"{kind}, gradient {i}, {what}: error is {share:.3g} times its limit"
 
 

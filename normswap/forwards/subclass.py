@@ -1,0 +1,28 @@
+"""The forward of a subclass of a torch.nn norm that computes what its base class does, unless a flag is set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from normswap.forwards import only_argument
+from normswap.forwards.replaced import Replaced
+
+
+def subclass_forward(op: Callable[[Tensor, Any], Tensor]) -> Callable[[Replaced, Mapping[str, Any]], Any]:
+    """What makes the forward, by ``op`` of the input and the norm."""
+
+    def make(replaced: Replaced, attributes: Mapping[str, Any]) -> Callable[..., Tensor]:
+        flag, argument = attributes.get("unless"), replaced.argument
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            x = args[0] if len(args) == 1 and not kwargs else only_argument(args, kwargs, argument)
+            if isinstance(x, Tensor) and replaced.is_on(self) and not (flag and getattr(self, flag)):
+                return op(x, self)
+            return replaced.run(self, *args, **kwargs)  # type: ignore[no-any-return]
+
+        return forward
+
+    return make
