@@ -36,8 +36,8 @@ ONES = torch.ones(6)
     [
         ("layer_norm", nn.LayerNorm((4, 6)), (), (4, 3, 4, 6)),
         ("layer_norm", nn.LayerNorm(6, elementwise_affine=False), (), (4, 3, 6)),
-        ("by hand", SimpleNamespace(parameters=lambda: iter([ONES])), (), (4, 3, 6)),
-        ("by hand", SimpleNamespace(parameters=lambda: iter([])), (), (4, 3, 33)),
+        ("by hand", SimpleNamespace(weight=ONES), (), (3, 4, 6)),
+        ("by hand", SimpleNamespace(weight=None), (), (3, 4, 33)),
         ("rms_norm", nn.RMSNorm((4, 6)), (), (4, 3, 4, 6)),
         ("layer_norm", None, ((5,), None, None, 1e-5), (4, 3, 5)),
         ("batch_norm", nn.BatchNorm1d(6), (), (3, 6, 5)),
@@ -56,7 +56,7 @@ ONES = torch.ones(6)
     ],
 )
 def test_shapes_that_are_made_up(kind: str, norm: Any, arguments: tuple[Any, ...], shape: tuple[int, ...]) -> None:
-    by_hand = {"attributes": {"eps": 1e-5}} if kind == "by hand" else {}
+    by_hand = {"attributes": {"dim": -1, "eps": 1e-5, "weight": "weight"}} if kind == "by hand" else {}
     assert prove._shape(region("rms_norm" if by_hand else kind, **by_hand), norm, arguments) == shape
 
 
