@@ -76,7 +76,7 @@ class Report:
 
     def table(self, form: str = "simple") -> str:
         """A line for each kind of site, in a format of tabulate's."""
-        kinds = sorted({row["kind"] for row in self.rows}, key=lambda kind: (kind == REGION, kind))
+        kinds = sorted(dict.fromkeys(row["kind"] for row in self.rows), key=lambda kind: kind == REGION)
         of_kind = {kind: [row for row in self.rows if row["kind"] == kind] for kind in kinds}
         lines = [_line(kind, rows) for kind, rows in of_kind.items()]
         headers = ("kind", "sites", "swapped", "proved", "error", "PyTorch's", *_TIMES)

@@ -17,6 +17,7 @@ from normswap.kinds import batch_norm, group_norm, instance_norm, layer_norm, rm
 from normswap.kinds.operands import are_of, are_per_sample, is_alike
 from normswap.regions import activations, children, helper
 from normswap.regions.spec import Region
+from normswap.regions.views import of_summands
 
 CHANNELS = 4
 X = torch.randn(2, 3, CHANNELS, generator=torch.Generator().manual_seed(1))
@@ -57,6 +58,18 @@ def test_what_is_like_the_input() -> None:
     for other in (X + 1, nn.Parameter(X)):
         assert is_alike(X, other) and helper._is_beside(X, other) and are_of(X.dtype, other, X)
     assert is_alike(X, None) and not helper._is_beside(X, None)
+
+
+def test_a_sum_in_another_shape() -> None:
+    one, other = of_summands(((X, nn.Parameter(X + 1)), (-1, CHANNELS)))
+    assert one.shape == other.shape == (6, CHANNELS) and one.data_ptr() == X.data_ptr()
+    for sizes in (((-1, CHANNELS),), ([-1, CHANNELS],), (torch.Size((6, CHANNELS)),)):
+        assert of_summands(((X, X + 1), sizes))[0].shape == (6, CHANNELS)
+    for what, wrong in (others(X) | {"alike, but turned": X.transpose(1, 2).contiguous().transpose(1, 2)}).items():
+        if what not in ("wider", "elsewhere"):  # which the op is asked
+            assert of_summands(((X, wrong), (-1, CHANNELS))) is of_summands(((wrong, X), (-1, CHANNELS))) is None, what
+    for sizes in ((torch.int32,), (-1, 4.0), (-1, torch.tensor(4)), ((-1, True),)):
+        assert of_summands(((X, X), sizes)) is None, sizes
 
 
 SAMPLES = torch.randn(2, 1, CHANNELS)

@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import randomised
+from region_checks import written
+from region_views import WINDOWS, transposed
 from torch import Tensor, nn
 
+import normswap
 from normswap import rules
 from normswap.regions import foldings, prove
 from normswap.regions.beside import Beside
 from normswap.regions.expression import _fits
 from normswap.regions.spec import Region, Step
 from normswap.rules import region as region_rule
+from normswap.validate import prove_sites
 
 HERE = (1, 0, 1, 1)
 
@@ -236,3 +241,13 @@ def test_what_goes_by_running_statistics_and_what_is_called_a_convolution() -> N
     named = type("QConv", (nn.Module,), {})()
     assert foldings.is_convolution(named) and foldings.is_convolution(type("Own", (nn.Conv2d,), {})(4, 4, 1))
     assert not foldings.is_convolution(nn.Linear(2, 2)) and not foldings.is_convolution(None)
+
+
+def test_a_view_that_is_not_of_both_summands_is_reported_as_declined() -> None:
+    """Its statements run at every call, so that on a GPU it is put back."""
+    model, x = randomised(written(transposed)).eval(), torch.randn(WINDOWS)
+    swapped = normswap.apply(model, normswap.plan(model))
+    (swap,) = (swap for swap in normswap.report(swapped).plan.swaps if swap.site.name == "")
+    with torch.no_grad():
+        (proof,) = prove_sites(swapped, [swap], lambda: swapped(x, x), gradients=False)
+    assert proof.declined and proof.device == "cpu" and proof.status == "wiring"

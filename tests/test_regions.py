@@ -8,11 +8,12 @@ from models import randomised
 from region_checks import Case, check, written
 from region_look_alikes import CHANGED, LOOK_ALIKES
 from region_models import FOUND
+from region_views import VIEWS
 
 import normswap
 from normswap import ops
 
-TABLE: dict[str, Case] = {**FOUND, **LOOK_ALIKES, **CHANGED}
+TABLE: dict[str, Case] = {**FOUND, **LOOK_ALIKES, **CHANGED, **{f"view: {name}": case for name, case in VIEWS.items()}}
 
 
 @pytest.mark.case("region", "region-look-alikes", "region-changed-later")
@@ -21,9 +22,8 @@ def test_what_is_found_computes_what_it_did(name: str, mode: str) -> None:
     check(TABLE[name], mode)
 
 
-@pytest.mark.parametrize("name", [name for name, case in FOUND.items() if case.found])
-def test_every_region_is_proved(name: str) -> None:
-    case = FOUND[name]
+@pytest.mark.parametrize("case", [case for case in (*FOUND.values(), *VIEWS.values()) if case.found])
+def test_every_region_is_proved(case: Case) -> None:
     model = randomised(written(case.forward)).eval()
     inputs = tuple(torch.randn(shape) for shape in case.shapes)
     report = normswap.report(normswap.optimize(model, inputs, min_speedup=None, on_mismatch="raise"))

@@ -63,6 +63,16 @@ def compare_region(
     return replace(worst or Comparison(problem="no input to compare on"), coverage=share)
 
 
+def declined(x: Tensor) -> Comparison:
+    """What is said of a call on ``x`` that ours does not take."""
+    note = "the region's own statements run on these inputs"
+    return Comparison(kernel_ran=False, note=note, declined=True, **_where(x))
+
+
+def _where(x: Tensor) -> dict[str, Any]:
+    return {"dtype": str(x.dtype).removeprefix("torch."), "device": str(x.device)}
+
+
 def holder_of(region: Region, owner: nn.Module, dtype: torch.dtype | None = None) -> Any:
     """A module that stands for ``owner`` in the snippet of ``region``: it holds copies of the children called there,
     which share parameters unless ``dtype`` converts them."""
@@ -114,7 +124,7 @@ class _Case:
 
     def compared(self, gradients: bool) -> Comparison:
         x = self.compiled.unpack(self.packed)[0]
-        where: dict[str, Any] = {"dtype": str(x.dtype).removeprefix("torch."), "device": str(x.device)}
+        where = _where(x)
         self.eager_holder = holder_of(self.region, self.owner)
         gradients = gradients and not self.region.infers
         eager = self._run(self._eager, self.eager_holder, self.packed, gradients)
@@ -132,8 +142,7 @@ class _Case:
             ran = ran or witness.ran
             runs.append((*ours, witness.ran, holder))
         if self.declined:
-            note = "the region's own statements run on these inputs"
-            return Comparison(kernel_ran=False, note=note, declined=True, **where)
+            return declined(x)
         expected, size = self._referee(x, gradients)
         for (outputs, found, by_kernel, holder), path in zip(runs, (False, True), strict=False):
             self._outputs(outputs, eager[0], expected[0], size)
@@ -157,7 +166,9 @@ class _Case:
     def _ours(self, holder: Any, packed: Any) -> Any:
         out = self.fused(holder._modules, packed)
         self.declined = self.declined or out is None
-        return self._lowered(holder, packed, self.compiled.snippet(holder, packed)) if out is None else out
+        if out is None:
+            out = self._lowered(holder, packed, self.compiled.stepped(holder, packed, lambda _, value: value))
+        return out
 
     def _lowered(self, holder: Any, packed: Any, out: Any) -> Any:
         """A result of the region's own statements as whoever reads it has it."""

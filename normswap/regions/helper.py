@@ -35,7 +35,8 @@ _Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
 
 def make_helper(compiled: Compiled, original_class: OriginalClass) -> Helper:
     """``helper(self, packed)`` for the rewritten forward."""
-    fused, snippet = Fused(compiled, original_class), compiled.snippet
+    computed, snippet = Fused(compiled, original_class), compiled.snippet
+    fused = _of_inner(compiled, computed) if compiled.views else computed
     children = children_of(compiled.region)
 
     def helper(self: Any, packed: Any) -> Any:
@@ -49,6 +50,14 @@ def make_helper(compiled: Compiled, original_class: OriginalClass) -> Helper:
         return snippet(self, packed) if out is None else out
 
     return helper
+
+
+def _of_inner(compiled: Compiled, fused: Fused) -> Callable[[Mapping[str, Any], Any], Any]:
+    def computed(children: Mapping[str, Any], packed: Any) -> Any:
+        inner = compiled.inner(packed)
+        return None if inner is None else fused(children, inner)
+
+    return computed
 
 
 class Fused:

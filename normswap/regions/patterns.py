@@ -21,6 +21,7 @@ from normswap.regions.formula import FORMULAS, Formula, Found, same
 from normswap.regions.spec import Node, Position, Region, Step, qualified, slots
 from normswap.regions.spelling import PURE, one_dim
 from normswap.regions.successors import with_successors
+from normswap.regions.views import METHODS
 
 FUNCTIONS = {norm.function: (norm.name, norm.parameters) for norm in NORMS.values()}
 """The norms that are called as functions: their kind, and what they take behind their input."""
@@ -242,16 +243,27 @@ def _with_sum(found: _Found, taken: set[int]) -> _Found | None:
         return None
     if any(does == "permute back" for does, _, _ in found.steps):
         return replace(found, ops=[before, *found.ops], steps=[("permute", before, 0), *found.steps])
+    met, inner = before, _viewed(before)
+    view = [] if inner is None or id(inner) in taken else [met]
+    before = inner if view and inner is not None else met
     operands = [arg for arg in before.args if not isinstance(arg, Constant)]
     if found.kind not in ROWS or before.target not in ADDS or len(before.args) != 2 or before.keywords:
         return None
     if len(operands) != 2:
         return None
-    others = [user for user in before.users if user is not norm]
+    others = [user for user in met.users if user is not norm]
     # Where others use the sum too, all is computed where that is: nothing that comes later may be needed.
-    if others and not (_is_simple(found) and found.type and _is_assigned(before)):
+    if (others or view) and not (_is_simple(found) and found.type and (_is_assigned(met) or not others)):
         return None
-    return replace(found, shared=bool(others), ops=[before, *found.ops], steps=[("sum", before, 0), *found.steps])
+    steps = [("sum", before, 0), *(("view", op, 0) for op in view), *found.steps]
+    return replace(found, shared=bool(others), ops=[before, *view, *found.ops], steps=steps)
+
+
+def _viewed(op: Op) -> Op | None:
+    """What ``op`` is a view of, where nobody else uses that."""
+    inner = op.args[0] if op.target in METHODS and op.args and not op.keywords else None
+    fits = isinstance(inner, Op) and inner.users == [op] and inner.stretch == op.stretch
+    return inner if fits else None  # type: ignore[return-value]
 
 
 def _is_simple(found: _Found) -> bool:

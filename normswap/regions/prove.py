@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from normswap.compare import Comparison, Seen
 from normswap.forwards.replaced import Replaced
 from normswap.kinds import KINDS, NORMS, sample
 from normswap.plan import Match
-from normswap.regions.compare import compare_region
+from normswap.regions.compare import compare_region, declined
 from normswap.regions.helper import Fused, OriginalClass
 from normswap.regions.install import compiled_of, method_of, with_helpers
 from normswap.regions.patterns import parameters_of
@@ -53,9 +54,12 @@ class RegionProof:
         found = self.found[id(compiled)]
 
         def helper(owner: Any, packed: Any) -> Any:
-            x = compiled.unpack(packed)[0]
+            inner = compiled.inner(packed)
+            x = None if inner is None else compiled.unpack(inner)[0]
+            if inner is None and len(found) < _MAX_CALLS:
+                found.append(declined(tree_leaves(packed)[0]))
             if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and len(found) < _MAX_CALLS:
-                found.append(self._compared(compiled, packed))
+                found.append(self._compared(compiled, inner))
             return compiled.snippet(owner, packed)
 
         return helper

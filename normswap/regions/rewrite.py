@@ -11,7 +11,7 @@ import ast
 import copy
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from normswap.attributes import Rejection
@@ -19,6 +19,7 @@ from normswap.plan import PlanError
 from normswap.regions.inline import inlined
 from normswap.regions.patterns import others_of, parameters_of
 from normswap.regions.spec import Node, Position, Region, Step, slots
+from normswap.regions.views import of_summands
 from normswap.source import cell_holds, definition, undecorated
 
 _PREFIX = "_normswap_"
@@ -31,7 +32,8 @@ Helper = Callable[[Any, Any], Any]
 class Compiled:
     """What is compiled of one region.
 
-    ``snippet(self, packed)``: its own statements, which give its result or, where the sum is shared, (sum, result);
+    ``snippet(self, packed)``: its own statements, which give its result or, where the sum is shared, (sum, result).
+    The others are those of the region without the ``views`` of the sum, of what is then handed on, ``inner(packed)``:
     ``stepped(self, packed, each)``: the same, ``each(step, value)`` in place of what each step gives;
     ``unpack(packed)``: (x, added before, added behind, scale, shift, arguments of the norm after its input);
     ``arguments(self)``: the latter, where they depend on self alone;
@@ -44,6 +46,11 @@ class Compiled:
     unpack: Callable[[Any], tuple[Any, ...]]
     arguments: Callable[[Any], tuple[Any, ...]] | None = None
     callees: Callable[[], tuple[Any, ...]] = tuple
+    views: bool = False
+
+    def inner(self, packed: Any) -> Any:
+        """What the helper is given, without a view; None where the statements alone will do."""
+        return of_summands(packed) if self.views else packed
 
 
 def compile_regions(
@@ -74,7 +81,7 @@ def compile_regions(
     for one in made:
         names = [name for name in ("snippet", "stepped", "unpack", "arguments", "callees") if one.named(name) in code]
         found_code = {name: types.FunctionType(code[one.named(name)], forward.__globals__) for name in names}
-        compiled.append(Compiled(one.region, **found_code))
+        compiled.append(Compiled(one.inner, **found_code, views=one.inner is not one.region))
 
     def make(helpers: Sequence[Helper]) -> types.FunctionType:
         cells = {one.helper: types.CellType(helper) for one, helper in zip(made, helpers, strict=True)}
@@ -118,10 +125,12 @@ class _Region:
 
     def __init__(self, tree: ast.FunctionDef, forward: types.FunctionType, index: int, region: Region) -> None:
         self.region, self.index = region, index
+        inner = tuple(step for step in region.steps if step.does != "view")
         self.owner = forward.__code__.co_varnames[0]
         self.locals = {*forward.__code__.co_varnames, *forward.__code__.co_cellvars}
         self.helper, self.result = self.named("region"), self.named("result")
         self.nodes = [_at(tree, step) for step in region.steps]
+        self.inner = replace(region, steps=inner) if len(inner) < len(region.steps) else region
         self.parts = [_at(tree, node) for node in region.nodes]
         self.tree = tree
 
@@ -138,7 +147,7 @@ class _Region:
         last = len(self.nodes) - 1
         for position, (step, node) in enumerate(zip(self.region.steps, self.nodes, strict=True)):
             handed = self._handed_on(step, node)
-            if position == 0 and self.region.shared:
+            if self.region.shared and position == (1 if self.region.has("view") else 0):
                 statement = next(s for s in ast.walk(self.tree) if isinstance(s, ast.Assign) and s.value is node)
                 (name,) = statement.targets
                 both = ast.Tuple([name, ast.Name(self.result, ast.Store())], ast.Store())
@@ -160,6 +169,8 @@ class _Region:
         if step.does == "norm" and self.parts:
             return self._operands_of(-1)
         operands = _operands(step, node)
+        if step.does == "view":
+            return ast.Tuple([operands[0], ast.Tuple(operands[1:], ast.Load())], ast.Load())
         if step.does == "gain":
             operands[1 - step.operand] = _not_one(operands[1 - step.operand])
         if step.does in ("sum", "residual", "gain", "shift"):
@@ -184,7 +195,8 @@ class _Region:
         given = self._arguments(lambda name: ast.Name(self.named(name), ast.Load()))
         given += [ast.Name(self.named(name), ast.Load()) for name in others_of(self.region)]
         loads.append(ast.Tuple(given, ast.Load()))
-        snippet, stepped = [unpacked, *self._statements(names)], [unpacked, *self._statements(names, "each")]
+        stepped = [unpacked, *self._statements(names, "each")]
+        snippet = [unpacked if self.inner is self.region else self._with_sizes(unpacked), *self._statements(names)]
         unpack = [unpacked, ast.Return(ast.Tuple(loads, ast.Load()))]
         found = [
             _function(self.named("snippet"), [self.owner, packed], snippet, where),
@@ -202,6 +214,14 @@ class _Region:
             if not read & (self.locals - {self.owner}):
                 found.append(_function(self.named("arguments"), [self.owner], [ast.Return(written)], where))
         return found
+
+    def _sizes(self) -> ast.expr:
+        return ast.Starred(ast.Name(self.named("sizes"), ast.Load()), ast.Load())
+
+    def _with_sizes(self, unpacked: ast.Assign) -> Any:
+        """``unpacked`` of a packed sum, where the sizes of its view come with it."""
+        target: ast.expr = ast.Tuple([unpacked.targets[0], ast.Name(self.named("sizes"), ast.Store())], ast.Store())
+        return _placed(ast.Assign([target], unpacked.value), self.nodes[0])
 
     def _is_global(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Attribute):
@@ -273,11 +293,14 @@ class _Region:
         """The operations of the region one by one, on the names of ``_target``; with ``each``, handed to that."""
         chain, body = names["x"], list[ast.stmt]()
         roles = {"sum": "before", "residual": "behind", "gain": "scale", "shift": "shift"}
-        for index, (step, node) in enumerate(zip(self.region.steps, self.nodes, strict=True)):
+        pairs = [*zip(self.region.steps, self.nodes, strict=True)]
+        for index, (step, node) in enumerate(pair for pair in pairs if not each or pair[0].does != "view"):
             new = copy.deepcopy(node)
             if step.does == "norm" and self.parts:
                 before, new = self._expression(chain)
                 body += before
+            elif step.does == "view":
+                new.func.value, new.args = ast.Name(chain, ast.Load()), [self._sizes()]
             else:
                 other = ast.Name(names[roles[step.does]], ast.Load()) if step.does in roles else None
                 _put(step, new, ast.Name(chain, ast.Load()), other)
@@ -290,7 +313,8 @@ class _Region:
             body.append(_placed(ast.Assign([ast.Name(chain, ast.Store())], new), node))
         result: ast.expr = ast.Name(chain, ast.Load())
         if self.region.shared:
-            result = ast.Tuple([ast.Name(self.named("value_0"), ast.Load()), result], ast.Load())
+            at = 0 if each or self.inner is self.region else 1
+            result = ast.Tuple([ast.Name(self.named(f"value_{at}"), ast.Load()), result], ast.Load())
         return [*body, _placed(ast.Return(result), self.nodes[-1])]
 
 

@@ -24,8 +24,9 @@ class Step:
     """One operation of a region, in order: what it does, its node, which of its operands the chain goes through, and
     whether it is a method of its first operand.
 
-    ``does``: "convolution", "sum" (a residual before the norm), "norm", "pass" (a child that hands on what it gets),
-    "residual" (added behind the norm), "gain" and "shift" (adaptive norms), "activation", "permute" and "permute back".
+    ``does``: "convolution", "sum" (a residual before the norm), "view" (the sum in another shape), "norm", "pass" (a
+    child that hands on what it gets), "residual" (added behind the norm), "gain" and "shift" (adaptive norms),
+    "activation", "permute" and "permute back".
     """
 
     does: str
