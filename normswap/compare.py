@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from normswap.kinds import Kind, Layers, Norm, kind_of, magnitudes
 from normswap.lifted import Lifted
 from normswap.plan import Match
 from normswap.sites import detached_copy
-from normswap.verdict import verdict
+from normswap.verdict import Checks
 
 # 100 to 150 bytes an element are held while a slice is compared: 210 to 310 MB.
 SLICE_ELEMENTS = 2**21
@@ -271,7 +271,7 @@ def _compare_piece(
     cotangent = Cotangent() if gradients else None
     eager = _execute(detached_copy(module, type(module)), x, cotangent)
     referee, size = _referee(match, module, x, cotangent)
-    checks = _Checks(match, size)
+    checks = Checks(kind_of(match).c, kind_of(match).c_gradient)
     # What runs without gradients may be another path than what runs with them: both are compared.
     ran = False
     for path in (None, cotangent) if gradients else (None,):
@@ -280,12 +280,12 @@ def _compare_piece(
             return replace(found, kernel_ran=ran)
         run, kernel_ran = found
         ran = ran or kernel_ran
-        checks.add_run(run, eager, referee, kernel_ran)
+        _add_run(checks, size, run, eager, referee, kernel_ran)
         if path is not None and not checks.problem:
-            checks.add_gradients(run.gradients, eager, referee, cotangent, kernel_ran)
+            _add_gradients(checks, size, run, eager, referee, cotangent, kernel_ran)
     return Comparison(
-        checks.ours,
-        checks.eager,
+        checks.share,
+        checks.eager_share,
         ran,
         gradients,
         1.0,
@@ -332,68 +332,25 @@ def _float64_copy(match: Match, module: nn.Module, x: Tensor) -> nn.Module:
     return copy
 
 
-class _Checks:
-    """The tensors compared so far: the worst shares of the limit, ours and PyTorch's, and the first problem."""
-
-    def __init__(self, match: Match, size: Magnitudes) -> None:
-        kind = kind_of(match)
-        self.c, self.c_gradient, self.size = kind.c, kind.c_gradient, size
-        self.ours = self.eager = 0.0
-        self.problem = self.note = ""
-
-    def add_run(self, ours: _Run, eager: _Run, referee: _Run, kernel_ran: bool) -> None:
-        """Output and buffers."""
-        size, coarse = self.size, self.size.coarse
-        if (ours.output.shape, ours.output.dtype) != (eager.output.shape, eager.output.dtype):
-            self._fail(f"output is {_form(ours.output)}, PyTorch's {_form(eager.output)}")
-            return
-        extra = 0.0 if coarse is None else self.c * size.coarse_unit * coarse
-        self._add("output", ours.output, eager.output, referee.output, self.c, size.output, extra)
-        expected, mine = referee.buffers, ours.buffers
-        for name, buffer in eager.buffers.items():
-            if not buffer.is_floating_point():
-                if not torch.equal(mine[name], buffer):
-                    self._fail(f"buffer {name} differs from PyTorch's")
-                continue
-            magnitude = size.buffers.get(name, expected[name].abs())
-            moved = size.coarse_buffers.get(name, torch.zeros_like(magnitude))
-            extra = own_rounding(buffer.dtype, kernel_ran) * magnitude + self.c * size.coarse_unit * moved
-            self._add(f"buffer {name}", mine[name], buffer, expected[name], self.c, magnitude, extra)
-
-    def add_gradients(
-        self, ours: Mapping[str, Tensor], eager: _Run, referee: _Run, cotangent: Any, kernel_ran: bool
-    ) -> None:
-        """Gradients of the input and of every parameter."""
-        if missing := sorted(ours.keys() ^ eager.gradients.keys()):
-            self._fail(f"gradients reach other tensors than PyTorch's: {', '.join(missing)}")
-            return
-        c = self.c_gradient
-        with torch.no_grad():
-            terms = self.size.gradients(cotangent(referee.output))
-        for name, gradient in ours.items():
-            # Operands of the backward matmuls round too.
-            extra = (own_rounding(gradient.dtype, kernel_ran) + c * self.size.coarse_unit) * terms[name]
-            theirs, expected = eager.gradients[name], referee.gradients[name]
-            self._add(f"gradient of {name}", gradient, theirs, expected, c, terms[name], extra)
-
-    def _add(
-        self,
-        what: str,
-        ours: Tensor,
-        eager: Tensor,
-        reference: Tensor,
-        c: float,
-        magnitude: Tensor,
-        extra: Tensor | float,
-    ) -> None:
-        found = verdict(what, ours, eager, reference, magnitude, c, extra)
-        self.ours, self.eager = max(self.ours, found.share), max(self.eager, found.eager_share)
-        self.note = self.note or found.note
-        self._fail(found.problem)
-
-    def _fail(self, problem: str) -> None:
-        self.problem = self.problem or problem
+def _add_run(checks: Checks, size: Magnitudes, ours: _Run, eager: _Run, referee: _Run, kernel_ran: bool) -> None:
+    """Output and buffers."""
+    if checks.are_alike([ours.output], [eager.output]):
+        extra = 0.0 if size.coarse is None else checks.c * size.coarse_unit * size.coarse
+        checks.add("output", ours.output, eager.output, referee.output, size.output, extra)
+        checks.add_buffers(ours.buffers, eager.buffers, referee.buffers, size, kernel_ran)
 
 
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+def _add_gradients(
+    checks: Checks, size: Magnitudes, ours: _Run, eager: _Run, referee: _Run, cotangent: Any, kernel_ran: bool
+) -> None:
+    """Gradients of the input and of every parameter."""
+    if not checks.reach_the_same(ours.gradients, eager.gradients):
+        return
+    c = checks.c_gradient
+    with torch.no_grad():
+        terms = size.gradients(cotangent(referee.output))
+    for name, gradient in ours.gradients.items():
+        # Operands of the backward matmuls round too.
+        extra = (own_rounding(gradient.dtype, kernel_ran) + c * size.coarse_unit) * terms[name]
+        theirs, expected = eager.gradients[name], referee.gradients[name]
+        checks.add(f"gradient of {name}", gradient, theirs, expected, terms[name], extra, c)

@@ -9,7 +9,6 @@ and one warning says why.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -33,7 +32,6 @@ __all__ = [
     "NativeStatus",
     "available",
     "build",
-    "environment",
     "load",
     "on_load",
     "status",
@@ -200,7 +198,7 @@ def _driver_too_old(cuda: int) -> str:
     if driver == 0 or driver // 1000 >= cuda // 1000:
         return ""
     return (
-        f"the NVIDIA driver serves CUDA {_dotted(driver)} and the library needs {_dotted(cuda)}; update the driver, "
+        f"the NVIDIA driver serves CUDA {dotted(driver)} and the library needs {dotted(cuda)}; update the driver, "
         f"or compile with a CUDA {driver // 1000} toolkit: CUDA_HOME=... normswap build"
     )
 
@@ -339,51 +337,6 @@ def _print_progress(line: str) -> None:
     print(f"normswap: {line}", file=sys.stderr, flush=True)
 
 
-def environment() -> dict[str, str]:
-    """What `normswap env` shows: versions, GPU, compilers, and where the library comes from or why there is none."""
-    found = status()
-    driver = driver_cuda()
-    return {
-        "normswap": _version("normswap"),
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "torch": torch.__version__,
-        "torch CUDA": torch.version.cuda or "none (a CPU build)",
-        "GPU": _gpus(),
-        "driver CUDA": _dotted(driver) if driver else "no NVIDIA driver",
-        "nvcc": _told(lambda: _compiler(builder.find_toolkit().nvcc)),
-        "host compiler": _told(lambda: _compiler(builder.host_compiler())),
-        "library": found.origin if found.available else f"none: {found.reason}",
-        "library path": str(found.path or "-"),
-        "library digest": found.digest or "-",
-        "cache": str(cache_dir()),
-        "NORMSWAP_BUILD": os.environ.get("NORMSWAP_BUILD", "not set"),
-    }
-
-
-def _gpus() -> str:
-    if not torch.cuda.is_available():
-        return "none that torch can use"
-    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return ", ".join(f"{device.name} (sm_{device.major}{device.minor})" for device in devices)
-
-
-def _compiler(path: str | Path) -> str:
-    return f"{path} ({builder.compiler_version(path)})"
-
-
-def _told(question: Callable[[], str]) -> str:
-    try:
-        return question()
-    except BuildError as error:
-        return f"none: {error}"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed (run from its sources)"
-
-
-def _dotted(cuda: int) -> str:
+def dotted(cuda: int) -> str:
+    """13.0 for 13000."""
     return f"{cuda // 1000}.{cuda % 1000 // 10}"

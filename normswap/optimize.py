@@ -17,17 +17,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from normswap import again, footprint, hints, modules, native, nodes, sites, timing, walk, whole
 from normswap import apply as _apply
 from normswap import validate as _validate
-from normswap.plan import MismatchError, NormswapError, NothingSwappedError, Plan, Reason, Refusal, Refused, Site, Swap
+from normswap.arguments import check_arguments, check_choice, check_model, check_speedup
+from normswap.plan import NormswapError, NothingSwappedError, Plan, Site, Swap
 from normswap.report import Report, make_report
+from normswap.settle import put_back, settle, without_declined
 from normswap.uncompiled import uncompiled
-from normswap.validate import MODES, SiteProof
+from normswap.validate import SiteProof
 from normswap.walk import Filter
 
 OnMismatch = Literal["rollback", "raise", "warn"]
 OnEmpty = Literal["warn", "raise", "ignore"]
 Validate = Literal["auto", "forward", "grad", "off"]
-
-_TOLD = 5
 
 native.on_load(nodes.load)
 
@@ -68,11 +68,11 @@ def optimize(
     Raises TypeError and ValueError for arguments of another kind, NormswapError when a copy would not fit on the GPU,
     and what the model itself raises on the inputs. On any exception the model given is as it was.
     """
-    _check_arguments(model, example_inputs, example_kwargs, validate, on_mismatch)
-    _check_choice("on_empty", on_empty, ("warn", "raise", "ignore"))
-    _check_choice("inplace", inplace, (True, False))
-    _check_choice("for_compile", for_compile, (True, False, None))
-    _check_speedup(min_speedup)
+    check_arguments(model, example_inputs, example_kwargs, validate, on_mismatch)
+    check_choice("on_empty", on_empty, ("warn", "raise", "ignore"))
+    check_choice("inplace", inplace, (True, False))
+    check_choice("for_compile", for_compile, (True, False, None))
+    check_speedup(min_speedup)
     target = model if inplace else _copied(model)
     found = walk.plan(target, include=include, exclude=exclude, undecided=True)
     already = _swaps_in(target)
@@ -88,12 +88,12 @@ def optimize(
         journal = _apply.apply(target, found)
         try:
             proofs = _proofs(target, found.swaps, run, validate, _first_tensor(example_inputs, example_kwargs))
-            found = _settle(target, found, proofs, on_mismatch, journal.undo)
-            found = _without_declined(found, proofs, journal.undo)
+            found = settle(target, found, proofs, on_mismatch, journal.undo)
+            found = without_declined(found, proofs, journal.undo)
             decision = None
             if known is not None and min_speedup is not None and timed and found.swaps:
                 decision = timing.decide_sites(target, found.swaps, known, min_speedup)
-                found = _put_back(target, found, decision, journal)
+                found = put_back(target, found, decision, journal)
             run = run if validate != "off" else None
             report = _whole_report(target, found, proofs, run, example_inputs, decision)
             if already:
@@ -114,7 +114,7 @@ def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
     Raises TypeError for a model or plan of another type, PlanError, which names the site, where the model's structure
     differs from the plan's, and NormswapError when a copy would not fit on the GPU; the model is then as it was.
     """
-    _check_model(model)
+    check_model(model)
     if not isinstance(plan, Plan):
         cure = "pass report.plan" if isinstance(plan, Report) else "Plan.from_json reads one from text"
         raise TypeError(f"plan must be a normswap.Plan, got {type(plan).__name__}; {cure}")
@@ -138,7 +138,7 @@ def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None) ->
 def report(model: nn.Module) -> Report:
     """The report of the last optimize() or validate() of ``model``; for another swapped model (loaded, copied) its
     sites, unchecked. Raises TypeError when ``model`` is no nn.Module."""
-    _check_model(model)
+    check_model(model)
     return _reports[model] if model in _reports else _unchecked_report(model, _swaps_in(model))
 
 
@@ -154,7 +154,7 @@ def validate(
 
     Arguments as in ``optimize``; ``mode`` is its ``validate``. Returns the report that ``report(model)`` then gives.
     """
-    _check_arguments(model, example_inputs, example_kwargs, mode, on_mismatch)
+    check_arguments(model, example_inputs, example_kwargs, mode, on_mismatch)
     swaps = _swaps_in(model)
     run = _runner(model, example_inputs, example_kwargs)
     if swaps:
@@ -163,7 +163,7 @@ def validate(
     try:
         proofs = _proofs(model, swaps, run, mode, _first_tensor(example_inputs, example_kwargs))
         undo = lambda name: _apply.revert(model.get_submodule(name))  # noqa: E731
-        found = _settle(model, Plan(swaps), proofs, on_mismatch, undo)
+        found = settle(model, Plan(swaps), proofs, on_mismatch, undo)
         made = _whole_report(model, found, proofs, run, example_inputs)
     except BaseException:
         sites.put_back(before)
@@ -174,7 +174,7 @@ def validate(
 
 def revert(model: nn.Module) -> nn.Module:
     """Put the original class back at every swapped site of ``model``, in place; returns ``model``."""
-    _check_model(model)
+    check_model(model)
     _apply.revert(model)
     _reports.pop(model, None)
     return model
@@ -187,42 +187,8 @@ def disabled(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
     compiled anew, on entry and on exit. Raises TypeError when ``model`` is no nn.Module, NormswapError when the class
     of a swapped module was changed since it was swapped.
     """
-    _check_model(model)
+    check_model(model)
     return _apply.disabled(model)
-
-
-# --- arguments ----------------------------------------------------------------------------------------------------
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}{hints.how_to_make(model)}")
-
-
-def _check_arguments(model: Any, inputs: Any, kwargs: Any, mode: str, on_mismatch: str) -> None:
-    _check_model(model)
-    if isinstance(inputs, torch.Size):
-        raise TypeError(f"example_inputs must be tensors, got a shape; pass torch.randn({', '.join(map(str, inputs))})")
-    if inputs is not None and not isinstance(inputs, Tensor | tuple):
-        raise TypeError(
-            f"example_inputs must be a tensor or a tuple of positional arguments, got {type(inputs).__name__}; "
-            f"{hints.how_to_give(inputs)}"
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"example_kwargs must be a dict, got {type(kwargs).__name__}")
-    _check_choice("validate", mode, MODES)
-    _check_choice("on_mismatch", on_mismatch, ("rollback", "raise", "warn"))
-
-
-def _check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
-def _check_speedup(value: object) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and value > 0):  # type: ignore[operator]
-        raise ValueError(f"min_speedup must be a number above 0, or None to time nothing, got {value!r}")
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -339,60 +305,6 @@ def _proofs(
     reference = next((p for p in model.parameters() if p.is_floating_point()), like)
     with uncompiled():
         return _validate.prove_sites(model, swaps, run, gradients=gradients, like=reference)
-
-
-def _settle(
-    model: nn.Module, found: Plan, proofs: list[SiteProof], on_mismatch: str, undo: Callable[[str], Any]
-) -> Plan:
-    """Put back, raise or warn for the sites whose proof failed; the plan of what is left."""
-    failed = {proof.name: proof for proof in proofs if proof.status == "failed"}
-    if not failed:
-        return found
-    told = "; ".join(f"{p.name or '(root)'} ({p.kind}): {p.detail}" for p in [*failed.values()][:_TOLD])
-    told += f"; and {len(failed) - _TOLD} more, see the report" if len(failed) > _TOLD else ""
-    if on_mismatch == "raise":
-        raise MismatchError(f"{len(failed)} swapped sites do not match the original: {told}")
-    if on_mismatch == "rollback":
-        for name in failed:
-            undo(name)
-        found = _without(found, {name: (Reason.MISMATCH, proof.detail) for name, proof in failed.items()})
-    warnings.warn(
-        f"normswap: {len(failed)} sites do not match the original and were "
-        f"{'put back' if on_mismatch == 'rollback' else 'kept (on_mismatch=warn)'}: {told}",
-        stacklevel=3,
-    )
-    return found
-
-
-def _without_declined(found: Plan, proofs: Sequence[SiteProof], undo: Callable[[str], Any]) -> Plan:
-    """Put back the sites on a GPU that were left to the original's code at every call; the plan of what is left."""
-    declined = {p.name for p in proofs if p.declined and p.device.startswith("cuda") and p.status != "failed"}
-    for name in declined:
-        undo(name)
-    return _without(found, dict.fromkeys(declined, (Reason.DECLINED, "")))
-
-
-def _put_back(model: nn.Module, found: Plan, decision: timing.Decision, journal: _apply.Journal) -> Plan:
-    """Put back the sites, and of some the regions, that are not worth it; the plan of what is left."""
-    trimmed = Plan(
-        tuple(Swap(s.site, decision.trimmed[s.site.name]) for s in found.swaps if s.site.name in decision.trimmed)
-    )
-    for name in (*decision.put_back, *decision.trimmed):
-        journal.undo(name)
-    journal.add(_apply.apply(model, trimmed))
-    swaps = {swap.site.name: swap for swap in (*found.swaps, *trimmed.swaps)}
-    return _without(replace(found, swaps=tuple(swaps.values())), dict.fromkeys(decision.put_back, (Reason.SLOWER, "")))
-
-
-def _without(found: Plan, why: Mapping[str, tuple[Reason, str]]) -> Plan:
-    """``found`` with the swaps named in ``why`` refused for that reason."""
-    kept = tuple(swap for swap in found.swaps if swap.site.name not in why)
-    refused = (
-        Refused(swap.site, Refusal(swap.match.kind, *why[swap.site.name]))
-        for swap in found.swaps
-        if swap.site.name in why
-    )
-    return Plan(kept, (*found.refused, *refused))
 
 
 def _whole_report(

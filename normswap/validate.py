@@ -7,7 +7,7 @@ it was (PyTorch's result), as it was in float64 (the referee), and swapped. Only
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from normswap.compare import Comparison, Seen, compare
 from normswap.kinds import Layers, kind_of, sample
 from normswap.plan import Match, Swap
 from normswap.progress import progress
+from normswap.regions.listening import listening
 from normswap.regions.prove import RegionProof
 from normswap.sites import classes, is_sharded, preserved
 
@@ -74,7 +75,7 @@ def prove_sites(
     with told, preserved(model), classes([(m, _original(m)) for _, m in every]):
         if run is not None:
             with (
-                _listening(regions.values()),
+                listening(regions.values()),
                 _comparing(sites, found, gradients, seen),
                 torch.no_grad(),
                 _explained("the ORIGINAL model, on these inputs"),
@@ -105,19 +106,6 @@ def prove_sites(
         )
         for swap, module in every
     ]
-
-
-@contextlib.contextmanager
-def _listening(proofs: Iterable[RegionProof]) -> Iterator[None]:
-    """Compare in the block at every call of a module with regions."""
-    listening = [*proofs]
-    try:
-        for proof in listening:
-            proof.listen()
-        yield
-    finally:
-        for proof in listening:
-            proof.owner.__dict__.pop(proof.method, None)
 
 
 def _original(module: nn.Module) -> type[nn.Module]:

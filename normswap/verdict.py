@@ -1,14 +1,23 @@
-"""One tensor of ours, and PyTorch's own, against the float64 reference: how far off both are, and what is wrong."""
+"""Tensors of ours, and PyTorch's own, against the float64 reference: how far off both are, and what is wrong."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from normswap.criterion import FLOAT32_ROUNDING, error_share, excused, half_ulp, mask_mismatch
+from normswap.criterion import (
+    FLOAT32_ROUNDING,
+    Magnitudes,
+    error_share,
+    excused,
+    half_ulp,
+    mask_mismatch,
+    own_rounding,
+)
 
 _AT_ONCE = 2**22
 """Elements of the largest tensor that is judged in one go."""
@@ -68,3 +77,71 @@ def _shares(
     worst = [((tensor.double() - reference).abs() / limit).amax() for tensor in (ours, eager)]
     found: list[float] = torch.stack(worst).tolist()
     return found
+
+
+class Checks:
+    """The tensors of one comparison: the worst shares of their limits, ours and PyTorch's, the first problem and the
+    first note. ``c`` and ``c_gradient``: what an error may be, in units of 2^-24 times the magnitude."""
+
+    def __init__(self, c: float, c_gradient: float) -> None:
+        self.c, self.c_gradient = c, c_gradient
+        self.share = self.eager_share = 0.0
+        self.problem = self.note = ""
+
+    def add(
+        self,
+        what: str,
+        ours: Tensor,
+        eager: Tensor,
+        reference: Tensor,
+        magnitude: Tensor,
+        extra: Tensor | float = 0.0,
+        c: float | None = None,
+    ) -> None:
+        """Judge one tensor."""
+        found = verdict(what, ours, eager, reference, magnitude, self.c if c is None else c, extra)
+        self.share, self.eager_share = max(self.share, found.share), max(self.eager_share, found.eager_share)
+        self.note = self.note or found.note
+        self.fail(found.problem)
+
+    def fail(self, problem: str) -> None:
+        """Keep what is wrong, where nothing was before."""
+        self.problem = self.problem or problem
+
+    def are_alike(self, ours: Sequence[Tensor], eager: Sequence[Tensor]) -> bool:
+        """Whether the outputs have the same dtypes and shapes."""
+        mine, theirs = ([_form(tensor) for tensor in outputs] for outputs in (ours, eager))
+        if mine != theirs:
+            self.fail(f"outputs are {', '.join(mine)}, PyTorch's {', '.join(theirs)}")
+        return mine == theirs
+
+    def reach_the_same(self, ours: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> bool:
+        """Whether the gradients are of the same tensors."""
+        if missing := sorted(ours.keys() ^ eager.keys()):
+            self.fail(f"gradients reach other tensors than PyTorch's: {', '.join(missing)}")
+        return not missing
+
+    def add_buffers(
+        self,
+        ours: Mapping[str, Tensor],
+        eager: Mapping[str, Tensor],
+        expected: Mapping[str, Tensor],
+        size: Magnitudes,
+        kernel_ran: bool,
+        prefix: str = "",
+    ) -> None:
+        """Judge the buffers after the call; in ``size`` they go by their names without the ``prefix``."""
+        for name, buffer in eager.items():
+            if not buffer.is_floating_point():
+                if not torch.equal(ours[name], buffer):
+                    self.fail(f"buffer {name} differs from PyTorch's")
+                continue
+            known = name.removeprefix(prefix)
+            magnitude = size.buffers.get(known, expected[name].abs())
+            moved = size.coarse_buffers.get(known, torch.zeros_like(magnitude))
+            extra = own_rounding(buffer.dtype, kernel_ran) * magnitude + self.c * size.coarse_unit * moved
+            self.add(f"buffer {name}", ours[name], buffer, expected[name], magnitude, extra)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

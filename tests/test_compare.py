@@ -188,7 +188,7 @@ def test_what_ours_raises_is_a_problem_and_what_pytorch_raises_is_raised(plant: 
 def test_other_dtype_shape_and_missing_gradients_fail(plant: Callable[[Any], None]) -> None:
     site, x = nn.LayerNorm(4), torch.randn(2, 4)
     plant(lambda self, x: F.layer_norm(x, self.normalized_shape, self.weight, self.bias).double())
-    assert "output is float64 (2, 4), PyTorch's float32 (2, 4)" in compared(Match("layer_norm"), site, x).problem
+    assert "outputs are float64 (2, 4), PyTorch's float32 (2, 4)" in compared(Match("layer_norm"), site, x).problem
     plant(lambda self, x: F.layer_norm(x, self.normalized_shape, self.weight.detach(), self.bias))
     assert "gradients reach other tensors than PyTorch's: weight" in compared(Match("layer_norm"), site, x).problem
 

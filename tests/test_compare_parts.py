@@ -35,7 +35,6 @@ def test_starts_that_are_spread() -> None:
         (Match("instance_norm"), nn.InstanceNorm1d(4), 2, []),
         (Match("batch_norm"), nn.BatchNorm1d(4), 3, [0]),
         (Match("linear_scale_batch_norm"), nn.Sequential(), 2, [0]),
-        (Match("another"), nn.Module(), 3, []),
     ],
 )
 def test_dims_along_which_nothing_is_shared(match: Match, module: Any, rank: int, expected: list[int]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from normswap import builder, native
+from normswap.cli.environment import environment as environment_shown
 
 needs_nvcc = pytest.mark.usefixtures("nvcc")
 
@@ -408,7 +409,7 @@ def test_load_compiles_for_the_gpu_and_loads_that(fresh: Path, cache: Path, monk
 def test_environment_names_everything(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NORMSWAP_BUILD", "never")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    shown = native.environment()
+    shown = environment_shown()
     assert list(shown) == [
         *("normswap", "python", "torch", "torch CUDA", "GPU", "driver CUDA", "nvcc", "host compiler"),
         *("library", "library path", "library digest", "cache", "NORMSWAP_BUILD"),
@@ -421,7 +422,7 @@ def test_environment_names_everything(fresh: Path, monkeypatch: pytest.MonkeyPat
 
 def test_environment_shows_the_library(fresh: Path, cache: Path) -> None:
     library = cached(cache, fresh / "csrc")
-    shown = native.environment()
+    shown = environment_shown()
     assert (shown["library"], shown["library path"], shown["library digest"]) == (
         "cache",
         str(library),

@@ -25,7 +25,7 @@ from normswap.regions.helper import Fused
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.sites import detached_copy
-from normswap.verdict import verdict
+from normswap.verdict import Checks
 
 _MOST_PIECES = 16
 
@@ -128,8 +128,7 @@ class _Case:
         self.eager_holder = holder_of(self.region, self.owner)
         gradients = gradients and not self.region.infers
         eager = self._run(self._eager, self.eager_holder, self.packed, gradients)
-        self.share = self.eager_share = 0.0
-        self.problem = self.note = ""
+        self.checks = Checks(self.kind.c, self.kind.c_gradient)
         runs, ran = [], False
         for path in (False, True) if gradients else (False,):
             witness, holder = KernelWitness(), holder_of(self.region, self.owner)
@@ -146,11 +145,13 @@ class _Case:
         expected, size = self._referee(x, gradients)
         for (outputs, found, by_kernel, holder), path in zip(runs, (False, True), strict=False):
             self._outputs(outputs, eager[0], expected[0], size)
-            self._buffers(dict(holder.named_buffers()), size, by_kernel)
-            if path and not self.problem:
+            mine, theirs = (dict(of.named_buffers()) for of in (holder, self.eager_holder))
+            norm = f"{self.region.norm}."
+            self.checks.add_buffers(mine, theirs, self.expected_buffers, size.rows, by_kernel, norm)
+            if path and not self.checks.problem:
                 self._gradients(found, eager[1], expected[1], size, by_kernel)
-        told: dict[str, Any] = {"problem": self.problem, "note": self.note}
-        return Comparison(self.share, self.eager_share, ran, gradients, **where, **told)
+        told: dict[str, Any] = {"problem": self.checks.problem, "note": self.checks.note}
+        return Comparison(self.checks.share, self.checks.eager_share, ran, gradients, **where, **told)
 
     # --- runs -----------------------------------------------------------------------------------------------------
 
@@ -270,21 +271,19 @@ class _Case:
 
     def _outputs(self, ours: list[Tensor], eager: list[Tensor], expected: list[Tensor], size: Size) -> None:
         names = ("sum", "output") if self.region.shared else ("output",)
-        if [_form(t) for t in ours] != [_form(t) for t in eager]:
-            self._fail(f"outputs are {[_form(t) for t in ours]}, PyTorch's {[_form(t) for t in eager]}")
+        if not self.checks.are_alike(ours, eager):
             return
         for name, mine, theirs, wide in zip(names, ours, eager, expected, strict=True):
             magnitude = size.output if name == "output" else wide.abs()
-            self._add(name, mine, theirs, wide, self.kind.c, magnitude, 0.0)
+            self.checks.add(name, mine, theirs, wide, magnitude)
             times = times_pytorchs(mine, theirs, wide) if self.region.convolution and self.captured else 1.0
             if times > MOST and (mine.dtype in SIXTEEN_BITS or takes_tf32(mine)):
-                self._fail(f"{name}: error is {times:.3g} times PyTorch's own")
+                self.checks.fail(f"{name}: error is {times:.3g} times PyTorch's own")
 
     def _gradients(
         self, ours: dict[str, Tensor], eager: dict[str, Tensor], expected: dict[str, Tensor], size: Size, ran: bool
     ) -> None:
-        if missing := sorted(ours.keys() ^ eager.keys()):
-            self._fail(f"gradients reach other tensors than PyTorch's: {', '.join(missing)}")
+        if not self.checks.reach_the_same(ours, eager):
             return
         roles, cotangents = dict(self._leaves()), [c.drawn for c in self.cotangents if c.drawn is not None]
         with torch.no_grad():
@@ -295,30 +294,7 @@ class _Case:
             by_kernel = ran and not size.broadcasts(role)
             extra = own_rounding(gradient.dtype, by_kernel) * magnitude
             of = f"gradient of {role}"
-            self._add(of, gradient, eager[name], expected[name], self.kind.c_gradient, magnitude, extra)
-
-    def _buffers(self, ours: dict[str, Tensor], size: Size, ran: bool) -> None:
-        prefix = f"{self.region.norm}."
-        for name, eager in self.eager_holder.named_buffers():
-            if not eager.is_floating_point():
-                if not torch.equal(ours[name], eager):
-                    self._fail(f"buffer {name} differs from PyTorch's")
-                continue
-            expected = self.expected_buffers[name]
-            magnitude = size.rows.buffers.get(name.removeprefix(prefix), expected.abs())
-            extra = own_rounding(eager.dtype, ran) * magnitude
-            self._add(f"buffer {name}", ours[name], eager, expected, self.kind.c, magnitude, extra)
-
-    def _add(
-        self, what: str, ours: Tensor, eager: Tensor, expected: Tensor, c: float, magnitude: Tensor, extra: Any
-    ) -> None:
-        found = verdict(what, ours, eager, expected, magnitude, c, extra)
-        self.share, self.eager_share = max(self.share, found.share), max(self.eager_share, found.eager_share)
-        self.note = self.note or found.note
-        self._fail(found.problem)
-
-    def _fail(self, problem: str) -> None:
-        self.problem = self.problem or problem
+            self.checks.add(of, gradient, eager[name], expected[name], magnitude, extra, self.checks.c_gradient)
 
 
 def _leaf(value: Any, leaves: list[Tensor]) -> Any:
@@ -331,7 +307,3 @@ def _leaf(value: Any, leaves: list[Tensor]) -> Any:
 
 def _float64(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -8,8 +8,6 @@ a leaf, and it may have any effect.
 from __future__ import annotations
 
 import ast
-import copy
-import functools
 import inspect
 import sys
 import types
@@ -23,6 +21,7 @@ from torch import nn
 from normswap.attributes import Rejection, own_getattr
 from normswap.plan import Reason
 from normswap.regions.inline import inlined, may_be_inlined
+from normswap.regions.owner import Owner
 from normswap.source import definition, undecorated
 
 Position: TypeAlias = "tuple[int, int, int, int]"
@@ -151,7 +150,7 @@ class Reader:
 
     def __init__(self, module: nn.Module, forward: types.FunctionType, tree: ast.FunctionDef) -> None:
         self.module, self.globals = module, forward.__globals__
-        self.tree, self.owner = tree, forward.__code__.co_varnames[0]
+        self.tree, self.owner = tree, Owner(module, tree, forward.__code__.co_varnames[0])
         self.locals = frozenset((*forward.__code__.co_varnames, *forward.__code__.co_cellvars))
         self.env: dict[str, Value] = {}
         self.ops: list[Op] = []
@@ -202,8 +201,8 @@ class Reader:
                     self._forget()  # what follows runs only where the condition does not hold
             case ast.Expr(value=value):
                 self.value(value)
-            case ast.If(test=test, body=body, orelse=orelse) if (taken := self._decided(test)) is not None:
-                self.conditions.append((self._next(), self._as_self(test), taken))
+            case ast.If(test=test, body=body, orelse=orelse) if (taken := self.owner.decided(test)) is not None:
+                self.conditions.append((self._next(), self.owner.as_condition(test), taken))
                 self.depth += 1
                 self.read_all(body if taken else orelse)
                 self.depth -= 1
@@ -226,50 +225,6 @@ class Reader:
         for case in getattr(node, "cases", ()):
             self.stretch_of(case.body)
         self._forget()
-
-    def _as_self(self, test: ast.expr) -> str:
-        """The source of a condition in which the module is called self."""
-        renamed = copy.deepcopy(test)
-        for node in ast.walk(renamed):
-            if isinstance(node, ast.Name):
-                node.id = "self"
-        return ast.unparse(renamed)
-
-    def _decided(self, test: ast.expr) -> bool | None:
-        """The truth of a condition on attributes of self that are None, children or flags; None for any other."""
-        match test:
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                known = self._decided(operand)
-                return None if known is None else not known
-            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as how], comparators=[ast.Constant(value=None)]):
-                found = self._plain(left)
-                return None if found is _UNKNOWN else (found is None) == isinstance(how, ast.Is)
-            case ast.Attribute():
-                found = self._plain(test)
-                return found if isinstance(found, bool) else None
-        return None
-
-    def _plain(self, node: ast.expr) -> Any:
-        """The value of ``self.name`` where the instance holds it and no call of this forward changes it."""
-        if isinstance(node, ast.Attribute) and self._is_self(node.value) and node.attr != "training":
-            if inspect.getattr_static(type(self.module), node.attr, None) is not None or self._is_shared:
-                return _UNKNOWN
-            for where in (self.module._modules, self.module._parameters, self.module._buffers, self.module.__dict__):
-                if node.attr in where:
-                    return where[node.attr]
-        return _UNKNOWN
-
-    @functools.cached_property
-    def _is_shared(self) -> bool:
-        """Whether anything in the forward may change self: a store, a call of a method, or self handed to something."""
-        reads = [n for n in ast.walk(self.tree) if isinstance(n, ast.Attribute) and self._is_self(n.value)]
-        named = [n for n in ast.walk(self.tree) if self._is_self(n)]  # type: ignore[arg-type]
-        called = {n.func.attr for n in ast.walk(self.tree) if isinstance(n, ast.Call) and n.func in reads}  # type: ignore
-        return (
-            len(named) != len(reads)
-            or any(not isinstance(n.ctx, ast.Load) for n in reads)
-            or any(inspect.getattr_static(type(self.module), name, None) is not None for name in called)
-        )
 
     # --- expressions ----------------------------------------------------------------------------------------------
 
@@ -308,7 +263,7 @@ class Reader:
         return self.value(node)
 
     def _name(self, node: ast.Name) -> Value:
-        if node.id == self.owner:
+        if node.id == self.owner.name:
             return Attribute(path="")
         if node.id in self.locals:
             known = self.env.setdefault(node.id, Leaf())
@@ -320,7 +275,7 @@ class Reader:
         base = self.value(node.value)
         if isinstance(base, Attribute):
             path = f"{base.path}.{node.attr}".removeprefix(".")
-            return Attribute(path=path, computed=self._is_computed(path))
+            return Attribute(path=path, computed=self.owner.is_computed(path))
         if isinstance(base, Constant) and isinstance(base.value, types.ModuleType):
             found = getattr(base.value, node.attr, _UNKNOWN)
             return Constant(value=found) if is_torchs(found) else Leaf()
@@ -329,7 +284,7 @@ class Reader:
     def _call(self, node: ast.Call, func: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Value:
         target: Any = None
         receiver: tuple[Value, ...] = ()
-        is_method = not self._is_path(func) or self._is_tensor(func)
+        is_method = not self.owner.is_path(func) or self.owner.is_tensor(func)
         if isinstance(func, ast.Attribute) and is_method and not self._is_global(func):
             target, receiver = f".{func.attr}()", (self.value(func.value),)
         else:
@@ -349,41 +304,10 @@ class Reader:
             return self._opaque(*values, *named.values())
         return self._op(target, values, named, node)
 
-    def _is_tensor(self, node: ast.expr) -> bool:
-        """Whether it is an attribute of a parameter or buffer of self."""
-        match node:
-            case ast.Attribute(value=ast.Attribute(value=owner, attr=name)) if self._is_self(owner):
-                hidden = (
-                    name in self.module.__dict__ or inspect.getattr_static(type(self.module), name, None) is not None
-                )
-                own = {**self.module._parameters, **self.module._buffers}
-                return not hidden and isinstance(own.get(name), torch.Tensor)
-        return False
-
-    def _is_computed(self, path: str) -> bool:
-        """Whether a module on the way has a property, or another descriptor, of that name."""
-        owner: Any = self.module
-        for name in path.split("."):
-            if not isinstance(owner, nn.Module):
-                break
-            if hasattr(static := inspect.getattr_static(type(owner), name, None), "__get__"):
-                return True
-            own = {**owner._parameters, **owner._buffers, **owner._modules, **owner.__dict__}
-            owner = own.get(name, static)
-        return False
-
-    def _is_path(self, node: ast.expr) -> bool:
-        while isinstance(node, ast.Attribute):
-            node = node.value
-        return self._is_self(node)
-
     def _is_global(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Attribute):
             node = node.value
         return isinstance(node, ast.Name) and node.id not in self.locals
-
-    def _is_self(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Name) and node.id == self.owner
 
     def _unknown(self, node: ast.AST) -> Value:
         """Something that is not understood, with all it mentions."""

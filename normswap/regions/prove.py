@@ -4,7 +4,6 @@ inputs."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,21 +12,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from normswap.compare import Comparison, Seen
-from normswap.forwards.replaced import Replaced
 from normswap.kinds import KINDS, NORMS, sample
 from normswap.plan import Match
 from normswap.regions.compare import compare_region, declined
 from normswap.regions.helper import Fused, OriginalClass
-from normswap.regions.install import compiled_of, method_of, with_helpers
+from normswap.regions.listening import Listener
 from normswap.regions.patterns import parameters_of
-from normswap.regions.rewrite import Compiled, Helper
+from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 
 _MAX_CALLS = 8
 _MEANS = (0.0, 1.0, 100.0, 1000.0)
 
 
-class RegionProof:
+class RegionProof(Listener):
     """Comparisons of each region of ``owner``, a module of the class ``original`` swapped for ``match``."""
 
     def __init__(
@@ -39,30 +37,17 @@ class RegionProof:
         gradients: bool,
         seen: Seen,
     ) -> None:
-        self.owner, self.original, self.match, self.gradients, self.seen = owner, original, match, gradients, seen
-        self.compiled, self.method = compiled_of(original, match.attributes), method_of(match.attributes)
+        super().__init__(owner, original, match)
+        self.gradients, self.seen = gradients, seen
         self.fused = {id(one): Fused(one, original_class) for one in self.compiled}
         self.found: dict[int, list[Comparison]] = {id(one): [] for one in self.compiled}
 
-    def listen(self) -> None:
-        """From now on every call of ``owner`` runs the statements of its regions and compares beside them. Ends when
-        the instance's own ``method`` goes."""
-        method = with_helpers(Replaced(self.original, self.method), self.match.attributes, self._listener)
-        self.owner.__dict__[self.method] = partial(method, self.owner)
-
-    def _listener(self, compiled: Compiled) -> Helper:
-        found = self.found[id(compiled)]
-
-        def helper(owner: Any, packed: Any) -> Any:
-            inner = compiled.inner(packed)
-            x = None if inner is None else compiled.unpack(inner)[0]
-            if inner is None and len(found) < _MAX_CALLS:
-                found.append(declined(tree_leaves(packed)[0]))
-            if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and len(found) < _MAX_CALLS:
-                found.append(self._compared(compiled, inner))
-            return compiled.snippet(owner, packed)
-
-        return helper
+    def heard(self, compiled: Compiled, owner: Any, packed: Any) -> None:
+        """Compares."""
+        found, inner = self.found[id(compiled)], compiled.inner(packed)
+        x = tree_leaves(packed)[0] if inner is None else compiled.unpack(inner)[0]
+        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and len(found) < _MAX_CALLS:
+            found.append(declined(x) if inner is None else self._compared(compiled, inner))
 
     def _compared(self, compiled: Compiled, packed: Any, captured: bool = True) -> Comparison:
         fused = self.fused[id(compiled)]

@@ -18,12 +18,23 @@ from normswap.attributes import Rejection
 from normswap.plan import PlanError
 from normswap.regions.inline import inlined
 from normswap.regions.patterns import others_of, parameters_of
-from normswap.regions.spec import Node, Position, Region, Step, slots
+from normswap.regions.spec import Region, Step, slots
+from normswap.regions.syntax import (
+    MARK,
+    PREFIX,
+    codes_of,
+    fill,
+    made_function,
+    mark_of,
+    node_at,
+    not_one,
+    operands_of,
+    place_of,
+    placed,
+    put,
+)
 from normswap.regions.views import of_summands
 from normswap.source import cell_holds, definition, undecorated
-
-_PREFIX = "_normswap_"
-_MARK = "normswap_mark"
 
 Helper = Callable[[Any, Any], Any]
 
@@ -66,9 +77,9 @@ def compile_regions(
         raise PlanError(f"regions: {found.detail}; plan it anew")
     places = {step.at for region in regions for step in region.steps}
     places |= {node.at for region in regions for node in region.nodes}
-    tree, _ = inlined(found, forward.__globals__, lambda call: _place(call, found) in places)
+    tree, _ = inlined(found, forward.__globals__, lambda call: place_of(call, found) in places)
     for key, node in enumerate(ast.walk(tree)):  # so that copies of them can be told
-        setattr(node, _MARK, key)
+        setattr(node, MARK, key)
     made = [_Region(tree, forward, index, region) for index, region in enumerate(regions)]
     edits: dict[int, ast.AST] = {}
     for one in made:
@@ -76,7 +87,7 @@ def compile_regions(
     rewritten = _Rewriter(edits).visit(copy.deepcopy(tree))
     rewritten.decorator_list = []
     functions = [rewritten, *(f for one in made for f in one.functions())]
-    code = _codes(forward, functions, [one.helper for one in made])
+    code = codes_of(forward, functions, [one.helper for one in made])
     compiled = []
     for one in made:
         names = [name for name in ("snippet", "stepped", "unpack", "arguments", "callees") if one.named(name) in code]
@@ -116,7 +127,7 @@ class _Rewriter(ast.NodeTransformer):
         self.edits = edits
 
     def visit(self, node: ast.AST) -> Any:
-        edit = self.edits.get(_mark(node))
+        edit = self.edits.get(mark_of(node))
         return self.generic_visit(node) if edit is None else self.visit(copy.deepcopy(edit))
 
 
@@ -129,20 +140,20 @@ class _Region:
         self.owner = forward.__code__.co_varnames[0]
         self.locals = {*forward.__code__.co_varnames, *forward.__code__.co_cellvars}
         self.helper, self.result = self.named("region"), self.named("result")
-        self.nodes = [_at(tree, step) for step in region.steps]
+        self.nodes = [node_at(tree, step) for step in region.steps]
         self.inner = replace(region, steps=inner) if len(inner) < len(region.steps) else region
-        self.parts = [_at(tree, node) for node in region.nodes]
+        self.parts = [node_at(tree, node) for node in region.nodes]
         self.tree = tree
 
     def named(self, what: str) -> str:
-        return f"{_PREFIX}{what}_{self.index}"
+        return f"{PREFIX}{what}_{self.index}"
 
     # --- the forward ----------------------------------------------------------------------------------------------
 
     def edits(self) -> dict[int, ast.AST]:
         """What stands for each node, by its mark; the nodes within are the originals."""
         found: dict[int, ast.AST] = {
-            _mark(part): _placed(self._operands_of(index), part) for index, part in enumerate(self.parts)
+            mark_of(part): placed(self._operands_of(index), part) for index, part in enumerate(self.parts)
         }
         last = len(self.nodes) - 1
         for position, (step, node) in enumerate(zip(self.region.steps, self.nodes, strict=True)):
@@ -151,14 +162,14 @@ class _Region:
                 statement = next(s for s in ast.walk(self.tree) if isinstance(s, ast.Assign) and s.value is node)
                 (name,) = statement.targets
                 both = ast.Tuple([name, ast.Name(self.result, ast.Store())], ast.Store())
-                found[_mark(statement)] = _placed(ast.Assign([both], self._call(handed)), statement)
+                found[mark_of(statement)] = placed(ast.Assign([both], self._call(handed)), statement)
                 continue
             if position == last:
                 handed = ast.Name(self.result, ast.Load()) if self.region.shared else self._call(handed)
             new: ast.AST = handed
             if isinstance(node, ast.AugAssign):
                 new = ast.Assign([node.target], handed)
-            found[_mark(node)] = _placed(new, node)
+            found[mark_of(node)] = placed(new, node)
         return found
 
     def _call(self, packed: ast.expr) -> ast.Call:
@@ -168,11 +179,11 @@ class _Region:
         """The operands of a step, which nobody computes with yet."""
         if step.does == "norm" and self.parts:
             return self._operands_of(-1)
-        operands = _operands(step, node)
+        operands = operands_of(step, node)
         if step.does == "view":
             return ast.Tuple([operands[0], ast.Tuple(operands[1:], ast.Load())], ast.Load())
         if step.does == "gain":
-            operands[1 - step.operand] = _not_one(operands[1 - step.operand])
+            operands[1 - step.operand] = not_one(operands[1 - step.operand])
         if step.does in ("sum", "residual", "gain", "shift"):
             return ast.Tuple(operands, ast.Load())
         return operands[step.operand]
@@ -189,7 +200,7 @@ class _Region:
     def functions(self) -> list[ast.FunctionDef]:
         target, names = self._target()
         packed, where = self.named("packed"), self.nodes[0]
-        unpacked = _placed(ast.Assign([target], ast.Name(packed, ast.Load())), where)
+        unpacked = placed(ast.Assign([target], ast.Name(packed, ast.Load())), where)
         roles = [names.get(role) for role in ("x", "before", "behind", "scale", "shift")]
         loads: list[ast.expr] = [ast.Name(name, ast.Load()) if name else ast.Constant(None) for name in roles]
         given = self._arguments(lambda name: ast.Name(self.named(name), ast.Load()))
@@ -199,20 +210,20 @@ class _Region:
         snippet = [unpacked if self.inner is self.region else self._with_sizes(unpacked), *self._statements(names)]
         unpack = [unpacked, ast.Return(ast.Tuple(loads, ast.Load()))]
         found = [
-            _function(self.named("snippet"), [self.owner, packed], snippet, where),
-            _function(self.named("stepped"), [self.owner, packed, self.named("each")], stepped, where),
-            _function(self.named("unpack"), [packed], unpack, where),
+            made_function(self.named("snippet"), [self.owner, packed], snippet, where),
+            made_function(self.named("stepped"), [self.owner, packed, self.named("each")], stepped, where),
+            made_function(self.named("unpack"), [packed], unpack, where),
         ]
         nodes = {id(n): n for n in (*self.parts, *self.nodes)}.values()
         calls = [n.func for n in nodes if isinstance(n, ast.Call) and self._is_global(n.func)]
         if calls:
             called = ast.Tuple(copy.deepcopy(calls), ast.Load())
-            found.append(_function(self.named("callees"), [], [ast.Return(called)], where))
+            found.append(made_function(self.named("callees"), [], [ast.Return(called)], where))
         if not self.region.type:
             written = ast.Tuple(self._arguments(self._written), ast.Load())
             read = {n.id for n in ast.walk(written) if isinstance(n, ast.Name)}
             if not read & (self.locals - {self.owner}):
-                found.append(_function(self.named("arguments"), [self.owner], [ast.Return(written)], where))
+                found.append(made_function(self.named("arguments"), [self.owner], [ast.Return(written)], where))
         return found
 
     def _sizes(self) -> ast.expr:
@@ -221,7 +232,7 @@ class _Region:
     def _with_sizes(self, unpacked: ast.Assign) -> Any:
         """``unpacked`` of a packed sum, where the sizes of its view come with it."""
         target: ast.expr = ast.Tuple([unpacked.targets[0], ast.Name(self.named("sizes"), ast.Store())], ast.Store())
-        return _placed(ast.Assign([target], unpacked.value), self.nodes[0])
+        return placed(ast.Assign([target], unpacked.value), self.nodes[0])
 
     def _is_global(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Attribute):
@@ -269,9 +280,9 @@ class _Region:
                 )
                 for source, operand in zip(slots(new, node.is_method), node.operands, strict=True)
             ]
-            _fill(new, node, named)
+            fill(new, node, named)
             results.append(self.named(f"part_{len(results)}"))
-            body.append(_placed(ast.Assign([ast.Name(results[-1], ast.Store())], new), part))
+            body.append(placed(ast.Assign([ast.Name(results[-1], ast.Store())], new), part))
         return body[:-1], new
 
     def _target(self) -> tuple[ast.expr, dict[str, Any]]:
@@ -303,151 +314,16 @@ class _Region:
                 new.func.value, new.args = ast.Name(chain, ast.Load()), [self._sizes()]
             else:
                 other = ast.Name(names[roles[step.does]], ast.Load()) if step.does in roles else None
-                _put(step, new, ast.Name(chain, ast.Load()), other)
+                put(step, new, ast.Name(chain, ast.Load()), other)
             if isinstance(new, ast.AugAssign):
-                body.append(_placed(new, node))
+                body.append(placed(new, node))
                 new = ast.Name(chain, ast.Load())
             if each:
                 new = ast.Call(ast.Name(self.named(each), ast.Load()), [ast.Constant(index), new], [])
             chain = self.named(f"value_{index}")
-            body.append(_placed(ast.Assign([ast.Name(chain, ast.Store())], new), node))
+            body.append(placed(ast.Assign([ast.Name(chain, ast.Store())], new), node))
         result: ast.expr = ast.Name(chain, ast.Load())
         if self.region.shared:
             at = 0 if each or self.inner is self.region else 1
             result = ast.Tuple([ast.Name(self.named(f"value_{at}"), ast.Load()), result], ast.Load())
-        return [*body, _placed(ast.Return(result), self.nodes[-1])]
-
-
-def _mark(node: ast.AST) -> int:
-    """Which node of the forward it is, or is a copy of; -1 for one that was made here."""
-    return int(getattr(node, _MARK, -1))
-
-
-def _at(tree: ast.FunctionDef, step: Step | Node) -> Any:
-    """The node of a step. Raises PlanError where there is none."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign)) and _place(node, tree) == step.at:
-            return node
-    raise PlanError(f"regions: {tree.name} has no operation at {step.at}; plan it anew")
-
-
-def _place(node: Any, tree: ast.FunctionDef) -> Position:
-    return node.lineno - tree.lineno, node.col_offset, node.end_lineno - tree.lineno, node.end_col_offset
-
-
-def _operands(step: Step, node: Any) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp):
-        return [node.left, node.right]
-    if isinstance(node, ast.AugAssign):
-        target: Any = node.target
-        return [ast.copy_location(ast.Name(target.id, ast.Load()), node), node.value]
-    return [node.func.value, *node.args] if step.is_method else [*node.args]
-
-
-def _not_one(node: Any) -> ast.expr:
-    """``s`` of ``1 + s``."""
-    return node.right if isinstance(node.left, ast.Constant) else node.left  # type: ignore[no-any-return]
-
-
-def _fill(node: Any, of: Node, operands: list[ast.expr]) -> None:
-    """Give an operation of a norm other operands."""
-    if isinstance(node, ast.BinOp):
-        node.left, node.right = operands
-        return
-    if of.is_method:
-        node.func.value, *operands = operands
-    node.args, named = operands[: len(node.args)], operands[len(node.args) :]
-    for keyword, value in zip(node.keywords, named, strict=True):
-        keyword.value = value
-
-
-def _put(step: Step, node: Any, chain: ast.expr, other: ast.expr | None) -> None:
-    """Give a copy of a step's node other operands."""
-    old = _operands(step, node)[step.operand]
-    if step.does == "activation" and isinstance(node, ast.BinOp):  # x * sigmoid(x)
-        _Renamer(old.id, chain).visit(node)  # type: ignore[attr-defined]
-        return
-    if isinstance(node, ast.BinOp):
-        sides = ["left", "right"]
-        setattr(node, sides[step.operand], chain)
-        beside = sides[1 - step.operand]
-        if step.does == "gain":
-            inner = getattr(node, beside)
-            setattr(inner, "right" if isinstance(inner.left, ast.Constant) else "left", other)
-        else:
-            setattr(node, beside, other)
-    elif isinstance(node, ast.AugAssign):
-        node.target, node.value = ast.Name(chain.id, ast.Store()), other  # type: ignore[attr-defined,assignment]
-    else:
-        given = _operands(step, node)
-        given[step.operand] = chain
-        if other is not None:
-            given[1 - step.operand] = other
-        if step.is_method:
-            node.func.value, *node.args = given
-        else:
-            node.args = given
-
-
-class _Renamer(ast.NodeTransformer):
-    def __init__(self, name: str, new: ast.expr) -> None:
-        self.name, self.new = name, new
-
-    def visit_Name(self, node: ast.Name) -> Any:
-        return self.new if node.id == self.name else node
-
-
-def _placed(node: Any, where: ast.AST) -> Any:
-    """``node``, its parts that have no place yet at that of ``where``."""
-    for part in ast.walk(node):
-        if "lineno" in part._attributes and "lineno" not in vars(part):
-            ast.copy_location(part, where)
-    return node
-
-
-def _function(name: str, arguments: list[str], body: list[Any], where: ast.AST) -> ast.FunctionDef:
-    made: Any = ast.parse(f"def {name}({', '.join(arguments)}): pass").body[0]
-    for part in ast.walk(made):  # it stands in no file
-        for attribute in part._attributes:
-            if hasattr(part, attribute):
-                delattr(part, attribute)
-    made.body = body
-    return _placed(made, where)  # type: ignore[no-any-return]
-
-
-def _codes(
-    forward: types.FunctionType, functions: Sequence[ast.FunctionDef], helpers: Sequence[str]
-) -> dict[str, types.CodeType]:
-    """The code of each function by its name, compiled as methods of a class of the same name (private names depend on
-    that) inside a function whose parameters are the helpers."""
-    owner = ["", *forward.__qualname__.split(".")][-2]
-    where, body = functions[0], list[ast.stmt](functions)
-    if owner.isidentifier():  # else no class stands around it
-        made: Any = ast.parse(f"global {owner}\nclass {owner}: pass").body  # global: the forward may name its class
-        made[1].body, body = body, made
-    outer = _function(f"{_PREFIX}factory", [*helpers], body, where)
-    module = ast.fix_missing_locations(ast.Module([outer], []))
-    flags = forward.__code__.co_flags & _FUTURES
-    code = compile(module, forward.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
-    found, waiting = dict[str, types.CodeType](), [code]
-    wanted = {function.name for function in functions}
-    while waiting:
-        for constant in waiting.pop().co_consts:
-            if isinstance(constant, types.CodeType):
-                if constant.co_name in wanted:
-                    found.setdefault(constant.co_name, constant)
-                else:
-                    waiting.append(constant)
-    return found
-
-
-def _futures() -> int:
-    import __future__
-
-    flags = 0
-    for name in __future__.all_feature_names:
-        flags |= getattr(__future__, name).compiler_flag
-    return flags
-
-
-_FUTURES = _futures()
+        return [*body, placed(ast.Return(result), self.nodes[-1])]

@@ -181,7 +181,7 @@ class _Reader(Reader):
         super().__init__(reading.module, function, tree)
         self.reading, self.function, self.above = reading, function, (*above, function)
         self.ops, self.found = reading.way.ops, reading.found
-        self.owner = self.owner if is_method else ""
+        self.owner.name = self.owner.name if is_method else ""
         if function.__kwdefaults__ or any(type(v) not in PLAIN for v in function.__defaults__ or ()):
             self._refuse(f"{function.__name__} has defaults that are no plain constants")
 
@@ -223,7 +223,7 @@ class _Reader(Reader):
                 self._unknown(node)
 
     def _is_local(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Name) and node.id != self.owner
+        return isinstance(node, ast.Name) and node.id != self.owner.name
 
     def _truth(self, node: ast.expr) -> bool:
         """Where a branch goes on this way."""
@@ -268,7 +268,7 @@ class _Reader(Reader):
 
     def _is_attribute(self, node: ast.expr) -> str:
         """``name`` of self.name."""
-        return node.attr if isinstance(node, ast.Attribute) and self._is_self(node.value) else ""
+        return node.attr if isinstance(node, ast.Attribute) and self.owner.is_it(node.value) else ""
 
     # --- expressions ----------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class _Reader(Reader):
                 return self.value(body if self._truth(test) else orelse)
             case ast.Subscript(slice=index) if any(_takes_a_part(n) for n in ast.walk(index)):
                 self._refuse("a part of a tensor", node)
-            case ast.Name(id=name) if name in self.locals and name != self.owner and name not in self.env:
+            case ast.Name(id=name) if name in self.locals and name != self.owner.name and name not in self.env:
                 self._refuse(f"{name} is read before it is bound", node)
             case ast.Name() | ast.Attribute() | ast.Subscript():
                 found = super().value(node)

@@ -7,10 +7,8 @@ done soonest. Whether it gains is asked afterwards.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +16,12 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from normswap import modules
-from normswap.forwards.replaced import Replaced
 from normswap.plan import Match, Plan, Swap
 from normswap.regions.compare import compare_region, holder_of
 from normswap.regions.foldings import by_default, foldings_of, without_convolution
 from normswap.regions.helper import Fused, make_helper
-from normswap.regions.install import compiled_of, method_of, with_helpers
-from normswap.regions.rewrite import Compiled, Helper
+from normswap.regions.listening import Listener, listening
+from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.sites import preserved
 from normswap.timing.candidate import Code, Recorder, as_called
@@ -55,7 +52,7 @@ def decide_foldings(model: nn.Module, plan: Plan, run: Callable[[], Any] | None,
     elif places and run is not None:
         try:
             with preserved(model), torch.no_grad():
-                with _listening(owners.values()):
+                with listening(owners.values()):
                     run()
                 reached = [place for place in places if place.form is not None]
                 _decide(reached, _waiting(reached, run) if timed else None)
@@ -85,14 +82,13 @@ class _Place:
     def way(self, folding: str) -> Compiled:
         return replace(self.compiled, region=replace(self.compiled.region, folding=folding))
 
-    def helper(self, owner: Any, packed: Any) -> Any:
-        """The statements; the first call also compares all ways with them."""
+    def heard(self, packed: Any) -> None:
+        """The first call also compares all ways with the statements."""
         leaves, form = tree_flatten(packed)
         self.recorder.add(*leaves)
         if self.form is None:
             self.form = form
             self.right = [one for one in foldings_of(self.compiled.region, self.owner) if self._is_right(one, packed)]
-        return self.compiled.snippet(owner, packed)
 
     def _is_right(self, folding: str, packed: Any) -> bool:
         fused = Fused(self.way(folding), modules.original_class)
@@ -134,38 +130,22 @@ class _Place:
         return folding if folding in self.right else APART
 
 
-class _Owner:
+class _Owner(Listener):
     """A module with regions."""
 
     def __init__(self, module: nn.Module, match: Match) -> None:
-        self.module, self.match, self.method = module, match, method_of(match.attributes)
-        self.compiled = compiled_of(type(module), match.attributes)
+        super().__init__(module, type(module), match)
         self.places = {id(one): _Place(one, module) for one in self.compiled if one.region.convolution}
 
-    def listen(self) -> None:
-        """Run the statements of its regions from now on, until the instance's own ``method`` goes."""
-        method = with_helpers(Replaced(type(self.module), self.method), self.match.attributes, self._listener)
-        self.module.__dict__[self.method] = partial(method, self.module)
-
-    def _listener(self, compiled: Compiled) -> Helper:
-        place = self.places.get(id(compiled))
-        return compiled.snippet if place is None else place.helper
+    def heard(self, compiled: Compiled, owner: Any, packed: Any) -> None:
+        """Tells the place."""
+        if (place := self.places.get(id(compiled))) is not None:
+            place.heard(packed)
 
     def settled(self) -> Match:
         regions = [self.places[id(one)].settled() if id(one) in self.places else one.region for one in self.compiled]
         kept = [region.to_json() for region in regions if region is not None]
         return Match(self.match.kind, {**self.match.attributes, "regions": kept})
-
-
-@contextlib.contextmanager
-def _listening(owners: Any) -> Iterator[None]:
-    try:
-        for owner in owners:
-            owner.listen()
-        yield
-    finally:
-        for owner in owners:
-            owner.module.__dict__.pop(owner.method, None)
 
 
 def _waiting(places: Sequence[_Place], run: Callable[[], Any]) -> Waiting | None:

@@ -9,36 +9,26 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from normswap import modules
-from normswap.forwards.replaced import Replaced
 from normswap.plan import Match
 from normswap.regions.compare import holder_of
 from normswap.regions.helper import make_helper
-from normswap.regions.install import compiled_of, method_of, with_helpers
+from normswap.regions.listening import Listener
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.timing.candidate import Code, Recorder, Use
 
 
-class RegionRecorder:
+class RegionRecorder(Listener):
     """What reaches the regions of ``owner``, of the class ``original``, in a run of its statements."""
 
     def __init__(self, owner: nn.Module, original: type[nn.Module], match: Match) -> None:
-        self.owner, self.original, self.match = owner, original, match
-        self.compiled, self.method = compiled_of(original, match.attributes), method_of(match.attributes)
+        super().__init__(owner, original, match)
         self.recorders = {id(one): Recorder() for one in self.compiled}
         self.forms: dict[int, TreeSpec] = {}
 
-    def listen(self) -> None:
-        """Record from now on, until the instance's own ``method`` goes."""
-        method = with_helpers(Replaced(self.original, self.method), self.match.attributes, self._listener)
-        self.owner.__dict__[self.method] = partial(method, self.owner)
-
-    def _listener(self, compiled: Compiled) -> Helper:
-        def helper(owner: Any, packed: Any) -> Any:
-            leaves, self.forms[id(compiled)] = tree_flatten(packed)
-            self.recorders[id(compiled)].add(*leaves)
-            return compiled.snippet(owner, packed)
-
-        return helper
+    def heard(self, compiled: Compiled, owner: Any, packed: Any) -> None:
+        """Records."""
+        leaves, self.forms[id(compiled)] = tree_flatten(packed)
+        self.recorders[id(compiled)].add(*leaves)
 
     def uses(self, gradients: bool, looks: Any) -> list[tuple[str, tuple[Use, ...]]]:
         """For every region the child that is its norm, or "", and every form of call. ``looks(module)`` tells modules

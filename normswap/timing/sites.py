@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from normswap import install_table, modules
 from normswap.plan import Match, Swap
+from normswap.regions.listening import listening
 from normswap.sites import classes, detached_copy, preserved
 from normswap.timing.candidate import Candidate, Code, Recorder, Use
 from normswap.timing.decision import Decision, decide, step, summed_row, takes_gradients, untimed
@@ -44,7 +45,7 @@ def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], 
     originals = [(module, modules.class_before(module) or type(module)) for _, module in placed]
     with (
         classes(originals),
-        _listening(regions.values()),
+        listening(regions.values()),
         _recording([part for parts in sites.values() for part in parts]),
         torch.set_grad_enabled(gradients),
     ):
@@ -100,19 +101,6 @@ def _of_sites(decision: Decision, swaps: Sequence[Swap]) -> Decision:
         rows=rows,
         trimmed={s.site.name: m for s in swaps if (m := matches[s.site.name]) is not None and m != s.match},
     )
-
-
-@contextlib.contextmanager
-def _listening(recorders: Iterable[RegionRecorder]) -> Iterator[None]:
-    """Record in the block what reaches the regions."""
-    listening = [*recorders]
-    try:
-        for recorder in listening:
-            recorder.listen()
-        yield
-    finally:
-        for recorder in listening:
-            recorder.owner.__dict__.pop(recorder.method, None)
 
 
 def arrangements(

@@ -12,10 +12,11 @@ from norm_models import DTYPES
 from region_checks import CHANNELS, Case, check, written
 from region_look_alikes import CHANGED, LOOK_ALIKES
 from region_models import FOUND, sum_by_function, sum_used_later
+from region_views import VIEWS, WINDOWS, window_block
 
 import normswap
 
-TABLE: dict[str, Case] = {**FOUND, **LOOK_ALIKES, **CHANGED}
+TABLE: dict[str, Case] = {**FOUND, **LOOK_ALIKES, **CHANGED, **{f"view: {name}": case for name, case in VIEWS.items()}}
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +66,15 @@ def test_a_sum_of_any_layout_is_proved_with_its_gradients(
     with torch.autocast("cuda", dtype, enabled=autocast):
         found = normswap.optimize(model, _summands(layout, dtype), min_speedup=None, on_mismatch="raise")
     assert [row["status"] for row in normswap.report(found).rows if row["kind"] == "region"] == ["proved"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_in_another_shape_is_added_by_our_kernel(dtype: torch.dtype) -> None:
+    model = randomised(written(window_block)).to("cuda", dtype).eval()
+    x = torch.randn(WINDOWS, device="cuda").to(dtype)
+    swapped = normswap.optimize(model, x, {"y": x}, min_speedup=None, on_mismatch="raise")
+    assert [row["status"] for row in normswap.report(swapped).rows if row["kind"] == "region"] == ["proved"]
+    with torch.no_grad(), torch.profiler.profile() as seen:
+        swapped(x, x)
+    names = [event.name for event in seen.events()]
+    assert names.count("aten::add") == 1  # the sum behind, which is normalised in no forward

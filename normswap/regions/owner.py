@@ -1,0 +1,98 @@
+"""The module whose forward is read, as the forward sees it: what stands for it, and what its attributes hold now."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+_UNKNOWN = object()
+
+
+class Owner:
+    """``module`` under its ``name`` in the function ``tree``."""
+
+    def __init__(self, module: nn.Module, tree: ast.FunctionDef, name: str) -> None:
+        self.module, self.tree, self.name = module, tree, name
+
+    def as_condition(self, test: ast.expr) -> str:
+        """The source of a condition in which the module is called self."""
+        renamed = copy.deepcopy(test)
+        for node in ast.walk(renamed):
+            if isinstance(node, ast.Name):
+                node.id = "self"
+        return ast.unparse(renamed)
+
+    def decided(self, test: ast.expr) -> bool | None:
+        """The truth of a condition on attributes of self that are None, children or flags; None for any other."""
+        match test:
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                known = self.decided(operand)
+                return None if known is None else not known
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as how], comparators=[ast.Constant(value=None)]):
+                found = self._plain(left)
+                return None if found is _UNKNOWN else (found is None) == isinstance(how, ast.Is)
+            case ast.Attribute():
+                found = self._plain(test)
+                return found if isinstance(found, bool) else None
+        return None
+
+    def _plain(self, node: ast.expr) -> Any:
+        """The value of ``self.name`` where the instance holds it and no call of this forward changes it."""
+        if isinstance(node, ast.Attribute) and self.is_it(node.value) and node.attr != "training":
+            if inspect.getattr_static(type(self.module), node.attr, None) is not None or self._is_shared:
+                return _UNKNOWN
+            for where in (self.module._modules, self.module._parameters, self.module._buffers, self.module.__dict__):
+                if node.attr in where:
+                    return where[node.attr]
+        return _UNKNOWN
+
+    @functools.cached_property
+    def _is_shared(self) -> bool:
+        """Whether anything in the forward may change self: a store, a call of a method, or self handed to something."""
+        reads = [n for n in ast.walk(self.tree) if isinstance(n, ast.Attribute) and self.is_it(n.value)]
+        named = [n for n in ast.walk(self.tree) if self.is_it(n)]
+        called = {n.func.attr for n in ast.walk(self.tree) if isinstance(n, ast.Call) and n.func in reads}  # type: ignore
+        return (
+            len(named) != len(reads)
+            or any(not isinstance(n.ctx, ast.Load) for n in reads)
+            or any(inspect.getattr_static(type(self.module), name, None) is not None for name in called)
+        )
+
+    def is_tensor(self, node: ast.expr) -> bool:
+        """Whether it is an attribute of a parameter or buffer of self."""
+        match node:
+            case ast.Attribute(value=ast.Attribute(value=owner, attr=name)) if self.is_it(owner):
+                hidden = (
+                    name in self.module.__dict__ or inspect.getattr_static(type(self.module), name, None) is not None
+                )
+                own = {**self.module._parameters, **self.module._buffers}
+                return not hidden and isinstance(own.get(name), torch.Tensor)
+        return False
+
+    def is_computed(self, path: str) -> bool:
+        """Whether a module on the way has a property, or another descriptor, of that name."""
+        owner: Any = self.module
+        for name in path.split("."):
+            if not isinstance(owner, nn.Module):
+                break
+            if hasattr(static := inspect.getattr_static(type(owner), name, None), "__get__"):
+                return True
+            own = {**owner._parameters, **owner._buffers, **owner._modules, **owner.__dict__}
+            owner = own.get(name, static)
+        return False
+
+    def is_path(self, node: ast.expr) -> bool:
+        """Whether it is an attribute of an attribute ... of it."""
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return self.is_it(node)
+
+    def is_it(self, node: ast.AST) -> bool:
+        """Whether it is the name."""
+        return isinstance(node, ast.Name) and node.id == self.name

@@ -1,0 +1,149 @@
+"""The nodes of a syntax tree that is rewritten: found, given other operands, placed and compiled."""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from normswap.plan import PlanError
+from normswap.regions.spec import Node, Position, Step
+
+PREFIX = "_normswap_"
+MARK = "normswap_mark"
+
+
+def mark_of(node: ast.AST) -> int:
+    """Which node of the forward it is, or is a copy of; -1 for one that was made here."""
+    return int(getattr(node, MARK, -1))
+
+
+def node_at(tree: ast.FunctionDef, step: Step | Node) -> Any:
+    """The node of a step. Raises PlanError where there is none."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign)) and place_of(node, tree) == step.at:
+            return node
+    raise PlanError(f"regions: {tree.name} has no operation at {step.at}; plan it anew")
+
+
+def place_of(node: Any, tree: ast.FunctionDef) -> Position:
+    return node.lineno - tree.lineno, node.col_offset, node.end_lineno - tree.lineno, node.end_col_offset
+
+
+def operands_of(step: Step, node: Any) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp):
+        return [node.left, node.right]
+    if isinstance(node, ast.AugAssign):
+        target: Any = node.target
+        return [ast.copy_location(ast.Name(target.id, ast.Load()), node), node.value]
+    return [node.func.value, *node.args] if step.is_method else [*node.args]
+
+
+def not_one(node: Any) -> ast.expr:
+    """``s`` of ``1 + s``."""
+    return node.right if isinstance(node.left, ast.Constant) else node.left  # type: ignore[no-any-return]
+
+
+def fill(node: Any, of: Node, operands: list[ast.expr]) -> None:
+    """Give an operation of a norm other operands."""
+    if isinstance(node, ast.BinOp):
+        node.left, node.right = operands
+        return
+    if of.is_method:
+        node.func.value, *operands = operands
+    node.args, named = operands[: len(node.args)], operands[len(node.args) :]
+    for keyword, value in zip(node.keywords, named, strict=True):
+        keyword.value = value
+
+
+def put(step: Step, node: Any, chain: ast.expr, other: ast.expr | None) -> None:
+    """Give a copy of a step's node other operands."""
+    old = operands_of(step, node)[step.operand]
+    if step.does == "activation" and isinstance(node, ast.BinOp):  # x * sigmoid(x)
+        _Renamer(old.id, chain).visit(node)  # type: ignore[attr-defined]
+        return
+    if isinstance(node, ast.BinOp):
+        sides = ["left", "right"]
+        setattr(node, sides[step.operand], chain)
+        beside = sides[1 - step.operand]
+        if step.does == "gain":
+            inner = getattr(node, beside)
+            setattr(inner, "right" if isinstance(inner.left, ast.Constant) else "left", other)
+        else:
+            setattr(node, beside, other)
+    elif isinstance(node, ast.AugAssign):
+        node.target, node.value = ast.Name(chain.id, ast.Store()), other  # type: ignore[attr-defined,assignment]
+    else:
+        given = operands_of(step, node)
+        given[step.operand] = chain
+        if other is not None:
+            given[1 - step.operand] = other
+        if step.is_method:
+            node.func.value, *node.args = given
+        else:
+            node.args = given
+
+
+class _Renamer(ast.NodeTransformer):
+    def __init__(self, name: str, new: ast.expr) -> None:
+        self.name, self.new = name, new
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        return self.new if node.id == self.name else node
+
+
+def placed(node: Any, where: ast.AST) -> Any:
+    """``node``, its parts that have no place yet at that of ``where``."""
+    for part in ast.walk(node):
+        if "lineno" in part._attributes and "lineno" not in vars(part):
+            ast.copy_location(part, where)
+    return node
+
+
+def made_function(name: str, arguments: list[str], body: list[Any], where: ast.AST) -> ast.FunctionDef:
+    made: Any = ast.parse(f"def {name}({', '.join(arguments)}): pass").body[0]
+    for part in ast.walk(made):  # it stands in no file
+        for attribute in part._attributes:
+            if hasattr(part, attribute):
+                delattr(part, attribute)
+    made.body = body
+    return placed(made, where)  # type: ignore[no-any-return]
+
+
+def codes_of(
+    forward: types.FunctionType, functions: Sequence[ast.FunctionDef], helpers: Sequence[str]
+) -> dict[str, types.CodeType]:
+    """The code of each function by its name, compiled as methods of a class of the same name (private names depend on
+    that) inside a function whose parameters are the helpers."""
+    owner = ["", *forward.__qualname__.split(".")][-2]
+    where, body = functions[0], list[ast.stmt](functions)
+    if owner.isidentifier():  # else no class stands around it
+        made: Any = ast.parse(f"global {owner}\nclass {owner}: pass").body  # global: the forward may name its class
+        made[1].body, body = body, made
+    outer = made_function(f"{PREFIX}factory", [*helpers], body, where)
+    module = ast.fix_missing_locations(ast.Module([outer], []))
+    flags = forward.__code__.co_flags & _FUTURES
+    code = compile(module, forward.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+    found, waiting = dict[str, types.CodeType](), [code]
+    wanted = {function.name for function in functions}
+    while waiting:
+        for constant in waiting.pop().co_consts:
+            if isinstance(constant, types.CodeType):
+                if constant.co_name in wanted:
+                    found.setdefault(constant.co_name, constant)
+                else:
+                    waiting.append(constant)
+    return found
+
+
+def _futures() -> int:
+    import __future__
+
+    flags = 0
+    for name in __future__.all_feature_names:
+        flags |= getattr(__future__, name).compiler_flag
+    return flags
+
+
+_FUTURES = _futures()

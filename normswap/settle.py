@@ -1,0 +1,71 @@
+"""What is put back after the proof and the choice, and the plan of what is left."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from normswap import apply as _apply
+from normswap import timing
+from normswap.plan import MismatchError, Plan, Reason, Refusal, Refused, Swap
+from normswap.validate import SiteProof
+
+_TOLD = 5
+
+
+def settle(
+    model: nn.Module, found: Plan, proofs: list[SiteProof], on_mismatch: str, undo: Callable[[str], Any]
+) -> Plan:
+    """Put back, raise or warn for the sites whose proof failed; the plan of what is left."""
+    failed = {proof.name: proof for proof in proofs if proof.status == "failed"}
+    if not failed:
+        return found
+    told = "; ".join(f"{p.name or '(root)'} ({p.kind}): {p.detail}" for p in [*failed.values()][:_TOLD])
+    told += f"; and {len(failed) - _TOLD} more, see the report" if len(failed) > _TOLD else ""
+    if on_mismatch == "raise":
+        raise MismatchError(f"{len(failed)} swapped sites do not match the original: {told}")
+    if on_mismatch == "rollback":
+        for name in failed:
+            undo(name)
+        found = _without(found, {name: (Reason.MISMATCH, proof.detail) for name, proof in failed.items()})
+    warnings.warn(
+        f"normswap: {len(failed)} sites do not match the original and were "
+        f"{'put back' if on_mismatch == 'rollback' else 'kept (on_mismatch=warn)'}: {told}",
+        stacklevel=3,
+    )
+    return found
+
+
+def without_declined(found: Plan, proofs: Sequence[SiteProof], undo: Callable[[str], Any]) -> Plan:
+    """Put back the sites on a GPU that were left to the original's code at every call; the plan of what is left."""
+    declined = {p.name for p in proofs if p.declined and p.device.startswith("cuda") and p.status != "failed"}
+    for name in declined:
+        undo(name)
+    return _without(found, dict.fromkeys(declined, (Reason.DECLINED, "")))
+
+
+def put_back(model: nn.Module, found: Plan, decision: timing.Decision, journal: _apply.Journal) -> Plan:
+    """Put back the sites, and of some the regions, that are not worth it; the plan of what is left."""
+    trimmed = Plan(
+        tuple(Swap(s.site, decision.trimmed[s.site.name]) for s in found.swaps if s.site.name in decision.trimmed)
+    )
+    for name in (*decision.put_back, *decision.trimmed):
+        journal.undo(name)
+    journal.add(_apply.apply(model, trimmed))
+    swaps = {swap.site.name: swap for swap in (*found.swaps, *trimmed.swaps)}
+    return _without(replace(found, swaps=tuple(swaps.values())), dict.fromkeys(decision.put_back, (Reason.SLOWER, "")))
+
+
+def _without(found: Plan, why: Mapping[str, tuple[Reason, str]]) -> Plan:
+    """``found`` with the swaps named in ``why`` refused for that reason."""
+    kept = tuple(swap for swap in found.swaps if swap.site.name not in why)
+    refused = (
+        Refused(swap.site, Refusal(swap.match.kind, *why[swap.site.name]))
+        for swap in found.swaps
+        if swap.site.name in why
+    )
+    return Plan(kept, (*found.refused, *refused))
