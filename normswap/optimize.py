@@ -20,7 +20,7 @@ from normswap import validate as _validate
 from normswap.arguments import check_arguments, check_choice, check_model, check_speedup
 from normswap.plan import NormswapError, NothingSwappedError, Plan, Site, Swap
 from normswap.report import Report, make_report
-from normswap.settle import put_back, settle, without_declined
+from normswap.rollback import put_back, settle, without_declined
 from normswap.uncompiled import uncompiled
 from normswap.validate import SiteProof
 from normswap.walk import Filter

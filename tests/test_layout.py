@@ -74,10 +74,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "footprint": {"plan"},
     "arguments": {"hints", "validate"},
-    "settle": {"apply", "plan", "timing", "validate"},
+    "rollback": {"apply", "plan", "timing", "validate"},
     "optimize": {
         "arguments",
-        "settle",
+        "rollback",
         "plan",
         "native",
         "nodes",

@@ -221,7 +221,7 @@ def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, mon
     for owner, name in (
         (optimize_module.walk, "plan"),
         (optimize_module, "_proofs"),
-        (optimize_module, "_settle"),
+        (optimize_module, "settle"),
         (optimize_module, "_whole_report"),
         (compare_module, "verdict"),
         (compare_module, "magnitudes"),

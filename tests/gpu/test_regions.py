@@ -33,9 +33,9 @@ def test_what_is_found_computes_what_it_did(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", [name for name, case in FOUND.items() if case.found])
+@pytest.mark.parametrize("name", [name for name, case in (FOUND | VIEWS).items() if case.found])
 def test_every_region_is_proved(name: str, dtype: torch.dtype) -> None:
-    case = FOUND[name]
+    case = (FOUND | VIEWS)[name]
     model = randomised(written(case.forward)).to("cuda", dtype).eval()
     inputs = tuple(torch.randn(shape, device="cuda").to(dtype) for shape in case.shapes)
     normswap.optimize(model, inputs, min_speedup=None, on_mismatch="raise")
