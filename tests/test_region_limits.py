@@ -20,6 +20,7 @@ from torch import Tensor
 
 import normswap
 from normswap.regions import compare
+from normswap.verdict import Checks
 
 RECORD = Path(__file__).parent / "golden/limits.json"
 OF_ROWS = [
@@ -69,19 +70,28 @@ def limits_of(cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype, traini
     module.to(dtype).train(training)
     x, y = drawn(*shape).to(dtype), drawn(*shape, start=7.0).to(dtype)
     found: list[list[Any]] = []
-    real = compare.verdict
 
-    def noted(what: str, ours: Tensor, eager: Tensor, wide: Tensor, size: Tensor, c: float, extra: Any) -> Any:
-        sums = [float((each * drawn(*wide.shape, start=3.0).abs()).sum()) for each in (size, extra, wide)]
-        found.append([what, c, *sums])
-        return real(what, ours, eager, wide, size, c, extra)
+    class Noted(Checks):
+        def add(
+            self,
+            what: str,
+            ours: Tensor,
+            eager: Tensor,
+            wide: Tensor,
+            size: Tensor,
+            extra: Any = 0.0,
+            c: float | None = None,
+        ) -> None:
+            sums = [float((each * drawn(*wide.shape, start=3.0).abs()).sum()) for each in (size, extra, wide)]
+            found.append([what, self.c if c is None else c, *sums])
+            super().add(what, ours, eager, wide, size, extra, c)
 
     def cotangent(self: Any, output: Tensor) -> Tensor:
         self.drawn = drawn(*output.shape, start=11.0).to(output.device)
         return self.drawn.to(output.dtype)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(compare, "verdict", noted))
+        stack.enter_context(patch.object(compare, "Checks", Noted))
         stack.enter_context(patch.object(compare.Cotangent, "__call__", cotangent))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
