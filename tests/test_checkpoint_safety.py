@@ -123,6 +123,55 @@ def test_tensors_outside_the_state_dict_are_those_of_an_ordinary_build() -> None
     sys.modules.pop("outside")
 
 
+def in_a_file(tensor: torch.Tensor, name: str) -> bool:
+    """Whether the memory of ``tensor`` is a mapping of a file of that name."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [tuple(int(end, 16) for end in span.split("-")) for span, *_, file in lines if file.endswith(f"/{name}")]
+    return any(low <= tensor.data_ptr() < high for low, high in spans)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
+@pytest.mark.parametrize("out", ["out.safetensors", "out.pt"])
+def test_a_model_built_without_memory_maps_its_file_and_never_writes_into_it(folder: Path, out: str) -> None:
+    convert("net.pt", out, "zoo:meta", device="cpu", validate="off")
+    model = load_model(out, trust_factory=True)
+    weights = [*model.parameters()]
+    assert all(in_a_file(tensor, out) for tensor in weights)
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in weights)  # what torch.save would write
+    first, before = model(X), snapshot(folder)
+    with torch.no_grad():
+        weights[0].add_(1.0)
+    assert not torch.equal(model(X), first) and snapshot(folder) == before
+    torch.save({name: torch.zeros_like(tensor) for name, tensor in built().state_dict().items()}, "zeros.pt")
+    again = load_model(out, trust_factory=True)
+    convert("zeros.pt", out, "zoo:meta", device="cpu", validate="off", force=True)
+    assert torch.equal(again(X), first)  # the file was replaced, not written into
+
+
+APART = """
+import torch
+from torch import nn
+
+def build():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+"""
+
+
+def test_weights_that_are_one_in_the_file_and_two_in_the_model_stay_two(folder: Path) -> None:
+    (folder / "apart.py").write_text(APART)
+    one = nn.Linear(6, 6)
+    torch.save(nn.Sequential(one, nn.LayerNorm(6), one).state_dict(), "one.pt")
+    convert("one.pt", "out.pt", "apart:build", device="cpu", validate="off")
+    model = load_model("out.pt", trust_factory=True)
+    first, last = model[0].weight, model[2].weight
+    assert torch.equal(first, one.weight) and torch.equal(last, one.weight)
+    with torch.no_grad():
+        first.zero_()
+    assert torch.equal(last, one.weight)
+    sys.modules.pop("apart")
+
+
 @pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "model.safetensors.index.json"])
 def test_every_file_of_the_tensors_is_held_to_its_digest(folder: Path, name: str) -> None:
     write_shards(folder / "in", built().state_dict(), ".safetensors", 3)

@@ -57,7 +57,9 @@ print(json.dumps(found))
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize(("factory", "copies"), [("big:model", 1), ("big:lean", 0)])
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_conversion_and_an_opening_take_one_copy(tmp_path: Path, suffix: str, factory: str, copies: int) -> None:
+def test_a_conversion_and_an_opening_take_at_most_one_copy(
+    tmp_path: Path, suffix: str, factory: str, copies: int
+) -> None:
     (tmp_path / "big.py").write_text(BIG)
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(2000, 2000), nn.LayerNorm(2000))])
     weights = sum(p.nbytes for p in model.parameters())
@@ -71,4 +73,4 @@ def test_a_conversion_and_an_opening_take_one_copy(tmp_path: Path, suffix: str, 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["convert"] < (copies + 0.25) * weights
-    assert 0.9 * weights < found["load"] < 1.25 * weights
+    assert (copies - 0.1) * weights < found["load"] < (copies + 0.25) * weights

@@ -15,9 +15,7 @@ from checkpoints import awkward_tensors, read_tensors, snapshot, write_payload, 
 from torch import Tensor, nn
 
 from normswap.checkpoint import CheckpointError, files, same_tensors
-from normswap.checkpoint import tensors as tensors_of_files
 from normswap.checkpoint.files import copy_file, replacing, settle
-from normswap.checkpoint.tensors import own_copy
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 
@@ -36,22 +34,6 @@ def test_round_trips_keep_bits_order_ties_and_metadata(tmp_path: Path, first: st
     assert twice._metadata == tensors._metadata
     assert twice["z.embedding"].data_ptr() == twice["a.head"].data_ptr()
     assert twice["empty"].shape == (0, 3)
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_a_copy_is_as_pytorch_makes_it(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
-    """Also where Linux does not give its pages at once."""
-    if refused:
-        monkeypatch.setattr(tensors_of_files, "_madvise", lambda address, size, advice: -1)
-    large = torch.randn(300, 2001)
-    others = {"large": large, "off": large.ravel()[3:], "sparse": large.relu().to_sparse(), "int8": large.char()}
-    for name, tensor in {**awkward_tensors(), **others}.items():
-        for dtype in {tensor.dtype, torch.float32, torch.bfloat16}:
-            made, expected = own_copy(tensor, dtype), tensor.to(dtype, copy=True)
-            assert same_tensors({name: made}, {name: expected}), name
-            if tensor.layout is torch.strided:
-                assert made.stride() == expected.stride() and made.untyped_storage().nbytes() == made.nbytes, name
-                assert not made.nbytes or made.data_ptr() != tensor.data_ptr(), name
 
 
 def test_same_tensors_sees_every_difference() -> None:

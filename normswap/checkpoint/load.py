@@ -39,7 +39,8 @@ def load_model(
     A model of timm's, or of the folder's own config.json, is built by the library that is installed. Where the manifest
     names a function instead, ``trust_factory=True`` IMPORTS AND RUNS THAT CODE; or give ``model``: it is filled,
     swapped in place and returned, and nothing is imported. ``check_digests=False`` does not compare the files with
-    their digests, which takes about as long as reading them. Raises CheckpointError when a file is missing, damaged,
+    their digests, which takes most of the time. A model built on the meta device has its tensors where the file is
+    mapped, which may then be replaced but not written into. Raises CheckpointError when a file is missing, damaged,
     another than was written, or does not fit the model, PlanError when that no longer has the sites that were swapped.
     """
     (place, manifest), where = find_manifest(Path(path)), usable_device(map_location)

@@ -10,7 +10,6 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from normswap.checkpoint.errors import MissingError, check, counted, failing, listed, one_line, read_json, running
 from normswap.checkpoint.reading import CONFIG, Checkpoint
-from normswap.checkpoint.tensors import own_copy, same_tensors, shares_memory_within
+from normswap.checkpoint.tensors import same_tensors, shares_memory_within
 from normswap.optimize import optimize, report
 from normswap.report import Report
 
@@ -246,12 +245,13 @@ def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None) -> nn.
             check(same, f"{found.main}: {listed(present)} are one parameter in {name}, and differ in the file")
             names[to] = tied if isinstance(to, nn.Parameter) else present
     if assign:
-        take = Tensor.to if found.shared else own_copy
-        with ThreadPoolExecutor(4) as pool:  # beside PyTorch's own threads, which share one copy
-            taken = pool.map(lambda value, to: take(value, to.dtype), values.values(), values)
-            for to, value in zip(tuple(values), taken, strict=True):
-                here = value if to.is_meta else value.to(to.device)
-                values[to] = nn.Parameter(here, to.requires_grad) if isinstance(to, nn.Parameter) else here
+        held = set[int]()
+        for to, value in values.items():
+            place = value.data_ptr() if value.layout is torch.strided else 0
+            copied = not found.shared or place in held  # what the model has apart stays apart
+            held |= {place} - {0}
+            here = value.to(value.device if to.is_meta else to.device, to.dtype, copy=copied)
+            values[to] = nn.Parameter(here, to.requires_grad) if isinstance(to, nn.Parameter) else here
     given.update((key, value) for to, value in values.items() for key in names[to])
     lines = lambda error: "; ".join(str(error).split("\n\t")[1:11]).replace("\n", " ") or one_line(error)  # noqa: E731
     with failing(f"{found.main}: does not fit {name}", form="{}: {}", tell=lines):

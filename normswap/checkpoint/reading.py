@@ -32,7 +32,7 @@ class Checkpoint:
     """A state_dict and where it came from: ``main`` is the file or the index, ``files`` are those with the tensors
     (none in memory), ``key`` is where in the file it was, ``prefixes`` what was stripped from its names,
     ``others`` what else there is, ``notes`` what a person should be told, ``module`` the pickled model itself. A model
-    built on the meta device gets copies of the tensors or, ``shared``, these."""
+    built on the meta device gets these tensors or, where not ``shared``, copies."""
 
     main: Path
     files: tuple[Path, ...]
@@ -43,7 +43,7 @@ class Checkpoint:
     others: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     module: nn.Module | None = None
-    shared: bool = False
+    shared: bool = True
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import ctypes
 import json
-import mmap
 import pathlib
 import pickle
 import re
-import sys
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -40,7 +37,6 @@ _VERSIONS = "normswap.state_dict_metadata"
 _FREE_TEXT = "_safetensors_metadata"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: few large ones are faster compared
 _EXPANDED = 1 << 30  # bytes that an expanded tensor may stand for
-_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else lambda address, size, advice: None
 
 _MAKERS = [np._core.multiarray.scalar, np._core.multiarray._reconstruct]  # type: ignore[attr-defined]
 _HARMLESS = [
@@ -74,17 +70,6 @@ def tensor_writer(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     ``_metadata`` and the ``metadata``. Raises CheckpointError, also later, for what the format cannot hold."""
     write = _write_pickle if is_pickle(path) else _write_safetensors
     return failing(f"{path}: cannot be written")(partial(write, tensors=tensors, metadata=metadata))
-
-
-def own_copy(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of ``value`` in ``dtype``. Linux is asked for its pages at once (23 is MADV_POPULATE_WRITE, which kernels
-    before 5.14 refuse): one by one, each as it is first written, they cost more than the copying."""
-    if value.layout is not torch.strided or value.is_quantized:
-        return value.to(dtype, copy=True)
-    made = torch.empty_like(value, dtype=dtype)
-    before = made.data_ptr() % mmap.PAGESIZE
-    _madvise(ctypes.c_void_p(made.data_ptr() - before), ctypes.c_size_t(made.nbytes + before), 23)
-    return made.copy_(value)
 
 
 def same_tensors(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
