@@ -139,9 +139,9 @@ class Match:
     kind: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
-    def value(self, module: object, name: str, default: Any = None) -> Any:
+    def value(self, module: object, name: str) -> Any:
         """What the attribute ``name`` stands for now: a str names the attribute of ``module`` that holds it."""
-        found = self.attributes.get(name, default)
+        found = self.attributes.get(name)
         return getattr(module, found) if isinstance(found, str) else found
 
     @property

@@ -21,7 +21,7 @@ from normswap.plan import Match, Swap
 from normswap.progress import progress
 from normswap.regions.listening import listening
 from normswap.regions.prove import RegionProof
-from normswap.sites import classes, is_sharded, preserved
+from normswap.sites import classes, is_sharded, preserved, told
 
 MODES = ("auto", "forward", "grad", "off")
 
@@ -60,8 +60,8 @@ def prove_sites(
     """Prove every site of ``swaps`` in the swapped ``model``; ``run`` runs the model on its example inputs, None
     when there are none. Sites that the run does not reach get synthesised inputs of the dtype and device of their
     parameters, or of ``like``. The model is left as it was."""
-    told = progress("proof", unit="calls")
-    seen = Seen(told.update)
+    shown = progress("proof", unit="calls")
+    seen = Seen(shown.update)
     every = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
     regions = {
         swap.site.name: RegionProof(module, _original(module), swap.match, modules.original_class, gradients, seen)
@@ -72,7 +72,7 @@ def prove_sites(
     found: dict[str, list[list[Comparison]]] = {
         swap.site.name: [[] for _ in modules.pieces(module, swap.match)] for swap, module in sites
     }
-    with told, preserved(model), classes([(m, _original(m)) for _, m in every]):
+    with shown, preserved(model), classes([(m, _original(m)) for _, m in every]):
         if run is not None:
             with (
                 listening(regions.values()),
@@ -157,22 +157,17 @@ def _explained(what: str) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
 def _comparing(
     sites: Sequence[tuple[Swap, nn.Module]], found: dict[str, list[list[Comparison]]], gradients: bool, seen: Seen
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Compare at every call of every site in the block, before the original sees the input."""
-    handles = []
-    try:
-        for swap, module in sites:
-            pieces = modules.pieces(module, swap.match)
-            for (match, piece, called), comparisons in zip(pieces, found[swap.site.name], strict=True):
-                hook = _hook(match, piece, comparisons, gradients, seen)
-                handles.append(called.register_forward_pre_hook(hook, with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return told(
+        (called, _hook(match, piece, comparisons, gradients, seen))
+        for swap, module in sites
+        for (match, piece, called), comparisons in zip(
+            modules.pieces(module, swap.match), found[swap.site.name], strict=True
+        )
+    )
 
 
 def _hook(

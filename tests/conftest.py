@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,32 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty user cache; child processes see it too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "normswap"
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder with the module ``zoo``."""
+    from checkpoints import ZOO, forget_zoo
+
+    (tmp_path / "zoo.py").write_text(ZOO)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forget_zoo()
+    yield tmp_path
+    forget_zoo()
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Nobody is told that optimize returns a copy."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*returns a copy.*")
+        yield
+
+
+@pytest.fixture
+def fresh_caches() -> Iterator[None]:
+    """Nothing is compiled before or after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -7,14 +7,13 @@ import platform
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from checkpoints import SITES, ZOO, environment, forget_zoo, randomized, read_tensors, snapshot, write_tensors
+from checkpoints import SITES, environment, randomized, read_tensors, snapshot, write_tensors
 from torch import nn
 
 import normswap.modules
@@ -30,15 +29,10 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(zoo: Path) -> Path:
     """A current folder with the module ``zoo`` and, in net.pt, a randomised checkpoint of zoo:net."""
-    (tmp_path / "zoo.py").write_text(ZOO)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    forget_zoo()
     torch.save(built("zoo:net").state_dict(), "net.pt")
-    yield tmp_path
-    forget_zoo()
+    return zoo
 
 
 def built(factory: str) -> nn.Module:

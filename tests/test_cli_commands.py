@@ -6,13 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from checkpoints import SITES, ZOO, environment, forget_zoo, randomized, read_tensors, snapshot
+from checkpoints import SITES, environment, randomized, read_tensors, snapshot
 from click.testing import CliRunner, Result
 from torch import nn
 
@@ -30,15 +29,10 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(5))
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(zoo: Path) -> Path:
     """A current folder with the module ``zoo`` and a checkpoint of zoo:net."""
-    (tmp_path / "zoo.py").write_text(ZOO)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    forget_zoo()
     torch.save(original().state_dict(), "net.pt")
-    yield tmp_path
-    forget_zoo()
+    return zoo
 
 
 def original() -> nn.Module:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from checkpoints import SITES, ZOO, forget_zoo, randomized, read_tensors, snapshot, write_shards
+from checkpoints import SITES, randomized, read_tensors, snapshot, write_shards
 from torch import Tensor, nn
 
 from normswap.checkpoint import CheckpointError, build_model, convert, load_model, open_checkpoint, same_tensors
@@ -23,14 +23,8 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A current folder with the module ``zoo``."""
-    (tmp_path / "zoo.py").write_text(ZOO)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    forget_zoo()
-    yield tmp_path
-    forget_zoo()
+def folder(zoo: Path) -> Path:
+    return zoo
 
 
 def built(name: str) -> nn.Module:

@@ -6,7 +6,6 @@ import copy
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +22,7 @@ SITES = ("group", "layer", "projection", "l1", "rms")
 X = (8, 6, 5)
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*returns a copy.*")
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture

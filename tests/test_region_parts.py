@@ -68,6 +68,9 @@ def test_shapes_that_are_made_up(kind: str, norm: Any, arguments: tuple[Any, ...
 def test_channels_that_are_rows_are_made_up_as_images() -> None:
     found = prove._shape(region("layer_norm", "permute", "norm", "permute back"), nn.LayerNorm(6), ())
     assert found == (2, 6, 6, 5)
+    registered = {f"read.{name}": given for name, given in (("normalized_shape", "sizes"), ("weight", "gain"))}
+    declared = region("layer_norm", "permute", "norm", "permute back", attributes=registered)
+    assert prove._shape(declared, SimpleNamespace(sizes=7, gain=None), ()) == (2, 7, 6, 5)
 
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"stride": 3, "padding": 2}])

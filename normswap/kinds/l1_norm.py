@@ -32,7 +32,7 @@ def magnitudes(x: Tensor, dtype: torch.dtype, dim: int, eps: float | None, minim
     divisor = (mean if minimum is None else mean.clamp(min=minimum)) + eps
     # An error of the mean's own is passed on to what it is divided by, which a negative eps makes smaller.
     size = x.abs() / divisor.abs() * ((mean + abs(eps)) / divisor.abs()).clamp(min=1.0)
-    wider = ulp_where_rounded(mean, eps, minimum, dtype)
+    wider = ulp_where_rounded(mean, eps, minimum, dtype, KIND.c)
 
     def gradients(dy: Tensor) -> dict[str, Tensor]:
         shared = (dy * x).abs().mean(dim, keepdim=True) / divisor.square()

@@ -27,7 +27,7 @@ def call(x: Tensor, dim: Any, eps: Any) -> Tensor | None:
 def euclidean(x: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> Magnitudes:
     """``x / max(norm, eps)``, the norm along one dim, or a single one."""
     divisor = norm.clamp(min=eps) if eps else norm
-    wider = ulp_where_rounded(norm, 0.0, eps, dtype)
+    wider = ulp_where_rounded(norm, 0.0, eps, dtype, KIND.c)
     dims = [d for d in range(x.dim()) if norm.dim() == 0 or norm.shape[d] == 1]
 
     def gradients(dy: Tensor) -> dict[str, Tensor]:

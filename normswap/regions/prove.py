@@ -132,4 +132,5 @@ def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, 
     if norm is None:
         called = SimpleNamespace(**dict(zip(parameters_of(region), arguments, strict=True)))
         return NORMS[region.kind].sample(called)
-    return (2, *norm.normalized_shape, 6, 5) if region.has("permute") else sample(region.match, norm)
+    permuted = region.has("permute")
+    return (2, *region.match.view(norm).normalized_shape, 6, 5) if permuted else sample(region.match, norm)

@@ -13,7 +13,7 @@ from torch import nn
 from normswap import install_table, modules
 from normswap.plan import Match, Swap
 from normswap.regions.listening import listening
-from normswap.sites import classes, detached_copy, preserved
+from normswap.sites import classes, detached_copy, preserved, told
 from normswap.timing.candidate import Candidate, Code, Recorder, Use
 from normswap.timing.decision import Decision, decide, step, summed_row, takes_gradients, untimed
 from normswap.timing.regions import RegionRecorder
@@ -46,7 +46,8 @@ def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], 
     with (
         classes(originals),
         listening(regions.values()),
-        _recording([part for parts in sites.values() for part in parts]),
+        # A hook on a child of a swapped module has that call it.
+        told([(part.called, _hook(part.recorder)) for parts in sites.values() for part in parts]),
         torch.set_grad_enabled(gradients),
     ):
         run()
@@ -155,18 +156,6 @@ def looks(module: nn.Module) -> tuple[Any, ...]:
         tensors = {k: None if t is None else (t.shape, t.stride(), t.dtype, t.requires_grad) for k, t in own.items()}
         found.append((type(one), repr(plain), repr(tensors)))
     return tuple(found)
-
-
-@contextlib.contextmanager
-def _recording(parts: Sequence[_Part]) -> Iterator[None]:
-    handles = []
-    try:
-        for part in parts:  # a hook on a child of a swapped module has that call it
-            handles.append(part.called.register_forward_pre_hook(_hook(part.recorder), with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _hook(recorder: Recorder) -> Callable[..., None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from norm_models import (
@@ -18,14 +16,8 @@ from norm_models import (
 from norm_tables import LAYOUTS
 from torch.profiler import ProfilerActivity, profile
 
+pytestmark = pytest.mark.usefixtures("fresh_caches")
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def _fresh_caches() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @by_kind
