@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from normswap import modules, reference
-from normswap.forwards.plain import is_plain
+from normswap.forwards.batch_norm import RANKS
+from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.regions.ending import children_behind
 from normswap.rules import region as region_rule
 from normswap.sites import classes
 
@@ -20,12 +22,14 @@ from normswap.sites import classes
 @dataclass(frozen=True)
 class Pair:
     """Two children of ``owner`` by name: all that ``convolution`` gives goes to ``norm``, and nothing else does.
-    ``problem``: why they are left as they are, "" if they can be one."""
+    ``problem``: why they are left as they are, "" if they can be one; ``behind``: the children that the norm itself
+    calls on what it computes."""
 
     owner: nn.Module
     convolution: str
     norm: str
     problem: str = ""
+    behind: tuple[str, ...] = ()
 
 
 def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
@@ -33,20 +37,21 @@ def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
     dataflow of its code."""
     places = Counter(id(child) for module in model.modules() for child in module._modules.values())
     for name, owner in model.named_modules():
-        original = modules.class_before(owner) or type(owner)
-        with classes([(owner, original)]):  # what was swapped is read as it was
+        read = [(one, _original(one)) for one in (owner, *owner.children())]
+        with classes(read):  # what was swapped is read as it was
             found = [*region_rule.readings(owner, lambda child: None)]
         for pair in dict.fromkeys(pair for reading in found for pair in _pairs(owner, reading)):
             several = any(places[id(owner._modules[child])] > 1 for child in (pair.convolution, pair.norm) if child)
             elsewhere = not all(_only_there(pair, reading) for reading in found)
             problem = pair.problem or ("one of them is called elsewhere too" if several or elsewhere else "")
-            yield name, Pair(owner, pair.convolution, pair.norm, problem)
+            yield name, replace(pair, problem=problem)
 
 
 def _pairs(owner: nn.Module, reading: region_rule.Reading) -> Iterator[Pair]:
     for region in reading.regions:
         if region.convolution or region.apart:
-            yield Pair(owner, region.convolution, region.norm, region.apart)
+            behind = tuple(region.attributes.get("behind", "").split())
+            yield Pair(owner, region.convolution, region.norm, region.apart, behind)
 
 
 def _only_there(pair: Pair, reading: region_rule.Reading) -> bool:
@@ -80,7 +85,7 @@ def convolution_of(pair: Pair) -> nn.Module:
     ValueError with the reason where there is none."""
     convolution: Any = pair.owner._modules[pair.convolution]
     norm: Any = pair.owner._modules[pair.norm]
-    if not is_plain(norm, type(norm)) or norm.num_features != convolution.out_channels:
+    if not _is_plain(norm, pair.behind) or norm.num_features != convolution.out_channels:
         raise ValueError("its BatchNorm is no plain one, or of another width")
     given = (convolution.weight, convolution.bias, None, norm.running_mean, norm.running_var, norm.weight, norm.bias)
     if len({t.device for t in given if t is not None}) > 1:
@@ -100,10 +105,26 @@ def convolution_of(pair: Pair) -> nn.Module:
     return made
 
 
+def _original(module: nn.Module) -> type[nn.Module]:
+    return modules.class_before(module) or type(module)
+
+
+def _is_plain(norm: nn.Module, behind: tuple[str, ...]) -> bool:
+    """Whether calling ``norm`` runs what was read and no more."""
+    if not behind and type(norm) in RANKS:
+        return is_plain(norm, type(norm))
+    with classes([(norm, _original(norm))]):
+        return is_unhooked(norm) and children_behind(norm) == behind
+
+
 def put(pair: Pair, made: nn.Module) -> None:
-    """Put ``made``, the one convolution, in the place of the first, and nn.Identity in that of the norm, which the code
-    that calls it still names."""
-    before = modules.class_before(pair.owner)
-    pair.owner._modules.update({pair.convolution: made, pair.norm: nn.Identity().eval()})
+    """Put ``made``, the one convolution, in the place of the first, and what the norm itself calls behind it in that of
+    the norm, nn.Identity where that is nothing: the code that calls it still names it."""
+    before, norm = modules.class_before(pair.owner), pair.owner._modules[pair.norm]
+    assert norm is not None
+    behind = OrderedDict((name, norm._modules[name]) for name in pair.behind)
+    rest = nn.Sequential(behind) if behind else nn.Identity()  # type: ignore[arg-type]
+    rest.training = False
+    pair.owner._modules.update({pair.convolution: made, pair.norm: rest})
     if before is not None:  # no regions are left of what it was swapped for
         object.__setattr__(pair.owner, "__class__", before)

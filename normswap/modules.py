@@ -160,7 +160,11 @@ def _maker(match: Match, original: type[nn.Module]) -> Callable[[Replaced, Mappi
 
 def _region_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
     return regions.with_helpers(
-        replaced, attributes, lambda compiled: make_helper(compiled, original_class), original_class, in_rows
+        replaced,
+        attributes,
+        lambda compiled: make_helper(compiled, original_class),
+        original_class,
+        lambda compiled, helpers: in_rows(compiled, helpers, original_class),
     )
 
 

@@ -204,7 +204,9 @@ def test_what_waits_is_computed_where_the_rest_is_compiled(stand_in: None) -> No
     model, x = drawn(Rows), torch.randn(IMAGE)
     (swap,) = undecided(model, "fused").swaps
     compiled = install.compiled_of(Rows, swap.match.attributes)
-    helpers = chain.in_rows(compiled, [make_helper(one, modules.original_class) for one in compiled])
+    helpers = chain.in_rows(
+        compiled, [make_helper(one, modules.original_class) for one in compiled], modules.original_class
+    )
     with torch.no_grad():
         waiting = helpers[1](model, helpers[0](model, x))
         assert type(waiting) is chain.Pending

@@ -18,6 +18,7 @@ from normswap.regions.spec import Region, Step
 
 RELU, SILU = Activation("relu"), Activation("silu")
 HERE = (1, 0, 1, 1)
+NOT_SWAPPED: Any = lambda norm: None  # noqa: E731
 X = torch.randn(2, 8, 5, 5)
 
 
@@ -219,11 +220,11 @@ def compiled(*does: str, callees: Any = tuple, **more: Any) -> Any:
     ],
 )
 def test_regions_that_have_a_short_way(more: Any, served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (conv.direct_way(compiled("convolution", "norm", **more)) is not None) == served
-    found = conv.direct_way(compiled("convolution", "norm", "residual", **more))
+    assert (conv.direct_way(compiled("convolution", "norm", **more), NOT_SWAPPED) is not None) == served
+    found = conv.direct_way(compiled("convolution", "norm", "residual", **more), NOT_SWAPPED)
     assert (found is not None) == (served and more.get("folding") != "matmul")
     monkeypatch.setattr(ops.convolution, "FUSED", (torch.float16,))
-    found = conv.direct_way(compiled("convolution", "norm", **more))
+    found = conv.direct_way(compiled("convolution", "norm", **more), NOT_SWAPPED)
     assert (found is not None) == (served and more.get("folding", "fused") != "fused")
 
 
@@ -262,7 +263,7 @@ def test_the_short_way_is_left_where_something_is_another(what: str) -> None:
     called = [torch.relu]
     steps = ("convolution", "norm", "pass", "residual", "activation")
     more = {"activation": "act", "passes": ("pass",), "callees": lambda: tuple(called)}
-    way: Any = conv.direct_way(compiled(*steps, **more))
+    way: Any = conv.direct_way(compiled(*steps, **more), NOT_SWAPPED)
     good = children()
     for _ in range(2):
         tensors, numbers, (eps, low, high), behind = way.site(good, (X + 1, X))
@@ -282,17 +283,19 @@ def test_the_short_way_is_left_where_something_is_another(what: str) -> None:
 
 
 def test_activations_of_the_short_way() -> None:
-    scaled: Any = conv.direct_way(compiled("convolution", "norm", folding="scaled", activation="act"))
-    fused: Any = conv.direct_way(compiled("convolution", "norm", activation="act"))
-    for way, act, code in (
-        (fused, nn.ReLU(), RELU.code),
-        (fused, nn.SiLU(), -1),
-        (scaled, nn.ReLU(), RELU.code),
-        (scaled, nn.SiLU(), SILU.code),
-        (scaled, nn.Hardswish(), Activation("hardswish").code),
-        (scaled, nn.Tanh(), -1),
-        (scaled, hooked(nn.SiLU()), -1),
-        (scaled, hooked(nn.ReLU()), -1),
-        (scaled, None, -1),
+    scaled: Any = conv.direct_way(compiled("convolution", "norm", folding="scaled", activation="act"), NOT_SWAPPED)
+    fused: Any = conv.direct_way(compiled("convolution", "norm", activation="act"), NOT_SWAPPED)
+    for way, act, expected in (
+        (fused, nn.ReLU(), RELU),
+        (fused, nn.SiLU(), None),
+        (scaled, nn.ReLU(), RELU),
+        (scaled, nn.SiLU(), SILU),
+        (scaled, nn.Hardswish(), Activation("hardswish")),
+        (scaled, nn.ReLU6(), Activation("clamp", 0.0, 6.0)),
+        (scaled, nn.LeakyReLU(0.3), Activation("leaky_relu", 0.3)),
+        (scaled, nn.Softplus(), None),
+        (scaled, hooked(nn.SiLU()), None),
+        (scaled, hooked(nn.ReLU()), None),
+        (scaled, None, None),
     ):
-        assert way._code_of(act) == code, act
+        assert way._activation_of(act) == expected, act

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from convolution_models import CASES, Block, Stem, bn, conv, drawn, residual, swapped_with, used_twice, written
+from convolution_cases import CASES
+from convolution_models import Block, Stem, bn, conv, drawn, residual, swapped_with, used_twice, written
 from resnet import resnet50
 from torch import Tensor, nn
 
@@ -51,7 +52,7 @@ def test_it_computes_what_the_model_did(name: str) -> None:
     if made is None:
         assert case.folds == 0 or shared
         return
-    assert all(type(m).__module__.startswith(("torch", "convolution_models")) for m in made.modules())
+    assert all(type(m).__module__.startswith(("torch", "convolution_", "norm_act_models")) for m in made.modules())
     x = torch.randn(case.shape).contiguous(memory_format=case.layout).to(case.dtype)
     with torch.no_grad():
         ours, theirs = made(x), model(x)

@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"notebook", "plan"},
     "again": {"plan", "report"},
     "hints": {"report"},
-    "fold_convolution": {"reference", "modules", "forwards", "rules", "sites"},
+    "fold_convolution": {"reference", "modules", "forwards", "regions", "rules", "sites"},
     "fold": {"plan", "reference", "modules", "forwards", "rules", "sites", "fold_convolution"},
     "timing": {
         "forwards",

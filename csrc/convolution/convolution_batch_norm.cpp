@@ -146,13 +146,19 @@ OptionalTensor scaled(const Tensor& input, const Site& s, const OptionalTensor& 
   Convolve c{};
   const auto narrow = [](int64_t n) { return static_cast<int>(n); };
   const int64_t in = input.size(1), out = weight.size(0);
-  if (g.groups != 1 || in % 8 != 0 || out % 8 != 0) return std::nullopt;
+  if (in % 8 != 0 || out % 8 != 0) return std::nullopt;
   for (int d = 0; d < 2; ++d) {
     c.kernel[d] = narrow(weight.size(2 + d));
     c.stride[d] = narrow(g.stride[d]);
     c.padding[d] = narrow(g.padding[d]);
     c.dilation[d] = narrow(g.dilation[d]);
   }
+  c.channels = narrow(in);
+  c.out_channels = narrow(out);
+  c.groups = narrow(g.groups);
+  const bool depthwise = is_depthwise(c);
+  const bool by_eights = in / g.groups % 8 == 0 && out / g.groups % 8 == 0;
+  if (out % g.groups != 0 || (!by_eights && !depthwise)) return std::nullopt;
   const auto extent = [&](int d) {
     return (input.size(2 + d) + 2 * g.padding[d] - g.dilation[d] * (weight.size(2 + d) - 1) - 1) / g.stride[d] + 1;
   };
@@ -174,13 +180,12 @@ OptionalTensor scaled(const Tensor& input, const Site& s, const OptionalTensor& 
   c.batch = narrow(sizes[0]);
   c.height = narrow(input.size(2));
   c.width = narrow(input.size(3));
-  c.channels = narrow(in);
   c.out_height = narrow(sizes[2]);
   c.out_width = narrow(sizes[3]);
-  c.out_channels = narrow(out);
   c.activation = s.activation;
   c.dtype = dtype_of(input, "convolve");
-  check_launch(convolve(c, gpu_of(input.get_device_index()).multiprocessors, stream_of(input)));
+  const auto launch = depthwise ? convolve_depthwise : c.dtype == DType::f16 ? convolve_f16 : convolve_bf16;
+  check_launch(launch(c, gpu_of(input.get_device_index()).multiprocessors, stream_of(input)));
   return made;
 }
 

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from normswap.bounds import derivative
 from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, half_ulp
 from normswap.kinds import KINDS, NORMS, kind_of, magnitudes
 from normswap.lifted import LiftedNorm
+from normswap.regions.children import child_at
 from normswap.regions.convolution_error import folded_error
 from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled
@@ -32,8 +34,10 @@ class Size:
         rounds: tuple[bool | None, ...] = (),
     ) -> None:
         region = compiled.region
-        self.region, self.values, self.rounds = region, values, rounds
         x, before, self.behind, self.scale, self.shift, arguments = compiled.unpack(packed)
+        if region.ends_inside:
+            values = {**values, "norm": _before_its_end(holder._modules[region.norm], values)}
+        self.region, self.values, self.rounds = region, values, rounds
         self.given = values["convolution"] if region.convolution else x
         self.summands = {"x": self.given}
         if before is not None:
@@ -43,7 +47,7 @@ class Size:
         self.rows = self._rows(holder, arguments, real.dtype)
         self.unit = kind_of(region.match).c * FLOAT32_ROUNDING
         literal = region.literal_activation()
-        self._activation: Any = literal or holder._modules[region.activation]
+        self._activation: Any = literal or child_at(holder._modules, str(region.activation))
         self.norm = self._back(self.rows.output)
         size = self.norm
         if region.convolution:
@@ -74,6 +78,7 @@ class Size:
         """What the error of the norm becomes behind a residual and an activation, and how steep that is."""
         region, unit = self.region, self.unit
         does = [step.does for step in region.steps if step.does in ("norm", "residual", "shift", "activation")]
+        does += ["activation"] if region.ends_inside else []
         if does[-1] in ("norm", "shift"):
             return size, 1.0
         last = "shift" if "shift" in does else "norm"
@@ -90,7 +95,7 @@ class Size:
         steepest = torch.stack([below, slope, above]).abs().amax(0)
         bend = torch.maximum((below - slope).abs(), (above - slope).abs())
         moved, result = steepest * error, self._activation(value.clone()).abs()
-        dtype = self.dtypes["activation"]
+        dtype = self.dtypes["norm" if region.ends_inside else "activation"]
         wider = half_ulp(result + moved, dtype) - half_ulp(result, dtype)  # may round beyond a power of two
         return (moved + wider) / unit + value.abs() + result, steepest + bend / unit + 1.0
 
@@ -118,6 +123,12 @@ class Size:
             order = {name: f"argument {i}" for i, name in enumerate(parameters_of(self.region))}
             return found | {order[name]: tensor for name, tensor in rows.items()}
         return found | {f"{self.region.norm}.{name}": tensor for name, tensor in rows.items()}
+
+
+def _before_its_end(norm: Any, values: Mapping[str, Tensor]) -> Tensor:
+    """What a norm in eval that ends in an activation computes before that."""
+    given = values["convolution"]
+    return F.batch_norm(given, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
 def _moved(value: Tensor, error: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,15 @@ _FORWARDS: dict[type[nn.Module], Replaced] = {cls: Replaced(cls) for cls in (nn.
 """As they were when this was imported: a region may first be run when somebody has put another forward on the class."""
 
 
+def child_at(children: Mapping[str, Any], path: str) -> Any:
+    """The child ``path`` of a module with these ``children``, or of one of these ("bn1.act"); None where none is."""
+    name, _, inner = path.partition(".")
+    child = children.get(name)
+    if not inner or child is None:
+        return child
+    return None if inner in child.__dict__ else child._modules.get(inner)
+
+
 def hands_on(child: Any) -> bool:
     """True when calling ``child`` gives back what it is given: an nn.Identity, or a dropout that is off."""
     if type(child) is nn.Identity:

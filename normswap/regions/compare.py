@@ -23,7 +23,7 @@ from normswap.regions.bounds import Size
 from normswap.regions.convolution_error import MOST, takes_tf32, times_pytorchs
 from normswap.regions.helper import Fused
 from normswap.regions.rewrite import Compiled
-from normswap.regions.spec import Region
+from normswap.regions.spec import Region, children_of
 from normswap.sites import detached_copy
 from normswap.verdict import Checks
 
@@ -76,15 +76,13 @@ def _where(x: Tensor) -> dict[str, Any]:
 def holder_of(region: Region, owner: nn.Module, dtype: torch.dtype | None = None) -> Any:
     """A module that stands for ``owner`` in the snippet of ``region``: it holds copies of the children called there,
     which share parameters unless ``dtype`` converts them."""
-    names = [*region.passes, *([region.norm] if region.type else [])]
-    names += [region.convolution] if region.convolution else []
-    names += [region.activation] if isinstance(region.activation, str) else []
     holder = nn.Module()
-    for name in (*names, *region.feeds):
+    for name in (*children_of(region), *region.feeds):
         child = owner._modules[name]
         if child is not None:
             holder._modules[name] = made = detached_copy(child, type(child), dtype)
-            if name in region.feeds:  # is not called: as it will be once all is proved
+            # Is not called, or listened to itself: as it will be once all is proved.
+            if name in region.feeds or (name == region.norm and "behind" in region.attributes):
                 made.__dict__.pop("forward", None)
     return holder
 

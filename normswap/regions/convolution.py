@@ -15,7 +15,10 @@ from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_bare, is_plain
 from normswap.forwards.replaced import Replaced, code_of
 from normswap.ops.dispatch import PLAIN, direct_op
-from normswap.regions.foldings import CONVOLUTIONS, is_foldable, is_of_eights, is_pointwise
+from normswap.regions.activations import activation_of
+from normswap.regions.children import OriginalClass, child_at
+from normswap.regions.ending import Ending
+from normswap.regions.foldings import CONVOLUTIONS, is_foldable, is_pointwise, is_scaled
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, children_of
 
@@ -23,8 +26,6 @@ _RELU = Activation("relu")
 _BATCH_NORM_2D = f"{nn.BatchNorm2d.__module__}.{nn.BatchNorm2d.__qualname__}"
 _PRODUCTS = (NONE, _RELU)
 """What a matrix product may end in."""
-_CODES_OF = {nn.SiLU: Activation("silu").code, nn.Hardswish: Activation("hardswish").code}
-"""Of children that have no parameters."""
 _KNOWN = {Tensor, nn.Parameter, type(None)}
 _INNER = {cls: Replaced(cls, "_conv_forward") for cls in CONVOLUTIONS}
 
@@ -43,13 +44,14 @@ class Directly:
     """A region of a Conv2d and a BatchNorm2d by one native op, where all is as it mostly is: one look at each thing
     that may have changed. None else; what is to be done then, ``Fused`` finds out."""
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, original_class: OriginalClass) -> None:
         region = compiled.region
+        self.ending = Ending(region, original_class) if "behind" in region.attributes else None
         self.convolution, self.norm, self.passes = region.convolution, region.norm, region.passes
         self.children = children_of(region)
         self.acting = region.activation if isinstance(region.activation, str) else ""
-        activation = region.literal_activation() or _RELU
-        self.code, self.bounds, self.way = activation.code, activation[1:], ops.convolution.WAYS[region.folding]
+        self.activation = region.literal_activation() or _RELU
+        self.way = ops.convolution.WAYS[region.folding]
         self.at = region.step("residual").operand if region.has("residual") else -1
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known: tuple[Any, tuple[int, ...]] = (), ()  # settings as read, and as the op takes them
@@ -76,18 +78,21 @@ class Directly:
         """What the op takes beside the input, where ``may_run``: the convolution's tensors and the norm's; geometry,
         activation and way; eps and the activation's parameters; and the residual."""
         convolution, norm = children.get(self.convolution), children.get(self.norm)
-        if type(convolution) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
+        if type(convolution) is not nn.Conv2d:
+            return None
+        if type(norm) is not nn.BatchNorm2d if self.ending is None else not self.ending.is_of(norm):
             return None
         c, n = convolution.__dict__, norm.__dict__
         if n["training"] or not (is_bare(c) and is_bare(n)) or "_conv_forward" in c:
             return None
-        code = self.code
-        if self.acting and (code := self._code_of(children.get(self.acting))) < 0:
+        activation = self._activation_of(child_at(children, self.acting)) if self.acting else self.activation
+        if activation is None:
             return None
-        if self.passes and not all(_is_bare_of(children.get(name), nn.Identity) for name in self.passes):
+        if self.passes and not all(_is_bare_of(child_at(children, name), nn.Identity) for name in self.passes):
             return None
         if self.called and self.callees() != self.called:
             return None
+        code, low, high = activation.code, activation.low, activation.high
         settings = c["stride"], c["padding"], c["dilation"], c["groups"], c["padding_mode"], code
         read, numbers = self.known
         if settings != read:
@@ -105,14 +110,13 @@ class Directly:
             return None
         if not numbers or tensors[0] is None or not _KNOWN.issuperset(map(type, (*tensors, behind))):
             return None
-        return tensors, numbers, (n["eps"], *self.bounds), behind
+        return tensors, numbers, (n["eps"], low, high), behind
 
-    def _code_of(self, acting: Any) -> int:
-        """The kernels' number for the activation that a child is; -1 for another one than the op does here."""
+    def _activation_of(self, acting: Any) -> Activation | None:
+        """That which a child is; None for another one than the op does here."""
         if type(acting) is nn.ReLU:
-            return _RELU.code if is_bare(acting.__dict__) else -1
-        known = self.way == ops.convolution.WAYS["scaled"] and type(acting) in _CODES_OF
-        return _CODES_OF[type(acting)] if known and is_plain(acting, type(acting)) else -1
+            return _RELU if is_bare(acting.__dict__) else None
+        return activation_of(acting) if self.way == ops.convolution.WAYS["scaled"] else None
 
 
 def may_run(by_cudnn: bool) -> bool:
@@ -120,17 +124,17 @@ def may_run(by_cudnn: bool) -> bool:
     return _calls_what_it_did() and not _has_any_global_hook() and ops.runs_directly(by_cudnn)
 
 
-def direct_way(compiled: Compiled) -> Directly | None:
+def direct_way(compiled: Compiled, original_class: OriginalClass) -> Directly | None:
     """The short way to run a region, None where the native op does not serve such regions: unless it scales, it ends
     them in a ReLU, which a child may turn out to be, or, as a matrix product, in nothing."""
     region, folding = compiled.region, compiled.region.folding
-    if folding not in ops.convolution.WAYS or region.type != _BATCH_NORM_2D:
+    if folding not in ops.convolution.WAYS or not (region.type == _BATCH_NORM_2D or "behind" in region.attributes):
         return None
     if folding == "fused" and torch.bfloat16 not in ops.convolution.FUSED:
         return None
     ends = folding == "scaled" or region.literal_activation() in (None, _RELU)
     ends = ends or (folding == "matmul" and region.activation is None)
-    return Directly(compiled) if ends and not (folding == "matmul" and region.has("residual")) else None
+    return Directly(compiled, original_class) if ends and not (folding == "matmul" and region.has("residual")) else None
 
 
 def _geometry(*settings: Any) -> tuple[int, ...]:
@@ -206,7 +210,7 @@ class Convolved:
             return False
         if self.folding == "fused" and activation != _RELU:
             return False
-        if self.folding == "scaled" and not is_of_eights(convolution):
+        if self.folding == "scaled" and not is_scaled(convolution):
             return False
         if self.folding == "matmul" and not (is_pointwise(convolution) and behind is None and activation in _PRODUCTS):
             return False

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from normswap.forwards.plain import is_plain
+from normswap.regions.children import child_at
 from normswap.regions.spec import Region
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -44,11 +45,11 @@ def foldings_of(region: Region, owner: nn.Module) -> tuple[str, ...]:
     convolution = owner._modules[region.convolution]
     if type(convolution) is not nn.Conv2d:
         return ("folded",)
-    acting = owner._modules.get(region.activation) if isinstance(region.activation, str) else None
+    acting = child_at(owner._modules, region.activation) if isinstance(region.activation, str) else None
     literal = region.activation[0] if isinstance(region.activation, tuple) else ""
     relu = type(acting) is nn.ReLU or literal == "relu"
     plain = region.activation is None or relu
-    found = ["scaled"] if is_of_eights(convolution) else []
+    found = ["scaled"] if is_scaled(convolution) else []
     found += ["matmul"] if plain and not region.has("residual") and is_pointwise(convolution) else []
     found += ["fused"] if relu else []
     return (*found, "folded")
@@ -60,10 +61,18 @@ def is_pointwise(convolution: nn.Conv2d) -> bool:
     return ones == ((1, 1), (1, 1)) and convolution.padding == (0, 0) and convolution.groups == 1
 
 
-def is_of_eights(convolution: nn.Conv2d) -> bool:
-    """Whether it has channels as our kernel takes them."""
+def is_scaled(convolution: nn.Conv2d) -> bool:
+    """Whether it is one as our kernels take them: of eights of channels, in each group if it is not depthwise."""
+    of_group = 1 if is_depthwise(convolution) else convolution.groups
     channels = convolution.in_channels, convolution.out_channels
-    return convolution.groups == 1 and all(count % 8 == 0 for count in channels)
+    return all(count // of_group % 8 == 0 for count in channels)
+
+
+def is_depthwise(convolution: nn.Conv2d) -> bool:
+    """Whether it has a group a channel, and a form that our kernel takes."""
+    form = convolution.kernel_size, convolution.stride, convolution.dilation
+    known = form in {((k, k), (s, s), (1, 1)) for k in (3, 5) for s in (1, 2)}
+    return known and convolution.groups == convolution.in_channels == convolution.out_channels
 
 
 def by_default(region: Region, owner: nn.Module) -> Region | None:

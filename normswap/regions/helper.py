@@ -17,10 +17,12 @@ from normswap.kinds import KINDS, NORMS
 from normswap.ops.dispatch import PLAIN
 from normswap.plan import Match, is_by_hand
 from normswap.regions.activations import LITERAL, activation_of
-from normswap.regions.children import OriginalClass, hands_on
+from normswap.regions.children import OriginalClass, child_at, hands_on
 from normswap.regions.convolution import Convolved, direct_way
+from normswap.regions.ending import is_behind
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import lowered_to, only_multiplies
+from normswap.regions.foldings import is_foldable
 from normswap.regions.groups import groups_of
 from normswap.regions.patterns import ADDS, FUNCTIONS
 from normswap.regions.rewrite import Compiled, Helper
@@ -80,7 +82,8 @@ class Fused:
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
         short = groups_of(compiled, original_class) if self.known else None
-        self.directly = rows_of(compiled, original_class, self.dtype) or short or direct_way(compiled)
+        short_way = rows_of(compiled, original_class, self.dtype) or short
+        self.directly = short_way or direct_way(compiled, original_class)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
         if self.expression is not None:
@@ -93,9 +96,9 @@ class Fused:
         if (self.behind and behind is None) or (self.scaled and scale is None):  # the statements raise
             return None
         for name in self.passes:
-            if not hands_on(children.get(name)):
+            if not hands_on(child_at(children, name)):
                 return None
-        activation = self.activation or activation_of(children.get(self.acting))
+        activation = self.activation or activation_of(child_at(children, self.acting))
         if activation is None:
             return None
         if not self.known or self.callees() != self.called:  # somebody put another function in the place of one
@@ -198,6 +201,8 @@ def _reader_of(cls: Any, match: Match) -> _Reader:
         arguments = NORMS[match.kind].arguments
     else:
         return _declines
+    if "behind" in match.attributes:
+        return _in_eval(arguments, original) if is_behind(cls, match.attributes["behind"]) else _declines
     flag = match.attributes.get("unless")
 
     def read(child: Any, x: Tensor) -> _Arguments:
@@ -206,3 +211,8 @@ def _reader_of(cls: Any, match: Match) -> _Reader:
         return arguments(child, x)
 
     return read
+
+
+def _in_eval(arguments: _Reader, original: Replaced) -> _Reader:
+    """What reads a norm whose forward is known in eval alone."""
+    return lambda child, x: arguments(child, x) if is_foldable(child) and original.is_unchanged() else None

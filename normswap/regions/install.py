@@ -14,6 +14,7 @@ from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import digest
 from normswap.plan import PlanError
 from normswap.regions.beside import Beside
+from normswap.regions.ending import Short
 from normswap.regions.rewrite import Compiled, Helper, compile_regions
 from normswap.regions.sequential import compiled_run
 from normswap.regions.spec import Region, children_of
@@ -55,6 +56,8 @@ def with_helpers(
         rewritten = _sequential(compiled, helpers)
     else:
         rewritten = make(helpers)
+    if "behind" in attributes and original_class is not None:
+        rewritten = Short(replaced.original, attributes["behind"], compiled[0].callees).before(rewritten)
     conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))
     checks = [(_evaluator(text), truth) for text, truth in conditions]
     codes = [(name, function, getattr(function, "__code__", None)) for name, function in functions.items()]

@@ -13,7 +13,7 @@ from torch import nn
 
 from normswap.kinds import KINDS, NORMS
 from normswap.plan import Match
-from normswap.regions.activations import called_activation, sigmoid_times
+from normswap.regions.activations import CHILDREN, called_activation, sigmoid_times
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Constant, Flow, Op, Value, is_literal
 from normswap.regions.foldings import is_convolution, is_foldable, why_apart
@@ -132,7 +132,27 @@ def _core(module: nn.Module, op: Op, norm_of: Any) -> _Found | None:
     expression = Found(frozenset([op]), {"x": x}) if op.keywords else Found()
     found = _Found(match.kind, name, x, [op], [("norm", op, 0)], match, expression=expression)
     found.type = qualified(cls)
+    return _with_ending(child, found)
+
+
+def _with_ending(norm: nn.Module, found: _Found) -> _Found | None:
+    """``found`` with what ``norm`` itself calls behind the norm; None where that is more than is known."""
+    assert found.match is not None
+    ending = ending_of(found.norm, norm, found.match)
+    if ending is None:
+        return None
+    found.passes, found.activation = ending
     return found
+
+
+def ending_of(name: str, norm: nn.Module, match: Match) -> tuple[list[str], str | None] | None:
+    """The children of the norm called ``name`` that it calls behind the norm, by their paths: those that hand on what
+    they get, and the activation at the end; None where there are others."""
+    inside = match.attributes.get("behind", "").split()
+    kinds = [type(norm._modules[child]) for child in inside]
+    paths = [f"{name}.{child}" for child in inside]
+    activation = paths.pop() if kinds and kinds[-1] in CHILDREN else None
+    return (paths, activation) if all(kind in PASSING for kind in kinds[: len(paths)]) else None
 
 
 def _child(module: nn.Module, op: Op) -> nn.Module | None:
@@ -149,6 +169,8 @@ def _only_user(value: Op) -> Op | None:
 
 def _grow_behind(module: nn.Module, found: _Found, taken: set[int]) -> None:
     """Take in what is done with the norm's result, up to an activation and nothing of another region (``taken``)."""
+    if found.activation is not None:
+        return
     if (gated := sigmoid_times(found.last)) is not None:
         found.ops += gated
         found.steps += [("activation", gated[-1], gated[-1].args.index(gated[0].args[0]))]

@@ -10,7 +10,7 @@ from torch import nn
 from normswap.plan import Match
 from normswap.regions.activations import CHILDREN
 from normswap.regions.foldings import is_convolution, is_foldable, why_apart
-from normswap.regions.patterns import CHANNELS, PASSING, ROWS
+from normswap.regions.patterns import CHANNELS, PASSING, ROWS, ending_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, Step, children_of
 
@@ -25,12 +25,16 @@ def runs_of(module: nn.Module, norm_of: Callable[[nn.Module], Match | None]) -> 
         match = norm_of(child)
         if match is None or match.kind not in (*ROWS, *CHANNELS):
             continue
-        passes, activation = _behind(children[index + 1 :])
+        ending = ending_of(name, child, match)
+        if ending is None:
+            continue
+        inside, activation = ending
+        passes, activation = ([], activation) if activation is not None else _behind(children[index + 1 :])
         convolution, apart = (
             _before(children[:index]) if match.kind == "batch_norm" and is_foldable(child) else ("", "")
         )
-        if activation is not None or convolution:
-            yield _region(name, child, match, passes, activation, convolution, apart)
+        if convolution or (activation is not None and "." not in activation):
+            yield _region(name, child, match, [*inside, *passes], activation, convolution, apart)
 
 
 def _behind(children: list[tuple[str, nn.Module]]) -> tuple[list[str], str | None]:
@@ -64,11 +68,14 @@ def _region(
     apart: str,
 ) -> Region:
     cls = type(norm)
-    does = [*(["convolution"] if convolution else []), "norm", *("pass" for _ in passes)]
+    does = [*(["convolution"] if convolution else []), "norm", *("pass" for path in passes if "." not in path)]
     return Region(
         match.kind,
         name,
-        tuple(Step(step, NOWHERE) for step in (*does, *(["activation"] if activation is not None else []))),
+        tuple(
+            Step(step, NOWHERE)
+            for step in (*does, *(["activation"] if activation is not None and "." not in activation else []))
+        ),
         f"{cls.__module__}.{cls.__qualname__}",
         dict(match.attributes),
         passes=tuple(passes),

@@ -50,7 +50,9 @@ class Region:
     """A norm and what is computed with it inside the forward of a module.
 
     ``kind`` is the norm's; ``norm`` the child that is the norm, of class ``type`` and with the match ``attributes``, or
-    the function called where ``type`` is ""; ``shared``: the sum before the norm is used by others too; ``passes``:
+    the function called where ``type`` is ""; what such a child calls itself behind the norm (its attribute "behind") is
+    among ``passes`` and ``activation`` by paths ("bn1.act"), and no step; ``shared``: the sum before the norm is used
+    by others too; ``passes``:
     children that must hand on what they get; ``activation``: a child, or (name, low, high); ``conditions``: what the
     forward branches on that must hold (expression, truth); ``convolution``: the child whose output is normalised, with
     ``folding`` as one of ``FOLDINGS`` says how the norm goes into it; ``apart``: why the convolution before the norm is
@@ -91,6 +93,11 @@ class Region:
     def match(self) -> Match:
         """What is known of the norm."""
         return Match(self.kind, self.attributes)
+
+    @property
+    def ends_inside(self) -> bool:
+        """Whether the child that is the norm calls the activation."""
+        return isinstance(self.activation, str) and "." in self.activation
 
     @property
     def infers(self) -> bool:
@@ -138,7 +145,8 @@ def children_of(region: Region) -> tuple[str, ...]:
     """The children whose calls are part of it."""
     norm = region.norm if region.type else ""
     acting = region.activation if isinstance(region.activation, str) else ""
-    return tuple(filter(None, (region.convolution, norm, *region.passes, acting)))
+    called = region.convolution, norm, *region.passes, acting
+    return tuple(name for name in called if name and "." not in name)
 
 
 def qualified(cls: type) -> str:

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from normswap.forwards.batch_norm import RANKS
-from normswap.forwards.plain import is_plain
+from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.forwards.rms_norm import digest
 from normswap.plan import Match, Refusal
 from normswap.regions import flow
-from normswap.regions.foldings import by_default
+from normswap.regions.ending import children_behind
+from normswap.regions.foldings import by_default, is_foldable
 from normswap.regions.patterns import NAMES, regions_of
 from normswap.regions.sequential import runs_of
 from normswap.regions.spec import Region
@@ -38,7 +39,9 @@ def match(
         regions = [one if undecided else by_default(one, module) for one in reading.regions]
         kept = [region.to_json() for region in regions if region is not None]
         if kept:
-            return not_rewritable(module, KIND) or Match(KIND, {**reading.told, "regions": kept})
+            behind = children_behind(module) if isinstance(module, tuple(RANKS)) else None
+            told = reading.told if behind is None else {**reading.told, "behind": " ".join(behind)}
+            return not_rewritable(module, KIND) or Match(KIND, {**told, "regions": kept})
     return None
 
 
@@ -62,6 +65,9 @@ def readings(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | No
     def norm_of(child: nn.Module) -> Match | None:
         if type(child) in RANKS:  # in eval no site by itself
             return Match("batch_norm") if is_plain(child, type(child)) else None
+        if isinstance(child, tuple(RANKS)):
+            behind = children_behind(child) if is_foldable(child) and is_unhooked(child) else None
+            return Match("batch_norm", {"behind": " ".join(behind)}) if behind is not None else None
         found = find(child)
         return found if isinstance(found, Match) else None
 

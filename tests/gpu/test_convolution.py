@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from convolution_models import CASES, PROVED, Block, bn, conv, drawn, residual, swapped_with, undecided, written
+from convolution_cases import CASES, PROVED
+from convolution_models import Block, bn, conv, drawn, residual, swapped_with, undecided, written
 from limits import same_bits
 from resnet import Bottleneck
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from normswap import ops
 from normswap.activation import FUNCTIONS, NONE, Activation
 from normswap.ops.convolution import WAYS
 from normswap.regions.convolution_error import MOST, times_pytorchs
-from normswap.regions.foldings import is_of_eights, is_pointwise
+from normswap.regions.foldings import is_pointwise, is_scaled
 
 DEVICE = "cuda"
 RELU = Activation("relu")
@@ -69,7 +70,7 @@ def test_every_way_is_as_exact_as_pytorchs_sequence(form: str, last: bool, dtype
         expected = act(expected if added is None else expected + added.double())
         ways = ["folded", *(["fused"] if act == RELU else [])]
         ways += ["matmul"] if form == "pointwise" and last and act in (RELU, NONE) and added is None else []
-        ways += ["scaled"] if last and is_of_eights(model.conv) else []
+        ways += ["scaled"] if last and is_scaled(model.conv) else []
         for way in ways:
             assert ops.folding_serves(way, x, model.conv.weight)
             call = lambda way=way, act=act, added=added: ops.convolution_batch_norm_eval(  # noqa: E731
@@ -244,6 +245,13 @@ SIZES: dict[str, tuple[Any, ...]] = {  # channels, output channels, height, widt
     "strided": (256, 512, 14, 15, {"kernel_size": 1, "stride": 2, "bias": False}),
     "3x3": (72, 64, 12, 12, {"kernel_size": 3, "padding": 1}),
     "all taps outside": (16, 72, 1, 1, {"kernel_size": 3, "padding": 3, "dilation": 3}),
+    "depthwise": (24, 24, 13, 9, {"kernel_size": 3, "padding": 1, "groups": 24}),
+    "depthwise, chunks of channels": (136, 136, 7, 7, {"kernel_size": 5, "padding": 2, "groups": 136, "bias": False}),
+    "depthwise, strided": (72, 72, 20, 31, {"kernel_size": 3, "padding": 0, "stride": 2, "groups": 72}),
+    "depthwise, large and strided": (8, 8, 12, 21, {"kernel_size": 5, "padding": (3, 1), "stride": 2, "groups": 8}),
+    "groups of 24": (72, 72, 11, 13, {"kernel_size": 3, "padding": 1, "groups": 3, "bias": False}),
+    "groups that widen": (32, 320, 9, 8, {"kernel_size": 3, "padding": 1, "stride": 2, "groups": 2}),
+    "groups of 8": (64, 64, 7, 7, {"kernel_size": 3, "padding": 2, "dilation": 2, "groups": 8}),
     "uneven": (40, 80, 19, 11, {"kernel_size": (2, 5), "stride": (3, 1), "padding": (0, 4), "dilation": (1, 2)}),
 }
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import ops, reference
-from normswap.activation import Activation
+from normswap.activation import CODES, Activation
 from normswap.compare import compare
+from normswap.ops.convolution import WAYS
 
 
 class ChannelWeightedRMSNorm(nn.Module):
@@ -115,3 +116,35 @@ def test_what_lies_behind_a_16_bit_product(dtype: torch.dtype) -> None:
         theirs = reference.scale_batch_norm(*wide, *statistics[1], gamma.double(), beta.double(), training)
         for a, e in zip((ours, *statistics[0]), (theirs, *statistics[1]), strict=True):
             torch.testing.assert_close(a.double(), e, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    ("batch", "channels", "out_channels", "size", "kernel", "groups"),
+    (
+        *((2, 72, 136, 9, 3, 1), (12, 72, 64, 64, 1, 1), (8, 72, 128, 64, 1, 1)),
+        *((2, 8, 40, 9, 1, 1), (2, 8, 24, 9, 1, 1), (2, 8, 40, 9, 3, 1)),
+        *((2, 48, 48, 9, 3, 2), (2, 24, 24, 9, 3, 24), (2, 24, 24, 9, 5, 24)),
+    ),
+    ids=(
+        *("small tiles", "tall", "large", "one stage", "narrow, one stage", "many zeros"),
+        *("groups", "depthwise", "depthwise 5 x 5"),
+    ),
+)
+@torch.no_grad()
+def test_convolution(batch: int, channels: int, out_channels: int, size: int, kernel: int, groups: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(out_channels, channels // groups, kernel, kernel) / kernel
+    x = torch.randn(batch, channels, size, size)
+    mean, gamma, beta, bias = torch.randn(4, out_channels)
+    var, added = torch.rand(out_channels) + 0.5, torch.randn(batch, out_channels, size, size)
+    images = [t.to(torch.float16).contiguous(memory_format=torch.channels_last) for t in (x, weight, added)]
+    vectors = [t.to(torch.float16) for t in (bias, mean, var, gamma, beta)]
+    x, weight, added, bias, mean, var, gamma, beta = (t.cuda() for t in (*images, *vectors))
+    how = (1, 1, kernel // 2, kernel // 2, 1, 1, groups)
+    end = (CODES["relu"], 0.0, 0.0, WAYS["scaled"])
+    op = torch.ops.normswap.convolution_batch_norm_eval_or_none
+    ours = op(x, weight, bias, *how, mean, var, gamma, beta, 1e-3, added, *end)
+    x, weight, added, bias, mean, var, gamma, beta = (t.cpu().float() for t in (*images, *vectors))
+    sums = nn.functional.conv2d(x, weight, bias, 1, kernel // 2, 1, groups)
+    exact = (nn.functional.batch_norm(sums, mean, var, gamma, beta, False, 0.0, 1e-3) + added).relu()
+    torch.testing.assert_close(ours.cpu().float(), exact, rtol=2e-3, atol=2e-3 * channels**0.5)

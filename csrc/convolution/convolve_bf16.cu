@@ -1,0 +1,10 @@
+// Convolutions of channels_last images of bfloat16.
+#include "convolution/convolve_tiles.cuh"
+
+namespace normswap {
+
+cudaError_t convolve_bf16(const Convolve& c, int multiprocessors, cudaStream_t stream) {
+  return launch_form<__nv_bfloat16>(c, multiprocessors, stream);
+}
+
+}  // namespace normswap

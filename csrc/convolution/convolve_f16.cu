@@ -1,0 +1,10 @@
+// Convolutions of channels_last images of float16.
+#include "convolution/convolve_tiles.cuh"
+
+namespace normswap {
+
+cudaError_t convolve_f16(const Convolve& c, int multiprocessors, cudaStream_t stream) {
+  return launch_form<__half>(c, multiprocessors, stream);
+}
+
+}  // namespace normswap

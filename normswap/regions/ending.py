@@ -1,0 +1,288 @@
+"""Subclasses of torch.nn's BatchNorms that in eval compute what their base class does and then call children of theirs
+on that, one behind the other, as timm's BatchNormAct2d calls a dropout and an activation."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normswap.activation import NONE
+from normswap.attributes import Rejection, own_getattr
+from normswap.forwards.batch_norm import RANKS
+from normswap.forwards.replaced import Replaced
+from normswap.kinds import NORMS
+from normswap.ops.dispatch import DTYPES, direct
+from normswap.regions.activations import activation_of
+from normswap.regions.children import OriginalClass, hands_on
+from normswap.regions.spec import Region, qualified
+from normswap.source import definition, takes_another_argument
+
+_STATISTICS = ("running_mean", "running_var")
+_TAKES = NORMS["batch_norm"].parameters
+
+
+def children_behind(norm: nn.Module) -> tuple[str, ...] | None:
+    """The children that ``norm`` calls, in order, on what its base class computes in eval by running statistics; None
+    where its forward does anything else then."""
+    cls: Any = type(norm)
+    if not isinstance(norm, NORMS["batch_norm"].classes) or "forward" in norm.__dict__ or own_getattr(norm) is not None:
+        return None
+    if cls.__call__ is not nn.Module.__call__ or cls._call_impl is not nn.Module._call_impl:
+        return None
+    names = behind_of(cls)
+    read = (*_TAKES, "training", *(names or ()))
+    hidden = any(inspect.getattr_static(cls, name, None) is not None for name in read)
+    if names is None or hidden or any(name in norm.__dict__ for name in names):
+        return None
+    return names if all(norm._modules.get(name) is not None for name in names) else None
+
+
+def behind_of(cls: Any) -> tuple[str, ...] | None:
+    """The same of a class: the children that its forward calls."""
+    forward = cls.forward
+    if not isinstance(forward, types.FunctionType) or forward.__closure__:
+        return None
+    tree = definition(forward)
+    if isinstance(tree, Rejection) or isinstance(takes_another_argument(forward), Rejection):
+        return None
+    reader = _Reader(forward)
+    try:
+        return reader.returned(tree.body)
+    except _AnotherError:
+        return None
+
+
+def is_behind(cls: Any, names: str) -> bool:
+    """Whether those are what a class calls, as its forward is now."""
+    found = behind_of(cls)
+    return found is not None and " ".join(found) == names
+
+
+class Ending:
+    """The norm of a region that ends in children of its own: whether it is as it was read, asked on every call."""
+
+    def __init__(self, region: Region, original_class: OriginalClass) -> None:
+        self.type, self.behind, self.original_class = region.type, region.attributes["behind"], original_class
+        self.names = self.behind.split()
+        self.known: dict[type, Replaced | None] = {}
+
+    def is_of(self, norm: Any) -> bool:
+        """Whether ``norm`` is a BatchNorm2d of that class, whose children are those that its forward calls."""
+        cls = type(norm)
+        if cls not in self.known:
+            self.known[cls] = self._read(norm, cls)
+        replaced = self.known[cls]
+        if replaced is None or not replaced.is_unchanged():
+            return False
+        own = norm.__dict__
+        return not any(name in own for name in self.names)
+
+    def _read(self, norm: Any, cls: type) -> Replaced | None:
+        original = self.original_class(norm) or cls if isinstance(norm, nn.BatchNorm2d) else cls
+        is_it = qualified(original) == self.type and issubclass(original, nn.BatchNorm2d)
+        return Replaced(original) if is_it and is_behind(original, self.behind) else None
+
+
+class Short:
+    """The whole forward of a BatchNorm that ends in children of its own, in eval without gradients, by one op, where
+    all is as it mostly is; None else. ``callees()`` gives the functions that its statements call now."""
+
+    def __init__(self, cls: Any, behind: str, callees: Callable[[], tuple[Any, ...]]) -> None:
+        names = behind.split()
+        self.passes, self.last = names[:-1], names[-1] if names else ""
+        self.ranks = next((ranks for known, ranks in RANKS.items() if issubclass(cls, known)), ())
+        self.callees, self.called = callees, callees()
+        self.known = is_behind(cls, behind) and F.batch_norm in self.called
+
+    def __call__(self, norm: Any, x: Any) -> Tensor | None:
+        own = norm.__dict__
+        if not self.known or own["training"] or torch.is_grad_enabled() or self.callees() != self.called:
+            return None
+        children, activation = own["_modules"], NONE
+        for name in self.passes:
+            if name in own or not hands_on(children.get(name)):
+                return None
+        if self.last:
+            found = None if self.last in own else activation_of(children.get(self.last))
+            if found is None:
+                return None
+            activation = found
+        statistics, affine = own["_buffers"], own["_parameters"]
+        mean, var = statistics.get("running_mean"), statistics.get("running_var")
+        weight, bias = affine.get("weight"), affine.get("bias")
+        if mean is None or var is None or not isinstance(x, Tensor) or x.dim() not in self.ranks:
+            return None
+        op = direct("batch_norm_eval", x, mean, var, weight, bias, autocast=True)
+        if op is None or x.dtype not in DTYPES:
+            return None
+        numbers = activation.code, activation.low, activation.high
+        return op(x, mean, var, weight, bias, own["eps"], None, *numbers)
+
+    def before(self, general: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward that goes this way where it can, and else the ``general`` one."""
+
+        def forward(norm: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+                out = self(norm, args[0])
+                if out is not None:
+                    return out
+            return general(norm, *args, **kwargs)
+
+        return forward
+
+
+class _AnotherError(Exception):
+    """A statement that does something else."""
+
+
+class _Reader:
+    """Reads a forward as it goes in eval, where there are running statistics."""
+
+    def __init__(self, forward: types.FunctionType) -> None:
+        self.globals = forward.__globals__
+        self.owner, self.x = forward.__code__.co_varnames[:2]
+        self.locals = frozenset((*forward.__code__.co_varnames, *forward.__code__.co_cellvars))
+        self.known: dict[str, ast.expr] = {}  # what names hold that the norm is given
+        self.value = ""  # the name that holds the norm, or what children made of it
+        self.behind: list[str] = []
+
+    def returned(self, body: list[ast.stmt]) -> tuple[str, ...]:
+        *statements, last = body
+        for statement in statements:
+            self._read(statement)
+        match last:
+            case ast.Return(value=ast.expr() as value):
+                if not (isinstance(value, ast.Name) and value.id == self.value):
+                    self._compute(value)
+                return tuple(self.behind)
+        raise _AnotherError
+
+    def _read(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Expr(value=ast.Constant()) | ast.Pass():
+                return
+            case ast.Expr(value=ast.Call(func=function)) if self._resolved(function) is torch._assert:
+                return
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name != self.owner:
+                if isinstance(value, ast.Call):
+                    self._compute(value)
+                    self.value = name
+                elif name in (self.x, self.value):
+                    raise _AnotherError
+                else:
+                    self._check_plain(value)
+                    self.known[name] = value
+                return
+            case ast.If(test=test, body=body, orelse=orelse):
+                self._check_plain(test)
+                truth = self._truth(test)
+                for statement in () if truth is False else body:
+                    self._read_either(statement) if truth is None else self._read(statement)
+                for statement in () if truth is True else orelse:
+                    self._read_either(statement) if truth is None else self._read(statement)
+                return
+        raise _AnotherError
+
+    def _read_either(self, node: ast.stmt) -> None:
+        """A statement that may be run or not: a number or a flag is assigned, and nobody knows it then."""
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in (self.x, self.value, self.owner):
+                self._check_plain(value)
+                self.known[name] = ast.Name("", ast.Load())
+                return
+            case ast.Expr(value=ast.Constant()) | ast.Pass():
+                return
+        raise _AnotherError
+
+    def _compute(self, node: ast.expr) -> None:
+        """Take in a call of the norm on the input, or of a child on what there is."""
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=self.owner), attr=child), args=[given], keywords=[]):
+                if isinstance(given, ast.Call):
+                    self._compute(given)
+                elif not (isinstance(given, ast.Name) and given.id == self.value):
+                    raise _AnotherError
+                self.behind.append(child)
+            case ast.Call(func=function, args=[ast.Name(id=self.x), *rest], keywords=keywords) if not self.value:
+                given_by_name = {str(keyword.arg): keyword.value for keyword in keywords}
+                taken = dict(zip(_TAKES, rest, strict=False)) | given_by_name
+                if self._resolved(function) is not F.batch_norm or not self._is_the_norm(taken):
+                    raise _AnotherError
+            case _:
+                raise _AnotherError
+
+    def _is_the_norm(self, given: dict[str, ast.expr]) -> bool:
+        read = ("weight", "bias", "eps", *_STATISTICS)
+        if {*given} != {*_TAKES} or not all(self._is_own(given[name], name) for name in read):
+            return False
+        self._check_plain(given["momentum"])
+        return self._truth(given["training"]) is False
+
+    def _check_plain(self, node: ast.expr) -> None:
+        """Raise _AnotherError for an expression that does more than read attributes of self and compare."""
+        for part in ast.walk(node):
+            named = isinstance(part, ast.Name) and part.id not in (self.owner, *self.known)
+            if named or not isinstance(part, _PLAIN):
+                raise _AnotherError
+
+    def _is_own(self, node: ast.expr, name: str) -> bool:
+        """Whether an expression is ``self.name``."""
+        match node:
+            case ast.Attribute(value=ast.Name(id=self.owner), attr=attribute):
+                return bool(attribute == name)
+            case ast.Name(id=known) if known in self.known:
+                return self._is_own(self.known[known], name)
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                truth = self._truth(test)
+                return truth is not None and self._is_own(body if truth else orelse, name)
+        return False
+
+    def _truth(self, node: ast.expr) -> bool | None:
+        """That of a condition in eval with running statistics; None where it depends on anything else."""
+        match node:
+            case ast.Constant(value=bool() as value):
+                return value
+            case ast.Name(id=known) if known in self.known:
+                return self._truth(self.known[known])
+            case ast.Attribute(value=ast.Name(id=self.owner), attr="training"):
+                return False
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                truth = self._truth(operand)
+                return None if truth is None else not truth
+            case ast.BoolOp(op=operator, values=values):
+                found = [self._truth(value) for value in values]
+                decides = isinstance(operator, ast.Or)
+                return decides if decides in found else None if None in found else not decides
+            case ast.Compare(
+                left=ast.Attribute(value=ast.Name(id=self.owner), attr=attribute),
+                ops=[ast.Is() | ast.IsNot() as how],
+                comparators=[ast.Constant(value=None)],
+            ) if attribute in _STATISTICS:
+                return isinstance(how, ast.IsNot)
+        return None
+
+    def _resolved(self, node: ast.expr) -> object:
+        """The global function that ``F.batch_norm`` and the like are."""
+        path: list[str] = []
+        while isinstance(node, ast.Attribute):
+            path.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name) or node.id in self.locals:
+            return None
+        found = self.globals.get(node.id)
+        for name in reversed(path):
+            found = getattr(found, name, None) if isinstance(found, types.ModuleType) else None
+        return found
+
+
+_PLAIN = (
+    *(ast.Name, ast.Attribute, ast.Constant, ast.IfExp, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not),
+    *(ast.Compare, ast.Is, ast.IsNot, ast.Load),
+)
