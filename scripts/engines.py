@@ -28,7 +28,7 @@ KERNELS = {
     ),
     "column": ("column_*", "channel_*", "group_norm_channels_last*", "group_backward*"),
     "dim": ("dim_*", "*_dim*"),
-    "batch": ("*scale_batch_norm*", "batch_*", "fold_*", "convol*", "channel_*"),
+    "batch": ("*scale_batch_norm*", "batch_*", "fold_*", "convol*", "depthwise*", "channel_*"),
 }
 """The translation units of each engine, where the longest pattern that fits a name decides."""
 PYTHON = "python"
