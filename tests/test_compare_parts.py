@@ -54,6 +54,12 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+def test_what_has_no_samples_is_compared_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
+    pieces, coverage = _pieces(Match("instance_norm"), nn.InstanceNorm1d(4), torch.zeros(4, 10), 64)
+    assert (len(pieces), coverage) == (1, 1.0)
+
+
 @pytest.mark.parametrize("elements", [16, 40, 10_000])
 @pytest.mark.parametrize("name", NORMS)
 def test_pieces_are_parts_whose_result_is_a_part(name: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,9 @@ from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Constant, Flow, Op, Value, is_literal
 from normswap.regions.foldings import is_convolution, is_foldable, why_apart
 from normswap.regions.formula import FORMULAS, Formula, Found, same
+from normswap.regions.moving import beside_of
 from normswap.regions.spec import Node, Position, Region, Step, qualified, slots
-from normswap.regions.spelling import PURE, one_dim
+from normswap.regions.spelling import one_dim
 from normswap.regions.successors import with_successors
 from normswap.regions.views import METHODS
 
@@ -34,14 +35,6 @@ FEEDING = tuple(norm.name for norm in NORMS.values() if norm.widens)
 """Kinds that autocast runs in float32."""
 ADDS: tuple[Any, ...] = ("+", torch.add, ".add()")
 PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_PURE_METHODS = frozenset(
-    {
-        *(".unsqueeze()", ".squeeze()", ".permute()", ".transpose()", ".view()", ".reshape()", ".flatten()"),
-        ".chunk()",
-        *(".size()", ".dim()", ".contiguous()", ".expand()", ".to()", ".float()", ".type_as()", ".split()", ".numel()"),
-        *("+", "-", "*", "/", "**"),
-    }
-)
 NAMES = frozenset({"mean", "norm", "vector_norm", "normalize", "var", *_CALLED})
 """A forward that names none of these computes no norm itself."""
 
@@ -316,52 +309,11 @@ def _dims(op: Op) -> tuple[Any, ...]:
     return values[0] if len(values) == 1 and isinstance(values[0], tuple) else values
 
 
-# --- may it be moved together? ------------------------------------------------------------------------------------
-
-
 def _stands(module: nn.Module, flow: Flow, found: _Found, norm_of: Any) -> bool:
-    """True where nobody can see that the operations are done together: nothing with an effect lies between them, and
-    no code inside the function reads the names they are assigned to."""
-    first, last = min(op.order for op in found.ops), found.last.order
-    own = {id(op) for op in found.ops}
-    if flow.opaque_between(first, last):
-        return False
-    between = [op for op in flow.ops if first < op.order < last and id(op) not in own]
-    if not all(_is_harmless(module, op, found, norm_of) for op in between):
-        return False
-    called = {str(op.target)[len("self.") :]: child for op in between if (child := _child(module, op)) is not None}
-    found.beside = {name: tuple(sorted({qualified(type(m)) for m in c.modules()})) for name, c in called.items()}
-    names = {
-        t.id
-        for op in found.ops
-        for t in (*getattr(op.statement, "targets", ()), getattr(op.statement, "target", None))
-        if isinstance(t, ast.Name)
-    }
-    return not names & flow.captured
-
-
-def _is_harmless(module: nn.Module, op: Op, found: _Found, norm_of: Any) -> bool:
-    """Whether it is all the same if ``op`` runs before or after what the region computes."""
-    if (
-        op.target in _PURE_METHODS
-        or op.target in PURE
-        or (isinstance(op.target, str) and op.target.startswith(".") and not op.target.endswith("()"))
-    ):
-        return True
-    child = _child(module, op)
-    return not found.shared and child is not None and all(_only_computes(m, norm_of) for m in child.modules())
-
-
-_ONLY_COMPUTE = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
-    *(nn.Sequential, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.Upsample),
-)
-
-
-def _only_computes(module: nn.Module, norm_of: Any) -> bool:
-    """Whether it neither writes into what it is given nor draws random numbers."""
-    return type(module) in _ONLY_COMPUTE or norm_of(module) is not None
+    """True where nobody can see that the operations are done together."""
+    beside = beside_of(flow, found.ops, lambda op: _child(module, op), norm_of, found.shared)
+    found.beside = beside or {}
+    return beside is not None
 
 
 def _region(flow: Flow, found: _Found) -> Region:

@@ -1,0 +1,64 @@
+"""What lies between the operations of a region, which are done together: nothing that could tell."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from normswap.regions.flow import Flow, Op
+from normswap.regions.spec import qualified
+from normswap.regions.spelling import PURE
+
+_PURE_METHODS = frozenset(
+    {
+        *(".unsqueeze()", ".squeeze()", ".permute()", ".transpose()", ".view()", ".reshape()", ".flatten()"),
+        ".chunk()",
+        *(".size()", ".dim()", ".contiguous()", ".expand()", ".to()", ".float()", ".type_as()", ".split()", ".numel()"),
+        *("+", "-", "*", "/", "**"),
+    }
+)
+_ONLY_COMPUTE = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+    *(nn.Sequential, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.Upsample),
+)
+_ChildOf = Callable[[Op], nn.Module | None]
+
+
+def beside_of(
+    flow: Flow, ops: Sequence[Op], child_of: _ChildOf, norm_of: Any, shared: bool
+) -> Mapping[str, tuple[str, ...]] | None:
+    """The children that are called between ``ops``, with the classes in them. None where somebody can see that those
+    are done together: something with an effect lies between them, or code inside the function reads the names they are
+    assigned to. ``shared``: all are done where the first is."""
+    first, last = min(op.order for op in ops), ops[-1].order
+    own = {id(op) for op in ops}
+    if flow.opaque_between(first, last):
+        return None
+    between = [op for op in flow.ops if first < op.order < last and id(op) not in own]
+    called = {str(op.target)[len("self.") :]: child for op in between if (child := child_of(op)) is not None}
+    if not all(_is_pure(op) or (not shared and _only_computes(child_of(op), norm_of)) for op in between):
+        return None
+    names = {
+        t.id
+        for op in ops
+        for t in (*getattr(op.statement, "targets", ()), getattr(op.statement, "target", None))
+        if isinstance(t, ast.Name)
+    }
+    if names & flow.captured:
+        return None
+    return {name: tuple(sorted({qualified(type(m)) for m in c.modules()})) for name, c in called.items()}
+
+
+def _is_pure(op: Op) -> bool:
+    """Whether it is all the same if ``op`` runs before or after what the region computes."""
+    is_attribute = isinstance(op.target, str) and op.target.startswith(".") and not op.target.endswith("()")
+    return op.target in _PURE_METHODS or op.target in PURE or is_attribute
+
+
+def _only_computes(child: nn.Module | None, norm_of: Any) -> bool:
+    """Whether it neither writes into what it is given nor draws random numbers."""
+    return child is not None and all(type(m) in _ONLY_COMPUTE or norm_of(m) is not None for m in child.modules())
