@@ -60,6 +60,13 @@ def test_what_has_no_samples_is_compared_as_a_whole(monkeypatch: pytest.MonkeyPa
     assert (len(pieces), coverage) == (1, 1.0)
 
 
+def test_a_sample_that_fits_is_not_cut_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
+    norm = nn.GroupNorm(2, 4)
+    pieces, coverage = _pieces(Match("group_norm"), norm, torch.zeros(3, 4, 4), 64)
+    assert [piece.module is norm for piece in pieces] == [True] * 3 and coverage == 1.0
+
+
 @pytest.mark.parametrize("elements", [16, 40, 10_000])
 @pytest.mark.parametrize("name", NORMS)
 def test_pieces_are_parts_whose_result_is_a_part(name: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
