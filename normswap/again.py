@@ -22,6 +22,7 @@ def merged(earlier: Report, later: Report, already: Sequence[Swap], order: Seque
     plan = Plan(
         tuple(sorted((*swaps.values(), *later.plan.swaps), key=lambda swap: place[swap.site.name])),
         (*later.plan.refused, *(refused for refused in earlier.plan.refused if refused.site.name in left & {*place})),
+        later.plan.gpu or earlier.plan.gpu,
     )
     model = earlier.model if later.model is None else later.model
     return replace(later, rows=tuple(rows), plan=plan, notes=notes_on(rows), model=model)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from normswap.plan import Plan
 from normswap.report import Report
 
 
@@ -49,6 +50,20 @@ def optimizers_of(model: nn.Module) -> list[str]:
     found = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)] if parameters else []
     held = [one for one in found if any(id(p) in parameters for group in one.param_groups for p in group["params"])]
     return sorted({type(one).__name__ for one in held})
+
+
+def gpu_of(model: nn.Module) -> str:
+    """The name of the GPU that ``model`` is on; "" where it is on none."""
+    place = next((t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"), None)
+    return "" if place is None else torch.cuda.get_device_name(place)
+
+
+def measured_elsewhere(plan: Plan, here: str) -> str:
+    """What to say where ``plan`` was chosen by what was measured on another GPU than ``here``; "" where it was not."""
+    if not here or plan.gpu in ("", here):
+        return ""
+    again = "measure again with normswap.optimize(normswap.revert(model), example_inputs, inplace=True)"
+    return f"normswap: what is swapped was chosen by its speed on {plan.gpu}, and this is {here}; {again}"
 
 
 def why_nothing(model: nn.Module, report: Report) -> str:

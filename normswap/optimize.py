@@ -109,7 +109,8 @@ def optimize(
 
 def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
     """Swap exactly the sites of ``plan`` in ``model`` - read back from JSON, say, or ``report(other).plan`` with what
-    was measured there - and return the result, a copy unless ``inplace``. Nothing is run: ``validate`` proves it.
+    was measured there - and return the result, a copy unless ``inplace``. Nothing is run: ``validate`` proves it. On
+    another GPU than that was measured on, a warning says so.
 
     Raises TypeError for a model or plan of another type, PlanError, which names the site, where the model's structure
     differs from the plan's, and NormswapError when a copy would not fit on the GPU; the model is then as it was.
@@ -127,6 +128,8 @@ def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
     except BaseException:
         journal.undo()
         raise
+    if told := hints.measured_elsewhere(plan, hints.gpu_of(target)):
+        warnings.warn(told, stacklevel=2)
     return target
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-PLAN_FORMAT = 2
-"""2: regions name the children called between their statements, which are looked at on every call."""
+PLAN_FORMAT = 3
+"""3: plans name the GPU of their choices. 2: regions name the children called between their statements, which are
+looked at on every call."""
 
 REGION = "region"
 """The kind of a site that holds norms among other things; the others are those of ``kinds``."""
@@ -223,16 +224,19 @@ class Refused:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is to be swapped in one model, and all that was refused, in module order."""
+    """All that is to be swapped in one model, and all that was refused, in module order; ``gpu`` is the name of the one
+    on which the swaps were chosen by their speed, "" where nothing was timed."""
 
     swaps: tuple[Swap, ...] = ()
     refused: tuple[Refused, ...] = ()
+    gpu: str = ""
 
     def to_json(self) -> str:
         """The plan as JSON text; ``Plan.from_json`` reads it back to an equal plan."""
         return json.dumps(
             {
                 "format": PLAN_FORMAT,
+                "gpu": self.gpu,
                 "swaps": [
                     {**_site_json(s.site), "kind": s.match.kind, "attributes": dict(s.match.attributes)}
                     for s in self.swaps
@@ -262,6 +266,7 @@ class Plan:
                 tuple(
                     Refused(_site_of(d), Refusal(d["kind"], Reason[d["reason"]], d["detail"])) for d in data["refused"]
                 ),
+                str(data["gpu"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(

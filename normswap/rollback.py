@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from normswap import apply as _apply
-from normswap import timing
+from normswap import hints, timing
 from normswap.plan import MismatchError, Plan, Reason, Refusal, Refused, Swap
 from normswap.validate import SiteProof
 
@@ -57,7 +57,8 @@ def put_back(model: nn.Module, found: Plan, decision: timing.Decision, journal: 
         journal.undo(name)
     journal.add(_apply.apply(model, trimmed))
     swaps = {swap.site.name: swap for swap in (*found.swaps, *trimmed.swaps)}
-    return _without(replace(found, swaps=tuple(swaps.values())), dict.fromkeys(decision.put_back, (Reason.SLOWER, "")))
+    left = replace(found, swaps=tuple(swaps.values()), gpu=hints.gpu_of(model))
+    return _without(left, dict.fromkeys(decision.put_back, (Reason.SLOWER, "")))
 
 
 def _without(found: Plan, why: Mapping[str, tuple[Reason, str]]) -> Plan:
@@ -68,4 +69,4 @@ def _without(found: Plan, why: Mapping[str, tuple[Reason, str]]) -> Plan:
         for swap in found.swaps
         if swap.site.name in why
     )
-    return Plan(kept, (*found.refused, *refused))
+    return replace(found, swaps=kept, refused=(*found.refused, *refused))

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from click.testing import CliRunner, Result
 from libraries import CASES
 from torch import nn
 
-from normswap.checkpoint import CheckpointError, build_model, convert, load, load_model, open_checkpoint, same_tensors
+from normswap import apply, hints, report
+from normswap.checkpoint import CheckpointError, build_model, convert, load_model, open_checkpoint, same_tensors
 from normswap.cli import main
 from normswap.modules import site_match
 
@@ -223,12 +225,20 @@ def test_every_file_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeyp
 def test_another_gpu_than_the_one_measured_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     convert("net.pt", "out", "zoo:net", device="cpu", validate="off")
     manifest = json.loads(Path("out/normswap.json").read_text())
-    manifest["proof"]["gpu"] = "NVIDIA H100"
+    assert manifest["plan"]["gpu"] == ""  # nothing was timed
+    manifest["plan"]["gpu"] = "NVIDIA H100"
     Path("out/normswap.json").write_text(json.dumps(manifest))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A10")
-    _, found = load.find_manifest(Path("out"))
-    with pytest.warns(UserWarning, match=r"chosen by its speed on NVIDIA H100, and this is NVIDIA A10; measure again"):
-        load._tell_of_another_gpu(found, torch.device("cuda"))
+    told = r"chosen by its speed on NVIDIA H100, and this is NVIDIA A10; measure again with normswap\.optimize"
+    for name in ("NVIDIA H100", ""):  # there, and where there is none
+        monkeypatch.setattr(hints, "gpu_of", lambda model, name=name: name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = load_model("out", trust_factory=True)
+    monkeypatch.setattr(hints, "gpu_of", lambda model: "NVIDIA A10")
+    with pytest.warns(UserWarning, match=told):
+        load_model("out", trust_factory=True)
+    with pytest.warns(UserWarning, match=told):
+        apply(built(), report(model).plan)
 
 
 # --- what runs ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from models import Every, randomised
 from torch import Tensor, nn
 
 import normswap
-from normswap import timing
+from normswap import hints, timing
 from normswap.plan import Plan, Reason
 from normswap.timing import decision
 from normswap.timing.choose import Waiting
@@ -95,6 +95,13 @@ def test_what_is_slower_is_put_back_and_the_rest_kept() -> None:
     again = normswap.apply(model, Plan.from_json(report.plan.to_json()))
     assert normswap.report(again).swapped == report.swapped
     assert "left alone: layer: not faster here" in str(normswap.report(again))
+
+
+def test_a_plan_says_on_which_gpu_its_choices_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "gpu_of", lambda model: "NVIDIA H200")
+    plan = normswap.report(optimized(blocks(), X, norms((30.0, 10.0), (10.0, 12.0)))).plan
+    assert plan.gpu == Plan.from_json(plan.to_json()).gpu == "NVIDIA H200"
+    assert normswap.report(normswap.optimize(blocks(), X)).plan.gpu == ""  # nothing could be timed
 
 
 @pytest.mark.parametrize(("least", "kept"), [(1.0, True), (1.9, True), (2.0, True), (2.1, False), (1e-6, True)])

@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "notebook": set(),
     "report": {"notebook", "plan"},
     "again": {"plan", "report"},
-    "hints": {"report"},
+    "hints": {"plan", "report"},
     "fold_convolution": {"reference", "modules", "forwards", "regions", "rules", "sites"},
     "fold": {"plan", "reference", "modules", "forwards", "rules", "sites", "fold_convolution"},
     "timing": {
@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "footprint": {"plan"},
     "arguments": {"hints", "validate"},
-    "rollback": {"apply", "plan", "timing", "validate"},
+    "rollback": {"apply", "hints", "plan", "timing", "validate"},
     "optimize": {
         "arguments",
         "rollback",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -58,7 +57,6 @@ def load_model(
             built = build_model(manifest.factory, manifest.kwargs) if model is None else model
             opened = filled(folded(built) if manifest.folded else built, found, manifest.dtype)
         opened = ready(opened, where)
-    _tell_of_another_gpu(manifest, where)
     return apply(opened, manifest.plan, inplace=True)
 
 
@@ -85,15 +83,6 @@ def _converted(
             yield open_checkpoint(main, key=manifest.key, strip_prefix=manifest.strip_prefix, allow_pickle=allow_pickle)
         finally:
             compare()
-
-
-def _tell_of_another_gpu(manifest: Manifest, where: torch.device) -> None:
-    measured = manifest.proof.get("gpu")
-    here = torch.cuda.get_device_name(where) if where.type == "cuda" else measured
-    if measured != here and measured is not None:
-        again = "measure again with normswap.optimize(normswap.revert(model), example_inputs, inplace=True)"
-        text = f"normswap: what is swapped was chosen by its speed on {measured}, and this is {here}; {again}"
-        warnings.warn(text, stacklevel=3)
 
 
 @dataclass(frozen=True)
