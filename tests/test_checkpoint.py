@@ -21,7 +21,7 @@ from normswap import checkpoint
 from normswap.checkpoint import CheckpointError, load_model, writing
 from normswap.checkpoint.tensors import same_tensors
 from normswap.modules import site_match
-from normswap.plan import MismatchError, NothingSwappedError, PlanError
+from normswap.plan import PLAN_FORMAT, MismatchError, NothingSwappedError, PlanError
 
 convert = functools.partial(checkpoint.convert, validate="off")  # its proof takes most of its time
 SUFFIXES = (".pt", ".pth", ".safetensors")
@@ -392,7 +392,7 @@ def test_changed_tensors_are_refused() -> None:
         ({"written": ["../net.pt"]}, "has no written"),
         ({"factory": 3}, "has no factory"),
         ({"plan": []}, "has no plan"),
-        ({"plan": {"format": 2, "swaps": [{}], "refused": []}}, "normswap.json: plan: not a normswap plan"),
+        ({"plan": {"format": PLAN_FORMAT, "swaps": [{}], "refused": []}}, "normswap.json: plan: not a normswap plan"),
     ],
 )
 def test_manifests_are_checked(change: dict[str, Any], message: str) -> None:
