@@ -60,6 +60,13 @@ def test_what_has_no_samples_is_compared_as_a_whole(monkeypatch: pytest.MonkeyPa
     assert (len(pieces), coverage) == (1, 1.0)
 
 
+def test_a_part_of_a_batch_has_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 4)
+    x = torch.zeros(6, 4)
+    pieces, _ = _pieces(Match("batch_norm"), nn.BatchNorm1d(4), x, 8)
+    assert [len(piece.cut(x)) for piece in pieces] == [2]
+
+
 def test_a_sample_that_fits_is_not_cut_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
     norm = nn.GroupNorm(2, 4)

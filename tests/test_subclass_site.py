@@ -13,6 +13,7 @@ from torch import nn
 
 import normswap
 from normswap import modules
+from normswap.plan import Reason
 
 
 class Flagged(nn.LayerNorm):
@@ -139,3 +140,9 @@ def test_a_forward_replaced_on_the_class_afterwards_is_called(monkeypatch: pytes
     swapped = normswap.optimize(module, x)
     monkeypatch.setattr(Flagged, "forward", lambda self, x: x + 1)
     assert torch.equal(swapped(x), x + 1)
+
+
+@pytest.mark.parametrize("base", (nn.InstanceNorm2d, nn.BatchNorm2d))
+def test_subclasses_of_norms_with_other_attributes_are_refused(base: type[nn.Module]) -> None:
+    (refused,) = normswap.plan(type("Own", (base,), {})(4)).refused
+    assert refused.refusal.reason is Reason.SUBCLASS and "only the exact type" in refused.refusal.detail
