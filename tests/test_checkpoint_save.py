@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from libraries import CASES
 from torch import nn
 
 import normswap
-from normswap.checkpoint import CheckpointError, build_model, open_checkpoint, same_tensors, verify
+from normswap.checkpoint import CheckpointError, build_model, convert, open_checkpoint, same_tensors, verify
 from normswap.modules import site_match
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -61,6 +62,41 @@ def test_saved_and_opened(folder: Path, out: str) -> None:
         normswap.load_model(out, trust_factory=True)
     given = build_model("zoo:net")
     assert normswap.load_model(out, model=given) is given and torch.equal(given(X), fast(X))
+
+
+KINDS = """
+from torch import nn
+from torch.nn import functional as F
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.group = nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        return F.silu(self.group(F.relu(self.bn(self.conv(x)) + x)))
+
+def build():
+    return nn.Sequential(Block(), nn.InstanceNorm2d(8, affine=True), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+"""
+
+
+def test_regions_and_batch_norms_behind_convolutions_convert_fold_and_reload(folder: Path) -> None:
+    (folder / "norm_kinds.py").write_text(KINDS)
+    model, x = randomized(build_model("norm_kinds:build")).eval(), torch.randn(2, 8, 6, 6)
+    torch.save(model.state_dict(), "in.pt")
+    report = convert("in.pt", "out", "norm_kinds:build", inputs=x, device="cpu")
+    kinds = {row["name"]: row["kind"] for row in report.rows if row["swapped"]}
+    assert kinds == {"": "region", "0": "region", "0.group": "group_norm", "1": "instance_norm"}
+    opened = normswap.load_model("out", trust_factory=True)
+    assert swapped_names(opened) == {*kinds} and same_tensors(opened.state_dict(), model.state_dict())
+    torch.testing.assert_close(opened(x), model(x))
+    convert("in.pt", "folded.pt", "norm_kinds:build", inputs=x, device="cpu", fold=True)
+    plain = normswap.load_model("folded.pt", trust_factory=True)
+    assert not swapped_names(plain) and not [m for m in plain.modules() if isinstance(m, nn.BatchNorm2d)]
+    torch.testing.assert_close(plain(x), model(x), atol=1e-5, rtol=1e-4)
+    sys.modules.pop("norm_kinds")
 
 
 def test_a_model_of_transformers_opens_by_itself(folder: Path) -> None:
