@@ -133,7 +133,7 @@ def test_a_block_is_swapped_and_proved(dtype: torch.dtype, memory_format: torch.
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             ours = fast(x)
     # One of the two in each region: the norm behind the convolution, or the norm folded into it.
-    assert sum("batch_norm_rows" in event.name or "fold_rows" in event.name for event in seen.events()) == 3
+    assert sum("BatchNormEval" in event.name or "fold_rows" in event.name for event in seen.events()) == 3
     torch.testing.assert_close(ours, model(x), rtol=2e-2, atol=2e-2 * float(ours.abs().max()))
     fast.train()
     model.train()
@@ -149,7 +149,7 @@ def test_a_norm_that_ends_in_an_activation_is_proved(dtype: torch.dtype) -> None
     assert [row["status"] for row in normswap.report(fast).rows] == ["proved"] * 3
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         ours = fast(x)
-    assert sum("batch_norm_rows" in event.name for event in seen.events()) == 3
+    assert sum("BatchNormEval" in event.name for event in seen.events()) == 3
     torch.testing.assert_close(ours, model(x), rtol=2e-2, atol=2e-2)
 
 
