@@ -234,7 +234,9 @@ def test_the_tree_depends_on_the_shape_alone() -> None:
 
 
 COLUMNS = [*SIZES, *((16, 320, n, 32) for n in (256, 1024, 4096)), (64, 64, 12544, 32), (2, 4100, 25, 1), (3, 24, 5, 2)]
+KEPT = ((4, 4, 4), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # bytes of an element of x, of dy, and of dy behind an activation
 CUT = (
+    "threads",
     "vec",
     "width",
     "lanes",
@@ -251,8 +253,9 @@ CUT = (
 
 def test_plans_of_columns_cover_every_element_once_and_fit() -> None:
     ways = set()
-    for sizes, gpu, (item, grad), regime in itertools.product(COLUMNS, GPUS, ((4, 4), (2, 2), (2, 4)), (0, 5)):
-        p = launch_plans.group_backward_plan(*sizes, item, grad, regime=regime, channels_last=True, **gpu)
+    for sizes, gpu, (item, grad, kept), regime in itertools.product(COLUMNS, GPUS, KEPT, (0, 5)):
+        of = {"regime": regime, "channels_last": True, "kept_itemsize": kept, **gpu}
+        p = launch_plans.group_backward_plan(*sizes, item, grad, **of)
         batch, channels, spatial, groups = sizes
         if p is None:
             assert channels // groups > 256
@@ -260,8 +263,9 @@ def test_plans_of_columns_cover_every_element_once_and_fit() -> None:
         assert channels % p["vec"] == 0 and p["width"] % p["vec"] == 0 and p["width"] % (channels // groups) == 0
         assert p["strips"] * p["width"] >= channels > (p["strips"] - 1) * p["width"]
         assert p["lanes"] * p["vec"] == p["width"] and p["slabs"] == batch * p["strips"]
-        assert p["side"] == (8 * (32 // p["lanes"]) if p["lanes"] <= 32 else 256 // p["lanes"])
-        assert p["sum_rows"] == (8 if p["lanes"] <= 32 else p["side"])
+        warps = p["threads"] // 32
+        assert p["side"] == (warps * (32 // p["lanes"]) if p["lanes"] <= 32 else p["threads"] // p["lanes"])
+        assert p["sum_rows"] == (warps if p["lanes"] <= 32 else p["side"])
         rows = max(1, 32 // p["lanes"])  # of a warp
         assert p["half_rows"] < rows <= max(1, 2 * p["half_rows"])
         assert p["piece_rows"] == p["side"] * p["thread_rows"]
@@ -269,8 +273,11 @@ def test_plans_of_columns_cover_every_element_once_and_fit() -> None:
         assert p["shared"] <= gpu["shared"]
         ways.add((p["held_bytes"] > 0, p["pieces"] > 1))
         if p["held_bytes"]:
-            assert regime == 0 and p["pieces"] <= (8 if gpu["clusters"] else 1) and p["thread_rows"] <= 16
-            assert p["held_bytes"] == 256 * p["thread_rows"] * p["vec"] * (item + grad)
+            items = p["slabs"] * p["pieces"]
+            assert regime == 0 and p["pieces"] <= (4 if gpu["clusters"] else 1) and p["thread_rows"] <= 16
+            at_once = (gpu["shared"] + 1024) // (p["shared"] + 1024) * gpu["multiprocessors"]
+            assert p["blocks"] == items if p["pieces"] > 1 else p["blocks"] <= min(items, at_once)
+            assert p["held_bytes"] == p["threads"] * p["thread_rows"] * p["vec"] * (item + kept)
         else:
             pieces = p["slabs"] * p["pieces"]
             assert p["pieces"] <= p["lag"] <= pieces and p["blocks"] == 2 * gpu["multiprocessors"]

@@ -289,6 +289,7 @@ struct ChannelAffine {
 template <class T, int V, Source From, class Run>
 __device__ inline void with_activation(const ActivationArgs& activation, Run run) {
   if (From != Source::group || activation.code == Activation::none) return run([](const Pack<T, V>& y) { return y; });
+  if (activation.code == Activation::relu) return run([](const Pack<T, V>& y) { return relu(y); });
   run([=](const Pack<T, V>& y) { return activated(y, activation); });
 }
 

@@ -52,6 +52,74 @@ __device__ inline void hand_on_piece(const ColumnArgs& a, const Column<V>& at, i
   with_parts<V, From>(a, [&](auto n) { hand_on<decltype(n)::value>(a, at, count, sizes, wait, vector, sums); });
 }
 
+// `count` of the thread's vectors in shared memory, normalised, with what stands behind: the first belongs at `offset`. Those
+// of the residual are on their way some at a time. All tensors lie at multiples of 16 bytes.
+template <class T, class Y, int V, Source From>
+__device__ inline void store_staged_behind(const ColumnArgs& a, const ChannelAffine<T, V, From>& affine,
+                                           const Pack<T, V>* stage, int64_t offset, int count) {
+  constexpr int per = 16 / static_cast<int>(sizeof(Y)), parts = V / per, some = parts > 1 ? 1 : 2;
+  using Part = Pack<Y, per>;
+  const Y* residual = static_cast<const Y*>(a.n.behind.residual);
+  residual = residual == nullptr ? nullptr : residual + offset;
+  Y* y = static_cast<Y*>(a.n.behind.y) + offset;
+  with_activation<Y, per, From>(a.n.activation, [&](auto activate) {
+#pragma unroll 1
+    for (int i = 0; i < count; i += some, y += some * a.step) {
+      Part more[some][parts];
+      if (residual != nullptr) {
+#pragma unroll
+        for (int k = 0; k < some * parts; ++k) {
+          const int vector = k / parts, part = k % parts;
+          if (i + vector < count) more[vector][part] = Part::load(residual + (i + vector) * a.step + part * per);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < some; ++k) {
+        if (i + k >= count) break;
+        float out[V];
+        affine.of(Pack<T, V>::load(stage[(i + k) * a.threads].v), out);
+#pragma unroll
+        for (int part = 0; part < parts; ++part) {
+          float values[per];
+#pragma unroll
+          for (int j = 0; j < per; ++j) values[j] = out[part * per + j];
+          Part norm = Part::of(values);
+          if (residual != nullptr) norm = added(norm, more[k][part]);
+          activate(norm).store(y + k * a.step + part * per);
+        }
+      }
+    }
+  });
+}
+
+// The thread's vectors of a piece in shared memory, normalised.
+template <class T, int V, Source From>
+__device__ inline void store_staged(const ColumnArgs& a, const ChannelAffine<T, V, From>& affine, const Pack<T, V>* stage,
+                                    const Piece& at) {
+  const GroupOptions& behind = a.n.behind;
+  if constexpr (From == Source::group && V > 1) {
+    const uintptr_t addresses = reinterpret_cast<uintptr_t>(behind.residual) | reinterpret_cast<uintptr_t>(behind.y);
+    if (behind.any && addresses % 16 == 0) {
+      if (behind.wide) return store_staged_behind<T, float>(a, affine, stage, at.offset, at.count);
+      return store_staged_behind<T, T>(a, affine, stage, at.offset, at.count);
+    }
+  }
+  if (From == Source::group && behind.any) {
+#pragma unroll 1
+    for (int i = 0; i < at.count; ++i) {
+      affine.apply(a, Pack<T, V>::load(stage[i * a.threads].v), at.offset + i * a.step);
+    }
+    return;
+  }
+  T* y = static_cast<T*>(a.n.y) + at.offset;
+  with_activation<T, V, From>(a.n.activation, [&](auto activate) {
+#pragma unroll kBlockUnroll
+    for (int i = 0; i < at.count; ++i, y += a.step) {
+      activate(affine.of(Pack<T, V>::load(stage[i * a.threads].v))).store(y);
+    }
+  });
+}
+
 template <class T, int V, Source From>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
@@ -96,20 +164,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   __syncthreads();
   if (at.count == 0) return;
   const ChannelAffine<T, V, From> affine(parameters, column.channel);
-  if (From == Source::group && args.n.behind.any) {
-#pragma unroll 1
-    for (int i = 0; i < at.count; ++i) {
-      affine.apply(args, Pack<T, V>::load(stage[i * args.threads].v), at.offset + i * args.step);
-    }
-    return;
-  }
-  T* y = static_cast<T*>(args.n.y) + at.offset;
-  with_activation<T, V, From>(args.n.activation, [&](auto activate) {
-#pragma unroll kBlockUnroll
-    for (int i = 0; i < at.count; ++i, y += args.step) {
-      activate(affine.of(Pack<T, V>::load(stage[i * args.threads].v))).store(y);
-    }
-  });
+  store_staged(args, affine, stage, at);
 }
 
 // A block takes piece after piece; the next one's loads are under way while the statistics of one are united.

@@ -46,11 +46,39 @@ __device__ inline Pack<T, V> each_rounded(const Pack<T, V>& pack, Of of) {
   return Pack<T, V>::of(out);
 }
 
+// NaN stays. Words at a time.
+template <class T>
+__device__ inline unsigned relu_word(unsigned word) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(word) : "r"(0u));
+  } else if constexpr (sizeof(T) == 2) {
+    asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(word) : "r"(0u));
+  } else {
+    asm("max.NaN.f32 %0, %0, %1;" : "+r"(word) : "r"(0u));
+  }
+  return word;
+}
+
+template <class T, int V>
+__device__ inline Pack<T, V> relu(const Pack<T, V>& pack) {
+  Pack<T, V> out;
+  if constexpr (sizeof(pack) % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(pack) / 4); ++i) {
+      reinterpret_cast<unsigned*>(&out)[i] = relu_word<T>(reinterpret_cast<const unsigned*>(&pack)[i]);
+    }
+  } else {
+    const unsigned word = relu_word<T>(reinterpret_cast<const unsigned short&>(pack));
+    reinterpret_cast<unsigned short&>(out) = static_cast<unsigned short>(word);
+  }
+  return out;
+}
+
 // Not inlined: the formulas are long and used in many places, where they would cost registers too.
 template <class T, int V>
 __device__ __noinline__ Pack<T, V> activated_vector(Pack<T, V> pack, ActivationArgs a) {
   switch (a.code) {
-    case Activation::relu: return each_rounded(pack, [](float x) { return x < 0.f ? 0.f : x; });  // NaN stays
+    case Activation::relu: return relu(pack);
     case Activation::silu: return each_rounded(pack, silu<T>);
     case Activation::gelu: return each_rounded(pack, gelu);
     case Activation::gelu_tanh: return each_rounded(pack, gelu_tanh);
@@ -63,10 +91,11 @@ __device__ __noinline__ Pack<T, V> activated_vector(Pack<T, V> pack, ActivationA
   }
 }
 
-// Of these only SiLU in 16 bits is short enough to be inlined.
+// Of these only ReLU, and SiLU in 16 bits, are short enough to be inlined.
 template <class T, int V>
 __device__ inline Pack<T, V> activated(const Pack<T, V>& pack, const ActivationArgs& activation) {
   if (activation.code == Activation::none) return pack;
+  if (activation.code == Activation::relu) return relu(pack);
   if (sizeof(T) == 2 && activation.code == Activation::silu) return each_rounded(pack, silu<T>);
   return activated_vector(pack, activation);
 }

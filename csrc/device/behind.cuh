@@ -6,6 +6,15 @@
 namespace normswap {
 namespace {
 
+// The sum as rounded to Y.
+template <class Y, int N>
+__device__ inline Pack<Y, N> added(const Pack<Y, N>& a, const Pack<Y, N>& b) {
+  float sums[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) sums[j] = __fadd_rn(to_float(a.v[j]), to_float(b.v[j]));
+  return Pack<Y, N>::of(sums);
+}
+
 // The first `count` of N values of the norm, as rounded to y's dtype, to `y`; `residual` may be null. Not inlined: this
 // is rare, and in many places.
 template <class Y, int N>
@@ -22,10 +31,7 @@ __device__ __noinline__ void store_behind(Pack<Y, N> norm, const Y* residual, Y*
         if (j < count) other.v[j] = residual[j];
       }
     }
-    float sums[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) sums[j] = __fadd_rn(to_float(norm.v[j]), to_float(other.v[j]));
-    norm = Pack<Y, N>::of(sums);
+    norm = added(norm, other);
   }
   norm = activated(norm, activation);
   if (whole) {

@@ -1,5 +1,6 @@
 // The backward of group_norm on CUDA tensors: checks, plan, workspace, launch.
 #include "abi/tensors.h"
+#include "plan/make_group_backward_plan.h"
 
 namespace normswap {
 namespace {
@@ -22,21 +23,15 @@ void* like(const OptionalTensor& t, const Tensor& other) {
   return const_cast<void*>(t->const_data_ptr());
 }
 
-cudaError_t launch_lines(const GroupBackward& n, const GroupBackwardPlan& plan, bool overlap, cudaStream_t stream) {
-  switch (n.dtype) {
-    case DType::f32: return group_backward_f32(n, plan, overlap, stream);
-    case DType::f16: return group_backward_f16(n, plan, overlap, stream);
-    default: return group_backward_bf16(n, plan, overlap, stream);
-  }
-}
-
-cudaError_t launch_columns(const GroupBackward& n, const GroupColumnsPlan& plan, bool overlap, cudaStream_t stream) {
-  switch (n.dtype) {
-    case DType::f32: return group_columns_f32(n, plan, overlap, stream);
-    case DType::f16: return group_columns_f16(n, plan, overlap, stream);
-    default: return group_columns_bf16(n, plan, overlap, stream);
-  }
-}
+// By the input's dtype.
+template <class Plan>
+struct Launches {
+  cudaError_t (*f32)(const GroupBackward&, const Plan&, bool, cudaStream_t);
+  cudaError_t (*f16)(const GroupBackward&, const Plan&, bool, cudaStream_t);
+  cudaError_t (*bf16)(const GroupBackward&, const Plan&, bool, cudaStream_t);
+};
+constexpr Launches<GroupBackwardPlan> kLines{group_backward_f32, group_backward_f16, group_backward_bf16};
+constexpr Launches<GroupColumnsPlan> kColumns{group_columns_f32, group_columns_f16, group_columns_bf16};
 
 // What lies over all elements, in one layout.
 struct Elements {
@@ -61,26 +56,29 @@ struct Elements {
   }
 };
 
-void run_lines(GroupBackward n, const Elements& e, Regime regime) {
+template <class Plan>
+cudaError_t launched(const Launches<Plan>& by, GroupBackward n, const Plan& plan, int64_t workspace_bytes,
+                     const Elements& e, const Gpu& gpu) {
+  e.put_into(n);
+  const Tensor workspace = scratch(e.input, workspace_bytes);
+  n.workspace = workspace.mutable_data_ptr();
+  const auto launch = n.dtype == DType::f32 ? by.f32 : n.dtype == DType::f16 ? by.f16 : by.bf16;
+  return launch(n, plan, gpu.overlap, stream_of(e.input));
+}
+
+void run_lines(const GroupBackward& n, const Elements& e, Regime regime) {
   const Gpu gpu = gpu_of(e.input.get_device_index());
   GroupBackwardPlan plan;
   STD_TORCH_CHECK(make_group_backward_plan(n.sizes, gpu, regime, &plan), kOp, ": these groups cannot be done in regime ",
                   static_cast<int>(regime));
-  e.put_into(n);
-  const Tensor workspace = scratch(e.input, group_backward_workspace(plan, n.sizes));
-  n.workspace = workspace.mutable_data_ptr();
-  check_launch(launch_lines(n, plan, gpu.overlap, stream_of(e.input)));
+  check_launch(launched(kLines, n, plan, group_backward_workspace(plan, n.sizes), e, gpu));
 }
 
-void run_channels_last(GroupBackward n, const Elements& e, Regime regime) {
+void run_channels_last(const GroupBackward& n, const Elements& e, Regime regime) {
   const Gpu gpu = gpu_of(e.input.get_device_index());
   GroupColumnsPlan plan;
   if (make_group_columns_plan(n.sizes, gpu, regime, &plan)) {
-    e.put_into(n);
-    const Tensor workspace = scratch(e.input, group_columns_workspace(plan, n.sizes));
-    n.workspace = workspace.mutable_data_ptr();
-    check_launch(launch_columns(n, plan, gpu.overlap, stream_of(e.input)));
-    return;
+    return check_launch(launched(kColumns, n, plan, group_columns_workspace(plan, n.sizes), e, gpu));
   }
   // Groups too wide for a block: by way of the other layout.
   const Elements other = e.contiguous();
@@ -113,8 +111,10 @@ void run_backward(const Tensor& grad, const Tensor& input, const OptionalTensor&
   n.dbias = channels_of(grad_bias, channels);
   n.mean = mean;
   n.rstd = rstd;
+  const int grad_itemsize = static_cast<int>(itemsize(n.grad_dtype));
+  const bool as_dy = activation.code == Activation::none || activation.code == Activation::relu;
   n.sizes = {batch, channels, input.numel() / (batch * channels), num_groups, static_cast<int>(itemsize(n.dtype)),
-             static_cast<int>(itemsize(n.grad_dtype))};
+             grad_itemsize, as_dy ? grad_itemsize : 4};
   STD_TORCH_CHECK(n.sizes.spatial < (int64_t{1} << 31) && channels < (int64_t{1} << 31), kOp,
                   ": there must be fewer than 2^31 channels, of fewer than 2^31 elements each");
   const Elements elements{on_boundary(grad), on_boundary(input), on_boundary(residual), grad_input, grad_residual};
@@ -171,10 +171,10 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 // line_pieces, group_pieces, groups, block_pieces, cluster, block_lines, block_elements, threads, shared, lag, grid,
 // workspace bytes) into out. Returns 0 when it cannot be done in that regime.
 extern "C" __attribute__((visibility("default"))) int normswap_group_backward_plan(
-    int64_t batch, int64_t channels, int64_t spatial, int64_t num_groups, int itemsize, int grad_itemsize, int clusters,
-    int shared, int multiprocessors, int regime, int64_t* out) {
+    int64_t batch, int64_t channels, int64_t spatial, int64_t num_groups, int itemsize, int grad_itemsize, int kept_itemsize,
+    int clusters, int shared, int multiprocessors, int regime, int64_t* out) {
   const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, multiprocessors, multiprocessors > 0};
-  const normswap::GroupSizes s{batch, channels, spatial, num_groups, itemsize, grad_itemsize};
+  const normswap::GroupSizes s{batch, channels, spatial, num_groups, itemsize, grad_itemsize, kept_itemsize};
   normswap::GroupBackwardPlan p;
   if (!normswap::make_group_backward_plan(s, gpu, static_cast<normswap::Regime>(regime), &p)) return 0;
   const int64_t values[] = {p.held,         p.vec,    p.lanes,       p.each,           p.units,   p.piece_lines, p.piece_units,
@@ -186,17 +186,17 @@ extern "C" __attribute__((visibility("default"))) int normswap_group_backward_pl
 }
 
 // The same of a channels_last one: (vec, width, lanes, side, half_rows, sum_rows, thread_rows, piece_rows, strips, slabs,
-// pieces, bunches, held_bytes, lag, shared, blocks, workspace bytes).
+// pieces, bunches, held_bytes, lag, shared, blocks, workspace bytes, threads).
 extern "C" __attribute__((visibility("default"))) int normswap_group_columns_plan(
-    int64_t batch, int64_t channels, int64_t spatial, int64_t num_groups, int itemsize, int grad_itemsize, int clusters,
-    int shared, int multiprocessors, int regime, int64_t* out) {
+    int64_t batch, int64_t channels, int64_t spatial, int64_t num_groups, int itemsize, int grad_itemsize, int kept_itemsize,
+    int clusters, int shared, int multiprocessors, int regime, int64_t* out) {
   const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, multiprocessors, multiprocessors > 0};
-  const normswap::GroupSizes s{batch, channels, spatial, num_groups, itemsize, grad_itemsize};
+  const normswap::GroupSizes s{batch, channels, spatial, num_groups, itemsize, grad_itemsize, kept_itemsize};
   normswap::GroupColumnsPlan p;
   if (!normswap::make_group_columns_plan(s, gpu, static_cast<normswap::Regime>(regime), &p)) return 0;
   const int64_t values[] = {p.vec,     p.width,   p.lanes,      p.side, p.half_rows, p.sum_rows, p.thread_rows, p.piece_rows,
                             p.strips,  p.slabs,   p.pieces,     p.bunches, p.held_bytes, p.lag,  p.shared,      p.blocks,
-                            normswap::group_columns_workspace(p, s)};
+                            normswap::group_columns_workspace(p, s), p.threads};
   for (const int64_t value : values) *out++ = value;
   return 1;
 }

@@ -98,6 +98,46 @@ struct ResidualHere {
   __device__ const Raw<D, V>& operator()() const { return vector; }
 };
 
+// Each rounded to D; 16-bit ones in pairs.
+template <class D, int V>
+__device__ inline void round_each(float (&v)[V]) {
+  if constexpr (sizeof(D) == 2 && V % 2 == 0) {
+#pragma unroll
+    for (int j = 0; j < V; j += 2) {
+      const unsigned pair = pair_bits<D>(v[j], v[j + 1]);
+      if constexpr (std::is_same_v<D, __half>) {
+        const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+        v[j] = both.x, v[j + 1] = both.y;
+      } else {
+        v[j] = __uint_as_float(pair << 16), v[j + 1] = __uint_as_float(pair & 0xffff0000u);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[j] = rounded<D>(v[j]);
+  }
+}
+
+// The largest that is 0 when rounded to D.
+template <class D>
+constexpr float kRoundsToZero = std::is_same_v<D, __half> ? 0x1p-25f : sizeof(D) == 2 ? 0x1p-134f : 0.f;
+
+// As through_activation, of z before it is rounded: a sum of rounded values is 0 only if it is exactly.
+template <class D, int V, class Residual>
+__device__ inline void through_relu(const GroupBackward& n, Residual residual, float (&z)[V], float (&g)[V]) {
+  float most = kRoundsToZero<D>;
+  if (n.residual != nullptr) {
+    float r[V];
+    residual().floats(r);
+    round_each<D>(z);
+#pragma unroll
+    for (int j = 0; j < V; ++j) z[j] = __fadd_rn(z[j], r[j]);
+    most = 0.f;
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) g[j] = z[j] <= most ? 0.f : g[j];
+}
+
 // g of a vector: dy at first. `d`: x - mean. residual(): the vector of it, asked for where there is one. D: dtype of y and
 // dy.
 template <class D, Behind B = Behind::any, int V, class Residual>
@@ -106,14 +146,17 @@ __device__ inline void through_activation(const GroupBackward& n, Residual resid
   if (B == Behind::any && n.activation.code == Activation::none) return;
   float z[V];
 #pragma unroll
-  for (int j = 0; j < V; ++j) z[j] = rounded<D>(fmaf(d[j], gain[j], bias[j]));
+  for (int j = 0; j < V; ++j) z[j] = fmaf(d[j], gain[j], bias[j]);
+  if (B == Behind::relu || n.activation.code == Activation::relu) return through_relu<D>(n, residual, z, g);
+  round_each<D>(z);
   if (n.residual != nullptr) {
     float r[V];
     residual().floats(r);
 #pragma unroll
-    for (int j = 0; j < V; ++j) z[j] = rounded<D>(__fadd_rn(z[j], r[j]));
+    for (int j = 0; j < V; ++j) z[j] = __fadd_rn(z[j], r[j]);
+    round_each<D>(z);
   }
-  times_slope<D>(B == Behind::relu ? ActivationArgs{Activation::relu} : n.activation, z, g);
+  times_slope<D>(n.activation, z, g);
 }
 
 // What a group's elements need of its sums.

@@ -1,5 +1,5 @@
-// The backward of group_norm of channels_last tensors. A slab is a strip of whole groups of a sample; blocks take pieces of
-// its rows, for their sums and later for the gradients (see group_backward.cuh). A slab of one piece is done at once.
+// The backward of group_norm of channels_last tensors: the sums of a piece, the gradients of one, and the kernel whose blocks
+// take pieces for the one and later for the other. A slab of one piece is done at once.
 #pragma once
 
 #include "group_backward/group_backward_strips.cuh"
@@ -11,6 +11,7 @@ __device__ inline void load_line_values(const ColumnsArgs& a, const SlabPiece& o
   for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
     const LineValues line = line_values(a.n, of.group(a, c), of.channel + c);
     shared.mean[c] = line.mean;
+    shared.rstd[c] = line.rstd;
     shared.gain[c] = line.gain;
     shared.bias[c] = line.bias;
   }
@@ -27,7 +28,7 @@ __device__ inline void piece_sums(const ColumnsArgs& a, const SlabPiece& of, con
   const ColumnSlopes<D, V, B> slopes(vectors, shared);
   vectors.template for_each<false>([&](const float (&x)[V], float (&g)[V], const typename Vectors::Residual& residual, int64_t) {
     slopes.apply(a.n, residual, x, g);
-    if constexpr (B != Behind::nothing) vectors.keep(g);
+    if constexpr (Vectors::Keeps && B != Behind::nothing) vectors.keep(g);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       sums[j] = __fadd_rn(sums[j], g[j]);
@@ -71,7 +72,7 @@ __device__ inline void piece_gradients(const ColumnsArgs& a, const ColumnsShared
   vectors.values_of(shared.of_x, of_x);
   vectors.values_of(shared.constant, constant);
   vectors.template for_each<true>([&](const float (&x)[V], float (&g)[V], const typename Vectors::Residual& residual, int64_t at) {
-    if (!vectors.keeps()) slopes.apply(a.n, residual, x, g);
+    if constexpr (!Vectors::Keeps) slopes.apply(a.n, residual, x, g);
     if (a.n.dresidual != nullptr) Raw<D, V>::template store<true>(static_cast<D*>(a.n.dresidual) + at, g);
     if (a.n.dx == nullptr) return;
 #pragma unroll
@@ -93,10 +94,7 @@ __device__ inline void unite_rows(const ColumnsArgs& a, const SlabPiece& of, con
 }
 
 __device__ inline void write_sums(const SlabPiece& of, const ColumnsShared& shared, float2* to) {
-  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
-    to[c] = shared.sums[c];
-    __threadfence();
-  }
+  for (int c = threadIdx.x; c < of.width; c += blockDim.x) to[c] = shared.sums[c];
 }
 
 // True in the block that has the sums of the slab, in shared.sums, from its pieces': the last of them.
@@ -115,34 +113,46 @@ __device__ inline bool unite_slab(const ColumnsArgs& a, const SlabPiece& of, con
   return true;
 }
 
-// What the sums of a slab are for: those of the `lines`, and take(group, its first channel of the strip, what its elements
-// need of its sums), which a warp calls. The block calls.
+// What the sums of a slab are for: those of the `lines`, and take(group, its first channel of the strip, lane of the run that
+// has it, what its elements need of its sums). The block calls.
 template <class Take>
 __device__ inline void finish_slab(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared, bool lines,
                                    Take take) {
   if (lines && a.line_sums != nullptr) {
     for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
       const float2 sums = shared.sums[c];
-      const float rstd = a.n.rstd[of.group(a, c)];
-      a.line_sums[of.sample * a.n.sizes.channels + of.channel + c] = {sums.x, __fmul_rn(sums.y, rstd)};
+      a.line_sums[of.sample * a.n.sizes.channels + of.channel + c] = {sums.x, __fmul_rn(sums.y, shared.rstd[c])};
     }
   }
   if (!a.gradients) return;
-  const int warps = static_cast<int>(blockDim.x) / 32;
-  for (int g = static_cast<int>(threadIdx.x) / 32; g < of.width / a.group_width; g += warps) {
-    const int first = g * a.group_width;
-    const float2 sums = warp_sums(a.group_width, [&](int i) {
+  // A run of lanes for a group, as many side by side as there are.
+  const int lane = static_cast<int>(threadIdx.x) & (a.run - 1), side = static_cast<int>(blockDim.x) / a.run;
+  const int groups = of.width / a.group_width, warp = static_cast<int>(threadIdx.x) / 32 * 32 / a.run;
+  for (int some = 0; some + warp < groups; some += side) {
+    const int group = some + static_cast<int>(threadIdx.x) / a.run, first = min(group, groups - 1) * a.group_width;
+    float2 sums{0.f, 0.f};
+    for (int i = lane; i < a.group_width; i += a.run) {
       const float gain = shared.gain[first + i];
-      return float2{__fmul_rn(shared.sums[first + i].x, gain), __fmul_rn(shared.sums[first + i].y, gain)};
-    });
-    const int64_t group = of.group(a, first);
-    take(group, first, GroupValues::of(sums, a.n.mean[group], a.n.rstd[group], a.reciprocal));
+      sums = plus(sums, {__fmul_rn(shared.sums[first + i].x, gain), __fmul_rn(shared.sums[first + i].y, gain)});
+    }
+    const GroupValues values = GroupValues::of(run_sums(sums, a.run), shared.mean[first], shared.rstd[first], a.reciprocal);
+    if (group < groups) take(of.group(a, first), first, lane, values);
   }
   __syncthreads();
 }
 
+// For the block's own elements.
+__device__ inline auto keep_values(const ColumnsArgs& a, const ColumnsShared& shared) {
+  return [&](int64_t, int first, int lane, const GroupValues& values) {
+    for (int i = lane; i < a.group_width; i += a.run) {
+      shared.of_x[first + i] = values.of_x;
+      shared.constant[first + i] = values.constant;
+    }
+  };
+}
+
 template <class T, class D, int V, Behind B>
-__global__ void __launch_bounds__(kPassingThreads, kPassingBlocks) group_columns(const ColumnsArgs args) {
+__global__ void __launch_bounds__(kSlabThreads, kSlabBlocks) group_columns(const ColumnsArgs args) {
   extern __shared__ __align__(16) char memory[];
   __shared__ int heard;
   const ColumnsShared shared(args, reinterpret_cast<float*>(memory));
@@ -168,14 +178,6 @@ __global__ void __launch_bounds__(kPassingThreads, kPassingBlocks) group_columns
   while (ticket < args.tickets) {
     const Turn turn = turn_of(ticket);
     const SlabPiece of(args, turn);
-    const auto load_values = [&] {
-      for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
-        const float2 values = __ldcg(args.values + of.group(args, c));
-        shared.of_x[c] = values.x;
-        shared.constant[c] = values.y;
-      }
-      __syncthreads();
-    };
     const auto go_on = [&] {
       ticket = tickets.hear();
       begin(ticket);
@@ -185,7 +187,12 @@ __global__ void __launch_bounds__(kPassingThreads, kPassingBlocks) group_columns
     load_line_values(args, of, shared);
     if (turn.gradients) {
       wait_until_ready(args.ready + of.slab);
-      load_values();
+      for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+        const float2 values = __ldcg(args.values + of.group(args, c));
+        shared.of_x[c] = values.x;
+        shared.constant[c] = values.y;
+      }
+      __syncthreads();
       piece_gradients<B>(args, shared, vectors);
       go_on();
       continue;
@@ -196,18 +203,15 @@ __global__ void __launch_bounds__(kPassingThreads, kPassingBlocks) group_columns
       if (!gradients_now) go_on();
     });
     if (!unite_slab(args, of, shared)) continue;
-    finish_slab(args, of, shared, true, [&](int64_t group, int, const GroupValues& values) {
-      if (threadIdx.x % 32 > 0) return;
-      args.values[group] = {values.of_x, values.constant};
-      __threadfence();
-    });
-    if (!args.gradients) continue;
-    if (!at_once) {
-      if (threadIdx.x == 0) set_ready(args.ready + of.slab);
+    if (!gradients_now) {
+      finish_slab(args, of, shared, true, [&](int64_t group, int, int lane, const GroupValues& values) {
+        if (lane == 0) args.values[group] = {values.of_x, values.constant};
+      });
+      if (args.gradients && threadIdx.x == 0) set_ready(args.ready + of.slab);
       continue;
     }
+    finish_slab(args, of, shared, true, keep_values(args, shared));
     vectors.template begin<true, true>(of);
-    load_values();
     piece_gradients<B>(args, shared, vectors);
     go_on();
   }

@@ -1,6 +1,5 @@
 // The backward of group_norm of channels_last tensors where a block, or a cluster, holds a slab: x and dy are read once.
-// A block has a piece. Every vector lies in shared memory where the thread that works on it had it copied to. Sums are
-// added as in passing.
+// Every vector lies in shared memory where the thread that works on it had it copied to. Sums are added as in passing.
 #pragma once
 
 #include "group_backward/group_backward_columns.cuh"
@@ -8,7 +7,8 @@
 namespace normswap {
 namespace {
 
-// A thread's vectors of the piece that its block holds, and some of the residual in registers.
+// A thread's vectors of the piece that its block holds, and some of the residual in registers. Those of the block's next
+// piece are on their way to the same places as soon as the gradients of these are stored.
 template <class T_, class D_, int V, Behind B>
 struct HeldColumns : ColumnPlace<V> {
   using T = T_;
@@ -16,37 +16,35 @@ struct HeldColumns : ColumnPlace<V> {
   using Place = ColumnPlace<V>;
   using Residual = ResidualHere<D, V>;
   using Place::a, Place::at, Place::left, Place::step;
-  static constexpr int OfX = Raw<T, V>::words, Words = OfX + Raw<D, V>::words, Step = Words * kPassingThreads;
+  using Kept = std::conditional_t<B == Behind::any, float, D>;  // g: dy or 0 behind a ReLU
+  static constexpr int OfX = Raw<T, V>::words, OfDy = Raw<D, V>::words, Words = OfX + Raw<Kept, V>::words;
   static constexpr int Each = 4, Batches = kRowsHeld / Each;  // work on the first starts while others are on their way
   uint4* const memory;
+  const int threads;
   uint4* next;
+  int64_t at_next = 0;  // of the next piece: as at, left
+  int left_next = 0;
   Raw<D, V> residual[B == Behind::nothing ? 1 : Each];
 
   __device__ HeldColumns(const ColumnsArgs& args, char* shared)
-      : Place(args), memory(reinterpret_cast<uint4*>(shared) + threadIdx.x) {}
-  // Starts with the copies, and with the first of the residual.
-  __device__ void stage(const SlabPiece& of) {
+      : Place(args), memory(reinterpret_cast<uint4*>(shared) + threadIdx.x), threads(args.p.threads) {}
+  // Which piece is the next.
+  __device__ void aim_at(const SlabPiece& of) { this->start(of, at_next, left_next); }
+  // Starts with its copies.
+  __device__ void stage() {
+    for (int i = 0; i < Batches; ++i) stage_batch(i);
+  }
+  // Goes to a piece that was staged, and starts with the residual.
+  __device__ void begin(const SlabPiece& of) {
     this->go_to(of);
     begin_residual();
-    next = memory;
-    for (int i = 0; i < Batches; ++i) {
-      for (int k = 0; k < Each && left > 0; ++k, --left) {
-        copy(next, static_cast<const T*>(a.n.x) + at, OfX);
-        copy(next + OfX * kPassingThreads, static_cast<const D*>(a.n.dy) + at, Words - OfX);
-        at += step;
-        next += Step;
-      }
-      end_batch();
-    }
-    this->go_to(of);
     next = memory;
   }
   __device__ void begin_again(const SlabPiece& of) {
     this->go_to(of);
-    if (!keeps()) begin_residual();
     next = memory;
   }
-  // As ColumnVectors'. Last: all have arrived.
+  // As ColumnVectors'. Last: all have arrived, and give way to the next piece's.
   template <bool Last, class With>
   __device__ void for_each(With with) {
 #pragma unroll 1
@@ -55,36 +53,54 @@ struct HeldColumns : ColumnPlace<V> {
 #pragma unroll
       for (int k = 0; k < Each; ++k) {
         if (k >= left) break;
-        Raw<T, V> x;
-        Raw<D, V> dy;
-#pragma unroll
-        for (int w = 0; w < Words; ++w) (w < OfX ? x.v[w] : dy.v[w - OfX]) = next[w * kPassingThreads];
         float values[V], g[V];
-        x.floats(values);
-        dy.floats(g);
+        take<Raw<T, V>>(0).floats(values);
+        if constexpr (Last) {
+          take<Raw<Kept, V>>(OfX).floats(g);
+        } else {
+          take<Raw<D, V>>(OfX).floats(g);
+        }
         const Raw<D, V> more = residual[B == Behind::nothing ? 0 : k];
-        if (k + Each < left && !(Last && keeps())) load_residual(k, at + Each * step);
+        if (!Last && k + Each < left) load_residual(k, at + Each * step);
         with(values, g, Residual{more}, at);
         at += step;
-        next += Step;
+        next += Words * threads;
       }
+      if constexpr (Last) stage_batch(i);
     }
   }
-  // g in the place of dy, of the vector that for_each is at: where it is dy or 0.
+  // g in the place of dy, of the vector that for_each is at.
   __device__ void keep(const float (&g)[V]) {
-    if constexpr (!keeps()) return;
-    constexpr int each = 16 / sizeof(D);
+    constexpr int each = 16 / sizeof(Kept);
 #pragma unroll
     for (int w = 0; w < Words - OfX; ++w) {
       float some[each];
 #pragma unroll
       for (int j = 0; j < each; ++j) some[j] = g[w * each + j];
-      next[(OfX + w) * kPassingThreads] = words_of<D>(some);
+      next[(OfX + w) * threads] = words_of<Kept>(some);
     }
   }
-  __device__ static constexpr bool keeps() { return B == Behind::relu; }
+  static constexpr bool Keeps = true;
 
  private:
+  // A vector of what for_each is at.
+  template <class Vector>
+  __device__ Vector take(int first) const {
+    Vector vector;
+#pragma unroll
+    for (int w = 0; w < Vector::words; ++w) vector.v[w] = next[(first + w) * threads];
+    return vector;
+  }
+  __device__ void stage_batch(int i) {
+    uint4* to = memory + i * Each * Words * threads;
+    for (int k = 0; k < Each && left_next > 0; ++k, --left_next) {
+      copy(to, static_cast<const T*>(a.n.x) + at_next, OfX);
+      copy(to + OfX * threads, static_cast<const D*>(a.n.dy) + at_next, OfDy);
+      at_next += step;
+      to += Words * threads;
+    }
+    end_batch();
+  }
   __device__ void load_residual(int k, int64_t from) {
     if constexpr (B != Behind::nothing) {
       if (a.n.residual != nullptr) residual[k] = Raw<D, V>::load(static_cast<const D*>(a.n.residual) + from);
@@ -96,8 +112,8 @@ struct HeldColumns : ColumnPlace<V> {
       if (k < left) load_residual(k, at + k * step);
     }
   }
-  __device__ static void copy(uint4* to, const void* from, int words) {
-    for (int i = 0; i < words; ++i) copy_async(to + i * kPassingThreads, static_cast<const uint4*>(from) + i);
+  __device__ void copy(uint4* to, const void* from, int words) const {
+    for (int i = 0; i < words; ++i) copy_async(to + i * threads, static_cast<const uint4*>(from) + i);
   }
   __device__ static void wait_for(int newest) {
     switch (newest) {
@@ -109,9 +125,16 @@ struct HeldColumns : ColumnPlace<V> {
   }
 };
 
-// The sums of the slab from its pieces', a channel a thread, in the order of unite_slab.
-__device__ inline void unite_held(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared,
-                                  const float2* of_pieces) {
+// The sums of the slab from its pieces', a channel a thread, in the order of unite_slab: each block of the cluster gets all.
+__device__ inline void unite_cluster(const ColumnsArgs& a, const SlabPiece& of, const ColumnsShared& shared,
+                                     const Inbox& inbox) {
+  float2* const of_pieces = shared.sums + a.p.sum_rows * a.p.width;  // (pieces, width)
+  cluster_wait();  // every block runs
+  for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
+    const float2 sums = shared.sums[c];
+    for (int to = 0; to < a.pieces; ++to) send_to_block(of_pieces + of.piece * a.p.width + c, inbox, to, sums);
+  }
+  inbox.wait();
   for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
     float2 sums = of_pieces[c];
     for (int i = 1; i < a.pieces; ++i) sums = plus(sums, of_pieces[i * a.p.width + c]);
@@ -120,43 +143,44 @@ __device__ inline void unite_held(const ColumnsArgs& a, const SlabPiece& of, con
   __syncthreads();
 }
 
+// Slabs of one piece one after the other; in a cluster a block has but one piece.
 template <class T, class D, int V, Behind B>
-__global__ void __launch_bounds__(kPassingThreads, kHeldColumnsBlocks) group_columns_held(const ColumnsArgs args) {
+__global__ void __launch_bounds__(kSlabThreads, kSlabBlocks) group_columns_held(const ColumnsArgs args) {
   extern __shared__ __align__(16) char memory[];
-  const ColumnsShared shared(args, reinterpret_cast<float*>(memory));
-  float2* const of_pieces = shared.sums + args.p.sum_rows * args.p.width;  // (pieces, width)
-  HeldColumns<T, D, V, B> vectors(args, memory + args.p.shared - args.p.held_bytes);
-  const int slab = static_cast<int>(blockIdx.x) / args.pieces, rank = static_cast<int>(blockIdx.x) - slab * args.pieces;
-  const SlabPiece of(args, Turn{false, slab, rank});
   __shared__ Inbox inbox;
+  const ColumnsShared shared(args, reinterpret_cast<float*>(memory));
+  HeldColumns<T, D, V, B> vectors(args, memory + args.p.shared - args.p.held_bytes);
+  const int items = args.slabs * args.pieces, step = static_cast<int>(gridDim.x);
+  const auto piece_of = [&](int item) {
+    return SlabPiece(args, Turn{false, item / args.pieces, item % args.pieces});
+  };
+  int item = static_cast<int>(blockIdx.x);
   follow_predecessor();
   let_successor_start();
   if (args.pieces > 1) {
-    if (threadIdx.x < 32) inbox.open(args.pieces * of.width * static_cast<int>(sizeof(float2)));
-    cluster_arrive_with_inboxes();  // waited for below
+    const int bytes = args.pieces * piece_of(item).width * static_cast<int>(sizeof(float2));
+    if (threadIdx.x < 32) inbox.open(bytes);
+    cluster_arrive_with_inboxes();  // waited for in unite_cluster
   }
-  vectors.stage(of);
-  load_line_values(args, of, shared);
-  __syncthreads();
-  piece_sums<B>(args, of, shared, vectors, [] {});
-  if (args.pieces > 1) {
-    cluster_wait();
-    for (int c = threadIdx.x; c < of.width; c += blockDim.x) {
-      const float2 sums = shared.sums[c];
-      for (int to = 0; to < args.pieces; ++to) send_to_block(of_pieces + rank * args.p.width + c, inbox, to, sums);
+  vectors.aim_at(piece_of(item));
+  vectors.stage();
+  for (; item < items; item += step) {
+    const SlabPiece of = piece_of(item);
+    vectors.begin(of);
+    load_line_values(args, of, shared);
+    __syncthreads();
+    piece_sums<B>(args, of, shared, vectors, [] {});
+    if (args.pieces > 1) unite_cluster(args, of, shared, inbox);
+    finish_slab(args, of, shared, of.piece == 0, keep_values(args, shared));
+    if (item + step < items) vectors.aim_at(piece_of(item + step));
+    if (args.gradients) {
+      vectors.begin_again(of);
+      piece_gradients<B>(args, shared, vectors);
+    } else {
+      vectors.stage();
     }
-    inbox.wait();
-    unite_held(args, of, shared, of_pieces);
+    __syncthreads();
   }
-  finish_slab(args, of, shared, rank == 0, [&](int64_t, int begin, const GroupValues& values) {
-    for (int i = static_cast<int>(threadIdx.x) % 32; i < args.group_width; i += 32) {
-      shared.of_x[begin + i] = values.of_x;
-      shared.constant[begin + i] = values.constant;
-    }
-  });
-  if (!args.gradients) return;
-  vectors.begin_again(of);
-  piece_gradients<B>(args, shared, vectors);
 }
 
 // --- launch --------------------------------------------------------------------------------------------------------
@@ -164,9 +188,11 @@ __global__ void __launch_bounds__(kPassingThreads, kHeldColumnsBlocks) group_col
 inline ColumnsArgs columns_args(const GroupBackward& n, const GroupColumnsPlan& p) {
   const GroupSizes& s = n.sizes;
   ColumnsArgs a{};
+  a.run = 1;
   a.n = n;
   a.p = p;
   a.group_width = static_cast<int>(s.channels / s.num_groups);
+  while (a.run < a.group_width && a.run < 32) a.run *= 2;
   a.pieces = static_cast<int>(p.pieces);
   a.bunches = static_cast<int>(p.bunches);
   a.slabs = static_cast<int>(p.slabs);
@@ -191,7 +217,7 @@ inline ColumnsArgs columns_args(const GroupBackward& n, const GroupColumnsPlan& 
 
 template <class T, class D, int V, Behind B>
 cudaError_t launch_columns_held(const ColumnsArgs& a, bool overlap, cudaStream_t stream) {
-  const LaunchShape shape{grid_of(a.p.slabs * a.p.pieces), kPassingThreads, a.p.shared, a.pieces, overlap};
+  const LaunchShape shape{grid_of(a.p.blocks), a.p.threads, a.p.shared, a.pieces, overlap};
   return launch_block<group_columns_held<T, D, V, B>>(a, shape, stream);
 }
 
@@ -200,7 +226,7 @@ cudaError_t launch_columns_passing(const ColumnsArgs& a, cudaStream_t stream) {
   const int64_t flags = 1 + a.p.slabs * (a.p.bunches + 2);
   const cudaError_t error = cudaMemsetAsync(a.ticket, 0, flags * sizeof(unsigned), stream);
   if (error != cudaSuccess) return error;
-  const LaunchShape shape{grid_of(a.tickets < a.p.blocks ? a.tickets : a.p.blocks), kPassingThreads, a.p.shared, 1, false};
+  const LaunchShape shape{grid_of(a.tickets < a.p.blocks ? a.tickets : a.p.blocks), a.p.threads, a.p.shared, 1, false};
   return launch_block<group_columns<T, D, V, B>>(a, shape, stream);
 }
 

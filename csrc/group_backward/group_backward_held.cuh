@@ -92,16 +92,24 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
   const int runs = static_cast<int>(blockDim.x) / args.lanes, run = static_cast<int>(threadIdx.x) / args.lanes;
   const int size = args.piece_size(), units = pieces * size;
   // with(unit, its number, the line's values, its group of the block's, its vectors, where the first lies): the warp calls.
+  // Runs without a unit have the block's first, of no vectors. No quotient for each: many units are short.
+  const int first_in_group = first_piece % args.group_pieces, first_of = first_piece / args.group_pieces;
+  const int run_pieces = runs / size, run_units = runs - run_pieces * size;
   const auto for_each_unit = [&](auto with) {
+    int piece = run / size, index = run - piece * size, group = first_of, in_group = first_in_group + piece;
     for (int some = 0; some < units; some += runs) {
-      const int number = min(some + run, units - 1), piece = number / size;
-      const int group = (first_piece + piece) / args.group_pieces;
-      const PieceOfLines of = PieceOfLines::of(args, first_piece + piece - group * args.group_pieces);
-      const Unit unit = Unit::of(args, of, number - piece * size, some + run < units);
-      const int line = group * args.group_lines + unit.line;
+      for (; in_group >= args.group_pieces; in_group -= args.group_pieces) ++group;
+      const bool there = some + run < units;
+      const PieceOfLines of = PieceOfLines::of(args, there ? in_group : first_in_group);
+      const Unit unit = Unit::of(args, of, there ? index : 0, there);
+      const int line = (there ? group : first_of) * args.group_lines + unit.line;
       const int64_t at = static_cast<int64_t>(line) * args.n.sizes.spatial + static_cast<int64_t>(unit.first) * V;
       StagedVectors<T, D, V> vectors{shared.x + (at - skipped), shared.dy + (at - skipped)};
-      with(unit, some + run, shared.lines[line - first.line], group, vectors, base + at);
+      with(unit, some + run, shared.lines[line - first.line], there ? group : first_of, vectors, base + at);
+      index += run_units;
+      const int more = run_pieces + (index >= size ? 1 : 0);
+      index -= index >= size ? size : 0;
+      in_group += more;
     }
   };
   for_each_unit([&](const Unit& unit, int number, const LineValues& line, int, auto& vectors, int64_t at) {

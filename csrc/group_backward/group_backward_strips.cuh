@@ -9,6 +9,7 @@ namespace {
 struct ColumnsArgs {
   GroupBackward n;
   GroupColumnsPlan p;
+  int run;  // lanes that unite the channels of a group
   int group_width, pieces, bunches, slabs, lag, tickets;
   bool gradients;      // of x or the residual; else those of weight and bias alone
   float reciprocal;    // of the elements of a group
@@ -39,12 +40,13 @@ struct SlabPiece {
 
 // What a block has in shared memory, a value a channel of the strip, and room to unite its rows' sums.
 struct ColumnsShared {
-  float *mean, *gain, *bias, *of_x, *constant;
+  float *mean, *rstd, *gain, *bias, *of_x, *constant;
   float2* sums;  // (sum_rows, width)
   __device__ ColumnsShared(const ColumnsArgs& args, float* shared) {
     const int width = (args.p.width + 3) / 4 * 4;  // so that all start at vectors
     mean = shared;
-    gain = mean + width;
+    rstd = mean + width;
+    gain = rstd + width;
     bias = gain + width;
     of_x = bias + width;
     constant = of_x + width;
@@ -69,12 +71,14 @@ struct ColumnPlace {
     lane = at - there * lanes;
     step = a.p.side * a.n.sizes.channels;
   }
-  __device__ void go_to(const SlabPiece& of) {
+  __device__ void go_to(const SlabPiece& of) { start(of, at, left); }
+  // Where the thread's vectors of a piece begin, and how many there are.
+  __device__ void start(const SlabPiece& of, int64_t& begin, int& count) const {
     const int64_t first = static_cast<int64_t>(of.piece) * a.p.piece_rows + row, channels = a.n.sizes.channels;
     const int64_t rows = min(a.n.sizes.spatial - first, static_cast<int64_t>(a.p.piece_rows - row));
     const bool works = row < a.p.side && lane * V < of.width && rows > 0;
-    left = works ? static_cast<int>((rows + a.p.side - 1) / a.p.side) : 0;
-    at = (of.sample * a.n.sizes.spatial + first) * channels + of.channel + lane * V;
+    count = works ? static_cast<int>((rows + a.p.side - 1) / a.p.side) : 0;
+    begin = (of.sample * a.n.sizes.spatial + first) * channels + of.channel + lane * V;
   }
   // Of the thread's channels.
   __device__ void values_of(const float* channels, float (&out)[V]) const {
@@ -129,8 +133,7 @@ struct ColumnVectors : ColumnPlace<V> {
       }
     }
   }
-  __device__ void keep(const float (&)[V]) const {}
-  __device__ bool keeps() const { return false; }
+  static constexpr bool Keeps = false;  // g, between the sums and the gradients
 };
 
 // What leads from dy to g, in registers.

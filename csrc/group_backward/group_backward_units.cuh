@@ -50,7 +50,7 @@ struct Unit {
   int line;        // of the group
   int first, end;  // this lane's vectors of the line: first, first + lanes, ... before end
   __device__ static Unit of(const LinesArgs& a, const PieceOfLines& piece, int index, bool wanted) {
-    const int line = index / a.piece_units, unit = index - line * a.piece_units;
+    const int line = a.piece_units == 1 ? index : index / a.piece_units, unit = index - line * a.piece_units;
     const bool there = wanted && line < piece.lines && unit < piece.units;
     const int lane = static_cast<int>(threadIdx.x) & (a.lanes - 1), begin = (piece.unit + unit) * a.lanes * a.each;
     return {piece.line + min(line, piece.lines - 1), begin + lane, there ? min(begin + a.lanes * a.each, a.vectors) : 0};

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from normswap.kinds.operands import is_alike
 from normswap.ops.dispatch import direct
 from normswap.regions.activations import activation_of
 from normswap.regions.children import Norm, OriginalClass, hands_on
@@ -55,10 +56,6 @@ class Groups:
             return None
         groups, weight, bias, eps = given
         op = direct("group_norm", x, weight, bias, behind)
-        if op is None or (self.behind and not _is_like(x, behind)):
+        if op is None or (self.behind and (behind is None or not is_alike(x, behind))):
             return None
         return op(x, groups, weight, bias, eps, activation.code, activation.low, activation.high, behind, False)
-
-
-def _is_like(x: Tensor, other: Any) -> bool:
-    return other is not None and other.dtype is x.dtype and other.shape == x.shape and other.device == x.device
