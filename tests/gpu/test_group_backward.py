@@ -208,6 +208,15 @@ def test_activations_and_residual(pair: tuple[torch.dtype, torch.dtype], activat
             assert all(same_bits(first[n], t) for n, t in passing.items()), (shape, last)
 
 
+@pytest.mark.parametrize("last", (False, True), ids=("contiguous", "channels_last"))
+def test_a_relu_lets_nothing_through_where_its_input_rounds_to_zero(last: bool) -> None:
+    case = Case.drawn((2, 32, 14, 14), 4, PAIRS[1], activation=Activation("relu"))
+    case.weight, case.bias = case.weight.float() * 3e-8, torch.zeros(32, device="cuda")
+    z, _, _ = case.forward(NONE, last)
+    assert bool((z == 0).any()) and bool((z > 0).any())
+    check(case, case.gradients(channels_last=last), last)
+
+
 @by_pair
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=[*CODES])
 def test_the_forward_adds_the_residual_as_pytorch_does(
