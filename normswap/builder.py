@@ -19,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,8 +50,8 @@ LINK_LIBRARIES = (
     *("-lcudart_static", "-lrt", "-lpthread", "-ldl", "-Wl,--exclude-libs,ALL", "-Wl,-s"),
 )
 
-NODES_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
-NODES_LIBRARIES = ("-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-Wl,-s")
+NODES_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden")
+NODES_LIBRARIES = ("-Wl,--no-as-needed", "-ltorch_cpu", "-ltorch_python", "-lc10", "-Wl,-s")
 
 
 class BuildError(RuntimeError):
@@ -243,9 +243,12 @@ def compile_library(
 
 
 def nodes_name(source: Path) -> str:
-    """The file that holds autograd's nodes of ``source`` for the installed torch; for any other torch it is another."""
+    """The file that holds autograd's nodes of ``source``, and what lies beside it, for the installed torch and this
+    Python; for any other it is another."""
     recipe = (*NODES_FLAGS, *NODES_LIBRARIES, platform.machine(), (torch_folder() / "version.py").read_text())
-    digest = hashlib.sha256("\0".join(recipe).encode() + source.read_bytes()).hexdigest()
+    python = f"{sysconfig.get_config_var('SOABI')} {Path(sysconfig.get_path('include'), 'Python.h').is_file()}"
+    text = b"".join(one.read_bytes() for one in [*_sources(source), *sorted(source.parent.glob("*.h"))])
+    digest = hashlib.sha256("\0".join((*recipe, python)).encode() + text).hexdigest()
     return f"libnormswap_nodes-{digest[:16]}.so"
 
 
@@ -258,15 +261,27 @@ def compile_nodes(source: Path, out: Path) -> Path:
     """
     cxx, torch = host_compiler(), torch_folder()
     out.mkdir(parents=True, exist_ok=True)
-    includes = ("-isystem", f"{torch}/include", "-isystem", f"{torch}/include/torch/csrc/api/include")
+    folders = f"{torch}/include", f"{torch}/include/torch/csrc/api/include", sysconfig.get_path("include")
+    compiler = [cxx, *NODES_FLAGS, *(word for folder in folders for word in ("-isystem", folder))]
     with tempfile.TemporaryDirectory(prefix=".build-", dir=out) as scratch:
+        objects = {Path(scratch, f"{one.stem}.o"): one for one in _sources(source)}
+        _run_each([*compiler, "-c", str(one), "-o", str(made)] for made, one in objects.items())
         made = Path(scratch, "nodes.so")
-        command = [cxx, *NODES_FLAGS, *includes, str(source), "-o", str(made), f"-L{torch}/lib", *NODES_LIBRARIES]
-        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-        if done.returncode != 0:
-            raise BuildError(f"autograd's nodes do not compile here:\n{done.stdout.strip()}")
+        _run_each([[cxx, "-shared", *map(str, objects), "-o", str(made), f"-L{torch}/lib", *NODES_LIBRARIES]])
         os.replace(made, out / nodes_name(source))
     return out / nodes_name(source)
+
+
+def _sources(source: Path) -> list[Path]:
+    return sorted(source.parent.glob("*.cpp"))
+
+
+def _run_each(commands: Iterable[Sequence[str]]) -> None:
+    """Run these at once. Raises BuildError with the text of one that fails."""
+    running = [subprocess.Popen(one, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for one in commands]
+    told = [(one.communicate()[0], one.returncode) for one in running]
+    if failed := [text.strip() for text, code in told if code != 0]:
+        raise BuildError(f"autograd's nodes do not compile here:\n{failed[0]}")
 
 
 def work_key(source_dir: Path, arch: Sequence[str], toolkit: Toolkit, ptx: bool = False) -> str:

@@ -13,10 +13,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm as _TorchInstanceNorm
 from normswap import ops
 from normswap.forwards import affine_of, weight_of
 from normswap.forwards import linear_scale_batch_norm as _lsb
-from normswap.forwards.replaced import Replaced
+from normswap.forwards.replaced import Replaced, at_once_as
 
 _layer_norm, _group_norm, _rms_norm = Replaced(nn.LayerNorm), Replaced(nn.GroupNorm), Replaced(nn.RMSNorm)
 _instance_norm = Replaced(_TorchInstanceNorm, "_apply_instance_norm")
+_layer_norm_at_once = at_once_as(_layer_norm, "layer_norm")
+_group_norm_at_once = at_once_as(_group_norm, "group_norm")
+_rms_norm_at_once = at_once_as(_rms_norm, "rms_norm")
 
 
 class LayerNorm(nn.LayerNorm):
@@ -26,10 +29,16 @@ class LayerNorm(nn.LayerNorm):
         """Normalise ``input`` (*, *normalized_shape); see ``normswap.ops.layer_norm``."""
         if torch.jit.is_scripting():
             return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        elif _layer_norm.is_on(self):
-            return ops.layer_norm(input, self.normalized_shape, *affine_of(self), self.eps)
+        elif torch.compiler.is_compiling():
+            return self._computed(input)
         else:
-            return _layer_norm.run(self, input)
+            out = _layer_norm_at_once.call(self, input)
+            return self._computed(input) if out is None else out
+
+    def _computed(self, input: Tensor) -> Tensor:
+        if _layer_norm.is_on(self):
+            return ops.layer_norm(input, self.normalized_shape, *affine_of(self), self.eps)
+        return _layer_norm.run(self, input)
 
     @classmethod
     def from_torch(cls, module: nn.LayerNorm) -> LayerNorm:
@@ -44,10 +53,16 @@ class GroupNorm(nn.GroupNorm):
         """Normalise ``input`` (N, C, *); see ``normswap.ops.group_norm``."""
         if torch.jit.is_scripting():
             return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
-        elif _group_norm.is_on(self):
-            return ops.group_norm(input, self.num_groups, *affine_of(self), self.eps)
+        elif torch.compiler.is_compiling():
+            return self._computed(input)
         else:
-            return _group_norm.run(self, input)
+            out = _group_norm_at_once.call(self, input)
+            return self._computed(input) if out is None else out
+
+    def _computed(self, input: Tensor) -> Tensor:
+        if _group_norm.is_on(self):
+            return ops.group_norm(input, self.num_groups, *affine_of(self), self.eps)
+        return _group_norm.run(self, input)
 
     @classmethod
     def from_torch(cls, module: nn.GroupNorm) -> GroupNorm:
@@ -103,10 +118,16 @@ class RMSNorm(nn.RMSNorm):
         """Normalise ``x`` (*, *normalized_shape); see ``normswap.ops.rms_norm``."""
         if torch.jit.is_scripting():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        elif _rms_norm.is_on(self):
-            return ops.rms_norm(x, self.normalized_shape, weight_of(self), self.eps)
+        elif torch.compiler.is_compiling():
+            return self._computed(x)
         else:
-            return _rms_norm.run(self, x)
+            out = _rms_norm_at_once.call(self, x)
+            return self._computed(x) if out is None else out
+
+    def _computed(self, x: Tensor) -> Tensor:
+        if _rms_norm.is_on(self):
+            return ops.rms_norm(x, self.normalized_shape, weight_of(self), self.eps)
+        return _rms_norm.run(self, x)
 
     @classmethod
     def from_torch(cls, module: nn.RMSNorm) -> RMSNorm:

@@ -253,11 +253,10 @@ def _devices(model: nn.Module, inputs: Any, kwargs: Any) -> set[torch.device]:
 
 
 def _load(model: nn.Module, inputs: Any, kwargs: Any) -> None:
-    """The kernels and, beside them, autograd's nodes: compiled where there are none and the model runs, or trains, on
-    CUDA."""
+    """The kernels and, beside them, autograd's nodes: compiled where there are none and the model runs on CUDA."""
     compiling = _on_cuda(model, inputs, kwargs)
     if native.load(build=compiling).available:
-        nodes.load(compiling=compiling and getattr(model, "training", False))
+        nodes.load(compiling=compiling)
 
 
 def _on_cuda(model: nn.Module, inputs: Any, kwargs: Any) -> bool:

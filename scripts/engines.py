@@ -35,6 +35,7 @@ PYTHON = "python"
 ENGINES = (*KERNELS, PYTHON)
 OPS = (
     "nodes/*.cpp",
+    "nodes/*.h",
     "nodes/*.py",
     "ops/**/*.py",
     "forwards/**/*.py",

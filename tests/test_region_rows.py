@@ -1,24 +1,27 @@
-"""The short way of a region that is a norm of rows, over stand-ins for the native ops on the CPU: what it computes, and
-all that makes it leave the region to the long way."""
+"""The short way through C++ of a region that is a norm of rows, over stand-ins for the native ops on the CPU: what it
+computes, and all that makes it leave the region to the long way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
+from at_once_stand_in import CALLED, DECLINED, calls, compiled, needs_compiler, registered, short_way
 from models import randomised
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import normswap
-from normswap import native
-from normswap.ops import dispatch
-from normswap.regions.rows import Rows
+
+__all__ = ["calls", "compiled", "registered", "short_way"]
+pytestmark = [needs_compiler, pytest.mark.usefixtures("short_way")]
 
 WIDTH = 8
-CALLED: list[str] = []
+Calls = list[tuple[Any, ...]]
 
 
 class Before(nn.Module):
@@ -40,56 +43,11 @@ class Alone(Before):
         return self.out(self.norm(x + r))
 
 
-def _layer_norm(x: Tensor, dims: int, w: Any, b: Any, eps: float, *rest: Any) -> Any:
-    CALLED.append("layer_norm_with_options" if rest else "layer_norm")
-    residual, wide = (rest[0], rest[-1]) if rest else (None, False)
-    total = None if residual is None else x + residual
-    out = F.layer_norm((x if total is None else total).float(), x.shape[-dims:], w.float(), b.float(), eps)
-    out = out if wide else out.to(x.dtype)
-    return (out, total) if rest else out
-
-
-def _rms_norm(x: Tensor, dims: int, w: Any, eps: float, offset: float, cast: bool, *rest: Any) -> Any:
-    assert (offset, cast) == (0.0, False)
-    CALLED.append("rms_norm_with_options" if rest else "rms_norm")
-    total = x + rest[0] if rest else None
-    out = F.rms_norm(x if total is None else total, x.shape[-dims:], w, eps)
-    return (out, total) if rest else out
-
-
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "layer_norm": lambda: nn.LayerNorm(WIDTH),
     "rms_norm": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
     "rms_norm of no eps": lambda: nn.RMSNorm(WIDTH),
 }
-
-
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    CALLED.clear()
-    native.load()  # which puts the ops themselves there
-    for name, op in (("layer_norm", _layer_norm), ("rms_norm", _rms_norm)):
-        monkeypatch.setitem(dispatch._direct, name, op)
-        monkeypatch.setitem(dispatch._direct, f"{name}_with_options", op)
-        monkeypatch.setitem(dispatch._recording, name, op)
-        monkeypatch.setitem(dispatch._recording, f"{name}_with_options", op)
-    monkeypatch.setattr(Tensor, "is_cuda", True)
-    yield
-    torch.set_autocast_enabled("cuda", False)
-
-
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[Rows]:
-    """The one that was called last."""
-    called: list[Rows] = []
-    call = Rows.__call__
-
-    def kept(self: Rows, *given: Any) -> Any:
-        called[:] = [self]
-        return call(self, *given)
-
-    monkeypatch.setattr(Rows, "__call__", kept)
-    return called
 
 
 def swapped(model: nn.Module) -> nn.Module:
@@ -113,6 +71,45 @@ def test_one_op_computes_it(make: type[Before], norm: str, gradients: bool) -> N
     assert [f"{kind}_with_options"] == CALLED
 
 
+class Flagged(nn.LayerNorm):
+    """As timm's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.fast = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fast:
+            return x
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+@pytest.mark.parametrize("alone", (False, True))
+def test_a_subclass_that_may_be_another_is_asked(alone: bool, calls: Calls) -> None:
+    model = randomised(Before(Flagged(WIDTH)))
+    ours = swapped(model) if alone else normswap.apply(model, normswap.plan(model))
+    x, r = drawn(), drawn()
+    torch.testing.assert_close(ours(x, r), model(x, r))
+    assert CALLED == ["layer_norm_with_options"]
+    for one in (model, ours):
+        one.norm.fast = True
+    torch.testing.assert_close(ours(x, r), model(x, r))
+    assert CALLED == ["layer_norm_with_options"]
+
+
+@pytest.mark.parametrize("gradients", (False, True))
+def test_a_sum_that_is_not_dense_is_made_before(gradients: bool, calls: Calls) -> None:
+    model = randomised(Before(nn.LayerNorm(WIDTH)))
+    ours, x, r = swapped(model), torch.randn(2, WIDTH, 3).transpose(1, 2), drawn()
+    with torch.set_grad_enabled(gradients):
+        torch.testing.assert_close(ours(x, r), model(x, r))
+        ((one, *given),) = calls
+        found = one(*given)
+    assert (found is None) == gradients  # then the sum's are added before they are rounded, which Python sees to
+    if found is not None:
+        assert found[0].stride() == (x + r).stride()
+
+
 def test_a_swapped_norm_is_read_too() -> None:
     model = randomised(Before(nn.LayerNorm(WIDTH)))
     ours, x, r = normswap.apply(model, normswap.plan(model)), drawn(), drawn()
@@ -129,20 +126,15 @@ def test_a_sum_of_two_dtypes_is_pytorch_s(dtypes: tuple[torch.dtype, torch.dtype
     assert CALLED == ["layer_norm"]
 
 
-def test_under_autocast_sixteen_bits_give_float32(rows: list[Rows], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_autocast_sixteen_bits_give_float32(calls: Calls) -> None:
     model = randomised(Before(nn.LayerNorm(WIDTH)))
     ours, x, r = swapped(model), drawn(torch.bfloat16), drawn(torch.bfloat16)
     ours(x.float(), r.float())
-    (one,), CALLED[:] = rows, []
+    ((one, *_),), CALLED[:] = calls, []
     torch.set_autocast_enabled("cuda", True)
-    total, out = one(ours._modules, (x, r))
+    total, out = one(ours, (x, r))
     assert (total.dtype, out.dtype) == (torch.bfloat16, torch.float32) and CALLED == ["layer_norm_with_options"]
     assert torch.equal(total, x + r)
-    monkeypatch.setattr(one, "dtype", lambda children, x: torch.bfloat16)  # nobody but a product reads it
-    assert one(ours._modules, (x, r))[1].dtype is torch.bfloat16
-    assert one(ours._modules, (x.float(), r.float()))[1].dtype is torch.bfloat16
-    monkeypatch.setattr(one, "dtype", lambda children, x: torch.float16)
-    assert one(ours._modules, (x, r)) is None
 
 
 def _hooked(model: Any) -> None:
@@ -166,12 +158,12 @@ def _another_size(model: Any) -> None:
 
 
 def _weight_elsewhere(model: Any) -> None:
+    """As pruning leaves it."""
     model.norm.weight_orig = model.norm._parameters.pop("weight")
     model.norm.weight = model.norm.weight_orig * 2
 
 
 def _bias_elsewhere(model: Any) -> None:
-    """As pruning leaves it."""
     model.norm.bias_orig = model.norm._parameters.pop("bias")
     model.norm.bias = model.norm.bias_orig * 2
 
@@ -185,38 +177,46 @@ def _subclass(model: Any) -> None:
     model.norm.__class__ = _Subclass
 
 
-CHANGES = (
-    *(_hooked, _hooked_behind, _own_forward, _another, _another_size, _subclass),
-    *(_weight_elsewhere, _bias_elsewhere),
-)
+CHANGES = (_hooked, _hooked_behind, _own_forward, _another, _another_size, _subclass)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_has_changed_is_left_to_the_long_way(change: Callable[[Any], None], rows: list[Rows]) -> None:
+def test_what_has_changed_is_left_to_the_long_way(change: Callable[[Any], None], calls: Calls) -> None:
     ours = swapped(randomised(Before(nn.LayerNorm(WIDTH))))
     x, r = drawn(), drawn()
     ours(x, r)
-    (one,) = rows
-    assert one(ours._modules, (x, r)) is not None
+    ((one, *_),) = calls
+    assert one(ours, (x, r)) is not None
     change(ours)
-    assert one(ours._modules, (x, r)) is None
+    assert one(ours, (x, r)) is None
 
 
-def test_a_forward_put_on_the_class_is_left_to_the_long_way(rows: list[Rows], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", (_weight_elsewhere, _bias_elsewhere))
+def test_a_parameter_kept_elsewhere_is_read_there(change: Callable[[Any], None], calls: Calls) -> None:
+    model = randomised(Before(nn.LayerNorm(WIDTH)))
+    ours, x, r = swapped(model), drawn(), drawn()
+    for one in (model, ours):
+        change(one)
+    torch.testing.assert_close(ours(x, r), model(x, r))
+    ((one, *given),) = calls
+    assert one(*given) is not None
+
+
+def test_a_forward_put_on_the_class_is_left_to_the_long_way(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = swapped(randomised(Before(nn.LayerNorm(WIDTH))))
     ours(drawn(), drawn())
-    (one,) = rows
+    ((one, *_),) = calls
     monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: x)
-    assert one(ours._modules, (drawn(), drawn())) is None
+    assert one(ours, (drawn(), drawn())) is None
 
 
-def test_a_global_hook_is_left_to_the_long_way(rows: list[Rows]) -> None:
+def test_a_global_hook_is_left_to_the_long_way(calls: Calls) -> None:
     ours = swapped(randomised(Before(nn.LayerNorm(WIDTH))))
     ours(drawn(), drawn())
-    (one,) = rows
+    ((one, *_),) = calls
     handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
     try:
-        assert one(ours._modules, (drawn(), drawn())) is None
+        assert one(ours, (drawn(), drawn())) is None
     finally:
         handle.remove()
 
@@ -224,17 +224,48 @@ def test_a_global_hook_is_left_to_the_long_way(rows: list[Rows]) -> None:
 @pytest.mark.parametrize(
     "given", (1.0, drawn().numpy(), torch.nn.Buffer(drawn()).as_subclass(type("T", (Tensor,), {})))
 )
-def test_what_is_no_plain_tensor_is_left_to_the_long_way(given: Any, rows: list[Rows]) -> None:
+def test_what_is_no_plain_tensor_is_left_to_the_long_way(given: Any, calls: Calls) -> None:
     ours = swapped(randomised(Before(nn.LayerNorm(WIDTH))))
     ours(drawn(), drawn())
-    (one,) = rows
-    assert one(ours._modules, (drawn(), given)) is None
+    ((one, *_),) = calls
+    assert one(ours, (drawn(), given)) is None
 
 
-def test_an_op_that_declines_is_left_to_the_long_way(rows: list[Rows], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_that_declines_is_left_to_the_long_way(calls: Calls) -> None:
     ours = swapped(randomised(Before(nn.LayerNorm(WIDTH))))
     ours(drawn(), drawn())
-    (one,) = rows
-    for ways in (dispatch._recording, dispatch._direct):  # by its Function, or by itself where there is a node for it
-        monkeypatch.setitem(ways, "layer_norm_with_options", lambda *given: (None, None))
-    assert one(ours._modules, (drawn(), drawn())) is None
+    ((one, *_),) = calls
+    DECLINED.add("layer_norm_with_options")
+    assert one(ours, (drawn(), drawn())) is None
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ("functorch", "forward AD", "a function mode", "a trace"))
+def test_a_mode_that_has_a_say_is_left_to_the_long_way(mode: str, calls: Calls) -> None:
+    ours, x, r = swapped(randomised(Before(nn.LayerNorm(WIDTH)))), drawn(), drawn()
+    ours(x, r)
+    ((one, *_),) = calls
+    found: list[Any] = []
+
+    def ask(given: Tensor = x) -> Tensor:
+        found.append(one(ours, (x, r)))
+        return given * 1
+
+    with torch.no_grad():
+        if mode == "functorch":
+            torch.func.vmap(ask)(x)
+        elif mode == "forward AD":
+            with forward_ad.dual_level():
+                ask()
+        elif mode == "a function mode":
+            with _Mode():
+                ask()
+        else:
+            torch.jit.trace(ask, x, check_trace=False)
+        assert found == [None]
+        ask()
+    assert found[-1] is not None

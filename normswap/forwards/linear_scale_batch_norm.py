@@ -31,6 +31,7 @@ from normswap.forwards import only_argument
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.sequential import sequential_forward
+from normswap.ops import at_once
 
 _Forward: TypeAlias = Callable[..., Tensor]
 
@@ -47,6 +48,10 @@ def linear_scale_batch_norm(
     """``bn(linear(x) * scale) * after``, or None where only the original code is sure to be right: a child that is no
     longer a plain one (hooks, LoRA, parametrizations), an input that is not (N, K), autocast, tensors of other dtypes,
     devices or types, torch.export and torch.jit.trace."""
+    if after is None and not torch.compiler.is_compiling():
+        out: Tensor | None = at_once.folded_linear(x, linear, scale, bn, nn.Linear, nn.BatchNorm1d)
+        if out is not None:
+            return out
     if not (
         type(x) in _PLAIN_TENSORS and x.dim() == 2 and is_plain(linear, nn.Linear) and is_plain(bn, nn.BatchNorm1d)
     ):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules import module as _torch_module
 
 from normswap.forwards.replaced import Replaced
+from normswap.ops.at_once import FORWARDS
 
 _CLASSES = (
     *(nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm),
@@ -16,6 +17,7 @@ _CLASSES = (
     *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
 )
 _FORWARDS = {cls: Replaced(cls) for cls in _CLASSES}
+FORWARDS.update((cls, (one.function, one.code)) for cls, one in _FORWARDS.items())
 
 
 def is_plain(module: Any, expected: type[nn.Module]) -> bool:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from normswap import ops
-from normswap.forwards.replaced import Replaced
+from normswap.forwards.replaced import Replaced, at_once_as
 from normswap.plan import READ
 
 _Forward = Callable[..., Tensor]
@@ -20,9 +21,14 @@ def registered_forward(kind: str) -> Callable[[Replaced, Mapping[str, Any]], _Fo
 
     def make(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
         op, arguments, argument = _OPS[kind], registered_arguments(kind, attributes), replaced.argument
+        at_once = at_once_as(replaced, kind, *_names(kind, attributes, replaced.original))
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
             x = args[0] if args else kwargs.get(argument)
+            if len(args) == 1 and not (kwargs or torch.compiler.is_compiling()):
+                out = at_once.call(self, x)
+                if out is not None:
+                    return out  # type: ignore[no-any-return]
             if len(args) + len(kwargs) == 1 and isinstance(x, Tensor) and replaced.is_on(self):
                 return op(x, *arguments(self))
             return replaced.run(self, *args, **kwargs)  # type: ignore[no-any-return]
@@ -30,6 +36,17 @@ def registered_forward(kind: str) -> Callable[[Replaced, Mapping[str, Any]], _Fo
         return forward
 
     return make
+
+
+def _names(kind: str, attributes: Mapping[str, Any], cls: Any) -> list[Any]:
+    """As ``at_once_as`` takes them; what is missing counts as None."""
+    size = "num_groups" if kind == "group_norm" else "normalized_shape"
+    found = [attributes.get(READ + name) for name in (size, "weight", "bias", "eps")]
+    asked = cls.__getattr__ is not nn.Module.__getattr__
+    return [
+        (name,) if not isinstance(name, str) else name if asked or hasattr(cls, name) else (None, name)
+        for name in found
+    ]
 
 
 def registered_arguments(kind: str, attributes: Mapping[str, Any]) -> Callable[[Any], tuple[Any, ...]]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from normswap.ops.at_once import NAMES, AtOnce, Norm
+
 
 class Replaced:
     """The function ``name`` of the class ``original``, as it was when the class ``installed`` was made for it."""
@@ -15,6 +17,7 @@ class Replaced:
         self.installed: type = object  # until there is one: whatever asks
         self.function = getattr(original, name)
         self.code = code_of(self.function)
+        self.known = original, name, self.function, self.code
 
     @property
     def argument(self) -> str:
@@ -40,3 +43,12 @@ class Replaced:
 def code_of(function: Any) -> Any:
     """The code of a plain function; None for another callable."""
     return getattr(function, "__code__", None)
+
+
+def at_once_as(replaced: Replaced, kind: str, *names: Any, unless: str | None = None) -> AtOnce:
+    """What computes, in one step of C++, a module that ``replaced.installed`` swaps: a norm of this ``kind`` with its
+    groups or normalized_shape, weight, bias and eps in the attributes of these ``names``, those of torch.nn if none;
+    not where the attribute ``unless`` is true."""
+    stands = lambda module: replaced.known if isinstance(module, replaced.installed) else None  # noqa: E731
+    plain = replaced.original.__getattribute__ is object.__getattribute__
+    return AtOnce(Norm(kind, stands, unless, names or NAMES[kind]) if plain else None)

@@ -60,7 +60,7 @@ NORM = Norm(
     fused,
     lambda norm, x: Rows(norm, x, groups=norm.num_groups).magnitudes(),
     (GroupNorm,),
-    subclass_forward(lambda x, norm: ops.group_norm(x, norm.num_groups, *affine_of(norm), norm.eps)),
+    subclass_forward("group_norm", lambda x, norm: ops.group_norm(x, norm.num_groups, *affine_of(norm), norm.eps)),
     reads=("num_groups", "num_channels", "weight", "bias", "eps"),
     widens=True,
     sample=sample,

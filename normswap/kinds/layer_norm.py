@@ -58,7 +58,9 @@ NORM = Norm(
     fused,
     lambda norm, x: Rows(norm, x).magnitudes(),
     (LayerNorm,),
-    subclass_forward(lambda x, norm: ops.layer_norm(x, norm.normalized_shape, *affine_of(norm), norm.eps)),
+    subclass_forward(
+        "layer_norm", lambda x, norm: ops.layer_norm(x, norm.normalized_shape, *affine_of(norm), norm.eps)
+    ),
     permuted,
     reads=("normalized_shape", "weight", "bias", "eps"),
     rows=True,

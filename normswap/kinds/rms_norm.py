@@ -54,7 +54,7 @@ NORM = Norm(
     fused,
     lambda norm, x: Rows(norm, x, centred=False).magnitudes(),
     (RMSNorm,),
-    subclass_forward(lambda x, norm: ops.rms_norm(x, norm.normalized_shape, weight_of(norm), norm.eps)),
+    subclass_forward("rms_norm", lambda x, norm: ops.rms_norm(x, norm.normalized_shape, weight_of(norm), norm.eps)),
     reads=("normalized_shape", "weight", "eps"),
     rows=True,
     # The statistic stands in it to the third power, each with its own error, and in rows of 2 or 3 elements nothing

@@ -1,18 +1,22 @@
-"""Autograd's nodes in C++, a library beside the kernels: with it nothing of a swapped norm's backward is Python, and of
-its forward less. It is bound to one version of torch, as the kernels are not; where there is none for the torch that
-runs, and no compiler to make it, the autograd Functions of ``ops`` do the same."""
+"""Autograd's nodes in C++, a library beside the kernels: with it nothing of a swapped norm's backward is Python, and
+its forward is one step from it. It is bound to one version of torch, as the kernels are not; where there is none for
+the torch that runs, and no compiler to make it, the autograd Functions of ``ops`` do the same."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from normswap import builder, native
 from normswap.nodes import formulas
-from normswap.ops import dispatch
+from normswap.ops import at_once, dispatch
 
 SOURCE = Path(__file__).with_name("nodes.cpp")
 NORMS = ("layer_norm", "rms_norm", "layer_norm_with_options", "rms_norm_with_options", "group_norm", "batch_norm")
@@ -56,9 +60,7 @@ def load(*, compiling: bool = False) -> None:
     global _loaded, _reason, _compiled_in_vain
     if _loaded is not None:
         return
-    _reason = (
-        "not compiled yet; normswap.optimize does it for a model that trains on CUDA, and so does `normswap build`"
-    )
+    _reason = "not compiled yet; normswap.optimize does it for a model on CUDA, and so does `normswap build`"
     try:
         path = find()
         if path is None and compiling and not (_compiled_in_vain or native.forbidden()):
@@ -69,9 +71,22 @@ def load(*, compiling: bool = False) -> None:
             torch.ops.load_library(str(path))
             dispatch.record_natively(NORMS)
             _loaded = path
+            call_at_once(path)
     except (OSError, RuntimeError) as error:
         _reason = str(error)
         _say(f"without autograd's nodes a backward costs the host more: {_reason}")
+
+
+def call_at_once(path: Path, device: str = "cuda") -> None:
+    """Let calls of norms go the short way that the library has; it has none where it was made without Python.h."""
+    loader = importlib.machinery.ExtensionFileLoader("_normswap_calls", str(path))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    with contextlib.suppress(ImportError):
+        calls = importlib.util.module_from_spec(spec)
+        tables = at_once.PASSING, at_once.ACTIVATIONS, at_once.FORWARDS
+        calls.configure(vars(torch.nn.modules.module), vars(forward_ad), *tables, device)
+        at_once.serve(calls)
 
 
 def status() -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_plain
+from normswap.ops.at_once import ACTIVATIONS
 from normswap.regions.flow import Op, is_literal
 
 CHILDREN = (nn.ReLU, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Sigmoid, nn.Tanh)
@@ -131,3 +132,6 @@ _ACTIVATIONS: Mapping[type[nn.Module], Callable[[Any], Activation | None]] = {
     nn.Tanh: _constant("tanh"),
     nn.Identity: lambda child: NONE,
 }
+_ALWAYS = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Hardswish: "hardswish", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh"}
+ACTIVATIONS.update((cls, (Activation(name).code, 0.0, 0.0)) for cls, name in _ALWAYS.items())
+ACTIVATIONS[nn.Identity] = (NONE.code, 0.0, 0.0)

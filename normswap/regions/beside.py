@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from normswap.forwards.plain import is_bare
+from normswap.ops import at_once
 from normswap.regions.spec import Region, qualified
 
 
@@ -28,6 +29,8 @@ class Beside:
         """Whether every one is of the classes that were read, runs nothing of anybody else's, and so do those in it."""
         if torch.compiler.is_compiling() or _has_any_global_hook():  # compiled, the statements are fused anyway
             return False
+        if (walk := at_once.only_compute) is not None:
+            return walk(owner._modules, self.names, self.known, self._is_known)  # type: ignore[no-any-return]
         children, known = owner._modules, self.known
         waiting = [children.get(name) for name in self.names]
         for module in waiting:  # which grows

@@ -6,43 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
-from normswap.forwards.plain import is_bare, is_plain
-from normswap.forwards.replaced import Replaced
+from normswap.forwards.plain import is_plain
+from normswap.ops.at_once import PASSING
 
 OriginalClass: TypeAlias = "Callable[[nn.Module], type[nn.Module] | None]"
 """The class a module had before it was swapped, None for one that was not."""
-
-
-class Norm:
-    """The child ``name``, a norm of the class ``cls`` of torch.nn, or one that was swapped."""
-
-    def __init__(self, name: str, cls: type[nn.Module], affine: set[str], original_class: OriginalClass) -> None:
-        self.name, self.cls, self.affine = name, cls, affine
-        self.replaced, self.original_class = _FORWARDS.get(cls) or Replaced(cls), original_class
-        self.known = dict[type, bool]()
-
-    def attributes(self, children: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Its ``__dict__``, its parameters among it; None where calling it may do something else by now."""
-        norm = children.get(self.name)
-        cls = type(norm)
-        if cls is not self.cls and not self._stands_for(norm, cls):
-            return None
-        own: Mapping[str, Any] = norm.__dict__
-        if not self.affine <= own["_parameters"].keys():  # a tool holds them elsewhere
-            return None
-        return own if is_bare(own) and not _has_any_global_hook() and self.replaced.is_unchanged() else None
-
-    def _stands_for(self, norm: Any, cls: type) -> bool:
-        """Whether ``norm``, of another class than when the region was found, is one that was swapped."""
-        if cls not in self.known:
-            self.known[cls] = norm is not None and self.original_class(norm) is self.cls
-        return self.known[cls]
-
-
-_FORWARDS: dict[type[nn.Module], Replaced] = {cls: Replaced(cls) for cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)}
-"""As they were when this was imported: a region may first be run when somebody has put another forward on the class."""
 
 
 def child_at(children: Mapping[str, Any], path: str) -> Any:
@@ -63,3 +32,4 @@ def hands_on(child: Any) -> bool:
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+PASSING.update({cls: cls is not nn.Identity for cls in (nn.Identity, *_DROPOUTS)})

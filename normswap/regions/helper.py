@@ -14,19 +14,19 @@ from normswap.forwards.registered import registered_arguments
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader
 from normswap.kinds import KINDS, NORMS
+from normswap.ops.at_once import AtOnce
 from normswap.ops.dispatch import PLAIN
 from normswap.plan import Match, is_by_hand
 from normswap.regions.activations import LITERAL, activation_of
+from normswap.regions.at_once import at_once_of
 from normswap.regions.children import OriginalClass, child_at, hands_on
 from normswap.regions.convolution import Convolved, direct_way
 from normswap.regions.ending import is_behind
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import lowered_to, only_multiplies
 from normswap.regions.foldings import is_foldable
-from normswap.regions.groups import groups_of
 from normswap.regions.patterns import ADDS, FUNCTIONS
 from normswap.regions.rewrite import Compiled, Helper
-from normswap.regions.rows import rows_of
 from normswap.regions.spec import Region, children_of
 from normswap.regions.spelling import SPELLED
 
@@ -37,29 +37,27 @@ _Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
 
 def make_helper(compiled: Compiled, original_class: OriginalClass) -> Helper:
     """``helper(self, packed)`` for the rewritten forward."""
-    computed, snippet = Fused(compiled, original_class), compiled.snippet
-    fused = _of_inner(compiled, computed) if compiled.views else computed
+    fused, snippet, views, inner_of = Fused(compiled, original_class), compiled.snippet, compiled.views, compiled.inner
+    at_once = at_once_of(compiled, original_class, fused.dtype) if fused.known else AtOnce(None)
     children = children_of(compiled.region)
 
     def helper(self: Any, packed: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler fuses the statements themselves
             return snippet(self, packed)
+        inner = inner_of(packed) if views else packed
+        if views and inner is None:
+            return snippet(self, packed)
+        out = at_once.call(self, inner)
+        if out is not None:
+            return out
         own = self.__dict__
         for name in children:
             if name in own:  # it hides the child
                 return snippet(self, packed)
-        out = fused(own["_modules"], packed)
+        out = fused(own["_modules"], inner)
         return snippet(self, packed) if out is None else out
 
     return helper
-
-
-def _of_inner(compiled: Compiled, fused: Fused) -> Callable[[Mapping[str, Any], Any], Any]:
-    def computed(children: Mapping[str, Any], packed: Any) -> Any:
-        inner = compiled.inner(packed)
-        return None if inner is None else fused(children, inner)
-
-    return computed
 
 
 class Fused:
@@ -81,9 +79,7 @@ class Fused:
         self.feeds, self.class_of = region.feeds, lambda child: original_class(child) or type(child)
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
-        short = groups_of(compiled, original_class) if self.known else None
-        short_way = rows_of(compiled, original_class, self.dtype) or short
-        self.directly = short_way or direct_way(compiled, original_class)
+        self.directly = direct_way(compiled, original_class)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
         if self.expression is not None:

@@ -1,0 +1,404 @@
+// Whole calls of swapped norms: what Python would ask of the module and its tensors, then the native op, in one step
+// from Python, past its frames and the dispatcher's reading of arguments. Where anything is not as it mostly is the
+// answer is None, and Python finds out what is to be done. Not part of the library where there is no Python.h.
+#if __has_include(<Python.h>)
+
+#include <torch/csrc/Dtype.h>
+
+#include <limits>
+
+#include "folded_linear.h"
+#include "python.h"
+
+namespace {
+
+enum Kind { kLayerNorm, kRmsNorm, kGroupNorm };
+
+struct Activation {
+  int64_t code = 0;
+  double low = 0.0, high = 0.0;
+};
+
+// The tensors and numbers of one call.
+struct Given {
+  Tensor x, before, behind, scale, shift, weight, bias;
+  int64_t size = 0;  // groups, or how many dims are normalised
+  double eps = 0.0;
+  Activation activation;
+  bool wide = false;
+};
+
+void callee(Kind kind, bool options, Stack& stack) {
+  static const auto op = [](const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); };
+  static const std::array<std::array<c10::OperatorHandle, 2>, 3> ops{{
+      {op("normswap::layer_norm_or_none"), op("normswap::layer_norm_with_options_or_none")},
+      {op("normswap::rms_norm_or_none"), op("normswap::rms_norm_with_options_or_none")},
+      {op("normswap::group_norm_or_none"), op("normswap::group_norm_or_none")},
+  }};
+  const Released released;
+  if (at::GradMode::is_enabled()) return ops[kind][options].callBoxed(stack);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  ops[kind][options].callBoxed(stack);
+}
+
+// Output and sum, None where there is none.
+std::pair<IValue, IValue> computed(Kind kind, const Given& g) {
+  const auto& [code, low, high] = g.activation;
+  const bool options = kind != kGroupNorm && (g.before.defined() || g.scale.defined() || code != 0 || g.wide);
+  Stack stack;
+  stack.reserve(14);
+  torch::jit::push(stack, g.x, g.size, optional(g.weight));
+  if (kind != kRmsNorm) stack.emplace_back(optional(g.bias));
+  stack.emplace_back(g.eps);
+  if (kind == kRmsNorm) torch::jit::push(stack, 0.0, false);
+  if (kind == kGroupNorm) torch::jit::push(stack, code, low, high, optional(g.behind), g.wide);
+  if (options) {
+    torch::jit::push(stack, optional(g.before), optional(g.scale), optional(g.shift), code, low, high);
+    if (kind == kLayerNorm) stack.emplace_back(g.wide);
+  }
+  callee(kind, options, stack);
+  return {std::move(stack[0]), options ? std::move(stack[1]) : IValue()};
+}
+
+// --- a norm -----------------------------------------------------------------------------------------------------------
+
+// What Python gives of a norm, a module itself or in a region, in this order (normswap/ops/at_once.py says what each is).
+enum Field {
+  kClasses, kStands, kUnless, kNames, kChild, kChildren, kUnpack, kPosition, kLowered, kPasses, kActing, kActivationOf,
+  kActivation, kCallees, kCalled, kFields
+};
+
+struct Norm {
+  PyObject_HEAD
+  vectorcallfunc call;
+  Kind kind;
+  int region, shared, needs_behind, needs_scale;
+  std::array<PyObject*, kFields> fields;
+
+  PyObject* operator[](Field field) const { return fields[field]; }
+};
+
+// The attributes of the norm; null where calling it may do something else by now.
+Owned attributes_of(const Norm& norm, PyObject* module) {
+  PyObject* cls = reinterpret_cast<PyObject*>(Py_TYPE(module));
+  PyObject* stands = found(norm[kClasses], cls);
+  if (stands == nullptr) {
+    const Owned verdict = made(PyObject_CallOneArg(norm[kStands], module));
+    if (PyDict_SetItem(norm[kClasses], cls, verdict) != 0) throw PythonError();
+    stands = found(norm[kClasses], cls);
+  }
+  if (stands == Py_None || !is_unchanged(PyTuple_GET_ITEM(stands, 0), PyTuple_GET_ITEM(stands, 1),
+                                         PyTuple_GET_ITEM(stands, 2), PyTuple_GET_ITEM(stands, 3))) {
+    return {};
+  }
+  Owned own = dict_of(module);
+  if (norm[kUnless] != Py_None) {
+    PyObject* flag = found(own, norm[kUnless]);
+    if (flag == nullptr || PyObject_IsTrue(flag) != 0) return {};
+  }
+  return norm.region && !is_bare(own) ? Owned() : std::move(own);
+}
+
+// Borrowed; null: it is kept elsewhere, in a class, say. Of a tuple the first item, unless the second names an attribute.
+PyObject* read(PyObject* own, PyObject* parameters, PyObject* name) {
+  PyObject* otherwise = nullptr;
+  if (PyTuple_Check(name)) {
+    otherwise = PyTuple_GET_ITEM(name, 0);
+    if (PyTuple_GET_SIZE(name) == 1) return otherwise;
+    name = PyTuple_GET_ITEM(name, 1);
+  }
+  for (PyObject* dict : {parameters, own, found(own, known().names.buffers)}) {
+    if (PyObject* value = dict == nullptr ? nullptr : found(dict, name); value != nullptr) return value;
+  }
+  return otherwise;
+}
+
+// How many dims `shape` has, where it is that of the weight or, without one, of the input's last; -1 otherwise.
+int64_t dims_of(PyObject* shape, const Given& g) {
+  if (PyLong_Check(shape)) {
+    const int64_t length = PyLong_AsLongLong(shape);
+    const Tensor& t = g.weight.defined() ? g.weight : g.x;
+    return (g.weight.defined() ? t.dim() == 1 : t.dim() > 0) && t.size(-1) == length ? 1 : -1;
+  }
+  if (!PyTuple_Check(shape)) return -1;
+  const int64_t dims = PyTuple_GET_SIZE(shape), last = g.weight.defined() ? g.weight.dim() : g.x.dim();
+  if (dims > last || dims == 0 || (g.weight.defined() && dims != last)) return -1;
+  const auto sizes = (g.weight.defined() ? g.weight : g.x).sizes().slice(last - dims);
+  for (int64_t i = 0; i < dims; ++i) {
+    if (PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i)) != sizes[i]) return PyErr_Clear(), -1;
+  }
+  return dims;
+}
+
+bool set_arguments(const Norm& norm, PyObject* size, PyObject* weight, PyObject* bias, PyObject* eps, Given& g) {
+  if (size == nullptr || weight == nullptr || bias == nullptr || eps == nullptr) return false;
+  if (!take(weight, g.weight) || !take(bias, g.bias)) return false;
+  if (norm.kind == kGroupNorm) {
+    if (!PyLong_Check(size)) return false;
+    g.size = PyLong_AsLongLong(size);
+  } else {
+    g.size = size == Py_None && g.weight.defined() ? g.weight.dim() : dims_of(size, g);
+  }
+  const bool whole = PyLong_Check(eps) && !PyBool_Check(eps);
+  if (eps == Py_None && norm.kind == kRmsNorm) {
+    g.eps = std::numeric_limits<float>::epsilon();
+  } else if (PyFloat_Check(eps) || whole) {
+    g.eps = PyFloat_AsDouble(eps);
+  } else {
+    return false;
+  }
+  return g.size > 0;
+}
+
+bool set_activation(const Norm& norm, PyObject* children, Given& g) {
+  Owned callback;
+  PyObject* numbers = norm[kActivation];
+  if (norm[kActing] != Py_None) {
+    PyObject* child = found(children, norm[kActing]);
+    if (child == nullptr) return false;
+    numbers = found(known().activations, reinterpret_cast<PyObject*>(Py_TYPE(child)));
+    if (numbers == nullptr) {
+      numbers = callback = made(PyObject_CallOneArg(norm[kActivationOf], child));
+    } else if (!is_plain(child, dict_of(child))) {
+      return false;
+    }
+  }
+  if (numbers == Py_None) return false;
+  g.activation = {PyLong_AsLongLong(PyTuple_GET_ITEM(numbers, 0)), PyFloat_AsDouble(PyTuple_GET_ITEM(numbers, 1)),
+                  PyFloat_AsDouble(PyTuple_GET_ITEM(numbers, 2))};
+  if (PyErr_Occurred()) throw PythonError();
+  return true;
+}
+
+// Sets x and what belongs to it from what a region is handed; gives the arguments of the norm, null without any.
+struct Packed {
+  Owned all;  // what unpack has made
+  PyObject *x = nullptr, *arguments = nullptr;
+};
+
+bool unpack(const Norm& norm, PyObject* packed, Packed& p, Given& g) {
+  p.x = packed;
+  PyObject* before = nullptr;
+  if (norm[kUnpack] != Py_None) {
+    p.all = made(PyObject_CallOneArg(norm[kUnpack], packed));
+    PyObject** parts = PySequence_Fast_ITEMS(p.all.object);
+    p.x = parts[0], before = parts[1], p.arguments = parts[5];
+    const bool lacks = (norm.needs_behind && parts[2] == Py_None) || (norm.needs_scale && parts[3] == Py_None);
+    if (lacks || !take(parts[2], g.behind) || !take(parts[3], g.scale) || !take(parts[4], g.shift)) return false;
+  } else if (const long position = PyLong_AsLong(norm[kPosition]); position >= 0) {
+    if (!PyTuple_Check(packed) || PyTuple_GET_SIZE(packed) != 2) return false;
+    p.x = PyTuple_GET_ITEM(packed, position), before = PyTuple_GET_ITEM(packed, 1 - position);
+    if (before == Py_None) return false;
+  }
+  if (!take(p.x, g.x) || !take(before, g.before) || !g.x.defined()) return false;
+  for (const Tensor* t : {&g.scale, &g.shift}) {
+    if (t->defined() && t->scalar_type() != g.x.scalar_type()) return false;
+  }
+  return true;
+}
+
+// The activations that have the same bits of a rounded input as their rounded output has: none, ReLU and clamp.
+constexpr std::array<bool, 10> kRoundedFirst{true, true, false, false, false, false, true};
+
+// What autocast has to say: whether the kernels serve it, and what the result is cast to behind them.
+struct Cast {
+  bool served = true;
+  std::optional<at::ScalarType> lowered;
+};
+
+Cast under_autocast(const Norm& norm, PyObject* children, PyObject* x, Given& g) {
+  if (!at::autocast::is_autocast_enabled(at::kCUDA)) return {};
+  Cast cast;
+  const auto dtype = g.x.scalar_type();
+  if (norm.kind == kRmsNorm) return {false, {}};  // some versions widen it
+  if (norm[kLowered] != Py_None) {
+    const Owned found = made(PyObject_CallFunctionObjArgs(norm[kLowered], children, x, nullptr));
+    if (THPDtype_Check(found)) cast.lowered = reinterpret_cast<THPDtype*>(found.object)->scalar_type;
+  }
+  g.wide = dtype != at::kFloat && !cast.lowered;
+  const bool rounded_first = !g.scale.defined() && kRoundedFirst[g.activation.code];
+  cast.served = !g.behind.defined() &&
+                (!cast.lowered || dtype == at::kFloat || (dtype == cast.lowered && rounded_first));
+  return cast;
+}
+
+// Rows that the kernels take, where the sum is of another dtype or not dense: with gradients, which are to be added before
+// they are rounded, Python has a way. Gives the sum where it is made here.
+Tensor settled(Kind kind, Given& g) {
+  if (kind == kGroupNorm) return {};
+  const bool dense = g.x.is_contiguous() && (!g.before.defined() || g.before.is_contiguous());
+  const bool mixed = g.before.defined() && g.before.scalar_type() != g.x.scalar_type();
+  if (!mixed && (dense || at::GradMode::is_enabled())) return {};
+  const Released released;
+  Tensor total;
+  if (g.before.defined()) total = g.x = g.x + std::exchange(g.before, Tensor());
+  if (!at::GradMode::is_enabled()) g.x = g.x.contiguous();
+  return total;
+}
+
+bool callees_are_known(const Norm& norm) {
+  if (norm[kCallees] == Py_None) return true;
+  const Owned now = made(PyObject_CallNoArgs(norm[kCallees]));
+  const int same = PyObject_RichCompareBool(now, norm[kCalled], Py_EQ);
+  if (same < 0) throw PythonError();
+  return same == 1;
+}
+
+// The result, None where Python is to find out what it is.
+PyObject* called(const Norm& norm, PyObject* owner, PyObject* packed) {
+  const Names& names = known().names;
+  Owned own, children, child;
+  PyObject* parameters = nullptr;
+  Given g;
+  if (norm.region) {
+    const Owned owners = dict_of(owner);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(norm[kChildren]); ++i) {
+      if (found(owners, PyTuple_GET_ITEM(norm[kChildren], i)) != nullptr) return none();  // it hides the child
+    }
+    children = kept(found(owners, names.modules));
+    if (children == nullptr || any_global_hook() || !callees_are_known(norm)) return none();
+    child = kept(norm[kChild] == Py_None ? nullptr : found(children, norm[kChild]));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(norm[kPasses]); ++i) {
+      PyObject* pass = found(children, PyTuple_GET_ITEM(norm[kPasses], i));
+      if (pass == nullptr || !hands_on(pass)) return none();
+    }
+    if (!set_activation(norm, children, g)) return none();
+  } else {
+    child = kept(owner);
+  }
+  if (any_mode()) return none();
+  if (child != nullptr) {
+    own = attributes_of(norm, child);
+    parameters = own == nullptr ? nullptr : found(own, names.parameters);
+    if (parameters == nullptr) return none();
+  } else if (norm[kChild] != Py_None) {
+    return none();
+  }
+  Packed p;
+  if (!unpack(norm, packed, p, g)) return none();
+  std::array<PyObject*, 4> arguments{Py_None, Py_None, Py_None, Py_None};
+  if (parameters != nullptr) {
+    for (int i = 0; i < 4; ++i) arguments[i] = read(own, parameters, PyTuple_GET_ITEM(norm[kNames], i));
+  } else {
+    const bool biased = norm.kind != kRmsNorm;
+    if (p.arguments == nullptr || PyTuple_GET_SIZE(p.arguments) != 3 + biased) return none();
+    for (int i = 0; i < 2 + biased; ++i) arguments[i] = PyTuple_GET_ITEM(p.arguments, i);
+    arguments[3] = PyTuple_GET_ITEM(p.arguments, 2 + biased);
+  }
+  if (!set_arguments(norm, arguments[0], arguments[1], arguments[2], arguments[3], g)) return none();
+  const Tensor total = settled(norm.kind, g);
+  const Cast cast = under_autocast(norm, children, p.x, g);
+  if (!cast.served) return none();
+  auto [out, sum] = computed(norm.kind, g);
+  if (!out.isTensor()) return none();
+  if (total.defined()) sum = total;
+  if (cast.lowered) out = out.toTensor().to(*cast.lowered);
+  if (!norm.shared) return wrapped(out);
+  Owned both = made(PyTuple_New(2));
+  PyTuple_SET_ITEM(both.object, 0, wrapped(sum));
+  PyTuple_SET_ITEM(both.object, 1, wrapped(out));
+  return std::exchange(both.object, nullptr);
+}
+
+// --- for Python -------------------------------------------------------------------------------------------------------
+
+PyObject* norm_call(PyObject* self, PyObject* const* arguments, size_t count, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  if (PyVectorcall_NARGS(count) != 2 || keywords != nullptr) return none();
+  try {
+    return called(*reinterpret_cast<const Norm*>(self), arguments[0], arguments[1]);
+  } catch (const PythonError&) {
+    return nullptr;
+  }
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* norm_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  int kind = 0, region = 0, shared = 0, needs_behind = 0, needs_scale = 0;
+  PyObject* fields = nullptr;
+  if (!PyArg_ParseTuple(arguments, "ippppO!", &kind, &region, &shared, &needs_behind, &needs_scale, &PyTuple_Type, &fields)) {
+    return nullptr;
+  }
+  if (PyTuple_GET_SIZE(fields) != kFields) return PyErr_Format(PyExc_ValueError, "Norm: wants %d fields", int{kFields});
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  Norm& norm = *reinterpret_cast<Norm*>(self);
+  norm.call = norm_call;
+  norm.kind = static_cast<Kind>(kind);
+  norm.region = region, norm.shared = shared, norm.needs_behind = needs_behind, norm.needs_scale = needs_scale;
+  for (int i = 0; i < kFields; ++i) norm.fields[i] = Py_NewRef(PyTuple_GET_ITEM(fields, i));
+  return self;
+}
+
+int norm_traverse(PyObject* self, visitproc visit, void* arg) {
+  for (PyObject* field : reinterpret_cast<Norm*>(self)->fields) Py_VISIT(field);
+  return 0;
+}
+
+int norm_clear(PyObject* self) {
+  for (PyObject*& field : reinterpret_cast<Norm*>(self)->fields) Py_CLEAR(field);
+  return 0;
+}
+
+void norm_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  norm_clear(self);
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyTypeObject norm_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Norm", sizeof(Norm)};
+
+// configure(variables of torch.nn.modules.module, of forward_ad, {class that hands on: it is a dropout}, {activation:
+// numbers}, {class: (forward, code)}, device)
+PyObject* configure(PyObject*, PyObject* arguments) {
+  PyObject *modules = nullptr, *forward_ad = nullptr, *passing = nullptr, *activations = nullptr, *forwards = nullptr;
+  const char* device = nullptr;
+  HANDLE_TH_ERRORS
+  if (!PyArg_ParseTuple(arguments, "OOOOOs", &modules, &forward_ad, &passing, &activations, &forwards, &device)) return nullptr;
+  Known& it = known();
+  it.modules = kept(modules), it.forward_ad = kept(forward_ad), it.passing = kept(passing);
+  it.activations = kept(activations), it.forwards = kept(forwards), it.device = c10::Device(device).type();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// only_compute(children, names, known classes, is_known): see normswap/regions/beside.py.
+PyObject* only_compute(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 4) return PyErr_Format(PyExc_TypeError, "only_compute takes 4 arguments");
+  try {
+    PyObject *children = arguments[0], *names = arguments[1];
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+      PyObject* child = found(children, PyTuple_GET_ITEM(names, i));
+      if (child == nullptr || !computes_only(child, arguments[2], arguments[3])) Py_RETURN_FALSE;
+    }
+    return PyBool_FromLong(!any_global_hook());
+  } catch (const PythonError&) {
+    return nullptr;
+  }
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {{"configure", configure, METH_VARARGS, nullptr},
+                         {"only_compute", reinterpret_cast<PyCFunction>(only_compute), METH_FASTCALL, nullptr},
+                         {"folded_linear", reinterpret_cast<PyCFunction>(folded_linear), METH_FASTCALL, nullptr},
+                         {nullptr, nullptr, 0, nullptr}};
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_normswap_calls", nullptr, -1, methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__normswap_calls() {
+  norm_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
+  norm_type.tp_new = norm_new;
+  norm_type.tp_call = PyVectorcall_Call;
+  norm_type.tp_vectorcall_offset = offsetof(Norm, call);
+  norm_type.tp_traverse = norm_traverse;
+  norm_type.tp_clear = norm_clear;
+  norm_type.tp_dealloc = norm_dealloc;
+  if (PyType_Ready(&norm_type) < 0) return nullptr;
+  PyObject* module = PyModule_Create(&module_def);
+  if (module != nullptr) PyModule_AddObjectRef(module, "Norm", reinterpret_cast<PyObject*>(&norm_type));
+  return module;
+}
+
+#endif

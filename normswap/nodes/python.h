@@ -1,0 +1,171 @@
+// What calls from Python ask before they go past it: of objects, modules and tensors.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/TracerMode.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <array>
+#include <limits>
+
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+using torch::jit::Stack;
+
+// --- Python's objects -------------------------------------------------------------------------------------------------
+
+struct Owned {  // a reference
+  Owned(PyObject* object = nullptr) : object(object) {}
+  Owned(Owned&& other) noexcept : object(std::exchange(other.object, nullptr)) {}
+  Owned& operator=(Owned&& other) noexcept { return std::swap(object, other.object), *this; }
+  ~Owned() { Py_XDECREF(object); }
+  operator PyObject*() const { return object; }
+  PyObject* object;
+};
+
+Owned kept(PyObject* object) { return Owned(Py_XNewRef(object)); }
+
+struct PythonError {};  // is set
+
+struct Released {  // the interpreter's lock, as all of PyTorch's ops run
+  Released() : state(PyEval_SaveThread()) {}
+  ~Released() { PyEval_RestoreThread(state); }
+  PyThreadState* state;
+};
+
+PyObject* none() { Py_RETURN_NONE; }
+
+PyObject* found(PyObject* dict, PyObject* key) {  // borrowed; null: not there
+  PyObject* value = PyDict_GetItemWithError(dict, key);
+  if (value == nullptr && PyErr_Occurred()) throw PythonError();
+  return value;
+}
+
+Owned made(PyObject* result) {
+  if (result == nullptr) throw PythonError();
+  return Owned(result);
+}
+
+Owned dict_of(PyObject* module) { return made(PyObject_GenericGetDict(module, nullptr)); }
+
+struct Names {
+  PyObject* modules = PyUnicode_InternFromString("_modules");
+  PyObject* parameters = PyUnicode_InternFromString("_parameters");
+  PyObject* buffers = PyUnicode_InternFromString("_buffers");
+  PyObject* forward = PyUnicode_InternFromString("forward");
+  PyObject* training = PyUnicode_InternFromString("training");
+  PyObject* p = PyUnicode_InternFromString("p");
+  PyObject* level = PyUnicode_InternFromString("_current_level");
+  std::array<PyObject*, 4> hooks{
+      PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
+      PyUnicode_InternFromString("_backward_hooks"), PyUnicode_InternFromString("_backward_pre_hooks")};
+  std::array<PyObject*, 4> global_hooks{
+      PyUnicode_InternFromString("_global_forward_hooks"), PyUnicode_InternFromString("_global_forward_pre_hooks"),
+      PyUnicode_InternFromString("_global_backward_hooks"), PyUnicode_InternFromString("_global_backward_pre_hooks")};
+};
+
+// What `configure` is told: the variables of torch.nn.modules.module and of torch.autograd.forward_ad; by class whether it
+// is a dropout of those that hand on, the numbers of the activations, and the forwards that were known, with their code.
+struct Known {
+  Names names;
+  Owned modules, forward_ad, passing, activations, forwards;
+  at::DeviceType device = at::kCUDA;
+};
+
+Known& known() {
+  static Known* it = new Known();  // it outlives the interpreter
+  return *it;
+}
+
+// --- modules ----------------------------------------------------------------------------------------------------------
+
+bool is_bare(PyObject* own) {
+  const Names& names = known().names;
+  for (PyObject* name : names.hooks) {
+    PyObject* hooks = found(own, name);
+    if (hooks == nullptr || PyObject_IsTrue(hooks) != 0) return false;
+  }
+  return found(own, names.forward) == nullptr;
+}
+
+bool any_global_hook() {
+  for (PyObject* name : known().names.global_hooks) {
+    PyObject* hooks = found(known().modules, name);
+    if (hooks == nullptr || PyObject_IsTrue(hooks) != 0) return true;
+  }
+  return false;
+}
+
+// Whether the attribute of a class is the function that it was, with the code that it had (None: not a plain function).
+bool is_unchanged(PyObject* cls, PyObject* name, PyObject* function, PyObject* code) {
+  const Owned now = made(PyObject_GetAttr(cls, name));
+  if (now != function) return false;
+  return PyFunction_Check(function) ? PyFunction_GET_CODE(function) == code : code == Py_None;
+}
+
+// Whether calling it runs the forward of its class, which was known, and nothing else; hooks of all modules apart.
+bool is_plain(PyObject* module, PyObject* own) {
+  PyObject* cls = reinterpret_cast<PyObject*>(Py_TYPE(module));
+  PyObject* forward = found(known().forwards, cls);
+  return forward != nullptr && is_bare(own) &&
+         is_unchanged(cls, known().names.forward, PyTuple_GET_ITEM(forward, 0), PyTuple_GET_ITEM(forward, 1));
+}
+
+bool hands_on(PyObject* module) {
+  PyObject* dropout = found(known().passing, reinterpret_cast<PyObject*>(Py_TYPE(module)));
+  if (dropout == nullptr) return false;
+  const Owned own = dict_of(module);
+  if (!is_plain(module, own)) return false;
+  PyObject *training = found(own, known().names.training), *p = found(own, known().names.p);
+  return dropout == Py_False || (training != nullptr && PyObject_IsTrue(training) == 0) ||
+         (p != nullptr && PyObject_IsTrue(p) == 0);
+}
+
+// Whether the module and all in it are of classes that only compute, and nothing else runs when they are called.
+bool computes_only(PyObject* module, PyObject* classes, PyObject* is_known) {
+  const int listed = PySet_Contains(classes, reinterpret_cast<PyObject*>(Py_TYPE(module)));
+  if (listed < 0) throw PythonError();
+  if (listed == 0 && made(PyObject_CallOneArg(is_known, module)) != Py_True) return false;
+  const Owned own = dict_of(module);
+  PyObject* children = found(own, known().names.modules);
+  if (children == nullptr || !is_bare(own)) return false;
+  PyObject *name = nullptr, *child = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(children, &at, &name, &child);) {
+    if (!computes_only(child, classes, is_known)) return false;
+  }
+  return true;
+}
+
+// --- tensors ----------------------------------------------------------------------------------------------------------
+
+bool is_tensor(PyObject* object) {
+  PyObject* cls = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return cls == THPVariableClass || cls == ParameterClass;
+}
+
+// The tensor or, of None, an undefined one; false for all else and on other devices.
+bool take(PyObject* object, Tensor& tensor) {
+  if (object == nullptr || object == Py_None) return true;
+  if (!is_tensor(object)) return false;
+  tensor = THPVariable_Unpack(object);
+  return tensor.device().type() == known().device;
+}
+
+// Whether a mode has a say in what an op does, other than autocast.
+bool any_mode() {
+  PyObject* level = found(known().forward_ad, known().names.level);
+  return level == nullptr || PyLong_AsLong(level) >= 0 || at::tracer::impl::is_dispatch_enabled() ||
+         at::impl::torch_function_mode_enabled() ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+IValue optional(const Tensor& t) { return t.defined() ? IValue(t) : IValue(); }
+
+PyObject* wrapped(const IValue& value) { return value.isTensor() ? THPVariable_Wrap(value.toTensor()) : none(); }
+
+}  // namespace

@@ -1,0 +1,98 @@
+"""Whole calls of a norm in one step: by the library of C++ where it is loaded (normswap/nodes/calls.cpp), or not.
+
+What a call asks of its module and tensors and how it reads them is data here; C++ asks it without a frame of Python. It
+answers None where anything is not as it mostly is: what is to be done then, the code in Python finds out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Forward: TypeAlias = "tuple[Any, str, Any, Any]"
+"""A class, the name of its forward, that and its code, which all must be the same at every call."""
+NAMES: dict[str, tuple[Any, ...]] = {
+    "layer_norm": ("normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("normalized_shape", "weight", (None,), "eps"),
+    "group_norm": ("num_groups", "weight", "bias", "eps"),
+}
+"""The kinds, in C++'s order, and what torch.nn's classes call what ``Norm.names`` lists."""
+
+
+@dataclass
+class Norm:
+    """How C++ calls a norm: the module itself, or a child in a region, whose helper gets (owner, packed)."""
+
+    kind: str
+    stands: Callable[[Any], Forward | None] = lambda module: None
+    """The forward that a module's stands for, asked once a class; None: another one."""
+    unless: str | None = None
+    """An attribute that must not be true."""
+    names: tuple[Any, ...] = ()
+    """Of groups or normalized_shape, weight, bias and eps; a value is the only item of a tuple,
+    and the first where the second names an attribute that there may be."""
+    child: str | None = None
+    children: tuple[str, ...] = ()
+    unpack: Callable[[Any], tuple[Any, ...]] | None = None
+    position: int = -1
+    """Of what is normalised, in a sum; without ``unpack``."""
+    lowered: Callable[[Mapping[str, Any], Any], Any] | None = None
+    """The dtype that autocast makes of the result, for the children and the input."""
+    passes: tuple[str, ...] = ()
+    acting: str | None = None
+    activation_of: Callable[[Any], Any] | None = None
+    activation: tuple[int, float, float] = (0, 0.0, 0.0)
+    callees: Callable[[], tuple[Any, ...]] | None = None
+    called: tuple[Any, ...] = ()
+    region: bool = False
+    shared: bool = False
+    needs_behind: bool = False
+    needs_scale: bool = False
+
+    def made(self, make: Any) -> Callable[[Any, Any], Any]:
+        """Its object in C++."""
+        fields: tuple[Any, ...] = (
+            *({}, self.stands, self.unless, self.names, self.child, self.children, self.unpack, self.position),
+            *(self.lowered, self.passes, self.acting, self.activation_of, self.activation, self.callees, self.called),
+        )
+        flags = self.region, self.shared, self.needs_behind, self.needs_scale
+        return make([*NAMES].index(self.kind), *flags, fields)  # type: ignore[no-any-return]
+
+
+class AtOnce:
+    """``call(module, input)``, or (owner, packed) of a region: all of it, or None."""
+
+    def __init__(self, norm: Norm | None) -> None:
+        self.norm, self.call = norm, _declines
+        if norm is not None:
+            _every.add(self)
+            if _make is not None:
+                self.call = norm.made(_make)
+
+
+def serve(calls: Any) -> None:
+    """From now on ``calls``, the module of C++, makes them; None: nothing does."""
+    global _make, only_compute, folded_linear
+    _make = make = getattr(calls, "Norm", None)
+    only_compute, folded_linear = getattr(calls, "only_compute", None), getattr(calls, "folded_linear", _declines)
+    for one in _every:
+        one.call = _declines if make is None or one.norm is None else one.norm.made(make)
+
+
+def _declines(*_: Any) -> None:
+    return None
+
+
+PASSING: dict[type, bool] = {}
+"""The classes of children that hand on what they get, and whether that is a dropout which must be off."""
+ACTIVATIONS: dict[type, tuple[int, float, float]] = {}
+"""The numbers of the activations that are classes without parameters."""
+FORWARDS: dict[type, tuple[Any, Any]] = {}
+"""The forwards of torch.nn's classes as they were when this was imported, with their code."""
+only_compute: Any = None
+"""See ``normswap.regions.beside``."""
+folded_linear: Callable[..., Any] = _declines
+"""``batch_norm(linear(x) * scale)`` of (x, linear, scale, batch_norm, nn.Linear, nn.BatchNorm1d), or None."""
+_every: weakref.WeakSet[AtOnce] = weakref.WeakSet()
+_make: Any = None

@@ -1,0 +1,127 @@
+"""The short way through C++ on the CPU: stand-ins for the native ops that it calls, and what was called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_nodes import compiled, needs_compiler
+from torch import Tensor
+
+from normswap import nodes
+from normswap.activation import CODES, Activation
+from normswap.ops import at_once
+
+__all__ = ["CALLED", "DECLINED", "calls", "compiled", "needs_compiler", "registered", "short_way"]
+
+CALLED: list[str] = []
+"""The native ops, in the order of their calls; what is in ``DECLINED`` answers None."""
+DECLINED: set[str] = set()
+
+
+def _rows(norm: Callable[..., Tensor], x: Tensor, rest: tuple[Any, ...]) -> Any:
+    residual, scale, shift, code, low, high, *wide = rest if rest else (None, None, None, 0, 0.0, 0.0)
+    total = None if residual is None else x + residual
+    out = norm((x if total is None else total).float())
+    if scale is not None:
+        out = out * (1 + scale.float()) + shift.float()
+    out = Activation([*CODES][code], low, high)(out)
+    out = out if wide and wide[0] else out.to(x.dtype)
+    return (out, total) if rest else out
+
+
+def _layer_norm(x: Tensor, dims: int, w: Any, b: Any, eps: float, *rest: Any) -> Any:
+    return _rows(lambda x: F.layer_norm(x, x.shape[-dims:], _float(w), _float(b), eps), x, rest)
+
+
+def _rms_norm(x: Tensor, dims: int, w: Any, eps: float, offset: float, cast: bool, *rest: Any) -> Any:
+    assert (offset, cast) == (0.0, False)
+    return _rows(lambda x: F.rms_norm(x, x.shape[-dims:], _float(w), eps), x, rest)
+
+
+def _group_norm(
+    x: Tensor, groups: int, w: Any, b: Any, eps: float, code: int, low: float, high: float, residual: Any, wide: bool
+) -> Tensor:
+    out = F.group_norm(x.float(), groups, _float(w), _float(b), eps)
+    out = Activation([*CODES][code], low, high)(out if residual is None else out + residual)
+    return out if wide else out.to(x.dtype)
+
+
+def _float(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.float()
+
+
+_OPS: dict[str, Callable[..., Any]] = {
+    "layer_norm": _layer_norm,
+    "layer_norm_with_options": _layer_norm,
+    "rms_norm": _rms_norm,
+    "rms_norm_with_options": _rms_norm,
+    "group_norm": _group_norm,
+}
+
+
+def _called(name: str, *given: Any) -> Any:
+    CALLED.append(name)
+    options = name.endswith("_with_options")
+    x = given[0]
+    place = -2 if name == "group_norm" else 6 if name.startswith("rms") else 5
+    residual = given[place] if options or name == "group_norm" else None
+    alike = residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype)
+    if name in DECLINED or not alike or not x.is_contiguous():
+        return (None, None) if options else None
+    return _OPS[name](*given)
+
+
+def _recorded(name: str, *given: Any) -> tuple[Any, ...]:
+    """With what the backward would need, which nobody asks for here."""
+    found = _called(name, *given)
+    both = found if isinstance(found, tuple) else (found,)
+    return (*both, None if both[0] is None else torch.zeros(1))
+
+
+@pytest.fixture(scope="module")
+def registered(compiled: torch.library.Library) -> None:
+    """The native ops of CPU tensors, without and with gradients."""
+    for name in _OPS:
+        compiled.impl(f"{name}_or_none", lambda *given, name=name: _called(name, *given), "CPU")
+        compiled.impl(f"{name}_recorded", lambda *given, name=name: _recorded(name, *given), "CPU")
+
+
+@pytest.fixture
+def short_way(registered: None) -> Iterator[None]:
+    """Calls go to C++, which takes CPU tensors for a GPU's."""
+    CALLED.clear()
+    DECLINED.clear()
+    _serve()
+    yield
+    at_once.serve(None)
+    torch.set_autocast_enabled("cuda", False)
+
+
+def _serve() -> None:
+    path = nodes.find()
+    assert path is not None
+    nodes.call_at_once(path, "cpu")
+
+
+@pytest.fixture
+def calls(short_way: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """(the short way, owner, packed) of what was called last."""
+    seen: list[tuple[Any, ...]] = []
+    made = at_once.Norm.made
+
+    def noted(self: at_once.Norm, make: Any) -> Callable[[Any, Any], Any]:
+        call = made(self, make)
+
+        def kept(owner: Any, packed: Any) -> Any:
+            seen[:] = [(call, owner, packed)]
+            return call(owner, packed)
+
+        return kept
+
+    monkeypatch.setattr(at_once.Norm, "made", noted)
+    _serve()
+    return seen

@@ -1,0 +1,326 @@
+"""The short way through C++ of modules that are norms, of a Linear with scale and BatchNorm, and of the walk over
+children beside a region: what it computes over stand-ins on the CPU, and what makes it decline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from at_once_stand_in import CALLED, DECLINED, calls, compiled, needs_compiler, registered, short_way
+from models import randomised
+from torch import Tensor, nn
+
+import normswap
+from normswap import reference
+from normswap.ops import at_once
+from normswap.regions.beside import Beside
+from normswap.regions.spec import qualified
+
+__all__ = ["calls", "compiled", "registered", "short_way"]
+pytestmark = [needs_compiler, pytest.mark.usefixtures("short_way")]
+
+
+@normswap.register_norm("rms_norm", weight="gain", eps="small")
+class Told(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain, self.small = nn.Parameter(torch.ones(width)), 1e-3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.gain.shape, self.gain, self.small)
+
+
+class Flagged(nn.LayerNorm):
+    """As timm's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.fast = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fast:
+            return x
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layer_norm": (lambda: nn.LayerNorm((3, 8)), (2, 3, 8)),
+    "layer_norm of no bias": (lambda: nn.LayerNorm(8, bias=False), (2, 8)),
+    "layer_norm of nothing": (lambda: nn.LayerNorm(8, elementwise_affine=False), (2, 8)),
+    "rms_norm": (lambda: nn.RMSNorm(8), (2, 8)),
+    "rms_norm of an eps": (lambda: nn.RMSNorm(8, eps=1), (2, 8)),
+    "group_norm": (lambda: nn.GroupNorm(2, 8), (2, 8, 3)),
+    "rms_norm that was told": (lambda: Told(8), (2, 8)),
+    "layer_norm that may be another": (lambda: Flagged(8), (2, 8)),
+}
+
+
+@pytest.mark.parametrize("gradients", (False, True))
+@pytest.mark.parametrize("name", MODULES)
+def test_one_op_computes_a_module(name: str, gradients: bool) -> None:
+    make, shape = MODULES[name]
+    model = randomised(make())
+    ours, x = normswap.apply(model, normswap.plan(model)), torch.randn(shape)
+    with torch.set_grad_enabled(gradients):
+        torch.testing.assert_close(ours(x), model(x))
+    assert [name.partition(" ")[0]] == CALLED
+
+
+@pytest.mark.parametrize("name", ("layer_norm", "group_norm"))
+def test_under_autocast_sixteen_bits_become_float32(name: str) -> None:
+    make, shape = MODULES[name]
+    model = randomised(make())
+    ours, x = normswap.apply(model, normswap.plan(model)), torch.randn(shape, dtype=torch.bfloat16)
+    torch.set_autocast_enabled("cuda", True)
+    assert ours(x).dtype is torch.float32
+    assert len(CALLED) == 1
+
+
+def _put_back(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.__class__ = nn.LayerNorm
+
+
+def _patched(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: x)
+
+
+def _of_other_code(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.LayerNorm.forward, "__code__", (lambda self, x: x).__code__)
+
+
+def _of_another_size(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.normalized_shape = (4,)  # type: ignore[assignment]
+
+
+def _without_eps(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    del model.eps
+
+
+def _autocast_of_doubles(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    DECLINED.add("layer_norm")
+
+
+CHANGES = (_put_back, _patched, _of_other_code, _of_another_size, _without_eps, _autocast_of_doubles)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_is_left_to_the_long_way(
+    change: Callable[[nn.Module, pytest.MonkeyPatch], None], calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = randomised(nn.LayerNorm(8))
+    ours = normswap.apply(model, normswap.plan(model))
+    ours(torch.randn(2, 8))
+    ((one, *given),) = calls
+    assert one(*given) is not None
+    change(ours, monkeypatch)
+    assert one(*given) is None
+
+
+def test_a_flag_is_asked(calls: list[Any]) -> None:
+    model = randomised(Flagged(8))
+    ours, x = normswap.apply(model, normswap.plan(model)), torch.randn(2, 8)
+    assert not torch.equal(ours(x), x)
+    ours.fast = True  # type: ignore[assignment]
+    ((one, *given),) = calls
+    assert one(*given) is None
+    assert torch.equal(ours(x), x)
+
+
+@pytest.mark.parametrize("name", ("layer_norm", "rms_norm of an eps"))
+def test_rows_that_are_not_dense_are_copied(name: str) -> None:
+    model = randomised(MODULES[name][0]())
+    ours, x = normswap.apply(model, normswap.plan(model)), torch.randn(8, 3, 8).transpose(0, 1)
+    if name == "layer_norm":
+        x = torch.randn(2, 8, 3).transpose(1, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x))
+    assert [name.partition(" ")[0]] == CALLED
+
+
+# --- Linear, scale, BatchNorm --------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.scale: Any = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.linear(x) * self.scale)
+
+
+@pytest.fixture
+def folding(compiled: torch.library.Library) -> Iterator[list[str]]:
+    """The native fold, of CPU tensors, and its calls."""
+    folded: list[str] = []
+
+    def fold(w: Any, b: Any, scale: Any, mean: Any, var: Any, g: Any, beta: Any, eps: float, out: Any, c: Any) -> None:
+        folded.append("fold")
+        weight, bias = reference.fold_scale_batch_norm(w, b, scale, mean, var, g, beta, eps)
+        out.copy_(weight)
+        c.copy_(bias)
+
+    library = torch.library.Library("normswap", "IMPL")
+    library.impl("fold_linear", fold, "CPU")
+    yield folded
+    library._destroy()
+
+
+def at_once_of(model: Scaled, x: Tensor) -> Any:
+    return at_once.folded_linear(x, model.linear, model.scale, model.bn, nn.Linear, nn.BatchNorm1d)
+
+
+@pytest.mark.parametrize("shape", ((3,), (1, 3), (1,), (), None))
+def test_one_step_folds_and_multiplies(shape: Any, folding: list[str]) -> None:
+    model, x = randomised(Scaled()).eval(), torch.randn(9, 4)
+    if shape is not None:
+        model.scale = nn.Parameter(torch.randn(shape))
+    with torch.no_grad():
+        expected = model(x)
+        if shape is None:
+            model.scale = None
+            expected = model.bn(model.linear(x))
+        torch.testing.assert_close(at_once_of(model, x), expected)
+    assert folding == ["fold"]
+
+
+def test_a_swapped_module_goes_this_way(folding: list[str]) -> None:
+    model, x = randomised(Scaled()).eval(), torch.randn(9, 4)
+    ours = normswap.apply(model, normswap.plan(model))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x))
+    assert folding == ["fold"]
+
+
+class _Linear(nn.Linear):
+    pass
+
+
+def _elsewhere(model: Any) -> None:
+    model.linear.bias_orig = model.linear._parameters.pop("bias")
+    model.linear.bias = model.linear.bias_orig * 2
+
+
+UNFOLDED: dict[str, Callable[[Any], Any]] = {
+    "training": lambda model: model.bn.train(),
+    "a hook": lambda model: model.linear.register_forward_hook(lambda *given: None),
+    "a hook on the norm": lambda model: model.bn.register_forward_pre_hook(lambda *given: None),
+    "a subclass": lambda model: setattr(model, "linear", _Linear(4, 3)),
+    "a number": lambda model: setattr(model, "scale", None) or model.__dict__.update(scale=2.0),
+    "a scale of another dtype": lambda model: setattr(model, "scale", nn.Parameter(torch.randn(3).double())),
+    "a scale of rows": lambda model: setattr(model, "scale", nn.Parameter(torch.randn(9, 1))),
+    "a bias elsewhere": _elsewhere,
+    "no statistics": lambda model: setattr(model, "bn", nn.BatchNorm1d(3, track_running_stats=False).eval()),
+    "another size": lambda model: setattr(model, "bn", nn.BatchNorm1d(2).eval()),
+    "wide statistics": lambda model: model.bn.double(),
+    "a transposed weight": lambda model: setattr(
+        model.linear, "weight", nn.Parameter(torch.randn(4, 3).t(), requires_grad=False)
+    ),
+    "autocast": lambda model: torch.set_autocast_enabled("cuda", True),
+    "a double": lambda model: model.double(),
+}
+
+
+@pytest.mark.parametrize("name", UNFOLDED)
+def test_what_is_not_folded_in_one_step(name: str, folding: list[str]) -> None:
+    model, x = randomised(Scaled()).eval(), torch.randn(9, 4)
+    with torch.no_grad():
+        assert at_once_of(model, x) is not None
+        UNFOLDED[name](model)
+        scale = model.__dict__.get("scale", model._parameters.get("scale"))
+        given = model.linear, scale, model.bn, nn.Linear, nn.BatchNorm1d
+        assert at_once.folded_linear(x.double() if name == "a double" else x, *given) is None
+
+
+@pytest.mark.parametrize("rows", (1, 4))
+def test_few_rows_are_not_worth_a_fold(rows: int, folding: list[str]) -> None:
+    with torch.no_grad():
+        assert at_once_of(randomised(Scaled()).eval(), torch.randn(rows, 4)) is None
+
+
+SCALES: dict[str, Any] = {"a value a channel": (3,), "a row": (1, 3), "one value": (), "none": None}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("frozen", ((), ("linear.weight", "scale"), ("linear.bias", "bn.weight", "bn.bias"), ("x",)))
+def test_every_gradient_and_its_own(scale: str, frozen: tuple[str, ...], folding: list[str]) -> None:
+    model, x = randomised(Scaled()).eval(), torch.randn(9, 4, requires_grad="x" not in frozen)
+    if SCALES[scale] is None:
+        model._parameters.pop("scale")
+        model.scale = None
+    else:
+        model.scale = nn.Parameter(torch.randn(SCALES[scale]))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    wanted = [t for t in (x, *model.parameters()) if t.requires_grad]
+    cotangent, again = torch.randn(9, 3), [torch.randn_like(t) for t in wanted]
+
+    def gradients(out: Tensor) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(out, wanted, cotangent, create_graph=True)
+        pairs = [(f, a) for f, a in zip(first, again, strict=True) if f.requires_grad]
+        found = torch.autograd.grad([f for f, _ in pairs], wanted, [a for _, a in pairs], allow_unused=True)
+        return *first, *(torch.zeros(()) if t is None or not t.any() else t for t in found)
+
+    out = at_once_of(model, x)
+    expected = model(x) if SCALES[scale] is not None else model.bn(model.linear(x))
+    assert type(out.grad_fn).__name__ != type(expected.grad_fn).__name__
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(gradients(out), gradients(expected), rtol=1e-4, atol=1e-4)
+    assert folding == ["fold"]
+
+
+def test_gradients_of_sixteen_bits(folding: list[str]) -> None:
+    model, x = randomised(Scaled()).eval().bfloat16(), torch.randn(9, 4, dtype=torch.bfloat16)
+    expected = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+    found = torch.autograd.grad(at_once_of(model, x).sum(), [*model.parameters()])
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)
+    assert at_once_of(model.half(), x.half()) is None  # what is made of dy^T x may leave its range
+    with torch.no_grad():
+        assert at_once_of(model, x.half()) is not None
+
+
+# --- children beside a region --------------------------------------------------------------------------------------
+
+
+class _Beside:
+    def __init__(self, *names: str) -> None:
+        self.beside = {name: [qualified(cls) for cls in (nn.Sequential, nn.Linear, nn.ReLU)] for name in names}
+
+
+def _tree() -> Any:
+    return nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU())), "b": nn.Linear(2, 2)})
+
+
+def _global_hook(owner: Any) -> Any:
+    return nn.modules.module.register_module_forward_pre_hook(lambda *given: None)
+
+
+BESIDE: dict[str, tuple[bool, Callable[[Any], Any]]] = {
+    "as it was": (True, lambda owner: None),
+    "a hook": (False, lambda owner: owner["a"][1][0].register_forward_hook(lambda *given: None)),
+    "a forward": (False, lambda owner: setattr(owner["a"][0], "forward", len)),
+    "another class": (False, lambda owner: setattr(owner["a"][1], "0", nn.Tanh())),
+    "none": (False, lambda owner: owner._modules.update(b=None)),
+    "nothing": (False, lambda owner: owner._modules.pop("b")),
+    "a global hook": (False, _global_hook),
+}
+
+
+@pytest.mark.parametrize("in_python", (False, True))
+@pytest.mark.parametrize("name", BESIDE)
+def test_children_that_only_compute(name: str, in_python: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_python:
+        monkeypatch.setattr(at_once, "only_compute", None)
+    owner, regions = _tree(), [_Beside("a", "b")]
+    beside = Beside(regions, lambda module: None)  # type: ignore[arg-type]
+    expected, change = BESIDE[name]
+    handle = change(owner)
+    try:
+        assert beside.only_compute(owner) is expected
+    finally:
+        if name == "a global hook":
+            handle.remove()
