@@ -50,6 +50,11 @@ def half_ulp(reference: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.full_like(reference, info.eps / 2), exponent - 1)
 
 
+def rounds_further(reference: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
+    """What half an ulp grows by where a value off by ``error`` lies beyond a power of two."""
+    return half_ulp(reference.abs() + error, dtype) - half_ulp(reference, dtype)
+
+
 def error_share(ours: Tensor, reference: Tensor, magnitude: Tensor, c: float, extra: Tensor | float = 0.0) -> float:
     """The largest error as a share of its limit (1 is the limit), over elements finite in both.
 

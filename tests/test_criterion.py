@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from models import L1, Projection, randomised
 from torch import Tensor, nn
 
-from normswap.criterion import RoundedStatistics, error_share, half_ulp, mask_mismatch
+from normswap.criterion import RoundedStatistics, error_share, half_ulp, mask_mismatch, rounds_further
 from normswap.kinds import NORMS, kind_of, magnitudes
 from normswap.plan import Match
 
@@ -119,6 +119,16 @@ def test_half_ulp(dtype: torch.dtype) -> None:
         x = torch.tensor([value]).to(dtype)
         above = torch.nextafter(x, torch.full_like(x, float("inf")))
         assert float(half_ulp(x.double(), dtype)) == float(above.double() - x.double()) / 2
+
+
+def test_what_is_off_and_then_rounded_stays_within_both() -> None:
+    """Off by what its input's rounding allows, a gradient lies beyond 1/32, where the spacing is twice as wide."""
+    reference, error = torch.tensor([0.0311564], dtype=torch.float64), torch.tensor([1.45e-4], dtype=torch.float64)
+    off = (reference + error).half().double() - reference
+    limit = half_ulp(reference, torch.float16) + error
+    assert off > limit
+    assert off <= limit + rounds_further(reference, error, torch.float16)
+    assert float(rounds_further(reference, error / 100, torch.float16)) == 0.0
 
 
 def test_masks() -> None:

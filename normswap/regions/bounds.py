@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normswap.bounds import derivative
-from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, half_ulp
+from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, half_ulp, rounds_further
 from normswap.kinds import KINDS, NORMS, kind_of, magnitudes
 from normswap.lifted import LiftedNorm
 from normswap.regions.children import child_at
@@ -96,8 +96,9 @@ class Size:
         bend = torch.maximum((below - slope).abs(), (above - slope).abs())
         moved, result = steepest * error, self._activation(value.clone()).abs()
         dtype = self.dtypes["norm" if region.ends_inside else "activation"]
-        wider = half_ulp(result + moved, dtype) - half_ulp(result, dtype)  # may round beyond a power of two
-        return (moved + wider) / unit + value.abs() + result, steepest + bend / unit + 1.0
+        return (
+            moved + rounds_further(result, moved, dtype)
+        ) / unit + value.abs() + result, steepest + bend / unit + 1.0
 
     def _rounded(self, value: Tensor, error: Tensor, does: str) -> tuple[Tensor, Tensor]:
         return (value, error) if self.region.convolution else _moved(value, error, self.dtypes[does])

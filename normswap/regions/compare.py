@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from normswap.compare import SLICE_ELEMENTS, Comparison, Cotangent, KernelWitness, Seen, spread
-from normswap.criterion import SIXTEEN_BITS, RoundedStatistics, own_rounding
+from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, RoundedStatistics, own_rounding, rounds_further
 from normswap.kinds import KINDS, Kind, kind_of
 from normswap.lifted import Lifted, LiftedNorm, Rounded
 from normswap.regions.bounds import Size
@@ -291,6 +291,8 @@ class _Case:
             magnitude = terms[role].expand(gradient.shape) if role in terms else expected[name].abs()
             by_kernel = ran and not size.broadcasts(role)
             extra = own_rounding(gradient.dtype, by_kernel) * magnitude
+            error = self.checks.c_gradient * FLOAT32_ROUNDING * magnitude
+            extra = extra + rounds_further(expected[name], error, gradient.dtype)
             of = f"gradient of {role}"
             self.checks.add(of, gradient, eager[name], expected[name], magnitude, extra, self.checks.c_gradient)
 
