@@ -9,11 +9,22 @@ import pytest
 import torch
 from torch import nn
 
+import normswap
 from normswap.kinds import KINDS, LAYERS, NORMS, kind_of, magnitudes, sample
 from normswap.kinds.kind import are_numbers, flat, is_along, shape_along
+from normswap.modules import swapped_class
 from normswap.plan import Match, PlanError
 
 VECTOR = torch.ones(6)
+
+
+class L1(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps: Any = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / (x.abs().mean(1, keepdim=True) + self.eps)
 
 
 def test_a_kind_by_its_name() -> None:
@@ -97,3 +108,26 @@ def test_gradients_of_a_norm_by_hand_go_by_the_names_of_its_module(dim: int) -> 
     gradients = found.gradients(torch.ones_like(x))
     assert found.output.shape == x.shape
     assert {name: tensor.shape for name, tensor in gradients.items()} == {"input": x.shape, "gain": site.gain.shape}
+
+
+def test_an_l1_norm_takes_numbers_and_names() -> None:
+    for good in ({"dim": 1}, {"dim": "axis", "eps": "eps"}, {"dim": -1, "eps": 1e-6, "minimum": 2}):
+        swapped_class("l1_norm", L1, good)
+    wrong: tuple[dict[str, Any], ...] = (
+        {"dim": 1.0},
+        {"dim": 1, "eps": [1]},
+        {"dim": 1, "minimum": (1,)},
+        {"eps": 1.0},
+    )
+    for one in wrong:
+        with pytest.raises(TypeError, match="must be numbers or names"):
+            swapped_class("l1_norm", L1, one)
+
+
+def test_an_attribute_that_holds_no_number_any_more_is_the_original_s() -> None:
+    swapped = normswap.apply(L1(), normswap.plan(L1()))
+    x = torch.randn(3, 4)
+    assert torch.equal(swapped(x), L1()(x))
+    swapped.eps = None
+    with pytest.raises(TypeError):
+        swapped(x)
