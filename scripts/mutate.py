@@ -46,6 +46,11 @@ KEPT = ("normswap", "tests", "scripts", "csrc", "docs", "pyproject.toml", "READM
 """What the tests need of the checkout."""
 WEAKER = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "compare.py",
+        "not dims or size * sample <= SLICE_ELEMENTS",
+        "(not dims)",
+    ): "what fits is one piece, cut out whole",
     ("compare.py", "worst.problem", "(False)"): "the first problem stays: the rest is only compared for nothing",
     (
         "kinds/batch_norm.py",

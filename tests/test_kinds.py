@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import normswap
+from normswap import ops
 from normswap.kinds import KINDS, LAYERS, NORMS, kind_of, magnitudes, sample
 from normswap.kinds.kind import are_numbers, flat, is_along, shape_along
 from normswap.modules import swapped_class
@@ -124,10 +125,11 @@ def test_an_l1_norm_takes_numbers_and_names() -> None:
             swapped_class("l1_norm", L1, one)
 
 
-def test_an_attribute_that_holds_no_number_any_more_is_the_original_s() -> None:
+def test_an_attribute_that_holds_no_number_any_more_is_the_original_s(monkeypatch: pytest.MonkeyPatch) -> None:
     swapped = normswap.apply(L1(), normswap.plan(L1()))
-    x = torch.randn(3, 4)
-    assert torch.equal(swapped(x), L1()(x))
+    x, seen, real = torch.randn(3, 4), [], ops.l1_norm
+    monkeypatch.setattr(ops, "l1_norm", lambda *given: seen.append(given[1:]) or real(*given))
+    assert torch.equal(swapped(x), L1()(x)) and seen == [(1, 0.5, None)]
     swapped.eps = None
     with pytest.raises(TypeError):
         swapped(x)
