@@ -69,10 +69,13 @@ class BuildPy(build_py):
 
 
 def compile_into(folder: Path) -> None:
-    """Compile for NORMSWAP_ARCH ("80,90"), by default for every architecture the wheels serve, and for later GPUs."""
-    builder = load_builder()
-    arch = os.environ.get("NORMSWAP_ARCH", ",".join(builder.WHEEL_ARCH)).split(",")
-    builder.compile_library(ROOT / "csrc", arch, builder.find_toolkit(), folder, tell, ptx=True)
+    """Compile for NORMSWAP_ARCH, by default every architecture the wheels serve. "80,90+PTX" runs on later GPUs too,
+    for the bytes of one architecture more."""
+    builder, source = load_builder(), ROOT / "csrc"
+    wanted, plus, _ = os.environ.get("NORMSWAP_ARCH", ",".join(builder.WHEEL_ARCH)).partition("+PTX")
+    arch, ptx, toolkit = wanted.split(","), bool(plus), builder.find_toolkit()
+    work = ROOT / "build" / builder.work_key(source, arch, toolkit, ptx)  # a second wheel compiles what changed
+    builder.compile_library(source, arch, toolkit, folder, tell, ptx=ptx, work=work)
     tell("compiling autograd's nodes for the torch that is installed ...")
     builder.compile_nodes(ROOT / "normswap" / "nodes" / "nodes.cpp", folder)
 
