@@ -207,9 +207,14 @@ def scale_batch_norm(
     input_bias: Tensor | None = None,
 ) -> Tensor:
     """``batch_norm((input + input_bias) * scale)`` over the rows of ``input`` (N, C) (Ioffe & Szegedy 2015)."""
+    norm = running_mean, running_var, weight, bias, training, momentum, eps
+    return F.batch_norm(scaled(input, scale, input_bias), *norm)
+
+
+def scaled(input: Tensor, scale: Tensor | None, input_bias: Tensor | None) -> Tensor:
+    """``(input + input_bias) * scale`` of what is given of these."""
     shifted = input if input_bias is None else input + input_bias
-    scaled = shifted if scale is None else shifted * scale
-    return F.batch_norm(scaled, running_mean, running_var, weight, bias, training, momentum, eps)
+    return shifted if scale is None else shifted * scale
 
 
 def fold_scale_batch_norm(

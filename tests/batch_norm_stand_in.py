@@ -35,18 +35,23 @@ def batch_norm_recorded(
     activation: int,
     low: float,
     high: float,
+    scale: Any = None,
+    input_bias: Any = None,
 ) -> tuple[Any, Any, Any]:
     count = input.numel() // max(1, input.shape[1])
     if input.numel() == 0 or (training and count < 2) or (not training and running_mean is None):
         return None, None, None
     kept = [d for d in range(input.dim()) if d != 1]
     mean, var = (input.mean(kept), input.var(kept, correction=0)) if training else (running_mean, running_var)
+    factor = torch.ones_like(mean) if scale is None else scale.reshape(-1).expand(input.shape[1])
+    if input_bias is not None:
+        factor = torch.where(input_bias.isfinite(), factor, torch.nan)
     if training and running_mean is not None:
-        running_mean.lerp_(mean, momentum)
-        running_var.lerp_(input.var(kept), momentum)
+        running_mean.lerp_(factor * (mean if input_bias is None else mean + input_bias), momentum)
+        running_var.lerp_(factor**2 * input.var(kept), momentum)
     if training and batches is not None:
         batches += 1
-    rstd = (var + eps).rsqrt()
+    rstd = (factor**2 * var + eps).rsqrt() * factor
     gain = rstd if weight is None else rstd * weight
     coefficients = torch.stack([mean, gain, torch.zeros_like(mean) if bias is None else bias, rstd], 1)
     z = (input - column(mean, input)) * column(gain, input) + column(coefficients[:, 2], input)
@@ -77,6 +82,11 @@ def batch_norm_backward(
     of_weight: bool,
     of_bias: bool,
     of_residual: bool,
+    scale: Any = None,
+    input_bias: Any = None,
+    eps: float = 0.0,
+    of_scale: bool = False,
+    of_input_bias: bool = False,
 ) -> tuple[Any, ...]:
     assert grad.stride() == input.stride() and grad.dtype == input.dtype
     kept = [d for d in range(input.dim()) if d != 1]
@@ -93,7 +103,11 @@ def batch_norm_backward(
     a, b = g.mean(kept, keepdim=True), (g * d).mean(kept, keepdim=True) * rstd**2
     dx = gain * (g - a - d * b) if training else gain * g
     dw, db = (g * d * rstd).sum(kept), g.sum(kept)
-    asked = ((of_input, dx), (of_weight, dw), (of_bias, db), (of_residual, g))
+    factor = torch.ones(()) if scale is None else scale.reshape(-1)
+    own = torch.where(factor == 0, eps**-0.5 if eps else 0.0, rstd.flatten() / factor)
+    ds = eps * own**3 * (g * d).sum(kept) * (1.0 if weight is None else weight)
+    ds = ds if scale is None or scale.numel() < len(ds) else ds.reshape(scale.shape)
+    asked = ((of_input, dx), (of_weight, dw), (of_bias, db), (of_residual, g), (of_scale, ds), (of_input_bias, 0 * dx.sum(kept)))
     return tuple(t if wanted else None for wanted, t in asked)
 
 
@@ -104,7 +118,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counted(function: Any) -> Any:
         def call(*given: Any) -> Any:
             calls.append(function.__name__)
-            assert len(given) == len(arguments_of(function.__name__))
+            assert len(given) <= len(arguments_of(function.__name__))
             with torch.no_grad():
                 return function(*given)
 
@@ -120,7 +134,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         return recorded if learns else lambda *given: counted(batch_norm_recorded)(*given)[0]
 
-    module = sys.modules["normswap.ops.batch_norm"]  # normswap.ops.batch_norm is the function
-    monkeypatch.setattr(module, "direct", direct)
-    monkeypatch.setattr(module, "DTYPES", (torch.float32, torch.float64))
+    for name in ("batch_norm", "scale_batch_norm"):
+        module = sys.modules[f"normswap.ops.{name}"]  # normswap.ops.batch_norm is the function
+        monkeypatch.setattr(module, "direct", direct)
+        monkeypatch.setattr(module, "DTYPES", (torch.float32, torch.float64))
     return calls

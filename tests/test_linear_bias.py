@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from types import SimpleNamespace
 from typing import Any
 
+import batch_norm_stand_in
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,43 +26,11 @@ from torch import Tensor
 from normswap import ops, reference
 
 
-def stand_in(
-    input: Tensor,
-    input_bias: Tensor | None,
-    scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    momentum: float,
-    out: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-) -> None:
-    """What the kernel writes: statistics of ``input`` itself, the bias in the running mean alone if it is finite."""
-    z, factor = input.double(), torch.ones_like(mean) if scale is None else scale
-    if input_bias is not None:
-        factor = torch.where(input_bias.isfinite(), factor, torch.nan)
-    var = factor.double().square() * z.var(0, correction=0)
-    mean.copy_(z.mean(0))
-    rstd.copy_((var + eps).rsqrt())
-    out.copy_(F.batch_norm(z * factor, None, None, None, None, True, 0.0, eps))
-    if weight is not None and bias is not None:
-        out.mul_(weight).add_(bias)
-    if running_mean is not None and running_var is not None:
-        shifted = mean if input_bias is None else mean + input_bias
-        running_mean.lerp_((factor * shifted).to(running_mean.dtype), momentum)
-        running_var.lerp_((var * len(z) / (len(z) - 1)).to(running_var.dtype), momentum)
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels serve tensors of the CPU."""
     monkeypatch.setattr(ops, "native_serves", lambda *tensors: True)
-    monkeypatch.setattr(sys.modules["normswap.ops.scale_batch_norm"], "native_serves", lambda *tensors: True)
-    op = SimpleNamespace(default=stand_in)
-    monkeypatch.setattr(torch.ops.normswap, "scale_batch_norm", op, raising=False)
+    batch_norm_stand_in.install(monkeypatch)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from test_row_backward import (
     StandIns,
+    test_a_backward_under_vmap_is_the_formula_s,
     test_double_backward_is_the_formula_s,
     test_no_more_is_saved_than_pytorch_saves,
     test_only_gradients_asked_for_are_computed,
@@ -38,6 +39,7 @@ from normswap.nodes import formulas
 from normswap.ops import dispatch
 
 __all__ = [
+    "test_a_backward_under_vmap_is_the_formula_s",
     "test_double_backward_is_the_formula_s",
     "test_no_more_is_saved_than_pytorch_saves",
     "test_only_gradients_asked_for_are_computed",

@@ -276,6 +276,21 @@ def test_double_backward_is_the_formula_s(kind: str, stand_ins: StandIns) -> Non
     assert stand_ins.called.count(f"{kind}_backward") == 1  # through the output again, with no graph to make
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.case("functorch")
+def test_a_backward_under_vmap_is_the_formula_s(kind: str, stand_ins: StandIns) -> None:
+    """For the kernels vmap has no rule."""
+    tensors = [t.requires_grad_() for t in drawn(kind)]
+    padded, dys, found = (*tensors, None, None)[:3], torch.randn(4, 3, 5, 8), []
+    for y in (call(kind, *padded), plain(kind, *padded)):
+        found.append(torch.autograd.grad(y, tensors, dys, retain_graph=True, is_grads_batched=True))
+        found.append(torch.func.vmap(lambda dy, y=y: torch.autograd.grad(y, tensors, dy, retain_graph=True))(dys))
+    for others in found[:-1]:
+        for ours, theirs in zip(others, found[-1], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert stand_ins.called == [f"{kind}_recorded"]
+
+
 OPTIONS: tuple[tuple[str, ...], ...] = (
     ("residual",),
     ("activation",),

@@ -6,6 +6,9 @@
 // from x as in the forward; behind a residual it was kept.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
+
 #include "batch_norm/batch_norm_passes.cuh"
 
 namespace normswap {
@@ -162,7 +165,9 @@ template <class T, int V>
 cudaError_t backward_by(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
   cudaError_t error = launch_pass<batch_sums<T, V>>(a, false, stream);
   const bool follows = !a.n.frozen && (a.n.dx != nullptr || a.n.dresidual != nullptr);
-  if (error == cudaSuccess && (follows || a.n.dweight.data != nullptr || a.n.dbias.data != nullptr)) {
+  const ChannelVector* vectors[] = {&a.n.dweight, &a.n.dbias, &a.n.dscale, &a.n.dinput_bias};
+  const auto asked = [](const ChannelVector* v) { return v->data != nullptr; };
+  if (error == cudaSuccess && (follows || std::any_of(std::begin(vectors), std::end(vectors), asked))) {
     error = finish_batch_norm_backward(a.n, a.p, overlap, stream);
   }
   return error == cudaSuccess && follows ? launch_pass<batch_gradients<T, V>>(a, overlap, stream) : error;

@@ -45,16 +45,22 @@ __device__ inline void for_channels(const FinishArgs& a, const One* parts, Unite
 
 // What a channel had before.
 struct Before {
-  float weight, bias, mean, var;
+  float weight, bias, mean, var, scale, input_bias;
   __device__ static Before of(const BatchNormTrain& n, int64_t channel) {
+    const float scale = channel_value(n.scale, n.one_scale ? 0 : channel, 1.f);
+    const float input_bias = channel_value(n.input_bias, channel, 0.f);
     return {channel_value(n.weight, channel, 1.f), channel_value(n.bias, channel, 0.f),
-            channel_value(n.running_mean, channel, 0.f), channel_value(n.running_var, channel, 1.f)};
+            channel_value(n.running_mean, channel, 0.f), channel_value(n.running_var, channel, 1.f),
+            isfinite(input_bias) ? scale : __fsub_rn(input_bias, input_bias),  // NaN, as all of its column then is
+            input_bias};
   }
 };
 
+// Of u = s (x + c), whose variance is s^2 times that of x, by x: c enters the mean of u alone.
 __device__ inline void write_coefficients(const BatchNormTrain& n, int64_t channel, const Before& before, float mean,
                                           float var) {
-  const float rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(var, static_cast<float>(n.eps))));
+  const float scaled = __fmul_rn(__fmul_rn(before.scale, before.scale), var);
+  const float rstd = __fmul_rn(__frcp_rn(__fsqrt_rn(__fadd_rn(scaled, static_cast<float>(n.eps)))), before.scale);
   n.coefficients[channel] = {mean, __fmul_rn(rstd, before.weight), before.bias, rstd};
 }
 
@@ -77,8 +83,9 @@ __global__ void __launch_bounds__(kFinishThreads) finish_moments(const FinishArg
   };
   for_channels(args, reinterpret_cast<const Moments*>(n.workspace), of_warps, unite, [&](int64_t channel, const Moments& m) {
     write_coefficients(n, channel, before, m.mean, __fdiv_rn(m.m2, args.elements));
-    average(n, n.running_mean, channel, before.mean, m.mean);
-    average(n, n.running_var, channel, before.var, __fdiv_rn(m.m2, static_cast<float>(args.unbiased)));
+    average(n, n.running_mean, channel, before.mean, __fmul_rn(before.scale, __fadd_rn(m.mean, before.input_bias)));
+    const float unbiased = __fdiv_rn(m.m2, static_cast<float>(args.unbiased));
+    average(n, n.running_var, channel, before.var, __fmul_rn(__fmul_rn(before.scale, before.scale), unbiased));
   });
 }
 
@@ -90,6 +97,14 @@ __global__ void __launch_bounds__(kFinishThreads) take_running(const FinishArgs 
   if (channel >= n.sizes.channels) return;
   const Before before = Before::of(n, channel);
   write_coefficients(n, channel, before, before.mean, before.var);
+}
+
+// That of a scale s: weight eps r^3 sum(g (x - mean)), where r, the rstd of the scaled channel, moves with s too.
+__device__ inline float scale_gradient(const BatchNormTrain& n, int64_t channel, float product, float rstd) {
+  const float scale = channel_value(n.scale, n.one_scale ? 0 : channel, 1.f), eps = static_cast<float>(n.eps);
+  const float own = scale == 0.f && rstd == 0.f ? __frcp_rn(__fsqrt_rn(eps)) : __fdiv_rn(rstd, scale);
+  const float weighted = __fmul_rn(channel_value(n.weight, channel, 1.f), __fmul_rn(own, product));
+  return __fmul_rn(weighted, __fmul_rn(__fmul_rn(eps, own), own));
 }
 
 __global__ void __launch_bounds__(kFinishThreads) finish_sums(const FinishArgs args) {
@@ -107,6 +122,10 @@ __global__ void __launch_bounds__(kFinishThreads) finish_sums(const FinishArgs a
     const float product = __fmul_rn(sums.y, of.rstd);
     if (n.dbias.data != nullptr) set_channel_value(n.dbias, channel, sums.x);
     if (n.dweight.data != nullptr) set_channel_value(n.dweight, channel, product);
+    if (n.dscale.data != nullptr) set_channel_value(n.dscale, channel, scale_gradient(n, channel, sums.y, of.rstd));
+    if (n.dinput_bias.data != nullptr) {  // the sum of dx, of which nothing is left but what is no number
+      set_channel_value(n.dinput_bias, channel, __fmul_rn(0.f, __fmul_rn(of.gain, __fadd_rn(sums.x, product))));
+    }
     const float a = __fdiv_rn(sums.x, args.elements), b = __fmul_rn(__fdiv_rn(product, args.elements), of.rstd);
     finished[channel] = {__fmul_rn(a, of.gain), __fmul_rn(b, of.gain)};
   });

@@ -36,6 +36,18 @@ bool are_channels_of(const Tensor& input, std::initializer_list<OptionalTensor> 
          (*first)->scalar_type() == torch::headeronly::ScalarType::Float;
 }
 
+// One value a channel or, of a scale, one; of the input's dtype.
+bool is_of_input(const OptionalTensor& t, const Tensor& input, bool scale) {
+  if (!t.has_value()) return true;
+  if (t->scalar_type() != input.scalar_type()) return false;
+  return fits(t, input) || (scale && t->numel() == 1 && t->is_cuda() &&
+                            t->get_device_index() == input.get_device_index());
+}
+
+bool is_one(const OptionalTensor& scale, const Tensor& input) {
+  return scale.has_value() && scale->numel() == 1 && input.size(1) > 1;
+}
+
 // Sizes and the plan for them; false where there is none.
 bool plan_of(const Tensor& input, BatchNormSizes* sizes, BatchNormPlan* plan) {
   if (input.dim() < 2 || input.numel() == 0 || !is_float(input)) return false;
@@ -56,12 +68,14 @@ using Recorded = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor>;
 Recorded forward(const Tensor& input_, const OptionalTensor& running_mean, const OptionalTensor& running_var,
                  const OptionalTensor& batches, const OptionalTensor& weight, const OptionalTensor& bias, bool training,
                  double momentum, double eps, const OptionalTensor& residual_, int64_t activation, double low, double high,
-                 bool keeps_signs) {
+                 const OptionalTensor& scale, const OptionalTensor& input_bias, bool keeps_signs) {
   BatchNormTrain n{};
   BatchNormPlan plan;
   if (!plan_of(input_, &n.sizes, &plan)) return {};
   if (!are_channels_of(input_, {running_mean, running_var, weight, bias})) return {};
   if (training ? n.sizes.samples * n.sizes.inner < 2 : !running_mean.has_value() || !running_var.has_value()) return {};
+  if (!is_of_input(scale, input_, true) || !is_of_input(input_bias, input_, false)) return {};
+  if (!training && (scale.has_value() || input_bias.has_value())) return {};
   if (residual_.has_value() && !same_layout(*residual_, input_)) return {};
   if (batches.has_value() && (!batches->is_cuda() || batches->get_device_index() != input_.get_device_index() ||
                               batches->scalar_type() != torch::headeronly::ScalarType::Long || batches->numel() != 1)) {
@@ -86,6 +100,9 @@ Recorded forward(const Tensor& input_, const OptionalTensor& running_mean, const
   n.bias = channels_of(bias, kOp);
   n.running_mean = channels_of(running_mean, kOp);
   n.running_var = channels_of(running_var, kOp);
+  n.scale = channels_of(scale, kOp);
+  n.one_scale = is_one(scale, input);
+  n.input_bias = channels_of(input_bias, kOp);
   n.batches = training && batches.has_value() ? static_cast<int64_t*>(batches->mutable_data_ptr()) : nullptr;
   n.coefficients = static_cast<ChannelCoefficients*>(coefficients->mutable_data_ptr());
   n.workspace = static_cast<float*>(workspace->mutable_data_ptr());
@@ -100,31 +117,36 @@ Recorded forward(const Tensor& input_, const OptionalTensor& running_mean, const
 Recorded batch_norm_recorded(const Tensor& input, const OptionalTensor& running_mean, const OptionalTensor& running_var,
                              const OptionalTensor& batches, const OptionalTensor& weight, const OptionalTensor& bias,
                              bool training, double momentum, double eps, const OptionalTensor& residual,
-                             int64_t activation, double low, double high) {
+                             int64_t activation, double low, double high, const OptionalTensor& scale,
+                             const OptionalTensor& input_bias) {
   return forward(input, running_mean, running_var, batches, weight, bias, training, momentum, eps, residual, activation,
-                 low, high, true);
+                 low, high, scale, input_bias, true);
 }
 
 OptionalTensor batch_norm_or_none(const Tensor& input, const OptionalTensor& running_mean,
                                   const OptionalTensor& running_var, const OptionalTensor& batches,
                                   const OptionalTensor& weight, const OptionalTensor& bias, bool training,
                                   double momentum, double eps, const OptionalTensor& residual, int64_t activation,
-                                  double low, double high) {
+                                  double low, double high, const OptionalTensor& scale,
+                                  const OptionalTensor& input_bias) {
   return std::get<0>(forward(input, running_mean, running_var, batches, weight, bias, training, momentum, eps, residual,
-                             activation, low, high, false));
+                             activation, low, high, scale, input_bias, false));
 }
 
 OptionalTensor room_for(bool wanted, const OptionalTensor& like) {
   return wanted && like.has_value() ? unfilled_like(*like) : std::nullopt;
 }
 
-// Gradients of input, weight, bias and residual: those asked for, or none at all where the kernels cannot.
-using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+// Gradients of input, weight, bias, residual, scale and the input's bias: those asked for, or none at all where the kernels
+// cannot.
+using Gradients =
+    std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
 Gradients batch_norm_backward(const Tensor& grad_, const Tensor& input_, const Tensor& coefficients,
                               const OptionalTensor& signs, const OptionalTensor& residual_, const OptionalTensor& weight,
                               const OptionalTensor& bias, bool training, int64_t activation, double low, double high,
-                              bool of_input, bool of_weight, bool of_bias, bool of_residual) {
+                              bool of_input, bool of_weight, bool of_bias, bool of_residual, const OptionalTensor& scale,
+                              const OptionalTensor& input_bias, double eps, bool of_scale, bool of_input_bias) {
   BatchNormTrain n{};
   BatchNormPlan plan;
   if (!plan_of(input_, &n.sizes, &plan) || !same_layout(grad_, input_)) return {};
@@ -135,9 +157,14 @@ Gradients batch_norm_backward(const Tensor& grad_, const Tensor& input_, const T
   const OptionalTensor residual = on_boundary(residual_);
   const OptionalTensor dx = room_for(of_input, input), dresidual = room_for(of_residual, grad);
   const OptionalTensor dw = room_for(of_weight, weight), db = room_for(of_bias, bias);
+  n.one_scale = is_one(scale, input);
+  const OptionalTensor ds =
+      of_scale && n.one_scale ? unfilled_floats(input, n.sizes.channels) : room_for(of_scale, scale);
+  const OptionalTensor dc = room_for(of_input_bias, input_bias);
   const OptionalTensor workspace = unfilled_floats(input, batch_norm_workspace(plan, n.sizes));
   const bool made = workspace.has_value() && dx.has_value() == of_input && dresidual.has_value() == of_residual &&
-                    dw.has_value() == of_weight && db.has_value() == of_bias;
+                    dw.has_value() == of_weight && db.has_value() == of_bias && ds.has_value() == of_scale &&
+                    dc.has_value() == of_input_bias;
   if (!made) return {};
   n.x = input.const_data_ptr();
   n.dy = grad.const_data_ptr();
@@ -147,13 +174,18 @@ Gradients batch_norm_backward(const Tensor& grad_, const Tensor& input_, const T
   n.dresidual = const_cast<void*>(data_or_null(dresidual));
   n.dweight = channels_of(dw, kOp);
   n.dbias = channels_of(db, kOp);
+  n.dscale = channels_of(ds, kOp);
+  n.dinput_bias = channels_of(dc, kOp);
+  n.scale = channels_of(scale, kOp);
+  n.weight = channels_of(weight, kOp);
+  n.eps = eps;
   n.coefficients = static_cast<ChannelCoefficients*>(coefficients.mutable_data_ptr());
   n.workspace = static_cast<float*>(workspace->mutable_data_ptr());
   n.activation = activation_of(kOp, activation, low, high);
   n.frozen = !training;
   n.dtype = dtype_of(input, kOp);
   launch(n, plan, input, batch_norm_backward_f32, batch_norm_backward_f16, batch_norm_backward_bf16);
-  return {dx, dw, db, dresidual};
+  return {dx, dw, db, dresidual, ds, dc};
 }
 
 }  // namespace

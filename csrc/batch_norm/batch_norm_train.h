@@ -8,7 +8,7 @@
 namespace normswap {
 
 // What the elements of a channel have in common: y = activation((x - mean) gain + bias + residual), gain = weight rstd; the
-// norm and the sum are rounded to x's dtype.
+// norm and the sum are rounded to x's dtype. With a scale, rstd is that of the scaled channel times the scale.
 struct alignas(16) ChannelCoefficients {
   float mean, gain, bias, rstd;
 };
@@ -21,13 +21,16 @@ struct BatchNormTrain {
   unsigned char* signs;  // a byte a vector: bit j is whether the activation, a ReLU, let its element j through
   ChannelVector weight, bias;
   ChannelVector running_mean, running_var;  // read when frozen; else updated
+  // Not when frozen, optional: the norm is that of (x + input_bias) scale. A scale of one value if `one_scale`.
+  ChannelVector scale, input_bias;
+  bool one_scale;
   int64_t* batches;                         // num_batches_tracked, to be counted up
   ChannelCoefficients* coefficients;        // (channels): written by the forward, read by the backward
   // backward
   const void* dy;
   void* dx;
   void* dresidual;
-  ChannelVector dweight, dbias;
+  ChannelVector dweight, dbias, dscale, dinput_bias;
 
   float* workspace;  // batch_norm_workspace
   BatchNormSizes sizes;

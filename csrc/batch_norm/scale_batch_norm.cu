@@ -15,10 +15,6 @@ cudaError_t affine_of(const ChannelNorm& n, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t scale_batch_norm(const ChannelNorm& n, const ColumnPlan& plan, cudaStream_t stream) {
-  return launch_statistics<Source::batch>(n, plan, stream);
-}
-
 cudaError_t affine(const ChannelNorm& n, cudaStream_t stream) {
   switch (n.dtype) {
     case DType::f32: return affine_of<float>(n, stream);

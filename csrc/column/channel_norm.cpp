@@ -1,4 +1,4 @@
-// scale_batch_norm, affine and fold_linear on CUDA tensors: checks, workspace, launch.
+// affine and fold_linear on CUDA tensors: checks, workspace, launch.
 #include "column/column_launch.h"
 #include "plan/make_column_plan.h"
 
@@ -31,24 +31,6 @@ ChannelNorm channel_norm_of(const char* op, const Tensor& input, const OptionalT
   n.eps = eps;
   n.dtype = dtype_of(input, op);
   return n;
-}
-
-void scale_batch_norm_cuda(const Tensor& input_, const OptionalTensor& input_bias, const OptionalTensor& scale,
-                           const OptionalTensor& weight, const OptionalTensor& bias, double eps, double momentum,
-                           Tensor out, Tensor mean, Tensor rstd, OptionalTensor running_mean,
-                           OptionalTensor running_var) {
-  if (input_.numel() == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
-  const Tensor input = on_boundary(input_);
-  ChannelNorm n = channel_norm_of("scale_batch_norm", input, scale, weight, bias, eps, out);
-  n.running_mean = vector_of("scale_batch_norm", running_mean, input, n.channels);
-  n.running_var = vector_of("scale_batch_norm", running_var, input, n.channels);
-  n.input_bias = vector_of("scale_batch_norm", input_bias, input, n.channels);
-  n.momentum = momentum;
-  n.mean = floats_of("scale_batch_norm", mean, input, n.channels);
-  n.rstd = floats_of("scale_batch_norm", rstd, input, n.channels);
-  STD_TORCH_CHECK(run_columns("scale_batch_norm", scale_batch_norm, n, input, Regime::automatic),
-                  "scale_batch_norm: no launch serves ", n.rows, " rows of ", n.channels, " channels");
 }
 
 void affine_cuda(const Tensor& input_, const OptionalTensor& scale, const Tensor& running_mean,
@@ -105,7 +87,6 @@ bool column_plan_of(const ChannelNorm& n, const Tensor& input, Regime regime, Co
 }  // namespace normswap
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
-  m.impl("scale_batch_norm", TORCH_BOX(&normswap::scale_batch_norm_cuda));
   m.impl("affine", TORCH_BOX(&normswap::affine_cuda));
   m.impl("fold_linear", TORCH_BOX(&normswap::fold_linear_cuda));
 }

@@ -102,13 +102,17 @@ def _train(
     apart = _norm_adds_bias(x, linear, scale)
     z, input_bias = (F.linear(x, linear.weight), linear.bias) if apart else (linear(x), None)
     tracks = bn.training and bn.track_running_stats
-    momentum = 0.0 if bn.momentum is None else bn.momentum
-    if tracks and bn.num_batches_tracked is not None:
-        bn.num_batches_tracked.add_(1)
-        if bn.momentum is None:
-            momentum = 1.0 / float(bn.num_batches_tracked)
-    mean, var = (bn.running_mean, bn.running_var) if tracks else (None, None)
-    return ops.scale_batch_norm(z, scale, mean, var, weight, bias, True, momentum, bn.eps, input_bias=input_bias)
+    mean, var, batches = (bn.running_mean, bn.running_var, bn.num_batches_tracked) if tracks else (None,) * 3
+    momentum = bn.momentum
+    if momentum is None:  # the average of all batches
+        momentum = 0.0
+        if batches is not None:
+            batches.add_(1)
+            momentum, batches = 1.0 / float(batches), None
+    settings = (True, momentum, bn.eps)
+    return ops.scale_batch_norm(
+        z, scale, mean, var, weight, bias, *settings, input_bias=input_bias, num_batches_tracked=batches
+    )
 
 
 def _norm_adds_bias(x: Tensor, linear: nn.Linear, scale: Tensor | None) -> bool:

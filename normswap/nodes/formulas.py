@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from normswap.ops.batch_norm import formula_gradients as batch_norm_gradients
+from normswap.ops.dispatch import by_kernels
 from normswap.ops.group_norm import formula_gradients, kernel_gradients
 from normswap.ops.layer_norm import layer_norm_gradients
 from normswap.ops.rms_norm import rms_norm_gradients
@@ -19,13 +20,17 @@ _Tensors: TypeAlias = "Sequence[Tensor | None]"
 _Formula: TypeAlias = "Callable[[_Tensors, _Tensors, Sequence[float], Sequence[bool]], _Tensors]"
 
 
+LEARNING = 7
+"""The tensors that may learn (kLearning)."""
+
+
 def norm_formula(
     name: str, grads: _Tensors, tensors: _Tensors, numbers: Sequence[float], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of input, weight, bias, residual, scale and shift, whether ``wanted`` or not, of the native op of
-    this name; ``tensors`` and ``numbers`` as nodes.cpp lists them."""
+    """The gradients of input, weight, bias, residual, scale, shift and the input's bias, whether ``wanted`` or not, of
+    the native op of this name; ``tensors`` and ``numbers`` as nodes.cpp lists them."""
     found = _FORMULAS[name.removesuffix("_with_options")](grads, tensors, numbers, wanted)
-    return (*found, *(None,) * (6 - len(found)))
+    return (*found, *(None,) * (LEARNING - len(found)))
 
 
 def _layer_norm(grads: _Tensors, tensors: _Tensors, numbers: Sequence[float], wanted: Sequence[bool]) -> _Tensors:
@@ -61,18 +66,21 @@ def _group_norm(grads: _Tensors, tensors: _Tensors, numbers: Sequence[float], wa
     (grad,) = grads
     assert input is not None and statistics is not None and grad is not None
     given, activation = (input, weight, bias, residual), (int(code), low, high)
-    if not torch.is_grad_enabled():
+    if by_kernels(grad):
+        given = input, weight, weight if bias is None else bias, residual  # of what the bias's gradient is like
         return kernel_gradients(given, statistics, int(groups), activation, grad, wanted[:4])
     return formula_gradients(given, int(groups), eps, activation, grad)
 
 
 def _batch_norm(grads: _Tensors, tensors: _Tensors, numbers: Sequence[float], wanted: Sequence[bool]) -> _Tensors:
-    input, weight, bias, residual, _, _, mean, var, _, signs = tensors
+    input, weight, bias, residual, scale, _, input_bias, mean, var, _, signs = tensors
     _, eps, _, _, training, *activation = numbers
     (grad,) = grads
     assert input is not None and grad is not None
-    given, frozen, (code, low, high) = (input, weight, bias, residual), (mean, var), activation
-    return batch_norm_gradients(given, frozen, signs, bool(training), eps, (int(code), low, high), grad)
+    frozen, (code, low, high) = (mean, var), activation
+    given = input, weight, bias, residual, scale, input_bias
+    found = batch_norm_gradients(given, frozen, signs, bool(training), eps, (int(code), low, high), grad)
+    return *found[:5], None, found[5]
 
 
 _FORMULAS: Mapping[str, _Formula] = {
@@ -89,7 +97,7 @@ def register() -> torch.library.Library:
     library = torch.library.Library("normswap", "FRAGMENT")
     library.define(
         "norm_formula(str name, Tensor?[] grads, Tensor?[] tensors, float[] numbers, bool[] wanted) -> "
-        f"({', '.join(['Tensor?'] * 6)})"
+        f"({', '.join(['Tensor?'] * LEARNING)})"
     )
     library.impl("norm_formula", norm_formula, "CompositeImplicitAutograd")
     return library

@@ -35,8 +35,12 @@ constexpr const char* kNodes[] = {"_LayerNormBackward", "_RMSNormBackward", "_La
                                   "_RMSNormWithOptionsBackward", "_GroupNormBackward", "_BatchNormBackward"};
 
 // What a backward may need: the tensors that may learn, other arguments, what the forward has kept.
-enum Slot { kInput, kWeight, kBias, kResidual, kScale, kShift, kLearning, kMean = kLearning, kVar, kKept, kSigns, kSlots };
-constexpr const char* kTensors[] = {"input", "weight", "bias", "residual", "scale", "shift", "running_mean", "running_var"};
+enum Slot {
+  kInput, kWeight, kBias, kResidual, kScale, kShift, kInputBias, kLearning,
+  kMean = kLearning, kVar, kKept, kSigns, kSlots
+};
+constexpr const char* kTensors[] = {"input", "weight",     "bias",         "residual",   "scale",
+                                    "shift", "input_bias", "running_mean", "running_var"};
 
 enum Number { kSize, kEps, kOffset, kCast, kTraining, kActivation, kLow, kHigh, kNumbers };
 constexpr const char* kScalars[] = {"dims", "eps", "weight_offset", "cast_before_weight", "training", "activation"};
@@ -99,7 +103,12 @@ variable_list of_rows(Kind kind, const variable_list& grads, const variable_list
   stack.emplace_back(0);  // as many passes as the plan wants
   (centred ? layer : rms).callBoxed(stack);
   const Tensor dx = tensor(stack[0]);  // the sum's, and so its summands'
-  return {dx, tensor(stack[1]), tensor(stack[2]), dx, Tensor(), Tensor()};
+  return {dx, tensor(stack[1]), tensor(stack[2]), dx, Tensor(), Tensor(), Tensor()};
+}
+
+// Of a scale of one value, from a gradient of each channel.
+Tensor summed_as(const Tensor& grad, const Tensor& scale) {
+  return grad.numel() == scale.numel() ? grad : grad.sum().reshape(scale.sizes()).to(scale.scalar_type());
 }
 
 variable_list of_channels(Kind kind, const variable_list& grads, const variable_list& saved, const Numbers& n,
@@ -107,19 +116,29 @@ variable_list of_channels(Kind kind, const variable_list& grads, const variable_
   static const OperatorHandle groups = native("group_norm_backward_or_none"), batch = native("batch_norm_backward");
   Tensor grad = grads[0];
   const Tensor& input = saved[kInput];
+  const IValue bias = optional(saved[saved[kBias].defined() ? kBias : kWeight]);  // of one dtype: see needs
   Stack stack;
   if (kind == kBatchNorm) {
     if (grad.strides() != input.strides()) grad = at::empty_like(input, grad.scalar_type()).copy_(grad);
     stack = {grad, input, saved[kKept], optional(saved[kSigns]), optional(saved[kResidual]), optional(saved[kWeight]),
-             optional(saved[kBias]), n[kTraining] != 0};
+             bias, n[kTraining] != 0};
   } else {
-    stack = {grad, input, optional(saved[kWeight]), optional(saved[kBias]), optional(saved[kResidual]), saved[kKept],
+    stack = {grad, input, optional(saved[kWeight]), bias, optional(saved[kResidual]), saved[kKept],
              static_cast<int64_t>(n[kSize])};
   }
   torch::jit::push(stack, static_cast<int64_t>(n[kActivation]), n[kLow], n[kHigh], wanted[kInput], wanted[kWeight],
                    wanted[kBias], wanted[kResidual]);
+  if (kind == kBatchNorm) {
+    torch::jit::push(stack, optional(saved[kScale]), optional(saved[kInputBias]), n[kEps], wanted[kScale], wanted[kInputBias]);
+  }
   (kind == kBatchNorm ? batch : groups).callBoxed(stack);
-  return {tensor(stack[0]), tensor(stack[1]), tensor(stack[2]), tensor(stack[3]), Tensor(), Tensor()};
+  variable_list made(kLearning);
+  for (int slot = kInput; slot <= kResidual; ++slot) made[slot] = tensor(stack[slot]);
+  if (kind == kBatchNorm) {
+    if (stack[4].isTensor()) made[kScale] = summed_as(stack[4].toTensor(), saved[kScale]);
+    made[kInputBias] = tensor(stack[5]);
+  }
+  return made;
 }
 
 std::vector<double> list_of(const Numbers& numbers) { return {numbers.begin(), numbers.end()}; }
@@ -130,12 +149,13 @@ c10::List<std::optional<Tensor>> list_of(const variable_list& tensors) {
   return list;
 }
 
-// By the formula, which Python has: it can be differentiated again.
+// By the formula, which Python has: it can be differentiated again. Not by way of the dispatcher, where vmap has no rule for
+// it: what it consists of has rules.
 variable_list by_formula(Kind kind, const variable_list& grads, const variable_list& saved, const Numbers& n,
                          const Wanted& wanted) {
   static const OperatorHandle formula = native("norm_formula");
   Stack stack{std::string(kKinds[kind]), list_of(grads), list_of(saved), list_of(n), std::vector<bool>(wanted.begin(), wanted.end())};
-  formula.callBoxed(stack);
+  formula.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   variable_list found;
   for (const IValue& one : stack) found.push_back(tensor(one));
   return found;
@@ -145,6 +165,13 @@ bool any_defined(const variable_list& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& t) { return t.defined(); });
 }
 
+// Under vmap over a backward, the older (is_grads_batched) or functorch's: for the kernels there are no rules.
+bool is_transformed(const variable_list& grads) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet wrapped{DispatchKey::Batched, DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper};
+  return std::any_of(grads.begin(), grads.end(), [&](const Tensor& t) { return t.defined() && t.key_set().has_any(wrapped); });
+}
+
 variable_list gradients(Kind kind, const variable_list& grads, const variable_list& saved, const Numbers& n, Wanted wanted) {
   variable_list found(kLearning);
   if (!any_defined(grads)) return found;
@@ -152,7 +179,7 @@ variable_list gradients(Kind kind, const variable_list& grads, const variable_li
   if (passed) wanted[kResidual] = false;
   if (std::find(wanted.begin(), wanted.end(), true) != wanted.end()) {
     variable_list made;
-    if (!at::GradMode::is_enabled()) {
+    if (!at::GradMode::is_enabled() && !is_transformed(grads)) {
       const at::AutoDispatchBelowADInplaceOrView guard;
       made = (is_of_rows(kind) ? of_rows : of_channels)(kind, grads, saved, n, wanted);
     }
@@ -184,15 +211,16 @@ struct Recorded final : Node {
       if (place < 0 || !given[place].isTensor()) continue;
       const Tensor& t = given[place].toTensor();
       if (slot < kLearning) edges[slot] = torch::autograd::impl::gradient_edge(t);
-      if (needs(slot)) save(slot, t);
+      if (needs(slot, given)) save(slot, t);
     }
+    if (given_at(given, kInputBias)) input_bias = given[norm.tensors[kInputBias]].toTensor();
     set_next_edges(std::move(edges));
   }
 
   // What it has made: outputs, then what is kept.
   void keep(const NodePtr& self, c10::ArrayRef<IValue> made) {
     for (size_t i = 0; i < norm.outputs; ++i) torch::autograd::set_history(tensor(made[i]), self);
-    if (norm.outputs > 1 && made[1].isTensor()) saved[0].second = SavedVariable(made[1].toTensor(), true);
+    if (norm.outputs > 1 && made[1].isTensor()) saved.emplace_back(kInput, SavedVariable(made[1].toTensor(), true));
     for (size_t i = 0; i < norm.kept; ++i) {
       if (made[norm.outputs + i].isTensor()) save(kKept + i, made[norm.outputs + i].toTensor());
     }
@@ -206,6 +234,7 @@ struct Recorded final : Node {
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& [_, one] : saved) one.reset_data();
+    input_bias.reset();
   }
 
   // For torch's compiled autograd, in whose graph it stands as one call.
@@ -216,11 +245,13 @@ struct Recorded final : Node {
       args.collect(slot);
       args.collect(one, true);
     }
+    args.collect(input_bias);
   }
 
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swapped) override {
     using namespace torch::dynamo::autograd;
     for (auto& [_, one] : saved) swapped.before(one);
+    swapped.before(input_bias);
     PackedArgs packed;
     packed.pack(static_cast<int64_t>(norm.kind));
     packed.pack(unpacked());
@@ -245,15 +276,24 @@ struct Recorded final : Node {
     variable_list found =
         python->call_function(swapped.get_py_compiler(), "apply_functional", bound, grads, packed.vec(), like);
     for (auto& [_, one] : saved) swapped.after(one);
+    swapped.after(input_bias);
     return found;
   }
 
  private:
   void save(int slot, const Tensor& t) { saved.emplace_back(slot, SavedVariable(t, false)); }
 
-  // The sum takes the input's place; the signs that a ReLU keeps, or no activation, that of what was added.
-  bool needs(int slot) const {
+  bool given_at(c10::ArrayRef<IValue> given, int slot) const {
+    return norm.tensors[slot] >= 0 && given[norm.tensors[slot]].isTensor();
+  }
+
+  // The sum takes the input's place; the signs that a ReLU keeps, or no activation, that of what was added. A bias says no
+  // more than the weight of what its gradient is like; on the value of the input's no gradient depends: it may change.
+  bool needs(int slot, c10::ArrayRef<IValue> given) const {
     if (slot >= kLearning) return numbers[kTraining] == 0;
+    if (slot == kInput) return norm.outputs == 1 || !given_at(given, kResidual);
+    if (slot == kInputBias) return false;
+    if (slot == kBias) return is_of_rows(norm.kind) || numbers[kActivation] != 0 || !given_at(given, kWeight);
     if (slot != kResidual) return true;
     return norm.kind == kGroupNorm ? numbers[kActivation] != 0 : norm.kind == kBatchNorm && numbers[kActivation] > kRelu;
   }
@@ -262,6 +302,7 @@ struct Recorded final : Node {
     variable_list tensors(kSlots);
     const NodePtr self = getptr();
     for (const auto& [slot, one] : saved) tensors[slot] = one.unpack(self);
+    tensors[kInputBias] = input_bias;
     return tensors;
   }
 
@@ -273,6 +314,7 @@ struct Recorded final : Node {
 
   const Norm& norm;
   std::vector<std::pair<int, SavedVariable>> saved;
+  Tensor input_bias;
   Numbers numbers{};
 };
 

@@ -33,6 +33,7 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Cheaper than asking for a kind of device, which most calls then need not."""
 _compiling = torch.compiler.is_compiling
 _tracing, _transforms = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
 
 
@@ -139,7 +140,7 @@ def _register_fakes() -> None:
     with_options = ("layer_norm_with_options", "rms_norm_with_options")
     rows = ("layer_norm", "rms_norm", "l1_norm", "l2_norm", "group_norm")
     dims = ("layer_norm_dim", "l2_norm_dim", "rms_norm_dim", "rms_norm_dim_backward")
-    more = ("l1_norm_dim", "l1_norm_dim_backward", "group_norm_backward", "scale_batch_norm", "affine", "fold_linear")
+    more = ("l1_norm_dim", "l1_norm_dim_backward", "group_norm_backward", "affine", "fold_linear")
     for name in (*rows, *with_options, *dims, *more):
         torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
     pairs = (*with_options, "fold_convolution")
@@ -194,8 +195,11 @@ def _rms_norm_backward_fake(*args: Any) -> tuple[Tensor | None, ...]:
 
 
 def _batch_norm_backward_fake(*args: Any) -> tuple[Tensor | None, ...]:
-    grad, input, *_, weight, bias, _, _, _, _, of_input, of_weight, of_bias, of_residual = args
-    like = zip((input, weight, bias, grad), (of_input, of_weight, of_bias, of_residual), strict=True)
+    grad, input, _, _, _, weight, bias, *_ = args
+    scale, shift, _, *more = (*args[15:], None, None, 0.0, False, False)[:5]
+    if scale is not None and scale.numel() != input.shape[1]:
+        scale = input.new_empty(input.shape[1], dtype=torch.float32)
+    like = zip((input, weight, bias, grad, scale, shift), (*args[11:15], *more), strict=True)
     return tuple(torch.empty_like(t) if wanted and t is not None else None for t, wanted in like)
 
 
@@ -221,6 +225,27 @@ def autocast_to_float(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tensors
 
 
+def by_kernels(*grads: Tensor | None) -> bool:
+    """True where kernels may make the gradients in a backward of ``grads``: nobody differentiates these again, and no
+    vmap over it, functorch's or the older one (is_grads_batched), wants a rule for each op."""
+    if torch.is_grad_enabled() or _transforms() is not None:
+        return False
+    return not any(grad is not None and _is_batched(grad) for grad in grads)
+
+
+def kept_bias(weight: Tensor | None, bias: Tensor | None, activation: int) -> Tensor | None:
+    """What the backward of a norm of channels needs of its bias: the value where an activation follows; of what its
+    gradient is like the weight, which has one dtype with it, says as much."""
+    return bias if activation or weight is None else None
+
+
+def channel_sums(grad: Tensor, like: Tensor | None) -> Tensor | None:
+    """The gradient of a bias that ``kept_bias`` did not keep, ``like`` the weight."""
+    if like is None:
+        return None
+    return grad.sum([d for d in range(grad.dim()) if d != 1], dtype=torch.float32).to(like.dtype)
+
+
 def affine_dtypes_fit(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """True when weight and bias have one dtype, the input's or float32."""
     given = {t.dtype for t in (weight, bias) if t is not None}
@@ -234,7 +259,7 @@ def reference_gradients(
     ``more`` is added to the first tensor's before that is rounded to its dtype."""
     create = torch.is_grad_enabled()
     with torch.enable_grad():
-        if not create:
+        if not create and _transforms() is None:  # which let nothing be told to require gradients
             tensors = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
         wide = [None if t is None else t.float() for t in tensors]
         wanted = [t for t in wide if t is not None and t.requires_grad]

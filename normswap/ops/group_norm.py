@@ -13,8 +13,11 @@ from normswap.activation import CODES, NONE, Activation
 from normswap.ops.dispatch import (
     LARGE_GROUP,
     affine_dtypes_fit,
+    by_kernels,
+    channel_sums,
     dense,
     direct,
+    kept_bias,
     native_op,
     native_serves,
     needs_grad,
@@ -163,7 +166,8 @@ class _GroupNorm(torch.autograd.Function):
             statistics = torch.empty(2 * input.shape[0] * num_groups, dtype=torch.float32, device=input.device)
             dtype = torch.float32 if wide else input.dtype
             out = _forward(input, weight, bias, residual, num_groups, eps, numbers, dtype, *statistics.chunk(2))
-        ctx.save_for_backward(input, weight, bias, residual if activation else None, statistics)
+        kept = kept_bias(weight, bias, activation), residual if activation else None
+        ctx.save_for_backward(input, weight, *kept, statistics)
         ctx.num_groups, ctx.eps, ctx.activation = num_groups, eps, numbers
         return out  # type: ignore[no-any-return]
 
@@ -171,12 +175,14 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         of_input, _, of_weight, of_bias, _, _, _, _, of_residual, *_ = ctx.needs_input_grad
         input, weight, bias, residual, statistics = ctx.saved_tensors
-        tensors, groups, activation = (input, weight, bias, residual), ctx.num_groups, ctx.activation
+        groups, activation = ctx.num_groups, ctx.activation
+        tensors = input, weight, weight if bias is None else bias, residual  # of what the bias's gradient is like
         passed = of_residual and not activation[0]  # the sum's gradient is its summands'
-        if torch.is_grad_enabled():
+        wanted = of_input, of_weight, of_bias, of_residual and not passed
+        if not by_kernels(grad):
+            tensors = input, weight, bias, residual
             dx, dw, db, dr = formula_gradients(tensors, groups, ctx.eps, activation, grad)
         else:
-            wanted = of_input, of_weight, of_bias, of_residual and not passed
             found = native_op("group_norm_backward_or_none")(grad, *tensors, statistics, groups, *activation, *wanted)
             if all(one is None for one in found):
                 found = kernel_gradients(tensors, statistics, groups, activation, grad, wanted)
@@ -219,10 +225,11 @@ def kernel_gradients(
 def formula_gradients(
     tensors: _Tensors, num_groups: int, eps: float, activation: tuple[int, float, float], grad: Tensor
 ) -> list[Tensor | None]:
-    """By the reference formula, which can be differentiated again."""
+    """By the reference formula, which can be differentiated again; a bias that was not kept is none."""
     act = activation_of(*activation)
 
     def formula(x: Tensor, w: Tensor | None, b: Tensor | None, r: Tensor | None) -> Tensor:
         return reference.group_norm(x, num_groups, w, b, eps, act, residual=r)
 
-    return reference_gradients(formula, tensors, grad)
+    dx, dw, db, dr = reference_gradients(formula, tensors, grad)
+    return [dx, dw, channel_sums(grad, tensors[1]) if tensors[2] is None else db, dr]

@@ -10,6 +10,7 @@ from torch import Tensor
 from normswap import reference
 from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
+    by_kernels,
     direct,
     in_memory_order,
     native_op,
@@ -86,7 +87,7 @@ class _L1Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, mean_abs = ctx.saved_tensors
-        found = None if torch.is_grad_enabled() else _native_gradient(grad, input, mean_abs, ctx)
+        found = _native_gradient(grad, input, mean_abs, ctx) if by_kernels(grad) else None
         if found is None:
             formula = lambda x: reference.l1_norm(x, ctx.dim, ctx.eps, ctx.minimum or None)  # noqa: E731
             (found,) = reference_gradients(formula, (input,), grad)

@@ -15,6 +15,7 @@ from normswap.ops.dispatch import (
     DTYPES,
     affine_dtypes_fit,
     autocast_to_float,
+    by_kernels,
     dense,
     direct,
     has_rows,
@@ -155,7 +156,7 @@ class _LayerNorm(torch.autograd.Function):
         input, weight, bias, statistics = ctx.saved_tensors
         of_input, _, of_weight, of_bias, *_ = ctx.needs_input_grad
         shape = input.shape[-ctx.dims :]
-        if not torch.is_grad_enabled():
+        if by_kernels(grad):
             dx, dw, db = native_op("layer_norm_backward")(
                 *(grad, input, weight, bias, statistics, None, math.prod(shape)),
                 *(0, 0.0, 0.0, of_input, of_weight, of_bias, 0),
@@ -285,7 +286,7 @@ class _LayerNormWithOptions(torch.autograd.Function):
         input, weight, bias, scale, _ = tensors
         shape = input.shape[-ctx.dims :]
         found: list[Tensor | None] = [None] * 3
-        if grad is not None and scale is None and not torch.is_grad_enabled():
+        if grad is not None and scale is None and by_kernels(grad, grad_sum):
             found = native_op("layer_norm_backward")(
                 *(grad, input, weight, bias, statistics, grad_sum, math.prod(shape)),
                 *(*ctx.activation, of_input or of_residual, of_weight, of_bias, 0),

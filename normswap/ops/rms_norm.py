@@ -15,6 +15,7 @@ from normswap.activation import CODES, NONE, Activation
 from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
     affine_dtypes_fit,
+    by_kernels,
     dense,
     direct,
     has_rows,
@@ -162,7 +163,7 @@ class _RMSNorm(torch.autograd.Function):
         input, weight, statistics = ctx.saved_tensors
         of_input, _, of_weight, *_ = ctx.needs_input_grad
         shape, (weight_offset, cast_before_weight) = input.shape[-ctx.dims :], ctx.order
-        if not torch.is_grad_enabled():
+        if by_kernels(grad):
             dx, dw, _ = native_op("rms_norm_backward")(
                 *(grad, input, weight, statistics, None, math.prod(shape), weight_offset, cast_before_weight),
                 *(0, 0.0, 0.0, of_input, of_weight, 0),
@@ -294,7 +295,7 @@ class _RMSNormWithOptions(torch.autograd.Function):
         input, weight, scale, _ = tensors
         shape = input.shape[-ctx.dims :]
         found: list[Tensor | None] = [None] * 3
-        if grad is not None and scale is None and not torch.is_grad_enabled():
+        if grad is not None and scale is None and by_kernels(grad, grad_sum):
             found = native_op("rms_norm_backward")(
                 *(grad, input, weight, statistics, grad_sum, math.prod(shape), *ctx.order.values()),
                 *(*ctx.activation, of_input or of_residual, of_weight, 0),
@@ -371,7 +372,7 @@ class _RMSNormDim(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled() or x.shape[ctx.dim] > MAX_DIM_BACKWARD:
+        if not by_kernels(grad) or x.shape[ctx.dim] > MAX_DIM_BACKWARD:
             formula = lambda x, w: reference.rms_norm_dim(x, ctx.dim, w, ctx.eps)  # noqa: E731
             return *reference_gradients(formula, (x, weight), grad), None, None
         x, grad_x = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)

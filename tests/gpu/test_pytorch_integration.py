@@ -48,7 +48,6 @@ def test_opcheck() -> None:
             n.group_norm.default,
             (image, w[:8], w[:8], 4, 1e-5, False, 2, 0.0, 0.0, None, image * 0, None, None, 0),
         ),
-        (n.scale_batch_norm.default, (x, w, w, w, w, 1e-5, 0.1, x * 0, w * 0, w * 0, w * 0, w * 0 + 1)),
         (n.affine.default, (x, w, w, w.abs(), w, w, 1e-5, x * 0)),
         (n.fold_linear.default, (x, s * 0, None, s * 0, s * 0 + 1, s * 0, None, 1e-5, x * 0, s * 0)),
     ]
