@@ -47,13 +47,14 @@ def row_backward_plan(
     itemsize: int,
     grad_itemsize: int,
     *,
+    lean: bool = False,
     clusters: bool,
     shared: int = 101376,
     passes: int = 0,
 ) -> dict[str, int] | None:
     """How the backward of the row norms cuts rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
 
-    ``grad_itemsize`` is that of dy's elements; ``clusters`` and ``shared`` are as in ``row_plan``. ``passes`` 0
+    ``grad_itemsize`` is that of dy's elements; ``lean``: of a norm without a bias; ``clusters`` and ``shared`` are as in ``row_plan``. ``passes`` 0
     chooses; 1 and 2 force one pass over x and dy, or two, and None is returned where such rows cannot be done so. Needs
     the library, but no GPU. Raises BuildError without the library.
     """
@@ -61,7 +62,7 @@ def row_backward_plan(
         *("lanes", "chunk_len", "chunks", "blocks_a_row", "block_chunks", "teams", "warps", "rows_a_piece"),
         *("pieces", "one_pass", "slots", "lag", "slot_bytes", "shared", "grid"),
     )
-    numbers = (itemsize, grad_itemsize, clusters, shared, passes)
+    numbers = (itemsize, grad_itemsize, lean, clusters, shared, passes)
     return _plan("row_backward_plan", (rows, cols), numbers, names)
 
 

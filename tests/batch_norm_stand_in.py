@@ -37,6 +37,7 @@ def batch_norm_recorded(
     high: float,
     scale: Any = None,
     input_bias: Any = None,
+    launches: int = 0,
 ) -> tuple[Any, Any, Any]:
     count = input.numel() // max(1, input.shape[1])
     if input.numel() == 0 or (training and count < 2) or (not training and running_mean is None):
@@ -51,7 +52,10 @@ def batch_norm_recorded(
         running_var.lerp_(factor**2 * input.var(kept), momentum)
     if training and batches is not None:
         batches += 1
-    rstd = (factor**2 * var + eps).rsqrt() * factor
+    rstd = ((factor**2 if training else 1.0) * var + eps).rsqrt() * factor
+    if not training and scale is not None:
+        bias = (0.0 if bias is None else bias) - mean * (var + eps).rsqrt() * (1.0 if weight is None else weight)
+        mean = torch.zeros_like(mean)
     gain = rstd if weight is None else rstd * weight
     coefficients = torch.stack([mean, gain, torch.zeros_like(mean) if bias is None else bias, rstd], 1)
     z = (input - column(mean, input)) * column(gain, input) + column(coefficients[:, 2], input)
@@ -87,6 +91,9 @@ def batch_norm_backward(
     eps: float = 0.0,
     of_scale: bool = False,
     of_input_bias: bool = False,
+    running_mean: Any = None,
+    running_var: Any = None,
+    launches: int = 0,
 ) -> tuple[Any, ...]:
     assert grad.stride() == input.stride() and grad.dtype == input.dtype
     kept = [d for d in range(input.dim()) if d != 1]
@@ -103,9 +110,14 @@ def batch_norm_backward(
     a, b = g.mean(kept, keepdim=True), (g * d).mean(kept, keepdim=True) * rstd**2
     dx = gain * (g - a - d * b) if training else gain * g
     dw, db = (g * d * rstd).sum(kept), g.sum(kept)
+    if not training and scale is not None:
+        own = (running_var + eps).rsqrt()
+        dw = own * (scale.reshape(-1) * (g * d).sum(kept) - running_mean * g.sum(kept))
     factor = torch.ones(()) if scale is None else scale.reshape(-1)
     own = torch.where(factor == 0, eps**-0.5 if eps else 0.0, rstd.flatten() / factor)
     ds = eps * own**3 * (g * d).sum(kept) * (1.0 if weight is None else weight)
+    if not training and scale is not None:
+        ds = (running_var + eps).rsqrt() * (g * d).sum(kept) * (1.0 if weight is None else weight)
     ds = ds if scale is None or scale.numel() < len(ds) else ds.reshape(scale.shape)
     asked = ((of_input, dx), (of_weight, dw), (of_bias, db), (of_residual, g), (of_scale, ds), (of_input_bias, 0 * dx.sum(kept)))
     return tuple(t if wanted else None for wanted, t in asked)

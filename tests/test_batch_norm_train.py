@@ -83,6 +83,19 @@ def ops_again(
         return ops.batch_norm(x, *stats, weight, bias, training, 0.0, 1e-3, act, residual=added)
 
 
+@pytest.mark.parametrize("training", (True, False), ids=("training", "frozen"))
+@pytest.mark.parametrize("eps", (0.0, -1e-3))
+def test_an_eps_that_pytorch_refuses_is_refused(eps: float, training: bool, calls: list[str]) -> None:
+    """Which it is from torch 2.13 on."""
+    x, outcomes = torch.randn(5, 6, requires_grad=True), []
+    for function in (ops.batch_norm, F.batch_norm):
+        try:
+            outcomes.append(function(x, *values(), training, 0.1, eps).shape)
+        except ValueError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+
+
 @by_activation
 @pytest.mark.parametrize("training", (True, False), ids=("training", "frozen"))
 def test_formulas_of_the_backward(training: bool, activation: Activation, calls: list[str]) -> None:

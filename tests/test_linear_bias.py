@@ -165,3 +165,22 @@ def test_a_bias_that_learns_alone_or_not_at_all() -> None:
         x = torch.randn(9, FEATURES, requires_grad=not learns)
         parts.fused(x).sum().backward()
         assert (parts.gemm.bias.grad is not None) == learns == (x.grad is None)
+
+
+@pytest.mark.parametrize("scale_shape", (None, (), (5,), (1, 5)))
+@pytest.mark.parametrize("zero", (False, True))
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.case("bn-frozen")
+def test_gradients_by_running_statistics(scale_shape: tuple[int, ...] | None, zero: bool) -> None:
+    given = [torch.randn(9, 5), None if scale_shape is None else torch.randn(scale_shape), *torch.randn(2, 5)]
+    if zero and given[1] is not None:
+        given[1].zero_()
+    (mean, var), dy, found = (torch.randn(5), torch.rand(5) + 0.1), torch.randn(9, 5), []
+    for function, dtype in ((ops.scale_batch_norm, torch.float32), (reference.scale_batch_norm, torch.float64)):
+        z, s, weight, bias = (None if t is None else t.to(dtype).requires_grad_() for t in given)
+        out = function(z, s, mean.to(dtype), var.to(dtype), weight, bias, False, 0.0, 1e-2)
+        leaves = [t for t in (z, s, weight, bias) if t is not None]
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, dy.to(dtype))])
+    for ours, exact in zip(*found, strict=True):
+        assert ours.shape == exact.shape
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)

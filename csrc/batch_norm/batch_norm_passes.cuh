@@ -8,6 +8,8 @@
 namespace normswap {
 namespace {
 
+constexpr int kFewPieces = 128;  // which a warp unites alone
+
 struct BatchNormArgs {
   BatchNormTrain n;
   BatchNormPlan p;
@@ -15,6 +17,10 @@ struct BatchNormArgs {
   int64_t strip_bytes;        // from strip to strip
   unsigned vector_bytes, sample_bytes;  // from row to row of a sample; what comes to it from sample to sample
   int side, rows, piece_rows;
+  int finish_warps;  // that unite the pieces of a channel
+  float elements;    // of a channel
+  double unbiased;
+  unsigned* counters;  // two a strip: see batch_norm_held.cuh
 
   BatchNormArgs(const BatchNormTrain& norm, const BatchNormPlan& plan)
       : n(norm), p(plan), by_strips(Divider::by(plan.strips)), by_lanes(Divider::by(plan.lanes)),
@@ -22,7 +28,12 @@ struct BatchNormArgs {
         strip_bytes((plan.line > 1 ? norm.sizes.inner : plan.width) * norm.sizes.itemsize),
         vector_bytes(plan.vec * norm.sizes.itemsize),
         sample_bytes((norm.sizes.channels * norm.sizes.inner - plan.line * plan.vec) * norm.sizes.itemsize),
-        side(plan.side), rows(static_cast<int>(plan.rows)), piece_rows(static_cast<int>(plan.piece_rows)) {}
+        side(plan.side), rows(static_cast<int>(plan.rows)), piece_rows(static_cast<int>(plan.piece_rows)),
+        finish_warps(plan.pieces > kFewPieces ? kBatchNormThreads / 32 : 1) {
+    unbiased = static_cast<double>(norm.sizes.samples) * static_cast<double>(norm.sizes.inner) - 1;
+    elements = static_cast<float>(unbiased + 1);
+    counters = reinterpret_cast<unsigned*>(norm.workspace + batch_norm_floats(plan, norm.sizes));
+  }
 
   __device__ Moments* moments() const { return reinterpret_cast<Moments*>(n.workspace); }
   __device__ float2* sums() const { return reinterpret_cast<float2*>(n.workspace); }

@@ -12,9 +12,12 @@ constexpr const char* kOp = "batch_norm";
 
 using Launch = cudaError_t (*)(const BatchNormTrain&, const BatchNormPlan&, bool, cudaStream_t);
 
-void launch(const BatchNormTrain& n, const BatchNormPlan& plan, const Tensor& input, Launch f32, Launch f16, Launch bf16) {
+void launch(BatchNormTrain n, const BatchNormPlan& plan, const Tensor& input, int64_t launches, Launch f32, Launch f16,
+            Launch bf16) {
   const Launch run = n.dtype == DType::f32 ? f32 : n.dtype == DType::f16 ? f16 : bf16;
-  check_launch(run(n, plan, gpu_of(input.get_device_index()).overlap, stream_of(input)));
+  const Gpu gpu = gpu_of(input.get_device_index());
+  n.held = !n.frozen && launches != 3 && can_be_held(plan, gpu);
+  check_launch(run(n, plan, gpu.overlap, stream_of(input)));
 }
 
 bool is_float(const Tensor& t) {
@@ -68,14 +71,14 @@ using Recorded = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor>;
 Recorded forward(const Tensor& input_, const OptionalTensor& running_mean, const OptionalTensor& running_var,
                  const OptionalTensor& batches, const OptionalTensor& weight, const OptionalTensor& bias, bool training,
                  double momentum, double eps, const OptionalTensor& residual_, int64_t activation, double low, double high,
-                 const OptionalTensor& scale, const OptionalTensor& input_bias, bool keeps_signs) {
+                 const OptionalTensor& scale, const OptionalTensor& input_bias, int64_t launches, bool keeps_signs) {
   BatchNormTrain n{};
   BatchNormPlan plan;
   if (!plan_of(input_, &n.sizes, &plan)) return {};
   if (!are_channels_of(input_, {running_mean, running_var, weight, bias})) return {};
   if (training ? n.sizes.samples * n.sizes.inner < 2 : !running_mean.has_value() || !running_var.has_value()) return {};
   if (!is_of_input(scale, input_, true) || !is_of_input(input_bias, input_, false)) return {};
-  if (!training && (scale.has_value() || input_bias.has_value())) return {};
+  if (!training && input_bias.has_value()) return {};
   if (residual_.has_value() && !same_layout(*residual_, input_)) return {};
   if (batches.has_value() && (!batches->is_cuda() || batches->get_device_index() != input_.get_device_index() ||
                               batches->scalar_type() != torch::headeronly::ScalarType::Long || batches->numel() != 1)) {
@@ -110,7 +113,7 @@ Recorded forward(const Tensor& input_, const OptionalTensor& running_mean, const
   n.momentum = momentum;
   n.frozen = !training;
   n.dtype = dtype_of(input, kOp);
-  launch(n, plan, input, batch_norm_forward_f32, batch_norm_forward_f16, batch_norm_forward_bf16);
+  launch(n, plan, input, launches, batch_norm_forward_f32, batch_norm_forward_f16, batch_norm_forward_bf16);
   return {out, coefficients, signs};
 }
 
@@ -118,9 +121,9 @@ Recorded batch_norm_recorded(const Tensor& input, const OptionalTensor& running_
                              const OptionalTensor& batches, const OptionalTensor& weight, const OptionalTensor& bias,
                              bool training, double momentum, double eps, const OptionalTensor& residual,
                              int64_t activation, double low, double high, const OptionalTensor& scale,
-                             const OptionalTensor& input_bias) {
+                             const OptionalTensor& input_bias, int64_t launches) {
   return forward(input, running_mean, running_var, batches, weight, bias, training, momentum, eps, residual, activation,
-                 low, high, scale, input_bias, true);
+                 low, high, scale, input_bias, launches, true);
 }
 
 OptionalTensor batch_norm_or_none(const Tensor& input, const OptionalTensor& running_mean,
@@ -130,7 +133,7 @@ OptionalTensor batch_norm_or_none(const Tensor& input, const OptionalTensor& run
                                   double low, double high, const OptionalTensor& scale,
                                   const OptionalTensor& input_bias) {
   return std::get<0>(forward(input, running_mean, running_var, batches, weight, bias, training, momentum, eps, residual,
-                             activation, low, high, scale, input_bias, false));
+                             activation, low, high, scale, input_bias, 0, false));
 }
 
 OptionalTensor room_for(bool wanted, const OptionalTensor& like) {
@@ -146,7 +149,8 @@ Gradients batch_norm_backward(const Tensor& grad_, const Tensor& input_, const T
                               const OptionalTensor& signs, const OptionalTensor& residual_, const OptionalTensor& weight,
                               const OptionalTensor& bias, bool training, int64_t activation, double low, double high,
                               bool of_input, bool of_weight, bool of_bias, bool of_residual, const OptionalTensor& scale,
-                              const OptionalTensor& input_bias, double eps, bool of_scale, bool of_input_bias) {
+                              const OptionalTensor& input_bias, double eps, bool of_scale, bool of_input_bias,
+                              const OptionalTensor& running_mean, const OptionalTensor& running_var, int64_t launches) {
   BatchNormTrain n{};
   BatchNormPlan plan;
   if (!plan_of(input_, &n.sizes, &plan) || !same_layout(grad_, input_)) return {};
@@ -178,13 +182,15 @@ Gradients batch_norm_backward(const Tensor& grad_, const Tensor& input_, const T
   n.dinput_bias = channels_of(dc, kOp);
   n.scale = channels_of(scale, kOp);
   n.weight = channels_of(weight, kOp);
+  n.running_mean = channels_of(running_mean, kOp);
+  n.running_var = channels_of(running_var, kOp);
   n.eps = eps;
   n.coefficients = static_cast<ChannelCoefficients*>(coefficients.mutable_data_ptr());
   n.workspace = static_cast<float*>(workspace->mutable_data_ptr());
   n.activation = activation_of(kOp, activation, low, high);
   n.frozen = !training;
   n.dtype = dtype_of(input, kOp);
-  launch(n, plan, input, batch_norm_backward_f32, batch_norm_backward_f16, batch_norm_backward_bf16);
+  launch(n, plan, input, launches, batch_norm_backward_f32, batch_norm_backward_f16, batch_norm_backward_bf16);
   return {dx, dw, db, dresidual, ds, dc};
 }
 

@@ -8,7 +8,8 @@
 namespace normswap {
 
 // What the elements of a channel have in common: y = activation((x - mean) gain + bias + residual), gain = weight rstd; the
-// norm and the sum are rounded to x's dtype. With a scale, rstd is that of the scaled channel times the scale.
+// norm and the sum are rounded to x's dtype. With a scale, rstd is that of the scaled channel times the scale; when frozen
+// too, mean is 0 and bias has what it would have taken away.
 struct alignas(16) ChannelCoefficients {
   float mean, gain, bias, rstd;
 };
@@ -21,7 +22,7 @@ struct BatchNormTrain {
   unsigned char* signs;  // a byte a vector: bit j is whether the activation, a ReLU, let its element j through
   ChannelVector weight, bias;
   ChannelVector running_mean, running_var;  // read when frozen; else updated
-  // Not when frozen, optional: the norm is that of (x + input_bias) scale. A scale of one value if `one_scale`.
+  // Optional: the norm is that of (x + input_bias) scale; a bias not when frozen. A scale of one value if `one_scale`.
   ChannelVector scale, input_bias;
   bool one_scale;
   int64_t* batches;                         // num_batches_tracked, to be counted up
@@ -37,6 +38,7 @@ struct BatchNormTrain {
   double eps, momentum;
   ActivationArgs activation;
   bool frozen;  // by running statistics, on which no gradient depends
+  bool held;    // in one launch: see batch_norm_held.cuh
   DType dtype;
 };
 

@@ -39,10 +39,8 @@ constexpr int kBatchNormVec = 4;           // more would not leave room for what
 constexpr int64_t kStripOf = 256;          // bytes of a row, by choice ...
 constexpr int kMostOfStrip = 128;          // ... and so many columns, at most, where each is a channel
 constexpr int64_t kLineOf = 128;           // bytes of a channel in a sample from which on its vectors are rows
-constexpr int64_t kLeastRows = 8;          // of a thread; it has a multiple of them
-
-// Pieces, about: as many as three or six blocks of each of 132 multiprocessors have at once.
-inline int64_t wanted_pieces(const BatchNormSizes& s) { return s.itemsize == 2 ? 396 : 792; }
+constexpr int64_t kLeastRows = 8;          // of a thread
+constexpr int64_t kMostPieces = 396;       // of all strips, if these are not more: three for each of 132 multiprocessors
 
 inline int64_t divisor_of_both(int64_t a, int64_t b) { return b == 0 ? a : divisor_of_both(b, a % b); }
 
@@ -84,8 +82,9 @@ inline bool make_batch_norm_plan(const BatchNormSizes& s, BatchNormPlan* plan) {
   p.rows = s.samples * p.line;
   const int64_t entries = static_cast<int64_t>(p.across) * p.side;
   while (p.log_run < 5 && (1 << p.log_run) < entries && (p.group << (p.log_run + 1)) <= p.threads) ++p.log_run;
-  const int64_t wanted = ceil_div(p.rows * p.strips, p.side * wanted_pieces(s) * kLeastRows);
-  p.piece_rows = wanted * kLeastRows * p.side;
+  const int64_t most = p.strips < kMostPieces ? kMostPieces / p.strips : 1;
+  const int64_t of_thread = ceil_div(p.rows, p.side * most);
+  p.piece_rows = (of_thread > kLeastRows ? of_thread : kLeastRows) * p.side;
   p.pieces = ceil_div(p.rows, p.piece_rows);
   p.items = p.pieces * p.strips;
   *plan = p;
@@ -93,9 +92,20 @@ inline bool make_batch_norm_plan(const BatchNormSizes& s, BatchNormPlan* plan) {
   return p.rows < (int64_t{1} << 30) && p.items < (int64_t{1} << 31) && between < (int64_t{1} << 32);
 }
 
-// Floats of scratch memory: forward three a piece of a channel, backward two, and two a channel.
+// Floats of scratch memory: forward three a piece of a channel, backward two, and two a channel; then two counters a strip.
+inline int64_t batch_norm_floats(const BatchNormPlan& p, const BatchNormSizes& s) { return s.channels * (3 * p.pieces + 2); }
 inline int64_t batch_norm_workspace(const BatchNormPlan& p, const BatchNormSizes& s) {
-  return s.channels * (3 * p.pieces + 2);
+  return batch_norm_floats(p, s) + 2 * p.strips;
+}
+
+// In one launch: so many blocks on each multiprocessor at once, each with so much shared memory for what it keeps.
+constexpr int kBatchBlocksHeld = 3;
+constexpr int kBatchHeldBytes = 60 * 1024;
+
+// Whether all pieces are worked on at once on such a GPU.
+inline bool can_be_held(const BatchNormPlan& p, const Gpu& gpu) {
+  const bool fits = gpu.clusters && gpu.cooperative && gpu.shared / kBatchBlocksHeld >= kBatchHeldBytes + 15 * 1024;
+  return fits && p.vec == kBatchNormVec && p.threads == kBatchNormThreads && p.items <= kBatchBlocksHeld * gpu.multiprocessors;
 }
 
 }  // namespace normswap

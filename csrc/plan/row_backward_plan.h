@@ -17,6 +17,7 @@ namespace normswap {
 constexpr int kWarpsBackward32 = 8;
 constexpr int kWarpsBackward16 = 12;
 constexpr int kMaxWarpsBackward = 12;
+constexpr int kWarpsBackwardLean = 16;  // of 16 bits, where no sums for a bias take registers
 constexpr int kSpread = 132;          // blocks that pieces are made for: an H100's multiprocessors
 constexpr int kSpreadClusters = 120;  // the same in large clusters, which leave some out: 15 of eight run at once
 constexpr int kMaxSlotsBackward = 3;
@@ -34,6 +35,7 @@ struct BackwardRows {
   int64_t rows, cols;
   int itemsize, grad_itemsize;  // of x, dy
   bool with;                    // an activation, or a gradient of the sum
+  bool lean;                    // no bias
 };
 
 struct BackwardPlan {
@@ -59,12 +61,14 @@ inline void partition(const BackwardRows& of, BackwardPlan* p) {
   p->lanes = of.cols <= kMaxEightLanes && !of.with ? 8 : 32;
   p->chunk_len = static_cast<int>(of.cols < kChunk ? of.cols : kChunk);
   p->chunks = ceil_div(of.cols, kChunk);
-  const int choice = of.itemsize + of.grad_itemsize == 8 ? kWarpsBackward32 : kWarpsBackward16;
+  const int sixteen = of.lean && !of.with ? kWarpsBackwardLean : kWarpsBackward16;
+  const int choice = of.itemsize == 4 ? kWarpsBackward32 : sixteen;
   p->one_pass = p->chunks <= kMaxCluster * kMaxWarpsBackward;
   p->blocks_a_row = p->teams = 1;
   int64_t spread = kSpread;
   if (p->one_pass) {
-    while (p->chunks > p->blocks_a_row * (p->blocks_a_row < kMaxCluster ? choice : kMaxWarpsBackward)) {
+    const int most = choice > kMaxWarpsBackward ? choice : kMaxWarpsBackward;
+    while (p->chunks > p->blocks_a_row * (p->blocks_a_row < kMaxCluster ? choice : most)) {
       p->blocks_a_row *= 2;
     }
     spread = (p->blocks_a_row <= 2 ? kSpread : kSpreadClusters) / p->blocks_a_row;

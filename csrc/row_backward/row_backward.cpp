@@ -34,7 +34,7 @@ ChannelVector columns_of(const char* op, const OptionalTensor& vector) {
 // Fills in what all kinds have in common, allocates, launches; nothing of it where there is no memory for it.
 Gradients run(const char* op, Launch launch, RowBackward n, const Tensor& grad_, const Tensor& input_,
               const OptionalTensor& weight_, const OptionalTensor& bias_, const OptionalTensor& sum_grad_, int64_t cols,
-              Wanted wanted, int64_t passes) {
+              Wanted wanted, int64_t passes, bool lean) {
   const Tensor grad = plain(grad_), input = plain(input_);
   const OptionalTensor weight = plain(weight_), bias = plain(bias_), sum_grad = plain(sum_grad_);
   n.cols = cols;
@@ -52,7 +52,8 @@ Gradients run(const char* op, Launch launch, RowBackward n, const Tensor& grad_,
   check_columns(op, weight, cols, n.dtype);
   check_columns(op, bias, cols, n.dtype);
   const bool with = n.activation.code != Activation::none || sum_grad.has_value();
-  const BackwardRows of{n.rows, cols, static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype)), with};
+  const BackwardRows of{n.rows, cols, static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype)), with,
+                        lean};
   BackwardPlan plan;
   STD_TORCH_CHECK(make_backward_plan(of, gpu_of(input.get_device_index()), static_cast<int>(passes), &plan),
                   op, ": rows of ", cols, " elements cannot be done in passes: ", passes);
@@ -112,7 +113,7 @@ Gradients layer_norm_backward_cuda(const Tensor& grad, const Tensor& input, cons
   n.activation = activation_of("row_backward", activation, low, high);
   const Launch launch = launch_of(input, layer_norm_backward_f32, layer_norm_backward_f16, layer_norm_backward_bf16);
   return run("layer_norm_backward", launch, n, grad, input, weight, bias, sum_grad, cols, {of_input, of_weight, of_bias},
-             passes);
+             passes, false);
 }
 
 Gradients rms_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
@@ -127,7 +128,7 @@ Gradients rms_norm_backward_cuda(const Tensor& grad, const Tensor& input, const 
   n.activation = activation_of("row_backward", activation, low, high);
   const Launch launch = launch_of(input, rms_norm_backward_f32, rms_norm_backward_f16, rms_norm_backward_bf16);
   return run("rms_norm_backward", launch, n, grad, input, weight, std::nullopt, sum_grad, cols,
-             {of_input, of_weight, false}, passes);
+             {of_input, of_weight, false}, passes, true);
 }
 
 OptionalTensor l1_norm_backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& statistics, int64_t cols,
@@ -139,7 +140,7 @@ OptionalTensor l1_norm_backward_cuda(const Tensor& grad, const Tensor& input, co
   n.eps = eps;
   n.minimum = minimum;
   return std::get<0>(run("l1_norm_backward", l1_norm_backward, n, grad, input, std::nullopt, std::nullopt, std::nullopt,
-                         cols, {true, false, false}, passes));
+                         cols, {true, false, false}, passes, true));
 }
 
 }  // namespace
@@ -154,12 +155,12 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 // The plan, for tests that have no GPU, of the GPU described: (lanes, chunk_len, chunks, blocks_a_row, block_chunks, teams,
 // warps, rows_a_piece, pieces, one_pass, slots, lag, slot_bytes, shared, grid) into out. Returns 0 where there is none.
 extern "C" __attribute__((visibility("default"))) int normswap_row_backward_plan(int64_t rows, int64_t cols, int itemsize,
-                                                                                 int grad_itemsize, int clusters,
-                                                                                 int shared, int passes,
+                                                                                 int grad_itemsize, int lean,
+                                                                                 int clusters, int shared, int passes,
                                                                                  int64_t* out) {
   const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, 132, true};
   normswap::BackwardPlan p;
-  if (!normswap::make_backward_plan({rows, cols, itemsize, grad_itemsize, false}, gpu, passes, &p)) return 0;
+  if (!normswap::make_backward_plan({rows, cols, itemsize, grad_itemsize, false, lean != 0}, gpu, passes, &p)) return 0;
   const int64_t values[] = {p.lanes,  p.chunk_len,    p.chunks,  p.blocks_a_row, p.block_chunks,
                             p.teams,  p.warps,        p.rows_a_piece, p.pieces,  p.one_pass,
                             p.slots,  p.lag,          p.slot_bytes,   p.shared,  p.grid};

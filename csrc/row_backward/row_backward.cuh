@@ -20,7 +20,7 @@ namespace {
 struct SumsExchange {
   struct Shared {
     float2 parts[kSumsInFlight][kMaxCluster * kMaxWarpsBackward];
-    Barrier barriers[kMaxWarpsBackward][kSumsInFlight];  // of a team
+    Barrier barriers[kWarpsBackwardLean][kSumsInFlight];  // of a team
   };
   static_assert(sizeof(Shared) <= kExchangeBytes - 512);
   const BackwardArgs& args;
@@ -65,11 +65,11 @@ struct SumsExchange {
 
   // The binary tree over a row's chunks by index; every lane holds it.
   __device__ float2 unite(const float2* parts) const {
-    const int first = (static_cast<int>(threadIdx.x) & (args.tree_lanes - 1)) * 4;
+    const int first = (static_cast<int>(threadIdx.x) & (args.tree_lanes - 1)) * 4, chunks = static_cast<int>(args.p.chunks);
     float x[4], y[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 part = first + i < args.p.chunks ? parts[first + i] : float2{};
+      const float2 part = first + i < chunks ? parts[first + i] : float2{};
       x[i] = part.x;
       y[i] = part.y;
     }
@@ -109,8 +109,9 @@ struct BackwardWarp {
   static constexpr int V = Tile::V, Slots = Tile::Slots, Group = Tile::Group;
   static constexpr int Weighted = Policy::has_weight ? Slots : 1, Biased = Policy::has_bias ? Slots : 1;
   const BackwardArgs& args;
-  int64_t begin, end;  // the chunk's first element, and the first row of the next piece
-  Tile tile;           // of the chunk: of a row that is there
+  int64_t begin;  // the chunk's first element
+  Tile tile;      // of the chunk: of a row that is there
+  int64_t at;     // the next element of dx that this lane makes
   float w[Weighted][V], dw[Weighted][V], db[Biased][V];
 
   __device__ void load_weights() {
@@ -127,12 +128,6 @@ struct BackwardWarp {
       }
     }
   }
-  __device__ void stage(int64_t row, char* memory) const {
-    const int rows = static_cast<int>(min(static_cast<int64_t>(Tile::Rows), end - row));
-    const int elements = Tile::Rows == 1 ? tile.len : rows * static_cast<int>(args.n.cols);
-    if (rows > 0) slot(row, memory).stage(row, rows, elements);
-    end_batch();
-  }
   __device__ void wait_for_copies(int newest) const {
     switch (newest) {
       case 3: wait_for_all_but<3>(); break;
@@ -143,10 +138,10 @@ struct BackwardWarp {
     __syncwarp();
   }
 
-  // The sums of the rows from `row` on over the chunk; every lane of a row holds them. Adds to those of the columns.
-  __device__ float2 sums(int64_t row, char* memory) {
-    const Slot from = slot(row, memory);
-    const Tile mine = tile_of(row);
+  // The sums of a turn's rows over the chunk, `left` rows before the end of the piece; every lane of a row holds them. Adds
+  // to those of the columns.
+  __device__ float2 sums(const Slot& from, int left) {
+    const Tile mine = tile_of(left);
     const Row values = row_of(from, mine);
     float sum[2] = {}, other[2] = {};
 #pragma unroll
@@ -157,6 +152,7 @@ struct BackwardWarp {
 #pragma unroll
       for (int i = 0; i < Group; ++i) {
         const int k = first + i;
+        if (V > 1 && i > 0 && !mine.any_inside(k)) continue;
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           const float xhat = Policy::normalised(x[i][j], values), g = weighted(dy[i][j], k, j);
@@ -173,13 +169,12 @@ struct BackwardWarp {
     return {all[0], Policy::sums == 2 ? all[Policy::sums - 1] : 0.f};
   }
 
-  // Stores dx of the rows from `row` on.
-  __device__ void gradient(int64_t row, char* memory, float2 total) const {
-    const Slot from = slot(row, memory);
-    const Tile mine = tile_of(row);
+  // Stores dx of a turn's rows.
+  __device__ void gradient(const Slot& from, int left, float2 total) const {
+    const Tile mine = tile_of(left);
     const Row values = row_of(from, mine);
     const Coefficients c = Policy::finish(total.x, total.y, args.by_cols, values);
-    const int64_t at = from.first + Tile::sub_row() * args.n.cols;
+    X* const out_at = static_cast<X*>(args.n.dx) + at;
 #pragma unroll
     for (int first = 0; first < Slots; first += Group) {
       if (!mine.any_inside(first)) continue;
@@ -188,29 +183,29 @@ struct BackwardWarp {
 #pragma unroll
       for (int i = 0; i < Group; ++i) {
         const int k = first + i;
+        if (V > 1 && i > 0 && !mine.any_inside(k)) continue;
         float out[V];
 #pragma unroll
         for (int j = 0; j < V; ++j) out[j] = Policy::gradient(x[i][j], weighted(dy[i][j], k, j), values, c);
         if (!mine.inside(k)) continue;
-        if constexpr (With) add_sum_grad(at + tile.offset(k), out);
-        store(static_cast<X*>(args.n.dx) + at + tile.offset(k), out);
+        constexpr int apart = Tile::Lanes * V;
+        if constexpr (With) add_sum_grad(at + k * apart, out);
+        store(out_at + k * apart, out);
       }
     }
   }
 
-  // What the second pass needs to know of the rows from `row` on.
-  __device__ float2 known_total(char* memory) const {
-    const float* values = slot(0, memory).row_values();
+  // What the second pass needs to know of a turn's rows.
+  __device__ float2 known_total(const Slot& from) const {
+    const float* values = from.row_values();
     return {values[2], values[3]};
   }
 
  private:
-  __device__ Slot slot(int64_t row, char* memory) const { return {args, memory, row * args.n.cols + begin}; }
-
   // This lane's row of the turn; its tile is empty where there is none.
-  __device__ Tile tile_of(int64_t row) const {
+  __device__ Tile tile_of(int left) const {
     Tile mine = tile;
-    if (Tile::Rows > 1 && row + Tile::sub_row() >= end) mine.len = 0;
+    if (Tile::Rows > 1 && Tile::sub_row() >= left) mine.len = 0;
     return mine;
   }
   // Zeros for a row that is not there: what its slot holds may be no number, and what is added to columns must be 0.
@@ -298,8 +293,12 @@ __device__ inline void store_column_sums(const BackwardArgs& args, const Tile& t
 
 // --- kernels ---------------------------------------------------------------------------------------------------------
 
+// See kWarpsBackwardLean.
+template <class Policy, class Tile, bool With>
+constexpr int kMostWarps = !Policy::has_bias && !With && sizeof(typename Tile::X) == 2 ? kWarpsBackwardLean : kMaxWarpsBackward;
+
 template <class Policy, class G, class Tile, bool With>
-__global__ void __launch_bounds__(kMaxWarpsBackward * 32, 1) row_backward(const BackwardArgs args) {
+__global__ void __launch_bounds__(kMostWarps<Policy, Tile, With> * 32, 1) row_backward(const BackwardArgs args) {
   extern __shared__ __align__(16) char shared[];
   __shared__ SumsExchange::Shared exchanged;
   const BackwardPlan& p = args.p;
@@ -314,36 +313,56 @@ __global__ void __launch_bounds__(kMaxWarpsBackward * 32, 1) row_backward(const 
   __syncthreads();
   follow_predecessor();
   let_successor_start();
-  BackwardWarp<Policy, G, Tile, With> mine{args, chunk * int64_t{kChunk}, min(args.n.rows, (piece + 1) * p.rows_a_piece)};
-  const int64_t left = max(int64_t{0}, args.n.cols - mine.begin);
-  mine.tile.len = mine.tile.extent = Tile::Full ? kChunk : static_cast<int>(min(left, static_cast<int64_t>(p.chunk_len)));
+  using Slot = BackwardSlot<G, Tile>;
+  BackwardWarp<Policy, G, Tile, With> mine{args, chunk * int64_t{kChunk}};
+  const int64_t left_of_row = max(int64_t{0}, args.n.cols - mine.begin);
+  mine.tile.len = mine.tile.extent =
+      Tile::Full ? kChunk : static_cast<int>(min(left_of_row, static_cast<int64_t>(p.chunk_len)));
   const int step = p.teams * Tile::Rows, lag = exchanges ? p.lag : 0;
-  const bool works = chunk < p.chunks;
-  char* const memory = shared + warp * p.slots * p.slot_bytes;
-  char* const past = memory + p.slots * p.slot_bytes;
-  const auto next = [&](char* slot) { return slot + p.slot_bytes == past ? memory : slot + p.slot_bytes; };
-  int64_t row = piece * p.rows_a_piece + team * Tile::Rows, done = row - static_cast<int64_t>(lag) * step, staged = row;
-  for (char* slot = memory; works && slot != past; slot += p.slot_bytes, staged += step) mine.stage(staged, slot);
+  const int64_t row = piece * p.rows_a_piece + team * Tile::Rows, end = min(args.n.rows, (piece + 1) * p.rows_a_piece);
+  // Rows from the warp's first one of this turn to the end of the piece: a turn more is `step` less.
+  int left = chunk < p.chunks ? static_cast<int>(max(int64_t{0}, end - row)) : 0;
+  int left_done = left, left_staged = left;
+  const int ring = p.slots * p.slot_bytes;
+  char* const memory = shared + warp * ring;
+  const auto next = [&](int slot) { return slot + p.slot_bytes == ring ? 0 : slot + p.slot_bytes; };
+  BackwardStage<G, Tile> stage(args, row, mine.begin, step);
+  if (left > 0) {
+    for (int slot = 0; slot < ring; slot += p.slot_bytes, left_staged -= step) {
+      stage.next(args, memory + slot, left_staged, mine.tile.len);
+    }
+  }
   mine.load_weights();
-  char *in = memory, *out = memory;
-  for (int turn = 0; works && done < mine.end; ++turn, row += step, done += step) {
+  mine.at = (row + Tile::sub_row()) * args.n.cols + mine.begin + Tile::offset(0);
+  const unsigned apart = static_cast<unsigned>(step * args.n.cols);
+  unsigned first = static_cast<unsigned>(row * args.n.cols + mine.begin), first_done = first;
+  int in = 0, out = 0;
+  for (int turn = 0; left_done > 0; ++turn) {
     float2 total{};
-    if (row < mine.end) {
+    if (left > 0) {
       mine.wait_for_copies(p.slots - 1 - lag);
-      if (args.pass != Pass::gradient) total = mine.sums(row, in);
+      if (args.pass != Pass::gradient) total = mine.sums(Slot{args, memory + in, first}, left);
       if (exchanges) exchange.send(turn, total);
-      if (args.pass == Pass::sums && threadIdx.x % 32 == 0) args.sums[row * p.chunks + chunk] = total;
+      if (args.pass == Pass::sums && threadIdx.x % 32 == 0) {
+        args.sums[(row + static_cast<int64_t>(turn) * step) * p.chunks + chunk] = total;
+      }
       in = next(in);
+      left -= step;
+      first += apart;
     }
     if (turn < lag) continue;
     if (args.n.dx != nullptr && args.pass != Pass::sums) {
+      const Slot from{args, memory + out, first_done};
       if (exchanges) total = exchange.hear(turn - lag);
-      if (args.pass == Pass::gradient) total = mine.known_total(out);
-      mine.gradient(done, out, total);
+      if (args.pass == Pass::gradient) total = mine.known_total(from);
+      mine.gradient(from, left_done, total);
+      mine.at += static_cast<int64_t>(step) * args.n.cols;
     }
     __syncwarp();
-    mine.stage(staged, out);
-    staged += step;
+    stage.next(args, memory + out, left_staged, mine.tile.len);
+    left_staged -= step;
+    left_done -= step;
+    first_done += apart;
     out = next(out);
   }
   float* room = reinterpret_cast<float*>(shared);

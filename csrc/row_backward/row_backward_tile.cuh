@@ -59,37 +59,75 @@ __device__ inline void load_values(const T* p, bool there, float (&out)[V]) {
   }
 }
 
-// The rows of a warp's turn. `first` is the element of the tensors that the copies begin with.
+// Starts copying the whole vectors of a warp's rows.
+template <class T, class Tile>
+__device__ inline void stage_vectors(char* memory, const T* from, int elements) {
+  constexpr int each = 16 / static_cast<int>(sizeof(T)), most = kChunk / 32 / each;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int i = 0; i < most; ++i) {
+    const int at = (i * 32 + lane) * each;
+    if (Tile::Full || at < elements) copy_async(memory + at * static_cast<int>(sizeof(T)), from + at);
+  }
+}
+
+// What is copied ahead for a warp's turns, from `row` on, `step` rows at a time. Lane l copies, for row l % Rows of a turn,
+// its mean, its rstd or, in the second pass, one of its two sums.
+template <class G, class Tile>
+struct BackwardStage {
+  using X = typename Tile::X;
+  const X* x;
+  const G* dy;
+  const float* value;
+  int64_t elements;  // from turn to turn
+  int value_step, value_at;
+  bool values;
+
+  __device__ BackwardStage(const BackwardArgs& args, int64_t row, int64_t begin, int step)
+      : x(static_cast<const X*>(args.n.x) + row * args.n.cols + begin),
+        dy(static_cast<const G*>(args.n.dy) + row * args.n.cols + begin), elements(step * args.n.cols) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, which = lane / Tile::Rows;
+    const float* totals = args.pass == Pass::gradient ? reinterpret_cast<const float*>(args.totals) : nullptr;
+    const float* of = which == 0 ? args.n.mean : which == 1 ? args.n.rstd : which < 4 ? totals : nullptr;
+    const int each = which < 2 ? 1 : 2;  // floats of a row
+    values = of != nullptr;
+    value = of + (row + lane % Tile::Rows) * each + (which == 3);
+    value_step = step * each;
+    value_at = args.p.slot_bytes - 64 + (lane % Tile::Rows * 4 + which) * static_cast<int>(sizeof(float));
+  }
+  // Of the next turn, `left` rows before the end of the piece, of `len` elements each in the chunk.
+  __device__ void next(const BackwardArgs& args, char* memory, int left, int len) {
+    if (left > 0) {
+      const int count = Tile::Rows == 1 ? len : min(Tile::Rows, left) * static_cast<int>(args.n.cols);
+      if constexpr (Tile::V == 1) {
+        const int64_t all = args.n.rows * args.n.cols;
+        stage_chunk<X, true>(memory, x, count, static_cast<const X*>(args.n.x) + all);
+        stage_chunk<G, true>(memory + args.p.x_bytes, dy, count, static_cast<const G*>(args.n.dy) + all);
+      } else {
+        stage_vectors<X, Tile>(memory, x, count);
+        stage_vectors<G, Tile>(memory + args.p.x_bytes, dy, count);
+      }
+      if (values && static_cast<int>(threadIdx.x) % 32 % Tile::Rows < left) copy_async_word(memory + value_at, value);
+      x += elements;
+      dy += elements;
+      value += value_step;
+    }
+    end_batch();
+  }
+};
+
+// The rows of a warp's turn. `first`: the element of the tensors that the copies begin with, but for multiples of 2^32.
 template <class G, class Tile>
 struct BackwardSlot {
   using X = typename Tile::X;
   static constexpr int V = Tile::V;
   const BackwardArgs& args;
-  char* memory;
-  int64_t first;
+  const char* memory;
+  unsigned first;
 
   // Of this lane's row: mean, rstd and, in the second pass, the two sums.
   __device__ const float* row_values() const {
     return reinterpret_cast<const float*>(memory + args.p.slot_bytes - 64) + Tile::sub_row() * 4;
-  }
-
-  // Starts copying so many elements, and what belongs to so many rows from `row` on.
-  __device__ void stage(int64_t row, int rows, int elements) const {
-    const int64_t all = args.n.rows * args.n.cols;
-    const X* x = static_cast<const X*>(args.n.x);
-    const G* dy = static_cast<const G*>(args.n.dy);
-    stage_chunk<X, V == 1>(memory, x + first, Tile::Full ? kChunk : elements, x + all);
-    stage_chunk<G, V == 1>(memory + args.p.x_bytes, dy + first, Tile::Full ? kChunk : elements, dy + all);
-    const int lane = threadIdx.x % 32;
-    if (lane < rows) {
-      float* to = reinterpret_cast<float*>(memory + args.p.slot_bytes - 64) + lane * 4;
-      if (args.n.mean != nullptr) copy_async_word(to, args.n.mean + row + lane);
-      if (args.n.rstd != nullptr) copy_async_word(to + 1, args.n.rstd + row + lane);
-      if (args.pass == Pass::gradient) {
-        copy_async_word(to + 2, &args.totals[row + lane].x);
-        copy_async_word(to + 3, &args.totals[row + lane].y);
-      }
-    }
   }
 
   // A lane's k-th vector of x and of dy, zeros past the end of the row.
@@ -104,7 +142,7 @@ struct BackwardSlot {
   template <class T>
   __device__ const T* begin_of(const char* staged) const {
     constexpr int per = 16 / static_cast<int>(sizeof(T));
-    return reinterpret_cast<const T*>(staged) + (V == 1 ? static_cast<int>(first) % per : 0);
+    return reinterpret_cast<const T*>(staged) + (V == 1 ? first % per : 0);
   }
 };
 

@@ -17,15 +17,17 @@ def only_argument(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> 
 
 def affine_of(module: nn.Module) -> tuple[Any, Any]:
     """The weight and bias of ``module``: parameters without the detour that nn.Module.__getattr__ takes to them."""
-    own = module._parameters
-    if "weight" in own and "bias" in own:
-        return own["weight"], own["bias"]
+    own = module.__dict__
+    registered = own["_parameters"]
+    if "weight" in registered and "bias" in registered and not ("weight" in own or "bias" in own):
+        return registered["weight"], registered["bias"]
     return module.weight, module.bias
 
 
 def weight_of(module: nn.Module) -> Any:
     """The weight of a ``module`` that has no bias, in the same way."""
-    own = module._parameters
-    if "weight" in own:
-        return own["weight"]
+    own = module.__dict__
+    registered = own["_parameters"]
+    if "weight" in registered and "weight" not in own:
+        return registered["weight"]
     return module.weight

@@ -47,8 +47,9 @@ def batch_norm(norm: Any, x: Tensor, activation: Activation = NONE, residual: Te
 
 def _buffer(norm: Any, name: str) -> Any:
     """Without the detour that nn.Module.__getattr__ takes to buffers."""
-    own = norm._buffers
-    return own[name] if name in own else getattr(norm, name)
+    own = norm.__dict__
+    registered = own["_buffers"]
+    return registered[name] if name in registered and name not in own else getattr(norm, name)
 
 
 def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> Callable[..., Any]:

@@ -37,6 +37,8 @@ _Forward: TypeAlias = Callable[..., Tensor]
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 _DEVICES = ("cpu", "cuda")
+FEW = 2**22
+"""Elements up to which what a fold with gradients saves the device, passes over them, is less than it costs the host."""
 
 
 # --- the computation ----------------------------------------------------------------------------------------------
@@ -81,12 +83,17 @@ def _normalised(
         return _train(x, linear, scale, bn, *_affine(bn, after)) if x.shape[0] > 1 else None
     learns = _learns(x, scale, after, linear.weight, linear.bias, bn.weight, bn.bias)
     statistics = (bn.running_mean, bn.running_var, *_affine(bn, after))
+    served = learns and x.is_cuda and ops.native_serves(x, linear.weight, linear.bias, scale, *statistics)
+    if served and x.shape[0] * linear.out_features <= FEW:
+        return ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps)
     if x.shape[0] > linear.in_features and x.dtype is not torch.float64:
         # dy^T x, of which a folded backward makes all gradients, may leave float16's range where PyTorch's does not.
         if learns and (_is_transformed() or x.dtype is torch.float16):
             return None
         return ops.folded_linear(x, linear.weight, linear.bias, scale, *statistics, bn.eps)
-    return None if learns else ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps)
+    if learns and not served:
+        return None
+    return ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps)
 
 
 def _train(

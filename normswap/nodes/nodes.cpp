@@ -129,7 +129,8 @@ variable_list of_channels(Kind kind, const variable_list& grads, const variable_
   torch::jit::push(stack, static_cast<int64_t>(n[kActivation]), n[kLow], n[kHigh], wanted[kInput], wanted[kWeight],
                    wanted[kBias], wanted[kResidual]);
   if (kind == kBatchNorm) {
-    torch::jit::push(stack, optional(saved[kScale]), optional(saved[kInputBias]), n[kEps], wanted[kScale], wanted[kInputBias]);
+    torch::jit::push(stack, optional(saved[kScale]), optional(saved[kInputBias]), n[kEps], wanted[kScale],
+                     wanted[kInputBias], optional(saved[kMean]), optional(saved[kVar]), 0);
   }
   (kind == kBatchNorm ? batch : groups).callBoxed(stack);
   variable_list made(kLearning);

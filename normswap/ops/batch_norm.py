@@ -128,7 +128,7 @@ class _BatchNorm(torch.autograd.Function):
             like = weight if bias is None else bias
             found = native_op("batch_norm_backward")(
                 *(laid_out_as(grad, input), input, coefficients, signs, residual, weight, like, ctx.training),
-                *(*ctx.activation, *wanted, scale, ctx.input_bias, ctx.eps, of_scale, of_shift),
+                *(*ctx.activation, *wanted, scale, ctx.input_bias, ctx.eps, of_scale, of_shift, *frozen),
             )
         if all(one is None for one in found) and any((*wanted, of_scale, of_shift)):
             given = input, weight, bias, residual, scale, ctx.input_bias

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch._functorch.eager_transforms as _eager_transforms
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
@@ -33,6 +34,7 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Cheaper than asking for a kind of device, which most calls then need not."""
 _compiling = torch.compiler.is_compiling
 _tracing, _transforms = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
+_requires_grad_allowed = _eager_transforms.enable_inplace_requires_grad
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
 
@@ -259,8 +261,9 @@ def reference_gradients(
     ``more`` is added to the first tensor's before that is rounded to its dtype."""
     create = torch.is_grad_enabled()
     with torch.enable_grad():
-        if not create and _transforms() is None:  # which let nothing be told to require gradients
-            tensors = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        if not create:
+            with _requires_grad_allowed(True):  # which a transform of functorch forbids
+                tensors = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
         wide = [None if t is None else t.float() for t in tensors]
         wanted = [t for t in wide if t is not None and t.requires_grad]
         settings: Any = {"create_graph": create, "allow_unused": True}

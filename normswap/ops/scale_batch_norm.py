@@ -35,19 +35,20 @@ def scale_batch_norm(
     what PyTorch's op raises.
     """
     vectors = (running_mean, running_var, weight, bias, input_bias)
-    if training:
-        found = _by_the_batch(input, scale, vectors, num_batches_tracked, momentum, eps)
+    learns = needs_grad(input, scale, weight, bias)
+    if training or learns:
+        found = _recorded(input, scale, vectors, num_batches_tracked, training, momentum, eps)
         if found is not None:
             return found
-        if num_batches_tracked is not None:
-            num_batches_tracked.add_(1)
+    if training and num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
     if not (
         not training
+        and not learns
         and input_bias is None
         and running_mean is not None
         and running_var is not None
         and native_serves(input, scale, *vectors)
-        and not needs_grad(input, scale, weight, bias)
         and not torch.is_autocast_enabled("cuda")
         and _are_columns(input, scale, vectors)
     ):
@@ -66,17 +67,24 @@ _Vectors: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None, Tensor
 """Running mean and variance, weight, bias, and the input's bias."""
 
 
-def _by_the_batch(
-    input: Tensor, scale: Tensor | None, vectors: _Vectors, batches: Tensor | None, momentum: float, eps: float
+def _recorded(
+    input: Tensor,
+    scale: Tensor | None,
+    vectors: _Vectors,
+    batches: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> Tensor | None:
-    """In training, where the kernels serve. They take the channels of any dense input, here only rows of columns."""
+    """In training, or with gradients, where BatchNorm's own kernels serve; these would take other inputs than rows of
+    columns too."""
     mean, var, weight, bias, input_bias = vectors
     op = direct("batch_norm", input, scale, *vectors, batches)
     if op is None and native_serves(input):  # loaded by that
         op = direct("batch_norm", input, scale, *vectors, batches)
     if op is None or input.dtype not in DTYPES or not eps > 0 or not _are_columns(input, scale, vectors):
         return None
-    settings = (True, momentum, eps, None, 0, 0.0, 0.0)
+    settings = (training, momentum, eps, None, 0, 0.0, 0.0)
     return op(input.contiguous(), mean, var, batches, weight, bias, *settings, dense(scale), dense(input_bias))
 
 

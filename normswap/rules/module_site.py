@@ -14,6 +14,8 @@ from normswap.rules.subclass_site import SUBCLASSED, has_torchs_forward, match_s
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps its hooks."""
+TENSORS = ("weight", "bias", "running_mean", "running_var")
+"""What a norm or a Linear keeps as parameters and buffers: copies, casts and proofs go by these."""
 
 
 def match_exact(module: nn.Module, expected: type[nn.Module], kind: str) -> Match | Refusal | None:
@@ -56,6 +58,8 @@ def why_not_exact(module: nn.Module, expected: type[nn.Module]) -> tuple[Reason,
         return Reason.SUBCLASS, cls.__name__ if own else f"{cls.__name__}: only the exact type is swapped"
     if (replaced := why_replaced(module)) is not None:
         return replaced, ""
+    if (plain := next((name for name in TENSORS if name in module.__dict__), None)) is not None:
+        return Reason.UNSUPPORTED, f"its {plain} is a plain attribute, neither a Parameter nor a buffer"
     if not has_torchs_forward(expected):
         return Reason.UNSUPPORTED, f"torch.nn.{expected.__name__}.forward was replaced on the class"
     return None

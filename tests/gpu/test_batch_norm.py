@@ -73,6 +73,27 @@ def test_affine_shapes(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("scale_shape", SCALES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.case("bn-frozen")
+def test_gradients_by_running_statistics(scale_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for rows, zero in ((300, False), (5000, False), (300, True)):
+        z, scale, weight, bias, (mean, var) = batch_norm_case(scale_shape, dtype, rows)
+        scale = torch.zeros_like(scale) if zero else scale
+        leaves = [t.detach().clone().requires_grad_() for t in (z, scale, weight, bias)]
+        wide = [t.detach().double().requires_grad_() for t in (z, scale, weight, bias)]
+        dy = tensor((rows, 96), dtype, seed=9)
+        ours = ops.scale_batch_norm(*leaves[:2], mean, var, *leaves[2:], False, 0.0, 1e-2)
+        assert ours.grad_fn is not None and ours.grad_fn.name() == "_BatchNormBackward"
+        exact = F.batch_norm(wide[0] * wide[1], mean.double(), var.double(), *wide[2:], False, 0.0, 1e-2)
+        found = torch.autograd.grad(ours, leaves, dy)
+        step = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(ours.double(), exact, rtol=step, atol=16 * step)
+        for mine, ref in zip(found, torch.autograd.grad(exact, wide, dy.double()), strict=True):
+            assert mine.shape == ref.shape
+            torch.testing.assert_close(mine.double(), ref, rtol=step, atol=(step + 1e-4) * float(ref.abs().max() + 1e-3))
+
+
+@pytest.mark.parametrize("scale_shape", SCALES)
 @pytest.mark.case("scale-values")
 def test_scale_batch_norm_gradients(scale_shape: tuple[int, ...]) -> None:
     for scale_value in (None, 0.0):
