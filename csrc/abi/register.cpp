@@ -70,7 +70,7 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def(
       "batch_norm_or_none(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, "
       "Tensor? weight, Tensor? bias, bool training, float momentum, float eps, Tensor? residual, int activation, "
-      "float low, float high, Tensor? scale=None, Tensor? input_bias=None) -> Tensor?");
+      "float low, float high, Tensor? scale=None, Tensor? input_bias=None, int launches=0) -> Tensor?");
   m.def(
       "batch_norm_recorded(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, "
       "Tensor? weight, Tensor? bias, bool training, float momentum, float eps, Tensor? residual, int activation, "

@@ -131,9 +131,9 @@ OptionalTensor batch_norm_or_none(const Tensor& input, const OptionalTensor& run
                                   const OptionalTensor& weight, const OptionalTensor& bias, bool training,
                                   double momentum, double eps, const OptionalTensor& residual, int64_t activation,
                                   double low, double high, const OptionalTensor& scale,
-                                  const OptionalTensor& input_bias) {
+                                  const OptionalTensor& input_bias, int64_t launches) {
   return std::get<0>(forward(input, running_mean, running_var, batches, weight, bias, training, momentum, eps, residual,
-                             activation, low, high, scale, input_bias, 0, false));
+                             activation, low, high, scale, input_bias, launches, false));
 }
 
 OptionalTensor room_for(bool wanted, const OptionalTensor& like) {
