@@ -119,7 +119,8 @@ def batch_norm_backward(
     if not training and scale is not None:
         ds = (running_var + eps).rsqrt() * (g * d).sum(kept) * (1.0 if weight is None else weight)
     ds = ds if scale is None or scale.numel() < len(ds) else ds.reshape(scale.shape)
-    asked = ((of_input, dx), (of_weight, dw), (of_bias, db), (of_residual, g), (of_scale, ds), (of_input_bias, 0 * dx.sum(kept)))
+    of_rows = (of_scale, ds), (of_input_bias, 0 * dx.sum(kept))
+    asked = (of_input, dx), (of_weight, dw), (of_bias, db), (of_residual, g), *of_rows
     return tuple(t if wanted else None for wanted, t in asked)
 
 

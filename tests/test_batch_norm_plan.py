@@ -82,7 +82,7 @@ def test_blocks_are_of_a_size_and_number_that_can_be_launched(sizes: tuple[int, 
     assert p["workspace"] == channels * (3 * p["pieces"] + 2) + 2 * p["strips"]
     assert p["workspace"] * 4 < 64e6 and p["items"] <= max(PIECES, p["strips"])  # all at once on an H100
     if samples * channels * inner > 2**24:
-        assert PIECES / 2 < p["items"]
+        assert p["items"] > PIECES / 2
 
 
 def test_what_is_too_large_is_not_cut() -> None:

@@ -38,7 +38,7 @@ _Forward: TypeAlias = Callable[..., Tensor]
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 _DEVICES = ("cpu", "cuda")
 FEW = 2**22
-"""Elements up to which what a fold with gradients saves the device, passes over them, is less than it costs the host."""
+"""Elements up to which a fold with gradients saves the device less, some passes over them, than it costs the host."""
 
 
 # --- the computation ----------------------------------------------------------------------------------------------
