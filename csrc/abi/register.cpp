@@ -65,8 +65,8 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "float eps, Tensor? residual, int activation, float low, float high) -> Tensor?");
   // By the statistics of the batch (training: running_mean, running_var and batches, num_batches_tracked, are updated) or
   // by the running ones. Recorded are the output, four float32 coefficients a channel, and signs or nothing. What is
-  // normalised may be (input + input_bias) * scale, scale of one value or one a channel, a bias in training. launches: 3 forces as many,
-  // for tests.
+  // normalised may be (input + input_bias) * scale, scale of one value or one a channel, a bias in training. launches: 1 asks for
+  // one, for tests.
   m.def(
       "batch_norm_or_none(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, "
       "Tensor? weight, Tensor? bias, bool training, float momentum, float eps, Tensor? residual, int activation, "

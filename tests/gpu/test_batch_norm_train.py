@@ -137,7 +137,7 @@ def test_one_launch_gives_the_bits_of_three(shape: tuple[int, ...], dtype: torch
     weight, bias = (drawn((shape[1],), torch.float32, 1.0) for _ in range(2))
     for added in (None, residual):
         found = []
-        for launches in (0, 3):
+        for launches in (0, 1):
             stats = torch.zeros(shape[1], device=DEVICE), torch.ones(shape[1], device=DEVICE)
             settings = (weight, bias, True, 0.3, 1e-3, added, code, 0.0, 0.0, None, None, launches)
             y, coefficients, signs = n.batch_norm_recorded(x, *stats, None, *settings)
