@@ -53,6 +53,8 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 OF_TESTS = {
     "test_row_norm.py": ("row", PYTHON),
+    "test_row_norm_gradients.py": ("row", PYTHON),
+    "test_row_regimes.py": ("row", PYTHON),
     "test_dim_norm.py": ("dim", PYTHON),
     "test_batch_norm.py": ("batch", PYTHON),
     "test_batch_norm_eval.py": ("batch", PYTHON),

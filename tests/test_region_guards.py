@@ -321,15 +321,15 @@ def test_a_batch_norm_that_is_a_call() -> None:
     assert torch.equal(call(batch_norm.fused, IMAGE, (norm,)), norm(IMAGE))
 
 
-def test_channels_as_rows_where_they_are_rows_in_memory() -> None:
-    rows = IMAGE.contiguous(memory_format=torch.channels_last)
+def test_channels_as_rows_in_either_layout() -> None:
     given = ((CHANNELS,), *ROW, 1e-3)
-    found = call(layer_norm.permuted, rows, given)
-    expected = F.layer_norm(rows.permute(0, 2, 3, 1), *given).permute(0, 3, 1, 2)
-    torch.testing.assert_close(found, expected)
-    assert found.stride() == expected.stride()
-    assert call(layer_norm.permuted, IMAGE, given) is None
-    assert call(layer_norm.permuted, rows, given, activation=Activation("relu")) is None
+    for image in (IMAGE, IMAGE.contiguous(memory_format=torch.channels_last)):
+        found = call(layer_norm.permuted, image, given)
+        expected = F.layer_norm(image.permute(0, 2, 3, 1), *given).permute(0, 3, 1, 2)
+        torch.testing.assert_close(found, expected)
+        assert found.stride() == expected.stride()
+        assert call(layer_norm.permuted, image, given, activation=Activation("relu")) is None
+        assert call(layer_norm.permuted, image.transpose(2, 3), given) is None
     assert call(layer_norm.permuted, X, given) is None
 
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "abi/kernels.h"
 
@@ -117,17 +118,27 @@ inline void check_launch(cudaError_t error) {
   STD_CUDA_CHECK(error);
 }
 
-// Uninitialised, of the same shape, strides, device and dtype, or float32 where `wide`, without the dispatcher's way to the
-// stable empty_like; nullopt where there is no memory for it.
-inline OptionalTensor unfilled_like(const Tensor& t, bool wide = false) {
-  const auto sizes = t.sizes(), strides = t.strides();
+// Uninitialised, of the same shape, device and dtype, or float32 where `wide`, without the dispatcher's way to the stable
+// empty_like; nullopt where there is no memory for it.
+inline OptionalTensor unfilled(const Tensor& t, const int64_t* strides, bool wide) {
+  const auto sizes = t.sizes();
   int32_t dtype = aoti_torch_dtype_float32(), device = 0;
   AtenTensorHandle handle = nullptr;
   const bool made = (wide || aoti_torch_get_dtype(t.get(), &dtype) == AOTI_TORCH_SUCCESS) &&
                     aoti_torch_get_device_type(t.get(), &device) == AOTI_TORCH_SUCCESS &&
-                    aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                    aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype,
                                              device, t.get_device_index(), &handle) == AOTI_TORCH_SUCCESS;
   return made ? OptionalTensor(Tensor(handle)) : std::nullopt;
+}
+
+// Of the same strides.
+inline OptionalTensor unfilled_like(const Tensor& t, bool wide = false) { return unfilled(t, t.strides().data(), wide); }
+
+// Contiguous.
+inline OptionalTensor unfilled_dense(const Tensor& t) {
+  std::vector<int64_t> strides(t.dim(), 1);
+  for (int64_t i = t.dim() - 1; i > 0; --i) strides[i - 1] = strides[i] * std::max(t.size(i), int64_t{1});
+  return unfilled(t, strides.data(), false);
 }
 
 // Uninitialised float32 on the device of `like`, contiguous; nullopt where there is no memory for it.

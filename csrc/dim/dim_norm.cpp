@@ -1,4 +1,5 @@
 // l1_norm, l2_norm, rms_norm and layer_norm along a dimension that is not the last, on CUDA tensors: checks, workspace, launch.
+#include "dim/dim_permuted.h"
 #include "row/row_launch.h"
 
 namespace normswap {
@@ -152,7 +153,45 @@ OptionalTensor layer_norm_dim_or_none(const Tensor& input, int64_t dim, const Op
   return out;
 }
 
+// The sizes of `input` as (outer, n, inner) in memory; false where it does not lie so.
+bool is_permuted(const Tensor& input, DimNorm& n) {
+  const int64_t last = input.dim() - 1;
+  n.n = input.size(last);
+  n.inner = input.stride(last);
+  if (n.inner <= 1) return false;
+  n.outer = input.numel() / (n.n * n.inner);
+  int64_t stride = 1;
+  for (int64_t i = last - 1; i >= 0; --i) {
+    if (stride == n.inner) stride *= n.n;
+    if (input.size(i) != 1 && input.stride(i) != stride) return false;
+    stride *= input.size(i);
+  }
+  return n.outer * n.n * n.inner == input.numel() && (stride == n.inner || stride == input.numel());
+}
+
 }  // namespace
+
+OptionalTensor layer_norm_of_permuted(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                                      double eps, float* statistics) {
+  DimNorm n{};
+  if (!is_permuted(input, n)) return std::nullopt;
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  n.dtype = dtype_of(input, "layer_norm");
+  const int64_t bytes = layer_norm_permuted_bytes(n);
+  if (bytes == 0 || bytes > gpu_of(input.get_device_index()).shared) return std::nullopt;
+  const OptionalTensor out = unfilled_dense(input);
+  if (!out.has_value()) return std::nullopt;
+  n.x = input.const_data_ptr();
+  n.y = out->mutable_data_ptr();
+  set_weight("layer_norm", n, weight, input);
+  if (bias.has_value()) n.bias = parameter_of("layer_norm", n, *bias, input);
+  n.eps = eps;
+  n.mean = statistics;
+  n.statistic = statistics == nullptr ? nullptr : statistics + n.outer * n.inner;
+  check_launch(layer_norm_permuted(n, stream_of(input)));
+  return out;
+}
+
 }  // namespace normswap
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {

@@ -77,6 +77,11 @@ inline RowNorm row_norm_of(const char* op, const Tensor& input, const Tensor& ou
   return rows_of(op, input, cols, eps);
 }
 
+// layer_norm over the last dimension of what is contiguous but for that dimension, which lies elsewhere in memory: an image
+// as permuted. `statistics`, optional: of all rows the mean, then the rstd. nullopt where it declines.
+OptionalTensor layer_norm_of_permuted(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                                      double eps, float* statistics);
+
 // l2_norm of rows of `cols` elements of the input's memory.
 void l2_norm_rows(const Tensor& input, int64_t cols, double eps, const Tensor& out);
 

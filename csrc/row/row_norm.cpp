@@ -188,7 +188,8 @@ void group_norm_cuda(const Tensor& input, const OptionalTensor& weight, const Op
 
 OptionalTensor layer_norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& weight,
                                   const OptionalTensor& bias, double eps) {
-  if (!input.is_contiguous() || !is_plain(input, input.dim() - dims, dims, weight, bias)) return std::nullopt;
+  if (!is_plain(input, input.dim() - dims, dims, weight, bias)) return std::nullopt;
+  if (!input.is_contiguous()) return dims == 1 ? layer_norm_of_permuted(input, weight, bias, eps, nullptr) : std::nullopt;
   const OptionalTensor out = unfilled_like(input);
   if (!out.has_value()) return std::nullopt;
   layer_norm_cuda(input, weight, bias, trailing_elements(input, dims), eps, *out, std::nullopt, std::nullopt, 0);
@@ -229,7 +230,13 @@ float* floats_of(const OptionalTensor& t) { return static_cast<float*>(t->mutabl
 
 Recorded layer_norm_recorded(const Tensor& input, int64_t dims, const OptionalTensor& weight,
                              const OptionalTensor& bias, double eps) {
-  if (!input.is_contiguous() || !is_plain(input, input.dim() - dims, dims, weight, bias)) return {};
+  if (!is_plain(input, input.dim() - dims, dims, weight, bias) || (!input.is_contiguous() && dims != 1)) return {};
+  if (!input.is_contiguous()) {
+    const OptionalTensor statistics = unfilled_floats(input, 2 * (input.numel() / input.size(-1)));
+    if (!statistics.has_value()) return {};
+    const OptionalTensor out = layer_norm_of_permuted(input, weight, bias, eps, floats_of(statistics));
+    return out.has_value() ? Recorded{out, statistics} : Recorded{};
+  }
   const Recorded made = unfilled(input, dims, 2);
   const auto& [out, statistics] = made;
   if (!out.has_value()) return {};

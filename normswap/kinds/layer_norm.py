@@ -43,8 +43,10 @@ def fused(
 def permuted(
     x: Tensor, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
 ) -> Any:
-    """Where channels are rows in memory: of a contiguous image the original's result is channels_last, by a copy."""
-    if x.dim() != 4 or activation != NONE or not x.is_contiguous(memory_format=torch.channels_last):
+    """Of a contiguous image the result is channels_last, as the original's."""
+    if x.dim() != 4 or activation != NONE:
+        return None
+    if not x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last):
         return None
     return ops.layer_norm(x.permute(0, 2, 3, 1), *given, dtype=dtype).permute(0, 3, 1, 2)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from accuracy import gpu_of_plans as gpu_of_plans
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from normswap.criterion import error_share
 
@@ -18,6 +21,14 @@ def assert_within(ours: Tensor, reference: Tensor, magnitude: Tensor, what: str 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """True when two tensors hold the same values (NaN equals NaN)."""
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def kernels(call: Callable[[], object]) -> list[str]:
+    """What ran on the GPU."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    return [event.key for event in found.key_averages()]
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0, seed: int = 0) -> Tensor:

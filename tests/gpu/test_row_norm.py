@@ -1,58 +1,24 @@
-"""layer_norm, rms_norm and l1_norm on the GPU: every regime, dtype, shape and layout against float64."""
+"""layer_norm, rms_norm and l1_norm on the GPU: every dtype, shape and layout against float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from limits import assert_within, gpu_of_plans, same_bits
-from torch import Tensor
+from limits import assert_within, same_bits
+from row_checks import (
+    DTYPES,
+    LENGTHS,
+    LONG,
+    affine,
+    check_l1_norm,
+    check_layer_norm,
+    check_rms_norm,
+    gradients,
+    values,
+)
 
-from normswap import launch_plans, ops, reference
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LENGTHS = (1, 2, 7, 31, 32, 33, 64, 65, 127, 128, 130, 255, 256, 258, 769, 1000, 1001, 1023, 1025, 2047, 2050, 4096)
-LONG = (4097, 8192, 16383, 16386, 20480, 32768, 65535, 65536, 81920, 100001, 131073, 262144, 262146)
-IN_TURNS = 5
-"""Who holds rows (Held, row_plan.h): clusters that keep their weights for several."""
-WEIGHTS = {"layer_norm": 2, "rms_norm": 1, "l1_norm": 0}
-"""That an element may have of its own."""
-
-
-def values(rows: int, cols: int, dtype: torch.dtype, mean: float, seed: int = 0) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed + rows + cols)
-    return (torch.randn(rows, cols, generator=generator, device="cuda") + mean).to(dtype)
-
-
-def affine(cols: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(cols)
-    weight = torch.randn(cols, generator=generator, device="cuda") + 0.5
-    return weight.to(dtype), torch.randn(cols, generator=generator, device="cuda").to(dtype)
-
-
-def check_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> None:
-    ours = ops.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    x64, w64, b64 = x.double(), weight.double(), bias.double()
-    rstd = (x64.var(-1, correction=0, keepdim=True) + eps).rsqrt()
-    magnitude = w64.abs() * rstd * (x64.abs() + x64.square().mean(-1, keepdim=True).sqrt()) + b64.abs()
-    assert_within(ours, F.layer_norm(x64, x.shape[-1:], w64, b64, eps), magnitude, f"layer_norm {tuple(x.shape)}")
-
-
-def check_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
-    ours = ops.rms_norm(x, x.shape[-1:], weight, eps)
-    reference = F.rms_norm(x.double(), x.shape[-1:], weight.double(), eps)
-    assert_within(ours, reference, reference.abs(), f"rms_norm {tuple(x.shape)}")
-
-
-def check_l1_norm(x: Tensor) -> None:
-    ours = ops.l1_norm(x, -1)
-    mean = x.double().abs().mean(-1, keepdim=True)
-    reference = x.double() / mean.to(x.dtype).double()
-    # Where the mean lies within float32 error of a tie of its dtype, its rounding may go the other way: one ulp.
-    ulp = 0.0 if x.dtype is torch.float32 else torch.finfo(x.dtype).eps
-    low, high = (mean * (1 - 2**-21)).to(x.dtype), (mean * (1 + 2**-21)).to(x.dtype)
-    tie = ulp * reference.abs() * (low != high) * 2.0**24 / 4
-    assert_within(ours, reference, reference.abs() + tie, f"l1_norm {tuple(x.shape)}")
+from normswap import ops, reference
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,98 +79,6 @@ def test_rows_of_millions(dtype: torch.dtype) -> None:
     check_layer_norm(x, weight, bias)
     check_rms_norm(x, weight)
     check_l1_norm(x)
-
-
-def forced(kind: str, x: Tensor, weight: Tensor, bias: Tensor, regime: int) -> Tensor:
-    out = torch.full_like(x, float("nan"))
-    if kind == "layer_norm":
-        torch.ops.normswap.layer_norm(x, weight, bias, x.shape[-1], 1e-5, out, None, None, regime)
-    elif kind == "rms_norm":
-        torch.ops.normswap.rms_norm(x, weight, x.shape[-1], 1e-5, 0.0, False, out, None, regime)
-    else:
-        torch.ops.normswap.l1_norm(x, x.shape[-1], 0.0, 0.0, out, None, regime)
-    return out
-
-
-@pytest.mark.parametrize("kind", tuple(WEIGHTS))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_regime_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None:
-    compared = 0
-    for cols in (*(c for c in LENGTHS if c > 256), *LONG):
-        x = values(4, cols, dtype, 3.0)
-        weight, bias = affine(cols, dtype)
-        automatic = forced(kind, x, weight, bias, 0)
-        for regime in (2, 3, 4, 5, 6):  # 7 is for longer rows, below
-            gpu = gpu_of_plans()
-            if launch_plans.row_plan(4, cols, x.element_size(), weights=WEIGHTS[kind], regime=regime, **gpu) is None:
-                continue
-            assert same_bits(automatic, forced(kind, x, weight, bias, regime)), (cols, regime)
-            compared += 1
-    assert compared > 20
-
-
-@pytest.mark.parametrize("kind", tuple(WEIGHTS))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_that_share_rows(kind: str, dtype: torch.dtype) -> None:
-    """The bits of the regime that reads the input twice, however many rows there are for a cluster or a team."""
-    for cols in (17_000, 33_001, 65_536, 131_072, 140_000):
-        for rows in (1, 7, 8, 9, 150):
-            x = values(rows, cols, dtype, 3.0)
-            weight, bias = affine(cols, dtype)
-            expected = forced(kind, x, weight, bias, 5)
-            for regime in (4, 6):
-                assert same_bits(expected, forced(kind, x, weight, bias, regime)), (rows, cols, regime)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_clusters_that_take_row_after_row(dtype: torch.dtype) -> None:
-    """The bits of the regime that reads the input twice, in every run, of every row."""
-    for cols in (65_544, 70_000, 81_920, 131_072):
-        plan = launch_plans.row_plan(4001, cols, 2, weights=1, **gpu_of_plans())
-        if plan is None or plan["held"] != IN_TURNS:
-            pytest.skip("no clusters here")
-        few, parameters = values(17, cols, dtype, 3.0), affine(cols, dtype)
-        expected, x = forced("rms_norm", few, *parameters, 5), few.repeat(236, 1)[:4001]
-        for weight, bias in (parameters, [p.float() for p in parameters]):
-            for _ in range(3):
-                ours = forced("rms_norm", x, weight, bias, 0)
-                assert all(same_bits(ours[i : i + 17], expected[: len(ours[i:])]) for i in range(0, 4001, 17)), cols
-
-
-@pytest.mark.parametrize("kind", tuple(WEIGHTS))
-def test_a_team_has_the_first_part_of_rows_that_it_cannot_hold(kind: str) -> None:
-    """The bits of the regime that reads the input twice, in every run, whether or not blocks are filled."""
-    gpu = gpu_of_plans()
-    group, blocks, at_once = 16 * 1024, min(128, gpu["multiprocessors"]), gpu["multiprocessors"]
-    groups = at_once // 2 + blocks  # between what a team holds and twice its blocks
-    if launch_plans.row_plan(19, group * groups, 4, weights=WEIGHTS[kind], regime=7, **gpu) is None:
-        pytest.skip("a multiprocessor here has no room for slices of two rows, or a team holds such rows")
-    for cols in (group * groups, group * (groups - 1) + 4, 2 * group * blocks - 12):
-        chosen = launch_plans.row_plan(19, cols, 4, weights=WEIGHTS[kind], **gpu)
-        assert chosen is not None and chosen["regime"] == 7
-        weight, bias = affine(cols, torch.float32)
-        for rows in (1, 2, 3, 19):
-            x = values(rows, cols, torch.float32, 3.0)
-            expected = forced(kind, x, weight, bias, 5)
-            for _ in range(5):
-                assert same_bits(expected, forced(kind, x, weight, bias, 7)), (rows, cols)
-
-
-@pytest.mark.parametrize("kind", tuple(WEIGHTS))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_the_batch_or_the_run(kind: str, dtype: torch.dtype) -> None:
-    for cols in (7, 64, 130, 769, 1001, 4096, 20_480, 65_535, 81_920, 300_001):
-        x = values(6, cols, dtype, 3.0)
-        x[0, :3] = torch.tensor([2e-38, -1e-37, 3e-39])  # quotients of few bits
-        x[1] = 0.0
-        weight, bias = affine(cols, dtype)
-        whole = forced(kind, x, weight, bias, 0)
-        for _ in range(50):
-            assert same_bits(whole, forced(kind, x, weight, bias, 0)), cols
-        assert same_bits(whole.repeat(40, 1), forced(kind, x.repeat(40, 1), weight, bias, 0)), cols
-        for i in range(len(x)):
-            alone = torch.empty(cols + 1, device="cuda", dtype=dtype)[1:].copy_(x[i]).reshape(1, cols)
-            assert same_bits(whole[i : i + 1], forced(kind, alone, weight, bias, 0)), cols
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -362,96 +236,3 @@ def test_more_than_2_31_elements() -> None:
     expected = ops.layer_norm(x[:8], (cols,))
     for start in (0, rows // 2 // 8 * 8, (rows - 8) // 8 * 8):
         assert torch.equal(ours[start : start + 8], expected)
-
-
-def gradients(function, inputs, grad):
-    leaves = [t.detach().clone().requires_grad_() for t in inputs]
-    return torch.autograd.grad(function(*leaves), leaves, grad)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cols", (33, 1024, 5000))
-def test_layer_norm_gradients(dtype: torch.dtype, cols: int) -> None:
-    x, (w, b) = values(12, cols, dtype, 1.0), affine(cols, dtype)
-    dy = values(12, cols, dtype, 0.0, seed=5)
-    ours = gradients(lambda x, w, b: ops.layer_norm(x, (cols,), w, b), (x, w, b), dy)
-    x64, w64, dy64 = x.double(), w.double(), dy.double()
-    exact = gradients(lambda x, w, b: F.layer_norm(x, (cols,), w, b), (x64, w64, b.double()), dy64)
-    rstd = (x64.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
-    xhat, g = rstd * (x64.abs() + x64.square().mean(-1, keepdim=True).sqrt()), (dy64 * w64).abs()
-    dx = rstd * (g + g.mean(-1, keepdim=True) + xhat * (g * xhat).mean(-1, keepdim=True))
-    for mine, ref, size in zip(ours, exact, (dx, (dy64.abs() * xhat).sum(0), dy64.abs().sum(0)), strict=True):
-        assert_within(mine, ref, size)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cols", (33, 1024, 5000))
-def test_rms_norm_gradients(dtype: torch.dtype, cols: int) -> None:
-    x, (w, _) = values(12, cols, dtype, 1.0), affine(cols, dtype)
-    dy = values(12, cols, dtype, 0.0, seed=5)
-    ours = gradients(lambda x, w: ops.rms_norm(x, (cols,), w, 1e-6), (x, w), dy)
-    x64, w64, dy64 = x.double(), w.double(), dy.double()
-    exact = gradients(lambda x, w: F.rms_norm(x, (cols,), w, 1e-6), (x64, w64), dy64)
-    rstd = (x64.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    xhat, g = rstd * x64.abs(), (dy64 * w64).abs()
-    dx = rstd * (g + xhat * (g * xhat).mean(-1, keepdim=True))
-    for mine, ref, size in zip(ours, exact, (dx, (dy64.abs() * xhat).sum(0)), strict=True):
-        assert_within(mine, ref, size)
-
-
-@pytest.mark.parametrize("cols", (33, 1024, 5000))
-def test_l1_norm_gradients(cols: int) -> None:
-    x, dy = values(12, cols, torch.float32, 1.0), values(12, cols, torch.float32, 0.0, seed=5)
-    (ours,) = gradients(ops.l1_norm, (x,), dy)
-    (exact,) = gradients(lambda x: x / x.abs().mean(-1, keepdim=True), (x.double(),), dy.double())
-    mean = x.double().abs().mean(-1, keepdim=True)
-    size = dy.double().abs() / mean + (dy * x).double().abs().mean(-1, keepdim=True) / mean**2
-    assert_within(ours, exact, size)
-
-
-@pytest.mark.case("requires-grad-each", "strided-gradient")
-def test_partial_gradients_and_expanded_cotangents() -> None:
-    x, (w, b) = values(7, 300, torch.float32, 1.0), affine(300, torch.float32)
-    for wanted in range(3):
-        tensors = [t.clone().requires_grad_(i == wanted) for i, t in enumerate((x, w, b))]
-        ops.layer_norm(tensors[0], (300,), *tensors[1:]).sum().backward()
-        alike = [t.detach().clone().requires_grad_(i == wanted) for i, t in enumerate((x, w, b))]
-        F.layer_norm(alike[0], (300,), *alike[1:]).sum().backward()
-        torch.testing.assert_close(tensors[wanted].grad, alike[wanted].grad, rtol=1e-4, atol=1e-4)
-        assert all(t.grad is None for i, t in enumerate(tensors) if i != wanted)
-
-
-@pytest.mark.parametrize("kind", tuple(WEIGHTS))
-@pytest.mark.case("double-backward")
-def test_double_backward(kind: str) -> None:
-    x = values(5, 40, torch.float32, 1.0).requires_grad_()
-    weight = affine(40, torch.float32)[0].requires_grad_()
-    ours, plain = {
-        "layer_norm": (lambda: ops.layer_norm(x, (40,), weight), lambda: F.layer_norm(x, (40,), weight)),
-        "rms_norm": (lambda: ops.rms_norm(x, (40,), weight, 1e-6), lambda: F.rms_norm(x, (40,), weight, 1e-6)),
-        "l1_norm": (lambda: ops.l1_norm(x), lambda: x / x.abs().mean(-1, keepdim=True)),
-    }[kind]
-
-    def second(function):
-        (first,) = torch.autograd.grad(function().pow(3).sum(), x, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), x)[0]
-
-    torch.testing.assert_close(second(ours), second(plain), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.case("functorch", "forward-mode-ad")
-def test_transforms_go_to_pytorch() -> None:
-    x, (w, b) = values(5, 40, torch.float32, 1.0), affine(40, torch.float32)
-    tangent = values(5, 40, torch.float32, 0.0, seed=9)
-    for ours, plain in (
-        (lambda x: ops.layer_norm(x, (40,), w, b), lambda x: F.layer_norm(x, (40,), w, b)),
-        (lambda x: ops.rms_norm(x, (40,), w, 1e-6), lambda x: F.rms_norm(x, (40,), w, 1e-6)),
-        (lambda x: ops.l1_norm(x), lambda x: x / x.abs().mean(-1, keepdim=True)),
-    ):
-        torch.testing.assert_close(torch.vmap(ours)(x), torch.vmap(plain)(x))
-        torch.testing.assert_close(torch.func.jvp(ours, (x,), (tangent,)), torch.func.jvp(plain, (x,), (tangent,)))
-        expected = torch.func.jvp(plain, (x,), (tangent,))[1]
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(x, tangent)
-            got = torch.autograd.forward_ad.unpack_dual(ours(dual)).tangent
-            torch.testing.assert_close(got, expected)

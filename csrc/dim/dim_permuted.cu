@@ -1,0 +1,216 @@
+// layer_norm of a permuted image: x lies as (outer, n, inner), y as (outer, inner, n), and every position is normalised over
+// n. A block turns some of them over in shared memory, n in words (two elements of 16 bits); the lanes of a warp, or of a part
+// of one, then take one position after the other. The order of a sum is a function of n and the dtype alone.
+#include "dim/dim_permuted.h"
+
+#include "device/launch.h"
+#include "device/reduce.cuh"
+
+namespace normswap {
+namespace {
+
+constexpr int kPositions = 32;  // of a block: fewer where there would be fewer blocks than enough
+constexpr int kFewPositions = 16;
+constexpr int64_t kEnoughBlocks = 256;
+constexpr int kLoadsAhead = 4;  // vectors of a channel under way at once
+
+template <class T>
+constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+
+// Words from one position to the next in shared memory: odd, so that neither side meets the same bank twice.
+template <class Index>
+__host__ __device__ inline Index stride_of(Index words) {
+  return words | 1;
+}
+
+struct Parameter {
+  float weight, bias;
+};
+
+// How a block is cut.
+struct Shape {
+  int words, positions, vec;  // of a position; of a block; positions of a load
+};
+
+// V positions of the channels of a word.
+template <class T, int V>
+struct Strip {
+  Pack<T, V> channel[kPerWord<T>];
+
+  __device__ void load(const T* x, int64_t inner) {
+#pragma unroll
+    for (int i = 0; i < kPerWord<T>; ++i) channel[i] = Pack<T, V>::load(x + i * inner);
+  }
+  __device__ unsigned word(int position) const {
+    if constexpr (sizeof(T) == 4) {
+      return __float_as_uint(channel[0].v[position]);
+    } else if constexpr (V == 1) {
+      return channel[0].raw() | static_cast<unsigned>(channel[1].raw()) << 16;
+    } else {
+      const auto pair = [&](int i) { return reinterpret_cast<const unsigned*>(&channel[i])[position / 2]; };
+      return __byte_perm(pair(0), pair(1), position % 2 == 0 ? 0x5410 : 0x7632);
+    }
+  }
+};
+
+// Turns the block's positions over, from `first` on. A warp has all of them for some words at a time.
+template <class T, int V>
+__device__ inline void turn_over(const DimNorm& n, const T* x, int64_t first, const Shape& shape, unsigned* tile) {
+  const int across = shape.positions / V, position = threadIdx.x % across * V;
+  if (first + position >= n.inner) return;
+  const int stride = stride_of(shape.words), step = blockDim.x / across;
+  for (int begin = threadIdx.x / across; begin < shape.words; begin += kLoadsAhead * step) {
+    Strip<T, V> strips[kLoadsAhead];
+#pragma unroll
+    for (int i = 0; i < kLoadsAhead; ++i) {
+      const int word = begin + i * step;
+      if (word < shape.words) strips[i].load(x + word * kPerWord<T> * n.inner + first + position, n.inner);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoadsAhead; ++i) {
+      const int word = begin + i * step;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        if (word < shape.words) tile[(position + j) * stride + word] = strips[i].word(j);
+      }
+    }
+  }
+}
+
+// Calls with(float, index in the word) for the elements of a word.
+template <class T, class With>
+__device__ inline void each_of(unsigned word, With with) {
+  if constexpr (sizeof(T) == 4) {
+    with(__uint_as_float(word), 0);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
+    with(pair.x, 0);
+    with(pair.y, 1);
+  } else {
+    with(__uint_as_float(word << 16), 0);
+    with(__uint_as_float(word & 0xffff0000u), 1);
+  }
+}
+
+// Of a position, of which each of Lanes lanes has every Lanes-th word; they all hold the mean and rstd.
+template <class T, int Lanes>
+__device__ inline float2 mean_and_rstd(const unsigned* row, int words, const DimNorm& n) {
+  const int lane = threadIdx.x % Lanes;
+  const float size = static_cast<float>(n.n);
+  float sum[1] = {};
+#pragma unroll 4
+  for (int i = lane; i < words; i += Lanes) {
+    each_of<T>(row[i], [&](float x, int) { sum[0] = __fadd_rn(sum[0], x); });
+  }
+  lanes_sum<Lanes>(sum);
+  const float mean = __fdiv_rn(sum[0], size);
+  sum[0] = 0.f;
+#pragma unroll 4
+  for (int i = lane; i < words; i += Lanes) {
+    each_of<T>(row[i], [&](float x, int) {
+      const float d = __fsub_rn(x, mean);
+      sum[0] = fmaf(d, d, sum[0]);
+    });
+  }
+  lanes_sum<Lanes>(sum);
+  return {mean, rsqrtf(__fadd_rn(__fdiv_rn(sum[0], size), static_cast<float>(n.eps)))};
+}
+
+template <class T, int Lanes>
+__device__ inline void store_position(const unsigned* row, int words, float2 values, const Parameter* parameters,
+                                      unsigned* y) {
+  constexpr int per = kPerWord<T>;
+#pragma unroll 4
+  for (int i = threadIdx.x % Lanes; i < words; i += Lanes) {
+    float out[per];
+    each_of<T>(row[i], [&](float x, int j) {
+      const Parameter p = parameters[i * per + j];
+      out[j] = fmaf(__fmul_rn(__fsub_rn(x, values.x), values.y), p.weight, p.bias);
+    });
+    if constexpr (per == 1) {
+      y[i] = __float_as_uint(out[0]);
+    } else {
+      y[i] = pair_bits<T>(out[0], out[1]);
+    }
+  }
+}
+
+template <class T, int Lanes>
+__global__ void __launch_bounds__(256) permuted_layer_norm(const DimNorm n, const Shape shape) {
+  extern __shared__ __align__(16) char shared[];
+  Parameter* parameters = reinterpret_cast<Parameter*>(shared);
+  unsigned* tile = reinterpret_cast<unsigned*>(parameters + n.n);
+  const int64_t tiles = (n.inner + shape.positions - 1) / shape.positions, outer = blockIdx.x / tiles;
+  const int64_t first = (blockIdx.x - outer * tiles) * shape.positions;
+  const T* x = static_cast<const T*>(n.x) + outer * n.n * n.inner;
+  constexpr int full = 16 / sizeof(T);
+  if (shape.vec == full) {
+    turn_over<T, full>(n, x, first, shape, tile);
+  } else if (full > 4 && shape.vec == 4) {
+    turn_over<T, 4>(n, x, first, shape, tile);
+  } else {
+    turn_over<T, 1>(n, x, first, shape, tile);
+  }
+  for (int i = threadIdx.x; i < n.n; i += blockDim.x) {
+    parameters[i] = {channel_value(n.weight, i, 1.f), channel_value(n.bias, i, 0.f)};
+  }
+  __syncthreads();
+  const int there = static_cast<int>(min(n.inner - first, static_cast<int64_t>(shape.positions)));
+  const int apart = shape.positions * Lanes / 32;  // those of a warp: in banks that follow each other
+  for (int nth = threadIdx.x / 32; nth < apart; nth += blockDim.x / 32) {
+    const int position = threadIdx.x % 32 / Lanes * apart + nth;
+    const unsigned* row = tile + min(position, there - 1) * stride_of(shape.words);
+    const float2 values = mean_and_rstd<T, Lanes>(row, shape.words, n);
+    if (position >= there) continue;
+    const int64_t at = outer * n.inner + first + position;
+    if (threadIdx.x % Lanes == 0) {
+      if (n.mean != nullptr) n.mean[at] = values.x;
+      if (n.statistic != nullptr) n.statistic[at] = values.y;
+    }
+    store_position<T, Lanes>(row, shape.words, values, parameters, static_cast<unsigned*>(n.y) + at * shape.words);
+  }
+}
+
+template <class T>
+Shape shape_of(const DimNorm& n) {
+  constexpr int64_t full = 16 / sizeof(T);
+  const bool aligned = reinterpret_cast<uintptr_t>(n.x) % 16 == 0;
+  const int vec = !aligned ? 1 : n.inner % full == 0 ? full : n.inner % 4 == 0 ? 4 : 1;
+  const bool fewer = n.outer * ceil_div(n.inner, kPositions) < kEnoughBlocks;
+  return {static_cast<int>(n.n) / kPerWord<T>, fewer ? kFewPositions : kPositions, vec};
+}
+
+template <class T, int Lanes>
+cudaError_t launch_lanes(const DimNorm& n, const Shape& shape, cudaStream_t stream) {
+  const dim3 grid = grid_of(n.outer * ceil_div(n.inner, shape.positions));
+  const int bytes = static_cast<int>(layer_norm_permuted_bytes(n));
+  if (const cudaError_t error = allow_shared<permuted_layer_norm<T, Lanes>>(bytes); error != cudaSuccess) return error;
+  permuted_layer_norm<T, Lanes><<<grid, Lanes == 8 ? 128 : 256, bytes, stream>>>(n, shape);
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t launch_dtype(const DimNorm& n, cudaStream_t stream) {
+  const Shape shape = shape_of<T>(n);
+  if (shape.words <= 64) return launch_lanes<T, 8>(n, shape, stream);
+  if (shape.words <= 128) return launch_lanes<T, 16>(n, shape, stream);
+  return launch_lanes<T, 32>(n, shape, stream);
+}
+
+}  // namespace
+
+int64_t layer_norm_permuted_bytes(const DimNorm& n) {
+  const int64_t per = n.dtype == DType::f32 ? 1 : 2, words = n.n / per;
+  if (n.n % per != 0 || words > 65536 || n.outer * ceil_div(n.inner, kFewPositions) > 0x7fffffff) return 0;
+  return n.n * sizeof(Parameter) + kPositions * stride_of(words) * 4;
+}
+
+cudaError_t layer_norm_permuted(const DimNorm& n, cudaStream_t stream) {
+  switch (n.dtype) {
+    case DType::f32: return launch_dtype<float>(n, stream);
+    case DType::f16: return launch_dtype<__half>(n, stream);
+    default: return launch_dtype<__nv_bfloat16>(n, stream);
+  }
+}
+
+}  // namespace normswap

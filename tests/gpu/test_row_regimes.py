@@ -1,0 +1,94 @@
+"""layer_norm, rms_norm and l1_norm on the GPU: the same bits of a row in every regime, batch and run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from limits import gpu_of_plans, same_bits
+from row_checks import DTYPES, LENGTHS, LONG, WEIGHTS, affine, forced, values
+
+from normswap import launch_plans
+
+IN_TURNS = 5
+"""Who holds rows (Held, row_plan.h): clusters that keep their weights for several."""
+
+
+@pytest.mark.parametrize("kind", tuple(WEIGHTS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_regime_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+    compared = 0
+    for cols in (*(c for c in LENGTHS if c > 256), *LONG):
+        x = values(4, cols, dtype, 3.0)
+        weight, bias = affine(cols, dtype)
+        automatic = forced(kind, x, weight, bias, 0)
+        for regime in (2, 3, 4, 5, 6):  # 7 is for longer rows, below
+            gpu = gpu_of_plans()
+            if launch_plans.row_plan(4, cols, x.element_size(), weights=WEIGHTS[kind], regime=regime, **gpu) is None:
+                continue
+            assert same_bits(automatic, forced(kind, x, weight, bias, regime)), (cols, regime)
+            compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize("kind", tuple(WEIGHTS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_that_share_rows(kind: str, dtype: torch.dtype) -> None:
+    """The bits of the regime that reads the input twice, however many rows there are for a cluster or a team."""
+    for cols in (17_000, 33_001, 65_536, 131_072, 140_000):
+        for rows in (1, 7, 8, 9, 150):
+            x = values(rows, cols, dtype, 3.0)
+            weight, bias = affine(cols, dtype)
+            expected = forced(kind, x, weight, bias, 5)
+            for regime in (4, 6):
+                assert same_bits(expected, forced(kind, x, weight, bias, regime)), (rows, cols, regime)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_clusters_that_take_row_after_row(dtype: torch.dtype) -> None:
+    """The bits of the regime that reads the input twice, in every run, of every row."""
+    for cols in (65_544, 70_000, 81_920, 131_072):
+        plan = launch_plans.row_plan(4001, cols, 2, weights=1, **gpu_of_plans())
+        if plan is None or plan["held"] != IN_TURNS:
+            pytest.skip("no clusters here")
+        few, parameters = values(17, cols, dtype, 3.0), affine(cols, dtype)
+        expected, x = forced("rms_norm", few, *parameters, 5), few.repeat(236, 1)[:4001]
+        for weight, bias in (parameters, [p.float() for p in parameters]):
+            for _ in range(3):
+                ours = forced("rms_norm", x, weight, bias, 0)
+                assert all(same_bits(ours[i : i + 17], expected[: len(ours[i:])]) for i in range(0, 4001, 17)), cols
+
+
+@pytest.mark.parametrize("kind", tuple(WEIGHTS))
+def test_a_team_has_the_first_part_of_rows_that_it_cannot_hold(kind: str) -> None:
+    """The bits of the regime that reads the input twice, in every run, whether or not blocks are filled."""
+    gpu = gpu_of_plans()
+    group, blocks, at_once = 16 * 1024, min(128, gpu["multiprocessors"]), gpu["multiprocessors"]
+    groups = at_once // 2 + blocks  # between what a team holds and twice its blocks
+    if launch_plans.row_plan(19, group * groups, 4, weights=WEIGHTS[kind], regime=7, **gpu) is None:
+        pytest.skip("a multiprocessor here has no room for slices of two rows, or a team holds such rows")
+    for cols in (group * groups, group * (groups - 1) + 4, 2 * group * blocks - 12):
+        chosen = launch_plans.row_plan(19, cols, 4, weights=WEIGHTS[kind], **gpu)
+        assert chosen is not None and chosen["regime"] == 7
+        weight, bias = affine(cols, torch.float32)
+        for rows in (1, 2, 3, 19):
+            x = values(rows, cols, torch.float32, 3.0)
+            expected = forced(kind, x, weight, bias, 5)
+            for _ in range(5):
+                assert same_bits(expected, forced(kind, x, weight, bias, 7)), (rows, cols)
+
+
+@pytest.mark.parametrize("kind", tuple(WEIGHTS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_batch_or_the_run(kind: str, dtype: torch.dtype) -> None:
+    for cols in (7, 64, 130, 769, 1001, 4096, 20_480, 65_535, 81_920, 300_001):
+        x = values(6, cols, dtype, 3.0)
+        x[0, :3] = torch.tensor([2e-38, -1e-37, 3e-39])  # quotients of few bits
+        x[1] = 0.0
+        weight, bias = affine(cols, dtype)
+        whole = forced(kind, x, weight, bias, 0)
+        for _ in range(50):
+            assert same_bits(whole, forced(kind, x, weight, bias, 0)), cols
+        assert same_bits(whole.repeat(40, 1), forced(kind, x.repeat(40, 1), weight, bias, 0)), cols
+        for i in range(len(x)):
+            alone = torch.empty(cols + 1, device="cuda", dtype=dtype)[1:].copy_(x[i]).reshape(1, cols)
+            assert same_bits(whole[i : i + 1], forced(kind, alone, weight, bias, 0)), cols
