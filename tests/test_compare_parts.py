@@ -67,6 +67,27 @@ def test_a_part_of_a_batch_has_two_samples(monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(piece.cut(x)) for piece in pieces] == [2]
 
 
+def test_a_batch_of_large_samples_is_not_cut_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
+    norm = nn.BatchNorm2d(4)
+    pieces, _ = _pieces(Match("batch_norm"), norm, torch.zeros(4, 4, 3, 3), 144)
+    assert [piece.module is norm for piece in pieces] == [True] * 2
+
+
+def test_the_eps_of_the_referee() -> None:
+    """An eps of None is the epsilon of what PyTorch computes in."""
+    x, none = torch.zeros(2, 4), torch.finfo(torch.float32).eps
+    for norm, given, expected in (
+        (nn.LayerNorm(4, eps=0.5), x, 0.5),
+        (nn.RMSNorm(4, eps=0.5), x, 0.5),
+        (nn.RMSNorm(4), x, none),
+        (nn.RMSNorm(4), x.half(), none),
+        (nn.RMSNorm(4), x.double(), None),
+    ):
+        kind = "layer_norm" if isinstance(norm, nn.LayerNorm) else "rms_norm"
+        assert compare._float64_copy(Match(kind), norm, given).eps == expected
+
+
 def test_a_sample_that_fits_is_not_cut_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
     norm = nn.GroupNorm(2, 4)

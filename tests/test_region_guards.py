@@ -333,6 +333,15 @@ def test_channels_as_rows_in_either_layout() -> None:
     assert call(layer_norm.permuted, X, given) is None
 
 
+def test_a_norm_by_hand_runs_outside_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(ops, "rms_norm", lambda *args, **keywords: seen.append(torch.is_autocast_enabled("cpu")))
+    with torch.autocast("cpu", torch.bfloat16):
+        call(rms_norm.fused, X, ((CHANNELS,), ROW[0], 1e-3))
+        call(rms_norm.fused, X, ((CHANNELS,), ROW[0], 1e-3, 1.0, True))
+    assert seen == [True, False]
+
+
 def test_the_dtype_of_what_autocast_would_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain norm hands it to the op."""
     seen = []
