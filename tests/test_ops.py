@@ -343,5 +343,5 @@ def test_groups_too_wide_for_a_block_have_no_plan() -> None:
 
 
 def test_the_longest_dim_with_a_backward_kernel_is_one_number() -> None:
-    header = (native.source_dir() / "kernels.h").read_text()
+    header = (native.source_dir() / "abi/kernels.h").read_text()
     assert f"kMaxDimBackward = {dispatch.MAX_DIM_BACKWARD};" in header
