@@ -103,25 +103,6 @@ __global__ void __launch_bounds__(kBatchNormThreads, 4) batch_moments(const Batc
   piece_moments<T>(vectors, handed, [](const Words<T, V>&) {}, [] { let_successor_start(); });
 }
 
-// Each value, or 0 where it is less. NaN stays.
-template <class T, int V>
-__device__ inline Pack<T, V> relu(const Pack<T, V>& of) {
-  Pack<T, V> out;
-  if constexpr (sizeof(T) == 2 && V % 2 == 0) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    const unsigned zeros = 0;
-#pragma unroll
-    for (int j = 0; j < V; j += 2) {
-      const Pair pair = *reinterpret_cast<const Pair*>(&of.v[j]);
-      *reinterpret_cast<Pair*>(&out.v[j]) = __hmax2_nan(pair, *reinterpret_cast<const Pair*>(&zeros));
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) out.v[j] = to_float(of.v[j]) <= 0.f ? from_float<T>(0.f) : of.v[j];
-  }
-  return out;
-}
-
 // The vector at `at`, if it is there, finished: the residual is added, the activation follows, a ReLU's signs are kept.
 template <class T, int V>
 __device__ inline void store_output(const BatchNormArgs& a, bool there, int64_t at, const float (&norm)[V],
