@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from normswap import builder, native
 
@@ -31,8 +32,8 @@ KERNELS = {
     "batch": ("*scale_batch_norm*", "batch_*", "fold_*", "convol*", "depthwise*", "channel_*"),
 }
 """The translation units of each engine, where the longest pattern that fits a name decides."""
-PYTHON = "python"
-ENGINES = (*KERNELS, PYTHON)
+PYTHON, LINEAR = "python", "linear"
+ENGINES = (*KERNELS, PYTHON, LINEAR)
 OPS = (
     "nodes/*.cpp",
     "nodes/*.h",
@@ -48,6 +49,8 @@ OPS = (
     "native.py",
 )
 """What is on the way of every call besides the kernels."""
+OPS_OF_LINEAR = ("forwards/linear_scale_batch_norm.py",)
+"""Of those what is on the way of Linear -> scale -> BatchNorm alone, of which none of the whole models has any."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -60,7 +63,7 @@ OF_TESTS = {
     "test_batch_norm_eval.py": ("batch", PYTHON),
     "test_batch_norm_train.py": ("batch", PYTHON),
     "test_case_batch_norm.py": ("batch", PYTHON),
-    "test_linear_bias.py": ("batch", PYTHON),
+    "test_linear_bias.py": ("batch", PYTHON, LINEAR),
     "test_group_norm.py": ("row", "column", PYTHON),
     "test_activations.py": ("row", "column", PYTHON),
     "test_instance_norm.py": ("row", "column", PYTHON),
@@ -78,6 +81,14 @@ def of_row(kind: str, *, channels_last: bool = False, over_channels: bool = Fals
     return owners(kind)
 
 
+OF_MODELS = (*KERNELS, PYTHON)
+
+
+def of_host(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The engines of a row of the host's time."""
+    return (PYTHON, LINEAR) if row["module"].startswith("Linear") else (PYTHON,)
+
+
 def of_tests(file: str) -> tuple[str, ...]:
     return OF_TESTS.get(file, ENGINES)
 
@@ -92,7 +103,9 @@ def digests(source_dir: Path | None = None, package: Path | None = None) -> dict
             for name in owners(path.name):
                 units[name] |= closure(path, source_dir)
     found = {name: _digest(paths, source_dir) for name, paths in units.items()}
-    return {**found, PYTHON: _digest({path for glob in OPS for path in package.glob(glob)}, package)}
+    linear = {package / name for name in OPS_OF_LINEAR if (package / name).is_file()}
+    ops = {path for glob in OPS for path in package.glob(glob)} - linear
+    return {**found, PYTHON: _digest(ops, package), LINEAR: _digest(linear, package)}
 
 
 def owners(name: str) -> tuple[str, ...]:

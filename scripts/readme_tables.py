@@ -124,7 +124,7 @@ def batch_norm_tables(known: Record) -> dict[str, str]:
 
 
 def host_table(known: Record) -> str:
-    rows = noted(known, known["host"], lambda row: (engines.PYTHON,))
+    rows = noted(known, known["host"], engines.of_host)
     cells = [(first_cell(shown, row), *rest) for row in rows for shown, *rest in [benchmark.host_cells(row)]]
     return markdown(benchmark.HOST_HEADERS, cells) if cells else NOT_YET
 
@@ -171,7 +171,7 @@ def _models(known: Record, training: bool) -> list[Row]:
 
 def models_table(known: Record, training: bool) -> str:
     """Milliseconds of whole models, or of steps of ``training``, a column for each way that one of them was run."""
-    rows = noted(known, _models(known, training), lambda row: engines.ENGINES)
+    rows = noted(known, _models(known, training), lambda row: engines.OF_MODELS)
     ways = dict.fromkeys(way for row in sorted(rows, key=lambda row: -len(row["ms"])) for way in row["ms"])
     cells = [
         (

@@ -83,7 +83,9 @@ def _normalised(
         return _train(x, linear, scale, bn, *_affine(bn, after)) if x.shape[0] > 1 else None
     learns = _learns(x, scale, after, linear.weight, linear.bias, bn.weight, bn.bias)
     statistics = (bn.running_mean, bn.running_var, *_affine(bn, after))
-    served = learns and x.is_cuda and ops.native_serves(x, linear.weight, linear.bias, scale, *statistics)
+    # In float16 a gradient may leave the range of one and not of the other.
+    fits = learns and x.is_cuda and x.dtype is not torch.float16
+    served = fits and ops.native_serves(x, linear.weight, linear.bias, scale, *statistics)
     if served and x.shape[0] * linear.out_features <= FEW:
         return ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps)
     if x.shape[0] > linear.in_features and x.dtype is not torch.float64:
