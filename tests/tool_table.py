@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from long_way import go_the_long_way
 from models import randomised
 from torch import Tensor, nn
 
@@ -166,6 +167,7 @@ def counted() -> Iterator[list[str]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
+        go_the_long_way(patch)
         for name in ops.__all__:
             if name not in ("autograd_only", "native_serves"):
                 patch.setattr(ops, name, counting(name, getattr(ops, name)))

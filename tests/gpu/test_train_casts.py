@@ -101,6 +101,6 @@ def test_nothing_is_cast_between_a_norm_and_its_convolution() -> None:
             with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
                 one(x)
             casts.append(
-                sum(e.name == "aten::to" and e.input_shapes[:1] == [[2, 32, 14, 14]] for e in profiled.events())
+                sum(e.name == "aten::_to_copy" and e.input_shapes[:1] == [[2, 32, 14, 14]] for e in profiled.events())
             )
     assert casts[1] == 0 < casts[0]
