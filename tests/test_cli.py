@@ -19,9 +19,9 @@ import normswap.modules
 from normswap import native, nodes
 from normswap.checkpoint import CheckpointError, build_model, load_model, same_tensors
 from normswap.cli import main
-from normswap.cli.environment import environment as environment_shown
 from normswap.cli.inputs import make_inputs
 from normswap.cli.summary import LikelyNorm, summarize
+from normswap.environment import environment as environment_shown
 from normswap.modules import site_match
 
 DONE, FAILED, USAGE, MISMATCH, EMPTY, ENVIRONMENT = range(6)

@@ -118,14 +118,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli.talk": set(),
     "cli.summary": set(),
-    "cli.environment": {"builder", "native"},
+    "environment": {"builder", "native"},
     "cli.inputs": {"checkpoint.errors", "checkpoint.models", "checkpoint.tensors"},
     "cli.options": {"checkpoint.errors", "cli.inputs"},
     "cli.bench": {"report", "timing", "checkpoint.errors"},
     "cli.commands": {
         *("plan", "native", "nodes", "checkpoint", "checkpoint.errors", "checkpoint.models", "checkpoint.reading"),
-        *("checkpoint.writing", "cli.bench", "cli.environment", "cli.inputs", "cli.options", "cli.summary"),
-        *("cli.talk",),
+        *("checkpoint.writing", "environment", "cli.bench", "cli.inputs", "cli.options", "cli.summary", "cli.talk"),
     },
     "cli": {"cli.commands"},
     "api": {

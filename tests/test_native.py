@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from normswap import builder, native
-from normswap.cli.environment import environment as environment_shown
+from normswap.environment import environment as environment_shown
 
 needs_nvcc = pytest.mark.usefixtures("nvcc")
 

@@ -227,7 +227,7 @@ def bench(
 def env(as_json: bool) -> None:
     """Show the versions, the GPU and the kernel library, and what is missing."""
     from normswap import nodes
-    from normswap.cli.environment import environment
+    from normswap.environment import environment
 
     found = {str(key): str(value) for key, value in environment().items()} | {"autograd nodes": nodes.status()}
     click.echo(_json(found) if as_json else tabulate(found.items(), tablefmt="plain", disable_numparse=True))
