@@ -30,10 +30,10 @@ class LayerNorm(nn.LayerNorm):
         if torch.jit.is_scripting():
             return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         elif torch.compiler.is_compiling():
-            return self._computed(input)
+            return LayerNorm._computed(self, input)
         else:
             out = _layer_norm_at_once.call(self, input)
-            return self._computed(input) if out is None else out
+            return LayerNorm._computed(self, input) if out is None else out
 
     def _computed(self, input: Tensor) -> Tensor:
         if _layer_norm.is_on(self):
@@ -54,10 +54,10 @@ class GroupNorm(nn.GroupNorm):
         if torch.jit.is_scripting():
             return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
         elif torch.compiler.is_compiling():
-            return self._computed(input)
+            return GroupNorm._computed(self, input)
         else:
             out = _group_norm_at_once.call(self, input)
-            return self._computed(input) if out is None else out
+            return GroupNorm._computed(self, input) if out is None else out
 
     def _computed(self, input: Tensor) -> Tensor:
         if _group_norm.is_on(self):
@@ -119,10 +119,10 @@ class RMSNorm(nn.RMSNorm):
         if torch.jit.is_scripting():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         elif torch.compiler.is_compiling():
-            return self._computed(x)
+            return RMSNorm._computed(self, x)
         else:
             out = _rms_norm_at_once.call(self, x)
-            return self._computed(x) if out is None else out
+            return RMSNorm._computed(self, x) if out is None else out
 
     def _computed(self, x: Tensor) -> Tensor:
         if _rms_norm.is_on(self):
