@@ -124,12 +124,12 @@ def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
         _load(target, None, None)
     journal = _apply.apply(target, plan)
     try:
+        if told := hints.measured_elsewhere(plan, hints.gpu_of(target)):
+            warnings.warn(told, stacklevel=2)
         _reports[target] = _whole_report(target, plan, [_unchecked(swap) for swap in plan.swaps], None, None)
     except BaseException:
         journal.undo()
         raise
-    if told := hints.measured_elsewhere(plan, hints.gpu_of(target)):
-        warnings.warn(told, stacklevel=2)
     return target
 
 
