@@ -26,7 +26,7 @@ class _NotFoldable(Exception):
 
 def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """``model`` with every Linear -> scale -> BatchNorm1d replaced by the one ``nn.Linear`` it equals in eval, and
-    every convolution (nn.Conv1d to 3d) with a BatchNorm behind it by the one convolution.
+    every convolution (nn.Conv1d to 3d, nn.ConvTranspose1d to 3d) with a BatchNorm behind it by the one convolution.
 
     For inference: the model must be in eval mode, and its state_dict gets other keys. A module whose whole forward is
     the expression, or an nn.Sequential of nothing else, becomes an nn.Linear; in a longer nn.Sequential the Linear is

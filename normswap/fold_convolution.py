@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from normswap import modules, reference
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.regions.ending import children_behind
+from normswap.regions.foldings import TRANSPOSED
 from normswap.rules import region as region_rule
 from normswap.sites import classes
 
@@ -58,16 +60,31 @@ def _only_there(pair: Pair, reading: region_rule.Reading) -> bool:
     """Whether a function mentions the two only where the one follows the other."""
     if reading.tree is None:
         return not {pair.convolution, pair.norm, *_BY_ANY_NAME} & reading.names
-    if _reaches_any_child(reading.tree):
+    tree = _Spelled().visit(copy.deepcopy(reading.tree))
+    if _reaches_any_child(tree):
         return False
     both = sum((region.convolution, region.norm) == (pair.convolution, pair.norm) for region in reading.regions)
-    named = Counter(node.attr for node in ast.walk(reading.tree) if isinstance(node, ast.Attribute))
+    named = Counter(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     return named[pair.convolution] == named[pair.norm] == both
 
 
 _BY_ANY_NAME = frozenset(
     {"getattr", "_modules", "__dict__", "children", "modules", "named_children", "named_modules", "get_submodule"}
 )
+
+
+class _Spelled(ast.NodeTransformer):
+    """``getattr(owner, "name", None)`` as ``owner.name``."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        match node:
+            case ast.Call(
+                func=ast.Name(id="getattr"),
+                args=[ast.Name() as owner, ast.Constant(value=str() as name), *default],
+                keywords=[],
+            ) if all(isinstance(one, ast.Constant) for one in default):
+                return ast.Attribute(owner, name, ast.Load())
+        return self.generic_visit(node)
 
 
 def _reaches_any_child(tree: ast.FunctionDef) -> bool:
@@ -92,9 +109,13 @@ def convolution_of(pair: Pair) -> nn.Module:
         raise ValueError("its tensors are on several devices")
     wide: list[Any] = [None if t is None else t.double() for t in given]
     fold: Any = reference.fold_scale_batch_norm
+    if transposed := type(convolution) in TRANSPOSED:
+        wide[0] = reference.by_output(wide[0], convolution.groups)
     weight, bias = fold(*wide, norm.eps)
+    weight = reference.by_output(weight, convolution.groups) if transposed else weight
     dtype = convolution.weight.dtype
-    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+    names = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"]
+    names += ["output_padding"] if transposed else []
     settings = {name: getattr(convolution, name) for name in names}
     made = type(convolution)(**settings, padding_mode=convolution.padding_mode, device="meta").eval()
     learns = convolution.weight.requires_grad

@@ -245,3 +245,9 @@ def fold_scale_batch_norm(
         shift = shift + column * linear_bias.to(wide)
     column = column.reshape(-1, *(1,) * (linear_weight.dim() - 1))
     return (linear_weight.to(wide) * column).to(linear_weight.dtype), shift.to(linear_weight.dtype)
+
+
+def by_output(weight: Tensor, groups: int) -> Tensor:
+    """The weight (C_in, C_out / groups, *) of a transposed convolution as a plain one has it, (C_out, C_in / groups,
+    *), and the reverse."""
+    return weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)

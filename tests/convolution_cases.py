@@ -32,6 +32,7 @@ from convolution_models import (
     residual_downsampled,
     scaled_between,
     through_dropout,
+    to_a_size,
     two_norms,
     used_twice,
     without_activation,
@@ -81,6 +82,11 @@ def changed(change: Change, make: Callable[[], Any] | None = None) -> Callable[[
 
 def of_norm(norm: Callable[[], nn.Module]) -> Callable[[], Any]:
     return lambda: Block(conv(), norm())
+
+
+def transposed(out: int, kernel: Any, **settings: Any) -> Callable[[], Any]:
+    """What makes a block of a ConvTranspose2d and a BatchNorm2d."""
+    return lambda: Block(nn.ConvTranspose2d(6, out, kernel, **settings), nn.BatchNorm2d(out))
 
 
 def of(convolution: Callable[[], nn.Module], norm: nn.Module | None = None) -> Callable[[], Any]:
@@ -240,8 +246,29 @@ CASES: dict[str, Case] = {
     "padding_reflect": Case(block(padding_mode="reflect"), REST, 0, "conv pads by its mode 'reflect'"),
     "padding_circular": Case(block(padding_mode="circular"), REST, 0, "conv pads by its mode 'circular'"),
     "padding_same": Case(block(padding="same"), REST, 0, "conv pads by 'same'"),
-    "transposed": Case(
-        of(lambda: nn.ConvTranspose2d(6, 6, 3)), REST, 0, "conv is a torch.nn.modules.conv.ConvTranspose2d"
+    "transposed": Case(of(lambda: nn.ConvTranspose2d(6, 6, 3))),
+    "transposed_no_bias": Case(of(lambda: nn.ConvTranspose2d(6, 6, (3, 2), bias=False))),
+    "transposed_groups": Case(transposed(12, 3, stride=2, padding=1, output_padding=(1, 0), groups=3)),
+    "transposed_depthwise": Case(transposed(6, 4, stride=2, padding=1, groups=6)),
+    "transposed_dilated": Case(transposed(4, 3, stride=(1, 3), padding=(0, 2), output_padding=(0, 2), dilation=(2, 1))),
+    "transposed_pointwise": Case(transposed(10, 1)),
+    "transposed_channels_last": Case(transposed(8, 2, stride=2), layout=torch.channels_last),
+    "transposed_bfloat16": Case(transposed(6, 2, stride=2), dtype=torch.bfloat16),
+    "transposed_float64": Case(transposed(6, 2, stride=2), dtype=torch.float64),
+    "transposed_1d": Case(of(lambda: nn.ConvTranspose1d(6, 6, 4, stride=2, groups=2), _1D), shape=(3, 6, 11)),
+    "transposed_3d": Case(of(lambda: nn.ConvTranspose3d(6, 6, 2, stride=2), _3D), shape=(2, 6, 4, 5, 3)),
+    "transposed_residual": Case(
+        lambda: written(residual)(nn.ConvTranspose2d(6, 6, 3, padding=1), bn()), ("conv + bn + residual + act",)
+    ),
+    "transposed_to_a_size": Case(
+        lambda: written(to_a_size)(nn.ConvTranspose2d(6, 6, 3, stride=2), bn()), REST, 0, exact=True
+    ),
+    "transposed_sequential": Case(sequence(partial(nn.ConvTranspose2d, 6, 6, 2), bn, nn.ReLU), ("0 + 1 + 2",)),
+    "transposed_hooked": Case(
+        changed(hook("conv"), of(lambda: nn.ConvTranspose2d(6, 6, 3))), REST, 0, "conv carries hooks"
+    ),
+    "transposed_weight_norm": Case(
+        changed(weight_normed, of(lambda: nn.ConvTranspose2d(6, 6, 3))), REST, 0, "conv is a"
     ),
     "subclass": Case(of(lambda: Doubled(6, 6, 3)), REST, 0, "conv is a convolution_cases.Doubled"),
     "wrapped": Case(
@@ -275,6 +302,17 @@ CASES: dict[str, Case] = {
     "shared_modules": Case(shared_modules, NONE, 2),
     "shared_convolution": Case(shared_convolution, NONE, 2),
     # What happens after the swap.
+    "later_transposed": Case(block(), later=put("conv", lambda _: nn.ConvTranspose2d(6, 6, 3))),
+    "later_no_longer_transposed": Case(
+        of(lambda: nn.ConvTranspose2d(6, 6, 3)), later=put("conv", lambda _: nn.Conv2d(6, 6, 3))
+    ),
+    "later_transposed_data": Case(of(lambda: nn.ConvTranspose2d(6, 6, 3)), later=filled("conv", "weight", 0.25)),
+    "later_transposed_output_padding": Case(
+        transposed(6, 3, stride=2), later=lambda m: setattr(m.conv, "output_padding", (1, 1))
+    ),
+    "later_transposed_own_inner": Case(
+        transposed(6, 3), folds=0, later=lambda m: setattr(m.conv, "_output_padding", lambda *_: [0, 0]), exact=True
+    ),
     "later_hook": Case(block(), folds=0, later=hook("conv"), exact=True),
     "later_hook_on_the_norm": Case(block(), folds=0, later=hook("bn"), exact=True),
     "later_weight_norm": Case(block(), folds=0, later=weight_normed, exact=True),

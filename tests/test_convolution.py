@@ -327,11 +327,12 @@ def test_the_short_way_sees_what_has_changed(name: str) -> None:
     model, x = drawn(case.make), torch.randn(case.shape)
     way = directly(model, x)
     case.later(model)  # type: ignore[misc]
+    served = bool(case.folds) and type(model.conv) is nn.Conv2d
     with torch.no_grad():
         ours = way(model)
-        if case.folds:
+        if served:
             torch.testing.assert_close(ours, model(x), rtol=1e-5, atol=1e-4)
-    assert (ours is not None) == bool(case.folds) or name == "later_own_method"
+    assert (ours is not None) == served or name == "later_own_method"
 
 
 @pytest.mark.usefixtures("stand_in")

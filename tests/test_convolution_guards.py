@@ -76,6 +76,13 @@ def test_settings_that_the_op_takes() -> None:
         assert conv._geometry(pairs[0], wrong, pairs[2], 1, "zeros") == ()
 
 
+class Doubled(nn.Conv2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+TRANSPOSED: Any = lambda: nn.ConvTranspose2d(8, 8, 1)  # noqa: E731
+
 SPOILED: dict[str, Callable[[Any], Any]] = {
     "hooked": hooked,
     "its own forward": lambda child: changed(child, forward=lambda x: x),
@@ -83,19 +90,25 @@ SPOILED: dict[str, Callable[[Any], Any]] = {
     "pads by its mode": lambda child: changed(child, padding_mode="reflect"),
     "pads by a word": lambda child: changed(child, padding="same"),
     "a number for a pair": lambda child: changed(child, stride=1),
-    "another class": lambda child: nn.ConvTranspose2d(8, 8, 1),
+    "another class": lambda child: Doubled(8, 8, 1),
+    "an output padding for none": lambda child: changed(child, output_padding=0),
+    "transposed, with its own inner method": lambda child: changed(TRANSPOSED(), _output_padding=lambda *given: [0, 0]),
+    "transposed, with a number for a pair": lambda child: changed(TRANSPOSED(), output_padding=1),
+    "transposed, hooked": lambda child: hooked(TRANSPOSED()),
 }
 
 
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_convolution_that_is_another_by_now(what: str) -> None:
-    assert conv._is_as_read(parts()[0]) and conv._is_as_read(nn.Conv1d(2, 2, 1))
+    assert all(map(conv._is_as_read, (parts()[0], nn.Conv1d(2, 2, 1), TRANSPOSED())))
     assert not conv._is_as_read(SPOILED[what](parts()[0])) and not conv._is_as_read(None)
 
 
 def test_an_inner_forward_of_torch_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", lambda self, *given: given[0])
-    assert not conv._is_as_read(parts()[0])
+    assert not conv._is_as_read(parts()[0]) and conv._is_as_read(TRANSPOSED())
+    monkeypatch.setattr(nn.ConvTranspose2d, "_output_padding", lambda self, *given: [0, 0])
+    assert not conv._is_as_read(TRANSPOSED())
 
 
 def test_who_learns() -> None:
@@ -166,6 +179,10 @@ def test_ways_that_take_some_activations_and_shapes(monkeypatch: pytest.MonkeyPa
         ("scaled", convolution, X, None, SILU, True),
         ("scaled", narrow, X[:, :4].contiguous(), None, SILU, False),
         ("folded", wide, X, X, SILU, True),
+        ("folded", TRANSPOSED().requires_grad_(False), X, X, SILU, True),
+        ("fused", TRANSPOSED().requires_grad_(False), X, None, RELU, False),
+        ("matmul", TRANSPOSED().requires_grad_(False), X, None, RELU, False),
+        ("scaled", TRANSPOSED().requires_grad_(False), X, None, RELU, False),
     ):
         assert convolved(way)._folds(child, norm, x, behind, activation) == folds, (way, activation)
 

@@ -16,6 +16,7 @@ from resnet import resnet50
 from torch import Tensor, nn
 
 import normswap
+from normswap import reference
 from normswap.criterion import half_ulp
 from normswap.plan import NormswapError
 from normswap.regions.convolution_error import folded_error
@@ -95,6 +96,24 @@ def by_getattr(self: Any, x: Tensor) -> Tensor:
     return self.act(self.bn(self.conv(x))) + getattr(self, "conv" + "")(x)
 
 
+def by_its_name(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.bn(self.conv(x))) + getattr(self, "conv")(x)  # noqa: B009
+
+
+def by_a_computed_default(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.bn(self.conv(x))) + getattr(self, "more", self.conv)(x)
+
+
+def with_what_may_be_absent(self: Any, x: Tensor) -> Tensor:
+    """timm's ConvNormAct."""
+    x = self.conv(x)
+    x = self.bn(x)
+    aa = getattr(self, "aa", None)
+    if aa is not None:
+        x = self.aa(x)
+    return x
+
+
 def by_children(self: Any, x: Tensor) -> Tensor:
     out = self.act(self.bn(self.conv(x)))
     for child in self.children():
@@ -124,6 +143,9 @@ LEFT = {
     "shared": (shares, 2, "called elsewhere too"),
     "weight read": (reads_the_weight, 1, ""),
     "by getattr": (written_as(by_getattr), 1, "called elsewhere too"),
+    "by its name": (written_as(by_its_name), 1, "called elsewhere too"),
+    "by a default": (written_as(by_a_computed_default), 1, "called elsewhere too"),
+    "nothing but what may be absent": (written_as(with_what_may_be_absent), 0, ""),
     "among children": (written_as(by_children), 1, "called elsewhere too"),
     "by a function": (written_as(by_a_function), 1, "called elsewhere too"),
     "train": (lambda model: model[0].bn.train(), 1, ""),
@@ -149,6 +171,17 @@ def test_in_place_all_are_folded_or_none() -> None:
     with pytest.raises(RuntimeError, match="must match"):
         normswap.fold(model, inplace=True)
     assert [*model] == before
+
+
+def test_the_weight_of_a_transposed_convolution_by_outputs_and_back() -> None:
+    for groups in (1, 2, 6):
+        made = nn.ConvTranspose2d(6, 12, (2, 3), groups=groups)
+        weight = made.weight.detach()
+        plain = reference.by_output(weight, groups)
+        assert plain.shape == (12, 6 // groups, 2, 3) and torch.equal(reference.by_output(plain, groups), weight)
+        x = torch.randn(2, 6, 1, 1)  # the corner of what it gives is one tap of each weight
+        expected = torch.nn.functional.conv2d(x, plain[:, :, :1, :1], made.bias, groups=groups)
+        torch.testing.assert_close(made(x)[:, :, :1, :1], expected)
 
 
 def test_swapped_models_and_the_root_fold() -> None:

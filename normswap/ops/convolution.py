@@ -4,7 +4,7 @@ weight and bias anew on every call."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from normswap import reference
 from normswap.activation import NONE, Activation
 from normswap.ops.dispatch import autograd_only, direct
 
+Norm: TypeAlias = "tuple[Tensor, Tensor, Tensor | None, Tensor | None]"
+"""Running mean and variance, weight and bias."""
 _c = torch._C
 _tracing = _c._get_tracing_state
 
@@ -34,6 +36,7 @@ def convolution_batch_norm_eval(
     *,
     residual: Tensor | None = None,
     folding: str = "folded",
+    output_padding: Sequence[int] | None = None,
 ) -> Tensor:
     """``activation(norm(convolution(input)) + residual)`` with the batch normalisation by running statistics in the
     weight and bias of the convolution, of one to three spatial dims: folded in float32 or better, rounded once to the
@@ -41,7 +44,8 @@ def convolution_batch_norm_eval(
 
     ``folding`` says by what: "fused" is cuDNN's convolution that ends in a ReLU, "matmul" one matrix product, "scaled"
     our own, which scales the sums, where ``folding_serves`` says so; "folded" a convolution with what stands behind it
-    by PyTorch's ops, anywhere, and differentiable. Raises what PyTorch's ops raise.
+    by PyTorch's ops, anywhere, and differentiable. With ``output_padding`` it is a transposed convolution, "folded".
+    Raises what PyTorch's ops raise.
     """
     norm = (running_mean, running_var, weight, bias)
     if folding == "scaled":
@@ -51,11 +55,13 @@ def convolution_batch_norm_eval(
         out = None if op is None else op(input, conv_weight, conv_bias, *numbers, *norm, *end)
         if out is not None:
             return out
-    fold = direct("fold_convolution", conv_weight, conv_bias, *norm)
-    pair: Any = (None, None) if fold is None else fold(conv_weight, conv_bias, *norm, eps)
-    folded, shift = pair
-    if folded is None:
-        folded, shift = reference.fold_scale_batch_norm(conv_weight, conv_bias, None, *norm, eps)
+    if output_padding is not None:
+        rows = reference.by_output(conv_weight, groups).contiguous()
+        rows, shift = _folded(rows, conv_bias, norm, eps)
+        folded = torch.empty_like(conv_weight).copy_(reference.by_output(rows, groups))  # laid out alike
+        out = torch.convolution(input, folded, shift, stride, padding, dilation, True, output_padding, groups)
+        return activation(out if residual is None else out + residual)
+    folded, shift = _folded(conv_weight, conv_bias, norm, eps)
     if folding == "fused":
         how = stride, padding, dilation, groups
         if residual is None:
@@ -65,6 +71,13 @@ def convolution_batch_norm_eval(
         return _pointwise(input, folded, shift, activation)
     out = torch.convolution(input, folded, shift, stride, padding, dilation, False, (0,) * len(stride), groups)
     return activation(out if residual is None else out + residual)
+
+
+def _folded(weight: Tensor, bias: Tensor | None, norm: Norm, eps: float) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a plain convolution with the norm in them."""
+    fold = direct("fold_convolution", weight, bias, *norm)
+    made: Any = (None, None) if fold is None else fold(weight, bias, *norm, eps)
+    return reference.fold_scale_batch_norm(weight, bias, None, *norm, eps) if made[0] is None else made
 
 
 def runs_directly(by_cudnn: bool) -> bool:
@@ -114,9 +127,15 @@ def convolved_shape(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    groups: int = 1,
+    output_padding: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """The shape of what the convolution gives."""
+    """The shape of what the convolution gives, with ``output_padding`` a transposed one."""
     kernel, sizes = conv_weight.shape[2:], input.shape[2:]
+    if output_padding is not None:
+        how = zip(sizes, kernel, stride, padding, dilation, output_padding, strict=True)
+        larger = ((size - 1) * s - 2 * p + d * (k - 1) + more + 1 for size, k, s, p, d, more in how)
+        return (input.shape[0], conv_weight.shape[1] * groups, *larger)
     spatial = (
         (size + 2 * p - d * (k - 1) - 1) // s + 1
         for size, k, s, p, d in zip(sizes, kernel, stride, padding, dilation, strict=True)

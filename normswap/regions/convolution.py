@@ -18,7 +18,7 @@ from normswap.ops.dispatch import PLAIN, direct_op
 from normswap.regions.activations import activation_of
 from normswap.regions.children import OriginalClass, child_at
 from normswap.regions.ending import Ending
-from normswap.regions.foldings import CONVOLUTIONS, is_foldable, is_pointwise, is_scaled
+from normswap.regions.foldings import CONVOLUTIONS, TRANSPOSED, is_foldable, is_pointwise, is_scaled
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, children_of
 
@@ -27,7 +27,8 @@ _BATCH_NORM_2D = f"{nn.BatchNorm2d.__module__}.{nn.BatchNorm2d.__qualname__}"
 _PRODUCTS = (NONE, _RELU)
 """What a matrix product may end in."""
 _KNOWN = {Tensor, nn.Parameter, type(None)}
-_INNER = {cls: Replaced(cls, "_conv_forward") for cls in CONVOLUTIONS}
+_INNER = {cls: Replaced(cls, "_output_padding" if cls in TRANSPOSED else "_conv_forward") for cls in CONVOLUTIONS}
+"""The method that a forward calls."""
 
 
 class _Form:
@@ -193,7 +194,8 @@ class Convolved:
         how = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
         statistics = norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps
         given = convolution.weight, convolution.bias, *how, *statistics, activation
-        return x, ops.convolution_batch_norm_eval(x, *given, residual=behind, folding=self.folding)
+        more = {"output_padding": convolution.output_padding} if type(convolution) in TRANSPOSED else {}
+        return x, ops.convolution_batch_norm_eval(x, *given, residual=behind, folding=self.folding, **more)
 
     def serves(self, children: Mapping[str, Any], x: Tensor) -> bool:
         """Whether the way to fold can be had for this input of the convolution here."""
@@ -208,6 +210,9 @@ class Convolved:
             return False
         if torch.is_autocast_enabled(kind) or not ops.folding_serves(self.folding, x, weight):
             return False
+        transposed = type(convolution) in TRANSPOSED
+        if self.folding != "folded" and transposed:
+            return False
         if self.folding == "fused" and activation != _RELU:
             return False
         if self.folding == "scaled" and not is_scaled(convolution):
@@ -216,12 +221,9 @@ class Convolved:
             return False
         if behind is None:
             return True
-        how = convolution.stride, convolution.padding, convolution.dilation
-        return (
-            behind.dtype is x.dtype
-            and behind.device == x.device
-            and behind.shape == ops.convolved_shape(x, weight, *how)
-        )
+        how = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
+        shape = ops.convolved_shape(x, weight, *how, convolution.output_padding if transposed else None)
+        return behind.dtype is x.dtype and behind.device == x.device and behind.shape == shape
 
 
 def _dtypes_fit(convolution: Any, norm: Any) -> bool:
@@ -240,11 +242,12 @@ def _learns(x: Tensor, convolution: Any, norm: Any, behind: Any) -> bool:
 def _is_as_read(convolution: Any) -> bool:
     """Whether it is a convolution that a region may hold, and nothing but torch.nn's code runs in a call of it."""
     cls = type(convolution)
-    if cls not in CONVOLUTIONS or not is_plain(convolution, cls) or "_conv_forward" in convolution.__dict__:
+    inner = _INNER.get(cls)
+    if inner is None or not is_plain(convolution, cls) or inner.name in convolution.__dict__:
         return False
     settled: _ConvNd = convolution
-    how = settled.stride, settled.padding, settled.dilation
-    return settled.padding_mode == "zeros" and _are_tuples(*how) and _INNER[cls].is_unchanged()
+    how = settled.stride, settled.padding, settled.dilation, settled.output_padding
+    return settled.padding_mode == "zeros" and _are_tuples(*how) and inner.is_unchanged()
 
 
 def _are_tuples(*values: object) -> bool:

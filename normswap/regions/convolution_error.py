@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normswap import reference
 from normswap.criterion import FLOAT32_ROUNDING, half_ulp
 
 MOST = 1.5
@@ -35,16 +36,18 @@ def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch
     gain = rstd if norm.weight is None else rstd * norm.weight
     offset = torch.zeros_like(rstd) if norm.bias is None else norm.bias
     own = torch.zeros_like(rstd) if convolution.bias is None else convolution.bias
-    weight = convolution.weight * gain.reshape(-1, *(1,) * (z.dim() - 1))
+    of_output = lambda weight: reference.by_output(weight, convolution.groups) if convolution.transposed else weight  # noqa: E731
+    weight = of_output(of_output(convolution.weight) * gain.reshape(-1, *(1,) * (z.dim() - 1)))
     tf32 = takes_tf32(real)
     unit = _TF32 if tf32 else FLOAT32_ROUNDING
     rounded = half_ulp(weight, dtype) if dtype in (torch.float16, torch.bfloat16) else unit * weight.abs()
-    how = convolution.stride, convolution.padding, convolution.dilation, False, (0,) * (z.dim() - 2), convolution.groups
+    geometry = convolution.stride, convolution.padding, convolution.dilation
+    how = *geometry, convolution.transposed, convolution.output_padding, convolution.groups
     sums = torch.convolution(x.abs(), weight.abs(), None, *how)
     spread = torch.convolution(x.square(), rounded.square(), None, *how).clamp(min=0.0).sqrt()
     across = (gain.abs() * (own.abs() + norm.running_mean.abs()) + offset.abs()).view(shape)
     shift = (gain * (own - norm.running_mean) + offset).view(shape)
-    terms = weight[0].numel()
+    terms = of_output(weight)[0].numel()
     error = FLOAT32_ROUNDING * (_C_SUMS * sums + max(_C_SUMS, 2 * terms**0.5) * across) + _C_ROUNDED * spread
     if tf32:
         error += (2**0.5 - 1) * _C_ROUNDED * spread + 2 * _TF32 * ((z - own.view(shape)) * gain.view(shape)).abs()

@@ -12,7 +12,8 @@ from normswap.forwards.plain import is_plain
 from normswap.regions.children import child_at
 from normswap.regions.spec import Region
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 
 
 def is_convolution(child: nn.Module | None) -> bool:

@@ -112,18 +112,28 @@ def _made_up(compiled: Compiled, owner: Any, like: Tensor | None) -> Iterator[An
         made = torch.randn(sizes, generator=generator, dtype=torch.float64) + mean
         return made.to(device, dtype)
 
-    before = _convolved(owner._modules[region.convolution], shape) if region.convolution else shape
+    before, shape = _convolved(owner._modules[region.convolution], shape) if region.convolution else (shape, shape)
     for mean in _MEANS[:1] if region.convolution else _MEANS:
         sample = (shape[0], *(1,) * (len(shape) - 2), shape[-1])
         roles = {"x": drawn(before, mean), "before": drawn(shape), "behind": drawn(shape)}
         yield packed_of(region, roles | {"scale": drawn(sample), "shift": drawn(sample)}, arguments)
 
 
-def _convolved(convolution: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an input of which ``convolution`` makes something of ``shape``."""
-    how = zip(*(getattr(convolution, n) for n in ("kernel_size", "stride", "padding", "dilation")), strict=True)
-    spatial = ((n - 1) * s + d * (k - 1) + 1 - 2 * p for n, (k, s, p, d) in zip(shape[2:], how, strict=True))
-    return (shape[0], convolution.in_channels, *spatial)
+def _convolved(convolution: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of an input of which ``convolution`` makes something of ``shape``, if it is transposed of that or a
+    little more; and of what it makes."""
+    names = "kernel_size", "stride", "padding", "dilation", "output_padding"
+    sizes: list[tuple[int, int]] = []
+    for n, *how in zip(shape[2:], *(getattr(convolution, name) for name in names), strict=True):
+        k, s, p, d, more = how
+        beside = d * (k - 1) + 1 - 2 * p
+        if convolution.transposed:
+            before = 1 + max(0, -((beside + more - n) // s))
+            sizes.append((before, (before - 1) * s + beside + more))
+        else:
+            sizes.append(((n - 1) * s + beside, n))
+    before, after = zip(*sizes, strict=True)
+    return (shape[0], convolution.in_channels, *before), (*shape[:2], *after)
 
 
 def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
