@@ -15,13 +15,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import launch_plans
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 from workloads import ChannelRMSNorm, L1Norm, LinearScaleBatchNorm, randomised
 
 import normswap
-from normswap import launch_plans, native
+from normswap import native
 from normswap.compare import compare
 from normswap.criterion import RoundedStatistics, error_share
 from normswap.kinds import kind_of, magnitudes

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from models import randomised
 from torch import Tensor, nn
 
@@ -29,44 +28,6 @@ class Block(nn.Module):
 
     def norms(self) -> list[Any]:
         return [self.bn, self.alone, self.run[0]]
-
-
-class NormAct(nn.BatchNorm2d):
-    """As timm writes it."""
-
-    def __init__(self, channels: int, act: nn.Module | None = None, drop: nn.Module | None = None) -> None:
-        super().__init__(channels)
-        self.drop, self.act = drop or nn.Identity(), act or nn.ReLU(inplace=True)
-
-    def forward(self, x):  # type: ignore[no-untyped-def]
-        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
-        if self.momentum is None:
-            exponential_average_factor = 0.0
-        else:
-            exponential_average_factor = self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                exponential_average_factor = 1.0 / float(self.num_batches_tracked)
-            else:
-                exponential_average_factor = self.momentum
-        if self.training:
-            bn_training = True
-        else:
-            bn_training = (self.running_mean is None) and (self.running_var is None)
-        x = F.batch_norm(
-            x,
-            self.running_mean if not self.training or self.track_running_stats else None,
-            self.running_var if not self.training or self.track_running_stats else None,
-            self.weight,
-            self.bias,
-            bn_training,
-            exponential_average_factor,
-            self.eps,
-        )
-        x = self.drop(x)
-        x = self.act(x)
-        return x
 
 
 def seeded(model: nn.Module) -> nn.Module:

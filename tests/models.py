@@ -34,6 +34,19 @@ class Activated(nn.Module):
         return F.silu(self.norm(x))
 
 
+class Flagged(nn.LayerNorm):
+    """A LayerNorm that may be another function, as timm's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.fast = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fast:
+            return x
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
 class Every(nn.Module):
     """One site of each kind, dropout and a hook."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from at_once_stand_in import CALLED, DECLINED, calls, compiled, needs_compiler, registered, short_way
-from models import randomised
+from models import Flagged, randomised
 from torch import Tensor, nn
 
 import normswap
@@ -31,19 +31,6 @@ class Told(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.gain.shape, self.gain, self.small)
-
-
-class Flagged(nn.LayerNorm):
-    """As timm's."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.fast = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fast:
-            return x
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from batch_norm_models import NormAct, seeded
+from batch_norm_models import seeded
+from norm_act_models import NormAct
 from torch import Tensor, nn
 
 import normswap
@@ -74,7 +75,7 @@ def test_modes_and_statistics_are_read_on_every_call(monkeypatch: pytest.MonkeyP
 
 
 def norms_with_activations() -> Any:
-    return seeded(nn.Sequential(NormAct(4), NormAct(4, nn.SiLU()), NormAct(4, nn.Identity()))).eval()
+    return seeded(nn.Sequential(*(NormAct(act, channels=4) for act in (None, nn.SiLU(), nn.Identity())))).eval()
 
 
 def test_a_norm_that_ends_in_an_activation_is_one_op(monkeypatch: pytest.MonkeyPatch) -> None:

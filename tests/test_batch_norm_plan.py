@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import launch_plans
 import pytest
 import torch
-
-from normswap import launch_plans
 
 THREADS, PIECES = 256, 396
 SMALL = (

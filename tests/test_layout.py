@@ -23,7 +23,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lifted": set(),
     "sites": set(),
     "native": {"builder"},
-    "launch_plans": {"builder", "native"},
     "nodes": {"builder", "native", "nodes", "ops"},
     "ops": {"activation", "native", "reference", "ops"},
     "forwards": {"activation", "ops", "plan", "forwards"},

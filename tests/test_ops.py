@@ -6,13 +6,14 @@ import itertools
 import math
 from typing import Any
 
+import launch_plans
 import pytest
 import torch
 import torch.nn.functional as F
 from models import Projection, randomised
 from test_overlap import CHAINS
 
-from normswap import launch_plans, native, ops, reference
+from normswap import native, ops, reference
 from normswap.ops import dispatch
 from normswap.ops.l1_norm import gradient as l1_gradient
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-import torch.nn.functional as F
 from at_once_stand_in import CALLED, DECLINED, calls, compiled, needs_compiler, registered, short_way
-from models import randomised
+from models import Flagged, randomised
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -69,19 +68,6 @@ def test_one_op_computes_it(make: type[Before], norm: str, gradients: bool) -> N
         torch.testing.assert_close(ours(x, r), model(x, r))
     kind = norm.partition(" ")[0]
     assert [f"{kind}_with_options"] == CALLED
-
-
-class Flagged(nn.LayerNorm):
-    """As timm's."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.fast = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fast:
-            return x
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 @pytest.mark.parametrize("alone", (False, True))

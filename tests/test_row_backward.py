@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import launch_plans
 import pytest
 import torch
 import torch.nn.functional as F
 from row_gradients import l1_norm_gradients, layer_norm_gradients, rms_norm_gradients
 from torch import Tensor
 
-from normswap import launch_plans, native, ops, reference
+from normswap import native, ops, reference
 from normswap.activation import Activation
 from normswap.criterion import error_share
 from normswap.ops import dispatch

@@ -6,13 +6,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import launch_plans
 import pytest
 import torch
 import torch.nn.functional as F
 from test_ops import GPUS
 from torch import Tensor
 
-from normswap import launch_plans, native, ops
+from normswap import native, ops
 from normswap.activation import FUNCTIONS, NONE, Activation
 from normswap.criterion import error_share
 

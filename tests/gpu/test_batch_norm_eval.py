@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from batch_norm_models import NormAct, seeded
+from batch_norm_models import seeded
 from limits import assert_within, same_bits
+from norm_act_models import NormAct
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -143,7 +144,8 @@ def test_a_block_is_swapped_and_proved(dtype: torch.dtype, memory_format: torch.
 @by_dtype
 @torch.no_grad()
 def test_a_norm_that_ends_in_an_activation_is_proved(dtype: torch.dtype) -> None:
-    model = seeded(nn.Sequential(NormAct(16), NormAct(16, nn.SiLU()), NormAct(16, nn.Hardswish()))).to(DEVICE, dtype)
+    norms = (NormAct(act, channels=16) for act in (None, nn.SiLU(), nn.Hardswish()))
+    model = seeded(nn.Sequential(*norms)).to(DEVICE, dtype)
     x = drawn((8, 16, 20, 20), dtype).to(memory_format=torch.channels_last)
     fast = normswap.optimize(model.eval(), x, min_speedup=None)
     assert [row["status"] for row in normswap.report(fast).rows] == ["proved"] * 3

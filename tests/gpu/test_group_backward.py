@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import launch_plans
 import pytest
 import torch
 import torch.nn.functional as F
 from limits import assert_within, gpu_of_plans, same_bits, tensor
 from torch import Tensor
 
-from normswap import launch_plans, ops
+from normswap import ops
 from normswap.activation import CODES, NONE, Activation
 
 PAIRS = (  # dtypes of the input and of the gradient

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import launch_plans
 import pytest
 import torch
 import torch.nn.functional as F
 from limits import assert_within, gpu_of_plans, same_bits, tensor
 from torch import Tensor
 
-from normswap import launch_plans, ops
+from normswap import ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NO_ACTIVATION = (0, 0.0, 0.0, None)

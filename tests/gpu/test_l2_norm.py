@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import launch_plans
 import pytest
 import torch
 import torch.nn.functional as F
 from limits import assert_within, gpu_of_plans, same_bits, tensor
 from torch import Tensor
 
-from normswap import launch_plans, ops
+from normswap import ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 7, 33, 64, 130, 258, 1000, 1001, 1024, 4096, 4097, 8192, 20_480, 65_535, 65_536, 131_073, 262_144)

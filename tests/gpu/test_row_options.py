@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import launch_plans
 import pytest
 import torch
 import torch.nn.functional as F
 from limits import assert_within, gpu_of_plans, same_bits, tensor
 from torch import Tensor
 
-from normswap import launch_plans, ops
+from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.ops import dispatch
 

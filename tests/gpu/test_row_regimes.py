@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import launch_plans
 import pytest
 import torch
 from limits import gpu_of_plans, same_bits
 from row_checks import DTYPES, LENGTHS, LONG, WEIGHTS, affine, forced, values
-
-from normswap import launch_plans
 
 IN_TURNS = 5
 """Who holds rows (Held, row_plan.h): clusters that keep their weights for several."""
