@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attributes": {"plan"},
     "source": {"plan", "attributes"},
     "regions": {"activation", "forwards", "kinds", "lifted", "ops", "plan", "regions", "source", "attributes"},
-    "regions.convolution_error": {"criterion"},
+    "regions.convolution_error": {"criterion", "reference"},
     "regions.bounds": {"bounds", "criterion", "kinds", "lifted", "plan", "regions", "regions.convolution_error"},
     "regions.compare": {
         *("compare", "criterion", "kinds", "lifted", "plan", "sites", "verdict"),
