@@ -76,8 +76,19 @@ def test_channels_that_are_rows_are_made_up_as_images() -> None:
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"stride": 3, "padding": 2}])
 def test_what_goes_into_a_convolution_is_made_up(options: dict[str, Any]) -> None:
     convolution = nn.Conv2d(4, 6, (3, 2), **options)
-    given = prove._convolved(convolution, (3, 6, 5, 4))
-    assert convolution(torch.zeros(given)).shape == (3, 6, 5, 4)
+    given, shape = prove._convolved(convolution, (3, 6, 5, 4))
+    assert convolution(torch.zeros(given)).shape == shape == (3, 6, 5, 4)
+
+
+@pytest.mark.parametrize("most", [{}, {"padding": 2}, {"output_padding": 1, "stride": 2}, {"dilation": 2, "stride": 7}])
+def test_what_goes_into_a_transposed_convolution_is_made_up(most: dict[str, Any]) -> None:
+    convolution = nn.ConvTranspose2d(4, 6, (3, 2), **most)
+    given, shape = prove._convolved(convolution, (3, 6, 5, 4))
+    assert convolution(torch.zeros(given)).shape == shape
+    stride = most.get("stride", 1)
+    assert shape[:2] == (3, 6) and all(
+        0 <= made - n < max(stride, 3) for made, n in zip(shape[2:], (5, 4), strict=True)
+    )
 
 
 def test_what_a_helper_is_given_is_packed_as_the_source_has_it() -> None:
@@ -220,7 +231,8 @@ def test_a_convolution_that_is_taken_in_by_default() -> None:
         (WIDE, True, ""),
         (WIDE, False, "used elsewhere"),
         (nn.Conv3d(2, 2, 1), True, ""),
-        (nn.ConvTranspose2d(4, 4, 3), True, "is a torch.nn.modules.conv.ConvTranspose2d"),
+        (nn.ConvTranspose2d(4, 4, 3), True, ""),
+        (nn.LazyConv2d(4, 3), True, "is a torch.nn.modules.conv.LazyConv2d"),
         (nn.Conv2d(4, 4, 3, padding="same"), True, "pads by 'same'"),
         (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), True, "pads by its mode 'reflect'"),
         (None, True, "NoneType"),

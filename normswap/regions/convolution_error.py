@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap import reference
 from normswap.criterion import FLOAT32_ROUNDING, half_ulp
 
 MOST = 1.5
@@ -36,8 +35,7 @@ def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch
     gain = rstd if norm.weight is None else rstd * norm.weight
     offset = torch.zeros_like(rstd) if norm.bias is None else norm.bias
     own = torch.zeros_like(rstd) if convolution.bias is None else convolution.bias
-    of_output = lambda weight: reference.by_output(weight, convolution.groups) if convolution.transposed else weight  # noqa: E731
-    weight = of_output(of_output(convolution.weight) * gain.reshape(-1, *(1,) * (z.dim() - 1)))
+    weight = convolution.weight * _of_weight(gain, convolution).reshape(*convolution.weight.shape[:2], *shape[2:])
     tf32 = takes_tf32(real)
     unit = _TF32 if tf32 else FLOAT32_ROUNDING
     rounded = half_ulp(weight, dtype) if dtype in (torch.float16, torch.bfloat16) else unit * weight.abs()
@@ -47,11 +45,19 @@ def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch
     spread = torch.convolution(x.square(), rounded.square(), None, *how).clamp(min=0.0).sqrt()
     across = (gain.abs() * (own.abs() + norm.running_mean.abs()) + offset.abs()).view(shape)
     shift = (gain * (own - norm.running_mean) + offset).view(shape)
-    terms = of_output(weight)[0].numel()
+    terms = weight.numel() / len(gain)
     error = FLOAT32_ROUNDING * (_C_SUMS * sums + max(_C_SUMS, 2 * terms**0.5) * across) + _C_ROUNDED * spread
     if tf32:
         error += (2**0.5 - 1) * _C_ROUNDED * spread + 2 * _TF32 * ((z - own.view(shape)) * gain.view(shape)).abs()
     return error + half_ulp(shift, dtype) + half_ulp(z, dtype) * gain.abs().view(shape)
+
+
+def _of_weight(gain: Tensor, convolution: Any) -> Tensor:
+    """The gain of what each matrix of taps of the convolution's weight adds to."""
+    rows, columns = convolution.weight.shape[:2]
+    if not convolution.transposed:
+        return gain.view(-1, 1).expand(rows, columns)
+    return gain.view(-1, 1, columns).expand(-1, rows // convolution.groups, columns)
 
 
 def takes_tf32(x: Tensor) -> bool:
