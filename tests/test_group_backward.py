@@ -84,6 +84,19 @@ def test_a_recorded_call_without_more_gives_every_gradient(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ("none", "silu"))
+@pytest.mark.parametrize("weighted", (True, False))
+def test_without_a_bias(weighted: bool, name: str, calls: list[str]) -> None:
+    x, weight, _, residual = leaves()
+    activation, dy = Activation(name), torch.randn(SHAPE)
+    given = [x, weight, residual] if weighted else [x, residual]
+    out = ops.group_norm(x, GROUPS, weight if weighted else None, activation=activation, residual=residual)
+    expected = activation(F.group_norm(x, GROUPS, weight if weighted else None) + residual)
+    assert calls
+    for ours, theirs in zip(*(torch.autograd.grad(y, given, dy) for y in (out, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_only_the_gradients_asked_for(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     filled = torch.ops.normswap.group_norm_backward.default
     names = group_norm_stand_in.arguments_of("group_norm_backward")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normswap.ops.batch_norm import formula_gradients as batch_norm_gradients
-from normswap.ops.dispatch import by_kernels
+from normswap.ops.dispatch import by_kernels, given_bias
 from normswap.ops.group_norm import formula_gradients, kernel_gradients
 from normswap.ops.layer_norm import layer_norm_gradients
 from normswap.ops.rms_norm import rms_norm_gradients
@@ -67,7 +67,7 @@ def _group_norm(grads: _Tensors, tensors: _Tensors, numbers: Sequence[float], wa
     assert input is not None and statistics is not None and grad is not None
     given, activation = (input, weight, bias, residual), (int(code), low, high)
     if by_kernels(grad):
-        given = input, weight, weight if bias is None else bias, residual  # of what the bias's gradient is like
+        given = input, weight, given_bias(weight, bias, activation[0]), residual
         return kernel_gradients(given, statistics, int(groups), activation, grad, wanted[:4])
     return formula_gradients(given, int(groups), eps, activation, grad)
 

@@ -241,6 +241,11 @@ def kept_bias(weight: Tensor | None, bias: Tensor | None, activation: int) -> Te
     return bias if activation or weight is None else None
 
 
+def given_bias(weight: Tensor | None, bias: Tensor | None, activation: int) -> Tensor | None:
+    """The bias for the kernels of that backward: the weight in the place of one that ``kept_bias`` did not keep."""
+    return weight if bias is None and not activation else bias
+
+
 def channel_sums(grad: Tensor, like: Tensor | None) -> Tensor | None:
     """The gradient of a bias that ``kept_bias`` did not keep, ``like`` the weight."""
     if like is None:

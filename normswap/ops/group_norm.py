@@ -17,6 +17,7 @@ from normswap.ops.dispatch import (
     channel_sums,
     dense,
     direct,
+    given_bias,
     kept_bias,
     native_op,
     native_serves,
@@ -176,7 +177,7 @@ class _GroupNorm(torch.autograd.Function):
         of_input, _, of_weight, of_bias, _, _, _, _, of_residual, *_ = ctx.needs_input_grad
         input, weight, bias, residual, statistics = ctx.saved_tensors
         groups, activation = ctx.num_groups, ctx.activation
-        tensors = input, weight, weight if bias is None else bias, residual  # of what the bias's gradient is like
+        tensors = input, weight, given_bias(weight, bias, activation[0]), residual
         passed = of_residual and not activation[0]  # the sum's gradient is its summands'
         wanted = of_input, of_weight, of_bias, of_residual and not passed
         if not by_kernels(grad):
