@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from convolution_cases import CASES, PROVED, Case
-from convolution_models import Block, bn, conv, drawn, regions_in, residual, swapped_with, undecided, written
+from convolution_models import (
+    Block,
+    bn,
+    conv,
+    drawn,
+    regions_in,
+    residual,
+    swapped_with,
+    undecided,
+    without_activation,
+    written,
+)
 from convolution_stand_in import stand_in  # noqa: F401
 from torch import Tensor, nn
 
@@ -177,11 +189,82 @@ def test_plans_of_before_have_no_convolutions() -> None:
     assert [swap.match.kind for swap in normswap.apply(model, old) and old.swaps] == ["region"]
 
 
-def test_autocast_runs_the_statements(folds: list[str]) -> None:
-    model, x = drawn(lambda: Block(conv(), bn())), torch.randn(2, 6, 9, 8)
+LOWERED = [name for name in PROVED if CASES[name].dtype is torch.float32]
+SUMMED_IN_FLOAT32 = [name for name in LOWERED if not name.startswith("transposed")]
+"""A transposed convolution in 16 bits may be rounded tap by tap on a CPU."""
+by_lowered = pytest.mark.parametrize("lowered", (torch.bfloat16, torch.float16))
+
+
+@by_lowered
+@pytest.mark.parametrize("name", LOWERED)
+def test_autocast_folds_in_float32_and_rounds_once(name: str, lowered: torch.dtype, folds: list[str]) -> None:
+    case = CASES[name]
+    model = drawn(case.make)
     fast = swapped_with(model)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(fast(x), model(x)) and folds == []
+    wide = torch.randn(case.shape).contiguous(memory_format=case.layout)
+    for x in (wide, wide.to(lowered)):
+        folds.clear()
+        with torch.autocast("cpu", lowered):
+            ours, theirs = outcome(fast, x)[0], outcome(model, x)[0]
+        assert ours.dtype is theirs.dtype and ours.stride() == theirs.stride()
+        added = x.dtype is not lowered and any("residual" in found for found in case.found)
+        assert added or folds == ["folded"] * case.folds
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE[lowered], atol=10 * TOLERANCE[lowered])
+
+
+@by_lowered
+@pytest.mark.parametrize("name", SUMMED_IN_FLOAT32)
+def test_what_is_folded_under_autocast_is_proved(name: str, lowered: torch.dtype) -> None:
+    case = CASES[name]
+    model, x = drawn(case.make), torch.randn(case.shape)
+    for inputs in ((x,), (x.to(lowered),), ()):
+        with torch.autocast("cpu", lowered), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            rows = normswap.validate(swapped_with(model), *inputs, mode="forward").rows
+        assert rows and all(row["error_share"] <= 1.0 for row in rows), rows
+        # Of six channels the rounded shifts may happen to be far off.
+        failed = any(row["status"] != "wiring" for row in rows)
+        assert failed == any("times PyTorch's own" in str(one.message) for one in told), rows
+
+
+@by_lowered
+def test_under_autocast_a_weight_is_not_rounded_before_it_is_folded(lowered: torch.dtype) -> None:
+    given = torch.randn(5, 3, 2, 2), torch.randn(5), torch.randn(5), torch.rand(5) + 0.5, torch.randn(5), torch.randn(5)
+    x = torch.eye(12, dtype=lowered).view(12, 3, 2, 2)  # what it gives is the weight
+    how = (1, 1), (0, 0), (1, 1), 1
+    with torch.autocast("cpu", lowered):
+        ours = ops.convolution_batch_norm_eval(x, given[0], None, *how, *given[2:], 1e-3)
+    wide = reference.fold_scale_batch_norm(given[0], None, None, *given[2:], 1e-3)
+    weight, shift = (t.to(lowered).double() for t in wide)
+    expected = (weight.view(5, 12).t() + shift).to(lowered)
+    assert torch.equal(ours.view(12, 5), expected)
+
+
+def test_what_autocast_casts_otherwise_runs_the_statements(folds: list[str]) -> None:
+    model = drawn(lambda: Block(conv(), bn()))
+    for made, dtype in ((copy.deepcopy(model).double(), torch.float64), (model, torch.float64)):
+        fast, x = swapped_with(made), torch.randn(2, 6, 9, 8).to(dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, theirs = outcome(fast, x), outcome(made, x)
+        assert folds == []
+        assert ours == theirs if isinstance(theirs, str) else torch.equal(ours[0], theirs[0])
+    fast, x = swapped_with(model), torch.randn(2, 6, 9, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = outcome(fast, x, learning=True), outcome(model, x, learning=True)
+    assert folds == [] and torch.equal(ours[0], theirs[0])
+
+
+@by_lowered
+def test_autocast_of_a_model_in_16_bits(lowered: torch.dtype, folds: list[str]) -> None:
+    for of_norm in (torch.float32, lowered):
+        model = drawn(lambda: Block(conv(), bn())).half()
+        model.bn.to(of_norm)
+        fast, x = swapped_with(model), torch.randn(2, 6, 9, 8).half()
+        folds.clear()
+        with torch.autocast("cpu", lowered):
+            ours, theirs = outcome(fast, x)[0], outcome(model, x)[0]
+        assert folds == ["folded"] and ours.dtype is theirs.dtype is lowered
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.2)
 
 
 def test_weights_of_another_dtype_than_the_norm(folds: list[str]) -> None:
@@ -202,9 +285,9 @@ def test_other_inputs_raise_what_they_raised(shape: tuple[int, ...]) -> None:
     assert isinstance(theirs, str) and ours == theirs
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, change: Any) -> Any:
+def planted(monkeypatch: pytest.MonkeyPatch, change: Any, forward: Any = residual) -> Any:
     """What is swapped while the fold is wrong, and the report of its proof."""
-    model, x = drawn(lambda: written(residual)(conv(), bn())), torch.randn(2, 6, 9, 8)
+    model, x = drawn(lambda: written(forward)(conv(), bn())), torch.randn(2, 6, 9, 8)
     fast = swapped_with(model)
     real = reference.fold_scale_batch_norm
     monkeypatch.setattr(reference, "fold_scale_batch_norm", lambda *a: change(*real(*a), *a))
@@ -226,6 +309,22 @@ def planted(monkeypatch: pytest.MonkeyPatch, change: Any) -> Any:
 )
 def test_planted_faults_are_put_back(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     report = planted(monkeypatch, change)
+    assert [row["status"] for row in report.rows] == ["failed"] and report.swapped == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        lambda weight, bias, *given: (weight, bias - given[6]),
+        lambda weight, bias, *given: (weight, bias + (given[5] * given[3])),
+        lambda weight, bias, *given: (weight.flip(1), bias),
+        lambda weight, bias, *given: (weight * 1.03, bias),
+    ),
+    ids=("bias forgotten", "mean off", "channels swapped", "a little off"),
+)
+def test_faults_planted_under_autocast_are_put_back(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        report = planted(monkeypatch, change, without_activation)
     assert [row["status"] for row in report.rows] == ["failed"] and report.swapped == ()
 
 

@@ -128,18 +128,20 @@ def test_who_learns() -> None:
 
 
 def test_dtypes_that_pytorch_takes_together() -> None:
-    assert conv._dtypes_fit(*parts()) and conv._dtypes_fit(parts()[0].half(), parts()[1])
-    assert conv._dtypes_fit(parts()[0].half(), parts()[1].half())
-    assert not conv._dtypes_fit(parts()[0], parts()[1].half())
+    wide, half = torch.float32, torch.float16
+    assert conv._dtypes_fit(*parts(), wide) and conv._dtypes_fit(parts()[0].half(), parts()[1], half)
+    assert conv._dtypes_fit(parts()[0].half(), parts()[1].half(), half)
+    assert conv._dtypes_fit(parts()[0], parts()[1].half(), half)  # by autocast
+    assert not conv._dtypes_fit(parts()[0], parts()[1].half(), wide)
     for name in ("running_var", "weight", "bias"):
         convolution, norm = parts()
         tensor = getattr(norm, name).half()
         setattr(norm, name, tensor if name == "running_var" else nn.Parameter(tensor))
-        assert not conv._dtypes_fit(convolution, norm), name
+        assert not conv._dtypes_fit(convolution, norm, half), name
     convolution, norm = parts()
     convolution.bias = nn.Parameter(convolution.bias.half())
-    assert not conv._dtypes_fit(convolution, norm)
-    assert conv._dtypes_fit(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8, affine=False))
+    assert not conv._dtypes_fit(convolution, norm, wide)
+    assert conv._dtypes_fit(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8, affine=False), wide)
 
 
 def convolved(folding: str = "folded", read: Any = lambda norm, form: ()) -> conv.Convolved:
@@ -157,6 +159,10 @@ def test_what_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     for behind in (X.double(), X.to("meta"), X[:1], X[..., :1]):
         assert not folds(convolution, norm, X, behind, NONE)
     with torch.autocast("cpu", torch.bfloat16):
+        assert folds(convolution, norm, X, None, NONE) and folds(convolution, norm, X, X.bfloat16(), NONE)
+        assert not folds(convolution, norm, X, X, NONE) and not folds(convolution, norm, X.double(), None, NONE)
+        assert not folds(parts()[0].double(), norm, X, None, NONE)
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float32)
         assert not folds(convolution, norm, X, None, NONE)
     monkeypatch.setattr(ops, "folding_serves", lambda *given: False)
     assert not folds(convolution, norm, X, None, NONE)

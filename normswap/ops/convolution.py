@@ -11,7 +11,7 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import NONE, Activation
-from normswap.ops.dispatch import autograd_only, direct
+from normswap.ops.dispatch import autograd_only, direct, lowered_to
 
 Norm: TypeAlias = "tuple[Tensor, Tensor, Tensor | None, Tensor | None]"
 """Running mean and variance, weight and bias."""
@@ -40,7 +40,7 @@ def convolution_batch_norm_eval(
 ) -> Tensor:
     """``activation(norm(convolution(input)) + residual)`` with the batch normalisation by running statistics in the
     weight and bias of the convolution, of one to three spatial dims: folded in float32 or better, rounded once to the
-    weight's dtype, kept from call to call never.
+    weight's dtype, kept from call to call never. Under autocast input and fold are cast as a convolution's there.
 
     ``folding`` says by what: "fused" is cuDNN's convolution that ends in a ReLU, "matmul" one matrix product, "scaled"
     our own, which scales the sums, where ``folding_serves`` says so; "folded" a convolution with what stands behind it
@@ -48,6 +48,9 @@ def convolution_batch_norm_eval(
     Raises what PyTorch's ops raise.
     """
     norm = (running_mean, running_var, weight, bias)
+    dtype = lowered_to(input)
+    if dtype is not None:
+        input = input.to(dtype)
     if folding == "scaled":
         op = direct("convolution_batch_norm_eval", input, conv_weight, conv_bias, *norm, residual)
         numbers = *stride, *padding, *dilation, groups
@@ -57,11 +60,13 @@ def convolution_batch_norm_eval(
             return out
     if output_padding is not None:
         rows = reference.by_output(conv_weight, groups).contiguous()
-        rows, shift = _folded(rows, conv_bias, norm, eps)
-        folded = torch.empty_like(conv_weight).copy_(reference.by_output(rows, groups))  # laid out alike
+        rows, shift = _folded(rows, conv_bias, norm, eps, dtype)
+        folded = torch.empty_like(conv_weight, dtype=rows.dtype).copy_(
+            reference.by_output(rows, groups)
+        )  # laid out alike
         out = torch.convolution(input, folded, shift, stride, padding, dilation, True, output_padding, groups)
         return activation(out if residual is None else out + residual)
-    folded, shift = _folded(conv_weight, conv_bias, norm, eps)
+    folded, shift = _folded(conv_weight, conv_bias, norm, eps, dtype)
     if folding == "fused":
         how = stride, padding, dilation, groups
         if residual is None:
@@ -73,11 +78,16 @@ def convolution_batch_norm_eval(
     return activation(out if residual is None else out + residual)
 
 
-def _folded(weight: Tensor, bias: Tensor | None, norm: Norm, eps: float) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a plain convolution with the norm in them."""
-    fold = direct("fold_convolution", weight, bias, *norm)
+def _folded(
+    weight: Tensor, bias: Tensor | None, norm: Norm, eps: float, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a plain convolution with the norm in them, in their own dtype or, by autocast, ``dtype``."""
+    if dtype not in (None, weight.dtype):
+        weight = weight.float()  # to round once
+    fold = direct("fold_convolution", weight, bias, *norm, autocast=True)
     made: Any = (None, None) if fold is None else fold(weight, bias, *norm, eps)
-    return reference.fold_scale_batch_norm(weight, bias, None, *norm, eps) if made[0] is None else made
+    made = reference.fold_scale_batch_norm(weight, bias, None, *norm, eps) if made[0] is None else made
+    return made if dtype is None else (made[0].to(dtype), made[1].to(dtype))
 
 
 def runs_directly(by_cudnn: bool) -> bool:
@@ -108,17 +118,21 @@ def folding_serves(folding: str, input: Tensor, conv_weight: Tensor) -> bool:
     deterministic, and reduced precision only as PyTorch's own convolution would."""
     if folding == "folded":
         return True
+    dtype = lowered_to(input)
+    if dtype is not None and folding == "scaled":
+        return False  # the native op declines
+    dtype = dtype or input.dtype
     if not input.is_cuda or input.dim() != 4 or input.numel() == 0 or torch.are_deterministic_algorithms_enabled():
         return False
     if folding == "matmul":
         dense = input.is_contiguous(memory_format=torch.channels_last)
-        return dense and input.dtype in (torch.float16, torch.bfloat16) and conv_weight.stride(0) == input.shape[1]
+        return dense and dtype in (torch.float16, torch.bfloat16) and conv_weight.stride(0) == input.shape[1]
     if folding == "scaled":
         images = (input, conv_weight)
         last = all(image.is_contiguous(memory_format=torch.channels_last) for image in images)
-        return last and input.dtype in (torch.float16, torch.bfloat16)
+        return last and dtype in (torch.float16, torch.bfloat16)
     cudnn = torch.backends.cudnn
-    return input.dtype in FUSED and cudnn.enabled and not cudnn.deterministic
+    return dtype in FUSED and cudnn.enabled and not cudnn.deterministic
 
 
 def convolved_shape(

@@ -92,6 +92,17 @@ def direct_op(name: str) -> Callable[..., Any] | None:
     return _direct.get(name)
 
 
+def lowered_to(x: Tensor) -> torch.dtype | None:
+    """The 16-bit dtype that autocast casts ``x``, or its norm, to before a product; None where it does not."""
+    if not any_autocast() or x.dtype is torch.float64:
+        return None
+    kind = "cuda" if x.is_cuda else x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    return dtype if dtype in (torch.float16, torch.bfloat16) else None
+
+
 def has_rows(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> bool:
     """True for the shape of the weight or, without one, of the input's last dims."""
     shape = input.shape[-len(normalized_shape) :] if weight is None else weight.shape

@@ -195,8 +195,13 @@ class _Case:
         return [t.detach() for t in outputs], kept
 
     def _referee(self, x: Tensor, gradients: bool) -> tuple[tuple[list[Tensor], dict[str, Tensor]], Size]:
-        """The statements in float64, outside autocast, and the magnitudes of what they give."""
-        wide = _mapped(self.region, _float64, self.packed)
+        """The statements in float64, outside autocast, and the magnitudes of what they give, of what autocast makes of
+        the input of a convolution."""
+        packed = self.packed
+        if self.region.convolution:
+            given, x = x, x.to(self.dtypes[0])
+            packed = _mapped(self.region, lambda v: x if v is given else v, packed)
+        wide = _mapped(self.region, _float64, packed)
         steps, dtypes, values = self.region.steps, self.dtypes, dict[str, Tensor]()
 
         def each(step: int, value: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_bare, is_plain
 from normswap.forwards.replaced import Replaced, code_of
-from normswap.ops.dispatch import PLAIN, direct_op
+from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, direct_op, lowered_to
 from normswap.regions.activations import activation_of
 from normswap.regions.children import OriginalClass, child_at
 from normswap.regions.ending import Ending
@@ -200,15 +200,16 @@ class Convolved:
     def serves(self, children: Mapping[str, Any], x: Tensor) -> bool:
         """Whether the way to fold can be had for this input of the convolution here."""
         weight = children[self.name].weight
-        return x.dtype is weight.dtype and ops.folding_serves(self.folding, x, weight)
+        return _dtype_of(x, weight) is not None and ops.folding_serves(self.folding, x, weight)
 
     def _folds(self, convolution: Any, norm: Any, x: Tensor, behind: Any, activation: Activation) -> bool:
-        weight, kind = convolution.weight, x.device.type
-        if x.dtype is not weight.dtype or x.device != weight.device or x.dim() != weight.dim():
+        weight = convolution.weight
+        dtype = _dtype_of(x, weight)
+        if dtype is None or x.device != weight.device or x.dim() != weight.dim():
             return False
-        if x.shape[1] != convolution.in_channels or not _dtypes_fit(convolution, norm):
+        if x.shape[1] != convolution.in_channels or not _dtypes_fit(convolution, norm, dtype):
             return False
-        if torch.is_autocast_enabled(kind) or not ops.folding_serves(self.folding, x, weight):
+        if not ops.folding_serves(self.folding, x, weight):
             return False
         transposed = type(convolution) in TRANSPOSED
         if self.folding != "folded" and transposed:
@@ -223,15 +224,23 @@ class Convolved:
             return True
         how = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
         shape = ops.convolved_shape(x, weight, *how, convolution.output_padding if transposed else None)
-        return behind.dtype is x.dtype and behind.device == x.device and behind.shape == shape
+        return behind.dtype is dtype and behind.device == x.device and behind.shape == shape
 
 
-def _dtypes_fit(convolution: Any, norm: Any) -> bool:
-    """Whether PyTorch's ops would take these together: a norm's tensors of one dtype, the convolution's or float32."""
-    dtype, kept = convolution.weight.dtype, norm.running_mean.dtype
+def _dtype_of(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """The dtype in which PyTorch convolves the two; None where it does not, or by ways that are not followed."""
+    if any_autocast() and torch.is_autocast_enabled(x.device.type):
+        return lowered_to(x) if x.dtype in DTYPES and weight.dtype in DTYPES else None
+    return x.dtype if x.dtype is weight.dtype else None
+
+
+def _dtypes_fit(convolution: Any, norm: Any, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's ops would take these together: a norm's tensors of one dtype, float32 or ``dtype``, in which
+    is convolved."""
+    kept = norm.running_mean.dtype
     own = (norm.running_var, norm.weight, norm.bias)
     alike = all(t is None or t.dtype is kept for t in own) and kept in (dtype, torch.float32)
-    return alike and (convolution.bias is None or convolution.bias.dtype is dtype)
+    return alike and (convolution.bias is None or convolution.bias.dtype is convolution.weight.dtype)
 
 
 def _learns(x: Tensor, convolution: Any, norm: Any, behind: Any) -> bool:

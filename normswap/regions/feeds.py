@@ -8,30 +8,16 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normswap.attributes import Rejection
 from normswap.forwards.plain import is_plain, is_unhooked
-from normswap.ops.dispatch import any_autocast
 from normswap.source import definition
 
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _LOWERED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _HARMLESS = frozenset({"shape", "ndim", "device", "is_cuda"})
 _HARMLESS_CALLS = frozenset({"size", "dim", "numel"})
 _SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "super"})
-
-
-def lowered_to(x: Tensor) -> torch.dtype | None:
-    """The 16-bit dtype that autocast casts ``x``, or its norm, to before a product; None where it does not."""
-    if not any_autocast() or x.dtype is torch.float64:
-        return None
-    kind = "cuda" if x.is_cuda else x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return None
-    dtype = torch.get_autocast_dtype(kind)
-    return dtype if dtype in SIXTEEN_BITS else None
 
 
 def only_multiplies(child: Any, class_of: Callable[[nn.Module], type[nn.Module]]) -> bool:

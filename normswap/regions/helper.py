@@ -15,7 +15,7 @@ from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader
 from normswap.kinds import KINDS, NORMS
 from normswap.ops.at_once import AtOnce
-from normswap.ops.dispatch import PLAIN
+from normswap.ops.dispatch import PLAIN, lowered_to
 from normswap.plan import Match, is_by_hand
 from normswap.regions.activations import LITERAL, activation_of
 from normswap.regions.at_once import at_once_of
@@ -23,7 +23,7 @@ from normswap.regions.children import OriginalClass, child_at, hands_on
 from normswap.regions.convolution import Convolved, direct_way
 from normswap.regions.ending import is_behind
 from normswap.regions.expression import Expression
-from normswap.regions.feeds import lowered_to, only_multiplies
+from normswap.regions.feeds import only_multiplies
 from normswap.regions.foldings import is_foldable
 from normswap.regions.patterns import ADDS, FUNCTIONS
 from normswap.regions.rewrite import Compiled, Helper

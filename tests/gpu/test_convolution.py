@@ -83,6 +83,53 @@ def test_every_way_is_as_exact_as_pytorchs_sequence(form: str, last: bool, dtype
 
 
 @by_dtype
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_under_autocast_every_way_is_as_exact(form: str, dtype: torch.dtype) -> None:
+    """Of float32 weights, folded before they are rounded."""
+    model, x = placed(made(form), torch.randn(5, 16, 15, 14).relu(), torch.float32, True)
+    expected = copy.deepcopy(model).double()(x.to(dtype).double())
+    with torch.autocast(DEVICE, dtype):
+        for given in (x, x.to(dtype)):
+            theirs = model(given)
+            assert not ops.folding_serves("scaled", given, model.conv.weight)
+            for way in ("folded", "fused", *(["matmul"] if form == "pointwise" else [])):
+                assert ops.folding_serves(way, given, model.conv.weight)
+                ours = ops.convolution_batch_norm_eval(given, *arguments(model), RELU, folding=way)
+                assert ours.dtype is theirs.dtype is dtype and ours.stride() == theirs.stride(), way
+                assert times_pytorchs(ours, theirs, expected) <= 1.2 * MOST, way
+        fast = normswap.optimize(model, x, min_speedup=None)
+        rows = normswap.report(fast).rows
+        assert rows and all(row["status"] == "proved" for row in rows), rows
+        torch.testing.assert_close(fast(x), model(x), rtol=0.03, atol=0.05)
+
+
+TRANSPOSED: dict[str, dict[str, Any]] = {
+    "plain": {"kernel_size": 3},
+    "doubles": {"kernel_size": 2, "stride": 2, "bias": False},
+    "groups": {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1, "groups": 4},
+    "depthwise": {"kernel_size": 4, "stride": 2, "padding": 1, "groups": 16},
+    "dilated": {"kernel_size": (3, 2), "dilation": (2, 1)},
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@by_layout
+@pytest.mark.parametrize("form", TRANSPOSED)
+@torch.no_grad()
+def test_transposed_convolutions_fold(form: str, last: bool, dtype: torch.dtype) -> None:
+    made = drawn(lambda: Block(nn.ConvTranspose2d(16, 32, **TRANSPOSED[form]), nn.BatchNorm2d(32)))
+    model, x = placed(made, torch.randn(5, 16, 9, 8), dtype, last)
+    fast = swapped_with(model)
+    rows = normswap.validate(fast, x, mode="forward", on_mismatch="warn").rows
+    assert rows and all(row["error_share"] <= 1.0 for row in rows), rows
+    ours, theirs = swapped_with(model)(x), model(x)
+    assert ours.dtype is dtype and ours.stride() == theirs.stride() and same_bits(ours, swapped_with(model)(x))
+    torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.05)
+    torch.testing.assert_close(normswap.fold(model)(x), theirs, rtol=0.03, atol=0.05)
+
+
+@by_dtype
 @by_layout
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
