@@ -104,6 +104,14 @@ def test_the_widest_is_preferred_where_the_whole_model_is_as_fast() -> None:
     assert decision._covers([fused, norm], DEVICE, 1.0) == [{"fused"}, {"norm"}]
 
 
+def test_the_narrowest_is_tried_too() -> None:
+    """What a region saves by itself may be lost in the model, where its norm alone gains."""
+    fused, norm = timed("fused", (100.0, 30.0), overlaps=["norm"]), timed("norm", (60.0, 30.0))
+    assert decision._covers([fused, norm], DEVICE, 1.0) == [{"fused"}, {"norm"}]
+    slow = timed("norm", (60.0, 70.0))
+    assert decision._covers([fused, slow], DEVICE, 1.0) == [{"fused"}]
+
+
 def test_calls_weigh() -> None:
     once, often = Cost(100.0, 10.0), Cost(4.0, 10.0)
     rare = Timed(Candidate("rare", "layer_norm", overlaps=frozenset(["often"])), 1, once, once * 0.5)

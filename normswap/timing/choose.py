@@ -6,7 +6,7 @@ both count, by how close they are. All here is arithmetic on what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from normswap.timing.candidate import Candidate
@@ -131,10 +131,21 @@ def cover(found: Sequence[Timed], waiting: Waiting, least: float) -> frozenset[s
 
 def widest(found: Sequence[Timed], waiting: Waiting, least: float) -> frozenset[str]:
     """The names of all candidates worth keeping, but for those that others which name more exclude."""
+    return _but_for_excluded(found, waiting, least, lambda timed: -len(timed.candidate.overlaps))
+
+
+def narrowest(found: Sequence[Timed], waiting: Waiting, least: float) -> frozenset[str]:
+    """The names of all candidates worth keeping, but for those that others which name fewer exclude."""
+    return _but_for_excluded(found, waiting, least, lambda timed: len(timed.candidate.overlaps))
+
+
+def _but_for_excluded(
+    found: Sequence[Timed], waiting: Waiting, least: float, place: Callable[[Timed], int]
+) -> frozenset[str]:
     excluded = _exclusions([timed.candidate for timed in found])
     kept: set[str] = set()
     left = [timed for timed in found if worth(timed, waiting, least)]
-    for timed in sorted(left, key=lambda timed: (-len(timed.candidate.overlaps), timed.candidate.name)):
+    for timed in sorted(left, key=lambda timed: (place(timed), timed.candidate.name)):
         if not excluded[timed.candidate.name] & kept:
             kept.add(timed.candidate.name)
     return frozenset(kept)
