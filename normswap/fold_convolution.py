@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import copy
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,11 +11,14 @@ import torch
 from torch import nn
 
 from normswap import modules, reference
+from normswap.fold_through_methods import through_methods
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.mentions import attributes_in, may_be_any
 from normswap.regions.ending import children_behind
-from normswap.regions.foldings import TRANSPOSED
+from normswap.regions.foldings import TRANSPOSED, is_foldable, why_apart
 from normswap.rules import region as region_rule
+from normswap.rules.expression_site import class_forward
 from normswap.sites import classes
 
 
@@ -47,6 +48,27 @@ def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
             elsewhere = not all(_only_there(pair, reading) for reading in found)
             problem = pair.problem or ("one of them is called elsewhere too" if several or elsewhere else "")
             yield name, replace(pair, problem=problem)
+        with classes(read):
+            apart = [*_through_methods(owner, {pair.norm for reading in found for pair in _pairs(owner, reading)})]
+        for pair in apart:
+            several = any(places[id(owner._modules[child])] > 1 for child in (pair.convolution, pair.norm))
+            yield (
+                name,
+                replace(pair, problem=pair.problem or ("one of them is called elsewhere too" if several else "")),
+            )
+
+
+def _through_methods(owner: nn.Module, known: set[str]) -> Iterator[Pair]:
+    """Those whose norm is none of the ``known`` and whose convolution another method calls."""
+    children = [(name, child) for name, child in owner._modules.items() if child is not None and name not in known]
+    norms = {name: child for name, child in children if isinstance(child, tuple(RANKS)) and is_foldable(child)}
+    forward = class_forward(owner)
+    functions = region_rule.methods_of(owner, forward) if forward is not None and norms else {}
+    for convolution, norm in through_methods(owner, functions, norms) if len(functions) > 1 else ():
+        reason = why_apart(owner._modules[convolution], used_once=True)
+        behind = () if type(norms[norm]) in RANKS else children_behind(norms[norm])
+        problem = f"{convolution} {reason}" if reason else "" if behind is not None else f"{norm} is no plain BatchNorm"
+        yield Pair(owner, convolution, norm, problem, behind or ())
 
 
 def _pairs(owner: nn.Module, reading: region_rule.Reading) -> Iterator[Pair]:
@@ -59,42 +81,10 @@ def _pairs(owner: nn.Module, reading: region_rule.Reading) -> Iterator[Pair]:
 def _only_there(pair: Pair, reading: region_rule.Reading) -> bool:
     """Whether a function mentions the two only where the one follows the other."""
     if reading.tree is None:
-        return not {pair.convolution, pair.norm, *_BY_ANY_NAME} & reading.names
-    tree = _Spelled().visit(copy.deepcopy(reading.tree))
-    if _reaches_any_child(tree):
-        return False
+        return not ({pair.convolution, pair.norm} & reading.names or may_be_any(reading.names))
+    named = attributes_in(reading.tree)
     both = sum((region.convolution, region.norm) == (pair.convolution, pair.norm) for region in reading.regions)
-    named = Counter(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return named[pair.convolution] == named[pair.norm] == both
-
-
-_BY_ANY_NAME = frozenset(
-    {"getattr", "_modules", "__dict__", "children", "modules", "named_children", "named_modules", "get_submodule"}
-)
-
-
-class _Spelled(ast.NodeTransformer):
-    """``getattr(owner, "name", None)`` as ``owner.name``."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        match node:
-            case ast.Call(
-                func=ast.Name(id="getattr"),
-                args=[ast.Name() as owner, ast.Constant(value=str() as name), *default],
-                keywords=[],
-            ) if all(isinstance(one, ast.Constant) for one in default):
-                return ast.Attribute(owner, name, ast.Load())
-        return self.generic_visit(node)
-
-
-def _reaches_any_child(tree: ast.FunctionDef) -> bool:
-    """Whether a method may call a child that it does not name: by a name that it computes, or by handing self on."""
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    owner = next(argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args))
-    read = {id(node.value) for node in attributes}
-    handed_on = any(name.id == owner and id(name) not in read for name in names)
-    return handed_on or not _BY_ANY_NAME.isdisjoint([*(n.attr for n in attributes), *(n.id for n in names)])
+    return named is not None and named[pair.convolution] == named[pair.norm] == both
 
 
 def convolution_of(pair: Pair) -> nn.Module:

@@ -82,6 +82,22 @@ def definition(function: types.FunctionType, decorated: bool = False) -> ast.Fun
     return tree
 
 
+def global_named(node: ast.expr, function: types.FunctionType) -> object:
+    """What ``F.relu`` and the like stand for in ``function``: a global, or what a module that is one holds; None for
+    anything else."""
+    path: list[str] = []
+    while isinstance(node, ast.Attribute):
+        path.append(node.attr)
+        node = node.value
+    code = function.__code__
+    if not isinstance(node, ast.Name) or node.id in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+        return None
+    found = function.__globals__.get(node.id)
+    for name in reversed(path):
+        found = getattr(found, name, None) if isinstance(found, types.ModuleType) else None
+    return found
+
+
 def takes_another_argument(forward: types.FunctionType) -> Rejection | None:
     """Why ``forward`` is not one of (self, input)."""
     if _takes_one_argument(forward):

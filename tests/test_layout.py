@@ -56,7 +56,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"notebook", "plan"},
     "again": {"plan", "report"},
     "hints": {"plan", "report"},
-    "fold_convolution": {"reference", "modules", "forwards", "regions", "rules", "sites"},
+    "mentions": set(),
+    "fold_through_methods": {"attributes", "mentions", "regions", "source"},
+    "fold_convolution": {
+        *("reference", "modules", "forwards", "regions", "rules", "sites", "fold_through_methods", "mentions"),
+    },
     "fold": {"plan", "reference", "modules", "forwards", "rules", "sites", "fold_convolution"},
     "timing": {
         "forwards",

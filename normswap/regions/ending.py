@@ -22,7 +22,7 @@ from normswap.ops.dispatch import DTYPES, direct
 from normswap.regions.activations import activation_of
 from normswap.regions.children import OriginalClass, hands_on
 from normswap.regions.spec import Region, qualified
-from normswap.source import definition, takes_another_argument
+from normswap.source import definition, global_named, takes_another_argument
 
 _STATISTICS = ("running_mean", "running_var")
 _TAKES = NORMS["batch_norm"].parameters
@@ -146,9 +146,8 @@ class _Reader:
     """Reads a forward as it goes in eval, where there are running statistics."""
 
     def __init__(self, forward: types.FunctionType) -> None:
-        self.globals = forward.__globals__
+        self.forward = forward
         self.owner, self.x = forward.__code__.co_varnames[:2]
-        self.locals = frozenset((*forward.__code__.co_varnames, *forward.__code__.co_cellvars))
         self.known: dict[str, ast.expr] = {}  # what names hold that the norm is given
         self.value = ""  # the name that holds the norm, or what children made of it
         self.behind: list[str] = []
@@ -168,7 +167,7 @@ class _Reader:
         match node:
             case ast.Expr(value=ast.Constant()) | ast.Pass():
                 return
-            case ast.Expr(value=ast.Call(func=function)) if self._resolved(function) is torch._assert:
+            case ast.Expr(value=ast.Call(func=function)) if global_named(function, self.forward) is torch._assert:
                 return
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name != self.owner:
                 if isinstance(value, ast.Call):
@@ -213,7 +212,7 @@ class _Reader:
             case ast.Call(func=function, args=[ast.Name(id=self.x), *rest], keywords=keywords) if not self.value:
                 given_by_name = {str(keyword.arg): keyword.value for keyword in keywords}
                 taken = dict(zip(_TAKES, rest, strict=False)) | given_by_name
-                if self._resolved(function) is not F.batch_norm or not self._is_the_norm(taken):
+                if global_named(function, self.forward) is not F.batch_norm or not self._is_the_norm(taken):
                     raise _AnotherError
             case _:
                 raise _AnotherError
@@ -267,19 +266,6 @@ class _Reader:
             ) if attribute in _STATISTICS:
                 return isinstance(how, ast.IsNot)
         return None
-
-    def _resolved(self, node: ast.expr) -> object:
-        """The global function that ``F.batch_norm`` and the like are."""
-        path: list[str] = []
-        while isinstance(node, ast.Attribute):
-            path.append(node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name) or node.id in self.locals:
-            return None
-        found = self.globals.get(node.id)
-        for name in reversed(path):
-            found = getattr(found, name, None) if isinstance(found, types.ModuleType) else None
-        return found
 
 
 _PLAIN = (

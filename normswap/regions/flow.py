@@ -28,7 +28,8 @@ Position: TypeAlias = "tuple[int, int, int, int]"
 """Where a node stands in the source file: first line, column, last line, column."""
 
 _OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
-_SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "dir", "super", "__class__"})
+SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "dir", "super", "__class__"})
+"""Names by which a function reaches what it does not name."""
 _NESTED = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp)
 
 
@@ -127,7 +128,7 @@ def read(module: nn.Module, forward: types.FunctionType) -> Flow | Rejection:
     owner = forward.__code__.co_varnames[0]
     if any(node.id == owner and not isinstance(node.ctx, ast.Load) for node in names):
         return Rejection(Reason.NOT_STRAIGHT_LINE, f"forward binds {owner}")
-    if seen := {node.id for node in names} & _SEES_LOCALS:
+    if seen := {node.id for node in names} & SEES_LOCALS:
         return Rejection(Reason.NOT_STRAIGHT_LINE, f"forward names {', '.join(sorted(seen))}")
     functions: dict[str, types.FunctionType] = {}
     if may_be_inlined(tree, forward.__globals__):
