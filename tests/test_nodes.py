@@ -143,14 +143,17 @@ def test_every_gradient_of_group_norm(
         tensor.requires_grad_(bool(asked >> i & 1))
     x, weight, bias, residual = given
     activation = Activation(name)
-    op = torch.ops.normswap.group_norm_or_none.default
-    out = op(x, 4, weight, bias, 1e-5, activation.code, 0.0, 0.0, residual, False)
-    expected = activation(F.group_norm(x, 4, weight, bias) + residual)
-    wanted, dy = [t for t in given if t.requires_grad], torch.randn(2, 8, 3, 3)
-    for create in (False, True):
-        pairs = (torch.autograd.grad(y, wanted, dy, retain_graph=True, create_graph=create) for y in (out, expected))
-        for ours, theirs in zip(*pairs, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    op, dy = torch.ops.normswap.group_norm_or_none.default, torch.randn(2, 8, 3, 3)
+    for b in (bias, None):
+        out = op(x, 4, weight, b, 1e-5, activation.code, 0.0, 0.0, residual, False)
+        expected = activation(F.group_norm(x, 4, weight, b) + residual)
+        wanted = [t for t in (x, weight, b, residual) if t is not None and t.requires_grad]
+        for create in (False, True):
+            pairs = (
+                torch.autograd.grad(y, wanted, dy, retain_graph=True, create_graph=create) for y in (out, expected)
+            )
+            for ours, theirs in zip(*pairs, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("training", (True, False))

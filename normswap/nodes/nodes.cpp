@@ -116,7 +116,8 @@ variable_list of_channels(Kind kind, const variable_list& grads, const variable_
   static const OperatorHandle groups = native("group_norm_backward_or_none"), batch = native("batch_norm_backward");
   Tensor grad = grads[0];
   const Tensor& input = saved[kInput];
-  const IValue bias = optional(saved[saved[kBias].defined() ? kBias : kWeight]);  // of one dtype: see needs
+  const bool kept = saved[kBias].defined() || n[kActivation] != 0;  // else the weight, of one dtype with it: see needs
+  const IValue bias = optional(saved[kept ? kBias : kWeight]);
   Stack stack;
   if (kind == kBatchNorm) {
     if (grad.strides() != input.strides()) grad = at::empty_like(input, grad.scalar_type()).copy_(grad);
