@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import normswap
 from normswap import ops
 from normswap.ops import dispatch
 
@@ -86,3 +87,43 @@ def test_along_another_dim_than_the_last_the_formula_stands(monkeypatch: pytest.
     ops.l1_norm(torch.randn(4, 6, 5), 1)
     assert asked == [1]
     assert ops.l1_norm(torch.tensor(-2.0)).item() == -1.0
+
+
+class ByHand(nn.Module):
+    """An RMSNorm as Llama's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * x.to(dtype)
+
+
+def operations(model: nn.Module, x: Tensor) -> list[str]:
+    """What torch.compile is given of a run without gradients, in one graph."""
+    found: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
+    (one,) = found
+    return one
+
+
+def test_of_a_norm_by_hand_its_own_statements_are_compiled() -> None:
+    """Another formula of the same norm is not fused alike."""
+    model, x = ByHand(8).to(torch.bfloat16), torch.randn(3, 8, dtype=torch.bfloat16)
+    swapped = normswap.optimize(model, x, validate="off")
+    assert normswap.modules.site_match(swapped) is not None
+    assert operations(swapped, x) == operations(model, x)
+    long = torch.randn(2, dispatch.LONG_ROW, dtype=torch.bfloat16)
+    wide = normswap.optimize(ByHand(dispatch.LONG_ROW).to(torch.bfloat16), long, validate="off")
+    assert any("rms_norm" in name for name in operations(wide, long))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.forwards.replaced import Replaced, code_of
-from normswap.ops.dispatch import in_memory_order
+from normswap.ops.dispatch import compiler_fuses, in_memory_order
 
 _Forward = Callable[..., Tensor]
 
@@ -127,9 +127,10 @@ class _Site:
         return value if type(value) in (float, int) else None
 
     def serves(self, x: Tensor, weight: Any) -> bool:
-        """True when the op does what the original does with these tensors; the verdict is kept for tensors alike."""
+        """True when the op does what the original does with these tensors; the verdict is kept for tensors alike. What
+        torch.compile fuses are the original's own statements."""
         if torch.compiler.is_compiling():
-            return self._serves(x, weight)
+            return self._serves(x, weight) and not compiler_fuses(x, weight, elements=x.shape[self.dim])
         of_weight = (type(weight),) if type(weight) not in _PLAIN else (weight.dtype, weight.shape, weight.device)
         key = type(x), x.dtype, x.shape, x.stride(), x.device, *of_weight
         known = self.verdicts.get(key)
