@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mutate
+import mutations
 import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SOURCE = '''
 def small(x, items):
@@ -21,7 +25,7 @@ def small(x, items):
 def found() -> dict[str, list[str]]:
     """What becomes of each condition of SOURCE."""
     by_old: dict[str, list[str]] = {}
-    for one in mutate.mutations("small.py", SOURCE):
+    for one in mutations.mutations("small.py", SOURCE):
         by_old.setdefault(one.old, []).append(one.new)
     return by_old
 
@@ -39,23 +43,23 @@ def test_each_condition_is_dropped_or_weakened() -> None:
 
 
 def test_what_stands_around_a_condition_stays() -> None:
-    for one in mutate.mutations("small.py", SOURCE):
+    for one in mutations.mutations("small.py", SOURCE):
         text = one.applied(SOURCE.encode()).decode()
         assert any(text == SOURCE[:at] + one.new + SOURCE[at + len(one.old) :] for at in range(len(SOURCE))), one
         compile(text, "small.py", "exec")
         assert text.splitlines()[one.line - 1] != SOURCE.splitlines()[one.line - 1]
     with pytest.raises(ValueError, match="has changed"):
-        mutate.mutations("small.py", SOURCE)[0].applied(b"another text that is long enough " * 9)
+        mutations.mutations("small.py", SOURCE)[0].applied(b"another text that is long enough " * 9)
 
 
 def test_what_changes_nothing_is_there_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = dict(mutate.EQUIVALENT)
-    monkeypatch.setattr(mutate, "EQUIVALENT", {})
+    known = dict(mutations.EQUIVALENT)
+    monkeypatch.setattr(mutations, "EQUIVALENT", {})
     for path, old, new in known:
-        source = (mutate.ROOT / "normswap" / path).read_text()
-        made = [(" ".join(one.old.split()), one.new) for one in mutate.mutations(f"normswap/{path}", source)]
+        source = (ROOT / "normswap" / path).read_text()
+        made = [(" ".join(one.old.split()), one.new) for one in mutations.mutations(f"normswap/{path}", source)]
         assert (old, new) in made, (path, old)
-    monkeypatch.setattr(mutate, "EQUIVALENT", {("small.py", "x", "(True)"): "why"})
+    monkeypatch.setattr(mutations, "EQUIVALENT", {("small.py", "x", "(True)"): "why"})
     assert found()["x"] == ["(False)"]
 
 
@@ -97,33 +101,36 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_condition_that_no_test_asks_for_survives(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mutations = [one for one in mutate.mutations("normswap/rules.py", RULES) if one.new != "(True)"]
-    reached = mutate.reached(["tests"], project / "build", project)
-    assert "left out, failing without any mutation: tests/test_rules.py::test_of_this_place_only" in (
-        capsys.readouterr().err
-    )
-    assert set(reached.seconds) == {
-        f"tests/test_rules.py::test_{name}" for name in ("hooks", "wide", "of_this_place_only")
-    }
-    fates = {one["mutation"]: one for one in mutate.try_all(mutations, reached, 60.0, 2, project)}
-    assert {name.partition(": ")[2]: one["fate"] for name, one in fates.items()} == {
-        "x > 10  ->  (False)": "killed",
-        "x > 10  ->  (x >= 10)": "survived",
-        "hooks  ->  (False)": "killed",
-        "x is None  ->  (False)": "survived",
-    }
+def mutated(project: Path) -> subprocess.CompletedProcess[str]:
+    code = "import mutate, pathlib, sys; mutate.LOADED = (); mutate.main(pathlib.Path(sys.argv.pop(1)))"
+    command = [sys.executable, "-c", code, str(project), "rules.py", "--jobs", "2"]
+    return subprocess.run(command, cwd=ROOT / "scripts", text=True, capture_output=True, check=False)
+
+
+def test_a_condition_that_no_test_asks_for_survives(project: Path) -> None:
+    done = mutated(project)
+    assert done.returncode == 1, done.stderr
+    assert "left out, failing without any mutation: tests/test_rules.py::test_of_this_place_only" in done.stderr
+    *tried, greater, none, count = done.stdout.splitlines()
+    assert greater == "survived  normswap/rules.py:3: x > 10  ->  (x >= 10)  (1 of 1 tests)"
+    assert none == "survived  normswap/rules.py:9: x is None  ->  (False)  (1 of 1 tests)"
+    assert count == "5 of 7 killed" and len(tried) == 7
+    killed = next(line for line in tried if "-> (False)" in " ".join(line.split()) and "hooks" in line)
+    assert killed.startswith("killed") and "FAILED tests/test_rules.py::test_hooks" in killed
     assert (project / "normswap/rules.py").read_text() == RULES
-    told = mutate.summary(list(fates.values()))
-    assert told.endswith("2 of 4 killed") and "survived  normswap/rules.py:9: x is None  ->  (False)" in told
-    killed = next(one for one in fates.values() if one["fate"] == "killed")
-    assert "test_rules.py::test_" in killed["by"] and killed["tests"] == killed["of"] == 1
+    again = mutated(project)
+    assert sorted(again.stdout.splitlines()) == sorted(done.stdout.splitlines()) and again.stderr == ""
+
+
+def test_a_run_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    assert mutate.forked(tmp_path, lambda: 3) == (3, "")
+    assert mutate.forked(tmp_path, lambda: time.sleep(600) or 0, 0.2) == (None, "")  # type: ignore[func-returns-value]
 
 
 def test_the_real_files_are_all_mutated() -> None:
     listed = subprocess.run(
         [sys.executable, "scripts/mutate.py", "--list", "--sample", "30", "--seed", "1"],
-        cwd=mutate.ROOT,
+        cwd=ROOT,
         text=True,
         capture_output=True,
         check=True,
@@ -131,7 +138,7 @@ def test_the_real_files_are_all_mutated() -> None:
     assert (
         len(listed) == 31 and listed[-1] == "30 mutations" and all(line.startswith("normswap/") for line in listed[:-1])
     )
-    for path in mutate.files([]):
-        assert path.startswith("normswap/") and (mutate.ROOT / path).is_file()
+    for path in mutations.files([], ROOT):
+        assert path.startswith("normswap/") and (ROOT / path).is_file()
     with pytest.raises(SystemExit, match="no such file in normswap/: nothing.py"):
-        mutate.files(["nothing.py"])
+        mutations.files(["nothing.py"], ROOT)

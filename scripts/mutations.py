@@ -1,0 +1,129 @@
+"""Weaker and missing conditions of normswap's files, as changes of their text, and those that change nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+WHERE = (
+    *("rules", "forwards", "regions", "kinds", "timing"),
+    *("source.py", "attributes.py", "walk.py", "sites.py", "modules.py", "norms.py", "apply.py", "rollback.py"),
+    *("validate.py", "compare.py", "criterion.py", "bounds.py", "verdict.py", "lifted.py", "whole.py"),
+    *("fold.py", "fold_convolution.py"),
+)
+"""The files of normswap/ whose conditions decide what is swapped and what is believed; those of them that are there."""
+WEAKER = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "compare.py",
+        "not dims or size * sample <= SLICE_ELEMENTS",
+        "(not dims)",
+    ): "what fits is one piece, cut out whole",
+    ("compare.py", "worst.problem", "(False)"): "the first problem stays: the rest is only compared for nothing",
+    (
+        "kinds/batch_norm.py",
+        "site.running_mean is None and site.running_var is None",
+        "(site.running_mean is None)",
+    ): "in eval PyTorch raises for a BatchNorm that has one of them alone",
+    (
+        "regions/patterns.py",
+        "isinstance(statement, ast.Assign) and statement.value is op.node",
+        "(isinstance(statement, ast.Assign))",
+    ): "used twice is only what has a name, and a flow gives one to what is assigned as it is",
+    (
+        "regions/spelling.py",
+        '"norm" in name and "p" in bound and name != "normalize"',
+        "('p' in bound and name != 'normalize')",
+    ): "only norms have a p",
+}
+"""Mutations that change nothing that can be seen, and why: (file of normswap/, old, new). They are not tried."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``old``, at these offsets of the file's bytes, becomes ``new``."""
+
+    path: str
+    line: int
+    start: int
+    end: int
+    old: str
+    new: str
+
+    def applied(self, source: bytes) -> bytes:
+        """The file's text with it. Raises ValueError if that is no longer what was read."""
+        if source[self.start : self.end] != self.old.encode():
+            raise ValueError(f"{self.path} has changed since its conditions were read; start again")
+        return source[: self.start] + self.new.encode() + source[self.end :]
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {' '.join(self.old.split())}  ->  {' '.join(self.new.split())}"
+
+
+def mutations(path: str, source: str) -> list[Mutation]:
+    """Every weaker or missing condition of a file, in its order, each once."""
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found: dict[tuple[int, int, str], Mutation] = {}
+    for node, new in _weakened(ast.parse(source)):
+        start = starts[node.lineno - 1] + node.col_offset
+        end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        old = source.encode()[start:end].decode()
+        if (path.removeprefix("normswap/"), " ".join(old.split()), new) not in EQUIVALENT:
+            found.setdefault((start, end, new), Mutation(path, node.lineno, start, end, old, new))
+    return [found[key] for key in sorted(found)]
+
+
+def _weakened(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Expressions, and what stands in the place of each."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            yield node.test, "(False)"
+            if not isinstance(node, ast.While):
+                yield node.test, "(True)"
+        elif isinstance(node, ast.comprehension):
+            yield from ((condition, "(True)") for condition in node.ifs)
+        elif isinstance(node, ast.BoolOp):
+            for left_out in range(len(node.values)):
+                rest = [value for index, value in enumerate(node.values) if index != left_out]
+                kept = rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
+                yield node, f"({ast.unparse(kept)})"
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield node, f"({ast.unparse(node.operand)})"
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in WEAKER:
+            left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
+            yield node, f"({left} {WEAKER[type(node.ops[0])]} {right})"
+        elif isinstance(node, ast.Return) and node.value is not None and _is_truth(node.value):
+            yield node.value, "(True)"
+            yield node.value, "(False)"
+
+
+def _is_truth(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in ("all", "any", "bool", "isinstance")
+    return isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
+
+
+def files(names: Sequence[str], root: Path) -> list[str]:
+    """The files of normswap/ that are meant, as paths from the root."""
+    chosen: list[Path] = []
+    for name in names or [name for name in WHERE if (root / "normswap" / name).exists()]:
+        path = root / "normswap" / name.removeprefix("normswap/")
+        found = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        if not found or not found[0].is_file():
+            raise SystemExit(f"no such file in normswap/: {name}")
+        chosen += found
+    return [path.relative_to(root).as_posix() for path in chosen]
+
+
+def functions(source: str) -> dict[int, str]:
+    """By line inside a function: its name, behind those around it. Other lines run at import."""
+    around: dict[int, str] = {}
+    for node in ast.walk(ast.parse(source)):  # outer ones come first
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = range(node.lineno, (node.end_lineno or 0) + 1)
+            around |= {line: f"{around.get(line, '')}.{node.name}" for line in lines}
+    return around
