@@ -259,7 +259,7 @@ def main(root: Path = ROOT) -> None:
     parser.add_argument("--sample", type=int, help="so many mutations, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests that a mutant is tried on")
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds of tests that a mutant is tried on")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="the test files that are run (default: all)")
     parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
     arguments = parser.parse_args()

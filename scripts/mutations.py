@@ -28,6 +28,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "(site.running_mean is None)",
     ): "in eval PyTorch raises for a BatchNorm that has one of them alone",
     (
+        "kinds/l1_norm.py",
+        "{*map(type, given[1:])} <= {int, float, str, type(None)}",
+        "({*map(type, given[1:])} < {int, float, str, type(None)})",
+    ): "two values are of two types at most",
+    (
         "regions/patterns.py",
         "isinstance(statement, ast.Assign) and statement.value is op.node",
         "(isinstance(statement, ast.Assign))",

@@ -155,3 +155,15 @@ def test_a_class_that_was_written_anew(calls: list[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(NormAct, "forward", models.Doubled.forward)
     with torch.no_grad():
         assert torch.equal(fast(x), model(x)) and not calls
+
+
+@pytest.mark.parametrize("planned", (False, True))
+def test_another_batch_norm_that_was_there_when_it_was_swapped(
+    planned: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = drawn(lambda: nn.Sequential(NormAct())), torch.randn(IMAGE)
+    plan = normswap.plan(model)
+    monkeypatch.setattr(F, "batch_norm", lambda x, *rest: x * 0.5)
+    fast = normswap.apply(model, plan if planned else normswap.plan(model))
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x)) and not calls

@@ -9,12 +9,13 @@ from normswap import ops
 from normswap.criterion import Magnitudes
 from normswap.kinds.kind import Kind
 from normswap.kinds.l2_norm import euclidean
+from normswap.ops.dispatch import autocasts
 
 FORMULA = "x / norm(x)"
 
 
 def call(x: Tensor) -> Tensor | None:
-    serves = x.dim() > 0 and (x.dtype is torch.float32 or not torch.is_autocast_enabled(x.device.type))
+    serves = x.dim() > 0 and (x.dtype is torch.float32 or not autocasts(x))
     return ops.frobenius_norm(x) if serves else None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from normswap.forwards.subclass import subclass_forward
 from normswap.kinds.norm import Norm
 from normswap.kinds.operands import is_alike
 from normswap.norms import GroupNorm
-from normswap.ops.dispatch import DTYPES, PLAIN
+from normswap.ops.dispatch import DTYPES, PLAIN, autocasts
 
 
 def arguments(norm: Any, x: Tensor) -> tuple[Any, ...]:
@@ -35,7 +34,7 @@ def fused(
 def adds_to_float32(x: Tensor, behind: Any) -> bool:
     """Whether the norm of ``x``, which autocast makes float32, is added to something of its shape and no wider."""
     return (
-        torch.is_autocast_enabled(x.device.type)
+        autocasts(x)
         and type(behind) in PLAIN
         and behind.shape == x.shape
         and behind.device == x.device

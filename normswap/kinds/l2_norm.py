@@ -11,6 +11,7 @@ from normswap import ops
 from normswap.bounds import ulp_where_rounded
 from normswap.criterion import Magnitudes
 from normswap.kinds.kind import Kind, are_numbers, is_along, shape_along
+from normswap.ops.dispatch import autocasts
 
 FORMULA = """
 n = norm(x, 2, dim, keepdim=True)
@@ -19,7 +20,7 @@ x / n | x / clamp(n, eps) | normalize(x, 2.0, dim, eps)
 
 
 def call(x: Tensor, dim: Any, eps: Any) -> Tensor | None:
-    rounds = x.dtype is torch.float32 or not torch.is_autocast_enabled(x.device.type)
+    rounds = x.dtype is torch.float32 or not autocasts(x)
     serves = is_along(x, dim) and are_numbers(eps) and (eps or 0.0) >= 0.0 and rounds
     return ops.l2_norm(x, dim, eps or 0.0) if serves else None
 

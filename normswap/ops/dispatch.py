@@ -92,14 +92,17 @@ def direct_op(name: str) -> Callable[..., Any] | None:
     return _direct.get(name)
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on where ``x`` is. What torch offers raises for a device that has none, such as meta."""
+    kind = x.device.type
+    return any_autocast() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def lowered_to(x: Tensor) -> torch.dtype | None:
     """The 16-bit dtype that autocast casts ``x``, or its norm, to before a product; None where it does not."""
-    if not any_autocast() or x.dtype is torch.float64:
+    if not autocasts(x) or x.dtype is torch.float64:
         return None
-    kind = "cuda" if x.is_cuda else x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return None
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(x.device.type)
     return dtype if dtype in (torch.float16, torch.bfloat16) else None
 
 

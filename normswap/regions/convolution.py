@@ -14,7 +14,7 @@ from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_bare, is_plain
 from normswap.forwards.replaced import Replaced, code_of
-from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, direct_op, lowered_to
+from normswap.ops.dispatch import DTYPES, PLAIN, autocasts, direct_op, lowered_to
 from normswap.regions.activations import activation_of
 from normswap.regions.children import OriginalClass, child_at
 from normswap.regions.ending import Ending
@@ -229,7 +229,7 @@ class Convolved:
 
 def _dtype_of(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """The dtype in which PyTorch convolves the two; None where it does not, or by ways that are not followed."""
-    if any_autocast() and torch.is_autocast_enabled(x.device.type):
+    if autocasts(x):
         return lowered_to(x) if x.dtype in DTYPES and weight.dtype in DTYPES else None
     return x.dtype if x.dtype is weight.dtype else None
 

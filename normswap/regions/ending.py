@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normswap.activation import NONE
@@ -25,7 +24,7 @@ from normswap.regions.spec import Region, qualified
 from normswap.source import definition, global_named, takes_another_argument
 
 _STATISTICS = ("running_mean", "running_var")
-_TAKES = NORMS["batch_norm"].parameters
+_TAKES, _BATCH_NORM = NORMS["batch_norm"].parameters, NORMS["batch_norm"].function
 
 
 def children_behind(norm: nn.Module) -> tuple[str, ...] | None:
@@ -99,7 +98,7 @@ class Short:
         self.passes, self.last = names[:-1], names[-1] if names else ""
         self.ranks = next((ranks for known, ranks in RANKS.items() if issubclass(cls, known)), ())
         self.callees, self.called = callees, callees()
-        self.known = is_behind(cls, behind) and F.batch_norm in self.called
+        self.known = is_behind(cls, behind) and _BATCH_NORM in self.called
 
     def __call__(self, norm: Any, x: Any) -> Tensor | None:
         own = norm.__dict__
@@ -212,7 +211,7 @@ class _Reader:
             case ast.Call(func=function, args=[ast.Name(id=self.x), *rest], keywords=keywords) if not self.value:
                 given_by_name = {str(keyword.arg): keyword.value for keyword in keywords}
                 taken = dict(zip(_TAKES, rest, strict=False)) | given_by_name
-                if global_named(function, self.forward) is not F.batch_norm or not self._is_the_norm(taken):
+                if global_named(function, self.forward) is not _BATCH_NORM or not self._is_the_norm(taken):
                     raise _AnotherError
             case _:
                 raise _AnotherError

@@ -68,7 +68,7 @@ class Fused:
         region = compiled.region
         self.unpack, self.region = compiled.unpack, region
         self.shared, self.passes = region.shared, region.passes
-        self.child = region.norm if region.type else ""
+        self.child = region.norm
         self.activation = region.literal_activation()
         self.sums, self.behind, self.scaled = region.has("sum"), region.has("residual"), region.has("gain")
         self.acting = region.activation if isinstance(region.activation, str) else ""

@@ -258,9 +258,9 @@ def _with_sum(found: _Found, taken: set[int]) -> _Found | None:
         return None
     if any(does == "permute back" for does, _, _ in found.steps):
         return replace(found, ops=[before, *found.ops], steps=[("permute", before, 0), *found.steps])
-    met, inner = before, _viewed(before)
-    view = [] if inner is None or id(inner) in taken else [met]
-    before = inner if view and inner is not None else met
+    met, inner, view = before, _viewed(before), list[Op]()
+    if inner is not None and id(inner) not in taken:
+        before, view = inner, [met]
     operands = [arg for arg in before.args if not isinstance(arg, Constant)]
     if found.kind not in ROWS or before.target not in ADDS or len(before.args) != 2 or before.keywords:
         return None

@@ -96,7 +96,7 @@ class _Renamer(ast.NodeTransformer):
 def placed(node: Any, where: ast.AST) -> Any:
     """``node``, its parts that have no place yet at that of ``where``."""
     for part in ast.walk(node):
-        if "lineno" in part._attributes and "lineno" not in vars(part):
+        if "lineno" not in vars(part):
             ast.copy_location(part, where)
     return node
 

@@ -1,0 +1,153 @@
+"""What else only a condition of its own decides: each test here fails when one is dropped or weakened."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from casts_models import made
+from models import randomised
+from region_checks import IMAGES, ROWS, Parts, swap
+from torch import Tensor, nn
+
+import normswap
+from normswap import modules
+from normswap.plan import Reason
+
+# --- what is spoken of ------------------------------------------------------------------------------------------------
+
+
+def without_source(body: str) -> nn.Module:
+    """A module whose forward stands in no file."""
+    found: dict[str, Any] = {"torch": torch}
+    exec(f"def forward(self, x):\n    return {body}", found)
+    return type("Unread", (nn.Module,), {"forward": found["forward"]})()
+
+
+@pytest.mark.parametrize(
+    ("body", "spoken"),
+    [
+        ("x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)", True),
+        ("x * torch.rsqrt(x.abs().mean(-1, keepdim=True) + 1e-6)", False),
+        ("x * x.pow(2).mean(-1, keepdim=True)", False),
+    ],
+)
+def test_an_rms_norm_by_hand_without_a_source_is_spoken_of(body: str, spoken: bool) -> None:
+    refused = normswap.plan(nn.Sequential(without_source(body))).refused
+    assert (("rms_norm", Reason.SOURCE) in [(r.refusal.kind, r.refusal.reason) for r in refused]) == spoken
+
+
+class Builtin(nn.Module):
+    forward = torch.neg  # type: ignore[assignment]
+
+
+def test_a_child_whose_forward_is_no_python_function_stands_between() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), Builtin(), nn.BatchNorm1d(4))
+    assert [swap.match.kind for swap in normswap.plan(model).swaps] == ["batch_norm"]
+
+
+class Half(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def test_only_a_linear_itself_is_taken_over() -> None:
+    with pytest.raises(TypeError, match="got Half and BatchNorm1d"):
+        modules.LinearScaleBatchNorm.from_torch(Half(3, 4), torch.ones(4), nn.BatchNorm1d(4))
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def test_layers_of_rows_are_not_compared_on_images() -> None:
+    """A Linear's output of three dims, whose second are the BatchNorm's channels, runs the original."""
+    model = randomised(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12))).eval()
+    report = normswap.report(normswap.optimize(model, torch.randn(5, 12, 12), validate="grad", min_speedup=None))
+    assert {row["inputs"] for row in report.rows} == {"synthesised"}
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_a_sum_that_is_rounded_is_normalised_as_rounded(dtype: torch.dtype) -> None:
+    """Between numbers of 1000 in bfloat16 lie steps of 4."""
+    model = randomised(Sum()).to(dtype).eval()
+    x, y = (torch.randn(ROWS) + 1000).to(dtype), torch.randn(ROWS).to(dtype)
+    report = normswap.report(normswap.optimize(model, (x, y), min_speedup=None))
+    assert "" in report.swapped
+    assert all(row["eager_error_share"] < 1 and row["detail"] == "" for row in report.rows)
+
+
+# --- what a call goes by ----------------------------------------------------------------------------------------------
+
+
+class Sum(Parts):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.norm(x + y)
+
+
+class Unit(Parts):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)
+
+
+class Whole(Parts):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x / torch.linalg.norm(x)
+
+
+class Convolved(Parts):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)))
+
+
+class Residual(Parts):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.relu(self.gn(x) + y)
+
+
+@pytest.mark.parametrize("autocast", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("cls", (Sum, Unit, Whole, Convolved, Residual))
+def test_a_meta_tensor_that_knows_no_autocast(cls: type[nn.Module], dtype: torch.dtype, autocast: bool) -> None:
+    model = cls().to(dtype).eval()
+    swapped, x = swap(model).to("meta"), torch.empty(ROWS if cls is Sum else IMAGES, dtype=dtype, device="meta")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
+        ours, theirs = swapped(x, x), model.to("meta")(x, x)
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+
+
+@pytest.mark.parametrize("later", (False, True))
+def test_what_autocast_would_round_on_a_device_without_it(later: bool) -> None:
+    model, x = made("block")
+    with torch.autocast("cpu", torch.bfloat16):
+        swapped = swap(model).to("meta")
+    with torch.autocast("cpu", torch.bfloat16, enabled=later):
+        assert swapped(x.to("meta")).dtype is model.to("meta")(x.to("meta")).dtype
+
+
+class Adaptive(Parts):
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return self.norm(x) * (1 + scale) + shift
+
+
+class AdaptiveRoot(Parts):
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return self.rms(x) * (1 + scale) + shift
+
+
+@pytest.mark.parametrize(("cls", "kind"), ((Adaptive, "layer_norm"), (AdaptiveRoot, "rms_norm")))
+def test_a_scale_of_another_dtype_is_left_to_pytorch(
+    cls: type[nn.Module], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product is of the wider dtype."""
+    asked: list[torch.dtype] = []
+    file: Any = importlib.import_module(f"normswap.kinds.{kind}")
+    monkeypatch.setattr(file, f"{kind}_directly", lambda x, *given: asked.append(x.dtype))
+    model = randomised(cls()).bfloat16()
+    swapped, x, one = swap(model), torch.randn(ROWS).bfloat16(), torch.randn(2, 1, ROWS[-1])
+    for scale, shift, count in ((one, one, 0), (one.bfloat16(), one, 0), (one.bfloat16(), one.bfloat16(), 1)):
+        ours, theirs = swapped(x, scale, shift), model(x, scale, shift)
+        assert len(asked) == count and ours.dtype is theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)  # ours rounds once
