@@ -1,6 +1,7 @@
 """What folding for deployment gains on a CPU: milliseconds of a forward at batch 1, the two models taking turns, and
-the share of it that batch_norm takes; by the wall's clock, or with --processor in the time of the processors, which
-others who use the machine do not lengthen as much.
+the share of it that batch_norm takes; for a contiguous one also the folded one laid out as channels_last, weights and
+input. By the wall's clock, or with --processor in the time of the processors, which others who use the machine do not
+lengthen as much.
 
 python scripts/fold_times.py [--threads N] [--rounds N] [--processor]
 """
@@ -8,6 +9,7 @@ python scripts/fold_times.py [--threads N] [--rounds N] [--processor]
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 import warnings
 from collections.abc import Callable
@@ -33,6 +35,7 @@ def mobile(width: int = 32, blocks: int = 8) -> nn.Module:
     return nn.Sequential(*children)
 
 
+LAST = torch.channels_last
 MODELS: dict[str, Callable[[], nn.Module]] = {"resnet50": resnet50, "mobile": mobile}
 
 
@@ -56,7 +59,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     clock = Processor() if given.processor else Host()
     for name, make in MODELS.items():
-        for layout in (torch.contiguous_format, torch.channels_last):
+        for layout in (torch.contiguous_format, LAST):
             torch.manual_seed(0)
             model = make().eval().to(memory_format=layout)
             x = torch.randn(1, 3, 224, 224).contiguous(memory_format=layout)
@@ -76,11 +79,14 @@ def compared(model: nn.Module, x: Tensor, rounds: int, clock: Host) -> str:
         warnings.simplefilter("error")
         folded = normswap.fold(model)
         error = float((folded(x) - model(x)).abs().max() / model(x).abs().max())
-        before, after = medians_us([lambda: model(x), lambda: folded(x)], clock, rounds)
+        last, given = copy.deepcopy(folded).to(memory_format=LAST), x.contiguous(memory_format=LAST)
+        calls = [lambda: model(x), lambda: folded(x), *([lambda: last(given)] if given is not x else [])]
+        before, after, *more = medians_us(calls, clock, rounds)
         share = share_of_norms(model, x)
+    laid_out = "".join(f" ({before / us:.2f}x as channels_last)" for us in more)
     return (
         f"{norms(model)} -> {norms(folded)} BatchNorms, {before / 1e3:.1f} -> {after / 1e3:.1f} ms, "
-        f"{before / after:.2f}x, {share:.0%} in batch_norm, largest difference {error:.1e}"
+        f"{before / after:.2f}x{laid_out}, {share:.0%} in batch_norm, largest difference {error:.1e}"
     )
 
 
