@@ -42,7 +42,7 @@ def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
     for name, owner in model.named_modules():
         read = [(one, _original(one)) for one in (owner, *owner.children())]
         with classes(read):  # what was swapped is read as it was
-            found = [*region_rule.readings(owner, lambda child: None)]
+            found = [*region_rule.readings(owner, lambda child: None, baked=True)]
         for pair in dict.fromkeys(pair for reading in found for pair in _pairs(owner, reading)):
             several = any(places[id(owner._modules[child])] > 1 for child in (pair.convolution, pair.norm) if child)
             elsewhere = not all(_only_there(pair, reading) for reading in found)
@@ -65,7 +65,7 @@ def _through_methods(owner: nn.Module, known: set[str]) -> Iterator[Pair]:
     forward = class_forward(owner)
     functions = region_rule.methods_of(owner, forward) if forward is not None and norms else {}
     for convolution, norm in through_methods(owner, functions, norms) if len(functions) > 1 else ():
-        reason = why_apart(owner._modules[convolution], used_once=True)
+        reason = why_apart(owner._modules[convolution], used_once=True, padded=True)
         behind = () if type(norms[norm]) in RANKS else children_behind(norms[norm])
         problem = f"{convolution} {reason}" if reason else "" if behind is not None else f"{norm} is no plain BatchNorm"
         yield Pair(owner, convolution, norm, problem, behind or ())

@@ -93,7 +93,7 @@ class Parts(nn.Module):
             nn.ReLU(),
             nn.Identity(),
         )
-        self.silu = nn.SiLU()
+        self.silu, self.up = nn.SiLU(), nn.ConvTranspose2d(8, 8, 2, stride=2)
         self.precise, self.later, self.by_hand = Precise(), PreciseLater(), PreciseByHand()
 
 
@@ -120,6 +120,10 @@ def bottleneck(self: Any, x: Tensor) -> Tensor:
 
 def smooth(self: Any, x: Tensor) -> Tensor:
     return self.conv(self.silu(self.gn(x)))
+
+
+def upwards(self: Any, x: Tensor) -> Tensor:
+    return self.up(self.silu(self.gn(x)))
 
 
 def over_channels(self: Any, x: Tensor) -> Tensor:
@@ -161,6 +165,7 @@ FEEDING: dict[str, tuple[Forward, tuple[int, ...], list[tuple[str, ...]]]] = {
     "block": (block, ROWS, [("attn",), ("mlp",)]),
     "bottleneck": (bottleneck, IMAGES, [("aa", "conv2"), ()]),
     "smooth": (smooth, IMAGES, [("conv",)]),
+    "upwards": (upwards, IMAGES, [("up",)]),
     "over_channels": (over_channels, IMAGES, [("conv",)]),
     "read_twice": (read_twice, ROWS, []),
     "skipped": (skipped, ROWS, []),

@@ -12,9 +12,10 @@ from torch import nn
 
 from normswap.attributes import Rejection
 from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.regions.foldings import CONVOLUTIONS
 from normswap.source import definition
 
-_LOWERED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LOWERED = (nn.Linear, *CONVOLUTIONS)
 _HARMLESS = frozenset({"shape", "ndim", "device", "is_cuda"})
 _HARMLESS_CALLS = frozenset({"size", "dim", "numel"})
 _SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "super"})

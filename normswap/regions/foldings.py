@@ -26,17 +26,18 @@ def is_foldable(norm: Any) -> bool:
     return not norm.training and norm.running_mean is not None and norm.running_var is not None
 
 
-def why_apart(child: nn.Module | None, used_once: bool) -> str:
-    """Why a norm is not folded into the convolution ``child`` before it, "" where it can be."""
+def why_apart(child: nn.Module | None, used_once: bool, padded: bool = False) -> str:
+    """Why a norm is not folded into the convolution ``child`` before it, "" where it can be; ``padded``: also into one
+    that pads in its own way."""
     cls = type(child)
     if cls not in CONVOLUTIONS:
         return f"is a {cls.__module__}.{cls.__qualname__}"
     if not is_plain(child, cls):
         return "carries hooks, or a forward of its own"
     assert isinstance(child, _ConvNd)
-    if child.padding_mode != "zeros":
+    if child.padding_mode != "zeros" and not padded:
         return f"pads by its mode {child.padding_mode!r}"
-    if isinstance(child.padding, str):
+    if isinstance(child.padding, str) and not padded:
         return f"pads by {child.padding!r}"
     return "" if used_once else "has an output that is used elsewhere too"
 

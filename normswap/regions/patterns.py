@@ -64,9 +64,10 @@ class _Found:
         return self.ops[-1]
 
 
-def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
+def regions_of(module: nn.Module, flow: Flow, norm_of: Any, baked: bool = False) -> Iterator[Region]:
     """Every region of ``flow``, a reading of the forward of ``module``, none within another. ``norm_of(child)`` is the
-    Match of a child that is a norm, else None."""
+    Match of a child that is a norm, else None. ``baked``: as ``normswap.fold`` takes them, with convolutions that pad
+    in their own way, and norms alone that are apart from theirs."""
     taken, made = set[int](), list[_Found]()
     yield from _expressions(module, flow, norm_of, taken)
     for op in flow.ops:
@@ -77,9 +78,10 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any) -> Iterator[Region]:
         while found.steps[-1][0] == "pass":  # nothing behind it: a dropout that is on need not stop the rest
             found.ops.pop(), found.steps.pop(), found.passes.pop()
         found.feeds = _fed(module, found)
-        before = _with_convolution(module, found, taken) if found.kind == "batch_norm" else _with_sum(found, taken)
+        by_batch = found.kind == "batch_norm"
+        before = _with_convolution(module, found, taken, baked) if by_batch else _with_sum(found, taken)
         for one in filter(None, (before, found)):
-            alone = len(one.ops) == 1 and (one.type or one.kind == "batch_norm") and not one.feeds
+            alone = len(one.ops) == 1 and (one.type or by_batch) and not one.feeds and not (baked and one.apart)
             if not alone and _stands(module, flow, one, norm_of):
                 taken.update(map(id, one.ops))
                 made.append(one)
@@ -235,7 +237,7 @@ def _take(found: _Found, does: str, op: Op, operand: int) -> bool:
     return True
 
 
-def _with_convolution(module: nn.Module, found: _Found, taken: set[int]) -> _Found | None:
+def _with_convolution(module: nn.Module, found: _Found, taken: set[int], padded: bool) -> _Found | None:
     """``found`` and the convolution whose output is normalised; None where none can be taken in."""
     norm, before = found.ops[0], found.x
     child = _child(module, before) if isinstance(before, Op) and id(before) not in taken else None
@@ -244,7 +246,7 @@ def _with_convolution(module: nn.Module, found: _Found, taken: set[int]) -> _Fou
     if not found.type or not is_foldable(module._modules[found.norm]):
         return None
     name = before.target[len("self.") :]
-    reason = why_apart(child, used_once=before.users == [norm] and before.stretch == norm.stretch)
+    reason = why_apart(child, before.users == [norm] and before.stretch == norm.stretch, padded)
     if reason:
         found.apart = f"{name} {reason}"
         return None

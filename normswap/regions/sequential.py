@@ -17,9 +17,9 @@ from normswap.regions.spec import Region, Step, children_of
 NOWHERE = (0, 0, 0, 0)
 
 
-def runs_of(module: nn.Module, norm_of: Callable[[nn.Module], Match | None]) -> Iterator[Region]:
+def runs_of(module: nn.Module, norm_of: Callable[[nn.Module], Match | None], baked: bool = False) -> Iterator[Region]:
     """A region for every norm in ``module`` with an activation behind it, or a convolution before a batch norm; what
-    lies between norm and activation must hand on its input."""
+    lies between norm and activation must hand on its input. ``baked`` as in ``patterns.regions_of``."""
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     for index, (name, child) in enumerate(children):
         match = norm_of(child)
@@ -31,9 +31,9 @@ def runs_of(module: nn.Module, norm_of: Callable[[nn.Module], Match | None]) -> 
         inside, activation = ending
         passes, activation = ([], activation) if activation is not None else _behind(children[index + 1 :])
         convolution, apart = (
-            _before(children[:index]) if match.kind == "batch_norm" and is_foldable(child) else ("", "")
+            _before(children[:index], baked) if match.kind == "batch_norm" and is_foldable(child) else ("", "")
         )
-        if convolution or (activation is not None and "." not in activation):
+        if convolution or (baked and apart) or (activation is not None and "." not in activation):
             yield _region(name, child, match, [*inside, *passes], activation, convolution, apart)
 
 
@@ -49,12 +49,12 @@ def _behind(children: list[tuple[str, nn.Module]]) -> tuple[list[str], str | Non
     return [], None
 
 
-def _before(children: list[tuple[str, nn.Module]]) -> tuple[str, str]:
+def _before(children: list[tuple[str, nn.Module]], padded: bool) -> tuple[str, str]:
     """The convolution that is the last of ``children``, or why it is not taken in."""
     name, child = children[-1] if children else ("", None)
     if not is_convolution(child):
         return "", ""
-    reason = why_apart(child, used_once=True)
+    reason = why_apart(child, True, padded)
     return ("", f"{name} {reason}") if reason else (name, "")
 
 

@@ -56,8 +56,10 @@ class Reading:
     names: frozenset[str] = frozenset()
 
 
-def readings(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]) -> Iterator[Reading]:
-    """Of the forward of ``module`` and of the methods that it calls."""
+def readings(
+    module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None], baked: bool = False
+) -> Iterator[Reading]:
+    """Of the forward of ``module`` and of the methods that it calls; ``baked`` as in ``patterns.regions_of``."""
     forward = None if isinstance(module, torch.jit.ScriptModule) else class_forward(module)
     if forward is None or (type(module).__module__.startswith("torch.nn.modules") and not module._modules):
         return
@@ -73,14 +75,14 @@ def readings(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | No
 
     if forward is nn.Sequential.forward:
         if type(module).__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
-            yield Reading([*runs_of(module, norm_of)])
+            yield Reading([*runs_of(module, norm_of, baked)])
         return
     for name, function in methods_of(module, forward).items():
         read = flow.read(module, function) if _may_hold(module, function) else None
         if isinstance(read, flow.Flow):
             told = {"source": digest([function, *read.functions.values()]), "functions": " ".join(read.functions)}
             told |= {} if name == "forward" else {"method": name}
-            yield Reading([*regions_of(module, read, norm_of)], told, read.tree)
+            yield Reading([*regions_of(module, read, norm_of, baked)], told, read.tree)
         else:
             yield Reading([], names=names_in(function))
 
