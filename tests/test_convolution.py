@@ -29,6 +29,7 @@ import normswap
 from normswap import ops, reference
 from normswap.activation import Activation
 from normswap.modules import original_class
+from normswap.ops import dispatch
 from normswap.plan import Plan
 from normswap.regions import convolution_error
 from normswap.regions.convolution import direct_way
@@ -252,6 +253,47 @@ def test_what_autocast_casts_otherwise_runs_the_statements(folds: list[str]) -> 
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = outcome(fast, x, learning=True), outcome(model, x, learning=True)
     assert folds == [] and torch.equal(ours[0], theirs[0])
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_under_autocast_ours_scales_the_sums_of_the_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    low = torch.bfloat16
+    model = drawn(lambda: written(residual)(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)))
+    x, added = (torch.randn(2, 8, 9, 8).to(low) for _ in range(2))
+    seen: list[Any] = []
+
+    def native(input: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
+        *how, groups, mean, var, gain, offset, eps, behind, code, _, _, way = rest
+        assert not torch.is_autocast_enabled("cpu") and weight.dtype is bias.dtype is input.dtype is low
+        assert (groups, code, way) == (1, 1, ops.convolution.WAYS["scaled"]) and how == [1, 1, 1, 1, 1, 1]
+        seen.append(input)
+        z = F.conv2d(input.float(), weight.float(), bias.float(), padding=1)
+        return (F.batch_norm(z, mean, var, gain, offset, False, 0.0, eps) + behind).relu().to(input.dtype)
+
+    monkeypatch.setitem(dispatch._direct, "convolution_batch_norm_eval", native)
+    c, b = model.conv, model.bn
+    norm = b.running_mean, b.running_var, b.weight, b.bias, b.eps
+    how = c.stride, c.padding, c.dilation, c.groups
+    for given in (x, x.float()):
+        with torch.no_grad(), torch.autocast("cpu", low):
+            ours = ops.convolution_batch_norm_eval(
+                given, c.weight, c.bias, *how, *norm, Activation("relu"), residual=added, folding="scaled"
+            )
+            assert torch.is_autocast_enabled("cpu")
+            theirs = F.relu(b(c(given)) + added).float()
+        assert ours.dtype is low
+        torch.testing.assert_close(ours.float(), theirs, rtol=0.02, atol=0.05)
+    assert len(seen) == 2
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_under_autocast_no_region_goes_the_short_way() -> None:
+    model, x = drawn(lambda: Block(conv(), bn())), torch.randn(2, 6, 9, 8)
+    way = directly(model, x)
+    with torch.no_grad():
+        assert way(model) is not None
+        with torch.autocast("cpu", torch.bfloat16):
+            assert way(model) is None
 
 
 @by_lowered

@@ -3,6 +3,7 @@ weight and bias anew on every call."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ from normswap.ops.dispatch import autograd_only, direct, lowered_to
 Norm: TypeAlias = "tuple[Tensor, Tensor, Tensor | None, Tensor | None]"
 """Running mean and variance, weight and bias."""
 _c = torch._C
+_NOTHING = contextlib.nullcontext()
 _tracing = _c._get_tracing_state
 
 
@@ -52,10 +54,16 @@ def convolution_batch_norm_eval(
     if dtype is not None:
         input = input.to(dtype)
     if folding == "scaled":
-        op = direct("convolution_batch_norm_eval", input, conv_weight, conv_bias, *norm, residual)
+        own = conv_weight, conv_bias
+        if dtype is not None:
+            own = conv_weight.to(dtype), None if conv_bias is None else conv_bias.to(dtype)
+        op = direct("convolution_batch_norm_eval", input, *own, *norm, residual, autocast=True)
         numbers = *stride, *padding, *dilation, groups
         end = eps, residual, activation.code, activation.low, activation.high, WAYS[folding]
-        out = None if op is None else op(input, conv_weight, conv_bias, *numbers, *norm, *end)
+        out = None
+        if op is not None:
+            with _NOTHING if dtype is None else torch._C._DisableAutocast():  # it declines where autocast has a say
+                out = op(input, *own, *numbers, *norm, *end)
         if out is not None:
             return out
     if output_padding is not None:
@@ -118,10 +126,7 @@ def folding_serves(folding: str, input: Tensor, conv_weight: Tensor) -> bool:
     deterministic, and reduced precision only as PyTorch's own convolution would."""
     if folding == "folded":
         return True
-    dtype = lowered_to(input)
-    if dtype is not None and folding == "scaled":
-        return False  # the native op declines
-    dtype = dtype or input.dtype
+    dtype = lowered_to(input) or input.dtype
     if not input.is_cuda or input.dim() != 4 or input.numel() == 0 or torch.are_deterministic_algorithms_enabled():
         return False
     if folding == "matmul":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from normswap.ops.convolution import FUSED
-from normswap.ops.dispatch import PLAIN, direct_op
+from normswap.ops.dispatch import PLAIN, any_autocast, direct_op
 from normswap.regions.children import OriginalClass
 from normswap.regions.convolution import Directly, direct_way, may_run
 from normswap.regions.rewrite import Compiled, Helper
@@ -78,7 +78,8 @@ def _joined(way: Directly, helper: Helper, leads_on: bool) -> Helper:
 
 
 def _may_wait(x: Any) -> bool:
-    return type(x) in PLAIN and x.is_cuda and x.dtype in FUSED and not torch.is_grad_enabled()
+    plain = type(x) in PLAIN and x.is_cuda and x.dtype in FUSED
+    return plain and not torch.is_grad_enabled() and not any_autocast()
 
 
 def _run(x: Tensor, sites: Sequence[Any]) -> Tensor | None:

@@ -14,7 +14,7 @@ from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_bare, is_plain
 from normswap.forwards.replaced import Replaced, code_of
-from normswap.ops.dispatch import DTYPES, PLAIN, autocasts, direct_op, lowered_to
+from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, autocasts, direct_op, lowered_to
 from normswap.regions.activations import activation_of
 from normswap.regions.children import OriginalClass, child_at
 from normswap.regions.ending import Ending
@@ -59,6 +59,8 @@ class Directly:
         self.op: Any = None
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Tensor | None:
+        if any_autocast():  # it would decline
+            return None
         site = self.site(children, packed)
         x = packed if self.at < 0 else packed[self.at]
         if site is None or type(x) not in PLAIN or not x.is_cuda or not may_run(self.way == 0):

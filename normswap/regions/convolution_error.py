@@ -23,9 +23,10 @@ def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch
 
     With the gain g = weight rstd and W' = g W, the sum runs through A = |g| (|W| * |x| + |b| + |mean|) + |beta|:
     float32 arithmetic makes c 2^-24 A of that at most; a sum that begins with the bias rounds at its size K times, of
-    either sign. Each weight is rounded by at most d, half an ulp of W' in its dtype: errors of either sign, so that
-    their sum is at most 4 (d^2 * x^2)^(1/2), seven of its standard deviations. The new bias is rounded once. PyTorch's
-    own sequence rounds z instead, which is allowed too.
+    either sign. Each weight is rounded by at most d, half an ulp of W' in its dtype, or by g times what W loses where
+    autocast rounds it and the sums are scaled: errors of either sign, so that their sum is at most
+    4 (d^2 * x^2)^(1/2), seven of its standard deviations. The new bias is rounded once. PyTorch's own sequence rounds z
+    instead, which is allowed too.
 
     A float32 convolution that takes TF32 rounds W' and x, to 2^-11 of each: 4 sqrt(2) (d^2 * x^2)^(1/2), and 2^-10 of
     g W * x, should it cut them off instead.
@@ -35,10 +36,14 @@ def folded_error(convolution: Any, norm: Any, x: Tensor, z: Tensor, dtype: torch
     gain = rstd if norm.weight is None else rstd * norm.weight
     offset = torch.zeros_like(rstd) if norm.bias is None else norm.bias
     own = torch.zeros_like(rstd) if convolution.bias is None else convolution.bias
-    weight = convolution.weight * _of_weight(gain, convolution).reshape(*convolution.weight.shape[:2], *shape[2:])
+    columns = _of_weight(gain, convolution).reshape(*convolution.weight.shape[:2], *shape[2:])
+    weight = convolution.weight * columns
     tf32 = takes_tf32(real)
     unit = _TF32 if tf32 else FLOAT32_ROUNDING
-    rounded = half_ulp(weight, dtype) if dtype in (torch.float16, torch.bfloat16) else unit * weight.abs()
+    rounded = unit * weight.abs()
+    if dtype in (torch.float16, torch.bfloat16):
+        lost = (convolution.weight.to(dtype).double() - convolution.weight).abs()
+        rounded = torch.maximum(half_ulp(weight, dtype), columns.abs() * lost)
     geometry = convolution.stride, convolution.padding, convolution.dilation
     how = *geometry, convolution.transposed, convolution.output_padding, convolution.groups
     sums = torch.convolution(x.abs(), weight.abs(), None, *how)

@@ -86,14 +86,14 @@ def test_every_way_is_as_exact_as_pytorchs_sequence(form: str, last: bool, dtype
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_under_autocast_every_way_is_as_exact(form: str, dtype: torch.dtype) -> None:
-    """Of float32 weights, folded before they are rounded."""
+    """Of float32 weights, folded before they are rounded, or scaled behind."""
     model, x = placed(made(form), torch.randn(5, 16, 15, 14).relu(), torch.float32, True)
     expected = copy.deepcopy(model).double()(x.to(dtype).double())
     with torch.autocast(DEVICE, dtype):
         for given in (x, x.to(dtype)):
             theirs = model(given)
-            assert not ops.folding_serves("scaled", given, model.conv.weight)
-            for way in ("folded", "fused", *(["matmul"] if form == "pointwise" else [])):
+            ways = ["folded", "fused", *(["matmul"] if form == "pointwise" else [])]
+            for way in (*ways, *(["scaled"] if is_scaled(model.conv) else [])):
                 assert ops.folding_serves(way, given, model.conv.weight)
                 ours = ops.convolution_batch_norm_eval(given, *arguments(model), RELU, folding=way)
                 assert ours.dtype is theirs.dtype is dtype and ours.stride() == theirs.stride(), way
