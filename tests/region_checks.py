@@ -97,7 +97,7 @@ def swap(model: nn.Module) -> Any:
 
 
 def assert_same(swapped: nn.Module, model: nn.Module, inputs: tuple[Any, ...], exact: bool = True) -> None:
-    """Outputs, what is written into the inputs, and gradients."""
+    """Outputs, what is written into the inputs and into buffers, and gradients."""
     for learning in (False, True, True):
         ours, theirs = (outcome(one, inputs, learning) for one in (swapped, model))
         if isinstance(theirs, str) or isinstance(ours, str):
@@ -124,6 +124,7 @@ def outcome(module: nn.Module, inputs: tuple[Any, ...], learning: bool) -> dict[
     outputs = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
     found = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
     found |= {f"input {i}": t.detach().clone() for i, t in enumerate(given) if isinstance(t, Tensor)}
+    found |= {name: buffer.clone() for name, buffer in module.named_buffers()}
     wanted = [t for t in outputs if t.requires_grad]
     if wanted:
         given_back = [torch.cos(torch.arange(t.numel(), device=t.device).to(t)).view(t.shape) for t in wanted]

@@ -228,6 +228,18 @@ def names_its_class(self, x, y):
     return F.relu(self.norm(x)) * (1 if isinstance(self, Named) else 2)
 
 
+def norm_called_between(self, x, y):
+    h = self.bn(x)
+    other = self.bn(y + 3)
+    return F.relu(h) + other
+
+
+def statistics_read_between(self, x, y):
+    h = self.bn(x)
+    mean = self.bn.running_mean[0] * 2
+    return F.relu(h) + y * mean
+
+
 class Named:
     """Known to the forward above by a global of the module."""
 
@@ -320,6 +332,8 @@ LOOK_ALIKES: dict[str, Case] = {
         Case(scale_minus),
         Case(starred),
         Case(unbatched, ("inorm + leaky",), _IMAGE),
+        Case(norm_called_between, (), _IMAGE),
+        Case(statistics_read_between, (), _IMAGE),
         Case(overlapping, ("gn + residual + relu", "gn2 + silu"), _IMAGE),
         Case(names_its_class, ("norm + relu",)),
         Case(made_in_a_function(), ("norm + relu",)),

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from normswap.regions.flow import Flow, Op
+from normswap.regions.flow import Attribute, Flow, Leaf, Op, Value
 from normswap.regions.spec import qualified
 from normswap.regions.spelling import PURE
 
@@ -40,6 +40,8 @@ def beside_of(
         return None
     between = [op for op in flow.ops if first < op.order < last and id(op) not in own]
     called = {str(op.target)[len("self.") :]: child for op in between if (child := child_of(op)) is not None}
+    if _shares_state(ops, between, child_of):
+        return None
     if not all(_is_pure(op) or (not shared and _only_computes(child_of(op), norm_of)) for op in between):
         return None
     names = {
@@ -51,6 +53,25 @@ def beside_of(
     if names & flow.captured:
         return None
     return {name: tuple(sorted({qualified(type(m)) for m in c.modules()})) for name, c in called.items()}
+
+
+def _shares_state(ops: Sequence[Op], between: Sequence[Op], child_of: _ChildOf) -> bool:
+    """Whether ``between`` calls a module that ``ops`` call, or computes with what that keeps: a BatchNorm in training
+    writes its running statistics."""
+    own = {str(op.target)[len("self.") :]: child for op in ops if (child := child_of(op)) is not None}
+    within = {id(module) for child in own.values() for module in child.modules()}
+    others = (child for op in between if (child := child_of(op)) is not None)
+    read = (_path_of(value) for op in between for value in (*op.args, *op.keywords.values()))
+    return any(id(m) in within for child in others for m in child.modules()) or any(
+        path == name or path.startswith(f"{name}.") for path in read for name in own
+    )
+
+
+def _path_of(value: Value | None) -> str:
+    """The path of an attribute of self that ``value`` is, or is a part of."""
+    if isinstance(value, Leaf):
+        return _path_of(value.of)
+    return value.path if isinstance(value, Attribute) else ""
 
 
 def _is_pure(op: Op) -> bool:
