@@ -122,7 +122,7 @@ def _pieces(match: Match, module: Any, x: Tensor, most: int) -> tuple[list[_Piec
     kind, dims = kind_of(match), _independent_dims(match, module, x)
     dim = max(dims, key=lambda d: x.shape[d], default=0)
     size = x.shape[dim] if dims else 1
-    sample = max(x.numel() // max(1, size), _widest(module) if isinstance(kind, Layers) else 0)
+    sample = max(x.numel() // max(1, size), widest(module) if isinstance(kind, Layers) else 0)
     if not dims or size * sample <= SLICE_ELEMENTS:
         return [_Piece(module)], 1.0
     grouped = isinstance(kind, Norm) and not kind.rows and not kind.batched
@@ -167,7 +167,7 @@ def spread(size: int, width: int, most: int) -> list[int]:
     return sorted({round(i * (size - width) / max(1, count - 1)) for i in range(count)})
 
 
-def _widest(module: nn.Module) -> int:
+def widest(module: nn.Module) -> int:
     """The most features a Linear in ``module`` makes of a sample."""
     return max((m.out_features for m in module.modules() if isinstance(m, nn.Linear)), default=0)
 

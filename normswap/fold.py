@@ -15,6 +15,7 @@ from normswap import fold_convolution, modules, reference, rules
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.plan import Match, NormswapError
+from normswap.regions.spec import Region
 from normswap.sites import classes
 
 KIND = "linear_scale_batch_norm"
@@ -91,32 +92,42 @@ def _folded(model: nn.Module) -> tuple[dict[int, nn.Linear], list[tuple[nn.Modul
     whole: dict[int, nn.Linear] = {}
     within: list[tuple[nn.Module, dict[str, nn.Module]]] = []
     for name, module in model.named_modules():
-        match = _match(module)
-        if match is None:
-            continue
         children: dict[str, nn.Module] = {}
-        for run in match.attributes.get("runs", [match.attributes]):
+        for parts, names in _parts(module):
             try:
-                linear = _linear(module, run)
+                linear = _linear(module, parts)
             except _NotFoldable as reason:
                 warnings.warn(f"fold: {name or '(root)'} is left as it is: {reason}", stacklevel=3)
                 continue
-            if "runs" not in match.attributes or list(module._modules) == _lsb.run_names(run):
+            if names in ([], list(module._modules)):
                 whole[id(module)] = linear
             else:
-                children |= {part: nn.Identity().eval() for part in _lsb.run_names(run)} | {run["linear"]: linear}
+                children |= {part: nn.Identity().eval() for part in names} | {parts["linear"]: linear}
         if children:
             within.append((module, children))
     return whole, within
 
 
-def _match(module: nn.Module) -> Match | None:
+def _parts(module: nn.Module) -> list[tuple[Mapping[str, Any], list[str]]]:
+    """The parts of each Linear -> scale -> BatchNorm that ``module`` is or, as an nn.Sequential, holds, and the names
+    of its children there."""
     if type(module) is modules.LinearScaleBatchNorm:
-        return Match(KIND, {"linear": "gemm", "scale": "scale", "batch_norm": "bn"})
+        return [({"linear": "gemm", "scale": "scale", "batch_norm": "bn"}, [])]
     original = modules.class_before(module) or type(module)
     with classes([(module, original)]):  # what was swapped may have other children now: it is matched anew
         found = rules.find(module)
-    return found if isinstance(found, Match) and found.kind == KIND else None
+    if not isinstance(found, Match):
+        return []
+    if found.kind == KIND:
+        return [(found.attributes, [])]
+    in_a_row = found.attributes.get("regions", []) if original.forward is nn.Sequential.forward else []
+    return [_parts_of(Region.from_json(data)) for data in in_a_row if data["kind"] == KIND]
+
+
+def _parts_of(region: Region) -> tuple[Mapping[str, Any], list[str]]:
+    factor = dict(zip(("scale", "attribute"), region.factor, strict=False))
+    names = [region.linear, *region.factor[:1], region.norm]
+    return {"linear": region.linear, "batch_norm": region.norm, **factor}, names
 
 
 def _put(sequential: nn.Module, children: Mapping[str, nn.Module]) -> None:
@@ -126,7 +137,7 @@ def _put(sequential: nn.Module, children: Mapping[str, nn.Module]) -> None:
     if (
         match is not None
         and original is not None
-        and all(r.get("linear") in children for r in match.attributes["runs"])
+        and all(region["linear"] in children for region in match.attributes["regions"])
     ):
         object.__setattr__(sequential, "__class__", original)
 

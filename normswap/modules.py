@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copyreg
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap import install_table
-from normswap.forwards.linear_scale_batch_norm import run_names
 from normswap.forwards.placed import in_the_place_of
 from normswap.forwards.registered import registered_forward
 from normswap.forwards.replaced import Replaced
@@ -52,7 +50,6 @@ __all__ = [
     "copy_weights",
     "installed_class",
     "original_class",
-    "pieces",
     "site_match",
     "swapped_class",
 ]
@@ -206,18 +203,3 @@ def site_match(module: nn.Module) -> Match | None:
     if cls is None or "_normswap_match" in vars(cls):
         return None if cls is None else cls._normswap_match  # type: ignore[attr-defined,no-any-return]
     return next((Match(kind) for kind, swapped in _MODULE_CLASSES.values() if cls is swapped), None)
-
-
-def pieces(module: nn.Module, match: Match) -> list[tuple[Match, nn.Module, nn.Module]]:
-    """What is proved at a site: (match, module, the module whose input it takes) - the site itself, or each run of an
-    nn.Sequential as an nn.Sequential of its own, with the same children under the same names."""
-    if match.kind == REGION:
-        return []
-    if "runs" not in match.attributes:
-        return [(match, module, module)]
-    found: list[tuple[Match, nn.Module, nn.Module]] = []
-    for run in match.attributes["runs"]:
-        names = run_names(run)
-        children = OrderedDict((name, module.get_submodule(name)) for name in names)
-        found.append((Match(match.kind, {"runs": [run]}), nn.Sequential(children), children[names[0]]))
-    return found

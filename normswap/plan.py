@@ -148,12 +148,10 @@ class Match:
     @property
     def children(self) -> tuple[str, ...]:
         """The names under which the forward finds what it calls, or multiplies by; its settings are none of them."""
-        found: list[str] = []
-        for run in self.attributes.get("runs", [self.attributes]):
-            found += [run[part] for part in _PARTS if isinstance(run.get(part), str)]
+        found = [self.attributes[part] for part in _PARTS if isinstance(self.attributes.get(part), str)]
         for region in self.attributes.get("regions", ()):
             acting = region["activation"]
-            found += [*([region["norm"]] if region["type"] else []), *region["passes"]]
+            found += [*([region["norm"]] if region["type"] else []), *region["passes"], *region.get("factor", ())[:1]]
             found += [acting] if isinstance(acting, str) else []
         return tuple(found)
 

@@ -205,10 +205,13 @@ def scale_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
     input_bias: Tensor | None = None,
+    activation: Activation = NONE,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """``batch_norm((input + input_bias) * scale)`` over the rows of ``input`` (N, C) (Ioffe & Szegedy 2015)."""
+    """``batch_norm((input + input_bias) * scale)`` over the rows of ``input`` (N, C) (Ioffe & Szegedy 2015), plus the
+    residual, then the activation."""
     norm = running_mean, running_var, weight, bias, training, momentum, eps
-    return F.batch_norm(scaled(input, scale, input_bias), *norm)
+    return batch_norm(scaled(input, scale, input_bias), *norm, activation, residual=residual)
 
 
 def scaled(input: Tensor, scale: Tensor | None, input_bias: Tensor | None) -> Tensor:

@@ -69,9 +69,7 @@ def prove_sites(
         if swap.match.kind == "region"
     }
     sites = [(swap, module) for swap, module in every if swap.site.name not in regions]
-    found: dict[str, list[list[Comparison]]] = {
-        swap.site.name: [[] for _ in modules.pieces(module, swap.match)] for swap, module in sites
-    }
+    found: dict[str, list[Comparison]] = {swap.site.name: [] for swap, _ in sites}
     with shown, preserved(model), classes([(m, _original(m)) for _, m in every]):
         if run is not None:
             with (
@@ -81,27 +79,22 @@ def prove_sites(
                 _explained("the ORIGINAL model, on these inputs"),
             ):
                 run()
-        captured = {name for name, pieces in found.items() if all(pieces)}
+        captured = {name for name, comparisons in found.items() if comparisons}
         captured |= {name for name, proof in regions.items() if proof.captured}
         for name, proof in regions.items():
             with _explained(f"the regions of {name or '(root)'} on made-up inputs; give example_inputs"):
                 proof.synthesise(like)
         for swap, module in sites:
-            for (match, piece, _), comparisons in zip(
-                modules.pieces(module, swap.match), found[swap.site.name], strict=True
-            ):
-                if comparisons or is_sharded(piece):
-                    continue
-                with _explained(f"site {swap.site.name or '(root)'} on made-up inputs; give example_inputs"):
-                    for x in _synthesised(match, piece, like):
-                        comparisons.append(compare(match, piece, x, gradients))
+            if found[swap.site.name] or is_sharded(module):
+                continue
+            with _explained(f"site {swap.site.name or '(root)'} on made-up inputs; give example_inputs"):
+                for x in _synthesised(swap.match, module, like):
+                    found[swap.site.name].append(compare(swap.match, module, x, gradients))
     return [
         _proof(
             swap,
             module,
-            regions[swap.site.name].comparisons()
-            if swap.site.name in regions
-            else [comparison for piece in found[swap.site.name] for comparison in piece],
+            regions[swap.site.name].comparisons() if swap.site.name in regions else found[swap.site.name],
             "captured" if swap.site.name in captured else "synthesised",
         )
         for swap, module in every
@@ -140,8 +133,6 @@ def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs:
 
 
 def _batch_mode(match: Match, module: nn.Module) -> bool:
-    if "runs" in match.attributes:
-        return any(_batch_mode(Match(match.kind, run), module) for run in match.attributes["runs"])
     name = match.attributes.get("batch_norm")
     return bool(getattr(module, name).training) if name else module.training
 
@@ -158,16 +149,10 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _comparing(
-    sites: Sequence[tuple[Swap, nn.Module]], found: dict[str, list[list[Comparison]]], gradients: bool, seen: Seen
+    sites: Sequence[tuple[Swap, nn.Module]], found: dict[str, list[Comparison]], gradients: bool, seen: Seen
 ) -> contextlib.AbstractContextManager[None]:
     """Compare at every call of every site in the block, before the original sees the input."""
-    return told(
-        (called, _hook(match, piece, comparisons, gradients, seen))
-        for swap, module in sites
-        for (match, piece, called), comparisons in zip(
-            modules.pieces(module, swap.match), found[swap.site.name], strict=True
-        )
-    )
+    return told((module, _hook(swap.match, module, found[swap.site.name], gradients, seen)) for swap, module in sites)
 
 
 def _hook(

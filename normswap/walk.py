@@ -92,17 +92,16 @@ def _claimed(module: nn.Module, match: Match) -> Iterator[nn.Module]:
 
 
 def _without(match: Match | Refusal, module: nn.Module, left_out: set[int]) -> Match | Refusal:
-    """``match`` without the regions, or runs of an nn.Sequential, that need a site which was left out; a Refusal where
-    no other is left, or where it is none such that needs one."""
+    """``match`` without the regions that need a site which was left out; a Refusal where no other is left, or where it
+    is no region and needs one."""
     if isinstance(match, Refusal):
         return match
-    key = "regions" if "regions" in match.attributes else "runs"
-    runs = match.attributes.get(key, [])
-    needed = [_claimed(module, Match(match.kind, {key: [run]})) for run in runs]
-    kept = [run for run, need in zip(runs, needed, strict=True) if not any(id(child) in left_out for child in need)]
-    if kept and len(kept) < len(runs):
-        return Match(match.kind, {**match.attributes, key: kept})
-    needs = not kept if runs else any(id(child) in left_out for child in _claimed(module, match))
+    regions = match.attributes.get("regions", [])
+    needed = [_claimed(module, Match(match.kind, {"regions": [region]})) for region in regions]
+    kept = [one for one, need in zip(regions, needed, strict=True) if not any(id(child) in left_out for child in need)]
+    if kept and len(kept) < len(regions):
+        return Match(match.kind, {**match.attributes, "regions": kept})
+    needs = not kept if regions else any(id(child) in left_out for child in _claimed(module, match))
     return Refusal(match.kind, Reason.EXCLUDED) if needs else match
 
 

@@ -194,17 +194,17 @@ TABLE: dict[str, Trap] = {
     ),
     "bn_frozen": Trap(written(block), SWAPPED, ("bn-frozen",), later=with_bn_eval),
     # sequential runs
-    "sequential": Trap(lambda: _runs(), SWAPPED, ("scale-forms", "containers")),
-    "sequential_scale": Trap(lambda: _runs(Scale()), SWAPPED, ("scale-forms", "containers")),
-    "sequential_number": Trap(lambda: _runs(Scale(-0.5)), SWAPPED, ("scale-forms", "containers")),
+    "sequential": Trap(lambda: _runs(), WITHIN, ("scale-forms", "containers")),
+    "sequential_scale": Trap(lambda: _runs(Scale()), WITHIN, ("scale-forms", "containers")),
+    "sequential_number": Trap(lambda: _runs(Scale(-0.5)), WITHIN, ("scale-forms", "containers")),
     # Its BatchNorm is joined with what stands behind it.
     "sequential_dropout": Trap(lambda: _runs(nn.Dropout(0.0)), WITHIN, ("containers",), modes=("train",)),
-    "in_lists_and_dicts": Trap(InLists, {"blocks.0": LSB, "named.norm": L1, "run": LSB}, ("containers",)),
+    "in_lists_and_dicts": Trap(InLists, {"blocks.0": LSB, "named.norm": L1, "run": "region"}, ("containers",)),
     # Expressions
     "linear_twice": Trap(written(linear_twice), refused(LSB, PART), ("linear-called-twice",)),
     "linear_in_both": Trap(written(linear_in_both), refused(LSB, PART), ("linear-called-twice",)),
-    "output_elsewhere": Trap(written(output_elsewhere), refused(LSB, PART), ("linear-output-used-elsewhere",)),
-    "two_batch_norms": Trap(written(two_batch_norms), refused(LSB, PART), ("one-linear-two-batch-norms",)),
+    "output_elsewhere": Trap(written(output_elsewhere), WITHIN, ("linear-output-used-elsewhere",)),
+    "two_batch_norms": Trap(written(two_batch_norms), WITHIN, ("one-linear-two-batch-norms",)),
     "one_linear_in_two_blocks": Trap(
         _one_linear_in_two_blocks, {"0": LSB, "1": LSB}, ("one-linear-two-batch-norms", "shared-module")
     ),
@@ -227,13 +227,13 @@ TABLE: dict[str, Trap] = {
     ),
     "on_data": l1_trap(on_data, refused(L1, "NOT_STRAIGHT_LINE"), "data-dependent-control-flow"),
     "while_loop": l1_trap(while_loop, WITHIN, "data-dependent-control-flow"),
-    "counting": Trap(written(counting), refused(LSB, CODE), ("side-effects",), attributes=("calls",)),
+    "counting": Trap(written(counting), WITHIN, ("side-effects",), attributes=("calls",)),
     "appending": l1_trap(appending, WITHIN, "side-effects"),
     "training_branch": l1_trap(training_branch, refused(L1, OTHER), "training-branches"),
     "training_flag": Trap(written(training_flag), refused(LSB, OTHER), ("training-branches",)),
     "variadic": l1_trap(variadic, refused(L1, OTHER), "signatures"),
     "keyword_only": l1_trap(keyword_only, WITHIN, "signatures"),
-    "defaulted": Trap(written(defaulted), refused(LSB, OTHER), ("signatures",)),
+    "defaulted": Trap(written(defaulted), WITHIN, ("signatures",)),
     # Module tree
     "own_forward": Trap(OwnForward, {}, ("subclass-own-forward",)),
     "inherited_forward": Trap(Inherits, SWAPPED, ("subclass-own-forward",)),
@@ -263,7 +263,7 @@ TABLE: dict[str, Trap] = {
     "no_grad_block": l1_trap(no_grad_block, refused(L1, CODE), "trap-no-grad-block"),
     "no_grad_linear": Trap(written(no_grad_linear), refused(LSB, CODE), ("trap-no-grad-block",)),
     "detached": l1_trap(detached, refused(L1, PART), "trap-no-grad-block"),
-    "autocast_block": Trap(written(autocast_block), refused(LSB, CODE), ("trap-autocast-block",)),
+    "autocast_block": Trap(written(autocast_block), WITHIN, ("trap-autocast-block",)),
     "grad_query": l1_trap(grad_query, refused(L1, CODE), "trap-grad-query"),
     "of_global": l1_trap(of_global, WITHIN, "trap-config-and-globals"),
     "of_config": l1_trap(of_config, WITHIN, "trap-config-and-globals"),

@@ -44,7 +44,8 @@ class Parts(nn.Module):
 @dataclass(frozen=True)
 class Case:
     """A forward of (self, x, y). ``found``: the names of its regions in order; ``shapes`` of x and y; ``change`` comes
-    before the swap, ``later`` after it; ``exact``: bit for bit on a CPU, else within float32's rounding."""
+    before the swap, ``later`` after it; ``exact``: bit for bit on a CPU, else within float32's rounding; ``base``: what
+    it calls."""
 
     forward: Callable[..., Any]
     found: tuple[str, ...] = ()
@@ -53,6 +54,7 @@ class Case:
     later: Callable[[Any], Any] | None = None
     exact: bool = True
     modes: tuple[str, ...] = ("train", "eval")
+    base: type[nn.Module] = Parts
 
 
 def loaded(path: Path) -> types.ModuleType:
@@ -79,7 +81,7 @@ def regions_in(model: nn.Module, name: str = "") -> tuple[str, ...]:
 def check(case: Case, mode: str, device: str = "cpu") -> None:
     """The regions of ``case`` are found, and swapped it does what the original does."""
     torch.manual_seed(0)
-    model = randomised(written(case.forward)).to(device).train(mode == "train")
+    model = randomised(written(case.forward, case.base)).to(device).train(mode == "train")
     if case.change is not None:
         case.change(model)
     inputs = tuple(torch.randn(shape, device=device) for shape in case.shapes)

@@ -11,7 +11,7 @@ from models import randomised
 from torch import Tensor, nn
 
 from normswap import compare
-from normswap.compare import Comparison, Cotangent, KernelWitness, Seen, _independent_dims, _pieces, _widest, spread
+from normswap.compare import Comparison, Cotangent, KernelWitness, Seen, _independent_dims, _pieces, spread, widest
 from normswap.plan import Match
 
 
@@ -41,8 +41,8 @@ def test_dims_along_which_nothing_is_shared(match: Match, module: Any, rank: int
     assert _independent_dims(match, module, torch.zeros((4,) * rank)) == expected
 
 
-def test_the_widest_linear() -> None:
-    assert _widest(nn.Sequential(nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 7))) == 7 and _widest(nn.ReLU()) == 0
+def test_thewidest_linear() -> None:
+    assert widest(nn.Sequential(nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 7))) == 7 and widest(nn.ReLU()) == 0
 
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -82,9 +82,8 @@ def test_samples_are_of_the_parameters() -> None:
     assert standardize.sample(VECTOR, None, 0.1, 1e-5) == standardize.sample(None, VECTOR, 0.1, 1e-5) == (1, 6, 33)
     assert centre.sample(-1, 1e-5, VECTOR, None) == centre.sample(-1, 1e-5, None, VECTOR) == (3, 4, 6)
     assert sample(Match("l1_norm", {"dim": "axis"}), SimpleNamespace(axis=1)) == (3, 33, 5)  # type: ignore[arg-type]
-    run = {"linear": "0", "batch_norm": "1"}
     layers = nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3))
-    assert sample(Match("linear_scale_batch_norm", {"runs": [run]}), layers) == (24, 7)
+    assert sample(Match("linear_scale_batch_norm", {"linear": "0", "batch_norm": "1"}), layers) == (24, 7)
 
 
 def test_which_instances_are_sites_by_themselves() -> None:

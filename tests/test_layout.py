@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("compare", "criterion", "kinds", "lifted", "plan", "sites", "verdict"),
         *("regions", "regions.bounds", "regions.convolution_error"),
     },
-    "regions.prove": {"compare", "forwards", "kinds", "plan", "regions", "regions.compare"},
+    "regions.prove": {"compare", "forwards", "kinds", "plan", "regions", "regions.bounds", "regions.compare"},
     "rules": {"kinds", "plan", "attributes", "source", "modules", "forwards", "regions", "rules", "sites"},
     "walk": {"plan", "modules", "rules"},
     "switch": {"modules", "sites"},
@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fold_convolution": {
         *("reference", "modules", "forwards", "regions", "rules", "sites", "fold_through_methods", "mentions"),
     },
-    "fold": {"plan", "reference", "modules", "forwards", "rules", "sites", "fold_convolution"},
+    "fold": {"plan", "reference", "modules", "forwards", "regions", "rules", "sites", "fold_convolution"},
     "timing": {
         "forwards",
         "install_table",

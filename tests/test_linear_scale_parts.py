@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from normswap import rules
 from normswap.plan import Match, Reason
+from normswap.regions.spec import Region
 
 
 @pytest.mark.parametrize("scale", [(1, 1, CHANNELS), (3, CHANNELS), (CHANNELS, 1)], ids=str)
@@ -114,12 +115,13 @@ def in_a_row(scale: nn.Module) -> nn.Module:
 
 
 def test_a_scale_in_a_sequential_is_a_module_that_multiplies_and_does_nothing_else() -> None:
-    match = rules.alone(in_a_row(Scale()))
+    match = rules.find(in_a_row(Scale()))
     assert isinstance(match, Match)
-    (run,) = match.attributes["runs"]
-    assert (run["linear"], run["scale"], run["attribute"], run["batch_norm"]) == ("0", "1", "weight", "2")
+    (data,) = match.attributes["regions"]
+    region = Region.from_json(data)
+    assert (region.linear, *region.factor[:2], region.norm) == ("0", "1", "weight", "2")
     for other in (ReadsMore, Squares, InTraining):
-        assert rules.alone(in_a_row(other())) is None
+        assert rules.find(in_a_row(other())) is None
 
 
 @pytest.mark.parametrize("change", [*CHANGES[:5]], ids=lambda f: f.__name__)

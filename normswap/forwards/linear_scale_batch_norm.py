@@ -1,15 +1,11 @@
 """``batch_norm(linear(x) * scale) * after`` as a swapped module runs it: with its parts read anew on every call, and
 only while each of them is still the plain module it was. Nothing is kept from one call to the next.
 
-At a site that is a module with a forward of its own, the match says which attributes play the parts::
+The match of a module with such a forward says which attributes play the parts::
 
     {"linear": "gemm", "batch_norm": "bn", "scale": "scale", "after": 2.0}
 
-``scale`` and ``after`` are the name of a Parameter, buffer or number, or a number, and may be absent. At an
-nn.Sequential it lists the runs of consecutive children; ``attribute`` is then what the child ``scale`` multiplies by,
-and ``code`` the fingerprint of that child's forward::
-
-    {"runs": [{"linear": "0", "scale": "1", "attribute": "weight", "code": "3f2a...", "batch_norm": "2"}]}
+``scale`` and ``after`` are the name of a Parameter, buffer or number, or a number, and may be absent.
 """
 
 from __future__ import annotations
@@ -18,8 +14,7 @@ import hashlib
 import math
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -27,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normswap import ops
+from normswap.activation import NONE, Activation
 from normswap.forwards import only_argument
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.forwards.replaced import Replaced
-from normswap.forwards.sequential import sequential_forward
 from normswap.ops import at_once
 
 _Forward: TypeAlias = Callable[..., Tensor]
@@ -54,9 +49,22 @@ def linear_scale_batch_norm(
         out: Tensor | None = at_once.folded_linear(x, linear, scale, bn, nn.Linear, nn.BatchNorm1d)
         if out is not None:
             return out
-    if not (
-        type(x) in _PLAIN_TENSORS and x.dim() == 2 and is_plain(linear, nn.Linear) and is_plain(bn, nn.BatchNorm1d)
-    ):
+    return before_plain(x, linear, scale, bn, after) if is_plain(bn, nn.BatchNorm1d) else None
+
+
+def before_plain(
+    x: Any,
+    linear: Any,
+    scale: Tensor | float | None,
+    bn: Any,
+    after: Tensor | float | None = None,
+    activation: Activation = NONE,
+    residual: Tensor | None = None,
+) -> Tensor | None:
+    """The same before a ``bn`` that is known to be plain; without ``after`` also ``activation(... + residual)``."""
+    if not (type(x) in _PLAIN_TENSORS and x.dim() == 2 and is_plain(linear, nn.Linear)):
+        return None
+    if residual is not None and not _is_output(residual, x, linear):
         return None
     if (
         not x.is_floating_point()
@@ -71,31 +79,45 @@ def linear_scale_batch_norm(
         return None
     (_, before), (_, behind) = factors
     if behind is None or x.dtype is torch.float32:
-        return _normalised(x, linear, before, bn, behind)
-    out = _normalised(x, linear, before, bn, None)  # gamma * after would round once more than the original
+        return _normalised(x, linear, before, bn, behind, activation, residual)
+    out = _normalised(x, linear, before, bn, None, NONE, None)  # gamma * after would round once more than the original
     return None if out is None else out * behind
 
 
+def _is_output(residual: Tensor, x: Tensor, linear: nn.Linear) -> bool:
+    """Whether it is such as what the Linear gives."""
+    shape = (x.shape[0], linear.out_features)
+    return _is_beside(residual, x) and residual.dtype is x.dtype and residual.shape == shape
+
+
 def _normalised(
-    x: Tensor, linear: nn.Linear, scale: Tensor | None, bn: nn.BatchNorm1d, after: Tensor | None
+    x: Tensor,
+    linear: nn.Linear,
+    scale: Tensor | None,
+    bn: nn.BatchNorm1d,
+    after: Tensor | None,
+    activation: Activation,
+    residual: Tensor | None,
 ) -> Tensor | None:
+    behind: dict[str, Any] = {"activation": activation, "residual": residual}
     if bn.training or bn.running_mean is None or bn.running_var is None:
-        return _train(x, linear, scale, bn, *_affine(bn, after)) if x.shape[0] > 1 else None
-    learns = _learns(x, scale, after, linear.weight, linear.bias, bn.weight, bn.bias)
+        return _train(x, linear, scale, bn, *_affine(bn, after), behind) if x.shape[0] > 1 else None
+    learns = _learns(x, scale, after, linear.weight, linear.bias, bn.weight, bn.bias, residual)
     statistics = (bn.running_mean, bn.running_var, *_affine(bn, after))
     # In float16 a gradient may leave the range of one and not of the other.
     fits = learns and x.is_cuda and x.dtype is not torch.float16
     served = fits and ops.native_serves(x, linear.weight, linear.bias, scale, *statistics)
     if served and x.shape[0] * linear.out_features <= FEW:
-        return ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps)
+        return ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps, **behind)
     if x.shape[0] > linear.in_features and x.dtype is not torch.float64:
         # dy^T x, of which a folded backward makes all gradients, may leave float16's range where PyTorch's does not.
         if learns and (_is_transformed() or x.dtype is torch.float16):
             return None
-        return ops.folded_linear(x, linear.weight, linear.bias, scale, *statistics, bn.eps)
+        out = ops.folded_linear(x, linear.weight, linear.bias, scale, *statistics, bn.eps)
+        return activation(out if residual is None else out + residual)
     if learns and not served:
         return None
-    return ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps)
+    return ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps, **behind)
 
 
 def _train(
@@ -105,6 +127,7 @@ def _train(
     bn: nn.BatchNorm1d,
     weight: Tensor | None,
     bias: Tensor | None,
+    behind: Mapping[str, Any],
 ) -> Tensor:
     """BatchNorm of ``linear(x) * scale`` with batch statistics, updating the buffers exactly as nn.BatchNorm1d.forward
     does."""
@@ -120,7 +143,7 @@ def _train(
             momentum, batches = 1.0 / float(batches), None
     settings = (True, momentum, bn.eps)
     return ops.scale_batch_norm(
-        z, scale, mean, var, weight, bias, *settings, input_bias=input_bias, num_batches_tracked=batches
+        z, scale, mean, var, weight, bias, *settings, input_bias=input_bias, num_batches_tracked=batches, **behind
     )
 
 
@@ -214,8 +237,6 @@ def _is_recorded() -> bool:
 
 def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
     """The forward of the swapped class: the fused computation where it is sure to be right, else the original's."""
-    if "runs" in attributes:
-        return _sequential_forward(replaced, attributes["runs"])
     linear, bn, argument = attributes["linear"], attributes["batch_norm"], replaced.argument
     scale, after = attributes.get("scale"), attributes.get("after")
     _check_names(linear, bn)
@@ -250,30 +271,7 @@ def _read(module: nn.Module, factor: str | float | None) -> Any:
     return getattr(module, factor) if isinstance(factor, str) else factor
 
 
-# --- nn.Sequential ------------------------------------------------------------------------------------------------
-
-
-def _sequential_forward(replaced: Replaced, runs: Sequence[Mapping[str, str]]) -> _Forward:
-    for run in runs:
-        _check_names(*run.values(), run["linear"], run["batch_norm"])
-    return sequential_forward(replaced, [(run_names(run), partial(_run, run)) for run in runs])
-
-
-def run_names(run: Mapping[str, str]) -> list[str]:
-    """The children of one run, in order."""
-    return [run[part] for part in ("linear", "scale", "batch_norm") if part in run]
-
-
-def _run(run: Mapping[str, str], x: Tensor, children: Mapping[str, nn.Module | None]) -> Tensor | None:
-    scale = None
-    if "scale" in run:
-        child = children[run["scale"]]
-        if child is None or not multiplies(child, run["code"]):
-            return None
-        scale = getattr(child, run["attribute"])
-        if scale is None:
-            return None
-    return linear_scale_batch_norm(x, children[run["linear"]], scale, children[run["batch_norm"]])
+# --- a child that multiplies -----------------------------------------------------------------------------------------
 
 
 def multiplies(child: nn.Module, code: str) -> bool:

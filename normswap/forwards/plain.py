@@ -26,6 +26,11 @@ def is_plain(module: Any, expected: type[nn.Module]) -> bool:
     return type(module) is expected and _FORWARDS[expected].is_unchanged() and is_unhooked(module)
 
 
+def is_plain_itself(module: Any, expected: type[nn.Module]) -> bool:
+    """The same whatever hooks there are for all modules."""
+    return type(module) is expected and _FORWARDS[expected].is_unchanged() and is_bare(module.__dict__)
+
+
 def is_unhooked(module: nn.Module) -> bool:
     """True when calling ``module`` runs its class's forward and nothing before or after it."""
     return is_bare(module.__dict__) and not _torch_module._has_any_global_hook()

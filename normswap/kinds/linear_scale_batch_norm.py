@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ class _Columns:
     """
 
     def __init__(self, match: Match, site: nn.Module, x: Tensor) -> None:
-        self.x, self.names = x, _parts(match)
+        self.x, self.names = x, match.attributes
         children: Any = site._modules
         self.linear, self.bn = children[self.names["linear"]], children[self.names["batch_norm"]]
         self.scale, self.after = (self._value(site, self.names.get(part, 1.0)) for part in ("scale", "after"))
@@ -112,16 +111,8 @@ class _Columns:
         return size, coarse
 
 
-def _parts(match: Match) -> Mapping[str, str | float]:
-    """The parts by their paths in the site; in an nn.Sequential the scale is a child's."""
-    if "runs" not in match.attributes:
-        return match.attributes
-    (run,) = match.attributes["runs"]
-    return {**run, "scale": f"{run['scale']}.{run['attribute']}"} if "scale" in run else run
-
-
 def sample(match: Match, module: Any) -> tuple[int, ...]:
-    return (24, getattr(module, str(_parts(match)["linear"])).in_features)
+    return (24, getattr(module, match.attributes["linear"]).in_features)
 
 
 LAYERS = Layers(

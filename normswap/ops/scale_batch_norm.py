@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from normswap import reference
+from normswap.activation import NONE, Activation
 from normswap.ops.dispatch import DTYPES, dense, direct, native_serves, needs_grad
 
 
@@ -23,9 +24,12 @@ def scale_batch_norm(
     eps: float = 1e-5,
     input_bias: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
+    activation: Activation = NONE,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.batch_norm((input + input_bias) * scale, ...)`` for ``input`` (N, C) without storing the
-    product.
+    """``activation(norm + residual)``, norm and sum rounded to their dtype, of the norm
+    ``torch.nn.functional.batch_norm((input + input_bias) * scale, ...)`` for ``input`` (N, C), whose product is not
+    stored.
 
     ``scale`` has shape (), (1,), (C,) or (1, C) and the input's dtype. With ``u = scale * input``, batch mean and
     biased variance of ``u`` come from those of ``input``: ``scale * mean`` and ``scale^2 * var`` (Ioffe & Szegedy
@@ -35,9 +39,11 @@ def scale_batch_norm(
     what PyTorch's op raises.
     """
     vectors = (running_mean, running_var, weight, bias, input_bias)
-    learns = needs_grad(input, scale, weight, bias)
-    if training or learns:
-        found = _recorded(input, scale, vectors, num_batches_tracked, training, momentum, eps)
+    learns = needs_grad(input, scale, weight, bias, residual)
+    ends = activation != NONE or residual is not None
+    if training or learns or ends:
+        settings = training, momentum, eps, residual, activation.code, activation.low, activation.high
+        found = _recorded(input, scale, vectors, num_batches_tracked, residual, settings)
         if found is not None:
             return found
     if training and num_batches_tracked is not None:
@@ -45,6 +51,7 @@ def scale_batch_norm(
     if not (
         not training
         and not learns
+        and not ends
         and input_bias is None
         and running_mean is not None
         and running_var is not None
@@ -53,7 +60,8 @@ def scale_batch_norm(
         and _are_columns(input, scale, vectors)
     ):
         return reference.scale_batch_norm(
-            input, scale, running_mean, running_var, weight, bias, training, momentum, eps, input_bias
+            *(input, scale, running_mean, running_var, weight, bias, training, momentum, eps, input_bias),
+            *(activation, residual),
         )
     input = input.contiguous()
     out = torch.empty_like(input)
@@ -72,19 +80,18 @@ def _recorded(
     scale: Tensor | None,
     vectors: _Vectors,
     batches: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
+    residual: Tensor | None,
+    settings: tuple[Any, ...],
 ) -> Tensor | None:
-    """In training, or with gradients, where BatchNorm's own kernels serve; these would take other inputs than rows of
-    columns too."""
+    """In training, with gradients, or with something behind it, where BatchNorm's own kernels serve; these would take
+    other inputs than rows of columns too."""
     mean, var, weight, bias, input_bias = vectors
-    op = direct("batch_norm", input, scale, *vectors, batches)
+    op = direct("batch_norm", input, scale, *vectors, batches, residual)
     if op is None and native_serves(input):  # loaded by that
-        op = direct("batch_norm", input, scale, *vectors, batches)
+        op = direct("batch_norm", input, scale, *vectors, batches, residual)
+    _, _, eps, *_ = settings
     if op is None or input.dtype not in DTYPES or not eps > 0 or not _are_columns(input, scale, vectors):
         return None
-    settings = (training, momentum, eps, None, 0, 0.0, 0.0)
     return op(input.contiguous(), mean, var, batches, weight, bias, *settings, dense(scale), dense(input_bias))
 
 

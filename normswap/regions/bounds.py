@@ -14,10 +14,12 @@ from normswap.bounds import derivative
 from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, half_ulp, rounds_further
 from normswap.kinds import KINDS, NORMS, kind_of, magnitudes
 from normswap.lifted import LiftedNorm
+from normswap.plan import Match
 from normswap.regions.children import child_at
 from normswap.regions.convolution_error import folded_error
 from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled
+from normswap.regions.spec import Region
 
 
 class Size:
@@ -32,34 +34,42 @@ class Size:
         dtypes: list[torch.dtype],
         real: Tensor,
         rounds: tuple[bool | None, ...] = (),
+        unit: float = 0.0,
     ) -> None:
+        """``unit``: what ``matmul_unit`` says of the ``real`` input."""
         region = compiled.region
         x, before, self.behind, self.scale, self.shift, arguments = compiled.unpack(packed)
         if region.ends_inside:
             values = {**values, "norm": _before_its_end(holder._modules[region.norm], values)}
         self.region, self.values, self.rounds = region, values, rounds
+        self.adapts = region.has("gain")
         self.given = values["convolution"] if region.convolution else x
         self.summands = {"x": self.given}
         if before is not None:
             self.given, _ = _moved(values["sum"], torch.zeros_like(values["sum"]), dtypes[0])
             self.summands["before"] = before
         self.dtypes = {step.does: d for step, d in zip(region.steps, dtypes, strict=True)}
-        self.rows = self._rows(holder, arguments, real.dtype)
+        self.rows = self._rows(holder, arguments, real.dtype, unit)
         self.unit = kind_of(region.match).c * FLOAT32_ROUNDING
         literal = region.literal_activation()
         self._activation: Any = literal or child_at(holder._modules, str(region.activation))
         self.norm = self._back(self.rows.output)
+        if self.rows.coarse is not None:
+            self.norm = self.norm + self.rows.coarse * (self.rows.coarse_unit / FLOAT32_ROUNDING)
         size = self.norm
         if region.convolution:
             children = holder._modules[region.convolution], holder._modules[region.norm]
             error = folded_error(*children, x, values["convolution"], dtypes[0], real)
             size = size + (error + half_ulp(values["norm"], dtypes[0])) / self.unit
-        if self.scale is not None:
+        if self.adapts:
             size = size * (1 + self.scale.abs()) + 2 * values["norm"].abs() * (1 + self.scale.abs()) + self.shift.abs()
         self.output, self.slope = self._through(size)
 
-    def _rows(self, holder: Any, arguments: Any, dtype: torch.dtype) -> Magnitudes:
+    def _rows(self, holder: Any, arguments: Any, dtype: torch.dtype, unit: float) -> Magnitudes:
         region, x = self.region, self.given
+        if region.linear:
+            vars(holder)["scale"] = self.scale
+            return magnitudes(layers_of(region), holder, x, dtype, unit)
         if region.has("permute"):
             x = x.permute(0, 2, 3, 1)
         if (kind := KINDS.get(region.kind)) is not None:
@@ -113,17 +123,28 @@ class Size:
         behind = dy * self.slope
         found: dict[str, Tensor] = {"behind": behind}
         inner = behind
-        if self.scale is not None:
+        if self.adapts:
             found["scale"] = _summed(behind * (self.norm + self.values["norm"].abs()), self.scale)
             found["shift"] = _summed(behind, self.shift)
             inner = behind * (1 + self.scale.abs()) * 2
         rows = self.rows.gradients(inner.permute(0, 2, 3, 1) if self.region.has("permute") else inner)
         of_input = self._back(rows.pop("input")) + of_sum
         found |= {role: _summed(of_input, summand) for role, summand in self.summands.items()}
+        if self.region.linear:
+            return found | rows
         if not self.region.type:
             order = {name: f"argument {i}" for i, name in enumerate(parameters_of(self.region))}
             return found | {order[name]: tensor for name, tensor in rows.items()}
         return found | {f"{self.region.norm}.{name}": tensor for name, tensor in rows.items()}
+
+
+def layers_of(region: Region) -> Match:
+    """The match of a module with the children of a ``region`` with a Linear, which keeps the other operand of a product
+    as "scale"."""
+    parts = {"linear": region.linear, "batch_norm": region.norm}
+    if region.factor:
+        return Match(region.kind, {**parts, "scale": ".".join(region.factor[:2])})
+    return Match(region.kind, {**parts, "scale": "scale"} if region.has("product") else parts)
 
 
 def _before_its_end(norm: Any, values: Mapping[str, Tensor]) -> Tensor:

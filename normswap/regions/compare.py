@@ -15,8 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from normswap.compare import SLICE_ELEMENTS, Comparison, Cotangent, KernelWitness, Seen, spread
-from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, RoundedStatistics, own_rounding, rounds_further
+from normswap.compare import SLICE_ELEMENTS, Comparison, Cotangent, KernelWitness, Seen, spread, widest
+from normswap.criterion import (
+    FLOAT32_ROUNDING,
+    SIXTEEN_BITS,
+    RoundedStatistics,
+    matmul_unit,
+    own_rounding,
+    rounds_further,
+)
 from normswap.kinds import KINDS, Kind, kind_of
 from normswap.lifted import Lifted, LiftedNorm, Rounded
 from normswap.regions.bounds import Size
@@ -47,8 +54,11 @@ def compare_region(
     with torch.inference_mode(False):
         packed = _mapped(compiled.region, _detached, packed)
         x = compiled.unpack(packed)[0]
+        region = compiled.region
         sample = max(1, x.numel() // max(1, len(x))) if x.dim() else 1
-        width = max(2 if compiled.region.kind == "batch_norm" else 1, SLICE_ELEMENTS // sample)  # a batch has two
+        if region.linear:
+            sample = max(sample, widest(owner.get_submodule(region.linear)))
+        width = max(2 if kind_of(region.match).batched else 1, SLICE_ELEMENTS // sample)  # a batch has two
         if seen is not None and seen.before(x, id(compiled)):
             most_pieces = min(2, most_pieces)
         starts = spread(len(x), width, most_pieces) if x.dim() > 1 and len(x) > width else []
@@ -140,11 +150,12 @@ class _Case:
             runs.append((*ours, witness.ran, holder))
         if self.declined:
             return declined(x)
+        self.matmul_unit = matmul_unit(x) if self.region.linear else 0.0
         expected, size = self._referee(x, gradients)
         for (outputs, found, by_kernel, holder), path in zip(runs, (False, True), strict=False):
             self._outputs(outputs, eager[0], expected[0], size)
             mine, theirs = (dict(of.named_buffers()) for of in (holder, self.eager_holder))
-            norm = f"{self.region.norm}."
+            norm = "" if self.region.linear else f"{self.region.norm}."
             self.checks.add_buffers(mine, theirs, self.expected_buffers, size.rows, by_kernel, norm)
             if path and not self.checks.problem:
                 self._gradients(found, eager[1], expected[1], size, by_kernel)
@@ -227,7 +238,7 @@ class _Case:
                 before = holder_of(self.region, self.owner, torch.float64)
                 if self.region.type:
                     self._prepare_norm(before, x.dtype)
-                size = Size(self.compiled, before, wide, values, dtypes, x, self._rounds())
+                size = Size(self.compiled, before, wide, values, dtypes, x, self._rounds(), self.matmul_unit)
         return (outputs, found), size
 
     def _rounds(self) -> tuple[bool | None, ...]:
@@ -295,7 +306,9 @@ class _Case:
             role = roles.get(name, name)
             magnitude = terms[role].expand(gradient.shape) if role in terms else expected[name].abs()
             by_kernel = ran and not size.broadcasts(role)
-            extra = own_rounding(gradient.dtype, by_kernel) * magnitude
+            # Operands of the backward matmuls round too.
+            unit = own_rounding(gradient.dtype, by_kernel) + self.checks.c_gradient * self.matmul_unit
+            extra = unit * magnitude
             error = self.checks.c_gradient * FLOAT32_ROUNDING * magnitude
             extra = extra + rounds_further(expected[name], error, gradient.dtype)
             of = f"gradient of {role}"

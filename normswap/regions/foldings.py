@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from normswap.forwards.plain import is_plain
+from normswap.forwards.plain import is_plain_itself
 from normswap.regions.children import child_at
 from normswap.regions.spec import Region
 
@@ -26,18 +26,23 @@ def is_foldable(norm: Any) -> bool:
     return not norm.training and norm.running_mean is not None and norm.running_var is not None
 
 
-def why_apart(child: nn.Module | None, used_once: bool, padded: bool = False) -> str:
-    """Why a norm is not folded into the convolution ``child`` before it, "" where it can be; ``padded``: also into one
-    that pads in its own way."""
-    cls = type(child)
-    if cls not in CONVOLUTIONS:
+def why_apart(
+    child: nn.Module | None,
+    used_once: bool,
+    padded: bool = False,
+    classes: tuple[type[nn.Module], ...] = CONVOLUTIONS,
+) -> str:
+    """Why a norm is not folded into the ``child`` before it, a convolution or one of other ``classes``, "" where it can
+    be; ``padded``: also into one that pads in its own way."""
+    cls: Any = type(child)
+    if cls not in classes:
         return f"is a {cls.__module__}.{cls.__qualname__}"
-    if not is_plain(child, cls):
+    if not is_plain_itself(child, cls):
         return "carries hooks, or a forward of its own"
-    assert isinstance(child, _ConvNd)
-    if child.padding_mode != "zeros" and not padded:
+    pads = isinstance(child, _ConvNd) and not padded
+    if pads and child.padding_mode != "zeros":
         return f"pads by its mode {child.padding_mode!r}"
-    if isinstance(child.padding, str) and not padded:
+    if pads and isinstance(child.padding, str):
         return f"pads by {child.padding!r}"
     return "" if used_once else "has an output that is used elsewhere too"
 

@@ -4,6 +4,7 @@ own statements. Parameters, flags and children are read anew on every call."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from normswap.regions.ending import is_behind
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.foldings import is_foldable
+from normswap.regions.linear import MULTIPLIES, Projected
 from normswap.regions.patterns import ADDS, FUNCTIONS
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region, children_of
@@ -70,12 +72,14 @@ class Fused:
         self.shared, self.passes = region.shared, region.passes
         self.child = region.norm
         self.activation = region.literal_activation()
-        self.sums, self.behind, self.scaled = region.has("sum"), region.has("residual"), region.has("gain")
+        self.sums, self.behind = region.has("sum"), region.has("residual")
+        self.scaled = region.has("gain") or region.has("product")
         self.acting = region.activation if isinstance(region.activation, str) else ""
         self.expression = Expression(compiled) if region.kind in KINDS else None
         self.call = _op_of(region)
         self.read = _reader(region, original_class) if region.type else None
         self.convolved = Convolved(region, self.read) if region.convolution and self.read else None
+        self.projected = Projected(region, partial(_is_batch_norm_1d, original_class)) if region.linear else None
         self.feeds, self.class_of = region.feeds, lambda child: original_class(child) or type(child)
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
@@ -115,6 +119,11 @@ class Fused:
                 x, out = self.convolved(children, norm, x, behind, activation)
                 if x is None or out is not None:
                     return out
+            if self.projected is not None:
+                x, out = self.projected(children, norm, x, scale, behind, activation)
+                if x is None or out is not None:
+                    return out
+                scale = None
             arguments = self.read(norm, x)
             if arguments is None:
                 return None
@@ -143,7 +152,7 @@ class Fused:
 
 
 def _op_of(region: Region) -> Callable[..., Any]:
-    norm = NORMS.get(region.kind)
+    norm = NORMS.get(region.norm_match.kind)
     return (norm and (norm.permuted if region.has("permute") else norm.fused)) or _declines
 
 
@@ -152,6 +161,8 @@ def _is_of(region: Region, function: Any) -> bool:
     kind, activation = FUNCTIONS.get(function, ("",))[0], LITERAL.get(function)
     named = region.activation[0] if isinstance(region.activation, tuple) else ""
     names = {"relu6": ("clamp",), "gelu": ("gelu", "gelu_tanh")}.get(activation or "", (activation,))
+    if region.linear and function in MULTIPLIES:
+        return True
     return (region.kind in KINDS and function in SPELLED) or function in ADDS or kind == region.kind or named in names
 
 
@@ -172,7 +183,7 @@ def _reader(region: Region, original_class: OriginalClass) -> Callable[[Any, Ten
         if reader is None:
             original = original_class(child) or cls
             known = f"{original.__module__}.{original.__qualname__}" == region.type
-            reader = readers[cls] = _reader_of(original, region.match) if known else _declines
+            reader = readers[cls] = _reader_of(original, region.norm_match) if known else _declines
         return reader(child, x)
 
     return read
@@ -184,6 +195,10 @@ def _declines(*_: Any) -> None:
 
 # As they were when this was imported: a region may first be run when somebody has put another forward on the class.
 _TORCHS = {cls: Replaced(cls) for norm in NORMS.values() for cls in norm.classes}
+
+
+def _is_batch_norm_1d(original_class: OriginalClass, norm: Any) -> bool:
+    return (original_class(norm) or type(norm)) is nn.BatchNorm1d and _TORCHS[nn.BatchNorm1d].is_unchanged()
 
 
 def _reader_of(cls: Any, match: Match) -> _Reader:

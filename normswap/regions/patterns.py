@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Constant, Flow, Op, Value, is_literal
 from normswap.regions.foldings import is_convolution, is_foldable, why_apart
 from normswap.regions.formula import FORMULAS, Formula, Found, same
+from normswap.regions.linear import with_linear
 from normswap.regions.moving import beside_of
 from normswap.regions.spec import Node, Position, Region, Step, qualified, slots
 from normswap.regions.spelling import one_dim
@@ -54,6 +56,8 @@ class _Found:
     passes: list[str] = field(default_factory=list)
     activation: str | tuple[str, float, float] | None = None
     convolution: str = ""
+    linear: str = ""
+    factor: tuple[str, ...] = ()
     apart: str = ""
     feeds: tuple[str, ...] = ()
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -79,8 +83,7 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any, baked: bool = False)
             found.ops.pop(), found.steps.pop(), found.passes.pop()
         found.feeds = _fed(module, found)
         by_batch = found.kind == "batch_norm"
-        before = _with_convolution(module, found, taken, baked) if by_batch else _with_sum(found, taken)
-        for one in filter(None, (before, found)):
+        for one in (*_with_what_stands_before(module, found, taken, baked), found):
             alone = len(one.ops) == 1 and (one.type or by_batch) and not one.feeds and not (baked and one.apart)
             if not alone and _stands(module, flow, one, norm_of):
                 taken.update(map(id, one.ops))
@@ -237,6 +240,16 @@ def _take(found: _Found, does: str, op: Op, operand: int) -> bool:
     return True
 
 
+def _with_what_stands_before(module: nn.Module, found: _Found, taken: set[int], padded: bool) -> Iterator[_Found]:
+    if found.kind != "batch_norm":
+        before = [_with_sum(found, taken)]
+    else:
+        norm = module._modules.get(found.norm) if found.type else None
+        child_of = functools.partial(_child, module)
+        before = [with_linear(found, norm, taken, child_of), _with_convolution(module, found, taken, padded)]
+    yield from filter(None, before)
+
+
 def _with_convolution(module: nn.Module, found: _Found, taken: set[int], padded: bool) -> _Found | None:
     """``found`` and the convolution whose output is normalised; None where none can be taken in."""
     norm, before = found.ops[0], found.x
@@ -337,6 +350,8 @@ def _region(flow: Flow, found: _Found) -> Region:
         found.activation,
         tuple(dict.fromkeys(conditions)),
         found.convolution,
+        linear=found.linear,
+        factor=found.factor,
         apart=found.apart,
         feeds=found.feeds,
         beside=found.beside,

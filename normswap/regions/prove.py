@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from normswap.compare import Comparison, Seen
-from normswap.kinds import KINDS, NORMS, sample
+from normswap.kinds import KINDS, LAYERS, NORMS, sample
 from normswap.plan import Match
+from normswap.regions.bounds import layers_of
 from normswap.regions.compare import compare_region, declined
 from normswap.regions.helper import Fused, OriginalClass
 from normswap.regions.listening import Listener
 from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled
-from normswap.regions.spec import Region
+from normswap.regions.spec import ROLES, Region
 
 _MAX_CALLS = 8
 _MEANS = (0.0, 1.0, 100.0, 1000.0)
@@ -74,10 +75,10 @@ class RegionProof(Listener):
 
 def packed_of(region: Region, roles: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
     """What the helper of ``region`` is given for values by role: "x", "before", "behind", "scale", "shift"."""
-    packed, names = roles["x"], {"sum": "before", "residual": "behind", "gain": "scale", "shift": "shift"}
+    packed = roles["x"]
     for step in region.steps:
-        if step.does in names:
-            pair = (packed, roles[names[step.does]])
+        if step.does in ROLES:
+            pair = (packed, roles[ROLES[step.does]])
             packed = pair if step.operand == 0 else pair[::-1]
         elif step.does == "norm" and region.nodes:
             named = dict(zip(parameters_of(region), arguments, strict=False))
@@ -102,7 +103,8 @@ def _made_up(compiled: Compiled, owner: Any, like: Tensor | None) -> Iterator[An
     if norm is None and compiled.arguments is None:
         return
     arguments = () if norm is not None else compiled.arguments(owner)  # type: ignore[misc]
-    given = [*norm.parameters()] if norm is not None else [a for a in arguments if isinstance(a, Tensor)]
+    held: Any = owner._modules[region.linear] if region.linear else norm
+    given = [*held.parameters()] if norm is not None else [a for a in arguments if isinstance(a, Tensor)]
     parameter = next((p for p in given if p.is_floating_point()), like)
     dtype, device = (torch.float32, torch.device("cpu")) if parameter is None else (parameter.dtype, parameter.device)
     generator = torch.Generator().manual_seed(0)
@@ -112,9 +114,14 @@ def _made_up(compiled: Compiled, owner: Any, like: Tensor | None) -> Iterator[An
         made = torch.randn(sizes, generator=generator, dtype=torch.float64) + mean
         return made.to(device, dtype)
 
+    means: tuple[float, ...] = _MEANS[:1] if region.convolution else _MEANS
     before, shape = _convolved(owner._modules[region.convolution], shape) if region.convolution else (shape, shape)
-    for mean in _MEANS[:1] if region.convolution else _MEANS:
-        sample = (shape[0], *(1,) * (len(shape) - 2), shape[-1])
+    if region.linear:
+        layers = LAYERS[region.kind]
+        means, before = layers.means, layers.sample(layers_of(region), owner)
+        shape = (before[0], owner._modules[region.linear].out_features)
+    for mean in means:
+        sample = (1 if region.linear else shape[0], *(1,) * (len(shape) - 2), shape[-1])
         roles = {"x": drawn(before, mean), "before": drawn(shape), "behind": drawn(shape)}
         yield packed_of(region, roles | {"scale": drawn(sample), "shift": drawn(sample)}, arguments)
 
@@ -143,4 +150,4 @@ def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, 
         called = SimpleNamespace(**dict(zip(parameters_of(region), arguments, strict=True)))
         return NORMS[region.kind].sample(called)
     permuted = region.has("permute")
-    return (2, *region.match.view(norm).normalized_shape, 6, 5) if permuted else sample(region.match, norm)
+    return (2, *region.match.view(norm).normalized_shape, 6, 5) if permuted else sample(region.norm_match, norm)

@@ -18,7 +18,7 @@ from normswap.attributes import Rejection
 from normswap.plan import PlanError
 from normswap.regions.inline import inlined
 from normswap.regions.patterns import others_of, parameters_of
-from normswap.regions.spec import Region, Step, slots
+from normswap.regions.spec import ROLES, Region, Step, slots
 from normswap.regions.syntax import (
     MARK,
     PREFIX,
@@ -184,7 +184,7 @@ class _Region:
             return ast.Tuple([operands[0], ast.Tuple(operands[1:], ast.Load())], ast.Load())
         if step.does == "gain":
             operands[1 - step.operand] = not_one(operands[1 - step.operand])
-        if step.does in ("sum", "residual", "gain", "shift"):
+        if step.does in ROLES:
             return ast.Tuple(operands, ast.Load())
         return operands[step.operand]
 
@@ -289,10 +289,9 @@ class _Region:
         """What ``packed`` is assigned to, and the name that each role has in it."""
         names: dict[str, Any] = {"x": self.named("x")}
         target: ast.expr = ast.Name(names["x"], ast.Store())
-        roles = {"sum": "before", "residual": "behind", "gain": "scale", "shift": "shift"}
         for step in self.region.steps:
-            if step.does in roles:
-                role = roles[step.does]
+            if step.does in ROLES:
+                role = ROLES[step.does]
                 names[role] = self.named(role)
                 pair: list[ast.expr] = [target, ast.Name(names[role], ast.Store())]
                 target = ast.Tuple(pair if step.operand == 0 else pair[::-1], ast.Store())
@@ -303,7 +302,6 @@ class _Region:
     def _statements(self, names: dict[str, Any], each: str = "") -> list[ast.stmt]:
         """The operations of the region one by one, on the names of ``_target``; with ``each``, handed to that."""
         chain, body = names["x"], list[ast.stmt]()
-        roles = {"sum": "before", "residual": "behind", "gain": "scale", "shift": "shift"}
         pairs = [*zip(self.region.steps, self.nodes, strict=True)]
         for index, (step, node) in enumerate(pair for pair in pairs if not each or pair[0].does != "view"):
             new = copy.deepcopy(node)
@@ -313,7 +311,7 @@ class _Region:
             elif step.does == "view":
                 new.func.value, new.args = ast.Name(chain, ast.Load()), [self._sizes()]
             else:
-                other = ast.Name(names[roles[step.does]], ast.Load()) if step.does in roles else None
+                other = ast.Name(names[ROLES[step.does]], ast.Load()) if step.does in ROLES else None
                 put(step, new, ast.Name(chain, ast.Load()), other)
             if isinstance(new, ast.AugAssign):
                 body.append(placed(new, node))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,9 +11,10 @@ from torch import nn
 from normswap.plan import Match
 from normswap.regions.activations import CHILDREN
 from normswap.regions.foldings import is_convolution, is_foldable, why_apart
+from normswap.regions.linear import KIND, run_before
 from normswap.regions.patterns import CHANNELS, PASSING, ROWS, ending_of
 from normswap.regions.rewrite import Compiled
-from normswap.regions.spec import Region, Step, children_of
+from normswap.regions.spec import Region, Step, children_of, qualified
 
 NOWHERE = (0, 0, 0, 0)
 
@@ -30,11 +32,12 @@ def runs_of(module: nn.Module, norm_of: Callable[[nn.Module], Match | None], bak
             continue
         inside, activation = ending
         passes, activation = ([], activation) if activation is not None else _behind(children[index + 1 :])
-        convolution, apart = (
-            _before(children[:index], baked) if match.kind == "batch_norm" and is_foldable(child) else ("", "")
-        )
-        if convolution or (baked and apart) or (activation is not None and "." not in activation):
-            yield _region(name, child, match, [*inside, *passes], activation, convolution, apart)
+        region = _region(name, child, match, [*inside, *passes], activation)
+        if match.kind == "batch_norm":
+            region = _with_what_stands_before(region, child, children[:index], baked)
+        ends = activation is not None and "." not in activation
+        if region.convolution or region.linear or (baked and region.apart) or ends:
+            yield region
 
 
 def _behind(children: list[tuple[str, nn.Module]]) -> tuple[list[str], str | None]:
@@ -47,6 +50,21 @@ def _behind(children: list[tuple[str, nn.Module]]) -> tuple[list[str], str | Non
             break
         passes.append(name)
     return [], None
+
+
+def _with_what_stands_before(
+    region: Region, norm: nn.Module, children: list[tuple[str, nn.Module]], padded: bool
+) -> Region:
+    """``region`` with the Linear or the convolution that the norm's input comes from."""
+    if type(norm) is nn.BatchNorm1d:
+        linear, factor, apart = run_before(norm, children)
+        if linear and not apart:
+            steps = *_steps("linear", *(["factor"] if factor else [])), *region.steps
+            return replace(region, kind=KIND, linear=linear, factor=factor, steps=steps)
+        region = replace(region, apart=apart)
+    convolution, apart = _before(children, padded) if is_foldable(norm) else ("", "")
+    steps = (*_steps(*(["convolution"] if convolution else [])), *region.steps)
+    return replace(region, convolution=convolution, apart=apart or region.apart, steps=steps)
 
 
 def _before(children: list[tuple[str, nn.Module]], padded: bool) -> tuple[str, str]:
@@ -64,25 +82,22 @@ def _region(
     match: Match,
     passes: list[str],
     activation: str | None,
-    convolution: str,
-    apart: str,
 ) -> Region:
-    cls = type(norm)
-    does = [*(["convolution"] if convolution else []), "norm", *("pass" for path in passes if "." not in path)]
+    does = ["norm", *("pass" for path in passes if "." not in path)]
+    does += ["activation"] if activation is not None and "." not in activation else []
     return Region(
         match.kind,
         name,
-        tuple(
-            Step(step, NOWHERE)
-            for step in (*does, *(["activation"] if activation is not None and "." not in activation else []))
-        ),
-        f"{cls.__module__}.{cls.__qualname__}",
+        _steps(*does),
+        qualified(type(norm)),
         dict(match.attributes),
         passes=tuple(passes),
         activation=activation,
-        convolution=convolution,
-        apart=apart,
     )
+
+
+def _steps(*does: str) -> tuple[Step, ...]:
+    return tuple(Step(step, NOWHERE) for step in does)
 
 
 def compiled_run(region: Region) -> Compiled:

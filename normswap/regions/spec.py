@@ -13,6 +13,9 @@ from normswap.plan import Match
 Position: TypeAlias = "tuple[int, int, int, int]"
 """Where a node stands: lines from the def on, and columns; first and last."""
 
+ROLES = {"sum": "before", "product": "scale", "residual": "behind", "gain": "scale", "shift": "shift"}
+"""What the other operand of a step is called."""
+
 FOLDINGS = ("scaled", "matmul", "fused", "folded")
 """The ways to compute a convolution with the norm behind it: by our kernel, which scales and shifts the sums; or with
 the norm folded into weight and bias, as a matrix product with an epilogue, by the convolution of cuDNN that adds a
@@ -24,9 +27,10 @@ class Step:
     """One operation of a region, in order: what it does, its node, which of its operands the chain goes through, and
     whether it is a method of its first operand.
 
-    ``does``: "convolution", "sum" (a residual before the norm), "view" (the sum in another shape), "norm", "pass" (a
-    child that hands on what it gets), "residual" (added behind the norm), "gain" and "shift" (adaptive norms),
-    "activation", "permute" and "permute back".
+    ``does``: "convolution", "linear", "product" (what that gives, by something), "factor" (the same, by a child),
+    "sum" (a residual before the norm), "view" (the sum in another shape), "norm", "pass" (a child that hands on what it
+    gets), "residual" (added behind the norm), "gain" and "shift" (adaptive norms), "activation", "permute" and "permute
+    back".
     """
 
     does: str
@@ -52,15 +56,16 @@ class Region:
     ``kind`` is the norm's; ``norm`` the child that is the norm, of class ``type`` and with the match ``attributes``, or
     the function called where ``type`` is ""; what such a child calls itself behind the norm (its attribute "behind") is
     among ``passes`` and ``activation`` by paths ("bn1.act"), and no step; ``shared``: the sum before the norm is used
-    by others too; ``passes``:
-    children that must hand on what they get; ``activation``: a child, or (name, low, high); ``conditions``: what the
-    forward branches on that must hold (expression, truth); ``convolution``: the child whose output is normalised, with
-    ``folding`` as one of ``FOLDINGS`` says how the norm goes into it; ``apart``: why the convolution before the norm is
-    no part of the region; ``feeds``: the child that autocast gives the result in 16 bits and that alone gets it, and
-    before it those that hand it on; ``beside``: other children that are called between its operations, with the classes
-    in them; ``nodes``: the operations of the norm, unless it is a child that is called with its
-    input alone; ``constants``: what it takes that the source names; ``then``: where the convolution of another region
-    stands to which alone the result is given, and between which and this nothing but computing is done.
+    by others too; ``passes``: children that must hand on what they get; ``activation``: a child, or (name, low, high);
+    ``conditions``: what the forward branches on that must hold (expression, truth); ``convolution``: the child whose
+    output is normalised, with ``folding`` as one of ``FOLDINGS`` says how the norm goes into it; ``linear``: the
+    Linear, and ``factor``: the child that multiplies its output before the norm, by which attribute, and the
+    fingerprint of its forward; ``apart``: why the convolution or Linear before the norm is no part of the region;
+    ``feeds``: the child that autocast gives the result in 16 bits and that alone gets it, and before it those that hand
+    it on; ``beside``: other children that are called between its operations, with the classes in them; ``nodes``: the
+    operations of the norm, unless it is a child that is called with its input alone; ``constants``: what it takes that
+    the source names; ``then``: where the convolution of another region stands to which alone the result is given, and
+    between which and this nothing but computing is done.
     """
 
     kind: str
@@ -74,6 +79,8 @@ class Region:
     conditions: tuple[tuple[str, bool], ...] = ()
     convolution: str = ""
     folding: str = ""
+    linear: str = ""
+    factor: tuple[str, ...] = ()
     apart: str = ""
     feeds: tuple[str, ...] = ()
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -86,13 +93,19 @@ class Region:
         """What it is, for a person: "sum + norm2 + act2"."""
         words = {"sum": "sum", "norm": self.norm, "residual": "residual", "gain": "scale", "shift": "shift"}
         named = self.activation if isinstance(self.activation, str) else (self.activation or ("",))[0]
-        words |= {"convolution": self.convolution, "activation": named}
+        words |= {"convolution": self.convolution, "linear": self.linear, "product": "scale", "activation": named}
+        words |= {"factor": self.factor[0] if self.factor else ""}
         return " + ".join(word for step in self.steps if (word := words.get(step.does)))
 
     @property
     def match(self) -> Match:
         """What is known of the norm."""
         return Match(self.kind, self.attributes)
+
+    @property
+    def norm_match(self) -> Match:
+        """What is known of the child that is the norm."""
+        return Match("batch_norm", self.attributes) if self.linear else self.match
 
     @property
     def ends_inside(self) -> bool:
@@ -127,6 +140,7 @@ class Region:
                 "steps": tuple(Step(**{**s, "at": tuple(s["at"])}) for s in given["steps"]),
                 "passes": tuple(given["passes"]),
                 "feeds": tuple(given.get("feeds", ())),
+                "factor": tuple(given.get("factor", ())),
                 "beside": {name: tuple(classes) for name, classes in given.get("beside", {}).items()},
                 "nodes": tuple(_node(data) for data in given.get("nodes", ())),
                 "constants": {k: _tuples(v) for k, v in given.get("constants", {}).items()},
@@ -145,7 +159,8 @@ def children_of(region: Region) -> tuple[str, ...]:
     """The children whose calls are part of it."""
     norm = region.norm if region.type else ""
     acting = region.activation if isinstance(region.activation, str) else ""
-    called = region.convolution, norm, *region.passes, acting
+    before = region.convolution, region.linear, *region.factor[:1]
+    called = *before, norm, *region.passes, acting
     return tuple(name for name in called if name and "." not in name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from normswap.kinds import KINDS, NORMS
+from normswap.kinds import KINDS, LAYERS, NORMS
 from normswap.plan import Match, Reason, Refusal
 from normswap.rules import l1_norm, linear_scale_batch_norm, region, registered, rms_by_hand
 from normswap.rules.module_site import match_norm
@@ -32,11 +32,13 @@ def find(module: nn.Module, undecided: bool = False) -> Match | Refusal | None:
 
 
 def _says_more(module: nn.Module, within: Match | Refusal | None, refusal: Refusal) -> bool:
-    """Whether a region that was found outdoes a refusal: of an expression, one that holds an expression. What a person
-    has registered is refused with its own reason."""
+    """Whether a region that was found outdoes a refusal: of an expression, one that holds an expression; of layers any,
+    which says itself what is apart. What a person has registered is refused with its own reason."""
     if not isinstance(within, Match) or registered.match(module) is not None:
         return False
-    return refusal.reason is Reason.SUBCLASS or any(found["kind"] in KINDS for found in within.attributes["regions"])
+    if refusal.reason is Reason.SUBCLASS or refusal.kind in LAYERS:
+        return True
+    return any(found["kind"] in KINDS for found in within.attributes["regions"])
 
 
 def alone(module: nn.Module) -> Match | Refusal | None:

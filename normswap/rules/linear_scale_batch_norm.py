@@ -1,11 +1,13 @@
 """A module whose whole forward is ``self.bn(self.gemm(x) * self.scale)``, in any spelling: the scale may be absent, a
-tensor or a number, and stand behind the BatchNorm instead or too."""
+tensor or a number, and stand behind the BatchNorm instead or too. Elsewhere, and in an nn.Sequential, it is a region;
+here is said why it may be none."""
 
 from __future__ import annotations
 
 import ast
 import types
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,10 +16,10 @@ from torch import nn
 from normswap.attributes import Rejection, own_getattr, own_tensors, unreadable
 from normswap.plan import Match, Reason, Refusal
 from normswap.regions.flow import Attribute, Constant, Value
+from normswap.regions.linear import product_of, run_before
 from normswap.regions.straight import Way, names_of, plain_value, straight
 from normswap.rules.expression_site import MULTIPLICATION, Flow, class_forward, names_in, not_rewritable, recognised_in
 from normswap.rules.module_site import settled_type, why_not_linear_and_batch_norm
-from normswap.rules.sequential_site import factor_of, match_sequential
 
 KIND = "linear_scale_batch_norm"
 
@@ -25,13 +27,12 @@ _CALLED = {"linear": F.linear, "batch_norm": F.batch_norm}
 
 
 def match(module: nn.Module) -> Match | Refusal | None:
-    """Match a module whose forward is Linear -> [* scale] -> BatchNorm1d -> [* scale] and nothing else, or an
-    nn.Sequential that holds such a run; refuse one that holds these in another form, or whose children are not plain
-    ones."""
+    """Match a module whose forward is Linear -> [* scale] -> BatchNorm1d -> [* scale] and nothing else; refuse one that
+    holds these in another form, or whose children are not plain ones, and an nn.Sequential of such ones."""
     if not module._modules or (forward := class_forward(module)) is None:
         return None
     if forward is nn.Sequential.forward:
-        return match_sequential(module)
+        return _why_no_run(module)
     names = names_in(forward)
     linears = _children(module, nn.Linear, names)
     batch_norms = _children(module, nn.BatchNorm1d, names)
@@ -109,7 +110,7 @@ def _parts(
         if op.target == left[0] and len(op.args) + len(op.keywords) == 1:
             (value,) = *op.args, *op.keywords.values()
             left.pop(0)
-        elif (pair := factor_of(op)) is not None and place not in factors:
+        elif (pair := product_of(op)) is not None and place not in factors:
             value, factor = pair
             if isinstance(found := _factor(module, factor), Refusal):
                 return found
@@ -144,3 +145,25 @@ def _why_no_site(module: nn.Module, parts: dict[str, Any]) -> Refusal | None:
             detail = f"self.{name} has shape {tuple(scale.shape)}, not (), (1,), ({channels},) or (1, {channels})"
             return Refusal(KIND, Reason.UNSUPPORTED, detail)
     return None
+
+
+def _why_no_run(module: nn.Module) -> Refusal | None:
+    """Why none of the Linears in an nn.Sequential is computed with the BatchNorm1d behind it; None where one is, or
+    there is none."""
+    refusals = [*_refused_runs(module)]
+    if not refusals:
+        return None
+    if type(module).__iter__ is not nn.Sequential.__iter__:  # type: ignore[attr-defined]
+        return Refusal(KIND, Reason.UNSUPPORTED, f"{type(module).__name__} has its own __iter__")
+    return not_rewritable(module, KIND) or (refusals[0] if all(refusals) else None)
+
+
+def _refused_runs(module: nn.Module) -> Iterator[Refusal | None]:
+    """For each run of children of the right types why it is none, or None."""
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    for index, (name, child) in enumerate(children):
+        is_norm = issubclass(settled_type(child), nn.BatchNorm1d)
+        linear, _, apart = run_before(child, children[:index]) if is_norm else ("", (), "")
+        if linear:
+            refusal = why_not_linear_and_batch_norm(KIND, module, linear, name)
+            yield refusal or (Refusal(KIND, Reason.CHILD, f"self.{apart}") if apart else None)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from normswap.forwards.batch_norm import RANKS
-from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.forwards.plain import is_plain_itself, is_unhooked
 from normswap.forwards.rms_norm import digest
 from normswap.plan import Match, Refusal
 from normswap.regions import flow
@@ -66,7 +66,7 @@ def readings(
 
     def norm_of(child: nn.Module) -> Match | None:
         if type(child) in RANKS:  # in eval no site by itself
-            return Match("batch_norm") if is_plain(child, type(child)) else None
+            return Match("batch_norm") if is_plain_itself(child, type(child)) else None
         if isinstance(child, tuple(RANKS)):
             behind = children_behind(child) if is_foldable(child) and is_unhooked(child) else None
             return Match("batch_norm", {"behind": " ".join(behind)}) if behind is not None else None

@@ -36,7 +36,7 @@ def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], 
     """The sites of ``swaps`` in the swapped ``model`` with the calls that ``run``, one run of it, brings to them.
     ``gradients``: the run records them, and what is timed has a backward."""
     placed = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
-    sites = {swap.site.name: _parts(module, swap.match) for swap, module in placed if swap.match.kind != "region"}
+    sites = {swap.site.name: _whole(module, swap.match) for swap, module in placed if swap.match.kind != "region"}
     regions = {
         swap.site.name: RegionRecorder(module, modules.original_class(module) or type(module), swap.match)
         for swap, module in placed
@@ -46,24 +46,24 @@ def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], 
     with (
         classes(originals),
         listening(regions.values()),
-        # A hook on a child of a swapped module has that call it.
-        told([(part.called, _hook(part.recorder)) for parts in sites.values() for part in parts]),
+        told([(site.module, _hook(site.recorder)) for site in sites.values()]),
         torch.set_grad_enabled(gradients),
     ):
         run()
     return [
         candidate
         for swap in swaps
-        for candidate in _candidates(swap, sites.get(swap.site.name, ()), regions.get(swap.site.name), gradients)
+        for candidate in _candidates(swap, sites.get(swap.site.name), regions.get(swap.site.name), gradients)
     ]
 
 
 def _candidates(
-    swap: Swap, parts: Sequence[_Part], regions: RegionRecorder | None, gradients: bool
+    swap: Swap, whole: _Whole | None, regions: RegionRecorder | None, gradients: bool
 ) -> Iterator[Candidate]:
     site, kind = swap.site.name, swap.match.kind
+    if whole is not None:
+        yield Candidate(site, kind, whole.uses(gradients))
     if regions is None:
-        yield Candidate(site, kind, tuple(use for part in parts for use in part.uses(gradients)))
         return
     for name, (norm, uses) in zip(_names(swap), regions.uses(gradients, looks), strict=True):
         inside = [f"{site}.{norm}" if site else norm] if norm else []
@@ -122,13 +122,12 @@ def _class_with(module: nn.Module, match: Match | None) -> type[nn.Module]:
 
 
 @dataclass
-class _Part:
-    """What is timed of a site: a module, its class before and after the swap, and the module whose inputs it takes."""
+class _Whole:
+    """What is timed of a module: its class before and after the swap, and what it was called with."""
 
     module: nn.Module
     original: type[nn.Module]
     swapped: type[nn.Module]
-    called: nn.Module
     recorder: Recorder = field(default_factory=Recorder)
 
     def uses(self, gradients: bool) -> tuple[Use, ...]:
@@ -139,12 +138,9 @@ class _Part:
         return Code(first, [*first.parameters()]), Code(second, [*second.parameters()])
 
 
-def _parts(site: nn.Module, match: Match) -> list[_Part]:
-    found = []
-    for piece, module, called in modules.pieces(site, match):
-        original = modules.original_class(module) or type(module)
-        found.append(_Part(module, original, modules.swapped_class(piece.kind, original, piece.attributes), called))
-    return found
+def _whole(module: nn.Module, match: Match) -> _Whole:
+    original = modules.original_class(module) or type(module)
+    return _Whole(module, original, modules.swapped_class(match.kind, original, match.attributes))
 
 
 def looks(module: nn.Module) -> tuple[Any, ...]:

@@ -1,0 +1,172 @@
+"""The Linear whose output a BatchNorm1d normalises, multiplied in between by something, or by a child that does nothing
+else: how it is found, and what computes it with the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from normswap.activation import Activation
+from normswap.attributes import Rejection, own_getattr, own_tensors
+from normswap.forwards.linear_scale_batch_norm import before_plain, fingerprint, multiplies
+from normswap.forwards.plain import is_bare, is_plain
+from normswap.ops.dispatch import PLAIN
+from normswap.regions.flow import Attribute, Constant, Op, Value
+from normswap.regions.foldings import why_apart
+from normswap.regions.spec import Region
+from normswap.regions.spelling import spelled
+from normswap.regions.straight import method_of, plain_value, straight
+
+KIND = "linear_scale_batch_norm"
+MULTIPLIES: tuple[Any, ...] = ("*", torch.mul, torch.multiply, ".mul()", ".multiply()")
+
+_ChildOf: TypeAlias = "Callable[[Op], nn.Module | None]"
+_Named: TypeAlias = "tuple[str, nn.Module | None]"
+
+
+def with_linear(found: Any, norm: nn.Module | None, taken: set[int], child_of: _ChildOf) -> Any:
+    """``found``, whose norm is the child ``norm``, and the Linear that gives its input; None where none can be taken
+    in."""
+    value, user = found.x, found.ops[0]
+    if type(norm) is not nn.BatchNorm1d or not isinstance(value, Op):
+        return None
+    ops, steps, factor = list[Op](), [], tuple[str, ...]()
+    if (scaled := _scaled(value, child_of)) is not None and id(value) not in taken:
+        does, operand, factor = scaled
+        ops, steps = [value], [(does, value, operand)]
+    linear: Any = value.args[steps[0][2]] if steps else value
+    child = child_of(linear) if isinstance(linear, Op) and id(linear) not in taken else None
+    if not is_linear(child) or len(linear.args) != 1 or linear.keywords:
+        return None
+    name = linear.target[len("self.") :]
+    users = (value, user) if steps else (user,)
+    between = child_of(value) if factor else None
+    once = all(_is_for(op, to) for op, to in zip((linear, *ops), users, strict=True))
+    if reason := _why_apart((name, child), norm, once, (factor[0], between) if factor else None):
+        found.apart = reason
+        return None
+    ops, steps = [linear, *ops, *found.ops], [("linear", linear, 0), *steps, *found.steps]
+    return replace(found, kind=KIND, linear=name, factor=factor, ops=ops, steps=steps)
+
+
+def is_linear(child: nn.Module | None) -> bool:
+    """Whether it is one, or goes by that name: quantized and wrapped ones are to be told of too."""
+    return isinstance(child, nn.Linear) or "Linear" in type(child).__name__
+
+
+def _is_for(op: Op, user: Op) -> bool:
+    """Whether nothing else uses what ``op`` gives."""
+    return op.users == [user] and op.stretch == user.stretch
+
+
+def _scaled(value: Op, child_of: _ChildOf) -> tuple[str, int, tuple[str, ...]] | None:
+    """How the output of a Linear is multiplied: ("product", which operand it is, ()), or ("factor", 0, that of the
+    region)."""
+    from_linear = [isinstance(arg, Op) and is_linear(child_of(arg)) for arg in value.args]
+    if value.target in MULTIPLIES and len(value.args) == 2 and not value.keywords and any(from_linear):
+        operand = from_linear.index(True)
+        return ("product", operand, ()) if _is_own(value.args[1 - operand]) else None
+    if from_linear == [True] and not value.keywords:
+        factor = factor_of(str(value.target)[len("self.") :], child_of(value))
+        return ("factor", 0, factor) if factor else None
+    return None
+
+
+def _is_own(value: Value) -> bool:
+    """Whether it is computed from attributes of self and constants alone: what a forward is given may be one a
+    sample."""
+    return isinstance(value, (Attribute, Constant)) or (isinstance(value, Op) and all(map(_is_own, value.args)))
+
+
+def run_before(norm: nn.Module, children: Sequence[_Named]) -> tuple[str, tuple[str, ...], str]:
+    """Of the ``children`` of an nn.Sequential before ``norm``, a BatchNorm1d: the Linear, the factor between them if
+    there is one, and why the Linear is apart; "" for none."""
+    *_, before, last = [("", None), ("", None), *children]
+    if is_linear(last[1]):
+        return last[0], (), _why_apart(last, norm, True)
+    factor = factor_of(*last) if is_linear(before[1]) else ()
+    return (before[0], factor, _why_apart(before, norm, True, last)) if factor else ("", (), "")
+
+
+def _why_apart(linear: _Named, norm: Any, used_once: bool, factor: _Named | None = None) -> str:
+    name, child = linear
+    if reason := why_apart(child, used_once, classes=(nn.Linear,)):
+        return f"{name} {reason}"
+    if child is not None and child.out_features != norm.num_features:
+        return f"{name} gives other channels than the norm takes"
+    hooked = factor is not None and factor[1] is not None and not is_bare(factor[1].__dict__)
+    return f"{factor[0]} carries hooks, or a forward of its own" if factor and hooked else ""
+
+
+def factor_of(name: str, child: nn.Module | None) -> tuple[str, ...]:
+    """The ``factor`` of a region for the child ``name``; nothing where that does not only multiply."""
+    attribute = multiplied_by(child)
+    return () if child is None or attribute is None else (name, attribute, fingerprint(type(child).forward))
+
+
+def multiplied_by(module: nn.Module | None) -> str | None:
+    """The attribute by which ``module`` multiplies its input, where that is all it does; None for any other module."""
+    forward = None if module is None else method_of(type(module), "forward")
+    if module is None or forward is None or module._modules or own_getattr(module) is not None:
+        return None
+    read = straight(module, forward)
+    if isinstance(read, Rejection) or len(read.ways) > 1 or read.tested or read.called:
+        return None
+    (way,) = read.ways
+    value, factor = product_of(way.result) or (None, None)
+    if not isinstance(factor, Attribute) or value is not way.argument or len(way.ops) != 1:
+        return None
+    is_number = type(plain_value(module, factor.path)) in (int, float)
+    is_own = is_number or isinstance(own_tensors(module).get(factor.path), Tensor)
+    return factor.path if is_own and [*read.reads] == [factor.path] else None
+
+
+def product_of(value: Value) -> tuple[Value, Value] | None:
+    """(what is multiplied, by what) of a product with an attribute of self or a number; None for anything else."""
+    name, given = (isinstance(value, Op) and spelled(value)) or ("", {})
+    pair = [given["input"], given["other"]] if name == "*" else []
+    for one, other in (pair, pair[::-1]) if pair else ():
+        if isinstance(other, (Attribute, Constant)):
+            return one, other
+    return None
+
+
+def _is_factor(scale: Any, linear: nn.Linear) -> bool:
+    """Whether it is a number, or a tensor of one value or one a channel."""
+    channels = linear.out_features
+    shapes = (), (1,), (channels,), (1, channels)
+    return type(scale) in (int, float) or (type(scale) in PLAIN and tuple(scale.shape) in shapes)
+
+
+class Projected:
+    """What computes the Linear of ``region``, and the norm with it where it can. ``is_as_read`` tells whether the norm
+    is."""
+
+    def __init__(self, region: Region, is_as_read: Callable[[Any], bool]) -> None:
+        self.name, self.factor, self.is_as_read = region.linear, region.factor, is_as_read
+
+    def __call__(
+        self, children: Mapping[str, Any], norm: Any, x: Tensor, scale: Any, behind: Any, activation: Activation
+    ) -> tuple[Any, Any]:
+        """(x, the result of the region), (what the norm is of, None) where the two are computed apart, or (None, None)
+        where only the region's own statements are sure to do the right thing."""
+        if self.factor:
+            name, attribute, code = self.factor
+            child: Any = children.get(name)
+            if child is None or not multiplies(child, code) or (scale := getattr(child, attribute)) is None:
+                return None, None
+        linear: Any = children.get(self.name)
+        if not is_plain(linear, nn.Linear) or x.dim() != 2 or not self.is_as_read(norm):
+            return None, None
+        out = before_plain(x, linear, scale, norm, None, activation, behind)
+        if out is not None:
+            return x, out
+        if behind is not None and (type(behind) not in PLAIN or behind.shape != (len(x), linear.out_features)):
+            return None, None
+        if scale is not None and not _is_factor(scale, linear):
+            return None, None
+        return linear(x) if scale is None else linear(x) * scale, None
