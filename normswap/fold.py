@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
     For inference: the model must be in eval mode, and its state_dict gets other keys. A module whose whole forward is
     the expression, or an nn.Sequential of nothing else, becomes an nn.Linear; in a longer nn.Sequential the Linear is
-    replaced and nn.Identity takes the other places, as it takes that of a BatchNorm behind a convolution. Weights are
-    computed in float64 and rounded once. ``model`` may be swapped or not; it is left untouched and a copy is returned,
-    unless ``inplace``. Other swapped modules stay swapped.
+    replaced and nn.Identity takes the other places, as it takes that of a BatchNorm behind a convolution, or behind a
+    Linear without a scale, in a larger forward. Weights are computed in float64 and rounded once. ``model`` may be
+    swapped or not; it is left untouched and a copy is returned, unless ``inplace``. Other swapped modules stay swapped.
 
     The input of such a Linear must be (N, K), and nobody but the forward of the module that holds them may call its
     parts, or a convolution and its BatchNorm: BatchNorm1d takes (N, C, L) too and then normalises another axis, which a
@@ -50,7 +50,7 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     with torch.inference_mode(False), torch.no_grad():
         target = model if inplace else copy.deepcopy(model)
         whole, within = _folded(target)
-        convolved = _folded_convolutions(target)
+        convolved = _folded_pairs(target, whole)
         if not whole and not within and not convolved:
             raise NormswapError(
                 "fold: no module of this model is a Linear -> scale -> BatchNorm1d, or a convolution -> BatchNorm, "
@@ -70,10 +70,13 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return target
 
 
-def _folded_convolutions(model: nn.Module) -> list[tuple[fold_convolution.Pair, nn.Module]]:
-    """Each convolution with a BatchNorm behind it, and the one that the two equal. Warns of each that stays."""
+def _folded_pairs(model: nn.Module, whole: Collection[int]) -> list[tuple[fold_convolution.Pair, nn.Module]]:
+    """Each convolution or Linear with a BatchNorm behind it, and the one that the two equal, but in modules that are
+    replaced as a ``whole``. Warns of each that stays."""
     found = []
     for name, pair in [*fold_convolution.pairs_of(model)]:
+        if id(pair.owner) in whole:
+            continue
         problem = pair.problem
         try:
             if not problem:
@@ -137,7 +140,7 @@ def _put(sequential: nn.Module, children: Mapping[str, nn.Module]) -> None:
     if (
         match is not None
         and original is not None
-        and all(region["linear"] in children for region in match.attributes["regions"])
+        and all(region.get("linear") in children for region in match.attributes["regions"])
     ):
         object.__setattr__(sequential, "__class__", original)
 

@@ -1,4 +1,5 @@
-"""Convolutions with a BatchNorm behind them, for deployment: which pairs there are, and the one that each equals."""
+"""Convolutions, and Linears in a forward, with a BatchNorm behind them, for deployment: which pairs there are, and the
+one that each equals."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.mentions import attributes_in, may_be_any
 from normswap.regions.ending import children_behind
 from normswap.regions.foldings import TRANSPOSED, is_foldable, why_apart
+from normswap.regions.spec import Region
 from normswap.rules import region as region_rule
 from normswap.rules.expression_site import class_forward
 from normswap.sites import classes
@@ -24,7 +26,8 @@ from normswap.sites import classes
 
 @dataclass(frozen=True)
 class Pair:
-    """Two children of ``owner`` by name: all that ``convolution`` gives goes to ``norm``, and nothing else does.
+    """Two children of ``owner`` by name: all that ``convolution``, or that Linear, gives goes to ``norm``, and nothing
+    else does.
     ``problem``: why they are left as they are, "" if they can be one; ``behind``: the children that the norm itself
     calls on what it computes."""
 
@@ -73,9 +76,15 @@ def _through_methods(owner: nn.Module, known: set[str]) -> Iterator[Pair]:
 
 def _pairs(owner: nn.Module, reading: region_rule.Reading) -> Iterator[Pair]:
     for region in reading.regions:
-        if region.convolution or region.apart:
+        if (first := _first(region, reading)) or region.apart:
             behind = tuple(region.attributes.get("behind", "").split())
-            yield Pair(owner, region.convolution, region.norm, region.apart, behind)
+            yield Pair(owner, first, region.norm, region.apart, behind)
+
+
+def _first(region: Region, reading: region_rule.Reading) -> str:
+    """The convolution, or the Linear without a scale behind it, of a ``region``; "" for none."""
+    scaled = region.has("product") or region.factor or reading.tree is None  # an nn.Sequential is folded as a whole
+    return region.convolution or ("" if scaled else region.linear)
 
 
 def _only_there(pair: Pair, reading: region_rule.Reading) -> bool:
@@ -83,16 +92,18 @@ def _only_there(pair: Pair, reading: region_rule.Reading) -> bool:
     if reading.tree is None:
         return not ({pair.convolution, pair.norm} & reading.names or may_be_any(reading.names))
     named = attributes_in(reading.tree)
-    both = sum((region.convolution, region.norm) == (pair.convolution, pair.norm) for region in reading.regions)
+    both = sum((_first(region, reading), region.norm) == (pair.convolution, pair.norm) for region in reading.regions)
     return named is not None and named[pair.convolution] == named[pair.norm] == both
 
 
 def convolution_of(pair: Pair) -> nn.Module:
-    """The plain convolution that ``pair`` equals in eval, its weights computed in float64 and rounded once. Raises
+    """The plain convolution, or Linear, that ``pair`` equals in eval, its weights from float64, rounded once. Raises
     ValueError with the reason where there is none."""
     convolution: Any = pair.owner._modules[pair.convolution]
     norm: Any = pair.owner._modules[pair.norm]
-    if not _is_plain(norm, pair.behind) or norm.num_features != convolution.out_channels:
+    is_linear = isinstance(convolution, nn.Linear)
+    width = convolution.out_features if is_linear else convolution.out_channels
+    if not _is_plain(norm, pair.behind) or norm.num_features != width:
         raise ValueError("its BatchNorm is no plain one, or of another width")
     given = (convolution.weight, convolution.bias, None, norm.running_mean, norm.running_var, norm.weight, norm.bias)
     if len({t.device for t in given if t is not None}) > 1:
@@ -104,10 +115,11 @@ def convolution_of(pair: Pair) -> nn.Module:
     weight, bias = fold(*wide, norm.eps)
     weight = reference.by_output(weight, convolution.groups) if transposed else weight
     dtype = convolution.weight.dtype
-    names = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"]
+    names = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"]
     names += ["output_padding"] if transposed else []
+    names = ["in_features", "out_features"] if is_linear else names
     settings = {name: getattr(convolution, name) for name in names}
-    made = type(convolution)(**settings, padding_mode=convolution.padding_mode, device="meta").eval()
+    made = type(convolution)(**settings, device="meta").eval()
     learns = convolution.weight.requires_grad
     made.weight = nn.Parameter(torch.empty_like(convolution.weight).copy_(weight), learns)  # laid out alike
     made.bias = nn.Parameter(bias.to(dtype), learns)

@@ -14,6 +14,18 @@ from torch import Tensor, nn
 import normswap
 
 
+class Activated(nn.Module):
+    """Linear, scale, BatchNorm, a residual and an activation."""
+
+    def __init__(self, width: int, scale: float, act: nn.Module) -> None:
+        super().__init__()
+        self.gemm, self.bn, self.act = nn.Linear(width, width), nn.BatchNorm1d(width), act
+        self.scale = nn.Parameter(torch.full((width,), scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.bn(self.gemm(x) * self.scale) + x)
+
+
 class Residual(nn.Module):
     """A random stack over (N, T, D) or (N, D): norms, linears and nonlinearities, some with a skip."""
 
@@ -60,6 +72,8 @@ def _row_block(draw: random.Random, width: int) -> nn.Module:
         L1,
         lambda: Projection(width, width, draw.choice((None, 0.1, 0.3))),
         lambda: nn.Sequential(nn.Linear(width, width), nn.GELU()),
+        lambda: Activated(width, 0.5, draw.choice((nn.ReLU(), nn.GELU()))),
+        lambda: nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width, eps), nn.SiLU()),
         lambda: nn.Tanh(),
     ]
     return draw.choice(choices)()

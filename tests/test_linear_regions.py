@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import ops
-from normswap.plan import MismatchError
+from normswap.plan import MismatchError, NormswapError
 from normswap.regions.spec import Region
 
 TABLE: dict[str, Case] = {**FOUND, **LOOK_ALIKES, **CHANGED}
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a copy.*")
 
 
+@pytest.mark.case("linear-region", "linear-region-look-alikes", "linear-region-changed-later")
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, case in TABLE.items() for mode in case.modes])
 def test_what_is_found_computes_what_it_did(name: str, mode: str) -> None:
     check(TABLE[name], mode)
@@ -226,6 +228,27 @@ def test_it_is_proved_under_autocast(name: str, training: bool) -> None:
             torch.testing.assert_close(fast(*inputs), copy.deepcopy(model)(*inputs))
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("name", FOUND)
+def test_without_a_scale_it_folds_into_one_linear(name: str, swapped: bool) -> None:
+    model, inputs = made(FOUND[name], False)
+    plain = [region for region in regions_in(model) if "scale" not in region and "factor" not in region]
+    used = {node for region in regions_in(model) for node in region.split(" + ")[:1]}
+    once = name != "same_linear_twice" and len(used) == len(regions_in(model))
+    given = optimized(model, inputs) if swapped else model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not plain or not once:
+            with pytest.raises(NormswapError, match="can be folded"):
+                normswap.fold(given)
+            return
+        folded = normswap.fold(given)
+    assert sum(isinstance(m, nn.Identity) for m in folded.modules()) == len(plain)
+    with torch.no_grad():
+        tolerance = 3e-2 if name == "under_autocast" else 1e-5
+        torch.testing.assert_close(folded(*inputs), model(*inputs), rtol=tolerance, atol=tolerance)
+
+
 # --- an nn.Sequential -----------------------------------------------------------------------------------------------
 
 
@@ -242,6 +265,7 @@ def layers() -> nn.Sequential:
 NAMES = ("0 + 1 + 2", "3 + 4 + 5 + 7", "9 + 10", "11 + 12", "14 + 15")
 
 
+@pytest.mark.case("linear-sequential")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rows", [4, 32])
 def test_every_norm_of_a_sequential_is_a_region_of_its_own(rows: int, training: bool) -> None:

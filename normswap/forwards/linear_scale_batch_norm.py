@@ -40,19 +40,6 @@ FEW = 2**22
 
 
 def linear_scale_batch_norm(
-    x: Any, linear: Any, scale: Tensor | float | None, bn: Any, after: Tensor | float | None = None
-) -> Tensor | None:
-    """``bn(linear(x) * scale) * after``, or None where only the original code is sure to be right: a child that is no
-    longer a plain one (hooks, LoRA, parametrizations), an input that is not (N, K), autocast, tensors of other dtypes,
-    devices or types, torch.export and torch.jit.trace."""
-    if after is None and not torch.compiler.is_compiling():
-        out: Tensor | None = at_once.folded_linear(x, linear, scale, bn, nn.Linear, nn.BatchNorm1d)
-        if out is not None:
-            return out
-    return before_plain(x, linear, scale, bn, after) if is_plain(bn, nn.BatchNorm1d) else None
-
-
-def before_plain(
     x: Any,
     linear: Any,
     scale: Tensor | float | None,
@@ -60,11 +47,18 @@ def before_plain(
     after: Tensor | float | None = None,
     activation: Activation = NONE,
     residual: Tensor | None = None,
+    is_norm: Callable[[Any], bool] = lambda bn: is_plain(bn, nn.BatchNorm1d),
 ) -> Tensor | None:
-    """The same before a ``bn`` that is known to be plain; without ``after`` also ``activation(... + residual)``."""
-    if not (type(x) in _PLAIN_TENSORS and x.dim() == 2 and is_plain(linear, nn.Linear)):
-        return None
+    """``bn(linear(x) * scale) * after`` or, without ``after``, ``activation(... + residual)``; None where only the
+    original code is sure to be right: a child that is no longer a plain one (hooks, LoRA, parametrizations), an input
+    that is not (N, K), autocast, tensors of other dtypes, devices or types, torch.export and torch.jit.trace."""
     if residual is not None and not _is_output(residual, x, linear):
+        return None
+    if after is None and not torch.compiler.is_compiling():
+        out: Tensor | None = at_once.folded_linear(x, linear, scale, bn, nn.Linear, nn.BatchNorm1d)
+        if out is not None:
+            return activation(out if residual is None else out + residual)
+    if not (type(x) in _PLAIN_TENSORS and x.dim() == 2 and is_plain(linear, nn.Linear) and is_norm(bn)):
         return None
     if (
         not x.is_floating_point()
@@ -84,9 +78,9 @@ def before_plain(
     return None if out is None else out * behind
 
 
-def _is_output(residual: Tensor, x: Tensor, linear: nn.Linear) -> bool:
-    """Whether it is such as what the Linear gives."""
-    shape = (x.shape[0], linear.out_features)
+def _is_output(residual: Any, x: Tensor, linear: Any) -> bool:
+    """Whether it is such as what the Linear gives of ``x`` (N, K)."""
+    shape = (*x.shape[:1], getattr(linear, "out_features", None))
     return _is_beside(residual, x) and residual.dtype is x.dtype and residual.shape == shape
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from normswap.activation import Activation
 from normswap.attributes import Rejection, own_getattr, own_tensors
-from normswap.forwards.linear_scale_batch_norm import before_plain, fingerprint, multiplies
+from normswap.forwards.linear_scale_batch_norm import fingerprint, linear_scale_batch_norm, multiplies
 from normswap.forwards.plain import is_bare, is_plain
 from normswap.ops.dispatch import PLAIN
 from normswap.regions.flow import Attribute, Constant, Op, Value
@@ -160,11 +160,11 @@ class Projected:
             if child is None or not multiplies(child, code) or (scale := getattr(child, attribute)) is None:
                 return None, None
         linear: Any = children.get(self.name)
-        if not is_plain(linear, nn.Linear) or x.dim() != 2 or not self.is_as_read(norm):
-            return None, None
-        out = before_plain(x, linear, scale, norm, None, activation, behind)
+        out = linear_scale_batch_norm(x, linear, scale, norm, None, activation, behind, self.is_as_read)
         if out is not None:
             return x, out
+        if not is_plain(linear, nn.Linear) or x.dim() != 2 or not self.is_as_read(norm):
+            return None, None
         if behind is not None and (type(behind) not in PLAIN or behind.shape != (len(x), linear.out_features)):
             return None, None
         if scale is not None and not _is_factor(scale, linear):
