@@ -39,11 +39,11 @@ def why_apart(
         return f"is a {cls.__module__}.{cls.__qualname__}"
     if not is_plain_itself(child, cls):
         return "carries hooks, or a forward of its own"
-    pads = isinstance(child, _ConvNd) and not padded
-    if pads and child.padding_mode != "zeros":
-        return f"pads by its mode {child.padding_mode!r}"
-    if pads and isinstance(child.padding, str):
-        return f"pads by {child.padding!r}"
+    if isinstance(child, _ConvNd) and not padded:
+        if child.padding_mode != "zeros":
+            return f"pads by its mode {child.padding_mode!r}"
+        if isinstance(child.padding, str):
+            return f"pads by {child.padding!r}"
     return "" if used_once else "has an output that is used elsewhere too"
 
 
