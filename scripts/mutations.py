@@ -11,7 +11,7 @@ WHERE = (
     *("rules", "forwards", "regions", "kinds", "timing"),
     *("source.py", "attributes.py", "walk.py", "sites.py", "modules.py", "norms.py", "apply.py", "rollback.py"),
     *("validate.py", "compare.py", "criterion.py", "bounds.py", "verdict.py", "lifted.py", "whole.py"),
-    *("fold.py", "fold_convolution.py"),
+    *("fold.py", "fold_convolution.py", "fold_through_methods.py"),
 )
 """The files of normswap/ whose conditions decide what is swapped and what is believed; those of them that are there."""
 WEAKER = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}

@@ -182,3 +182,12 @@ def test_an_output_whose_shape_hangs_on_the_last_bit_is_no_error() -> None:
     model = Runs(lambda self, x: x.flatten()[: 1 + int(self.norm(x).sum() * 1e9) % 7]).eval()
     with pytest.warns(UserWarning, match="changes its shape"):
         normswap.optimize(model, torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("other", (lambda out: out.double(), lambda out: out[:, None]))
+def test_the_whole_model_keeps_shapes_and_dtypes(other: Any, plant: Callable[[Any], None]) -> None:
+    plant(lambda self, input: other(F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)))
+    with pytest.warns(UserWarning, match="other shapes or dtypes"):
+        swapped = normswap.optimize(Runs(lambda self, x: self.norm(x)).eval(), torch.randn(4, 8), on_mismatch="warn")
+    whole = normswap.report(swapped).model
+    assert whole is not None and not whole["passed"]

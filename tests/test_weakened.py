@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import modules
 from normswap.plan import Reason
+from normswap.regions import chain
 
 # --- what is spoken of ------------------------------------------------------------------------------------------------
 
@@ -151,3 +152,21 @@ def test_a_scale_of_another_dtype_is_left_to_pytorch(
         ours, theirs = swapped(x, scale, shift), model(x, scale, shift)
         assert len(asked) == count and ours.dtype is theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)  # ours rounds once
+
+
+def test_where_gradients_are_recorded_no_convolution_waits_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits keeps its input."""
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    waits = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            waits.append(chain._may_wait(torch.zeros(IMAGES, dtype=torch.float16)))
+    assert waits == [False, True]
+
+
+def test_a_number_is_compared_and_left_to_the_statements() -> None:
+    model = Whole().eval()
+    x = torch.tensor(3.0)
+    report = normswap.report(normswap.optimize(model, (x, x), min_speedup=None))
+    (row,) = [row for row in report.rows if row["name"] == ""]
+    assert row["detail"] == "the region's own statements run on these inputs"
