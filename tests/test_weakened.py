@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from casts_models import made
+from fake_gpu import norms, optimized
 from models import randomised
 from region_checks import IMAGES, ROWS, Parts, swap
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ import normswap
 from normswap import modules
 from normswap.plan import Reason
 from normswap.regions import chain
+from normswap.timing.candidate import Candidate
+from normswap.timing.choose import Timed, Waiting
+from normswap.timing.hidden import Cost
 
 # --- what is spoken of ------------------------------------------------------------------------------------------------
 
@@ -170,3 +174,27 @@ def test_a_number_is_compared_and_left_to_the_statements() -> None:
     report = normswap.report(normswap.optimize(model, (x, x), min_speedup=None))
     (row,) = [row for row in report.rows if row["name"] == ""]
     assert row["detail"] == "the region's own statements run on these inputs"
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+class Uncalled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.norm, self.unused = nn.Linear(8, 8), nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.lin(x))
+
+
+def test_a_norm_that_no_run_calls_has_no_times() -> None:
+    report = normswap.report(optimized(Uncalled().eval(), torch.randn(4, 8), norms((30.0, 10.0))))
+    assert {row["name"]: "gain" in row for row in report.rows} == {"norm": True, "unused": False}
+    assert set(report.swapped) == {"norm", "unused"}
+
+
+@pytest.mark.parametrize("ours", (0.0, -1.0))
+def test_a_clock_that_shows_no_time_at_all_tells_nothing(ours: float) -> None:
+    costs = Cost(100.0, 10.0), Cost(ours, 10.0)
+    assert Timed(Candidate("a", "layer_norm"), 1, *costs).gain(Waiting(900.0, 300.0)) == 1.0
