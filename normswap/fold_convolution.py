@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from normswap import modules, reference
-from normswap.fold_through_methods import through_methods
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import is_plain, is_unhooked
-from normswap.mentions import attributes_in, may_be_any
 from normswap.regions.ending import children_behind
 from normswap.regions.foldings import TRANSPOSED, is_foldable, why_apart
+from normswap.regions.mentions import attributes_in, may_be_any
 from normswap.regions.spec import Region
+from normswap.regions.through_methods import through_methods
 from normswap.rules import region as region_rule
 from normswap.rules.expression_site import class_forward
 from normswap.sites import classes
@@ -46,19 +46,13 @@ def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
         read = [(one, _original(one)) for one in (owner, *owner.children())]
         with classes(read):  # what was swapped is read as it was
             found = [*region_rule.readings(owner, lambda child: None, baked=True)]
-        for pair in dict.fromkeys(pair for reading in found for pair in _pairs(owner, reading)):
+            joined = dict.fromkeys(pair for reading in found for pair in _pairs(owner, reading))
+            apart = [*_through_methods(owner, {pair.norm for pair in joined})]
+        for pair in (*joined, *apart):
             several = any(places[id(owner._modules[child])] > 1 for child in (pair.convolution, pair.norm) if child)
-            elsewhere = not all(_only_there(pair, reading) for reading in found)
-            problem = pair.problem or ("one of them is called elsewhere too" if several or elsewhere else "")
+            alone = pair in apart or all(_only_there(pair, reading) for reading in found)
+            problem = pair.problem or ("" if alone and not several else "one of them is called elsewhere too")
             yield name, replace(pair, problem=problem)
-        with classes(read):
-            apart = [*_through_methods(owner, {pair.norm for reading in found for pair in _pairs(owner, reading)})]
-        for pair in apart:
-            several = any(places[id(owner._modules[child])] > 1 for child in (pair.convolution, pair.norm))
-            yield (
-                name,
-                replace(pair, problem=pair.problem or ("one of them is called elsewhere too" if several else "")),
-            )
 
 
 def _through_methods(owner: nn.Module, known: set[str]) -> Iterator[Pair]:

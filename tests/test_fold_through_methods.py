@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as cp
-from convolution_models import drawn
+from convolution_models import drawn, regions_in
 from norm_act_models import NormAct
 from torch import Tensor, nn
 
@@ -293,3 +293,11 @@ def test_what_is_told_of() -> None:
         made, told = folded(layer)
         assert len(told) == count and all(why in one for one in told), told
         assert all(type(m.norm2) is nn.BatchNorm2d for m in made.modules() if isinstance(m, Layer))
+
+
+def test_a_region_says_why_it_is_without_the_convolution() -> None:
+    for make, why in ((Layer, "conv1 is called in another method"), (AnotherValue, "")):
+        (region,) = (one for one in regions_in(normswap.plan(drawn(make))) if one.norm == "norm2")
+        assert (region.name, region.apart) == ("norm2 + relu2", why)
+    (region,) = (one for one in regions_in(normswap.plan(Layer())) if one.norm == "norm2")
+    assert region.apart == ""

@@ -56,11 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"notebook", "plan"},
     "again": {"plan", "report"},
     "hints": {"plan", "report"},
-    "mentions": set(),
-    "fold_through_methods": {"attributes", "mentions", "regions", "source"},
-    "fold_convolution": {
-        *("reference", "modules", "forwards", "regions", "rules", "sites", "fold_through_methods", "mentions"),
-    },
+    "fold_convolution": {"reference", "modules", "forwards", "regions", "rules", "sites"},
     "fold": {"plan", "reference", "modules", "forwards", "regions", "rules", "sites", "fold_convolution"},
     "timing": {
         "forwards",

@@ -9,7 +9,7 @@ import ast
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from normswap.regions.foldings import by_default, is_foldable
 from normswap.regions.patterns import NAMES, regions_of
 from normswap.regions.sequential import runs_of
 from normswap.regions.spec import Region
+from normswap.regions.through_methods import through_methods
 from normswap.rules.expression_site import class_forward, names_in, not_rewritable
 
 KIND = "region"
@@ -77,14 +78,29 @@ def readings(
         if type(module).__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
             yield Reading([*runs_of(module, norm_of, baked)])
         return
-    for name, function in methods_of(module, forward).items():
+    functions = methods_of(module, forward)
+    apart = {} if baked or len(functions) == 1 else _apart(module, functions)
+    for name, function in functions.items():
         read = flow.read(module, function) if _may_hold(module, function) else None
         if isinstance(read, flow.Flow):
             told = {"source": digest([function, *read.functions.values()]), "functions": " ".join(read.functions)}
             told |= {} if name == "forward" else {"method": name}
-            yield Reading([*regions_of(module, read, norm_of, baked)], told, read.tree)
+            regions = [_told(one, apart) for one in regions_of(module, read, norm_of, baked)]
+            yield Reading(regions, told, read.tree)
         else:
             yield Reading([], names=names_in(function))
+
+
+def _apart(module: nn.Module, functions: Mapping[str, types.FunctionType]) -> dict[str, str]:
+    """The convolutions that another method calls than the one that calls the norm behind them, by the norm."""
+    norms = [name for name, child in module._modules.items() if isinstance(child, tuple(RANKS)) and is_foldable(child)]
+    return {norm: convolution for convolution, norm in through_methods(module, functions, norms)} if norms else {}
+
+
+def _told(region: Region, apart: Mapping[str, str]) -> Region:
+    if region.convolution or region.apart or region.norm not in apart:
+        return region
+    return replace(region, apart=f"{apart[region.norm]} is called in another method")
 
 
 def methods_of(module: nn.Module, forward: types.FunctionType) -> dict[str, types.FunctionType]:

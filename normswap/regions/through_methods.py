@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from normswap.attributes import own_getattr
-from normswap.mentions import attributes_in
 from normswap.regions.flow import SEES_LOCALS
 from normswap.regions.foldings import is_convolution
+from normswap.regions.mentions import attributes_in
 from normswap.source import definition, global_named
 
 _NOT_FOLLOWED = (
