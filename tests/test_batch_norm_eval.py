@@ -95,7 +95,7 @@ def test_a_norm_that_ends_in_an_activation_is_one_op(monkeypatch: pytest.MonkeyP
         assert torch.equal(fast(x), model(x)) and acts == ["relu", "silu", "silu"]
 
 
-def test_with_gradients_and_in_training_its_own_statements_run() -> None:
+def test_what_was_planned_in_eval_runs_its_own_statements_with_gradients_and_in_training() -> None:
     model, x = norms_with_activations(), torch.randn(3, 4, 5, 6)
     fast = normswap.apply(model, normswap.plan(model))
     for mode in (False, True):
@@ -106,7 +106,6 @@ def test_with_gradients_and_in_training_its_own_statements_run() -> None:
         for ours, theirs in zip(fast.parameters(), model.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)
         assert all(torch.equal(a, b) for a, b in zip(fast.buffers(), model.buffers(), strict=True))
-    assert not normswap.plan(norms_with_activations().train()).swaps
     before = {key: value.clone() for key, value in fast.state_dict().items()}
     normswap.validate(fast, x)
     assert all(torch.equal(value, before[key]) for key, value in fast.state_dict().items())

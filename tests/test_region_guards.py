@@ -301,10 +301,18 @@ def test_images_and_what_is_added_to_them(op: Callable[..., Any]) -> None:
 
 
 def test_a_batch_norm_that_is_a_call() -> None:
-    """Only by running statistics that are there, and where nothing learns."""
+    """By running statistics only where they are there and nothing learns; by the batch's with a number as momentum."""
     good = (torch.zeros(CHANNELS), torch.ones(CHANNELS), *ROW, False, 0.1, 1e-3)
     assert call(batch_norm.fused, IMAGE, good) is not None
-    for index, wrong in ((0, None), (1, None), (4, True)):
+    for momentum in (0.1, 1, None, torch.tensor(0.1)):
+        ours, theirs = ((torch.zeros(CHANNELS), torch.ones(CHANNELS), *ROW, True, momentum, 1e-3) for _ in range(2))
+        found = call(batch_norm.fused, IMAGE, ours)
+        if isinstance(momentum, (int, float)):
+            torch.testing.assert_close(found, F.batch_norm(IMAGE, *theirs))
+            torch.testing.assert_close(ours[:2], theirs[:2])
+        else:
+            assert found is None and torch.equal(ours[0], torch.zeros(CHANNELS))
+    for index, wrong in ((0, None), (1, None)):
         given = (*good[:index], wrong, *good[index + 1 :])
         assert call(batch_norm.fused, IMAGE, given) is None, index
     for index in (2, 3):

@@ -23,12 +23,14 @@ def arguments(norm: Any, x: Tensor) -> tuple[Any, ...] | None:
 def fused(
     x: Tensor, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
 ) -> Any:
-    """``given``: the module, or what its function takes, which serves by running statistics where nothing learns."""
+    """``given``: the module, or what its function takes."""
     if not is_alike(x, behind):
         return None
     if len(given) == 1:
         return batch_norm(given[0], x, activation, behind)
-    mean, var, weight, bias, training, _, eps = given
+    mean, var, weight, bias, training, momentum, eps = given
+    if training and type(momentum) in (int, float):
+        return ops.batch_norm(x, mean, var, weight, bias, True, momentum, eps, activation, residual=behind)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, behind))
     if training or learns or mean is None or var is None:
         return None
@@ -95,6 +97,7 @@ NORM = Norm(
     fused,
     magnitudes,
     forward=make_forward,
+    updates=("running_mean", "running_var"),
     batched=True,
     # In eval PyTorch's op, one pass, is as fast, and what stands behind it is a region's.
     alone=lambda norm: "" if norm.training else None,

@@ -23,6 +23,7 @@ class Norm:
 
     ``signature``: what the function takes behind its input, defaults as in Python; ``takes``: what of it our op wants,
     in order, all where that is empty; ``ignores``: what of the rest may have any value, the others have their defaults;
+    ``updates``: what of it the function writes to in training;
     ``reads``: where an instance of the class has all of it under the same names, those, and what else it has; ``rows``:
     the last dims are normalised, not those behind the channels; ``batched``: the samples of a batch together;
     ``widens``: autocast runs it in float32; ``sample``: of an instance, or what else has its attributes, a shape to try
@@ -50,6 +51,7 @@ class Norm:
     permuted: Callable[..., Any] | None = None
     takes: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     rows: bool = False
     batched: bool = False

@@ -24,11 +24,12 @@ from normswap.criterion import (
     own_rounding,
     rounds_further,
 )
-from normswap.kinds import KINDS, Kind, kind_of
+from normswap.kinds import KINDS, NORMS, Kind, kind_of
 from normswap.lifted import Lifted, LiftedNorm, Rounded
 from normswap.regions.bounds import Size
 from normswap.regions.convolution_error import MOST, takes_tf32, times_pytorchs
 from normswap.regions.helper import Fused
+from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, children_of
 from normswap.sites import detached_copy
@@ -134,7 +135,7 @@ class _Case:
         x = self.compiled.unpack(self.packed)[0]
         where = _where(x)
         self.eager_holder = holder_of(self.region, self.owner)
-        gradients = gradients and not self.region.infers
+        gradients = gradients and not self._infers()
         eager = self._run(self._eager, self.eager_holder, self.packed, gradients)
         self.checks = Checks(self.kind.c, self.kind.c_gradient)
         runs, ran = [], False
@@ -161,6 +162,15 @@ class _Case:
                 self._gradients(found, eager[1], expected[1], size, by_kernel)
         told: dict[str, Any] = {"problem": self.checks.problem, "note": self.checks.note}
         return Comparison(self.checks.share, self.checks.eager_share, ran, gradients, **where, **told)
+
+    def _infers(self) -> bool:
+        """Whether the region's own statements run where a gradient is recorded."""
+        named = self._named(self.packed)
+        return bool(self.region.convolution) or (self.region.kind == "batch_norm" and named.get("training") is False)
+
+    def _named(self, packed: Any) -> dict[str, Any]:
+        """What the norm takes behind its input, by name, where it is no child."""
+        return dict(zip(parameters_of(self.region), self.compiled.unpack(packed)[-1], strict=False))
 
     # --- runs -----------------------------------------------------------------------------------------------------
 
@@ -190,13 +200,16 @@ class _Case:
     def _run(
         self, function: Callable[[Any, Any], Any], holder: Any, packed: Any, gradients: bool
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The results, and the gradients of the inputs and of the children's parameters by name."""
+        """The results, and the gradients of the inputs and of the children's parameters by name. What of the inputs is
+        updated are copies, buffers of the ``holder`` then."""
+        packed = self._with_buffers(holder, packed)
         if not gradients:
             with torch.no_grad():
                 return [t.detach() for t in tree_leaves(function(holder, packed))], {}
         with torch.enable_grad():
             leaves: list[Tensor] = []
-            packed = _mapped(self.region, lambda v: _leaf(v, leaves), packed)
+            buffers = {id(buffer) for buffer in holder.buffers(recurse=False)}
+            packed = _mapped(self.region, lambda v: v if id(v) in buffers else _leaf(v, leaves), packed)
             outputs = tree_leaves(function(holder, packed))
             wanted = {f"input {i}": leaf for i, leaf in enumerate(leaves)}
             wanted |= {n: p for n, p in holder.named_parameters() if p.requires_grad}
@@ -204,6 +217,18 @@ class _Case:
             found = torch.autograd.grad(outputs, [*wanted.values()], given, allow_unused=True)
         kept = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
         return [t.detach() for t in outputs], kept
+
+    def _updated(self, packed: Any) -> dict[int, str]:
+        """The names of the inputs that the norm writes to, by their ids."""
+        norm = NORMS.get(self.region.kind)
+        named = self._named(packed) if norm is not None else {}
+        return {id(t): name for name, t in named.items() if name in norm.updates and t is not None}  # type: ignore[union-attr]
+
+    def _with_buffers(self, holder: Any, packed: Any) -> Any:
+        for key, name in (updated := self._updated(packed)).items():
+            found = next(leaf for leaf in tree_leaves(packed) if id(leaf) == key)
+            holder.register_buffer(name, found.clone())
+        return _mapped(self.region, lambda v: getattr(holder, updated[id(v)]) if id(v) in updated else v, packed)
 
     def _referee(self, x: Tensor, gradients: bool) -> tuple[tuple[list[Tensor], dict[str, Tensor]], Size]:
         """The statements in float64, outside autocast, and the magnitudes of what they give, of what autocast makes of
@@ -265,7 +290,9 @@ class _Case:
         *tensors, arguments = self.compiled.unpack(self.packed)
         by_id = {id(t): role for t, role in zip(tensors, roles, strict=True) if t is not None}
         by_id |= {id(t): f"argument {i}" for i, t in enumerate(arguments) if isinstance(t, Tensor)}
+        updated = self._updated(self.packed)
         leaves = [v for v in tree_leaves(self.packed) if isinstance(v, Tensor) and v.is_floating_point()]
+        leaves = [v for v in leaves if id(v) not in updated]
         if self.region.kind in KINDS:
             leaves = [*{id(leaf): leaf for leaf in leaves}.values()]
         for index, leaf in enumerate(leaves):

@@ -84,7 +84,8 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any, baked: bool = False)
         found.feeds = _fed(module, found)
         by_batch = found.kind == "batch_norm"
         for one in (*_with_what_stands_before(module, found, taken, baked), found):
-            alone = len(one.ops) == 1 and (one.type or by_batch) and not one.feeds and not (baked and one.apart)
+            left = one.type or (by_batch and not _may_train(module, one))  # a site by itself, or PyTorch's op is as fast
+            alone = len(one.ops) == 1 and left and not one.feeds and not (baked and one.apart)
             if not alone and _stands(module, flow, one, norm_of):
                 taken.update(map(id, one.ops))
                 made.append(one)
@@ -114,11 +115,8 @@ def _expressions(module: nn.Module, flow: Flow, norm_of: Any, taken: set[int]) -
 def _core(module: nn.Module, op: Op, norm_of: Any) -> _Found | None:
     if op.target in FUNCTIONS:
         kind, _ = FUNCTIONS[op.target]
-        # A batch's statistics are written while they are computed.
-        whole = None if kind == "batch_norm" and module.training else _CALLED[kind].find(op)
-        return (
-            None if whole is None else _Found(kind, kind, whole.values["x"], [op], [("norm", op, 0)], expression=whole)
-        )
+        whole = _CALLED[kind].find(op)
+        return whole and _Found(kind, kind, whole.values["x"], [op], [("norm", op, 0)], expression=whole)
     child = _child(module, op)
     if child is None or len(op.args) + len(op.keywords) != 1 or not {*op.keywords} <= {"input", "x"}:
         return None
@@ -158,6 +156,12 @@ def _child(module: nn.Module, op: Op) -> nn.Module | None:
     name = op.target[len("self.") :] if isinstance(op.target, str) and op.target.startswith("self.") else ""
     hidden = name in module.__dict__ or inspect.getattr_static(type(module), name, None) is not None
     return None if hidden else module._modules.get(name)
+
+
+def _may_train(module: nn.Module, found: _Found) -> bool:
+    """Whether a batch_norm may be by the statistics of the batch, as the module is."""
+    training = found.expression.values.get("training")
+    return module.training and not (isinstance(training, Constant) and training.value is False)
 
 
 def _only_user(value: Op) -> Op | None:

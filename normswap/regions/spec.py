@@ -112,11 +112,6 @@ class Region:
         """Whether the child that is the norm calls the activation."""
         return isinstance(self.activation, str) and "." in self.activation
 
-    @property
-    def infers(self) -> bool:
-        """Whether its own statements run where a gradient is recorded."""
-        return bool(self.convolution) or (self.kind == "batch_norm" and not self.type)
-
     def has(self, does: str) -> bool:
         """Whether one of the steps does that."""
         return any(step.does == does for step in self.steps)
