@@ -1,5 +1,5 @@
-"""BatchNorms that are called as functions in training, with what stands behind them: what is computed, what is updated, and
-that the proof looks at both."""
+"""BatchNorms that are called as functions in training, with what stands behind them: what is computed, what is updated,
+and that the proof looks at both."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ class Block(nn.Module):
 def steps(model: Any, inputs: list[Tensor]) -> list[Tensor]:
     """What some steps give: outputs, gradients and buffers."""
     found = []
-    for x in inputs:
-        x = x.clone().requires_grad_()
+    for given in inputs:
+        x = given.clone().requires_grad_()
         out = model(x)
         out.square().sum().backward()
-        found += [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters()), *map(torch.clone, model.buffers())]
+        found += [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        found += [buffer.clone() for buffer in model.buffers()]
         model.zero_grad()
     return found
 

@@ -84,7 +84,7 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any, baked: bool = False)
         found.feeds = _fed(module, found)
         by_batch = found.kind == "batch_norm"
         for one in (*_with_what_stands_before(module, found, taken, baked), found):
-            left = one.type or (by_batch and not _may_train(module, one))  # a site by itself, or PyTorch's op is as fast
+            left = one.type or (by_batch and not _may_train(module, one))  # is a site, or PyTorch's op is as fast
             alone = len(one.ops) == 1 and left and not one.feeds and not (baked and one.apart)
             if not alone and _stands(module, flow, one, norm_of):
                 taken.update(map(id, one.ops))
@@ -116,7 +116,9 @@ def _core(module: nn.Module, op: Op, norm_of: Any) -> _Found | None:
     if op.target in FUNCTIONS:
         kind, _ = FUNCTIONS[op.target]
         whole = _CALLED[kind].find(op)
-        return whole and _Found(kind, kind, whole.values["x"], [op], [("norm", op, 0)], expression=whole)
+        if whole is None:
+            return None
+        return _Found(kind, kind, whole.values["x"], [op], [("norm", op, 0)], expression=whole)
     child = _child(module, op)
     if child is None or len(op.args) + len(op.keywords) != 1 or not {*op.keywords} <= {"input", "x"}:
         return None
