@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_nodes import compiled, needs_compiler
+from test_nodes import compiled, needs_compiler, nodes_library
 from torch import Tensor
 
 from normswap import nodes
@@ -102,9 +102,7 @@ def short_way(registered: None) -> Iterator[None]:
 
 
 def _serve() -> None:
-    path = nodes.find()
-    assert path is not None
-    nodes.call_at_once(path, "cpu")
+    nodes.call_at_once(nodes_library(), "cpu")
 
 
 @pytest.fixture

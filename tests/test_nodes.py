@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,18 +61,23 @@ def declare() -> torch.library.Library:
     return library
 
 
+@functools.cache
+def nodes_library() -> Path:
+    """The library that a user has, else one of our own."""
+    return nodes.find() or nodes.build(Path(tempfile.mkdtemp(prefix="nodes-")))
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.library.Library]:
+def compiled() -> Iterator[torch.library.Library]:
     """The library, loaded; where the native ops of CPU tensors are put."""
-    path = nodes.find() or nodes.build(tmp_path_factory.mktemp("nodes"))
     if not native.load().available:
         declare()
     formulas.register()
     if nodes.status().startswith("none"):
-        torch.ops.load_library(str(path))
-    library = torch.library.Library("normswap", "IMPL")
-    yield library
-    library._destroy()
+        torch.ops.load_library(str(nodes_library()))
+    implemented = torch.library.Library("normswap", "IMPL")
+    yield implemented
+    implemented._destroy()
 
 
 @pytest.fixture
