@@ -92,6 +92,10 @@ def by_a_sum(self, x, y):
     return F.hardswish(self.bn(self.fc(x) * (1 + self.scale))) - y
 
 
+def by_a_row_of_it(self, x, y):
+    return F.relu(self.bn(self.fc(x) * self.scale[None])) + y
+
+
 def by_a_child(self, x, y):
     return F.relu(self.bn(self.factor(self.fc(x)))) + y
 
@@ -179,6 +183,7 @@ _SIGNED = {
     by_a_buffer: ("fc2 + scale + bn2 + relu",),
     by_one_parameter: ("fc2 + scale + bn + relu",),
     by_a_sum: ("fc + scale + bn + hardswish",),
+    by_a_row_of_it: _ACT,
     by_a_child: ("fc + factor + bn + relu",),
     with_a_residual: ("fc + scale + bn + residual + act_",),
     with_a_residual_first: ("fc + bn + residual + sigmoid",),

@@ -15,7 +15,7 @@ from normswap.attributes import Rejection, own_getattr, own_tensors
 from normswap.forwards.linear_scale_batch_norm import fingerprint, linear_scale_batch_norm, multiplies
 from normswap.forwards.plain import is_bare, is_plain
 from normswap.ops.dispatch import PLAIN
-from normswap.regions.flow import Attribute, Constant, Op, Value
+from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
 from normswap.regions.foldings import why_apart
 from normswap.regions.spec import Region
 from normswap.regions.spelling import spelled
@@ -79,6 +79,8 @@ def _scaled(value: Op, child_of: _ChildOf) -> tuple[str, int, tuple[str, ...]] |
 def _is_own(value: Value) -> bool:
     """Whether it is computed from attributes of self and constants alone: what a forward is given may be one a
     sample."""
+    if isinstance(value, Leaf):
+        return value.of is not None and _is_own(value.of)
     return isinstance(value, (Attribute, Constant)) or (isinstance(value, Op) and all(map(_is_own, value.args)))
 
 
