@@ -315,6 +315,19 @@ def test_a_sequential_that_changes_later_runs_what_it_is_now(what: str) -> None:
     assert_same(fast, model, (x,), exact=False)
 
 
+class NonLinearity(nn.Module):
+    """No Linear, whatever it is called."""
+
+    def forward(self, x):
+        return x.exp()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_of_what_is_no_linear_nothing_is_said(training: bool) -> None:
+    plan = normswap.plan(nn.Sequential(NonLinearity(), nn.BatchNorm1d(WIDTH)).train(training))
+    assert plan.refused == () and [s.site.name for s in plan.swaps] == (["1"] if training else [])
+
+
 @pytest.mark.parametrize("spoil", ["hook", "width", "parametrized"])
 def test_a_sequential_without_one_says_why(spoil: str) -> None:
     model: Any = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH))

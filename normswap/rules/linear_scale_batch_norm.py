@@ -164,6 +164,6 @@ def _refused_runs(module: nn.Module) -> Iterator[Refusal | None]:
     for index, (name, child) in enumerate(children):
         is_norm = issubclass(settled_type(child), nn.BatchNorm1d)
         linear, _, apart = run_before(child, children[:index]) if is_norm else ("", (), "")
-        if linear:
+        if linear and issubclass(settled_type(module._modules[linear]), nn.Linear):  # type: ignore[arg-type]
             refusal = why_not_linear_and_batch_norm(KIND, module, linear, name)
             yield refusal or (Refusal(KIND, Reason.CHILD, f"self.{apart}") if apart else None)
