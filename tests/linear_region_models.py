@@ -115,6 +115,10 @@ def with_a_residual_that_broadcasts(self, x, y):
     return F.relu(self.bn(self.fc(x)) + self.scale)
 
 
+def with_a_number_added(self, x, y):
+    return F.relu(self.bn(self.fc(x) * self.scale) + self.number) + y
+
+
 def with_two_of_them(self, x, y):
     return F.relu(self.bn(self.fc(x) * self.scale)) + F.silu(self.bn2(self.fc2(x))) + y
 
@@ -188,6 +192,7 @@ _SIGNED = {
     with_a_residual: ("fc + scale + bn + residual + act_",),
     with_a_residual_first: ("fc + bn + residual + sigmoid",),
     with_a_residual_that_broadcasts: ("fc + bn + residual + relu",),
+    with_a_number_added: ("fc + scale + bn + residual + relu",),
     with_two_of_them: ("fc + scale + bn + relu", "fc2 + bn2 + silu"),
     with_a_dropout: ("fc + bn + relu",),
     result_used_twice: ("fc + scale + bn",),
@@ -291,6 +296,10 @@ def in_a_branch_of_a_tensor(self, x, y):
     return F.relu(self.bn(h))
 
 
+def linear_called_by_name(self, x, y):
+    return F.relu(self.bn(self.fc(input=x))) + y
+
+
 def norm_first(self, x, y):
     return self.bn(y) + self.fc(x)
 
@@ -337,6 +346,7 @@ _UNLIKE: dict[Callable[..., Any], tuple[str, ...]] = {
     without_gradients_of_the_linear: _NORM,
     captured: _NORM,
     in_a_branch_of_a_tensor: _NORM,
+    linear_called_by_name: _NORM,
     norm_first: ("bn + residual",),
     norm_called_between: (),
     statistics_read_between: (),
@@ -445,6 +455,7 @@ LOOK_ALIKES: dict[str, Case] = {
 CHANGED: dict[str, Case] = {
     **{name: case(among_statements, _ACT, later=change) for name, change in CHANGES.items()},
     "quantized": case(among_statements, _ACT, later=quantized, modes=("eval",)),
+    "LoRA and a residual": case(with_a_residual, ("fc + scale + bn + residual + act_",), later=wrapped),
     "factor hooked": case(by_a_child, ("fc + factor + bn + relu",), later=hook("factor")),
     "factor of another class": case(by_a_child, ("fc + factor + bn + relu",), later=put("factor", nn.Softplus)),
     "a branch": case(in_an_if, _ACT, later=put("flag", lambda: False)),

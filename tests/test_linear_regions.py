@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import ops
 from normswap.plan import MismatchError, NormswapError
+from normswap.regions import linear
 from normswap.regions.spec import Region
 
 TABLE: dict[str, Case] = {**FOUND, **LOOK_ALIKES, **CHANGED}
@@ -57,6 +58,13 @@ def test_it_is_proved_on_made_up_inputs(training: bool) -> None:
         model, _ = made(FOUND[name], training)
         (row,) = (row for row in normswap.report(optimized(model, None)).rows if row["name"] == "")
         assert row["status"] == "wiring" and row["inputs"] == "synthesised"
+
+
+def test_what_has_three_dims_is_left_to_its_own_statements() -> None:
+    model, inputs = made(FOUND["among_statements"], False)
+    x, y = (one[:, None].expand(-1, WIDTH, -1).contiguous() for one in inputs)
+    (row,) = (row for row in normswap.report(optimized(model, (x, y), on_empty="ignore")).rows if row["name"] == "")
+    assert row["detail"] == "the region's own statements run on these inputs"
 
 
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -299,6 +307,7 @@ SPOILED: dict[str, Callable[[Any], Any]] = {
     "one child less": lambda model: model.__delitem__(4),
     "one child more": lambda model: model.insert(1, nn.Tanh()),
     "another factor": lambda model: setattr(model[4], "weight", nn.Parameter(torch.full((1,), 3.0))),
+    "no factor": lambda model: setattr(model[4], "weight", None),
     "a factor of another shape": lambda model: setattr(model[4], "weight", nn.Parameter(torch.ones(32, 1))),
     "train": lambda model: model.train(),
 }
@@ -313,6 +322,33 @@ def test_a_sequential_that_changes_later_runs_what_it_is_now(what: str) -> None:
         torch.manual_seed(4)
         SPOILED[what](one)
     assert_same(fast, model, (x,), exact=False)
+
+
+class Number(nn.Module):
+    """Multiplies by a number."""
+
+    number = -0.5
+
+    def forward(self, x):
+        return self.number * x
+
+
+def test_a_child_may_multiply_by_a_number() -> None:
+    model = randomised(nn.Sequential(nn.Linear(FEATURES, WIDTH), Number(), nn.BatchNorm1d(WIDTH))).eval()
+    assert regions_in(model) == ("0 + 1 + 2",)
+    assert_same(optimized(model, None), model, (torch.randn(BATCH, FEATURES),), exact=False)
+
+
+class Own(Tensor):
+    """What a library may have in a tensor's place."""
+
+
+def test_what_a_product_may_be_by() -> None:
+    layer = nn.Linear(FEATURES, WIDTH)
+    good = torch.ones(()), torch.ones(1), torch.ones(WIDTH), nn.Parameter(torch.ones(1, WIDTH)), 2, 0.5
+    assert all(linear._is_factor(one, layer) for one in good)
+    bad = torch.ones(BATCH, 1), torch.ones(WIDTH, 1), torch.ones(1, 1, WIDTH), torch.ones(WIDTH).as_subclass(Own), True
+    assert not any(linear._is_factor(one, layer) for one in (*bad, "scale"))
 
 
 class NonLinearity(nn.Module):

@@ -105,6 +105,11 @@ class Squares(Scale):
         return x * x
 
 
+class Ignores(Scale):
+    def forward(self, x):
+        return 2.0 * self.weight
+
+
 class InTraining(Scale):
     def forward(self, x):
         return x * self.weight if self.training else x
@@ -120,7 +125,7 @@ def test_a_scale_in_a_sequential_is_a_module_that_multiplies_and_does_nothing_el
     (data,) = match.attributes["regions"]
     region = Region.from_json(data)
     assert (region.linear, *region.factor[:2], region.norm) == ("0", "1", "weight", "2")
-    for other in (ReadsMore, Squares, InTraining):
+    for other in (ReadsMore, Squares, Ignores, InTraining):
         assert rules.find(in_a_row(other())) is None
 
 
