@@ -222,10 +222,102 @@ class Property(Direct):
         self._modules["conv1"] = value
 
 
-FOLDS = (Layer, Thinly, Simple, Direct)
+class Recursive(Direct):
+    def bn_function(self, inputs: list[Tensor]) -> Tensor:
+        if len(inputs) > 1:
+            return self.bn_function([torch.cat(inputs, 1)])
+        return self.conv1(self.relu1(self.norm1(inputs[0])))
+
+
+class Named(Layer):
+    """The function inside as the method, beside another one."""
+
+    def closure(self, input: list[Tensor]) -> Tensor:
+        def seen(x: Tensor) -> Tensor:
+            return x
+
+        def closure(*inputs: Any) -> Tensor:
+            return self.bn_function(inputs)  # type: ignore[arg-type]
+
+        return cp.checkpoint(closure, seen(input[0]), *input[1:], use_reentrant=False)
+
+    def forward(self, input: Any) -> Tensor:
+        out = self.closure([input])
+        return self.conv2(self.relu2(self.norm2(out)))
+
+
+class OneOfTwoConvolutions(Direct):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv3 = nn.Conv2d(6, 8, 1)
+
+    def bn_function(self, inputs: list[Tensor]) -> Tensor:
+        x = torch.cat(inputs, 1)
+        if x.numel() > 0:
+            return self.conv1(self.relu1(self.norm1(x)))
+        return self.conv3(x)
+
+
+class TheOtherOfTwo(OneOfTwoConvolutions):
+    def bn_function(self, inputs: list[Tensor]) -> Tensor:
+        x = torch.cat(inputs, 1)
+        if x.numel() == 0:
+            return self.conv1(self.relu1(self.norm1(x)))
+        return self.conv3(x)
+
+
+class AnotherChild(Direct):
+    def bn_function(self, inputs: list[Tensor]) -> Tensor:
+        return self.relu1(self.conv1(self.norm1(torch.cat(inputs, 1))))
+
+
+class ByKeyword(Direct):
+    def bn_function(self, inputs: list[Tensor]) -> Tensor:
+        return self.conv1(input=self.relu1(self.norm1(torch.cat(inputs, 1))))
+
+
+class ToASize(Direct):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.ConvTranspose2d(6, 8, 1)
+
+    def bn_function(self, inputs: list[Tensor]) -> Tensor:
+        return self.conv1(self.relu1(self.norm1(torch.cat(inputs, 1))), output_size=[5, 4])
+
+
+class ToASizeByPlace(ToASize):
+    def bn_function(self, inputs: list[Tensor]) -> Tensor:
+        return self.conv1(self.relu1(self.norm1(torch.cat(inputs, 1))), [5, 4])
+
+
+def ones() -> Tensor:
+    return torch.ones(2, 8, 5, 4)
+
+
+class Made(Direct):
+    def bn_function(self, inputs: list[Tensor]) -> Tensor:
+        if inputs[0].numel() > 0:
+            return ones()
+        return self.conv1(inputs[0])
+
+
+class Nothing(Direct):
+    def bn_function(self, inputs: list[Tensor]) -> Any:
+        if inputs[0].numel() == 0:
+            return
+        return self.conv1(inputs[0])
+
+
+class ByALambda(Direct):
+    def bn_function(self, inputs: list[Tensor]) -> Tensor:
+        return cp.checkpoint(lambda x: self.conv1(x), inputs[0], use_reentrant=False)  # type: ignore[no-any-return]
+
+
+FOLDS = (Layer, Thinly, Simple, Direct, Recursive, Named)
 LEFT = (
     *(Twice, Doubling, ClosureDoubles, ReadTwice, CalledTwice, NormedTwice, AnotherValue, Augmented, Argument, Scaled),
-    *(WeightRead, OneOfTwo, Locals, HandedOn, Inside, Lowered, Inherited),
+    *(WeightRead, OneOfTwo, Locals, HandedOn, Inside, Lowered, Inherited, OneOfTwoConvolutions, TheOtherOfTwo),
+    *(AnotherChild, ByKeyword, ToASize, ToASizeByPlace, Made, Nothing, ByALambda),
 )
 
 
@@ -258,8 +350,8 @@ def test_it_is_one_convolution(cls: type[Layer]) -> None:
 @pytest.mark.parametrize("cls", LEFT, ids=lambda cls: cls.__name__)
 def test_what_is_left_as_it_is(cls: type[Layer]) -> None:
     layer = drawn(cls)
-    made, _ = folded(layer)
-    assert type(made.norm2) is nn.BatchNorm2d
+    made, told = folded(layer)
+    assert type(made.norm2) is nn.BatchNorm2d and not told
     check(layer, made)
 
 

@@ -58,7 +58,7 @@ class _Sources:
     convolution: str = ""
     calls: dict[int, str] = field(default_factory=dict)
 
-    def follow(self, node: ast.expr, within: str) -> bool:
+    def follow(self, node: ast.expr | None, within: str) -> bool:
         """Whether nothing but what the convolution gives flows into ``node`` of the function called ``within``."""
         tree = self.trees[within]
         if isinstance(node, ast.Name):
@@ -81,7 +81,7 @@ class _Sources:
     def _returned(self, function: ast.FunctionDef, within: str) -> bool:
         """Whether all that ``function``, which stands in the one called ``within``, returns comes from there."""
         values = [node.value for node in _own(function) if isinstance(node, ast.Return)]
-        return bool(values) and all(value is not None and self.follow(value, within) for value in values)
+        return all(self.follow(value, within) for value in values)
 
     def _checkpointed(self, node: ast.Call, within: str) -> bool:
         """The same of a function inside, called by way of torch.utils.checkpoint."""
