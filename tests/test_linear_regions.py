@@ -106,6 +106,17 @@ def test_what_it_cannot_compute_with_the_linear_is_the_norm_s_own_op(monkeypatch
     assert seen == ["batch_norm"]
 
 
+@pytest.mark.parametrize("name", ["with_a_residual_that_broadcasts", "with_a_number_added", "with_a_residual"])
+def test_the_linear_is_not_computed_in_vain(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where what stands behind the norm is left to the statements, they alone call it."""
+    model, inputs = made(FOUND[name], True)
+    fast, calls, real = swap(model), list[int](), torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: calls.append(1) or real(*args))
+    with torch.no_grad():
+        fast(*inputs)
+    assert calls == [1]
+
+
 # --- planted faults -------------------------------------------------------------------------------------------------
 
 

@@ -44,9 +44,8 @@ def with_linear(found: Any, norm: nn.Module | None, taken: set[int], child_of: _
         return None
     name = linear.target[len("self.") :]
     users = (value, user) if steps else (user,)
-    between = child_of(value) if factor else None
     once = all(_is_for(op, to) for op, to in zip((linear, *ops), users, strict=True))
-    if reason := _why_apart((name, child), norm, once, (factor[0], between) if factor else None):
+    if reason := _why_apart((name, child), norm, once, (factor[0], child_of(value)) if factor else None):
         found.apart = reason
         return None
     ops, steps = [linear, *ops, *found.ops], [("linear", linear, 0), *steps, *found.steps]
