@@ -33,7 +33,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "({*map(type, given[1:])} < {int, float, str, type(None)})",
     ): "two values are of two types at most",
     (
-        "regions/patterns.py",
+        "regions/before.py",
         "isinstance(statement, ast.Assign) and statement.value is op.node",
         "(isinstance(statement, ast.Assign))",
     ): "used twice is only what has a name, and a flow gives one to what is assigned as it is",

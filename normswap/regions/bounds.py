@@ -17,7 +17,7 @@ from normswap.lifted import LiftedNorm
 from normswap.plan import Match
 from normswap.regions.children import child_at
 from normswap.regions.convolution_error import folded_error
-from normswap.regions.patterns import parameters_of
+from normswap.regions.described import parameters_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 

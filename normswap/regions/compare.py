@@ -28,8 +28,8 @@ from normswap.kinds import KINDS, NORMS, Kind, kind_of
 from normswap.lifted import Lifted, LiftedNorm, Rounded
 from normswap.regions.bounds import Size
 from normswap.regions.convolution_error import MOST, takes_tf32, times_pytorchs
+from normswap.regions.described import parameters_of
 from normswap.regions.helper import Fused
-from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, children_of
 from normswap.sites import detached_copy

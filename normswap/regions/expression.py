@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from normswap.forwards.rms_norm import outside_autocast
 from normswap.kinds import KINDS
-from normswap.regions.patterns import others_of
+from normswap.regions.described import others_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.rounding import rounds_before_weight
 

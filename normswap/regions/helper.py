@@ -26,8 +26,8 @@ from normswap.regions.ending import is_behind
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.foldings import is_foldable
+from normswap.regions.growing import ADDS, FUNCTIONS
 from normswap.regions.linear import MULTIPLIES, Projected
-from normswap.regions.patterns import ADDS, FUNCTIONS
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region, children_of
 from normswap.regions.spelling import SPELLED

@@ -16,9 +16,9 @@ from normswap.kinds import KINDS, LAYERS, NORMS, sample
 from normswap.plan import Match
 from normswap.regions.bounds import layers_of
 from normswap.regions.compare import compare_region, declined
+from normswap.regions.described import parameters_of
 from normswap.regions.helper import Fused, OriginalClass
 from normswap.regions.listening import Listener
-from normswap.regions.patterns import parameters_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import ROLES, Region
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from normswap.attributes import Rejection
 from normswap.plan import PlanError
+from normswap.regions.described import others_of, parameters_of
 from normswap.regions.inline import inlined
-from normswap.regions.patterns import others_of, parameters_of
 from normswap.regions.spec import ROLES, Region, Step, slots
 from normswap.regions.syntax import (
     MARK,

@@ -11,8 +11,9 @@ from torch import nn
 from normswap.plan import Match
 from normswap.regions.activations import CHILDREN
 from normswap.regions.foldings import is_convolution, is_foldable, why_apart
+from normswap.regions.growing import CHANNELS, PASSING, ROWS
 from normswap.regions.linear import KIND, run_before
-from normswap.regions.patterns import CHANNELS, PASSING, ROWS, ending_of
+from normswap.regions.patterns import ending_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, Step, children_of, qualified
 
