@@ -15,8 +15,8 @@ from region_checks import IMAGES, ROWS, Parts, swap
 from torch import Tensor, nn
 
 import normswap
-from normswap import modules
-from normswap.plan import Reason
+from normswap import modules, rules
+from normswap.plan import Reason, Refusal
 from normswap.regions import chain
 from normswap.timing.candidate import Candidate
 from normswap.timing.choose import Timed, Waiting
@@ -62,6 +62,40 @@ class Half(nn.Linear):
 def test_only_a_linear_itself_is_taken_over() -> None:
     with pytest.raises(TypeError, match="got Half and BatchNorm1d"):
         modules.LinearScaleBatchNorm.from_torch(Half(3, 4), torch.ones(4), nn.BatchNorm1d(4))
+
+
+class RootIf(nn.Module):
+    """An RMSNorm where ``of`` is true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+
+class IfPositive(RootIf):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() + 1:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return x
+
+
+class IfTensor(RootIf):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return x
+
+
+class IfType(RootIf):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return x
+
+
+@pytest.mark.parametrize("cls", (IfPositive, IfTensor, IfType))
+def test_a_branch_on_values_is_no_whole_norm(cls: type[nn.Module]) -> None:
+    assert isinstance(rules.alone(cls()), Refusal)
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
