@@ -128,15 +128,18 @@ def reached(tests: Sequence[str], jobs: int, root: Path) -> Reached:
         path for name in tests for path in ([root / name] if name[-3:] == ".py" else (root / name).glob("test_*"))
     )
 
-    def one(tree: Path, path: Path) -> Path:
+    def one(tree: Path, path: Path) -> Any:
         file = kept_in / f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.json"
-        if not file.is_file():
-            file.write_text(json.dumps(_covered(path.relative_to(root).as_posix(), tree)))
-            print(f"mutate: {path.name} was run under coverage", file=sys.stderr, flush=True)
-        return file
+        if file.is_file():
+            return json.loads(file.read_text())
+        reached = _covered(path.relative_to(root).as_posix(), tree)
+        print(f"mutate: {path.name} was run under coverage", file=sys.stderr, flush=True)
+        if reached[0]:
+            file.write_text(json.dumps(reached))
+        return reached
 
-    for file in _side_by_side(one, paths, jobs, root):
-        found.add(*json.loads(file.read_text()))
+    for reached in _side_by_side(one, paths, jobs, root):
+        found.add(*reached)
     return found
 
 
@@ -201,18 +204,31 @@ def fate(mutation: Mutation, found: Reached, budget: float, tree: Path) -> dict[
     chosen = _within(reaching, found.seconds, budget)
     told = {"mutation": str(mutation), "of": len(reaching), "tests": len(chosen), "by": ""}
     first = _within(chosen, found.seconds, FIRST)
-    path.write_bytes(mutation.applied(source))
-    try:
-        for tests in (first, chosen[len(first) :]):
-            if tests:
+    for part in (first, chosen[len(first) :]):
+        tests = [*part]
+        while tests:
+            path.write_bytes(mutation.applied(source))
+            try:
                 code, said = forked(tree, tested(tree, "-x", *tests), 30 + STUCK * budget)
-                if code != 0:
-                    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                    why = "took too long" if code is None else f"exit {code}: {said[-200:]}"
-                    return {**told, "fate": "killed", "by": failed[0] if failed else why}
-    finally:
-        path.write_bytes(source)
+            finally:
+                path.write_bytes(source)
+            if code == 0:
+                break
+            failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            if not failed or _passes(failed[0], tree):
+                return {**told, "fate": "killed", "by": failed[0] if failed else f"exit {code} {said[-200:]}"}
+            tests = [test for test in tests if not test.startswith(_failing(failed[0]))]
     return {**told, "fate": "survived" if chosen else "unreached"}
+
+
+def _failing(line: str) -> str:
+    return line.split()[1].partition("[")[0]
+
+
+def _passes(line: str, tree: Path) -> bool:
+    """Whether the test that pytest says fails does not without the mutation: it is no other fault, nor chance."""
+    name = _failing(line)
+    return forked(tree, tested(tree, *(() if "::" in name else ("--collect-only",)), name), 900)[0] == 0
 
 
 def _within(tests: Sequence[str], seconds: dict[str, float], budget: float) -> Sequence[str]:

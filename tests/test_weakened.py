@@ -9,8 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from casts_models import made
+from convolution_cases import ending
+from convolution_models import IMAGE, drawn, swapped_with
+from convolution_stand_in import stand_in  # noqa: F401
 from fake_gpu import norms, optimized
 from models import randomised
+from norm_act_models import NormAct
 from region_checks import IMAGES, ROWS, Parts, swap
 from torch import Tensor, nn
 
@@ -232,3 +236,32 @@ def test_a_norm_that_no_run_calls_has_no_times() -> None:
 def test_a_clock_that_shows_no_time_at_all_tells_nothing(ours: float) -> None:
     costs = Cost(100.0, 10.0), Cost(ours, 10.0)
     assert Timed(Candidate("a", "layer_norm"), 1, *costs).gain(Waiting(900.0, 300.0)) == 1.0
+
+
+# --- what changes later, and what cannot be told in the dtype ---------------------------------------------------------
+
+
+def test_a_class_that_is_written_anew_behind_a_convolution(
+    stand_in: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = drawn(ending(NormAct)), torch.randn(IMAGE)
+    fast = swapped_with(model, "fused")
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+        monkeypatch.setattr(NormAct, "forward", lambda self, x: 3 * x)
+        assert torch.equal(fast(x), model(x))
+
+
+def test_a_weight_alone_that_leaves_the_range_is_not_folded() -> None:
+    pairs = [layer for _ in range(2) for layer in (nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3))]
+    model = randomised(nn.Sequential(*pairs)).eval()
+    bn: Any = model[1]
+    with torch.no_grad():
+        bn.running_mean.zero_()
+        bn.running_var.fill_(1e-12)
+        bn.weight.fill_(1e37)
+        model[0].weight.fill_(1.0)
+    with pytest.warns(UserWarning, match="not finite in float32"):
+        folded = normswap.fold(model)
+    assert [type(child) for child in folded.children()].count(nn.BatchNorm1d) == 1
