@@ -2,7 +2,8 @@
 
 A condition is the test of an ``if``, a comprehension or a conditional expression, an operand of ``and`` and ``or``, a
 ``not``, a comparison or an ``all``/``any`` that is returned. First the test files run once under coverage, which tells
-which test reaches which function (kept in build/mutate until the test file changes); a mutant is then tried on those
+which test reaches which function (kept in build/mutate until the test file changes, or
+normswap has other functions); a mutant is then tried on those
 that reach its function: quick ones that reach little else first. Each run is a fork of this process, which has loaded
 torch, in a copy of the checkout. Exit 1 if a mutant survived.
 """
@@ -124,12 +125,14 @@ def reached(tests: Sequence[str], jobs: int, root: Path) -> Reached:
     """What the test files reach, from a run under coverage or what one of the same file did before."""
     found, kept_in = Reached(), root / "build/mutate"
     kept_in.mkdir(parents=True, exist_ok=True)
+    sources = sorted((root / "normswap").rglob("*.py"))
+    known = json.dumps([[path.name, *dict.fromkeys(functions(path.read_text()).values())] for path in sources]).encode()
     paths = sorted(
         path for name in tests for path in ([root / name] if name[-3:] == ".py" else (root / name).glob("test_*"))
     )
 
     def one(tree: Path, path: Path) -> Any:
-        file = kept_in / f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.json"
+        file = kept_in / f"{path.stem}-{hashlib.sha256(path.read_bytes() + known).hexdigest()[:16]}.json"
         if file.is_file():
             return json.loads(file.read_text())
         reached = _covered(path.relative_to(root).as_posix(), tree)

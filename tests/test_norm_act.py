@@ -143,6 +143,9 @@ def test_what_the_short_way_leaves_to_the_statements(calls: list[str], monkeypat
             fast(x)
         assert not calls
         torch.testing.assert_close(fast[0](x=x), model[0](x=x))
+        for one in (model, fast):
+            with pytest.raises(TypeError, match="unexpected keyword argument 'more'"):
+                one[0](x, more=1)
         calls.clear()
         monkeypatch.setattr(F, "batch_norm", lambda x, *rest: x * 0.5)
         torch.testing.assert_close(fast(x), model(x))

@@ -102,6 +102,21 @@ def test_a_branch_on_values_is_no_whole_norm(cls: type[nn.Module]) -> None:
     assert isinstance(rules.alone(cls()), Refusal)
 
 
+class Calls(RootIf):
+    """``scaled`` is a method that stands in no file."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x) * self.weight
+
+
+Calls.scaled = type(without_source("x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)")).forward
+
+
+def test_a_method_without_a_source_is_not_read() -> None:
+    answer = rules.alone(Calls())
+    assert isinstance(answer, Refusal) and answer.reason is Reason.SOURCE
+
+
 # --- what is compared -------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +135,15 @@ def test_a_sum_that_is_rounded_is_normalised_as_rounded(dtype: torch.dtype) -> N
     report = normswap.report(normswap.optimize(model, (x, y), min_speedup=None))
     (row,) = [row for row in report.rows if row["name"] == ""]
     assert (row["status"], row["detail"]) == ("wiring", "") and row["eager_error_share"] < 1
+
+
+def test_what_is_drawn_for_a_region_that_no_run_reaches_is_of_its_dtype() -> None:
+    model = nn.ModuleDict({"block": Sum(), "lin": nn.Linear(4, 4)}).eval()
+    model.forward = lambda x: model["lin"](x)  # type: ignore[method-assign]
+    model["block"].bfloat16()
+    report = normswap.report(normswap.optimize(model, torch.randn(2, 4), min_speedup=None))
+    (row,) = [row for row in report.rows if row["name"] == "block"]
+    assert (row["inputs"], row["dtype"]) == ("synthesised", "bfloat16")
 
 
 # --- what a call goes by ----------------------------------------------------------------------------------------------
