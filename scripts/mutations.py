@@ -22,6 +22,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "(not dims)",
     ): "what fits is one piece, cut out whole",
     ("compare.py", "worst.problem", "(False)"): "the first problem stays: the rest is only compared for nothing",
+    ("compare.py", "x.is_cuda", "(True)"): "a CPU has no kernel to witness: the proof only takes a second longer",
     (
         "kinds/batch_norm.py",
         "site.running_mean is None and site.running_var is None",

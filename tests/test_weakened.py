@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules, rules
+from normswap.kinds import KINDS
 from normswap.plan import Reason, Refusal
 from normswap.regions import chain
 from normswap.timing.candidate import Candidate
@@ -194,6 +195,16 @@ def test_what_autocast_would_round_on_a_device_without_it(later: bool) -> None:
         assert swapped(x.to("meta")).dtype is model.to("meta")(x.to("meta")).dtype
 
 
+@pytest.mark.parametrize("norm", ("l2_norm", "frobenius_norm"))
+def test_a_norm_that_autocast_makes_float32_is_left_to_the_statements(norm: str) -> None:
+    """As on a GPU, where a product of 16 bits with it is float32."""
+    call, x = KINDS[norm].call, torch.randn(ROWS)
+    given = () if norm == "frobenius_norm" else (-1, 0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(x.bfloat16(), *given) is None and call(x, *given) is not None
+    assert call(x.bfloat16(), *given) is not None
+
+
 class Adaptive(Parts):
     def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         return self.norm(x) * (1 + scale) + shift
@@ -289,3 +300,14 @@ def test_a_weight_alone_that_leaves_the_range_is_not_folded() -> None:
     with pytest.warns(UserWarning, match="not finite in float32"):
         folded = normswap.fold(model)
     assert [type(child) for child in folded.children()].count(nn.BatchNorm1d) == 1
+
+
+def test_what_is_told_of_a_pair_that_is_not_folded_names_its_place() -> None:
+    model = nn.ModuleDict({"deep": Convolved(), "fine": Convolved()}).eval()
+    deep: Any = model["deep"]
+    with torch.no_grad():
+        deep.bn.running_var.fill_(1e-12)
+        deep.bn.weight.fill_(1e37)
+        deep.conv.weight.fill_(1.0)
+    with pytest.warns(UserWarning, match=r"fold: deep\.bn is left as it is: .*not finite"):
+        normswap.fold(model)
