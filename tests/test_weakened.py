@@ -13,7 +13,7 @@ from convolution_cases import ending
 from convolution_models import IMAGE, drawn, swapped_with
 from convolution_stand_in import stand_in  # noqa: F401
 from fake_gpu import norms, optimized
-from models import randomised
+from models import Projection, randomised
 from norm_act_models import NormAct
 from region_checks import IMAGES, ROWS, Parts, swap
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ def test_a_method_without_a_source_is_not_read() -> None:
 
 def test_layers_of_rows_are_not_compared_on_images() -> None:
     """A Linear's output of three dims, whose second are the BatchNorm's channels, runs the original."""
-    model = randomised(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12))).eval()
+    model = randomised(Projection(12, 12)).eval()
     report = normswap.report(normswap.optimize(model, torch.randn(5, 12, 12), validate="grad", min_speedup=None))
     assert {row["inputs"] for row in report.rows} == {"synthesised"}
 
