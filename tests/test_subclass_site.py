@@ -142,7 +142,12 @@ def test_a_forward_replaced_on_the_class_afterwards_is_called(monkeypatch: pytes
     assert torch.equal(swapped(x), x + 1)
 
 
-@pytest.mark.parametrize("base", (nn.InstanceNorm2d, nn.BatchNorm2d))
-def test_subclasses_of_norms_with_other_attributes_are_refused(base: type[nn.Module]) -> None:
-    (refused,) = normswap.plan(type("Own", (base,), {})(4)).refused
+def test_subclasses_of_norms_with_other_attributes_are_refused() -> None:
+    (refused,) = normswap.plan(type("Own", (nn.InstanceNorm2d,), {})(4)).refused
     assert refused.refusal.reason is Reason.SUBCLASS and "only the exact type" in refused.refusal.detail
+
+
+def test_a_subclass_of_batch_norm_trains_as_the_function_that_its_forward_calls() -> None:
+    own = type("Own", (nn.BatchNorm2d,), {})
+    assert [swap.match.kind for swap in normswap.plan(own(4)).swaps] == ["region"]
+    assert not normswap.plan(own(4).eval()).swaps and not normswap.plan(nn.SyncBatchNorm(4)).swaps
