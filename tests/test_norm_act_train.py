@@ -90,6 +90,76 @@ def test_one_that_is_frozen_is_left_alone() -> None:
     assert not normswap.plan(model).swaps
 
 
+class Kept(nn.Module):
+    """Statistics of its own, in a module and by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mean, self.var = nn.BatchNorm2d(6), nn.Buffer(torch.zeros(6)), nn.Buffer(torch.ones(6))
+
+
+class ReadBetween(Kept):
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm
+        y = F.batch_norm(x, self.mean, self.var, n.weight, n.bias, True, 0.2, 1e-5)
+        m = self.mean * 2
+        return F.relu(y) * m[None, :, None, None]
+
+
+class ReadBetweenByAnotherName(Kept):
+    def forward(self, x: Tensor) -> Tensor:
+        n, mean = self.norm, self.mean
+        y = F.batch_norm(x, mean, self.var, n.weight, n.bias, self.training, 0.2, 1e-5)
+        m = mean + 1
+        return F.relu(y) * m[None, :, None, None]
+
+
+class OfAChildThatIsCalledBetween(Kept):
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm
+        y = F.batch_norm(x, n.running_mean, n.running_var, n.weight, n.bias, momentum=0.2, training=True)
+        z = self.norm(2 * x)
+        return F.relu(y) + z
+
+
+class WrittenBetween(Kept):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.batch_norm(x, self.mean, self.var, self.norm.weight, self.norm.bias, True, 0.2, 1e-5)
+        self.mean.mul_(0.5)
+        return F.relu(y)
+
+
+class ReadAround(Kept):
+    """Which is right."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        old = self.mean.clone()
+        y = F.relu(F.batch_norm(x, self.mean, self.var, self.norm.weight, self.norm.bias, True, 0.2, 1e-5))
+        return y * (self.mean - old)[None, :, None, None]
+
+
+class Repeated(Kept):
+    """Which is right."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = F.relu(F.batch_norm(x, self.mean, self.var, self.norm.weight, self.norm.bias, True, 0.2, 1e-5))
+        return x
+
+
+MOVED = (ReadBetween, ReadBetweenByAnotherName, OfAChildThatIsCalledBetween, WrittenBetween)
+
+
+@pytest.mark.parametrize("cls", (*MOVED, ReadAround, Repeated))
+def test_what_it_updates_is_written_when_it_was(cls: Any) -> None:
+    model = seeded(cls()).train()
+    fast, inputs = normswap.apply(model, normswap.plan(model)), [torch.randn(IMAGE) for _ in range(3)]
+    assert ("" in normswap.report(fast).swapped) == (cls not in MOVED)
+    for x in inputs:
+        torch.testing.assert_close(fast(x), model(x))
+    torch.testing.assert_close(fast.state_dict(), model.state_dict())
+
+
 FAULTS: dict[str, Any] = {
     "an output": lambda op: lambda x, *a, **k: op(x, *a, **k) * 1.001,
     "a mean that is kept": lambda op: lambda x, mean, *a, **k: op(x, mean.add_(1e-3), *a, **k),

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from normswap.regions.flow import Attribute, Flow, Leaf, Op, Value
+from normswap.kinds import NORMS
+from normswap.regions.flow import Attribute, Constant, Flow, Leaf, Op, Value
 from normswap.regions.spec import qualified
 from normswap.regions.spelling import PURE
 
@@ -40,7 +41,7 @@ def beside_of(
         return None
     between = [op for op in flow.ops if first < op.order < last and id(op) not in own]
     called = {str(op.target)[len("self.") :]: child for op in between if (child := child_of(op)) is not None}
-    if _shares_state(ops, between, child_of):
+    if _shares_state(ops, between, child_of) or (between and any(map(_updates, ops))):
         return None
     if not all(_is_pure(op) or (not shared and _only_computes(child_of(op), norm_of)) for op in between):
         return None
@@ -65,6 +66,20 @@ def _shares_state(ops: Sequence[Op], between: Sequence[Op], child_of: _ChildOf) 
     return any(id(m) in within for child in others for m in child.modules()) or any(
         path == name or path.startswith(f"{name}.") for path in read for name in own
     )
+
+
+def _updates(op: Op) -> bool:
+    """Whether it is a function that may write to what it is given, under whatever name others read that."""
+    norm = next((norm for norm in NORMS.values() if norm.updates and norm.function is op.target), None)
+    if norm is None:
+        return False
+    given = {**dict(zip(norm.parameters, op.args[1:], strict=False)), **op.keywords}
+    written = any(not _is(given.get(name), None) for name in norm.updates if name in given)
+    return written and "training" in given and not _is(given["training"], False)
+
+
+def _is(value: Value | None, constant: Any) -> bool:
+    return isinstance(value, Constant) and value.value is constant
 
 
 def _path_of(value: Value | None) -> str:
