@@ -64,11 +64,14 @@ class Fault:
         vars(tensors)["open"] = builtins.open
         setattr(tensors, "open", self._opener)
 
-    def _step(self, name: str) -> None:
+    def reached(self, name: str) -> bool:
+        """Whether this step, which is counted, is the one."""
         with self._lock:
             self.steps.append(name)
-            reached = len(self.steps) == self.at
-        if reached:
+            return len(self.steps) == self.at
+
+    def _step(self, name: str) -> None:
+        if self.reached(name):
             self.act()
 
     def _before(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,9 +86,9 @@ class Fault:
 
         def call(*arguments: Any, **options: Any) -> Any:
             result = real(*arguments, **options)
-            if len(self.steps) + 1 == self.at:
+            if self.reached(name):
                 os.truncate(arguments[position], os.path.getsize(arguments[position]) // 2)
-            self._step(name)
+                self.act()
             return result
 
         return call
@@ -102,11 +105,10 @@ class _Writer:
         self._file, self._fault = file, fault
 
     def write(self, content: Any) -> int:
-        if len(self._fault.steps) + 1 == self._fault.at:
+        if self._fault.reached("write"):
             self._file.write(bytes(content)[: len(bytes(content)) // 2])
             self._file.flush()
-            self._fault._step("write")
-        self._fault.steps.append("write")
+            self._fault.act()
         return self._file.write(content)
 
     def __getattr__(self, name: str) -> Any:
