@@ -225,10 +225,16 @@ class _Case:
         return {id(t): name for name, t in named.items() if name in norm.updates and t is not None}  # type: ignore[union-attr]
 
     def _with_buffers(self, holder: Any, packed: Any) -> Any:
-        for key, name in (updated := self._updated(packed)).items():
-            found = next(leaf for leaf in tree_leaves(packed) if id(leaf) == key)
-            holder.register_buffer(name, found.clone())
-        return _mapped(self.region, lambda v: getattr(holder, updated[id(v)]) if id(v) in updated else v, packed)
+        updated = self._updated(packed)
+
+        def kept(value: Any) -> Any:
+            name = updated.get(id(value))
+            if name is None:
+                return value
+            holder.register_buffer(name, value.clone())
+            return getattr(holder, name)
+
+        return _mapped(self.region, kept, packed)
 
     def _referee(self, x: Tensor, gradients: bool) -> tuple[tuple[list[Tensor], dict[str, Tensor]], Size]:
         """The statements in float64, outside autocast, and the magnitudes of what they give, of what autocast makes of

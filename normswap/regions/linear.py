@@ -17,6 +17,7 @@ from normswap.forwards.plain import is_bare, is_plain
 from normswap.ops.dispatch import PLAIN
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
 from normswap.regions.foldings import why_apart
+from normswap.regions.growing import Growing
 from normswap.regions.spec import Region
 from normswap.regions.spelling import spelled
 from normswap.regions.straight import method_of, plain_value, straight
@@ -28,7 +29,7 @@ _ChildOf: TypeAlias = "Callable[[Op], nn.Module | None]"
 _Named: TypeAlias = "tuple[str, nn.Module | None]"
 
 
-def with_linear(found: Any, norm: nn.Module | None, taken: set[int], child_of: _ChildOf) -> Any:
+def with_linear(found: Growing, norm: nn.Module | None, taken: set[int], child_of: _ChildOf) -> Growing | None:
     """``found``, whose norm is the child ``norm``, and the Linear that gives its input; None where none can be taken
     in."""
     value, user = found.x, found.ops[0]
