@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from normswap import install_table, modules, switch
+from normswap import installed, modules, switch
 from normswap.plan import NormswapError, Plan, PlanError, Site, Swap
 from normswap.sites import put_back, set_classes
 
@@ -49,9 +49,12 @@ class Journal:
         chosen = [c for c in self._changes if name is None or name in (c.site.name, *c.site.aliases)]
         if name is not None and not chosen:
             raise NormswapError(f"undo: no swapped site is called {name!r}; swapped are {self._names()}")
-        before = [(change.module, modules.class_before(change.module) or change.before) for change in chosen]
+        before = [(change.module, installed.class_before(change.module)) for change in chosen]
         for change in chosen:
-            if modules.installed_class(change.module) is not change.after and type(change.module) is not change.before:
+            if (
+                installed.installed_class(change.module) is not change.after
+                and type(change.module) is not change.before
+            ):
                 raise _changed_since(change.site.name, change.module)
         put_back(before)
         self._changes = [change for change in self._changes if change not in chosen]
@@ -73,7 +76,7 @@ def apply(model: nn.Module, plan: Plan) -> Journal:
     journal = Journal(_changes(model, plan))
     try:
         for change in journal.changes:
-            install_table.remember(change.module, change.after)
+            installed.remember(change.module, change.after)
         set_classes((change.module, change.after) for change in journal.changes)
     except BaseException:
         journal.undo()
@@ -118,10 +121,9 @@ def _swapped(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], type[nn
     is not understood."""
     found = []
     for name, module in model.named_modules():
-        before = modules.class_before(module)
-        if before is not None:
-            found.append((module, before, type(module)))
-        elif issubclass(type(module), modules.INSTALLED):
+        if installed.site_match(module) is not None:
+            found.append((module, installed.class_before(module), type(module)))
+        elif installed.is_installed(type(module)):
             raise _changed_since(name, module)
     return found
 
@@ -146,7 +148,7 @@ def _at(site: Site, model: nn.Module) -> nn.Module:
     if module is None:
         raise PlanError(f"plan: the model has no module {shown}; plan it anew")
     found = f"{type(module).__module__}.{type(module).__qualname__}"
-    swapped = modules.original_class(module) is not None
+    swapped = installed.site_match(module) is not None
     if found != site.type_name or swapped:
         found = f"a swapped {found}" if swapped else found
         raise PlanError(f"plan: {shown} must be a {site.type_name}, got {found}; plan it anew")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from normswap import fold_convolution, modules, reference, rules
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.installed import class_before, site_match
 from normswap.plan import Match, NormswapError
 from normswap.regions.spec import Region
 from normswap.sites import classes
@@ -116,7 +117,7 @@ def _parts(module: nn.Module) -> list[tuple[Mapping[str, Any], list[str]]]:
     of its children there."""
     if type(module) is modules.LinearScaleBatchNorm:
         return [({"linear": "gemm", "scale": "scale", "batch_norm": "bn"}, [])]
-    original = modules.class_before(module) or type(module)
+    original = class_before(module)
     with classes([(module, original)]):  # what was swapped may have other children now: it is matched anew
         found = rules.find(module)
     if not isinstance(found, Match):
@@ -136,13 +137,9 @@ def _parts_of(region: Region) -> tuple[Mapping[str, Any], list[str]]:
 def _put(sequential: nn.Module, children: Mapping[str, nn.Module]) -> None:
     """Replace children; a swapped nn.Sequential without a run left gets its own class back."""
     sequential._modules.update(children)
-    match, original = modules.site_match(sequential), modules.class_before(sequential)
-    if (
-        match is not None
-        and original is not None
-        and all(region.get("linear") in children for region in match.attributes["regions"])
-    ):
-        object.__setattr__(sequential, "__class__", original)
+    match = site_match(sequential)
+    if match is not None and all(region.get("linear") in children for region in match.attributes["regions"]):
+        object.__setattr__(sequential, "__class__", class_before(sequential))
 
 
 def _linear(module: nn.Module, parts: Mapping[str, Any]) -> nn.Linear:

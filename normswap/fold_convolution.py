@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import modules, reference
+from normswap import reference
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.installed import class_before
 from normswap.regions.ending import children_behind
 from normswap.regions.foldings import TRANSPOSED, is_foldable, why_apart
 from normswap.regions.mentions import attributes_in, may_be_any
@@ -43,7 +44,7 @@ def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
     dataflow of its code."""
     places = Counter(id(child) for module in model.modules() for child in module._modules.values())
     for name, owner in model.named_modules():
-        read = [(one, _original(one)) for one in (owner, *owner.children())]
+        read = [(one, class_before(one)) for one in (owner, *owner.children())]
         with classes(read):  # what was swapped is read as it was
             found = [*region_rule.readings(owner, lambda child: None, baked=True)]
             joined = dict.fromkeys(pair for reading in found for pair in _pairs(owner, reading))
@@ -122,26 +123,22 @@ def convolution_of(pair: Pair) -> nn.Module:
     return made
 
 
-def _original(module: nn.Module) -> type[nn.Module]:
-    return modules.class_before(module) or type(module)
-
-
 def _is_plain(norm: nn.Module, behind: tuple[str, ...]) -> bool:
     """Whether calling ``norm`` runs what was read and no more."""
     if not behind and type(norm) in RANKS:
         return is_plain(norm, type(norm))
-    with classes([(norm, _original(norm))]):
+    with classes([(norm, class_before(norm))]):
         return is_unhooked(norm) and children_behind(norm) == behind
 
 
 def put(pair: Pair, made: nn.Module) -> None:
     """Put ``made``, the one convolution, in the place of the first, and what the norm itself calls behind it in that of
     the norm, nn.Identity where that is nothing: the code that calls it still names it."""
-    before, norm = modules.class_before(pair.owner), pair.owner._modules[pair.norm]
+    norm = pair.owner._modules[pair.norm]
     assert norm is not None
     behind = OrderedDict((name, norm._modules[name]) for name in pair.behind)
     rest = nn.Sequential(behind) if behind else nn.Identity()  # type: ignore[arg-type]
     rest.training = False
     pair.owner._modules.update({pair.convolution: made, pair.norm: rest})
-    if before is not None:  # no regions are left of what it was swapped for
-        object.__setattr__(pair.owner, "__class__", before)
+    # No regions are left of what it was swapped for.
+    object.__setattr__(pair.owner, "__class__", class_before(pair.owner))

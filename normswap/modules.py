@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from normswap import install_table
 from normswap.forwards.placed import in_the_place_of
 from normswap.forwards.registered import registered_forward
 from normswap.forwards.replaced import Replaced
+from normswap.installed import covered_class, marks, original_class, remember, site_match, unannounced
 from normswap.kinds import NORMS, Norm, kind_of
 from normswap.norms import (
     GroupNorm,
@@ -30,13 +30,10 @@ from normswap.norms import (
     RMSNorm,
     copy_weights,
 )
-from normswap.plan import REGION, Match, NormswapError, PlanError
+from normswap.plan import REGION, Match, PlanError
 from normswap.regions import install as regions
-from normswap.regions.chain import in_rows
-from normswap.regions.helper import make_helper
 
 __all__ = [
-    "INSTALLED",
     "GroupNorm",
     "InstanceNorm1d",
     "InstanceNorm2d",
@@ -46,11 +43,7 @@ __all__ = [
     "LinearScaleBatchNorm",
     "RMSNorm",
     "Rewritten",
-    "class_before",
     "copy_weights",
-    "installed_class",
-    "original_class",
-    "site_match",
     "swapped_class",
 ]
 
@@ -74,21 +67,19 @@ class Rewritten:
             super().__init_subclass__(**kwargs)
 
 
-INSTALLED: tuple[type, ...] = (*(swapped for _, swapped in _MODULE_CLASSES.values()), Rewritten)
-"""Every class that swapping installs is one of these or a subclass."""
-
-
 def _reduced(self: nn.Module, protocol: Any) -> Any:
     """Pickle and deepcopy a swapped module by the original class and the match: its class bears the original's name."""
     reduced: Any = nn.Module.__reduce_ex__(self, protocol)
-    match, original = site_match(self), original_class(self)
-    exact = match is not None and original is not None and install_table.covered_class(self) in (None, type(self))
+    match = site_match(self)
+    exact = match is not None and covered_class(self) in (None, type(self))
     if not exact or not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
         return reduced
-    return (_rebuild, (original, match.kind, dict(match.attributes)), *reduced[2:])  # type: ignore[union-attr]
+    return (_rebuild, (original_class(self), match.kind, dict(match.attributes)), *reduced[2:])  # type: ignore[union-attr]
 
 
-for _original, (_, _swapped) in _MODULE_CLASSES.items():
+for _original, (_kind, _swapped) in _MODULE_CLASSES.items():
+    for _name, _mark in marks(_original, Match(_kind)).items():
+        setattr(_swapped, _name, _mark)
     _swapped.__module__ = _original.__module__  # torch.fx takes for a leaf what torch.nn has made
     _swapped.__reduce_ex__ = _reduced  # type: ignore[assignment]
 Rewritten.__reduce_ex__ = _reduced  # type: ignore[assignment]
@@ -97,7 +88,7 @@ Rewritten.__reduce_ex__ = _reduced  # type: ignore[assignment]
 def _rebuild(original: type[nn.Module], kind: str, attributes: Mapping[str, Any]) -> nn.Module:
     cls = swapped_class(kind, original, attributes)
     module: nn.Module = object.__new__(cls)
-    install_table.remember(module, cls)
+    remember(module, cls)
     return module
 
 
@@ -137,10 +128,9 @@ def _rewritten_class(match: Match, replaced: Replaced) -> type[nn.Module]:
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "_normswap_original": original,
-        "_normswap_match": match,
+        **marks(original, match),
     }
-    made: type[nn.Module] = install_table.unannounced(type(original), original.__name__, (Rewritten, original), body)
+    made: type[nn.Module] = unannounced(type(original), original.__name__, (Rewritten, original), body)
     replaced.installed = made
     return made
 
@@ -148,58 +138,8 @@ def _rewritten_class(match: Match, replaced: Replaced) -> type[nn.Module]:
 def _maker(match: Match, original: type[nn.Module]) -> Callable[[Replaced, Mapping[str, Any]], _Forward] | None:
     """What makes the forward of the class to install for ``original``; None where they do not fit."""
     if match.kind == REGION:
-        return _region_forward
+        return regions.make_forward
     kind = kind_of(match)
     if match.registered and isinstance(kind, Norm):
         return registered_forward(match.kind)
     return kind.forward if not isinstance(kind, Norm) or issubclass(original, kind.classes) else None
-
-
-def _region_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
-    return regions.with_helpers(
-        replaced,
-        attributes,
-        lambda compiled: make_helper(compiled, original_class),
-        original_class,
-        lambda compiled, helpers: in_rows(compiled, helpers, original_class),
-    )
-
-
-def installed_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class that swapping installed at ``module``, its own or one that another tool has put its own over since;
-    None where there is none."""
-    cls = type(module)
-    if "_normswap_match" in vars(cls) or any(cls is swapped for _, swapped in _MODULE_CLASSES.values()):
-        return cls
-    return install_table.covered_class(module)
-
-
-def original_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class that was replaced at ``module``; None when none was, or it was put back."""
-    cls = installed_class(module)
-    if cls is None or "_normswap_match" in vars(cls):
-        return None if cls is None else cls._normswap_original  # type: ignore[attr-defined,no-any-return]
-    return next((original for original, (_, swapped) in _MODULE_CLASSES.items() if cls is swapped), None)
-
-
-def class_before(module: nn.Module) -> type[nn.Module] | None:
-    """The class that puts ``module`` back: the one that was replaced, under what another tool has put over ours since;
-    None when it is not swapped. Raises NormswapError where that tool's class cannot be put over another."""
-    installed, original = installed_class(module), original_class(module)
-    if installed is None or original is None:
-        return None
-    try:
-        return install_table.rebased(type(module), installed, original)
-    except install_table.Covered as error:
-        raise NormswapError(
-            f"a {type(module).__qualname__} was put over the class that was installed, and cannot be put over another "
-            f"({error}); undo that first"
-        ) from error
-
-
-def site_match(module: nn.Module) -> Match | None:
-    """What was swapped at ``module``: its kind and attributes; None when it is not swapped."""
-    cls = installed_class(module)
-    if cls is None or "_normswap_match" in vars(cls):
-        return None if cls is None else cls._normswap_match  # type: ignore[attr-defined,no-any-return]
-    return next((Match(kind) for kind, swapped in _MODULE_CLASSES.values() if cls is swapped), None)

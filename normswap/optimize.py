@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from normswap import again, footprint, hints, modules, native, nodes, sites, timing, walk, whole
+from normswap import again, footprint, hints, installed, native, nodes, sites, timing, walk, whole
 from normswap import apply as _apply
 from normswap import validate as _validate
 from normswap.arguments import check_arguments, check_choice, check_model, check_speedup
@@ -278,8 +278,8 @@ def _is_compiled(model: nn.Module) -> bool:
 def _swaps_in(model: nn.Module) -> tuple[Swap, ...]:
     found = []
     for name, module in model.named_modules():
-        match, original = modules.site_match(module), modules.original_class(module)
-        if match is not None and original is not None:
+        if (match := installed.site_match(module)) is not None:
+            original = installed.original_class(module)
             found.append(Swap(Site(name, f"{original.__module__}.{original.__qualname__}"), match))
     return tuple(found)
 
@@ -317,7 +317,7 @@ def _whole_report(
     inputs: Any,
     decision: timing.Decision | None = None,
 ) -> Report:
-    kept = [p.name for p in proofs if modules.site_match(model.get_submodule(p.name)) is not None]
+    kept = [p.name for p in proofs if installed.site_match(model.get_submodule(p.name)) is not None]
     end_to_end = None
     if run is not None and kept:
         end_to_end = whole.compare_models(model, [model.get_submodule(name) for name in kept], run)

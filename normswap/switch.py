@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from normswap import modules
+from normswap.installed import class_before, site_match
 from normswap.sites import set_classes
 
 
@@ -56,8 +56,7 @@ def _state_of(module: nn.Module) -> _Off | None:
     state: _Off | None = _off.get(module)
     if state is not None and type(module) is state.original:
         return state
-    before = modules.class_before(module)
-    return None if before is None else _Off(type(module), before)
+    return None if site_match(module) is None else _Off(type(module), class_before(module))
 
 
 def _leave(entered: list[tuple[nn.Module, _Off]], changed: list[nn.Module]) -> None:

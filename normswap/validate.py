@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import modules
 from normswap.compare import Comparison, Seen, compare
+from normswap.installed import class_before
 from normswap.kinds import Layers, kind_of, sample
 from normswap.plan import Match, Swap
 from normswap.progress import progress
@@ -64,13 +64,13 @@ def prove_sites(
     seen = Seen(shown.update)
     every = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
     regions = {
-        swap.site.name: RegionProof(module, _original(module), swap.match, modules.original_class, gradients, seen)
+        swap.site.name: RegionProof(module, class_before(module), swap.match, gradients, seen)
         for swap, module in every
         if swap.match.kind == "region"
     }
     sites = [(swap, module) for swap, module in every if swap.site.name not in regions]
     found: dict[str, list[Comparison]] = {swap.site.name: [] for swap, _ in sites}
-    with shown, preserved(model), classes([(m, _original(m)) for _, m in every]):
+    with shown, preserved(model), classes([(m, class_before(m)) for _, m in every]):
         if run is not None:
             with (
                 listening(regions.values()),
@@ -99,10 +99,6 @@ def prove_sites(
         )
         for swap, module in every
     ]
-
-
-def _original(module: nn.Module) -> type[nn.Module]:
-    return modules.class_before(module) or type(module)
 
 
 def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs: str) -> SiteProof:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from normswap import rules
-from normswap.modules import site_match
+from normswap.installed import site_match
 from normswap.plan import Match, Plan, Reason, Refusal, Refused, Site, Swap
 
 Filter: TypeAlias = "str | Callable[[nn.Module, str], bool] | Iterable[str | Callable[[nn.Module, str], bool]] | None"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from normswap import modules
+from normswap.installed import class_before
 from normswap.sites import classes, preserved
 
 _SPREADS = 4.0
@@ -43,7 +43,7 @@ class ModelProof:
 def compare_models(model: nn.Module, sites: Sequence[nn.Module], run: Callable[[], Any]) -> ModelProof:
     """Run the original, the original with its site outputs jittered, and the swapped ``model``, all with the same
     random numbers and buffers; ``sites`` are the swapped modules. The model is left as it was."""
-    original = [(site, modules.class_before(site) or type(site)) for site in sites]
+    original = [(site, class_before(site)) for site in sites]
     with classes(original):
         expected = _outputs(model, run)
         moved = [_jittered(model, sites, run, seed) for seed in _SEEDS]

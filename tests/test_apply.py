@@ -64,7 +64,7 @@ def classes(model: nn.Module) -> list[type]:
 
 
 def swapped_names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if modules.original_class(module) is not None]
+    return [name for name, module in model.named_modules() if modules.site_match(module) is not None]
 
 
 def swap(model: nn.Module) -> Journal:

@@ -303,7 +303,7 @@ def test_children_that_only_compute(name: str, in_python: bool, monkeypatch: pyt
     if in_python:
         monkeypatch.setattr(at_once, "only_compute", None)
     owner, regions = _tree(), [_Beside("a", "b")]
-    beside = Beside(regions, lambda module: None)  # type: ignore[arg-type]
+    beside = Beside(regions)  # type: ignore[arg-type]
     expected, change = BESIDE[name]
     handle = change(owner)
     try:

@@ -16,7 +16,6 @@ from resnet import Bottleneck
 from torch import Tensor, nn
 
 import normswap
-from normswap import modules
 from normswap.ops import dispatch
 from normswap.plan import Match, Plan, Swap
 from normswap.regions import chain, install
@@ -204,9 +203,7 @@ def test_what_waits_is_computed_where_the_rest_is_compiled(stand_in: None) -> No
     model, x = drawn(Rows), torch.randn(IMAGE)
     (swap,) = undecided(model, "fused").swaps
     compiled = install.compiled_of(Rows, swap.match.attributes)
-    helpers = chain.in_rows(
-        compiled, [make_helper(one, modules.original_class) for one in compiled], modules.original_class
-    )
+    helpers = chain.in_rows(compiled, [make_helper(one) for one in compiled])
     with torch.no_grad():
         waiting = helpers[1](model, helpers[0](model, x))
         assert type(waiting) is chain.Pending

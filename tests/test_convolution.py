@@ -28,7 +28,6 @@ from torch import Tensor, nn
 import normswap
 from normswap import ops, reference
 from normswap.activation import Activation
-from normswap.modules import original_class
 from normswap.ops import dispatch
 from normswap.plan import Plan
 from normswap.regions import convolution_error
@@ -429,7 +428,7 @@ def directly(model: Any, x: Tensor, folding: str = "fused") -> Any:
     """What the short way gives for the one region of a model, None where it declines, in the same function for all."""
     (swap,) = (one for one in undecided(model, folding).swaps if not one.site.name)
     (compiled,) = compiled_of(type(model), swap.match.attributes)
-    way = direct_way(compiled, original_class)
+    way = direct_way(compiled)
     assert way is not None
     return lambda changed: way(changed._modules, (x, x) if compiled.region.has("residual") else x)
 
@@ -503,7 +502,7 @@ def test_our_kernel_ends_in_what_a_child_is_now(activation: type[nn.Module], mon
     """By the short way where nobody has changed it."""
     model, x = drawn(lambda: Block(conv(8), nn.BatchNorm2d(8), activation())), torch.randn(2, 6, 9, 8)
     fast = swapped_with(model, "scaled")
-    short = direct_way(compiled_of(Block, undecided(model, "scaled").swaps[0].match.attributes)[0], original_class)
+    short = direct_way(compiled_of(Block, undecided(model, "scaled").swaps[0].match.attributes)[0])
     assert short is not None
     with torch.no_grad():
         assert short(fast._modules, x) is not None

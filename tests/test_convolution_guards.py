@@ -18,7 +18,6 @@ from normswap.regions.spec import Region, Step
 
 RELU, SILU = Activation("relu"), Activation("silu")
 HERE = (1, 0, 1, 1)
-NOT_SWAPPED: Any = lambda norm: None  # noqa: E731
 X = torch.randn(2, 8, 5, 5)
 
 
@@ -243,11 +242,11 @@ def compiled(*does: str, callees: Any = tuple, **more: Any) -> Any:
     ],
 )
 def test_regions_that_have_a_short_way(more: Any, served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (conv.direct_way(compiled("convolution", "norm", **more), NOT_SWAPPED) is not None) == served
-    found = conv.direct_way(compiled("convolution", "norm", "residual", **more), NOT_SWAPPED)
+    assert (conv.direct_way(compiled("convolution", "norm", **more)) is not None) == served
+    found = conv.direct_way(compiled("convolution", "norm", "residual", **more))
     assert (found is not None) == (served and more.get("folding") != "matmul")
     monkeypatch.setattr(ops.convolution, "FUSED", (torch.float16,))
-    found = conv.direct_way(compiled("convolution", "norm", **more), NOT_SWAPPED)
+    found = conv.direct_way(compiled("convolution", "norm", **more))
     assert (found is not None) == (served and more.get("folding", "fused") != "fused")
 
 
@@ -286,7 +285,7 @@ def test_the_short_way_is_left_where_something_is_another(what: str) -> None:
     called = [torch.relu]
     steps = ("convolution", "norm", "pass", "residual", "activation")
     more = {"activation": "act", "passes": ("pass",), "callees": lambda: tuple(called)}
-    way: Any = conv.direct_way(compiled(*steps, **more), NOT_SWAPPED)
+    way: Any = conv.direct_way(compiled(*steps, **more))
     good = children()
     for _ in range(2):
         tensors, numbers, (eps, low, high), behind = way.site(good, (X + 1, X))
@@ -306,8 +305,8 @@ def test_the_short_way_is_left_where_something_is_another(what: str) -> None:
 
 
 def test_activations_of_the_short_way() -> None:
-    scaled: Any = conv.direct_way(compiled("convolution", "norm", folding="scaled", activation="act"), NOT_SWAPPED)
-    fused: Any = conv.direct_way(compiled("convolution", "norm", activation="act"), NOT_SWAPPED)
+    scaled: Any = conv.direct_way(compiled("convolution", "norm", folding="scaled", activation="act"))
+    fused: Any = conv.direct_way(compiled("convolution", "norm", activation="act"))
     for way, act, expected in (
         (fused, nn.ReLU(), RELU),
         (fused, nn.SiLU(), None),

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
+from normswap.installed import marks
 from normswap.kinds import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from normswap.kinds.operands import are_of, are_per_sample, is_alike
+from normswap.plan import Match
 from normswap.regions import activations, children, helper
 from normswap.regions.spec import Region
 from normswap.regions.views import of_summands
@@ -176,10 +178,10 @@ def test_an_activation_that_is_not_plain_is_not_read(name: str) -> None:
 # --- the norm that is a child ---------------------------------------------------------------------------------------
 
 
-def reader(kind: str, cls: type[nn.Module], original: Callable[[Any], Any] = lambda child: None, **more: Any) -> Any:
+def reader(kind: str, cls: type[nn.Module], **more: Any) -> Any:
     """What reads the norm of a region that was found with a ``cls`` in it."""
     region = Region(kind, "norm", (), f"{cls.__module__}.{cls.__qualname__}", more)
-    return helper._reader(region, original)
+    return helper._reader(region)
 
 
 NORMS: dict[str, tuple[str, nn.Module, Tensor]] = {
@@ -202,9 +204,8 @@ def test_the_norm_is_read_anew_and_by_its_class(name: str, monkeypatch: pytest.M
     else:
         assert first[-1] == norm.eps and any(value is norm.weight for value in first)
     assert read(nn.Identity(), x) is None and read(type("Derived", (cls,), {})(*_made_with(norm)), x) is None
-    swapped = type("Swapped", (cls,), {})(*_made_with(norm))
-    as_before = reader(kind, cls, lambda child: cls if type(child) is type(swapped) else None)
-    assert as_before(swapped, x) is not None and as_before(norm, x) is not None
+    swapped = type("Swapped", (cls,), marks(cls, Match(kind)))(*_made_with(norm))
+    assert read(swapped, x) is not None
     with monkeypatch.context() as patch:
         patch.setattr(cls, "forward", lambda self, x: x, raising=False)
         assert read(norm, x) is None

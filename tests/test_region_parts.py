@@ -3,7 +3,6 @@ convolution."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import rules
+from normswap.installed import marks
+from normswap.plan import Match
 from normswap.regions import foldings, prove
 from normswap.regions.beside import Beside
 from normswap.regions.expression import _fits
@@ -124,9 +125,8 @@ class Pair(nn.Module):
 CLASSES = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in (nn.Sequential, nn.Linear, nn.ReLU, nn.Identity))
 
 
-def beside(original_class: Callable[[Any], Any] = lambda module: None) -> Beside:
-    given = {"first": CLASSES[:3], "second": CLASSES[3:]}
-    return Beside([region("layer_norm", beside=given)], original_class)
+def beside() -> Beside:
+    return Beside([region("layer_norm", beside={"first": CLASSES[:3], "second": CLASSES[3:]})])
 
 
 def test_children_beside_a_region_are_asked_on_every_call() -> None:
@@ -155,11 +155,11 @@ def test_children_beside_a_region_are_asked_on_every_call() -> None:
 
 def test_a_child_beside_a_region_that_was_swapped_is_known_by_what_it_was() -> None:
     pair = Pair()
-    swapped = type("Swapped", (nn.Identity,), {})
-    pair.second = swapped()
+    for original in (nn.Identity, nn.GELU):
+        pair.second = type("Swapped", (nn.Identity,), marks(original, Match("layer_norm")))()
+        assert beside().only_compute(pair) == (original is nn.Identity)
+    pair.second = type("Subclass", (nn.Identity,), {})()
     assert not beside().only_compute(pair)
-    assert beside(lambda module: nn.Identity if type(module) is swapped else None).only_compute(pair)
-    assert not beside(lambda module: nn.GELU if type(module) is swapped else None).only_compute(pair)
 
 
 # --- what an expression is given ------------------------------------------------------------------------------------

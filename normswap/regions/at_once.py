@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from normswap.forwards.replaced import Replaced
+from normswap.installed import original_class
 from normswap.ops.at_once import NAMES, AtOnce, Norm
 from normswap.regions.activations import activation_of
-from normswap.regions.children import OriginalClass
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import children_of, qualified
 
@@ -25,7 +25,7 @@ _FORWARDS = {cls: Replaced(cls) for cls, _ in _KINDS.values()}
 _Dtype = Callable[[Mapping[str, Any], Tensor], torch.dtype | None]
 
 
-def at_once_of(compiled: Compiled, original_class: OriginalClass, dtype: _Dtype) -> AtOnce:
+def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
     """What calls the region so, if anything does. ``dtype``: that of the result where nobody sees it before autocast
     has cast it to that."""
     region = compiled.region
@@ -35,7 +35,7 @@ def at_once_of(compiled: Compiled, original_class: OriginalClass, dtype: _Dtype)
         return AtOnce(None)
 
     def stands(module: Any) -> Any:
-        of: Any = original_class(module) or type(module)
+        of: Any = original_class(module)
         plain = issubclass(of, cls) and of.__getattribute__ is object.__getattribute__
         return (_FORWARDS.get(of) or Replaced(of)).known if plain and qualified(of) == region.type else None
 

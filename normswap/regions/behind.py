@@ -57,7 +57,7 @@ def fed_by(module: nn.Module, found: Growing) -> tuple[str, ...]:
         child = child_of(module, user)
         names.append(str(user.target)[len("self.") :])
         if type(child) not in PASSING:
-            return tuple(names) if child is not None and only_multiplies(child, type) else ()
+            return tuple(names) if child is not None and only_multiplies(child) else ()
         value = user
     return ()
 

@@ -3,7 +3,7 @@ still only compute, asked on every call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,18 +11,18 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from normswap.forwards.plain import is_bare
+from normswap.installed import original_class
 from normswap.ops import at_once
 from normswap.regions.spec import Region, qualified
 
 
 class Beside:
-    """The children beside ``regions``. ``original_class`` gives the class a module had before it was swapped."""
+    """The children beside ``regions``."""
 
-    def __init__(self, regions: Iterable[Region], original_class: Callable[[nn.Module], Any]) -> None:
+    def __init__(self, regions: Iterable[Region]) -> None:
         found = [pair for region in regions for pair in region.beside.items()]
         self.names = tuple(dict.fromkeys(name for name, _ in found))
         self.classes = frozenset(cls for _, classes in found for cls in classes)
-        self.original_class = original_class
         self.known: set[type] = set()
 
     def only_compute(self, owner: Any) -> bool:
@@ -45,8 +45,7 @@ class Beside:
 
     def _is_known(self, module: Any) -> bool:
         """Whether it is of one of the classes that were read, then kept for others of its class."""
-        cls: Any = type(module)
-        if not isinstance(module, nn.Module) or qualified(self.original_class(module) or cls) not in self.classes:
+        if not isinstance(module, nn.Module) or qualified(original_class(module)) not in self.classes:
             return False
-        self.known.add(cls)
+        self.known.add(type(module))
         return True

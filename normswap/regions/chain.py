@@ -11,7 +11,6 @@ from torch import Tensor
 
 from normswap.ops.convolution import FUSED
 from normswap.ops.dispatch import PLAIN, any_autocast, direct_op
-from normswap.regions.children import OriginalClass
 from normswap.regions.convolution import Directly, direct_way, may_run
 from normswap.regions.rewrite import Compiled, Helper
 
@@ -34,10 +33,10 @@ class Pending:
         return helper(owner, packed.computed() if type(packed) is Pending else packed)
 
 
-def in_rows(compiled: Sequence[Compiled], helpers: Sequence[Helper], original_class: OriginalClass) -> list[Helper]:
+def in_rows(compiled: Sequence[Compiled], helpers: Sequence[Helper]) -> list[Helper]:
     """``helpers`` of the regions of one forward, those that lead into one another joined."""
     starts = {one.region.steps[0].at: index for index, one in enumerate(compiled) if one.region.convolution}
-    ways = [direct_way(one, original_class) for one in compiled]
+    ways = [direct_way(one) for one in compiled]
     leads = {index: starts[one.region.then] for index, one in enumerate(compiled) if one.region.then in starts}
     leads = {index: to for index, to in leads.items() if ways[index] is not None and ways[to] is not None}
     found = [*helpers]

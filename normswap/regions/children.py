@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
 from normswap.forwards.plain import is_plain
 from normswap.ops.at_once import PASSING
-
-OriginalClass: TypeAlias = "Callable[[nn.Module], type[nn.Module] | None]"
-"""The class a module had before it was swapped, None for one that was not."""
 
 
 def child_at(children: Mapping[str, Any], path: str) -> Any:

@@ -16,7 +16,7 @@ from normswap.forwards.plain import is_bare, is_plain
 from normswap.forwards.replaced import Replaced, code_of
 from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, autocasts, direct_op, lowered_to
 from normswap.regions.activations import activation_of
-from normswap.regions.children import OriginalClass, child_at
+from normswap.regions.children import child_at
 from normswap.regions.ending import Ending
 from normswap.regions.foldings import CONVOLUTIONS, TRANSPOSED, is_foldable, is_pointwise, is_scaled
 from normswap.regions.rewrite import Compiled
@@ -45,9 +45,9 @@ class Directly:
     """A region of a Conv2d and a BatchNorm2d by one native op, where all is as it mostly is: one look at each thing
     that may have changed. None else; what is to be done then, ``Fused`` finds out."""
 
-    def __init__(self, compiled: Compiled, original_class: OriginalClass) -> None:
+    def __init__(self, compiled: Compiled) -> None:
         region = compiled.region
-        self.ending = Ending(region, original_class) if "behind" in region.attributes else None
+        self.ending = Ending(region) if "behind" in region.attributes else None
         self.convolution, self.norm, self.passes = region.convolution, region.norm, region.passes
         self.children = children_of(region)
         self.acting = region.activation if isinstance(region.activation, str) else ""
@@ -127,7 +127,7 @@ def may_run(by_cudnn: bool) -> bool:
     return _calls_what_it_did() and not _has_any_global_hook() and ops.runs_directly(by_cudnn)
 
 
-def direct_way(compiled: Compiled, original_class: OriginalClass) -> Directly | None:
+def direct_way(compiled: Compiled) -> Directly | None:
     """The short way to run a region, None where the native op does not serve such regions: unless it scales, it ends
     them in a ReLU, which a child may turn out to be, or, as a matrix product, in nothing."""
     region, folding = compiled.region, compiled.region.folding
@@ -137,7 +137,7 @@ def direct_way(compiled: Compiled, original_class: OriginalClass) -> Directly | 
         return None
     ends = folding == "scaled" or region.literal_activation() in (None, _RELU)
     ends = ends or (folding == "matmul" and region.activation is None)
-    return Directly(compiled, original_class) if ends and not (folding == "matmul" and region.has("residual")) else None
+    return Directly(compiled) if ends and not (folding == "matmul" and region.has("residual")) else None
 
 
 def _geometry(*settings: Any) -> tuple[int, ...]:

@@ -16,10 +16,11 @@ from normswap.activation import NONE
 from normswap.attributes import Rejection, own_getattr
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.replaced import Replaced
+from normswap.installed import original_class
 from normswap.kinds import NORMS
 from normswap.ops.dispatch import DTYPES, direct
 from normswap.regions.activations import activation_of
-from normswap.regions.children import OriginalClass, hands_on
+from normswap.regions.children import hands_on
 from normswap.regions.spec import Region, qualified
 from normswap.source import definition, global_named, takes_another_argument
 
@@ -67,8 +68,8 @@ def is_behind(cls: Any, names: str) -> bool:
 class Ending:
     """The norm of a region that ends in children of its own: whether it is as it was read, asked on every call."""
 
-    def __init__(self, region: Region, original_class: OriginalClass) -> None:
-        self.type, self.behind, self.original_class = region.type, region.attributes["behind"], original_class
+    def __init__(self, region: Region) -> None:
+        self.type, self.behind = region.type, region.attributes["behind"]
         self.names = self.behind.split()
         self.known: dict[type, Replaced | None] = {}
 
@@ -84,7 +85,7 @@ class Ending:
         return not any(name in own for name in self.names)
 
     def _read(self, norm: Any, cls: type) -> Replaced | None:
-        original = self.original_class(norm) or cls if isinstance(norm, nn.BatchNorm2d) else cls
+        original = original_class(norm) if isinstance(norm, nn.BatchNorm2d) else cls
         is_it = qualified(original) == self.type and issubclass(original, nn.BatchNorm2d)
         return Replaced(original) if is_it and is_behind(original, self.behind) else None
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from normswap.attributes import Rejection
 from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.installed import original_class
 from normswap.regions.foldings import CONVOLUTIONS
 from normswap.source import definition
 
@@ -21,12 +22,12 @@ _HARMLESS_CALLS = frozenset({"size", "dim", "numel"})
 _SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "super"})
 
 
-def only_multiplies(child: Any, class_of: Callable[[nn.Module], type[nn.Module]]) -> bool:
+def only_multiplies(child: Any) -> bool:
     """Whether ``child`` does nothing with its first argument but hand it to Linears and convolutions of torch.nn, as
-    its forward, that of ``class_of`` it, is written. Asked on every call."""
+    its class's forward before any swap is written. Asked on every call."""
     if (own := type(child)) in _LOWERED:
         return is_plain(child, own)
-    cls = class_of(child) if isinstance(child, nn.Module) else own
+    cls = original_class(child) if isinstance(child, nn.Module) else own
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, types.FunctionType) or cls.__call__ is not nn.Module.__call__ or not is_unhooked(child):
         return False

@@ -4,7 +4,6 @@ own statements. Parameters, flags and children are read anew on every call."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,13 +13,14 @@ from normswap.forwards.plain import is_unhooked
 from normswap.forwards.registered import registered_arguments
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader
+from normswap.installed import original_class
 from normswap.kinds import KINDS, NORMS
 from normswap.ops.at_once import AtOnce
 from normswap.ops.dispatch import PLAIN, lowered_to
 from normswap.plan import Match, is_by_hand
 from normswap.regions.activations import LITERAL, activation_of
 from normswap.regions.at_once import at_once_of
-from normswap.regions.children import OriginalClass, child_at, hands_on
+from normswap.regions.children import child_at, hands_on
 from normswap.regions.convolution import Convolved, direct_way
 from normswap.regions.ending import is_behind
 from normswap.regions.expression import Expression
@@ -37,10 +37,10 @@ _Arguments: TypeAlias = "tuple[Any, ...] | None"
 _Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
 
 
-def make_helper(compiled: Compiled, original_class: OriginalClass) -> Helper:
+def make_helper(compiled: Compiled) -> Helper:
     """``helper(self, packed)`` for the rewritten forward."""
-    fused, snippet, views, inner_of = Fused(compiled, original_class), compiled.snippet, compiled.views, compiled.inner
-    at_once = at_once_of(compiled, original_class, fused.dtype) if fused.known else AtOnce(None)
+    fused, snippet, views, inner_of = Fused(compiled), compiled.snippet, compiled.views, compiled.inner
+    at_once = at_once_of(compiled, fused.dtype) if fused.known else AtOnce(None)
     children = children_of(compiled.region)
 
     def helper(self: Any, packed: Any) -> Any:
@@ -66,7 +66,7 @@ class Fused:
     """The op of a region: None where it declines. It runs on every call: what the op itself asks of its tensors, and
     declines, is not asked here first."""
 
-    def __init__(self, compiled: Compiled, original_class: OriginalClass) -> None:
+    def __init__(self, compiled: Compiled) -> None:
         region = compiled.region
         self.unpack, self.region = compiled.unpack, region
         self.shared, self.passes = region.shared, region.passes
@@ -77,13 +77,13 @@ class Fused:
         self.acting = region.activation if isinstance(region.activation, str) else ""
         self.expression = Expression(compiled) if region.kind in KINDS else None
         self.call = _op_of(region)
-        self.read = _reader(region, original_class) if region.type else None
+        self.read = _reader(region) if region.type else None
         self.convolved = Convolved(region, self.read) if region.convolution and self.read else None
-        self.projected = Projected(region, partial(_is_batch_norm_1d, original_class)) if region.linear else None
-        self.feeds, self.class_of = region.feeds, lambda child: original_class(child) or type(child)
+        self.projected = Projected(region, _is_batch_norm_1d) if region.linear else None
+        self.feeds = region.feeds
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
-        self.directly = direct_way(compiled, original_class)
+        self.directly = direct_way(compiled)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
         if self.expression is not None:
@@ -148,7 +148,7 @@ class Fused:
             return None
         *passes, last = self.feeds
         alone = all(hands_on(children.get(name)) for name in passes)
-        return dtype if alone and only_multiplies(children.get(last), self.class_of) else None
+        return dtype if alone and only_multiplies(children.get(last)) else None
 
 
 def _op_of(region: Region) -> Callable[..., Any]:
@@ -173,7 +173,7 @@ def _is_beside(x: Tensor, other: Any) -> bool:
 # --- the norm that is a child -------------------------------------------------------------------------------------
 
 
-def _reader(region: Region, original_class: OriginalClass) -> Callable[[Any, Tensor], _Arguments]:
+def _reader(region: Region) -> Callable[[Any, Tensor], _Arguments]:
     """What gives the arguments of the op from the child that is the norm, whatever its class is by now."""
     readers: dict[type[nn.Module], Callable[[Any, Tensor], _Arguments]] = {}
 
@@ -181,7 +181,7 @@ def _reader(region: Region, original_class: OriginalClass) -> Callable[[Any, Ten
         cls = type(child)
         reader = readers.get(cls)
         if reader is None:
-            original = original_class(child) or cls
+            original = original_class(child)
             known = f"{original.__module__}.{original.__qualname__}" == region.type
             reader = readers[cls] = _reader_of(original, region.norm_match) if known else _declines
         return reader(child, x)
@@ -197,8 +197,8 @@ def _declines(*_: Any) -> None:
 _TORCHS = {cls: Replaced(cls) for norm in NORMS.values() for cls in norm.classes}
 
 
-def _is_batch_norm_1d(original_class: OriginalClass, norm: Any) -> bool:
-    return (original_class(norm) or type(norm)) is nn.BatchNorm1d and _TORCHS[nn.BatchNorm1d].is_unchanged()
+def _is_batch_norm_1d(norm: Any) -> bool:
+    return original_class(norm) is nn.BatchNorm1d and _TORCHS[nn.BatchNorm1d].is_unchanged()
 
 
 def _reader_of(cls: Any, match: Match) -> _Reader:

@@ -14,7 +14,9 @@ from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import digest
 from normswap.plan import PlanError
 from normswap.regions.beside import Beside
+from normswap.regions.chain import in_rows
 from normswap.regions.ending import Short
+from normswap.regions.helper import make_helper
 from normswap.regions.rewrite import Compiled, Helper, compile_regions
 from normswap.regions.sequential import compiled_run
 from normswap.regions.spec import Region, children_of
@@ -34,36 +36,41 @@ def method_of(attributes: Mapping[str, Any]) -> str:
     return str(attributes.get("method", "forward"))
 
 
+def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
+    """The forward of the class made for a match with regions."""
+    return with_helpers(replaced, attributes, make_helper, installed=True)
+
+
 def with_helpers(
     replaced: Replaced,
     attributes: Mapping[str, Any],
     helper_of: Callable[[Compiled], Helper],
-    original_class: Callable[[nn.Module], Any] | None = None,
-    joined: Callable[[Sequence[Compiled], Sequence[Helper]], Sequence[Helper]] = lambda _, helpers: helpers,
+    installed: bool = False,
 ) -> _Forward:
     """The forward to install on a subclass of ``original``, with a helper for each region. The original's own runs
     where another was put on the class since, where its source is not what was read (a pickle outlives a version of a
-    library), where it would branch in another way than it did, and, with ``original_class``, where a child that is
-    called in the middle of a region may do more than compute. ``joined`` makes what is called of the helpers."""
+    library), where it would branch in another way than it did, and, once ``installed``, where a child that is called in
+    the middle of a region may do more than compute. Helpers that lead into one another are joined then."""
     base_forward = replaced.function
     names, known = attributes.get("functions", "").split(), getattr(undecorated(base_forward), "__globals__", {})
     functions: dict[str, Any] = {name: known.get(name) for name in names}  # read as the line they return
     if "source" in attributes and attributes["source"] != digest([base_forward, *functions.values()]):
         return replaced.run
     compiled, make = _compiled(replaced.original, base_forward, _text(attributes))
-    helpers = joined(compiled, [helper_of(one) for one in compiled])
+    helpers = [helper_of(one) for one in compiled]
+    helpers = in_rows(compiled, helpers) if installed else helpers
     if make is None:
         rewritten = _sequential(compiled, helpers)
     else:
         rewritten = make(helpers)
-    if "behind" in attributes and original_class is not None:
+    if "behind" in attributes and installed:
         rewritten = Short(replaced.original, attributes["behind"], compiled[0].callees).before(rewritten)
     conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))
     checks = [(_evaluator(text), truth) for text, truth in conditions]
     codes = [(name, function, getattr(function, "__code__", None)) for name, function in functions.items()]
     beside = None
-    if original_class is not None and any(one.region.beside for one in compiled):
-        beside = Beside((one.region for one in compiled), original_class)
+    if installed and any(one.region.beside for one in compiled):
+        beside = Beside(one.region for one in compiled)
 
     def is_as_read(self: Any) -> bool:
         for check, truth in checks:

@@ -17,7 +17,7 @@ from normswap.plan import Match
 from normswap.regions.bounds import layers_of
 from normswap.regions.compare import compare_region, declined
 from normswap.regions.described import parameters_of
-from normswap.regions.helper import Fused, OriginalClass
+from normswap.regions.helper import Fused
 from normswap.regions.listening import Listener
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import ROLES, Region
@@ -34,13 +34,12 @@ class RegionProof(Listener):
         owner: nn.Module,
         original: type[nn.Module],
         match: Match,
-        original_class: OriginalClass,
         gradients: bool,
         seen: Seen,
     ) -> None:
         super().__init__(owner, original, match)
         self.gradients, self.seen = gradients, seen
-        self.fused = {id(one): Fused(one, original_class) for one in self.compiled}
+        self.fused = {id(one): Fused(one) for one in self.compiled}
         self.found: dict[int, list[Comparison]] = {id(one): [] for one in self.compiled}
 
     def heard(self, compiled: Compiled, owner: Any, packed: Any) -> None:

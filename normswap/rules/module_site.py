@@ -8,6 +8,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from normswap import modules
+from normswap.installed import is_installed
 from normswap.kinds import Norm
 from normswap.plan import Match, Reason, Refusal
 from normswap.rules.subclass_site import SUBCLASSED, has_torchs_forward, match_subclass
@@ -102,7 +103,7 @@ def parametrized_names(module: nn.Module) -> str:
 
 def is_ours(module: nn.Module) -> bool:
     """True for a swapped module (parametrized or not since then), and for one of ``normswap.modules``' own."""
-    return isinstance(module, (*modules.INSTALLED, modules.L1Norm, modules.LinearScaleBatchNorm))
+    return is_installed(type(module)) or isinstance(module, modules.L1Norm | modules.LinearScaleBatchNorm)
 
 
 def settled_type(module: nn.Module) -> type[nn.Module]:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from normswap import modules
 from normswap.plan import Match, Plan, Swap
 from normswap.regions.compare import compare_region, holder_of
 from normswap.regions.foldings import by_default, foldings_of, without_convolution
@@ -91,7 +90,7 @@ class _Place:
             self.right = [one for one in foldings_of(self.compiled.region, self.owner) if self._is_right(one, packed)]
 
     def _is_right(self, folding: str, packed: Any) -> bool:
-        fused = Fused(self.way(folding), modules.original_class)
+        fused = Fused(self.way(folding))
         x = self.compiled.unpack(packed)[0]
         if fused.convolved is None or not fused.convolved.serves(self.owner._modules, x):
             return False
@@ -109,7 +108,7 @@ class _Place:
         return steps, str(region.activation), tuple(self.ways()), looks(holder_of(region, self.owner))
 
     def code(self, way: str) -> Code:
-        function = self.compiled.snippet if way == STATEMENTS else make_helper(self.way(way), modules.original_class)
+        function = self.compiled.snippet if way == STATEMENTS else make_helper(self.way(way))
         holder, form = holder_of(self.compiled.region, self.owner), self.form
         assert form is not None
         return Code(lambda *leaves: function(holder, tree_unflatten(list(leaves), form)))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from normswap import modules
+from normswap.installed import original_class
 from normswap.plan import Match
 from normswap.regions.compare import holder_of
 from normswap.regions.helper import make_helper
@@ -47,11 +47,11 @@ class RegionRecorder(Listener):
         return self.recorders[id(one)].uses((key, looks(holder_of(one.region, self.owner))), codes, gradients)
 
     def _codes(self, compiled: Compiled, form: TreeSpec) -> tuple[Code, Code]:
-        helper = make_helper(compiled, modules.original_class)
+        helper = make_helper(compiled)
         return self._code(compiled, form, compiled.snippet), self._code(compiled, form, helper)
 
     def _code(self, compiled: Compiled, form: TreeSpec, function: Helper) -> Code:
         holder = holder_of(compiled.region, self.owner)
         for child in holder._modules.values():
-            object.__setattr__(child, "__class__", modules.original_class(child) or type(child))
+            object.__setattr__(child, "__class__", original_class(child))
         return Code(lambda *leaves: function(holder, tree_unflatten(list(leaves), form)), [*holder.parameters()])

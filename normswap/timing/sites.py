@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap import install_table, modules
+from normswap import installed, modules
 from normswap.plan import Match, Swap
 from normswap.regions.listening import listening
 from normswap.sites import classes, detached_copy, preserved, told
@@ -38,11 +38,11 @@ def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], 
     placed = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
     sites = {swap.site.name: _whole(module, swap.match) for swap, module in placed if swap.match.kind != "region"}
     regions = {
-        swap.site.name: RegionRecorder(module, modules.original_class(module) or type(module), swap.match)
+        swap.site.name: RegionRecorder(module, installed.original_class(module), swap.match)
         for swap, module in placed
         if swap.match.kind == "region"
     }
-    originals = [(module, modules.class_before(module) or type(module)) for _, module in placed]
+    originals = [(module, installed.class_before(module)) for _, module in placed]
     with (
         classes(originals),
         listening(regions.values()),
@@ -114,11 +114,11 @@ def arrangements(
 
 def _class_with(module: nn.Module, match: Match | None) -> type[nn.Module]:
     """The class of the swapped ``module`` with ``match`` in the place of what it has."""
-    original = modules.original_class(module)
-    if match is None or original is None:
-        return modules.class_before(module) or type(module)
-    installed = modules.installed_class(module) or type(module)
-    return install_table.rebased(type(module), installed, modules.swapped_class(match.kind, original, match.attributes))
+    if match is None:
+        return installed.class_before(module)
+    now = installed.installed_class(module) or type(module)
+    new = modules.swapped_class(match.kind, installed.original_class(module), match.attributes)
+    return installed.rebased(type(module), now, new)
 
 
 @dataclass
@@ -139,7 +139,7 @@ class _Whole:
 
 
 def _whole(module: nn.Module, match: Match) -> _Whole:
-    original = modules.original_class(module) or type(module)
+    original = installed.original_class(module)
     return _Whole(module, original, modules.swapped_class(match.kind, original, match.attributes))
 
 
