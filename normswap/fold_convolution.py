@@ -3,6 +3,7 @@ one that each equals."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,8 +28,8 @@ from normswap.sites import classes
 
 @dataclass(frozen=True)
 class Pair:
-    """Two children of ``owner`` by name: all that ``convolution``, or that Linear, gives goes to ``norm``, and nothing
-    else does.
+    """A child of ``owner``, or the last of an nn.Sequential that is one, by its path, and a child: all that
+    ``convolution``, or that Linear, gives goes to ``norm``, and nothing else does.
     ``problem``: why they are left as they are, "" if they can be one; ``behind``: the children that the norm itself
     calls on what it computes."""
 
@@ -44,16 +45,23 @@ def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
     dataflow of its code."""
     places = Counter(id(child) for module in model.modules() for child in module._modules.values())
     for name, owner in model.named_modules():
-        read = [(one, class_before(one)) for one in (owner, *owner.children())]
+        read = [(one, class_before(one)) for one in owner.modules()]
         with classes(read):  # what was swapped is read as it was
             found = [*region_rule.readings(owner, lambda child: None, baked=True)]
             joined = dict.fromkeys(pair for reading in found for pair in _pairs(owner, reading))
             apart = [*_through_methods(owner, {pair.norm for pair in joined})]
         for pair in (*joined, *apart):
-            several = any(places[id(owner._modules[child])] > 1 for child in (pair.convolution, pair.norm) if child)
+            several = any(places[id(one)] > 1 for path in (pair.convolution, pair.norm) for one in _along(path, owner))
             alone = pair in apart or all(_only_there(pair, reading) for reading in found)
             problem = pair.problem or ("" if alone and not several else "one of them is called elsewhere too")
             yield name, replace(pair, problem=problem)
+
+
+def _along(path: str, owner: Any) -> Iterator[Any]:
+    """What a call of the child ``path`` of ``owner`` calls, from the outside in."""
+    for name in filter(None, path.split(".")):
+        owner = owner._modules[name]
+        yield owner
 
 
 def _through_methods(owner: nn.Module, known: set[str]) -> Iterator[Pair]:
@@ -84,20 +92,20 @@ def _first(region: Region, reading: region_rule.Reading) -> str:
 
 def _only_there(pair: Pair, reading: region_rule.Reading) -> bool:
     """Whether a function mentions the two only where the one follows the other."""
+    first = pair.convolution.partition(".")[0]
     if reading.tree is None:
-        return not ({pair.convolution, pair.norm} & reading.names or may_be_any(reading.names))
+        return not ({first, pair.norm} & reading.names or may_be_any(reading.names))
     named = attributes_in(reading.tree)
     both = sum((_first(region, reading), region.norm) == (pair.convolution, pair.norm) for region in reading.regions)
-    return named is not None and named[pair.convolution] == named[pair.norm] == both
+    return named is not None and named[first] == named[pair.norm] == both
 
 
 def convolution_of(pair: Pair) -> nn.Module:
     """The plain convolution, or Linear, that ``pair`` equals in eval, its weights from float64, rounded once. Raises
     ValueError with the reason where there is none."""
-    convolution: Any = pair.owner._modules[pair.convolution]
+    *_, convolution = _along(pair.convolution, pair.owner)
     norm: Any = pair.owner._modules[pair.norm]
-    is_linear = isinstance(convolution, nn.Linear)
-    width = convolution.out_features if is_linear else convolution.out_channels
+    width = convolution.out_features if isinstance(convolution, nn.Linear) else convolution.out_channels
     if not _is_plain(norm, pair.behind) or norm.num_features != width:
         raise ValueError("its BatchNorm is no plain one, or of another width")
     given = (convolution.weight, convolution.bias, None, norm.running_mean, norm.running_var, norm.weight, norm.bias)
@@ -110,13 +118,9 @@ def convolution_of(pair: Pair) -> nn.Module:
     weight, bias = fold(*wide, norm.eps)
     weight = reference.by_output(weight, convolution.groups) if transposed else weight
     dtype = convolution.weight.dtype
-    names = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"]
-    names += ["output_padding"] if transposed else []
-    names = ["in_features", "out_features"] if is_linear else names
-    settings = {name: getattr(convolution, name) for name in names}
-    made = type(convolution)(**settings, device="meta").eval()
     learns = convolution.weight.requires_grad
-    made.weight = nn.Parameter(torch.empty_like(convolution.weight).copy_(weight), learns)  # laid out alike
+    new = nn.Parameter(torch.empty_like(convolution.weight).copy_(weight), learns)  # laid out alike
+    made = copy.deepcopy(convolution, {id(convolution.weight): new}).eval()
     made.bias = nn.Parameter(bias.to(dtype), learns)
     if not (made.weight.is_meta or (made.weight.isfinite().all() and made.bias.isfinite().all())):
         raise ValueError(f"folded, its weights are not finite in {str(dtype).removeprefix('torch.')}")
@@ -139,6 +143,8 @@ def put(pair: Pair, made: nn.Module) -> None:
     behind = OrderedDict((name, norm._modules[name]) for name in pair.behind)
     rest = nn.Sequential(behind) if behind else nn.Identity()  # type: ignore[arg-type]
     rest.training = False
-    pair.owner._modules.update({pair.convolution: made, pair.norm: rest})
+    *_, parent, _ = pair.owner, *_along(pair.convolution, pair.owner)
+    parent._modules[pair.convolution.rpartition(".")[2]] = made
+    pair.owner._modules[pair.norm] = rest
     # No regions are left of what it was swapped for.
     object.__setattr__(pair.owner, "__class__", class_before(pair.owner))

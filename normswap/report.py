@@ -106,9 +106,24 @@ class Report:
             for row in rows:
                 groups.setdefault((row["reason"], row["cure"]), []).append(row["name"] or "(root)")
             for (reason, cure), names in groups.items():
-                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 told = reason + _figures([row for row in rows if row["reason"] == reason])
-                yield f"{title}: {', '.join(names[:_SHOWN])}{more}: {told}" + (f"; cure: {cure}" if cure else "")
+                yield f"{title}: {_first(names)}: {told}" + (f"; cure: {cure}" if cure else "")
+        for reason, names in self._apart().items():
+            yield f"norm apart: {_first(names)}: {reason}"
+
+    def _apart(self) -> dict[str, list[str]]:
+        """The norms of regions by why the convolution or Linear before them is no part."""
+        found: dict[str, list[str]] = {}
+        for swap in self.plan.swaps:
+            for region in swap.match.attributes.get("regions", ()):
+                if region.get("apart"):
+                    found.setdefault(region["apart"], []).append(f"{swap.site.name}.{region['norm']}".lstrip("."))
+        return found
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _line(kind: str, rows: list[dict[str, Any]]) -> tuple[Any, ...]:

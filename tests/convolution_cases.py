@@ -128,6 +128,16 @@ class Doubled(nn.Conv2d):
         return 2 * super().forward(input)
 
 
+class Padded(nn.Conv2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.conv2d(F.pad(input, (0, 1, 1, 2)), self.weight, self.bias, self.stride)
+
+
+def in_a_row(*more: Callable[[], nn.Module]) -> Callable[[], Any]:
+    """What makes a block whose convolution is the last of an nn.Sequential, as in the stem of a ResNet-D."""
+    return of(sequence(conv, bn, nn.ReLU, *more))
+
+
 def shared_modules() -> nn.Module:
     one = Block(conv(), bn())
     return nn.Sequential(one, one)
@@ -271,6 +281,16 @@ CASES: dict[str, Case] = {
         changed(weight_normed, of(lambda: nn.ConvTranspose2d(6, 6, 3))), REST, 0, "conv is a"
     ),
     "subclass": Case(of(lambda: Doubled(6, 6, 3)), REST, 0, "conv is a convolution_cases.Doubled"),
+    "pads_by_itself": Case(of(lambda: Padded(6, 6, 3)), REST, 0, "conv is a convolution_cases.Padded"),
+    "in_a_sequential": Case(in_a_row(conv), REST, 1, "conv.3 is called inside an nn.Sequential"),
+    "in_sequentials": Case(in_a_row(sequence(nn.ReLU, conv)), REST, 1, "conv.3.1 is called inside an nn.Sequential"),
+    "sequential_in_a_sequential": Case(
+        sequence(sequence(conv, nn.ReLU, conv), bn, nn.ReLU), ("1 + 2",), 0, "0.2 is called inside an nn.Sequential"
+    ),
+    "in_a_hooked_sequential": Case(
+        changed(hook("conv"), in_a_row(conv)), REST, 1, "conv.3 is in an nn.Sequential that carries hooks"
+    ),
+    "in_a_sequential_before_others": Case(in_a_row(conv, nn.ReLU), REST),
     "wrapped": Case(
         of(lambda: AdaptedConv2d(nn.Conv2d(6, 6, 1))), REST, 0, "conv is a convolution_cases.AdaptedConv2d"
     ),

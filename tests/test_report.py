@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import torch
+from convolution_cases import in_a_row
+from convolution_models import IMAGE, conv, drawn
 from models import Every, randomised
 from torch import nn
 
@@ -36,6 +38,15 @@ def test_a_hundred_sites_stay_readable() -> None:
     text = str(normswap.report(normswap.optimize(model, torch.randn(2, 4))))
     assert "and 45 more" in text
     assert len(text.splitlines()) < 15
+
+
+def test_what_is_not_joined_is_told_with_its_reason() -> None:
+    made = [drawn(in_a_row(conv)) for _ in range(7)]
+    report = str(normswap.report(normswap.optimize(nn.Sequential(*made), torch.randn(IMAGE))))
+    told = "norm apart: 0.bn, 1.bn, 2.bn, 3.bn, 4.bn and 2 more: conv.3 is called inside an nn.Sequential"
+    assert told in report.splitlines()
+    root = normswap.optimize(made[0], torch.randn(IMAGE))
+    assert "norm apart: bn: conv.3 is called inside an nn.Sequential" in str(normswap.report(root)).splitlines()
 
 
 def test_every_reason_is_a_sentence_and_a_cure() -> None:

@@ -10,36 +10,35 @@ from dataclasses import replace
 from torch import nn
 
 from normswap.regions.flow import Constant, Op
-from normswap.regions.foldings import is_convolution, is_foldable, why_apart
+from normswap.regions.foldings import convolution_in, is_foldable
 from normswap.regions.growing import ADDS, ROWS, Growing, child_of
 from normswap.regions.linear import with_linear
 from normswap.regions.views import METHODS
 
 
-def with_what_stands_before(module: nn.Module, found: Growing, taken: set[int], padded: bool) -> Iterator[Growing]:
-    """``found`` with each that its norm may be taken together with. ``padded``: also a convolution that pads in its own
-    way."""
+def with_what_stands_before(module: nn.Module, found: Growing, taken: set[int], baked: bool) -> Iterator[Growing]:
+    """``found`` with each that its norm may be taken together with; ``baked`` as in ``patterns.regions_of``."""
     if found.kind != "batch_norm":
         before = [_with_sum(found, taken)]
     else:
         norm = module._modules.get(found.norm) if found.type else None
         linear = with_linear(found, norm, taken, functools.partial(child_of, module))
-        before = [linear, _with_convolution(module, found, taken, padded)]
+        before = [linear, _with_convolution(module, found, taken, baked)]
     yield from filter(None, before)
 
 
-def _with_convolution(module: nn.Module, found: Growing, taken: set[int], padded: bool) -> Growing | None:
+def _with_convolution(module: nn.Module, found: Growing, taken: set[int], baked: bool) -> Growing | None:
     """``found`` and the convolution whose output is normalised; None where none can be taken in."""
     norm, before = found.ops[0], found.x
     child = child_of(module, before) if isinstance(before, Op) and id(before) not in taken else None
-    if not isinstance(before, Op) or not is_convolution(child) or len(before.args) != 1 or before.keywords:
+    if not isinstance(before, Op) or child is None or len(before.args) != 1 or before.keywords:
         return None
     if not found.type or not is_foldable(module._modules[found.norm]):
         return None
-    name = before.target[len("self.") :]
-    reason = why_apart(child, before.users == [norm] and before.stretch == norm.stretch, padded)
-    if reason:
-        found.apart = f"{name} {reason}"
+    once = before.users == [norm] and before.stretch == norm.stretch
+    name, apart = convolution_in(before.target[len("self.") :], child, once, baked)
+    found.apart = apart or found.apart
+    if not name:
         return None
     return replace(found, convolution=name, ops=[before, *found.ops], steps=[("convolution", before, 0), *found.steps])
 

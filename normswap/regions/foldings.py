@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from normswap.forwards.plain import is_plain_itself
+from normswap.forwards.plain import is_bare, is_plain_itself
 from normswap.regions.children import child_at
+from normswap.regions.padding import convolves_last
 from normswap.regions.spec import Region
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -33,11 +34,11 @@ def why_apart(
     classes: tuple[type[nn.Module], ...] = CONVOLUTIONS,
 ) -> str:
     """Why a norm is not folded into the ``child`` before it, a convolution or one of other ``classes``, "" where it can
-    be; ``padded``: also into one that pads in its own way."""
+    be; ``padded``: also into one that pads in its own way, a subclass too."""
     cls: Any = type(child)
-    if cls not in classes:
-        return f"is a {cls.__module__}.{cls.__qualname__}"
-    if not is_plain_itself(child, cls):
+    if cls not in classes and not (padded and convolves_last(child)):
+        return f"is a {cls.__module__}.{cls.__qualname__}, which may compute in its own way"
+    if not (is_plain_itself(child, cls) if cls in classes else child is not None and is_bare(child.__dict__)):
         return "carries hooks, or a forward of its own"
     if isinstance(child, _ConvNd) and not padded:
         if child.padding_mode != "zeros":
@@ -45,6 +46,25 @@ def why_apart(
         if isinstance(child.padding, str):
             return f"pads by {child.padding!r}"
     return "" if used_once else "has an output that is used elsewhere too"
+
+
+def convolution_in(name: str, child: nn.Module | None, used_once: bool = True, baked: bool = False) -> tuple[str, str]:
+    """The convolution that gives what the ``child`` called ``name`` does, by its path: the child itself, or the last of
+    nn.Sequentials within one another; or why a norm is not folded into it. ``baked``: as ``normswap.fold`` takes them,
+    with those that pad in their own way or stand in an nn.Sequential."""
+    around = list[Any]()
+    while isinstance(child, nn.Sequential) and type(child).forward is nn.Sequential.forward and child._modules:
+        around.append(child)
+        last = [*child._modules][-1]
+        name, child = f"{name}.{last}", child._modules[last]
+    if not is_convolution(child):
+        return "", ""
+    reason = why_apart(child, used_once, padded=baked)
+    if not all(is_bare(one.__dict__) and type(one).__iter__ is nn.Sequential.__iter__ for one in around):
+        reason = "is in an nn.Sequential that carries hooks, or goes through its children in its own way"
+    elif around and not baked:
+        reason = reason or "is called inside an nn.Sequential"
+    return ("", f"{name} {reason}") if reason else (name, "")
 
 
 def foldings_of(region: Region, owner: nn.Module) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from normswap.plan import Match
 from normswap.regions.activations import CHILDREN
-from normswap.regions.foldings import is_convolution, is_foldable, why_apart
+from normswap.regions.foldings import convolution_in, is_foldable
 from normswap.regions.growing import CHANNELS, PASSING, ROWS
 from normswap.regions.linear import KIND, run_before
 from normswap.regions.patterns import ending_of
@@ -54,7 +54,7 @@ def _behind(children: list[tuple[str, nn.Module]]) -> tuple[list[str], str | Non
 
 
 def _with_what_stands_before(
-    region: Region, norm: nn.Module, children: list[tuple[str, nn.Module]], padded: bool
+    region: Region, norm: nn.Module, children: list[tuple[str, nn.Module]], baked: bool
 ) -> Region:
     """``region`` with the Linear or the convolution that the norm's input comes from."""
     if type(norm) is nn.BatchNorm1d:
@@ -63,18 +63,9 @@ def _with_what_stands_before(
             steps = *_steps("linear", *(["factor"] if factor else [])), *region.steps
             return replace(region, kind=KIND, linear=linear, factor=factor, steps=steps)
         region = replace(region, apart=apart)
-    convolution, apart = _before(children, padded) if is_foldable(norm) else ("", "")
+    convolution, apart = convolution_in(*children[-1], baked=baked) if children and is_foldable(norm) else ("", "")
     steps = (*_steps(*(["convolution"] if convolution else [])), *region.steps)
     return replace(region, convolution=convolution, apart=apart or region.apart, steps=steps)
-
-
-def _before(children: list[tuple[str, nn.Module]], padded: bool) -> tuple[str, str]:
-    """The convolution that is the last of ``children``, or why it is not taken in."""
-    name, child = children[-1] if children else ("", None)
-    if not is_convolution(child):
-        return "", ""
-    reason = why_apart(child, True, padded)
-    return ("", f"{name} {reason}") if reason else (name, "")
 
 
 def _region(
