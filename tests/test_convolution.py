@@ -475,9 +475,21 @@ def test_the_short_way_sees_what_has_changed(name: str) -> None:
     assert (ours is not None) == served or name == "later_own_method"
 
 
+class Tagged(Tensor):
+    """What a library may have in a tensor's place."""
+
+
 @pytest.mark.usefixtures("stand_in")
-def test_the_short_way_declines() -> None:
-    model, x = drawn(lambda: written(residual)(conv(), bn())), torch.randn(2, 6, 9, 8)
+def test_the_short_way_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x = drawn(lambda: Block(conv(), bn())), torch.randn(2, 6, 9, 8)
+    with torch.no_grad():
+        assert directly(block, x)(block) is not None
+        assert directly(block, x.as_subclass(Tagged))(block) is None
+        for where, name, value in ((Tensor, "is_cuda", False), (dispatch, "_direct", {})):
+            with monkeypatch.context() as patch:
+                patch.setattr(where, name, value)
+                assert directly(block, x)(block) is None, name
+    model = drawn(lambda: written(residual)(conv(), bn()))
     way = directly(model, x)
     assert way(model) is None  # gradients
     with torch.no_grad():

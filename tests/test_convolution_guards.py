@@ -151,7 +151,7 @@ def test_what_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     convolution, norm = parts()
     folds = convolved()._folds
     assert folds(convolution, norm, X, None, NONE) and folds(convolution, norm, X, X, RELU)
-    for x in (X.double(), X.to("meta"), X[0], X[:, :4]):
+    for x in (X.double(), X.to("meta"), X[0], X[:, :4], torch.randn(8, 8, 5)):
         assert not folds(convolution, norm, x, None, NONE)
     assert not folds(convolution, norm.half(), X, None, NONE)
     convolution, norm = parts()
@@ -159,12 +159,16 @@ def test_what_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not folds(convolution, norm, X, behind, NONE)
     with torch.autocast("cpu", torch.bfloat16):
         assert folds(convolution, norm, X, None, NONE) and folds(convolution, norm, X, X.bfloat16(), NONE)
-        assert not folds(convolution, norm, X, X, NONE) and not folds(convolution, norm, X.double(), None, NONE)
+        assert not folds(convolution, norm, X, X, NONE)
+        for x in (X.double(), X.int()):
+            assert not folds(convolution, norm, x, None, NONE)
         assert not folds(parts()[0].double(), norm, X, None, NONE)
         monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float32)
         assert not folds(convolution, norm, X, None, NONE)
+    serves = convolved().serves
+    assert serves({"conv": convolution}, X) and not serves({"conv": convolution}, X.double())
     monkeypatch.setattr(ops, "folding_serves", lambda *given: False)
-    assert not folds(convolution, norm, X, None, NONE)
+    assert not folds(convolution, norm, X, None, NONE) and not serves({"conv": convolution}, X)
 
 
 def test_ways_that_take_some_activations_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +176,7 @@ def test_ways_that_take_some_activations_and_shapes(monkeypatch: pytest.MonkeyPa
     convolution, norm = parts()
     wide = nn.Conv2d(8, 8, 3, padding=1).requires_grad_(False)
     narrow = nn.Conv2d(4, 8, 1).requires_grad_(False)
+    halving, doubling = (cls(8, 8, 2, 2).requires_grad_(False) for cls in (nn.Conv2d, nn.ConvTranspose2d))
     for way, child, x, behind, activation, folds in (
         ("fused", convolution, X, None, RELU, True),
         ("fused", convolution, X, None, SILU, False),
@@ -184,6 +189,8 @@ def test_ways_that_take_some_activations_and_shapes(monkeypatch: pytest.MonkeyPa
         ("scaled", convolution, X, None, SILU, True),
         ("scaled", narrow, X[:, :4].contiguous(), None, SILU, False),
         ("folded", wide, X, X, SILU, True),
+        ("folded", halving, X, X[..., :2, :2], SILU, True),
+        ("folded", doubling, X, X.repeat(1, 1, 2, 2), SILU, True),
         ("folded", TRANSPOSED().requires_grad_(False), X, X, SILU, True),
         ("fused", TRANSPOSED().requires_grad_(False), X, None, RELU, False),
         ("matmul", TRANSPOSED().requires_grad_(False), X, None, RELU, False),
@@ -254,6 +261,7 @@ LATER: dict[str, Callable[[dict[str, Any]], object]] = {
     "no convolution": lambda c: c.pop("conv"),
     "another convolution": lambda c: c.update(conv=nn.Conv1d(8, 8, 1)),
     "another norm": lambda c: c.update(norm=nn.GroupNorm(2, 8)),
+    "a subclass of the norm": lambda c: c.update(norm=type("Own", (nn.BatchNorm2d,), {})(8).eval()),
     "norm in training": lambda c: c["norm"].train(),
     "convolution hooked": lambda c: hooked(c["conv"]),
     "norm hooked": lambda c: hooked(c["norm"]),
@@ -287,13 +295,16 @@ def test_the_short_way_is_left_where_something_is_another(what: str) -> None:
     more = {"activation": "act", "passes": ("pass",), "callees": lambda: tuple(called)}
     way: Any = conv.direct_way(compiled(*steps, **more))
     good = children()
+    read: list[Any] = []
     for _ in range(2):
         tensors, numbers, (eps, low, high), behind = way.site(good, (X + 1, X))
+        read.append(numbers)
         convolution, norm = good["conv"], good["norm"]
         expected = (convolution.weight, convolution.bias, norm.running_mean, norm.running_var, norm.weight, norm.bias)
         assert all(mine is other for mine, other in zip(tensors, expected, strict=True))
         assert numbers == (1, 1, 0, 0, 1, 1, 1, RELU.code, 0) and (eps, low, high) == (norm.eps, 0.0, 0.0)
         assert torch.equal(behind, X + 1)
+    assert read[0] is read[1]  # the settings are looked at once
     assert way.site(good, (None, X)) is None
     assert way.site(good, (X.as_subclass(Own), X)) is None
     assert torch.equal(way.given((X, 0), 5)[0], X) and way.given((X, 0), 5)[1] == 5

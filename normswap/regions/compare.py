@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -53,9 +54,9 @@ def compare_region(
     changed. What was ``captured`` in a run of the model also says how a folded convolution's error compares with
     PyTorch's own."""
     with torch.inference_mode(False):
-        packed = _mapped(compiled.region, _detached, packed)
-        x = compiled.unpack(packed)[0]
         region = compiled.region
+        packed = _mapped(region, _detached, packed)
+        x = compiled.unpack(packed)[0]
         sample = max(1, x.numel() // max(1, len(x))) if x.dim() else 1
         if region.linear:
             sample = max(sample, widest(owner.get_submodule(region.linear)))
@@ -63,15 +64,10 @@ def compare_region(
         if seen is not None and seen.before(x, id(compiled)):
             most_pieces = min(2, most_pieces)
         starts = spread(len(x), width, most_pieces) if x.dim() > 1 and len(x) > width else []
-        worst: Comparison | None = None
-        for start in starts or [0]:
-            piece = _mapped(compiled.region, _cut(x.shape, start, width), packed) if starts else packed
-            found = _Case(compiled, fused, owner, piece, captured).compared(gradients)
-            worst = found if worst is None else worst.worst(found)
-            if worst.problem:
-                break
+        pieces = [_mapped(region, _cut(x.shape, start, width), packed) for start in starts] or [packed]
+        found = [_Case(compiled, fused, owner, piece, captured).compared(gradients) for piece in pieces]
     share = min(1.0, len(starts) * width / len(x)) if starts else 1.0
-    return replace(worst or Comparison(problem="no input to compare on"), coverage=share)
+    return replace(reduce(Comparison.worst, found), coverage=share)
 
 
 def declined(x: Tensor) -> Comparison:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import _has_any_global_hook
 
 from normswap import ops
@@ -51,12 +51,11 @@ class Directly:
         self.convolution, self.norm, self.passes = region.convolution, region.norm, region.passes
         self.children = children_of(region)
         self.acting = region.activation if isinstance(region.activation, str) else ""
-        self.activation = region.literal_activation() or _RELU
+        self.activation = region.literal_activation()
         self.way = ops.convolution.WAYS[region.folding]
         self.at = region.step("residual").operand if region.has("residual") else -1
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known: tuple[Any, tuple[int, ...]] = (), ()  # settings as read, and as the op takes them
-        self.op: Any = None
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Tensor | None:
         if any_autocast():  # it would decline
@@ -65,7 +64,7 @@ class Directly:
         x = packed if self.at < 0 else packed[self.at]
         if site is None or type(x) not in PLAIN or not x.is_cuda or not may_run(self.way == 0):
             return None
-        op = self.op = self.op or direct_op("convolution_batch_norm_eval")
+        op = direct_op("convolution_batch_norm_eval")
         if op is None:
             return None
         (weight, bias, *norm), (*geometry, code, way), (eps, low, high), behind = site
@@ -91,9 +90,11 @@ class Directly:
         activation = self._activation_of(child_at(children, self.acting)) if self.acting else self.activation
         if activation is None:
             return None
-        if self.passes and not all(_is_bare_of(child_at(children, name), nn.Identity) for name in self.passes):
-            return None
-        if self.called and self.callees() != self.called:
+        for name in self.passes:
+            passing = child_at(children, name)
+            if type(passing) is not nn.Identity or not is_bare(passing.__dict__):
+                return None
+        if self.callees() != self.called:
             return None
         code, low, high = activation.code, activation.low, activation.high
         settings = c["stride"], c["padding"], c["dilation"], c["groups"], c["padding_mode"], code
@@ -130,14 +131,14 @@ def may_run(by_cudnn: bool) -> bool:
 def direct_way(compiled: Compiled) -> Directly | None:
     """The short way to run a region, None where the native op does not serve such regions: unless it scales, it ends
     them in a ReLU, which a child may turn out to be, or, as a matrix product, in nothing."""
-    region, folding = compiled.region, compiled.region.folding
-    if folding not in ops.convolution.WAYS or not (region.type == _BATCH_NORM_2D or "behind" in region.attributes):
-        return None
-    if folding == "fused" and torch.bfloat16 not in ops.convolution.FUSED:
-        return None
-    ends = folding == "scaled" or region.literal_activation() in (None, _RELU)
-    ends = ends or (folding == "matmul" and region.activation is None)
-    return Directly(compiled) if ends and not (folding == "matmul" and region.has("residual")) else None
+    region = compiled.region
+    served = {
+        "scaled": True,
+        "fused": torch.bfloat16 in ops.convolution.FUSED and region.literal_activation() in (None, _RELU),
+        "matmul": region.literal_activation() in (None, *_PRODUCTS) and not region.has("residual"),
+    }
+    known = region.type == _BATCH_NORM_2D or "behind" in region.attributes
+    return Directly(compiled) if known and served.get(region.folding) else None
 
 
 def _geometry(*settings: Any) -> tuple[int, ...]:
@@ -148,30 +149,18 @@ def _geometry(*settings: Any) -> tuple[int, ...]:
     return (*(number for pair in pairs for number in pair), groups) if pairs_of_two and mode == "zeros" else ()
 
 
-_CONVOLVE, _INSIDE, _NORMALISE = nn.Conv2d.forward, nn.Conv2d._conv_forward, nn.BatchNorm2d.forward
-_RECTIFY, _PASS = nn.ReLU.forward, nn.Identity.forward
-_CODES = tuple(code_of(function) for function in (_CONVOLVE, _INSIDE, _NORMALISE, _RECTIFY, _PASS))
+def _called() -> tuple[Any, ...]:
+    """What calling the children runs."""
+    return nn.Conv2d.forward, nn.Conv2d._conv_forward, nn.BatchNorm2d.forward, nn.ReLU.forward, nn.Identity.forward
+
+
+_CALLED = _called()
+_CODES, _code_of = [*map(code_of, _CALLED)], attrgetter("__code__")
 
 
 def _calls_what_it_did() -> bool:
     """Whether calling the children runs what it ran when this was imported."""
-    convolve, inside, normalise, rectify, hand_on = _CODES
-    return (
-        nn.Conv2d.forward is _CONVOLVE
-        and nn.Conv2d._conv_forward is _INSIDE
-        and nn.BatchNorm2d.forward is _NORMALISE
-        and nn.ReLU.forward is _RECTIFY
-        and nn.Identity.forward is _PASS
-        and _CONVOLVE.__code__ is convolve
-        and _INSIDE.__code__ is inside
-        and _NORMALISE.__code__ is normalise
-        and _RECTIFY.__code__ is rectify
-        and _PASS.__code__ is hand_on
-    )
-
-
-def _is_bare_of(child: Any, cls: type[nn.Module]) -> bool:
-    return type(child) is cls and is_bare(child.__dict__)
+    return _called() == _CALLED and [*map(_code_of, _CALLED)] == _CODES
 
 
 class Convolved:
@@ -211,22 +200,24 @@ class Convolved:
             return False
         if x.shape[1] != convolution.in_channels or not _dtypes_fit(convolution, norm, dtype):
             return False
-        if not ops.folding_serves(self.folding, x, weight):
-            return False
-        transposed = type(convolution) in TRANSPOSED
-        if self.folding != "folded" and transposed:
-            return False
-        if self.folding == "fused" and activation != _RELU:
-            return False
-        if self.folding == "scaled" and not is_scaled(convolution):
-            return False
-        if self.folding == "matmul" and not (is_pointwise(convolution) and behind is None and activation in _PRODUCTS):
+        if not ops.folding_serves(self.folding, x, weight) or not self._takes(convolution, behind, activation):
             return False
         if behind is None:
             return True
         how = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
-        shape = ops.convolved_shape(x, weight, *how, convolution.output_padding if transposed else None)
+        more = convolution.output_padding if type(convolution) in TRANSPOSED else None
+        shape = ops.convolved_shape(x, weight, *how, more)
         return behind.dtype is dtype and behind.device == x.device and behind.shape == shape
+
+    def _takes(self, convolution: Any, behind: Any, activation: Activation) -> bool:
+        """Whether the way to fold is one for this convolution with what stands behind it."""
+        if self.folding == "folded" or type(convolution) in TRANSPOSED:
+            return self.folding == "folded"
+        if self.folding == "scaled":
+            return is_scaled(convolution)
+        if self.folding == "fused":
+            return activation == _RELU
+        return is_pointwise(convolution) and behind is None and activation in _PRODUCTS
 
 
 def _dtype_of(x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -256,11 +247,6 @@ def _is_as_read(convolution: Any) -> bool:
     inner = _INNER.get(cls)
     if inner is None or not is_plain(convolution, cls) or inner.name in convolution.__dict__:
         return False
-    settled: _ConvNd = convolution
-    how = settled.stride, settled.padding, settled.dilation, settled.output_padding
-    return settled.padding_mode == "zeros" and _are_tuples(*how) and inner.is_unchanged()
-
-
-def _are_tuples(*values: object) -> bool:
-    """Whether each has a number for every dim, as __init__ makes it."""
-    return all(type(value) is tuple for value in values)
+    how = convolution.stride, convolution.padding, convolution.dilation, convolution.output_padding
+    are_tuples = all(type(numbers) is tuple for numbers in how)  # a number for every dim, as __init__ makes it
+    return convolution.padding_mode == "zeros" and are_tuples and inner.is_unchanged()

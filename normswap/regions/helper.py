@@ -29,7 +29,7 @@ from normswap.regions.foldings import is_foldable
 from normswap.regions.growing import ADDS, FUNCTIONS
 from normswap.regions.linear import MULTIPLIES, Projected
 from normswap.regions.rewrite import Compiled, Helper
-from normswap.regions.spec import Region, children_of
+from normswap.regions.spec import Region, children_of, qualified
 from normswap.regions.spelling import SPELLED
 
 _Arguments: TypeAlias = "tuple[Any, ...] | None"
@@ -47,7 +47,7 @@ def make_helper(compiled: Compiled) -> Helper:
         if torch.compiler.is_compiling():  # the compiler fuses the statements themselves
             return snippet(self, packed)
         inner = inner_of(packed) if views else packed
-        if views and inner is None:
+        if inner is None:
             return snippet(self, packed)
         out = at_once.call(self, inner)
         if out is not None:
@@ -86,12 +86,15 @@ class Fused:
         self.directly = direct_way(compiled)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
-        if self.expression is not None:
-            return self._written_out(self.expression, packed)
         if self.directly is not None and (out := self.directly(children, packed)) is not None:
             return out
         x, before, behind, scale, shift, arguments = self.unpack(packed)
-        if type(x) not in PLAIN or (self.sums and not _is_beside(x, before)):
+        # Somebody may have put another function in the place of one that is called.
+        if type(x) not in PLAIN or not self.known or self.callees() != self.called:
+            return None
+        if self.expression is not None:
+            return self.expression(x, arguments, packed)
+        if self.sums and not _is_beside(x, before):
             return None
         if (self.behind and behind is None) or (self.scaled and scale is None):  # the statements raise
             return None
@@ -101,13 +104,7 @@ class Fused:
         activation = self.activation or activation_of(child_at(children, self.acting))
         if activation is None:
             return None
-        if not self.known or self.callees() != self.called:  # somebody put another function in the place of one
-            return None
-        norm = total = None
-        if self.read is not None:
-            norm = children.get(self.child)
-            if norm is None or not is_unhooked(norm):
-                return None
+        total = None
         if before is not None and (before.dtype is not x.dtype or before.shape != x.shape):  # it broadcasts, say
             if before.dtype is x.dtype and self.shared and torch.is_grad_enabled():  # the op adds its gradients
                 x, before = torch.broadcast_tensors(x, before)
@@ -115,6 +112,9 @@ class Fused:
                 x = total = x + before
                 before = None
         if self.read is not None:
+            norm = children.get(self.child)
+            if norm is None or not is_unhooked(norm):
+                return None
             if self.convolved is not None:
                 x, out = self.convolved(children, norm, x, behind, activation)
                 if x is None or out is not None:
@@ -134,13 +134,6 @@ class Fused:
         if before is not None:
             out, total = out
         return (total, out) if self.shared else out
-
-    def _written_out(self, expression: Expression, packed: Any) -> Tensor | None:
-        """That of a norm that is an expression, behind which nothing stands."""
-        x, _, _, _, _, arguments = self.unpack(packed)
-        if type(x) not in PLAIN or not self.known or self.callees() != self.called:
-            return None
-        return expression(x, arguments, packed)
 
     def dtype(self, children: Mapping[str, Any], x: Tensor) -> torch.dtype | None:
         """The dtype of the result where nobody sees it before autocast has cast it to that."""
@@ -173,16 +166,16 @@ def _is_beside(x: Tensor, other: Any) -> bool:
 # --- the norm that is a child -------------------------------------------------------------------------------------
 
 
-def _reader(region: Region) -> Callable[[Any, Tensor], _Arguments]:
+def _reader(region: Region) -> _Reader:
     """What gives the arguments of the op from the child that is the norm, whatever its class is by now."""
-    readers: dict[type[nn.Module], Callable[[Any, Tensor], _Arguments]] = {}
+    readers: dict[type[nn.Module], _Reader] = {}
 
     def read(child: Any, x: Tensor) -> _Arguments:
         cls = type(child)
         reader = readers.get(cls)
         if reader is None:
             original = original_class(child)
-            known = f"{original.__module__}.{original.__qualname__}" == region.type
+            known = qualified(original) == region.type
             reader = readers[cls] = _reader_of(original, region.norm_match) if known else _declines
         return reader(child, x)
 
@@ -212,18 +205,15 @@ def _reader_of(cls: Any, match: Match) -> _Reader:
         arguments = NORMS[match.kind].arguments
     else:
         return _declines
-    if "behind" in match.attributes:
-        return _in_eval(arguments, original) if is_behind(cls, match.attributes["behind"]) else _declines
-    flag = match.attributes.get("unless")
+    behind, flag = match.attributes.get("behind"), match.attributes.get("unless")
+    if behind is not None and not is_behind(cls, behind):
+        return _declines
 
     def read(child: Any, x: Tensor) -> _Arguments:
         if not original.is_unchanged() or (flag and getattr(child, flag)):
             return None
+        if behind is not None and not is_foldable(child):  # its forward is known in eval alone
+            return None
         return arguments(child, x)
 
     return read
-
-
-def _in_eval(arguments: _Reader, original: Replaced) -> _Reader:
-    """What reads a norm whose forward is known in eval alone."""
-    return lambda child, x: arguments(child, x) if is_foldable(child) and original.is_unchanged() else None
