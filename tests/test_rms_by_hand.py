@@ -35,6 +35,7 @@ from rms_models import (
     shape_for,
 )
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 import normswap
 from normswap import rules
@@ -186,3 +187,31 @@ def test_a_region_of_a_look_alike_computes_what_it_did(cls: type[nn.Module]) -> 
 @pytest.mark.parametrize("cls", [HandLayerNorm, FrozenBatchNorm, Loss])
 def test_other_functions_are_not_spoken_of(cls: type[nn.Module]) -> None:
     assert rules.alone(cls()) is None
+
+
+class LazyTimes(LazyModuleMixin, Times):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.UninitializedParameter()
+
+    def initialize_parameters(self, x: torch.Tensor) -> None:
+        if self.has_uninitialized_params():
+            self.weight.materialize(x.shape[-1:])  # type: ignore[union-attr]
+
+
+def test_a_lazy_one_is_refused_until_its_first_input() -> None:
+    module = LazyTimes()
+    assert rules.alone(module) == Refusal("rms_norm", Reason.LAZY)
+    module(torch.randn(2, C))
+    assert isinstance(rules.alone(module), Match)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "reason"),
+    [("torch.rsqrt(x.pow(2).mean(-1, True))", Reason.SOURCE), ("x.mean(-1, True)", None), ("torch.rsqrt(x)", None)],
+)
+def test_without_a_source_the_names_say_whether_it_is_spoken_of(statistic: str, reason: Reason | None) -> None:
+    found: dict[str, Any] = {"torch": torch}
+    exec(f"def forward(self, x):\n    return x * {statistic}", found)
+    answer = rules.alone(type("Written", (nn.Module,), {"forward": found["forward"]})())
+    assert (answer and answer.reason) is reason  # type: ignore[union-attr]

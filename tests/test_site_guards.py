@@ -325,6 +325,19 @@ class Called(Described):
         return super().__call__(*args, **kwargs) * 2
 
 
+class Shifts(nn.LayerNorm):
+    def forward(self, x):
+        return shifted(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def shifted(x, *given):
+    return F.layer_norm(x, *given) + 1
+
+
+class BuiltIn(nn.LayerNorm):
+    forward = torch.relu  # type: ignore[assignment]
+
+
 class Bare(nn.LayerNorm):
     """No forward of its own."""
 
@@ -350,7 +363,7 @@ def test_a_subclass_with_a_flag() -> None:
         assert subclass_site.match_subclass(module, "layer_norm") == Match("layer_norm", {"unless": "off"})
 
 
-OTHERS = [Returns, Statement, Swapped, Keyword, Fewer, OfOther, Default, More, ByTest, OfClass, Called]
+OTHERS = [Returns, Statement, Swapped, Keyword, Fewer, OfOther, Default, More, ByTest, OfClass, Called, Shifts, BuiltIn]
 
 
 @pytest.mark.parametrize("cls", OTHERS)

@@ -11,7 +11,7 @@ from normswap import modules
 from normswap.installed import is_installed
 from normswap.kinds import Norm
 from normswap.plan import Match, Reason, Refusal
-from normswap.rules.subclass_site import SUBCLASSED, has_torchs_forward, match_subclass
+from normswap.rules.subclass_site import has_torchs_forward, match_subclass
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps its hooks."""
@@ -30,7 +30,7 @@ def match_exact(module: nn.Module, expected: type[nn.Module], kind: str) -> Matc
     difference = why_not_exact(module, expected)
     if difference is None:
         return Match(kind)
-    alike = match_subclass(module, kind) if difference[0] is Reason.SUBCLASS and kind in SUBCLASSED else None
+    alike = match_subclass(module, kind) if difference[0] is Reason.SUBCLASS else None
     return alike or Refusal(kind, *difference)
 
 

@@ -28,14 +28,11 @@ KIND = "rms_norm"
 
 _ROOTS = frozenset({"rsqrt", "sqrt"})
 _AVERAGES = frozenset({"mean", "sum"})
-_SQUARES = frozenset({"pow", "square"})
 _SHAPE = (3,) * 6
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# By class: is there something to speak of, and what was read, by all of a module that it depends on, with the functions
-# called there.
-_recognised: weakref.WeakKeyDictionary[type, tuple[types.CodeType, bool]] = weakref.WeakKeyDictionary()
+# By class and all of a module that it depends on, what was read, and the functions called there.
 _judged: weakref.WeakKeyDictionary[type, dict[Hashable, tuple[Match | Refusal, Mapping[Any, types.CodeType]]]]
 _judged = weakref.WeakKeyDictionary()
 
@@ -43,7 +40,7 @@ _judged = weakref.WeakKeyDictionary()
 def match(module: nn.Module) -> Match | Refusal | None:
     """Match a module whose forward is an RMSNorm and nothing else; refuse one that holds it in another form."""
     forward = class_forward(module)
-    if forward is None or not _is_recognised(type(module), forward):
+    if forward is None or not _looks_like([*_functions(type(module), forward)]):
         return None
     if is_lazy(module):
         return Refusal(KIND, Reason.LAZY)
@@ -51,14 +48,6 @@ def match(module: nn.Module) -> Match | Refusal | None:
 
 
 # --- recognising --------------------------------------------------------------------------------------------------
-
-
-def _is_recognised(cls: type[nn.Module], forward: types.FunctionType) -> bool:
-    known = _recognised.get(cls)
-    if known is None or known[0] is not forward.__code__:
-        seen = _looks_like([*_functions(cls, forward)])
-        known = _recognised[cls] = (forward.__code__, seen)
-    return known[1]
 
 
 def _functions(cls: type[nn.Module], forward: types.FunctionType) -> Iterator[types.FunctionType]:
@@ -83,7 +72,7 @@ def _looks_like(functions: list[types.FunctionType]) -> bool:
         return False
     trees = {f.__name__: source.source_tree(inspect.unwrap(f).__code__) for f in functions}
     if None in trees.values():
-        return bool(names & _ROOTS and names & _SQUARES)
+        return bool(names & _ROOTS)
     flows = {name: Flow(tree) for name, tree in trees.items() if tree is not None}
     squaring = frozenset(name for name, flow in flows.items() if any(map(_is_square, flow.nodes)))
     averaging = frozenset(name for name, flow in flows.items() if _averages(flow, squaring, flow.nodes[0]))
@@ -186,29 +175,21 @@ def _weight(module: nn.Module, whole: Whole, dim: Any) -> dict[str, Any]:
     """The attribute that is the weight, and how it lies along ``dim``: as it meets x it has "weight_rank" dims, of
     which "weight_axis" alone is not of size one, as it is stored "weight_dim". Nothing without a weight."""
     ways = [found.get("weight") for found in whole.found]
-    names = {name for value in ways for name in _attributes_in(value)}
-    if [*whole.tensors] != [*names] or len({value is None for value in ways}) > 1 or (names and len(names) > 1):
+    names = {one.path for value in ways if value for one in within(value) if isinstance(one, Attribute)}
+    if {*whole.tensors} != names or len(names) > 1 or len({value is None for value in ways}) > 1:
         raise NotTheNorm(f"forward reads self.{', self.'.join(whole.tensors)} in another way")
     if not names:
         return {}
     (name,) = names
     stored = torch.empty(_small(own_tensors(module)[name]), device="meta")  # type: ignore[arg-type]
-    views = [as_it_is_met(value, stored) for value in ways if value is not None]
-    met = {None if view is None else tuple(view.shape) for view in views}
-    shape = met.pop() if len(met) == 1 else None
-    wide = [axis - len(shape) for axis, size in enumerate(shape) if size != 1] if shape else []
-    if len(wide) != 1 or (dim < 0 and wide[0] != dim):
+    views = [as_it_is_met(value, stored) for value in ways if value]
+    shape, *others = {() if view is None else tuple(view.shape) for view in views}
+    wide = [axis - len(shape) for axis, size in enumerate(shape) if size != 1]
+    if others or len(wide) != 1 or (dim < 0 and wide[0] != dim):
         raise NotTheNorm(f"self.{name}, as {tuple(stored.shape)}, is not one value per index of dim")
-    found = {"weight": name, "weight_axis": wide[0], "weight_rank": len(shape or ()), "weight_dim": stored.dim()}
+    found = {"weight": name, "weight_axis": wide[0], "weight_rank": len(shape), "weight_dim": stored.dim()}
     usual = {"weight_axis": -1, "weight_rank": 1, "weight_dim": 1}
     return {key: value for key, value in found.items() if usual.get(key) != value}
-
-
-def _attributes_in(value: Any) -> list[str]:
-    """The attribute that a view is of."""
-    if value is None:
-        return []
-    return [found.path for found in within(value) if isinstance(found, Attribute)]
 
 
 def _served(module: nn.Module, whole: Whole, weighted: bool) -> dict[str, bool]:

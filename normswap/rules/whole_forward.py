@@ -113,7 +113,7 @@ def _difference(site: str, formula: Formula, way: Way) -> Refusal:
 
 def _attributes(module: nn.Module, read: Straight) -> tuple[tuple[str, ...], dict[str, Any]] | Rejection:
     """The tensors and the plain attributes that are read from self."""
-    if read.reads and (rejection := own_getattr(module)) is not None:
+    if (rejection := own_getattr(module)) is not None:
         return rejection
     tensors, plain = [], {}
     for name in read.reads:
@@ -122,7 +122,7 @@ def _attributes(module: nn.Module, read: Straight) -> tuple[tuple[str, ...], dic
             tensors.append(name)
         elif type(value) in PLAIN:
             plain[name] = value
-        elif name != "training":
+        else:
             return Rejection(Reason.UNSUPPORTED, f"forward reads self.{name}, which is no tensor, number or flag")
     plain.pop("training", None)
     return unreadable(module, tensors) or (tuple(tensors), plain)

@@ -6,7 +6,7 @@ both count, by how close they are. All here is arithmetic on what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from normswap.timing.candidate import Candidate
@@ -39,6 +39,10 @@ class Waiting:
             return 1.0
         return min(1.0, max(0.0, 0.5 + (self.device_us / self.host_us - 1.0) / (2 * NEAR)))
 
+    def weighed(self, device_us: float, host_us: float) -> float:
+        """What so many microseconds of each are to the run."""
+        return self.device_share * device_us + (1 - self.device_share) * host_us
+
 
 DEVICE, HOST = Waiting(1.0, 0.0), Waiting(0.0, 1.0)
 """Of a model that waits for one of them alone."""
@@ -60,44 +64,20 @@ class Timed:
         was not timed."""
         if not self.calls:
             return None
-        share = waiting.device_share
-        original = share * self.original.device_us + (1 - share) * self.original.host_us
-        noise = share * self.device_noise_us + (1 - share) * self.host_noise_us
-        saved = self.saved_us(waiting)
-        return 1.0 if abs(saved) <= noise or original <= saved else original / (original - saved)
+        ours, saved = waiting.weighed(self.ours.device_us, self.ours.host_us), self.saved_us(waiting)
+        return 1.0 if abs(saved) <= self.noise_us(waiting) or ours <= 0 else (ours + saved) / ours
 
     def saved_us(self, waiting: Waiting) -> float:
         """Microseconds of one run of the model."""
-        share = waiting.device_share
-        return share * self.device_saved_us + (1 - share) * self.host_saved_us
+        original, ours = self.original, self.ours
+        return waiting.weighed(original.device_us - ours.device_us, original.host_us - ours.host_us)
 
-    @property
-    def device_saved_us(self) -> float:
-        return self.original.device_us - self.ours.device_us
-
-    @property
-    def host_saved_us(self) -> float:
-        return self.original.host_us - self.ours.host_us
-
-    @property
-    def device_noise_us(self) -> float:
-        measured = self.original.device_noise_us + self.ours.device_noise_us
-        return max(DEVICE_NOISE * self.original.device_us, measured)
-
-    @property
-    def host_noise_us(self) -> float:
-        measured = self.original.host_noise_us + self.ours.host_noise_us
-        return max(HOST_NOISE * self.original.host_us, measured)
-
-    @property
-    def gains_on_device(self) -> bool:
-        return self.device_saved_us > self.device_noise_us
-
-    def loses_elsewhere(self, waiting: Waiting) -> bool:
-        """Whether ours costs more on the side that the model does not wait for."""
-        if waiting.bound == "device":
-            return -self.host_saved_us > self.host_noise_us
-        return -self.device_saved_us > self.device_noise_us
+    def noise_us(self, waiting: Waiting) -> float:
+        """What they may be off by."""
+        original, ours = self.original, self.ours
+        device = max(DEVICE_NOISE * original.device_us, original.device_noise_us + ours.device_noise_us)
+        host = max(HOST_NOISE * original.host_us, original.host_noise_us + ours.host_noise_us)
+        return waiting.weighed(device, host)
 
 
 def worth(timed: Timed, waiting: Waiting, least: float) -> bool:
@@ -106,56 +86,43 @@ def worth(timed: Timed, waiting: Waiting, least: float) -> bool:
     gain = timed.gain(waiting)
     if gain is None:
         return True
-    if gain < least:
-        return False
-    return gain != 1.0 or not timed.loses_elsewhere(waiting)
+    other_side = HOST if waiting.bound == "device" else DEVICE
+    return gain >= least and (gain != 1.0 or -timed.saved_us(other_side) <= timed.noise_us(other_side))
 
 
 def cover(found: Sequence[Timed], waiting: Waiting, least: float) -> frozenset[str]:
     """The names of the candidates to keep, no two of which overlap: the one that saves most first, then the next that
     is left. What is not worth keeping hands over to what it overlaps."""
-    excluded = _exclusions([timed.candidate for timed in found])
+    excluded = _exclusions(found)
     left = [timed for timed in found if worth(timed, waiting, least)]
     kept: set[str] = set()
     while left:
         most = max(left, key=lambda timed: (timed.saved_us(waiting), timed.candidate.name))
-        rivals = [t for t in left if t is most or t.candidate.name in excluded[most.candidate.name]]
-        enough = (1 - ALIKE) * most.saved_us(waiting)
-        alike = [t for t in rivals if t is most or t.saved_us(waiting) >= enough]
-        taken = max(alike, key=lambda timed: (len(timed.candidate.overlaps), timed.candidate.name))
-        kept.add(taken.candidate.name)
-        gone = {taken.candidate.name} | excluded[taken.candidate.name]
-        left = [timed for timed in left if timed.candidate.name not in gone]
+        saved = most.saved_us(waiting)
+        rivals = [timed for timed in left if timed.candidate.name in excluded[most.candidate.name]]
+        alike = [timed for timed in rivals if timed.saved_us(waiting) >= saved - ALIKE * abs(saved)]
+        taken = max(alike, key=lambda timed: (len(timed.candidate.overlaps), timed.candidate.name)).candidate.name
+        kept.add(taken)
+        left = [timed for timed in left if timed.candidate.name not in excluded[taken]]
     return frozenset(kept)
 
 
-def widest(found: Sequence[Timed], waiting: Waiting, least: float) -> frozenset[str]:
-    """The names of all candidates worth keeping, but for those that others which name more exclude."""
-    return _but_for_excluded(found, waiting, least, lambda timed: -len(timed.candidate.overlaps))
-
-
-def narrowest(found: Sequence[Timed], waiting: Waiting, least: float) -> frozenset[str]:
-    """The names of all candidates worth keeping, but for those that others which name fewer exclude."""
-    return _but_for_excluded(found, waiting, least, lambda timed: len(timed.candidate.overlaps))
-
-
-def _but_for_excluded(
-    found: Sequence[Timed], waiting: Waiting, least: float, place: Callable[[Timed], int]
-) -> frozenset[str]:
-    excluded = _exclusions([timed.candidate for timed in found])
+def in_order(found: Sequence[Timed], waiting: Waiting, least: float, *, widest: bool) -> frozenset[str]:
+    """The names of all candidates worth keeping, but for those that others exclude which name more, if the ``widest``
+    go first, or fewer."""
+    excluded, sign = _exclusions(found), -1 if widest else 1
     kept: set[str] = set()
-    left = [timed for timed in found if worth(timed, waiting, least)]
-    for timed in sorted(left, key=lambda timed: (place(timed), timed.candidate.name)):
-        if not excluded[timed.candidate.name] & kept:
+    for timed in sorted(found, key=lambda timed: (sign * len(timed.candidate.overlaps), timed.candidate.name)):
+        if worth(timed, waiting, least) and not excluded[timed.candidate.name] & kept:
             kept.add(timed.candidate.name)
     return frozenset(kept)
 
 
-def _exclusions(candidates: Sequence[Candidate]) -> dict[str, set[str]]:
-    """For every candidate the names of those it overlaps, whichever of the two says so."""
-    found: dict[str, set[str]] = {candidate.name: set() for candidate in candidates}
-    for candidate in candidates:
-        for other in candidate.overlaps & found.keys():
-            found[candidate.name].add(other)
-            found[other].add(candidate.name)
-    return found
+def _exclusions(found: Sequence[Timed]) -> dict[str, set[str]]:
+    """For every candidate its name and those of what it overlaps, whichever of the two says so."""
+    names = {timed.candidate.name: {timed.candidate.name} for timed in found}
+    for candidate in (timed.candidate for timed in found):
+        for other in candidate.overlaps & names.keys():
+            names[candidate.name].add(other)
+            names[other].add(candidate.name)
+    return names

@@ -21,7 +21,7 @@ from normswap.progress import progress
 from normswap.sites import preserved
 from normswap.timing import model as whole_model
 from normswap.timing.candidate import Candidate, Use, with_backward
-from normswap.timing.choose import DEVICE, HOST, Timed, Waiting, cover, narrowest, widest
+from normswap.timing.choose import DEVICE, HOST, Timed, Waiting, cover, in_order
 from normswap.timing.clock import Gpus, Machine
 from normswap.timing.hidden import Cost, costs
 from normswap.timing.model import Arrangement, Compared
@@ -154,12 +154,13 @@ def _covers(timed: Sequence[Timed], waits: Waiting, least: float) -> list[frozen
     of that only what gains there; the narrowest, should regions lose in the model what they gain by themselves; what
     serves the host, unless that has little to do. Where candidates must gain more, or may lose, that is asked where the
     model waits."""
-    gainers = {one.candidate.name for one in timed if one.gains_on_device}
+    gainers = {one.candidate.name for one in timed if one.saved_us(DEVICE) > one.noise_us(DEVICE)}
     view = DEVICE if least == 1.0 else waits
     first = cover(timed, view, least)
     tried = [first, first & gainers]
     if least == 1.0:
-        tried = [widest(timed, DEVICE, least), *tried, narrowest(timed, DEVICE, least)]
+        widest, narrowest = (in_order(timed, DEVICE, least, widest=wide) for wide in (True, False))
+        tried = [widest, *tried, narrowest]
         tried += [cover(timed, HOST, least)] if waits.device_share < 1.0 else []
     return [names for names in dict.fromkeys(tried) if names]
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from normswap.timing.clock import Machine
 
@@ -36,17 +37,10 @@ class Cost:
     host_noise_us: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.device_us + other.device_us,
-            self.host_us + other.host_us,
-            self.device_noise_us + other.device_noise_us,
-            self.host_noise_us + other.host_noise_us,
-        )
+        return Cost(*map(operator.add, astuple(self), astuple(other)))
 
     def __mul__(self, calls: float) -> Cost:
-        return Cost(
-            self.device_us * calls, self.host_us * calls, self.device_noise_us * calls, self.host_noise_us * calls
-        )
+        return Cost(*(us * calls for us in astuple(self)))
 
 
 NO_COST = Cost()
