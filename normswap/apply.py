@@ -84,6 +84,16 @@ def apply(model: nn.Module, plan: Plan) -> Journal:
     return journal
 
 
+def swaps_in(model: nn.Module) -> tuple[Swap, ...]:
+    """What is swapped in ``model`` now."""
+    found = []
+    for name, module in model.named_modules():
+        if (match := installed.site_match(module)) is not None:
+            original = installed.original_class(module)
+            found.append(Swap(Site(name, f"{original.__module__}.{original.__qualname__}"), match))
+    return tuple(found)
+
+
 def revert(model: _Module) -> _Module:
     """Give every swapped module in ``model`` its original class back, in place; returns ``model``.
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from normswap import again, footprint, hints, installed, native, nodes, sites, timing, walk, whole
+from normswap import again, hints, native, nodes, sites, timing, walk, whole
 from normswap import apply as _apply
-from normswap import validate as _validate
 from normswap.arguments import check_arguments, check_choice, check_model, check_speedup
-from normswap.plan import NormswapError, NothingSwappedError, Plan, Site, Swap
+from normswap.copying import copy_of
+from normswap.example import Example
+from normswap.installed import site_match
+from normswap.plan import NothingSwappedError, Plan
 from normswap.report import Report, make_report
 from normswap.rollback import put_back, settle, without_declined
-from normswap.uncompiled import uncompiled
-from normswap.validate import SiteProof
+from normswap.validate import SiteProof, prove, unchecked
 from normswap.walk import Filter
 
 OnMismatch = Literal["rollback", "raise", "warn"]
@@ -73,31 +71,30 @@ def optimize(
     check_choice("inplace", inplace, (True, False))
     check_choice("for_compile", for_compile, (True, False, None))
     check_speedup(min_speedup)
-    target = model if inplace else _copied(model)
+    target = model if inplace else copy_of(model)
+    example = Example(target, example_inputs, example_kwargs)
     found = walk.plan(target, include=include, exclude=exclude, undecided=True)
-    already = _swaps_in(target)
-    run = _runner(target, example_inputs, example_kwargs)
+    already = _apply.swaps_in(target)
     if found.swaps:
-        _load(target, example_inputs, example_kwargs)
+        _load(example)
     # The model given is kept also where it is not what runs: a hook of the copy may hold on to it.
     with contextlib.nullcontext() if inplace else sites.preserved(model):
         compiled = _is_compiled(model) if for_compile is None else for_compile
-        known = run if found.swaps and _can_be_timed(target, example_inputs, example_kwargs) else None
+        known = example.run if found.swaps and timing.has_a_clock(example.devices) else None
         timed = min_speedup is not None and not compiled
         found = timing.decide_foldings(target, found, known, timed=timed)
         journal = _apply.apply(target, found)
         try:
-            proofs = _proofs(target, found.swaps, run, validate, _first_tensor(example_inputs, example_kwargs))
+            proofs = prove(example, found.swaps, validate)
             found = settle(target, found, proofs, on_mismatch, journal.undo)
             found = without_declined(found, proofs, journal.undo)
             decision = None
             if known is not None and min_speedup is not None and timed and found.swaps:
                 decision = timing.decide_sites(target, found.swaps, known, min_speedup)
                 found = put_back(target, found, decision, journal)
-            run = run if validate != "off" else None
-            report = _whole_report(target, found, proofs, run, example_inputs, decision)
+            report = _reported(example, found, proofs, decision, compared=validate != "off")
             if already:
-                earlier = _reports[model] if model in _reports else _unchecked_report(target, already)
+                earlier = _reports[model] if model in _reports else _unchecked_report(target, Plan(already))
                 report = again.merged(earlier, report, already, [name for name, _ in target.named_modules()])
             _tell_empty(target, report, on_empty)
             _reports[target] = report
@@ -119,14 +116,14 @@ def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
     if not isinstance(plan, Plan):
         cure = "pass report.plan" if isinstance(plan, Report) else "Plan.from_json reads one from text"
         raise TypeError(f"plan must be a normswap.Plan, got {type(plan).__name__}; {cure}")
-    target = model if inplace else _copied(model)
+    target = model if inplace else copy_of(model)
     if plan.swaps:
-        _load(target, None, None)
+        _load(Example(target))
     journal = _apply.apply(target, plan)
     try:
         if told := hints.measured_elsewhere(plan, hints.gpu_of(target)):
             warnings.warn(told, stacklevel=2)
-        _reports[target] = _whole_report(target, plan, [_unchecked(swap) for swap in plan.swaps], None, None)
+        _reports[target] = _unchecked_report(target, plan)
     except BaseException:
         journal.undo()
         raise
@@ -142,7 +139,7 @@ def report(model: nn.Module) -> Report:
     """The report of the last optimize() or validate() of ``model``; for another swapped model (loaded, copied) its
     sites, unchecked. Raises TypeError when ``model`` is no nn.Module."""
     check_model(model)
-    return _reports[model] if model in _reports else _unchecked_report(model, _swaps_in(model))
+    return _reports[model] if model in _reports else _unchecked_report(model, Plan(_apply.swaps_in(model)))
 
 
 def validate(
@@ -158,16 +155,15 @@ def validate(
     Arguments as in ``optimize``; ``mode`` is its ``validate``. Returns the report that ``report(model)`` then gives.
     """
     check_arguments(model, example_inputs, example_kwargs, mode, on_mismatch)
-    swaps = _swaps_in(model)
-    run = _runner(model, example_inputs, example_kwargs)
+    swaps, example = _apply.swaps_in(model), Example(model, example_inputs, example_kwargs)
     if swaps:
-        _load(model, example_inputs, example_kwargs)
+        _load(example)
     before = [(module, type(module)) for module in model.modules()]
     try:
-        proofs = _proofs(model, swaps, run, mode, _first_tensor(example_inputs, example_kwargs))
+        proofs = prove(example, swaps, mode)
         undo = lambda name: _apply.revert(model.get_submodule(name))  # noqa: E731
         found = settle(model, Plan(swaps), proofs, on_mismatch, undo)
-        made = _whole_report(model, found, proofs, run, example_inputs)
+        made = _reported(example, found, proofs)
     except BaseException:
         sites.put_back(before)
         raise
@@ -194,77 +190,11 @@ def disabled(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
     return _apply.disabled(model)
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    if getattr(model, "training", False) and (held := hints.optimizers_of(model)):
-        warnings.warn(
-            f"normswap returns a copy: an optimizer made before ({', '.join(held)}) still holds the parameters of the "
-            "model given; make it from the copy, or pass inplace=True",
-            stacklevel=3,
-        )
-    footprint.check_copy_fits(model)
-    with torch.inference_mode(False):  # else the copy could never be trained
-        try:
-            return copy.deepcopy(model)
-        except Exception as error:  # whatever a module's own __deepcopy__ raises
-            raise NormswapError(
-                f"model cannot be copied ({type(error).__name__}: {_first_line(error)}); pass inplace=True"
-            ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
-
-
-def _runner(
-    model: nn.Module, inputs: Tensor | tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None
-) -> Callable[[], Any] | None:
-    """The model's call on copies of the example inputs; None when there are none, or nothing can be run."""
-    if (inputs is None and not kwargs) or _is_meta(model):
-        return None
-    given = (inputs,) if isinstance(inputs, Tensor) else inputs or ()
-
-    def run() -> Any:
-        args, named = tree_map(_cloned, (given, dict(kwargs or {})))
-        with uncompiled():
-            return model(*args, **named)
-
-    return run
-
-
-def _cloned(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _is_meta(model: nn.Module) -> bool:
-    """True when a parameter or buffer has no values, so that nothing can be run (or, if lazy, not without giving it
-    some)."""
-    tensors = (*model.parameters(), *model.buffers())
-    return any(torch.nn.parameter.is_lazy(t) or t.is_meta for t in tensors)
-
-
-def _first_tensor(inputs: Any, kwargs: Any) -> Tensor | None:
-    leaves = tree_leaves((inputs, dict(kwargs or {})))
-    return next((v for v in leaves if isinstance(v, Tensor) and v.is_floating_point()), None)
-
-
-def _devices(model: nn.Module, inputs: Any, kwargs: Any) -> set[torch.device]:
-    leaves = [*model.parameters(), *model.buffers(), *tree_leaves((inputs, dict(kwargs or {})))]
-    return {v.device for v in leaves if isinstance(v, Tensor)}
-
-
-def _load(model: nn.Module, inputs: Any, kwargs: Any) -> None:
+def _load(example: Example) -> None:
     """The kernels and, beside them, autograd's nodes: compiled where there are none and the model runs on CUDA."""
-    compiling = _on_cuda(model, inputs, kwargs)
+    compiling = any(device.type == "cuda" for device in example.devices)
     if native.load(build=compiling).available:
         nodes.load(compiling=compiling)
-
-
-def _on_cuda(model: nn.Module, inputs: Any, kwargs: Any) -> bool:
-    return any(device.type == "cuda" for device in _devices(model, inputs, kwargs))
-
-
-def _can_be_timed(model: nn.Module, inputs: Any, kwargs: Any) -> bool:
-    return any(timing.machine_for([device]) is not None for device in _devices(model, inputs, kwargs))
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -272,55 +202,23 @@ def _is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
 
-# --- proof --------------------------------------------------------------------------------------------------------
+def _unchecked_report(model: nn.Module, found: Plan) -> Report:
+    return _reported(Example(model), found, [unchecked(swap) for swap in found.swaps])
 
 
-def _swaps_in(model: nn.Module) -> tuple[Swap, ...]:
-    found = []
-    for name, module in model.named_modules():
-        if (match := installed.site_match(module)) is not None:
-            original = installed.original_class(module)
-            found.append(Swap(Site(name, f"{original.__module__}.{original.__qualname__}"), match))
-    return tuple(found)
-
-
-def _unchecked_report(model: nn.Module, swaps: tuple[Swap, ...]) -> Report:
-    return _whole_report(model, Plan(swaps), [_unchecked(swap) for swap in swaps], None, None)
-
-
-def _unchecked(swap: Swap) -> SiteProof:
-    return SiteProof(swap.site.name, swap.match.kind, "unchecked")
-
-
-_NO_VALUES = "tensors of the model have no values (meta or lazy), so that nothing could be run"
-
-
-def _proofs(
-    model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any] | None, mode: str, like: Tensor | None
-) -> list[SiteProof]:
-    if mode == "off":
-        return [_unchecked(swap) for swap in swaps]
-    if _is_meta(model):
-        return [replace(_unchecked(swap), detail=_NO_VALUES) for swap in swaps]
-    learns = any(p.requires_grad for p in model.parameters()) or (like is not None and like.requires_grad)
-    gradients = mode == "grad" or (mode == "auto" and learns)
-    reference = next((p for p in model.parameters() if p.is_floating_point()), like)
-    with uncompiled():
-        return _validate.prove_sites(model, swaps, run, gradients=gradients, like=reference)
-
-
-def _whole_report(
-    model: nn.Module,
+def _reported(
+    example: Example,
     found: Plan,
     proofs: list[SiteProof],
-    run: Callable[[], Any] | None,
-    inputs: Any,
     decision: timing.Decision | None = None,
+    compared: bool = True,
 ) -> Report:
-    kept = [p.name for p in proofs if installed.site_match(model.get_submodule(p.name)) is not None]
+    """The report of what is swapped now, for which the whole model is ``compared`` with the original."""
+    model, like = example.model, example.typical
+    kept = [p.name for p in proofs if site_match(model.get_submodule(p.name)) is not None]
     end_to_end = None
-    if run is not None and kept:
-        end_to_end = whole.compare_models(model, [model.get_submodule(name) for name in kept], run)
+    if compared and example.run is not None and kept:
+        end_to_end = whole.compare_models(model, [model.get_submodule(name) for name in kept], example.run)
         if not end_to_end.passed:
             worst = sorted((p for p in proofs if p.name in kept), key=lambda p: -p.error_share)[:3]
             moved = f"its output moved by {end_to_end.max_error:.3g}, more than {end_to_end.limit:.3g}"
@@ -329,7 +227,6 @@ def _whole_report(
                 f"{', '.join(p.name or '(root)' for p in worst)}",
                 stacklevel=3,
             )
-    like = next((t for t in model.parameters() if t.is_floating_point()), _first_tensor(inputs, None))
     return make_report(
         found,
         proofs,

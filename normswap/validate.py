@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.compare import Comparison, Seen, compare
+from normswap.example import Example
 from normswap.installed import class_before
 from normswap.kinds import Layers, kind_of, sample
 from normswap.plan import Match, Swap
@@ -22,9 +23,11 @@ from normswap.progress import progress
 from normswap.regions.listening import listening
 from normswap.regions.prove import RegionProof
 from normswap.sites import classes, is_sharded, preserved, told
+from normswap.uncompiled import uncompiled
 
 MODES = ("auto", "forward", "grad", "off")
 
+_NO_VALUES = "tensors of the model have no values (meta or lazy), so that nothing could be run"
 _MAX_CALLS = 8
 _SYNTHETIC_MEANS = (0.0, 1.0, 100.0, 1000.0)
 
@@ -47,6 +50,22 @@ class SiteProof:
     coverage: float = 1.0  # share of the samples that were compared
     detail: str = ""
     declined: bool = False  # every call was left to the original's own code
+
+
+def unchecked(swap: Swap, why: str = "") -> SiteProof:
+    """What is known of a site of which nothing was compared."""
+    return SiteProof(swap.site.name, swap.match.kind, "unchecked", detail=why)
+
+
+def prove(example: Example, swaps: Sequence[Swap], mode: str) -> list[SiteProof]:
+    """Prove every site of ``swaps`` in the swapped model of ``example``, with gradients as the ``mode`` says."""
+    if mode == "off":
+        return [unchecked(swap) for swap in swaps]
+    if not example.has_values:
+        return [unchecked(swap, _NO_VALUES) for swap in swaps]
+    gradients = mode == "grad" or (mode == "auto" and example.learns)
+    with uncompiled():
+        return prove_sites(example.model, swaps, example.run, gradients=gradients, like=example.typical)
 
 
 def prove_sites(
@@ -103,8 +122,7 @@ def prove_sites(
 
 def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs: str) -> SiteProof:
     if not comparisons:
-        detail = "its parameters are sharded, and no example input reached it"
-        return SiteProof(swap.site.name, swap.match.kind, "unchecked", detail=detail)
+        return unchecked(swap, "its parameters are sharded, and no example input reached it")
     worst = comparisons[0]
     for comparison in comparisons[1:]:
         worst = worst.worst(comparison)

@@ -214,9 +214,9 @@ def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, mon
 
     for owner, name in (
         (optimize_module.walk, "plan"),
-        (optimize_module, "_proofs"),
+        (optimize_module, "prove"),
         (optimize_module, "settle"),
-        (optimize_module, "_whole_report"),
+        (optimize_module, "_reported"),
         (sys.modules["normswap.verdict"], "verdict"),
         (compare_module, "magnitudes"),
         (optimize_module.whole, "_outputs"),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import normswap
-from normswap import footprint, modules, ops
+from normswap import copying, modules, ops
 from normswap.plan import NormswapError, Plan, PlanError
 
 X = (8, 6, 5)
@@ -179,7 +179,7 @@ def test_what_failed_is_in_the_plan_and_stays_out(monkeypatch: pytest.MonkeyPatc
 
 def test_a_copy_that_does_not_fit_is_refused_before_anything_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.LayerNorm(1024)).eval()
-    monkeypatch.setattr(footprint, "free_bytes", lambda device: 2_000_000)
+    monkeypatch.setattr(copying, "free_bytes", lambda device: 2_000_000)
     with monkeypatch.context() as patched:
         patched.setattr(copy, "deepcopy", lambda *args: pytest.fail("copied"))
         with pytest.raises(NormswapError, match=r"model is 4\.2 MB on cpu, 2\.0 MB free.*pass inplace=True"):
@@ -190,9 +190,9 @@ def test_a_copy_that_does_not_fit_is_refused_before_anything_is_copied(monkeypat
 def test_tied_parameters_count_once_and_lazy_and_meta_ones_not() -> None:
     tied = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     tied[1].weight = tied[0].weight
-    assert footprint._sizes(tied) == {torch.device("cpu"): 256}
-    assert footprint._sizes(nn.Sequential(nn.LazyLinear(3))) == {}
-    footprint.check_copy_fits(tied)
+    assert copying._sizes(tied) == {torch.device("cpu"): 256}
+    assert copying._sizes(nn.Sequential(nn.LazyLinear(3))) == {}
+    copying.check_copy_fits(tied)
 
 
 def test_a_lazy_model_is_swapped_without_being_run() -> None:

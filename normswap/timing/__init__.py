@@ -7,7 +7,7 @@ A part that can be swapped is a ``Candidate``; ``decide`` times candidates and t
 from __future__ import annotations
 
 from normswap.timing.candidate import Call, Candidate, Code, Form, Recorder, Use
-from normswap.timing.decision import Decision, ModelTime, decide, machine_for, step, takes_gradients
+from normswap.timing.decision import Decision, ModelTime, decide, has_a_clock, machine_for, step, takes_gradients
 from normswap.timing.foldings import decide_foldings
 from normswap.timing.sites import decide_sites
 
@@ -23,6 +23,7 @@ __all__ = [
     "decide",
     "decide_foldings",
     "decide_sites",
+    "has_a_clock",
     "machine_for",
     "step",
     "takes_gradients",

@@ -7,7 +7,7 @@ nothing, and of what is as fast the same one is taken every time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -53,6 +53,11 @@ class Decision:
     put_back: frozenset[str] = frozenset()
     trimmed: Mapping[str, Match] = field(default_factory=dict)
     model: ModelTime | None = None
+
+
+def has_a_clock(devices: Iterable[torch.device]) -> bool:
+    """Whether anything can be timed on one of them."""
+    return any(machine_for([device]) is not None for device in devices)
 
 
 def machine_for(devices: Sequence[torch.device]) -> Machine | None:

@@ -19,7 +19,7 @@ from torch import nn
 from traces import Stop, Trace, cluttered, raising_at_call, raising_at_op
 
 import normswap
-from normswap import footprint
+from normswap import copying
 from normswap.timing import hidden
 from normswap.timing import model as whole_model
 
@@ -121,11 +121,11 @@ def test_stopped_at_any_step(act: Callable[[nn.Module, torch.Tensor], None], rai
 
 
 def test_a_copy_that_does_not_fit_is_refused_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = footprint.free_bytes(torch.device("cuda"))
+    free = copying.free_bytes(torch.device("cuda"))
     assert free is not None and 0 < free <= torch.cuda.get_device_properties(0).total_memory
     model = nn.Sequential(nn.Linear(1024, 1024), nn.LayerNorm(1024)).cuda().eval()
     memory = held()
-    monkeypatch.setattr(footprint, "free_bytes", lambda device: 10**6)
+    monkeypatch.setattr(copying, "free_bytes", lambda device: 10**6)
     with pytest.raises(normswap.NormswapError, match=r"model is 4\.2 MB on cuda:0, 1\.0 MB free.*pass inplace=True"):
         normswap.optimize(model)
     assert held() == memory

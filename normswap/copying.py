@@ -1,13 +1,36 @@
-"""Does a copy of a model fit beside it? Asked before anything is copied."""
+"""A copy of a model, and whether it fits beside it, which is asked before anything is copied."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections import defaultdict
 
 import torch
 from torch import nn
 
+from normswap import hints
 from normswap.plan import NormswapError
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy. Raises NormswapError where it cannot be made; warns of optimizers that hold the original's
+    parameters."""
+    if getattr(model, "training", False) and (held := hints.optimizers_of(model)):
+        warnings.warn(
+            f"normswap returns a copy: an optimizer made before ({', '.join(held)}) still holds the parameters of the "
+            "model given; make it from the copy, or pass inplace=True",
+            stacklevel=3,
+        )
+    check_copy_fits(model)
+    with torch.inference_mode(False):  # else the copy could never be trained
+        try:
+            return copy.deepcopy(model)
+        except Exception as error:  # whatever a module's own __deepcopy__ raises
+            told = next(iter(str(error).splitlines()), "")
+            raise NormswapError(
+                f"model cannot be copied ({type(error).__name__}: {told}); pass inplace=True"
+            ) from error
 
 
 def check_copy_fits(model: nn.Module) -> None:
