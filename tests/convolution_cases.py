@@ -25,6 +25,7 @@ from convolution_models import (
     effect_between,
     in_a_branch,
     input_written_between,
+    number_added,
     of_two,
     residual,
     residual_alone,
@@ -234,6 +235,7 @@ CASES: dict[str, Case] = {
     "residual_that_broadcasts": Case(
         block(broadcast, kernel=1, padding=0), ("conv + bn + residual + act",), 0, exact=True
     ),
+    "number_added": Case(block(number_added), ("conv + bn",)),
     "no_activation": Case(block(without_activation), ("conv + bn",)),
     "dropout_that_is_off": Case(block(through_dropout), ("conv + bn + silu",)),
     "used_twice": Case(block(used_twice), ("bn + relu",), 0, "conv has an output that is used elsewhere too"),

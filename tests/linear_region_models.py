@@ -112,7 +112,11 @@ def with_a_residual_first(self, x, y):
 
 
 def with_a_residual_that_broadcasts(self, x, y):
-    return F.relu(self.bn(self.fc(x)) + self.scale)
+    return F.relu(self.bn(self.fc(x)) + y[:1])
+
+
+def with_a_vector_added(self, x, y):
+    return F.relu(self.bn(self.fc(x)) + self.scale) + y
 
 
 def with_a_number_added(self, x, y):
@@ -192,7 +196,8 @@ _SIGNED = {
     with_a_residual: ("fc + scale + bn + residual + act_",),
     with_a_residual_first: ("fc + bn + residual + sigmoid",),
     with_a_residual_that_broadcasts: ("fc + bn + residual + relu",),
-    with_a_number_added: ("fc + scale + bn + residual + relu",),
+    with_a_vector_added: ("fc + bn",),
+    with_a_number_added: ("fc + scale + bn",),
     with_two_of_them: ("fc + scale + bn + relu", "fc2 + bn2 + silu"),
     with_a_dropout: ("fc + bn + relu",),
     result_used_twice: ("fc + scale + bn",),

@@ -9,7 +9,7 @@ from normswap.kinds import NORMS
 from normswap.regions.activations import called_activation, sigmoid_times
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Constant, Op, is_literal
-from normswap.regions.growing import ADDS, CHANNELS, PASSING, ROWS, Growing, child_of, dims_of, only_user, take
+from normswap.regions.growing import ADDS, CHANNELS, PASSING, ROWS, Growing, child_of, dims_of, is_own, only_user, take
 
 FEEDING = tuple(norm.name for norm in NORMS.values() if norm.widens)
 """Kinds that autocast runs in float32."""
@@ -68,7 +68,7 @@ def _behind(found: Growing, user: Op, operand: int) -> bool:
     other = user.args[1 - operand] if len(user.args) == 2 and not user.keywords else None
     if other is None or isinstance(other, Constant):
         return False
-    if found.kind in CHANNELS and user.target in (*ADDS, "+=") and "residual" not in done:
+    if found.kind in CHANNELS and not is_own(other) and user.target in (*ADDS, "+=") and "residual" not in done:
         return take(found, "residual", user, operand) if user.target != "+=" or operand == 0 else False
     if found.kind not in ROWS or "shift" in done:
         return False

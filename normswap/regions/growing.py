@@ -12,7 +12,7 @@ from torch import nn
 
 from normswap.kinds import NORMS
 from normswap.plan import Match
-from normswap.regions.flow import Op, Value, is_literal
+from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value, is_literal
 from normswap.regions.formula import Found
 
 FUNCTIONS = {norm.function: (norm.name, norm.parameters) for norm in NORMS.values()}
@@ -66,6 +66,14 @@ def take(found: Growing, does: str, op: Op, operand: int) -> bool:
     found.ops.append(op)
     found.steps.append((does, op, operand))
     return True
+
+
+def is_own(value: Value) -> bool:
+    """Whether it is computed from attributes of self and constants alone: what a forward is given may be one a
+    sample."""
+    if isinstance(value, Leaf):
+        return value.of is not None and is_own(value.of)
+    return isinstance(value, (Attribute, Constant)) or (isinstance(value, Op) and all(map(is_own, value.args)))
 
 
 def dims_of(op: Op) -> tuple[Any, ...]:

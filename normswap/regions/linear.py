@@ -15,9 +15,9 @@ from normswap.attributes import Rejection, own_getattr, own_tensors
 from normswap.forwards.linear_scale_batch_norm import fingerprint, linear_scale_batch_norm, multiplies
 from normswap.forwards.plain import is_bare, is_plain
 from normswap.ops.dispatch import PLAIN
-from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
+from normswap.regions.flow import Attribute, Constant, Op, Value
 from normswap.regions.foldings import why_apart
-from normswap.regions.growing import Growing
+from normswap.regions.growing import Growing, is_own
 from normswap.regions.spec import Region
 from normswap.regions.spelling import spelled
 from normswap.regions.straight import method_of, plain_value, straight
@@ -69,19 +69,11 @@ def _scaled(value: Op, child_of: _ChildOf) -> tuple[str, int, tuple[str, ...]] |
     from_linear = [isinstance(arg, Op) and is_linear(child_of(arg)) for arg in value.args]
     if value.target in MULTIPLIES and len(value.args) == 2 and not value.keywords and any(from_linear):
         operand = from_linear.index(True)
-        return ("product", operand, ()) if _is_own(value.args[1 - operand]) else None
+        return ("product", operand, ()) if is_own(value.args[1 - operand]) else None
     if from_linear == [True] and not value.keywords:
         factor = factor_of(str(value.target)[len("self.") :], child_of(value))
         return ("factor", 0, factor) if factor else None
     return None
-
-
-def _is_own(value: Value) -> bool:
-    """Whether it is computed from attributes of self and constants alone: what a forward is given may be one a
-    sample."""
-    if isinstance(value, Leaf):
-        return value.of is not None and _is_own(value.of)
-    return isinstance(value, (Attribute, Constant)) or (isinstance(value, Op) and all(map(_is_own, value.args)))
 
 
 def run_before(norm: nn.Module, children: Sequence[_Named]) -> tuple[str, tuple[str, ...], str]:
