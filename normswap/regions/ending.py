@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.activation import NONE
 from normswap.attributes import Rejection, own_getattr
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.replaced import Replaced
@@ -37,32 +36,29 @@ def children_behind(norm: nn.Module) -> tuple[str, ...] | None:
     if cls.__call__ is not nn.Module.__call__ or cls._call_impl is not nn.Module._call_impl:
         return None
     names = behind_of(cls)
-    read = (*_TAKES, "training", *(names or ()))
-    hidden = any(inspect.getattr_static(cls, name, None) is not None for name in read)
-    if names is None or hidden or any(name in norm.__dict__ for name in names):
+    if names is None or any(name in norm.__dict__ or norm._modules.get(name) is None for name in names):
         return None
-    return names if all(norm._modules.get(name) is not None for name in names) else None
+    hidden = any(inspect.getattr_static(cls, name, None) is not None for name in (*_TAKES, "training", *names))
+    return None if hidden else names
 
 
 def behind_of(cls: Any) -> tuple[str, ...] | None:
     """The same of a class: the children that its forward calls."""
     forward = cls.forward
-    if not isinstance(forward, types.FunctionType) or forward.__closure__:
+    if not isinstance(forward, types.FunctionType):
         return None
     tree = definition(forward)
-    if isinstance(tree, Rejection) or isinstance(takes_another_argument(forward), Rejection):
+    if isinstance(tree, Rejection) or takes_another_argument(forward) is not None:
         return None
-    reader = _Reader(forward)
     try:
-        return reader.returned(tree.body)
+        return _Reader(forward).returned(tree.body)
     except _AnotherError:
         return None
 
 
 def is_behind(cls: Any, names: str) -> bool:
     """Whether those are what a class calls, as its forward is now."""
-    found = behind_of(cls)
-    return found is not None and " ".join(found) == names
+    return behind_of(cls) == (*names.split(),)
 
 
 class Ending:
@@ -77,17 +73,16 @@ class Ending:
         """Whether ``norm`` is a BatchNorm2d of that class, whose children are those that its forward calls."""
         cls = type(norm)
         if cls not in self.known:
-            self.known[cls] = self._read(norm, cls)
+            self.known[cls] = self._read(norm)
         replaced = self.known[cls]
-        if replaced is None or not replaced.is_unchanged():
-            return False
-        own = norm.__dict__
-        return not any(name in own for name in self.names)
+        return replaced is not None and replaced.is_unchanged() and norm.__dict__.keys().isdisjoint(self.names)
 
-    def _read(self, norm: Any, cls: type) -> Replaced | None:
-        original = original_class(norm) if isinstance(norm, nn.BatchNorm2d) else cls
-        is_it = qualified(original) == self.type and issubclass(original, nn.BatchNorm2d)
-        return Replaced(original) if is_it and is_behind(original, self.behind) else None
+    def _read(self, norm: Any) -> Replaced | None:
+        if not isinstance(norm, nn.BatchNorm2d):
+            return None
+        original = original_class(norm)
+        is_it = qualified(original) == self.type and is_behind(original, self.behind)
+        return Replaced(original) if is_it else None
 
 
 class Short:
@@ -95,8 +90,7 @@ class Short:
     all is as it mostly is; None else. ``callees()`` gives the functions that its statements call now."""
 
     def __init__(self, cls: Any, behind: str, callees: Callable[[], tuple[Any, ...]]) -> None:
-        names = behind.split()
-        self.passes, self.last = names[:-1], names[-1] if names else ""
+        *self.passes, self.last = behind.split() or [""]
         self.ranks = next((ranks for known, ranks in RANKS.items() if issubclass(cls, known)), ())
         self.callees, self.called = callees, callees()
         self.known = is_behind(cls, behind) and _BATCH_NORM in self.called
@@ -105,15 +99,13 @@ class Short:
         own = norm.__dict__
         if not self.known or own["training"] or torch.is_grad_enabled() or self.callees() != self.called:
             return None
-        children, activation = own["_modules"], NONE
+        children = own["_modules"]
         for name in self.passes:
             if name in own or not hands_on(children.get(name)):
                 return None
-        if self.last:
-            found = None if self.last in own else activation_of(children.get(self.last))
-            if found is None:
-                return None
-            activation = found
+        activation = None if self.last in own else activation_of(children.get(self.last))
+        if activation is None:
+            return None
         statistics, affine = own["_buffers"], own["_parameters"]
         mean, var = statistics.get("running_mean"), statistics.get("running_var")
         weight, bias = affine.get("weight"), affine.get("bias")
@@ -158,7 +150,7 @@ class _Reader:
             self._read(statement)
         match last:
             case ast.Return(value=ast.expr() as value):
-                if not (isinstance(value, ast.Name) and value.id == self.value):
+                if not self._holds_it(value):
                     self._compute(value)
                 return tuple(self.behind)
         raise _AnotherError
@@ -182,9 +174,7 @@ class _Reader:
             case ast.If(test=test, body=body, orelse=orelse):
                 self._check_plain(test)
                 truth = self._truth(test)
-                for statement in () if truth is False else body:
-                    self._read_either(statement) if truth is None else self._read(statement)
-                for statement in () if truth is True else orelse:
+                for statement in (*body, *orelse) if truth is None else body if truth else orelse:
                     self._read_either(statement) if truth is None else self._read(statement)
                 return
         raise _AnotherError
@@ -206,7 +196,7 @@ class _Reader:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=self.owner), attr=child), args=[given], keywords=[]):
                 if isinstance(given, ast.Call):
                     self._compute(given)
-                elif not (isinstance(given, ast.Name) and given.id == self.value):
+                elif not self._holds_it(given):
                     raise _AnotherError
                 self.behind.append(child)
             case ast.Call(func=function, args=[ast.Name(id=self.x), *rest], keywords=keywords) if not self.value:
@@ -216,6 +206,9 @@ class _Reader:
                     raise _AnotherError
             case _:
                 raise _AnotherError
+
+    def _holds_it(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Name) and node.id == self.value
 
     def _is_the_norm(self, given: dict[str, ast.expr]) -> bool:
         read = ("weight", "bias", "eps", *_STATISTICS)

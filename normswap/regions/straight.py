@@ -188,10 +188,8 @@ class _Reader(Reader):
     def returned(self, given: Mapping[str, Value]) -> Value:
         """What the function returns for these arguments."""
         self.env = dict(given)
-        first, *rest = self.tree.body
-        is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
         try:
-            self.read_all(rest if is_docstring else self.tree.body)
+            self.read_all(self.tree.body)
         except _Returned as end:
             return end.value
         self._refuse(f"{self.function.__name__} does not end in a return")
@@ -208,13 +206,15 @@ class _Reader(Reader):
 
     def _read(self, node: ast.stmt) -> None:
         match node:
+            case ast.Expr(value=ast.Constant()):
+                pass
             case ast.Return(value=ast.expr() as value):
                 raise _Returned(self.value(value))
             case ast.If(test=test, body=body, orelse=orelse):
                 self.read_all(body if self._truth(test) else orelse)
             case ast.Assign(targets=[*targets], value=value) if all(map(self._is_local, targets)):
                 found = self.value(value)
-                self.env |= {target.id: found for target in targets if isinstance(target, ast.Name)}
+                self.env |= {ast.unparse(target): found for target in targets}
             case ast.AnnAssign(target=target, value=ast.expr()) if self._is_local(target):
                 super()._read(node)
             case ast.Assign(targets=[target, *_]) | ast.AnnAssign(target=target):
@@ -236,10 +236,12 @@ class _Reader(Reader):
                 return not self._truth(operand)
             case ast.Compare(left=left, ops=[how], comparators=[right]) if type(how) in _COMPARED:
                 one, other = self._tested(left), self._tested(right)
-                if _is_tensor(one) or _is_tensor(other):
-                    return isinstance(how, ast.IsNot) if one is None or other is None else self._undecidable(node)
-                known = UNKNOWN not in (one, other) and not (isinstance(other, tuple) and UNKNOWN in other)
-                return bool(_COMPARED[type(how)](one, other)) if known else self.reading.either()
+                if (_is_tensor(one) or _is_tensor(other)) and one is not None and other is not None:
+                    self._undecidable(node)
+                try:
+                    return self.reading.either() if UNKNOWN in (one, other) else bool(_COMPARED[type(how)](one, other))
+                except TypeError:  # "a" in None, say
+                    self._undecidable(node)
             case ast.Compare():
                 self._undecidable(node)
         found = self._tested(node)
@@ -252,23 +254,22 @@ class _Reader(Reader):
         """What a branch depends on: the value of a constant or a plain attribute of self; ``UNKNOWN`` for a dtype."""
         if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
             elements = tuple(self._tested(element) for element in node.elts)
-            return self._undecidable(node) if any(map(_is_tensor, elements)) else elements
-        found = self.value(node)
-        if isinstance(found, Constant):
-            return found.value
-        if (isinstance(found, Op) and found.target == ".dtype") or _is_dtype_of(found):
-            return UNKNOWN
-        if isinstance(found, Attribute) and found.path == "training":
-            return self.reading.mode()
-        value = plain_value(self.module, found.path) if isinstance(found, Attribute) else UNKNOWN
-        if isinstance(found, Attribute) and (type(value) in PLAIN or isinstance(value, torch.Tensor)):
-            self.found.tested.add(found.path)
-            return value
+            if any(map(_is_tensor, elements)):
+                self._undecidable(node)
+            return UNKNOWN if UNKNOWN in elements else elements
+        match self.value(node):
+            case Constant(value=value):
+                return value
+            case Op(target=".dtype"):
+                return UNKNOWN
+            case Attribute(path="training"):
+                return self.reading.mode()
+            case Attribute(path=path) if path.endswith(".dtype"):
+                return UNKNOWN
+            case Attribute(path=path) if type(value := plain_value(self.module, path)) in PLAIN or _is_tensor(value):
+                self.found.tested.add(path)
+                return value
         self._undecidable(node)
-
-    def _is_attribute(self, node: ast.expr) -> str:
-        """``name`` of self.name."""
-        return node.attr if isinstance(node, ast.Attribute) and self.owner.is_it(node.value) else ""
 
     # --- expressions ----------------------------------------------------------------------------------------------
 
@@ -294,8 +295,8 @@ class _Reader(Reader):
         return Constant(value=known.value) if isinstance(known, Constant) else known  # on this way it holds that alone
 
     def _call(self, node: ast.Call, func: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Value:
-        name = self._is_attribute(func)
-        method = method_of(type(self.module), name) if name else None
+        name = func.attr if isinstance(func, ast.Attribute) and self.owner.is_it(func.value) else ""
+        method = method_of(type(self.module), name)
         if method is not None:
             self.found.methods[name] = method
             return self._called(method, node, (Attribute(path=""),))
@@ -332,16 +333,11 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _is_dtype_of(value: Value) -> bool:
-    return isinstance(value, Attribute) and value.path.endswith(".dtype")
-
-
 def _takes_a_part(node: ast.AST) -> bool:
     """Whether an index holds anything else than ``:``, ``...`` and None."""
-    if isinstance(node, ast.Slice):
-        return any((node.lower, node.upper, node.step))
-    known = (ast.Tuple, ast.Load, ast.Constant)
-    return not isinstance(node, known) or (isinstance(node, ast.Constant) and node.value not in (None, ...))
+    if isinstance(node, ast.Constant):
+        return node.value not in (None, ...)
+    return not isinstance(node, (ast.Slice, ast.Tuple, ast.Load))
 
 
 def names_of(ops: list[Op]) -> Iterator[str]:
