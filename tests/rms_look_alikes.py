@@ -273,6 +273,19 @@ class FrozenBatchNorm(Norm):
         return x * (self.weight + self.eps).rsqrt()
 
 
+class Sized(Norm):
+    def size(self, x):
+        return x.abs()
+
+    def forward(self, x):
+        return x * torch.rsqrt(self.size(x).mean(-1, keepdim=True) + self.eps)
+
+
+class RootOfSize(Sized):
+    def forward(self, x):
+        return x.pow(2).mean(-1, keepdim=True) + torch.sqrt(self.size(x))
+
+
 class Loss(nn.Module):
     def forward(self, x, y):
         return torch.sqrt(((x - y) ** 2).mean())

@@ -8,7 +8,7 @@ import pytest
 import region_checks
 import torch
 from models import randomised
-from rms_look_alikes import LOOK_ALIKES, FrozenBatchNorm, Gated, HandLayerNorm, Loss
+from rms_look_alikes import LOOK_ALIKES, FrozenBatchNorm, Gated, HandLayerNorm, Loss, RootOfSize, Sized
 from rms_models import (
     CHANNELS,
     DTYPES,
@@ -55,6 +55,20 @@ def test_every_spelling_is_swapped_and_equal(cls: type[nn.Module], dtype: torch.
     check(made(cls).to(dtype), torch.randn(shape_for(cls)).to(dtype) * 2, calls, served)
 
 
+class AsksForEps(NoWeight):
+    """A branch goes by what is read where the norm needs a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps: Any = 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.eps is None:
+            return x
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
 WEIGHTED = "float32*float32 float16*float16 bfloat16*bfloat16"
 ANY_WEIGHT = "float32*float32 float16*float16 float16*float32 bfloat16*bfloat16 bfloat16*float32"
 
@@ -78,6 +92,10 @@ ANY_WEIGHT = "float32*float32 float16*float16 float16*float32 bfloat16*bfloat16 
             Flags,
             {"dim": -1, "eps": "eps", "dtypes": "float32 float16 bfloat16"}
             | {"self.force": True, "self.dim": -1, "self.with_scale": False},
+        ),
+        (
+            AsksForEps,
+            {"dim": -1, "eps": 1e-5, "dtypes": "float32 float16 bfloat16", "self.eps": 1e-5},
         ),
         (
             Helpers,
@@ -184,7 +202,7 @@ def test_a_region_of_a_look_alike_computes_what_it_did(cls: type[nn.Module]) -> 
     region_checks.assert_same(region_checks.swap(model), model, inputs, False)
 
 
-@pytest.mark.parametrize("cls", [HandLayerNorm, FrozenBatchNorm, Loss])
+@pytest.mark.parametrize("cls", [HandLayerNorm, FrozenBatchNorm, Loss, Sized, RootOfSize])
 def test_other_functions_are_not_spoken_of(cls: type[nn.Module]) -> None:
     assert rules.alone(cls()) is None
 

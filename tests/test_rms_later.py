@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import normswap
 from normswap import modules, rules
 from normswap.plan import Match, Reason, Refusal
+from normswap.rules import rms_by_hand
 
 KINDS = (Times, Power, OfChannelsWeighted)
 """The weight after a cast, an offset before it, along another dim than the last."""
@@ -116,6 +117,25 @@ def test_code_that_changes_brings_the_original_back(calls: Calls, monkeypatch: p
         patched.setattr(Helpers, "forward", lambda self, x: x + 1)
         assert torch.equal(swapped(x), x + 1)
     assert_equal(swapped, module, x, calls, served=True)
+
+
+def test_a_module_alike_is_not_read_again_until_code_that_it_calls_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, read = rms_by_hand.read_whole, list[str]()
+    monkeypatch.setattr(rms_by_hand, "read_whole", lambda *given: read.append("") or whole(*given))  # type: ignore[func-returns-value]
+
+    def other(self: Any, x: Tensor) -> Tensor:
+        return x.abs()
+
+    for cls, owner, name in ((Helpers, Helpers, "_square"), (Functions, rms_models, "rstd_of")):
+        modules, count = (made(cls), made(cls)), len(read)
+        assert all(isinstance(rules.alone(module), Match) for module in modules) and len(read) <= count + 1
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, other)
+            assert not isinstance(rules.alone(modules[0]), Match)
+        with monkeypatch.context() as patched:
+            patched.setattr(getattr(owner, name), "__code__", other.__code__)
+            assert not isinstance(rules.alone(modules[0]), Match)
+        assert isinstance(rules.alone(modules[0]), Match)
 
 
 @pytest.mark.case("later-hooks", "hooks")

@@ -7,7 +7,7 @@ import ast
 import inspect
 import types
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -32,36 +32,33 @@ _SHAPE = (3,) * 6
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# By class and all of a module that it depends on, what was read, and the functions called there.
-_judged: weakref.WeakKeyDictionary[type, dict[Hashable, tuple[Match | Refusal, Mapping[Any, types.CodeType]]]]
-_judged = weakref.WeakKeyDictionary()
+# By class, all of a module that the answer depends on.
+_judged: weakref.WeakKeyDictionary[type, dict[Hashable, Match | Refusal]] = weakref.WeakKeyDictionary()
 
 
 def match(module: nn.Module) -> Match | Refusal | None:
     """Match a module whose forward is an RMSNorm and nothing else; refuse one that holds it in another form."""
     forward = class_forward(module)
-    if forward is None or not _looks_like([*_functions(type(module), forward)]):
+    functions = [] if forward is None else _functions(type(module), forward)
+    if not _looks_like(functions):
         return None
     if is_lazy(module):
         return Refusal(KIND, Reason.LAZY)
-    return not_rewritable(module, KIND) or _judge(module, forward)
+    return not_rewritable(module, KIND) or _judge(module, functions)
 
 
 # --- recognising --------------------------------------------------------------------------------------------------
 
 
-def _functions(cls: type[nn.Module], forward: types.FunctionType) -> Iterator[types.FunctionType]:
+def _functions(cls: type[nn.Module], forward: types.FunctionType) -> list[types.FunctionType]:
     """``forward``, the methods of the class's own and the functions beside it that it names, and those these name."""
-    waiting, seen = [forward], {forward}
-    while waiting:
-        function = waiting.pop()
-        yield function
+    functions = [forward]
+    for function in functions:  # grows on the way
         for name in names_in(function):
-            method = None if name in nn.Module.__dict__ else method_of(cls, name)
-            for found in (method, function_of(forward, name)):
-                if found is not None and found not in seen:
-                    seen.add(found)
-                    waiting.append(found)
+            for found in (method_of(cls, name), function_of(forward, name)):
+                if found is not None and found not in (nn.Module.__dict__.get(name), *functions):
+                    functions.append(found)
+    return functions
 
 
 def _looks_like(functions: list[types.FunctionType]) -> bool:
@@ -70,10 +67,10 @@ def _looks_like(functions: list[types.FunctionType]) -> bool:
     names = frozenset[str]().union(*map(names_in, functions))
     if not names & _AVERAGES:
         return False
-    trees = {f.__name__: source.source_tree(inspect.unwrap(f).__code__) for f in functions}
-    if None in trees.values():
+    trees = [(f.__name__, source.source_tree(inspect.unwrap(f).__code__)) for f in functions]
+    flows = {name: Flow(tree) for name, tree in trees if tree}
+    if not all(tree for _, tree in trees):
         return bool(names & _ROOTS)
-    flows = {name: Flow(tree) for name, tree in trees.items() if tree is not None}
     squaring = frozenset(name for name, flow in flows.items() if any(map(_is_square, flow.nodes)))
     averaging = frozenset(name for name, flow in flows.items() if _averages(flow, squaring, flow.nodes[0]))
     return any(_averages(flow, squaring, root, averaging) for flow in flows.values() for root in _roots(flow))
@@ -122,27 +119,19 @@ def _centred(flow: Flow, average: ast.AST) -> bool:
 # --- judging ------------------------------------------------------------------------------------------------------
 
 
-def _judge(module: nn.Module, forward: types.FunctionType) -> Match | Refusal:
-    cls: Any = type(module)
-    known, key = _judged.setdefault(cls, {}), _key(module, forward)
-    if key not in known or not _is_current(cls, forward, known[key][1]):
-        whole = read_whole(module, forward, "rms_norm_by_hand", KIND)
-        called = {} if isinstance(whole, Refusal) else {f: f.__code__ for f in whole.read.called}
-        known[key] = (whole if isinstance(whole, Refusal) else _form(module, whole), called)
-    return known[key][0]
+def _judge(module: nn.Module, functions: list[types.FunctionType]) -> Match | Refusal:
+    known, key = _judged.setdefault(type(module), {}), _key(module, functions)
+    if key not in known:
+        whole = read_whole(module, functions[0], "rms_norm_by_hand", KIND)
+        known[key] = whole if isinstance(whole, Refusal) else _form(module, whole)
+    return known[key]
 
 
-def _key(module: nn.Module, forward: types.FunctionType) -> Hashable:
+def _key(module: nn.Module, functions: list[types.FunctionType]) -> Hashable:
     """All of a module that the answer depends on: sizes are no part of it, since no size is read."""
     plain = ((name, type(value), value) for name, value in module.__dict__.items() if type(value) in PLAIN)
     shapes = ((name, None if t is None else _small(t)) for name, t in own_tensors(module).items())
-    return forward.__code__, (*plain,), (*shapes,)
-
-
-def _is_current(cls: type[nn.Module], forward: types.FunctionType, called: Mapping[Any, types.CodeType]) -> bool:
-    """True while the same functions with the same code are behind the names."""
-    behind = [(method_of(cls, f.__name__), function_of(forward, f.__name__)) for f in called]
-    return all(f in found and f.__code__ is code for found, (f, code) in zip(behind, called.items(), strict=True))
+    return tuple((weakref.ref(f), f.__code__) for f in functions), (*plain,), (*shapes,)
 
 
 def _small(tensor: Tensor) -> tuple[int, ...]:
