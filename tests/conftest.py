@@ -12,7 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are shared with the other w
 
 import torch
 
-from normswap import builder
+from normswap import builder, ops
 
 KERNEL = """
 #include <cuda_runtime.h>
@@ -38,6 +38,15 @@ STABLE_TORCH_LIBRARY_IMPL(normswap_tiny, CUDA, m) { m.impl("twice", TORCH_BOX(&t
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def folds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How convolutions were folded so far."""
+    seen: list[str] = []
+    real = ops.convolution_batch_norm_eval
+    monkeypatch.setattr(ops, "convolution_batch_norm_eval", lambda *a, **k: seen.append(k["folding"]) or real(*a, **k))
+    return seen
 
 
 @pytest.fixture

@@ -57,6 +57,20 @@ class Case:
     base: type[nn.Module] = Parts
 
 
+def hook(name: str) -> Any:
+    return lambda model: model.get_submodule(name).register_forward_hook(lambda module, args, out: out * 3)
+
+
+def pre_hook(name: str) -> Any:
+    return lambda model: model.get_submodule(name).register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+def put(path: str, make: Any) -> Any:
+    """A change that sets an attribute to what ``make`` gives."""
+    *parents, name = path.split(".")
+    return lambda model: setattr(model.get_submodule(".".join(parents)), name, make())
+
+
 def loaded(path: Path) -> types.ModuleType:
     """The module of the file at ``path``, whose source can be read."""
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from region_checks import CHANNELS, IMAGES, ROWS, Case
+from region_checks import CHANNELS, IMAGES, ROWS, Case, hook, pre_hook, put
 from region_models import (
     batch_norm_residual,
     f_layer_norm,
@@ -272,20 +272,6 @@ def only_starred(*args):
 class Doubled(nn.Module):
     def forward(self, x):
         return 2 * x
-
-
-def hook(name: str) -> Any:
-    return lambda model: model.get_submodule(name).register_forward_hook(lambda module, args, out: out * 3)
-
-
-def pre_hook(name: str) -> Any:
-    return lambda model: model.get_submodule(name).register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-
-
-def put(path: str, make: Any) -> Any:
-    """A change that sets an attribute to what ``make`` gives."""
-    *parents, name = path.split(".")
-    return lambda model: setattr(model.get_submodule(".".join(parents)), name, make())
 
 
 def parametrized(model: Any) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from convolution_checks import outcome
 from convolution_models import Block, bn, conv, drawn, undecided
 from convolution_models import written as convolving
 from models import randomised
 from region_checks import CHANNELS, IMAGES, ROWS, Case, Parts, assert_same, check, swap
-from test_convolution import outcome
 from torch import Tensor, nn
 
 import normswap

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from linear_region_models import BATCH, CHANGED, FEATURES, FOUND, LOOK_ALIKES, WIDTH, Factor, LinearParts
+from linear_region_changes import CHANGED
+from linear_region_look_alikes import LOOK_ALIKES
+from linear_region_models import BATCH, FEATURES, FOUND, WIDTH, Factor, LinearParts
 from models import randomised
 from region_checks import Case, assert_same, check, regions_in, swap, written
 from torch import Tensor, nn

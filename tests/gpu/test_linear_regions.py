@@ -1,4 +1,4 @@
-"""Linear -> scale -> BatchNorm as regions on the GPU: the tables of tests/linear_region_models.py, and that our kernels
+"""Linear -> scale -> BatchNorm as regions on the GPU: the tables of tests/linear_region_*.py, and that our kernels
 compute them, with what stands behind them in one launch in training."""
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from linear_region_models import BATCH, CHANGED, FOUND, LOOK_ALIKES, Factor
+from linear_region_changes import CHANGED
+from linear_region_look_alikes import LOOK_ALIKES
+from linear_region_models import BATCH, FOUND, Factor
 from models import randomised
 from norm_models import DTYPES
 from region_checks import Case, assert_same, check, written
