@@ -38,6 +38,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "isinstance(statement, ast.Assign) and statement.value is op.node",
         "(isinstance(statement, ast.Assign))",
     ): "used twice is only what has a name, and a flow gives one to what is assigned as it is",
+    ("regions/flow.py", "may_be_inlined(tree, forward.__globals__)", "(True)"): "a copy is read then, more slowly",
     (
         "regions/spelling.py",
         '"norm" in name and "p" in bound and name != "normalize"',

@@ -22,7 +22,7 @@ def with_what_stands_before(module: nn.Module, found: Growing, taken: set[int], 
         before = [_with_sum(found, taken)]
     else:
         norm = module._modules.get(found.norm) if found.type else None
-        linear = with_linear(found, norm, taken, functools.partial(child_of, module))
+        linear = with_linear(found, norm, functools.partial(child_of, module))
         before = [linear, _with_convolution(module, found, taken, baked)]
     yield from filter(None, before)
 

@@ -189,7 +189,7 @@ class Reader:
             case ast.Assign(targets=[ast.Tuple(elts=elements)], value=value) if _are_names(elements):
                 found = self.value(value)
                 self._pure(found) if isinstance(found, Op) else self._opaque(found)  # may be an iterator with effects
-                self.env |= {element.id: Leaf() for element in elements if isinstance(element, ast.Name)}
+                self.env |= {ast.unparse(element): Leaf() for element in elements}
             case ast.AugAssign(target=ast.Name(id=name), op=operator, value=value):
                 old = self._name(ast.Name(name, ast.Load()))
                 new = self.value(value)
@@ -214,17 +214,13 @@ class Reader:
 
     def _compound(self, node: ast.stmt) -> None:
         """A statement that is not followed: its bodies are stretches of their own, the rest of it is opaque."""
+        # A def is another function; a handler may ask how far the body of a try came.
+        names = () if isinstance(node, _DEFINITIONS) else ("body", "orelse", "finalbody")[isinstance(node, _TRIES) :]
         self._forget()
-        for name, part in ast.iter_fields(node):
-            # A def is another function; a handler may ask how far the body of a try came.
-            if isinstance(node, _DEFINITIONS) or (isinstance(node, _TRIES) and name == "body"):
-                continue
-            if isinstance(part, list) and part and all(isinstance(element, ast.stmt) for element in part):
-                self.stretch_of(part)
-        for handler in getattr(node, "handlers", ()):
-            self.stretch_of(handler.body)
-        for case in getattr(node, "cases", ()):
-            self.stretch_of(case.body)
+        for name in names:
+            self.stretch_of(getattr(node, name, ()))
+        for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            self.stretch_of(part.body)
         self._forget()
 
     # --- expressions ----------------------------------------------------------------------------------------------
@@ -246,8 +242,8 @@ class Reader:
                 return self._call(node, func, args, keywords)
             case ast.Tuple(elts=elements) | ast.List(elts=elements):
                 values = [self.value(element) for element in elements]
-                if all(isinstance(v, Constant) for v in values):
-                    constants = [v for v in values if isinstance(v, Constant)]
+                constants = [v for v in values if isinstance(v, Constant)]
+                if len(constants) == len(values):
                     return Constant(value=tuple(v.value for v in constants), named=any(v.named for v in constants))
                 return self._pure(*values)
             case ast.Subscript(value=base, slice=index):
@@ -277,10 +273,10 @@ class Reader:
         if isinstance(base, Attribute):
             path = f"{base.path}.{node.attr}".removeprefix(".")
             return Attribute(path=path, computed=self.owner.is_computed(path))
-        if isinstance(base, Constant) and isinstance(base.value, types.ModuleType):
-            found = getattr(base.value, node.attr, _UNKNOWN)
+        if isinstance(base, Constant):
+            found = getattr(base.value, node.attr, None) if isinstance(base.value, types.ModuleType) else None
             return Constant(value=found) if is_torchs(found) else Leaf()
-        return self._op(f".{node.attr}", (base,), {}, node) if not isinstance(base, Constant) else Leaf()
+        return self._op(f".{node.attr}", (base,), {}, node)
 
     def _call(self, node: ast.Call, func: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Value:
         target: Any = None
@@ -292,7 +288,7 @@ class Reader:
             called = self.value(func)
             if isinstance(func, ast.Name) and func.id in self.locals:
                 receiver = (called,)  # a region's own statements have no such name
-            elif isinstance(called, Attribute) and called.path:
+            elif isinstance(called, Attribute):
                 target = f"self.{called.path}"
             elif isinstance(called, Constant) and callable(called.value):
                 target = called.value
@@ -300,7 +296,7 @@ class Reader:
                 receiver = (called,)
         starred = any(isinstance(arg, ast.Starred) for arg in args) or any(k.arg is None for k in keywords)
         values = (*receiver, *(self.value(a.value if isinstance(a, ast.Starred) else a) for a in args))
-        named = {k.arg or "": self.value(k.value) for k in keywords}
+        named = {str(k.arg): self.value(k.value) for k in keywords}
         if target is None or starred or "out" in named:
             return self._opaque(*values, *named.values())
         return self._op(target, values, named, node)
@@ -312,7 +308,7 @@ class Reader:
 
     def _unknown(self, node: ast.AST) -> Value:
         """Something that is not understood, with all it mentions."""
-        mentioned = [self._name(n) for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+        mentioned = [self._name(named) for named in ast.walk(node) if isinstance(named, ast.Name)]
         for stored in ast.walk(node):
             if isinstance(stored, ast.Name) and isinstance(stored.ctx, ast.Store):
                 self.env[stored.id] = Leaf()

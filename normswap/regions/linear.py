@@ -29,23 +29,23 @@ _ChildOf: TypeAlias = "Callable[[Op], nn.Module | None]"
 _Named: TypeAlias = "tuple[str, nn.Module | None]"
 
 
-def with_linear(found: Growing, norm: nn.Module | None, taken: set[int], child_of: _ChildOf) -> Growing | None:
+def with_linear(found: Growing, norm: nn.Module | None, child_of: _ChildOf) -> Growing | None:
     """``found``, whose norm is the child ``norm``, and the Linear that gives its input; None where none can be taken
     in."""
     value, user = found.x, found.ops[0]
     if type(norm) is not nn.BatchNorm1d or not isinstance(value, Op):
         return None
+    linear: Any = value
     ops, steps, factor = list[Op](), [], tuple[str, ...]()
-    if (scaled := _scaled(value, child_of)) is not None and id(value) not in taken:
+    if (scaled := _scaled(value, child_of)) is not None:
         does, operand, factor = scaled
-        ops, steps = [value], [(does, value, operand)]
-    linear: Any = value.args[steps[0][2]] if steps else value
-    child = child_of(linear) if isinstance(linear, Op) and id(linear) not in taken else None
+        linear, ops, steps = value.args[operand], [value], [(does, value, operand)]
+    child = child_of(linear)
     if not is_linear(child) or len(linear.args) != 1 or linear.keywords:
         return None
     name = linear.target[len("self.") :]
     users = (value, user) if steps else (user,)
-    once = all(_is_for(op, to) for op, to in zip((linear, *ops), users, strict=True))
+    once = all(op.users == [to] for op, to in zip((linear, *ops), users, strict=True))
     if reason := _why_apart((name, child), norm, once, (factor[0], child_of(value)) if factor else None):
         found.apart = reason
         return None
@@ -58,16 +58,11 @@ def is_linear(child: nn.Module | None) -> bool:
     return isinstance(child, nn.Linear) or "Linear" in type(child).__name__
 
 
-def _is_for(op: Op, user: Op) -> bool:
-    """Whether nothing else uses what ``op`` gives."""
-    return op.users == [user] and op.stretch == user.stretch
-
-
 def _scaled(value: Op, child_of: _ChildOf) -> tuple[str, int, tuple[str, ...]] | None:
     """How the output of a Linear is multiplied: ("product", which operand it is, ()), or ("factor", 0, that of the
     region)."""
     from_linear = [isinstance(arg, Op) and is_linear(child_of(arg)) for arg in value.args]
-    if value.target in MULTIPLIES and len(value.args) == 2 and not value.keywords and any(from_linear):
+    if value.target in MULTIPLIES and len(value.args) == 2 and any(from_linear):
         operand = from_linear.index(True)
         return ("product", operand, ()) if is_own(value.args[1 - operand]) else None
     if from_linear == [True] and not value.keywords:
@@ -86,26 +81,27 @@ def run_before(norm: nn.Module, children: Sequence[_Named]) -> tuple[str, tuple[
     return (before[0], factor, _why_apart(before, norm, True, last)) if factor else ("", (), "")
 
 
-def _why_apart(linear: _Named, norm: Any, used_once: bool, factor: _Named | None = None) -> str:
+def _why_apart(linear: tuple[str, Any], norm: Any, used_once: bool, factor: tuple[str, Any] | None = None) -> str:
     name, child = linear
     if reason := why_apart(child, used_once, classes=(nn.Linear,)):
         return f"{name} {reason}"
-    if child is not None and child.out_features != norm.num_features:
+    if child.out_features != norm.num_features:
         return f"{name} gives other channels than the norm takes"
-    hooked = factor is not None and factor[1] is not None and not is_bare(factor[1].__dict__)
-    return f"{factor[0]} carries hooks, or a forward of its own" if factor and hooked else ""
+    if factor is not None and not is_bare(factor[1].__dict__):
+        return f"{factor[0]} carries hooks, or a forward of its own"
+    return ""
 
 
-def factor_of(name: str, child: nn.Module | None) -> tuple[str, ...]:
+def factor_of(name: str, child: Any) -> tuple[str, ...]:
     """The ``factor`` of a region for the child ``name``; nothing where that does not only multiply."""
     attribute = multiplied_by(child)
-    return () if child is None or attribute is None else (name, attribute, fingerprint(type(child).forward))
+    return () if attribute is None else (name, attribute, fingerprint(type(child).forward))
 
 
-def multiplied_by(module: nn.Module | None) -> str | None:
-    """The attribute by which ``module`` multiplies its input, where that is all it does; None for any other module."""
-    forward = None if module is None else method_of(type(module), "forward")
-    if module is None or forward is None or module._modules or own_getattr(module) is not None:
+def multiplied_by(module: Any) -> str | None:
+    """The attribute by which ``module`` multiplies its input, where that is all it does; None for anything else."""
+    forward = method_of(type(module), "forward")
+    if forward is None or module._modules or own_getattr(module) is not None:
         return None
     read = straight(module, forward)
     if isinstance(read, Rejection) or len(read.ways) > 1 or read.tested or read.called:
@@ -122,11 +118,10 @@ def multiplied_by(module: nn.Module | None) -> str | None:
 def product_of(value: Value) -> tuple[Value, Value] | None:
     """(what is multiplied, by what) of a product with an attribute of self or a number; None for anything else."""
     name, given = (isinstance(value, Op) and spelled(value)) or ("", {})
-    pair = [given["input"], given["other"]] if name == "*" else []
-    for one, other in (pair, pair[::-1]) if pair else ():
-        if isinstance(other, (Attribute, Constant)):
-            return one, other
-    return None
+    if name != "*":
+        return None
+    pair = given["input"], given["other"]
+    return next(((one, by) for one, by in (pair, pair[::-1]) if isinstance(by, (Attribute, Constant))), None)
 
 
 def _is_factor(scale: Any, linear: nn.Linear) -> bool:
@@ -151,7 +146,7 @@ class Projected:
         if self.factor:
             name, attribute, code = self.factor
             child: Any = children.get(name)
-            if child is None or not multiplies(child, code) or (scale := getattr(child, attribute)) is None:
+            if not multiplies(child, code) or (scale := getattr(child, attribute)) is None:
                 return None, None
         linear: Any = children.get(self.name)
         out = linear_scale_batch_norm(x, linear, scale, norm, None, activation, behind, self.is_as_read)

@@ -64,8 +64,10 @@ class _Sources:
         if isinstance(node, ast.Name):
             values = _values_of(node.id, tree)
             return bool(values) and all(self.follow(value, within) for value in values)
-        if not isinstance(node, ast.Call) or id(node) in self.calls:
-            return id(node) in self.calls
+        if id(node) in self.calls:
+            return True
+        if not isinstance(node, ast.Call):
+            return False
         if (child := _child_called(node, tree)) is None:
             return self._checkpointed(node, within)
         self.calls[id(node)] = child
@@ -73,10 +75,8 @@ class _Sources:
             return self._returned(self.trees[child], child)
         if _is_hidden(self.owner, child) or not is_convolution(self.owner._modules.get(child)):
             return False
-        if self.convolution not in ("", child):
-            return False
-        self.convolution = child
-        return len(node.args) == 1 and not node.keywords
+        self.convolution = self.convolution or child
+        return child == self.convolution and len(node.args) == 1 and not node.keywords
 
     def _returned(self, function: ast.FunctionDef, within: str) -> bool:
         """Whether all that ``function``, which stands in the one called ``within``, returns comes from there."""
@@ -103,24 +103,20 @@ def _checkpoints(function: object) -> bool:
     if function is checkpoint:
         return True
     tree = definition(function) if isinstance(function, types.FunctionType) else None
-    if not isinstance(tree, ast.FunctionDef) or not tree.args.args or _is_beyond(tree):
+    if not isinstance(tree, ast.FunctionDef) or _is_beyond(tree):
         return False
-    first = tree.args.args[0].arg
-    returned = [node.value for node in _own(tree) if isinstance(node, ast.Return)]
-    handed_on = [
-        value for value in returned if isinstance(value, ast.Call) and [*map(_named, value.args[:1])] == [first]
-    ]
-    once = len(returned) == len(handed_on) == len(_uses(first, tree)) == 1
-    return once and _checkpoints(global_named(handed_on[0].func, function))  # type: ignore[arg-type]
+    first = _parameters(tree)[0]
+    match [node.value for node in _own(tree) if isinstance(node, ast.Return)]:
+        case [ast.Call(func=called, args=[ast.Name(id=name), *_])] if name == first and len(_uses(first, tree)) == 1:
+            return _checkpoints(global_named(called, function))  # type: ignore[arg-type]
+    return False
 
 
 def _values_of(name: str, tree: ast.FunctionDef) -> list[ast.expr]:
     """All that a local variable is ever given; none where that is not known, or where it is read more than once."""
     taken = any(isinstance(node, ast.arg) and node.arg == name for node in ast.walk(tree))
     given = [n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and [*map(_named, n.targets)] == [name]]
-    uses = _uses(name, tree)
-    read = sum(isinstance(use.ctx, ast.Load) for use in uses)
-    return given if not taken and read == 1 and len(uses) == 1 + len(given) else []
+    return given if not taken and len(_uses(name, tree)) == 1 + len(given) else []
 
 
 def _named(node: ast.expr) -> str:
@@ -140,9 +136,7 @@ def _calls(child: str, tree: ast.FunctionDef) -> list[ast.Call]:
 def _child_called(call: ast.Call, tree: ast.FunctionDef) -> str | None:
     """``name`` of a call self.name(...)."""
     match call.func:
-        case ast.Attribute(value=ast.Name(id=name), attr=child) if (
-            name == [*tree.args.posonlyargs, *tree.args.args][0].arg
-        ):
+        case ast.Attribute(value=ast.Name(id=name), attr=child) if name == _parameters(tree)[0]:
             return child
     return None
 
@@ -157,6 +151,10 @@ def _own(function: ast.FunctionDef) -> Iterator[ast.AST]:
             waiting.extend(ast.iter_child_nodes(node))
 
 
+def _parameters(tree: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args)]
+
+
 def _is_hidden(owner: nn.Module, child: str) -> bool:
     return child in owner.__dict__ or inspect.getattr_static(type(owner), child, None) is not None
 
@@ -165,7 +163,7 @@ def _is_beyond(tree: ast.FunctionDef) -> bool:
     """Whether a function does what is not followed, or another name than its first parameter's may be the module's."""
     nodes = [*ast.walk(tree)]
     arguments = [node.arg for node in nodes if isinstance(node, ast.arg)]
-    own = [*tree.args.posonlyargs, *tree.args.args]
+    own = _parameters(tree)
     named = {node.id for node in nodes if isinstance(node, ast.Name)}
-    clear = bool(own) and arguments.count(own[0].arg) == 1 and named.isdisjoint(SEES_LOCALS)
+    clear = bool(own) and arguments.count(own[0]) == 1 and named.isdisjoint(SEES_LOCALS)
     return not clear or any(isinstance(node, _NOT_FOLLOWED) for node in nodes)
