@@ -4,12 +4,13 @@ rule knows one."""
 from __future__ import annotations
 
 import ast
+import types
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rms_models import Norm, Times
+from rms_models import Norm, NoWeight, Times
 from torch import Tensor, nn
 
 from normswap import rules
@@ -62,7 +63,7 @@ def test_functions_methods_and_settings_are_those_that_were_read(monkeypatch: py
     site = site_of(module)
     assert site.is_as_read(module)
     assert not site_of(module, source="another").is_as_read(module)
-    for mode in ("other", ["plain"]):
+    for mode in ("other", ["plain"], type("Text", (str,), {})("plain")):
         module.mode = mode  # type: ignore[assignment]
         assert not site.is_as_read(module)
     del module.mode
@@ -75,6 +76,8 @@ def test_functions_methods_and_settings_are_those_that_were_read(monkeypatch: py
     for owner, name in ((Rooted, "root"), (Rooted, "forward")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda self, x: x)
+            assert not site.is_as_read(module), name
+            patch.setattr(owner, name, types.FunctionType(getattr(owner, name).__code__, {}))
             assert not site.is_as_read(module), name
         with monkeypatch.context() as patch:
             patch.setattr(getattr(owner, name), "__code__", (lambda self, x: x).__code__)
@@ -109,6 +112,33 @@ def test_the_weight_of_a_module() -> None:
     assert site.weight_of(module) is None
 
 
+class Shifted(Norm):
+    """With a number that is added to the weight."""
+
+    offset: Any = 0.5
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (self.offset + self.weight)
+
+
+def test_what_a_region_around_a_norm_computes_it_with() -> None:
+    module, channels = Shifted(), Channels()
+    arguments = forwards.arguments_reader(Replaced(Shifted), rules.alone(module).attributes)  # type: ignore[union-attr]
+    assert arguments(module, X) == ((SIX,), module.weight, 1e-5, 0.5, False)
+    for x in (X.transpose(0, 1), X.double(), torch.ones(())):
+        assert arguments(module, x) is None
+    for name in ("eps", "offset"):
+        setattr(module, name, torch.ones(()))
+        assert arguments(module, X) is None
+        vars(module)[name] = 1e-5
+    assert arguments(module, X) is not None
+    assert arguments(module, X.half()) is None and not forwards._Site.casts(site_of(Times()), X)
+    assert site_of(Times()).casts(X.half()) and not site_of(module).casts(X.half())
+    assert arguments(nn.Linear(1, 1), X) is None  # its forward is another by now
+    along = forwards.arguments_reader(Replaced(Channels), rules.alone(channels).attributes)  # type: ignore[union-attr]
+    assert along(channels, torch.randn(2, SIX, 4, 5)) is None and along(channels, torch.randn(2, SIX)) is None
+
+
 # --- does the op serve ----------------------------------------------------------------------------------------------
 
 WEIGHT = torch.randn(SIX)
@@ -131,7 +161,12 @@ def test_tensors_that_the_op_does_not_serve(what: str) -> None:
     site = site_of(Times())
     for _ in range(2):  # the second time it is known
         assert not site.serves(*UNSERVED[what])
-        assert site.serves(X, WEIGHT) and site.serves(X, nn.Parameter(WEIGHT)) and site.serves(X[0], WEIGHT)
+        assert site.serves(X, WEIGHT) and site.serves(X, nn.Parameter(WEIGHT)) and site.serves(X[0, 0], WEIGHT)
+
+
+def test_without_a_weight_the_input_alone_decides() -> None:
+    site = site_of(NoWeight())
+    assert site.serves(X, None) and not site.serves(X.double(), None) and not site.serves(torch.ones(()), None)
 
 
 class Channels(nn.Module):
@@ -183,6 +218,7 @@ def test_verdicts_are_kept_and_not_without_end(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         assert site.serves(X, WEIGHT)
     assert len(judged) == 1
+    assert site.serves(X[0], WEIGHT) and site.serves(X, WEIGHT) and len(judged) == 2
     for rows in range(1, forwards._VERDICTS + 1):
         site.serves(torch.empty(rows, SIX), WEIGHT)
         assert 0 < len(site.verdicts) <= forwards._VERDICTS

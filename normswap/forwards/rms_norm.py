@@ -42,13 +42,9 @@ def by_hand_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forwa
     site = _Site(replaced, attributes)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        x = args[0] if args else kwargs.get(site.argument)
-        if len(args) + len(kwargs) == 1 and isinstance(x, Tensor) and site.is_as_read(self):
-            weight = site.weight_of(self)
-            eps, offset = site.number(self, site.eps), site.number(self, site.weight_offset)
-            if eps is not None and offset is not None and site.serves(x, weight):
-                return site.normalised(x, weight, eps, offset)
-        return replaced.run(self, *args, **kwargs)  # type: ignore[no-any-return]
+        x: Any = args[0] if args else kwargs.get(site.argument)
+        given = site.given(self, x) if len(args) + len(kwargs) == 1 and isinstance(x, Tensor) else None
+        return replaced.run(self, *args, **kwargs) if given is None else site.normalised(x, *given)
 
     return forward
 
@@ -61,14 +57,11 @@ def arguments_reader(
     site = _Site(replaced, attributes)
 
     def arguments(self: Any, x: Tensor) -> tuple[Any, ...] | None:
-        if not site.is_as_read(self) or site.dim % x.dim() != x.dim() - 1 or not x.is_contiguous():
+        given = site.given(self, x) if site.dim in (-1, x.dim() - 1) and x.is_contiguous() else None
+        if given is None:
             return None
-        weight = site.weight_of(self)
-        eps, offset = site.number(self, site.eps), site.number(self, site.weight_offset)
-        if eps is None or offset is None or not site.serves(x, weight):
-            return None
-        flat = weight if weight is None or weight.dim() == 1 else weight.reshape(-1)
-        return x.shape[-1:], flat, eps, float(offset), site.rounds and x.dtype is not torch.float32
+        weight, eps, offset = given
+        return x.shape[-1:], weight, eps, float(offset), site.casts(x)
 
     return arguments
 
@@ -115,6 +108,16 @@ class _Site:
                 return False
         return True
 
+    def given(self, module: Any, x: Tensor) -> tuple[Tensor | None, float, float] | None:
+        """The weight as a vector, eps and offset; None where only the module's own code will do."""
+        if not self.is_as_read(module):
+            return None
+        weight = self.weight_of(module)
+        eps, offset = self.number(module, self.eps), self.number(module, self.weight_offset)
+        if eps is None or offset is None or not self.serves(x, weight):
+            return None
+        return weight if self.stored == 1 else weight.reshape(-1), eps, offset
+
     def weight_of(self, module: Any) -> Any:
         """A parameter without the detour that nn.Module.__getattr__ takes to it; None where there is no weight."""
         own = module._parameters
@@ -144,7 +147,7 @@ class _Site:
         rank = x.dim()
         if type(x) not in _PLAIN or not -rank <= self.dim < rank or 0 in x.stride():
             return False  # of an expanded tensor the elementwise operations give strides of their own
-        if self.rounds and x.dtype is not torch.float32 and self.dim % rank != rank - 1:
+        if self.casts(x) and self.dim % rank != rank - 1:
             return False  # the op along another dim than the last has no such cast
         if not self.weight:
             return (x.dtype, None) in self.dtypes
@@ -159,22 +162,26 @@ class _Site:
             and (self.stored == 1 or weight.shape[self.axis] == weight.numel())
         )
 
+    def casts(self, x: Tensor) -> bool:
+        """Whether what is normalised is rounded before the weight."""
+        return self.rounds and x.dtype is not torch.float32
+
     def normalised(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
         """The norm, with the strides that elementwise operations on ``x`` give."""
-        if weight is not None and weight.dim() != 1:
-            weight = weight.reshape(-1)
+        given = (weight, eps, offset, self.casts(x))
         if x.is_cuda and x.is_contiguous() and not torch.is_autocast_enabled("cuda"):
-            return self._computed(x, self.dim % x.dim(), weight, eps, offset)
+            return along(x, self.dim % x.dim(), *given)
         with outside_autocast(x.device.type):
-            return in_memory_order(lambda x, dim: self._computed(x, dim, weight, eps, offset), x, self.dim)
+            return in_memory_order(lambda x, dim: along(x, dim, *given), x, self.dim)
 
-    def _computed(self, x: Tensor, dim: int, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-        if dim == x.dim() - 1:
-            rounds = self.rounds and x.dtype is not torch.float32
-            return ops.rms_norm(x, x.shape[-1:], weight, eps, weight_offset=float(offset), cast_before_weight=rounds)
-        if weight is not None and offset:
-            weight = weight.float() + offset
-        return ops.rms_norm_dim(x, dim, weight=weight, eps=eps)
+
+def along(x: Tensor, dim: int, weight: Tensor | None, eps: float, offset: float, rounds: bool) -> Tensor:
+    """The norm of a contiguous ``x``, its weight a vector; ``rounds`` along the last dim alone."""
+    if dim == x.dim() - 1:
+        return ops.rms_norm(x, x.shape[-1:], weight, eps, weight_offset=float(offset), cast_before_weight=rounds)
+    if weight is not None and offset:
+        weight = weight.float() + offset
+    return ops.rms_norm_dim(x, dim, weight=weight, eps=eps)
 
 
 _MISSING = object()

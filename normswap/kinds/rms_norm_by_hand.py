@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap import ops
 from normswap.bounds import Rows, ulp_at_ties
 from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes
-from normswap.forwards.rms_norm import by_hand_forward
+from normswap.forwards.rms_norm import along, by_hand_forward
 from normswap.kinds.kind import Kind, are_numbers, flat, is_along, shape_along
 from normswap.ops.dispatch import in_memory_order
 from normswap.plan import Match
@@ -28,7 +27,6 @@ n * (offset + weight) | n * weight | n
 def call(x: Tensor, dim: Any, eps: Any, weight: Any, offset: Any, rounds: bool) -> Tensor | None:
     if not are_numbers(eps, offset) or not is_along(x, dim) or 0 in x.stride():
         return None
-    eps = eps or 0.0
     if rounds and (weight is None or offset or dim % x.dim() != x.dim() - 1 or not x.is_contiguous()):
         return None  # the op along another dim has no such cast
     try:
@@ -36,15 +34,7 @@ def call(x: Tensor, dim: Any, eps: Any, weight: Any, offset: Any, rounds: bool) 
     except ValueError:
         return None
 
-    def computed(x: Tensor, dim: int) -> Tensor:
-        if dim == x.dim() - 1:
-            options: dict[str, Any] = {"weight_offset": float(offset or 0.0), "cast_before_weight": rounds}
-            return ops.rms_norm(x, x.shape[-1:], gain, eps, **options)  # type: ignore[no-any-return]
-        return ops.rms_norm_dim(
-            x, dim, weight=gain.float() + offset if gain is not None and offset else gain, eps=eps or 0.0
-        )
-
-    return in_memory_order(computed, x, dim)
+    return in_memory_order(lambda x, dim: along(x, dim, gain, eps or 0.0, offset or 0.0, rounds), x, dim)
 
 
 def magnitudes(
