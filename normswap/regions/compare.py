@@ -217,8 +217,8 @@ class _Case:
     def _updated(self, packed: Any) -> dict[int, str]:
         """The names of the inputs that the norm writes to, by their ids."""
         norm = NORMS.get(self.region.kind)
-        named = self._named(packed) if norm is not None else {}
-        return {id(t): name for name, t in named.items() if name in norm.updates and t is not None}  # type: ignore[union-attr]
+        updates = () if norm is None else norm.updates
+        return {id(t): name for name, t in self._named(packed).items() if name in updates and t is not None}
 
     def _with_buffers(self, holder: Any, packed: Any) -> Any:
         updated = self._updated(packed)
@@ -243,28 +243,25 @@ class _Case:
         steps, dtypes, values = self.region.steps, self.dtypes, dict[str, Tensor]()
 
         def each(step: int, value: Tensor) -> Tensor:
-            follows = steps[step + 1].does if step + 1 < len(steps) else ""
-            rounds = steps[step].does == "sum" or follows in ("residual", "activation")
-            rounds = rounds and not self.region.convolution  # where nothing is rounded on the way
-            values[steps[step].does] = value.detach()
-            return Rounded.apply(value, dtypes[step]) if rounds and dtypes[step] in SIXTEEN_BITS else value
+            does, follows = steps[step].does, steps[step + 1].does if step + 1 < len(steps) else ""
+            values[does] = value.detach()
+            if self.region.convolution or dtypes[step] not in SIXTEEN_BITS:  # nothing is rounded on the way
+                return value
+            rounds = does == "sum" or follows in ("residual", "activation")
+            return Rounded.apply(value, dtypes[step]) if rounds else value
 
         def widened(holder: Any, packed: Any) -> Any:
             with self._as_in_the_original(packed, x.dtype):
                 return self.compiled.stepped(holder, packed, each)
 
         with torch.autocast(x.device.type, enabled=False):
-            holder = holder_of(self.region, self.owner, torch.float64)
-            if self.region.type:
-                self._prepare_norm(holder, x.dtype)
+            holder = self._wide_holder(x.dtype)
             outputs, found = self._run(widened, holder, wide, gradients)
             lifted = f"{self.region.norm}.norm."
             found = {name.replace(lifted, f"{self.region.norm}."): gradient for name, gradient in found.items()}
             with torch.no_grad():
                 self.expected_buffers = dict(holder.named_buffers())
-                before = holder_of(self.region, self.owner, torch.float64)
-                if self.region.type:
-                    self._prepare_norm(before, x.dtype)
+                before = self._wide_holder(x.dtype)
                 size = Size(self.compiled, before, wide, values, dtypes, x, self._rounds(), self.matmul_unit)
         return (outputs, found), size
 
@@ -293,15 +290,18 @@ class _Case:
         by_id = {id(t): role for t, role in zip(tensors, roles, strict=True) if t is not None}
         by_id |= {id(t): f"argument {i}" for i, t in enumerate(arguments) if isinstance(t, Tensor)}
         updated = self._updated(self.packed)
-        leaves = [v for v in tree_leaves(self.packed) if isinstance(v, Tensor) and v.is_floating_point()]
-        leaves = [v for v in leaves if id(v) not in updated]
+        given = [v for v in tree_leaves(self.packed) if isinstance(v, Tensor) and v.is_floating_point()]
+        leaves = [v for v in given if id(v) not in updated]
         if self.region.kind in KINDS:
             leaves = [*{id(leaf): leaf for leaf in leaves}.values()]
         for index, leaf in enumerate(leaves):
             yield f"input {index}", by_id[id(leaf)]
 
-    def _prepare_norm(self, holder: Any, dtype: torch.dtype) -> None:
-        """Make the float64 norm round and default as the original does on tensors of ``dtype``."""
+    def _wide_holder(self, dtype: torch.dtype) -> Any:
+        """The children in float64; the norm rounds and defaults as the original does on tensors of ``dtype``."""
+        holder: Any = holder_of(self.region, self.owner, torch.float64)
+        if not self.region.type:
+            return holder
         match, norm = self.region.match, holder._modules[self.region.norm]
         original: Any = self.owner._modules[self.region.norm]
         if match.registered or isinstance(kind_of(match), Kind):
@@ -309,6 +309,7 @@ class _Case:
             holder._modules[self.region.norm] = LiftedNorm(norm, dtype, {n: t.dtype for n, t in named.items()})
         elif norm.eps is None:
             norm.eps = torch.finfo(torch.float32).eps
+        return holder
 
     # --- checks ---------------------------------------------------------------------------------------------------
 

@@ -39,14 +39,14 @@ _Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
 
 def make_helper(compiled: Compiled) -> Helper:
     """``helper(self, packed)`` for the rewritten forward."""
-    fused, snippet, views, inner_of = Fused(compiled), compiled.snippet, compiled.views, compiled.inner
+    fused, snippet, inner_of = Fused(compiled), compiled.snippet, compiled.inner
     at_once = at_once_of(compiled, fused.dtype) if fused.known else AtOnce(None)
     children = children_of(compiled.region)
 
     def helper(self: Any, packed: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler fuses the statements themselves
             return snippet(self, packed)
-        inner = inner_of(packed) if views else packed
+        inner = inner_of(packed)
         if inner is None:
             return snippet(self, packed)
         out = at_once.call(self, inner)
@@ -74,11 +74,12 @@ class Fused:
         self.activation = region.literal_activation()
         self.sums, self.behind = region.has("sum"), region.has("residual")
         self.scaled = region.has("gain") or region.has("product")
-        self.acting = region.activation if isinstance(region.activation, str) else ""
+        self.acting: Any = region.activation  # a child, where it is no literal
         self.expression = Expression(compiled) if region.kind in KINDS else None
         self.call = _op_of(region)
-        self.read = _reader(region) if region.type else None
-        self.convolved = Convolved(region, self.read) if region.convolution and self.read else None
+        read = _reader(region)
+        self.read = read if region.type else None
+        self.convolved = Convolved(region, read) if region.convolution else None
         self.projected = Projected(region, _is_batch_norm_1d) if region.linear else None
         self.feeds = region.feeds
         self.callees, self.called = compiled.callees, compiled.callees()

@@ -1,0 +1,152 @@
+"""The comparison of one region with its own statements (regions.compare): what is right passes, what is spoiled on the
+way is told of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_fused import BODIES, Made
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import normswap
+from normswap.compare import Comparison, Seen
+from normswap.regions import compare
+from normswap.regions.compare import compare_region, holder_of
+from normswap.regions.helper import Fused
+
+
+class Spoiled(Fused):
+    """The op of a region, and what becomes of its results."""
+
+    change: Any = staticmethod(lambda out: out)
+
+    def __call__(self, children: Any, packed: Any) -> Any:
+        return self.change(super().__call__(children, packed))
+
+
+@pytest.fixture
+def of(tmp_path: Path) -> Callable[[str], Made]:
+    return lambda what: Made(what, tmp_path)
+
+
+def compared(made: Made, change: Any = None, gradients: bool = False, **more: Any) -> Comparison:
+    fused = Spoiled(made.compiled)
+    if change is not None:
+        fused.change = change
+    made.module.requires_grad_(True)
+    packed = made.compiled.inner(made.packed)
+    return compare_region(made.compiled, fused, made.module, packed, gradients, **more)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("what", BODIES)
+def test_what_is_right_passes(what: str, dtype: torch.dtype, of: Callable[[str], Made]) -> None:
+    made = of(what)
+    made.module.to(dtype)
+    made.packed = tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) else v, made.packed)
+    before = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}
+    found = compared(made, gradients=True)
+    assert not found.problem and not found.kernel_ran and 0.0 <= found.share <= 1.0
+    assert found.declined == (what == "written" and dtype is torch.bfloat16)
+    assert found.coverage == 1.0 and found.dtype == str(dtype).removeprefix("torch.") and found.device == "cpu"
+    assert found.gradients == ("convolution" not in what and not found.declined)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.module.state_dict().items())
+
+
+@pytest.mark.parametrize("lowered", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("what", ("alone", "once", "residual", "convolution", "convolution and residual"))
+def test_what_is_right_passes_under_autocast(what: str, lowered: torch.dtype, of: Callable[[str], Made]) -> None:
+    made = of(what)
+    if "and" in what:
+        made.packed = made.packed[0], made.packed[1].to(lowered)
+    with torch.autocast("cpu", lowered):
+        found = compared(made, captured=False)
+    assert not found.problem and not found.declined and found.share <= 1.0
+
+
+class Grown(torch.autograd.Function):
+    """A gradient that is a little too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 1.001
+
+
+def raising(out: Any) -> Any:
+    raise ValueError("for once")
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "off": (lambda out: tree_map(lambda t: t + 1e-3, out), "output"),
+    "one element off": (lambda out: tree_map(lambda t: t.index_fill(-1, torch.tensor([0]), 3.0), out), "output"),
+    "not finite": (lambda out: tree_map(lambda t: t / 0, out), ""),
+    "of another dtype": (lambda out: tree_map(lambda t: t.double(), out), ""),
+    "of another shape": (lambda out: tree_map(lambda t: t[:1], out), ""),
+    "raising": (raising, "raises ValueError: for once"),
+    "gradient off": (lambda out: tree_map(Grown.apply, out), "gradient"),
+    "no gradient": (lambda out: tree_map(Tensor.detach, out), ""),
+}
+
+
+@pytest.mark.parametrize("what", ("alone", "once", "sum", "adaptive", "residual", "written", "function"))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_told_of(what: str, fault: str, of: Callable[[str], Made]) -> None:
+    change, word = FAULTS[fault]
+    found = compared(of(what), change, gradients=True)
+    assert found.problem and word.replace("output", "sum" if what == "sum" else "output") in found.problem
+
+
+def test_a_sum_and_what_is_made_of_it_are_both_looked_at(of: Callable[[str], Made]) -> None:
+    for name, change in (("sum", lambda out: (out[0] + 1e-3, out[1])), ("output", lambda out: (out[0], out[1] + 1e-3))):
+        assert compared(of("sum"), change).problem.startswith(name)
+
+
+def test_what_ours_does_not_take_is_declined(of: Callable[[str], Made]) -> None:
+    found = compared(of("alone"), lambda out: None)
+    assert found.declined and not found.problem and "statements" in found.note
+
+
+def test_of_what_is_large_slices_are_compared(of: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
+    made, seen = of("alone"), Seen()
+    made.packed = torch.randn(64, 8)
+    last = made.packed[-1].clone()
+    assert compared(made, most_pieces=4).coverage == 4 * 2 / 64
+    assert compared(made, most_pieces=4, seen=seen).coverage == 4 * 2 / 64
+    assert compared(made, most_pieces=4, seen=seen).coverage == 2 * 2 / 64
+    assert compared(made, most_pieces=1, seen=seen).coverage == 2 / 64
+    assert compared(made, lambda out: out + 1e-3 * (out.shape == (2, 8)) * torch.ones(2, 1), most_pieces=4).problem
+    assert torch.equal(made.packed[-1], last)
+    made.packed = torch.randn(2, 8)
+    assert compared(made).coverage == 1.0
+    made.packed = torch.randn(8)
+    assert compared(made).coverage == 1.0
+    made = of("once")
+    made.packed = torch.randn(64, 8), torch.randn(64, 8)
+    assert compared(made).coverage == 16 * 2 / 64
+    made = of("linear")
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 60)  # of as many as the Linear makes of a row, or takes
+    assert compared(made).coverage == 1.0
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 1)  # a batch has two rows
+    assert 2 / 9 < compared(made).coverage <= 1.0
+
+
+def test_who_stands_in_for_the_owner(of: Callable[[str], Made]) -> None:
+    made = of("sum")
+    holder = holder_of(made.compiled.region, made.module)
+    assert {*holder._modules} == {"norm", "act"} and holder.norm is not made.module.norm
+    assert holder.norm.weight.data_ptr() == made.module.norm.weight.data_ptr()
+    wide = holder_of(made.compiled.region, made.module, torch.float64)
+    assert wide.norm.weight.dtype is torch.float64 and made.module.norm.weight.dtype is torch.float32
+    made.module._modules["act"] = None
+    assert {*holder_of(made.compiled.region, made.module)._modules} == {"norm"}
+    assert isinstance(holder.norm, nn.LayerNorm) and normswap.plan(made.module) is not None
