@@ -31,26 +31,22 @@ LITERAL: dict[Any, str] = {
 def sigmoid_times(norm: Op) -> list[Op] | None:
     """``n * sigmoid(n)`` of a norm that nobody else uses."""
     users = [user for user in norm.users if user is not None]
-    if len(users) != 2 or len(norm.users) != 2 or any(u.stretch != norm.stretch for u in users):
+    if not len(users) == len(norm.users) == 2:
         return None
     gate, product = sorted(users, key=lambda op: op.order)
-    is_gate = LITERAL.get(gate.target if not isinstance(gate.target, list) else None) == "sigmoid" and gate.args == (
-        norm,
-    )
+    if LITERAL.get(gate.target) != "sigmoid" or gate.args != (norm,) or gate.users != [product]:
+        return None
     written: Any = product.node
-    is_product = (
-        product.target == "*"
-        and {*product.args} == {norm, gate}
-        and gate.users == [product]
-        and gate.node in (written.left, written.right)
-    )
-    return [gate, product] if is_gate and is_product else None
+    if product.target != "*" or {*product.args} != {norm, gate} or gate.node not in (written.left, written.right):
+        return None
+    return [gate, product]
 
 
 def called_activation(child: nn.Module | None, op: Op) -> str | tuple[str, float, float] | None:
     """The name of the ``child`` that ``op`` calls, or the function with its numbers, where that is an activation."""
     if child is not None:
-        return op.target[len("self.") :] if type(child) in CHILDREN and len(op.args) == 1 else None
+        is_called = type(child) in CHILDREN and len(op.args) == 1 and not op.keywords
+        return op.target[len("self.") :] if is_called else None
     name = LITERAL.get(op.target)
     numbers = {k: v.value for k, v in op.keywords.items() if is_literal(v)}
     rest = [v.value for v in op.args[1:] if is_literal(v)]

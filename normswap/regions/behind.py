@@ -33,7 +33,7 @@ def grow_behind(module: nn.Module, found: Growing, taken: set[int]) -> None:
         if permuted and user.target == ".permute()" and dims_of(user) == (0, 3, 1, 2):
             take(found, "permute back", user, 0)
             return
-        if type(child) in PASSING and len(user.args) == 1:
+        if type(child) in PASSING and len(user.args) == 1 and not user.keywords:
             found.passes.append(user.target[len("self.") :])
             take(found, "pass", user, 0)
         elif not permuted and _behind(found, user, operand):
