@@ -50,8 +50,10 @@ def compare_models(model: nn.Module, sites: Sequence[nn.Module], run: Callable[[
     ours = _outputs(model, run)
     if problem := _structure_problem(ours, expected, moved):
         return ModelProof(0.0, 0.0, 0.0, problem)
-    proofs = [_compare(*tensors) for tensors in zip(ours, expected, *moved, strict=True)]
-    return max(proofs, key=lambda proof: proof.max_error / (proof.limit or 1e-300))
+    outputs = zip(ours, expected, *moved, strict=True)
+    proofs = [_compare(*tensors) for tensors in outputs if tensors[0].is_floating_point()]
+    none = ModelProof(0.0, 0.0, 0.0)
+    return max(proofs, key=lambda proof: proof.max_error / max(proof.limit, 1e-300), default=none)
 
 
 def _compare(ours: Tensor, expected: Tensor, *moved: Tensor) -> ModelProof:
@@ -92,7 +94,7 @@ def _jitter(seed: int) -> Callable[..., Any]:
     """A forward hook that moves each element by minus one, zero or one ulp."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
+        if not (isinstance(output, Tensor) and output.is_floating_point()):
             return output
         generator = torch.Generator(output.device).manual_seed(seed)
         steps = torch.randint(-1, 2, output.shape, generator=generator, device=output.device, dtype=torch.int8)
@@ -109,12 +111,11 @@ def _structure_problem(ours: list[Tensor], expected: list[Tensor], moved: list[l
     if any(_forms(one) != _forms(expected) for one in moved):
         return "the original's own output changes its shape when its norms move by one ulp: nothing to compare"
     floating = [tensor for tensor in expected if tensor.is_floating_point() and tensor.numel()]
-    if floating and not any(bool(tensor.isfinite().any()) for tensor in floating):
+    if floating and not any(tensor.isfinite().any() for tensor in floating):
         return "the original's output is nowhere finite: nothing to compare"
-    for mine, theirs in zip(ours, expected, strict=True):
-        if theirs.is_floating_point() and not torch.equal(mine.isfinite(), theirs.isfinite()):
-            return "the outputs are not finite where the original's are, or the reverse"
-    return ""
+    if all(torch.equal(mine.isfinite(), theirs.isfinite()) for mine, theirs in zip(ours, expected, strict=True)):
+        return ""
+    return "the outputs are not finite where the original's are, or the reverse"
 
 
 def _forms(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
@@ -123,16 +124,12 @@ def _forms(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
 
 def _distance(one: Tensor, other: Tensor) -> float:
     """The largest difference between floating-point tensors, over elements finite in both."""
-    if not one.is_floating_point():
-        return 0.0
     pairs = zip(_pieces(one), _pieces(other), strict=True)
     return max((_largest(p.double() - q.double()) for p, q in pairs), default=0.0)
 
 
 def _largest(tensor: Tensor) -> float:
     """The largest finite magnitude, 0 for an empty tensor."""
-    if not tensor.is_floating_point():
-        return 0.0
     return max((float(p.abs().nan_to_num(0.0, 0.0, 0.0).max()) for p in _pieces(tensor)), default=0.0)
 
 
