@@ -39,10 +39,8 @@ class Lifted(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.dtype.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]  # another object each time
             return self._role(args[0]).dtype
-        if getattr(func, "__name__", "") == "__get__":
-            return func(*args, **kwargs)
         if func in CASTS:
             return self._cast(func, args, kwargs)
         settled, named = tree_map(self._settled, (args, {k: v for k, v in kwargs.items() if k != "dtype"}))

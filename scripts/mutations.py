@@ -34,6 +34,21 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "({*map(type, given[1:])} < {int, float, str, type(None)})",
     ): "two values are of two types at most",
     (
+        "forwards/rms_norm.py",
+        "self.weight in own",
+        "(False)",
+    ): "a longer way to the same tensor",
+    (
+        "forwards/rms_norm.py",
+        'x.is_cuda and x.is_contiguous() and not torch.is_autocast_enabled("cuda")',
+        "(False)",
+    ): "a longer way to the same kernel",
+    (
+        "lifted.py",
+        "_BITS[dtype] < _BITS[role.dtype]",
+        "(_BITS[dtype] <= _BITS[role.dtype])",
+    ): "they are two, and no two have as many bits",
+    (
         "regions/before.py",
         "isinstance(statement, ast.Assign) and statement.value is op.node",
         "(isinstance(statement, ast.Assign))",
