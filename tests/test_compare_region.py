@@ -4,6 +4,7 @@ way is told of."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from test_fused import BODIES, Made
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-import normswap
 from normswap.compare import Comparison, Seen
 from normswap.regions import compare
 from normswap.regions.compare import compare_region, holder_of
@@ -48,7 +48,7 @@ def compared(made: Made, change: Any = None, gradients: bool = False, **more: An
 def test_what_is_right_passes(what: str, dtype: torch.dtype, of: Callable[[str], Made]) -> None:
     made = of(what)
     made.module.to(dtype)
-    made.packed = tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) else v, made.packed)
+    made.packed = compare._mapped(made.compiled.region, lambda v: v.to(dtype) if torch.is_tensor(v) else v, made.packed)
     before = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}
     found = compared(made, gradients=True)
     assert not found.problem and not found.kernel_ran and 0.0 <= found.share <= 1.0
@@ -116,28 +116,39 @@ def test_what_ours_does_not_take_is_declined(of: Callable[[str], Made]) -> None:
 
 
 def test_of_what_is_large_slices_are_compared(of: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
     made, seen = of("alone"), Seen()
     made.packed = torch.randn(64, 8)
     last = made.packed[-1].clone()
+    made.module.lin = nn.Linear(8, 100)  # no part of it
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 8)
+    assert compared(made, most_pieces=4).coverage == 4 / 64
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
     assert compared(made, most_pieces=4).coverage == 4 * 2 / 64
     assert compared(made, most_pieces=4, seen=seen).coverage == 4 * 2 / 64
     assert compared(made, most_pieces=4, seen=seen).coverage == 2 * 2 / 64
     assert compared(made, most_pieces=1, seen=seen).coverage == 2 / 64
-    assert compared(made, lambda out: out + 1e-3 * (out.shape == (2, 8)) * torch.ones(2, 1), most_pieces=4).problem
+    assert compared(made, lambda out: out + 1e-3 * (out.shape == (2, 8)), most_pieces=4).problem
     assert torch.equal(made.packed[-1], last)
     made.packed = torch.randn(2, 8)
     assert compared(made).coverage == 1.0
-    made.packed = torch.randn(8)
-    assert compared(made).coverage == 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "SLICE_ELEMENTS", 2)
+        made.packed = torch.randn(8)  # one sample
+        assert compared(made).coverage == 1.0 and not compared(made).problem
+    made = of("whole")
+    made.packed = compare._mapped(made.compiled.region, lambda v: v[0, 0, 0], made.packed)
+    assert compared(made).coverage == 1.0 and not compared(made).problem
     made = of("once")
     made.packed = torch.randn(64, 8), torch.randn(64, 8)
     assert compared(made).coverage == 16 * 2 / 64
     made = of("linear")
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 60)  # of as many as the Linear makes of a row, or takes
+    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 60)
     assert compared(made).coverage == 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "widest", lambda module: 20)  # of as many elements as the Linear makes of a row
+        assert compared(made, most_pieces=2).coverage == 2 * 3 / 9
     monkeypatch.setattr(compare, "SLICE_ELEMENTS", 1)  # a batch has two rows
-    assert 2 / 9 < compared(made).coverage <= 1.0
+    assert compared(made, most_pieces=2).coverage == 2 * 2 / 9
 
 
 def test_who_stands_in_for_the_owner(of: Callable[[str], Made]) -> None:
@@ -149,4 +160,20 @@ def test_who_stands_in_for_the_owner(of: Callable[[str], Made]) -> None:
     assert wide.norm.weight.dtype is torch.float64 and made.module.norm.weight.dtype is torch.float32
     made.module._modules["act"] = None
     assert {*holder_of(made.compiled.region, made.module)._modules} == {"norm"}
-    assert isinstance(holder.norm, nn.LayerNorm) and normswap.plan(made.module) is not None
+
+
+def test_a_forward_by_which_a_child_is_listened_to_is_left_out(of: Callable[[str], Made]) -> None:
+    """That of a norm that calls children itself, and of what the result is given to."""
+    made = of("sum")
+    region = replace(made.compiled.region, feeds=("lin",))
+    for name in ("norm", "act", "lin"):
+        made.module._modules[name].__dict__["forward"] = torch.neg
+    for attributes, own in (({}, {"norm", "act"}), ({"behind": ""}, {"act"})):
+        holder = holder_of(replace(region, attributes=attributes), made.module)
+        assert {name for name, child in holder._modules.items() if "forward" in child.__dict__} == own
+
+
+def test_a_tensor_that_an_expression_is_given_twice_is_one(of: Callable[[str], Made]) -> None:
+    for what, count in (("whole", 1), ("once", 2)):
+        x = torch.randn(3)
+        assert len({*map(id, compare._mapped(of(what).compiled.region, torch.clone, (x, x)))}) == count

@@ -14,15 +14,18 @@ import torch
 import torch.nn.functional as F
 from linear_region_models import BATCH, FEATURES, WIDTH
 from models import randomised
+from norm_act_models import NormAct
 from region_checks import IMAGES, ROWS, loaded
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import normswap
+from normswap import rules
+from normswap.plan import Match
 from normswap.regions import helper
 from normswap.regions.helper import Fused, make_helper
 from normswap.regions.rewrite import compile_regions
-from normswap.regions.spec import Region
+from normswap.regions.spec import Region, Step, qualified
 
 HEAD = """
 import torch
@@ -43,6 +46,7 @@ OF_ROWS = {
     "viewed": "return self.norm((x + y).view(-1, 8))",
     "adaptive": "return self.rms(x) * (1 + y[:, :1]) + x[:, :1]",
     "function": "return F.gelu(F.layer_norm(x, (8,), self.weight, self.bias, 1e-5))",
+    "whole": "return x / x.norm() + y",
     "written": "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight + y",
 }
 OF_IMAGES = {
@@ -51,7 +55,10 @@ OF_IMAGES = {
     "convolution": "return F.relu(self.bn(self.conv(x)))",
     "convolution and residual": "return F.relu(self.bn(self.conv(x)) + y)",
 }
-OF_LINEARS = {"linear": "return F.relu(self.bn(self.fc(x) * self.scale))"}
+OF_LINEARS = {
+    "linear": "return F.relu(self.bn(self.fc(x) * self.scale))",
+    "linear by a function": "return F.relu(self.bn(torch.mul(self.fc(x), self.scale)))",
+}
 BODIES = OF_ROWS | OF_IMAGES | OF_LINEARS
 
 
@@ -240,6 +247,75 @@ def test_an_expression_is_judged_once_for_tensors_alike(of: Callable[[str], Made
     for count, change in ((1, torch.clone), (1, torch.neg), (2, lambda t: t.repeat(2, 1, 1) if t.dim() == 3 else t)):
         packed = tree_map(lambda v, change=change: change(v) if isinstance(v, Tensor) else v, made.packed)
         assert fused(made.module._modules, packed) is not None and len(fused.expression.verdicts) == count
+
+
+def test_what_no_op_does_is_declined() -> None:
+    step = Step("permute", (1, 0, 1, 1))
+    for kind, steps, found in (("layer_norm", (step,), True), ("rms_norm", (step,), False), ("unknown", (), False)):
+        assert (helper._op_of(Region(kind, "norm", steps)) is not helper._declines) == found
+
+
+CALLEES: dict[tuple[str, Any], tuple[set[Any], set[Any]]] = {
+    ("linear_scale_batch_norm", ("relu", 0.0, 0.0)): ({torch.mul, torch.add, F.relu}, {torch.div, F.gelu, print}),
+    ("layer_norm", ("relu", 0.0, 0.0)): (
+        {F.layer_norm, torch.add, F.relu},
+        {F.group_norm, torch.mul, torch.sqrt},
+    ),
+    ("layer_norm", ("clamp", 0.0, 6.0)): ({F.relu6, F.hardtanh}, {F.relu}),
+    ("layer_norm", ("gelu_tanh", 0.0, 0.0)): ({F.gelu}, {F.silu}),
+    ("rms_norm_by_hand", None): ({torch.sqrt, torch.mul}, {F.relu, print}),
+}
+
+
+@pytest.mark.parametrize(("kind", "activation"), CALLEES)
+def test_what_a_step_may_call(kind: str, activation: Any) -> None:
+    region = Region(kind, "norm", (), activation=activation, linear="fc" if "linear" in kind else "")
+    known, unknown = CALLEES[kind, activation]
+    assert all(helper._is_of(region, function) for function in known)
+    assert not any(helper._is_of(region, function) for function in unknown)
+
+
+def test_the_norm_s_class_is_read_once_and_its_forward_looked_at_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = helper._reader(Region("batch_norm", "norm", (), qualified(nn.BatchNorm1d)))
+    norm, x = nn.BatchNorm1d(3), torch.randn(2, 3, 4)
+    assert read(norm, x) == (norm,) and helper._is_batch_norm_1d(norm)
+    assert not helper._is_batch_norm_1d(nn.BatchNorm2d(3)) and not helper._is_batch_norm_1d(nn.Identity())
+    monkeypatch.setattr(helper, "_reader_of", None)
+    assert read(norm, x) == (norm,)
+    monkeypatch.setattr(nn.BatchNorm1d, "forward", lambda self, x: x)
+    assert read(norm, x) is None and not helper._is_batch_norm_1d(norm)
+    monkeypatch.undo()
+    monkeypatch.setattr(nn.BatchNorm1d, "forward", lambda self, x: x)  # before anybody reads it
+    assert helper._reader(Region("batch_norm", "norm", (), qualified(nn.BatchNorm1d)))(norm, x) is None
+
+
+def test_a_norm_that_ends_in_children_is_read_in_eval() -> None:
+    norm, x = NormAct().eval(), torch.randn(2, 6, 3, 3)
+    for behind, found in (("drop act", (norm,)), ("act", None)):
+        read = helper._reader(Region("batch_norm", "norm", (), qualified(NormAct), {"behind": behind}))
+        assert read(norm, x) == found and read(NormAct(), x) is None
+
+
+class ByHand(nn.Module):
+    """An RMSNorm that somebody wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-5
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def test_a_norm_by_hand_is_read_by_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, x = ByHand(), torch.randn(2, 8)
+    match = rules.find(norm)
+    assert isinstance(match, Match)
+    read = helper._reader(Region(match.kind, "norm", (), qualified(ByHand), match.attributes))
+    found = read(norm, x)
+    assert found is not None and all(any(one is own for one in found) for own in (norm.weight, norm.eps))
+    monkeypatch.setattr(ByHand, "forward", lambda self, x: x)
+    assert read(norm, x) is None
 
 
 ADDED = [("sum", True, "y", True), ("sum", True, "y[:1]", True), ("sum", True, "y.bfloat16()", False)]

@@ -35,8 +35,7 @@ def _with_convolution(module: nn.Module, found: Growing, taken: set[int], baked:
         return None
     if not found.type or not is_foldable(module._modules[found.norm]):
         return None
-    once = before.users == [norm] and before.stretch == norm.stretch
-    name, apart = convolution_in(before.target[len("self.") :], child, once, baked)
+    name, apart = convolution_in(before.target[len("self.") :], child, before.users == [norm], baked)
     found.apart = apart or found.apart
     if not name:
         return None
@@ -69,8 +68,7 @@ def _with_sum(found: Growing, taken: set[int]) -> Growing | None:
 def _viewed(op: Op) -> Op | None:
     """What ``op`` is a view of, where nobody else uses that."""
     inner = op.args[0] if op.target in METHODS and op.args and not op.keywords else None
-    fits = isinstance(inner, Op) and inner.users == [op] and inner.stretch == op.stretch
-    return inner if fits else None  # type: ignore[return-value]
+    return inner if isinstance(inner, Op) and inner.users == [op] else None
 
 
 def _is_simple(found: Growing) -> bool:

@@ -92,6 +92,5 @@ def _permuted(found: Growing) -> bool:
         and isinstance(before, Op)
         and before.target == ".permute()"
         and before.users == [found.ops[0]]
-        and before.stretch == found.ops[0].stretch
         and dims_of(before) == (0, 2, 3, 1)
     )

@@ -63,7 +63,7 @@ def compare_region(
         width = max(2 if kind_of(region.match).batched else 1, SLICE_ELEMENTS // sample)  # a batch has two
         if seen is not None and seen.before(x, id(compiled)):
             most_pieces = min(2, most_pieces)
-        starts = spread(len(x), width, most_pieces) if x.dim() > 1 and len(x) > width else []
+        starts = spread(len(x), width, most_pieces) if x.dim() > 1 else []
         pieces = [_mapped(region, _cut(x.shape, start, width), packed) for start in starts] or [packed]
         found = [_Case(compiled, fused, owner, piece, captured).compared(gradients) for piece in pieces]
     share = min(1.0, len(starts) * width / len(x)) if starts else 1.0

@@ -35,7 +35,7 @@ _NESTED = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.
 
 @dataclass(eq=False)
 class Value:
-    """A value and who uses it: operations, or None for what is opaque."""
+    """A value and who uses it: operations of its stretch, or None for others and for what is opaque."""
 
     users: list[Op | None] = field(default_factory=list)
 

@@ -154,7 +154,7 @@ def _is_of(region: Region, function: Any) -> bool:
     """Whether ``function`` is what a step of ``region`` may call."""
     kind, activation = FUNCTIONS.get(function, ("",))[0], LITERAL.get(function)
     named = region.activation[0] if isinstance(region.activation, tuple) else ""
-    names = {"relu6": ("clamp",), "gelu": ("gelu", "gelu_tanh")}.get(activation or "", (activation,))
+    names = {"relu6": ("clamp",), "gelu": ("gelu", "gelu_tanh")}.get(str(activation), (activation,))
     if region.linear and function in MULTIPLIES:
         return True
     return (region.kind in KINDS and function in SPELLED) or function in ADDS or kind == region.kind or named in names
