@@ -155,7 +155,8 @@ def _linear(module: nn.Module, parts: Mapping[str, Any]) -> nn.Linear:
     if bn.training or bn.running_mean is None or bn.running_var is None:
         raise _NotFoldable("its BatchNorm1d goes by its batch: it is in train mode or keeps no running statistics")
     before, behind = _factor(owner, scale, linear), _factor(module, after, linear)
-    if not _lsb.tensors_fit(linear.weight, linear, bn):
+    vectors = bn.weight, bn.bias, bn.running_mean, bn.running_var
+    if not _lsb.tensors_fit(linear.weight, (linear.weight, linear.bias), vectors):
         raise _NotFoldable("its tensors are of several dtypes or devices")
     return _made(linear, before, bn, behind)
 

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,11 +23,35 @@ import normswap
 from normswap.ops import dispatch
 
 ROUNDS = 40
-ROWS = (
+NORMS = (
     *("nn.LayerNorm", "nn.RMSNorm", "nn.GroupNorm", "RMSNorm by hand", "RMSNorm by register_norm"),
     *("sum, LayerNorm", "GroupNorm, ReLU"),
 )
-OPS = ("layer_norm", "rms_norm", "group_norm", "layer_norm_with_options", "rms_norm_with_options")
+FEATURES = 16
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)
+        self.scale = nn.Parameter(torch.ones(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.linear(x) * self.scale))
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES), nn.ReLU())
+
+
+ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    **{name: (HOST[name][0], (2, *HOST[name][1][1:])) for name in NORMS},
+    "Linear, BatchNorm, ReLU": (linear, (2, FEATURES)),
+    "Linear, scale, BatchNorm, ReLU": (Scaled, (2, FEATURES)),
+    "Linear, BatchNorm, ReLU, folded": (linear, (2 * FEATURES, FEATURES)),
+}
+"""What is timed, and the shape of a small input: where there are more rows than features, a Linear is folded."""
+OPS = ("layer_norm", "rms_norm", "group_norm", "layer_norm_with_options", "rms_norm_with_options", "batch_norm")
 
 
 def cost_us(function: Callable[[Tensor], object], x: Tensor, calls: int) -> float:
@@ -45,14 +70,21 @@ def idle_ops(stack: ExitStack) -> None:
     one, two = torch.empty(1), (torch.empty(1), torch.empty(1))
     ops = {name: (lambda *args: two) if "options" in name else (lambda *args: one) for name in OPS}
     stack.enter_context(mock.patch.dict(dispatch._direct, ops))
+    stack.enter_context(mock.patch.dict(dispatch._native, {"fold_linear": _zeros}))
     stack.enter_context(mock.patch.object(Tensor, "is_cuda", True))
+
+
+def _zeros(*args: Any) -> None:
+    """In the place of what is folded: PyTorch multiplies by it, which with what lies in memory may take longer."""
+    for out in args[-2:]:
+        out.zero_()
 
 
 def made(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
     """The model of a row, it swapped, and a small input."""
-    make, (_, *shape) = HOST[name]
+    make, shape = ROWS[name]
     model = make().eval()
-    return model, normswap.apply(model, normswap.plan(model)), torch.randn(2, *shape)
+    return model, normswap.apply(model, normswap.plan(model)), torch.randn(shape)
 
 
 def main(calls: int) -> None:

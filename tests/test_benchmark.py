@@ -221,8 +221,8 @@ def test_what_the_host_s_cost_is_told_of_makes_one_call_of_one_op(name: str) -> 
 
     with torch.no_grad(), contextlib.ExitStack() as stack:
         host_cost.idle_ops(stack)
-        ops = {op: counted(op, idle) for op, idle in dispatch._direct.items()}
-        stack.enter_context(mock.patch.dict(dispatch._direct, ops))
+        for table in (dispatch._direct, dispatch._native):
+            stack.enter_context(mock.patch.dict(table, {op: counted(op, idle) for op, idle in table.items()}))
         swapped(x)
     assert len(calls) == 1
 

@@ -172,21 +172,26 @@ def test_numbers_that_sixteen_bits_hold() -> None:
     assert forwards._factor(None, X, OUT) == (True, None)
 
 
-def test_factors_and_vectors() -> None:
+def test_factors() -> None:
     for good in (torch.ones(()), torch.ones(1), torch.ones(OUT), torch.ones(1, OUT), nn.Parameter(SCALE)):
         assert is_factor(good, X, OUT)
     for bad in (1.0, torch.ones(IN), torch.ones(OUT, 1), SCALE.double(), SCALE.to("meta"), SCALE.as_subclass(Own)):
         assert not is_factor(bad, X, OUT)
+
+
+def fit(x: Tensor, linear: Any, bn: Any) -> bool:
+    return tensors_fit(x, (linear.weight, linear.bias), (bn.weight, bn.bias, bn.running_mean, bn.running_var))
+
+
+def test_tensors_that_pytorch_takes_together() -> None:
     linear, bn = parts()
-    assert tensors_fit(X, linear, bn) and tensors_fit(
-        X, nn.Linear(IN, OUT, bias=False), nn.BatchNorm1d(OUT, affine=False)
-    )
-    assert tensors_fit(X.half(), linear.half(), bn) and tensors_fit(X.half(), linear, bn.half())
-    assert not tensors_fit(X, linear, bn.float()) and not tensors_fit(X.half(), linear, bn.double())
+    assert fit(X, linear, bn) and fit(X, nn.Linear(IN, OUT, bias=False), nn.BatchNorm1d(OUT, affine=False))
+    assert fit(X.half(), linear.half(), bn) and fit(X.half(), linear, bn.half())
+    assert not fit(X, linear, bn.float()) and not fit(X.half(), linear, bn.double())
     linear, bn = parts()
-    assert not tensors_fit(X, linear.to("meta"), bn)
+    assert not fit(X, linear.to("meta"), bn)
     linear, bn = parts()
-    assert not tensors_fit(X, linear, bn.to("meta"))
+    assert not fit(X, linear, bn.to("meta"))
 
 
 @pytest.mark.parametrize("spoil", ["float16", "no bias", "a wide bias", "declined", "compiling"])

@@ -14,7 +14,7 @@ import hashlib
 import math
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -52,7 +52,7 @@ def linear_scale_batch_norm(
     """``bn(linear(x) * scale) * after`` or, without ``after``, ``activation(... + residual)``; None where only the
     original code is sure to be right: a child that is no longer a plain one (hooks, LoRA, parametrizations), an input
     that is not (N, K), autocast, tensors of other dtypes, devices or types, torch.export and torch.jit.trace."""
-    if residual is not None and not _is_output(residual, x, linear):
+    if residual is not None and not is_output(residual, x, getattr(linear, "out_features", None)):
         return None
     if after is None and not torch.compiler.is_compiling():
         out: Tensor | None = at_once.folded_linear(x, linear, scale, bn, nn.Linear, nn.BatchNorm1d)
@@ -69,7 +69,8 @@ def linear_scale_batch_norm(
     if x.device.type not in _DEVICES or torch.is_autocast_enabled(x.device.type) or _is_recorded():
         return None
     factors = [_factor(value, x, linear.out_features) for value in (scale, after)]
-    if not all(fits for fits, _ in factors) or not tensors_fit(x, linear, bn):
+    vectors = bn.weight, bn.bias, bn.running_mean, bn.running_var
+    if not all(fits for fits, _ in factors) or not tensors_fit(x, (linear.weight, linear.bias), vectors):
         return None
     (_, before), (_, behind) = factors
     if behind is None or x.dtype is torch.float32:
@@ -78,10 +79,9 @@ def linear_scale_batch_norm(
     return None if out is None else out * behind
 
 
-def _is_output(residual: Any, x: Tensor, linear: Any) -> bool:
-    """Whether it is such as what the Linear gives of ``x`` (N, K)."""
-    shape = (*x.shape[:1], getattr(linear, "out_features", None))
-    return _is_beside(residual, x) and residual.dtype is x.dtype and residual.shape == shape
+def is_output(residual: Any, x: Tensor, channels: Any) -> bool:
+    """Whether it is such as what a Linear gives of ``x`` (N, K)."""
+    return _is_beside(residual, x) and residual.dtype is x.dtype and residual.shape == (*x.shape[:1], channels)
 
 
 def _normalised(
@@ -192,18 +192,24 @@ def _is_short(number: float) -> bool:
     return -13 <= exponent <= 9 and (mantissa * 256).is_integer()
 
 
-def tensors_fit(like: Tensor, linear: nn.Linear, bn: nn.BatchNorm1d) -> bool:
+def tensors_fit(like: Tensor, of_linear: Iterable[Tensor | None], of_norm: Iterable[Tensor | None]) -> bool:
     """True when PyTorch too would take these with an input ``like`` that, and all are plain tensors."""
-    for tensor in (linear.weight, linear.bias):
-        if tensor is not None and not (_is_beside(tensor, like) and tensor.dtype == like.dtype):
+    device, own, dtype = like.device, like.dtype, None
+    for tensor in of_linear:
+        if tensor is not None and not (
+            type(tensor) in _PLAIN_TENSORS and tensor.device == device and tensor.dtype is own
+        ):
             return False
-    dtype = None
-    for vector in (bn.weight, bn.bias, bn.running_mean, bn.running_var):
+    for vector in of_norm:
         if vector is not None:
-            if not _is_beside(vector, like) or vector.dtype != (dtype or vector.dtype):
+            if (
+                type(vector) not in _PLAIN_TENSORS
+                or vector.device != device
+                or vector.dtype is not (dtype or vector.dtype)
+            ):
                 return False
             dtype = vector.dtype
-    return dtype in (None, like.dtype, torch.float32)
+    return dtype in (None, own, torch.float32)
 
 
 def _is_beside(tensor: Any, like: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import NONE, Activation
-from normswap.ops.dispatch import DTYPES, dense, direct, native_serves, needs_grad
+from normswap.ops.dispatch import DTYPES, dense, direct, native_op, native_serves, needs_grad
 
 
 def scale_batch_norm(
@@ -127,15 +127,21 @@ def fold_scale_batch_norm(
     """The weight (C, K) and bias (C,) of the one Linear that equals Linear -> * scale -> BatchNorm in eval, computed
     in float32 or better and rounded once. Not differentiable. The formula is ``reference.fold_scale_batch_norm``'s.
     """
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return fold_scale_batch_norm(
+                linear_weight, linear_bias, scale, running_mean, running_var, weight, bias, eps
+            )
     tensors = (linear_weight, linear_bias, scale, running_mean, running_var, weight, bias)
-    with torch.no_grad():
-        if not native_serves(*tensors):
-            return reference.fold_scale_batch_norm(*tensors, eps)  # type: ignore[arg-type]
-        dense = linear_weight.contiguous()
-        folded = torch.empty_like(dense)
-        folded_bias = dense.new_empty(dense.shape[0])
-        per_channel = None if scale is None else scale.reshape(-1).expand(dense.shape[0]).contiguous()
-        torch.ops.normswap.fold_linear.default(
-            dense, linear_bias, per_channel, running_mean, running_var, weight, bias, eps, folded, folded_bias
-        )
-        return folded, folded_bias
+    if not native_serves(*tensors):
+        return reference.fold_scale_batch_norm(*tensors, eps)  # type: ignore[arg-type]
+    return folded(*tensors, eps)  # type: ignore[arg-type]
+
+
+def folded(linear_weight: Tensor, linear_bias: Any, scale: Any, *norm: Any) -> tuple[Tensor, Tensor]:
+    """``fold_scale_batch_norm`` of tensors that the kernel takes, where no gradient is recorded."""
+    dense = linear_weight.contiguous()
+    out, out_bias = torch.empty_like(dense), dense.new_empty(dense.shape[0])
+    per_channel = None if scale is None else scale.reshape(-1).expand(dense.shape[0]).contiguous()
+    native_op("fold_linear")(dense, linear_bias, per_channel, *norm, out, out_bias)
+    return out, out_bias

@@ -18,6 +18,7 @@ from normswap.kinds import KINDS, NORMS
 from normswap.ops.at_once import AtOnce
 from normswap.ops.dispatch import PLAIN, lowered_to
 from normswap.plan import Match, is_by_hand
+from normswap.regions import linear_directly
 from normswap.regions.activations import LITERAL, activation_of
 from normswap.regions.at_once import at_once_of
 from normswap.regions.children import child_at, hands_on
@@ -84,7 +85,7 @@ class Fused:
         self.feeds = region.feeds
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
-        self.directly = direct_way(compiled)
+        self.directly: Any = linear_directly.Directly(compiled) if region.linear else direct_way(compiled)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
         if self.directly is not None and (out := self.directly(children, packed)) is not None:

@@ -131,6 +131,13 @@ def _is_factor(scale: Any, linear: nn.Linear) -> bool:
     return type(scale) in (int, float) or (type(scale) in PLAIN and tuple(scale.shape) in shapes)
 
 
+def multiplier_at(children: Mapping[str, Any], factor: tuple[str, ...]) -> Any:
+    """What the child of ``factor`` multiplies by now; None where it may do anything else."""
+    name, attribute, code = factor
+    child: Any = children.get(name)
+    return getattr(child, attribute) if multiplies(child, code) else None
+
+
 class Projected:
     """What computes the Linear of ``region``, and the norm with it where it can. ``is_as_read`` tells whether the norm
     is."""
@@ -143,11 +150,8 @@ class Projected:
     ) -> tuple[Any, Any]:
         """(x, the result of the region), (what the norm is of, None) where the two are computed apart, or (None, None)
         where only the region's own statements are sure to do the right thing."""
-        if self.factor:
-            name, attribute, code = self.factor
-            child: Any = children.get(name)
-            if not multiplies(child, code) or (scale := getattr(child, attribute)) is None:
-                return None, None
+        if self.factor and (scale := multiplier_at(children, self.factor)) is None:
+            return None, None
         linear: Any = children.get(self.name)
         out = linear_scale_batch_norm(x, linear, scale, norm, None, activation, behind, self.is_as_read)
         if out is not None:

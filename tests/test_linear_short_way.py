@@ -1,0 +1,163 @@
+"""A Linear and a BatchNorm1d in eval by native ops, which PyTorch stands for on a CPU: where all is as it mostly is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from linear_region_changes import CHANGED
+from linear_region_models import BATCH, FEATURES, FOUND, WIDTH
+from models import randomised
+from region_checks import Case, written
+from torch import Tensor, nn
+
+import normswap
+from normswap import native, reference
+from normswap.activation import FUNCTIONS, Activation
+from normswap.ops import dispatch
+from normswap.regions.helper import Fused
+from normswap.regions.install import compiled_of
+from normswap.regions.linear_directly import Directly
+
+SERVED = [name for name in FOUND if name not in ("by_a_literal", "by_a_number", "under_autocast")]
+"""A number is no tensor."""
+ALONE = ("without_an_activation", "result_used_twice", "in_a_loop", "with_a_vector_added", "with_a_number_added")
+ALONE = (*ALONE, "same_linear_twice")
+"""Nothing stands behind the norm: of few rows another kernel normalises."""
+
+
+def normalised(z: Tensor, mean: Any, var: Any, batches: Any, weight: Any, bias: Any, *rest: Any) -> Tensor | None:
+    """What the native batch_norm does in eval; in training it declines."""
+    training, momentum, eps, residual, code, low, high, scale, input_bias = (*rest, None, None)[:9]
+    if training or mean is None or any(v is not None and v.dtype is not z.dtype for v in (mean, scale, residual)):
+        return None
+    settings = training, momentum, eps, input_bias, Activation([*FUNCTIONS][code], low, high), residual
+    return reference.scale_batch_norm(z, scale, mean, var, weight, bias, *settings)
+
+
+def folded(*given: Any) -> None:
+    *tensors, eps, out, out_bias = given
+    for into, value in zip((out, out_bias), reference.fold_scale_batch_norm(*tensors, eps), strict=True):
+        into.copy_(value)
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a GPU: these native ops, and no other ones."""
+    native.load()  # or it would put its own in their place when it is
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(dispatch, "_direct", {"batch_norm": normalised})
+    monkeypatch.setattr(dispatch, "_native", {"fold_linear": folded})
+    monkeypatch.setattr(dispatch, "_native_tried", True)
+    monkeypatch.setattr(native, "_available", False)
+
+
+def made(case: Case, rows: int) -> tuple[Any, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    model = randomised(written(case.forward, case.base)).eval()
+    return model, tuple(torch.randn(rows, *shape[1:]) for shape in case.shapes)
+
+
+def ways_of(model: Any) -> list[Directly]:
+    """The short way of each region of a Linear."""
+    swaps = [swap for swap in normswap.plan(model).swaps if not swap.site.name]
+    compiled = [one for swap in swaps for one in compiled_of(type(model), swap.match.attributes)]
+    return [Fused(one).directly for one in compiled if one.region.linear]
+
+
+def outcome(model: Any, inputs: Any, taken: list[bool], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What it gives or raises, and whether each of its regions went the short way."""
+    real = Directly.__call__
+
+    def noted(self: Directly, *given: Any) -> Any:
+        out = real(self, *given)
+        taken.append(out is not None)
+        return out
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(Directly, "__call__", noted)
+        try:
+            return model(*(x.clone() for x in inputs))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def check(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """That the short way changes nothing; whether it was taken."""
+    model, inputs = made(case, rows)
+    fast = normswap.apply(model, normswap.plan(model))
+    for one in (model, fast) if case.later else ():
+        torch.manual_seed(1)
+        case.later(one)  # type: ignore[misc]
+    taken: list[bool] = []
+    theirs, ours = outcome(model, inputs, [], monkeypatch), outcome(fast, inputs, taken, monkeypatch)
+    if isinstance(theirs, str):
+        assert ours == theirs
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    return taken
+
+
+@pytest.mark.parametrize("rows", (2, BATCH))
+@pytest.mark.parametrize("name", SERVED)
+def test_it_is_taken_and_computes_what_it_did(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = check(FOUND[name], rows, monkeypatch)
+    assert taken
+    if name in ALONE and rows <= FEATURES:
+        assert not any(taken)
+    elif name != "with_a_residual_that_broadcasts":
+        assert all(taken)
+
+
+@pytest.mark.parametrize("rows", (2, BATCH))
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_may_change_is_seen(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CHANGED[name]
+    taken = check(case, BATCH if "sample" in name else rows, monkeypatch)
+    may = ("another linear", "eps", "momentum", "tracking", "eval", "frozen", "one value", "a branch", "rows", "width")
+    assert not any(taken) or any(word in name for word in may)
+
+
+def test_what_else_has_a_say() -> None:
+    model, inputs = made(FOUND["without_a_scale"], BATCH)
+    (way,) = ways_of(model)
+    with torch.no_grad():
+        served = way(model._modules, inputs[0])
+        assert served is not None and torch.equal(served, way(model._modules, inputs[0]))
+        with torch.enable_grad():
+            assert way(model._modules, inputs[0]) is None
+        with torch.autocast("cpu", torch.bfloat16):
+            assert way(model._modules, inputs[0]) is None
+        for odd in (inputs[0].double(), inputs[0][0], inputs[0][None], None, inputs[0].to("meta")):
+            assert way(model._modules, odd) is None
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        assert way(model._modules, inputs[0]) is None
+        handle.remove()
+        dispatch._direct.clear()
+        assert way(model._modules, inputs[0]) is None
+
+
+@pytest.mark.parametrize(("cls", "name"), [(nn.Linear, "forward"), (nn.BatchNorm1d, "forward"), (F, "relu")])
+def test_a_function_that_was_replaced(cls: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = made(FOUND["among_statements"], BATCH)
+    (way,) = ways_of(model)
+    packed = (inputs[0], model.scale)
+    with torch.no_grad():
+        assert way(model._modules, packed) is not None
+        monkeypatch.setattr(cls, name, lambda *given: given[-1])
+        assert way(model._modules, packed) is None
+
+
+def test_children_of_an_nn_sequential() -> None:
+    layers = nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.GELU()
+    model = randomised(nn.Sequential(*layers)).eval()
+    (way,) = ways_of(model)
+    with torch.no_grad():
+        for rows in (2, BATCH):
+            x = torch.randn(rows, FEATURES)
+            torch.testing.assert_close(way(model._modules, x), model(x), rtol=1e-5, atol=1e-5)
+        for child, change in (("2", nn.Dropout(0.5)), ("3", nn.Softplus()), ("1", nn.BatchNorm1d(WIDTH))):
+            changed = {**model._modules, child: change}
+            assert way(changed, x) is None
