@@ -127,15 +127,12 @@ def fold_scale_batch_norm(
     """The weight (C, K) and bias (C,) of the one Linear that equals Linear -> * scale -> BatchNorm in eval, computed
     in float32 or better and rounded once. Not differentiable. The formula is ``reference.fold_scale_batch_norm``'s.
     """
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return fold_scale_batch_norm(
-                linear_weight, linear_bias, scale, running_mean, running_var, weight, bias, eps
-            )
-    tensors = (linear_weight, linear_bias, scale, running_mean, running_var, weight, bias)
-    if not native_serves(*tensors):
-        return reference.fold_scale_batch_norm(*tensors, eps)  # type: ignore[arg-type]
-    return folded(*tensors, eps)  # type: ignore[arg-type]
+    tensors: Any = (linear_weight, linear_bias, scale, running_mean, running_var, weight, bias)
+    fold: Any = folded if native_serves(*tensors) else reference.fold_scale_batch_norm
+    if not torch.is_grad_enabled():
+        return fold(*tensors, eps)  # type: ignore[no-any-return]
+    with torch.no_grad():
+        return fold(*tensors, eps)  # type: ignore[no-any-return]
 
 
 def folded(linear_weight: Tensor, linear_bias: Any, scale: Any, *norm: Any) -> tuple[Tensor, Tensor]:
