@@ -36,6 +36,7 @@ import normswap
 from normswap import builder, native, nodes
 from normswap.activation import Activation
 from normswap.builder import BuildError
+from normswap.example import Example
 from normswap.nodes import formulas
 from normswap.ops import dispatch
 
@@ -358,7 +359,7 @@ def test_a_model_on_cuda_has_it_compiled(training: bool, monkeypatch: pytest.Mon
     asked: list[bool] = []
     monkeypatch.setattr(nodes, "load", lambda *, compiling=False: asked.append(compiling))
     monkeypatch.setattr(native, "load", lambda *, build=False: native.NativeStatus(True, "", None, "", ""))
-    monkeypatch.setattr(sys.modules["normswap.optimize"], "_on_cuda", lambda *given: True)
+    monkeypatch.setattr(Example, "devices", {torch.device("cuda")})
     model = torch.nn.Sequential(torch.nn.LayerNorm(8)).train(training)
     normswap.apply(model, normswap.plan(model))
     assert asked == [True]
