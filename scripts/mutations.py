@@ -22,7 +22,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "(not dims)",
     ): "what fits is one piece, cut out whole",
     ("compare.py", "worst.problem", "(False)"): "the first problem stays: the rest is only compared for nothing",
-    ("compare.py", "x.is_cuda", "(True)"): "a CPU has no kernel to witness: the proof only takes a second longer",
+    ("compare.py", "x.is_cuda", "(True)"): "a CPU has no kernel to witness",
     (
         "kinds/batch_norm.py",
         "site.running_mean is None and site.running_var is None",
@@ -53,6 +53,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "isinstance(statement, ast.Assign) and statement.value is op.node",
         "(isinstance(statement, ast.Assign))",
     ): "used twice is only what has a name, and a flow gives one to what is assigned as it is",
+    ("regions/compare.py", "x.is_cuda", "(True)"): "a CPU has no kernel to witness",
     ("regions/flow.py", "may_be_inlined(tree, forward.__globals__)", "(True)"): "a copy is read then, more slowly",
     (
         "regions/spelling.py",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,8 @@ def test_a_sum_and_what_is_made_of_it_are_both_looked_at(of: Callable[[str], Mad
 def test_what_ours_does_not_take_is_declined(of: Callable[[str], Made]) -> None:
     found = compared(of("alone"), lambda out: None)
     assert found.declined and not found.problem and "statements" in found.note
+    found = compared(of("alone"))
+    assert not found.declined and not found.gradients and not found.note
 
 
 def test_of_what_is_large_slices_are_compared(of: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +174,30 @@ def test_a_forward_by_which_a_child_is_listened_to_is_left_out(of: Callable[[str
     for attributes, own in (({}, {"norm", "act"}), ({"behind": ""}, {"act"})):
         holder = holder_of(replace(region, attributes=attributes), made.module)
         assert {name for name, child in holder._modules.items() if "forward" in child.__dict__} == own
+
+
+@pytest.mark.parametrize("ran", ((True, False), (False, True)))
+def test_a_kernel_that_ran_once_ran(
+    ran: tuple[bool, ...], of: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = iter(ran)
+    monkeypatch.setattr(compare, "KernelWitness", lambda: SimpleNamespace(ran=next(runs)))
+    assert compared(of("alone"), gradients=True).kernel_ran
+
+
+def test_what_becomes_of_what_a_region_is_given() -> None:
+    leaf = torch.ones(4, 3, requires_grad=True)
+    assert not compare._detached(leaf).requires_grad and compare._detached(1.0) == 1.0
+    assert compare._float64(leaf).dtype is torch.float64 and compare._float64(leaf.int()).dtype is torch.int32
+    assert compare._float64(1.0) == 1.0
+    leaves: list[Tensor] = []
+    assert compare._leaf(leaf, leaves) is leaves[0] is not leaf and leaves[0].requires_grad and leaves[0].is_leaf
+    assert compare._leaf(1.0, leaves) == 1.0 and not compare._leaf(leaf.int(), leaves).requires_grad
+    assert len(leaves) == 1
+    cut = compare._cut(torch.Size((4, 3)), 1, 2)
+    assert torch.equal(cut(leaf), leaf[1:3]) and cut(1.0) == 1.0
+    for other in (torch.ones(4), torch.ones(3, 3), torch.ones(4, 3, 1)):
+        assert cut(other) is other
 
 
 def test_a_tensor_that_an_expression_is_given_twice_is_one(of: Callable[[str], Made]) -> None:
