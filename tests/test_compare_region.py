@@ -55,7 +55,7 @@ def test_what_is_right_passes(what: str, dtype: torch.dtype, of: Callable[[str],
     assert not found.problem and not found.kernel_ran and 0.0 <= found.share <= 1.0
     assert found.declined == (what == "written" and dtype is torch.bfloat16)
     assert found.coverage == 1.0 and found.dtype == str(dtype).removeprefix("torch.") and found.device == "cpu"
-    assert found.gradients == ("convolution" not in what and not found.declined)
+    assert found.gradients == ("convolution" not in what and what != "statistics" and not found.declined)
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.module.state_dict().items())
 
 
@@ -174,6 +174,24 @@ def test_a_forward_by_which_a_child_is_listened_to_is_left_out(of: Callable[[str
     for attributes, own in (({}, {"norm", "act"}), ({"behind": ""}, {"act"})):
         holder = holder_of(replace(region, attributes=attributes), made.module)
         assert {name for name, child in holder._modules.items() if "forward" in child.__dict__} == own
+
+
+@pytest.mark.parametrize("what", ("alone", "sum"))
+def test_what_autocast_would_cast_is_compared_as_it_is_read(what: str, of: Callable[[str], Made]) -> None:
+    made = of(what)
+    made.compiled = replace(made.compiled, region=replace(made.compiled.region, feeds=("lin",)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not compared(made).problem
+        assert compared(made, lambda out: tree_map(Tensor.double, out)).problem.startswith("outputs are ")
+
+
+def test_weights_that_do_not_learn(of: Callable[[str], Made]) -> None:
+    made = of("alone")
+    fused = Fused(made.compiled)
+    for learning in (False, True):
+        made.module.norm.weight.requires_grad_(learning)
+        found = compare_region(made.compiled, fused, made.module, made.packed, gradients=True)
+        assert found.gradients and not found.problem
 
 
 @pytest.mark.parametrize("ran", ((True, False), (False, True)))

@@ -51,6 +51,8 @@ OF_ROWS = {
 }
 OF_IMAGES = {
     "residual": "return F.leaky_relu(self.gn(x) + y, 0.3)",
+    "statistics": "return F.relu(F.batch_norm(x, self.bn.running_mean, self.bn.running_var, self.weight, self.bias))",
+    "batch": "return F.relu(F.batch_norm(x, None, None, self.weight, training=self.bn.track_running_stats))",
     "permuted": "return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)",
     "convolution": "return F.relu(self.bn(self.conv(x)))",
     "convolution and residual": "return F.relu(self.bn(self.conv(x)) + y)",
