@@ -226,7 +226,7 @@ class LinearScaleBatchNorm(nn.Module):
             )
         new = cls(linear.in_features, linear.out_features, tuple(scale.shape), device="meta")
         new.gemm, new.bn = copy.deepcopy(linear), copy.deepcopy(batch_norm)
-        new.scale = nn.Parameter(scale.detach().clone(), scale.requires_grad or isinstance(scale, nn.Parameter))
+        new.scale = nn.Parameter(scale.detach().clone(), scale.requires_grad)
         new.training = batch_norm.training
         return new
 

@@ -60,6 +60,14 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         '"norm" in name and "p" in bound and name != "normalize"',
         "('p' in bound and name != 'normalize')",
     ): "only norms have a p",
+    **dict.fromkeys(
+        (
+            ("verdict.py", "ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE", "(False)"),
+            ("verdict.py", "share <= 1.0 and theirs < math.inf", "(False)"),
+            ("verdict.py", "share <= 1.0", "(share < 1.0)"),
+        ),
+        "a longer way to the same verdict",
+    ),
 }
 """Mutations that change nothing that can be seen, and why: (file of normswap/, old, new). They are not tried."""
 

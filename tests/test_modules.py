@@ -48,8 +48,14 @@ def test_linear_scale_batch_norm_from_torch_and_state_dict(shape: tuple[int, ...
         for new in (ours, fresh):
             old.load_state_dict(new.state_dict())
             torch.testing.assert_close(new.train(training)(x), old.train(training)(x))
+    assert ours.scale.requires_grad and modules.LinearScaleBatchNorm(7, 5).scale.shape == (5,)
+    frozen = modules.LinearScaleBatchNorm.from_torch(old.gemm, old.scale.requires_grad_(False), old.bn)
+    assert not frozen.scale.requires_grad and frozen.gemm.weight.requires_grad
     with pytest.raises(ValueError, match="scale_shape"):
         modules.LinearScaleBatchNorm(7, 5, (3,))
+    for linear, norm in ((ours, old.bn), (old.gemm, nn.BatchNorm2d(5))):
+        with pytest.raises(TypeError, match="exactly a torch.nn.Linear"):
+            modules.LinearScaleBatchNorm.from_torch(linear, old.scale, norm)  # type: ignore[arg-type]
 
 
 def test_copy_weights_has_its_own_storage_and_checks_first() -> None:
