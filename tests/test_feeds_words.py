@@ -43,6 +43,8 @@ BODIES: dict[str, str] = {
     "x: int|return self.fc(x)": "fc",
     "x: int|return self.fc(x) + x": "",
     "h: int = x|return self.fc(x)": "",
+    "z: int = 1|return self.fc(x) + x": "",
+    "self.fc(x)|return x": "",
     "x, z = y, self.fc(x)|return x + z": "fc",
     "x, z = y, x|return self.fc(z)": "",
     "z = 1|return self.fc(x) + x": "",
