@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from normswap import fold_convolution, modules, reference, rules
+from normswap.attributes import Rejection
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.installed import class_before, site_match
 from normswap.plan import Match, NormswapError
+from normswap.regions.flow import Attribute, Constant
 from normswap.regions.spec import Region
+from normswap.regions.straight import straight
 from normswap.sites import classes
-
-KIND = "linear_scale_batch_norm"
 
 
 class _NotFoldable(Exception):
@@ -120,18 +121,36 @@ def _parts(module: nn.Module) -> list[tuple[Mapping[str, Any], list[str]]]:
     original = class_before(module)
     with classes([(module, original)]):  # what was swapped may have other children now: it is matched anew
         found = rules.find(module)
-    if not isinstance(found, Match):
-        return []
-    if found.kind == KIND:
-        return [(found.attributes, [])]
-    in_a_row = found.attributes.get("regions", []) if original.forward is nn.Sequential.forward else []
-    return [_parts_of(Region.from_json(data)) for data in in_a_row if data["kind"] == KIND]
+        data = found.attributes.get("regions", []) if isinstance(found, Match) else []
+        regions = [region for region in map(Region.from_json, data) if region.linear]
+        if original.forward is nn.Sequential.forward:
+            return [(_children(one), [one.linear, *one.factor[:1], one.norm]) for one in regions]
+        parts = [_whole(module, original.forward, region) for region in regions]
+    return [(found, []) for found in parts if found is not None]
 
 
-def _parts_of(region: Region) -> tuple[Mapping[str, Any], list[str]]:
+def _children(region: Region) -> dict[str, Any]:
     factor = dict(zip(("scale", "attribute"), region.factor, strict=False))
-    names = [region.linear, *region.factor[:1], region.norm]
-    return {"linear": region.linear, "batch_norm": region.norm, **factor}, names
+    return {"linear": region.linear, "batch_norm": region.norm, **factor}
+
+
+def _whole(module: nn.Module, forward: Any, region: Region) -> dict[str, Any] | None:
+    """The parts of ``region`` of ``module``, and what it multiplies by, where ``forward`` computes nothing else."""
+    read = straight(module, forward)
+    if isinstance(read, Rejection) or read.tested or len(read.ways) > 1:
+        return None
+    (way,), found = read.ways, _children(region)
+    given = [(*op.args, *op.keywords.values()) for op in way.ops]
+    if len(given) != len(region.steps) or way.result is not way.ops[-1] or way.argument not in given[0]:
+        return None
+    for step, values in zip(region.steps, given, strict=True):
+        if step.does in ("product", "times"):
+            factor = values[1 - step.operand]
+            if not isinstance(factor, (Attribute, Constant)):
+                return None
+            name = "scale" if step.does == "product" else "after"
+            found[name] = factor.path if isinstance(factor, Attribute) else factor.value
+    return found
 
 
 def _put(sequential: nn.Module, children: Mapping[str, nn.Module]) -> None:

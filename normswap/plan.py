@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-PLAN_FORMAT = 3
-"""3: plans name the GPU of their choices. 2: regions name the children called between their statements, which are
-looked at on every call."""
+PLAN_FORMAT = 4
+"""4: a Linear before a norm is a region's, also where the two are a whole forward. 3: plans name the GPU of their
+choices. 2: regions name the children called between their statements, which are looked at on every call."""
 
 REGION = "region"
 """The kind of a site that holds norms among other things; the others are those of ``kinds``."""
@@ -132,8 +132,7 @@ class Site:
 @dataclass(frozen=True)
 class Match:
     """What to put at a site. ``attributes`` holds what the swapped forward needs to know and is
-    JSON: for l1_norm ``{"dim": 1, "eps": "eps"}``, for linear_scale_batch_norm the attribute names
-    ``{"linear": "gemm", "scale": "scale", "batch_norm": "bn"}``, for region a list of ``regions.spec.Region`` as data,
+    JSON: for l1_norm ``{"dim": 1, "eps": "eps"}``, for region a list of ``regions.spec.Region`` as data,
     for an RMSNorm written by hand
     ``{"dim": -1, "eps": "variance_epsilon", "weight": "weight", ...}``; empty for module sites."""
 
@@ -144,16 +143,6 @@ class Match:
         """What the attribute ``name`` stands for now: a str names the attribute of ``module`` that holds it."""
         found = self.attributes.get(name)
         return getattr(module, found) if isinstance(found, str) else found
-
-    @property
-    def children(self) -> tuple[str, ...]:
-        """The names under which the forward finds what it calls, or multiplies by; its settings are none of them."""
-        found = [self.attributes[part] for part in _PARTS if isinstance(self.attributes.get(part), str)]
-        for region in self.attributes.get("regions", ()):
-            acting = region["activation"]
-            found += [*([region["norm"]] if region["type"] else []), *region["passes"], *region.get("factor", ())[:1]]
-            found += [acting] if isinstance(acting, str) else []
-        return tuple(found)
 
     @property
     def registered(self) -> bool:
@@ -180,8 +169,6 @@ class Match:
         """``found``, by the names of torch.nn's norm, by those that the registered class has for them."""
         return {str(self.attributes.get(READ + name, name)): value for name, value in found.items()}
 
-
-_PARTS = ("linear", "scale", "batch_norm")
 
 READ = "read."
 """Before the name of a value in the match of a registered class: what follows is where the class keeps it."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from normswap.compare import Comparison, Seen, compare
 from normswap.example import Example
 from normswap.installed import class_before
-from normswap.kinds import Layers, kind_of, sample
+from normswap.kinds import sample
 from normswap.plan import Match, Swap
 from normswap.progress import progress
 from normswap.regions.listening import listening
@@ -134,7 +134,7 @@ def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs:
         swap.match.kind,
         status,
         inputs,
-        "train" if _batch_mode(swap.match, module) else "eval",
+        "train" if module.training else "eval",
         worst.dtype,
         worst.device,
         worst.share,
@@ -144,11 +144,6 @@ def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs:
         worst.problem or worst.note,
         worst.declined,
     )
-
-
-def _batch_mode(match: Match, module: nn.Module) -> bool:
-    name = match.attributes.get("batch_norm")
-    return bool(getattr(module, name).training) if name else module.training
 
 
 @contextlib.contextmanager
@@ -174,17 +169,11 @@ def _hook(
 ) -> Callable[..., None]:
     def on_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
-        if x is not None and _is_swapped_for(match, x) and len(comparisons) < _MAX_CALLS:
+        if x is not None and x.numel() and len(comparisons) < _MAX_CALLS:
             again = seen.before(x, id(type(module)), match.kind, repr(match.attributes))
             comparisons.append(compare(match, module, x, gradients, again))
 
     return on_call
-
-
-def _is_swapped_for(match: Match, x: Tensor) -> bool:
-    """False for an input on which a swapped module runs its original code, or that has nothing to compare."""
-    kind = kind_of(match)
-    return x.numel() > 0 and (not isinstance(kind, Layers) or x.dim() == kind.rank)
 
 
 # --- synthesised inputs -------------------------------------------------------------------------------------------
@@ -195,7 +184,6 @@ def _synthesised(match: Match, module: Any, like: Tensor | None) -> Iterator[Ten
     parameter = next((p for p in module.parameters() if p.is_floating_point()), like)
     dtype, device = (torch.float32, torch.device("cpu")) if parameter is None else (parameter.dtype, parameter.device)
     generator = torch.Generator().manual_seed(0)
-    kind = kind_of(match)
-    for mean in kind.means if isinstance(kind, Layers) else _SYNTHETIC_MEANS:
+    for mean in _SYNTHETIC_MEANS:
         x = torch.randn(sample(match, module), generator=generator, dtype=torch.float64) + mean
         yield x.to(device, dtype)

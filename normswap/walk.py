@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from normswap import rules
-from normswap.installed import site_match
 from normswap.plan import Match, Plan, Reason, Refusal, Refused, Site, Swap
+from normswap.regions.spec import Region, children_of
 
 Filter: TypeAlias = "str | Callable[[nn.Module, str], bool] | Iterable[str | Callable[[nn.Module, str], bool]] | None"
 """A glob over qualified names (``"encoder.*"``; ``*`` crosses dots, case counts), ``"re:..."`` for a regular
@@ -36,7 +36,7 @@ def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None, un
     included, excluded = _selector(include, "include", found), _selector(exclude, "exclude", found)
     answers = [(place, answer) for place in found if (answer := rules.find(place.module, undecided)) is not None]
     left_out = {id(place.module) for place, _ in answers if excluded is not None and excluded(place)}
-    swaps: list[tuple[Swap, nn.Module]] = []
+    swaps: list[Swap] = []
     refused: list[Refused] = []
     for place, found_there in answers:
         site = Site(place.names[0], type_name(place.module), tuple(place.names[1:]))
@@ -44,13 +44,10 @@ def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None, un
         if (included is not None and not included(place)) or id(place.module) in left_out:
             refused.append(Refused(site, Refusal(answer.kind, Reason.EXCLUDED)))
         elif isinstance(answer, Match):
-            swaps.append((Swap(site, answer), place.module))
+            swaps.append(Swap(site, answer))
         else:
             refused.append(Refused(site, answer))
-    fused = [(module, swap.match) for swap, module in swaps if swap.match.kind != "region"]
-    fused += [(place.module, match) for place in found if (match := site_match(place.module)) is not None]
-    claimed = {id(child) for module, match in fused for child in _claimed(module, match)}
-    return Plan(tuple(swap for swap, module in swaps if id(module) not in claimed), tuple(refused))
+    return Plan(tuple(swaps), tuple(refused))
 
 
 def type_name(module: nn.Module) -> str:
@@ -83,26 +80,18 @@ def _named(module: nn.Module, name: str, above: tuple[int, ...]) -> Iterator[tup
             yield from _named(child, f"{name}.{key}" if name else key, above)
 
 
-def _claimed(module: nn.Module, match: Match) -> Iterator[nn.Module]:
-    """The children an expression site calls: it counts on their exact type, so no other site may swap them."""
-    for name in match.children:
-        child = module._modules.get(name)
-        if child is not None:
-            yield child
-
-
 def _without(match: Match | Refusal, module: nn.Module, left_out: set[int]) -> Match | Refusal:
-    """``match`` without the regions that need a site which was left out; a Refusal where no other is left, or where it
-    is no region and needs one."""
-    if isinstance(match, Refusal):
+    """``match`` without the regions that call a site which was left out; a Refusal where no other is left."""
+    regions = [] if isinstance(match, Refusal) else match.attributes.get("regions", [])
+    called = [children_of(Region.from_json(region)) for region in regions]
+    kept = [r for r, names in zip(regions, called, strict=True) if not _ids_of(module, names) & left_out]
+    if len(kept) == len(regions) or isinstance(match, Refusal):
         return match
-    regions = match.attributes.get("regions", [])
-    needed = [_claimed(module, Match(match.kind, {"regions": [region]})) for region in regions]
-    kept = [one for one, need in zip(regions, needed, strict=True) if not any(id(child) in left_out for child in need)]
-    if kept and len(kept) < len(regions):
-        return Match(match.kind, {**match.attributes, "regions": kept})
-    needs = not kept if regions else any(id(child) in left_out for child in _claimed(module, match))
-    return Refusal(match.kind, Reason.EXCLUDED) if needs else match
+    return Match(match.kind, {**match.attributes, "regions": kept}) if kept else Refusal(match.kind, Reason.EXCLUDED)
+
+
+def _ids_of(module: nn.Module, names: Iterable[str]) -> set[int]:
+    return {id(module._modules.get(name)) for name in names}
 
 
 def _selector(given: Any, argument: str, found: list[_Place]) -> Callable[[_Place], bool] | None:

@@ -80,7 +80,7 @@ from expression_forwards import (
 from torch import Tensor, nn
 
 L1, LSB = "l1_norm", "linear_scale_batch_norm"
-SWAPPED, WITHIN = {"": LSB}, {"": "region"}
+WITHIN = {"": "region"}
 CODE, PART, OTHER, CHILD = "NOT_STRAIGHT_LINE", "PART_OF_FORWARD", "UNSUPPORTED", "CHILD"
 
 
@@ -176,43 +176,43 @@ BATCH_NORMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 TABLE: dict[str, Trap] = {
     **{
-        f"scale_{form}_{name}": Trap(written(forward, scale), SWAPPED, ("scale-forms",))
+        f"scale_{form}_{name}": Trap(written(forward, scale), WITHIN, ("scale-forms",))
         for form, forward in FORMS.items()
         for name, scale in SCALES.items()
     },
-    "scale_absent": Trap(written(no_scale), SWAPPED, ("scale-forms",)),
-    "scale_literal": Trap(written(literal), SWAPPED, ("scale-forms", "scale-values")),
-    "scale_negative": Trap(written(block, -2.5), SWAPPED, ("scale-values",)),
-    "scale_zero": Trap(written(block, 0.0), SWAPPED, ("scale-values",)),
-    "scale_behind_zero": Trap(written(scale_behind, 0), SWAPPED, ("scale-values",)),
-    **{f"bn_{name}": Trap(written(block, **options), SWAPPED, cases) for name, (options, cases) in BATCH_NORMS.items()},
+    "scale_absent": Trap(written(no_scale), WITHIN, ("scale-forms",)),
+    "scale_literal": Trap(written(literal), WITHIN, ("scale-forms", "scale-values")),
+    "scale_negative": Trap(written(block, -2.5), WITHIN, ("scale-values",)),
+    "scale_zero": Trap(written(block, 0.0), WITHIN, ("scale-values",)),
+    "scale_behind_zero": Trap(written(scale_behind, 0), WITHIN, ("scale-values",)),
+    **{f"bn_{name}": Trap(written(block, **options), WITHIN, cases) for name, (options, cases) in BATCH_NORMS.items()},
     "bn_tracking_switched_off": Trap(
-        changed(lambda m: setattr(m.bn, "track_running_stats", False)), SWAPPED, ("bn-no-running-stats",)
+        changed(lambda m: setattr(m.bn, "track_running_stats", False)), WITHIN, ("bn-no-running-stats",)
     ),
     "bn_tracking_switched_off_later": Trap(
-        written(block), SWAPPED, ("bn-no-running-stats", "attributes-changed-later"), later=without_tracking
+        written(block), WITHIN, ("bn-no-running-stats", "attributes-changed-later"), later=without_tracking
     ),
-    "bn_frozen": Trap(written(block), SWAPPED, ("bn-frozen",), later=with_bn_eval),
+    "bn_frozen": Trap(written(block), WITHIN, ("bn-frozen",), later=with_bn_eval),
     # sequential runs
     "sequential": Trap(lambda: _runs(), WITHIN, ("scale-forms", "containers")),
     "sequential_scale": Trap(lambda: _runs(Scale()), WITHIN, ("scale-forms", "containers")),
     "sequential_number": Trap(lambda: _runs(Scale(-0.5)), WITHIN, ("scale-forms", "containers")),
     # Its BatchNorm is joined with what stands behind it.
     "sequential_dropout": Trap(lambda: _runs(nn.Dropout(0.0)), WITHIN, ("containers",), modes=("train",)),
-    "in_lists_and_dicts": Trap(InLists, {"blocks.0": LSB, "named.norm": L1, "run": "region"}, ("containers",)),
+    "in_lists_and_dicts": Trap(InLists, {"blocks.0": "region", "named.norm": L1, "run": "region"}, ("containers",)),
     # Expressions
-    "linear_twice": Trap(written(linear_twice), refused(LSB, PART), ("linear-called-twice",)),
-    "linear_in_both": Trap(written(linear_in_both), refused(LSB, PART), ("linear-called-twice",)),
+    "linear_twice": Trap(written(linear_twice), refused(LSB, OTHER), ("linear-called-twice",)),
+    "linear_in_both": Trap(written(linear_in_both), refused(LSB, OTHER), ("linear-called-twice",)),
     "output_elsewhere": Trap(written(output_elsewhere), WITHIN, ("linear-output-used-elsewhere",)),
     "two_batch_norms": Trap(written(two_batch_norms), WITHIN, ("one-linear-two-batch-norms",)),
     "one_linear_in_two_blocks": Trap(
-        _one_linear_in_two_blocks, {"0": LSB, "1": LSB}, ("one-linear-two-batch-norms", "shared-module")
+        _one_linear_in_two_blocks, {"0": "region", "1": "region"}, ("one-linear-two-batch-norms", "shared-module")
     ),
     "in_place_l1": l1_trap(in_place_l1, refused(L1, CODE), "in-place-and-aliases", backward_raises=True),
     "alias_l1": l1_trap(alias_l1, WITHIN, "in-place-and-aliases"),
     "abs_in_place": l1_trap(abs_in_place, {}, "in-place-and-aliases"),
-    "in_place_scale": Trap(written(in_place_scale), refused(LSB, CODE), ("in-place-and-aliases",)),
-    "mul_in_place": Trap(written(mul_in_place), refused(LSB, PART), ("in-place-and-aliases",)),
+    "in_place_scale": Trap(written(in_place_scale), refused(LSB, OTHER), ("in-place-and-aliases",)),
+    "mul_in_place": Trap(written(mul_in_place), refused(LSB, OTHER), ("in-place-and-aliases",)),
     "no_abs": l1_trap(no_abs, {}, "l1-without-abs"),
     "two_dims": l1_trap(two_dims, refused(L1, OTHER), "other-dim"),
     "no_keepdim": l1_trap(no_keepdim, refused(L1, OTHER), "other-dim", shape=(6, 6)),
@@ -221,9 +221,9 @@ TABLE: dict[str, Trap] = {
     "sum_not_mean": l1_trap(sum_not_mean, {}, "sum-not-mean"),
     "l1_with_eps": l1_trap(eps_l1, {"": L1}, "added-eps"),
     "eps_everywhere": l1_trap(eps_everywhere, refused(L1, OTHER), "added-eps"),
-    "eps_behind_linear": Trap(written(eps_behind_bn), refused(LSB, PART), ("added-eps",)),
+    "eps_behind_linear": Trap(written(eps_behind_bn), refused(LSB, OTHER), ("added-eps",)),
     "linear_3d": Trap(
-        written(block, (), width=4), SWAPPED, ("linear-3d-input",), shape=(3, 4, FEATURES), modes=("eval",)
+        written(block, (), width=4), WITHIN, ("linear-3d-input",), shape=(3, 4, FEATURES), modes=("eval",)
     ),
     "on_data": l1_trap(on_data, refused(L1, "NOT_STRAIGHT_LINE"), "data-dependent-control-flow"),
     "while_loop": l1_trap(while_loop, WITHIN, "data-dependent-control-flow"),
@@ -236,26 +236,26 @@ TABLE: dict[str, Trap] = {
     "defaulted": Trap(written(defaulted), WITHIN, ("signatures",)),
     # Module tree
     "own_forward": Trap(OwnForward, {}, ("subclass-own-forward",)),
-    "inherited_forward": Trap(Inherits, SWAPPED, ("subclass-own-forward",)),
+    "inherited_forward": Trap(Inherits, WITHIN, ("subclass-own-forward",)),
     "own_linear": Trap(
         _with_child("gemm", lambda: OwnLinear(FEATURES, CHANNELS)), refused(LSB, CHILD), ("subclass-own-forward",)
     ),
     "instance_forward": Trap(changed(with_instance_forward), refused(LSB, CHILD), ("instance-forward",)),
     "parametrized_linear": Trap(changed(with_weight_norm), refused(LSB, CHILD), ("parametrized",)),
-    "parametrized_scale": Trap(changed(with_parametrized_scale), refused(LSB, "PARAMETRIZED"), ("parametrized",)),
+    "parametrized_scale": Trap(changed(with_parametrized_scale), refused("region", "PARAMETRIZED"), ("parametrized",)),
     "hooked_child": Trap(changed(with_hook), refused(LSB, CHILD), ("hooks",)),
-    "hooked": Trap(changed(with_own_hook), SWAPPED, ("hooks",)),
-    "shared": Trap(_shared, {"0": LSB}, ("shared-module",)),
-    "tied": Trap(changed(_tied), SWAPPED, ("tied-parameters",)),
+    "hooked": Trap(changed(with_own_hook), WITHIN, ("hooks",)),
+    "shared": Trap(_shared, {"0": "region"}, ("shared-module",)),
+    "tied": Trap(changed(_tied), WITHIN, ("tied-parameters",)),
     "root": Trap(l1(plain_l1), {"": L1}, ("root-is-norm",)),
     "no_bias_no_affine": Trap(
         changed(lambda m: setattr(m, "gemm", nn.Linear(FEATURES, CHANNELS, bias=False)), affine=False),
-        SWAPPED,
+        WITHIN,
         ("no-affine",),
     ),
-    "frozen_scale": Trap(changed(lambda m: m.scale.requires_grad_(False)), SWAPPED, ("frozen-parameters",)),
-    "frozen_linear": Trap(changed(lambda m: m.gemm.requires_grad_(False)), SWAPPED, ("frozen-parameters",)),
-    "frozen_all": Trap(changed(frozen), SWAPPED, ("frozen-parameters",)),
+    "frozen_scale": Trap(changed(lambda m: m.scale.requires_grad_(False)), WITHIN, ("frozen-parameters",)),
+    "frozen_linear": Trap(changed(lambda m: m.gemm.requires_grad_(False)), WITHIN, ("frozen-parameters",)),
+    "frozen_all": Trap(changed(frozen), WITHIN, ("frozen-parameters",)),
     "sync_batch_norm": Trap(
         _with_child("bn", lambda: nn.SyncBatchNorm(CHANNELS)), {}, ("sync-batch-norm",), modes=("eval",)
     ),
@@ -274,17 +274,17 @@ TABLE: dict[str, Trap] = {
     # Changes after the swap
     "later_number": l1_trap(eps_l1, {"": L1}, "attributes-changed-later", later=with_other_eps_and_dim),
     "later_tensor_eps": l1_trap(eps_l1, {"": L1}, "attributes-changed-later", later=with_tensor_eps),
-    "later_settings": Trap(written(block), SWAPPED, ("attributes-changed-later",), later=with_other_numbers),
-    "later_forward": Trap(written(block), SWAPPED, ("attributes-changed-later",), later=with_instance_forward),
-    "later_add_module": Trap(written(block), SWAPPED, ("later-add-module",), later=with_added_module),
-    "later_hook": Trap(written(block), SWAPPED, ("later-hooks",), later=with_hook),
-    "later_pre_hook": Trap(written(block), SWAPPED, ("later-hooks",), later=with_pre_hook),
-    "later_backward_hook": Trap(written(block), SWAPPED, ("later-hooks",), later=with_backward_hook),
-    "later_own_hook": Trap(written(block), SWAPPED, ("later-hooks",), later=with_own_hook),
-    "later_lora": Trap(written(block), SWAPPED, ("later-lora",), later=with_lora),
-    "later_weight_norm": Trap(written(block), SWAPPED, ("later-weight-norm",), later=with_weight_norm),
-    "later_parametrized_scale": Trap(written(block), SWAPPED, ("later-weight-norm",), later=with_parametrized_scale),
+    "later_settings": Trap(written(block), WITHIN, ("attributes-changed-later",), later=with_other_numbers),
+    "later_forward": Trap(written(block), WITHIN, ("attributes-changed-later",), later=with_instance_forward),
+    "later_add_module": Trap(written(block), WITHIN, ("later-add-module",), later=with_added_module),
+    "later_hook": Trap(written(block), WITHIN, ("later-hooks",), later=with_hook),
+    "later_pre_hook": Trap(written(block), WITHIN, ("later-hooks",), later=with_pre_hook),
+    "later_backward_hook": Trap(written(block), WITHIN, ("later-hooks",), later=with_backward_hook),
+    "later_own_hook": Trap(written(block), WITHIN, ("later-hooks",), later=with_own_hook),
+    "later_lora": Trap(written(block), WITHIN, ("later-lora",), later=with_lora),
+    "later_weight_norm": Trap(written(block), WITHIN, ("later-weight-norm",), later=with_weight_norm),
+    "later_parametrized_scale": Trap(written(block), WITHIN, ("later-weight-norm",), later=with_parametrized_scale),
     "later_sync_batch_norm": Trap(
-        written(block), SWAPPED, ("later-sync-batch-norm",), later=with_sync_batch_norm, modes=("eval",)
+        written(block), WITHIN, ("later-sync-batch-norm",), later=with_sync_batch_norm, modes=("eval",)
     ),
 }

@@ -92,10 +92,6 @@ def in_a_branch_of_a_tensor(self, x, y):
     return F.relu(self.bn(h))
 
 
-def linear_called_by_name(self, x, y):
-    return F.relu(self.bn(self.fc(input=x))) + y
-
-
 def norm_first(self, x, y):
     return self.bn(y) + self.fc(x)
 
@@ -120,10 +116,6 @@ def viewed(self, x, y):
     return F.relu(self.bn(self.fc(x).view(-1, WIDTH) * self.scale))
 
 
-def two_arguments(self, x, y):
-    return F.relu(self.bn(torch.mul(self.fc(x), other=self.scale)))
-
-
 _NORM = ("bn + relu",)
 _UNLIKE: dict[Callable[..., Any], tuple[str, ...]] = {
     by_a_row_of_the_input: _NORM,
@@ -142,13 +134,11 @@ _UNLIKE: dict[Callable[..., Any], tuple[str, ...]] = {
     without_gradients_of_the_linear: _NORM,
     captured: _NORM,
     in_a_branch_of_a_tensor: _NORM,
-    linear_called_by_name: _NORM,
     norm_first: ("bn + residual",),
     norm_called_between: (),
     statistics_read_between: (),
     another_norm: ("ln + relu",),
     viewed: _NORM,
-    two_arguments: _NORM,
 }
 
 LOOK_ALIKES: dict[str, Case] = {

@@ -132,6 +132,23 @@ def result_used_twice(self, x, y):
     return F.relu(h) + h
 
 
+def linear_called_by_name(self, x, y):
+    return F.relu(self.bn(self.fc(input=x))) + y
+
+
+def two_arguments(self, x, y):
+    return F.relu(self.bn(torch.mul(self.fc(x), other=self.scale)))
+
+
+def scaled_behind(self, x, y):
+    return F.relu(self.bn(self.fc(x)) * self.scale) + y
+
+
+def scaled_on_both_sides(self, x, y):
+    h = self.number * self.bn(self.fc(x) * self.scale)
+    return h - y
+
+
 def called_by_name(self, x, y):
     return F.relu(self.bn(input=self.fc(x) * self.scale)) + y
 
@@ -198,6 +215,10 @@ _SIGNED = {
     with_a_dropout: ("fc + bn + relu",),
     result_used_twice: ("fc + scale + bn",),
     called_by_name: ACT,
+    linear_called_by_name: ("fc + bn + relu",),
+    two_arguments: ACT,
+    scaled_behind: ("fc + bn + scale",),
+    scaled_on_both_sides: ("fc + scale + bn + scale",),
     in_an_if: ACT,
     in_a_loop: ("fc + scale + bn",),  # what a body binds may be read behind it
     in_a_with: ACT,

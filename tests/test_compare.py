@@ -7,19 +7,20 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import accuracy
 import pytest
 import torch
 import torch.nn.functional as F
 from models import L1, Projection, randomised
 from torch import Tensor, nn
 
+import normswap
 from normswap import compare, modules
 from normswap.compare import Comparison
 from normswap.criterion import error_share
-from normswap.plan import Match
+from normswap.plan import REGION, Match
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LSB = Match("linear_scale_batch_norm", {"linear": "gemm", "scale": "scale", "batch_norm": "bn"})
 
 Case = tuple[Match, nn.Module, tuple[int, ...]]
 
@@ -37,11 +38,12 @@ def random_case(kind: str, rng: random.Random) -> Case:
         shape = (rng.randint(1, 4), groups * per_group, rng.randint(2, 9), rng.randint(1, 9))
         return Match(kind), nn.GroupNorm(groups, groups * per_group), shape
     site = Projection(rng.randint(1, 200), rng.randint(1, 60), rng.choice((None, 0.1)))
-    return LSB, site.train(rng.random() < 0.5), (rng.randint(2, 150), site.gemm.in_features)
+    site.train(rng.random() < 0.5)
+    return normswap.plan(site).swaps[0].match, site, (rng.randint(2, 150), site.gemm.in_features)
 
 
 def compared(match: Match, site: nn.Module, x: Tensor, gradients: bool = True) -> Comparison:
-    return compare.compare(match, site, x, gradients)
+    return accuracy.compared(match, site, x, gradients)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -51,7 +53,7 @@ def test_pytorchs_own_ops_pass(kind: str, dtype: torch.dtype) -> None:
         rng = random.Random(seed)
         torch.manual_seed(seed)
         match, site, shape = random_case(kind, rng)
-        mean = rng.choice((0.0, 1.0, 100.0, 1000.0) if match is not LSB else (0.0, 1.0))
+        mean = rng.choice((0.0, 1.0, 100.0, 1000.0) if match.kind != REGION else (0.0, 1.0))
         x = (torch.randn(shape, dtype=torch.float64) * rng.choice((1.0, 1.0, 1e-3)) + mean).to(dtype)
         found = compared(match, randomised(site).to(dtype), x)
         assert found.problem == "" and not found.kernel_ran
@@ -149,29 +151,29 @@ def test_rms_norm_of_small_values(eps: float | None, plant: Callable[[Any], None
 @pytest.mark.case("bn-unbiased-variance")
 def test_biased_running_variance_fails(rows: int, plant: Callable[[Any], None]) -> None:
     def biased(self: Any, x: Tensor) -> Tensor:
-        before = self.bn.running_var.clone()
-        out = self.bn(self.gemm(x) * self.scale)
+        before = self.running_var.clone()
+        out = nn.BatchNorm1d.forward(self, x)
         with torch.no_grad():
-            batch = (self.bn.running_var - 0.9 * before) * (len(x) - 1) / len(x)
-            self.bn.running_var = 0.9 * before + batch
+            batch = (self.running_var - 0.9 * before) * (len(x) - 1) / len(x)
+            self.running_var = 0.9 * before + batch
         return out
 
-    site, x = randomised(Projection(16, 8)).train(), torch.randn(rows, 16)
-    assert compared(LSB, site, x, False).eager <= 1.0
+    match, site, x = Match("batch_norm"), randomised(nn.BatchNorm1d(16)).train(), torch.randn(rows, 16)
+    assert compared(match, site, x, False).eager <= 1.0
     plant(biased)
-    assert compared(LSB, site, x, False).problem.startswith("buffer bn.running_var: error is")
+    assert compared(match, site, x, False).problem.startswith("buffer running_var: error is")
 
 
 @pytest.mark.case("bn-batches-tracked")
 def test_a_counter_that_does_not_count_fails(plant: Callable[[Any], None]) -> None:
     def uncounted(self: Any, x: Tensor) -> Tensor:
-        out = self.bn(self.gemm(x) * self.scale)
-        self.bn.num_batches_tracked -= 1
+        out = nn.BatchNorm1d.forward(self, x)
+        self.num_batches_tracked -= 1
         return out
 
     plant(uncounted)
-    found = compared(LSB, randomised(Projection(16, 8)).train(), torch.randn(12, 16))
-    assert found.problem == "buffer bn.num_batches_tracked differs from PyTorch's"
+    found = compared(Match("batch_norm"), randomised(nn.BatchNorm1d(16)).train(), torch.randn(12, 16))
+    assert found.problem == "buffer num_batches_tracked differs from PyTorch's"
 
 
 def test_what_ours_raises_is_a_problem_and_what_pytorch_raises_is_raised(plant: Callable[[Any], None]) -> None:
@@ -212,7 +214,7 @@ def test_an_error_without_a_limit_fails() -> None:
 def test_nothing_is_left_behind() -> None:
     site, x = randomised(Projection(16, 8)).train(), torch.randn(12, 16)
     before, generator, given = copy.deepcopy(site.state_dict()), torch.get_rng_state(), x.clone()
-    compared(LSB, site, x)
+    compared(normswap.plan(site).swaps[0].match, site, x)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), site.state_dict().values(), strict=True))
     assert torch.equal(generator, torch.get_rng_state()) and torch.equal(given, x)
     assert all(p.grad is None for p in site.parameters())
@@ -272,6 +274,7 @@ def test_tf32_may_be_set_in_the_new_way(monkeypatch: pytest.MonkeyPatch) -> None
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        assert compared(LSB, randomised(Projection(16, 8)).train(), torch.randn(12, 16)).problem == ""
+        site = randomised(Projection(16, 8)).train()
+        assert compared(normswap.plan(site).swaps[0].match, site, torch.randn(12, 16)).problem == ""
     finally:
         torch.backends.cuda.matmul.fp32_precision = before

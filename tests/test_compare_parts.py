@@ -34,7 +34,6 @@ def test_starts_that_are_spread() -> None:
         (Match("instance_norm"), nn.InstanceNorm1d(4), 3, [0]),
         (Match("instance_norm"), nn.InstanceNorm1d(4), 2, []),
         (Match("batch_norm"), nn.BatchNorm1d(4), 3, [0]),
-        (Match("linear_scale_batch_norm"), nn.Sequential(), 2, [0]),
     ],
 )
 def test_dims_along_which_nothing_is_shared(match: Match, module: Any, rank: int, expected: list[int]) -> None:
@@ -118,16 +117,6 @@ def test_pieces_are_parts_whose_result_is_a_part(name: str, elements: int, monke
         torch.testing.assert_close(piece.module(piece.cut(x)), piece.cut(whole))
     if kind == "batch_norm":
         assert all(len(piece.cut(x)) >= 2 for piece in pieces)
-
-
-def test_a_piece_of_a_product_is_not_wider_than_the_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample counts as what the Linear makes of it."""
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 200)
-    module, x = nn.Sequential(nn.Linear(2, 100), nn.BatchNorm1d(100)), torch.zeros(50, 2)
-    pieces, _ = _pieces(Match("linear_scale_batch_norm"), module, x, 400)
-    assert [len(piece.cut(x)) for piece in pieces] == [2, 2]
-    pieces, _ = _pieces(Match("batch_norm"), module[1], x, 400)
-    assert [len(piece.cut(x)) for piece in pieces] == [50]
 
 
 def test_what_was_seen_before() -> None:

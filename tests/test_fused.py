@@ -347,7 +347,10 @@ def test_the_short_way_comes_first(of: Callable[[str], Made]) -> None:
 def test_when_the_helper_runs_the_statements(of: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
     made = of("viewed")
     (x, y), sizes = made.packed
-    call, at_once = make_helper(made.compiled), SimpleNamespace(call=lambda owner, inner: ("at once", *inner))
+    call, at_once = (
+        make_helper(made.compiled),
+        SimpleNamespace(norm=True, call=lambda owner, inner: ("at once", *inner)),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(helper.Fused, "__call__", lambda self, children, inner: ("fused", *inner))
         assert_alike(call(made.module, made.packed), ("fused", x.view(-1, 8), y.view(-1, 8)))

@@ -11,7 +11,7 @@ from torch import nn
 
 import normswap
 from normswap import ops
-from normswap.kinds import KINDS, LAYERS, NORMS, kind_of, magnitudes, sample
+from normswap.kinds import KINDS, NORMS, kind_of, magnitudes, sample
 from normswap.kinds.kind import are_numbers, flat, is_along, shape_along
 from normswap.modules import swapped_class
 from normswap.plan import Match, PlanError
@@ -33,7 +33,6 @@ def test_a_kind_by_its_name() -> None:
     assert kind_of(Match("l1_norm", {"dim": 1})) is KINDS["l1_norm"]
     assert kind_of(Match("rms_norm")) is NORMS["rms_norm"]
     assert kind_of(Match("rms_norm", {"dim": -1, "eps": 1e-6})) is KINDS["rms_norm_by_hand"]
-    assert kind_of(Match("linear_scale_batch_norm")) is LAYERS["linear_scale_batch_norm"]
     with pytest.raises(PlanError, match="kind 'another' is not one of .*layer_norm.*l2_norm"):
         kind_of(Match("another"))
 
@@ -82,8 +81,6 @@ def test_samples_are_of_the_parameters() -> None:
     assert standardize.sample(VECTOR, None, 0.1, 1e-5) == standardize.sample(None, VECTOR, 0.1, 1e-5) == (1, 6, 33)
     assert centre.sample(-1, 1e-5, VECTOR, None) == centre.sample(-1, 1e-5, None, VECTOR) == (3, 4, 6)
     assert sample(Match("l1_norm", {"dim": "axis"}), SimpleNamespace(axis=1)) == (3, 33, 5)  # type: ignore[arg-type]
-    layers = nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3))
-    assert sample(Match("linear_scale_batch_norm", {"linear": "0", "batch_norm": "1"}), layers) == (24, 7)
 
 
 def test_which_instances_are_sites_by_themselves() -> None:

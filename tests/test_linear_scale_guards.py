@@ -202,10 +202,11 @@ def test_who_adds_the_bias_of_the_linear(spoil: str, monkeypatch: pytest.MonkeyP
     if spoil == "a wide bias":
         linear.bias = nn.Parameter(torch.ones(1, OUT))
     x = X.half() if spoil == "float16" else X
-    assert not forwards._norm_adds_bias(x, linear, SCALE)
+    assert not forwards._norm_adds_bias(x, linear.weight, linear.bias, SCALE)
     monkeypatch.setattr(ops, "native_serves", lambda *tensors: True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
-    assert forwards._norm_adds_bias(X, nn.Linear(IN, OUT), SCALE)
+    linear = nn.Linear(IN, OUT)
+    assert forwards._norm_adds_bias(X, linear.weight, linear.bias, SCALE)
 
 
 def test_what_multiplies_is_known_by_its_code() -> None:
@@ -223,13 +224,3 @@ def test_what_multiplies_is_known_by_its_code() -> None:
     assert forwards.fingerprint(torch.relu) == "" and forwards.fingerprint(Scale()) == ""
     Scale.forward.__code__ = (lambda self, x: x * 3).__code__
     assert forwards.fingerprint(Scale.forward) != code and not forwards.multiplies(Scale(), code)
-
-
-def test_names_and_factors_of_a_plan() -> None:
-    forwards._check_names("a", "b")
-    forwards._check_factors("a", None, 1, 2.0)
-    with pytest.raises(TypeError, match="must be a str, got 3"):
-        forwards._check_names("a", 3)
-    for factor in (True, [1]):
-        with pytest.raises(TypeError, match="must be a name or a number"):
-            forwards._check_factors(1, factor)

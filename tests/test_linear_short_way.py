@@ -21,8 +21,9 @@ from normswap.regions.helper import Fused
 from normswap.regions.install import compiled_of
 from normswap.regions.linear_directly import Directly
 
-SERVED = [name for name in FOUND if name not in ("by_a_literal", "by_a_number", "under_autocast")]
-"""A number is no tensor."""
+BEHIND = ("scaled_behind", "scaled_on_both_sides")
+SERVED = [name for name in FOUND if name not in ("by_a_literal", "by_a_number", "under_autocast", *BEHIND)]
+"""A number is no tensor; with a factor behind the norm none is made."""
 ALONE = ("without_an_activation", "result_used_twice", "in_a_loop", "with_a_vector_added", "with_a_number_added")
 ALONE = (*ALONE, "same_linear_twice")
 """Nothing stands behind the norm: of few rows another kernel normalises."""

@@ -17,7 +17,8 @@ import normswap
 from normswap.activation import Activation
 from normswap.forwards.linear_scale_batch_norm import fingerprint
 from normswap.regions.linear import Projected, factor_of, run_before
-from normswap.regions.spec import Region
+from normswap.regions.rewrite import Compiled
+from normswap.regions.spec import Region, Step
 
 HEAD = """
 import torch
@@ -76,9 +77,24 @@ BODIES: dict[str, str] = {
     "return self.act(self.bn(self.fc(x) * (self.scale + y)))": "bn + act",
     "return self.act(self.bn(self.fc(x) * y[0]))": "bn + act",
     "return self.act(self.bn(self.fc(x) * self.fc2(x)))": "bn + act",
-    "return self.act(self.bn(torch.mul(self.fc(x), other=self.scale)))": "bn + act",
+    "return self.act(self.bn(torch.mul(self.fc(x), other=self.scale)))": "fc + scale + bn + act",
+    "return self.act(self.bn(torch.mul(input=self.scale, other=self.fc(x))))": "fc + scale + bn + act",
     "return self.act(self.bn(self.fc(x).add(self.scale)))": "bn + act",
-    "return self.act(self.bn(self.fc(input=x)))": "bn + act",
+    "return self.act(self.bn(self.fc(input=x)))": "fc + bn + act",
+    "return self.bn(self.fc(x)) * self.scale": "fc + bn + scale",
+    "return self.number * self.bn(input=self.fc(x))": "fc + bn + scale",
+    "return self.bn(self.fc(x) * self.scale).mul(2.0)": "fc + scale + bn + scale",
+    "return self.act(self.bn(self.fc(x)) * self.one)": "fc + bn + scale",
+    "return self.bn(self.fc(x)) * self.scale * 2": "fc + bn + scale",
+    "return self.bn(self.fc(x)) * self.bn.running_mean": "fc + bn",
+    "return self.bn(self.fc(x)) * self.factor.weight": "fc + bn",
+    "return self.bn(self.fc(x)) * self.fc.weight": "fc + bn",
+    "return self.bn(self.fc(x)) * (1 + self.scale)": "fc + bn",
+    "return self.bn(self.fc(x)) * y": "fc + bn",
+    "h = self.bn(self.fc(x))|return h * h": "fc + bn",
+    "h = self.bn(self.fc(x))|return h * self.scale + h": "fc + bn",
+    "h = self.bn(self.fc(x))|h *= self.scale|return h": "fc + bn",
+    "h = self.bn(self.fc(x))|self.scale.data.mul_(2)|return h * self.scale": "fc + bn",
     "return self.act(self.bn(self.fc(x, y)))": "bn + act",
     "return self.act(self.bn(self.fc(x, y=y)))": "bn + act",
     "return self.act(self.bn(torch.mul(self.fc(x))))": "bn + act",
@@ -184,9 +200,19 @@ X, SCALE, RELU = torch.randn(8, FEATURES), torch.randn(WIDTH), Activation("relu"
 BEHIND = torch.randn(8, WIDTH)
 
 
-def projected(read: bool = True, by_child: bool = False) -> Projected:
+def called(
+    parts: Any, x: Any = X, scale: Any = SCALE, behind: Any = BEHIND, read: bool = True, by_child: bool = False
+) -> Any:
+    """What a region gives: where the norm is computed apart, what it is given."""
     factor = ("factor", "weight", fingerprint(Factor.forward)) if by_child else ()
-    return Projected(Region("linear_scale_batch_norm", "bn", (), linear="fc", factor=factor), lambda norm: read)
+    products = ["product"] if scale is not None else []
+    steps = ["linear", *products, "norm", *(["residual"] if behind is not None else []), "activation"]
+    at = tuple(Step(does, (0, 0, 0, 0)) for does in steps)
+    region = Region("batch_norm", "bn", at, linear="fc", factor=factor, activation=("relu", 0.0, 0.0))
+    own: Any = None
+    compiled = Compiled(region, own, own, lambda packed: packed)
+    one = Projected(compiled, lambda norm: read, lambda norm, z, behind, activation: (z, behind, activation))
+    return one(parts._modules, (x, None, behind, scale, None, ()))
 
 
 @torch.no_grad()
@@ -195,15 +221,15 @@ def test_what_a_call_computes() -> None:
     nn.init.normal_(parts.factor.weight)
     parts.eval()
     for scale, by_child in ((SCALE, False), (2, False), (None, False), (None, True)):
-        one, by = projected(by_child=by_child), parts.factor.weight if by_child else scale
+        by = parts.factor.weight if by_child else scale
         z = parts.fc(X) if by is None else parts.fc(X) * by
-        x, out = one(parts._modules, parts.bn, X, scale, BEHIND, RELU)
-        assert x is X
+        out = called(parts, scale=scale, by_child=by_child)
         torch.testing.assert_close(out, (parts.bn(z) + BEHIND).relu())
         with torch.autocast("cpu", torch.bfloat16):  # where the norm is computed apart
             for behind in (BEHIND, None):
-                x, out = one(parts._modules, parts.bn, X, scale, behind, RELU)
-                assert out is None and torch.equal(x, parts.fc(X) if by is None else parts.fc(X) * by)
+                x, added, activation = called(parts, scale=scale, behind=behind, by_child=by_child)
+                assert torch.equal(x, parts.fc(X) if by is None else parts.fc(X) * by)
+                assert added is behind and activation == RELU
 
 
 LEFT: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
@@ -231,7 +257,8 @@ class Own(Tensor):
 def test_what_a_call_leaves_to_the_statements(what: str) -> None:
     parts, given = LinearParts().eval(), dict[str, Any](x=X, scale=SCALE, behind=BEHIND, read=True)
     LEFT[what](parts, given)
-    one = projected(given["read"], by_child="factor" in what)
+    if by_child := "factor" in what:
+        given["scale"] = None
     for cast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            assert one(parts._modules, parts.bn, given["x"], given["scale"], given["behind"], RELU) == (None, None)
+            assert called(parts, **given, by_child=by_child) is None

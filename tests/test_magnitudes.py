@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from linear_scale_models import block, one_line
+from linear_scale_models import block, found_in, one_line
 from torch import Tensor, nn
 
-from normswap import kinds, rules
+from normswap import kinds
 from normswap.criterion import Magnitudes
 from normswap.kinds.l2_norm import euclidean
 from normswap.plan import Match
+from normswap.regions.linear_bounds import linear_magnitudes
+from normswap.regions.spec import Region
 
 RECORD = Path(__file__).parent / "golden/magnitudes.json"
 
@@ -72,18 +74,6 @@ BY_HAND = {
 DTYPES = {"": torch.float32, " in float16": torch.float16, " in bfloat16": torch.bfloat16}
 
 
-def after(self, x):
-    return self.bn(self.gemm(x) * self.scale) * self.after
-
-
-def at_both_ends(self, x):
-    return self.bn(self.gemm(x) * self.scale) * self.scale
-
-
-def only_by_numbers(self, x):
-    return self.bn(self.gemm(x) * 0.7) * -2.0
-
-
 def columns() -> Iterator[tuple[str, nn.Module]]:
     for name, options in {
         "": {},
@@ -93,10 +83,6 @@ def columns() -> Iterator[tuple[str, nn.Module]]:
         ", one scale": {"scale": ()},
     }.items():
         yield f"columns{name}", block(one_line, **options)
-    for forward in (after, at_both_ends, only_by_numbers):
-        module = block(forward)
-        module.after = nn.Parameter(torch.ones(()))
-        yield f"columns, {forward.__name__}", module
     yield "columns, not counted", block(one_line, momentum=None)
 
 
@@ -126,14 +112,14 @@ def found() -> Iterator[tuple[str, Magnitudes]]:
             yield f"l2, {eps}{suffix}", euclidean(ROWS, norm, eps, dtype)
             yield f"frobenius, {eps}{suffix}", euclidean(ROWS, ROWS.norm(), eps, dtype)
     for name, module in columns():
-        match = rules.find(module)
-        assert isinstance(match, Match), name
+        match, _ = found_in(module)
+        region = Region.from_json(match.attributes["regions"][0])
         for training in (False, True):
             site = filled(module, training)
             if name.endswith("not counted"):
                 without_batches(site.bn)  # type: ignore[arg-type]
             for rows in (1, 2, 5) if training else (5,):
-                made = kinds.magnitudes(match, site, drawn(rows, 6), torch.float32, 2.0**-9)
+                made = linear_magnitudes(region, site._modules, drawn(rows, 6), site.scale, 2.0**-9)
                 yield f"{name}, {rows} rows{' in training' if training else ''}", made
 
 

@@ -6,20 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from accuracy import compared
 from memory import Meter
 from models import L1, Projection, randomised
 from torch import Tensor, nn
 
+import normswap
 from normswap import compare, modules
 from normswap.plan import Match
+from normswap.regions import compare as regions
 
-LSB = {"linear": "gemm", "scale": "scale", "batch_norm": "bn"}
-LARGE: dict[str, tuple[dict[str, Any], Any, tuple[int, ...]]] = {
-    "layer_norm": ({}, lambda: nn.LayerNorm(4096), (3, 1024, 4096)),
-    "rms_norm": ({}, lambda: nn.RMSNorm(4096), (3072, 4096)),
-    "group_norm": ({}, lambda: nn.GroupNorm(8, 32), (3, 32, 256, 512)),
-    "l1_norm": ({"dim": 1}, L1, (3072, 4096)),
-    "linear_scale_batch_norm": (LSB, lambda: Projection(64, 256), (49152, 64)),
+LARGE: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "layer_norm": (lambda: nn.LayerNorm(4096), (3, 1024, 4096)),
+    "rms_norm": (lambda: nn.RMSNorm(4096), (3072, 4096)),
+    "group_norm": (lambda: nn.GroupNorm(8, 32), (3, 32, 256, 512)),
+    "l1_norm": (L1, (3072, 4096)),
+    "linear_scale_batch_norm": (lambda: Projection(64, 256), (49152, 64)),
 }
 kinds = pytest.mark.parametrize("kind", LARGE)
 
@@ -41,10 +43,12 @@ def test_the_meter() -> None:
 @kinds
 def test_held_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "TOTAL_ELEMENTS", compare.SLICE_ELEMENTS)
-    attributes, make, shape = LARGE[kind]
+    monkeypatch.setattr(regions.compare_region, "__defaults__", (True, 1, None))
+    make, shape = LARGE[kind]
     module, x = randomised(make()).train(), torch.randn(shape)
+    swap, *_ = normswap.plan(module).swaps
     with Meter() as meter:
-        found = compare.compare(Match(kind, attributes), module, x, True)
+        found = compared(swap.match, module, x, True)
     assert not found.problem and found.gradients, found
     output = module(x).nbytes
     assert meter.peak <= output + 512e6, f"{meter.peak / 1e6:.0f} MB"
@@ -55,7 +59,7 @@ def test_held_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ("layer_norm", "group_norm"))
 def test_a_wrong_value_in_the_last_slice_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours is run on the whole input, as in the model, and what is cut out of its output is what belongs there."""
-    attributes, make, shape = LARGE[kind]
+    make, shape = LARGE[kind]
     original = type(make())
     _, swapped = modules._MODULE_CLASSES[original]
 
@@ -67,7 +71,7 @@ def test_a_wrong_value_in_the_last_slice_is_found(kind: str, monkeypatch: pytest
             return out
 
     monkeypatch.setitem(modules._MODULE_CLASSES, original, (kind, Wrong))
-    found = compare.compare(Match(kind, attributes), randomised(make()), torch.randn(shape), True)
+    found = compare.compare(Match(kind), randomised(make()), torch.randn(shape), True)
     assert "output: error is" in found.problem
 
 
@@ -83,8 +87,10 @@ def test_slices_are_the_first_the_last_and_some_between() -> None:
 
 
 def test_small_inputs_are_compared_whole() -> None:
-    for kind, (attributes, make, shape) in LARGE.items():
-        small = (4, *shape[1:-1], shape[-1]) if kind == "linear_scale_batch_norm" else (1, *shape[1:])
-        x = torch.randn(small[:2] + (8, 8) if kind == "group_norm" else small[-2:])[:4]
+    for kind, (make, shape) in LARGE.items():
+        if kind == "linear_scale_batch_norm":
+            continue  # a region
+        x = torch.randn((1, *shape[1:])[:2] + (8, 8) if kind == "group_norm" else (1, *shape[1:])[-2:])[:4]
+        attributes = {"dim": 1} if kind == "l1_norm" else {}
         pieces, coverage = compare._pieces(Match(kind, attributes), make(), x, compare.TOTAL_ELEMENTS)
         assert len(pieces) == 1 and coverage == 1.0 and pieces[0].cut(x) is x

@@ -137,8 +137,8 @@ def test_under_autocast(kind: str) -> None:
     model = randomised(nn.LayerNorm(8) if kind == "layer_norm" else Projection(8, 4)).train()
     with torch.autocast("cpu", torch.bfloat16):
         swapped = normswap.optimize(model, torch.randn(12, 8))
-    (row,) = rows(swapped).values()
-    assert row["status"] == "wiring" and row["eager_error_share"] <= 1.0, row
+    for row in rows(swapped).values():
+        assert row["status"] == "wiring" and row["eager_error_share"] <= 1.0, row
 
 
 @pytest.mark.case("meta-device")

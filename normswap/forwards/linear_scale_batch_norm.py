@@ -1,12 +1,5 @@
-"""``batch_norm(linear(x) * scale) * after`` as a swapped module runs it: with its parts read anew on every call, and
-only while each of them is still the plain module it was. Nothing is kept from one call to the next.
-
-The match of a module with such a forward says which attributes play the parts::
-
-    {"linear": "gemm", "batch_norm": "bn", "scale": "scale", "after": 2.0}
-
-``scale`` and ``after`` are the name of a Parameter, buffer or number, or a number, and may be absent.
-"""
+"""``batch_norm(linear(x) * scale) * after`` at once, while each of the two is still the plain module it was. Nothing is
+kept from one call to the next."""
 
 from __future__ import annotations
 
@@ -23,12 +16,8 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
-from normswap.forwards import only_argument
 from normswap.forwards.plain import is_plain, is_unhooked
-from normswap.forwards.replaced import Replaced
 from normswap.ops import at_once
-
-_Forward: TypeAlias = Callable[..., Tensor]
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 _DEVICES = ("cpu", "cuda")
@@ -52,30 +41,29 @@ def linear_scale_batch_norm(
     """``bn(linear(x) * scale) * after`` or, without ``after``, ``activation(... + residual)``; None where only the
     original code is sure to be right: a child that is no longer a plain one (hooks, LoRA, parametrizations), an input
     that is not (N, K), autocast, tensors of other dtypes, devices or types, torch.export and torch.jit.trace."""
+    if type(x) not in _PLAIN_TENSORS:
+        return None
     if residual is not None and not is_output(residual, x, getattr(linear, "out_features", None)):
         return None
     if after is None and not torch.compiler.is_compiling():
         out: Tensor | None = at_once.folded_linear(x, linear, scale, bn, nn.Linear, nn.BatchNorm1d)
         if out is not None:
             return activation(out if residual is None else out + residual)
-    if not (type(x) in _PLAIN_TENSORS and x.dim() == 2 and is_plain(linear, nn.Linear) and is_norm(bn)):
+    if not (x.dim() == 2 and is_plain(linear, nn.Linear) and is_norm(bn)):
         return None
-    if (
-        not x.is_floating_point()
-        or linear.out_features != bn.num_features
-        or (bn.running_mean is None) != (bn.running_var is None)
-    ):
+    projection, norm = (linear.weight, linear.bias), (bn.running_mean, bn.running_var, bn.weight, bn.bias)
+    if not x.is_floating_point() or linear.out_features != bn.num_features or (norm[0] is None) != (norm[1] is None):
         return None
     if x.device.type not in _DEVICES or torch.is_autocast_enabled(x.device.type) or _is_recorded():
         return None
     factors = [_factor(value, x, linear.out_features) for value in (scale, after)]
-    vectors = bn.weight, bn.bias, bn.running_mean, bn.running_var
-    if not all(fits for fits, _ in factors) or not tensors_fit(x, (linear.weight, linear.bias), vectors):
+    if not all(fits for fits, _ in factors) or not tensors_fit(x, projection, norm):
         return None
     (_, before), (_, behind) = factors
+    parts = x, linear, projection, before, bn, norm
     if behind is None or x.dtype is torch.float32:
-        return _normalised(x, linear, before, bn, behind, activation, residual)
-    out = _normalised(x, linear, before, bn, None, NONE, None)  # gamma * after would round once more than the original
+        return _normalised(*parts, behind, activation, residual)
+    out = _normalised(*parts, None, NONE, None)  # gamma * after would round once more than the original
     return None if out is None else out * behind
 
 
@@ -84,30 +72,44 @@ def is_output(residual: Any, x: Tensor, channels: Any) -> bool:
     return _is_beside(residual, x) and residual.dtype is x.dtype and residual.shape == (*x.shape[:1], channels)
 
 
+_Projection: TypeAlias = "tuple[Tensor, Tensor | None]"
+"""Weight and bias."""
+_Norm: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]"
+"""Running mean and variance, weight and bias: read once, as each costs a call of nn.Module.__getattr__."""
+
+
 def _normalised(
     x: Tensor,
     linear: nn.Linear,
+    projection: _Projection,
     scale: Tensor | None,
     bn: nn.BatchNorm1d,
+    norm: _Norm,
     after: Tensor | None,
     activation: Activation,
     residual: Tensor | None,
 ) -> Tensor | None:
     behind: dict[str, Any] = {"activation": activation, "residual": residual}
-    if bn.training or bn.running_mean is None or bn.running_var is None:
-        return _train(x, linear, scale, bn, *_affine(bn, after), behind) if x.shape[0] > 1 else None
-    learns = _learns(x, scale, after, linear.weight, linear.bias, bn.weight, bn.bias, residual)
-    statistics = (bn.running_mean, bn.running_var, *_affine(bn, after))
+    mean, var, weight, bias = norm
+    if after is not None:
+        column = after.reshape(-1).expand(bn.num_features)
+        weight = column.contiguous() if weight is None else weight * column
+        bias = None if bias is None else bias * column
+    if bn.training or mean is None or var is None:
+        tracked = (mean, var) if bn.training and bn.track_running_stats else (None, None)
+        return _train(x, linear, projection, scale, bn, (*tracked, weight, bias), behind) if x.shape[0] > 1 else None
+    learns = _learns(x, scale, after, *projection, weight, bias, residual)
+    statistics = (mean, var, weight, bias)
     # In float16 a gradient may leave the range of one and not of the other.
     fits = learns and x.is_cuda and x.dtype is not torch.float16
-    served = fits and ops.native_serves(x, linear.weight, linear.bias, scale, *statistics)
+    served = fits and ops.native_serves(x, *projection, scale, *statistics)
     if served and x.shape[0] * linear.out_features <= FEW:
         return ops.scale_batch_norm(linear(x), scale, *statistics, False, 0.0, bn.eps, **behind)
     if x.shape[0] > linear.in_features and x.dtype is not torch.float64:
         # dy^T x, of which a folded backward makes all gradients, may leave float16's range where PyTorch's does not.
         if learns and (_is_transformed() or x.dtype is torch.float16):
             return None
-        out = ops.folded_linear(x, linear.weight, linear.bias, scale, *statistics, bn.eps)
+        out = ops.folded_linear(x, projection[0], projection[1], scale, *statistics, bn.eps)
         return activation(out if residual is None else out + residual)
     if learns and not served:
         return None
@@ -117,51 +119,37 @@ def _normalised(
 def _train(
     x: Tensor,
     linear: nn.Linear,
+    projection: _Projection,
     scale: Tensor | None,
     bn: nn.BatchNorm1d,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    norm: _Norm,
     behind: Mapping[str, Any],
 ) -> Tensor:
     """BatchNorm of ``linear(x) * scale`` with batch statistics, updating the buffers exactly as nn.BatchNorm1d.forward
     does."""
-    apart = _norm_adds_bias(x, linear, scale)
-    z, input_bias = (F.linear(x, linear.weight), linear.bias) if apart else (linear(x), None)
-    tracks = bn.training and bn.track_running_stats
-    mean, var, batches = (bn.running_mean, bn.running_var, bn.num_batches_tracked) if tracks else (None,) * 3
+    weight, bias = projection
+    z, input_bias = (F.linear(x, weight), bias) if _norm_adds_bias(x, weight, bias, scale) else (linear(x), None)
+    batches = bn.num_batches_tracked if bn.training and bn.track_running_stats else None
     momentum = bn.momentum
     if momentum is None:  # the average of all batches
         momentum = 0.0
         if batches is not None:
             batches.add_(1)
             momentum, batches = 1.0 / float(batches), None
-    settings = (True, momentum, bn.eps)
-    return ops.scale_batch_norm(
-        z, scale, mean, var, weight, bias, *settings, input_bias=input_bias, num_batches_tracked=batches, **behind
-    )
+    more = {"input_bias": input_bias, "num_batches_tracked": batches, **behind}
+    return ops.scale_batch_norm(z, scale, *norm, True, momentum, bn.eps, **more)
 
 
-def _norm_adds_bias(x: Tensor, linear: nn.Linear, scale: Tensor | None) -> bool:
+def _norm_adds_bias(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> bool:
     """True where the Linear is better run without its bias, which batch statistics cancel in all but the running mean,
     and our kernels put it there: the product is faster, in TF32, and rounds nothing at a large bias. In 16 bits the
     product is slower without."""
     return (
         x.dtype is torch.float32
-        and linear.bias is not None
-        and linear.bias.shape == linear.weight.shape[:1]
+        and bias is not None
+        and bias.shape == weight.shape[:1]
         and not torch.compiler.is_compiling()
-        and ops.native_serves(x, linear.weight, linear.bias, scale)
-    )
-
-
-def _affine(bn: nn.BatchNorm1d, after: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """BatchNorm's weight and bias, times ``after``."""
-    if after is None:
-        return bn.weight, bn.bias
-    column = after.reshape(-1).expand(bn.num_features)
-    return (
-        column.contiguous() if bn.weight is None else bn.weight * column,
-        None if bn.bias is None else bn.bias * column,
+        and ops.native_serves(x, weight, bias, scale)
     )
 
 
@@ -230,45 +218,6 @@ def _is_recorded() -> bool:
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()
     return torch.jit.is_tracing()
-
-
-# --- a module with a forward of its own ---------------------------------------------------------------------------
-
-
-def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
-    """The forward of the swapped class: the fused computation where it is sure to be right, else the original's."""
-    linear, bn, argument = attributes["linear"], attributes["batch_norm"], replaced.argument
-    scale, after = attributes.get("scale"), attributes.get("after")
-    _check_names(linear, bn)
-    _check_factors(scale, after)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        out = None
-        x = only_argument(args, kwargs, argument)
-        if isinstance(x, Tensor) and replaced.is_on(self):
-            before, behind = _read(self, scale), _read(self, after)
-            if (scale is None or before is not None) and (after is None or behind is not None):
-                out = linear_scale_batch_norm(x, getattr(self, linear), before, getattr(self, bn), behind)
-        return replaced.run(self, *args, **kwargs) if out is None else out
-
-    return forward
-
-
-def _check_names(*names: object) -> None:
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"linear_scale_batch_norm: the name of an attribute must be a str, got {name!r}")
-
-
-def _check_factors(*factors: object) -> None:
-    for factor in factors:
-        if factor is not None and type(factor) not in (str, int, float):
-            raise TypeError(f"linear_scale_batch_norm: a factor must be a name or a number, got {factor!r}")
-
-
-def _read(module: nn.Module, factor: str | float | None) -> Any:
-    """A factor's value now; a missing one fails as reading it does in the original."""
-    return getattr(module, factor) if isinstance(factor, str) else factor
 
 
 # --- a child that multiplies -----------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The kinds of norms, one file each: those of torch.nn, those that people write out as expressions, and layers in a row
-with a norm among them. Nothing else lists them."""
+"""The kinds of norms, one file each: those of torch.nn, and those that people write out as expressions. Nothing else
+lists them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from normswap.criterion import Magnitudes
 from normswap.kinds.kind import Kind
-from normswap.kinds.layers import Layers
 from normswap.kinds.norm import Norm
 from normswap.plan import Match, PlanError, is_by_hand
 
@@ -22,27 +21,22 @@ KINDS: dict[str, Kind] = {file.KIND.name: file.KIND for file in _FILES if hasatt
 """Those written out, by name."""
 NORMS: dict[str, Norm] = {file.NORM.name: file.NORM for file in _FILES if hasattr(file, "NORM")}
 """Those of torch.nn, by name."""
-LAYERS: dict[str, Layers] = {file.LAYERS.name: file.LAYERS for file in _FILES if hasattr(file, "LAYERS")}
-"""Layers in a row, by name."""
 
 
-def kind_of(match: Match) -> Norm | Kind | Layers:
+def kind_of(match: Match) -> Norm | Kind:
     """What is known of a module that is one as a whole. Raises PlanError for a name that no kind has."""
     if is_by_hand(match.kind, match.attributes):
         return KINDS["rms_norm_by_hand"]
-    found = NORMS.get(match.kind) or KINDS.get(match.kind) or LAYERS.get(match.kind)
+    found = NORMS.get(match.kind) or KINDS.get(match.kind)
     if found is None:
-        raise PlanError(f"plan: kind {match.kind!r} is not one of {', '.join((*NORMS, *KINDS, *LAYERS))}")
+        raise PlanError(f"plan: kind {match.kind!r} is not one of {', '.join((*NORMS, *KINDS))}")
     return found
 
 
-def magnitudes(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype, unit: float = 0.0) -> Magnitudes:
+def magnitudes(match: Match, site: nn.Module, x: Tensor, dtype: torch.dtype) -> Magnitudes:
     """The magnitudes of ``site``, a float64 copy of the original in its own class as it was before the call, on the
-    float64 input ``x``. ``dtype`` is the one that the original rounds to on the way; ``unit`` what ``matmul_unit`` says
-    of the real input."""
+    float64 input ``x``. ``dtype`` is the one that the original rounds to on the way."""
     kind = kind_of(match)
-    if isinstance(kind, Layers):
-        return kind.magnitudes(match, site, x, unit)
     if isinstance(kind, Kind):
         return kind.magnitudes_at(match, site, x, dtype)
     found = kind.magnitudes(match.view(site), x)
@@ -54,4 +48,4 @@ def sample(match: Match, module: nn.Module) -> tuple[int, ...]:
     kind = kind_of(match)
     if isinstance(kind, Kind):
         return kind.sample(*kind.values_at(match, module))
-    return kind.sample(match, module) if isinstance(kind, Layers) else kind.sample(match.view(module))
+    return kind.sample(match.view(module))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,9 +20,7 @@ def with_what_stands_before(module: nn.Module, found: Growing, taken: set[int], 
     if found.kind != "batch_norm":
         before = [_with_sum(found, taken)]
     else:
-        norm = module._modules.get(found.norm) if found.type else None
-        linear = with_linear(found, norm, functools.partial(child_of, module))
-        before = [linear, _with_convolution(module, found, taken, baked)]
+        before = [*with_linear(module, found, taken), _with_convolution(module, found, taken, baked)]
     yield from filter(None, before)
 
 

@@ -14,10 +14,10 @@ from normswap.bounds import derivative
 from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, half_ulp, rounds_further
 from normswap.kinds import KINDS, NORMS, kind_of, magnitudes
 from normswap.lifted import LiftedNorm
-from normswap.plan import Match
 from normswap.regions.children import child_at
 from normswap.regions.convolution_error import folded_error
 from normswap.regions.described import parameters_of
+from normswap.regions.linear_bounds import C, linear_magnitudes
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 
@@ -50,7 +50,7 @@ class Size:
             self.summands["before"] = before
         self.dtypes = {step.does: d for step, d in zip(region.steps, dtypes, strict=True)}
         self.rows = self._rows(holder, arguments, real.dtype, unit)
-        self.unit = kind_of(region.match).c * FLOAT32_ROUNDING
+        self.unit = constants(region)[0] * FLOAT32_ROUNDING
         literal = region.literal_activation()
         self._activation: Any = literal or child_at(holder._modules, str(region.activation))
         self.norm = self._back(self.rows.output)
@@ -68,8 +68,7 @@ class Size:
     def _rows(self, holder: Any, arguments: Any, dtype: torch.dtype, unit: float) -> Magnitudes:
         region, x = self.region, self.given
         if region.linear:
-            vars(holder)["scale"] = self.scale
-            return magnitudes(layers_of(region), holder, x, dtype, unit)
+            return linear_magnitudes(region, holder._modules, x, self.scale, unit)
         if region.has("permute"):
             x = x.permute(0, 2, 3, 1)
         if (kind := KINDS.get(region.kind)) is not None:
@@ -89,6 +88,10 @@ class Size:
         region, unit = self.region, self.unit
         does = [step.does for step in region.steps if step.does in ("norm", "residual", "shift", "activation")]
         does += ["activation"] if region.ends_inside else []
+        if region.has("times"):
+            value, error = self._rounded(self.values["norm"], unit * size, "norm")
+            factor = abs(self.shift)
+            return (error / unit + value.abs()) * factor, factor
         if does[-1] in ("norm", "shift"):
             return size, 1.0
         last = "shift" if "shift" in does else "norm"
@@ -123,6 +126,8 @@ class Size:
         behind = dy * self.slope
         found: dict[str, Tensor] = {"behind": behind}
         inner = behind
+        if self.region.has("times") and isinstance(self.shift, Tensor):
+            found["shift"] = _summed(dy * (self.norm + self.values["norm"].abs()), self.shift)
         if self.adapts:
             found["scale"] = _summed(behind * (self.norm + self.values["norm"].abs()), self.scale)
             found["shift"] = _summed(behind, self.shift)
@@ -138,13 +143,10 @@ class Size:
         return found | {f"{self.region.norm}.{name}": tensor for name, tensor in rows.items()}
 
 
-def layers_of(region: Region) -> Match:
-    """The match of a module with the children of a ``region`` with a Linear, which keeps the other operand of a product
-    as "scale"."""
-    parts = {"linear": region.linear, "batch_norm": region.norm}
-    if region.factor:
-        return Match(region.kind, {**parts, "scale": ".".join(region.factor[:2])})
-    return Match(region.kind, {**parts, "scale": "scale"} if region.has("product") else parts)
+def constants(region: Region) -> tuple[float, float]:
+    """What an error of the result, and of a gradient, may be in units of 2^-24 times the magnitude."""
+    kind = kind_of(region.match)
+    return (C, C) if region.linear else (kind.c, kind.c_gradient)
 
 
 def _before_its_end(norm: Any, values: Mapping[str, Tensor]) -> Tensor:

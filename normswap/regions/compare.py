@@ -27,7 +27,7 @@ from normswap.criterion import (
 )
 from normswap.kinds import KINDS, NORMS, Kind, kind_of
 from normswap.lifted import Lifted, LiftedNorm, Rounded
-from normswap.regions.bounds import Size
+from normswap.regions.bounds import Size, constants
 from normswap.regions.convolution_error import MOST, takes_tf32, times_pytorchs
 from normswap.regions.described import parameters_of
 from normswap.regions.helper import Fused
@@ -121,8 +121,7 @@ class _Case:
 
     def __init__(self, compiled: Compiled, fused: Fused, owner: nn.Module, packed: Any, captured: bool) -> None:
         self.compiled, self.fused, self.packed, self.captured = compiled, fused, packed, captured
-        self.region, self.kind = compiled.region, kind_of(compiled.region.match)
-        self.owner = owner
+        self.region, self.owner = compiled.region, owner
         self.dtypes: list[torch.dtype] = []
         self.cotangents = [Cotangent(), Cotangent()]
         self.declined = False
@@ -133,7 +132,7 @@ class _Case:
         self.eager_holder = holder_of(self.region, self.owner)
         gradients = gradients and not self._infers()
         eager = self._run(self._eager, self.eager_holder, self.packed, gradients)
-        self.checks = Checks(self.kind.c, self.kind.c_gradient)
+        self.checks = Checks(*constants(self.region))
         runs, ran = [], False
         for path in (False, True) if gradients else (False,):
             witness, holder = KernelWitness(), holder_of(self.region, self.owner)
@@ -152,8 +151,7 @@ class _Case:
         for (outputs, found, by_kernel, holder), path in zip(runs, (False, True), strict=False):
             self._outputs(outputs, eager[0], expected[0], size)
             mine, theirs = (dict(of.named_buffers()) for of in (holder, self.eager_holder))
-            norm = "" if self.region.linear else f"{self.region.norm}."
-            self.checks.add_buffers(mine, theirs, self.expected_buffers, size.rows, by_kernel, norm)
+            self.checks.add_buffers(mine, theirs, self.expected_buffers, size.rows, by_kernel, f"{self.region.norm}.")
             if path:
                 self._gradients(found, eager[1], expected[1], size, by_kernel)
         told: dict[str, Any] = {"problem": self.checks.problem, "note": self.checks.note}
@@ -247,7 +245,7 @@ class _Case:
             values[does] = value.detach()
             if self.region.convolution or dtypes[step] not in SIXTEEN_BITS:  # nothing is rounded on the way
                 return value
-            rounds = does == "sum" or follows in ("residual", "activation")
+            rounds = does == "sum" or follows in ("residual", "times", "activation")
             return Rounded.apply(value, dtypes[step]) if rounds else value
 
         def widened(holder: Any, packed: Any) -> Any:

@@ -42,7 +42,7 @@ def make_helper(compiled: Compiled) -> Helper:
     """``helper(self, packed)`` for the rewritten forward."""
     fused, snippet, inner_of = Fused(compiled), compiled.snippet, compiled.inner
     at_once = at_once_of(compiled, fused.dtype) if fused.known else AtOnce(None)
-    children = children_of(compiled.region)
+    children, in_one_step = children_of(compiled.region), at_once.norm is not None
 
     def helper(self: Any, packed: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler fuses the statements themselves
@@ -50,9 +50,10 @@ def make_helper(compiled: Compiled) -> Helper:
         inner = inner_of(packed)
         if inner is None:
             return snippet(self, packed)
-        out = at_once.call(self, inner)
-        if out is not None:
-            return out
+        if in_one_step:
+            out = at_once.call(self, inner)
+            if out is not None:
+                return out
         own = self.__dict__
         for name in children:
             if name in own:  # it hides the child
@@ -74,22 +75,29 @@ class Fused:
         self.child = region.norm
         self.activation = region.literal_activation()
         self.sums, self.behind = region.has("sum"), region.has("residual")
-        self.scaled = region.has("gain") or region.has("product")
+        self.scaled = region.has("gain")
         self.acting: Any = region.activation  # a child, where it is no literal
         self.expression = Expression(compiled) if region.kind in KINDS else None
         self.call = _op_of(region)
         read = _reader(region)
         self.read = read if region.type else None
         self.convolved = Convolved(region, read) if region.convolution else None
-        self.projected = Projected(region, _is_batch_norm_1d) if region.linear else None
         self.feeds = region.feeds
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
-        self.directly: Any = linear_directly.Directly(compiled) if region.linear else direct_way(compiled)
+        self.directly: Any = None
+        self.projected = None
+        if not region.linear:
+            self.directly = direct_way(compiled)
+        elif self.known:
+            self.directly = None if region.has("times") else linear_directly.Directly(compiled)
+            self.projected = Projected(compiled, _is_batch_norm_1d, self._of_linear)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
         if self.directly is not None and (out := self.directly(children, packed)) is not None:
             return out
+        if self.projected is not None:
+            return self.projected(children, packed)
         x, before, behind, scale, shift, arguments = self.unpack(packed)
         # Somebody may have put another function in the place of one that is called.
         if type(x) not in PLAIN or not self.known or self.callees() != self.called:
@@ -121,11 +129,6 @@ class Fused:
                 x, out = self.convolved(children, norm, x, behind, activation)
                 if x is None or out is not None:
                     return out
-            if self.projected is not None:
-                x, out = self.projected(children, norm, x, scale, behind, activation)
-                if x is None or out is not None:
-                    return out
-                scale = None
             arguments = self.read(norm, x)
             if arguments is None:
                 return None
@@ -137,6 +140,11 @@ class Fused:
             out, total = out
         return (total, out) if self.shared else out
 
+    def _of_linear(self, norm: Any, x: Tensor, behind: Any, activation: Any) -> Any:
+        """The norm of what a Linear gave."""
+        arguments = self.read(norm, x) if self.read is not None else None
+        return None if arguments is None else self.call(x, arguments, None, behind, None, None, activation, None)
+
     def dtype(self, children: Mapping[str, Any], x: Tensor) -> torch.dtype | None:
         """The dtype of the result where nobody sees it before autocast has cast it to that."""
         if not self.feeds or (dtype := lowered_to(x)) is None:
@@ -147,7 +155,7 @@ class Fused:
 
 
 def _op_of(region: Region) -> Callable[..., Any]:
-    norm = NORMS.get(region.norm_match.kind)
+    norm = NORMS.get(region.match.kind)
     return (norm and (norm.permuted if region.has("permute") else norm.fused)) or _declines
 
 
@@ -178,7 +186,7 @@ def _reader(region: Region) -> _Reader:
         if reader is None:
             original = original_class(child)
             known = qualified(original) == region.type
-            reader = readers[cls] = _reader_of(original, region.norm_match) if known else _declines
+            reader = readers[cls] = _reader_of(original, region.match) if known else _declines
         return reader(child, x)
 
     return read
@@ -193,7 +201,8 @@ _TORCHS = {cls: Replaced(cls) for norm in NORMS.values() for cls in norm.classes
 
 
 def _is_batch_norm_1d(norm: Any) -> bool:
-    return original_class(norm) is nn.BatchNorm1d and _TORCHS[nn.BatchNorm1d].is_unchanged()
+    is_it = type(norm) is nn.BatchNorm1d or original_class(norm) is nn.BatchNorm1d
+    return is_it and _TORCHS[nn.BatchNorm1d].is_unchanged() and is_unhooked(norm)
 
 
 def _reader_of(cls: Any, match: Match) -> _Reader:

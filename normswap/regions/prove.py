@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from normswap.compare import Comparison, Seen
-from normswap.kinds import KINDS, LAYERS, NORMS, sample
+from normswap.kinds import KINDS, NORMS, sample
 from normswap.plan import Match
-from normswap.regions.bounds import layers_of
 from normswap.regions.compare import compare_region, declined
 from normswap.regions.described import parameters_of
 from normswap.regions.helper import Fused
@@ -116,9 +115,8 @@ def _made_up(compiled: Compiled, owner: Any, like: Tensor | None) -> Iterator[An
     means: tuple[float, ...] = _MEANS[:1] if region.convolution else _MEANS
     before, shape = _convolved(owner._modules[region.convolution], shape) if region.convolution else (shape, shape)
     if region.linear:
-        layers = LAYERS[region.kind]
-        means, before = layers.means, layers.sample(layers_of(region), owner)
-        shape = (before[0], owner._modules[region.linear].out_features)
+        linear, means = owner._modules[region.linear], _MEANS[:2]
+        before, shape = (24, linear.in_features), (24, linear.out_features)
     for mean in means:
         sample = (1 if region.linear else shape[0], *(1,) * (len(shape) - 2), shape[-1])
         roles = {"x": drawn(before, mean), "before": drawn(shape), "behind": drawn(shape)}
@@ -149,4 +147,4 @@ def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, 
         called = SimpleNamespace(**dict(zip(parameters_of(region), arguments, strict=True)))
         return NORMS[region.kind].sample(called)
     permuted = region.has("permute")
-    return (2, *region.match.view(norm).normalized_shape, 6, 5) if permuted else sample(region.norm_match, norm)
+    return (2, *region.match.view(norm).normalized_shape, 6, 5) if permuted else sample(region.match, norm)

@@ -12,7 +12,7 @@ from normswap.plan import Match
 from normswap.regions.activations import CHILDREN
 from normswap.regions.foldings import convolution_in, is_foldable
 from normswap.regions.growing import CHANNELS, PASSING, ROWS
-from normswap.regions.linear import KIND, run_before
+from normswap.regions.linear import run_before
 from normswap.regions.patterns import ending_of
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, Step, children_of, qualified
@@ -61,7 +61,7 @@ def _with_what_stands_before(
         linear, factor, apart = run_before(norm, children)
         if linear and not apart:
             steps = *_steps("linear", *(["factor"] if factor else [])), *region.steps
-            return replace(region, kind=KIND, linear=linear, factor=factor, steps=steps)
+            return replace(region, linear=linear, factor=factor, steps=steps)
         region = replace(region, apart=apart)
     convolution, apart = convolution_in(*children[-1], baked=baked) if children and is_foldable(norm) else ("", "")
     steps = (*_steps(*(["convolution"] if convolution else [])), *region.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
@@ -13,8 +14,11 @@ from normswap.plan import Match
 Position: TypeAlias = "tuple[int, int, int, int]"
 """Where a node stands: lines from the def on, and columns; first and last."""
 
-ROLES = {"sum": "before", "product": "scale", "residual": "behind", "gain": "scale", "shift": "shift"}
-"""What the other operand of a step is called."""
+ROLES = {
+    **{"sum": "before", "product": "scale", "residual": "behind", "gain": "scale", "shift": "shift"},
+    "times": "shift",
+}
+"""What the other operand of a step is called; there is a shift behind a gain, or a factor behind a Linear's norm."""
 
 FOLDINGS = ("scaled", "matmul", "fused", "folded")
 """The ways to compute a convolution with the norm behind it: by our kernel, which scales and shifts the sums; or with
@@ -29,8 +33,8 @@ class Step:
 
     ``does``: "convolution", "linear", "product" (what that gives, by something), "factor" (the same, by a child),
     "sum" (a residual before the norm), "view" (the sum in another shape), "norm", "pass" (a child that hands on what it
-    gets), "residual" (added behind the norm), "gain" and "shift" (adaptive norms), "activation", "permute" and "permute
-    back".
+    gets), "residual" (added behind the norm), "times" (multiplied), "gain" and "shift" (adaptive norms), "activation",
+    "permute" and "permute back".
     """
 
     does: str
@@ -94,18 +98,13 @@ class Region:
         words = {"sum": "sum", "norm": self.norm, "residual": "residual", "gain": "scale", "shift": "shift"}
         named = self.activation if isinstance(self.activation, str) else (self.activation or ("",))[0]
         words |= {"convolution": self.convolution, "linear": self.linear, "product": "scale", "activation": named}
-        words |= {"factor": self.factor[0] if self.factor else ""}
+        words |= {"factor": self.factor[0] if self.factor else "", "times": "scale"}
         return " + ".join(word for step in self.steps if (word := words.get(step.does)))
 
     @property
     def match(self) -> Match:
         """What is known of the norm."""
         return Match(self.kind, self.attributes)
-
-    @property
-    def norm_match(self) -> Match:
-        """What is known of the child that is the norm."""
-        return Match("batch_norm", self.attributes) if self.linear else self.match
 
     @property
     def ends_inside(self) -> bool:
@@ -121,8 +120,8 @@ class Region:
         return next(step for step in self.steps if step.does == does)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data that ``from_json`` reads."""
-        return asdict(self)
+        """Plain data that ``from_json`` reads, as JSON text gives it back."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Region:

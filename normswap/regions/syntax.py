@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from normswap.plan import PlanError
-from normswap.regions.spec import Node, Position, Step
+from normswap.regions.spec import Node, Position, Step, slots
 
 PREFIX = "_normswap_"
 MARK = "normswap_mark"
@@ -32,12 +32,10 @@ def place_of(node: Any, tree: ast.FunctionDef) -> Position:
 
 
 def operands_of(step: Step, node: Any) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp):
-        return [node.left, node.right]
     if isinstance(node, ast.AugAssign):
         target: Any = node.target
         return [ast.copy_location(ast.Name(target.id, ast.Load()), node), node.value]
-    return [node.func.value, *node.args] if step.is_method else [*node.args]
+    return slots(node, step.is_method)
 
 
 def not_one(node: Any) -> ast.expr:
@@ -45,8 +43,8 @@ def not_one(node: Any) -> ast.expr:
     return node.right if isinstance(node.left, ast.Constant) else node.left  # type: ignore[no-any-return]
 
 
-def fill(node: Any, of: Node, operands: list[ast.expr]) -> None:
-    """Give an operation of a norm other operands."""
+def fill(node: Any, of: Node | Step, operands: list[ast.expr]) -> None:
+    """Give an operation other operands."""
     if isinstance(node, ast.BinOp):
         node.left, node.right = operands
         return
@@ -79,10 +77,7 @@ def put(step: Step, node: Any, chain: ast.expr, other: ast.expr | None) -> None:
         given[step.operand] = chain
         if other is not None:
             given[1 - step.operand] = other
-        if step.is_method:
-            node.func.value, *node.args = given
-        else:
-            node.args = given
+        fill(node, step, given)
 
 
 class _Renamer(ast.NodeTransformer):

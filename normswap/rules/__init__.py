@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from normswap.kinds import KINDS, LAYERS, NORMS
+from normswap.kinds import KINDS, NORMS
 from normswap.plan import Match, Reason, Refusal
-from normswap.rules import l1_norm, linear_scale_batch_norm, region, registered, rms_by_hand
+from normswap.rules import l1_norm, linear, region, registered, rms_by_hand
 from normswap.rules.module_site import match_norm
 from normswap.sites import is_sharded
 
@@ -15,7 +15,7 @@ _MORE = (Reason.SUBCLASS, Reason.PART_OF_FORWARD, Reason.NOT_STRAIGHT_LINE, Reas
 """Why a module is refused whose forward may hold a region all the same."""
 
 
-WRITTEN_OUT = (rms_by_hand, l1_norm, linear_scale_batch_norm)
+WRITTEN_OUT = (rms_by_hand, l1_norm)
 """Each with a ``match``."""
 
 
@@ -27,16 +27,17 @@ def find(module: nn.Module, undecided: bool = False) -> Match | Refusal | None:
     if answer is None or (isinstance(answer, Refusal) and answer.reason in _MORE):
         within = region.match(module, alone, undecided)
         answer = within if answer is None or _says_more(module, within, answer) else answer
+        answer = answer or linear.why_apart(module, alone)
     sharded = isinstance(answer, Match) and is_sharded(module)
     return Refusal(answer.kind, Reason.SHARDED) if answer is not None and sharded else answer
 
 
 def _says_more(module: nn.Module, within: Match | Refusal | None, refusal: Refusal) -> bool:
-    """Whether a region that was found outdoes a refusal: of an expression, one that holds an expression; of layers any,
-    which says itself what is apart. What a person has registered is refused with its own reason."""
+    """Whether a region that was found outdoes a refusal: of an expression, one that holds an expression. What a person
+    has registered is refused with its own reason."""
     if not isinstance(within, Match) or registered.match(module) is not None:
         return False
-    if refusal.reason is Reason.SUBCLASS or refusal.kind in LAYERS:
+    if refusal.reason is Reason.SUBCLASS:
         return True
     return any(found["kind"] in KINDS for found in within.attributes["regions"])
 

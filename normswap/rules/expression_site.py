@@ -11,7 +11,7 @@ import ast
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import fx, nn
 from torch.nn.utils import parametrize
@@ -52,11 +52,11 @@ def _code_names(forward: object) -> frozenset[str]:
     return frozenset(names)
 
 
-def recognised_in(forward: types.FunctionType, looks_like: Callable[[Flow], bool]) -> bool:
-    """True when ``looks_like`` the pattern, or when there is no source to tell."""
+def flow_of(forward: types.FunctionType) -> Flow | None:
+    """That of ``forward``, seen through decorators; None where there is no source."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     tree = source.source_tree(code) if isinstance(code, types.CodeType) else None
-    return tree is None or looks_like(Flow(tree))
+    return None if tree is None else Flow(tree)
 
 
 def not_rewritable(module: nn.Module, kind: str) -> Refusal | None:

@@ -19,9 +19,9 @@ from normswap.rules.expression_site import (
     DIVISION,
     Flow,
     class_forward,
+    flow_of,
     names_in,
     not_rewritable,
-    recognised_in,
 )
 from normswap.rules.whole_forward import NotTheNorm, read_whole
 
@@ -45,7 +45,7 @@ def match(module: nn.Module) -> Match | Refusal | None:
         known = _judged[forward] = (forward.__code__, {})
     verdicts, key = known[1], _kinds(module, forward)
     if key not in verdicts:
-        verdicts[key] = _judge(module, forward) if recognised_in(forward, _looks_like) else None
+        verdicts[key] = _judge(module, forward) if (flow := flow_of(forward)) is None or _looks_like(flow) else None
     verdict = verdicts[key]
     return verdict and (not_rewritable(module, KIND) or verdict)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accuracy import REGIMES, SHORT_LENGTHS, Setting, settings, shares
+from accuracy import REGIMES, SHORT_LENGTHS, Setting, compared, settings, shares
 from test_row_backward import KINDS, assert_right, drawn, exact, native
 from torch import Tensor, nn
 
 import normswap
 from normswap import ops, reference
 from normswap.activation import CODES, Activation
-from normswap.compare import compare
 from normswap.ops.convolution import WAYS
 
 
@@ -56,8 +55,8 @@ def test_backward(dtype: torch.dtype) -> None:
         if multiplies_in_16_bits(setting):
             continue
         module, x = setting.module(), setting.input()
-        (swap,) = normswap.plan(module).swaps
-        comparison = compare(swap.match, module, x, True)
+        swap, *_ = normswap.plan(module).swaps
+        comparison = compared(swap.match, module, x, True)
         assert comparison.kernel_ran and comparison.gradients and not comparison.problem, (setting, comparison)
 
 

@@ -1,31 +1,40 @@
-"""A Linear, a scale or none, a BatchNorm1d, and a factor behind it or none: ``bn(linear(x) * scale) * after``."""
+"""The magnitudes that the sums of ``bn(linear(x) * scale)`` run through."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normswap.criterion import Magnitudes
-from normswap.forwards.linear_scale_batch_norm import make_forward
-from normswap.kinds.layers import Layers
-from normswap.plan import Match
+from normswap.regions.spec import Region
+
+C = 8.0
+"""What an error may be in units of 2^-24 times the magnitude: a path through it rounds about twice as often as one
+through a norm: a matmul, a product with the scale, a norm, a matmul back."""
+
+
+def linear_magnitudes(region: Region, children: Mapping[str, Any], x: Tensor, scale: Any, unit: float) -> Magnitudes:
+    """Those of ``region``, whose ``children`` are as they were before the call, on a float64 ``x``; the gradients by
+    "input", "scale" and the names of parameters. ``unit`` is what ``matmul_unit`` says of the real input."""
+    return _Columns(region, children, x, scale).magnitudes(unit)
 
 
 class _Columns:
-    """u = scale * linear(x) for x (N, K), normalised column by column to uhat; the output is
-    that times ``after``.
+    """u = scale * linear(x) for x (N, K), normalised column by column to uhat.
 
     ``sums`` is the magnitude of linear(x), ``size`` that of uhat, ``coarse`` (of u) what a matmul with rounded operands
     and a rounded result moves it by, in unit roundoffs: its K errors are independent, hence the root of squares.
     """
 
-    def __init__(self, match: Match, site: nn.Module, x: Tensor) -> None:
-        self.x, self.names = x, match.attributes
-        children: Any = site._modules
-        self.linear, self.bn = children[self.names["linear"]], children[self.names["batch_norm"]]
-        self.scale, self.after = (self._value(site, self.names.get(part, 1.0)) for part in ("scale", "after"))
+    def __init__(self, region: Region, children: Mapping[str, Any], x: Tensor, scale: Any) -> None:
+        self.x, self.names = x, (region.linear, region.norm, ".".join(region.factor[:2]) or "scale")
+        self.linear, self.bn = children[region.linear], children[region.norm]
+        if region.factor:
+            scale = getattr(children[region.factor[0]], region.factor[1])
+        self.scale = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float64, device=x.device)
         self.batch = bool(self.bn.training or self.bn.running_mean is None)
         z, bias = self.linear(x), self.linear.bias
         u, slope = z * self.scale, self.scale.abs()
@@ -43,45 +52,34 @@ class _Columns:
         self.size = self.gain * self.sums + (self.gain * self.sums.mean(0) if self.batch else mean.abs() * self.rstd)
         self.coarse = slope * ((x.square() @ self.linear.weight.square().T).sqrt() + z.abs())
 
-    def _value(self, site: Any, factor: str | float) -> Tensor:
-        """A factor as a tensor: an attribute of the site or of a child, or a number."""
-        if isinstance(factor, str):
-            child, _, name = factor.rpartition(".")
-            factor = getattr(site.get_submodule(child), name)
-        return torch.as_tensor(factor, dtype=torch.float64, device=self.x.device)
-
     def magnitudes(self, unit: float) -> Magnitudes:
         coarse = self.coarse * self.rstd
         if self.batch:
             coarse = self._through(coarse + coarse.mean(0))
         else:  # folding rounds the new bias too
             coarse = self._through(coarse + self.size - self.gain * self.sums) + self.beta
-        output, after = self._through(self.size) + self.beta, self.after.abs()
         buffers, coarse_buffers = self._buffers()
-        return Magnitudes(output * after, self.gradients, coarse * after, unit, buffers, coarse_buffers)
+        output = self._through(self.size) + self.beta
+        return Magnitudes(output, self.gradients, coarse, unit, buffers, coarse_buffers)
 
     def _through(self, error: Tensor) -> Tensor:
         """What errors of that size in uhat do to the output: in a batch they move the variance, and so every row."""
         return self.gamma * (error + self.uhat * (self.uhat * error).mean(0) if self.batch else error)
 
     def gradients(self, dy: Tensor) -> dict[str, Tensor]:
-        behind, dy = dy.abs(), (dy * self.after).abs()
+        dy = dy.abs()
         du = self._input_gradient(dy)
         dz = self.gamma * self.gain * du
-        linear, bn, scale, after = (self.names.get(part, 0.0) for part in ("linear", "batch_norm", "scale", "after"))
-        found = {
+        linear, bn, scale = self.names
+        columns = self.gamma * self.rstd * du * self.sums
+        return {
             "input": dz @ self.linear.weight.abs(),
             f"{linear}.weight": dz.T @ self.x.abs(),
             f"{linear}.bias": dz.sum(0),
             f"{bn}.weight": (dy * self.size).sum(0),
             f"{bn}.bias": dy.sum(0),
+            scale: (columns.sum(0) if self.scale.numel() > 1 else columns.sum()).reshape(self.scale.shape),
         }
-        ofs = (scale, self.scale, self.gamma * self.rstd * du * self.sums)
-        for name, factor, terms in (ofs, (after, self.after, behind * (self._through(self.size) + self.beta))):
-            if isinstance(name, str):
-                columns = (terms.sum(0) if factor.numel() > 1 else terms.sum()).reshape(factor.shape)
-                found[name] = found.get(name, 0.0) + columns
-        return found
 
     def _input_gradient(self, dy: Tensor) -> Tensor:
         """Terms of dy - mean(dy) - uhat mean(dy uhat), and what an error of uhat does to them: through each uhat, and
@@ -102,27 +100,12 @@ class _Columns:
         unbiased = new * rows / (rows - 1)
         error = self.scale.abs() * self.sums
         spread = 2 * (self.centred * (error + error.mean(0))).mean(0)
-        mean, var = (f"{self.names['batch_norm']}.running_{statistic}" for statistic in ("mean", "var"))
         size = {
-            mean: (1 - new) * bn.running_mean.abs() + new * error.mean(0),
-            var: (1 - new) * bn.running_var.abs() + unbiased * (self.var + spread),
+            "running_mean": (1 - new) * bn.running_mean.abs() + new * error.mean(0),
+            "running_var": (1 - new) * bn.running_var.abs() + unbiased * (self.var + spread),
         }
-        coarse = {mean: new * self.coarse.mean(0), var: unbiased * 2 * (self.centred * self.coarse).mean(0)}
+        coarse = {
+            "running_mean": new * self.coarse.mean(0),
+            "running_var": unbiased * 2 * (self.centred * self.coarse).mean(0),
+        }
         return size, coarse
-
-
-def sample(match: Match, module: Any) -> tuple[int, ...]:
-    return (24, getattr(module, match.attributes["linear"]).in_features)
-
-
-LAYERS = Layers(
-    "linear_scale_batch_norm",
-    make_forward,
-    lambda match, module, x, unit: _Columns(match, module, x).magnitudes(unit),
-    sample,
-    rank=2,
-    means=(0.0, 1.0),
-    # A path through it rounds about twice as often: a matmul, a product with the scale, a norm, a matmul back.
-    c=8.0,
-    c_gradient=8.0,
-)

@@ -1,0 +1,89 @@
+"""Why a BatchNorm1d that a module calls behind a Linear is not computed with it, where nothing there is swapped."""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from normswap.attributes import Rejection
+from normswap.plan import Match, Reason, Refusal
+from normswap.regions import flow
+from normswap.regions.linear import run_before
+from normswap.rules.expression_site import called_name, class_forward, flow_of, names_in, not_rewritable
+from normswap.rules.module_site import settled_type, why_not_linear_and_batch_norm
+from normswap.rules.region import readings
+
+KIND = "linear_scale_batch_norm"
+
+
+def why_apart(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | None]) -> Refusal | None:
+    """The refusal of a module with a Linear before a BatchNorm1d, in its forward or as children of an nn.Sequential;
+    None for any other. ``find`` answers for a child alone."""
+    forward = class_forward(module) if module._modules else None
+    if forward is None:
+        return None
+    in_a_row = forward is nn.Sequential.forward
+    linear, norm = next(_in_a_row(module) if in_a_row else _called(module, forward), ("", ""))
+    if not linear:
+        return None
+    refusal = not_rewritable(module, KIND) or why_not_linear_and_batch_norm(KIND, module, linear, norm)
+    if refusal is not None:
+        return refusal
+    regions = (region for reading in readings(module, find, baked=True) for region in reading.regions)
+    if apart := next((region.apart for region in regions if region.norm == norm), ""):
+        return Refusal(KIND, Reason.CHILD if in_a_row else Reason.UNSUPPORTED, f"self.{apart}")
+    if in_a_row:
+        return Refusal(KIND, Reason.UNSUPPORTED, f"{type(module).__name__} has its own __iter__")
+    return _another(module, forward, linear, norm)
+
+
+def _in_a_row(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Each Linear and the BatchNorm1d behind it among the children of an nn.Sequential."""
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    for index, (name, child) in enumerate(children):
+        linear = run_before(child, children[:index])[0] if issubclass(settled_type(child), nn.BatchNorm1d) else ""
+        if linear and issubclass(settled_type(dict(children)[linear]), nn.Linear):
+            yield linear, name
+
+
+def _called(module: nn.Module, forward: types.FunctionType) -> Iterator[tuple[str, str]]:
+    """Each Linear, and BatchNorm1d called on what its output may flow into; any where there is no source to tell."""
+    linears, norms = (_children(module, cls, names_in(forward)) for cls in (nn.Linear, nn.BatchNorm1d))
+    found = flow_of(forward) if linears and norms else None
+    if found is None:
+        yield from zip(sorted(linears), sorted(norms), strict=False)
+        return
+    for norm in found.calls(norms, *found.nodes[:1]):
+        for linear in found.calls(linears, *norm.args, *norm.keywords):
+            if _end(linear) <= _end(norm):
+                yield str(called_name(linear)), str(called_name(norm))
+
+
+def _children(module: nn.Module, cls: type[nn.Module], names: frozenset[str]) -> frozenset[str]:
+    children = ((name, child) for name, child in module._modules.items() if child is not None and name in names)
+    return frozenset(name for name, child in children if issubclass(settled_type(child), cls))
+
+
+def _end(node: ast.Call) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
+
+
+def _another(module: nn.Module, forward: types.FunctionType, linear: str, norm: str) -> Refusal:
+    """What ``forward`` computes instead."""
+    read = flow.read(module, forward)
+    if isinstance(read, Rejection):
+        return Refusal(KIND, read.reason, read.detail)
+    calls = {op.target: op for op in read.ops if isinstance(op.target, str)}
+    first, last = calls.get(f"self.{linear}"), calls.get(f"self.{norm}")
+    if first is None or last is None or first.stretch != last.stretch:
+        detail = f"self.{linear} and self.{norm} are not called in one stretch of straight-line code"
+        return Refusal(KIND, Reason.NOT_STRAIGHT_LINE, detail)
+    value = next(iter((*last.args, *last.keywords.values())), None)
+    of = ast.unparse(value.node) if isinstance(value, flow.Op) else "what is not understood"
+    detail = (
+        f"self.{norm} is of {of}, neither of self.{linear}(x), which nothing else uses, nor of that times one factor"
+    )
+    return Refusal(KIND, Reason.UNSUPPORTED, detail)
