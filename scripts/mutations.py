@@ -60,6 +60,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         '"norm" in name and "p" in bound and name != "normalize"',
         "('p' in bound and name != 'normalize')",
     ): "only norms have a p",
+    (
+        "timing/choose.py",
+        "timed.candidate.name in excluded[most.candidate.name]",
+        "(True)",
+    ): "of those that save alike the one that names most is taken before what it overlaps, whichever saves most",
     **dict.fromkeys(
         (
             ("verdict.py", "ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE", "(False)"),

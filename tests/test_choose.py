@@ -23,7 +23,7 @@ def timed(
 
 
 def test_what_a_model_waits_for() -> None:
-    assert (DEVICE.bound, HOST.bound) == ("device", "host")
+    assert (DEVICE.bound, HOST.bound, BOTH.bound) == ("device", "host", "device")
     assert (DEVICE.device_share, HOST.device_share, BOTH.device_share) == (1.0, 0.0, 0.5)
     assert Waiting(105.0, 100.0).device_share == pytest.approx(0.75)
     assert Waiting(95.0, 100.0).device_share == pytest.approx(0.25)
@@ -48,10 +48,12 @@ def test_a_gain_of_exactly_one_is_kept_and_asked_for_exactly_is_enough(waiting: 
 
 
 def test_a_difference_within_the_noise_is_none_and_keeps_what_costs_nothing_elsewhere() -> None:
-    for ours in (99.2, 100.0, 100.8):
+    for ours in (99.0, 99.2, 100.0, 100.8):
         assert timed("a", (100.0, ours)).gain(DEVICE) == 1.0
         assert worth(timed("a", (100.0, ours)), DEVICE, 1.0)
         assert not worth(timed("a", (100.0, ours), (10.0, 12.0)), DEVICE, 1.0)
+    assert worth(timed("a", (100.0, 100.0), (10.0, 10.5)), DEVICE, 1.0)
+    assert timed("a", (100.0, 0.0)).gain(DEVICE) == 1.0  # what takes no time was not measured
     for ours in (9.6, 10.0, 10.4):
         assert timed("a", (100.0, 50.0), (10.0, ours)).gain(HOST) == 1.0
         assert worth(timed("a", (100.0, 50.0), (10.0, ours)), HOST, 1.0)
