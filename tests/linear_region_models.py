@@ -103,6 +103,10 @@ def with_a_residual(self, x, y):
     return self.act_(h)
 
 
+def with_a_residual_alone(self, x, y):
+    return self.bn(self.fc(x) * self.scale) + y
+
+
 def with_a_residual_first(self, x, y):
     return torch.sigmoid(y * 2 + self.bn(self.fc(x)))
 
@@ -207,6 +211,7 @@ _SIGNED = {
     by_a_row_of_it: ACT,
     by_a_child: ("fc + factor + bn + relu",),
     with_a_residual: ("fc + scale + bn + residual + act_",),
+    with_a_residual_alone: ("fc + scale + bn + residual",),
     with_a_residual_first: ("fc + bn + residual + sigmoid",),
     with_a_residual_that_broadcasts: ("fc + bn + residual + relu",),
     with_a_vector_added: ("fc + bn",),

@@ -32,7 +32,7 @@ class Directly:
         region = compiled.region
         self.linear, self.norm, self.passes, self.unpack = region.linear, region.norm, region.passes, compiled.unpack
         self.activation = region.literal_activation()
-        self.acting = region.activation if isinstance(region.activation, str) else ""
+        self.acting: Any = region.activation  # of a child, where it is no literal one
         self.factor, self.adds = region.factor, region.has("residual")
         self.scaled = bool(region.factor) or region.has("product")
         self.ends = self.adds or region.activation is not None
