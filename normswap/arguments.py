@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import hints
-from normswap.validate import MODES
+from normswap.proof.prove import MODES
 
 
 def check_model(model: object) -> None:

@@ -11,16 +11,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from normswap import again, hints, native, nodes, sites, timing, walk, whole
+from normswap import again, hints, native, nodes, sites, timing, walk
 from normswap import apply as _apply
 from normswap.arguments import check_arguments, check_choice, check_model, check_speedup
 from normswap.copying import copy_of
 from normswap.example import Example
 from normswap.installed import site_match
 from normswap.plan import NothingSwappedError, Plan
+from normswap.proof.prove import SiteProof, prove, unchecked
+from normswap.proof.whole import compare_models
 from normswap.report import Report, make_report
 from normswap.rollback import put_back, settle, without_declined
-from normswap.validate import SiteProof, prove, unchecked
 from normswap.walk import Filter
 
 OnMismatch = Literal["rollback", "raise", "warn"]
@@ -218,7 +219,7 @@ def _reported(
     kept = [p.name for p in proofs if site_match(model.get_submodule(p.name)) is not None]
     end_to_end = None
     if compared and example.run is not None and kept:
-        end_to_end = whole.compare_models(model, [model.get_submodule(name) for name in kept], example.run)
+        end_to_end = compare_models(model, [model.get_submodule(name) for name in kept], example.run)
         if not end_to_end.passed:
             worst = sorted((p for p in proofs if p.name in kept), key=lambda p: -p.error_share)[:3]
             moved = f"its output moved by {end_to_end.max_error:.3g}, more than {end_to_end.limit:.3g}"

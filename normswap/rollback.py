@@ -12,7 +12,7 @@ from torch import nn
 from normswap import apply as _apply
 from normswap import hints, timing
 from normswap.plan import MismatchError, Plan, Reason, Refusal, Refused, Swap
-from normswap.validate import SiteProof
+from normswap.proof.prove import SiteProof
 
 _TOLD = 5
 

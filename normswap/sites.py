@@ -91,19 +91,6 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 raise
 
 
-@contextlib.contextmanager
-def told(hooks: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
-    """Call each ``hook(module, args, kwargs)`` before its module's forward, within the block."""
-    handles = []
-    try:
-        for module, hook in hooks:
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def every(steps: Iterable[Callable[[], object]]) -> None:
     """Do every step, also after one raised; then raise the first exception."""
     first: BaseException | None = None

@@ -23,12 +23,13 @@ from workloads import ChannelRMSNorm, L1Norm, LinearScaleBatchNorm, randomised
 
 import normswap
 from normswap import native
-from normswap.compare import Comparison, Seen, compare
 from normswap.criterion import RoundedStatistics, error_share
 from normswap.kinds import kind_of, magnitudes
 from normswap.plan import REGION, Match
+from normswap.proof.compare import compare
+from normswap.proof.comparison import Comparison, Seen
+from normswap.proof.prove import RegionsProof
 from normswap.regions.listening import listening
-from normswap.regions.prove import RegionProof
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MEANS = (0.0, 100.0, 1000.0)
@@ -172,7 +173,7 @@ def compared(match: Match, module: nn.Module, x: Tensor, gradients: bool) -> Com
     """The swap of ``module``, or of the one region in its forward, on ``x``."""
     if match.kind != REGION:
         return compare(match, module, x, gradients)
-    proof = RegionProof(module, type(module), match, gradients, Seen())
+    proof = RegionsProof(module, type(module), match, gradients, Seen())
     with listening([proof]):
         copy.deepcopy(module)(x)
     (found,) = proof.comparisons()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WHERE = (
-    *("rules", "forwards", "regions", "kinds", "timing"),
+    *("rules", "forwards", "regions", "kinds", "proof", "timing"),
     *("source.py", "attributes.py", "walk.py", "sites.py", "modules.py", "norms.py", "apply.py", "rollback.py"),
-    *("validate.py", "compare.py", "criterion.py", "bounds.py", "verdict.py", "lifted.py", "whole.py"),
+    *("criterion.py", "bounds.py", "lifted.py"),
     *("fold.py", "fold_convolution.py", "fold_through_methods.py"),
 )
 """The files of normswap/ whose conditions decide what is swapped and what is believed; those of them that are there."""

@@ -15,10 +15,11 @@ from models import L1, Projection, randomised
 from torch import Tensor, nn
 
 import normswap
-from normswap import compare, modules
-from normswap.compare import Comparison
+from normswap import modules
 from normswap.criterion import error_share
 from normswap.plan import REGION, Match
+from normswap.proof import pieces
+from normswap.proof.comparison import Comparison, Cotangent
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -198,7 +199,7 @@ def test_other_dtype_shape_and_missing_gradients_fail(plant: Callable[[Any], Non
 def test_the_cotangent_is_random_the_same_every_time_and_not_the_input() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 32)
-    first, second = (compare.Cotangent()(x) for _ in range(2))
+    first, second = (Cotangent()(x) for _ in range(2))
     assert torch.equal(first, second)
     assert abs(float(torch.corrcoef(torch.stack([x.flatten(), first.flatten()]))[0, 1])) < 0.1
 
@@ -237,8 +238,8 @@ def test_inference_mode(made_inside: bool) -> None:
 
 
 def test_large_inputs_are_compared_on_slices(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Any], None]) -> None:
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 80)
-    monkeypatch.setattr(compare, "TOTAL_ELEMENTS", 320)
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 80)
+    monkeypatch.setattr(pieces, "SLICES", 4)
     site = randomised(nn.LayerNorm(8))
     for shape in ((100, 8), (1, 100, 8)):
         found = compared(Match("layer_norm"), site, torch.randn(shape))

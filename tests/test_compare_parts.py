@@ -10,9 +10,11 @@ import torch
 from models import randomised
 from torch import Tensor, nn
 
-from normswap import compare
-from normswap.compare import Comparison, Cotangent, KernelWitness, Seen, _independent_dims, _pieces, spread, widest
 from normswap.plan import Match
+from normswap.proof import compare, pieces
+from normswap.proof.comparison import Comparison, Cotangent, KernelWitness, Seen
+from normswap.proof.pieces import Pieces, _independent_dims, pieces_of, spread
+from normswap.regions.sequential import by_itself
 
 
 def test_starts_that_are_spread() -> None:
@@ -37,11 +39,13 @@ def test_starts_that_are_spread() -> None:
     ],
 )
 def test_dims_along_which_nothing_is_shared(match: Match, module: Any, rank: int, expected: list[int]) -> None:
-    assert _independent_dims(match, module, torch.zeros((4,) * rank)) == expected
+    compiled, owner = by_itself(module, match)
+    assert _independent_dims(compiled, owner, torch.zeros((4,) * rank)) == expected
 
 
-def test_thewidest_linear() -> None:
-    assert widest(nn.Sequential(nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 7))) == 7 and widest(nn.ReLU()) == 0
+def cut(match: Match, module: nn.Module, x: Tensor, slices: int) -> Pieces:
+    compiled, owner = by_itself(module, match)
+    return pieces_of(compiled, owner, x, slices)
 
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -54,23 +58,23 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def test_what_has_no_samples_is_compared_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
-    pieces, coverage = _pieces(Match("instance_norm"), nn.InstanceNorm1d(4), torch.zeros(4, 10), 64)
-    assert (len(pieces), coverage) == (1, 1.0)
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 16)
+    found = cut(Match("instance_norm"), nn.InstanceNorm1d(4), torch.zeros(4, 10), 4)
+    assert (len(found.pieces), found.coverage) == (1, 1.0)
 
 
 def test_a_part_of_a_batch_has_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 4)
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 4)
     x = torch.zeros(6, 4)
-    pieces, _ = _pieces(Match("batch_norm"), nn.BatchNorm1d(4), x, 8)
-    assert [len(piece.cut(x)) for piece in pieces] == [2]
+    found = cut(Match("batch_norm"), nn.BatchNorm1d(4), x, 2)
+    assert [len(piece.cut(x)) for piece in found.pieces] == [2] and not found.are_parts
 
 
 def test_a_batch_of_large_samples_is_not_cut_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 16)
     norm = nn.BatchNorm2d(4)
-    pieces, _ = _pieces(Match("batch_norm"), norm, torch.zeros(4, 4, 3, 3), 144)
-    assert [piece.module is norm for piece in pieces] == [True] * 2
+    found = cut(Match("batch_norm"), norm, torch.zeros(4, 4, 3, 3), 9)
+    assert [piece.owner.norm is norm for piece in found.pieces] == [True] * 2
 
 
 def test_the_eps_of_the_referee() -> None:
@@ -83,40 +87,43 @@ def test_the_eps_of_the_referee() -> None:
         (nn.RMSNorm(4), x.half(), none),
         (nn.RMSNorm(4), x.double(), None),
     ):
-        kind = "layer_norm" if isinstance(norm, nn.LayerNorm) else "rms_norm"
-        assert compare._float64_copy(Match(kind), norm, given).eps == expected
+        match = Match("layer_norm" if isinstance(norm, nn.LayerNorm) else "rms_norm")
+        compiled, owner = by_itself(norm, match)
+        case = compare._Case(compiled, compare.Swapped(type(norm)), owner, given, True)
+        assert case._wide_holder(given.dtype).norm.eps == expected
 
 
 def test_a_sample_that_fits_is_not_cut_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 16)
     norm = nn.GroupNorm(2, 4)
-    pieces, coverage = _pieces(Match("group_norm"), norm, torch.zeros(3, 4, 4), 64)
-    assert [piece.module is norm for piece in pieces] == [True] * 3 and coverage == 1.0
+    found = cut(Match("group_norm"), norm, torch.zeros(3, 4, 4), 4)
+    assert [piece.owner.norm is norm for piece in found.pieces] == [True] * 3 and found.coverage == 1.0
 
 
 @pytest.mark.parametrize("elements", [16, 40, 10_000])
 @pytest.mark.parametrize("name", NORMS)
 def test_pieces_are_parts_whose_result_is_a_part(name: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", elements)
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", elements)
     made, shape = NORMS[name]
     kind, module, x = name.partition(",")[0], randomised(made()), torch.randn(shape)
     whole = module(x)
-    pieces, coverage = _pieces(Match(kind), module, x, 4 * elements)
-    sizes = [piece.cut(x).numel() for piece in pieces]
+    found = cut(Match(kind), module, x, 4)
+    sizes = [piece.cut(x).numel() for piece in found.pieces]
     if elements > x.numel():
-        assert len(pieces) == 1 and coverage == 1.0 and pieces[0].module is module
+        assert len(sizes) == 1 and found.coverage == 1.0 and found.pieces[0].owner.norm is module
     else:
-        assert len(pieces) > 1 and sum(sizes) <= max(4 * elements, 2 * max(sizes)) and coverage < 1.0
+        assert len(sizes) > 1 and sum(sizes) <= max(4 * elements, 2 * max(sizes)) and found.coverage < 1.0
         assert max(sizes) <= max(elements, 10 if "group" in kind else 24, 20 if kind == "group_norm" else 0, 16)
-        assert coverage == pytest.approx(sum(sizes) / x.numel())
+        assert found.coverage == pytest.approx(sum(sizes) / x.numel())
+        assert found.are_parts == (kind != "batch_norm")
         ends = torch.zeros(shape)
-        for piece in pieces:
+        for piece in found.pieces:
             piece.cut(ends).fill_(1.0)
         assert ends.flatten()[0] == 1.0 and ends.flatten()[-1] == 1.0
-    for piece in pieces if kind != "batch_norm" else ():
-        torch.testing.assert_close(piece.module(piece.cut(x)), piece.cut(whole))
+    for piece in found.pieces if kind != "batch_norm" else ():
+        torch.testing.assert_close(piece.owner.norm(piece.cut(x)), piece.cut(whole))
     if kind == "batch_norm":
-        assert all(len(piece.cut(x)) >= 2 for piece in pieces)
+        assert all(len(piece.cut(x)) >= 2 for piece in found.pieces)
 
 
 def test_what_was_seen_before() -> None:
@@ -181,8 +188,8 @@ def test_what_counts_as_an_op_of_ours() -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_its_like_is_compared_on_two_slices(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
-    monkeypatch.setattr(compare, "TOTAL_ELEMENTS", 64)
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 16)
+    monkeypatch.setattr(pieces, "SLICES", 4)
     x = torch.randn(32, 8)
     found = compare.compare(Match("layer_norm"), randomised(nn.LayerNorm(8)), x, True, again)
     assert found.coverage == (0.125 if again else 0.25) and not found.problem and found.gradients

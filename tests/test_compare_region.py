@@ -1,10 +1,11 @@
-"""The comparison of one region with its own statements (regions.compare): what is right passes, what is spoiled on the
+"""The comparison of one region with its own statements (proof.compare): what is right passes, what is spoiled on the
 way is told of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from test_fused import BODIES, Made
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from normswap.compare import Comparison, Seen
-from normswap.regions import compare
-from normswap.regions.compare import compare_region, holder_of
+from normswap.proof import compare, pieces
+from normswap.proof.compare import compare_region
+from normswap.proof.comparison import Comparison
 from normswap.regions.helper import Fused
+from normswap.regions.holder import holder_of
 
 
 class Spoiled(Fused):
@@ -119,23 +121,21 @@ def test_what_ours_does_not_take_is_declined(of: Callable[[str], Made]) -> None:
 
 
 def test_of_what_is_large_slices_are_compared(of: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
-    made, seen = of("alone"), Seen()
+    made = of("alone")
     made.packed = torch.randn(64, 8)
     last = made.packed[-1].clone()
     made.module.lin = nn.Linear(8, 100)  # no part of it
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 8)
-    assert compared(made, most_pieces=4).coverage == 4 / 64
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 16)
-    assert compared(made, most_pieces=4).coverage == 4 * 2 / 64
-    assert compared(made, most_pieces=4, seen=seen).coverage == 4 * 2 / 64
-    assert compared(made, most_pieces=4, seen=seen).coverage == 2 * 2 / 64
-    assert compared(made, most_pieces=1, seen=seen).coverage == 2 / 64
-    assert compared(made, lambda out: out + 1e-3 * (out.shape == (2, 8)), most_pieces=4).problem
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 8)
+    assert compared(made, slices=4).coverage == 4 / 64
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 16)
+    assert compared(made, slices=4).coverage == 4 * 2 / 64
+    assert compared(made, again=True).coverage == 2 * 2 / 64 and compared(made, slices=1).coverage == 2 / 64
+    assert compared(made, lambda out: out + 1e-3 * (out.shape == (64, 8)), slices=4).problem  # of all of it
     assert torch.equal(made.packed[-1], last)
     made.packed = torch.randn(2, 8)
     assert compared(made).coverage == 1.0
     with monkeypatch.context() as patch:
-        patch.setattr(compare, "SLICE_ELEMENTS", 2)
+        patch.setattr(pieces, "SLICE_ELEMENTS", 2)
         made.packed = torch.randn(8)  # one sample
         assert compared(made).coverage == 1.0 and not compared(made).problem
     made = of("whole")
@@ -145,13 +145,12 @@ def test_of_what_is_large_slices_are_compared(of: Callable[[str], Made], monkeyp
     made.packed = torch.randn(64, 8), torch.randn(64, 8)
     assert compared(made).coverage == 16 * 2 / 64
     made = of("linear")
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 60)
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 60)
     assert compared(made).coverage == 1.0
-    with monkeypatch.context() as patch:
-        patch.setattr(compare, "widest", lambda module: 20)  # of as many elements as the Linear makes of a row
-        assert compared(made, most_pieces=2).coverage == 2 * 3 / 9
-    monkeypatch.setattr(compare, "SLICE_ELEMENTS", 1)  # a batch has two rows
-    assert compared(made, most_pieces=2).coverage == 2 * 2 / 9
+    monkeypatch.setattr(made.module.fc, "out_features", 20)  # of as many elements as the Linear makes of a row
+    assert compared(made, slices=2).coverage == 2 * 3 / 9
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 1)  # a batch has two rows
+    assert compared(made, slices=2).coverage == 2 / 9
 
 
 def test_who_stands_in_for_the_owner(of: Callable[[str], Made]) -> None:
@@ -212,10 +211,11 @@ def test_what_becomes_of_what_a_region_is_given() -> None:
     assert compare._leaf(leaf, leaves) is leaves[0] is not leaf and leaves[0].requires_grad and leaves[0].is_leaf
     assert compare._leaf(1.0, leaves) == 1.0 and not compare._leaf(leaf.int(), leaves).requires_grad
     assert len(leaves) == 1
-    cut = compare._cut(torch.Size((4, 3)), 1, 2)
-    assert torch.equal(cut(leaf), leaf[1:3]) and cut(1.0) == 1.0
-    for other in (torch.ones(4), torch.ones(3, 3), torch.ones(4, 3, 1)):
-        assert cut(other) is other
+    for dim, part in ((0, leaf[1:3]), (1, leaf[:, 1:3])):
+        cut = partial(pieces._narrowed, like=leaf, dim=dim, start=1, length=2)
+        assert torch.equal(cut(leaf), part) and cut(1.0) == 1.0
+        for other in (torch.ones(4), torch.ones(5, 5), torch.ones(4, 3, 1)):
+            assert cut(other) is other
 
 
 def test_a_tensor_that_an_expression_is_given_twice_is_one(of: Callable[[str], Made]) -> None:

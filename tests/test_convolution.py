@@ -25,7 +25,7 @@ import normswap
 from normswap import ops, reference
 from normswap.activation import Activation
 from normswap.plan import Plan
-from normswap.regions.convolution_error import times_pytorchs
+from normswap.proof.convolution_error import times_pytorchs
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import reference
-from normswap.regions import convolution_error
-from normswap.regions.convolution_error import times_pytorchs
+from normswap.proof import convolution_error
+from normswap.proof.convolution_error import times_pytorchs
 
 
 @pytest.mark.parametrize("name", PROVED)

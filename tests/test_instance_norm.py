@@ -133,8 +133,8 @@ def test_dtypes(dtype: torch.dtype, weights: torch.dtype | None) -> None:
 
 
 def test_large_samples_are_compared_by_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("normswap.compare.SLICE_ELEMENTS", 64)
-    monkeypatch.setattr("normswap.compare.TOTAL_ELEMENTS", 128)
+    monkeypatch.setattr("normswap.proof.pieces.SLICE_ELEMENTS", 64)
+    monkeypatch.setattr("normswap.proof.pieces.SLICES", 2)
     report = normswap.report(swapped_copy(randomised(nn.InstanceNorm1d(6, affine=True)), torch.randn(3, 6, 40)))
     assert report.rows[0]["coverage"] < 1.0
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normswap.lifted import Lifted, LiftedNorm
+from normswap.lifted import Lifted, lift
 
 HALF, BFLOAT, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 X = torch.rand(3, 5, dtype=DOUBLE, generator=torch.Generator().manual_seed(0)) + 1
@@ -73,5 +73,6 @@ class Scaled(nn.Module):
 
 def test_a_norm_and_its_tensors_are_of_the_dtypes_given() -> None:
     norm, x = Scaled(), X.clone()
-    out = LiftedNorm(norm, BFLOAT, {"weight": HALF, "shift": FLOAT})(x)
+    lift(norm, BFLOAT, {"weight": HALF, "shift": FLOAT})
+    out = norm(x)
     assert torch.equal(out, x * norm.weight + 1) and out is not x

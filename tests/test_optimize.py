@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules
-from normswap.validate import SiteProof, prove_sites
+from normswap.proof.prove import SiteProof, prove_sites
 
-SITES = ("group", "layer", "projection", "l1", "rms")
+SITES = ("group", "layer", "projection", "projection.bn", "l1", "rms")
+"""In training; in eval a BatchNorm is no site by itself."""
+EVAL = tuple(name for name in SITES if name != "projection.bn")
 X = (8, 6, 5)
 
 
@@ -65,7 +67,7 @@ def test_every_kind_is_swapped_checked_and_leaves_no_trace(model: nn.Module, tra
     assert_same(before, state_of(model))
     assert_same({k: v for k, v in before.items() if k not in ("ids", "grads")}, state_of(swapped), classes=False)
     report = normswap.report(swapped)
-    assert report.swapped == SITES
+    assert report.swapped == (SITES if training else EVAL)
     assert {row["status"] for row in report.rows} == {"wiring"}
     assert {row["inputs"] for row in report.rows} == {"captured" if inputs else "synthesised"}
     assert all(row["gradients"] for row in report.rows)
@@ -92,7 +94,7 @@ def test_inplace_keeps_the_objects_and_revert_undoes(model: nn.Module) -> None:
     x, before = torch.randn(X), state_of(model)
     assert normswap.optimize(model, x, inplace=True) is model
     assert_same(before, state_of(model), classes=False)
-    assert sum(modules.site_match(m) is not None for m in model.modules()) == 5
+    assert sum(modules.site_match(m) is not None for m in model.modules()) == len(SITES)
     assert normswap.revert(model) is model
     assert_same(before, state_of(model))
 
@@ -101,7 +103,7 @@ def test_optimizing_twice_changes_nothing(model: nn.Module) -> None:
     once = normswap.optimize(model, torch.randn(X), inplace=True)
     report = normswap.report(once)
     assert normswap.report(normswap.optimize(once, torch.randn(X), inplace=True)).plan == report.plan
-    assert sum(modules.site_match(m) is not None for m in model.modules()) == 5
+    assert sum(modules.site_match(m) is not None for m in model.modules()) == len(SITES)
 
 
 @pytest.mark.parametrize("seen", (True, False))
@@ -112,7 +114,7 @@ def test_copies_and_pickles_stay_swapped(model: nn.Module, seen: bool) -> None:
     for twin in (copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
         assert torch.equal(twin(x), model(x))
         assert {row["status"] for row in normswap.report(twin).rows} == {"unchecked"}
-        assert normswap.validate(twin, x).swapped == SITES
+        assert normswap.validate(twin, x).swapped == EVAL
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, original: type[nn.Module], forward: object) -> None:
@@ -143,7 +145,7 @@ def test_a_site_that_every_call_leaves_to_the_original_is_put_back(
     def declined(*arguments: Any, **options: Any) -> list[SiteProof]:
         return [replace(p, declined=p.name == "layer", device=device) for p in prove_sites(*arguments, **options)]
 
-    monkeypatch.setattr(sys.modules["normswap.validate"], "prove_sites", declined)
+    monkeypatch.setattr(sys.modules["normswap.proof.prove"], "prove_sites", declined)
     swapped = normswap.optimize(model, torch.randn(X), min_speedup=None)
     row = next(row for row in normswap.report(swapped).rows if row["name"] == "layer")
     if device == "cpu":  # where no kernel runs, all is left to PyTorch's ops
@@ -207,7 +209,7 @@ def test_an_error_in_the_model_leaves_it_as_it_was() -> None:
 
 def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     x, before = torch.randn(X), state_of(model)
-    optimize_module, compare_module = sys.modules["normswap.optimize"], sys.modules["normswap.compare"]
+    optimize_module, compare_module = sys.modules["normswap.optimize"], sys.modules["normswap.proof.compare"]
 
     def fail(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
@@ -217,9 +219,9 @@ def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, mon
         (optimize_module, "prove"),
         (optimize_module, "settle"),
         (optimize_module, "_reported"),
-        (sys.modules["normswap.verdict"], "verdict"),
-        (compare_module, "magnitudes"),
-        (optimize_module.whole, "_outputs"),
+        (sys.modules["normswap.proof.verdict"], "verdict"),
+        (compare_module, "Size"),
+        (sys.modules["normswap.proof.whole"], "_outputs"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fail)
@@ -229,8 +231,12 @@ def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, mon
 
 
 def test_filters(model: nn.Module) -> None:
-    assert normswap.report(normswap.optimize(model, include="*ro*")).swapped == ("group", "projection")
-    assert normswap.report(normswap.optimize(model, exclude=["re:l.*", "group"])).swapped == ("projection", "rms")
+    assert normswap.report(normswap.optimize(model, include="*ro*")).swapped == SITES[:1] + SITES[2:4]
+    assert normswap.report(normswap.optimize(model, exclude=["re:l.*", "group"])).swapped == (
+        "projection",
+        "projection.bn",
+        "rms",
+    )
     only = normswap.optimize(model, include=lambda module, name: isinstance(module, nn.RMSNorm))
     assert normswap.report(only).swapped == ("rms",)
 
@@ -298,7 +304,7 @@ def test_batch_norm_variants(momentum: float | None) -> None:
         if change == "frozen":
             model.bn.eval()
         swapped = normswap.optimize(model, torch.randn(9, 7))
-        assert normswap.report(swapped).swapped == ("",)
+        assert normswap.report(swapped).swapped == (("",) if change == "frozen" else ("", "bn"))
         for _ in range(2):
             x = torch.randn(9, 7)
             torch.testing.assert_close(swapped(x), model(x))

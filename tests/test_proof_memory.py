@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accuracy import compared
 from memory import Meter
 from models import L1, Projection, randomised
 from torch import Tensor, nn
 
 import normswap
-from normswap import compare, modules
+from normswap import modules
 from normswap.plan import Match
-from normswap.regions import compare as regions
+from normswap.proof import compare, pieces
+from normswap.regions.helper import Fused
+from normswap.regions.sequential import by_itself
 
 LARGE: dict[str, tuple[Any, tuple[int, ...]]] = {
     "layer_norm": (lambda: nn.LayerNorm(4096), (3, 1024, 4096)),
@@ -28,7 +32,7 @@ kinds = pytest.mark.parametrize("kind", LARGE)
 
 @pytest.fixture
 def two_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "TOTAL_ELEMENTS", 2 * compare.SLICE_ELEMENTS)
+    monkeypatch.setattr(pieces, "SLICES", 2)
 
 
 def test_the_meter() -> None:
@@ -42,8 +46,7 @@ def test_the_meter() -> None:
 
 @kinds
 def test_held_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "TOTAL_ELEMENTS", compare.SLICE_ELEMENTS)
-    monkeypatch.setattr(regions.compare_region, "__defaults__", (True, 1, None))
+    monkeypatch.setattr(pieces, "SLICES", 1)
     make, shape = LARGE[kind]
     module, x = randomised(make()).train(), torch.randn(shape)
     swap, *_ = normswap.plan(module).swaps
@@ -79,7 +82,7 @@ def test_slices_are_the_first_the_last_and_some_between() -> None:
     for size in (1, 2, 7, 100, 1000):
         for width in {1, min(3, size), size}:
             for most in (1, 2, 5, 10**6):
-                starts = compare.spread(size, width, most)
+                starts = pieces.spread(size, width, most)
                 assert starts[0] == 0 and len(starts) == len(set(starts)) <= max(1, most)
                 assert all(0 <= start <= size - width for start in starts)
                 assert most == 1 or starts[-1] == size - width
@@ -91,6 +94,38 @@ def test_small_inputs_are_compared_whole() -> None:
         if kind == "linear_scale_batch_norm":
             continue  # a region
         x = torch.randn((1, *shape[1:])[:2] + (8, 8) if kind == "group_norm" else (1, *shape[1:])[-2:])[:4]
-        attributes = {"dim": 1} if kind == "l1_norm" else {}
-        pieces, coverage = compare._pieces(Match(kind, attributes), make(), x, compare.TOTAL_ELEMENTS)
-        assert len(pieces) == 1 and coverage == 1.0 and pieces[0].cut(x) is x
+        match = Match(kind, {"dim": 1} if kind == "l1_norm" else {})
+        found = pieces.pieces_of(*by_itself(make(), match), x, 16)
+        assert len(found.pieces) == 1 and found.coverage == 1.0 and found.pieces[0].cut(x) is x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.relu(self.norm(x) + y)
+
+
+@pytest.mark.parametrize("elements", [40, 400], ids=["groups", "samples"])
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_region_runs_on_all_of_a_large_input(is_wrong: bool, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cut out of its output is what the statements make of the samples, or the groups, that are cut out."""
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", elements)
+    monkeypatch.setattr(pieces, "SLICES", 4)
+    x, y = torch.randn(2, 6, 8, 5, 4).unbind()
+    fused = Fused.__call__
+
+    def called(self: Fused, children: Any, packed: Any) -> Any:
+        out = fused(self, children, packed)
+        if is_wrong and out.shape == x.shape:
+            out.view(-1)[-1] += 0.1
+        return out
+
+    monkeypatch.setattr(Fused, "__call__", called)
+    with pytest.warns(UserWarning, match="do not match") if is_wrong else contextlib.nullcontext():
+        swapped = normswap.optimize(randomised(Block()), (x, y), min_speedup=None, validate="forward")
+    row = next(row for row in normswap.report(swapped).rows if row["kind"] == "region")
+    assert row["status"] == ("failed" if is_wrong else "wiring"), row
+    assert is_wrong or row["coverage"] == pytest.approx(1 / 6 if elements == 40 else 1.0)

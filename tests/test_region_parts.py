@@ -18,12 +18,13 @@ import normswap
 from normswap import rules
 from normswap.installed import marks
 from normswap.plan import Match
-from normswap.regions import foldings, prove
+from normswap.proof import made_up
+from normswap.proof.prove import prove_sites
+from normswap.regions import foldings
 from normswap.regions.beside import Beside
 from normswap.regions.expression import _fits
 from normswap.regions.spec import Region, Step
 from normswap.rules import region as region_rule
-from normswap.validate import prove_sites
 
 HERE = (1, 0, 1, 1)
 
@@ -63,28 +64,28 @@ ONES = torch.ones(6)
 )
 def test_shapes_that_are_made_up(kind: str, norm: Any, arguments: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     by_hand = {"attributes": {"dim": -1, "eps": 1e-5, "weight": "weight"}} if kind == "by hand" else {}
-    assert prove._shape(region("rms_norm" if by_hand else kind, **by_hand), norm, arguments) == shape
+    assert made_up._shape(region("rms_norm" if by_hand else kind, **by_hand), norm, arguments) == shape
 
 
 def test_channels_that_are_rows_are_made_up_as_images() -> None:
-    found = prove._shape(region("layer_norm", "permute", "norm", "permute back"), nn.LayerNorm(6), ())
+    found = made_up._shape(region("layer_norm", "permute", "norm", "permute back"), nn.LayerNorm(6), ())
     assert found == (2, 6, 6, 5)
     registered = {f"read.{name}": given for name, given in (("normalized_shape", "sizes"), ("weight", "gain"))}
     declared = region("layer_norm", "permute", "norm", "permute back", attributes=registered)
-    assert prove._shape(declared, SimpleNamespace(sizes=7, gain=None), ()) == (2, 7, 6, 5)
+    assert made_up._shape(declared, SimpleNamespace(sizes=7, gain=None), ()) == (2, 7, 6, 5)
 
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"stride": 3, "padding": 2}])
 def test_what_goes_into_a_convolution_is_made_up(options: dict[str, Any]) -> None:
     convolution = nn.Conv2d(4, 6, (3, 2), **options)
-    given, shape = prove._convolved(convolution, (3, 6, 5, 4))
+    given, shape = made_up._convolved(convolution, (3, 6, 5, 4))
     assert convolution(torch.zeros(given)).shape == shape == (3, 6, 5, 4)
 
 
 @pytest.mark.parametrize("most", [{}, {"padding": 2}, {"output_padding": 1, "stride": 2}, {"dilation": 2, "stride": 7}])
 def test_what_goes_into_a_transposed_convolution_is_made_up(most: dict[str, Any]) -> None:
     convolution = nn.ConvTranspose2d(4, 6, (3, 2), **most)
-    given, shape = prove._convolved(convolution, (3, 6, 5, 4))
+    given, shape = made_up._convolved(convolution, (3, 6, 5, 4))
     assert convolution(torch.zeros(given)).shape == shape
     stride = most.get("stride", 1)
     assert shape[:2] == (3, 6) and all(
@@ -95,7 +96,7 @@ def test_what_goes_into_a_transposed_convolution_is_made_up(most: dict[str, Any]
 def test_what_a_helper_is_given_is_packed_as_the_source_has_it() -> None:
     steps = (Step("sum", HERE, operand=1), Step("norm", HERE), Step("gain", HERE), Step("shift", HERE, operand=1))
     roles = {name: torch.full((1,), float(value)) for value, name in enumerate(("x", "before", "scale", "shift"))}
-    packed = prove.packed_of(Region("layer_norm", "norm", steps), roles, ())
+    packed = made_up.packed_of(Region("layer_norm", "norm", steps), roles, ())
     shift, (total, scale) = packed
     assert [float(t) for t in (*total, scale, shift)] == [1.0, 0.0, 2.0, 3.0]
 

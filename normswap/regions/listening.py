@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -32,20 +32,24 @@ class Listener:
 
         return helper
 
-    def listen(self) -> None:
-        """From now on, until the instance's own ``method`` goes."""
+    def listen(self) -> Callable[[], object]:
+        """Listen from now on, until what this gives is called."""
         method = with_helpers(Replaced(self.original, self.method), self.match.attributes, self._helper)
         self.owner.__dict__[self.method] = partial(method, self.owner)
+        return lambda: self.owner.__dict__.pop(self.method, None)
+
+
+class Listens(Protocol):
+    """What can listen to a module."""
+
+    def listen(self) -> Callable[[], object]:
+        """Listen from now on, until what this gives is called."""
 
 
 @contextlib.contextmanager
-def listening(listeners: Iterable[Listener]) -> Iterator[None]:
+def listening(listeners: Iterable[Listens]) -> Iterator[None]:
     """All of them listen in the block."""
-    every = [*listeners]
-    try:
-        for one in every:
-            one.listen()
+    with contextlib.ExitStack() as stack:
+        for one in listeners:
+            stack.callback(one.listen())
         yield
-    finally:
-        for one in every:
-            one.owner.__dict__.pop(one.method, None)

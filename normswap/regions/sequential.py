@@ -107,3 +107,11 @@ def compiled_run(region: Region) -> Compiled:
         return packed
 
     return Compiled(region, snippet, stepped, lambda packed: (packed, None, None, None, None, ()))
+
+
+def by_itself(module: nn.Module, match: Match) -> tuple[Compiled, nn.Module]:
+    """A whole ``module`` that is the norm of ``match`` as a region, and the owner of that."""
+    owner = nn.Module()
+    owner._modules["norm"] = module
+    region = Region(match.kind, "norm", _steps("norm"), qualified(type(module)), dict(match.attributes))
+    return compiled_run(region), owner

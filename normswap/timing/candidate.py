@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap.proof.whole import tensors_in
 from normswap.timing.hidden import Function
-from normswap.whole import tensors_in
 
 _PLAIN = (Tensor, nn.Parameter)
 

@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from normswap.plan import Match, Plan, Swap
-from normswap.regions.compare import compare_region, holder_of
+from normswap.proof.compare import compare_region
 from normswap.regions.foldings import by_default, foldings_of, without_convolution
 from normswap.regions.helper import Fused, make_helper
+from normswap.regions.holder import holder_of
 from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
@@ -94,7 +95,7 @@ class _Place:
         x = self.compiled.unpack(packed)[0]
         if fused.convolved is None or not fused.convolved.serves(self.owner._modules, x):
             return False
-        return not compare_region(self.way(folding), fused, self.owner, packed, False, most_pieces=1).problem
+        return not compare_region(self.way(folding), fused, self.owner, packed, False, slices=1).problem
 
     def ways(self) -> list[str]:
         """What may be chosen, in the order of preference."""

@@ -10,8 +10,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from normswap.installed import original_class
 from normswap.plan import Match
-from normswap.regions.compare import holder_of
 from normswap.regions.helper import make_helper
+from normswap.regions.holder import holder_of
 from normswap.regions.listening import Listener
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.timing.candidate import Code, Recorder, Use

@@ -13,7 +13,7 @@ from torch import nn
 from normswap import installed, modules
 from normswap.plan import Match, Swap
 from normswap.regions.listening import listening
-from normswap.sites import classes, detached_copy, preserved, told
+from normswap.sites import classes, detached_copy, preserved
 from normswap.timing.candidate import Candidate, Code, Recorder, Use
 from normswap.timing.decision import Decision, decide, step, summed_row, takes_gradients, untimed
 from normswap.timing.regions import RegionRecorder
@@ -45,8 +45,7 @@ def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], 
     originals = [(module, installed.class_before(module)) for _, module in placed]
     with (
         classes(originals),
-        listening(regions.values()),
-        told([(site.module, _hook(site.recorder)) for site in sites.values()]),
+        listening([*sites.values(), *regions.values()]),
         torch.set_grad_enabled(gradients),
     ):
         run()
@@ -130,6 +129,11 @@ class _Whole:
     swapped: type[nn.Module]
     recorder: Recorder = field(default_factory=Recorder)
 
+    def listen(self) -> Callable[[], object]:
+        """Record every call until what this gives is called."""
+        hook = lambda module, args, kwargs: self.recorder.add(*args, **kwargs)  # noqa: E731
+        return self.module.register_forward_pre_hook(hook, with_kwargs=True).remove
+
     def uses(self, gradients: bool) -> tuple[Use, ...]:
         return self.recorder.uses((self.swapped, *looks(self.module)), self._codes, gradients)
 
@@ -152,7 +156,3 @@ def looks(module: nn.Module) -> tuple[Any, ...]:
         tensors = {k: None if t is None else (t.shape, t.stride(), t.dtype, t.requires_grad) for k, t in own.items()}
         found.append((type(one), repr(plain), repr(tensors)))
     return tuple(found)
-
-
-def _hook(recorder: Recorder) -> Callable[..., None]:
-    return lambda module, args, kwargs: recorder.add(*args, **kwargs)

@@ -11,7 +11,7 @@ from region_checks import Case, assert_same, check, swap, written
 from torch import Tensor
 
 import normswap
-from normswap.compare import KernelWitness
+from normswap.proof.comparison import KernelWitness
 
 TABLE: dict[str, Case] = {**region_expressions.FOUND, **region_expressions.ALIKE}
 WIDE = (64, 96, 8)

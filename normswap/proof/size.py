@@ -13,11 +13,10 @@ from torch import Tensor
 from normswap.bounds import derivative
 from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, half_ulp, rounds_further
 from normswap.kinds import KINDS, NORMS, kind_of, magnitudes
-from normswap.lifted import LiftedNorm
+from normswap.proof.convolution_error import folded_error
+from normswap.proof.linear_bounds import C, linear_magnitudes
 from normswap.regions.children import child_at
-from normswap.regions.convolution_error import folded_error
 from normswap.regions.described import parameters_of
-from normswap.regions.linear_bounds import C, linear_magnitudes
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 
@@ -44,7 +43,7 @@ class Size:
         self.region, self.values, self.rounds = region, values, rounds
         self.adapts = region.has("gain")
         self.given = values["convolution"] if region.convolution else x
-        self.summands = {"x": self.given}
+        self.summands = {"input": self.given}
         if before is not None:
             self.given, _ = _moved(values["sum"], torch.zeros_like(values["sum"]), dtypes[0])
             self.summands["before"] = before
@@ -71,14 +70,13 @@ class Size:
             return linear_magnitudes(region, holder._modules, x, self.scale, unit)
         if region.has("permute"):
             x = x.permute(0, 2, 3, 1)
-        if (kind := KINDS.get(region.kind)) is not None:
+        if not region.type and (kind := KINDS.get(region.kind)) is not None:
             return kind.magnitudes(x, dtype, *arguments[: len(kind.parameters)], *self.rounds)
         if not region.type:
             called = dict(zip(parameters_of(region), arguments, strict=True))
             more = {"_get_no_batch_dim": lambda: x.dim() - 1, "num_batches_tracked": None}
             return NORMS[region.kind].magnitudes(SimpleNamespace(**more, **called), x)
-        child = holder._modules[region.norm]
-        return magnitudes(region.match, child.norm if isinstance(child, LiftedNorm) else child, x, dtype)
+        return magnitudes(region.match, holder._modules[region.norm], x, dtype)
 
     def _back(self, tensor: Tensor) -> Tensor:
         return tensor.permute(0, 3, 1, 2) if self.region.has("permute") else tensor
@@ -121,7 +119,7 @@ class Size:
         return role in self.summands and self.summands[role].shape != self.given.shape
 
     def gradients(self, cotangents: list[Tensor]) -> dict[str, Tensor]:
-        """Sums of |terms| by role ("x", "before", ...) and by the names of parameters."""
+        """Sums of |terms| by role ("input", "before", ...) and by the names of parameters."""
         dy, of_sum = cotangents[-1].abs(), cotangents[0].abs() if self.region.shared else 0.0
         behind = dy * self.slope
         found: dict[str, Tensor] = {"behind": behind}

@@ -1,5 +1,4 @@
-"""The proof of the regions of one module: on what reaches them in a run of the original statements, else on made-up
-inputs."""
+"""Inputs for a region that no example reached."""
 
 from __future__ import annotations
 
@@ -8,67 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from normswap.compare import Comparison, Seen
 from normswap.kinds import KINDS, NORMS, sample
-from normswap.plan import Match
-from normswap.regions.compare import compare_region, declined
 from normswap.regions.described import parameters_of
-from normswap.regions.helper import Fused
-from normswap.regions.listening import Listener
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import ROLES, Region
 
-_MAX_CALLS = 8
 _MEANS = (0.0, 1.0, 100.0, 1000.0)
-
-
-class RegionProof(Listener):
-    """Comparisons of each region of ``owner``, a module of the class ``original`` swapped for ``match``."""
-
-    def __init__(
-        self,
-        owner: nn.Module,
-        original: type[nn.Module],
-        match: Match,
-        gradients: bool,
-        seen: Seen,
-    ) -> None:
-        super().__init__(owner, original, match)
-        self.gradients, self.seen = gradients, seen
-        self.fused = {id(one): Fused(one) for one in self.compiled}
-        self.found: dict[int, list[Comparison]] = {id(one): [] for one in self.compiled}
-
-    def heard(self, compiled: Compiled, owner: Any, packed: Any) -> None:
-        """Compares."""
-        found, inner = self.found[id(compiled)], compiled.inner(packed)
-        x = tree_leaves(packed)[0] if inner is None else compiled.unpack(inner)[0]
-        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and len(found) < _MAX_CALLS:
-            found.append(declined(x) if inner is None else self._compared(compiled, inner))
-
-    def _compared(self, compiled: Compiled, packed: Any, captured: bool = True) -> Comparison:
-        fused = self.fused[id(compiled)]
-        return compare_region(compiled, fused, self.owner, packed, self.gradients, captured, seen=self.seen)
-
-    @property
-    def captured(self) -> bool:
-        """Whether every region was reached."""
-        return all(self.found.values())
-
-    def synthesise(self, like: Tensor | None) -> None:
-        """Compare on made-up inputs where a region was not reached."""
-        for compiled in self.compiled:
-            found = self.found[id(compiled)]
-            if not found:
-                found += [self._compared(compiled, packed, False) for packed in _made_up(compiled, self.owner, like)]
-            if not found:
-                found.append(Comparison(kernel_ran=False, note="not reached by the example inputs"))
-
-    def comparisons(self) -> list[Comparison]:
-        """All of them, in the order of the regions."""
-        return [comparison for one in self.compiled for comparison in self.found[id(one)]]
 
 
 def packed_of(region: Region, roles: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
@@ -94,8 +40,8 @@ def _packed(region: Region, index: int, values: dict[str, Any], dtype: torch.dty
     return given[0] if len(given) == 1 else tuple(given)
 
 
-def _made_up(compiled: Compiled, owner: Any, like: Tensor | None) -> Iterator[Any]:
-    """Inputs about means of 0 to 1000, of the dtype of the norm's parameters or of ``like``."""
+def made_up(compiled: Compiled, owner: Any, like: Tensor | None) -> Iterator[Any]:
+    """Inputs of unit spread about means of 0 to 1000, of the dtype of the norm's parameters or of ``like``."""
     region = compiled.region
     norm = owner._modules.get(region.norm) if region.type else None
     if norm is None and compiled.arguments is None:
@@ -141,7 +87,7 @@ def _convolved(convolution: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...
 
 
 def _shape(region: Region, norm: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    if (kind := KINDS.get(region.kind)) is not None:
+    if norm is None and (kind := KINDS.get(region.kind)) is not None:
         return kind.sample(*arguments)
     if norm is None:
         called = SimpleNamespace(**dict(zip(parameters_of(region), arguments, strict=True)))

@@ -1,0 +1,396 @@
+"""One region on one set of inputs: ours, PyTorch's own and the region's own statements in float64.
+
+The statements run step by step, with each intermediate rounded to the dtype it has there wherever our op rounds it too:
+a sum before the norm, and what a residual or an activation is applied to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from normswap import modules
+from normswap.criterion import (
+    FLOAT32_ROUNDING,
+    SIXTEEN_BITS,
+    RoundedStatistics,
+    matmul_unit,
+    own_rounding,
+    rounds_further,
+)
+from normswap.kinds import KINDS, NORMS, Kind, Norm, kind_of
+from normswap.lifted import Lifted, Rounded, lift
+from normswap.plan import Match
+from normswap.proof import pieces
+from normswap.proof.comparison import Comparison, Cotangent, KernelWitness
+from normswap.proof.convolution_error import MOST, takes_tf32, times_pytorchs
+from normswap.proof.pieces import Piece, pieces_of
+from normswap.proof.size import Size, constants
+from normswap.proof.verdict import Checks
+from normswap.regions.described import parameters_of
+from normswap.regions.helper import Fused
+from normswap.regions.holder import holder_of
+from normswap.regions.rewrite import Compiled
+from normswap.regions.sequential import by_itself
+from normswap.regions.spec import Region
+
+_ROLES = ("input", "before", "behind", "scale", "shift")
+
+
+def compare(match: Match, module: nn.Module, x: Tensor, gradients: bool, again: bool = False) -> Comparison:
+    """``compare_region`` of a whole ``module``, which is in its original class, swapped for ``match``, on ``x``."""
+    compiled, owner = by_itself(module, match)
+    fused = Swapped(modules.swapped_class(match.kind, type(module), match.attributes))
+    return compare_region(compiled, fused, owner, x, gradients, again=again)
+
+
+class Swapped:
+    """A whole module in the class ``cls`` that is installed for it, as the op of a region."""
+
+    expression = None
+
+    def __init__(self, cls: type[nn.Module]) -> None:
+        self.cls = cls
+
+    def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
+        (module,) = children.values()
+        object.__setattr__(module, "__class__", self.cls)
+        return module(packed)
+
+    def dtype(self, children: Mapping[str, Any], x: Tensor) -> None:
+        """Nothing is known of who reads the result."""
+
+
+def compare_region(
+    compiled: Compiled,
+    fused: Fused | Swapped,
+    owner: nn.Module,
+    packed: Any,
+    gradients: bool,
+    *,
+    captured: bool = True,
+    again: bool = False,
+    slices: int | None = None,
+) -> Comparison:
+    """Compare the region ``compiled`` of ``owner``, whose children are in their original classes, on ``packed``, under
+    the present autocast.
+
+    On a large input ours runs once, and slices of samples (of samples and groups for a GroupNorm or InstanceNorm) of
+    its output are compared; gradients, and a BatchNorm's batches, are those of the slices. That holds less than 512 MB
+    beyond the output, unless one sample or the weights alone are larger. There are ``slices``, or two where its like
+    was compared ``again``, or many. What was ``captured`` in a run of the model also says how a folded
+    convolution's error compares with PyTorch's own. Neither ``owner`` nor ``packed`` is changed. What the original
+    itself raises is raised; what ours raises is a problem.
+    """
+    with torch.inference_mode(False):
+        packed = _mapped(compiled.region, _detached, packed)
+        parts = pieces_of(compiled, owner, packed, slices or (2 if again else pieces.SLICES))
+        whole: _Run | None = None
+        if len(parts.pieces) > 1 and parts.are_parts:
+            found = _Case(compiled, fused, owner, packed, captured).ours(False)
+            if isinstance(found, Comparison):
+                return found
+            whole = found
+        worst: Comparison | None = None
+        for piece in parts.pieces:
+            case = _Case(compiled, fused, piece.owner, _mapped(compiled.region, piece.cut, packed), captured)
+            compared = case.compared(gradients, None if whole is None else whole.part(piece))
+            worst = compared if worst is None else worst.worst(compared)
+            if worst.problem:
+                break
+    return replace(worst or Comparison(problem="no input to compare on"), coverage=parts.coverage)
+
+
+def declined(x: Tensor) -> Comparison:
+    """What is said of a call on ``x`` that ours does not take."""
+    note = "the region's own statements run on these inputs"
+    return Comparison(kernel_ran=False, note=note, declined=True, **_where(x))
+
+
+def _where(x: Tensor) -> dict[str, Any]:
+    return {"dtype": str(x.dtype).removeprefix("torch."), "device": str(x.device)}
+
+
+def _mapped(region: Region, function: Callable[[Any], Any], packed: Any) -> Any:
+    """``packed`` with ``function`` of each value; where an expression is given a tensor twice, it is one still."""
+    if region.kind not in KINDS:
+        return tree_map(function, packed)
+    made: dict[int, Any] = {}
+    return tree_map(lambda v: made[id(v)] if id(v) in made else made.setdefault(id(v), function(v)), packed)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One execution of a copy of a region: the module that it ran in, its outputs, gradients by name, and whether a
+    kernel of ours ran."""
+
+    holder: nn.Module
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    by_kernel: bool = False
+
+    def part(self, piece: Piece) -> _Run:
+        """What of the outputs belongs to a piece of the input."""
+        return replace(self, outputs=[piece.cut(output) for output in self.outputs])
+
+
+class _Case:
+    """One comparison. The owner is replaced by a module that holds the region's children alone."""
+
+    def __init__(
+        self, compiled: Compiled, fused: Fused | Swapped, owner: nn.Module, packed: Any, captured: bool
+    ) -> None:
+        self.compiled, self.fused, self.packed, self.captured = compiled, fused, packed, captured
+        self.region, self.owner = compiled.region, owner
+        self.x: Tensor = compiled.unpack(packed)[0]
+        self.by_itself = isinstance(fused, Swapped)
+        self.dtypes: list[torch.dtype] = []
+        self.cotangents = [Cotangent(), Cotangent()]
+        self.declined = False
+        self.checks = Checks(*constants(self.region))
+
+    def compared(self, gradients: bool, known: _Run | None = None) -> Comparison:
+        """``known``: what ours makes of it without gradients, where that was run."""
+        gradients = gradients and not self._infers()
+        eager = self._run(self._eager, holder_of(self.region, self.owner), self.packed, gradients)
+        # What runs without gradients may be another path than what runs with them: both are compared.
+        found = [self.ours(False) if known is None else known, *([self.ours(True)] if gradients else [])]
+        runs = [run for run in found if isinstance(run, _Run)]
+        ran = any(run.by_kernel for run in runs)
+        if (failed := next((run for run in found if isinstance(run, Comparison)), None)) is not None:
+            return replace(failed, kernel_ran=ran and not failed.declined)
+        self.matmul_unit = matmul_unit(self.x) if self.region.linear else 0.0
+        expected, size = self._referee(gradients)
+        for run in runs:
+            self._check(run, eager, expected, size)
+        if gradients:
+            self._check_gradients(runs[-1], eager, expected, size)
+        return Comparison(
+            self.checks.share,
+            self.checks.eager_share,
+            ran,
+            gradients,
+            **_where(self.x),
+            finite=any(bool(output.isfinite().any()) for output in eager.outputs),
+            problem=self.checks.problem,
+            note=self.checks.note,
+        )
+
+    def ours(self, gradients: bool) -> _Run | Comparison:
+        """What ours makes of it; or the problem when it raises, or that it left it to the region's own statements."""
+        witness = KernelWitness()
+        try:
+            # On a CPU no kernel of ours runs, and a dispatch mode would load torch._dynamo: a second.
+            with witness if self.x.is_cuda else contextlib.nullcontext():
+                run = self._run(self._fused, holder_of(self.region, self.owner), self.packed, gradients)
+        except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
+            return Comparison(kernel_ran=False, problem=f"raises {type(error).__name__}: {error}", **_where(self.x))
+        return declined(self.x) if self.declined else replace(run, by_kernel=witness.ran)
+
+    def _infers(self) -> bool:
+        """Whether the region's own statements run where a gradient is recorded."""
+        named = self._named(self.packed)
+        return bool(self.region.convolution) or (self.region.kind == "batch_norm" and named.get("training") is False)
+
+    def _named(self, packed: Any) -> dict[str, Any]:
+        """What the norm takes behind its input, by name, where it is no child."""
+        return dict(zip(parameters_of(self.region), self.compiled.unpack(packed)[-1], strict=False))
+
+    # --- runs -----------------------------------------------------------------------------------------------------
+
+    def _eager(self, holder: Any, packed: Any) -> Any:
+        self.dtypes = []
+
+        def each(step: int, value: Tensor) -> Tensor:
+            self.dtypes.append(value.dtype)
+            return value
+
+        return self._lowered(holder, packed, self.compiled.stepped(holder, packed, each))
+
+    def _fused(self, holder: Any, packed: Any) -> Any:
+        out = self.fused(holder._modules, packed)
+        self.declined = out is None
+        return () if out is None else out
+
+    def _lowered(self, holder: Any, packed: Any, out: Any) -> Any:
+        """A result of the region's own statements as whoever reads it has it."""
+        dtype = self.fused.dtype(holder._modules, self.compiled.unpack(packed)[0])
+        if dtype is None:
+            return out
+        return (out[0], out[1].to(dtype)) if self.region.shared else out.to(dtype)
+
+    def _run(self, function: Callable[[Any, Any], Any], holder: Any, packed: Any, gradients: bool) -> _Run:
+        """The gradients are those of the inputs and of the children's parameters. What of the inputs is updated are
+        copies, buffers of the ``holder`` then."""
+        packed = self._with_buffers(holder, packed)
+        if not gradients:
+            with torch.no_grad():
+                return _Run(holder, [t.detach() for t in tree_leaves(function(holder, packed))])
+        with torch.enable_grad():
+            leaves: list[Tensor] = []
+            buffers = {id(buffer) for buffer in holder.buffers(recurse=False)}
+            packed = _mapped(self.region, lambda v: v if id(v) in buffers else _leaf(v, leaves), packed)
+            outputs = tree_leaves(function(holder, packed))
+            if self.declined:
+                return _Run(holder, [])
+            wanted = {f"input {i}": leaf for i, leaf in enumerate(leaves)}
+            wanted |= {n: p for n, p in holder.named_parameters() if p.requires_grad}
+            given = [c(o) for c, o in zip(self.cotangents, outputs, strict=False)]
+            found = torch.autograd.grad(outputs, [*wanted.values()], given, allow_unused=True)
+        kept = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+        return _Run(holder, [t.detach() for t in outputs], kept)
+
+    def _updated(self, packed: Any) -> dict[int, str]:
+        """The names of the inputs that the norm writes to, by their ids."""
+        norm = NORMS.get(self.region.kind)
+        updates = () if norm is None else norm.updates
+        return {id(t): name for name, t in self._named(packed).items() if name in updates and t is not None}
+
+    def _with_buffers(self, holder: Any, packed: Any) -> Any:
+        updated = self._updated(packed)
+
+        def kept(value: Any) -> Any:
+            name = updated.get(id(value))
+            if name is None:
+                return value
+            holder.register_buffer(name, value.clone())
+            return getattr(holder, name)
+
+        return _mapped(self.region, kept, packed)
+
+    def _referee(self, gradients: bool) -> tuple[_Run, Size]:
+        """The statements in float64, outside autocast, and the magnitudes of what they give, of what autocast makes of
+        the input of a convolution."""
+        packed, x = self.packed, self.x
+        if self.region.convolution:
+            given, x = x, x.to(self.dtypes[0])
+            packed = _mapped(self.region, lambda v: x if v is given else v, packed)
+        wide = _mapped(self.region, _float64, packed)
+        steps, dtypes, values = self.region.steps, self.dtypes, dict[str, Tensor]()
+
+        def each(step: int, value: Tensor) -> Tensor:
+            does, follows = steps[step].does, steps[step + 1].does if step + 1 < len(steps) else ""
+            values[does] = value.detach()
+            if self.region.convolution or dtypes[step] not in SIXTEEN_BITS:  # nothing is rounded on the way
+                return value
+            rounds = does == "sum" or follows in ("residual", "times", "activation")
+            return Rounded.apply(value, dtypes[step]) if rounds else value
+
+        def widened(holder: Any, packed: Any) -> Any:
+            with self._as_in_the_original(packed, x.dtype):
+                return self.compiled.stepped(holder, packed, each)
+
+        with torch.autocast(x.device.type, enabled=False):
+            run = self._run(widened, self._wide_holder(x.dtype), wide, gradients)
+            with torch.no_grad():
+                before = self._wide_holder(x.dtype)
+                size = Size(self.compiled, before, wide, values, dtypes, x, self._rounds(), self.matmul_unit)
+        return run, size
+
+    def _wide_holder(self, dtype: torch.dtype) -> Any:
+        """The children in float64; the norm rounds and defaults as the original does on tensors of ``dtype``."""
+        holder, name = holder_of(self.region, self.owner, torch.float64), self.region.norm
+        match, kind = self.region.match, kind_of(self.region.match)
+        if not self.region.type:
+            return holder
+        norm, original = holder._modules[name], self.owner._modules[name]
+        assert original is not None
+        if match.registered or (isinstance(kind, Kind) and kind.casts):
+            named = (*original.named_parameters(), *original.named_buffers())
+            lift(norm, dtype, {name: tensor.dtype for name, tensor in named})
+        elif isinstance(kind, Norm) and norm.eps is None and dtype is not torch.float64:
+            norm.eps = torch.finfo(torch.float32).eps  # what PyTorch takes for None: that of what it computes in
+        return holder
+
+    def _rounds(self) -> tuple[bool | None, ...]:
+        """What the magnitudes of a norm that casts want to know beside its arguments."""
+        expression = self.fused.expression
+        if expression is None or not expression.kind.casts:
+            return ()
+        x, *_, given = self.compiled.unpack(self.packed)
+        return (expression.rounds(x, given, self.packed),)
+
+    def _as_in_the_original(self, wide: Any, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+        """What gives an expression on the float64 inputs ``wide`` the roundings that it has on the inputs."""
+        kind = kind_of(self.region.match)
+        if not isinstance(kind, Kind) or (kind.casts and self.region.type):
+            return contextlib.nullcontext()
+        if not kind.casts:
+            return RoundedStatistics(dtype)
+        pairs = zip(tree_leaves(wide), tree_leaves(self.packed), strict=True)
+        return Lifted({w: t.dtype for w, t in pairs if isinstance(t, Tensor)})
+
+    # --- checks ---------------------------------------------------------------------------------------------------
+
+    def _check(self, ours: _Run, eager: _Run, expected: _Run, size: Size) -> None:
+        """Outputs and buffers."""
+        names = ("sum", "output") if self.region.shared else ("output",)
+        if self.checks.are_alike(ours.outputs, eager.outputs):
+            outputs = zip(names, ours.outputs, eager.outputs, expected.outputs, strict=True)
+            for name, mine, theirs, wide in outputs:
+                self._check_output(name, mine, theirs, wide, size)
+        buffers = [self._named_tensors(dict(run.holder.named_buffers())) for run in (ours, eager, expected)]
+        prefix = "" if self.by_itself else f"{self.region.norm}."
+        self.checks.add_buffers(buffers[0], buffers[1], buffers[2], size.rows, ours.by_kernel, prefix)
+
+    def _check_output(self, name: str, ours: Tensor, eager: Tensor, expected: Tensor, size: Size) -> None:
+        self.checks.add(name, ours, eager, expected, size.output if name == "output" else expected.abs())
+        times = times_pytorchs(ours, eager, expected) if self.region.convolution and self.captured else 1.0
+        if times > MOST and (ours.dtype in SIXTEEN_BITS or takes_tf32(ours)):
+            self.checks.fail(f"{name}: error is {times:.3g} times PyTorch's own")
+
+    def _check_gradients(self, ours: _Run, eager: _Run, expected: _Run, size: Size) -> None:
+        mine, theirs, wide = (self._named_tensors(run.gradients) for run in (ours, eager, expected))
+        if not self.checks.reach_the_same(mine, theirs):
+            return
+        cotangents = [c.drawn.double() for c in self.cotangents if c.drawn is not None]
+        with torch.no_grad():
+            terms = self._named_tensors(size.gradients(cotangents))
+        c = self.checks.c_gradient
+        for name, gradient in mine.items():
+            magnitude = terms[name].expand(gradient.shape) if name in terms else wide[name].abs()
+            by_kernel = ours.by_kernel and not size.broadcasts(name)
+            # Operands of the backward matmuls round too.
+            extra = (own_rounding(gradient.dtype, by_kernel) + c * self.matmul_unit) * magnitude
+            extra = extra + rounds_further(wide[name], c * FLOAT32_ROUNDING * magnitude, gradient.dtype)
+            self.checks.add(f"gradient of {name}", gradient, theirs[name], wide[name], magnitude, extra, c)
+
+    def _named_tensors(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients or buffers by what they are called for a person: inputs by their roles, what a module by itself has
+        by the names that it has there."""
+        within, roles = f"{self.region.norm}." if self.by_itself else "", self._roles()
+        return {roles.get(name) or name.removeprefix(within): tensor for name, tensor in found.items()}
+
+    def _roles(self) -> dict[str, str]:
+        """The role of each tensor that the region is given, by its name among the gradients."""
+        *tensors, arguments = self.compiled.unpack(self.packed)
+        by_id = {id(t): role for t, role in zip(tensors, _ROLES, strict=True) if t is not None}
+        by_id |= {id(t): f"argument {i}" for i, t in enumerate(arguments) if isinstance(t, Tensor)}
+        updated = self._updated(self.packed)
+        leaves = [v for v in tree_leaves(self.packed) if isinstance(v, Tensor) and v.is_floating_point()]
+        leaves = [v for v in leaves if id(v) not in updated]
+        if self.region.kind in KINDS:
+            leaves = [*{id(leaf): leaf for leaf in leaves}.values()]
+        return {f"input {index}": by_id[id(leaf)] for index, leaf in enumerate(leaves)}
+
+
+def _leaf(value: Any, leaves: list[Tensor]) -> Any:
+    if not (isinstance(value, Tensor) and value.is_floating_point()):
+        return value
+    leaf = value.detach().clone().requires_grad_()
+    leaves.append(leaf)
+    return leaf
+
+
+def _float64(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,0 +1,213 @@
+"""The proof: every swapped site against a float64 run of the original site, and the whole model against the original.
+
+While the original runs once on the example inputs, each call of a site is done again three times on copies of it: as
+it was (PyTorch's result), as it was in float64 (the referee), and swapped. Only numbers are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from normswap.example import Example
+from normswap.installed import class_before
+from normswap.plan import REGION, Match, Swap
+from normswap.progress import progress
+from normswap.proof.compare import compare, compare_region, declined
+from normswap.proof.comparison import Comparison, Seen
+from normswap.proof.made_up import made_up
+from normswap.regions.helper import Fused
+from normswap.regions.listening import Listener, listening
+from normswap.regions.rewrite import Compiled
+from normswap.regions.sequential import by_itself
+from normswap.sites import classes, is_sharded, preserved
+from normswap.uncompiled import uncompiled
+
+MODES = ("auto", "forward", "grad", "off")
+
+_NO_VALUES = "tensors of the model have no values (meta or lazy), so that nothing could be run"
+_MAX_CALLS = 8
+
+
+@dataclass(frozen=True)
+class SiteProof:
+    """What was found at one site. ``error_share`` is the worst error as a share of its limit, ``eager_error_share``
+    PyTorch's own; ``status`` is "proved", "wiring" (matches, but our kernel did not run), "failed" or "unchecked"."""
+
+    name: str
+    kind: str
+    status: str
+    inputs: str = "none"  # "captured", "synthesised" or "none"
+    mode: str = ""  # "train" or "eval"
+    dtype: str = ""
+    device: str = ""
+    error_share: float = 0.0
+    eager_error_share: float = 0.0
+    gradients: bool = False
+    coverage: float = 1.0  # share of the samples that were compared
+    detail: str = ""
+    declined: bool = False  # every call was left to the original's own code
+
+
+def unchecked(swap: Swap, why: str = "") -> SiteProof:
+    """What is known of a site of which nothing was compared."""
+    return SiteProof(swap.site.name, swap.match.kind, "unchecked", detail=why)
+
+
+def prove(example: Example, swaps: Sequence[Swap], mode: str) -> list[SiteProof]:
+    """Prove every site of ``swaps`` in the swapped model of ``example``, with gradients as the ``mode`` says."""
+    if mode == "off":
+        return [unchecked(swap) for swap in swaps]
+    if not example.has_values:
+        return [unchecked(swap, _NO_VALUES) for swap in swaps]
+    gradients = mode == "grad" or (mode == "auto" and example.learns)
+    with uncompiled():
+        return prove_sites(example.model, swaps, example.run, gradients=gradients, like=example.typical)
+
+
+def prove_sites(
+    model: nn.Module,
+    swaps: Sequence[Swap],
+    run: Callable[[], Any] | None,
+    *,
+    gradients: bool,
+    like: Tensor | None = None,
+) -> list[SiteProof]:
+    """Prove every site of ``swaps`` in the swapped ``model``; ``run`` runs the model on its example inputs, None
+    when there are none. Sites that the run does not reach get made-up inputs of the dtype and device of their
+    parameters, or of ``like``. The model is left as it was."""
+    shown = progress("proof", unit="calls")
+    seen = Seen(shown.update)
+    modules = [model.get_submodule(swap.site.name) for swap in swaps]
+    originals = [(module, class_before(module)) for module in modules]
+    sites = [
+        (RegionsProof if swap.match.kind == REGION else ModuleProof)(*original, swap.match, gradients, seen)
+        for swap, original in zip(swaps, originals, strict=True)
+    ]
+    with shown, preserved(model), classes(originals):
+        if run is not None:
+            with listening(sites), torch.no_grad(), _explained("the ORIGINAL model, on these inputs"):
+                run()
+        captured = [site.captured for site in sites]
+        for swap, site in zip(swaps, sites, strict=True):
+            with _explained(f"site {swap.site.name or '(root)'} on made-up inputs; give example_inputs"):
+                site.make_up(like)
+    return [
+        _proof(swap, site.owner, site.comparisons(), "captured" if reached else "synthesised")
+        for swap, site, reached in zip(swaps, sites, captured, strict=True)
+    ]
+
+
+class RegionsProof(Listener):
+    """Comparisons of each region of ``owner``, a module of the class ``original`` swapped for ``match``."""
+
+    def __init__(self, owner: nn.Module, original: type[nn.Module], match: Match, gradients: bool, seen: Seen) -> None:
+        super().__init__(owner, original, match)
+        self.gradients, self.seen = gradients, seen
+        self.fused = {id(one): Fused(one) for one in self.compiled}
+        self.found: dict[int, list[Comparison]] = {id(one): [] for one in self.compiled}
+
+    def heard(self, compiled: Compiled, owner: Any, packed: Any) -> None:
+        """Compares."""
+        found, inner = self.found[id(compiled)], compiled.inner(packed)
+        x = tree_leaves(packed)[0] if inner is None else compiled.unpack(inner)[0]
+        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and len(found) < _MAX_CALLS:
+            found.append(declined(x) if inner is None else self._compared(compiled, inner))
+
+    def _compared(self, compiled: Compiled, packed: Any, captured: bool = True) -> Comparison:
+        fused, again = self.fused[id(compiled)], self.seen.before(compiled.unpack(packed)[0], id(compiled))
+        return compare_region(compiled, fused, self.owner, packed, self.gradients, captured=captured, again=again)
+
+    @property
+    def captured(self) -> bool:
+        """Whether every region was reached."""
+        return all(self.found.values())
+
+    def make_up(self, like: Tensor | None) -> None:
+        """Compare on made-up inputs where a region was not reached."""
+        for compiled in self.compiled if not is_sharded(self.owner) else ():
+            found = self.found[id(compiled)]
+            if not found:
+                found += [self._compared(compiled, packed, False) for packed in made_up(compiled, self.owner, like)]
+            if not found:
+                found.append(Comparison(kernel_ran=False, note="not reached by the example inputs"))
+
+    def comparisons(self) -> list[Comparison]:
+        """All of them, in the order of the regions."""
+        return [comparison for one in self.compiled for comparison in self.found[id(one)]]
+
+
+class ModuleProof:
+    """Comparisons of a whole module, ``owner`` of the class ``original`` swapped for ``match``."""
+
+    def __init__(self, owner: nn.Module, original: type[nn.Module], match: Match, gradients: bool, seen: Seen) -> None:
+        self.owner, self.match, self.gradients, self.seen = owner, match, gradients, seen
+        self.found: list[Comparison] = []
+
+    def listen(self) -> Callable[[], object]:
+        """Compare at every call, before the original sees the input, until what this gives is called."""
+        return self.owner.register_forward_pre_hook(self._heard, with_kwargs=True).remove
+
+    def _heard(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        if x is not None and x.numel() and len(self.found) < _MAX_CALLS:
+            again = self.seen.before(x, id(type(self.owner)), self.match.kind, repr(self.match.attributes))
+            self.found.append(compare(self.match, self.owner, x, self.gradients, again))
+
+    @property
+    def captured(self) -> bool:
+        """Whether it was reached."""
+        return bool(self.found)
+
+    def make_up(self, like: Tensor | None) -> None:
+        """Compare on made-up inputs where it was not reached."""
+        if not self.found and not is_sharded(self.owner):
+            inputs = made_up(*by_itself(self.owner, self.match), like)
+            self.found += [compare(self.match, self.owner, x, self.gradients) for x in inputs]
+
+    def comparisons(self) -> list[Comparison]:
+        """All of them."""
+        return self.found
+
+
+def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs: str) -> SiteProof:
+    if not comparisons:
+        return unchecked(swap, "its parameters are sharded, and no example input reached it")
+    worst = comparisons[0]
+    for comparison in comparisons[1:]:
+        worst = worst.worst(comparison)
+    status = "failed" if worst.problem else "proved" if worst.kernel_ran else "wiring"
+    if not (worst.problem or worst.finite):
+        status, worst = "unchecked", replace(worst, note="the original's output is nowhere finite on these inputs")
+    return SiteProof(
+        swap.site.name,
+        swap.match.kind,
+        status,
+        inputs,
+        "train" if module.training else "eval",
+        worst.dtype,
+        worst.device,
+        worst.share,
+        worst.eager,
+        worst.gradients,
+        worst.coverage,
+        worst.problem or worst.note,
+        worst.declined,
+    )
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Add to an exception raised in the block that ``what`` failed, not something swapped."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"normswap: raised while running {what}; nothing was changed")
+        raise
