@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from normswap.plan import Plan, Swap
-from normswap.report import Report, notes_on
+from normswap.plans import Plan, Swap
+from normswap.reports import Report, notes_on
 
 
 def merged(earlier: Report, later: Report, already: Sequence[Swap], order: Sequence[str]) -> Report:

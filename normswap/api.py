@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from normswap import modules
 from normswap.checkpoint import CheckpointError, convert, load_model, save
-from normswap.fold import fold
+from normswap.folding import fold
 from normswap.modules import copy_weights
-from normswap.optimize import apply, disabled, optimize, plan, report, revert, validate
-from normswap.plan import MismatchError, NormswapError, NothingSwappedError, Plan, PlanError
-from normswap.report import Report
+from normswap.pipeline import apply, disabled, optimize, plan, report, revert, validate
+from normswap.plans import MismatchError, NormswapError, NothingSwappedError, Plan, PlanError
+from normswap.reports import Report
 from normswap.rules.registered import register_norm
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normswap.plan import Reason
+from normswap.plans import Reason
 
 
 @dataclass(frozen=True)

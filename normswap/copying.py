@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from normswap import hints
-from normswap.plan import NormswapError
+from normswap.plans import NormswapError
 
 
 def copy_of(model: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ from normswap.regions.spec import Region
 from normswap.regions.through_methods import through_methods
 from normswap.rules import region as region_rule
 from normswap.rules.expression_site import class_forward
-from normswap.sites import classes
+from normswap.untouched import classes
 
 
 @dataclass(frozen=True)

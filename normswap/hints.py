@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from normswap.plan import Plan
-from normswap.report import Report
+from normswap.plans import Plan
+from normswap.reports import Report
 
 
 def how_to_give(inputs: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from normswap.plan import Match, NormswapError
+from normswap.plans import Match, NormswapError
 
 # By module; it keeps no hold of that, nor of the class.
 _installed: Any = WeakIdKeyDictionary()

@@ -30,7 +30,7 @@ from normswap.norms import (
     RMSNorm,
     copy_weights,
 )
-from normswap.plan import REGION, Match, PlanError
+from normswap.plans import REGION, Match, PlanError
 from normswap.regions import install as regions
 
 __all__ = [

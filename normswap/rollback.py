@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from normswap import apply as _apply
-from normswap import hints, timing
-from normswap.plan import MismatchError, Plan, Reason, Refusal, Refused, Swap
+from normswap import hints, swapping, timing
+from normswap.plans import MismatchError, Plan, Reason, Refusal, Refused, Swap
 from normswap.proof.prove import SiteProof
 
 _TOLD = 5
@@ -48,14 +47,14 @@ def without_declined(found: Plan, proofs: Sequence[SiteProof], undo: Callable[[s
     return _without(found, dict.fromkeys(declined, (Reason.DECLINED, "")))
 
 
-def put_back(model: nn.Module, found: Plan, decision: timing.Decision, journal: _apply.Journal) -> Plan:
+def put_back(model: nn.Module, found: Plan, decision: timing.Decision, journal: swapping.Journal) -> Plan:
     """Put back the sites, and of some the regions, that are not worth it; the plan of what is left."""
     trimmed = Plan(
         tuple(Swap(s.site, decision.trimmed[s.site.name]) for s in found.swaps if s.site.name in decision.trimmed)
     )
     for name in (*decision.put_back, *decision.trimmed):
         journal.undo(name)
-    journal.add(_apply.apply(model, trimmed))
+    journal.add(swapping.apply(model, trimmed))
     swaps = {swap.site.name: swap for swap in (*found.swaps, *trimmed.swaps)}
     left = replace(found, swaps=tuple(swaps.values()), gpu=hints.gpu_of(model))
     return _without(left, dict.fromkeys(decision.put_back, (Reason.SLOWER, "")))

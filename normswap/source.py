@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 from normswap.attributes import Rejection
-from normswap.plan import Reason
+from normswap.plans import Reason
 
 
 def source_tree(code: types.CodeType) -> ast.FunctionDef | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap.installed import class_before, site_match
-from normswap.sites import set_classes
+from normswap.untouched import set_classes
 
 
 class _Off:

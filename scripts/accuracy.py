@@ -25,7 +25,7 @@ import normswap
 from normswap import native
 from normswap.criterion import RoundedStatistics, error_share
 from normswap.kinds import kind_of, magnitudes
-from normswap.plan import REGION, Match
+from normswap.plans import REGION, Match
 from normswap.proof.compare import compare
 from normswap.proof.comparison import Comparison, Seen
 from normswap.proof.prove import RegionsProof

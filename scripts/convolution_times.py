@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import normswap
-from normswap import walk
+from normswap import finding
 from normswap.activation import CODES
 from normswap.ops.convolution import WAYS
-from normswap.plan import Match, Plan, Swap
+from normswap.plans import Match, Plan, Swap
 from normswap.regions.foldings import foldings_of, without_convolution
 from normswap.regions.spec import Region
 from normswap.timing.clock import clock_of
@@ -38,7 +38,7 @@ ORDER = ("fused", "matmul")
 def folded_plan(model: nn.Module, order: Sequence[str] = ORDER) -> Plan:
     """Every convolution by the first way of ``order`` that it has; by cuDNN's fused one only without groups."""
     swaps = []
-    for swap in walk.plan(model, undecided=True).swaps:
+    for swap in finding.plan(model, undecided=True).swaps:
         owner, kept = model.get_submodule(swap.site.name), []
         for region in map(Region.from_json, swap.match.attributes.get("regions", ())):
             chosen = _chosen(region, owner, order)

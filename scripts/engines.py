@@ -44,6 +44,7 @@ OPS = (
     "kinds/**/*.py",
     "reference.py",
     "activation.py",
+    "installed.py",
     "modules.py",
     "norms.py",
     "native.py",

@@ -9,20 +9,18 @@ from pathlib import Path
 
 WHERE = (
     *("rules", "forwards", "regions", "kinds", "proof", "timing"),
-    *("source.py", "attributes.py", "walk.py", "sites.py", "modules.py", "norms.py", "apply.py", "rollback.py"),
-    *("criterion.py", "bounds.py", "lifted.py"),
-    *("fold.py", "fold_convolution.py", "fold_through_methods.py"),
+    *("source.py", "attributes.py", "finding.py", "untouched.py", "modules.py", "norms.py", "swapping.py"),
+    *("rollback.py", "criterion.py", "bounds.py", "in_float64.py", "folding.py", "fold_convolution.py"),
 )
 """The files of normswap/ whose conditions decide what is swapped and what is believed; those of them that are there."""
 WEAKER = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
-        "compare.py",
+        "proof/pieces.py",
         "not dims or size * sample <= SLICE_ELEMENTS",
         "(not dims)",
     ): "what fits is one piece, cut out whole",
-    ("compare.py", "worst.problem", "(False)"): "the first problem stays: the rest is only compared for nothing",
-    ("compare.py", "x.is_cuda", "(True)"): "a CPU has no kernel to witness",
+    ("proof/compare.py", "worst.problem", "(False)"): "the first problem stays: the rest is compared for nothing",
     (
         "kinds/batch_norm.py",
         "site.running_mean is None and site.running_var is None",
@@ -44,7 +42,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "(False)",
     ): "a longer way to the same kernel",
     (
-        "lifted.py",
+        "in_float64.py",
         "_BITS[dtype] < _BITS[role.dtype]",
         "(_BITS[dtype] <= _BITS[role.dtype])",
     ): "they are two, and no two have as many bits",
@@ -53,7 +51,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "isinstance(statement, ast.Assign) and statement.value is op.node",
         "(isinstance(statement, ast.Assign))",
     ): "used twice is only what has a name, and a flow gives one to what is assigned as it is",
-    ("regions/compare.py", "x.is_cuda", "(True)"): "a CPU has no kernel to witness",
+    ("proof/compare.py", "self.x.is_cuda", "(True)"): "a CPU has no kernel to witness",
     ("regions/flow.py", "may_be_inlined(tree, forward.__globals__)", "(True)"): "a copy is read then, more slowly",
     (
         "regions/spelling.py",
@@ -67,9 +65,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "of those that save alike the one that names most is taken before what it overlaps, whichever saves most",
     **dict.fromkeys(
         (
-            ("verdict.py", "ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE", "(False)"),
-            ("verdict.py", "share <= 1.0 and theirs < math.inf", "(False)"),
-            ("verdict.py", "share <= 1.0", "(share < 1.0)"),
+            ("proof/verdict.py", "ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE", "(False)"),
+            ("proof/verdict.py", "share <= 1.0 and theirs < math.inf", "(False)"),
+            ("proof/verdict.py", "share <= 1.0", "(share < 1.0)"),
         ),
         "a longer way to the same verdict",
     ),

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import normswap
-from normswap import walk
-from normswap.plan import Match, Plan, Swap
+from normswap import finding
+from normswap.plans import Match, Plan, Swap
 from normswap.regions.spec import Region
 
 IMAGE = (2, 6, 9, 8)
@@ -162,7 +162,7 @@ def bn() -> nn.Module:
 
 def undecided(model: nn.Module, folding: str = "folded") -> Plan:
     """The plan of ``model`` with every convolution that can be taken in, computed by ``folding``."""
-    found = walk.plan(model, undecided=True)
+    found = finding.plan(model, undecided=True)
     return Plan(tuple(Swap(s.site, _with_folding(s.match, folding)) for s in found.swaps), found.refused)
 
 

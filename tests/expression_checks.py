@@ -14,7 +14,7 @@ from models import randomised
 from torch import Tensor, nn
 
 import normswap
-from normswap.plan import Plan
+from normswap.plans import Plan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rule_checks import expression, randomise
 from torch import Tensor, nn
 
 from normswap import rules
-from normswap.plan import Match, Reason, Refusal
+from normswap.plans import Match, Reason, Refusal
 from normswap.regions.spec import Region
 
 LSB = "linear_scale_batch_norm"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from rms_models import Norm
 from torch import nn
 
-from normswap.plan import Reason
+from normswap.plans import Reason
 
 
 class Config:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import modules, rules
-from normswap.plan import Match, Reason, Refusal
+from normswap.plans import Match, Reason, Refusal
 
 
 def randomise(module: nn.Module) -> nn.Module:

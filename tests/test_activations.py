@@ -23,7 +23,7 @@ import normswap
 from normswap import modules, ops, reference
 from normswap.activation import Activation
 from normswap.checkpoint import convert
-from normswap.plan import Plan, Reason
+from normswap.plans import Plan, Reason
 
 ACTIVATIONS = {
     "none": lambda x: x,

@@ -12,7 +12,7 @@ import torch
 from models import Every, randomised
 
 import normswap
-from normswap.plan import Plan, Reason
+from normswap.plans import Plan, Reason
 
 
 class Each(Every):

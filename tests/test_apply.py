@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from normswap import modules, walk
-from normswap.apply import Journal
-from normswap.plan import Match, NormswapError, Plan, PlanError, Swap
-
-apply = importlib.import_module("normswap.apply")  # the module; ``normswap.apply`` is the function
+from normswap import finding, modules, swapping
+from normswap.plans import Match, NormswapError, Plan, PlanError, Swap
+from normswap.swapping import Journal
 
 
 class L1(nn.Module):
@@ -70,7 +67,7 @@ def swapped_names(model: nn.Module) -> list[str]:
 
 
 def swap(model: nn.Module) -> Journal:
-    return apply.apply(model, walk.plan(model))
+    return swapping.apply(model, finding.plan(model))
 
 
 @pytest.fixture
@@ -151,7 +148,7 @@ def test_a_copy_of_a_swapped_model_is_swapped_and_its_own(model: Model) -> None:
     x = torch.randn(8, 6)
     assert torch.equal(twin(x), model(x))
     assert twin.again is twin.layer is not model.layer
-    apply.revert(twin)
+    swapping.revert(twin)
     assert swapped_names(twin) == [] and swapped_names(model) == SITES
     with torch.no_grad():
         twin.proj.scale.zero_()
@@ -206,9 +203,9 @@ def test_undo_names_the_sites_when_it_knows_no_such_one(model: Model) -> None:
 
 
 def test_a_site_can_be_swapped_again_after_undo(model: Model) -> None:
-    plan = walk.plan(model)
-    apply.apply(model, plan).undo()
-    apply.apply(model, plan)
+    plan = finding.plan(model)
+    swapping.apply(model, plan).undo()
+    swapping.apply(model, plan)
     assert swapped_names(model) == SITES
 
 
@@ -216,10 +213,10 @@ def test_revert_needs_no_journal(model: Model) -> None:
     before = classes(model)
     swap(model)
     model.proj.bn.num_batches_tracked.fill_(7)
-    assert apply.revert(model) is model
+    assert swapping.revert(model) is model
     assert classes(model) == before
     assert model.proj.bn.num_batches_tracked == 7
-    assert classes(apply.revert(model)) == before
+    assert classes(swapping.revert(model)) == before
 
 
 @pytest.mark.parametrize("root", [nn.LayerNorm(6), L1(), Projection()], ids=lambda m: type(m).__name__)
@@ -231,21 +228,25 @@ def test_the_root_can_be_swapped_and_reverted(root: nn.Module) -> None:
     journal.undo("")
     assert type(root) is original
     swap(root)
-    assert type(apply.revert(root)) is original
+    assert type(swapping.revert(root)) is original
 
 
 @pytest.mark.parametrize("name", ["layer", "proj"])
 @pytest.mark.case("parametrized")
 def test_what_was_parametrized_since_is_put_back_under_it(model: Model, name: str) -> None:
     tensor = "scale" if name == "proj" else "weight"
-    for put_back in (lambda _: apply.revert(model), lambda journal: journal.undo(), lambda journal: journal.undo(name)):
+    for put_back in (
+        lambda _: swapping.revert(model),
+        lambda journal: journal.undo(),
+        lambda journal: journal.undo(name),
+    ):
         before = classes(model)
         journal = swap(model)
         parametrize.register_parametrization(model.get_submodule(name), tensor, nn.Identity())
         put_back(journal)
         assert name not in swapped_names(model) and parametrize.is_parametrized(model.get_submodule(name))
         parametrize.remove_parametrizations(model.get_submodule(name), tensor)
-        apply.revert(model)
+        swapping.revert(model)
         assert classes(model) == before
 
 
@@ -283,21 +284,21 @@ def _matched(plan: Plan, index: int, match: Match) -> Plan:
 def test_a_plan_that_does_not_fit_changes_nothing(model: Model, alter: Any, message: str) -> None:
     before = classes(model)
     with pytest.raises(PlanError, match=message):
-        apply.apply(model, alter(walk.plan(model)))
+        swapping.apply(model, alter(finding.plan(model)))
     assert classes(model) == before
 
 
 def test_a_plan_fits_once(model: Model) -> None:
-    plan = walk.plan(model)
-    apply.apply(model, plan)
+    plan = finding.plan(model)
+    swapping.apply(model, plan)
     now = classes(model)
     with pytest.raises(PlanError, match="group must be a .*GroupNorm, got a swapped"):
-        apply.apply(model, plan)
+        swapping.apply(model, plan)
     assert classes(model) == now
 
 
 def test_a_plan_read_from_json_fits_a_model_of_the_same_make(model: Model) -> None:
-    apply.apply(model, Plan.from_json(walk.plan(Model()).to_json()))
+    swapping.apply(model, Plan.from_json(finding.plan(Model()).to_json()))
     assert swapped_names(model) == SITES
 
 
@@ -306,30 +307,30 @@ def test_a_plan_read_from_json_fits_a_model_of_the_same_make(model: Model) -> No
 def test_an_exception_midway_undoes_everything(
     model: Model, error: BaseException, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, plan, set_classes = classes(model), walk.plan(model), apply.set_classes
+    before, plan, set_classes = classes(model), finding.plan(model), swapping.set_classes
 
     def fail_in_time(changes: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
         set_classes(list(changes)[: after + 1])
         assert classes(model) != before
         raise error
 
-    monkeypatch.setattr(apply, "set_classes", fail_in_time)
+    monkeypatch.setattr(swapping, "set_classes", fail_in_time)
     with pytest.raises(type(error)):
-        apply.apply(model, plan)
+        swapping.apply(model, plan)
     assert classes(model) == before
 
 
 def test_a_class_that_cannot_be_installed_leaves_the_model_as_it_was(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, plan, swapped_class = classes(model), walk.plan(model), modules.swapped_class
+    before, plan, swapped_class = classes(model), finding.plan(model), modules.swapped_class
 
     def wrong_layout(kind: str, original: type[nn.Module], attributes: Any) -> type:
         return dict if kind == "l1_norm" else swapped_class(kind, original, attributes)
 
     monkeypatch.setattr(modules, "swapped_class", wrong_layout)
     with pytest.raises(TypeError, match="__class__"):
-        apply.apply(model, plan)
+        swapping.apply(model, plan)
     assert classes(model) == before
 
 

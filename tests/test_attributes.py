@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import attributes
-from normswap.plan import Reason
+from normswap.plans import Reason
 
 
 class Block(nn.Module):

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import normswap
 from normswap import modules
-from normswap.plan import Reason
+from normswap.plans import Reason
 
 
 class Doubled(nn.LayerNorm):

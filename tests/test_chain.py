@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.ops import dispatch
-from normswap.plan import Match, Plan, Swap
+from normswap.plans import Match, Plan, Swap
 from normswap.regions import chain, install
 from normswap.regions.helper import make_helper
 

@@ -21,7 +21,7 @@ from normswap import checkpoint
 from normswap.checkpoint import CheckpointError, load_model, writing
 from normswap.checkpoint.tensors import same_tensors
 from normswap.modules import site_match
-from normswap.plan import PLAN_FORMAT, MismatchError, NothingSwappedError, PlanError
+from normswap.plans import PLAN_FORMAT, MismatchError, NothingSwappedError, PlanError
 
 convert = functools.partial(checkpoint.convert, validate="off")  # its proof takes most of its time
 SUFFIXES = (".pt", ".pth", ".safetensors")

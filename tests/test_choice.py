@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import hints, timing
-from normswap.plan import Plan, Reason
+from normswap.plans import Plan, Reason
 from normswap.timing import decision
 from normswap.timing.choose import Waiting
 from normswap.timing.hidden import Cost

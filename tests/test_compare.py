@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import modules
 from normswap.criterion import error_share
-from normswap.plan import REGION, Match
+from normswap.plans import REGION, Match
 from normswap.proof import pieces
 from normswap.proof.comparison import Comparison, Cotangent
 

@@ -10,7 +10,7 @@ import torch
 from models import randomised
 from torch import Tensor, nn
 
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.proof import compare, pieces
 from normswap.proof.comparison import Comparison, Cotangent, KernelWitness, Seen
 from normswap.proof.pieces import Pieces, _independent_dims, pieces_of, spread

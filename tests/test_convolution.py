@@ -24,7 +24,7 @@ from torch import nn
 import normswap
 from normswap import ops, reference
 from normswap.activation import Activation
-from normswap.plan import Plan
+from normswap.plans import Plan
 from normswap.proof.convolution_error import times_pytorchs
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from normswap.criterion import RoundedStatistics, error_share, half_ulp, mask_mismatch, rounds_further
 from normswap.kinds import NORMS, kind_of, magnitudes
-from normswap.plan import Match
+from normswap.plans import Match
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

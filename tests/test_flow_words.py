@@ -13,7 +13,7 @@ from region_checks import loaded
 from torch import nn
 
 from normswap.attributes import Rejection
-from normswap.plan import Reason
+from normswap.plans import Reason
 from normswap.regions.flow import Attribute, Constant, Flow, Leaf, is_literal, is_torchs, read
 
 HEAD = """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules
-from normswap.plan import NormswapError
+from normswap.plans import NormswapError
 
 
 class Scale(nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import reference
 from normswap.criterion import half_ulp
-from normswap.plan import NormswapError
+from normswap.plans import NormswapError
 from normswap.proof.convolution_error import folded_error
 
 FOLDS = {name: case for name, case in CASES.items() if not case.later and name != "weight_norm_by_hook"}

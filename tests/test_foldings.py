@@ -10,8 +10,8 @@ import torch
 from convolution_models import Block, bn, conv, drawn, regions_in, residual, written
 from torch import nn
 
-from normswap import walk
-from normswap.plan import Plan
+from normswap import finding
+from normswap.plans import Plan
 from normswap.timing import decide_foldings, foldings
 from normswap.timing.choose import Waiting
 from normswap.timing.hidden import Cost
@@ -41,7 +41,7 @@ def timed_as(monkeypatch: pytest.MonkeyPatch, us: dict[str, float]) -> list[Any]
 
 def decided(model: nn.Module, timed: bool = True, x: Any = None) -> tuple[Plan, Iterator[str]]:
     given = torch.randn(IMAGE) if x is None else x
-    plan = decide_foldings(model, walk.plan(model, undecided=True), lambda: model(given), timed=timed)
+    plan = decide_foldings(model, finding.plan(model, undecided=True), lambda: model(given), timed=timed)
     names = [swap.site.name for swap in plan.swaps]
     return plan, [f"{name}: {r.name} {r.folding}".strip() for name in names for r in regions_in(plan, name)]
 
@@ -118,7 +118,7 @@ def test_untimed_or_unreached_it_is_the_default() -> None:
     assert found == ["0: bn + act", "1: bn + act", "2: bn + residual + act", "4: 1 + 2"]  # no cuDNN here: not right
     fused = ["conv + bn + act fused", "conv + bn + act fused", "conv + bn + residual + act fused"]
     for run in (None, lambda: None):
-        plan = decide_foldings(model, walk.plan(model, undecided=True), run, timed=True)
+        plan = decide_foldings(model, finding.plan(model, undecided=True), run, timed=True)
         assert [f"{r.name} {r.folding}" for n in "012" for r in regions_in(plan, n)] == fused
         assert [r.name for r in regions_in(plan, "4")] == ["1 + 2"] and not regions_in(plan, "3")
 
@@ -129,7 +129,7 @@ def test_a_model_that_learns_calls_its_convolutions() -> None:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    plan = decide_foldings(model, walk.plan(model, undecided=True), lambda: model(torch.randn(IMAGE)), timed=True)
+    plan = decide_foldings(model, finding.plan(model, undecided=True), lambda: model(torch.randn(IMAGE)), timed=True)
     assert not any(region.convolution for swap in plan.swaps for region in regions_in(plan, swap.site.name))
 
 

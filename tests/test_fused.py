@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import normswap
 from normswap import rules
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.regions import helper
 from normswap.regions.helper import Fused, make_helper
 from normswap.regions.rewrite import compile_regions

@@ -13,7 +13,7 @@ from models import Every, randomised
 from torch import Tensor, nn
 
 import normswap
-from normswap.plan import Reason
+from normswap.plans import Reason
 
 SILENT = pytest.mark.filterwarnings("error")
 

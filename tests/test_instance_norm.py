@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import modules, ops, reference
 from normswap.activation import CODES, NONE, Activation
-from normswap.plan import Plan, Reason
+from normswap.plans import Plan, Reason
 
 SHAPES = {nn.InstanceNorm1d: (4, 6, 5), nn.InstanceNorm2d: (4, 6, 5, 3), nn.InstanceNorm3d: (2, 6, 5, 3, 2)}
 OURS = {

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import normswap
 from normswap.integrations.together import optimize_together
-from normswap.plan import MismatchError, NormswapError
+from normswap.plans import MismatchError, NormswapError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 X = torch.randn(8, 8)

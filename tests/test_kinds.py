@@ -14,7 +14,7 @@ from normswap import ops
 from normswap.kinds import KINDS, NORMS, kind_of, magnitudes, sample
 from normswap.kinds.kind import are_numbers, flat, is_along, shape_along
 from normswap.modules import swapped_class
-from normswap.plan import Match, PlanError
+from normswap.plans import Match, PlanError
 
 VECTOR = torch.ones(6)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normswap.lifted import Lifted, lift
+from normswap.in_float64 import Lifted, lift
 
 HALF, BFLOAT, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 X = torch.rand(3, 5, dtype=DOUBLE, generator=torch.Generator().manual_seed(0)) + 1

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import ops
-from normswap.plan import MismatchError, NormswapError
+from normswap.plans import MismatchError, NormswapError
 from normswap.regions import linear
 from normswap.regions.spec import Region
 

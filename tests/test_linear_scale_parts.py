@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normswap import rules
-from normswap.plan import Match, Reason, Refusal
+from normswap.plans import Match, Reason, Refusal
 from normswap.regions.spec import Region
 
 

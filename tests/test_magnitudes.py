@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normswap import kinds
 from normswap.criterion import Magnitudes
 from normswap.kinds.l2_norm import euclidean
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.proof.linear_bounds import linear_magnitudes
 from normswap.regions.spec import Region
 

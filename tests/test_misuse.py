@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import normswap
 from normswap import modules
-from normswap.plan import Plan
+from normswap.plans import Plan
 
 X = torch.linspace(-2, 3, 32).reshape(4, 8)
 ORIGINAL = "raised while running the ORIGINAL model, on these inputs; nothing was changed"

@@ -25,7 +25,7 @@ from torch import nn
 
 from normswap.checkpoint import CheckpointError, convert, load_model, open_checkpoint, same_tensors, verify
 from normswap.cli.summary import summarize
-from normswap.plan import NormswapError
+from normswap.plans import NormswapError
 
 SECONDS = float(os.environ.get("NORMSWAP_FUZZ_SECONDS", "6"))
 EDGES = [0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1]

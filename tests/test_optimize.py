@@ -209,7 +209,7 @@ def test_an_error_in_the_model_leaves_it_as_it_was() -> None:
 
 def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     x, before = torch.randn(X), state_of(model)
-    optimize_module, compare_module = sys.modules["normswap.optimize"], sys.modules["normswap.proof.compare"]
+    optimize_module, compare_module = sys.modules["normswap.pipeline"], sys.modules["normswap.proof.compare"]
 
     def fail(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
@@ -221,7 +221,7 @@ def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, mon
         (optimize_module, "_reported"),
         (sys.modules["normswap.proof.verdict"], "verdict"),
         (compare_module, "Size"),
-        (sys.modules["normswap.proof.whole"], "_outputs"),
+        (sys.modules["normswap.proof.whole_model"], "_outputs"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fail)
@@ -324,8 +324,8 @@ def test_one_running_model_is_warned_about_its_optimizer(model: nn.Module) -> No
 
 
 def test_names_are_functions_and_modules_import_too() -> None:
-    from normswap.plan import Plan
-    from normswap.report import Report
+    from normswap.plans import Plan
+    from normswap.reports import Report
 
     assert callable(normswap.plan) and callable(normswap.report) and callable(normswap.validate)
     assert normswap.Plan is Plan and normswap.Report is Report

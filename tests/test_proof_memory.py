@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.proof import compare, pieces
 from normswap.regions.helper import Fused
 from normswap.regions.sequential import by_itself

@@ -16,7 +16,7 @@ from normswap.activation import NONE, Activation
 from normswap.installed import marks
 from normswap.kinds import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from normswap.kinds.operands import are_of, are_per_sample, is_alike
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.regions import activations, children, helper
 from normswap.regions.spec import Region
 from normswap.regions.views import of_summands

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import rules
 from normswap.installed import marks
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.proof import made_up
 from normswap.proof.prove import prove_sites
 from normswap.regions import foldings

@@ -18,7 +18,7 @@ from region_checks import CHANNELS, ROWS, Parts, assert_same, loaded, regions_in
 from torch import Tensor, nn
 
 import normswap
-from normswap.plan import Match, Plan, PlanError
+from normswap.plans import Match, Plan, PlanError
 
 
 class Block(Parts):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules
-from normswap.plan import Plan
+from normswap.plans import Plan
 from normswap.rules import registered
 
 

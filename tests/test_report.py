@@ -11,7 +11,7 @@ from models import Every, randomised
 from torch import nn
 
 import normswap
-from normswap.plan import Plan, Reason
+from normswap.plans import Plan, Reason
 
 
 def test_table_rows_and_json() -> None:

@@ -39,7 +39,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 import normswap
 from normswap import rules
-from normswap.plan import Match, Reason, Refusal
+from normswap.plans import Match, Reason, Refusal
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normswap
 from normswap import modules, rules
-from normswap.plan import Match, Reason, Refusal
+from normswap.plans import Match, Reason, Refusal
 from normswap.rules import rms_by_hand
 
 KINDS = (Times, Power, OfChannelsWeighted)

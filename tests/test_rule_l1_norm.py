@@ -12,7 +12,7 @@ from rule_checks import assert_refused, assert_swapped_is_equal, expression
 from torch import Tensor, fx, mean
 
 from normswap import rules
-from normswap.plan import Match, Reason
+from normswap.plans import Match, Reason
 
 
 def plain(self, x):

@@ -11,7 +11,7 @@ from rule_checks import assert_swapped_is_equal
 from torch import nn
 
 from normswap import rules
-from normswap.plan import Match, Reason
+from normswap.plans import Match, Reason
 
 
 def scale_first(self, x):

@@ -13,7 +13,7 @@ from region_checks import loaded
 from torch import nn
 
 from normswap import rules
-from normswap.plan import Match, Refusal
+from normswap.plans import Match, Refusal
 
 RECORD = Path(__file__).parent / "golden/rules.txt"
 SIX = 6

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normswap import modules, rules
-from normswap.plan import Match, Reason
+from normswap.plans import Match, Reason
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "layer_norm": lambda: randomise(nn.LayerNorm(6)),

@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 
 import normswap
 from normswap import modules
-from normswap.plan import NormswapError
+from normswap.plans import NormswapError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

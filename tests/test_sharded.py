@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import normswap
 from normswap.installed import is_installed
-from normswap.plan import NormswapError, Reason
+from normswap.plans import NormswapError, Reason
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -83,7 +83,7 @@ def swapped() -> nn.Module:
     normswap.optimize(model, X, inplace=True)
     sharded(model)
     assert isinstance(model[1], FSDPModule) and isinstance(model[3], FSDPModule)
-    sys.modules["normswap.optimize"]._reports.pop(model)  # what is told is read from the model
+    sys.modules["normswap.pipeline"]._reports.pop(model)  # what is told is read from the model
     return model
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normswap import rules
 from normswap.forwards import rms_norm as forwards
 from normswap.forwards.replaced import Replaced
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.rules import rms_by_hand, subclass_site
 from normswap.rules.expression_site import Flow
 

@@ -17,7 +17,7 @@ from torch import abs as magnitude
 from torch.nn import functional
 
 from normswap.attributes import Rejection
-from normswap.plan import Reason
+from normswap.plans import Reason
 from normswap.regions.straight import Straight, names_of, straight
 
 FACTOR = 3.0

@@ -13,7 +13,7 @@ from torch import nn
 
 import normswap
 from normswap import modules
-from normswap.plan import Reason
+from normswap.plans import Reason
 
 
 class Flagged(nn.LayerNorm):

@@ -14,7 +14,7 @@ import normswap
 from normswap import rules
 from normswap.criterion import mask_mismatch
 from normswap.forwards import linear_scale_batch_norm as lsb
-from normswap.plan import Match, Refusal
+from normswap.plans import Match, Refusal
 
 INF = float("inf")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules
-from normswap.plan import Plan
+from normswap.plans import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Task = Callable[[Path], None]

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 import normswap
 from normswap import copying, modules, ops
-from normswap.plan import NormswapError, Plan, PlanError
+from normswap.plans import NormswapError, Plan, PlanError
 
 X = (8, 6, 5)
 SITES = ("group", "layer", "projection", "l1", "rms")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normswap import walk
-from normswap.apply import apply
-from normswap.plan import Plan, Reason, Refusal, Site
+from normswap import finding
+from normswap.plans import Plan, Reason, Refusal, Site
+from normswap.swapping import apply
 
 
 class L1(nn.Module):
@@ -69,7 +69,7 @@ ALL = {
 
 @pytest.mark.case("containers")
 def test_every_kind_is_found_in_module_order() -> None:
-    plan = walk.plan(Model())
+    plan = finding.plan(Model())
     assert names(plan) == ALL and list(names(plan)) == list(ALL)
     (refused,) = plan.refused
     assert refused.site.name == "eps" and refused.refusal.reason is Reason.UNSUPPORTED
@@ -77,14 +77,14 @@ def test_every_kind_is_found_in_module_order() -> None:
 
 
 def test_a_site_has_its_type_by_its_importable_name() -> None:
-    plan = walk.plan(nn.ModuleList([nn.LayerNorm(4), L1()]))
+    plan = finding.plan(nn.ModuleList([nn.LayerNorm(4), L1()]))
     assert plan.swaps[0].site == Site("0", "torch.nn.modules.normalization.LayerNorm")
     assert plan.swaps[1].site == Site("1", f"{__name__}.L1")
 
 
 @pytest.mark.parametrize("model", [nn.LayerNorm(4), L1(), Projection()], ids=lambda m: type(m).__name__)
 def test_the_root_can_be_a_site(model: nn.Module) -> None:
-    swap, *_ = walk.plan(model).swaps
+    swap, *_ = finding.plan(model).swaps
     assert swap.site.name == ""
 
 
@@ -93,7 +93,7 @@ def test_a_shared_module_is_one_site_with_aliases() -> None:
     model = nn.ModuleDict({"a": nn.ModuleList([nn.LayerNorm(4)]), "b": nn.ModuleList([nn.RMSNorm(4)])})
     model["b"].append(model["a"][0])
     model["c"] = model["a"]
-    plan = walk.plan(model)
+    plan = finding.plan(model)
     assert [swap.site.name for swap in plan.swaps] == ["a.0", "b.0"]
     assert plan.swaps[0].site.aliases == ("b.1", "c.0")
 
@@ -105,13 +105,13 @@ def test_equal_modules_are_not_the_same() -> None:
 
         __hash__ = nn.Module.__hash__
 
-    assert len(walk.plan(nn.Sequential(AllEqual(4), AllEqual(4))).swaps) == 2
+    assert len(finding.plan(nn.Sequential(AllEqual(4), AllEqual(4))).swaps) == 2
 
 
 def test_a_module_that_holds_its_ancestor_ends() -> None:
     model = nn.Sequential(nn.LayerNorm(4))
     model[0].parent = model
-    (swap,) = walk.plan(model).swaps
+    (swap,) = finding.plan(model).swaps
     assert swap.site == Site("0", "torch.nn.modules.normalization.LayerNorm")
 
 
@@ -120,7 +120,7 @@ def test_the_model_is_not_changed() -> None:
     classes = [type(module) for module in model.modules()]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random = torch.get_rng_state()
-    walk.plan(model)
+    finding.plan(model)
     assert [type(module) for module in model.modules()] == classes
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state())
@@ -128,15 +128,15 @@ def test_the_model_is_not_changed() -> None:
 
 def test_a_swapped_model_has_nothing_left_to_swap() -> None:
     model = Model()
-    apply(model, walk.plan(model))
-    assert walk.plan(model).swaps == ()
+    apply(model, finding.plan(model))
+    assert finding.plan(model).swaps == ()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.case("script-module")
 def test_every_norm_in_a_script_module_is_refused() -> None:
     model = nn.Sequential(nn.LayerNorm(4), torch.jit.script(nn.Sequential(nn.LayerNorm(4), nn.ReLU())))
-    plan = walk.plan(model)
+    plan = finding.plan(model)
     assert names(plan) == {"0": "layer_norm"}
     assert [(r.site.name, r.refusal) for r in plan.refused] == [("1.0", Refusal("layer_norm", Reason.SCRIPTED))]
 
@@ -162,24 +162,24 @@ def test_every_norm_in_a_script_module_is_refused() -> None:
 )
 def test_include_and_exclude_are_complements(include: Any, expected: list[str]) -> None:
     model = Model().eval()  # in training a BatchNorm is a site where what calls it is none
-    plan = walk.plan(model, include=include)
+    plan = finding.plan(model, include=include)
     assert list(names(plan)) == expected
     everything = [*ALL, "eps"]
     left_out = excluded(plan)
     assert set(left_out).isdisjoint(expected) and set(left_out) | set(expected) | {"eps"} == set(everything)
     if include is not None:
-        assert list(names(walk.plan(model, exclude=include))) == [name for name in ALL if name not in expected]
+        assert list(names(finding.plan(model, exclude=include))) == [name for name in ALL if name not in expected]
 
 
 def test_exclude_wins_over_include() -> None:
-    plan = walk.plan(Model(), include="blocks.*", exclude="*.norm")
+    plan = finding.plan(Model(), include="blocks.*", exclude="*.norm")
     assert list(names(plan)) == ["blocks.0.proj", "blocks.1.proj"]
 
 
 @pytest.mark.parametrize("pattern", ["re:block", "re:.*nor", "re:ead", "Head", "lock"])
 def test_patterns_match_whole_names_in_their_own_case(pattern: str) -> None:
     with pytest.warns(UserWarning, match=re.escape(f"include: the pattern {pattern!r} matches no module")) as caught:
-        plan = walk.plan(Model(), include=pattern)
+        plan = finding.plan(Model(), include=pattern)
     assert names(plan) == {}
     assert caught[0].filename == __file__
 
@@ -187,20 +187,20 @@ def test_patterns_match_whole_names_in_their_own_case(pattern: str) -> None:
 def test_a_pattern_that_matches_a_module_but_no_site_does_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert names(walk.plan(Model(), exclude=["stem", "re:blocks"])) == ALL
+        assert names(finding.plan(Model(), exclude=["stem", "re:blocks"])) == ALL
 
 
 def test_any_of_the_names_counts() -> None:
     model = nn.ModuleDict({"a": nn.LayerNorm(4)})
     model["b"] = model["a"]
-    assert excluded(walk.plan(model, exclude="b")) == ["a"]
-    assert names(walk.plan(model, include="b")) == {"a": "layer_norm"}
-    assert excluded(walk.plan(model, exclude=lambda module, name: name == "b")) == ["a"]
+    assert excluded(finding.plan(model, exclude="b")) == ["a"]
+    assert names(finding.plan(model, include="b")) == {"a": "layer_norm"}
+    assert excluded(finding.plan(model, exclude=lambda module, name: name == "b")) == ["a"]
 
 
 def test_the_root_matches_an_empty_pattern_and_a_star() -> None:
-    assert excluded(walk.plan(nn.LayerNorm(4), exclude="")) == [""]
-    assert excluded(walk.plan(nn.LayerNorm(4), exclude="*")) == [""]
+    assert excluded(finding.plan(nn.LayerNorm(4), exclude="")) == [""]
+    assert excluded(finding.plan(nn.LayerNorm(4), exclude="*")) == [""]
 
 
 @pytest.mark.parametrize("argument", ["include", "exclude"])
@@ -209,23 +209,23 @@ def test_the_root_matches_an_empty_pattern_and_a_star() -> None:
 )
 def test_a_filter_of_another_type_is_a_type_error(argument: str, given: Any, shown: str) -> None:
     with pytest.raises(TypeError, match=f"{argument}: .*got {shown}"):
-        walk.plan(Model(), **{argument: given})
+        finding.plan(Model(), **{argument: given})
 
 
 def test_a_broken_regular_expression_is_a_value_error() -> None:
     with pytest.raises(ValueError, match=re.escape("exclude: 're:(' is not a regular expression")):
-        walk.plan(Model(), exclude="re:(")
+        finding.plan(Model(), exclude="re:(")
 
 
 def test_what_is_no_module_is_a_type_error() -> None:
     with pytest.raises(TypeError, match=re.escape("got dict")):
-        walk.plan({"a": 1})  # type: ignore[arg-type]
+        finding.plan({"a": 1})  # type: ignore[arg-type]
 
 
 def test_a_large_model_is_walked_fast() -> None:
-    walk.plan(Model())  # PyTorch loads its tracing machinery once
+    finding.plan(Model())  # PyTorch loads its tracing machinery once
     model = nn.ModuleList(Model() for _ in range(100))
     start = time.process_time()
-    plan = walk.plan(model)
+    plan = finding.plan(model)
     assert time.process_time() - start < 2.0  # 0.2 s, whoever else is at work
     assert len(plan.swaps) == 100 * len(ALL)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import modules, rules
 from normswap.kinds import KINDS
-from normswap.plan import Reason, Refusal
+from normswap.plans import Reason, Refusal
 from normswap.regions import chain
 from normswap.timing.candidate import Candidate
 from normswap.timing.choose import Timed, Waiting

@@ -3,8 +3,8 @@
 From the bottom: ``errors``, ``files``, ``tensors``, ``distributed``, ``reading``, ``models``, ``writing``, the calls.
 """
 
-from normswap.checkpoint.convert import convert as convert
-from normswap.checkpoint.convert import save as save
+from normswap.checkpoint.conversion import convert as convert
+from normswap.checkpoint.conversion import save as save
 from normswap.checkpoint.errors import CheckpointError as CheckpointError
 from normswap.checkpoint.load import load_model as load_model
 from normswap.checkpoint.load import verify as verify

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from normswap.plan import NormswapError
+from normswap.plans import NormswapError
 
 
 class CheckpointError(NormswapError):

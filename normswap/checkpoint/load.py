@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from normswap import native
-from normswap.checkpoint.convert import folded
+from normswap.checkpoint.conversion import folded
 from normswap.checkpoint.errors import check, failing, listed
 from normswap.checkpoint.files import digest
 from normswap.checkpoint.models import PICKLED, build_model, filled, is_code, moved, open_model, ready, usable_device
 from normswap.checkpoint.reading import Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import difference
 from normswap.checkpoint.writing import MANIFEST, Manifest, find_manifest, manifest_of
-from normswap.optimize import apply, validate
-from normswap.report import Report
+from normswap.pipeline import apply, validate
+from normswap.reports import Report
 
 
 def load_model(

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 from normswap.checkpoint.errors import MissingError, check, counted, failing, listed, one_line, read_json, running
 from normswap.checkpoint.reading import CONFIG, Checkpoint
 from normswap.checkpoint.tensors import same_tensors, shares_memory_within
-from normswap.optimize import optimize, report
-from normswap.report import Report
+from normswap.pipeline import optimize, report
+from normswap.reports import Report
 
 HERE = "hf:."
 """The factory of a folder that holds its own config.json."""

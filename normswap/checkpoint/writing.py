@@ -24,7 +24,7 @@ from normswap.checkpoint.files import copy_file, digest, is_inside, is_plain, re
 from normswap.checkpoint.models import HERE
 from normswap.checkpoint.reading import INDEX, METADATA, SETTINGS, STANDARD, Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import PICKLE_SUFFIXES, SUFFIXES, load_file, same_tensors, tensor_writer
-from normswap.plan import Plan, PlanError
+from normswap.plans import Plan, PlanError
 
 MANIFEST = "normswap.json"
 FORMAT = 4

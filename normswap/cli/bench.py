@@ -13,7 +13,7 @@ from tabulate import tabulate
 from torch import nn
 
 from normswap.checkpoint.errors import failing
-from normswap.report import Report
+from normswap.reports import Report
 from normswap.timing import clock
 
 _WARM_UP = 3

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from normswap.checkpoint.reading import Checkpoint
     from normswap.cli.inputs import Inputs
     from normswap.cli.summary import Summary
-    from normswap.plan import Plan
+    from normswap.plans import Plan
 
 FAILED, USAGE, MISMATCH, EMPTY, ENVIRONMENT = 1, 2, 3, 4, 5
 
@@ -45,7 +45,7 @@ def _told(error: Exception) -> int:
     """Tell an error in one line, and where it arose if it is not ours or the machine's; returns its exit code."""
     from normswap import native
     from normswap.checkpoint.errors import MissingError, one_line, told
-    from normswap.plan import MismatchError, NormswapError, NothingSwappedError
+    from normswap.plans import MismatchError, NormswapError, NothingSwappedError
 
     ours, machine = (NormswapError, native.BuildError), (ValueError, OSError, MemoryError)
     fail(str(error) if isinstance(error, ours) else one_line(error) if isinstance(error, machine) else told(error))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.forwards.replaced import Replaced, at_once_as
-from normswap.plan import READ
+from normswap.plans import READ
 
 _Forward = Callable[..., Tensor]
 

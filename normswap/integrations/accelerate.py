@@ -9,7 +9,7 @@ from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 
 from normswap.integrations.together import optimize_together, refuse_dispatched
-from normswap.plan import NormswapError
+from normswap.plans import NormswapError
 
 
 def prepare(

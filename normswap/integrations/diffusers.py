@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 import normswap
 from normswap.integrations.together import refuse_dispatched
-from normswap.report import Report
+from normswap.reports import Report
 
 _METHODS = ("forward", "decode", "encode")
 """How a pipeline calls its components: an autoencoder by the others, not by its forward."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import normswap
-from normswap.plan import NormswapError, Plan
+from normswap.plans import NormswapError, Plan
 
 
 def refuse_dispatched(model: nn.Module, cure: str) -> None:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 import normswap
 from normswap.integrations.together import optimize_together, refuse_dispatched
-from normswap.plan import NormswapError, Plan
+from normswap.plans import NormswapError, Plan
 
 PLAN = "normswap_plan.json"
 """The file beside a model's config that holds its plan."""

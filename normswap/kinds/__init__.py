@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from normswap.criterion import Magnitudes
 from normswap.kinds.kind import Kind
 from normswap.kinds.norm import Norm
-from normswap.plan import Match, PlanError, is_by_hand
+from normswap.plans import Match, PlanError, is_by_hand
 
 _FILES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
 

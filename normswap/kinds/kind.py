@@ -11,7 +11,7 @@ from torch import Tensor
 
 from normswap.criterion import Magnitudes
 from normswap.forwards.replaced import Replaced
-from normswap.plan import Match
+from normswap.plans import Match
 
 
 @dataclass(frozen=True)

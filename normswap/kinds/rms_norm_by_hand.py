@@ -13,7 +13,7 @@ from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes
 from normswap.forwards.rms_norm import along, by_hand_forward
 from normswap.kinds.kind import Kind, are_numbers, flat, is_along, shape_along
 from normswap.ops.dispatch import in_memory_order
-from normswap.plan import Match
+from normswap.plans import Match
 
 FORMULA = """
 s = mean(x ** 2, dim, keepdim=True)

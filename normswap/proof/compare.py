@@ -24,9 +24,9 @@ from normswap.criterion import (
     own_rounding,
     rounds_further,
 )
+from normswap.in_float64 import Lifted, Rounded, lift
 from normswap.kinds import KINDS, NORMS, Kind, Norm, kind_of
-from normswap.lifted import Lifted, Rounded, lift
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.proof import pieces
 from normswap.proof.comparison import Comparison, Cotangent, KernelWitness
 from normswap.proof.convolution_error import MOST, takes_tf32, times_pytorchs

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from normswap.kinds import Kind, Norm, kind_of
 from normswap.regions.described import parameters_of
 from normswap.regions.rewrite import Compiled
-from normswap.sites import detached_copy
+from normswap.untouched import detached_copy
 
 # 100 to 150 bytes an element are held while a slice is compared: 210 to 310 MB.
 SLICE_ELEMENTS = 2**21

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from normswap.example import Example
 from normswap.installed import class_before
-from normswap.plan import REGION, Match, Swap
+from normswap.plans import REGION, Match, Swap
 from normswap.progress import progress
 from normswap.proof.compare import compare, compare_region, declined
 from normswap.proof.comparison import Comparison, Seen
@@ -26,8 +26,8 @@ from normswap.regions.helper import Fused
 from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.sequential import by_itself
-from normswap.sites import classes, is_sharded, preserved
 from normswap.uncompiled import uncompiled
+from normswap.untouched import classes, is_sharded, preserved
 
 MODES = ("auto", "forward", "grad", "off")
 

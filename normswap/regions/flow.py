@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from normswap.attributes import Rejection, own_getattr
-from normswap.plan import Reason
+from normswap.plans import Reason
 from normswap.regions.inline import inlined, may_be_inlined
 from normswap.regions.owner import Owner
 from normswap.source import definition, undecorated

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from normswap.kinds import NORMS
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value, is_literal
 from normswap.regions.formula import Found
 

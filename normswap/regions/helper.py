@@ -17,7 +17,7 @@ from normswap.installed import original_class
 from normswap.kinds import KINDS, NORMS
 from normswap.ops.at_once import AtOnce
 from normswap.ops.dispatch import PLAIN, lowered_to
-from normswap.plan import Match, is_by_hand
+from normswap.plans import Match, is_by_hand
 from normswap.regions import linear_directly
 from normswap.regions.activations import LITERAL, activation_of
 from normswap.regions.at_once import at_once_of

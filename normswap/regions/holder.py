@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from normswap.regions.spec import Region, children_of
-from normswap.sites import detached_copy
+from normswap.untouched import detached_copy
 
 
 def holder_of(region: Region, owner: nn.Module, dtype: torch.dtype | None = None) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import digest
-from normswap.plan import PlanError
+from normswap.plans import PlanError
 from normswap.regions.beside import Beside
 from normswap.regions.chain import in_rows
 from normswap.regions.ending import Short

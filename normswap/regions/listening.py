@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from normswap.forwards.replaced import Replaced
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.regions.install import compiled_of, method_of, with_helpers
 from normswap.regions.rewrite import Compiled, Helper
 

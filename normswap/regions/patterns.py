@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from normswap.kinds import NORMS
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.regions.activations import CHILDREN
 from normswap.regions.before import with_what_stands_before
 from normswap.regions.behind import fed_by, grow_behind

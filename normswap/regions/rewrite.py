@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from normswap.attributes import Rejection
-from normswap.plan import PlanError
+from normswap.plans import PlanError
 from normswap.regions.described import others_of, parameters_of
 from normswap.regions.inline import inlined
 from normswap.regions.spec import ROLES, Region, Step, slots

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from normswap.forwards.rms_norm import outside_autocast
-from normswap.lifted import CASTS
+from normswap.in_float64 import CASTS
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

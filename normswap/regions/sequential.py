@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.regions.activations import CHILDREN
 from normswap.regions.foldings import convolution_in, is_foldable
 from normswap.regions.growing import CHANNELS, PASSING, ROWS

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
 
 from normswap.activation import Activation
-from normswap.plan import Match
+from normswap.plans import Match
 
 Position: TypeAlias = "tuple[int, int, int, int]"
 """Where a node stands: lines from the def on, and columns; first and last."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from normswap.attributes import Rejection, own_tensors
-from normswap.plan import Reason
+from normswap.plans import Reason
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Reader, Value, is_torchs
 from normswap.source import definition, takes_another_argument
 

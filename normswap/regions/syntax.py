@@ -7,7 +7,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from normswap.plan import PlanError
+from normswap.plans import PlanError
 from normswap.regions.spec import Node, Position, Step, slots
 
 PREFIX = "_normswap_"

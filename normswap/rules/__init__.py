@@ -6,10 +6,10 @@ from __future__ import annotations
 from torch import nn
 
 from normswap.kinds import KINDS, NORMS
-from normswap.plan import Match, Reason, Refusal
+from normswap.plans import Match, Reason, Refusal
 from normswap.rules import l1_norm, linear, region, registered, rms_by_hand
 from normswap.rules.module_site import match_norm
-from normswap.sites import is_sharded
+from normswap.untouched import is_sharded
 
 _MORE = (Reason.SUBCLASS, Reason.PART_OF_FORWARD, Reason.NOT_STRAIGHT_LINE, Reason.UNSUPPORTED, Reason.CHILD)
 """Why a module is refused whose forward may hold a region all the same."""

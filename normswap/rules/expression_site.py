@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from normswap import source
-from normswap.plan import Reason, Refusal
+from normswap.plans import Reason, Refusal
 from normswap.rules.module_site import is_ours, parametrized_names, why_replaced
 
 DIVISION = frozenset({"/", "div", "divide", "true_divide"})

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from torch import nn
 
 from normswap.attributes import own_getattr
-from normswap.plan import Match, Reason, Refusal
+from normswap.plans import Match, Reason, Refusal
 from normswap.regions.straight import plain_value
 from normswap.rules.expression_site import (
     ABS,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from normswap.attributes import Rejection
-from normswap.plan import Match, Reason, Refusal
+from normswap.plans import Match, Reason, Refusal
 from normswap.regions import flow
 from normswap.regions.linear import run_before
 from normswap.rules.expression_site import called_name, class_forward, flow_of, names_in, not_rewritable

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from normswap import modules
 from normswap.installed import is_installed
 from normswap.kinds import Norm
-from normswap.plan import Match, Reason, Refusal
+from normswap.plans import Match, Reason, Refusal
 from normswap.rules.subclass_site import has_torchs_forward, match_subclass
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

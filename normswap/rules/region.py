@@ -17,7 +17,7 @@ from torch import nn
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import is_plain_itself, is_unhooked
 from normswap.forwards.rms_norm import digest
-from normswap.plan import Match, Refusal
+from normswap.plans import Match, Refusal
 from normswap.regions import flow
 from normswap.regions.ending import children_behind
 from normswap.regions.foldings import by_default, is_foldable

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from normswap.kinds import NORMS
-from normswap.plan import READ, Match, Reason, Refusal
+from normswap.plans import READ, Match, Reason, Refusal
 from normswap.rules.expression_site import not_rewritable
 from normswap.rules.module_site import is_lazy
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normswap import source
 from normswap.attributes import own_tensors
 from normswap.forwards import rms_norm as forwards
-from normswap.plan import Match, Reason, Refusal
+from normswap.plans import Match, Reason, Refusal
 from normswap.regions.flow import Attribute
 from normswap.regions.rounding import rounds_before_weight
 from normswap.regions.straight import PLAIN, function_of, method_of

@@ -14,7 +14,7 @@ from torch import nn
 
 from normswap.attributes import own_getattr
 from normswap.kinds import NORMS, Norm
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.source import definition, global_named, takes_another_argument
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from normswap.attributes import Rejection, own_getattr, own_tensors, unreadable
-from normswap.plan import Reason, Refusal
+from normswap.plans import Reason, Refusal
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
 from normswap.regions.formula import FORMULAS, Formula, Found
 from normswap.regions.spelling import cast, constant, spelled

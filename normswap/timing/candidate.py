@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.proof.whole import tensors_in
+from normswap.proof.whole_model import tensors_in
 from normswap.timing.hidden import Function
 
 _PLAIN = (Tensor, nn.Parameter)

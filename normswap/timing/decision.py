@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from normswap import native
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.progress import progress
-from normswap.sites import preserved
 from normswap.timing import model as whole_model
 from normswap.timing.candidate import Candidate, Use, with_backward
 from normswap.timing.choose import DEVICE, HOST, Timed, Waiting, cover, in_order
 from normswap.timing.clock import Gpus, Machine
 from normswap.timing.hidden import Cost, costs
 from normswap.timing.model import Arrangement, Compared
+from normswap.untouched import preserved
 
 _UNTIMED = "not timed: out of memory"
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from normswap.plan import Match, Plan, Swap
+from normswap.plans import Match, Plan, Swap
 from normswap.proof.compare import compare_region
 from normswap.regions.foldings import by_default, foldings_of, without_convolution
 from normswap.regions.helper import Fused, make_helper
@@ -23,13 +23,13 @@ from normswap.regions.holder import holder_of
 from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
-from normswap.sites import preserved
 from normswap.timing.candidate import Code, Recorder, as_called
 from normswap.timing.choose import Waiting
 from normswap.timing.decision import machine_for, takes_gradients
 from normswap.timing.hidden import NO_COST, Cost, costs
 from normswap.timing.model import waiting
 from normswap.timing.sites import looks
+from normswap.untouched import preserved
 
 APART = "apart"
 """The convolution as it is, and what stands behind it as one op."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from normswap.installed import original_class
-from normswap.plan import Match
+from normswap.plans import Match
 from normswap.regions.helper import make_helper
 from normswap.regions.holder import holder_of
 from normswap.regions.listening import Listener

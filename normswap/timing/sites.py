@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from normswap import installed, modules
-from normswap.plan import Match, Swap
+from normswap.plans import Match, Swap
 from normswap.regions.listening import listening
-from normswap.sites import classes, detached_copy, preserved
 from normswap.timing.candidate import Candidate, Code, Recorder, Use
 from normswap.timing.decision import Decision, decide, step, summed_row, takes_gradients, untimed
 from normswap.timing.regions import RegionRecorder
+from normswap.untouched import classes, detached_copy, preserved
 
 
 def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], least: float) -> Decision:

@@ -19,7 +19,7 @@ import normswap
 from normswap import ops, reference
 from normswap.activation import CODES, Activation
 from normswap.criterion import half_ulp
-from normswap.lifted import Rounded
+from normswap.in_float64 import Rounded
 
 DEVICE = "cuda"
 ACTIVATIONS = [Activation(name, *{"leaky_relu": (0.1,), "clamp": (-0.5, 1.0)}.get(name, ())) for name in CODES][1:]

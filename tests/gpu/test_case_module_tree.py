@@ -26,7 +26,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import normswap
 from normswap import modules
-from normswap.plan import Reason
+from normswap.plans import Reason
 
 DEVICE = "cuda"
 

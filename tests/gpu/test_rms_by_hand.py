@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import rules
-from normswap.plan import Reason, Refusal
+from normswap.plans import Reason, Refusal
 
 KINDS = (Times, Power, OfChannelsWeighted, OfChannelsOffset)
 """The weight after a cast, an offset before it, along another dim than the last, both."""

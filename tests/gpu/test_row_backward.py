@@ -19,7 +19,7 @@ from normswap import ops, reference
 from normswap.activation import CODES, Activation
 from normswap.criterion import error_share
 from normswap.kinds import kind_of
-from normswap.plan import Match
+from normswap.plans import Match
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAIRS = [(torch.float32, torch.float32), *((x, dy) for x in DTYPES[1:] for dy in (x, torch.float32))]

@@ -28,10 +28,10 @@ from normswap.checkpoint.models import HERE, PICKLED, factory_for, open_model
 from normswap.checkpoint.reading import CONFIG, Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import SUFFIXES
 from normswap.checkpoint.writing import Manifest, Progress, Target, as_folder, check_new, place, write
-from normswap.fold import fold as fold_model
-from normswap.optimize import report
-from normswap.plan import MismatchError
-from normswap.report import Report
+from normswap.folding import fold as fold_model
+from normswap.pipeline import report
+from normswap.plans import MismatchError
+from normswap.reports import Report
 
 
 def convert(

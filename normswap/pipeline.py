@@ -11,18 +11,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from normswap import again, hints, native, nodes, sites, timing, walk
-from normswap import apply as _apply
+from normswap import again, finding, hints, native, nodes, swapping, timing, untouched
 from normswap.arguments import check_arguments, check_choice, check_model, check_speedup
 from normswap.copying import copy_of
 from normswap.example import Example
+from normswap.finding import Filter
 from normswap.installed import site_match
-from normswap.plan import NothingSwappedError, Plan
+from normswap.plans import NothingSwappedError, Plan
 from normswap.proof.prove import SiteProof, prove, unchecked
-from normswap.proof.whole import compare_models
-from normswap.report import Report, make_report
+from normswap.proof.whole_model import compare_models
+from normswap.reports import Report, make_report
 from normswap.rollback import put_back, settle, without_declined
-from normswap.walk import Filter
 
 OnMismatch = Literal["rollback", "raise", "warn"]
 OnEmpty = Literal["warn", "raise", "ignore"]
@@ -74,17 +73,17 @@ def optimize(
     check_speedup(min_speedup)
     target = model if inplace else copy_of(model)
     example = Example(target, example_inputs, example_kwargs)
-    found = walk.plan(target, include=include, exclude=exclude, undecided=True)
-    already = _apply.swaps_in(target)
+    found = finding.plan(target, include=include, exclude=exclude, undecided=True)
+    already = swapping.swaps_in(target)
     if found.swaps:
         _load(example)
     # The model given is kept also where it is not what runs: a hook of the copy may hold on to it.
-    with contextlib.nullcontext() if inplace else sites.preserved(model):
+    with contextlib.nullcontext() if inplace else untouched.preserved(model):
         compiled = _is_compiled(model) if for_compile is None else for_compile
         known = example.run if found.swaps and timing.has_a_clock(example.devices) else None
         timed = min_speedup is not None and not compiled
         found = timing.decide_foldings(target, found, known, timed=timed)
-        journal = _apply.apply(target, found)
+        journal = swapping.apply(target, found)
         try:
             proofs = prove(example, found.swaps, validate)
             found = settle(target, found, proofs, on_mismatch, journal.undo)
@@ -120,7 +119,7 @@ def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
     target = model if inplace else copy_of(model)
     if plan.swaps:
         _load(Example(target))
-    journal = _apply.apply(target, plan)
+    journal = swapping.apply(target, plan)
     try:
         if told := hints.measured_elsewhere(plan, hints.gpu_of(target)):
             warnings.warn(told, stacklevel=2)
@@ -133,14 +132,14 @@ def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
 
 def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None) -> Plan:
     """What ``optimize`` would swap in ``model`` and what it would refuse, and why; nothing is changed or run."""
-    return walk.plan(model, include=include, exclude=exclude)
+    return finding.plan(model, include=include, exclude=exclude)
 
 
 def report(model: nn.Module) -> Report:
     """The report of the last optimize() or validate() of ``model``; for another swapped model (loaded, copied) its
     sites, unchecked. Raises TypeError when ``model`` is no nn.Module."""
     check_model(model)
-    return _reports[model] if model in _reports else _unchecked_report(model, Plan(_apply.swaps_in(model)))
+    return _reports[model] if model in _reports else _unchecked_report(model, Plan(swapping.swaps_in(model)))
 
 
 def validate(
@@ -156,17 +155,17 @@ def validate(
     Arguments as in ``optimize``; ``mode`` is its ``validate``. Returns the report that ``report(model)`` then gives.
     """
     check_arguments(model, example_inputs, example_kwargs, mode, on_mismatch)
-    swaps, example = _apply.swaps_in(model), Example(model, example_inputs, example_kwargs)
+    swaps, example = swapping.swaps_in(model), Example(model, example_inputs, example_kwargs)
     if swaps:
         _load(example)
     before = [(module, type(module)) for module in model.modules()]
     try:
         proofs = prove(example, swaps, mode)
-        undo = lambda name: _apply.revert(model.get_submodule(name))  # noqa: E731
+        undo = lambda name: swapping.revert(model.get_submodule(name))  # noqa: E731
         found = settle(model, Plan(swaps), proofs, on_mismatch, undo)
         made = _reported(example, found, proofs)
     except BaseException:
-        sites.put_back(before)
+        untouched.put_back(before)
         raise
     _reports[model] = made
     return made
@@ -175,7 +174,7 @@ def validate(
 def revert(model: nn.Module) -> nn.Module:
     """Put the original class back at every swapped site of ``model``, in place; returns ``model``."""
     check_model(model)
-    _apply.revert(model)
+    swapping.revert(model)
     _reports.pop(model, None)
     return model
 
@@ -188,7 +187,7 @@ def disabled(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
     of a swapped module was changed since it was swapped.
     """
     check_model(model)
-    return _apply.disabled(model)
+    return swapping.disabled(model)
 
 
 def _load(example: Example) -> None:

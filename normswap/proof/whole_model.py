@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from normswap.installed import class_before
-from normswap.sites import classes, preserved
+from normswap.untouched import classes, preserved
 
 _SPREADS = 4.0
 _SEEDS = (1, 2)

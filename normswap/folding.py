@@ -16,11 +16,11 @@ from normswap.attributes import Rejection
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.installed import class_before, site_match
-from normswap.plan import Match, NormswapError
+from normswap.plans import Match, NormswapError
 from normswap.regions.flow import Attribute, Constant
 from normswap.regions.spec import Region
 from normswap.regions.straight import straight
-from normswap.sites import classes
+from normswap.untouched import classes
 
 
 class _NotFoldable(Exception):

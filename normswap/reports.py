@@ -11,7 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from normswap import notebook
-from normswap.plan import REGION, Plan, Refusal
+from normswap.plans import REGION, Plan, Refusal
 
 _SHOWN = 5
 

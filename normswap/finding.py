@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from normswap import rules
-from normswap.plan import Match, Plan, Reason, Refusal, Refused, Site, Swap
+from normswap.plans import Match, Plan, Reason, Refusal, Refused, Site, Swap
 from normswap.regions.spec import Region, children_of
 
 Filter: TypeAlias = "str | Callable[[nn.Module, str], bool] | Iterable[str | Callable[[nn.Module, str], bool]] | None"

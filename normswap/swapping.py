@@ -13,8 +13,8 @@ from typing import TypeVar
 from torch import nn
 
 from normswap import installed, modules, switch
-from normswap.plan import NormswapError, Plan, PlanError, Site, Swap
-from normswap.sites import put_back, set_classes
+from normswap.plans import NormswapError, Plan, PlanError, Site, Swap
+from normswap.untouched import put_back, set_classes
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
