@@ -227,7 +227,7 @@ def test_imports_are_seen() -> None:
     assert imported("from normswap import native, plans") == {"native", "plans"}
     assert imported("def f():\n    from normswap.rules.l1_norm import match\n") == {"rules"}
     assert imported("from normswap.checkpoint.files import settle") == {"checkpoint.files"}
-    assert imported("from normswap.checkpoint import files, conversion") == {"checkpoint.files", "checkpoint.conversion"}
+    assert imported("from normswap.checkpoint import files, load") == {"checkpoint.files", "checkpoint.load"}
     assert imported("from normswap.checkpoint import CheckpointError") == {"checkpoint"}
     assert imported("import torch\nfrom pathlib import Path") == set()
     assert relative_imports("from . import ops") == 1
