@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from normswap import fold_convolution, modules, reference, rules
 from normswap.attributes import Rejection
 from normswap.forwards import linear_scale_batch_norm as _lsb
-from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.forwards.plain import calls_forward, is_plain, is_unhooked
 from normswap.installed import class_before, site_match
 from normswap.plans import Match, NormswapError
 from normswap.regions.flow import Attribute, Constant
@@ -129,6 +130,10 @@ def _parts(module: nn.Module) -> list[tuple[Mapping[str, Any], list[str]]]:
     return [(found, []) for found in parts if found is not None]
 
 
+_OF_A_LINEAR = ("linear", "product", "factor", "norm", "times")
+"""The steps of a region that one Linear equals."""
+
+
 def _children(region: Region) -> dict[str, Any]:
     factor = dict(zip(("scale", "attribute"), region.factor, strict=False))
     return {"linear": region.linear, "batch_norm": region.norm, **factor}
@@ -141,6 +146,8 @@ def _whole(module: nn.Module, forward: Any, region: Region) -> dict[str, Any] | 
         return None
     (way,), found = read.ways, _children(region)
     given = [(*op.args, *op.keywords.values()) for op in way.ops]
+    if any(step.does not in _OF_A_LINEAR for step in region.steps):  # what stands behind it would be lost
+        return None
     if len(given) != len(region.steps) or way.result is not way.ops[-1] or way.argument not in given[0]:
         return None
     for step, values in zip(region.steps, given, strict=True):
@@ -169,7 +176,7 @@ def _linear(module: nn.Module, parts: Mapping[str, Any]) -> nn.Linear:
     called = [module, owner] if "attribute" in parts else [module]
     if not (is_plain(linear, nn.Linear) and is_plain(bn, nn.BatchNorm1d)):
         raise _NotFoldable("its Linear or BatchNorm1d is no plain one, or carries hooks")
-    if not all(isinstance(one, nn.Module) and is_unhooked(one) for one in called):
+    if not all(isinstance(one, nn.Module) and calls_forward(type(one)) and is_unhooked(one) for one in called):
         raise _NotFoldable("it carries hooks, or a forward of its own")
     if bn.training or bn.running_mean is None or bn.running_var is None:
         raise _NotFoldable("its BatchNorm1d goes by its batch: it is in train mode or keeps no running statistics")
@@ -182,7 +189,7 @@ def _linear(module: nn.Module, parts: Mapping[str, Any]) -> nn.Linear:
 
 def _factor(owner: Any, factor: str | float | None, linear: nn.Linear) -> Tensor | None:
     """A factor in float64."""
-    value: Any = getattr(owner, factor) if isinstance(factor, str) else factor
+    value: Any = attrgetter(factor)(owner) if isinstance(factor, str) else factor
     if value is None:
         return None
     if type(value) in (int, float):

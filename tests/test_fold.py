@@ -188,3 +188,69 @@ def test_fold_says_what_is_wrong_and_changes_nothing() -> None:
     with pytest.raises(NormswapError, match="in place"):
         normswap.fold(root, inplace=True)
     assert type(root.bn) is nn.BatchNorm1d
+
+
+class LinearParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn, self.act = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU()
+
+
+class ActsBehind(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(self.fc(x)))
+
+
+class AddsBehind(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.fc(x) * self.fc.bias) + x
+
+
+class CallsChildBehind(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.bn(self.fc(x)))
+
+
+class ScaledByItsBias(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.fc(x) * self.fc.bias)
+
+
+class CalledInItsOwnWay(ScaledByItsBias):
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args) * 2
+
+
+class CallImplOfItsOwn(ScaledByItsBias):
+    def _call_impl(self, *args: Any) -> Any:
+        return super()._call_impl(*args) * 2  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "cls", (ActsBehind, AddsBehind, CallsChildBehind, ScaledByItsBias, CalledInItsOwnWay, CallImplOfItsOwn)
+)
+def test_what_stands_behind_the_norm_is_not_lost(cls: type[nn.Module]) -> None:
+    model, x = randomised(nn.Sequential(cls(), nn.Linear(6, 2), nn.BatchNorm1d(2))).eval(), torch.randn(9, 6)
+    folded = normswap.fold(model)
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-5, atol=1e-5)
+    assert isinstance(folded[0], nn.Linear) == (cls is ScaledByItsBias)  # type: ignore[index]
+
+
+class DoublingSequential(nn.Sequential):
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args) * 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_sequential_that_is_called_in_its_own_way_keeps_its_convolution() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.bn = DoublingSequential(nn.ReLU(), nn.Conv2d(3, 4, 1)), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn(self.body(x))  # type: ignore[no-any-return]
+
+    model, x = randomised(nn.Sequential(Net(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))).eval(), torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(normswap.fold(model)(x), model(x), rtol=1e-5, atol=1e-5)

@@ -389,3 +389,25 @@ def test_a_sequential_without_one_says_why(spoil: str) -> None:
         nn.utils.parametrizations.weight_norm(model[0])
     (refused,) = (one for one in normswap.plan(model.eval()).refused if one.site.name == "")
     assert refused.refusal.kind == "linear_scale_batch_norm" and "self." in refused.refusal.detail
+
+
+class ByItsStatistic(nn.Module):
+    """What it multiplies by is written to by the norm before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn = nn.Linear(6, 5), nn.BatchNorm1d(5)
+        self.register_buffer("mean", self.bn.running_mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.fc(x)) * self.mean  # type: ignore[no-any-return, operator]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_a_factor_that_is_a_running_statistic_is_read_after_its_update(dtype: torch.dtype) -> None:
+    model, x = ByItsStatistic().to(dtype).train(), torch.randn(9, 6, dtype=dtype) + 2
+    model.mean = model.bn.running_mean
+    swapped = normswap.apply(model, normswap.plan(model))
+    swapped.mean = swapped.bn.running_mean  # type: ignore[union-attr]
+    torch.testing.assert_close(swapped(x), model(x), rtol=1e-5, atol=1e-5)

@@ -24,7 +24,7 @@ from normswap import modules
 
 STRIDE = 1 if os.environ.get("NORMSWAP_EVERY_STEP") else 149
 
-SITES = ("norm", "projection", "l1", "group", "batch")
+SITES = ("norm", "projection", "projection.bn", "l1", "group", "batch")
 
 
 @pytest.fixture(autouse=True)

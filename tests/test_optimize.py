@@ -215,7 +215,7 @@ def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, mon
         raise KeyboardInterrupt
 
     for owner, name in (
-        (optimize_module.walk, "plan"),
+        (optimize_module.finding, "plan"),
         (optimize_module, "prove"),
         (optimize_module, "settle"),
         (optimize_module, "_reported"),

@@ -129,3 +129,22 @@ def test_a_region_runs_on_all_of_a_large_input(is_wrong: bool, elements: int, mo
     row = next(row for row in normswap.report(swapped).rows if row["kind"] == "region")
     assert row["status"] == ("failed" if is_wrong else "wiring"), row
     assert is_wrong or row["coverage"] == pytest.approx(1 / 6 if elements == 40 else 1.0)
+
+
+class Placed(nn.Module):
+    """A summand of lower rank, which broadcasts along the longest dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.norm = nn.Parameter(torch.randn(16, 8)), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.places)
+
+
+@pytest.mark.parametrize("elements", [30, 100])
+def test_what_broadcasts_is_cut_as_it_broadcasts(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", elements)
+    swapped = normswap.optimize(randomised(Placed()), torch.randn(4, 16, 8), min_speedup=None, on_mismatch="raise")
+    row = next(row for row in normswap.report(swapped).rows if row["kind"] == "region")
+    assert row["status"] == "wiring" and 0.0 < row["coverage"] <= 1.0

@@ -13,7 +13,8 @@ from region_checks import loaded
 from torch import nn
 
 from normswap import rules
-from normswap.plans import Match, Refusal
+from normswap.plans import REGION, Match, Refusal
+from normswap.regions.spec import Region
 
 RECORD = Path(__file__).parent / "golden/rules.txt"
 SIX = 6
@@ -51,7 +52,9 @@ class Parts(nn.Module):
 
 def told(module: nn.Module) -> str:
     """What the rules say of it, in a line."""
-    answer = rules.alone(module)
+    answer = rules.alone(module) or rules.find(module)
+    if isinstance(answer, Match) and answer.kind == REGION:
+        return f"    region: {', '.join(Region.from_json(data).name for data in answer.attributes['regions'])}"
     if isinstance(answer, Match):
         kept: dict[str, Any] = {key: value for key, value in answer.attributes.items() if key != "source"}
         return f"    {answer.kind} {kept}"

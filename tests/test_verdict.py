@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from normswap import verdict as verdicts
 from normswap.criterion import Magnitudes
-from normswap.verdict import Checks, verdict
+from normswap.proof import verdict as verdicts
+from normswap.proof.verdict import Checks, verdict
 
 ONES, NAN, INF = torch.ones(4), torch.nan, torch.inf
 ULP = 2.0**-23

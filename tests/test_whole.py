@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normswap import whole
+from normswap.proof import whole_model as whole
 
 ONES, NAN = torch.ones(4), torch.full((4,), torch.nan)
 PARTLY = torch.tensor([1.0, torch.nan, torch.inf, 1.0])

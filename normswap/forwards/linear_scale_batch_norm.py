@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
-from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.forwards.plain import calls_forward, is_plain, is_unhooked
 from normswap.ops import at_once
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -61,7 +61,8 @@ def linear_scale_batch_norm(
         return None
     (_, before), (_, behind) = factors
     parts = x, linear, projection, before, bn, norm
-    if behind is None or x.dtype is torch.float32:
+    # In training the factor may be a running statistic, which the norm updates first.
+    if behind is None or (x.dtype is torch.float32 and not bn.training):
         return _normalised(*parts, behind, activation, residual)
     out = _normalised(*parts, None, NONE, None)  # gamma * after would round once more than the original
     return None if out is None else out * behind
@@ -228,7 +229,7 @@ def multiplies(child: nn.Module, code: str) -> bool:
     if torch.compiler.is_compiling():  # a code object cannot be looked at there; the children are inlined as they are
         return False
     cls: Any = type(child)
-    return cls.__call__ is nn.Module.__call__ and is_unhooked(child) and fingerprint(cls.forward) == code
+    return calls_forward(cls) and is_unhooked(child) and fingerprint(cls.forward) == code
 
 
 _fingerprints: weakref.WeakKeyDictionary[Any, tuple[types.CodeType, str]] = weakref.WeakKeyDictionary()

@@ -36,6 +36,11 @@ def is_unhooked(module: nn.Module) -> bool:
     return is_bare(module.__dict__) and not _torch_module._has_any_global_hook()
 
 
+def calls_forward(cls: Any) -> bool:
+    """Whether calling a module of the class ``cls`` runs its forward as nn.Module does."""
+    return cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
+
+
 def is_bare(attributes: Mapping[str, Any]) -> bool:
     """Whether nothing of a module's own, whose ``__dict__`` these are, is run when it is called."""
     return not (

@@ -92,7 +92,7 @@ def compare_region(
         packed = _mapped(compiled.region, _detached, packed)
         parts = pieces_of(compiled, owner, packed, slices or (2 if again else pieces.SLICES))
         whole: _Run | None = None
-        if len(parts.pieces) > 1 and parts.are_parts:
+        if parts.are_parts:
             found = _Case(compiled, fused, owner, packed, captured).ours(False)
             if isinstance(found, Comparison):
                 return found

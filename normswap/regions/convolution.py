@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -155,12 +154,12 @@ def _called() -> tuple[Any, ...]:
 
 
 _CALLED = _called()
-_CODES, _code_of = [*map(code_of, _CALLED)], attrgetter("__code__")
+_CODES = [*map(code_of, _CALLED)]
 
 
 def _calls_what_it_did() -> bool:
     """Whether calling the children runs what it ran when this was imported."""
-    return _called() == _CALLED and [*map(_code_of, _CALLED)] == _CODES
+    return _called() == _CALLED and [*map(code_of, _CALLED)] == _CODES
 
 
 class Convolved:

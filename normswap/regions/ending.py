@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap.activation import NONE
 from normswap.attributes import Rejection, own_getattr
 from normswap.forwards.batch_norm import RANKS
+from normswap.forwards.plain import calls_forward
 from normswap.forwards.replaced import Replaced
 from normswap.installed import original_class
 from normswap.kinds import NORMS
@@ -33,7 +35,7 @@ def children_behind(norm: nn.Module) -> tuple[str, ...] | None:
     cls: Any = type(norm)
     if not isinstance(norm, NORMS["batch_norm"].classes) or "forward" in norm.__dict__ or own_getattr(norm) is not None:
         return None
-    if cls.__call__ is not nn.Module.__call__ or cls._call_impl is not nn.Module._call_impl:
+    if not calls_forward(cls):
         return None
     names = behind_of(cls)
     if names is None or any(name in norm.__dict__ or norm._modules.get(name) is None for name in names):
@@ -103,7 +105,7 @@ class Short:
         for name in self.passes:
             if name in own or not hands_on(children.get(name)):
                 return None
-        activation = None if self.last in own else activation_of(children.get(self.last))
+        activation = NONE if not self.last else None if self.last in own else activation_of(children.get(self.last))
         if activation is None:
             return None
         statistics, affine = own["_buffers"], own["_parameters"]

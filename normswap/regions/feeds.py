@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from normswap.attributes import Rejection
-from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.forwards.plain import calls_forward, is_plain, is_unhooked
 from normswap.installed import original_class
 from normswap.regions.foldings import CONVOLUTIONS
 from normswap.source import definition
@@ -29,7 +29,7 @@ def only_multiplies(child: Any) -> bool:
         return is_plain(child, own)
     cls = original_class(child) if isinstance(child, nn.Module) else own
     forward = getattr(cls, "forward", None)
-    if not isinstance(forward, types.FunctionType) or cls.__call__ is not nn.Module.__call__ or not is_unhooked(child):
+    if not isinstance(forward, types.FunctionType) or not calls_forward(cls) or not is_unhooked(child):
         return False
     names = _fed_by(forward)
     return bool(names) and all(_is_lowered(child, name) for name in names)

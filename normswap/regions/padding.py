@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from normswap.attributes import Rejection, own_getattr
+from normswap.forwards.plain import calls_forward
 from normswap.regions.flow import SEES_LOCALS
 from normswap.regions.straight import PLAIN
 from normswap.source import definition, global_named
@@ -30,7 +31,7 @@ def convolves_last(module: Any) -> bool:
         return False
     if hasattr(cls, "weight") or hasattr(cls, "bias"):  # it hides what is registered
         return False
-    if cls.__call__ is not nn.Module.__call__ or own_getattr(module) is not None or not forward.__code__.co_argcount:
+    if not calls_forward(cls) or own_getattr(module) is not None or not forward.__code__.co_argcount:
         return False
     owner = forward.__code__.co_varnames[0]
     own = _Function(forward, f"{owner}.weight", f"{owner}.bias")

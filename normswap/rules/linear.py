@@ -34,7 +34,7 @@ def why_apart(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | N
         return refusal
     regions = (region for reading in readings(module, find, baked=True) for region in reading.regions)
     if apart := next((region.apart for region in regions if region.norm == norm), ""):
-        return Refusal(KIND, Reason.CHILD if in_a_row else Reason.UNSUPPORTED, f"self.{apart}")
+        return Refusal(KIND, Reason.CHILD if in_a_row else Reason.UNSUPPORTED, f"self.{apart.removeprefix('self.')}")
     if in_a_row:
         return Refusal(KIND, Reason.UNSUPPORTED, f"{type(module).__name__} has its own __iter__")
     return _another(module, forward, linear, norm)

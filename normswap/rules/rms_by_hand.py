@@ -27,6 +27,7 @@ from normswap.rules.whole_forward import NotTheNorm, Whole, as_it_is_met, read_w
 KIND = "rms_norm"
 
 _ROOTS = frozenset({"rsqrt", "sqrt"})
+_SQUARES = frozenset({"pow", "square"})
 _AVERAGES = frozenset({"mean", "sum"})
 _SHAPE = (3,) * 6
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -70,7 +71,7 @@ def _looks_like(functions: list[types.FunctionType]) -> bool:
     trees = [(f.__name__, source.source_tree(inspect.unwrap(f).__code__)) for f in functions]
     flows = {name: Flow(tree) for name, tree in trees if tree}
     if not all(tree for _, tree in trees):
-        return bool(names & _ROOTS)
+        return bool(names & _ROOTS and names & _SQUARES)
     squaring = frozenset(name for name, flow in flows.items() if any(map(_is_square, flow.nodes)))
     averaging = frozenset(name for name, flow in flows.items() if _averages(flow, squaring, flow.nodes[0]))
     return any(_averages(flow, squaring, root, averaging) for flow in flows.values() for root in _roots(flow))
