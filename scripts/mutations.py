@@ -37,11 +37,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "(False)",
     ): "a longer way to the same tensor",
     (
-        "forwards/rms_norm.py",
-        'x.is_cuda and x.is_contiguous() and not torch.is_autocast_enabled("cuda")',
-        "(False)",
-    ): "a longer way to the same kernel",
-    (
         "in_float64.py",
         "_BITS[dtype] < _BITS[role.dtype]",
         "(_BITS[dtype] <= _BITS[role.dtype])",
@@ -58,11 +53,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         '"norm" in name and "p" in bound and name != "normalize"',
         "('p' in bound and name != 'normalize')",
     ): "only norms have a p",
-    (
-        "timing/choose.py",
-        "timed.candidate.name in excluded[most.candidate.name]",
-        "(True)",
-    ): "of those that save alike the one that names most is taken before what it overlaps, whichever saves most",
     **dict.fromkeys(
         (
             ("proof/verdict.py", "ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE", "(False)"),

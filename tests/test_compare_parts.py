@@ -221,3 +221,12 @@ def test_a_gradient_that_is_missing_is_told_by_its_name(monkeypatch: pytest.Monk
     assert found.problem == "buffer num_batches_tracked differs from PyTorch's"
     monkeypatch.setattr(compare.modules, "swapped_class", lambda *_: wrong(False))
     assert not compare.compare(Match("batch_norm"), randomised(nn.BatchNorm1d(4)), x, False).problem
+
+
+def test_a_parameter_called_input_does_not_hide_the_input() -> None:
+    compiled, owner = by_itself(nn.LayerNorm(4), Match("layer_norm"))
+    case = compare._Case(compiled, compare.Swapped(nn.LayerNorm), owner, torch.zeros(2, 4), True)
+    tensors = torch.zeros(3).unbind()
+    found = case._named_tensors(dict(zip(("input 0", "norm.input", "norm.weight"), tensors, strict=True)))
+    assert [*found.items()] == [*zip(("input", "norm.input", "weight"), tensors, strict=True)]
+    assert [*case._named_tensors({"input": tensors[0], "norm.input": tensors[1]})] == ["input", "norm.input"]

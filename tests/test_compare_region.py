@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_compare import Scaled
 from test_fused import BODIES, Made
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -72,18 +73,6 @@ def test_what_is_right_passes_under_autocast(what: str, lowered: torch.dtype, of
     assert not found.problem and not found.declined and found.share <= 1.0
 
 
-class Grown(torch.autograd.Function):
-    """A gradient that is a little too large."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 1.001
-
-
 def raising(out: Any) -> Any:
     raise ValueError("for once")
 
@@ -95,7 +84,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "of another dtype": (lambda out: tree_map(lambda t: t.double(), out), ""),
     "of another shape": (lambda out: tree_map(lambda t: t[:1], out), ""),
     "raising": (raising, "raises ValueError: for once"),
-    "gradient off": (lambda out: tree_map(Grown.apply, out), "gradient"),
+    "gradient off": (lambda out: tree_map(Scaled.apply, out), "gradient"),
     "no gradient": (lambda out: tree_map(Tensor.detach, out), ""),
 }
 

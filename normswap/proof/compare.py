@@ -369,7 +369,9 @@ class _Case:
         """Gradients or buffers by what they are called for a person: inputs by their roles, what a module by itself has
         by the names that it has there."""
         within, roles = f"{self.region.norm}." if self.by_itself else "", self._roles()
-        return {roles.get(name) or name.removeprefix(within): tensor for name, tensor in found.items()}
+        taken = {*roles.values()}  # a parameter may be called "input"
+        short = {name: name.removeprefix(within) for name in found}
+        return {roles.get(n) or (n if short[n] in taken else short[n]): tensor for n, tensor in found.items()}
 
     def _roles(self) -> dict[str, str]:
         """The role of each tensor that the region is given, by its name among the gradients."""
