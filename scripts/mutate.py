@@ -1,268 +1,235 @@
 """What scripts/mutate runs: conditions dropped or weakened one by one, and the tests that then still pass.
 
 A condition is the test of an ``if``, a comprehension or a conditional expression, an operand of ``and`` and ``or``, a
-``not``, a comparison or an ``all``/``any`` that is returned. First the test files run once under coverage, which tells
-which test reaches which function (kept in build/mutate until the test file changes, or
-normswap has other functions); a mutant is then tried on those
-that reach its function: quick ones that reach little else first. Each run is a fork of this process, which has loaded
-torch, in a copy of the checkout. Exit 1 if a mutant survived.
+``not``, a comparison or an ``all``/``any`` that is returned. One process collects the tests and forks. Each test file
+runs once in a fork under coverage, which tells which test reaches which line (kept in build/mutate until the file
+changes). A mutant is a fork in which the functions of its file have the code of the changed source (what runs at import
+is run again); it is tried on the tests that reach its line, quick ones that reach little else first, and is killed
+where they fail, or take several times as long, and pass in a fork without it. Processes that a test starts and what ran
+at import do not see it. Exit 1 if a mutant survived.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
-import importlib
 import itertools
 import json
 import multiprocessing
 import os
-import queue
 import random
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
-from xml.etree import ElementTree
 
 import coverage
 import pytest
 from mutations import WHERE, Mutation, files, functions, mutations
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = ("normswap", "tests", "scripts", "csrc", "docs", "pyproject.toml", "README.md", "LICENSE")
-"""What the tests need of the checkout."""
-LOADED = ("torch", "torch._dynamo", "torch.testing", "hypothesis", "numpy", "safetensors.torch")
-"""What every test file imports is loaded once."""
 FIRST = 5.0
 """Seconds of tests that are tried before the others: most mutants end there."""
-STUCK = 5.0
-"""A mutant is given so many times what its tests took, and half a minute."""
+STUCK, GRACE = 5.0, 30.0
+"""A mutant is given so many times what its tests took, and so many seconds."""
+FORK = multiprocessing.get_context("fork")
 
 
-# --- a run of pytest in a fork ----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def copied(root: Path) -> Iterator[Path]:
-    """A copy of the checkout in a temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
-        tree = Path(folder).resolve()
-        for name in KEPT:
-            source = root / name
-            if source.is_dir():
-                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-            elif source.is_file():
-                shutil.copy2(source, tree / name)
-        yield tree
-
-
-def forked(tree: Path, work: Callable[[], int], seconds: float | None = None) -> tuple[int | None, str]:
-    """What ``work`` returns in a fork of this process in ``tree``, None if it takes longer; and what it prints."""
+def forked(work: Callable[[], Any], seconds: float | None = None) -> Any:
+    """What ``work`` returns in a fork of this process; None if it takes longer, or the fork dies."""
+    receiver, sender = FORK.Pipe(duplex=False)
 
     def child() -> None:
         os.setsid()
-        with output.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        os.chdir(tree)
-        ours = [str(tree / name) for name in ("", "scripts", "tests")]
-        sys.path[:0] = ours
-        os.environ["PYTHONPATH"] = os.pathsep.join(ours)
-        code = work()
-        sys.stdout.flush()
-        os._exit(code)
+        sender.send(work())
+        os._exit(0)
 
-    output = tree / "output.txt"
-    process = multiprocessing.get_context("fork").Process(target=child)
+    process = FORK.Process(target=child)
     process.start()
-    process.join(seconds)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)
-    process.join()
-    return (None if process.exitcode == -signal.SIGKILL else process.exitcode), output.read_text(errors="replace")
+    sender.close()
+    try:
+        return receiver.recv() if receiver.poll(seconds) else None
+    except EOFError:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
 
 
-def tested(tree: Path, *arguments: str) -> Callable[[], int]:
-    """A run of pytest, for ``forked``."""
-    return lambda: int(pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "--rootdir", str(tree), *arguments]))
+def side_by_side(work: Callable[[Any], Any], items: Iterable[Any], jobs: int) -> Iterator[Any]:
+    """What ``work`` makes of each item, as they end; ``jobs`` at a time, each in a fork."""
+    with ProcessPoolExecutor(jobs, FORK, initializer=_WORK.append, initargs=(work,)) as pool:
+        yield from (done.result() for done in as_completed([pool.submit(_work, item) for item in items]))
 
 
-# --- which tests reach which function ---------------------------------------------------------------------------------
+_WORK: list[Callable[[Any], Any]] = []
 
 
-class Reached:
-    """``tests``: by file and function the tests that run it; ``seconds``, ``reach``: of a test, how many it runs."""
+def _work(item: Any) -> Any:
+    return _WORK[-1](item)
 
-    def __init__(self) -> None:
-        self.tests: dict[str, set[str]] = {}
+
+def weaken(mutation: Mutation, text: str, root: Path) -> None:
+    """Give the functions of the mutation's file the code that ``text`` has for them."""
+    module = compile(text, str(root / mutation.path), "exec", dont_inherit=True)
+    if functions(text).get(mutation.line):
+        code = {_place(one): one for one in _codes(module)}
+        for function in gc.get_objects():
+            if type(function) is FunctionType and function.__code__.co_filename == module.co_filename:
+                new = code.get(_place(function.__code__), function.__code__)
+                if new != function.__code__:
+                    function.__code__ = new
+        return
+    name = mutation.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    ours = vars(sys.modules[name])
+    before = dict(ours)
+    exec(module, ours)
+    for other in [*sys.modules.values()]:
+        for key in before.keys() & vars(other).keys():
+            if vars(other)[key] is before[key]:
+                vars(other)[key] = ours[key]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+def _place(code: CodeType) -> tuple[Any, ...]:
+    return code.co_name, code.co_firstlineno, code.co_varnames[: code.co_argcount], code.co_freevars
+
+
+class Tests:
+    """A plugin of pytest that calls ``work`` with what was collected instead of running it.
+
+    ``items``: by test function its cases; of those that ``note`` ran: ``reaching``, by line and function the tests that
+    run it; ``seconds`` and ``reach`` of a test.
+    """
+
+    def __init__(self, root: Path, budget: float, say: Callable[[str], Any], work: Callable[[Tests], None]) -> None:
+        self.root, self.budget, self.say, self.work = root, budget, say, work
+        self.items: dict[str, list[pytest.Item]] = {}
+        self.reaching: dict[str, set[str]] = {}
         self.seconds: dict[str, float] = {}
         self.reach: dict[str, int] = {}
+        self.failing: set[str] = set()
+        self.sources = {path: (root / path).read_text() for path in files(["."], root)}
 
-    def add(self, seconds: dict[str, float], functions: dict[str, list[str]]) -> None:
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.say(f"mutate: {report.nodeid} does not run:\n{report.longreprtext[-1000:]}")
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        for item in session.items:
+            self.items.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        self.work(self)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("[")[0]
+        self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
+        if report.failed:
+            self.failing.add(name)
+
+    def run(self, names: Sequence[str], before: Callable[[str], Any] | None = None) -> str:
+        """Run these tests, to the first that fails unless something is called before each: its name."""
+        self.failing.clear()
+        items = [(name, item) for name in names for item in self.items[name]]
+        for (name, item), (_, following) in itertools.pairwise([*items, ("", None)]):
+            if before:
+                before(name)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.failing and not before:
+                break
+        return next(iter(self.failing), "")
+
+    def note(self, path: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
+        """What the tests of a file reach, from a run under coverage or what one of the same file did before."""
+        kept = self.root / f"build/mutate/{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.json"
+        if kept.is_file():
+            return json.loads(kept.read_text())
+        names = [name for name in self.items if name.startswith(f"{path.relative_to(self.root).as_posix()}::")]
+        seconds, reaching, failing = forked(lambda: self._covered(names), 1800) or ({}, {}, names)
+        self.say(f"mutate: {path.name} was run under coverage")
+        if failing:
+            self.say(f"mutate: left out, failing without any mutation: {', '.join(sorted(failing))}")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps([seconds, reaching]))
+        return seconds, reaching
+
+    def _covered(self, names: Sequence[str]) -> tuple[dict[str, float], dict[str, list[str]], set[str]]:
+        """The seconds of these tests; by line and function, those that run it and pass; those that do not pass."""
+        watch = coverage.Coverage(data_file=None, source=[str(self.root / "normswap")], config_file=False)
+        with watch.collect():
+            self.run(names, watch.switch_context)
+        found: dict[str, set[str]] = {}
+        covered = watch.get_data()
+        for file in covered.measured_files():
+            path = Path(file).relative_to(self.root).as_posix()
+            lines, of_line = self.sources[path].splitlines(), functions(self.sources[path])
+            for line, contexts in covered.contexts_by_lineno(file).items():
+                for key in (lines[line - 1].strip(), of_line.get(line, "")):
+                    found.setdefault(f"{path}::{key}", set()).update({*contexts} - {""} - self.failing)
+        return self.seconds, {key: sorted(tests) for key, tests in found.items() if tests}, self.failing
+
+    def learn(self, seconds: dict[str, float], reaching: dict[str, list[str]]) -> None:
         """What a test file reaches."""
         self.seconds |= seconds
-        for name, tests in functions.items():
+        for key, tests in reaching.items():
+            self.reaching.setdefault(key, set()).update(tests)
             for test in tests:
-                self.tests.setdefault(name, set()).add(test)
                 self.reach[test] = self.reach.get(test, 0) + 1
 
-    def by(self, mutation: Mutation, source: str) -> list[str]:
+    def by(self, mutation: Mutation) -> list[str]:
         """The tests that reach a mutation, likely ones first; of what runs at import, all of the file."""
-        name = functions(source).get(mutation.line)
-        prefix = f"{mutation.path}::"
-        tests = self.tests.get(f"{prefix}{name}", set())
-        tests = tests or {test for key, found in self.tests.items() if key.startswith(prefix) for test in found}
-        return sorted(tests, key=lambda test: ((0.1 + self.seconds.get(test, 0.0)) * self.reach[test], test))
+        text, prefix = self.sources[mutation.path], f"{mutation.path}::"
+        keys = (text.splitlines()[mutation.line - 1].strip(), functions(text).get(mutation.line))
+        known = (self.reaching.get(f"{prefix}{key}") for key in keys if key)
+        tests = next(filter(None, known), None) or set[str]().union(
+            *(tests for key, tests in self.reaching.items() if key.startswith(prefix))
+        )
+        return sorted(tests & self.items.keys(), key=lambda test: ((0.1 + self.seconds[test]) * self.reach[test], test))
 
+    def fate(self, mutation: Mutation) -> dict[str, Any]:
+        """What the tests say of a mutant: "killed" by which, "survived" of how many, or "unreached"."""
+        reaching = self.by(mutation)
+        chosen = self._within(reaching, self.budget)
+        told = {"mutation": str(mutation), "of": len(reaching), "tests": len(chosen), "by": ""}
+        first = self._within(chosen, FIRST)
+        for part in (first, chosen[len(first) :]):
+            tests = [*part]
+            while tests:
+                seconds = GRACE + STUCK * sum(self.seconds[test] for test in tests)
+                failed = self._tried(mutation, mutation.applied(self.sources[mutation.path]), tests, seconds)
+                if failed == "":
+                    break
+                until = tests[: tests.index(failed) + 1] if failed else tests
+                if self._tried(mutation, self.sources[mutation.path], until, seconds / 2) == "":
+                    return {**told, "fate": "killed", "by": failed or "that they did not end"}
+                tests = [test for test in tests if failed and test != failed]  # no other fault, nor chance, is a kill
+        return {**told, "fate": "survived" if chosen else "unreached"}
 
-def reached(tests: Sequence[str], jobs: int, root: Path) -> Reached:
-    """What the test files reach, from a run under coverage or what one of the same file did before."""
-    found, kept_in = Reached(), root / "build/mutate"
-    kept_in.mkdir(parents=True, exist_ok=True)
-    sources = sorted((root / "normswap").rglob("*.py"))
-    known = json.dumps([[path.name, *dict.fromkeys(functions(path.read_text()).values())] for path in sources]).encode()
-    paths = sorted(
-        path for name in tests for path in ([root / name] if name[-3:] == ".py" else (root / name).glob("test_*"))
-    )
+    def _tried(self, mutation: Mutation, text: str, tests: Sequence[str], seconds: float) -> str | None:
+        """Which of the tests fails first with this text of the file, or none; None if they do not end in time."""
 
-    def one(tree: Path, path: Path) -> Any:
-        file = kept_in / f"{path.stem}-{hashlib.sha256(path.read_bytes() + known).hexdigest()[:16]}.json"
-        if file.is_file():
-            return json.loads(file.read_text())
-        reached = _covered(path.relative_to(root).as_posix(), tree)
-        print(f"mutate: {path.name} was run under coverage", file=sys.stderr, flush=True)
-        if reached[0]:
-            file.write_text(json.dumps(reached))
-        return reached
+        def work() -> str:
+            weaken(mutation, text, self.root)
+            return self.run(tests)
 
-    for reached in _side_by_side(one, paths, jobs, root):
-        found.add(*reached)
-    return found
+        return forked(work, seconds)
 
-
-def _covered(test_file: str, tree: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
-    """The seconds of the tests of a file that pass; by file and function, which of them run it."""
-    data, results = tree / ".coverage", tree / "results.xml"
-    data.unlink(missing_ok=True)
-    results.unlink(missing_ok=True)
-
-    def work() -> int:
-        watch = coverage.Coverage(data_file=str(data), source=[str(tree / "normswap")], config_file=False)
-        watch.set_option("run:dynamic_context", "test_function")
-        with watch.collect():
-            code = tested(tree, f"--junitxml={results}", test_file)()
-        watch.save()
-        return code
-
-    _, told = forked(tree, work, 900)
-    if not results.is_file():
-        print(f"mutate: {test_file} does not run:\n{told[-1000:]}", file=sys.stderr)
-        return {}, {}
-    seconds, failing = _outcomes(results.read_text())
-    if failing:  # such as those that ask git, which a copy has none of
-        print(f"mutate: left out, failing without any mutation: {', '.join(sorted(failing))}", file=sys.stderr)
-    covered = coverage.CoverageData(str(data))
-    covered.read()
-    found: dict[str, set[str]] = {}
-    for name in covered.measured_files():
-        path, of_line = Path(name).relative_to(tree).as_posix(), functions(Path(name).read_text())
-        for line, contexts in covered.contexts_by_lineno(name).items():
-            tests = {_node(context) for context in contexts if context} - failing
-            found.setdefault(f"{path}::{of_line.get(line, '')}", set()).update(tests)
-    return seconds, {name: sorted(tests) for name, tests in found.items() if tests}
-
-
-def _node(context: str) -> str:
-    """pytest's name of a test function that coverage calls module.function."""
-    module, _, name = context.rpartition(".")
-    return f"tests/{module.rpartition('.')[2]}.py::{name}"
-
-
-def _outcomes(text: str) -> tuple[dict[str, float], set[str]]:
-    """The seconds of each test function in what pytest --junitxml wrote, and those of which something failed."""
-    seconds: dict[str, float] = {}
-    failing = set()
-    for case in ElementTree.fromstring(text).iter("testcase"):
-        node = _node(f"{case.attrib['classname']}.{case.attrib['name'].partition('[')[0]}")
-        seconds[node] = seconds.get(node, 0.0) + float(case.attrib["time"])
-        if case.find("failure") is not None or case.find("error") is not None:
-            failing.add(node)
-    return seconds, failing
-
-
-# --- what becomes of a mutant -----------------------------------------------------------------------------------------
-
-
-def fate(mutation: Mutation, found: Reached, budget: float, tree: Path) -> dict[str, Any]:
-    """What the tests say of a mutant: "killed" by which, "survived" of how many, or "unreached"."""
-    path = tree / mutation.path
-    source = path.read_bytes()
-    reaching = found.by(mutation, source.decode())
-    chosen = _within(reaching, found.seconds, budget)
-    told = {"mutation": str(mutation), "of": len(reaching), "tests": len(chosen), "by": ""}
-    first = _within(chosen, found.seconds, FIRST)
-    for part in (first, chosen[len(first) :]):
-        tests = [*part]
-        while tests:
-            path.write_bytes(mutation.applied(source))
-            try:
-                code, said = forked(tree, tested(tree, "-x", *tests), 30 + STUCK * budget)
-            finally:
-                path.write_bytes(source)
-            if code == 0:
-                break
-            failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            if not failed or _passes(failed[0], tree):
-                return {**told, "fate": "killed", "by": failed[0] if failed else f"exit {code} {said[-200:]}"}
-            tests = [test for test in tests if not test.startswith(_failing(failed[0]))]
-    return {**told, "fate": "survived" if chosen else "unreached"}
-
-
-def _failing(line: str) -> str:
-    return line.split()[1].partition("[")[0]
-
-
-def _passes(line: str, tree: Path) -> bool:
-    """Whether the test that pytest says fails does not without the mutation: it is no other fault, nor chance."""
-    name = _failing(line)
-    return forked(tree, tested(tree, *(() if "::" in name else ("--collect-only",)), name), 900)[0] == 0
-
-
-def _within(tests: Sequence[str], seconds: dict[str, float], budget: float) -> Sequence[str]:
-    """The first of ``tests`` that take so many seconds together, one at least."""
-    spent = list(itertools.accumulate(seconds.get(test, 0.0) for test in tests))
-    return tests[: max(1, sum(until <= budget for until in spent))]
-
-
-def _side_by_side(work: Callable[[Path, Any], Any], items: Iterable[Any], jobs: int, root: Path) -> Iterator[Any]:
-    """What ``work`` makes of each item in a copy of the checkout, as they end; ``jobs`` at a time."""
-    with contextlib.ExitStack() as stack:
-        trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for _ in range(jobs):
-            trees.put(stack.enter_context(copied(root)))
-
-        def one(item: Any) -> Any:
-            tree = trees.get()
-            try:
-                return work(tree, item)
-            finally:
-                trees.put(tree)
-
-        pool = stack.enter_context(ThreadPoolExecutor(jobs))
-        yield from (done.result() for done in as_completed([pool.submit(one, item) for item in items]))
-
-
-def try_all(
-    chosen: Iterable[Mutation], found: Reached, budget: float, jobs: int, root: Path
-) -> Iterator[dict[str, Any]]:
-    """The fate of each mutation, as they end."""
-    return _side_by_side(lambda tree, mutation: fate(mutation, found, budget, tree), chosen, jobs, root)
+    def _within(self, tests: Sequence[str], budget: float) -> Sequence[str]:
+        """The first of ``tests`` that take so many seconds together, one at least."""
+        spent = itertools.accumulate(self.seconds[test] for test in tests)
+        return tests[: max(1, sum(until <= budget for until in spent))]
 
 
 def summary(fates: Sequence[dict[str, Any]]) -> str:
@@ -282,22 +249,35 @@ def main(root: Path = ROOT) -> None:
     parser.add_argument("--tests", nargs="+", default=["tests"], help="the test files that are run (default: all)")
     parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
     arguments = parser.parse_args()
-    found = [one for path in files(arguments.files, root) for one in mutations(path, (root / path).read_text())]
-    if arguments.sample is not None and arguments.sample < len(found):
-        found = random.Random(arguments.seed).sample(found, arguments.sample)
+    chosen = [one for path in files(arguments.files, root) for one in mutations(path, (root / path).read_text())]
+    if arguments.sample is not None and arguments.sample < len(chosen):
+        chosen = random.Random(arguments.seed).sample(chosen, arguments.sample)
     if arguments.list:
-        print(*found, f"{len(found)} mutations", sep="\n")
+        print(*chosen, f"{len(chosen)} mutations", sep="\n")
         return
-    fates = []
+    paths = sorted(
+        path
+        for name in arguments.tests
+        for path in ([root / name] if name[-3:] == ".py" else (root / name).glob("test_*.py"))
+    )
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork has none of its parent's threads
-    for name in LOADED:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-    tests = reached(arguments.tests, arguments.jobs, root)
-    for one in try_all(found, tests, arguments.budget, arguments.jobs, root):
-        fates.append(one)
-        print(f"{one['fate']:9} {one['mutation']}  {one['by']}", flush=True)
-    print(summary(fates))
+    sys.path.insert(0, str(root))
+    os.chdir(root)
+    out, errors = (os.fdopen(os.dup(fd), "w", buffering=1) for fd in (1, 2))
+    for fd in (1, 2):  # what pytest and the tests say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+    fates = []
+
+    def work(tests: Tests) -> None:
+        for kept in side_by_side(tests.note, paths, arguments.jobs):
+            tests.learn(*kept)
+        for one in side_by_side(tests.fate, chosen, arguments.jobs):
+            fates.append(one)
+            print(f"{one['fate']:9} {one['mutation']}  {one['by']}", file=out)
+
+    plugin = Tests(root, arguments.budget, lambda text: print(text, file=errors), work)
+    pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(root), *map(str, paths)], plugins=[plugin])
+    print(summary(fates), file=out)
     sys.exit(any(one["fate"] != "killed" for one in fates))
 
 
