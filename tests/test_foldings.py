@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +11,11 @@ from convolution_models import Block, bn, conv, drawn, regions_in, residual, wri
 from torch import nn
 
 from normswap import finding
+from normswap.installed import site_match
 from normswap.plans import Plan
 from normswap.timing import decide_foldings, foldings
-from normswap.timing.choose import Waiting
 from normswap.timing.hidden import Cost
+from normswap.timing.model import Compared
 
 IMAGE = (2, 6, 9, 8)
 
@@ -35,8 +36,26 @@ def timed_as(monkeypatch: pytest.MonkeyPatch, us: dict[str, float]) -> list[Any]
         return {way: Cost(us.get(way, 9.0), us.get(way, 9.0)) for way in ways}
 
     monkeypatch.setattr(foldings, "_costs", costs)
-    monkeypatch.setattr(foldings, "_waiting", lambda places, run: Waiting(100.0, 100.0))
+    monkeypatch.setattr(foldings, "machine_for", lambda devices: object() if devices else None)
     return calls
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, model: nn.Module, us: Callable[[dict[str, str]], float]) -> list[Any]:
+    """A run of ``model`` takes ``us`` of how the convolutions of its children are computed: by their names, the way, ""
+    where it is left alone. What was timed."""
+    tried: list[Any] = []
+
+    def compare(machine: Any, ways: Any) -> Compared:
+        for within, run in ways:
+            with within():
+                run()
+                found = {name: site_match(child) for name, child in model.named_children()}
+                regions = {name: [*map(dict, match.attributes["regions"])] for name, match in found.items() if match}
+                tried.append({name: regions[name][0]["folding"] if name in regions else "" for name in found})
+        return Compared(tuple(us(one) for one in tried), 0.0)
+
+    monkeypatch.setattr(foldings, "compare", compare)
+    return tried
 
 
 def decided(model: nn.Module, timed: bool = True, x: Any = None) -> tuple[Plan, Iterator[str]]:
@@ -66,31 +85,37 @@ def test_statements_lose_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decided(drawn(made))[0].swaps == ()
 
 
-@pytest.mark.parametrize(("host_us", "chosen"), ((500.0, "folded"), (45.0, "folded"), (5.0, "apart")))
-def test_the_host_counts_as_far_as_the_model_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch, host_us: float, chosen: str
+@pytest.mark.parametrize("fastest", ("folded", ""))
+def test_the_whole_model_says_whether_the_device_or_the_host_is_served(
+    monkeypatch: pytest.MonkeyPatch, fastest: str
 ) -> None:
-    """``folded`` costs the device 20 us and the host 20, every other way the device 10 and the host 30."""
-    monkeypatch.setattr(foldings, "machine_for", lambda devices: object())
-    monkeypatch.setattr(foldings, "waiting", lambda machine, run: Waiting(30.0, host_us))
-    monkeypatch.setattr(foldings, "costs", lambda machine, functions: [Cost(20.0, 20.0)] + [Cost(10.0, 30.0)] * 2)
-    _, found = decided(drawn(lambda: nn.Sequential(Block(conv(), bn()))))
-    assert found == (["0: conv + bn + act folded"] if chosen == "folded" else ["0: bn + act"])
+    """``folded`` costs the device 20 us and the host 20, every other way the device 10 and the host 40."""
+    timed_as(monkeypatch, {})
+    ways = {"folded": Cost(20.0, 20.0), "apart": Cost(10.0, 40.0), "statements": Cost(10.0, 40.0)}
+    monkeypatch.setattr(foldings, "_costs", lambda *_: ways)
+    model = drawn(lambda: nn.Sequential(Block(conv(), bn())))
+    tried = clock(monkeypatch, model, lambda way: 1.0 if way["0"] == fastest else 2.0)
+    _, found = decided(model)
+    assert tried == [{"0": ""}, {"0": "folded"}]
+    assert found == (["0: conv + bn + act folded"] if fastest else ["0: bn + act"])
 
 
-def test_only_so_many_serve_the_host_as_the_device_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two blocks gains the host 20 us for 2 of the device's, the other for 200."""
-    monkeypatch.setattr(foldings, "machine_for", lambda devices: object())
-    monkeypatch.setattr(foldings, "waiting", lambda machine, run: Waiting(50.0, 100.0))
-    model = drawn(lambda: nn.Sequential(Block(conv(), bn()), written(residual)(conv(), bn())))
+def test_each_may_serve_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two blocks gains the host 20 us for 2 of the device's, the other for 200: between the two views of all
+    there is one of each."""
+    timed_as(monkeypatch, {})
 
     def by_residual(place: Any, call: Any, ways: Any) -> Any:
         dear = place.compiled.region.has("residual")
         return {way: Cost(10.0, 30.0) if way != "folded" else Cost(210.0 if dear else 12.0, 10.0) for way in ways}
 
     monkeypatch.setattr(foldings, "_costs", by_residual)
+    model = drawn(lambda: nn.Sequential(Block(conv(), bn()), written(residual)(conv(), bn())))
+    tried = clock(monkeypatch, model, lambda way: 1.0 if (way["0"], way["1"]) == ("folded", "") else 2.0)
     _, found = decided(model)
+    assert tried == [{"0": "", "1": ""}, {"0": "folded", "1": ""}, {"0": "folded", "1": "folded"}]
     assert found == ["0: conv + bn + act folded", "1: bn + residual + act"]
+    assert all(site_match(child) is None for child in model)
 
 
 def test_of_the_alike_the_same_one_is_taken_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +164,8 @@ def test_no_memory_and_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(foldings, "_waiting", out_of_memory)
+    timed_as(monkeypatch, {})
+    monkeypatch.setattr(foldings, "_costs", out_of_memory)
     assert any("fused" in line for line in decided(model)[1])
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     with pytest.raises(RuntimeError):

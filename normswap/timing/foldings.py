@@ -1,20 +1,23 @@
 """How each convolution with a norm behind it is computed: what is right on the example inputs and fastest on the device
 there, and as it was where nothing is.
 
-What a way costs the device and the host is weighed so that the whole model, which waits for the slower of the two, is
-done soonest. Whether it gains is asked afterwards.
+What a way costs the device and the host by itself is weighed in several manners; which of them serves the model, which
+waits for the slower of the two, the wall's clock says. Whether it gains is asked afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from normswap.modules import swapped_class
 from normswap.plans import Match, Plan, Swap
 from normswap.proof.compare import compare_region
 from normswap.regions.foldings import by_default, foldings_of, without_convolution
@@ -24,20 +27,21 @@ from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.timing.candidate import Code, Recorder, as_called
-from normswap.timing.choose import Waiting
 from normswap.timing.decision import machine_for, takes_gradients
 from normswap.timing.hidden import NO_COST, Cost, costs
-from normswap.timing.model import waiting
+from normswap.timing.model import compare
 from normswap.timing.sites import looks
-from normswap.untouched import preserved
+from normswap.untouched import classes, preserved
 
 APART = "apart"
 """The convolution as it is, and what stands behind it as one op."""
 STATEMENTS = "statements"
 _MARGIN = 0.03
 """By so much, as a share, must a way be faster to be taken before one that stands earlier."""
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the host's time in what the ways are judged by; the rest is the device's."""
+SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 1.0)
+"""Of the host's time in what the ways are judged by, each tried; the rest is the device's."""
+
+Arranged: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 
 
 def decide_foldings(model: nn.Module, plan: Plan, run: Callable[[], Any] | None, *, timed: bool) -> Plan:
@@ -54,8 +58,7 @@ def decide_foldings(model: nn.Module, plan: Plan, run: Callable[[], Any] | None,
             with preserved(model), torch.no_grad():
                 with listening(owners.values()):
                     run()
-                reached = [place for place in places if place.form is not None]
-                _decide(reached, _waiting(reached, run) if timed else None)
+                _decide([*owners.values()], run if timed else None)
         except torch.OutOfMemoryError:
             for place in places:
                 place.chosen = ""
@@ -148,55 +151,66 @@ class _Owner(Listener):
         return Match(self.match.kind, {**self.match.attributes, "regions": kept})
 
 
-def _waiting(places: Sequence[_Place], run: Callable[[], Any]) -> Waiting | None:
-    """What ``run``, one of the model with the statements of all places, costs; None where nothing can be timed."""
-    machine = machine_for(sorted({call.device for place in places for call in place.recorder.calls}, key=str))
-    return None if machine is None else waiting(machine, run)
-
-
-def _decide(places: Sequence[_Place], whole: Waiting | None) -> None:
-    """Choose for every place; calls of equal keys are timed once. ``whole``: the model with none chosen; None: the
-    default is."""
+def _decide(owners: Sequence[_Owner], run: Callable[[], Any] | None) -> None:
+    """Choose for every place that was reached; calls of equal keys are timed once. Without ``run``, or without a clock,
+    the default is."""
+    places = [place for owner in owners for place in owner.places.values() if place.form is not None]
+    devices = {call.device for place in places for call in place.recorder.calls}
+    machine = machine_for(sorted(devices, key=str))
+    if run is None or machine is None:
+        _choose(places, [place.default() for place in places])
+        return
     known: dict[Hashable, dict[str, Cost]] = {}
-    found: list[dict[str, Cost]] = []
-    for place in places:
-        ways = place.ways()
-        totals = dict.fromkeys(ways, NO_COST)
-        for call, count in place.recorder.calls.items() if whole is not None else ():
-            if (key := (place.key(), call)) not in known:
-                known[key] = _costs(place, call, ways)
-            for way, cost in known[key].items():
-                totals[way] += cost * count
-        found.append(totals)
-    share = 0.0 if whole is None else min(SHARES, key=lambda share: _waits_us(found, whole, share))
-    for place, totals in zip(places, found, strict=True):
-        is_timed = any(cost.device_us for cost in totals.values())
-        place.chosen = _first_of_the_fastest(totals, share) if is_timed else place.default()
+    found = [_costs_of(place, known) for place in places]
+    choices = [[_chosen(place, totals, share) for place, totals in zip(places, found, strict=True)] for share in SHARES]
+    choices = [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
+    if len(choices) > 1:
+        ways = [(_arranged(owners, places, choice), run) for choice in choices]
+        times = compare(machine, ways)
+        choices = [choice for index, choice in enumerate(choices) if not times.slower(index)]
+    _choose(places, choices[0])
 
 
-def _waits_us(found: Sequence[Mapping[str, Cost]], whole: Waiting, share: float) -> float:
-    """What the model would wait for if every place were decided by ``share``."""
-    device_us, host_us = whole.device_us, whole.host_us
-    for totals in found:
-        before, after = totals[STATEMENTS], totals[_first_of_the_fastest(totals, share)]
-        device_us += after.device_us - before.device_us
-        host_us += after.host_us - before.host_us
-    return max(device_us, host_us)
+def _choose(places: Sequence[_Place], choice: Sequence[str]) -> None:
+    for place, way in zip(places, choice, strict=True):
+        place.chosen = way
+
+
+def _arranged(owners: Sequence[_Owner], places: Sequence[_Place], choice: Sequence[str]) -> Arranged:
+    """The model with its convolutions computed so for a block."""
+    _choose(places, choice)
+    settled = [(owner.owner, owner.settled()) for owner in owners]
+    swapped = [(one, match) for one, match in settled if match.attributes["regions"]]
+    return partial(classes, [(one, swapped_class(match.kind, type(one), match.attributes)) for one, match in swapped])
+
+
+def _costs_of(place: _Place, known: dict[Hashable, dict[str, Cost]]) -> dict[str, Cost]:
+    """What a place costs in one run of the model, in each way; ``known`` are calls that were timed, by their keys."""
+    ways = place.ways()
+    totals = dict.fromkeys(ways, NO_COST)
+    for call, count in place.recorder.calls.items():
+        if (key := (place.key(), call)) not in known:
+            known[key] = _costs(place, call, ways)
+        for way, cost in known[key].items():
+            totals[way] += cost * count
+    return totals
 
 
 def _costs(place: _Place, call: Any, ways: Sequence[str]) -> dict[str, Cost]:
-    """What a ``call`` costs in each way; nothing where nothing can be timed."""
+    """What a ``call`` costs in each way."""
     machine = machine_for([call.device])
-    if machine is None:
-        return {}
+    assert machine is not None
     with torch.inference_mode(False), torch.no_grad(), as_called(call):
         inputs = call.made()
         functions = [call.function(place.code(way), inputs, False) for way in ways]
         return dict(zip(ways, costs(machine, functions), strict=True))
 
 
-def _first_of_the_fastest(totals: Mapping[str, Cost], share: float) -> str:
-    """The fastest, or one that stands before it and is as fast within the margin; ``share``: that of the host."""
+def _chosen(place: _Place, totals: Mapping[str, Cost], share: float) -> str:
+    """The fastest, or one that stands before it and is as fast within the margin, by the host's ``share`` of the time;
+    the default where no call could be timed."""
+    if not place.recorder.calls:
+        return place.default()
     us = {way: (1.0 - share) * cost.device_us + share * cost.host_us for way, cost in totals.items()}
     least = min(us.values())
     return next(way for way, found in us.items() if found <= (1.0 + _MARGIN) * least)
