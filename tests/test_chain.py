@@ -41,6 +41,20 @@ class Rows(Block):
         return self.act(out)
 
 
+class Passed(Rows):
+    """With children between the convolutions that hand on what they get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aa, self.drop = nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.aa(self.act(self.bn(self.conv(x))))
+        out = self.act(self.bn2(self.conv2(out)))
+        out = self.drop(self.aa(out))
+        return self.act(self.bn3(self.conv3(out)) + x)
+
+
 def seen_between(self: Any, x: Tensor) -> Tensor:
     out = F.relu(self.bn(self.conv(x)))
     print(out.shape, end="")
@@ -96,7 +110,7 @@ def with_shortcut() -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", (Rows, with_shortcut, lambda: Bottleneck(6, 4, 2), lambda: Bottleneck(16, 4, 1)))
+@pytest.mark.parametrize("make", (Rows, Passed, with_shortcut, lambda: Bottleneck(6, 4, 2), lambda: Bottleneck(16, 4, 1)))
 def test_a_row_is_one_op(make: Callable[[], Any], rows: list[int]) -> None:
     model = drawn(make)
     fast = swapped_with(model, "fused")
@@ -154,6 +168,19 @@ def test_what_changes_later_is_seen(name: str, rows: list[int]) -> None:
         return
     assert_alike(fast, model, x)
     assert (rows == [3]) == (name in ("data", "statistics"))
+
+
+@pytest.mark.parametrize("passing", (nn.Dropout2d(0.5).train(), nn.ReLU(), nn.AvgPool2d(3, 1, 1)))
+def test_a_child_that_no_longer_hands_on_is_called(passing: nn.Module, rows: list[int]) -> None:
+    model = drawn(Passed)
+    fast = swapped_with(model, "fused")
+    found = []
+    for one in (model, fast):
+        one.drop = passing
+        with torch.no_grad(), torch.random.fork_rng():
+            found.append(one(torch.ones(IMAGE)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    assert rows == []  # the second leads to what it was found to lead to, or is by itself
 
 
 def outcome(model: Any, x: Tensor) -> Any:

@@ -9,7 +9,7 @@ from normswap.kinds import NORMS
 from normswap.regions.activations import called_activation, sigmoid_times
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Constant, Op, is_literal
-from normswap.regions.growing import ADDS, CHANNELS, PASSING, ROWS, Growing, child_of, dims_of, is_own, only_user, take
+from normswap.regions.growing import ADDS, CHANNELS, ROWS, Growing, child_of, dims_of, is_own, only_user, passing, take
 
 FEEDING = tuple(norm.name for norm in NORMS.values() if norm.widens)
 """Kinds that autocast runs in float32."""
@@ -33,8 +33,8 @@ def grow_behind(module: nn.Module, found: Growing, taken: set[int]) -> None:
         if permuted and user.target == ".permute()" and dims_of(user) == (0, 3, 1, 2):
             take(found, "permute back", user, 0)
             return
-        if type(child) in PASSING and len(user.args) == 1 and not user.keywords:
-            found.passes.append(user.target[len("self.") :])
+        if name := passing(module, user):
+            found.passes.append(name)
             take(found, "pass", user, 0)
         elif not permuted and _behind(found, user, operand):
             continue
@@ -56,7 +56,7 @@ def fed_by(module: nn.Module, found: Growing) -> tuple[str, ...]:
     while (user := only_user(value)) is not None and user.args[:1] == (value,):
         child = child_of(module, user)
         names.append(str(user.target)[len("self.") :])
-        if type(child) not in PASSING:
+        if not passing(module, user):
             return tuple(names) if child is not None and only_multiplies(child) else ()
         value = user
     return ()

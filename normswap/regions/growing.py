@@ -57,6 +57,12 @@ def child_of(module: nn.Module, op: Op) -> nn.Module | None:
     return None if hidden else module._modules.get(name)
 
 
+def passing(module: nn.Module, op: Op) -> str:
+    """The name of the child that ``op`` calls and that hands on what it gets, "" where it is none."""
+    is_one = type(child_of(module, op)) in PASSING and len(op.args) == 1 and not op.keywords
+    return str(op.target)[len("self.") :] if is_one else ""
+
+
 def only_user(value: Op) -> Op | None:
     return value.users[0] if len(value.users) == 1 else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -48,9 +48,8 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any, baked: bool = False)
                 taken.update(map(id, one.ops))
                 made.append(one)
                 break
-    yield from with_successors(
-        made, [described(flow, one) for one in made], lambda one: _stands(module, flow, one, norm_of)
-    )
+    stands: Callable[[Growing], bool] = lambda one: _stands(module, flow, one, norm_of)  # noqa: E731
+    yield from with_successors(module, made, lambda one: described(flow, one), stands)
 
 
 def _expressions(module: nn.Module, flow: Flow, norm_of: Any, taken: set[int]) -> Iterator[Region]:

@@ -6,21 +6,39 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
+from normswap.regions.growing import Growing, only_user, passing
 from normswap.regions.spec import Region
 
 
-def with_successors(made: Sequence[Any], regions: Sequence[Region], stands: Callable[[Any], bool]) -> Iterator[Region]:
-    """``regions``, each that leads into another and nowhere else with ``then`` set. Of each ``made`` has the
-    operations, and ``stands`` says whether those of two may be moved together."""
-    found = [*regions]
+def with_successors(
+    module: nn.Module,
+    made: Sequence[Growing],
+    described: Callable[[Growing], Region],
+    stands: Callable[[Growing], bool],
+) -> Iterator[Region]:
+    """What is ``made``, ``described``; each that leads into another and nowhere else, itself or through children that
+    hand on what they get, with these and ``then`` set. ``stands`` says whether operations may be moved together."""
+    found = [described(one) for one in made]
     starts = {id(one.ops[0]): index for index, one in enumerate(made) if one.convolution}
     for index, one in enumerate(made):
-        (user,) = one.last.users if len(one.last.users) == 1 else (None,)
-        following = starts.get(id(user)) if one.convolution and not regions[index].has("residual") else None
+        ops, user = list[Any](), only_user(one.last)
+        while user is not None and (name := passing(module, user)):
+            ops.append((name, user))
+            user = only_user(user)
+        following = starts.get(id(user)) if one.convolution and not found[index].has("residual") else None
         if following is None or user is None or user.stretch != one.last.stretch:
             continue
-        both = replace(made[following], ops=[*one.ops, *made[following].ops])
+        whole = replace(
+            one,
+            ops=[*one.ops, *(op for _, op in ops)],
+            steps=[*one.steps, *(("pass", op, 0) for _, op in ops)],
+            passes=[*one.passes, *(name for name, _ in ops)],
+        )
+        both = replace(made[following], ops=[*whole.ops, *made[following].ops])
         if stands(both):
-            found[index] = replace(found[index], then=regions[following].steps[0].at)
+            longer = replace(described(whole), beside=found[index].beside)
+            found[index] = replace(longer, then=found[following].steps[0].at)
             found[following] = replace(found[following], beside=both.beside)
     yield from found
