@@ -110,7 +110,10 @@ def with_shortcut() -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", (Rows, Passed, with_shortcut, lambda: Bottleneck(6, 4, 2), lambda: Bottleneck(16, 4, 1)))
+MADE = (Rows, Passed, with_shortcut, lambda: Bottleneck(6, 4, 2), lambda: Bottleneck(16, 4, 1))
+
+
+@pytest.mark.parametrize("make", MADE)
 def test_a_row_is_one_op(make: Callable[[], Any], rows: list[int]) -> None:
     model = drawn(make)
     fast = swapped_with(model, "fused")
