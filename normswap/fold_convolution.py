@@ -69,12 +69,11 @@ def _through_methods(owner: nn.Module, known: set[str]) -> Iterator[Pair]:
     children = [(name, child) for name, child in owner._modules.items() if child is not None and name not in known]
     norms = {name: child for name, child in children if isinstance(child, tuple(RANKS)) and is_foldable(child)}
     forward = class_forward(owner)
-    functions = region_rule.methods_of(owner, forward) if forward is not None and norms else {}
+    functions = region_rule.methods_of(owner, forward) if forward is not None else {}
     for convolution, norm in through_methods(owner, functions, norms) if len(functions) > 1 else ():
         reason = why_apart(owner._modules[convolution], used_once=True, padded=True)
         behind = () if type(norms[norm]) in RANKS else children_behind(norms[norm])
-        problem = f"{convolution} {reason}" if reason else "" if behind is not None else f"{norm} is no plain BatchNorm"
-        yield Pair(owner, convolution, norm, problem, behind or ())
+        yield Pair(owner, convolution, norm, f"{convolution} {reason}" if reason else "", behind or ())
 
 
 def _pairs(owner: nn.Module, reading: region_rule.Reading) -> Iterator[Pair]:
@@ -122,14 +121,19 @@ def convolution_of(pair: Pair) -> nn.Module:
     new = nn.Parameter(torch.empty_like(convolution.weight).copy_(weight), learns)  # laid out alike
     made = copy.deepcopy(convolution, {id(convolution.weight): new}).eval()
     made.bias = nn.Parameter(bias.to(dtype), learns)
+    return checked(made)
+
+
+def checked(made: Any) -> Any:
+    """``made``, what was folded. Raises ValueError where its weights are not finite."""
     if not (made.weight.is_meta or (made.weight.isfinite().all() and made.bias.isfinite().all())):
-        raise ValueError(f"folded, its weights are not finite in {str(dtype).removeprefix('torch.')}")
+        raise ValueError(f"folded, its weights are not finite in {str(made.weight.dtype).removeprefix('torch.')}")
     return made
 
 
 def _is_plain(norm: nn.Module, behind: tuple[str, ...]) -> bool:
     """Whether calling ``norm`` runs what was read and no more."""
-    if not behind and type(norm) in RANKS:
+    if type(norm) in RANKS:
         return is_plain(norm, type(norm))
     with classes([(norm, class_before(norm))]):
         return is_unhooked(norm) and children_behind(norm) == behind

@@ -24,10 +24,6 @@ from normswap.regions.straight import straight
 from normswap.untouched import classes
 
 
-class _NotFoldable(Exception):
-    """Why a site is left as it is."""
-
-
 def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """``model`` with every Linear -> scale -> BatchNorm1d replaced by the one ``nn.Linear`` it equals in eval, and
     every convolution (nn.Conv1d to 3d, nn.ConvTranspose1d to 3d) with a BatchNorm behind it by the one convolution.
@@ -102,7 +98,7 @@ def _folded(model: nn.Module) -> tuple[dict[int, nn.Linear], list[tuple[nn.Modul
         for parts, names in _parts(module):
             try:
                 linear = _linear(module, parts)
-            except _NotFoldable as reason:
+            except ValueError as reason:
                 warnings.warn(f"fold: {name or '(root)'} is left as it is: {reason}", stacklevel=3)
                 continue
             if names in ([], list(module._modules)):
@@ -169,21 +165,20 @@ def _put(sequential: nn.Module, children: Mapping[str, nn.Module]) -> None:
 
 
 def _linear(module: nn.Module, parts: Mapping[str, Any]) -> nn.Linear:
-    """The one Linear that the parts of ``module`` named by a match equal in eval. Raises _NotFoldable."""
+    """The one Linear that the parts of ``module`` named by a match equal in eval. Raises ValueError."""
     linear, bn = getattr(module, parts["linear"]), getattr(module, parts["batch_norm"])
-    owner = module._modules[parts["scale"]] if "attribute" in parts else module
+    owner: Any = module._modules[parts["scale"]] if "attribute" in parts else module
     scale, after = parts.get("attribute", parts.get("scale")), parts.get("after")
-    called = [module, owner] if "attribute" in parts else [module]
     if not (is_plain(linear, nn.Linear) and is_plain(bn, nn.BatchNorm1d)):
-        raise _NotFoldable("its Linear or BatchNorm1d is no plain one, or carries hooks")
-    if not all(isinstance(one, nn.Module) and calls_forward(type(one)) and is_unhooked(one) for one in called):
-        raise _NotFoldable("it carries hooks, or a forward of its own")
+        raise ValueError("its Linear or BatchNorm1d is no plain one, or carries hooks")
+    if not all(calls_forward(type(one)) and is_unhooked(one) for one in (module, owner)):
+        raise ValueError("it carries hooks, or a forward of its own")
     if bn.training or bn.running_mean is None or bn.running_var is None:
-        raise _NotFoldable("its BatchNorm1d goes by its batch: it is in train mode or keeps no running statistics")
+        raise ValueError("its BatchNorm1d goes by its batch: it is in train mode or keeps no running statistics")
     before, behind = _factor(owner, scale, linear), _factor(module, after, linear)
     vectors = bn.weight, bn.bias, bn.running_mean, bn.running_var
     if not _lsb.tensors_fit(linear.weight, (linear.weight, linear.bias), vectors):
-        raise _NotFoldable("its tensors are of several dtypes or devices")
+        raise ValueError("its tensors are of several dtypes or devices")
     return _made(linear, before, bn, behind)
 
 
@@ -195,7 +190,7 @@ def _factor(owner: Any, factor: str | float | None, linear: nn.Linear) -> Tensor
     if type(value) in (int, float):
         return torch.tensor(float(value), dtype=torch.float64, device=linear.weight.device)
     if not _lsb.is_factor(value, linear.weight, linear.out_features):
-        raise _NotFoldable("what it multiplies by is no tensor of one value or one per channel in the Linear's dtype")
+        raise ValueError("what it multiplies by is no tensor of one value or one per channel in the Linear's dtype")
     return value.double()
 
 
@@ -209,6 +204,4 @@ def _made(linear: nn.Linear, scale: Tensor | None, bn: nn.BatchNorm1d, after: Te
     new = nn.Linear(linear.in_features, linear.out_features, device="meta").eval()
     new.weight = nn.Parameter(weight.to(dtype), linear.weight.requires_grad)
     new.bias = nn.Parameter(bias.to(dtype), linear.weight.requires_grad)
-    if not (new.weight.is_meta or (new.weight.isfinite().all() and new.bias.isfinite().all())):
-        raise _NotFoldable(f"folded, its weights are not finite in {str(dtype).removeprefix('torch.')}")
-    return new
+    return fold_convolution.checked(new)

@@ -17,6 +17,7 @@ import gc
 import hashlib
 import itertools
 import json
+import linecache
 import multiprocessing
 import os
 import random
@@ -75,13 +76,14 @@ def _work(item: Any) -> Any:
     return _WORK[-1](item)
 
 
-def weaken(mutation: Mutation, text: str, root: Path) -> None:
-    """Give the functions of the mutation's file the code that ``text`` has for them."""
+def weaken(mutation: Mutation, text: str, root: Path, loaded: Iterable[FunctionType]) -> None:
+    """Give those functions that are of the mutation's file the code that ``text`` has for them."""
     module = compile(text, str(root / mutation.path), "exec", dont_inherit=True)
+    linecache.cache[module.co_filename] = len(text), None, text.splitlines(keepends=True), module.co_filename
     if functions(text).get(mutation.line):
         code = {_place(one): one for one in _codes(module)}
-        for function in gc.get_objects():
-            if type(function) is FunctionType and function.__code__.co_filename == module.co_filename:
+        for function in loaded:
+            if function.__code__.co_filename == module.co_filename:
                 new = code.get(_place(function.__code__), function.__code__)
                 if new != function.__code__:
                     function.__code__ = new
@@ -121,6 +123,8 @@ class Tests:
         self.seconds: dict[str, float] = {}
         self.reach: dict[str, int] = {}
         self.failing: set[str] = set()
+        self.loaded: list[FunctionType] = []
+        self.pass_without: set[tuple[str | None, ...]] = set()
         self.sources = {path: (root / path).read_text() for path in files(["."], root)}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -130,6 +134,8 @@ class Tests:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         for item in session.items:
             self.items.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        self.loaded = [one for one in gc.get_objects() if type(one) is FunctionType]
+        gc.freeze()  # or a fork copies all of it to count it
         self.work(self)
         return True
 
@@ -212,7 +218,12 @@ class Tests:
                 if failed == "":
                     break
                 until = tests[: tests.index(failed) + 1] if failed else tests
-                if self._tried(mutation, self.sources[mutation.path], until, seconds / 2) == "":
+                key = mutation.path, functions(self.sources[mutation.path]).get(mutation.line), *until
+                if (
+                    key in self.pass_without
+                    or self._tried(mutation, self.sources[mutation.path], until, seconds / 2) == ""
+                ):
+                    self.pass_without.add(key)
                     return {**told, "fate": "killed", "by": failed or "that they did not end"}
                 tests = [test for test in tests if failed and test != failed]  # no other fault, nor chance, is a kill
         return {**told, "fate": "survived" if chosen else "unreached"}
@@ -221,7 +232,7 @@ class Tests:
         """Which of the tests fails first with this text of the file, or none; None if they do not end in time."""
 
         def work() -> str:
-            weaken(mutation, text, self.root)
+            weaken(mutation, text, self.root, self.loaded)
             return self.run(tests)
 
         return forked(work, seconds)

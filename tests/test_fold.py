@@ -140,12 +140,32 @@ def without_statistics(model: Any) -> None:
     model[0].bn = nn.BatchNorm1d(4, track_running_stats=False).eval()
 
 
+def without_a_mean(model: Any) -> None:
+    model[0].bn.running_mean = None
+
+
+def without_a_variance(model: Any) -> None:
+    model[0].bn.running_var = None
+
+
 def hooked(model: Any) -> None:
     model[0].register_forward_hook(lambda *_: None)
 
 
+def hooked_linear(model: Any) -> None:
+    model[0].gemm.register_forward_hook(lambda *_: None)
+
+
+def hooked_norm(model: Any) -> None:
+    model[0].bn.register_forward_hook(lambda *_: None)
+
+
 def of_another_dtype(model: Any) -> None:
     model[0].scale = nn.Parameter(torch.randn(4).double())
+
+
+def with_a_bias_of_another_dtype(model: Any) -> None:
+    model[0].gemm.bias = nn.Parameter(torch.randn(4).double())
 
 
 def out_of_range(model: Any) -> None:
@@ -154,20 +174,77 @@ def out_of_range(model: Any) -> None:
     model[0].scale.data.fill_(6e4)
 
 
+def with_a_bias_out_of_range(model: Any) -> None:
+    model.half()
+    model[0].bn.running_mean.fill_(6e4)
+    model[0].bn.running_var.fill_(1e-2)
+
+
 STAYS = [
     *((in_train, "goes by its batch"), (without_statistics, "goes by its batch"), (hooked, "carries hooks")),
     *((of_another_dtype, "in the Linear's dtype"), (out_of_range, "not finite in float16")),
+    (with_a_bias_out_of_range, "not finite in float16"),
 ]
+OURS = [
+    *(
+        (hooked_linear, "carries hooks"),
+        (hooked_norm, "carries hooks"),
+        (with_a_bias_of_another_dtype, "several dtypes"),
+    ),
+    *((without_a_mean, "goes by its batch"), (without_a_variance, "goes by its batch")),
+]
+"""What no rule takes where it is not our own module."""
 
 
-@pytest.mark.parametrize(("change", "word"), STAYS, ids=lambda v: getattr(v, "__name__", None))
-def test_what_cannot_be_folded_stays_and_a_warning_says_why(change: Callable[[Any], None], word: str) -> None:
-    model = randomised(nn.Sequential(Projection(6, 4), Projection(4, 3))).eval()
+@pytest.mark.parametrize(
+    ("cls", "change", "word"),
+    [(cls, *case) for cls in (Projection, modules.LinearScaleBatchNorm) for case in STAYS]
+    + [(modules.LinearScaleBatchNorm, *case) for case in OURS],
+    ids=lambda v: getattr(v, "__name__", None),
+)
+def test_what_cannot_be_folded_stays_and_a_warning_says_why(cls: Any, change: Callable[[Any], None], word: str) -> None:
+    model = randomised(nn.Sequential(cls(6, 4), Projection(4, 3))).eval()
     change(model)
     model[1].float()
     with pytest.warns(UserWarning, match=f"fold: 0 is left as it is.*{word}"):
         folded = normswap.fold(model)
-    assert type(folded[0]) is Projection and type(folded[1]) is nn.Linear
+    assert type(folded[0]) is cls and type(folded[1]) is nn.Linear
+    with pytest.warns(UserWarning, match=rf"fold: \(root\) is left as it is.*{word}"), pytest.raises(NormswapError):
+        normswap.fold(model[0])
+
+
+def test_a_scale_that_carries_hooks_stays() -> None:
+    model = randomised(nn.Sequential(*sequential(Scale(6)), nn.Linear(6, 6), nn.BatchNorm1d(6))).eval()
+    model[1].register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="carries hooks"):
+        folded = normswap.fold(model)
+    assert [type(child) for child in folded[1:]] == [Scale, nn.BatchNorm1d, nn.Linear, nn.Identity]
+
+
+@pytest.mark.filterwarnings("ignore:.*is left as it is")
+def test_a_swapped_sequential_keeps_the_regions_that_are_no_linear() -> None:
+    model, x = randomised(nn.Sequential(*sequential(), nn.GroupNorm(2, 6), nn.SiLU())).eval(), torch.randn(9, 6)
+    swapped = normswap.optimize(model, x, min_speedup=None)
+    folded = normswap.fold(swapped)
+    assert isinstance(folded, modules.Rewritten)
+    torch.testing.assert_close(folded(x), swapped(x), rtol=1e-5, atol=1e-5)
+
+
+def test_what_stays_is_spoken_of_once() -> None:
+    model = randomised(nn.Sequential(*sequential(), *sequential())).eval()
+    model[1].running_mean.fill_(float("inf"))
+    with pytest.warns(UserWarning) as told:
+        normswap.fold(model)
+    assert [str(one.message) for one in told] == [
+        "fold: (root) is left as it is: folded, its weights are not finite in float32"
+    ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_of_what_folds_as_a_whole_no_part_is_spoken_of() -> None:
+    model = nn.Sequential(JustTwo(), JustTwo()).eval()
+    model[1].fc = model[0].fc
+    assert [type(child) for child in normswap.fold(model)] == [nn.Linear, nn.Linear]
 
 
 def test_children_changed_after_a_swap_are_seen() -> None:
@@ -194,6 +271,15 @@ class LinearParts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc, self.bn, self.act = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU()
+
+
+class ScaledByAChild(LinearParts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = Scale(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(self.act(self.fc(x))))
 
 
 class ActsBehind(LinearParts):
@@ -226,15 +312,83 @@ class CallImplOfItsOwn(ScaledByItsBias):
         return super()._call_impl(*args) * 2  # type: ignore[no-untyped-call]
 
 
+class JustTwo(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.fc(x))
+
+
+class ScaledByANumber(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.fc(x) * 0.5)
+
+
+class ScaledByItsInput(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.fc(x) * x)
+
+
+class OfALoop(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + 1
+        return self.bn(self.fc(x) * self.fc.bias)
+
+
+class OfAFlag(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.act is None:
+            return x
+        return self.bn(self.fc(x) * self.fc.bias)
+
+
+class OfItsMode(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return x
+        return self.bn(self.fc(x) * self.fc.bias)
+
+
+class AddsBefore(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        return self.bn(self.fc(x) * self.fc.bias)
+
+
+class OfItsOwnTensor(LinearParts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = nn.Parameter(torch.randn(9, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.fc(self.given) * self.fc.bias)
+
+
+class ReturnsAnother(LinearParts):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x) * self.fc.bias
+        self.bn(y)
+        return y
+
+
+WHOLE = (ScaledByItsBias, ScaledByANumber, JustTwo)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    "cls", (ActsBehind, AddsBehind, CallsChildBehind, ScaledByItsBias, CalledInItsOwnWay, CallImplOfItsOwn)
+    "cls",
+    (
+        *WHOLE,
+        *(ActsBehind, AddsBehind, CallsChildBehind, CalledInItsOwnWay, CallImplOfItsOwn, ScaledByItsInput, OfALoop),
+        ScaledByAChild,
+        *(OfAFlag, OfItsMode, AddsBefore, OfItsOwnTensor, ReturnsAnother),
+    ),
 )
-def test_what_stands_behind_the_norm_is_not_lost(cls: type[nn.Module]) -> None:
+def test_what_stands_beside_them_is_not_lost(cls: type[nn.Module]) -> None:
     model, x = randomised(nn.Sequential(cls(), nn.Linear(6, 2), nn.BatchNorm1d(2))).eval(), torch.randn(9, 6)
     folded = normswap.fold(model)
     torch.testing.assert_close(folded(x), model(x), rtol=1e-5, atol=1e-5)
-    assert isinstance(folded[0], nn.Linear) == (cls is ScaledByItsBias)  # type: ignore[index]
+    assert isinstance(folded[0], nn.Linear) == (cls in WHOLE)  # type: ignore[index]
+    assert cls is not ActsBehind or type(folded[0].bn) is nn.Identity  # type: ignore[index]
 
 
 class DoublingSequential(nn.Sequential):

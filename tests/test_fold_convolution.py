@@ -168,6 +168,25 @@ def by_a_function(self: Any, x: Tensor) -> Tensor:
     return self.act(self.bn(self.conv(x))) + _convolved(self, x)
 
 
+def by_more(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.bn(self.conv(x))) + self.more(x)
+
+
+def calls_it(self: Any, x: Tensor) -> Tensor:
+    locals()
+    return self.conv(x)  # type: ignore[no-any-return]
+
+
+def calls_any(self: Any, x: Tensor) -> Tensor:
+    locals()
+    return getattr(self, "co" + "nv")(x)  # type: ignore[no-any-return]
+
+
+def beside(more: Any) -> Any:
+    """A method that is not read."""
+    return lambda model: setattr(model[0], "__class__", type("Beside", (written(by_more),), {"more": more}))
+
+
 def written_as(forward: Any) -> Any:
     return lambda model: setattr(model[0], "__class__", written(forward))
 
@@ -193,6 +212,10 @@ LEFT = {
     "in a row, by an index": (in_a_row(written_as(by_an_index)), 1, "called elsewhere too"),
     "train": (lambda model: model[0].bn.train(), 1, ""),
     "hooked": (lambda model: model[0].bn.register_forward_hook(lambda *_: None), 1, ""),
+    "by a method that is not read": (beside(calls_it), 1, "called elsewhere too"),
+    "by such a one and any name": (beside(calls_any), 1, "called elsewhere too"),
+    "of another width": (lambda model: setattr(model[0], "bn", nn.BatchNorm2d(5).eval()), 1, "of another width"),
+    "elsewhere": (lambda model: model[0].bn.to("meta"), 1, "on several devices"),
     "overflows": (overflows, 1, "not finite in float16"),
 }
 
@@ -205,6 +228,11 @@ def test_what_is_left_as_it_is(name: str) -> None:
     made, told = folded(model)
     assert norms(model if made is None else made) - (norms(model) - 2) == left
     assert len(told) == (left if reason else 0) and all(reason in one for one in told)
+
+
+def test_folding_on_the_meta_device_needs_no_values() -> None:
+    made = normswap.fold(drawn(lambda: nn.Sequential(conv(), bn())).to("meta"))
+    assert made[0].weight.is_meta and type(made[1]) is nn.Identity
 
 
 def test_in_place_all_are_folded_or_none() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from norm_act_models import NormAct
 from torch import Tensor, nn
 
 import normswap
+from normswap.fold_convolution import pairs_of
 
 
 class Layer(nn.Module):
@@ -313,6 +315,16 @@ class ByALambda(Direct):
         return cp.checkpoint(lambda x: self.conv1(x), inputs[0], use_reentrant=False)  # type: ignore[no-any-return]
 
 
+class OneOfBoth(Direct):
+    """All of a pair in one method."""
+
+    def bn_function(self, inputs: list[Tensor]) -> Tensor:
+        return self.norm2(self.conv1(inputs[0]))  # type: ignore[no-any-return]
+
+    def forward(self, x: Any) -> Tensor:
+        return self.bn_function([x])
+
+
 FOLDS = (Layer, Thinly, Simple, Direct, Recursive, Named)
 LEFT = (
     *(Twice, Doubling, ClosureDoubles, ReadTwice, CalledTwice, NormedTwice, AnotherValue, Augmented, Argument, Scaled),
@@ -368,6 +380,29 @@ def test_a_norm_that_ends_in_an_activation() -> None:
     made, told = folded(layer)
     assert not told and [type(child) for child in made.norm2] == [nn.Identity, nn.ReLU]
     check(layer, made)
+
+
+class Halved(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def test_a_norm_of_its_own_stays() -> None:
+    def hooked(channels: int) -> nn.Module:
+        norm = NormAct(channels=channels)
+        norm.register_forward_hook(lambda *_: None)
+        return norm
+
+    for make, spoken in ((Halved, 1), (hooked, 1), (partial(nn.BatchNorm2d, track_running_stats=False), 0)):
+        layer = drawn(lambda make=make: Simple(make))
+        made, told = folded(layer)
+        assert type(made.norm2) is type(layer.norm2) and len(told) == spoken
+        check(layer, made)
+
+
+def test_each_pair_is_found_once() -> None:
+    (found,) = pairs_of(drawn(OneOfBoth))
+    assert found[1].norm == "norm2" and not found[1].problem
 
 
 def test_what_is_told_of() -> None:

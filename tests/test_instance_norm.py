@@ -28,6 +28,7 @@ OURS = {
     nn.InstanceNorm2d: modules.InstanceNorm2d,
     nn.InstanceNorm3d: modules.InstanceNorm3d,
 }
+ZEROS = torch.zeros(6)
 by_rank = pytest.mark.parametrize("cls", SHAPES, ids=lambda cls: cls.__name__)
 
 
@@ -87,6 +88,28 @@ def test_running_statistics_given_later_are_kept_as_pytorch_keeps_them() -> None
         one.track_running_stats = True
         one.eval()
     assert torch.equal(swapped(x), model(x))
+
+
+@pytest.mark.parametrize(("tracks", "mean", "var"), ((True, None, None), (False, ZEROS, None), (False, None, ZEROS)))
+def test_half_of_the_running_statistics_is_pytorchs_error(tracks: bool, mean: Any, var: Any) -> None:
+    model = nn.InstanceNorm1d(6).eval()
+    swapped = swapped_copy(model, None)
+    for one in (model, swapped):
+        one.track_running_stats, one.running_mean, one.running_var = tracks, mean, var
+    x = torch.randn(4, 6, 5)
+    assert_same_error(lambda: swapped(x), lambda: model(x))
+
+
+@pytest.mark.parametrize("momentum", (0.3, None))
+@pytest.mark.filterwarnings("ignore")
+def test_scripted_it_keeps_running_statistics(momentum: float | None) -> None:
+    both = [cls(6, track_running_stats=True, momentum=momentum) for cls in (nn.InstanceNorm1d, modules.InstanceNorm1d)]
+    theirs, ours = (torch.jit.script(one) for one in both)
+    for training in (True, False):
+        x = torch.randn(4, 6, 5) + 1
+        assert torch.equal(ours.train(training)(x), theirs.train(training)(x))
+        assert torch.equal(ours.running_mean, theirs.running_mean)
+        assert bool(ours.running_mean.any()) == bool(momentum)
 
 
 @by_rank

@@ -69,6 +69,19 @@ def test_copy_weights_has_its_own_storage_and_checks_first() -> None:
     with pytest.raises(ValueError, match=r"gemm.weight is \(5, 8\) in src"):
         normswap.copy_weights(Projection(8, 5), dst)
     assert all(torch.equal(a, b) for a, b in zip(before, dst.parameters(), strict=True))
+    for given in ((src, dst.state_dict()), (src.state_dict(), dst)):
+        with pytest.raises(TypeError, match="must be modules"):
+            normswap.copy_weights(*given)  # type: ignore[arg-type]
+
+
+def test_copy_weights_leaves_state_that_is_no_tensor() -> None:
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> str:
+            return "counted"
+
+    src, dst = Counting(3, 3), Counting(3, 3)
+    normswap.copy_weights(src, dst)
+    assert torch.equal(src.weight, dst.weight)
 
 
 @pytest.mark.case("later-hooks", "attributes-changed-later")
