@@ -154,11 +154,11 @@ class Checking:
         print(benchmark.table(rows, host), flush=True)
         self.failed |= bool(benchmark.summary(rows)["not_proved"])
 
-    def models(self, names: Sequence[str], compiling: bool) -> None:
+    def models(self, names: Sequence[str], compiling: bool, ahead: bool) -> None:
         import check_models
 
         order = [row.name for row in check_models.EVERY]
-        for row in check_models.check_all(names, compiling):
+        for row in check_models.check_all(names, compiling, ahead):
             self.add("models", [row], lambda row: row["model"], order)
             print(check_models.table([row]), flush=True)
             self.failed |= bool(row["problems"])
@@ -199,9 +199,9 @@ def made_here() -> dict[str, Any]:
     }
 
 
-def asked(arguments: Sequence[str] | None = None) -> tuple[dict[str, list[str] | None], bool]:
-    """The parts to run, each with what of it, [] for all of it and None for those that are not to run; and whether
-    models and rows are also compiled."""
+def asked(arguments: Sequence[str] | None = None) -> tuple[dict[str, list[str] | None], bool, bool]:
+    """The parts to run, each with what of it, [] for all of it and None for those that are not to run; whether models
+    and rows are also compiled; and whether models are compiled before the first is timed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", nargs="*", metavar="FILE", help="tests/gpu, or these files of it")
     parser.add_argument("--sanitizer", nargs="*", metavar="TOOL", help=f"compute-sanitizer, or of {', '.join(TOOLS)}")
@@ -213,13 +213,18 @@ def asked(arguments: Sequence[str] | None = None) -> tuple[dict[str, list[str] |
     parser.add_argument(
         "--eager", action="store_true", help="with --models and --benchmark: no torch.compile, which is slow"
     )
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="with --models: `check_models.py --compile-only` has run for them here and filled Inductor's cache",
+    )
     found = vars(parser.parse_args(arguments))
-    compiling = not found.pop("eager")
-    return (found if any(value is not None for value in found.values()) else {part: [] for part in found}), compiling
+    compiling, ahead = not found.pop("eager"), not found.pop("compiled")
+    return (found if any(value is not None for value in found.values()) else {part: [] for part in found}), compiling, ahead
 
 
 def main() -> None:
-    wanted, compiling = asked()
+    wanted, compiling, ahead = asked()
     children.end_with_this_process()
     status = native.load(build=True)
     if not torch.cuda.is_available() or not status.available:
@@ -240,7 +245,7 @@ def main() -> None:
     if (patterns := wanted["benchmark"]) is not None:
         checking.benchmark(patterns, compiling)
     if (names := wanted["models"]) is not None:
-        checking.models(names, compiling)
+        checking.models(names, compiling, ahead)
     if (files := wanted["tests"]) is not None:
         checking.tests(files, beside)
     else:

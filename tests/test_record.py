@@ -218,8 +218,9 @@ def test_tools_of_the_sanitizer_run_alone(checking: gpu_check.Checking, monkeypa
 
 def test_what_is_asked_for() -> None:
     everything = {part: [] for part in ("tests", "sanitizer", "benchmark", "accuracy", "models")}
-    assert gpu_check.asked([]) == (everything, True)
-    assert gpu_check.asked(["--models", "vit", "--eager"])[1] is False
+    assert gpu_check.asked([]) == (everything, True, True)
+    assert gpu_check.asked(["--models", "vit", "--eager"])[1:] == (False, True)
+    assert gpu_check.asked(["--models", "vit", "--compiled"])[1:] == (True, False)
     found = gpu_check.asked(["--benchmark", "llama", "host", "--sanitizer", "memcheck", "--tests"])
     assert found[0] == {
         **{"tests": [], "sanitizer": ["memcheck"], "benchmark": ["llama", "host"]},
