@@ -156,8 +156,8 @@ def check(row: Row, compiling: bool) -> dict[str, Any]:
 
 
 def check_all(names: Sequence[str] = (), compiling: bool = True, ahead: bool = True) -> Iterator[dict[str, Any]]:
-    """The rows of these names, or all, as they are done; ``ahead``: what is to be compiled is compiled first, several at
-    once. Raises SystemExit for a name that is none."""
+    """The rows of these names, or all, as they are done; ``ahead``: what is to be compiled is compiled first, several
+    at once. Raises SystemExit for a name that is none."""
     if unknown := set(names) - {row.name for row in EVERY}:
         raise SystemExit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in EVERY)}")
     rows = [row for row in EVERY if not names or row.name in names]

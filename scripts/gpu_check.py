@@ -154,7 +154,7 @@ class Checking:
         print(benchmark.table(rows, host), flush=True)
         self.failed |= bool(benchmark.summary(rows)["not_proved"])
 
-    def models(self, names: Sequence[str], compiling: bool, ahead: bool) -> None:
+    def models(self, names: Sequence[str], compiling: bool, ahead: bool = True) -> None:
         import check_models
 
         order = [row.name for row in check_models.EVERY]
@@ -220,7 +220,8 @@ def asked(arguments: Sequence[str] | None = None) -> tuple[dict[str, list[str] |
     )
     found = vars(parser.parse_args(arguments))
     compiling, ahead = not found.pop("eager"), not found.pop("compiled")
-    return (found if any(value is not None for value in found.values()) else {part: [] for part in found}), compiling, ahead
+    parts = found if any(value is not None for value in found.values()) else {part: [] for part in found}
+    return parts, compiling, ahead
 
 
 def main() -> None:
