@@ -173,7 +173,7 @@ def test_models_and_kinds_run_alone_replace_their_own_rows(
     monkeypatch.setattr(check_models, "table", str)
     compiled: list[bool] = []
 
-    def check_all(names: Sequence[str], compiling: bool) -> Iterator[dict[str, Any]]:
+    def check_all(names: Sequence[str], compiling: bool, ahead: bool) -> Iterator[dict[str, Any]]:
         compiled.append(compiling)
         yield from (model(name, 2.0 if names else 1.0) for name in names or ("b", "c", "a"))
 
