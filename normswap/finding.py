@@ -82,10 +82,12 @@ def _named(module: nn.Module, name: str, above: tuple[int, ...]) -> Iterator[tup
 
 def _without(match: Match | Refusal, module: nn.Module, left_out: set[int]) -> Match | Refusal:
     """``match`` without the regions that call a site which was left out; a Refusal where no other is left."""
-    regions = [] if isinstance(match, Refusal) else match.attributes.get("regions", [])
+    if isinstance(match, Refusal):
+        return match
+    regions = match.attributes.get("regions", [])
     called = [children_of(Region.from_json(region)) for region in regions]
     kept = [r for r, names in zip(regions, called, strict=True) if not _ids_of(module, names) & left_out]
-    if len(kept) == len(regions) or isinstance(match, Refusal):
+    if len(kept) == len(regions):
         return match
     return Match(match.kind, {**match.attributes, "regions": kept}) if kept else Refusal(match.kind, Reason.EXCLUDED)
 

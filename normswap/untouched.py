@@ -46,7 +46,7 @@ def _parameter(parameter: Tensor | None, dtype: torch.dtype | None) -> nn.Parame
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -78,7 +78,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     steps += [_restoring_gradient(parameter, gradient) for parameter, gradient in gradients]
     steps += [partial(random.setstate, random.getstate()), partial(np.random.set_state, np.random.get_state())]
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-    if not devices and torch.cuda.is_available() and torch.cuda.is_initialized():
+    if not devices and torch.cuda.is_initialized():
         devices = [torch.cuda.current_device()]
     with torch.random.fork_rng(devices=devices):
         try:

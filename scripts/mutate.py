@@ -4,9 +4,9 @@ A condition is the test of an ``if``, a comprehension or a conditional expressio
 ``not``, a comparison or an ``all``/``any`` that is returned. One process collects the tests and forks. Each test file
 runs once in a fork under coverage, which tells which test reaches which line (kept in build/mutate until the file
 changes). A mutant is a fork in which the functions of its file have the code of the changed source (what runs at import
-is run again); it is tried on the tests that reach its line, quick ones that reach little else first, and is killed
-where they fail, or take several times as long, and pass in a fork without it. Processes that a test starts and what ran
-at import do not see it. Exit 1 if a mutant survived.
+is run again); it is tried on the tests that reach its line, quick ones first and those that run lines beside it
+which few run, and is killed where they fail, or take several times as long, and pass in a fork without it. Processes
+that a test starts and what ran at import do not see it. Exit 1 if a mutant survived.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import os
 import random
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -113,7 +114,7 @@ class Tests:
     """A plugin of pytest that calls ``work`` with what was collected instead of running it.
 
     ``items``: by test function its cases; of those that ``note`` ran: ``reaching``, by line and function the tests that
-    run it; ``seconds`` and ``reach`` of a test.
+    run it; ``seconds`` of a test.
     """
 
     def __init__(self, root: Path, budget: float, say: Callable[[str], Any], work: Callable[[Tests], None]) -> None:
@@ -121,7 +122,6 @@ class Tests:
         self.items: dict[str, list[pytest.Item]] = {}
         self.reaching: dict[str, set[str]] = {}
         self.seconds: dict[str, float] = {}
-        self.reach: dict[str, int] = {}
         self.failing: set[str] = set()
         self.loaded: list[FunctionType] = []
         self.pass_without: set[tuple[str | None, ...]] = set()
@@ -130,6 +130,9 @@ class Tests:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.say(f"mutate: {report.nodeid} does not run:\n{report.longreprtext[-1000:]}")
+
+    def pytest_internalerror(self, excrepr: Any) -> None:
+        self.say(str(excrepr))
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         for item in session.items:
@@ -191,18 +194,21 @@ class Tests:
         self.seconds |= seconds
         for key, tests in reaching.items():
             self.reaching.setdefault(key, set()).update(tests)
-            for test in tests:
-                self.reach[test] = self.reach.get(test, 0) + 1
 
     def by(self, mutation: Mutation) -> list[str]:
         """The tests that reach a mutation, likely ones first; of what runs at import, all of the file."""
         text, prefix = self.sources[mutation.path], f"{mutation.path}::"
-        keys = (text.splitlines()[mutation.line - 1].strip(), functions(text).get(mutation.line))
-        known = (self.reaching.get(f"{prefix}{key}") for key in keys if key)
-        tests = next(filter(None, known), None) or set[str]().union(
-            *(tests for key, tests in self.reaching.items() if key.startswith(prefix))
+        names, lines = functions(text), text.splitlines()
+        name = names.get(mutation.line)
+        near = {line.strip() for number, line in enumerate(lines, 1) if name in (None, names.get(number))} - {""}
+        rare: Counter[str] = Counter()
+        for tests in (self.reaching.get(prefix + line, ()) for line in near):
+            rare.update({test: 1 / len(tests) for test in tests})
+        keys = (lines[mutation.line - 1].strip(), name)
+        found = next(filter(None, (self.reaching.get(f"{prefix}{key}") for key in keys if key)), {*rare})
+        return sorted(
+            found & self.items.keys(), key=lambda test: ((0.1 + self.seconds[test]) / (0.01 + rare[test]), test)
         )
-        return sorted(tests & self.items.keys(), key=lambda test: ((0.1 + self.seconds[test]) * self.reach[test], test))
 
     def fate(self, mutation: Mutation) -> dict[str, Any]:
         """What the tests say of a mutant: "killed" by which, "survived" of how many, or "unreached"."""

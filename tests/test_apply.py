@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -200,6 +201,31 @@ def test_undo_names_the_sites_when_it_knows_no_such_one(model: Model) -> None:
     with pytest.raises(NormswapError, match="'rms'"):
         journal.undo("rms")
     assert swapped_names(model) == [name for name in SITES if name != "rms"]
+    journal.undo()
+    with pytest.raises(NormswapError, match="swapped are none"):
+        journal.undo("rms")
+
+
+class Foreign(nn.LayerNorm):
+    pass
+
+
+def test_a_class_that_another_has_put_there_instead_is_not_undone(model: Model) -> None:
+    for name, root in (("layer", model), ("(root)", nn.LayerNorm(6))):
+        journal = swap(root)
+        root.get_submodule(name if root is model else "").__class__ = Foreign
+        before = classes(root)
+        with pytest.raises(NormswapError, match=f"{re.escape(name)} is now a Foreign"):
+            journal.undo()
+        assert classes(root) == before
+
+
+def test_a_subclass_of_ours_is_not_reverted() -> None:
+    class Mine(modules.LayerNorm):
+        pass
+
+    with pytest.raises(NormswapError, match="0 is now a .*Mine"):
+        swapping.revert(nn.Sequential(Mine(6)))
 
 
 def test_a_site_can_be_swapped_again_after_undo(model: Model) -> None:
@@ -269,7 +295,7 @@ def _matched(plan: Plan, index: int, match: Match) -> Plan:
     ("alter", "message"),
     [
         (lambda plan: _altered(plan, 4, name="gone"), "no module gone"),
-        (lambda plan: _altered(plan, 4, name="proj.bn.gone"), "no module proj.bn.gone"),
+        (lambda plan: _altered(plan, 4, name="proj.gone.bn"), "no module proj.gone.bn"),
         (lambda plan: _altered(plan, 4, name="rms", aliases=()), "rms must be a .*Projection, got .*RMSNorm"),
         (lambda plan: _altered(plan, 4, name="", aliases=()), r"\(root\) must be a .*Projection, got .*Model"),
         (lambda plan: _altered(plan, 1, aliases=("rms",)), "rms and layer must be the same module"),
@@ -286,6 +312,11 @@ def test_a_plan_that_does_not_fit_changes_nothing(model: Model, alter: Any, mess
     with pytest.raises(PlanError, match=message):
         swapping.apply(model, alter(finding.plan(model)))
     assert classes(model) == before
+
+
+def test_a_plan_that_does_not_fit_the_root() -> None:
+    with pytest.raises(PlanError, match=r"\(root\): attributes {} do not fit l1_norm"):
+        swapping.apply(L1(), _matched(finding.plan(L1()), 0, Match("l1_norm", {})))
 
 
 def test_a_plan_fits_once(model: Model) -> None:

@@ -108,6 +108,15 @@ def test_equal_modules_are_not_the_same() -> None:
     assert len(finding.plan(nn.Sequential(AllEqual(4), AllEqual(4))).swaps) == 2
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_filter_is_asked_about_modules_only() -> None:
+    model = nn.Sequential(nn.LayerNorm(4))
+    model.register_module("none", None)
+    asked: list[Any] = []
+    finding.plan(model, include=lambda module, name: asked.append((type(module), name)))
+    assert asked == [(nn.LayerNorm, "0")]
+
+
 def test_a_module_that_holds_its_ancestor_ends() -> None:
     model = nn.Sequential(nn.LayerNorm(4))
     model[0].parent = model
