@@ -170,10 +170,11 @@ def test_values(cls: type[nn.Module], calls: Calls) -> None:
     ],
     ids=["swapped", "last", "sliced", "strided", "expanded", "one"],
 )
-def test_strides_are_the_originals(cls: type[nn.Module], layout: Any, calls: Calls) -> None:
-    x = layout(torch.randn(shape_for(cls)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_are_the_originals(cls: type[nn.Module], layout: Any, dtype: torch.dtype, calls: Calls) -> None:
+    x = layout(torch.randn(shape_for(cls)).to(dtype))
     before = x.clone()
-    swapped = check(made(cls), x, calls, served=0 not in x.stride())
+    swapped = check(made(cls).to(dtype), x, calls, served=0 not in x.stride())
     out = swapped(leaf := x.detach().clone(memory_format=torch.preserve_format).requires_grad_())
     out.sum().backward()
     assert leaf.grad is not None and torch.equal(x, before)

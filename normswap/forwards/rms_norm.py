@@ -176,9 +176,11 @@ class _Site:
 
 
 def along(x: Tensor, dim: int, weight: Tensor | None, eps: float, offset: float, rounds: bool) -> Tensor:
-    """The norm of a contiguous ``x``, its weight a vector; ``rounds`` along the last dim alone."""
+    """The norm of a contiguous ``x``, its weight a vector."""
     if dim == x.dim() - 1:
         return ops.rms_norm(x, x.shape[-1:], weight, eps, weight_offset=float(offset), cast_before_weight=rounds)
+    if rounds:  # as the op along another dim than the last cannot
+        return along(x.movedim(dim, -1), x.dim() - 1, weight, eps, offset, rounds).movedim(-1, dim).contiguous()
     if weight is not None and offset:
         weight = weight.float() + offset
     return ops.rms_norm_dim(x, dim, weight=weight, eps=eps)
