@@ -132,3 +132,14 @@ def test_masks() -> None:
     assert "NaN differs" in mask_mismatch(ours, eager, torch.tensor([1.0, nan, inf, nan]))
     assert mask_mismatch(ours, eager, torch.tensor([1.0, nan, inf, 2.0])) == ""  # PyTorch is the one that is wrong
     assert mask_mismatch(eager, eager, torch.tensor([1.0, nan, inf, nan])) == ""
+
+
+def test_masks_of_what_does_not_fit_the_dtype() -> None:
+    """A variance of 1e9 is Inf in float16; one of what overflowed before is NaN, which is PyTorch's and no better."""
+    nan, inf = float("nan"), float("inf")
+    wide, eager = torch.tensor([1e9, 1e9, 1e9], dtype=torch.float64), torch.tensor([nan, nan, inf]).half()
+    assert mask_mismatch(torch.tensor([inf, nan, inf]).half(), eager, wide) == ""
+    assert "NaN differs from PyTorch's in 1 elements, Inf in 2" in mask_mismatch(
+        torch.tensor([-inf, nan, 1.0]).half(), eager, wide
+    )
+    assert "Inf in 1" in mask_mismatch(torch.tensor([inf]).half(), torch.tensor([6e4]).half(), wide[:1])
