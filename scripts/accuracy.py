@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from normswap.proof.compare import compare
 from normswap.proof.comparison import Comparison, Seen
 from normswap.proof.prove import RegionsProof
 from normswap.regions.listening import listening
+from normswap.regions.rewrite import Compiled
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MEANS = (0.0, 100.0, 1000.0)
@@ -169,12 +170,22 @@ def shares(setting: Setting) -> tuple[float, float]:
         return error_share(ours, *limited), error_share(module(x), *limited)
 
 
+class _Heard(Exception):
+    """What the region is given was compared: its own statements need not run."""
+
+
+class _OneProof(RegionsProof):
+    def heard(self, compiled: Compiled, owner: Any, packed: Any) -> None:
+        super().heard(compiled, owner, packed)
+        raise _Heard
+
+
 def compared(match: Match, module: nn.Module, x: Tensor, gradients: bool) -> Comparison:
     """The swap of ``module``, or of the one region in its forward, on ``x``."""
     if match.kind != REGION:
         return compare(match, module, x, gradients)
-    proof = RegionsProof(module, type(module), match, gradients, Seen())
-    with listening([proof]):
+    proof = _OneProof(module, type(module), match, gradients, Seen())
+    with listening([proof]), suppress(_Heard):
         copy.deepcopy(module)(x)
     (found,) = proof.comparisons()
     return found

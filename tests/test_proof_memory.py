@@ -24,6 +24,7 @@ LARGE: dict[str, tuple[Any, tuple[int, ...]]] = {
     "layer_norm": (lambda: nn.LayerNorm(4096), (3, 1024, 4096)),
     "rms_norm": (lambda: nn.RMSNorm(4096), (3072, 4096)),
     "group_norm": (lambda: nn.GroupNorm(8, 32), (3, 32, 256, 512)),
+    "batch_norm": (lambda: nn.BatchNorm1d(256), (49152, 256)),
     "l1_norm": (L1, (3072, 4096)),
     "linear_scale_batch_norm": (lambda: Projection(64, 256), (49152, 64)),
 }

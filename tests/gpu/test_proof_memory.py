@@ -17,6 +17,7 @@ LARGE: dict[str, tuple[Any, tuple[int, ...]]] = {
     "layer_norm": (lambda: nn.LayerNorm(4096), (32768, 4096)),
     "rms_norm": (lambda: nn.RMSNorm(4096), (32768, 4096)),
     "group_norm": (lambda: nn.GroupNorm(8, 64), (8, 64, 512, 512)),
+    "batch_norm": (lambda: nn.BatchNorm1d(512), (262144, 512)),
     "l1_norm": (L1, (2048, 65535)),
     "linear_scale_batch_norm": (lambda: Projection(512, 512), (262144, 512)),
 }
