@@ -6,11 +6,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from expression_forwards import FEATURES
 from models import randomised
+from region_checks import assert_near
 from torch import Tensor, nn
 
 import normswap
@@ -70,7 +72,10 @@ def assert_equal(swapped: nn.Module, original: nn.Module, x: Tensor, backward_ra
         parameters = {name for name, _ in original.named_parameters()}
         exact = _call(copy.deepcopy(original).double(), x.double(), True) if learning and parameters else {}
         for name, tensor in theirs.items():
-            _close(ours[name], tensor, name, exact[name] if name in parameters and learning else None)
+            if name in exact and name in parameters:
+                assert_near(ours[name], tensor, partial(exact.__getitem__, name), name, 1e-4, _tolerance(tensor))
+            else:
+                _close(ours[name], tensor, name)
     mine, buffers = dict(swapped.named_buffers()), dict(original.named_buffers())
     assert mine.keys() == buffers.keys()
     for name, buffer in buffers.items():
@@ -99,15 +104,15 @@ def _call(module: nn.Module, x: Tensor, learning: bool) -> dict[str, Tensor]:
     return result
 
 
-def _close(ours: Tensor, theirs: Tensor, name: str, exact: Tensor | None = None) -> None:
-    """Within 1e-5 of the largest value; where ``exact``, the float64 result, is given also by twice what PyTorch is off
-    from that, up to 1e-4: before a BatchNorm gradients are what is left of sums that cancel, all of them or nearly."""
+def _close(ours: Tensor, theirs: Tensor, name: str) -> None:
     if not theirs.is_floating_point():
         assert torch.equal(ours, theirs), name
         return
-    finite = theirs.isfinite()
-    largest = 1 + float(theirs[finite].abs().max()) if finite.any() else 0.0
-    atol = 1e-5 * largest
-    if exact is not None and finite.any():
-        atol = min(atol + 2 * float((theirs - exact)[finite].abs().max()), 1e-4 * largest)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol, equal_nan=True, msg=lambda told: f"{name}: {told}")
+    told = f"{name}: {{}}".format
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=_tolerance(theirs), equal_nan=True, msg=told)
+
+
+def _tolerance(theirs: Tensor) -> float:
+    """1e-5 of the largest value."""
+    finite = theirs[theirs.isfinite()]
+    return 1e-5 * (1 + float(finite.abs().max())) if finite.numel() else 0.0

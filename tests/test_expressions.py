@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from expression_checks import assert_equal, check, found
 from expression_forwards import CHANNELS, FEATURES, block, l1, plain_l1, written
 from expression_models import TABLE
 from models import randomised
+from region_checks import assert_near
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -72,6 +74,23 @@ IN_THE_TABLE = pytest.mark.case(
     "later-weight-norm",
     "later-sync-batch-norm",
 )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "raises"),
+    [
+        (2e-6, 0.0, ""),  # the tolerance
+        (5e-6, -4e-6, ""),  # no further than twice PyTorch's own error and that
+        (1.5e-5, -4e-6, "gain, PyTorch 4e-06 off"),
+        (5e-6, 0.0, "gain, PyTorch 0 off"),
+        (5e-3, 4e-3, "own error"),
+    ],
+)
+def test_a_gradient_is_as_near_to_float64_as_pytorchs(ours: float, theirs: float, raises: str) -> None:
+    exact = torch.tensor([0.25, 0.0], dtype=torch.float64)
+    given = [torch.tensor([0.25, error]) for error in (ours, theirs)]
+    with pytest.raises(AssertionError, match=raises) if raises else contextlib.nullcontext():
+        assert_near(*given, lambda: exact, "gain", 0.0, 3e-6)
 
 
 @IN_THE_TABLE

@@ -53,10 +53,9 @@ def test_what_is_not_plain_is_declined() -> None:
     x, w = drawn(6, 24), drawn(24)
     layer_norm, group_norm = dispatch._direct["layer_norm"], dispatch._direct["group_norm"]
     assert layer_norm(x, 1, w, w, 1e-5) is not None
-    for given in (x.double(), x[:0], x.int()):
+    for given in (x.double(), x[:, ::2], x[:0], x.int()):
         assert layer_norm(given, 1, None, None, 1e-5) is None
-    for given in (x[:, ::2], x.t()):  # copied first
-        assert same_bits(layer_norm(given, 1, None, None, 1e-5), layer_norm(given.contiguous(), 1, None, None, 1e-5))
+    assert layer_norm(x.t(), 1, None, None, 1e-5) is not None  # what is permuted has a kernel of its own
     for weight in (w.half(), w[:12], w.cpu(), w.double(), drawn(48)[::2], w[None]):
         assert layer_norm(x, 1, weight, None, 1e-5) is None
     assert layer_norm(x, 0, None, None, 1e-5) is None and layer_norm(x, 3, None, None, 1e-5) is None

@@ -131,11 +131,16 @@ def test_a_compiled_block_reads_its_weights_on_every_call(training: bool) -> Non
 
 
 def test_our_kernels_run_in_the_forms_they_serve() -> None:
-    """Training, eval with many rows and with few, and the L1 norm along the last dim."""
+    """Training, where the BatchNorm is a site too, eval with many rows and with few, and the L1 norm along the last
+    dim."""
     x = torch.randn(24, FEATURES, device="cuda")
-    for model, given in ((block(True), x), (block(False), x), (block(False), x[:3]), (l1(plain_l1)(), x)):
+    for model, given, sites in (
+        *((block(True), x, ["batch_norm", "region"]), (block(False), x, ["region"]), (block(False), x[:3], ["region"])),
+        (l1(plain_l1)(), x, ["l1_norm"]),
+    ):
         swapped = normswap.optimize(model, given, on_mismatch="raise", min_speedup=None)
-        assert [row["status"] for row in normswap.report(swapped).rows] == ["proved"]
+        rows = normswap.report(swapped).rows
+        assert sorted((row["kind"], row["status"]) for row in rows) == [(kind, "proved") for kind in sites]
         assert "normswap::" in _ops_of(swapped, given)
 
 
