@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from convolution_models import Block, bn, conv, drawn, regions_in, swapped_with, undecided, written
 from convolution_stand_in import several_by_pytorch, stand_in  # noqa: F401
+from norm_act_models import NormAct
 from resnet import Bottleneck
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ import normswap
 from normswap.ops import dispatch
 from normswap.plans import Match, Plan, Swap
 from normswap.regions import chain, install
+from normswap.regions.foldings import without_convolution
 from normswap.regions.helper import make_helper
 
 IMAGE = (2, 6, 9, 8)
@@ -184,6 +186,34 @@ def test_a_child_that_no_longer_hands_on_is_called(passing: nn.Module, rows: lis
             found.append(one(torch.ones(IMAGE)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
     assert rows == []  # the second leads to what it was found to lead to, or is by itself
+
+
+class Ending(Passed):
+    """Its norms end in an activation themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.bn2 = NormAct(), NormAct()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.aa(self.bn(self.conv(x)))
+        return self.act(self.bn3(self.conv3(self.aa(self.bn2(self.conv2(out))))) + x)
+
+
+@pytest.mark.parametrize("make", (Passed, Ending))
+def test_without_the_convolution_nothing_is_handed_on(make: Callable[[], Any]) -> None:
+    model = drawn(make)
+    regions = regions_in(undecided(model))
+    assert [region.then is not None for region in regions] == [True, True, False]
+    left = [without_convolution(region) for region in regions]
+    steps = [one and [step.does for step in one.steps] for one in left]
+    ending = [None, None] if make is Ending else [["norm", "activation"]] * 2
+    assert steps == [*ending, ["norm", "residual", "activation"]]
+    assert [one.passes for one in left if one] == [()] * len([one for one in left if one])
+    x = torch.randn(IMAGE)
+    fast = normswap.optimize(model, x)  # no fold here
+    torch.testing.assert_close(fast(x), model(x))
+    assert {row["status"] for row in normswap.report(fast).rows} <= {"proved", "wiring"}
 
 
 def outcome(model: Any, x: Tensor) -> Any:

@@ -119,6 +119,10 @@ def by_default(region: Region, owner: nn.Module) -> Region | None:
 
 
 def without_convolution(region: Region) -> Region | None:
-    """The rest of a region; None where a norm alone is left."""
-    steps = tuple(step for step in region.steps if step.does != "convolution")
-    return replace(region, steps=steps, convolution="", folding="") if len(steps) > 1 else None
+    """The rest of a region, without children that hand it on to the next convolution; None where a norm alone is
+    left."""
+    steps, passes = [step for step in region.steps if step.does != "convolution"], [*region.passes]
+    while steps[-1].does == "pass":
+        steps.pop(), passes.pop()
+    rest = replace(region, steps=tuple(steps), passes=tuple(passes), convolution="", folding="")
+    return rest if len(steps) > 1 else None
