@@ -12,6 +12,30 @@ from torch import nn
 from normswap.plans import Reason
 
 
+class OfItsOwnWidth(Norm):
+    width = 3
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.view(self.width)
+
+
+class ByKeyword(Norm):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.view(dtype=torch.float32)
+
+
+class AnotherInTraining(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.ones_like(self.weight))
+
+    def forward(self, x):
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.training:
+            return y * self.other
+        return y * self.weight
+
+
 class Config:
     eps = 1e-5
 
@@ -258,6 +282,8 @@ LOOK_ALIKES = [
     *((Recursive, Reason.NOT_STRAIGHT_LINE, "itself"), (ToADevice, Reason.UNSUPPORTED, "another function")),
     *((Property, Reason.UNSUPPORTED, "self.epsilon"), (Scalar, Reason.UNSUPPORTED, "not one value per index")),
     *((Child, Reason.PART_OF_FORWARD, "self.act"), (Closed, Reason.NOT_STRAIGHT_LINE, "closes over")),
+    *((OfItsOwnWidth, Reason.UNSUPPORTED, "one value per"), (ByKeyword, Reason.UNSUPPORTED, "one value per")),
+    (AnotherInTraining, Reason.UNSUPPORTED, "self.other, self.weight in another way"),
     *((Decorated, Reason.NOT_STRAIGHT_LINE, "decorator"), (CallsACall, Reason.NOT_STRAIGHT_LINE, "functools")),
 ]
 

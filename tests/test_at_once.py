@@ -14,7 +14,7 @@ from models import Flagged, randomised
 from torch import Tensor, nn
 
 import normswap
-from normswap import reference
+from normswap import modules, ops, reference
 from normswap.ops import at_once
 from normswap.regions.beside import Beside
 from normswap.regions.spec import qualified
@@ -47,13 +47,25 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("gradients", (False, True))
 @pytest.mark.parametrize("name", MODULES)
-def test_one_op_computes_a_module(name: str, gradients: bool) -> None:
+def test_one_op_computes_a_module(name: str, gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in ("layer_norm", "group_norm", "rms_norm"):
+        monkeypatch.setattr(ops, op, lambda *_: pytest.fail("it went the long way"))
     make, shape = MODULES[name]
     model = randomised(make())
     ours, x = normswap.apply(model, normswap.plan(model)), torch.randn(shape)
     with torch.set_grad_enabled(gradients):
         torch.testing.assert_close(ours(x), model(x))
     assert [name.partition(" ")[0]] == CALLED
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_compiler_sees_the_long_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, shape = MODULES[name]
+    model = randomised(make())
+    ours, x = normswap.apply(model, normswap.plan(model)), torch.randn(shape)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(ours(x), model(x))
+    assert CALLED == []
 
 
 @pytest.mark.parametrize("name", ("layer_norm", "group_norm"))
@@ -181,6 +193,18 @@ def test_a_swapped_module_goes_this_way(folding: list[str]) -> None:
     with torch.no_grad():
         torch.testing.assert_close(ours(x), model(x))
     assert folding == ["fold"]
+
+
+def test_our_own_module_goes_this_way_where_nobody_compiles_it(
+    folding: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = randomised(modules.LinearScaleBatchNorm(4, 3)).eval(), torch.randn(9, 4)
+    with torch.no_grad():
+        expected = model.bn(model.gemm(x) * model.scale)
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected)
+            assert folding == ["fold"]
+            monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 
 
 class _Linear(nn.Linear):

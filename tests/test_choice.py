@@ -274,6 +274,12 @@ def test_where_regions_slow_the_model_their_norms_are_tried_alone(monkeypatch: p
     assert report.swapped == ("norm1", "norm2") and report.times["after_ms"] < report.times["before_ms"]
 
 
+def test_what_gains_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, real = [], decision.whole_model.compare
+    monkeypatch.setattr(decision.whole_model, "compare", lambda *given: timed.append(1) or real(*given))
+    assert len(normswap.report(optimized(blocks(), X, norms((30.0, 10.0)))).swapped) == 3 and timed == [1]
+
+
 @pytest.mark.parametrize("disturbed", [0, 1])
 def test_of_two_times_that_of_the_less_disturbed_machine_is_believed(
     disturbed: int, monkeypatch: pytest.MonkeyPatch

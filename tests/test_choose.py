@@ -112,6 +112,7 @@ def test_the_narrowest_is_tried_too() -> None:
     assert decision._covers([fused, norm], DEVICE, 1.0) == [{"fused"}, {"norm"}]
     slow = timed("norm", (60.0, 70.0))
     assert decision._covers([fused, slow], DEVICE, 1.0) == [{"fused"}]
+    assert decision._covers([slow], DEVICE, 1.0) == []
 
 
 def test_calls_weigh() -> None:

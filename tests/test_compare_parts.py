@@ -10,10 +10,10 @@ import torch
 from models import randomised
 from torch import Tensor, nn
 
-from normswap.plans import Match
-from normswap.proof import compare, pieces
+from normswap.plans import READ, Match, Site, Swap
+from normswap.proof import compare, pieces, prove
 from normswap.proof.comparison import Comparison, Cotangent, KernelWitness, Seen
-from normswap.proof.pieces import Pieces, _independent_dims, pieces_of, spread
+from normswap.proof.pieces import Pieces, _has_groups, _independent_dims, pieces_of, spread
 from normswap.regions.sequential import by_itself
 
 
@@ -41,6 +41,23 @@ def test_starts_that_are_spread() -> None:
 def test_dims_along_which_nothing_is_shared(match: Match, module: Any, rank: int, expected: list[int]) -> None:
     compiled, owner = by_itself(module, match)
     assert _independent_dims(compiled, owner, torch.zeros((4,) * rank)) == expected
+
+
+@pytest.mark.parametrize(
+    ("match", "module", "packed", "expected"),
+    [
+        (Match("group_norm"), nn.GroupNorm(2, 4), (torch.zeros(2, 4, 3), 1.0), True),
+        (Match("group_norm"), nn.GroupNorm(2, 4), (torch.zeros(2, 4, 3), torch.zeros(4, 1)), False),
+        (Match("instance_norm"), nn.InstanceNorm1d(4), (torch.zeros(2, 4, 3),), True),
+        (Match("batch_norm"), nn.BatchNorm1d(4), (torch.zeros(2, 4),), False),
+        (Match("layer_norm"), nn.LayerNorm(4), (torch.zeros(2, 4),), False),
+        (Match("l1_norm", {"dim": 1}), nn.Module(), (torch.zeros(2, 4),), False),
+        (Match("group_norm", {f"{READ}{name}": name for name in ("num_groups", "weight", "bias", "eps")}),)
+        + (nn.GroupNorm(2, 4), (torch.zeros(2, 4, 3),), False),
+    ],
+)
+def test_which_samples_consist_of_groups(match: Match, module: nn.Module, packed: Any, expected: bool) -> None:
+    assert _has_groups(by_itself(module, match)[0], packed) == expected
 
 
 def cut(match: Match, module: nn.Module, x: Tensor, slices: int) -> Pieces:
@@ -230,3 +247,22 @@ def test_a_parameter_called_input_does_not_hide_the_input() -> None:
     found = case._named_tensors(dict(zip(("input 0", "norm.input", "norm.weight"), tensors, strict=True)))
     assert [*found.items()] == [*zip(("input", "norm.input", "weight"), tensors, strict=True)]
     assert [*case._named_tensors({"input": tensors[0], "norm.input": tensors[1]})] == ["input", "norm.input"]
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "detail"),
+    (
+        ((), "unchecked", "its parameters are sharded, and no example input reached it"),
+        ((Comparison(),), "proved", ""),
+        ((Comparison(), Comparison(kernel_ran=False)), "wiring", ""),
+        ((Comparison(problem="wrong", finite=False), Comparison(kernel_ran=False)), "failed", "wrong"),
+        ((Comparison(finite=False),), "unchecked", "the original's output is nowhere finite on these inputs"),
+        ((Comparison(note="large"),), "proved", "large"),
+    ),
+)
+def test_what_comparisons_say_of_a_site(found: tuple[Comparison, ...], status: str, detail: str) -> None:
+    swap = Swap(Site("at", "torch.nn.LayerNorm"), Match("layer_norm"))
+    for training in (True, False):
+        proof = prove._proof(swap, nn.LayerNorm(2).train(training), [*found], "captured")
+        assert (proof.status, proof.detail) == (status, detail)
+        assert not found or proof.mode == ("train" if training else "eval")

@@ -282,6 +282,15 @@ class ScaledByAChild(LinearParts):
         return torch.relu(self.bn(self.act(self.fc(x))))
 
 
+class ScaledAndActsBehind(LinearParts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(self.fc(x) * self.scale))
+
+
 class ActsBehind(LinearParts):
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.bn(self.fc(x)))
@@ -379,7 +388,7 @@ WHOLE = (ScaledByItsBias, ScaledByANumber, JustTwo)
     (
         *WHOLE,
         *(ActsBehind, AddsBehind, CallsChildBehind, CalledInItsOwnWay, CallImplOfItsOwn, ScaledByItsInput, OfALoop),
-        ScaledByAChild,
+        *(ScaledByAChild, ScaledAndActsBehind),
         *(OfAFlag, OfItsMode, AddsBefore, OfItsOwnTensor, ReturnsAnother),
     ),
 )

@@ -58,6 +58,14 @@ def test_linear_scale_batch_norm_from_torch_and_state_dict(shape: tuple[int, ...
             modules.LinearScaleBatchNorm.from_torch(linear, old.scale, norm)  # type: ignore[arg-type]
 
 
+def test_in_eval_by_its_batch_no_batch_is_counted() -> None:
+    model, x = randomised(modules.LinearScaleBatchNorm(7, 5)).eval(), torch.randn(9, 7)
+    model.bn.running_mean = model.bn.running_var = None
+    before = model.bn.num_batches_tracked.clone()
+    torch.testing.assert_close(model(x), model.bn(model.gemm(x) * model.scale))
+    assert torch.equal(model.bn.num_batches_tracked, before)
+
+
 def test_copy_weights_has_its_own_storage_and_checks_first() -> None:
     src, dst = randomised(Projection(7, 5)), randomised(Projection(7, 5))
     normswap.copy_weights(src, dst)

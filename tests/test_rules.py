@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from rule_checks import assert_refused, assert_swapped_is_equal, randomise
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from normswap import modules, rules
-from normswap.plans import Match, Reason
+from normswap.plans import Match, Reason, Refusal
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "layer_norm": lambda: randomise(nn.LayerNorm(6)),
@@ -104,6 +104,41 @@ def test_a_parametrized_norm_is_refused(kind: str) -> None:
     norm = NORMS[kind]()
     parametrize.register_parametrization(norm, "weight", nn.Identity())
     assert_refused(norm, kind, Reason.PARAMETRIZED, "weight")
+
+
+def by_hand(self: nn.Module, x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+def test_a_subclass_that_writes_its_norm_out_is_matched_as_written() -> None:
+    assert isinstance(rules.alone(type("Own", (nn.RMSNorm,), {"forward": by_hand})(6)), Match)
+
+
+class PartOfMore(nn.Module):
+    """An RMSNorm by hand that is refused, and a LayerNorm with a sum before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean((-1, -2), keepdim=True) + 1e-6)
+        return self.norm(x + y)
+
+
+def test_a_norm_within_does_not_hide_what_an_expression_is_refused_for() -> None:
+    module = PartOfMore()
+    assert isinstance(rules.region.match(module, rules.alone), Match)
+    assert rules.find(module) == rules.alone(module) and isinstance(rules.find(module), Refusal)
+
+
+def test_what_is_refused_and_sharded_is_refused_for_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "is_sharded", lambda module: True)
+    norm = nn.LayerNorm(6)
+    assert rules.find(norm) == Refusal("layer_norm", Reason.SHARDED)
+    parametrize.register_parametrization(norm, "weight", nn.Identity())
+    answer = rules.find(norm)
+    assert isinstance(answer, Refusal) and answer.reason is Reason.PARAMETRIZED
 
 
 @by_norm

@@ -322,3 +322,30 @@ def test_a_run_that_waits_for_its_device_is_not_held_again_and_again() -> None:
     waits = whole_model.waiting(gpu, run)
     assert waits.device_us == pytest.approx(20_000.0, rel=0.02) and waits.host_us == pytest.approx(20_100.0)
     assert gpu.held < 400_000.0
+
+
+def parts(**row: Any) -> dict[str, Any]:
+    return {
+        "calls": 1,
+        "eager_device_us": 30.0,
+        "ours_device_us": 10.0,
+        "bound": "device",
+        "gain": 3.0,
+        "note": "",
+        **row,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "note", "expected"),
+    (
+        ((parts(), parts(calls=3, eager_device_us=10.0, gain=1.0)), "", (4, 15.0, 1.5, "")),
+        ((parts(), parts(gain=None, note="memory")), "", (2, 30.0, 3.0, "memory")),
+        ((parts(gain=None, note="memory"), parts(note="other")), "told", (2, 30.0, 3.0, "told")),
+        ((parts(calls=0, gain=None),), "", (0, 0.0, None, "")),
+        ((parts(eager_device_us=0.0, gain=2.0),), "", (1, 0.0, 2.0, "")),
+    ),
+)
+def test_the_parts_of_a_site_are_told_as_one(rows: Any, note: str, expected: tuple[Any, ...]) -> None:
+    row = decision.summed_row(rows, note)
+    assert (row["calls"], row["eager_device_us"], row["gain"], row["note"]) == expected

@@ -64,7 +64,7 @@ def _with_sum(found: Growing, taken: set[int]) -> Growing | None:
 
 def _viewed(op: Op) -> Op | None:
     """What ``op`` is a view of, where nobody else uses that."""
-    inner = op.args[0] if op.target in METHODS and op.args and not op.keywords else None
+    inner = op.args[0] if op.target in METHODS and not op.keywords else None
     return inner if isinstance(inner, Op) and inner.users == [op] else None
 
 

@@ -79,7 +79,7 @@ def _scaled(module: nn.Module, value: Op) -> tuple[Op, tuple[str, int, tuple[str
     if operand < 0:
         return None
     if (spelled(value) or ("",))[0] == "*":
-        return (linear, ("product", operand, ())) if len(given) == 2 and is_own(given[1 - operand]) else None
+        return (linear, ("product", operand, ())) if is_own(given[1 - operand]) else None
     factor = factor_of(str(value.target)[len("self.") :], child_of(module, value)) if len(given) == 1 else ()
     return (linear, ("factor", 0, factor)) if factor and not value.keywords else None
 

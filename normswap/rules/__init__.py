@@ -28,8 +28,9 @@ def find(module: nn.Module, undecided: bool = False) -> Match | Refusal | None:
         within = region.match(module, alone, undecided)
         answer = within if answer is None or _says_more(module, within, answer) else answer
         answer = answer or linear.why_apart(module, alone)
-    sharded = isinstance(answer, Match) and is_sharded(module)
-    return Refusal(answer.kind, Reason.SHARDED) if answer is not None and sharded else answer
+    if isinstance(answer, Match) and is_sharded(module):
+        return Refusal(answer.kind, Reason.SHARDED)
+    return answer
 
 
 def _says_more(module: nn.Module, within: Match | Refusal | None, refusal: Refusal) -> bool:
@@ -45,7 +46,7 @@ def _says_more(module: nn.Module, within: Match | Refusal | None, refusal: Refus
 def alone(module: nn.Module) -> Match | Refusal | None:
     """The answer for ``module`` as a whole."""
     answer = registered.match(module)
-    for norm in NORMS.values() if answer is None else ():
+    for norm in NORMS.values():
         answer = answer or match_norm(module, norm)
     if answer is None or (isinstance(answer, Refusal) and answer.reason is Reason.SUBCLASS):
         written = (rule.match(module) for rule in WRITTEN_OUT)
