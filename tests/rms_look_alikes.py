@@ -36,6 +36,14 @@ class AnotherInTraining(Norm):
         return y * self.weight
 
 
+class UnweightedInTraining(Norm):
+    def forward(self, x):
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.training:
+            return y
+        return y * self.weight
+
+
 class Config:
     eps = 1e-5
 
@@ -284,6 +292,7 @@ LOOK_ALIKES = [
     *((Child, Reason.PART_OF_FORWARD, "self.act"), (Closed, Reason.NOT_STRAIGHT_LINE, "closes over")),
     *((OfItsOwnWidth, Reason.UNSUPPORTED, "one value per"), (ByKeyword, Reason.UNSUPPORTED, "one value per")),
     (AnotherInTraining, Reason.UNSUPPORTED, "self.other, self.weight in another way"),
+    (UnweightedInTraining, Reason.UNSUPPORTED, "reads self.weight in another way"),
     *((Decorated, Reason.NOT_STRAIGHT_LINE, "decorator"), (CallsACall, Reason.NOT_STRAIGHT_LINE, "functools")),
 ]
 

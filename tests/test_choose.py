@@ -100,6 +100,11 @@ def test_of_two_that_save_alike_the_one_around_the_other_is_taken(saved: float) 
     assert cover([timed("norm", (80.0, 10.0)), fused], DEVICE, 1.0) == {"fused"}
 
 
+def test_what_saves_alike_is_taken_of_what_overlaps_alone() -> None:
+    inside, around = timed("inside", (198.0, 100.0)), timed("around", (196.0, 100.0), overlaps=["inside"])
+    assert cover([timed("another", (200.0, 100.0)), inside, around], DEVICE, 1.0) == {"another", "around"}
+
+
 def test_the_widest_is_preferred_where_the_whole_model_is_as_fast() -> None:
     """By itself it may be timed on a residual of another layout than its neighbours give it once they are swapped."""
     fused, norm = timed("fused", (300.0, 150.0), overlaps=["norm"]), timed("norm", (250.0, 60.0))

@@ -201,6 +201,8 @@ def test_what_counts_as_an_op_of_ours() -> None:
         assert witness.ran == ran, (namespace, name, given)
         witness.__torch_dispatch__(Packet("aten", "add.Tensor", out), ())
         assert witness.ran == ran
+    with KernelWitness():
+        assert torch.zeros(2, dtype=torch.float64).dtype is torch.float64
 
 
 @pytest.mark.parametrize("again", [False, True])

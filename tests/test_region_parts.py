@@ -23,7 +23,7 @@ from normswap.proof.prove import prove_sites
 from normswap.regions import foldings
 from normswap.regions.beside import Beside
 from normswap.regions.expression import _fits
-from normswap.regions.spec import Region, Step
+from normswap.regions.spec import Region, Step, children_of
 from normswap.rules import region as region_rule
 
 HERE = (1, 0, 1, 1)
@@ -31,6 +31,11 @@ HERE = (1, 0, 1, 1)
 
 def region(kind: str, *does: str, **more: Any) -> Region:
     return Region(kind, "norm", tuple(Step(name, HERE) for name in does or ("norm",)), **more)
+
+
+def test_of_a_path_no_child_is_looked_at() -> None:
+    one = region("batch_norm", type="BatchNorm1d", linear="0.1", passes=("drop", "more.drop"), activation="more.act")
+    assert children_of(one) == ("norm", "drop")
 
 
 # --- what is made up ------------------------------------------------------------------------------------------------

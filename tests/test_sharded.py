@@ -111,6 +111,14 @@ def test_without_inputs_what_is_sharded_is_not_checked(swapped: nn.Module) -> No
     assert all("sharded" in row["detail"] for row in report.rows)
 
 
+def test_without_inputs_a_region_of_what_is_sharded_is_not_checked() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))).eval()
+    normswap.optimize(model, X, inplace=True, min_speedup=None)
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    (row,) = normswap.validate(model).rows
+    assert (row["kind"], row["status"]) == ("region", "unchecked") and "sharded" in row["detail"]
+
+
 def test_disabled_and_revert_after_sharding(swapped: nn.Module) -> None:
     classes = [type(module) for module in swapped.modules()]
     with normswap.disabled(swapped):

@@ -26,9 +26,9 @@ def is_plain(module: Any, expected: type[nn.Module]) -> bool:
     return type(module) is expected and _FORWARDS[expected].is_unchanged() and is_unhooked(module)
 
 
-def is_plain_itself(module: Any, expected: type[nn.Module]) -> bool:
-    """The same whatever hooks there are for all modules."""
-    return type(module) is expected and _FORWARDS[expected].is_unchanged() and is_bare(module.__dict__)
+def is_plain_itself(module: Any) -> bool:
+    """The same of a module of torch.nn's, whatever hooks there are for all modules."""
+    return _FORWARDS[type(module)].is_unchanged() and is_bare(module.__dict__)
 
 
 def is_unhooked(module: nn.Module) -> bool:

@@ -100,8 +100,7 @@ def made_function(name: str, arguments: list[str], body: list[Any], where: ast.A
     made: Any = ast.parse(f"def {name}({', '.join(arguments)}): pass").body[0]
     for part in ast.walk(made):  # it stands in no file
         for attribute in part._attributes:
-            if hasattr(part, attribute):
-                delattr(part, attribute)
+            delattr(part, attribute)
     made.body = body
     return placed(made, where)  # type: ignore[no-any-return]
 

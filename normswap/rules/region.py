@@ -67,7 +67,7 @@ def readings(
 
     def norm_of(child: nn.Module) -> Match | None:
         if type(child) in RANKS:  # in eval no site by itself
-            return Match("batch_norm") if is_plain_itself(child, type(child)) else None
+            return Match("batch_norm") if is_plain_itself(child) else None
         if isinstance(child, tuple(RANKS)):
             behind = children_behind(child) if is_foldable(child) and is_unhooked(child) else None
             return Match("batch_norm", {"behind": " ".join(behind)}) if behind is not None else None
