@@ -97,7 +97,7 @@ def _normalised(
         weight = column.contiguous() if weight is None else weight * column
         bias = None if bias is None else bias * column
     if bn.training or mean is None or var is None:
-        tracked = (mean, var) if bn.training and bn.track_running_stats else (None, None)
+        tracked = (mean, var) if bn.track_running_stats else (None, None)
         return _train(x, linear, projection, scale, bn, (*tracked, weight, bias), behind) if x.shape[0] > 1 else None
     learns = _learns(x, scale, after, *projection, weight, bias, residual)
     statistics = (mean, var, weight, bias)
