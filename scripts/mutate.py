@@ -89,8 +89,7 @@ def weaken(mutation: Mutation, text: str, root: Path, loaded: Iterable[FunctionT
                 if new != function.__code__:
                     function.__code__ = new
         return
-    name = mutation.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    ours = vars(sys.modules[name])
+    ours = vars(sys.modules[mutation.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")])
     before = dict(ours)
     exec(module, ours)
     for other in [*sys.modules.values()]:
@@ -123,7 +122,6 @@ class Tests:
         self.reaching: dict[str, set[str]] = {}
         self.seconds: dict[str, float] = {}
         self.failing: set[str] = set()
-        self.loaded: list[FunctionType] = []
         self.pass_without: set[tuple[str | None, ...]] = set()
         self.sources = {path: (root / path).read_text() for path in files(["."], root)}
 
@@ -204,15 +202,14 @@ class Tests:
         rare: Counter[str] = Counter()
         for tests in (self.reaching.get(prefix + line, ()) for line in near):
             rare.update({test: 1 / len(tests) for test in tests})
-        keys = (lines[mutation.line - 1].strip(), name)
-        found = next(filter(None, (self.reaching.get(f"{prefix}{key}") for key in keys if key)), {*rare})
-        return sorted(
-            found & self.items.keys(), key=lambda test: ((0.1 + self.seconds[test]) / (0.01 + rare[test]), test)
-        )
+        known = (self.reaching.get(f"{prefix}{key}") for key in (lines[mutation.line - 1].strip(), name) if key)
+        found = next(filter(None, known), {*rare})
+        cost = {test: (0.1 + self.seconds[test]) / (0.01 + rare[test]) for test in found & self.items.keys()}
+        return sorted(cost, key=lambda test: (cost[test], test))
 
     def fate(self, mutation: Mutation) -> dict[str, Any]:
         """What the tests say of a mutant: "killed" by which, "survived" of how many, or "unreached"."""
-        reaching = self.by(mutation)
+        text, reaching = self.sources[mutation.path], self.by(mutation)
         chosen = self._within(reaching, self.budget)
         told = {"mutation": str(mutation), "of": len(reaching), "tests": len(chosen), "by": ""}
         first = self._within(chosen, FIRST)
@@ -220,15 +217,12 @@ class Tests:
             tests = [*part]
             while tests:
                 seconds = GRACE + STUCK * sum(self.seconds[test] for test in tests)
-                failed = self._tried(mutation, mutation.applied(self.sources[mutation.path]), tests, seconds)
+                failed = self._tried(mutation, mutation.applied(text), tests, seconds)
                 if failed == "":
                     break
                 until = tests[: tests.index(failed) + 1] if failed else tests
-                key = mutation.path, functions(self.sources[mutation.path]).get(mutation.line), *until
-                if (
-                    key in self.pass_without
-                    or self._tried(mutation, self.sources[mutation.path], until, seconds / 2) == ""
-                ):
+                key = mutation.path, functions(text).get(mutation.line), *until
+                if key in self.pass_without or self._tried(mutation, text, until, seconds / 2) == "":
                     self.pass_without.add(key)
                     return {**told, "fate": "killed", "by": failed or "that they did not end"}
                 tests = [test for test in tests if failed and test != failed]  # no other fault, nor chance, is a kill
@@ -272,11 +266,8 @@ def main(root: Path = ROOT) -> None:
     if arguments.list:
         print(*chosen, f"{len(chosen)} mutations", sep="\n")
         return
-    paths = sorted(
-        path
-        for name in arguments.tests
-        for path in ([root / name] if name[-3:] == ".py" else (root / name).glob("test_*.py"))
-    )
+    given = (root / name for name in arguments.tests)
+    paths = sorted(path for one in given for path in ([one] if one.is_file() else one.glob("test_*.py")))
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork has none of its parent's threads
     sys.path.insert(0, str(root))
     os.chdir(root)
@@ -292,8 +283,8 @@ def main(root: Path = ROOT) -> None:
             fates.append(one)
             print(f"{one['fate']:9} {one['mutation']}  {one['by']}", file=out)
 
-    plugin = Tests(root, arguments.budget, lambda text: print(text, file=errors), work)
-    pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(root), *map(str, paths)], plugins=[plugin])
+    tests = Tests(root, arguments.budget, lambda text: print(text, file=errors), work)
+    pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(root), *map(str, paths)], plugins=[tests])
     print(summary(fates), file=out)
     sys.exit(any(one["fate"] != "killed" for one in fates))
 

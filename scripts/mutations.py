@@ -14,53 +14,63 @@ WHERE = (
 )
 """The files of normswap/ whose conditions decide what is swapped and what is believed; those of them that are there."""
 WEAKER = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
-EQUIVALENT: dict[tuple[str, str, str], str] = {
-    (
-        "proof/pieces.py",
-        "not dims or size * sample <= SLICE_ELEMENTS",
-        "(not dims)",
-    ): "what fits is one piece, cut out whole",
-    ("proof/compare.py", "worst.problem", "(False)"): "the first problem stays: the rest is compared for nothing",
-    (
-        "kinds/batch_norm.py",
-        "site.running_mean is None and site.running_var is None",
-        "(site.running_mean is None)",
-    ): "in eval PyTorch raises for a BatchNorm that has one of them alone",
-    (
-        "kinds/l1_norm.py",
-        "{*map(type, given[1:])} <= {int, float, str, type(None)}",
-        "({*map(type, given[1:])} < {int, float, str, type(None)})",
-    ): "two values are of two types at most",
-    (
-        "forwards/rms_norm.py",
-        "self.weight in own",
-        "(False)",
-    ): "a longer way to the same tensor",
-    (
-        "in_float64.py",
-        "_BITS[dtype] < _BITS[role.dtype]",
-        "(_BITS[dtype] <= _BITS[role.dtype])",
-    ): "they are two, and no two have as many bits",
-    (
-        "regions/before.py",
-        "isinstance(statement, ast.Assign) and statement.value is op.node",
-        "(isinstance(statement, ast.Assign))",
-    ): "used twice is only what has a name, and a flow gives one to what is assigned as it is",
-    ("proof/compare.py", "self.x.is_cuda", "(True)"): "a CPU has no kernel to witness",
-    ("regions/flow.py", "may_be_inlined(tree, forward.__globals__)", "(True)"): "a copy is read then, more slowly",
-    (
-        "regions/spelling.py",
-        '"norm" in name and "p" in bound and name != "normalize"',
-        "('p' in bound and name != 'normalize')",
-    ): "only norms have a p",
-    **dict.fromkeys(
-        (
-            ("proof/verdict.py", "ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE", "(False)"),
-            ("proof/verdict.py", "share <= 1.0 and theirs < math.inf", "(False)"),
-            ("proof/verdict.py", "share <= 1.0", "(share < 1.0)"),
-        ),
-        "a longer way to the same verdict",
-    ),
+_EQUIVALENT = """
+proof/pieces.py: what fits is one piece, cut out whole
+    not dims or size * sample <= SLICE_ELEMENTS
+    (not dims)
+proof/compare.py: the first problem stays: the rest is compared for nothing
+    worst.problem
+    (False)
+kinds/batch_norm.py: in eval PyTorch raises for a BatchNorm that has one of them alone
+    site.running_mean is None and site.running_var is None
+    (site.running_mean is None)
+kinds/l1_norm.py: two values are of two types at most
+    {*map(type, given[1:])} <= {int, float, str, type(None)}
+    ({*map(type, given[1:])} < {int, float, str, type(None)})
+forwards/rms_norm.py: a longer way to the same tensor
+    self.weight in own
+    (False)
+in_float64.py: they are two, and no two have as many bits
+    _BITS[dtype] < _BITS[role.dtype]
+    (_BITS[dtype] <= _BITS[role.dtype])
+regions/before.py: used twice is only what has a name, and a flow gives one to what is assigned as it is
+    isinstance(statement, ast.Assign) and statement.value is op.node
+    (isinstance(statement, ast.Assign))
+proof/compare.py: a CPU has no kernel to witness
+    self.x.is_cuda
+    (True)
+regions/flow.py: a copy is read then, more slowly
+    may_be_inlined(tree, forward.__globals__)
+    (True)
+regions/spelling.py: only norms have a p
+    "norm" in name and "p" in bound and name != "normalize"
+    ('p' in bound and name != 'normalize')
+fold_convolution.py: None is no BatchNorm
+    child is not None and name not in known
+    (name not in known)
+untouched.py: what is deleted is put back
+    k not in self.values
+    (True)
+forwards/linear_scale_batch_norm.py: of a BatchNorm in eval there are both or none
+    bn.training or mean is None or var is None
+    (bn.training or mean is None)
+forwards/linear_scale_batch_norm.py: of a BatchNorm in eval there are both or none
+    bn.training or mean is None or var is None
+    (bn.training or var is None)
+proof/verdict.py: a longer way to the same verdict
+    ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE
+    (False)
+proof/verdict.py: a longer way to the same verdict
+    share <= 1.0 and theirs < math.inf
+    (False)
+proof/verdict.py: a longer way to the same verdict
+    share <= 1.0
+    (share < 1.0)
+"""
+EQUIVALENT = {
+    (path, old.strip(), new.strip()): why.strip()
+    for told, old, new in zip(*[iter(_EQUIVALENT.strip().splitlines())] * 3, strict=True)
+    for path, _, why in [told.partition(": ")]
 }
 """Mutations that change nothing that can be seen, and why: (file of normswap/, old, new). They are not tried."""
 

@@ -23,6 +23,7 @@ import normswap
 from normswap import rules
 from normswap.plans import Match
 from normswap.regions import helper
+from normswap.regions.at_once import at_once_of
 from normswap.regions.helper import Fused, make_helper
 from normswap.regions.rewrite import compile_regions
 from normswap.regions.spec import Region, Step, qualified
@@ -241,6 +242,9 @@ def test_what_autocast_would_cast(of: Callable[[str], Made]) -> None:
         assert fed.dtype(children, x) is None
         made.module.drop.eval(), hooked("lin")(made)
         assert fed.dtype(children, x) is None
+    for feeds, lowered in (((), None), (("drop", "lin"), fed.dtype)):
+        norm = at_once_of(replace(made.compiled, region=replace(made.compiled.region, feeds=feeds)), fed.dtype).norm
+        assert norm is not None and norm.lowered == lowered
 
 
 def test_an_expression_is_judged_once_for_tensors_alike(of: Callable[[str], Made]) -> None:
