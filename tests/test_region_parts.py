@@ -33,6 +33,22 @@ def region(kind: str, *does: str, **more: Any) -> Region:
     return Region(kind, "norm", tuple(Step(name, HERE) for name in does or ("norm",)), **more)
 
 
+@pytest.mark.parametrize(
+    ("given", "depthwise"),
+    (
+        ({}, True),
+        ({"out_channels": 12}, False),
+        ({"groups": 2}, False),
+        *(({"kernel_size": size}, size == 5) for size in (5, 7, (3, 5))),
+        *(({"stride": stride}, stride == 2) for stride in (2, 3, (1, 2))),
+        ({"dilation": 2}, False),
+    ),
+)
+def test_what_our_kernel_takes_of_a_group_a_channel(given: dict[str, Any], depthwise: bool) -> None:
+    settings = {"in_channels": 6, "out_channels": 6, "kernel_size": 3, "groups": 6} | given
+    assert foldings.is_depthwise(nn.Conv2d(**settings)) == depthwise
+
+
 def test_of_a_path_no_child_is_looked_at() -> None:
     one = region("batch_norm", type="BatchNorm1d", linear="0.1", passes=("drop", "more.drop"), activation="more.act")
     assert children_of(one) == ("norm", "drop")
