@@ -94,7 +94,7 @@ def mask_mismatch(ours: Tensor, eager: Tensor, reference: Tensor) -> str:
     counted if the float64 reference is, nor what the reference rounds to: an Inf where PyTorch's overflowed on the
     way, and is NaN."""
     rounded = reference.expand(eager.shape).to(eager.dtype)
-    counted = eager.isfinite() | ~(rounded.isfinite() | (ours == rounded))
+    counted = eager.isfinite() | ~(rounded.isfinite() | (eager.isnan() & (ours == rounded)))
     nan = int(((ours.isnan() != eager.isnan()) & counted).sum())
     inf = int(((ours.isinf() | eager.isinf()) & (ours != eager) & counted).sum())
     return f"NaN differs from PyTorch's in {nan} elements, Inf in {inf}" if nan or inf else ""

@@ -118,6 +118,27 @@ def test_each_may_serve_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(site_match(child) is None for child in model)
 
 
+def test_what_does_not_run_as_a_whole_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each convolution was compared by itself; two in a row are one call."""
+    for works, chosen in (("none", ["0: conv + bn + act fused"]), ("folded", ["0: conv + bn + act folded"])):
+        timed_as(monkeypatch, {})
+        ways = {"folded": Cost(20.0, 20.0), "apart": Cost(10.0, 40.0), "statements": Cost(10.0, 40.0)}
+        monkeypatch.setattr(foldings, "_costs", lambda *_, found=ways: found)
+        monkeypatch.setattr(foldings._Place, "default", lambda place: "fused")
+        model = drawn(lambda: nn.Sequential(Block(conv(), bn())))
+        clock(monkeypatch, model, lambda way: 1.0)
+        given = torch.randn(IMAGE)
+
+        def run(model: nn.Module = model, given: Any = given, works: str = works) -> Any:
+            match = site_match(model[0])
+            if match is not None and match.attributes["regions"][0]["folding"] != works:
+                raise RuntimeError("no plan")
+            return model(given)
+
+        plan = decide_foldings(model, finding.plan(model, undecided=True), run, timed=True)
+        assert [f"0: {r.name} {r.folding}" for r in regions_in(plan, "0")] == chosen
+
+
 def test_of_the_alike_the_same_one_is_taken_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for noise in (0.99, 1.01):
         timed_as(monkeypatch, {"folded": 1.0, "apart": noise, "statements": noise})

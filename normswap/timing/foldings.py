@@ -38,7 +38,7 @@ APART = "apart"
 STATEMENTS = "statements"
 _MARGIN = 0.03
 """By so much, as a share, must a way be faster to be taken before one that stands earlier."""
-SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 1.0)
+SHARES = (0.0, 0.25, 0.5, 1.0)
 """Of the host's time in what the ways are judged by, each tried; the rest is the device's."""
 
 Arranged: TypeAlias = "Callable[[], AbstractContextManager[None]]"
@@ -145,8 +145,10 @@ class _Owner(Listener):
         if (place := self.places.get(id(compiled))) is not None:
             place.heard(packed)
 
-    def settled(self) -> Match:
-        regions = [self.places[id(one)].settled() if id(one) in self.places else one.region for one in self.compiled]
+    def settled(self, alone: bool = False) -> Match:
+        """What is left of the match; ``alone``: of the regions with a convolution."""
+        ours = [one for one in self.compiled if not alone or id(one) in self.places]
+        regions = [self.places[id(one)].settled() if id(one) in self.places else one.region for one in ours]
         kept = [region.to_json() for region in regions if region is not None]
         return Match(self.match.kind, {**self.match.attributes, "regions": kept})
 
@@ -166,9 +168,10 @@ def _decide(owners: Sequence[_Owner], run: Callable[[], Any] | None) -> None:
     choices = [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
     if len(choices) > 1:
         ways = [(_arranged(owners, places, choice), run) for choice in choices]
-        times = compare(machine, ways)
-        choices = [choice for index, choice in enumerate(choices) if not times.slower(index)]
-    _choose(places, choices[0])
+        ran = [index for index, way in enumerate(ways) if _runs(*way)]
+        times = compare(machine, [ways[index] for index in ran]) if ran else None
+        choices = [choices[index] for at, index in enumerate(ran) if times is not None and not times.slower(at)]
+    _choose(places, choices[0] if choices else [place.default() for place in places])
 
 
 def _choose(places: Sequence[_Place], choice: Sequence[str]) -> None:
@@ -177,11 +180,23 @@ def _choose(places: Sequence[_Place], choice: Sequence[str]) -> None:
 
 
 def _arranged(owners: Sequence[_Owner], places: Sequence[_Place], choice: Sequence[str]) -> Arranged:
-    """The model with its convolutions computed so for a block."""
+    """The model with its convolutions computed so for a block, and all else as it was."""
     _choose(places, choice)
-    settled = [(owner.owner, owner.settled()) for owner in owners]
+    settled = [(owner.owner, owner.settled(alone=True)) for owner in owners]
     swapped = [(one, match) for one, match in settled if match.attributes["regions"]]
     return partial(classes, [(one, swapped_class(match.kind, type(one), match.attributes)) for one, match in swapped])
+
+
+def _runs(arranged: Arranged, run: Callable[[], Any]) -> bool:
+    """Whether the model runs so: each place was compared by itself, not those that run as one."""
+    try:
+        with arranged():
+            run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return False
+    return True
 
 
 def _costs_of(place: _Place, known: dict[Hashable, dict[str, Cost]]) -> dict[str, Cost]:
