@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from convolution_models import regions_in
 from models import randomised
+from norm_act_models import NormAct
 from region_checks import written
 from region_views import WINDOWS, transposed
 from torch import Tensor, nn
@@ -47,6 +49,12 @@ def region(kind: str, *does: str, **more: Any) -> Region:
 def test_what_our_kernel_takes_of_a_group_a_channel(given: dict[str, Any], depthwise: bool) -> None:
     settings = {"in_channels": 6, "out_channels": 6, "kernel_size": 3, "groups": 6} | given
     assert foldings.is_depthwise(nn.Conv2d(**settings)) == depthwise
+
+
+def test_what_a_norm_itself_calls_is_no_step_of_a_sequential() -> None:
+    (found,) = regions_in(normswap.plan(nn.Sequential(nn.Conv2d(3, 6, 1), NormAct()).eval()))
+    assert [step.does for step in found.steps] == ["convolution", "norm"]
+    assert (found.passes, found.activation) == (("1.drop",), "1.act")
 
 
 def test_of_a_path_no_child_is_looked_at() -> None:
