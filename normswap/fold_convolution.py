@@ -66,8 +66,10 @@ def _along(path: str, owner: Any) -> Iterator[Any]:
 
 def _through_methods(owner: nn.Module, known: set[str]) -> Iterator[Pair]:
     """Those whose norm is none of the ``known`` and whose convolution another method calls."""
-    children = [(name, child) for name, child in owner._modules.items() if child is not None and name not in known]
-    norms = {name: child for name, child in children if isinstance(child, tuple(RANKS)) and is_foldable(child)}
+    children = [(name, child) for name, child in owner._modules.items() if name not in known]
+    norms: dict[str, Any] = {
+        name: child for name, child in children if isinstance(child, tuple(RANKS)) and is_foldable(child)
+    }
     forward = class_forward(owner)
     functions = region_rule.methods_of(owner, forward) if forward is not None else {}
     for convolution, norm in through_methods(owner, functions, norms) if len(functions) > 1 else ():

@@ -45,9 +45,9 @@ regions/flow.py: a copy is read then, more slowly
 regions/spelling.py: only norms have a p
     "norm" in name and "p" in bound and name != "normalize"
     ('p' in bound and name != 'normalize')
-fold_convolution.py: None is no BatchNorm
-    child is not None and name not in known
-    (name not in known)
+regions/inline.py: nothing is copied to what has no place
+    hasattr(node, "lineno")
+    (True)
 untouched.py: what is deleted is put back
     k not in self.values
     (True)

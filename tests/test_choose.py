@@ -109,6 +109,8 @@ def test_the_widest_is_preferred_where_the_whole_model_is_as_fast() -> None:
     """By itself it may be timed on a residual of another layout than its neighbours give it once they are swapped."""
     fused, norm = timed("fused", (300.0, 150.0), overlaps=["norm"]), timed("norm", (250.0, 60.0))
     assert decision._covers([fused, norm], DEVICE, 1.0) == [{"fused"}, {"norm"}]
+    assert decision._covers([fused, norm], DEVICE, 1.5) == [{"norm"}]
+    assert decision._covers([norm], HOST, 1.5) == []
 
 
 def test_the_narrowest_is_tried_too() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import native, reference
 from normswap.activation import FUNCTIONS, Activation
-from normswap.ops import dispatch
+from normswap.ops import at_once, dispatch
 from normswap.regions.helper import Fused
 from normswap.regions.install import compiled_of
 from normswap.regions.linear_directly import Directly
@@ -138,6 +138,14 @@ def test_what_else_has_a_say() -> None:
         handle.remove()
         dispatch._direct.clear()
         assert way(model._modules, inputs[0]) is None
+
+
+def test_what_was_folded_in_one_step_is_not_folded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = made(FOUND["without_a_scale"], BATCH)
+    (way,) = ways_of(model)
+    monkeypatch.setattr(at_once, "folded_linear", lambda *given: torch.zeros(BATCH, WIDTH))
+    with torch.no_grad():
+        assert not way(model._modules, inputs[0]).any()
 
 
 @pytest.mark.parametrize(("cls", "name"), [(nn.Linear, "forward"), (nn.BatchNorm1d, "forward"), (F, "relu")])

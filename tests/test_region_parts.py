@@ -19,12 +19,14 @@ from torch import Tensor, nn
 import normswap
 from normswap import rules
 from normswap.installed import marks
-from normswap.plans import Match
+from normswap.plans import Match, PlanError
 from normswap.proof import made_up
 from normswap.proof.prove import prove_sites
 from normswap.regions import foldings
 from normswap.regions.beside import Beside
 from normswap.regions.expression import _fits
+from normswap.regions.growing import child_of
+from normswap.regions.install import _evaluator
 from normswap.regions.spec import Region, Step, children_of
 from normswap.rules import region as region_rule
 
@@ -55,6 +57,45 @@ def test_what_a_norm_itself_calls_is_no_step_of_a_sequential() -> None:
     (found,) = regions_in(normswap.plan(nn.Sequential(nn.Conv2d(3, 6, 1), NormAct()).eval()))
     assert [step.does for step in found.steps] == ["convolution", "norm"]
     assert (found.passes, found.activation) == (("1.drop",), "1.act")
+
+
+def test_a_plan_can_ask_for_attributes_of_self_and_nothing_else() -> None:
+    owner = SimpleNamespace(a=None, b=SimpleNamespace(c=1))
+    for text, holds in (("self.a is None", True), ("self.b.c is None", False), ("not self.a", True), ("self.b.c", 1)):
+        assert _evaluator(text)(owner) == holds
+    for text in (
+        "owner.a",
+        "self.a()",
+        "self.a == 1",
+        "1",
+        "self.b['c']",
+        "not print",
+        "self.a or self.b",
+        "self is x",
+    ):
+        with pytest.raises(PlanError, match="is no condition on attributes of self"):
+            _evaluator(text)
+
+
+class Hides(nn.Module):
+    one = staticmethod(F.relu)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules.update({name: nn.ReLU() for name in ("one", "other", "seen")})
+        self.__dict__["other"] = F.relu
+
+
+def test_a_child_behind_an_attribute_is_not_what_is_called() -> None:
+    owner: Any = Hides()
+    for target, seen in (
+        ("self.one", False),
+        ("self.other", False),
+        ("self.seen", True),
+        ("seen", False),
+        (F.relu, False),
+    ):
+        assert (child_of(owner, SimpleNamespace(target=target)) is not None) == seen  # type: ignore[arg-type]
 
 
 def test_of_a_path_no_child_is_looked_at() -> None:
