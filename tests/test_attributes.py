@@ -71,3 +71,9 @@ def test_a_getattr_of_its_own_makes_a_module_unreadable() -> None:
     rejection = attributes.unreadable(OwnGetattr(), ("scale",))
     assert rejection is not None and "__getattr__" in rejection.detail
     assert attributes.unreadable(Block(), ("scale", "gemm", "bn")) is None
+
+
+def test_where_nothing_is_read_how_it_is_looked_up_is_all_the_same() -> None:
+    own = type("Own", (nn.Linear,), {"__getattr__": lambda self, name: nn.Module.__getattr__(self, name)})(2, 2)
+    assert attributes.unreadable(own, ()) is None
+    assert attributes.unreadable(own, ("weight",)) is not None

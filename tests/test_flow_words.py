@@ -29,6 +29,14 @@ halved.inner = torch.abs
 def modulate(x, shift, scale):
     return x * (1 + scale) + shift
 
+def told(x, shift, scale):
+    "What it is."
+    return x * (1 + scale) + shift
+
+def counted(x, shift, scale):
+    x.numel()
+    return x * (1 + scale) + shift
+
 def named(x):
     y = x / 2
     return y
@@ -54,6 +62,8 @@ BODIES: dict[str, str] = {
     "return halved(x)": "1 halved(_)!",
     "return halved.inner(x)": "~",
     "return modulate(x, y, self.weight)": "1 +(1, self.weight); 2 *(_, 1); 3 +(2, _)!",
+    "return told(x, y, self.weight)": "1 +(1, self.weight); 2 *(_, 1); 3 +(2, _)!",
+    "return counted(x, y, self.weight)": "1 counted(_, _, self.weight)!",
     "return torch.os.getcwd() * x": "1 .getcwd(_)!; ~; 2 *(_, _)!",
     "return torch.float16(x)": "~",
     "return named(x)": "1 named(_)!",

@@ -168,7 +168,7 @@ class Counter:
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    return Counter(monkeypatch, "layer_norm", "rms_norm", "group_norm", "instance_norm", "l1_norm")
+    return Counter(monkeypatch, "layer_norm", "rms_norm", "group_norm", "instance_norm", "l1_norm", "batch_norm")
 
 
 CAPTURED: dict[str, Callable[[], nn.Module]] = {
@@ -196,6 +196,14 @@ def test_a_forward_that_was_captured_asks_whether_it_is_on(name: str, counter: C
     normswap.revert(model)
     assert counter.during(lambda: captured(x)) == 0
     torch.testing.assert_close(captured(x), expected)
+
+
+def test_so_does_that_of_a_batch_norm_in_training(counter: Counter) -> None:
+    model = nn.BatchNorm1d(8)
+    captured = normswap.apply(model, normswap.plan(model), inplace=True).forward
+    assert counter.during(lambda: captured(X)) == 1
+    with normswap.disabled(model):
+        assert counter.during(lambda: captured(X)) == 0
 
 
 def test_a_wrapper_on_the_instance_as_accelerate_makes_it(counter: Counter) -> None:

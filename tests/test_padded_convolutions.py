@@ -184,6 +184,8 @@ def test_a_class_that_reads_attributes_in_its_own_way() -> None:
     hiding = made(by_timm)
     type(hiding).bias = None
     assert not convolves_last(hiding)
+    for nameless in (lambda *given: F.conv2d(given[1], given[0].weight, given[0].bias), lambda: None):
+        assert not convolves_last(made(nameless))
     assert not convolves_last(type("Transposed", (nn.ConvTranspose2d,), {"forward": by_timm})(6, 6, 3))
     listed = made(by_timm)
     listed.stride = [listed.weight]

@@ -20,7 +20,7 @@ import normswap
 from normswap import rules
 from normswap.installed import marks
 from normswap.plans import Match, PlanError
-from normswap.proof import made_up
+from normswap.proof import made_up, prove
 from normswap.proof.prove import prove_sites
 from normswap.regions import foldings
 from normswap.regions.beside import Beside
@@ -337,3 +337,20 @@ def test_a_view_that_is_not_of_both_summands_is_reported_as_declined() -> None:
     with torch.no_grad():
         (proof,) = prove_sites(swapped, [swap], lambda: swapped(x, x), gradients=False)
     assert proof.declined and proof.device == "cpu" and proof.status == "wiring"
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gn, self.gn2 = nn.GroupNorm(2, 6), nn.GroupNorm(3, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 2:
+            return F.relu(self.gn(x))
+        return F.relu(self.gn2(x))
+
+
+def test_a_region_of_what_is_sharded_that_no_input_reaches_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "is_sharded", lambda owner: True)
+    rows = normswap.report(normswap.optimize(Either().eval(), torch.randn(4, 6), min_speedup=None)).rows
+    assert [row["detail"] for row in rows if row["name"] == ""] == ["not reached by the example inputs"]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules
-from normswap.plans import Plan
+from normswap.forwards import registered as forwards_registered
+from normswap.plans import READ, Plan
 from normswap.rules import registered
 
 
@@ -158,3 +159,19 @@ def test_bad_arguments(arguments: Any, reads: Any, error: type[Exception], text:
         normswap.register_norm(*arguments, **reads)
     with pytest.raises(TypeError, match="expected a class of modules"):
         normswap.register_norm("rms_norm")(3)  # type: ignore[type-var]
+
+
+class Asked(nn.Module):
+    def __getattr__(self, name: str) -> Any:
+        return None if name == "gain" else super().__getattr__(name)
+
+
+class HasOne(nn.Module):
+    gain = None
+
+
+@pytest.mark.parametrize(("cls", "gain"), ((Asked, "gain"), (HasOne, "gain"), (nn.Module, (None, "gain"))))
+def test_what_may_be_missing_counts_as_none(cls: type[nn.Module], gain: Any) -> None:
+    attributes = {f"{READ}normalized_shape": "shape", f"{READ}weight": "gain", f"{READ}eps": 1e-3}
+    names = forwards_registered._names("rms_norm", attributes, cls)
+    assert names[1:] == [gain, (None,), (1e-3,)]

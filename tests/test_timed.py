@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import progress, timing
+from normswap.plans import Match, Site, Swap
 from normswap.timing import candidate, decision, sites
 from normswap.timing import model as whole_model
 
@@ -349,3 +350,19 @@ def parts(**row: Any) -> dict[str, Any]:
 def test_the_parts_of_a_site_are_told_as_one(rows: Any, note: str, expected: tuple[Any, ...]) -> None:
     row = decision.summed_row(rows, note)
     assert (row["calls"], row["eager_device_us"], row["gain"], row["note"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("kept", "left", "put_back"),
+    (
+        (("a[0]", "a[1]", "b"), None, ()),
+        (("a[1]", "b"), [2], ()),
+        (("b",), None, ("a",)),
+        (("a[0]", "a[1]"), None, ("b",)),
+    ),
+)
+def test_of_a_site_the_regions_that_gain_are_kept(kept: Any, left: list[int] | None, put_back: tuple[str, ...]) -> None:
+    swaps = [Swap(Site("a", "A"), Match("region", {"regions": [1, 2]})), Swap(Site("b", "B"), Match("layer_norm"))]
+    decided = sites._of_sites(decision.Decision(frozenset(kept)), swaps)
+    assert decided.put_back == {*put_back} and decided.kept == {"a", "b"} - {*put_back}
+    assert decided.trimmed == ({"a": Match("region", {"regions": left})} if left else {})

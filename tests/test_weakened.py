@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules, rules
+from normswap.activation import NONE, Activation
 from normswap.kinds import KINDS
 from normswap.plans import Reason, Refusal
 from normswap.regions import chain
@@ -43,6 +44,7 @@ def without_source(body: str) -> nn.Module:
         ("x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)", True),
         ("x * torch.rsqrt(x.abs().mean(-1, keepdim=True) + 1e-6)", False),
         ("x * x.pow(2).mean(-1, keepdim=True)", False),
+        ("x * torch.rsqrt(x.pow(2) + 1e-6)", False),
     ],
 )
 def test_an_rms_norm_by_hand_without_a_source_is_spoken_of(body: str, spoken: bool) -> None:
@@ -229,6 +231,21 @@ def test_a_scale_of_another_dtype_is_left_to_pytorch(
         ours, theirs = swapped(x, scale, shift), model(x, scale, shift)
         assert len(asked) == count and ours.dtype is theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)  # ours rounds once
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"), (("layer_norm", ((8,), None, None, 1e-5)), ("rms_norm", ((8,), None, 1e-5)))
+)
+def test_a_norm_with_nothing_around_it_has_its_own_op(
+    kind: str, given: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    file: Any = importlib.import_module(f"normswap.kinds.{kind}")
+    monkeypatch.setattr(file, f"{kind}_directly", lambda *given: asked.append(kind))
+    x = torch.randn(2, 8)
+    for before, activation in ((None, NONE), (None, Activation("relu")), (x, NONE)):
+        file.fused(x, given, before, None, None, None, activation, None)
+    assert len(asked) == 2
 
 
 def test_where_gradients_are_recorded_no_convolution_waits_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
