@@ -14,7 +14,7 @@ from region_checks import Case, written
 from torch import Tensor, nn
 
 import normswap
-from normswap import native, reference
+from normswap import native, ops, reference
 from normswap.activation import FUNCTIONS, Activation
 from normswap.ops import at_once, dispatch
 from normswap.regions.helper import Fused
@@ -121,7 +121,7 @@ def test_what_may_change_is_seen(name: str, rows: int, monkeypatch: pytest.Monke
     assert not any(taken) or any(word in name for word in may)
 
 
-def test_what_else_has_a_say() -> None:
+def test_what_else_has_a_say(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = made(FOUND["without_a_scale"], BATCH)
     (way,) = ways_of(model)
     with torch.no_grad():
@@ -136,6 +136,10 @@ def test_what_else_has_a_say() -> None:
         handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
         assert way(model._modules, inputs[0]) is None
         handle.remove()
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "runs_directly", lambda *given: False)
+            assert way(model._modules, inputs[0]) is None
+        assert way(model._modules, inputs[0]) is not None
         dispatch._direct.clear()
         assert way(model._modules, inputs[0]) is None
 

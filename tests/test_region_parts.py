@@ -23,6 +23,7 @@ from normswap.plans import Match, PlanError
 from normswap.proof import made_up, prove
 from normswap.proof.prove import prove_sites
 from normswap.regions import foldings
+from normswap.regions.behind import FEEDING
 from normswap.regions.beside import Beside
 from normswap.regions.expression import _fits
 from normswap.regions.growing import child_of
@@ -354,3 +355,28 @@ def test_a_region_of_what_is_sharded_that_no_input_reaches_is_told_of(monkeypatc
     monkeypatch.setattr(prove, "is_sharded", lambda owner: True)
     rows = normswap.report(normswap.optimize(Either().eval(), torch.randn(4, 6), min_speedup=None)).rows
     assert [row["detail"] for row in rows if row["name"] == ""] == ["not reached by the example inputs"]
+
+
+class WithOneBeside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gn, self.lin = nn.GroupNorm(2, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.gn(x)
+        t = self.lin(x)
+        return F.relu(z) + t
+
+
+def test_what_stands_beside_is_looked_at_on_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    monkeypatch.setattr(Beside, "only_compute", lambda self, owner: looked.append(owner) or True)
+    model, x = WithOneBeside().eval(), torch.randn(4, 6)
+    swapped = normswap.apply(model, normswap.plan(model))
+    for count in (1, 2):
+        torch.testing.assert_close(swapped(x), model(x))
+        assert looked == [swapped] * count
+
+
+def test_what_autocast_computes_in_float32_anyway() -> None:
+    assert FEEDING == ("group_norm", "layer_norm")
