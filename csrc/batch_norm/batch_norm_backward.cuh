@@ -96,7 +96,7 @@ struct Incoming {
     for (int j = 0; j < V; ++j) of_z.v[j] = rounded<T>(z[j]), of_g.v[j] = g[j];
     of_g = through_slopes<T>(n.activation, of_z, of_g);
 #pragma unroll
-    for (int j = 0; j < V; ++j) g[j] = of_g.v[j];
+    for (int j = 0; j < V; ++j) g[j] = row < vectors.end ? of_g.v[j] : 0.f;  // NaN where z, of no row, overflows
   }
 };
 

@@ -178,6 +178,20 @@ def test_every_activation(name: str, training: bool, dtype: torch.dtype, last: b
                     torch.testing.assert_close(a, b, rtol=64 * step, atol=64 * step * max(1.0, float(b.abs().max())))
 
 
+@pytest.mark.parametrize("name", ("silu", "gelu", "gelu_tanh", "hardswish", "sigmoid", "tanh"))
+@by_dtype
+@pytest.mark.parametrize("shape", ((5, 64), (19, 33), (3, 8, 5, 5)), ids=str)
+def test_where_no_row_is_nothing_is_added(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    """Of a constant channel z at an x of zero, where no row is, overflows float16, and its slope is NaN."""
+    x, act = torch.full(shape, 300.0, device=DEVICE, dtype=dtype), Activation(name)
+    weight, bias = torch.ones(2, shape[1], device=DEVICE, dtype=dtype).unbind()
+    dy = drawn(shape, dtype)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    y = ops.batch_norm(leaves[0], None, None, *leaves[1:], True, 0.1, 1e-6, act)
+    for gradient in torch.autograd.grad(y, leaves, dy):
+        assert gradient.isfinite().all()
+
+
 @by_dtype
 @pytest.mark.case("strided-gradient", "misaligned", "channels-last", "strided-input", "never-writes-input")
 def test_gradients_and_inputs_of_any_layout(dtype: torch.dtype) -> None:
