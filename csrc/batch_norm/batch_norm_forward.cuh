@@ -11,7 +11,8 @@ namespace {
 template <class T>
 constexpr int kAtOnce = 16 / static_cast<int>(sizeof(T));  // vectors of a tensor that a thread has in flight
 
-// Mean and sum of squared differences of `count` values a column, by differences from a pivot, one of them.
+// Mean and sum of squared differences of `count` values a column, by differences from a pivot, one of them. What is left of
+// squares about an outlier has their rounding errors: of three values the middle one is none.
 template <int V>
 struct ColumnMoments {
   float pivot[V], sums[V], squares[V];
@@ -37,6 +38,16 @@ struct ColumnMoments {
     }
   }
 };
+
+// The middle one of three values, column by column.
+template <class T, int V>
+__device__ inline Words<T, V> middle_of(const Words<T, V>& first, const Words<T, V>& second, const Words<T, V>& third) {
+  float a[V], b[V], c[V];
+  first.floats(a), second.floats(b), third.floats(c);
+#pragma unroll
+  for (int j = 0; j < V; ++j) a[j] = fmaxf(fminf(a[j], b[j]), fminf(fmaxf(a[j], b[j]), c[j]));
+  return {Pack<T, V>::of(a).raw()};
+}
 
 // The same of V columns that are one channel, from those of each, `count` values.
 template <int V>
@@ -66,13 +77,16 @@ __device__ inline void piece_moments(const Vectors<V>& vectors, Handed<V>& hande
   };
 #pragma unroll
   for (int k = 0; k < many; ++k) load(k, vectors.first + k * args.side);
-  const Words<T, V> pivot = x[0];
+  // Rows that are not there are the pivot, of which nothing is left.
+  const auto or_else = [&](int k, const Words<T, V>& other) {
+    return vectors.first + k * args.side < vectors.end ? x[k] : other;
+  };
+  const Words<T, V> pivot = middle_of<T, V>(x[0], or_else(1, x[0]), or_else(2, x[0]));
   ColumnMoments<V> moments{};
   pivot.floats(moments.pivot);
   moments.count = vectors.count();
-  // Rows that are not there are the pivot, of which nothing is left.
 #pragma unroll
-  for (int k = 1; k < many; ++k) x[k] = vectors.first + k * args.side < vectors.end ? x[k] : pivot;
+  for (int k = 1; k < many; ++k) x[k] = or_else(k, pivot);
   vectors.template for_each<many>(
       [&](int k, int row) {
         x[k] = pivot;
