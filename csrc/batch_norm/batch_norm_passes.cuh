@@ -229,22 +229,25 @@ struct Handed {
 };
 
 // Moments of what visit(with) shows a run of lanes, each of which holds the result; the warp calls. Means relative to a
-// pivot, one of them; then the squares about their mean.
+// pivot, one of them; then the squares about their mean, and what that is off by itself: the pivot may be an outlier.
 template <class Visit>
 __device__ inline Moments unite_moments(int lanes, float pivot, Visit visit) {
-  float n = 0.f, sum = 0.f, squares = 0.f;
+  float n = 0.f, sum = 0.f, squares = 0.f, rest = 0.f;
   visit([&](float count, float2 one) {
     n = __fadd_rn(n, count);
     sum = fmaf(count, __fsub_rn(one.x, pivot), sum);
   });
   n = run_sum(n, lanes);
   sum = run_sum(sum, lanes);
-  const float shift = n > 0.f ? __fdiv_rn(sum, n) : 0.f;
+  const float mean = __fadd_rn(pivot, n > 0.f ? __fdiv_rn(sum, n) : 0.f);
   visit([&](float count, float2 one) {
-    const float d = __fsub_rn(__fsub_rn(one.x, pivot), shift);
-    squares = __fadd_rn(squares, fmaf(__fmul_rn(count, d), d, one.y));
+    const float d = __fsub_rn(one.x, mean), weighted = __fmul_rn(count, d);
+    squares = __fadd_rn(squares, fmaf(weighted, d, one.y));
+    rest = __fadd_rn(rest, weighted);
   });
-  return {__fadd_rn(pivot, shift), run_sum(squares, lanes), n};
+  rest = run_sum(rest, lanes);
+  const float off = n > 0.f ? __fdiv_rn(rest, n) : 0.f;
+  return {isfinite(mean) ? __fadd_rn(mean, off) : mean, fmaf(-off, rest, run_sum(squares, lanes)), n};
 }
 
 // Plain sums of the same.

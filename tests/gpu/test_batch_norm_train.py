@@ -178,6 +178,17 @@ def test_every_activation(name: str, training: bool, dtype: torch.dtype, last: b
                     torch.testing.assert_close(a, b, rtol=64 * step, atol=64 * step * max(1.0, float(b.abs().max())))
 
 
+@pytest.mark.parametrize("shape", ((12, 100), (26, 257), (40, 257), (300, 24), (1000, 64), (9, 2000)), ids=str)
+def test_an_outlier_in_front_costs_no_digits(shape: tuple[int, int]) -> None:
+    x = drawn(shape, torch.float32)
+    x[0] = 30.0
+    mean, var = torch.zeros(shape[1], device=DEVICE), torch.zeros(shape[1], device=DEVICE)
+    ops.batch_norm(x, mean, var, None, None, True, 1.0, 1e-5)
+    exact = x.double()
+    assert float(((mean - exact.mean(0)) / exact.square().mean(0).sqrt()).abs().max()) <= 2 * EPS
+    assert float(((var - exact.var(0)) / exact.var(0)).abs().max()) <= 8 * EPS
+
+
 @pytest.mark.parametrize("name", ("silu", "gelu", "gelu_tanh", "hardswish", "sigmoid", "tanh"))
 @by_dtype
 @pytest.mark.parametrize("shape", ((5, 64), (19, 33), (3, 8, 5, 5)), ids=str)
