@@ -21,24 +21,26 @@
 namespace normswap {
 namespace {
 
-// row_small: blocks on a multiprocessor, so that a lane has 96 or 80 registers. Ragged rows of 16-bit elements take more
-// instructions, which more warps hide.
+// row_small: warps on a multiprocessor, so that a lane has 80 registers, or 96.
 template <class Tile>
-constexpr bool kManySmall = Tile::Slots * Tile::V <= 24 || (Tile::Ragged && Tile::V == 8);
-template <class Tile>
-constexpr int kSmallBlocks = (kManySmall<Tile> ? 24 : 20) / kWarpsSmall<Tile::Lanes>;
+constexpr int kWarpsWanted = Tile::V == 8 || Tile::Slots * Tile::V <= 24 ? 24 : 20;
 // With options a lane has 128.
 template <class Policy, class Tile>
-constexpr int kSmallBlocksOf = kOptions<Policy> ? 16 / kWarpsSmall<Tile::Lanes> : kSmallBlocks<Tile>;
+constexpr int kSmallBlocks = (kOptions<Policy> ? 16 : kWarpsWanted<Tile>) / kWarpsSmall<Tile::Lanes>;
 
 // Rows a lane works on at once in row_small: what is the same for all is then done once.
 template <class Tile>
 constexpr int kRowsAtOnce = Tile::Slots == 1 ? kRowsSubwarp : 1;
 
+// Vectors of a lane whose affine parameters it loads at once in row_small: those of 16-bit rows come from the L1, once the
+// statistics are known, since more warps are worth more than parameters ahead.
+template <class Policy, class Tile>
+constexpr int kAffineSmall = Tile::V == 8 ? std::min(Tile::Slots, Tile::Ragged ? 1 : 2) : kAffineAtOnce<Policy, Tile>;
+
 // --- kernels -----------------------------------------------------------------------------------------------------
 
 template <class Policy, class T, class RowTile>
-__global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocksOf<Policy, RowTile>)
+__global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks<Policy, RowTile>)
     row_small(const RowArgs args) {
   follow_predecessor();
   let_successor_start();
@@ -57,7 +59,8 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
   }
   constexpr bool in_table = Policy::affine == Affine::by_channel && Lanes == 32 && Rows == 1;
   __shared__ AffineTables<Policy, in_table ? kWarpsSmall<Lanes> : 1> tables;
-  std::conditional_t<in_table, AffineOfRow<Policy, T, RowTile>, AffineAhead<Policy, T, RowTile>> affine;
+  using Affine = AffineAhead<Policy, T, RowTile, kAffineSmall<Policy, RowTile>>;
+  std::conditional_t<in_table, AffineOfRow<Policy, T, RowTile>, Affine> affine;
   if constexpr (in_table) {
     affine.load_row(args, rows[0], 0, tiles[0], tables.of_warp[threadIdx.x / 32]);
   } else {
