@@ -30,8 +30,8 @@ def row_plan(
     ``options`` whether the norm has any, or is l2_norm.
     ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block, 4 cluster, 5 split, 6 team, 7 both (team and split) force one, and
     None is returned where such rows cannot be done in it. ``held`` of the result says who has the row in registers: 0
-    nobody, 1 a block alone on a multiprocessor, 2 a block, 3 a cluster, 4 a cluster of large blocks, 5 a cluster that
-    takes row after row. Needs the library, but no GPU. Raises BuildError without the library.
+    nobody, 1 a block alone on a multiprocessor, 2 a block, 3 a cluster, 4 a cluster of large blocks, which takes row
+    after row if ``shared`` is not 0. Needs the library, but no GPU. Raises BuildError without the library.
     """
     names = (
         *("regime", "vec", "lanes", "chunk_len", "chunks", "warps"),

@@ -169,14 +169,18 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                     assert (p["chunks"] - 1) * p["chunk_len"] < cols <= p["chunks"] * p["chunk_len"]
                     assert p["chunks"] == 1 or p["chunk_len"] % (p["vec"] * p["lanes"]) == 0
                     assert p["chunk_len"] <= 32 * p["lanes"]  # registers of a lane
-                    assert 1 <= p["warps"] <= 16 and 1 <= p["grid"] < 2**31
+                    assert 1 <= p["warps"] <= 18 and 1 <= p["grid"] < 2**31
                     at_once = p["grid"] * p["warps"] * (32 // p["lanes"])
                     assert p["shared"] + 8192 <= gpu["shared"]
                     blocks, shared = p["blocks_a_row"], p["shared"]
                     if p["regime"] == 6:
-                        assert p["grid"] % blocks == 0 and 2 <= p["slots"] <= 6 and p["warps"] == p["block_chunks"]
-                        assert p["grid"] <= 2 * gpu["multiprocessors"]  # all run at once
-                        assert p["grid"] <= gpu["multiprocessors"] or shared + 8192 <= gpu["shared"] // 2
+                        apart = p["warps"] - p["block_chunks"]  # exchange the statistics
+                        assert p["grid"] % blocks == 0 and 2 <= p["slots"] <= 6 and apart in (0, 2)
+                        lean = itemsize == 2 and weights == 0 and cols % 8 == 0
+                        each = 2 if lean and apart == 0 else 1  # blocks on a multiprocessor
+                        assert lean or apart == 0
+                        assert p["grid"] <= each * gpu["multiprocessors"]  # all run at once
+                        assert each * (shared + 8192) <= gpu["shared"]
                     elif p["regime"] == 7:
                         held = blocks * p["block_chunks"]
                         assert itemsize == 4 and rows >= 6 and held < p["chunks"] <= 2 * held
@@ -186,15 +190,22 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                         assert 1 <= blocks <= (8 if gpu["clusters"] else 1)
                     assert p["regime"] == 7 or blocks * p["block_chunks"] >= p["chunks"]
                     seen.add(p["regime"])
+                    kept = 0  # bytes of weights that a cluster keeps for several rows
                     if p["held"] > 0:
-                        assert shared == 0 and p["warps"] == p["block_chunks"] <= (8 if p["held"] == 3 else 16)
+                        enough = rows >= 4 * (4 * (2 * gpu["multiprocessors"] // blocks) + 1)
+                        if p["held"] == 4 and itemsize == 2 and cols % (16 * 1024) == 0 and enough:
+                            kept = 16 * 1024 * 2 * weights
+                        assert shared == kept and p["warps"] == p["block_chunks"] <= (8 if p["held"] == 3 else 16)
                         assert p["held"] != 4 or p["block_chunks"] == 16  # who unites its chunks has a group of them
-                    if shared > 0 and p["regime"] > 2:
+                    if kept > 0:
+                        clusters = p["grid"] // blocks
+                        assert 2 * (shared + 2048) <= gpu["shared"] and p["grid"] % blocks == 0  # two run at once
+                        assert (
+                            3 * clusters < rows <= 8 * clusters and p["grid"] >= 8 * gpu["multiprocessors"] - 8 * blocks
+                        )
+                    elif shared > 0 and p["regime"] > 2:
                         slots = max(1, p["slots"])  # rows of which a team holds slices
                         assert shared >= slots * p["block_chunks"] * (p["chunk_len"] * itemsize + 15)
-                    elif p["held"] == 5:  # in turns
-                        assert rows >= 4 * (p["grid"] // blocks) - 3 and p["grid"] % blocks == 0
-                        assert itemsize == 2 and weights == 1 and p["warps"] * (blocks - 1) < p["chunks"]
                     else:
                         assert at_once >= rows * p["chunks"]
     assert seen == set(range(1, 8))
@@ -219,10 +230,14 @@ def test_registers_hold_rows_that_fit_a_cluster() -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_two_blocks_of_16_bit_groups_share_a_multiprocessor() -> None:
-    for ragged, grid in ((False, 256), (True, 128)):
-        plan = launch_plans.row_plan(256, 1 << 20, 2, ragged=ragged, **GPUS[0])
-        assert plan is not None and (plan["regime"], plan["blocks_a_row"], plan["grid"]) == (6, 64, grid)
+def test_warps_apart_exchange_the_statistics_of_16_bit_groups() -> None:
+    """Two blocks share a multiprocessor, without such warps, where one each would be too few."""
+    for groups, itemsize, ragged, regime, warps, grid in (
+        *((64, 2, False, 6, 18, 128), (64, 2, True, 6, 16, 128), (132, 2, False, 6, 18, 132)),
+        *((70, 2, False, 6, 16, 210), (133, 2, False, 6, 16, 133), (64, 4, False, 6, 16, 128)),
+    ):
+        plan = launch_plans.row_plan(256, groups * 16_384, itemsize, ragged=ragged, **GPUS[0])
+        assert plan is not None and [plan[key] for key in ("regime", "warps", "grid")] == [regime, warps, grid], groups
 
 
 @pytest.mark.usefixtures("library")

@@ -33,31 +33,39 @@ inline int even_blocks(int64_t chunks) {
   return static_cast<int>(least);
 }
 
-// Where there are rows enough a cluster keeps the weights for several: from the L2 they are as much as the rows.
-inline void take_turns(int64_t rows, const Gpu& gpu, RowPlan* p) {
-  if (p->held != Held::in_groups) return;  // of shorter rows more are under way at once, which is faster
-  const int64_t chunks = ceil_div(p->chunks, p->blocks_a_row);
-  const int64_t at_once = gpu.multiprocessors * (kWarpsInTurns / chunks) / p->blocks_a_row;
-  const int64_t turns = at_once > 0 ? ceil_div(rows, kWavesInTurns * at_once) : 0;
+// See keeps_weights: rows of a cluster, where there are enough; clusters that follow each other on a multiprocessor, since not
+// all may fit in at once.
+constexpr int kFewestTurns = 4;
+constexpr int kMostTurns = 8;
+constexpr int kWavesInTurns = 4;
+
+inline void take_turns(const Rows& of, const Gpu& gpu, RowPlan* p) {
+  const int64_t at_once = gpu.multiprocessors * int64_t{kBlocksHeld<Held::in_groups, 2>} / p->blocks_a_row;
+  const int64_t turns = of.rows / (kWavesInTurns * at_once + 1);
   if (turns < kFewestTurns) return;
-  p->held = Held::in_turns;
-  p->block_chunks = p->warps = static_cast<int>(chunks);
-  p->grid = ceil_div(rows, turns) * p->blocks_a_row;
+  p->grid = ceil_div(of.rows, turns < kMostTurns ? turns : kMostTurns) * p->blocks_a_row;
+  p->shared = p->block_chunks * kChunk * of.itemsize * of.weights;
 }
+
+// Whether so many blocks, which have a multiprocessor each, are most of the GPU.
+inline bool is_busy(const Gpu& gpu, int64_t blocks) { return blocks * 4 >= gpu.multiprocessors * int64_t{3}; }
 
 // Blocks that work on row after row together, each on a group of chunks. Returns false where they cannot. Where more groups
 // than blocks run at once, they have the first of them.
 inline bool make_team(const Rows& of, const Gpu& gpu, RowPlan* p) {
-  const bool lean = of.weights == 0 && !of.ragged;
-  const int blocks = lean && of.itemsize == 2 ? kTeamBlocks<true, 2> : kTeamBlocks<false, 4>;  // on a multiprocessor
+  const int64_t groups = row_groups(*p);
+  const bool lean = of.weights == 0 && !of.ragged && of.itemsize == 2;
+  const bool apart = lean && is_busy(gpu, gpu.multiprocessors / groups * groups);
+  const int blocks = lean && !apart ? kTeamBlocks<true, 2> : kTeamBlocks<false, 4>;  // on a multiprocessor
   const int slice = kWarpsTeam * chunk_bytes(p->chunk_len, of.itemsize);
   const int slots = (gpu.shared - blocks * kStatisticsBytes) / (blocks * slice);
-  const int64_t groups = row_groups(*p), at_once = static_cast<int64_t>(gpu.multiprocessors) * blocks;
+  const int64_t at_once = static_cast<int64_t>(gpu.multiprocessors) * blocks;
   const int64_t most = at_once < kToldAtOnce ? at_once : kToldAtOnce;
   if (!gpu.cooperative || at_once == 0 || slots < 2) return false;
   p->overlap = false;
   p->blocks_a_row = static_cast<int>(groups <= at_once ? groups : most);
-  p->block_chunks = p->warps = kWarpsTeam;
+  p->block_chunks = kWarpsTeam;
+  p->warps = kWarpsTeam + (apart ? kWarpsApart : 0);
   p->slots = slots < kMaxSlots ? slots : kMaxSlots;
   p->shared = p->slots * slice;
   const int64_t teams = at_once / p->blocks_a_row;
@@ -90,7 +98,6 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
   const bool has_team = make_team(of, gpu, &team), has_all = team.blocks_a_row == row_groups(p);
   const bool fits_team = staged && has_team && has_all;
   const bool fits_both = staged && has_team && !has_all && row_groups(p) <= 2 * team.blocks_a_row && itemsize == 4 && !ragged;
-  const bool busy = team.grid * 4 >= gpu.multiprocessors * int64_t{3};  // most of the GPU
   Regime r = regime;
   if (r == Regime::automatic) {
     r = tiny                                                                      ? Regime::subwarp
@@ -98,7 +105,7 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
         : held                                                                    ? Regime::block
         : fits_cluster && (held_in_cluster || p.chunks <= by_choice * kMaxCluster) ? Regime::cluster
         : fits_block && p.chunks <= by_choice                                     ? Regime::block
-        : fits_team && busy                                                       ? Regime::team
+        : fits_team && is_busy(gpu, team.grid)                                    ? Regime::team
         : fits_both && rows >= kRowsBoth                                          ? Regime::both
                                                                                   : Regime::split;
   }
@@ -130,7 +137,7 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
       p.warps = p.held != Held::no || p.block_chunks < kWarpsBlock ? p.block_chunks : kWarpsBlock;
       p.shared = p.held != Held::no ? 0 : p.block_chunks * bytes;
       p.grid = rows * p.blocks_a_row;
-      if (r == Regime::cluster && itemsize == 2 && weights == 1 && !ragged && !options) take_turns(rows, gpu, &p);
+      if (keeps_weights(p.held, itemsize, weights) && cols % (kGroup * kChunk) == 0 && !ragged && !options) take_turns(of, gpu, &p);
       break;
     case Regime::team:
       p = team;

@@ -15,8 +15,8 @@ enum class Regime : int { automatic = 0, subwarp = 1, warp = 2, block = 3, clust
 
 // Who shares a row that is held in registers, a chunk a warp: the warps of a block, where rows are so few that it has a
 // multiprocessor alone, or not; of a cluster, its blocks so small that several on a multiprocessor take turns at waiting;
-// of a cluster of large blocks, each of which unites its chunks; of a cluster that takes row after row and keeps its weights.
-enum class Held : int { no, alone, in_block, in_cluster, in_groups, in_turns };
+// of a cluster of large blocks, each of which unites its chunks.
+enum class Held : int { no, alone, in_block, in_cluster, in_groups };
 
 // Warps of such a block, and so chunks, at most.
 template <Held How, int Itemsize>
@@ -39,9 +39,9 @@ struct RowPlan {
   Held held;         // block, cluster: in registers; other rows are in shared memory
   int block_chunks;  // chunks a block holds
   int blocks_a_row;  // that share a row; all but split: and run at once
-  int64_t grid;      // blocks; in_turns: of which each cluster has several rows; subwarp, warp: if a lane works on one row at a time; both: that take partial statistics
+  int64_t grid;      // blocks; of which each cluster that keeps weights has several rows; subwarp, warp: if a lane works on one row at a time; both: that take partial statistics
   int slots;         // team, both: rows of which a block holds slices at once
-  int shared;        // bytes of dynamic shared memory a block
+  int shared;        // bytes of dynamic shared memory a block; of a row in registers: where its weights are kept
   bool overlap;      // see LaunchShape; not of team
 };
 
@@ -64,22 +64,32 @@ constexpr int kMaxInCluster = kMaxCluster * kWarpsHeld<Held::in_cluster, 4>;
 constexpr int kMaxHeld = kMaxCluster * kWarpsHeld<Held::in_groups, 4>;
 constexpr int kMaxChunks = 512;
 
-// in_turns: warps of a block at most, each with a chunk; rows of a cluster at least; clusters that follow each other on a
-// multiprocessor, since not all may fit in at once.
-constexpr int kWarpsInTurns = 16;
-constexpr int kFewestTurns = 4;
-constexpr int kWavesInTurns = 8;
+// Whether a cluster may take row after row and keep the weights that an element has in shared memory: from the L2 they would
+// be as much as the rows, or twice that. Of rows in small blocks more are under way at once, which is faster.
+constexpr bool keeps_weights(Held how, int itemsize, int weights) {
+  return how == Held::in_groups && itemsize == 2 && weights > 0;
+}
 
 constexpr int kWarpsBlock = 8;
 constexpr int kSliceBytes = 65536;
 constexpr int kBlocksAMultiprocessor = 3;
 
-// team, and the team's part of both: a warp has a chunk; slices of rows that a block holds at once, at most; sets of
-// messages; blocks of which a warp hears at once, and of which the team of both is one at most.
+// team, and the team's part of both: a warp has a chunk; slices of rows that a block holds at once, at most; turns between
+// the statistic of a row and the rest of what is to be done with it, at most, and of how many a block keeps what its warps
+// tell each other; sets of messages: who tells of turn k + 2 + 2 lag knows the values of turn k + 1 + lag, whose tellers knew
+// those of turn k; blocks of which a warp hears at once, and of which the team of both is one at most.
 constexpr int kWarpsTeam = kGroup;
 constexpr int kMaxSlots = 6;
-constexpr int kToldSets = 4;
+constexpr int kMostLag = 2;
+constexpr int kTurnsKept = kMostLag + 1;
+constexpr int kToldSets = 2 + 2 * kMostLag;
 constexpr int kToldAtOnce = 128;
+
+// team: blocks that a multiprocessor has registers for. Lean: a warp keeps no weights and its rows begin and end at vectors.
+// Of lean 16-bit rows one block may have two warps more, which exchange the statistics, so that no other waits for them.
+template <bool Lean, int Itemsize>
+constexpr int kTeamBlocks = Lean && Itemsize == 2 ? 2 : 1;
+constexpr int kWarpsApart = 2;
 
 // team: blocks that share a row; split: groups that registers hold. both: groups of a row at most, of which the team has
 // half or more, and rows at least, by choice; 32-bit elements only, since with 16 bits it gains nothing.
@@ -101,10 +111,6 @@ constexpr int kWarpsSmall = Lanes == 32 ? 2 : 8;
 
 // subwarp: rows a lane works on at once.
 constexpr int kRowsSubwarp = 4;
-
-// team: blocks that a multiprocessor has registers for. Lean: a warp keeps no weights and its rows begin and end at vectors.
-template <bool Lean, int Itemsize>
-constexpr int kTeamBlocks = Lean && Itemsize == 2 ? 2 : 1;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

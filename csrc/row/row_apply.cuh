@@ -68,10 +68,10 @@ struct AffineTables {
 
 // Normalise and store the chunk from `begin` on of several rows. All lanes of the warp must call. Wide: see
 // has_wide_weights.
-template <class Policy, bool Fast, bool Wide, class T, class Tile, int Rows, int Count>
+template <class Policy, bool Fast, bool Wide, class T, class Tile, int Rows, class ByElement>
 __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
-                                   int64_t begin, const RowValues (&values)[Rows],
-                                   AffineByElement<Policy, T, Tile::V, Count>& affine) {
+                                   int64_t begin, const RowValues (&values)[Rows], ByElement& affine) {
+  constexpr int Count = ByElement::count;
   T* y = static_cast<T*>(args.n.y) + begin + rows[0] * args.n.cols;
   Floats<Tile::V> w, b;
   if constexpr (Tile::Ragged) {

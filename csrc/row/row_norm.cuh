@@ -3,8 +3,6 @@
 //   row_small    subwarp, warp: a row is one chunk, in registers; several rows a block
 //   row_held     block, cluster: a chunk a warp, in registers
 //   row_block    the same for longer rows, or where there are no clusters: the chunks of a row lie in shared memory
-// in row_turns.cuh
-//   row_in_turns the same for several rows, one after the other
 // and in row_wide.cuh
 //   row_team     team: blocks that run at once hold row after row and tell each other their statistics
 //   row_partial, row_team, row_apply     both: a team has the first part of each row, the rest is read twice
@@ -15,7 +13,6 @@
 
 #include "device/cluster.cuh"
 #include "device/launch.h"
-#include "row/row_turns.cuh"
 #include "row/row_wide.cuh"
 
 namespace normswap {
@@ -96,13 +93,15 @@ constexpr int kVectorsAhead =
         : std::min(Tile::Slots, kAheadRegisters<T, How> / (kWeights<Policy> * static_cast<int>(Tile::V * sizeof(T) / 4)));
 
 // The statistic of a row of which every warp of the block, or of the cluster, has the one of a chunk. All threads call.
-template <Held How, class Stat>
+template <Held How, class Stat, bool InTurns>
 struct HeldExchange {
   static constexpr bool grouped = How == Held::in_groups, cluster = How == Held::in_cluster || grouped;
+  static constexpr int turns = InTurns ? 2 : 1;
+  // By turns: who sends for the turn after the next has had all of the next, and so this block has read its own.
   struct Shared {
-    alignas(16) Stat mine[How == Held::in_cluster ? 1 : kGroup];  // of the block's chunks
-    Stat parts[grouped ? kMaxCluster : kMaxInCluster];            // of the row's groups or chunks
-    Inbox inbox;
+    alignas(16) Stat mine[turns][How == Held::in_cluster ? 1 : kGroup];  // of the block's chunks
+    Stat parts[turns][grouped ? kMaxCluster : kMaxInCluster];            // of the row's groups or chunks
+    Inbox inbox[turns];
   };
   const RowArgs& args;
   Shared& shared;
@@ -112,27 +111,41 @@ struct HeldExchange {
     blocks = cluster ? args.blocks_a_row : 1;
     rank = cluster ? blockIdx.x % blocks : 0;
     if constexpr (cluster) {
-      const unsigned parts = blocks * (grouped ? 1 : args.block_chunks);
-      if (threadIdx.x < 32) shared.inbox.open(parts * sizeof(Stat));
+      if (threadIdx.x < 32) {
+        for (Inbox& inbox : shared.inbox) inbox.open(bytes());
+      }
       cluster_arrive_with_inboxes();
     }
   }
-  __device__ Stat of_row(const Stat& of_chunk) const {
-    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if constexpr (How == Held::in_cluster) {
-      cluster_wait();  // every block of the cluster runs
-      if (lane < blocks) send_to_block(shared.parts + rank * args.block_chunks + warp, shared.inbox, lane, of_chunk);
-      shared.inbox.wait();
-      return unite_each<kMaxInCluster / 32>(shared.parts, static_cast<int>(args.chunks), args.sizes);
+  __device__ Stat of_row(const Stat& of_chunk, int turn) const {
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, set = turn % turns;
+    if constexpr (cluster) {
+      if (turn == 0) cluster_wait();  // every block of the cluster runs
     }
-    if (lane == 0) shared.mine[warp] = of_chunk;
-    if constexpr (cluster) cluster_wait();
+    Stat* parts = shared.parts[set];
+    if constexpr (How == Held::in_cluster) {
+      if (lane < blocks) send_to_block(parts + rank * args.block_chunks + warp, shared.inbox[set], lane, of_chunk);
+      wait_for_all(turn);
+      return unite_each<kMaxInCluster / 32>(parts, static_cast<int>(args.chunks), args.sizes);
+    }
+    Stat* mine = shared.mine[set];
+    if (lane == 0) mine[warp] = of_chunk;
     __syncthreads();
-    if constexpr (!cluster) return unite_group(shared.mine, static_cast<int>(args.chunks), args.sizes);
-    const Stat group = unite_one<1, kGroup>(shared.mine[lane % kGroup], args.sizes.of_group(rank));
-    if (warp < blocks && lane == 0) send_to_block(shared.parts + rank, shared.inbox, warp, group);
-    shared.inbox.wait();
-    return unite_one<1, 32>(lane < blocks ? shared.parts[lane] : Stat{}, args.sizes.row.value);
+    if constexpr (!cluster) return unite_group(mine, static_cast<int>(args.chunks), args.sizes);
+    const Stat group = unite_one<1, kGroup>(mine[lane % kGroup], args.sizes.of_group(rank));
+    if (warp < blocks && lane == 0) send_to_block(parts + rank, shared.inbox[set], warp, group);
+    wait_for_all(turn);
+    return unite_one<1, 32>(lane < blocks ? parts[lane] : Stat{}, args.sizes.row.value);
+  }
+
+ private:
+  __device__ unsigned bytes() const {
+    return blocks * (grouped ? 1 : args.block_chunks) * static_cast<unsigned>(sizeof(Stat));
+  }
+  __device__ void wait_for_all(int turn) const {
+    Barrier& barrier = shared.inbox[turn % turns].barrier;
+    barrier.wait(turn / turns % 2);
+    if (InTurns && threadIdx.x == 0) barrier.arrive_expecting(bytes());
   }
 };
 
@@ -140,45 +153,68 @@ struct HeldExchange {
 template <class Policy, Held How, int Itemsize>
 constexpr int kBlocksHeldOf = kOptions<Policy> && Itemsize == 4 ? 16 / kWarpsHeld<How, Itemsize> : kBlocksHeld<How, Itemsize>;
 
-// Whole: every warp has a chunk, of kChunk elements.
-template <class Policy, class T, bool Ragged, Held How, bool Whole>
+// Whole: every warp has a chunk, of kChunk elements. InTurns: a cluster takes several rows, one after the other; their weights
+// stay in shared memory, and the next row is on its way while the statistics of one are united.
+template <class Policy, class T, bool Ragged, Held How, bool Whole, bool InTurns>
 __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf<Policy, How, sizeof(T)>)
     row_held(const RowArgs args) {
   if constexpr (kClusters || How == Held::in_block || How == Held::alone) {
     using Stat = typename Policy::Stat;
     using HeldTile = ChunkTile<T, Ragged, Whole>;
-    using Exchange = HeldExchange<How, Stat>;
+    using Exchange = HeldExchange<How, Stat, InTurns>;
     constexpr bool all = Whole || (How == Held::alone && !Ragged);  // parameters are in registers at once
     constexpr int AtOnce = all ? HeldTile::Slots : kAffineAtOnce<Policy, HeldTile>;
     constexpr int Ahead = all ? kVectorsAhead<Policy, T, HeldTile, How> : 0;
     constexpr bool by_channel = Policy::affine == Affine::by_channel;
+    extern __shared__ __align__(16) uint4 kept[];
     __shared__ typename Exchange::Shared shared;
     __shared__ AffineTables<Policy, kWarpsHeld<How, sizeof(T)>> tables;
     const Exchange exchange(args, shared);
     follow_predecessor();
     let_successor_start();
     const int chunk = exchange.rank * args.block_chunks + static_cast<int>(threadIdx.x / 32);
-    const int64_t begin = chunk * int64_t{kChunk}, rows[1] = {blockIdx.x / exchange.blocks};
+    const int64_t begin = chunk * int64_t{kChunk}, step = gridDim.x / exchange.blocks;
+    int64_t rows[1] = {blockIdx.x / exchange.blocks};
     const int64_t len = Whole ? kChunk : max(int64_t{0}, min(args.n.cols - begin, int64_t{kChunk}));
     const T* x = static_cast<const T*>(args.n.x);
+    std::conditional_t<InTurns, AffineKept<Policy, T, HeldTile>, AffineOfRow<Policy, T, HeldTile, AtOnce>> affine;
+    const auto load = [&](HeldTile& tile, int64_t row) {
+      tile.load(x + row * args.n.cols + begin, static_cast<int>(len), x + args.n.rows * args.n.cols);
+    };
     HeldTile tiles[1];
-    tiles[0].load(x + rows[0] * args.n.cols + begin, static_cast<int>(len), x + args.n.rows * args.n.cols);
-    AffineOfRow<Policy, T, HeldTile, AtOnce> affine;
-    if constexpr (Ahead > 0) affine.load(args, begin, tiles[0], 0, 0, Ahead);
-    if constexpr (by_channel) affine.load_row(args, rows[0], begin, tiles[0], tables.of_warp[threadIdx.x / 32]);
-    tiles[0].settle();
-    add_residual<Policy, T>(tiles, args, rows, begin);
-    Stat stats[1];
-    Policy::statistics(tiles, Whole || len == kChunk ? args.sizes.chunk : args.sizes.last_chunk, args, stats);
-    const Stat stat = exchange.of_row(stats[0]);
-    const RowValues values[1] = {Policy::template finish<T>(stat, args)};
-    if (exchange.rank == 0 && threadIdx.x == 0) save_values<Policy>(args, rows[0], stat, values[0]);
-    if constexpr (Ahead > 0) {
-      affine.load(args, begin, tiles[0], 0, Ahead, AtOnce);
-    } else if constexpr (!by_channel) {
-      affine.load_ahead(args, begin, tiles[0]);
+    load(tiles[0], rows[0]);
+    for (int turn = 0;; ++turn) {
+      if constexpr (InTurns) {
+        if (turn == 0) affine.keep(args, begin, tiles[0], kept);
+      } else if constexpr (by_channel) {
+        affine.load_row(args, rows[0], begin, tiles[0], tables.of_warp[threadIdx.x / 32]);
+      } else if constexpr (Ahead > 0) {
+        affine.load(args, begin, tiles[0], 0, 0, Ahead);
+      }
+      tiles[0].settle();
+      add_residual<Policy, T>(tiles, args, rows, begin);
+      Stat stats[1];
+      Policy::statistics(tiles, Whole || len == kChunk ? args.sizes.chunk : args.sizes.last_chunk, args, stats);
+      [[maybe_unused]] HeldTile next;
+      if (const int64_t after = rows[0] + step; InTurns && after < args.n.rows) load(next, after);
+      const Stat stat = exchange.of_row(stats[0], turn);
+      const RowValues values[1] = {Policy::template finish<T>(stat, args)};
+      if (exchange.rank == 0 && threadIdx.x == 0) save_values<Policy>(args, rows[0], stat, values[0]);
+      if constexpr (InTurns) {
+        if (turn == 0) wait_for_copies();
+      } else if constexpr (!by_channel) {
+        if constexpr (Ahead > 0) {
+          affine.load(args, begin, tiles[0], 0, Ahead, AtOnce);
+        } else {
+          affine.load_ahead(args, begin, tiles[0]);
+        }
+      }
+      apply_tiles<Policy, T>(tiles, args, rows, begin, values, affine);
+      if constexpr (!InTurns) return;
+      rows[0] += step;
+      if (rows[0] >= args.n.rows) return;
+      tiles[0] = next;
     }
-    apply_tiles<Policy, T>(tiles, args, rows, begin, values, affine);
   }
 }
 
@@ -284,9 +320,17 @@ template <class Policy, class T, bool Ragged, Held How>
 cudaError_t launch_held(const RowArgs& args, const LaunchShape& shape, cudaStream_t stream) {
   if constexpr (!Ragged && !kOptions<Policy>) {
     const bool whole = args.n.cols == int64_t{kChunk} * args.block_chunks * args.blocks_a_row;
-    if (whole && !has_wide_weights<T>(args)) return launch_block<row_held<Policy, T, false, How, true>>(args, shape, stream);
+    if (whole && !has_wide_weights<T>(args)) {
+      if constexpr (keeps_weights(How, sizeof(T), kWeights<Policy>)) {
+        if (shape.shared > 0) return launch_block<row_held<Policy, T, false, How, true, true>>(args, shape, stream);
+      }
+      return launch_block<row_held<Policy, T, false, How, true, false>>(args, shape, stream);
+    }
   }
-  return launch_block<row_held<Policy, T, Ragged, How, false>>(args, shape, stream);
+  LaunchShape one = shape;  // row a cluster
+  one.grid = grid_of(args.n.rows * args.blocks_a_row);
+  one.shared = 0;
+  return launch_block<row_held<Policy, T, Ragged, How, false, false>>(args, one, stream);
 }
 
 template <class Policy, class T, bool Ragged>
@@ -297,14 +341,11 @@ cudaError_t launch_blocks(const RowArgs& args, const RowPlan& plan, const Launch
     case Held::in_groups: return launch_held<Policy, T, Ragged, Held::in_groups>(args, shape, stream);
     default: break;
   }
-  if constexpr (kTakesTurns<Policy, T> && !Ragged) {
-    if (plan.held == Held::in_turns) return launch_block<row_in_turns<Policy, T>>(args, shape, stream);
-  }
   if constexpr (kOptions<Policy>) {
     return cudaErrorInvalidValue;  // see Rows::options
   } else {
     if (plan.held == Held::alone) {
-      return launch_block<row_held<Policy, T, Ragged, Held::alone, false>>(args, shape, stream);
+      return launch_block<row_held<Policy, T, Ragged, Held::alone, false, false>>(args, shape, stream);
     }
     if (shape.cluster > 1) return launch_block<row_block<Policy, T, Ragged, true>>(args, shape, stream);
     return launch_block<row_block<Policy, T, Ragged, false>>(args, shape, stream);

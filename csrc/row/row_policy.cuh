@@ -217,6 +217,7 @@ constexpr bool kMayBeWide = sizeof(T) == 2 && !(Tile::InRegisters && Tile::Whole
 // for several rows.
 template <class Policy, class T, int V, int Count>
 struct AffineByElement {
+  static constexpr int count = Count;
   Parameters<T, V> weight[Count], bias[Count];  // bias: where Policy::has_bias
 
   // Of all vectors, if there is room.
@@ -274,6 +275,35 @@ struct AffineByElement {
     for (int i = from; i < to; ++i) {
       const int k = first + i;
       if (k < Tile::Slots) into[i].load_if(tile.inside(k) && !is_cut(tile, k), mine + k * step);
+    }
+  }
+};
+
+// Those of one vector, of a chunk whose parameters each lane keeps in shared memory.
+template <class Policy, class T, class Tile>
+struct AffineKept : AffineByElement<Policy, T, Tile::V, 1> {
+  static constexpr int weights = kWeights<Policy>;
+  uint4* mine;
+
+  // Starts copying them there.
+  __device__ void keep(const RowArgs& args, int64_t begin, const Tile& tile, uint4* shared) {
+    mine = shared + threadIdx.x / 32 * (Tile::Slots * weights * 32) + threadIdx.x % 32;
+    if (kMayBeWide<T, Tile> && has_wide_weights<T>(args)) return;
+    copy(args.n.weight, kOnes<T>, begin, tile, mine);
+    if constexpr (Policy::has_bias) copy(args.n.bias, kZeros, begin, tile, mine + 32);
+  }
+  __device__ void load(const RowArgs&, int64_t, const Tile&, int k) {
+    this->weight[0].words[0] = mine[k * weights * 32];
+    if constexpr (Policy::has_bias) this->bias[0].words[0] = mine[(k * weights + 1) * 32];
+  }
+
+ private:
+  __device__ static void copy(const void* data, const uint4* absent, int64_t begin, const Tile& tile, uint4* to) {
+    const T* from = data != nullptr ? static_cast<const T*>(data) + begin + Tile::offset(0) : reinterpret_cast<const T*>(absent);
+    const int step = data != nullptr ? Tile::Lanes * Tile::V : 0;
+#pragma unroll
+    for (int k = 0; k < Tile::Slots; ++k) {
+      if (tile.inside(k)) copy_async(to + k * weights * 32, from + k * step);
     }
   }
 };

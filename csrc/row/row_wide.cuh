@@ -53,14 +53,19 @@ __device__ inline int warp_now() {
 }
 
 // The statistics of a row of which every block holds a slice, which is a group, through memory (tell, hear). Partly: the
-// others' are in the workspace.
+// others' are in the workspace. Warps wait for barriers in shared memory: `handed_on` for the statistics of the block's
+// chunks, `known` for the values of the row.
 template <class Policy, class T, bool Partly>
 struct TeamExchange {
   using Stat = typename Policy::Stat;
+  struct Turn {
+    Stat parts[kGroup];
+    RowValues values;
+    Barrier handed_on, known;
+  };
   struct Shared {
-    Stat parts[kGroup], groups[Partly ? 2 : 1][Partly ? kGroupsBoth : kMaxGroups];  // by turns
-    RowValues before[2];                                                            // by turns
-    Barrier handed_on;
+    Stat groups[Partly ? 2 : 1][Partly ? kGroupsBoth : kMaxGroups];  // by turns
+    Turn turns[kTurnsKept];
   };
   const RowArgs& args;
   Shared& shared;
@@ -69,51 +74,58 @@ struct TeamExchange {
   // A barrier of the block must follow.
   __device__ TeamExchange(const RowArgs& a, Shared& s, int of_team, int of_rank)
       : args(a), shared(s), team(of_team), rank(of_rank) {
-    if (threadIdx.x == 0) shared.handed_on.init(kWarpsTeam);
-  }
-  // Hands on the statistic of this warp's chunk of this turn's row, if there is one; returns the values of the row before.
-  // One warp waits for the block's other warps and tells the other blocks, while a second one hears from them of the row
-  // before and a third one, with load(row, turn), loads what else that row takes.
-  template <class Load>
-  __device__ RowValues step(int turn, bool more, const Stat& mine, int64_t row, int64_t row_before, Load load) const {
-    const int warp = warp_now(), lane = threadIdx.x % 32;
-    if (lane == 0) {
-      shared.parts[warp] = mine;
-      shared.handed_on.arrive();
+    if (threadIdx.x < kTurnsKept) {
+      shared.turns[threadIdx.x].handed_on.init(kWarpsTeam);
+      shared.turns[threadIdx.x].known.init(1);
     }
-    if (warp == 0 && more) {
-      shared.handed_on.wait(turn % 2);
-      const Stat group = unite_one<1, kGroup>(lane < kGroup ? shared.parts[lane] : Stat{}, args.sizes.of_group(rank));
-      if (lane == 0) tell(told_of(turn) + rank, told(group), turn + 1);
-    }
-    // By one warp, once its own chunk is done: polling for what is not yet there slows all of the memory.
-    if (warp == 1 && turn > 0) {
-      const Stat stat = hear_groups(turn - 1);
-      if (lane == 0) {
-        const RowValues values = Policy::template finish<T>(stat, args);
-        shared.before[turn % 2] = values;
-        if (rank == 0) save_values<Policy>(args, row_before, stat, values);
-        if (Partly && rank == 0) split_values<Stat>(args)[row_before] = values;
-      }
-    }
-    if (Partly && warp == 2 && more) look_up_groups(turn, row);
-    if (warp == 3 && turn > 0) load(row_before, turn);
-    __syncthreads();
-    return shared.before[turn % 2];
   }
-
- private:
-  // Who tells of turn k + 3 has heard all of turn k + 1, whose tellers had heard of turn k - 1: four sets in turn.
-  __device__ Told* told_of(int turn) const {
-    return static_cast<Told*>(args.n.workspace) + (team * kToldSets + turn % kToldSets) * args.blocks_a_row;
+  // The statistic of this warp's chunk of this turn's row.
+  __device__ void hand_on(int turn, const Stat& mine) const {
+    if (threadIdx.x % 32 != 0) return;
+    Turn& of = shared.turns[turn % kTurnsKept];
+    of.parts[warp_now()] = mine;
+    of.handed_on.arrive();
   }
-  __device__ Stat* groups_of(int turn) const { return shared.groups[Partly ? turn % 2 : 0]; }
+  __device__ void wait_for_block(int turn) const {
+    shared.turns[turn % kTurnsKept].handed_on.wait(turn / kTurnsKept % 2);
+  }
+  // Tells the other blocks what the warps of this one have handed on; a warp calls.
+  __device__ void tell_group(int turn) const {
+    const int lane = threadIdx.x % 32;
+    wait_for_block(turn);
+    const Stat* parts = shared.turns[turn % kTurnsKept].parts;
+    const Stat group = unite_one<1, kGroup>(lane < kGroup ? parts[lane] : Stat{}, args.sizes.of_group(rank));
+    if (lane == 0) tell(told_of(turn) + rank, told(group), turn + 1);
+  }
+  // Hears what all blocks told; one warp calls, once its block has told: polling for what is not yet there slows all of the
+  // memory.
+  __device__ void hear_row(int turn, int64_t row) const {
+    const Stat stat = hear_groups(turn);
+    Turn& of = shared.turns[turn % kTurnsKept];
+    if (threadIdx.x % 32 != 0) return;
+    const RowValues values = Policy::template finish<T>(stat, args);
+    of.values = values;
+    if (rank == 0) save_values<Policy>(args, row, stat, values);
+    if (Partly && rank == 0) split_values<Stat>(args)[row] = values;
+    of.known.arrive();
+  }
+  __device__ RowValues values(int turn) const {
+    const Turn& of = shared.turns[turn % kTurnsKept];
+    of.known.wait(turn / kTurnsKept % 2);
+    return of.values;
+  }
   __device__ void look_up_groups(int turn, int64_t row) const {
     const Stat* from = split_stats<Stat>(args) + row * args.sizes.groups;
     Stat* to = groups_of(turn);
 #pragma unroll 4
     for (int g = args.held_groups + static_cast<int>(threadIdx.x % 32); g < args.sizes.groups; g += 32) to[g] = from[g];
   }
+
+ private:
+  __device__ Told* told_of(int turn) const {
+    return static_cast<Told*>(args.n.workspace) + (team * kToldSets + turn % kToldSets) * args.blocks_a_row;
+  }
+  __device__ Stat* groups_of(int turn) const { return shared.groups[Partly ? turn % 2 : 0]; }
   // The statistic of that turn's row.
   __device__ Stat hear_groups(int turn) const {
     constexpr int each = kToldAtOnce / 32;
@@ -130,17 +142,19 @@ struct TeamExchange {
       }
     }
     __syncwarp();
-    return unite_groups(to, args.sizes);
+    const Stat stat = unite_groups(to, args.sizes);
+    __syncwarp();
+    return stat;
   }
 };
 
 template <class Policy, bool Ragged>
 constexpr bool kLean = kWeights<Policy> == 0 && !Ragged;
 
-// A block has as many warps as its slices have chunks. Partly: they are not all of the row.
-template <class Policy, class T, bool Ragged, bool Partly>
-__global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Ragged>, sizeof(T)>)
-    row_team(const RowArgs args) {
+// A block has as many warps as its slices have chunks; Apart: and kWarpsApart. Partly: its slices are not all of the row.
+template <class Policy, class T, bool Ragged, bool Partly, bool Apart>
+__global__ void __launch_bounds__((kWarpsTeam + (Apart ? kWarpsApart : 0)) * 32,
+                                  Apart ? 1 : kTeamBlocks<kLean<Policy, Ragged>, sizeof(T)>) row_team(const RowArgs args) {
   using Exchange = TeamExchange<Policy, T, Partly>;
   using Tile = ChunkTile<T, Ragged>;
   constexpr bool in_registers = Policy::affine == Affine::by_element, by_channel = Policy::affine == Affine::by_channel;
@@ -152,7 +166,7 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
   __shared__ struct {
     ChunkPlace place;
     std::conditional_t<in_registers, AffineNone, Ahead> ahead;
-    ChannelParameters few[2][2];
+    ChannelParameters few[by_channel ? kTurnsKept : 1][2];
   } of_warp[kWarpsTeam];
   static_assert(sizeof(exchanged) + sizeof(of_warp) <= kStatisticsBytes);
   const int blocks = args.blocks_a_row;
@@ -173,15 +187,28 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
     char* buffer = shared + (slot * kWarpsTeam + at) * args.chunk_bytes;
     return ChunkInShared<Policy, T, Ragged>{args, buffer, of_warp[at].place};
   };
-  const auto load_channels = [&](int64_t row, int turn) {
+  const auto row_of = [&](int turn) { return team + static_cast<int64_t>(turn) * teams; };
+  const auto load_channels = [&](int turn) {
     static_assert(2 * kWarpsTeam == 32);  // a lane a channel
     if constexpr (by_channel) {
       auto& each = of_warp[threadIdx.x % 32 / 2];
       const int c = threadIdx.x % 2;
-      each.few[turn % 2][c] = each.ahead.load(args, row, c);
+      each.few[turn % kTurnsKept][c] = each.ahead.load(args, row_of(turn), c);
     }
   };
-  const auto row_of = [&](int turn) { return team + static_cast<int64_t>(turn) * teams; };
+  if (Apart && warp_now() >= kWarpsTeam) {
+    for (int turn = 0; row_of(turn) < args.n.rows; ++turn) {
+      if (warp_now() == kWarpsTeam) {
+        exchange.tell_group(turn);
+      } else {
+        exchange.wait_for_block(turn);
+        load_channels(turn);
+        __syncwarp();
+        exchange.hear_row(turn, row_of(turn));
+      }
+    }
+    return;
+  }
   for (int slot = 0; slot < args.slots; ++slot) {
     if (row_of(slot) < args.n.rows) in_slot(slot).stage(row_of(slot));
     end_batch();
@@ -193,29 +220,40 @@ __global__ void __launch_bounds__(kWarpsTeam * 32, kTeamBlocks<kLean<Policy, Rag
     tile.len = place.len;
     affine.load_ahead(args, place.begin, tile);
   }
-  // Statistics of this turn's row, the rest of what is to be done with the one before.
+  // Statistics of this turn's row, the rest of what is to be done with the one `lag` turns before.
+  const int lag = Apart ? max(1, min(args.slots - 2, kMostLag)) : 1;
   for (int turn = 0, slot = 0, slot_before = 0;; ++turn) {
-    const int64_t row = row_of(turn), before = row_of(turn - 1), later = row_of(turn - 1 + args.slots);
+    const int64_t row = row_of(turn), before = row_of(turn - lag), later = row_of(turn - lag + args.slots);
     const bool more = row < args.n.rows;
-    wait_for_batches_before(turn == 0 ? args.slots - 1 : args.slots - 2);
-    const auto stat = more ? in_slot(slot).statistic(row) : typename Policy::Stat{};
-    const RowValues values = exchange.step(turn, more, stat, row, before, load_channels);
-    if (turn > 0) {
+    if (more) {
+      wait_for_batches_before(args.slots - 1 - min(turn, lag));
+      exchange.hand_on(turn, in_slot(slot).statistic(row));
+    }
+    if constexpr (!Apart) {  // a warp for each; together, since what waits is then not in the way of what is waited for
+      const int warp = warp_now();
+      if (warp == 0 && more) exchange.tell_group(turn);
+      if (warp == 1 && turn > 0) exchange.hear_row(turn - 1, before);
+      if (Partly && warp == 2 && more) exchange.look_up_groups(turn, row);
+      if (warp == 3 && turn > 0) load_channels(turn - 1);
+      __syncthreads();
+    }
+    if (turn >= lag) {
+      const RowValues values = exchange.values(turn - lag);
       if constexpr (in_registers) affine.forget();
       if constexpr (by_channel) {
         const auto& mine = of_warp[warp_now()];
         static_cast<Ahead&>(affine) = mine.ahead;
-        affine.few[0] = mine.few[turn % 2][0];
-        affine.few[1] = mine.few[turn % 2][1];
+        affine.few[0] = mine.few[(turn - lag) % kTurnsKept][0];
+        affine.few[1] = mine.few[(turn - lag) % kTurnsKept][1];
       }
       const auto chunk = in_slot(slot_before);
       chunk.apply(before, values, affine, true);
       __syncwarp();
       if (later < args.n.rows) chunk.stage(later);
       end_batch();
-      if (!more) return;
+      if (row_of(turn - lag + 1) >= args.n.rows) return;
+      slot_before = slot_before + 1 == args.slots ? 0 : slot_before + 1;
     }
-    slot_before = slot;
     slot = slot + 1 == args.slots ? 0 : slot + 1;
   }
 }
@@ -227,7 +265,11 @@ cudaError_t launch_team(const RowArgs& args, const RowPlan& plan, const LaunchSh
   } else {
     const int64_t bytes = row_workspace_bytes(plan, args.n.rows);
     const cudaError_t error = cudaMemsetAsync(args.n.workspace, 0, bytes, stream);
-    return error == cudaSuccess ? launch_at_once<row_team<Policy, T, Ragged, false>>(args, shape, stream) : error;
+    if (error != cudaSuccess) return error;
+    if constexpr (kLean<Policy, Ragged> && sizeof(T) == 2) {
+      if (plan.warps > kWarpsTeam) return launch_at_once<row_team<Policy, T, Ragged, false, true>>(args, shape, stream);
+    }
+    return launch_at_once<row_team<Policy, T, Ragged, false, false>>(args, shape, stream);
   }
 }
 
@@ -339,7 +381,7 @@ cudaError_t launch_split(const RowArgs& args, const RowPlan& plan, const LaunchS
   cudaError_t error = launch_block<row_partial<Policy, T, Ragged>>(args, partial, stream);
   if (error != cudaSuccess) return error;
   if constexpr (!Ragged && sizeof(T) == 4 && !kOptions<Policy>) {
-    if (args.held_groups > 0) error = launch_at_once<row_team<Policy, T, false, true>>(args, team, stream);
+    if (args.held_groups > 0) error = launch_at_once<row_team<Policy, T, false, true, false>>(args, team, stream);
   }
   if (args.held_groups == 0) error = launch_block<row_merge<Policy, T>>(args, merge, stream);
   return error == cudaSuccess ? launch_block<row_apply<Policy, T, Ragged>>(second, apply, stream) : error;

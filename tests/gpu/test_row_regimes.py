@@ -8,8 +8,8 @@ import torch
 from limits import gpu_of_plans, same_bits
 from row_checks import DTYPES, LENGTHS, LONG, WEIGHTS, affine, forced, values
 
-IN_TURNS = 5
-"""Who holds rows (Held, row_plan.h): clusters that keep their weights for several."""
+CLUSTER = 4
+"""A regime (row_plan.h)."""
 
 
 @pytest.mark.parametrize("kind", tuple(WEIGHTS))
@@ -42,18 +42,21 @@ def test_blocks_that_share_rows(kind: str, dtype: torch.dtype) -> None:
                 assert same_bits(expected, forced(kind, x, weight, bias, regime)), (rows, cols, regime)
 
 
+@pytest.mark.parametrize("kind", ("layer_norm", "rms_norm"))
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_clusters_that_take_row_after_row(dtype: torch.dtype) -> None:
+def test_clusters_that_take_row_after_row(kind: str, dtype: torch.dtype) -> None:
     """The bits of the regime that reads the input twice, in every run, of every row."""
-    for cols in (65_544, 70_000, 81_920, 131_072):
-        plan = launch_plans.row_plan(4001, cols, 2, weights=1, **gpu_of_plans())
-        if plan is None or plan["held"] != IN_TURNS:
+    for cols in (70_000, 81_920, 131_072):
+        plan = launch_plans.row_plan(4001, cols, 2, weights=WEIGHTS[kind], **gpu_of_plans())
+        if plan is None or plan["regime"] != CLUSTER:
             pytest.skip("no clusters here")
+        in_turns = plan["grid"] < 4001 * plan["blocks_a_row"]
+        assert in_turns == (plan["shared"] > 0) == (cols != 70_000)  # where weights are kept, if all blocks are full
         few, parameters = values(17, cols, dtype, 3.0), affine(cols, dtype)
-        expected, x = forced("rms_norm", few, *parameters, 5), few.repeat(236, 1)[:4001]
+        expected, x = forced(kind, few, *parameters, 5), few.repeat(236, 1)[:4001]
         for weight, bias in (parameters, [p.float() for p in parameters]):
             for _ in range(3):
-                ours = forced("rms_norm", x, weight, bias, 0)
+                ours = forced(kind, x, weight, bias, 0)
                 assert all(same_bits(ours[i : i + 17], expected[: len(ours[i:])]) for i in range(0, 4001, 17)), cols
 
 
