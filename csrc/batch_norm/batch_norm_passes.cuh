@@ -247,7 +247,8 @@ __device__ inline Moments unite_moments(int lanes, float pivot, Visit visit) {
   });
   rest = run_sum(rest, lanes);
   const float off = n > 0.f ? __fdiv_rn(rest, n) : 0.f;
-  return {isfinite(mean) ? __fadd_rn(mean, off) : mean, fmaf(-off, rest, run_sum(squares, lanes)), n};
+  const float about = fmaf(-off, rest, run_sum(squares, lanes));
+  return {isfinite(mean) ? __fadd_rn(mean, off) : mean, about < 0.f ? 0.f : about, n};
 }
 
 // Plain sums of the same.
