@@ -420,3 +420,24 @@ def test_the_code_of_a_method_that_forward_calls_is_asked_too() -> None:
     assert normswap.report(model).swapped == ("",)
     InTwo.scaled.__code__ = scaled.__code__
     assert torch.equal(model(X), (X + 7) * model.weight)
+
+
+class MadeAnew(ConcreteL1):
+    def __reduce__(self) -> Any:
+        return MadeAnew, ()
+
+
+def test_what_a_copy_of_a_subclass_of_an_installed_class_is() -> None:
+    class Mine(modules.LayerNorm):
+        pass
+
+    assert type(copy.deepcopy(Mine(8))) is Mine
+    swapped: Any = in_place(nn.LayerNorm(8), None)
+    swapped.__class__ = type("Over", (type(swapped),), {})
+    assert type(copy.deepcopy(swapped)) is type(swapped)
+    assert type(copy.deepcopy(in_place(MadeAnew(), None))) is MadeAnew
+
+
+def test_a_registry_is_told_of_a_subclass_of_an_installed_class() -> None:
+    swapped: Any = in_place(L1InRegistry(), None)
+    assert Recorder("Further", (type(swapped),), {}) in Registered.registry
