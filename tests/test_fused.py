@@ -73,7 +73,8 @@ class Made:
     """A module with the body ``what``, its one region compiled, and what the region is given there."""
 
     def __init__(self, what: str, folder: Path) -> None:
-        file = folder / "regions_of_a_line.py"
+        # A name of its own: of two files Python tells apart size and second.
+        file = folder / f"regions_of_{what.replace(' ', '_')}.py"
         lines = "".join(f"        {line}\n" for line in BODIES[what].split("|"))
         file.write_text(HEAD.format(base="LinearParts" if what in OF_LINEARS else "Parts") + lines)
         cls = loaded(file).Written
