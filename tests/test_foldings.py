@@ -135,7 +135,8 @@ def test_what_does_not_run_as_a_whole_is_not_taken(monkeypatch: pytest.MonkeyPat
                 raise RuntimeError("no plan")
             return model(given)
 
-        plan = decide_foldings(model, finding.plan(model, undecided=True), run, timed=True)
+        with pytest.warns(UserWarning, match="is not taken, it raised RuntimeError: no plan"):
+            plan = decide_foldings(model, finding.plan(model, undecided=True), run, timed=True)
         assert [f"0: {r.name} {r.folding}" for r in regions_in(plan, "0")] == chosen
 
 

@@ -7,11 +7,11 @@ waits for the slower of the two, the wall's clock says. Whether it gains is aske
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from normswap.regions.spec import Region
 from normswap.timing.candidate import Code, Recorder, as_called
 from normswap.timing.decision import machine_for, takes_gradients
 from normswap.timing.hidden import NO_COST, Cost, costs
-from normswap.timing.model import compare
+from normswap.timing.model import Way, compare
 from normswap.timing.sites import looks
 from normswap.untouched import classes, preserved
 
@@ -40,8 +40,6 @@ _MARGIN = 0.03
 """By so much, as a share, must a way be faster to be taken before one that stands earlier."""
 SHARES = (0.0, 0.25, 0.5, 1.0)
 """Of the host's time in what the ways are judged by, each tried; the rest is the device's."""
-
-Arranged: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 
 
 def decide_foldings(model: nn.Module, plan: Plan, run: Callable[[], Any] | None, *, timed: bool) -> Plan:
@@ -167,8 +165,8 @@ def _decide(owners: Sequence[_Owner], run: Callable[[], Any] | None) -> None:
     choices = [[_chosen(place, totals, share) for place, totals in zip(places, found, strict=True)] for share in SHARES]
     choices = [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
     if len(choices) > 1:
-        ways = [(_arranged(owners, places, choice), run) for choice in choices]
-        ran = [index for index, way in enumerate(ways) if _runs(*way)]
+        ways = [_way(owners, places, choice, run) for choice in choices]
+        ran = [index for index, way in enumerate(ways) if _runs(way)]
         times = compare(machine, [ways[index] for index in ran]) if ran else None
         choices = [choices[index] for at, index in enumerate(ran) if times is not None and not times.slower(at)]
     _choose(places, choices[0] if choices else [place.default() for place in places])
@@ -179,22 +177,27 @@ def _choose(places: Sequence[_Place], choice: Sequence[str]) -> None:
         place.chosen = way
 
 
-def _arranged(owners: Sequence[_Owner], places: Sequence[_Place], choice: Sequence[str]) -> Arranged:
-    """The model with its convolutions computed so for a block, and all else as it was."""
+def _way(owners: Sequence[_Owner], places: Sequence[_Place], choice: Sequence[str], run: Callable[[], Any]) -> Way:
+    """A run of the model with its convolutions computed so, and all else as it was."""
     _choose(places, choice)
     settled = [(owner.owner, owner.settled(alone=True)) for owner in owners]
     swapped = [(one, match) for one, match in settled if match.attributes["regions"]]
-    return partial(classes, [(one, swapped_class(match.kind, type(one), match.attributes)) for one, match in swapped])
+    pairs = [(one, swapped_class(match.kind, type(one), match.attributes)) for one, match in swapped]
+    return partial(classes, pairs), run
 
 
-def _runs(arranged: Arranged, run: Callable[[], Any]) -> bool:
-    """Whether the model runs so: each place was compared by itself, not those that run as one."""
+def _runs(way: Way) -> bool:
+    """Whether the model runs so, else a warning says why not: each place was compared by itself, not those that run as
+    one."""
+    within, run = way
     try:
-        with arranged():
+        with within():
             run()
     except torch.OutOfMemoryError:
         raise
-    except Exception:
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        warnings.warn(f"a way to compute the model's convolutions is not taken, it raised {told}", stacklevel=2)
         return False
     return True
 
