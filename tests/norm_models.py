@@ -7,6 +7,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,18 +95,39 @@ def results(model: nn.Module, x: Tensor, cotangent: Tensor | None = None) -> dic
     return found | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def assert_close(ours: Tensor, theirs: Tensor, what: str = "") -> None:
-    """Equal shapes, dtypes, NaN and Inf, and values up to TOLERANCE."""
+def noise_of_order(model: nn.Module, x: Tensor, cotangent: Tensor, what: str, orders: int = 32) -> float:
+    """How far from float64 PyTorch's own gradient called ``what`` lies, at worst over ``orders`` of the samples: where
+    sums cancel, as behind a BatchNorm of nearly constant columns, the last bits of a sum decide."""
+    model = copy.deepcopy(model)
+    exact = results(copy.deepcopy(model).double(), x.double(), cotangent.double())[what]
+    worst = 0.0
+    for seed in range(orders):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
+        found = results(model, x[order], cotangent[order])[what].double()
+        worst = max(worst, float((found - (exact[order] if what == "gradient of input" else exact)).abs().max()))
+    return worst
+
+
+def assert_close(ours: Tensor, theirs: Tensor, what: str = "", noise: Callable[[], float] | None = None) -> None:
+    """Equal shapes, dtypes, NaN and Inf, and values up to TOLERANCE, or else to four times the ``noise``."""
     tolerance = TOLERANCE.get(theirs.dtype, 0.0) * (4 if what.startswith("gradient") else 1)
     finite = theirs.detach().abs()[theirs.isfinite()]
-    size = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    atol = tolerance * (max(1.0, float(finite.max())) if finite.numel() else 1.0)
+    if noise is not None and not torch.allclose(ours, theirs, tolerance, atol, equal_nan=True):
+        atol = max(atol, 4 * noise())
     torch.testing.assert_close(
-        ours, theirs, rtol=tolerance, atol=tolerance * size, equal_nan=True, msg=lambda text: f"{what}: {text}"
+        ours, theirs, rtol=tolerance, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}"
     )
 
 
-def assert_same_results(ours: dict[str, Tensor], theirs: dict[str, Tensor], model: nn.Module) -> None:
-    """Two ``results`` of modules that compute what ``model`` does are the same."""
+def assert_same_results(
+    ours: dict[str, Tensor],
+    theirs: dict[str, Tensor],
+    model: nn.Module,
+    noise: Callable[[str], float] | None = None,
+) -> None:
+    """Two ``results`` of modules that compute what ``model`` does are the same; ``noise``: that of PyTorch's own
+    gradient of a name."""
     assert ours.keys() == theirs.keys()
     # In 16 bits the gradient of what stands before a batch norm is rounding noise in PyTorch: only the proof can judge.
     noisy = theirs["output"].dtype in DTYPES[1:] and any(isinstance(m, nn.BatchNorm1d) for m in model.modules())
@@ -113,7 +135,8 @@ def assert_same_results(ours: dict[str, Tensor], theirs: dict[str, Tensor], mode
         if noisy and name.startswith("gradient"):
             assert (ours[name].shape, ours[name].dtype) == (expected.shape, expected.dtype)
         else:
-            assert_close(ours[name], expected, name)
+            of_this = partial(noise, name) if noise is not None and name.startswith("gradient") else None
+            assert_close(ours[name], expected, name, of_this)
 
 
 def assert_alike(
@@ -121,7 +144,10 @@ def assert_alike(
 ) -> None:
     """Both compute the same from ``x``: the output with its strides, every gradient, every buffer afterwards."""
     theirs, ours = results(model, x, cotangent), results(swapped, x, cotangent)
-    assert_same_results(ours, theirs, model)
+    batches = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
+    cancels = batches and x.dtype is torch.float32 and cotangent is not None
+    noise = partial(noise_of_order, model, x, cotangent) if cancels else None
+    assert_same_results(ours, theirs, model, noise)
     if strides:
         assert ours["output"].stride() == theirs["output"].stride()
 

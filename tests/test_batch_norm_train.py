@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import batch_norm_stand_in
@@ -12,7 +13,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batch_norm_models import CLASSES, Block, seeded
-from norm_models import BATCH_NORMS, assert_alike, assert_same_outcome, cotangent_of, swapped_copy
+from norm_models import (
+    BATCH_NORMS,
+    assert_alike,
+    assert_close,
+    assert_same_outcome,
+    assert_same_results,
+    cotangent_of,
+    noise_of_order,
+    results,
+    swapped_copy,
+)
 from torch import Tensor, nn
 
 import normswap
@@ -194,6 +205,28 @@ def test_every_step_is_pytorchs(shape: tuple[int, ...], settings: str, steps: st
         assert_alike(model, swapped, x, cotangent_of(model, x))
         with torch.no_grad():
             assert_alike(model, swapped, x)
+
+
+@pytest.mark.parametrize("seed", (345, 2299))
+def test_where_sums_cancel_gradients_are_held_to_the_noise_of_pytorchs(seed: int, calls: list[str]) -> None:
+    """A ReLU that leaves a column nearly constant: the float32 gradients of either are off by more than TOLERANCE."""
+    torch.manual_seed(seed)
+    model = seeded(Block(2)).train()
+    x, dy = torch.randn(9, 6), torch.randn(9, 6)
+    swapped = normswap.apply(model, normswap.plan(model))
+    assert_alike(model, swapped, x, dy)
+    name = "gradient of input"
+    with pytest.raises(AssertionError, match=name):
+        assert_close(results(swapped, x, dy)[name], results(model, x, dy)[name], name)
+
+
+@pytest.mark.parametrize("name", ("gradient of input", "gradient of bn.weight"))
+def test_that_noise_hides_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, dy) = seeded(Block(2)).train(), torch.randn(2, 9, 6).unbind()
+    theirs = results(model, x, dy)
+    wrong = {**theirs, name: theirs[name] * 1.002}
+    with pytest.raises(AssertionError, match=name):
+        assert_same_results(wrong, theirs, model, partial(noise_of_order, model, x, dy))
 
 
 @pytest.mark.case("bn-no-running-stats", "attributes-changed-later")

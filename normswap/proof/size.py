@@ -155,10 +155,12 @@ def _before_its_end(norm: Any, values: Mapping[str, Tensor]) -> Tensor:
 
 def _moved(value: Tensor, error: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A value as rounded to a 16-bit dtype, and how far that may lie off: not at all, but where float32 arithmetic
-    cannot tell to which side it rounds. Both as they are in a wider one."""
+    cannot tell to which side it rounds, and no farther than finite numbers go. Both as they are in a wider one."""
     if dtype not in SIXTEEN_BITS:
         return value, error
-    low, middle, high = (v.to(dtype).double() for v in (value - error, value, value + error))
+    most = torch.finfo(dtype).max
+    low, high = (v.clamp(-most, most).to(dtype).double() for v in (value - error, value + error))
+    middle = value.to(dtype).double()
     return middle, torch.maximum(high - middle, middle - low)
 
 
