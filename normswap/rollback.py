@@ -49,15 +49,14 @@ def without_declined(found: Plan, proofs: Sequence[SiteProof], undo: Callable[[s
 
 def put_back(model: nn.Module, found: Plan, decision: timing.Decision, journal: swapping.Journal) -> Plan:
     """Put back the sites, and of some the regions, that are not worth it; the plan of what is left."""
-    trimmed = Plan(
-        tuple(Swap(s.site, decision.trimmed[s.site.name]) for s in found.swaps if s.site.name in decision.trimmed)
-    )
-    for name in (*decision.put_back, *decision.trimmed):
+    for name in decision.left:
         journal.undo(name)
+    swaps = tuple(Swap(swap.site, decision.left.get(swap.site.name) or swap.match) for swap in found.swaps)
+    trimmed = Plan(tuple(swap for swap in swaps if decision.left.get(swap.site.name) is not None))
     journal.add(swapping.apply(model, trimmed))
-    swaps = {swap.site.name: swap for swap in (*found.swaps, *trimmed.swaps)}
-    left = replace(found, swaps=tuple(swaps.values()), gpu=hints.gpu_of(model))
-    return _without(left, dict.fromkeys(decision.put_back, (Reason.SLOWER, "")))
+    put_back = [name for name, match in decision.left.items() if match is None]
+    left = replace(found, swaps=swaps, gpu=hints.gpu_of(model))
+    return _without(left, dict.fromkeys(put_back, (Reason.SLOWER, "")))
 
 
 def _without(found: Plan, why: Mapping[str, tuple[Reason, str]]) -> Plan:

@@ -26,9 +26,8 @@ from normswap import native
 from normswap.criterion import RoundedStatistics, error_share
 from normswap.kinds import kind_of, magnitudes
 from normswap.plans import REGION, Match
-from normswap.proof.compare import compare
 from normswap.proof.comparison import Comparison, Seen
-from normswap.proof.prove import RegionsProof
+from normswap.proof.prove import Prover
 from normswap.regions.listening import listening
 from normswap.regions.rewrite import Compiled
 
@@ -174,19 +173,20 @@ class _Heard(Exception):
     """What the region is given was compared: its own statements need not run."""
 
 
-class _OneProof(RegionsProof):
-    def heard(self, compiled: Compiled, owner: Any, packed: Any) -> None:
-        super().heard(compiled, owner, packed)
+class _One(Prover):
+    def heard(self, compiled: Compiled, packed: Any) -> None:
+        super().heard(compiled, packed)
         raise _Heard
 
 
 def compared(match: Match, module: nn.Module, x: Tensor, gradients: bool) -> Comparison:
     """The swap of ``module``, or of the one region in its forward, on ``x``."""
-    if match.kind != REGION:
-        return compare(match, module, x, gradients)
-    proof = _OneProof(module, type(module), match, gradients, Seen())
-    with listening([proof]), suppress(_Heard):
-        copy.deepcopy(module)(x)
+    proof = _One(module, type(module), match, gradients, Seen())
+    with suppress(_Heard):
+        if match.kind != REGION:
+            proof.heard(proof.compiled[0], x)
+        with listening([proof]):
+            copy.deepcopy(module)(x)
     (found,) = proof.comparisons()
     return found
 

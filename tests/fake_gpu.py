@@ -70,7 +70,6 @@ def running(gpu: FakeGpu, costs: Costs) -> Iterator[None]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decision, "machine_for", machine_for)
-            patch.setattr("normswap.timing.machine_for", machine_for)
             patch.setattr(model, "MOST_RUNS", 2)  # the modules run for real
             patch.setattr(model, "MOST_ROUNDS", 8)
             patch.setattr(hidden, "MOST_CALLS", 3)

@@ -14,7 +14,7 @@ from models import Every, randomised
 from torch import Tensor, nn
 
 import normswap
-from normswap import hints, timing
+from normswap import hints
 from normswap.plans import Plan, Reason
 from normswap.timing import decision
 from normswap.timing.choose import Waiting
@@ -134,7 +134,7 @@ def test_min_speedup_is_checked(least: Any) -> None:
 
 
 def test_nothing_is_timed_on_a_cpu() -> None:
-    assert timing.machine_for([torch.device("cpu")]) is None and timing.machine_for([]) is None
+    assert decision.machine_for([torch.device("cpu")]) is None and decision.machine_for([]) is None
     report = normswap.report(normswap.optimize(blocks(), X))
     assert report.times is None and all("gain" not in row for row in report.rows)
 
@@ -235,7 +235,7 @@ def test_of_two_regions_the_one_that_loses_goes_and_its_norm_stays(monkeypatch: 
         before, after = (40.0, 60.0) if "activation" in key else (50.0, 20.0) if "sum" in key else (30.0, 25.0)
         return Cost(before, 10.0), Cost(after, 10.0)
 
-    monkeypatch.setattr(decision, "_time_use", time_use)
+    monkeypatch.setattr(decision, "time_use", time_use)
     model = randomised(TwoRegions()).eval()
     swapped = optimized(model, X, norms((30.0, 30.0)))  # where each region runs its statements
     report = normswap.report(swapped)
@@ -263,7 +263,7 @@ def test_where_regions_slow_the_model_their_norms_are_tried_alone(monkeypatch: p
         before, after = (50.0, 20.0) if {"sum", "activation"} & {*repr(use.key).split("'")} else (30.0, 10.0)
         return Cost(before, 10.0), Cost(after, 10.0)
 
-    monkeypatch.setattr(decision, "_time_use", time_use)
+    monkeypatch.setattr(decision, "time_use", time_use)
 
     def costs(module: nn.Module, swapped: bool) -> tuple[float, float]:
         if isinstance(module, TwoRegions):

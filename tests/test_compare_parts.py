@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accuracy import compared
 from models import randomised
 from torch import Tensor, nn
 
@@ -210,7 +211,10 @@ def test_its_like_is_compared_on_two_slices(again: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 16)
     monkeypatch.setattr(pieces, "SLICES", 4)
     x = torch.randn(32, 8)
-    found = compare.compare(Match("layer_norm"), randomised(nn.LayerNorm(8)), x, True, again)
+    norm = randomised(nn.LayerNorm(8))
+    compiled, owner = by_itself(norm, Match("layer_norm"))
+    op = compare.swapped_op(compiled, type(norm), Match("layer_norm"))
+    found = compare.compare_region(compiled, op, owner, x, True, again=again)
     assert found.coverage == (0.125 if again else 0.25) and not found.problem and found.gradients
 
 
@@ -232,14 +236,14 @@ def test_a_gradient_that_is_missing_is_told_by_its_name(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(compare.modules, "swapped_class", lambda *_: Wrong)
     x = torch.randn(3, 4)
-    found = compare.compare(Match("layer_norm"), randomised(nn.LayerNorm(4)), x, True)
+    found = compared(Match("layer_norm"), randomised(nn.LayerNorm(4)), x, True)
     assert found.problem == "gradients reach other tensors than PyTorch's: weight"
-    assert not compare.compare(Match("layer_norm"), randomised(nn.LayerNorm(4)), x, False).problem
+    assert not compared(Match("layer_norm"), randomised(nn.LayerNorm(4)), x, False).problem
     monkeypatch.setattr(compare.modules, "swapped_class", lambda *_: wrong(True))
-    found = compare.compare(Match("batch_norm"), randomised(nn.BatchNorm1d(4)), x, False)
+    found = compared(Match("batch_norm"), randomised(nn.BatchNorm1d(4)), x, False)
     assert found.problem == "buffer num_batches_tracked differs from PyTorch's"
     monkeypatch.setattr(compare.modules, "swapped_class", lambda *_: wrong(False))
-    assert not compare.compare(Match("batch_norm"), randomised(nn.BatchNorm1d(4)), x, False).problem
+    assert not compared(Match("batch_norm"), randomised(nn.BatchNorm1d(4)), x, False).problem
 
 
 def test_a_parameter_called_input_does_not_hide_the_input() -> None:

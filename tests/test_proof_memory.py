@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import modules
 from normswap.plans import Match
-from normswap.proof import compare, pieces
+from normswap.proof import pieces
 from normswap.regions.helper import Fused
 from normswap.regions.sequential import by_itself
 
@@ -75,7 +75,7 @@ def test_a_wrong_value_in_the_last_slice_is_found(kind: str, monkeypatch: pytest
             return out
 
     monkeypatch.setitem(modules._MODULE_CLASSES, original, (kind, Wrong))
-    found = compare.compare(Match(kind), randomised(make()), torch.randn(shape), True)
+    found = compared(Match(kind), randomised(make()), torch.randn(shape), True)
     assert "output: error is" in found.problem
 
 

@@ -26,7 +26,7 @@ from normswap.criterion import (
 )
 from normswap.in_float64 import Lifted, Rounded, lift
 from normswap.kinds import KINDS, NORMS, Kind, Norm, kind_of
-from normswap.plans import Match
+from normswap.plans import REGION, Match
 from normswap.proof import pieces
 from normswap.proof.comparison import Comparison, Cotangent, KernelWitness
 from normswap.proof.convolution_error import MOST, takes_tf32, times_pytorchs
@@ -37,17 +37,16 @@ from normswap.regions.described import parameters_of
 from normswap.regions.helper import Fused
 from normswap.regions.holder import holder_of
 from normswap.regions.rewrite import Compiled
-from normswap.regions.sequential import by_itself
 from normswap.regions.spec import Region
 
 _ROLES = ("input", "before", "behind", "scale", "shift")
 
 
-def compare(match: Match, module: nn.Module, x: Tensor, gradients: bool, again: bool = False) -> Comparison:
-    """``compare_region`` of a whole ``module``, which is in its original class, swapped for ``match``, on ``x``."""
-    compiled, owner = by_itself(module, match)
-    fused = Swapped(modules.swapped_class(match.kind, type(module), match.attributes))
-    return compare_region(compiled, fused, owner, x, gradients, again=again)
+def swapped_op(compiled: Compiled, original: type[nn.Module], match: Match) -> Fused | Swapped:
+    """What computes a region of a module of the class ``original`` once it is swapped for ``match``."""
+    if match.kind == REGION:
+        return Fused(compiled)
+    return Swapped(modules.swapped_class(match.kind, original, match.attributes))
 
 
 class Swapped:
@@ -175,16 +174,8 @@ class _Case:
             self._check(run, eager, expected, size)
         if gradients:
             self._check_gradients(runs[-1], eager, expected, size)
-        return Comparison(
-            self.checks.share,
-            self.checks.eager_share,
-            ran,
-            gradients,
-            **_where(self.x),
-            finite=any(bool(output.isfinite().any()) for output in eager.outputs),
-            problem=self.checks.problem,
-            note=self.checks.note,
-        )
+        finite = any(bool(output.isfinite().any()) for output in eager.outputs)
+        return replace(self.checks.found, kernel_ran=ran, gradients=gradients, finite=finite, **_where(self.x))
 
     def ours(self, gradients: bool) -> _Run | Comparison:
         """What ours makes of it; or the problem when it raises, or that it left it to the region's own statements."""

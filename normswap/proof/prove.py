@@ -17,15 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from normswap.example import Example
 from normswap.installed import class_before
-from normswap.plans import REGION, Match, Swap
+from normswap.plans import Match, Swap
 from normswap.progress import progress
-from normswap.proof.compare import compare, compare_region, declined
+from normswap.proof.compare import compare_region, declined, swapped_op
 from normswap.proof.comparison import Comparison, Seen
 from normswap.proof.made_up import made_up
-from normswap.regions.helper import Fused
 from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
-from normswap.regions.sequential import by_itself
 from normswap.uncompiled import uncompiled
 from normswap.untouched import classes, is_sharded, preserved
 
@@ -86,10 +84,7 @@ def prove_sites(
     seen = Seen(shown.update)
     modules = [model.get_submodule(swap.site.name) for swap in swaps]
     originals = [(module, class_before(module)) for module in modules]
-    sites = [
-        (RegionsProof if swap.match.kind == REGION else ModuleProof)(*original, swap.match, gradients, seen)
-        for swap, original in zip(swaps, originals, strict=True)
-    ]
+    sites = [Prover(*original, s.match, gradients, seen) for s, original in zip(swaps, originals, strict=True)]
     with shown, preserved(model), classes(originals):
         if run is not None:
             with listening(sites), torch.no_grad(), _explained("the ORIGINAL model, on these inputs"):
@@ -99,21 +94,20 @@ def prove_sites(
             with _explained(f"site {swap.site.name or '(root)'} on made-up inputs; give example_inputs"):
                 site.make_up(like)
     return [
-        _proof(swap, site.owner, site.comparisons(), "captured" if reached else "synthesised")
+        _proof(swap, site.module, site.comparisons(), "captured" if reached else "synthesised")
         for swap, site, reached in zip(swaps, sites, captured, strict=True)
     ]
 
 
-class RegionsProof(Listener):
-    """Comparisons of each region of ``owner``, a module of the class ``original`` swapped for ``match``."""
+class Prover(Listener):
+    """Compares each call of a site's regions with what is swapped."""
 
-    def __init__(self, owner: nn.Module, original: type[nn.Module], match: Match, gradients: bool, seen: Seen) -> None:
-        super().__init__(owner, original, match)
+    def __init__(self, module: nn.Module, original: type[nn.Module], match: Match, gradients: bool, seen: Seen) -> None:
+        super().__init__(module, original, match)
         self.gradients, self.seen = gradients, seen
-        self.fused = {id(one): Fused(one) for one in self.compiled}
         self.found: dict[int, list[Comparison]] = {id(one): [] for one in self.compiled}
 
-    def heard(self, compiled: Compiled, owner: Any, packed: Any) -> None:
+    def heard(self, compiled: Compiled, packed: Any) -> None:
         """Compares."""
         found, inner = self.found[id(compiled)], compiled.inner(packed)
         x = tree_leaves(packed)[0] if inner is None else compiled.unpack(inner)[0]
@@ -121,8 +115,9 @@ class RegionsProof(Listener):
             found.append(declined(x) if inner is None else self._compared(compiled, inner))
 
     def _compared(self, compiled: Compiled, packed: Any, captured: bool = True) -> Comparison:
-        fused, again = self.fused[id(compiled)], self.seen.before(compiled.unpack(packed)[0], id(compiled))
-        return compare_region(compiled, fused, self.owner, packed, self.gradients, captured=captured, again=again)
+        again = self.seen.before(compiled.unpack(packed)[0], id(self.original), repr(compiled.region))
+        op = swapped_op(compiled, self.original, self.match)
+        return compare_region(compiled, op, self.owner, packed, self.gradients, captured=captured, again=again)
 
     @property
     def captured(self) -> bool:
@@ -131,7 +126,7 @@ class RegionsProof(Listener):
 
     def make_up(self, like: Tensor | None) -> None:
         """Compare on made-up inputs where a region was not reached."""
-        sharded = is_sharded(self.owner)
+        sharded = is_sharded(self.module)
         if sharded and not any(self.found.values()):
             return
         for compiled in self.compiled:
@@ -144,39 +139,6 @@ class RegionsProof(Listener):
     def comparisons(self) -> list[Comparison]:
         """All of them, in the order of the regions."""
         return [comparison for one in self.compiled for comparison in self.found[id(one)]]
-
-
-class ModuleProof:
-    """Comparisons of a whole module, ``owner`` of the class ``original`` swapped for ``match``."""
-
-    def __init__(self, owner: nn.Module, original: type[nn.Module], match: Match, gradients: bool, seen: Seen) -> None:
-        self.owner, self.match, self.gradients, self.seen = owner, match, gradients, seen
-        self.found: list[Comparison] = []
-
-    def listen(self) -> Callable[[], object]:
-        """Compare at every call, before the original sees the input, until what this gives is called."""
-        return self.owner.register_forward_pre_hook(self._heard, with_kwargs=True).remove
-
-    def _heard(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
-        if x is not None and x.numel() and len(self.found) < _MAX_CALLS:
-            again = self.seen.before(x, id(type(self.owner)), self.match.kind, repr(self.match.attributes))
-            self.found.append(compare(self.match, self.owner, x, self.gradients, again))
-
-    @property
-    def captured(self) -> bool:
-        """Whether it was reached."""
-        return bool(self.found)
-
-    def make_up(self, like: Tensor | None) -> None:
-        """Compare on made-up inputs where it was not reached."""
-        if not self.found and not is_sharded(self.owner):
-            inputs = made_up(*by_itself(self.owner, self.match), like)
-            self.found += [compare(self.match, self.owner, x, self.gradients) for x in inputs]
-
-    def comparisons(self) -> list[Comparison]:
-        """All of them."""
-        return self.found
 
 
 def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs: str) -> SiteProof:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,19 +17,10 @@ from normswap.criterion import (
     mask_mismatch,
     own_rounding,
 )
+from normswap.proof.comparison import Comparison
 
 _AT_ONCE = 2**22
 """Elements of the largest tensor that is judged in one go."""
-
-
-class Verdict(NamedTuple):
-    """The worst errors as shares of their limit, ours and PyTorch's; what is wrong with ours, "" if nothing is, and
-    what else is worth a word."""
-
-    share: float
-    eager_share: float
-    problem: str = ""
-    note: str = ""
 
 
 def verdict(
@@ -41,28 +31,26 @@ def verdict(
     magnitude: Tensor,
     c: float,
     extra: Tensor | float = 0.0,
-) -> Verdict:
+) -> Comparison:
     """Judge ``ours``, called ``what``; the others are those of ``criterion.error_share``, ``eager`` is PyTorch's."""
     if ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE:
         share, theirs = _shares(ours, eager, reference, magnitude, c, extra)
         if share <= 1.0 and theirs < math.inf:  # neither has a NaN or Inf: nothing else can be wrong
-            return Verdict(share, theirs, note=_told(what, theirs))
+            return Comparison(share, theirs, note=_told(what, theirs))
     share, theirs = (error_share(tensor, reference, magnitude, c, extra) for tensor in (ours, eager))
     if share > 1.0:  # an element that is PyTorch's own, bit for bit, is not held against ours
         changed = ~((ours == eager) | (ours.isnan() & eager.isnan()))
         parts = (reference, magnitude, torch.as_tensor(extra).to(reference))
         of, size, added = (part.expand(ours.shape)[changed] for part in parts)
         share = error_share(ours[changed], of, size, c, added)
-    note = problem = ""
+    note, problem = _told(what, theirs), ""
     if wrong := int(excused(eager, reference).sum()):
         note = f"{what}: PyTorch's is not finite in {wrong} elements that float64 has finite"
-    else:
-        note = _told(what, theirs)
     if differs := mask_mismatch(ours, eager, reference):
         problem = f"{what}: {differs}"
     elif share > 1.0:
         problem = f"{what}: error is {share:.3g} times its limit"
-    return Verdict(share, theirs, problem, note)
+    return Comparison(share, theirs, problem=problem, note=note)
 
 
 def _told(what: str, theirs: float) -> str:
@@ -80,13 +68,12 @@ def _shares(
 
 
 class Checks:
-    """The tensors of one comparison: the worst shares of their limits, ours and PyTorch's, the first problem and the
-    first note. ``c`` and ``c_gradient``: what an error may be, in units of 2^-24 times the magnitude."""
+    """What is ``found`` of the tensors of one comparison, with the first problem and the first note. ``c`` and
+    ``c_gradient``: what an error may be, in units of 2^-24 times the magnitude."""
 
     def __init__(self, c: float, c_gradient: float) -> None:
         self.c, self.c_gradient = c, c_gradient
-        self.share = self.eager_share = 0.0
-        self.problem = self.note = ""
+        self.found = Comparison()
 
     def add(
         self,
@@ -99,14 +86,12 @@ class Checks:
         c: float | None = None,
     ) -> None:
         """Judge one tensor."""
-        found = verdict(what, ours, eager, reference, magnitude, self.c if c is None else c, extra)
-        self.share, self.eager_share = max(self.share, found.share), max(self.eager_share, found.eager_share)
-        self.note = self.note or found.note
-        self.fail(found.problem)
+        one = verdict(what, ours, eager, reference, magnitude, self.c if c is None else c, extra)
+        self.found = self.found.worst(one)
 
     def fail(self, problem: str) -> None:
         """Keep what is wrong, where nothing was before."""
-        self.problem = self.problem or problem
+        self.found = self.found.worst(Comparison(problem=problem))
 
     def are_alike(self, ours: Sequence[Tensor], eager: Sequence[Tensor]) -> bool:
         """Whether the outputs have the same dtypes and shapes."""

@@ -1,53 +1,61 @@
-"""What reaches the regions of a module while their own statements run."""
+"""What reaches the regions of a module, or it as one, while its own code runs."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from normswap.forwards.replaced import Replaced
-from normswap.plans import Match
+from normswap.plans import REGION, Match
 from normswap.regions.install import compiled_of, method_of, with_helpers
 from normswap.regions.rewrite import Compiled, Helper
+from normswap.regions.sequential import by_itself
 
 
 class Listener:
-    """Listens to the regions that ``match`` names in ``owner``, of the class ``original`` where it is swapped."""
+    """Listens to a ``module``, of the class ``original`` where it is swapped for ``match``: to the regions named there,
+    or to it as a whole, the only one of an ``owner`` that is made for it."""
 
-    def __init__(self, owner: nn.Module, original: type[nn.Module], match: Match) -> None:
-        self.owner, self.original, self.match = owner, original, match
-        self.compiled, self.method = compiled_of(original, match.attributes), method_of(match.attributes)
+    def __init__(self, module: nn.Module, original: type[nn.Module], match: Match) -> None:
+        self.module, self.original, self.match = module, original, match
+        self.owner, self.compiled = module, list[Compiled]()
+        if match.kind == REGION:
+            self.compiled = compiled_of(original, match.attributes)
+        else:
+            whole, self.owner = by_itself(module, match)
+            self.compiled = [whole]
 
-    def heard(self, compiled: Compiled, owner: Any, packed: Any) -> None:
+    def heard(self, compiled: Compiled, packed: Any) -> None:
         """Told of each call of a region, before its statements run on ``packed``."""
+
+    def listen(self) -> Callable[[], object]:
+        """Listen from now on, until what this gives is called."""
+        if self.match.kind != REGION:
+            return self.module.register_forward_pre_hook(self._called, with_kwargs=True).remove
+        name = method_of(self.match.attributes)
+        method = with_helpers(Replaced(self.original, name), self.match.attributes, self._helper)
+        self.module.__dict__[name] = partial(method, self.module)
+        return lambda: self.module.__dict__.pop(name, None)
+
+    def _called(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        if x is not None:
+            self.heard(self.compiled[0], x)
 
     def _helper(self, compiled: Compiled) -> Helper:
         def helper(owner: Any, packed: Any) -> Any:
-            self.heard(compiled, owner, packed)
+            self.heard(compiled, packed)
             return compiled.snippet(owner, packed)
 
         return helper
 
-    def listen(self) -> Callable[[], object]:
-        """Listen from now on, until what this gives is called."""
-        method = with_helpers(Replaced(self.original, self.method), self.match.attributes, self._helper)
-        self.owner.__dict__[self.method] = partial(method, self.owner)
-        return lambda: self.owner.__dict__.pop(self.method, None)
-
-
-class Listens(Protocol):
-    """What can listen to a module."""
-
-    def listen(self) -> Callable[[], object]:
-        """Listen from now on, until what this gives is called."""
-
 
 @contextlib.contextmanager
-def listening(listeners: Iterable[Listens]) -> Iterator[None]:
+def listening(listeners: Iterable[Listener]) -> Iterator[None]:
     """All of them listen in the block."""
     with contextlib.ExitStack() as stack:
         for one in listeners:

@@ -6,25 +6,8 @@ A part that can be swapped is a ``Candidate``; ``decide`` times candidates and t
 
 from __future__ import annotations
 
-from normswap.timing.candidate import Call, Candidate, Code, Form, Recorder, Use
-from normswap.timing.decision import Decision, ModelTime, decide, has_a_clock, machine_for, step, takes_gradients
+from normswap.timing.decision import has_a_clock
 from normswap.timing.foldings import decide_foldings
-from normswap.timing.sites import decide_sites
+from normswap.timing.sites import Decision, decide_sites
 
-__all__ = [
-    "Call",
-    "Candidate",
-    "Code",
-    "Decision",
-    "Form",
-    "ModelTime",
-    "Recorder",
-    "Use",
-    "decide",
-    "decide_foldings",
-    "decide_sites",
-    "has_a_clock",
-    "machine_for",
-    "step",
-    "takes_gradients",
-]
+__all__ = ["Decision", "decide_foldings", "decide_sites", "has_a_clock"]

@@ -6,10 +6,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from normswap.proof.whole_model import tensors_in
 from normswap.timing.hidden import Function
@@ -22,13 +24,13 @@ class Use:
     """One way in which a candidate is called, ``calls`` times in a run of the model.
 
     ``key`` is all that its time depends on: uses with the same key, of whatever candidate, are timed once.
-    ``functions``, within it, gives a call of the original and one of ours, on inputs of their own.
+    ``functions``, within it, gives a call of each code that is timed, the original and ours, on inputs of their own.
     """
 
     key: Hashable
     calls: int
     device: torch.device
-    functions: Callable[[], contextlib.AbstractContextManager[tuple[Function, Function]]]
+    functions: Callable[[], contextlib.AbstractContextManager[Sequence[Function]]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Code:
-    """What computes a candidate's outputs from its inputs, and the parameters it reads."""
+    """What computes a candidate's outputs from what it is given, and the parameters it reads."""
 
     function: Callable[..., Any]
     parameters: Sequence[Tensor] = ()
@@ -80,19 +82,18 @@ class Form:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a candidate: its inputs, tensors by their forms, and the autocast it came under. The last ``names``
-    are of inputs given by keyword."""
+    """One call of a candidate: what it was given, tensors by their forms, and the autocast it came under."""
 
     inputs: tuple[Any, ...]
-    names: tuple[str, ...]
+    structure: TreeSpec = field(compare=False)
     device: torch.device
     autocast: torch.dtype | None
 
     @classmethod
-    def of(cls, *args: Any, **kwargs: Any) -> Call | None:
+    def of(cls, given: Any) -> Call | None:
         """None for a call that cannot be made again: an input that is no plain tensor or hashable value, or no tensor
         of floats with elements among them."""
-        inputs = (*args, *kwargs.values())
+        inputs, structure = tree_flatten(given)
         tensors = [value for value in inputs if isinstance(value, Tensor)]
         floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel() > 0]
         if not floats or any(type(tensor) not in _PLAIN for tensor in tensors):
@@ -101,21 +102,20 @@ class Call:
             return None
         device = floats[0].device
         forms = tuple(Form.of(value) if isinstance(value, Tensor) else value for value in inputs)
-        return cls(forms, tuple(kwargs), device, _autocast(device.type))
+        return cls(forms, structure, device, _autocast(device.type))
 
     def made(self) -> tuple[Any, ...]:
+        """Inputs of these forms."""
         return tuple(value.made() if isinstance(value, Form) else value for value in self.inputs)
 
     def function(self, code: Code, inputs: Sequence[Any], gradients: bool) -> Function:
         """A call of ``code`` on ``inputs``; with ``gradients`` its backward too, to the inputs and parameters that
         require them."""
-        given = [self._given(form, value, gradients) for form, value in zip(self.inputs, inputs, strict=True)]
-        count = len(given) - len(self.names)
-        args, kwargs = given[:count], dict(zip(self.names, given[count:], strict=True))
-        call = lambda: code.function(*args, **kwargs)  # noqa: E731
+        leaves = [self._given(form, value, gradients) for form, value in zip(self.inputs, inputs, strict=True)]
+        call = partial(code.function, tree_unflatten(leaves, self.structure))
         if not gradients:
             return call
-        wanted = [t for t in (*given, *code.parameters) if isinstance(t, Tensor) and t.requires_grad]
+        wanted = [t for t in (*leaves, *code.parameters) if isinstance(t, Tensor) and t.requires_grad]
         return with_backward(call, wanted)
 
     @staticmethod
@@ -152,36 +152,30 @@ class Recorder:
 
     calls: Counter[Call] = field(default_factory=Counter)
 
-    def add(self, *args: Any, **kwargs: Any) -> None:
+    def add(self, given: Any) -> None:
         """What the candidate was just called with."""
-        call = Call.of(*args, **kwargs)
+        call = Call.of(given)
         if call is not None:
             self.calls[call] += 1
 
-    def uses(self, key: Hashable, codes: Callable[[], tuple[Code, Code]], gradients: bool) -> tuple[Use, ...]:
-        """Every form of call with its count; ``codes`` makes the original and ours, on state of their own, and ``key``
-        says what the time depends on besides the inputs, the autocast and whether gradients are asked for."""
+    def uses(self, key: Hashable, codes: Callable[[], Sequence[Code]], gradients: bool) -> tuple[Use, ...]:
+        """Every form of call with its count; ``codes`` makes what is timed, on state of its own, and ``key`` says what
+        the time depends on besides the inputs, the autocast and whether gradients are asked for."""
         return tuple(
-            Use((key, call, gradients), count, call.device, _functions_of(call, codes, gradients))
+            Use((key, call, gradients), count, call.device, partial(_functions, call, codes, gradients))
             for call, count in self.calls.most_common()
         )
 
 
-def _functions_of(
-    call: Call, codes: Callable[[], tuple[Code, Code]], gradients: bool
-) -> Callable[[], contextlib.AbstractContextManager[tuple[Function, Function]]]:
-    @contextlib.contextmanager
-    def functions() -> Iterator[tuple[Function, Function]]:
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients), as_called(call):
-            original, ours = codes()
-            inputs = call.made()
-            yield call.function(original, inputs, gradients), call.function(ours, inputs, gradients)
-
-    return functions
+@contextlib.contextmanager
+def _functions(call: Call, codes: Callable[[], Sequence[Code]], gradients: bool) -> Iterator[list[Function]]:
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients), _as_called(call):
+        made, inputs = codes(), call.made()
+        yield [call.function(code, inputs, gradients) for code in made]
 
 
 @contextlib.contextmanager
-def as_called(call: Call) -> Iterator[None]:
+def _as_called(call: Call) -> Iterator[None]:
     """On the device and under the autocast of the call."""
     kind = call.device.type
     with contextlib.ExitStack() as stack:

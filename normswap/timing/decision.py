@@ -7,6 +7,7 @@ nothing, and of what is as fast the same one is taken every time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,13 +17,12 @@ import torch
 from torch import nn
 
 from normswap import native
-from normswap.plans import Match
 from normswap.progress import progress
 from normswap.timing import model as whole_model
 from normswap.timing.candidate import Candidate, Use, with_backward
 from normswap.timing.choose import DEVICE, HOST, Timed, Waiting, cover, in_order
 from normswap.timing.clock import Gpus, Machine
-from normswap.timing.hidden import Cost, costs
+from normswap.timing.hidden import NO_COST, Cost, costs
 from normswap.timing.model import Arrangement, Compared
 from normswap.untouched import preserved
 
@@ -43,15 +43,12 @@ class ModelTime:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """``kept``: the names of the candidates to keep; ``put_back``: of the others; ``rows``: by name what was found, of
-    those that were timed; ``trimmed``: what is kept of those of which only a part is. ``model`` is None where nothing
-    could be timed."""
+class Choice:
+    """``kept``: the names of the candidates to keep; ``rows``: by name what was found, of those that were timed.
+    ``model`` is None where nothing could be timed."""
 
     kept: frozenset[str]
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    put_back: frozenset[str] = frozenset()
-    trimmed: Mapping[str, Match] = field(default_factory=dict)
     model: ModelTime | None = None
 
 
@@ -91,13 +88,14 @@ def decide(
     least: float,
     *,
     gradients: bool,
-) -> Decision:
+) -> Choice:
     """Time the candidates ``found`` in ``model`` and the model itself; ``run`` is one run of it, ``arranged`` swaps any
     of them for a block, ``least`` is the gain that one must have. The model is left as it was."""
     found = [replace(one, uses=tuple(use for use in one.uses if machine_for([use.device]))) for one in found]
+    names = frozenset(one.name for one in found)
     machine = machine_for(sorted({use.device for one in found for use in one.uses}, key=str))
     if machine is None:
-        return Decision(frozenset(one.name for one in found))
+        return Choice(names)
     try:
         with preserved(model):
             with arranged(()):
@@ -105,52 +103,45 @@ def decide(
             timed = time_candidates(found)
             kept, before_us, after_us = _fastest(machine, run, arranged, _covers(timed, waits, least), least)
     except torch.OutOfMemoryError:
-        return untimed([one.name for one in found])
+        return Choice(names, untimed(names))
     rows = {one.candidate.name: _row(one, waits) for one in timed if one.calls or one.note}
-    put_back = frozenset(one.name for one in found) - kept
     told = ModelTime(
         before_us / 1e3, after_us / 1e3, waits.bound, waits.device_us / 1e3, waits.host_us / 1e3, gradients
     )
-    return Decision(kept, rows, put_back, model=told)
+    return Choice(kept, rows, told)
 
 
-def untimed(names: Sequence[str]) -> Decision:
-    """What is left to decide where the memory does not suffice: all is kept, and the rows say so."""
-    row = _row(Timed(Candidate("", ""), note=_UNTIMED), Waiting(0.0, 0.0))
-    return Decision(frozenset(names), dict.fromkeys(names, row))
+def untimed(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+    """The rows where the memory does not suffice."""
+    return dict.fromkeys(names, _row(Timed(Candidate("", ""), note=_UNTIMED), Waiting(0.0, 0.0)))
 
 
 def time_candidates(found: Sequence[Candidate]) -> list[Timed]:
     """The cost of every candidate in one run of the model; uses with the same key are timed once."""
-    known: dict[Hashable, tuple[Cost, Cost] | str] = {}
+    known: dict[Hashable, list[Cost]] = {}
     different = {use.key: use for candidate in found for use in candidate.uses}
     for key, use in progress("timing", different.items(), "calls"):
-        known[key] = _time_use(use)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            known[key] = time_use(use)
     return [_summed(candidate, known) for candidate in found]
 
 
-def _time_use(use: Use) -> tuple[Cost, Cost] | str:
+def time_use(use: Use) -> list[Cost]:
+    """What a call costs, of each code in it."""
     machine = machine_for([use.device])
     assert machine is not None
-    try:
-        with use.functions() as functions:
-            original, ours = costs(machine, functions)
-    except torch.OutOfMemoryError:
-        return _UNTIMED
-    return original, ours
+    with use.functions() as functions:
+        return costs(machine, functions)
 
 
-def _summed(candidate: Candidate, known: Mapping[Hashable, tuple[Cost, Cost] | str]) -> Timed:
-    total = Timed(candidate)
+def _summed(candidate: Candidate, known: Mapping[Hashable, Sequence[Cost]]) -> Timed:
+    original = ours = NO_COST
     for use in candidate.uses:
-        cost = known[use.key]
-        if isinstance(cost, str):
-            return Timed(candidate, note=cost)
-        original, ours = (one * use.calls for one in cost)
-        total = replace(
-            total, calls=total.calls + use.calls, original=total.original + original, ours=total.ours + ours
-        )
-    return total
+        if use.key not in known:
+            return Timed(candidate, note=_UNTIMED)
+        before, after = known[use.key]
+        original, ours = original + before * use.calls, ours + after * use.calls
+    return Timed(candidate, sum(use.calls for use in candidate.uses), original, ours)
 
 
 def _covers(timed: Sequence[Timed], waits: Waiting, least: float) -> list[frozenset[str]]:

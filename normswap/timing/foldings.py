@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from normswap.modules import swapped_class
 from normswap.plans import Match, Plan, Swap
@@ -26,11 +25,11 @@ from normswap.regions.holder import holder_of
 from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
-from normswap.timing.candidate import Code, Recorder, as_called
-from normswap.timing.decision import machine_for, takes_gradients
-from normswap.timing.hidden import NO_COST, Cost, costs
+from normswap.timing.candidate import Code, Recorder, Use
+from normswap.timing.decision import machine_for, takes_gradients, time_use
+from normswap.timing.hidden import NO_COST, Cost
 from normswap.timing.model import Way, compare
-from normswap.timing.sites import looks
+from normswap.timing.sites import looks_of
 from normswap.untouched import classes, preserved
 
 APART = "apart"
@@ -70,14 +69,13 @@ def _convolves(match: Match) -> bool:
 
 @dataclass
 class _Place:
-    """A region with a convolution, what was right of the ways to compute it, what it was called with and what was
-    chosen, "" for the default."""
+    """A region with a convolution, what was right of the ways to compute it, None until it is reached, what it was
+    called with and what was chosen, "" for the default."""
 
     compiled: Compiled
     owner: nn.Module
-    right: list[str] = field(default_factory=list)
+    right: list[str] | None = None
     recorder: Recorder = field(default_factory=Recorder)
-    form: TreeSpec | None = None
     chosen: str = ""
 
     def way(self, folding: str) -> Compiled:
@@ -85,10 +83,8 @@ class _Place:
 
     def heard(self, packed: Any) -> None:
         """The first call also compares all ways with the statements."""
-        leaves, form = tree_flatten(packed)
-        self.recorder.add(*leaves)
-        if self.form is None:
-            self.form = form
+        self.recorder.add(packed)
+        if self.right is None:
             self.right = [one for one in foldings_of(self.compiled.region, self.owner) if self._is_right(one, packed)]
 
     def _is_right(self, folding: str, packed: Any) -> bool:
@@ -101,19 +97,17 @@ class _Place:
     def ways(self) -> list[str]:
         """What may be chosen, in the order of preference."""
         rest = without_convolution(self.compiled.region)
-        return [*self.right, *([APART] if rest is not None else []), STATEMENTS]
+        return [*(self.right or ()), *([APART] if rest is not None else []), STATEMENTS]
 
-    def key(self) -> Hashable:
-        """All that the time of a call depends on but the call."""
-        region = self.compiled.region
-        steps = tuple((step.does, step.operand) for step in region.steps)
-        return steps, str(region.activation), tuple(self.ways()), looks(holder_of(region, self.owner))
+    def uses(self) -> tuple[Use, ...]:
+        """Every form of call, to be timed in all ways."""
+        ways = self.ways()
+        key = tuple(ways), looks_of(self.compiled.region, self.owner)
+        return self.recorder.uses(key, lambda: [self._code(way) for way in ways], gradients=False)
 
-    def code(self, way: str) -> Code:
+    def _code(self, way: str) -> Code:
         function = self.compiled.snippet if way == STATEMENTS else make_helper(self.way(way))
-        holder, form = holder_of(self.compiled.region, self.owner), self.form
-        assert form is not None
-        return Code(lambda *leaves: function(holder, tree_unflatten(list(leaves), form)))
+        return Code(partial(function, holder_of(self.compiled.region, self.owner)))
 
     def settled(self) -> Region | None:
         """The region as it was decided."""
@@ -128,7 +122,7 @@ class _Place:
         """What is chosen where nothing is timed: the default if it was right."""
         region = by_default(self.compiled.region, self.owner)
         folding = "" if region is None else region.folding
-        return folding if folding in self.right else APART
+        return folding if folding in (self.right or ()) else APART
 
 
 class _Owner(Listener):
@@ -138,7 +132,7 @@ class _Owner(Listener):
         super().__init__(module, type(module), match)
         self.places = {id(one): _Place(one, module) for one in self.compiled if one.region.convolution}
 
-    def heard(self, compiled: Compiled, owner: Any, packed: Any) -> None:
+    def heard(self, compiled: Compiled, packed: Any) -> None:
         """Tells the place."""
         if (place := self.places.get(id(compiled))) is not None:
             place.heard(packed)
@@ -154,7 +148,7 @@ class _Owner(Listener):
 def _decide(owners: Sequence[_Owner], run: Callable[[], Any] | None) -> None:
     """Choose for every place that was reached; calls of equal keys are timed once. Without ``run``, or without a clock,
     the default is."""
-    places = [place for owner in owners for place in owner.places.values() if place.form is not None]
+    places = [place for owner in owners for place in owner.places.values() if place.right is not None]
     devices = {call.device for place in places for call in place.recorder.calls}
     machine = machine_for(sorted(devices, key=str))
     if run is None or machine is None:
@@ -180,7 +174,7 @@ def _choose(places: Sequence[_Place], choice: Sequence[str]) -> None:
 def _way(owners: Sequence[_Owner], places: Sequence[_Place], choice: Sequence[str], run: Callable[[], Any]) -> Way:
     """A run of the model with its convolutions computed so, and all else as it was."""
     _choose(places, choice)
-    settled = [(owner.owner, owner.settled(alone=True)) for owner in owners]
+    settled = [(owner.module, owner.settled(alone=True)) for owner in owners]
     swapped = [(one, match) for one, match in settled if match.attributes["regions"]]
     pairs = [(one, swapped_class(match.kind, type(one), match.attributes)) for one, match in swapped]
     return partial(classes, pairs), run
@@ -206,22 +200,17 @@ def _costs_of(place: _Place, known: dict[Hashable, dict[str, Cost]]) -> dict[str
     """What a place costs in one run of the model, in each way; ``known`` are calls that were timed, by their keys."""
     ways = place.ways()
     totals = dict.fromkeys(ways, NO_COST)
-    for call, count in place.recorder.calls.items():
-        if (key := (place.key(), call)) not in known:
-            known[key] = _costs(place, call, ways)
-        for way, cost in known[key].items():
-            totals[way] += cost * count
+    for use in place.uses():
+        if use.key not in known:
+            known[use.key] = _costs(place, use, ways)
+        for way, cost in known[use.key].items():
+            totals[way] += cost * use.calls
     return totals
 
 
-def _costs(place: _Place, call: Any, ways: Sequence[str]) -> dict[str, Cost]:
-    """What a ``call`` costs in each way."""
-    machine = machine_for([call.device])
-    assert machine is not None
-    with torch.inference_mode(False), torch.no_grad(), as_called(call):
-        inputs = call.made()
-        functions = [call.function(place.code(way), inputs, False) for way in ways]
-        return dict(zip(ways, costs(machine, functions), strict=True))
+def _costs(place: _Place, use: Use, ways: Sequence[str]) -> dict[str, Cost]:
+    """What a call costs in each way."""
+    return dict(zip(ways, time_use(use), strict=True))
 
 
 def _chosen(place: _Place, totals: Mapping[str, Cost], share: float) -> str:

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from normswap import installed, modules
-from normswap.plans import Match, Swap
-from normswap.regions.listening import listening
-from normswap.timing.candidate import Candidate, Code, Recorder, Use
-from normswap.timing.decision import Decision, decide, step, summed_row, takes_gradients, untimed
-from normswap.timing.regions import RegionRecorder
-from normswap.untouched import classes, detached_copy, preserved
+from normswap.plans import REGION, Match, Swap
+from normswap.regions.helper import make_helper
+from normswap.regions.holder import holder_of
+from normswap.regions.listening import Listener, listening
+from normswap.regions.rewrite import Compiled
+from normswap.regions.spec import Region
+from normswap.timing.candidate import Candidate, Code, Recorder
+from normswap.timing.decision import ModelTime, decide, step, summed_row, takes_gradients, untimed
+from normswap.untouched import classes, preserved
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``left``: what is left of the sites of which not all is kept, None where nothing is; ``rows``: by name what was
+    found, of those that were timed. ``model`` is None where nothing could be timed."""
+
+    left: Mapping[str, Match | None] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    model: ModelTime | None = None
 
 
 def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], least: float) -> Decision:
@@ -27,52 +41,73 @@ def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any]
         with preserved(model):
             found = candidates(model, swaps, run, gradients=gradients)
     except torch.OutOfMemoryError:
-        return untimed([swap.site.name for swap in swaps])
+        return Decision(rows=untimed([swap.site.name for swap in swaps]))
     arranged = arrangements(model, swaps)
-    return _of_sites(decide(model, found, step(model, run, gradients), arranged, least, gradients=gradients), swaps)
+    choice = decide(model, found, step(model, run, gradients), arranged, least, gradients=gradients)
+    return Decision(left_of(swaps, choice.kept), _rows(swaps, choice.kept, choice.rows), choice.model)
 
 
 def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], *, gradients: bool) -> list[Candidate]:
     """The sites of ``swaps`` in the swapped ``model`` with the calls that ``run``, one run of it, brings to them.
     ``gradients``: the run records them, and what is timed has a backward."""
-    placed = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
-    sites = {swap.site.name: _whole(module, swap.match) for swap, module in placed if swap.match.kind != "region"}
-    regions = {
-        swap.site.name: RegionRecorder(module, installed.original_class(module), swap.match)
-        for swap, module in placed
-        if swap.match.kind == "region"
-    }
-    originals = [(module, installed.class_before(module)) for _, module in placed]
-    with (
-        classes(originals),
-        listening([*sites.values(), *regions.values()]),
-        torch.set_grad_enabled(gradients),
-    ):
+    sites = [_Site(model.get_submodule(swap.site.name), swap) for swap in swaps]
+    originals = [(site.module, installed.class_before(site.module)) for site in sites]
+    with classes(originals), listening(sites), torch.set_grad_enabled(gradients):
         run()
-    return [
-        candidate
-        for swap in swaps
-        for candidate in _candidates(swap, sites.get(swap.site.name), regions.get(swap.site.name), gradients)
-    ]
+    return [candidate for site in sites for candidate in site.candidates(gradients)]
 
 
-def _candidates(
-    swap: Swap, whole: _Whole | None, regions: RegionRecorder | None, gradients: bool
-) -> Iterator[Candidate]:
-    site, kind = swap.site.name, swap.match.kind
-    if whole is not None:
-        yield Candidate(site, kind, whole.uses(gradients))
-    if regions is None:
-        return
-    for name, (norm, uses) in zip(_names(swap), regions.uses(gradients, looks), strict=True):
-        inside = [f"{site}.{norm}" if site else norm] if norm else []
-        yield Candidate(name, kind, uses, frozenset(inside))
+class _Site(Listener):
+    """What reaches a site in a run of the original."""
+
+    def __init__(self, module: nn.Module, swap: Swap) -> None:
+        super().__init__(module, installed.original_class(module), swap.match)
+        self.swap = swap
+        self.recorders = {id(one): Recorder() for one in self.compiled}
+
+    def heard(self, compiled: Compiled, packed: Any) -> None:
+        """Records."""
+        self.recorders[id(compiled)].add(packed)
+
+    def candidates(self, gradients: bool) -> list[Candidate]:
+        """The site, or each of its regions, with every form of call."""
+        return [
+            self._candidate(name, one, gradients) for name, one in zip(_names(self.swap), self.compiled, strict=True)
+        ]
+
+    def _candidate(self, name: str, compiled: Compiled, gradients: bool) -> Candidate:
+        region, codes = compiled.region, lambda: [self._code(compiled, swapped) for swapped in (False, True)]
+        uses = self.recorders[id(compiled)].uses(looks_of(region, self.owner), codes, gradients)
+        inside = [f"{self.swap.site.name}.{region.norm}".lstrip(".")] if self.is_region and region.type else []
+        return Candidate(name, self.match.kind, uses, frozenset(inside))
+
+    def _code(self, compiled: Compiled, swapped: bool) -> Code:
+        holder = holder_of(compiled.region, self.owner)
+        for child in holder._modules.values():
+            object.__setattr__(child, "__class__", installed.original_class(child))
+        if self.is_region:
+            function = partial(make_helper(compiled) if swapped else compiled.snippet, holder)
+        else:
+            (function,) = holder._modules.values()
+            cls = modules.swapped_class(self.match.kind, self.original, self.match.attributes)
+            object.__setattr__(function, "__class__", cls if swapped else self.original)
+        return Code(function, [*holder.parameters()])
+
+    @property
+    def is_region(self) -> bool:
+        return self.match.kind == REGION
 
 
 def _names(swap: Swap) -> list[str]:
     """Of the candidates that ``swap`` is: the site's, or one for each of several regions."""
     site, count = swap.site.name, len(swap.match.attributes.get("regions", ()))
     return [site] if count <= 1 else [f"{site}[{index}]" for index in range(count)]
+
+
+def left_of(swaps: Sequence[Swap], kept: Collection[str]) -> dict[str, Match | None]:
+    """What is left of the sites of ``swaps`` of which not all candidates are among the ``kept``."""
+    matches = {swap.site.name: _kept_of(swap, kept) for swap in swaps}
+    return {swap.site.name: matches[swap.site.name] for swap in swaps if matches[swap.site.name] != swap.match}
 
 
 def _kept_of(swap: Swap, kept: Collection[str]) -> Match | None:
@@ -84,23 +119,18 @@ def _kept_of(swap: Swap, kept: Collection[str]) -> Match | None:
     return Match(swap.match.kind, {**swap.match.attributes, "regions": [regions[index] for index in chosen]})
 
 
-def _of_sites(decision: Decision, swaps: Sequence[Swap]) -> Decision:
-    """``decision`` on candidates as one on sites."""
-    matches = {swap.site.name: _kept_of(swap, decision.kept) for swap in swaps}
-    rows = {}
+def _rows(
+    swaps: Sequence[Swap], kept: Collection[str], rows: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The ``rows`` of candidates as those of sites: of what is ``kept`` there, where something is."""
+    found = {}
     for swap in swaps:
-        names = [name for name in _names(swap) if name in decision.rows]
-        taken = [name for name in names if name in decision.kept] or names
+        names = [name for name in _names(swap) if name in rows]
+        taken = [name for name in names if name in kept] or names
         if names:
             told = f"{len(taken)} of {len(_names(swap))} regions are kept" if len(taken) < len(_names(swap)) else ""
-            rows[swap.site.name] = summed_row([decision.rows[name] for name in taken], told)
-    return replace(
-        decision,
-        kept=frozenset(name for name, match in matches.items() if match is not None),
-        put_back=frozenset(name for name, match in matches.items() if match is None),
-        rows=rows,
-        trimmed={s.site.name: m for s in swaps if (m := matches[s.site.name]) is not None and m != s.match},
-    )
+            found[swap.site.name] = summed_row([rows[name] for name in taken], told)
+    return found
 
 
 def arrangements(
@@ -120,31 +150,11 @@ def _class_with(module: nn.Module, match: Match | None) -> type[nn.Module]:
     return installed.rebased(type(module), now, new)
 
 
-@dataclass
-class _Whole:
-    """What is timed of a module: its class before and after the swap, and what it was called with."""
-
-    module: nn.Module
-    original: type[nn.Module]
-    swapped: type[nn.Module]
-    recorder: Recorder = field(default_factory=Recorder)
-
-    def listen(self) -> Callable[[], object]:
-        """Record every call until what this gives is called."""
-        hook = lambda module, args, kwargs: self.recorder.add(*args, **kwargs)  # noqa: E731
-        return self.module.register_forward_pre_hook(hook, with_kwargs=True).remove
-
-    def uses(self, gradients: bool) -> tuple[Use, ...]:
-        return self.recorder.uses((self.swapped, *looks(self.module)), self._codes, gradients)
-
-    def _codes(self) -> tuple[Code, Code]:
-        first, second = (detached_copy(self.module, cls) for cls in (self.original, self.swapped))
-        return Code(first, [*first.parameters()]), Code(second, [*second.parameters()])
-
-
-def _whole(module: nn.Module, match: Match) -> _Whole:
-    original = installed.original_class(module)
-    return _Whole(module, original, modules.swapped_class(match.kind, original, match.attributes))
+def looks_of(region: Region, owner: nn.Module) -> tuple[Any, ...]:
+    """What tells regions apart whose calls may take different time; where one stands in its forward does not matter."""
+    steps = tuple((step.does, step.operand) for step in region.steps)
+    constants = repr(region.constants)
+    return region.kind, steps, constants, region.shared, str(region.activation), looks(holder_of(region, owner))
 
 
 def looks(module: nn.Module) -> tuple[Any, ...]:
