@@ -72,6 +72,7 @@ def why_nothing(model: nn.Module, report: Report) -> str:
         became = {
             "slower": "put back, as they are not faster here",
             "declined": "put back, as the original's own statements run there",
+            "identity": "put back, as the model asks for their class",
             "failed": "put back, as they did not match",
         }
         counts = {status: sum(row["status"] == status for row in report.rows) for status in (*became, "refused")}

@@ -13,8 +13,8 @@ _WIDTH, _HEIGHT, _LEFT = 320, 9, 170
 def page(report: Any) -> str:
     """A Report as HTML: a line, the table by kind, and what else there is to say, folded up."""
     statuses = Counter(row["status"] for row in report.rows if not row["swapped"])
-    others = {"refused": "left alone", "slower": "put back", "failed": "rolled back"}
-    told = [f"{others[status]}: {count}" for status, count in statuses.items()]
+    others = {"refused": "left alone", "failed": "rolled back"}
+    told = [f"{others.get(status, 'put back')}: {count}" for status, count in statuses.items()]
     summary = "; ".join(told) or "more"
     rest = "\n".join([report.remarks(), *report.notes])
     return (

@@ -21,7 +21,7 @@ from normswap.plans import NothingSwappedError, Plan
 from normswap.proof.prove import SiteProof, prove, unchecked
 from normswap.proof.whole_model import compare_models
 from normswap.reports import Report, make_report
-from normswap.rollback import put_back, settle, without_declined
+from normswap.rollback import put_back, settle, without_asked, without_declined
 
 OnMismatch = Literal["rollback", "raise", "warn"]
 OnEmpty = Literal["warn", "raise", "ignore"]
@@ -88,10 +88,12 @@ def optimize(
             proofs = prove(example, found.swaps, validate)
             found = settle(target, found, proofs, on_mismatch, journal.undo)
             found = without_declined(found, proofs, journal.undo)
+            asking = example.run if validate != "off" else None
+            found = without_asked(target, found, asking, journal.undo)
             decision = None
             if known is not None and min_speedup is not None and timed and found.swaps:
                 decision = timing.decide_sites(target, found.swaps, known, min_speedup)
-                found = put_back(target, found, decision, journal)
+                found = without_asked(target, put_back(target, found, decision, journal), asking, journal.undo)
             report = _reported(example, found, proofs, decision, compared=validate != "off")
             if already:
                 earlier = _reports[model] if model in _reports else _unchecked_report(target, Plan(already))
@@ -163,6 +165,7 @@ def validate(
         proofs = prove(example, swaps, mode)
         undo = lambda name: swapping.revert(model.get_submodule(name))  # noqa: E731
         found = settle(model, Plan(swaps), proofs, on_mismatch, undo)
+        found = without_asked(model, found, example.run if mode != "off" else None, undo)
         made = _reported(example, found, proofs)
     except BaseException:
         untouched.put_back(before)

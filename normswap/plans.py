@@ -103,6 +103,10 @@ class Reason(enum.Enum):
         "the original's own statements run on these inputs",
         "optimize() with inputs of another dtype, layout or size if those are what the model gets",
     )
+    IDENTITY = (
+        "the model asks which class this module has, and computes something else where it is another",
+        "ask isinstance(module, cls) in the model",
+    )
     UNSUPPORTED = (
         "this form is not supported",
         "see the limits in the README",

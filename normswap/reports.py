@@ -19,11 +19,11 @@ _SHOWN = 5
 @dataclass(frozen=True, repr=False)
 class Report:
     """``rows`` has a dict a site: name, kind, status ("proved", "wiring", "failed", "unchecked", "slower",
-    "declined" or "refused"), swapped, and of what is not swapped code (the name of a ``plan.Reason``), reason and cure;
-    for what was planned also inputs, mode, dtype, device, error_share, eager_error_share, gradients, coverage, detail;
-    for what was timed also calls (in one run of the model), eager_device_us, ours_device_us, eager_host_us,
-    ours_host_us (microseconds a call), bound (what the model waits for, "device" or "host") and gain (there; 1 within
-    the noise).
+    "declined", "identity" or "refused"), swapped, and of what is not swapped code (the name of a ``plan.Reason``),
+    reason and cure; for what was planned also inputs, mode, dtype, device, error_share, eager_error_share, gradients,
+    coverage, detail; for what was timed also calls (in one run of the model), eager_device_us, ours_device_us,
+    eager_host_us, ours_host_us (microseconds a call), bound (what the model waits for, "device" or "host") and gain
+    (there; 1 within the noise).
 
     ``times`` has what was measured of the whole model: before_ms, after_ms, bound, device_ms, host_ms, training.
     ``plan`` holds what is swapped now and what was refused, put back included: ``normswap.apply`` replays it.
@@ -179,7 +179,7 @@ def _groups(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     for row in rows:
         if row["status"] == "failed":
             found["failed, still swapped" if row["swapped"] else "rolled back"].append(row)
-        elif row["status"] in ("slower", "declined", "refused"):
+        elif row["status"] in ("slower", "declined", "identity", "refused"):
             found["left alone" if row["status"] == "refused" else "put back"].append(row)
     return found
 
@@ -215,11 +215,11 @@ def make_report(
 
 def _row(proof: Any, swapped: bool, refusal: Refusal | None, timed: Mapping[str, Any] | None) -> dict[str, Any]:
     row = {**asdict(proof), "swapped": swapped, "code": "", "reason": proof.detail, "cure": ""}
-    declined = row.pop("declined")
+    del row["declined"]
     if refusal is not None:
         row |= _why(refusal)
         if row["status"] != "failed":
-            row["status"] = "declined" if declined else "slower"
+            row["status"] = refusal.reason.name.lower()
     if timed is not None:
         row |= {name: value for name, value in timed.items() if name != "note"}
         row["detail"] = "; ".join(told for told in (row["detail"], timed["note"]) if told)

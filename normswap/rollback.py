@@ -11,6 +11,7 @@ from torch import nn
 
 from normswap import hints, swapping, timing
 from normswap.plans import MismatchError, Plan, Reason, Refusal, Refused, Swap
+from normswap.proof.identity import asked
 from normswap.proof.prove import SiteProof
 
 _TOLD = 5
@@ -45,6 +46,19 @@ def without_declined(found: Plan, proofs: Sequence[SiteProof], undo: Callable[[s
     for name in declined:
         undo(name)
     return _without(found, dict.fromkeys(declined, (Reason.DECLINED, "")))
+
+
+def without_asked(model: nn.Module, found: Plan, run: Callable[[], Any] | None, undo: Callable[[str], Any]) -> Plan:
+    """Put back the sites whose class ``run``, if any, asks for, and warn; the plan of what is left."""
+    sites = [swap.site.name for swap in found.swaps]
+    names = asked(model, sites, run) if sites and run is not None else []
+    for name in names:
+        undo(name)
+    if names:
+        told = ", ".join(name or "(root)" for name in names[:_TOLD])
+        told += f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+        warnings.warn(f"normswap: put back: {told}: {Reason.IDENTITY.sentence}", stacklevel=3)
+    return _without(found, dict.fromkeys(names, (Reason.IDENTITY, "")))
 
 
 def put_back(model: nn.Module, found: Plan, decision: timing.Decision, journal: swapping.Journal) -> Plan:

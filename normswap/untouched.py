@@ -129,7 +129,7 @@ class _Attributes:
 def _restoring_values(buffer: Tensor, value: Tensor) -> Callable[[], None]:
     def restore() -> None:
         with torch.no_grad():
-            if not _same_values(buffer, value):
+            if not same_values(buffer, value):
                 buffer.copy_(value)
 
     return restore
@@ -142,7 +142,8 @@ def _restoring_gradient(parameter: Tensor, gradient: Tensor | None) -> Callable[
     return restore
 
 
-def _same_values(one: Tensor, other: Tensor) -> bool:
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether the elements of two tensors of one shape are equal, NaN to NaN."""
     return one.is_meta or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 

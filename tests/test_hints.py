@@ -134,6 +134,13 @@ def test_a_report_is_one_line_and_a_table() -> None:
     assert page.count("<table") == 1 and "layer_norm" in page and "left alone: 1" in page
 
 
+@pytest.mark.parametrize("status", ["slower", "declined", "identity"])
+def test_a_page_of_what_was_put_back(status: str) -> None:
+    report = normswap.report(normswap.optimize(nn.Sequential(nn.LayerNorm(6)).eval(), torch.randn(2, 6)))
+    page = replace(report, rows=({**report.rows[0], "status": status, "swapped": False},))._repr_html_()
+    assert "put back: 1" in page
+
+
 def test_the_page_has_bars_where_something_was_timed() -> None:
     report = normswap.report(normswap.optimize(nn.Sequential(nn.LayerNorm(6)).eval(), torch.randn(2, 6)))
     assert "<svg" not in report._repr_html_()

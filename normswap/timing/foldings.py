@@ -7,7 +7,6 @@ waits for the slower of the two, the wall's clock says. Whether it gains is aske
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +27,7 @@ from normswap.regions.spec import Region
 from normswap.timing.candidate import Code, Recorder, Use
 from normswap.timing.decision import machine_for, takes_gradients, time_use
 from normswap.timing.hidden import NO_COST, Cost
-from normswap.timing.model import Way, compare
+from normswap.timing.model import Way, compare, runs
 from normswap.timing.sites import looks_of
 from normswap.untouched import classes, preserved
 
@@ -160,7 +159,7 @@ def _decide(owners: Sequence[_Owner], run: Callable[[], Any] | None) -> None:
     choices = [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
     if len(choices) > 1:
         ways = [_way(owners, places, choice, run) for choice in choices]
-        ran = [index for index, way in enumerate(ways) if _runs(way)]
+        ran = [index for index, way in enumerate(ways) if runs(way, "a way to compute the model's convolutions")]
         times = compare(machine, [ways[index] for index in ran]) if ran else None
         choices = [choices[index] for at, index in enumerate(ran) if times is not None and not times.slower(at)]
     _choose(places, choices[0] if choices else [place.default() for place in places])
@@ -178,22 +177,6 @@ def _way(owners: Sequence[_Owner], places: Sequence[_Place], choice: Sequence[st
     swapped = [(one, match) for one, match in settled if match.attributes["regions"]]
     pairs = [(one, swapped_class(match.kind, type(one), match.attributes)) for one, match in swapped]
     return partial(classes, pairs), run
-
-
-def _runs(way: Way) -> bool:
-    """Whether the model runs so, else a warning says why not: each place was compared by itself, not those that run as
-    one."""
-    within, run = way
-    try:
-        with within():
-            run()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        warnings.warn(f"a way to compute the model's convolutions is not taken, it raised {told}", stacklevel=2)
-        return False
-    return True
 
 
 def _costs_of(place: _Place, known: dict[Hashable, dict[str, Cost]]) -> dict[str, Cost]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from normswap.timing.choose import Waiting
 from normswap.timing.clock import Machine
@@ -29,6 +32,20 @@ Arrangement = Callable[[Collection[str]], AbstractContextManager[None]]
 
 Way = tuple[Callable[[], AbstractContextManager[Any]], Function]
 """What to run, and within what."""
+
+
+def runs(way: Way, what: str) -> bool:
+    """Whether the model runs so, else a warning says why ``what`` does not: each part was proved by itself."""
+    within, run = way
+    try:
+        with within():
+            run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        warnings.warn(f"{what} is not taken, it raised {type(error).__name__}: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def waiting(machine: Machine, run: Function) -> Waiting:
