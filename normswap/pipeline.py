@@ -78,31 +78,27 @@ def optimize(
     if found.swaps:
         _load(example)
     # The model given is kept also where it is not what runs: a hook of the copy may hold on to it.
-    with contextlib.nullcontext() if inplace else untouched.preserved(model):
+    with contextlib.nullcontext() if inplace else untouched.preserved(model), untouched.all_or_none(target):
         compiled = _is_compiled(model) if for_compile is None else for_compile
         known = example.run if found.swaps and timing.has_a_clock(example.devices) else None
         timed = min_speedup is not None and not compiled
         found = timing.decide_foldings(target, found, known, timed=timed)
-        journal = swapping.apply(target, found)
-        try:
-            proofs = prove(example, found.swaps, validate)
-            found = settle(target, found, proofs, on_mismatch, journal.undo)
-            found = without_declined(found, proofs, journal.undo)
-            asking = example.run if validate != "off" else None
-            found = without_asked(target, found, asking, journal.undo)
-            decision = None
-            if known is not None and min_speedup is not None and timed and found.swaps:
-                decision = timing.decide_sites(target, found.swaps, known, min_speedup)
-                found = without_asked(target, put_back(target, found, decision, journal), asking, journal.undo)
-            report = _reported(example, found, proofs, decision, compared=validate != "off")
-            if already:
-                earlier = _reports[model] if model in _reports else _unchecked_report(target, Plan(already))
-                report = again.merged(earlier, report, already, [name for name, _ in target.named_modules()])
-            _tell_empty(target, report, on_empty)
-            _reports[target] = report
-        except BaseException:
-            journal.undo()
-            raise
+        swapping.apply(target, found)
+        proofs = prove(example, found.swaps, validate)
+        found = settle(target, found, proofs, on_mismatch)
+        found = without_declined(target, found, proofs)
+        asking = example.run if validate != "off" else None
+        found = without_asked(target, found, asking)
+        decision = None
+        if known is not None and min_speedup is not None and timed and found.swaps:
+            decision = timing.decide_sites(target, found.swaps, known, min_speedup)
+            found = without_asked(target, put_back(target, found, decision), asking)
+        report = _reported(example, found, proofs, decision, compared=validate != "off")
+        if already:
+            earlier = _reports[model] if model in _reports else _unchecked_report(target, Plan(already))
+            report = again.merged(earlier, report, already, [name for name, _ in target.named_modules()])
+        _tell_empty(target, report, on_empty)
+        _reports[target] = report
     return target
 
 
@@ -121,14 +117,11 @@ def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
     target = model if inplace else copy_of(model)
     if plan.swaps:
         _load(Example(target))
-    journal = swapping.apply(target, plan)
-    try:
+    with untouched.all_or_none(target):
+        swapping.apply(target, plan)
         if told := hints.measured_elsewhere(plan, hints.gpu_of(target)):
             warnings.warn(told, stacklevel=2)
         _reports[target] = _unchecked_report(target, plan)
-    except BaseException:
-        journal.undo()
-        raise
     return target
 
 
@@ -160,16 +153,11 @@ def validate(
     swaps, example = swapping.swaps_in(model), Example(model, example_inputs, example_kwargs)
     if swaps:
         _load(example)
-    before = [(module, type(module)) for module in model.modules()]
-    try:
+    with untouched.all_or_none(model):
         proofs = prove(example, swaps, mode)
-        undo = lambda name: swapping.revert(model.get_submodule(name))  # noqa: E731
-        found = settle(model, Plan(swaps), proofs, on_mismatch, undo)
-        found = without_asked(model, found, example.run if mode != "off" else None, undo)
+        found = settle(model, Plan(swaps), proofs, on_mismatch)
+        found = without_asked(model, found, example.run if mode != "off" else None)
         made = _reported(example, found, proofs)
-    except BaseException:
-        untouched.put_back(before)
-        raise
     _reports[model] = made
     return made
 

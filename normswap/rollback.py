@@ -17,9 +17,7 @@ from normswap.proof.prove import SiteProof
 _TOLD = 5
 
 
-def settle(
-    model: nn.Module, found: Plan, proofs: list[SiteProof], on_mismatch: str, undo: Callable[[str], Any]
-) -> Plan:
+def settle(model: nn.Module, found: Plan, proofs: list[SiteProof], on_mismatch: str) -> Plan:
     """Put back, raise or warn for the sites whose proof failed; the plan of what is left."""
     failed = {proof.name: proof for proof in proofs if proof.status == "failed"}
     if not failed:
@@ -29,8 +27,7 @@ def settle(
     if on_mismatch == "raise":
         raise MismatchError(f"{len(failed)} swapped sites do not match the original: {told}")
     if on_mismatch == "rollback":
-        for name in failed:
-            undo(name)
+        swapping.revert(model, failed)
         found = _without(found, {name: (Reason.MISMATCH, proof.detail) for name, proof in failed.items()})
     warnings.warn(
         f"normswap: {len(failed)} sites do not match the original and were "
@@ -40,20 +37,18 @@ def settle(
     return found
 
 
-def without_declined(found: Plan, proofs: Sequence[SiteProof], undo: Callable[[str], Any]) -> Plan:
+def without_declined(model: nn.Module, found: Plan, proofs: Sequence[SiteProof]) -> Plan:
     """Put back the sites on a GPU that were left to the original's code at every call; the plan of what is left."""
     declined = {p.name for p in proofs if p.declined and p.device.startswith("cuda") and p.status != "failed"}
-    for name in declined:
-        undo(name)
+    swapping.revert(model, declined)
     return _without(found, dict.fromkeys(declined, (Reason.DECLINED, "")))
 
 
-def without_asked(model: nn.Module, found: Plan, run: Callable[[], Any] | None, undo: Callable[[str], Any]) -> Plan:
+def without_asked(model: nn.Module, found: Plan, run: Callable[[], Any] | None) -> Plan:
     """Put back the sites whose class ``run``, if any, asks for, and warn; the plan of what is left."""
     sites = [swap.site.name for swap in found.swaps]
     names = asked(model, sites, run) if sites and run is not None else []
-    for name in names:
-        undo(name)
+    swapping.revert(model, names)
     if names:
         told = ", ".join(name or "(root)" for name in names[:_TOLD])
         told += f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
@@ -61,13 +56,11 @@ def without_asked(model: nn.Module, found: Plan, run: Callable[[], Any] | None, 
     return _without(found, dict.fromkeys(names, (Reason.IDENTITY, "")))
 
 
-def put_back(model: nn.Module, found: Plan, decision: timing.Decision, journal: swapping.Journal) -> Plan:
+def put_back(model: nn.Module, found: Plan, decision: timing.Decision) -> Plan:
     """Put back the sites, and of some the regions, that are not worth it; the plan of what is left."""
-    for name in decision.left:
-        journal.undo(name)
+    swapping.revert(model, decision.left)
     swaps = tuple(Swap(swap.site, decision.left.get(swap.site.name) or swap.match) for swap in found.swaps)
-    trimmed = Plan(tuple(swap for swap in swaps if decision.left.get(swap.site.name) is not None))
-    journal.add(swapping.apply(model, trimmed))
+    swapping.apply(model, Plan(tuple(swap for swap in swaps if decision.left.get(swap.site.name) is not None)))
     put_back = [name for name, match in decision.left.items() if match is None]
     left = replace(found, swaps=swaps, gpu=hints.gpu_of(model))
     return _without(left, dict.fromkeys(put_back, (Reason.SLOWER, "")))

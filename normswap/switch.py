@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,8 +72,8 @@ def _leave(entered: list[tuple[nn.Module, _Off]], changed: list[nn.Module]) -> N
                     changed.append(module)
 
 
-def forget(model: nn.Module) -> None:
-    """Let blocks about modules of ``model`` end without giving these their swapped class back."""
+def forget(modules: Iterable[nn.Module]) -> None:
+    """Let blocks about these ``modules`` end without giving them their swapped class back."""
     with _lock:
-        for module in model.modules():
+        for module in modules:
             _off.pop(module, None)

@@ -155,10 +155,21 @@ def classes(modules: list[tuple[nn.Module, type[nn.Module]]]) -> Iterator[None]:
         set_classes(modules)
         yield
     finally:
-        put_back(before)
+        _put_back(before)
 
 
-def put_back(before: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
+@contextlib.contextmanager
+def all_or_none(model: nn.Module) -> Iterator[None]:
+    """Where the block raises, give each module of ``model`` the class back that it had before."""
+    before = [(module, type(module)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        _put_back([(module, cls) for module, cls in before if type(module) is not cls])
+        raise
+
+
+def _put_back(before: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
     """``set_classes``, done again when an interrupt comes in between."""
     try:
         set_classes(before)

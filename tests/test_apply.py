@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.nn.utils import parametrize
 
 from normswap import finding, modules, swapping
 from normswap.plans import Match, NormswapError, Plan, PlanError, Swap
-from normswap.swapping import Journal
 
 
 class L1(nn.Module):
@@ -67,8 +65,8 @@ def swapped_names(model: nn.Module) -> list[str]:
     return [name for name in named if name != "proj.bn"]
 
 
-def swap(model: nn.Module) -> Journal:
-    return swapping.apply(model, finding.plan(model))
+def swap(model: nn.Module) -> None:
+    swapping.apply(model, finding.plan(model))
 
 
 @pytest.fixture
@@ -178,46 +176,16 @@ def test_an_optimizer_made_before_goes_on_working(model: Model) -> None:
 # --- undo and revert --------------------------------------------------------------------------------------------
 
 
-def test_undo_puts_back_one_site_or_all(model: Model) -> None:
+def test_sites_are_put_back_by_name(model: Model) -> None:
     before = classes(model)
-    journal = swap(model)
-    assert [change.site.name for change in journal.changes] == [*SITES, "proj.bn"]
-    journal.undo("l1")
+    swap(model)
+    swapping.revert(model, {"l1"})
     assert type(model.l1) is L1 and swapped_names(model) == [name for name in SITES if name != "l1"]
-    journal.undo("again")  # an alias names the site too
-    assert type(model.layer) is nn.LayerNorm
-    assert [change.site.name for change in journal.changes] == ["group", "rms", "proj", "proj.bn"]
-    journal.undo()
-    assert classes(model) == before and journal.changes == ()
-    journal.undo()
-    assert classes(model) == before
-
-
-def test_undo_names_the_sites_when_it_knows_no_such_one(model: Model) -> None:
-    journal = swap(model)
-    with pytest.raises(NormswapError, match="no swapped site is called 'nowhere'.*'group', 'layer'"):
-        journal.undo("nowhere")
-    journal.undo("rms")
-    with pytest.raises(NormswapError, match="'rms'"):
-        journal.undo("rms")
-    assert swapped_names(model) == [name for name in SITES if name != "rms"]
-    journal.undo()
-    with pytest.raises(NormswapError, match="swapped are none"):
-        journal.undo("rms")
-
-
-class Foreign(nn.LayerNorm):
-    pass
-
-
-def test_a_class_that_another_has_put_there_instead_is_not_undone(model: Model) -> None:
-    for name, root in (("layer", model), ("(root)", nn.LayerNorm(6))):
-        journal = swap(root)
-        root.get_submodule(name if root is model else "").__class__ = Foreign
-        before = classes(root)
-        with pytest.raises(NormswapError, match=f"{re.escape(name)} is now a Foreign"):
-            journal.undo()
-        assert classes(root) == before
+    swapping.revert(model, ["layer", "proj"])  # not what is inside it
+    assert swapped_names(model) == ["group", "rms"] and modules.site_match(model.proj.bn) is not None
+    swapping.revert(model, ())
+    assert swapped_names(model) == ["group", "rms"]
+    assert classes(swapping.revert(model)) == before
 
 
 def test_a_subclass_of_ours_is_not_reverted() -> None:
@@ -230,12 +198,13 @@ def test_a_subclass_of_ours_is_not_reverted() -> None:
 
 def test_a_site_can_be_swapped_again_after_undo(model: Model) -> None:
     plan = finding.plan(model)
-    swapping.apply(model, plan).undo()
+    swapping.apply(model, plan)
+    swapping.revert(model)
     swapping.apply(model, plan)
     assert swapped_names(model) == SITES
 
 
-def test_revert_needs_no_journal(model: Model) -> None:
+def test_revert_puts_all_back(model: Model) -> None:
     before = classes(model)
     swap(model)
     model.proj.bn.num_batches_tracked.fill_(7)
@@ -249,9 +218,9 @@ def test_revert_needs_no_journal(model: Model) -> None:
 @pytest.mark.case("root-is-norm")
 def test_the_root_can_be_swapped_and_reverted(root: nn.Module) -> None:
     original = type(root)
-    journal = swap(root)
+    swap(root)
     assert modules.original_class(root) is original
-    journal.undo("")
+    swapping.revert(root, [""])
     assert type(root) is original
     swap(root)
     assert type(swapping.revert(root)) is original
@@ -261,15 +230,11 @@ def test_the_root_can_be_swapped_and_reverted(root: nn.Module) -> None:
 @pytest.mark.case("parametrized")
 def test_what_was_parametrized_since_is_put_back_under_it(model: Model, name: str) -> None:
     tensor = "scale" if name == "proj" else "weight"
-    for put_back in (
-        lambda _: swapping.revert(model),
-        lambda journal: journal.undo(),
-        lambda journal: journal.undo(name),
-    ):
+    for names in (None, [name]):
         before = classes(model)
-        journal = swap(model)
+        swap(model)
         parametrize.register_parametrization(model.get_submodule(name), tensor, nn.Identity())
-        put_back(journal)
+        swapping.revert(model, names)
         assert name not in swapped_names(model) and parametrize.is_parametrized(model.get_submodule(name))
         parametrize.remove_parametrizations(model.get_submodule(name), tensor)
         swapping.revert(model)
@@ -373,7 +338,7 @@ def test_a_setattr_of_the_models_own_has_no_say() -> None:
             super().__setattr__(name, value)
 
     module = Frozen()
-    journal = swap(module)
+    swap(module)
     assert modules.original_class(module) is Frozen
-    journal.undo()
+    swapping.revert(module)
     assert type(module) is Frozen

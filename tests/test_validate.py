@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,19 @@ def test_a_site_whose_swap_raises_is_put_back_alone(plant: Callable[[Any], None]
         with pytest.warns(UserWarning, match=r"put back: 0 \(layer_norm\): raises RuntimeError: launch failed"):
             swapped = normswap.optimize(model, x)
         assert type(swapped[0]) is nn.LayerNorm and type(swapped[1]) is modules.GroupNorm
+
+
+def test_a_site_that_fails_later_is_put_back_without_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = randomised(Projection(8, 6)).train(), torch.randn(16, 8)
+    swapped = normswap.optimize(model, x)
+    assert normswap.report(swapped).swapped == ("", "bn")
+    pipeline = sys.modules["normswap.pipeline"]
+    real = pipeline.prove
+    failing = lambda *given: [replace(p, status="wiring" if p.name else "failed") for p in real(*given)]  # noqa: E731
+    monkeypatch.setattr(pipeline, "prove", failing)
+    report = normswap.validate(swapped, x)
+    assert type(swapped) is Projection and modules.site_match(swapped.bn) is not None
+    assert report.swapped == ("bn",) == tuple(swap.site.name for swap in report.plan.swaps)
 
 
 class L1AlongTwo(nn.Module):
