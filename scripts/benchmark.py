@@ -196,6 +196,7 @@ HOST: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "RMSNorm by register_norm": (lambda: Registered(256), (8, 256)),
     "sum, LayerNorm": (lambda: SumAndNorm(256), (8, 256)),
     "GroupNorm, ReLU": (lambda: group_norm_relu(8, 64), (2, 64, 8, 8)),
+    "BatchNorm, ReLU, training": (lambda: nn.Sequential(nn.BatchNorm2d(64), nn.ReLU()), (2, 64, 8, 8)),
     "L1 norm": (L1Norm, (8, 256)),
     "Linear, scale, BatchNorm": (lambda: LinearScaleBatchNorm(64, 64), (256, 64)),
 }
@@ -206,11 +207,12 @@ GRADIENTS = ("no", "forward", "forward and backward")
 
 
 def host_costs(calls: int = 500, rounds: int = 15) -> list[dict[str, Any]]:
-    """Microseconds of host time for a call of a module in eval, medians over rounds of calls that the device finishes
-    sooner: under no_grad, without it, where the parameters require gradients, and with the backward too."""
+    """Microseconds of host time for a call of a module, in eval unless its name says so, medians over rounds of calls
+    that the device finishes sooner: under no_grad, without it, where the parameters require gradients, and with the
+    backward too."""
     rows = []
     for name, (make, shape) in HOST.items():
-        model = randomised(make()).cuda().eval()
+        model = randomised(make()).cuda().train(name.endswith("training"))
         x = torch.randn(shape, device="cuda")
         modules = {"eager": model, "normswap": normswap.optimize(model, validate="off", on_empty="raise")}
         for gradients in GRADIENTS if list(model.parameters()) else GRADIENTS[:1]:

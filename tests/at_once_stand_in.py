@@ -50,6 +50,19 @@ def _group_norm(
     return out if wide else out.to(x.dtype)
 
 
+def _batch_norm(
+    x: Tensor, mean: Any, var: Any, count: Any, w: Any, b: Any, training: bool, momentum: float, eps: float, *rest: Any
+) -> Tensor | None:
+    residual, code, low, high, *more = rest
+    assert training and not any(more)
+    if any(t is not None and t.numel() != x.shape[1] for t in (mean, var, w, b)) or x.numel() == x.shape[1]:
+        return None
+    out = F.batch_norm(x, mean, var, w, b, True, momentum, eps)
+    if count is not None:
+        count += 1
+    return Activation([*CODES][code], low, high)(out if residual is None else out + residual)
+
+
 def _float(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.float()
 
@@ -60,6 +73,7 @@ _OPS: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "rms_norm_with_options": _rms_norm,
     "group_norm": _group_norm,
+    "batch_norm": _batch_norm,
 }
 
 
@@ -67,8 +81,8 @@ def _called(name: str, *given: Any) -> Any:
     CALLED.append(name)
     options = name.endswith("_with_options")
     x = given[0]
-    place = -2 if name == "group_norm" else 6 if name.startswith("rms") else 5
-    residual = given[place] if options or name == "group_norm" else None
+    place = {"group_norm": -2, "batch_norm": 9}.get(name, 6 if name.startswith("rms") else 5)
+    residual = given[place] if options or name in ("group_norm", "batch_norm") else None
     alike = residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype)
     if name in DECLINED or not alike or not x.is_contiguous():
         return (None, None) if options else None
@@ -79,7 +93,8 @@ def _recorded(name: str, *given: Any) -> tuple[Any, ...]:
     """With what the backward would need, which nobody asks for here."""
     found = _called(name, *given)
     both = found if isinstance(found, tuple) else (found,)
-    return (*both, None if both[0] is None else torch.zeros(1))
+    kept = None if both[0] is None else torch.zeros(1)
+    return (*both, kept, None) if name == "batch_norm" else (*both, kept)
 
 
 @pytest.fixture(scope="module")

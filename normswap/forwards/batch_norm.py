@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.forwards import affine_of, only_argument
-from normswap.forwards.replaced import Replaced
+from normswap.forwards.replaced import Replaced, at_once_as
+from normswap.ops.at_once import NAMES
 
 RANKS: Mapping[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 """The classes, and how many dims their inputs have."""
@@ -55,9 +57,12 @@ def _buffer(norm: Any, name: str) -> Any:
 def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> Callable[..., Any]:
     """The forward of the swapped class; what is no input for it is left to the original."""
     ranks, argument = RANKS[replaced.original], replaced.argument
+    at_once = at_once_as(replaced, "batch_norm", (ranks,), *NAMES["batch_norm"])
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else only_argument(args, kwargs, argument)
+        if not torch.compiler.is_compiling() and (out := at_once.call(self, x)) is not None:
+            return out
         if isinstance(x, Tensor) and x.dim() in ranks and replaced.is_on(self):
             return batch_norm(self, x)
         return replaced.run(self, *args, **kwargs)

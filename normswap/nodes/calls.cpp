@@ -12,28 +12,32 @@
 
 namespace {
 
-enum Kind { kLayerNorm, kRmsNorm, kGroupNorm };
+enum Kind { kLayerNorm, kRmsNorm, kGroupNorm, kBatchNorm };
 
 struct Activation {
   int64_t code = 0;
   double low = 0.0, high = 0.0;
 };
 
+bool is_of_rows(Kind kind) { return kind < kGroupNorm; }
+
 // The tensors and numbers of one call.
 struct Given {
   Tensor x, before, behind, scale, shift, weight, bias;
+  std::array<Tensor, 3> statistics;  // running mean and variance, batches tracked
   int64_t size = 0;  // groups, or how many dims are normalised
-  double eps = 0.0;
+  double eps = 0.0, momentum = 0.0;
   Activation activation;
   bool wide = false;
 };
 
 void callee(Kind kind, bool options, Stack& stack) {
   static const auto op = [](const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); };
-  static const std::array<std::array<c10::OperatorHandle, 2>, 3> ops{{
+  static const std::array<std::array<c10::OperatorHandle, 2>, 4> ops{{
       {op("normswap::layer_norm_or_none"), op("normswap::layer_norm_with_options_or_none")},
       {op("normswap::rms_norm_or_none"), op("normswap::rms_norm_with_options_or_none")},
       {op("normswap::group_norm_or_none"), op("normswap::group_norm_or_none")},
+      {op("normswap::batch_norm_or_none"), op("normswap::batch_norm_or_none")},
   }};
   const Released released;
   if (at::GradMode::is_enabled()) return ops[kind][options].callBoxed(stack);
@@ -44,9 +48,17 @@ void callee(Kind kind, bool options, Stack& stack) {
 // Output and sum, None where there is none.
 std::pair<IValue, IValue> computed(Kind kind, const Given& g) {
   const auto& [code, low, high] = g.activation;
-  const bool options = kind != kGroupNorm && (g.before.defined() || g.scale.defined() || code != 0 || g.wide);
+  const bool options = is_of_rows(kind) && (g.before.defined() || g.scale.defined() || code != 0 || g.wide);
   Stack stack;
-  stack.reserve(14);
+  stack.reserve(16);
+  if (kind == kBatchNorm) {
+    torch::jit::push(stack, g.x);
+    for (const Tensor& t : g.statistics) stack.emplace_back(optional(t));
+    torch::jit::push(stack, optional(g.weight), optional(g.bias), true, g.momentum, g.eps, optional(g.behind), code, low,
+                     high, IValue(), IValue(), 0);
+    callee(kind, options, stack);
+    return {std::move(stack[0]), IValue()};
+  }
   torch::jit::push(stack, g.x, g.size, optional(g.weight));
   if (kind != kRmsNorm) stack.emplace_back(optional(g.bias));
   stack.emplace_back(g.eps);
@@ -130,12 +142,37 @@ int64_t dims_of(PyObject* shape, const Given& g) {
   return dims;
 }
 
+bool contains(PyObject* numbers, int64_t number) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers); ++i) {
+    if (PyLong_AsLongLong(PyTuple_GET_ITEM(numbers, i)) == number) return true;
+  }
+  return false;
+}
+
+// What a BatchNorm that learns from this batch has besides; false for another.
+bool set_statistics(PyObject* own, Given& g) {
+  const Names& names = known().names;
+  if (found(own, names.training) != Py_True) return false;
+  PyObject *momentum = found(own, names.momentum), *tracks = found(own, names.tracks);
+  if (momentum == nullptr || !PyFloat_Check(momentum)) return false;
+  g.momentum = PyFloat_AsDouble(momentum);
+  if (tracks != Py_True) return tracks == Py_False;
+  PyObject* buffers = found(own, names.buffers);
+  for (size_t i = 0; i < g.statistics.size(); ++i) {
+    PyObject* value = buffers == nullptr ? nullptr : found(buffers, names.statistics[i]);
+    if (value == nullptr || found(own, names.statistics[i]) != nullptr || !take(value, g.statistics[i])) return false;
+  }
+  return true;
+}
+
 bool set_arguments(const Norm& norm, PyObject* size, PyObject* weight, PyObject* bias, PyObject* eps, Given& g) {
   if (size == nullptr || weight == nullptr || bias == nullptr || eps == nullptr) return false;
   if (!take(weight, g.weight) || !take(bias, g.bias)) return false;
   if (norm.kind == kGroupNorm) {
     if (!PyLong_Check(size)) return false;
     g.size = PyLong_AsLongLong(size);
+  } else if (norm.kind == kBatchNorm) {  // the ranks that it takes
+    g.size = contains(size, g.x.dim());
   } else {
     g.size = size == Py_None && g.weight.defined() ? g.weight.dim() : dims_of(size, g);
   }
@@ -147,7 +184,7 @@ bool set_arguments(const Norm& norm, PyObject* size, PyObject* weight, PyObject*
   } else {
     return false;
   }
-  return g.size > 0;
+  return g.size > 0 && (norm.kind != kBatchNorm || g.eps > 0.0);
 }
 
 bool set_activation(const Norm& norm, PyObject* children, Given& g) {
@@ -207,7 +244,7 @@ struct Cast {
 };
 
 Cast under_autocast(const Norm& norm, PyObject* children, PyObject* x, Given& g) {
-  if (!at::autocast::is_autocast_enabled(at::kCUDA)) return {};
+  if (norm.kind == kBatchNorm || !at::autocast::is_autocast_enabled(at::kCUDA)) return {};
   Cast cast;
   const auto dtype = g.x.scalar_type();
   if (norm.kind == kRmsNorm) return {false, {}};  // some versions widen it
@@ -225,7 +262,7 @@ Cast under_autocast(const Norm& norm, PyObject* children, PyObject* x, Given& g)
 // Rows that the kernels take, where the sum is of another dtype or not dense: with gradients, which are to be added before
 // they are rounded, Python has a way. Gives the sum where it is made here.
 Tensor settled(Kind kind, Given& g) {
-  if (kind == kGroupNorm) return {};
+  if (!is_of_rows(kind)) return {};
   const bool dense = g.x.is_contiguous() && (!g.before.defined() || g.before.is_contiguous());
   const bool mixed = g.before.defined() && g.before.scalar_type() != g.x.scalar_type();
   if (!mixed && (dense || at::GradMode::is_enabled())) return {};
@@ -276,6 +313,7 @@ PyObject* called(const Norm& norm, PyObject* owner, PyObject* packed) {
   }
   Packed p;
   if (!unpack(norm, packed, p, g)) return none();
+  if (norm.kind == kBatchNorm && (own == nullptr || !set_statistics(own, g))) return none();
   std::array<PyObject*, 4> arguments{Py_None, Py_None, Py_None, Py_None};
   if (parameters != nullptr) {
     for (int i = 0; i < 4; ++i) arguments[i] = read(own, parameters, PyTuple_GET_ITEM(norm[kNames], i));

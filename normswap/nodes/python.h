@@ -60,7 +60,12 @@ struct Names {
   PyObject* forward = PyUnicode_InternFromString("forward");
   PyObject* training = PyUnicode_InternFromString("training");
   PyObject* p = PyUnicode_InternFromString("p");
+  PyObject* momentum = PyUnicode_InternFromString("momentum");
+  PyObject* tracks = PyUnicode_InternFromString("track_running_stats");
   PyObject* level = PyUnicode_InternFromString("_current_level");
+  std::array<PyObject*, 3> statistics{
+      PyUnicode_InternFromString("running_mean"), PyUnicode_InternFromString("running_var"),
+      PyUnicode_InternFromString("num_batches_tracked")};
   std::array<PyObject*, 4> hooks{
       PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
       PyUnicode_InternFromString("_backward_hooks"), PyUnicode_InternFromString("_backward_pre_hooks")};

@@ -16,8 +16,10 @@ NAMES: dict[str, tuple[Any, ...]] = {
     "layer_norm": ("normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("normalized_shape", "weight", (None,), "eps"),
     "group_norm": ("num_groups", "weight", "bias", "eps"),
+    "batch_norm": ("weight", "bias", "eps"),
 }
-"""The kinds, in C++'s order, and what torch.nn's classes call what ``Norm.names`` lists."""
+"""The kinds, in C++'s order, and what torch.nn's classes call what ``Norm.names`` lists; of a BatchNorm, called so in
+training alone, the ranks of its input come first."""
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Norm:
     unless: str | None = None
     """An attribute that must not be true."""
     names: tuple[Any, ...] = ()
-    """Of groups or normalized_shape, weight, bias and eps; a value is the only item of a tuple,
+    """Of groups, normalized_shape or ranks, weight, bias and eps; a value is the only item of a tuple,
     and the first where the second names an attribute that there may be."""
     child: str | None = None
     children: tuple[str, ...] = ()

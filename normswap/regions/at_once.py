@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.replaced import Replaced
 from normswap.installed import original_class
 from normswap.ops.at_once import NAMES, AtOnce, Norm
@@ -19,9 +20,11 @@ _KINDS: Mapping[str, tuple[type[nn.Module], set[str]]] = {
     "layer_norm": (nn.LayerNorm, {"sum", "gain", "shift"}),
     "rms_norm": (nn.RMSNorm, {"sum", "gain", "shift"}),
     "group_norm": (nn.GroupNorm, {"residual"}),
+    "batch_norm": (nn.modules.batchnorm._BatchNorm, {"residual"}),
 }
 """The class, and the steps that the native op has besides the norm."""
-_FORWARDS = {cls: Replaced(cls) for cls, _ in _KINDS.values()}
+_RANKS = {qualified(cls): ranks for cls, ranks in RANKS.items()}
+_FORWARDS = {cls: Replaced(cls) for cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *RANKS)}
 _Dtype = Callable[[Mapping[str, Any], Tensor], torch.dtype | None]
 
 
@@ -33,6 +36,11 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
     does = {step.does for step in region.steps}
     if region.kind not in _KINDS or {*region.attributes} - {"unless"} or does - steps - {"norm", "pass", "activation"}:
         return AtOnce(None)
+    names = NAMES[region.kind]
+    if region.kind == "batch_norm":
+        if region.type not in _RANKS:
+            return AtOnce(None)
+        names = (_RANKS[region.type],), *names
 
     def stands(module: Any) -> Any:
         of: Any = original_class(module)
@@ -44,7 +52,7 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
     numbers = None if literal is None else (literal.code, literal.low, literal.high)
     return AtOnce(
         Norm(
-            *(region.kind, stands, region.attributes.get("unless"), NAMES[region.kind]),
+            *(region.kind, stands, region.attributes.get("unless"), names),
             child=region.norm if region.type else None,
             children=children_of(region),
             unpack=compiled.unpack if packs else None,
