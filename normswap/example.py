@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-
-from normswap.uncompiled import uncompiled
 
 
 class Example:
@@ -72,3 +72,13 @@ def _cloned(value: Any) -> Any:
 
 def _first_floating(values: Any) -> Tensor | None:
     return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled models and children as they were written: a proof is of the code, and its own must not be traced."""
+    if "torch._dynamo" not in sys.modules:  # nothing can have been compiled; loading it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

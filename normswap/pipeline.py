@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from normswap import again, finding, hints, native, nodes, swapping, timing, untouched
+from normswap import finding, hints, native, nodes, swapping, timing, untouched
 from normswap.arguments import check_arguments, check_choice, check_model, check_speedup
 from normswap.copying import copy_of
 from normswap.example import Example
@@ -20,7 +20,7 @@ from normswap.installed import site_match
 from normswap.plans import NothingSwappedError, Plan
 from normswap.proof.prove import SiteProof, prove, unchecked
 from normswap.proof.whole_model import compare_models
-from normswap.reports import Report, make_report
+from normswap.reports import Report, make_report, merged
 from normswap.rollback import put_back, settle, without_asked, without_declined
 
 OnMismatch = Literal["rollback", "raise", "warn"]
@@ -96,7 +96,7 @@ def optimize(
         report = _reported(example, found, proofs, decision, compared=validate != "off")
         if already:
             earlier = _reports[model] if model in _reports else _unchecked_report(target, Plan(already))
-            report = again.merged(earlier, report, already, [name for name, _ in target.named_modules()])
+            report = merged(earlier, report, already, [name for name, _ in target.named_modules()])
         _tell_empty(target, report, on_empty)
         _reports[target] = report
     return target

@@ -39,66 +39,36 @@ class PlanError(NormswapError):
 class Reason(enum.Enum):
     """Why a recognised site was left alone: the sentence a report shows, and the cure."""
 
-    SUBCLASS = (
-        "a subclass with its own forward computes another function",
-        "use the torch.nn class itself",
-    )
+    SUBCLASS = "a subclass with its own forward computes another function", "use the torch.nn class itself"
     DISPATCHED = (
         "accelerate has put a hook around the forward of the instance",
         "call optimize() before accelerate's dispatch_model or prepare, or after remove_hook_from_module",
     )
-    INSTANCE_FORWARD = (
-        "forward was replaced on the instance",
-        "delete the instance's forward",
-    )
-    PARAMETRIZED = (
-        "the module is parametrized",
-        "remove the parametrization, or apply it after optimize()",
-    )
-    LAZY = (
-        "the module is lazy and has no shapes yet",
-        "run one batch through the model first",
-    )
+    INSTANCE_FORWARD = "forward was replaced on the instance", "delete the instance's forward"
+    PARAMETRIZED = "the module is parametrized", "remove the parametrization, or apply it after optimize()"
+    LAZY = "the module is lazy and has no shapes yet", "run one batch through the model first"
     SHARDED = (
         "its parameters are sharded: they are DTensors outside the model's own forward",
         "call optimize() before fully_shard or parallelize_module",
     )
-    SCRIPTED = (
-        "the module is a ScriptModule",
-        "optimize the eager model before scripting it",
-    )
-    EXCLUDED = (
-        "left out by include/exclude",
-        "change the filters",
-    )
-    SOURCE = (
-        "the source of forward cannot be read",
-        "define the class in a file",
-    )
+    SCRIPTED = "the module is a ScriptModule", "optimize the eager model before scripting it"
+    EXCLUDED = "left out by include/exclude", "change the filters"
+    SOURCE = "the source of forward cannot be read", "define the class in a file"
     NOT_STRAIGHT_LINE = (
         "forward holds control flow, a with block, a store or a name that is not understood",
         "move the normalisation into a module of its own",
     )
-    PART_OF_FORWARD = (
-        "the expression is part of a larger forward",
-        "move the normalisation into a module of its own",
-    )
+    PART_OF_FORWARD = "the expression is part of a larger forward", "move the normalisation into a module of its own"
     CHILD = (
         "a module the expression calls is not a plain torch.nn one, or carries hooks",
         "use plain torch.nn modules, or attach hooks after optimize()",
     )
-    TRACE = (
-        "forward could not be traced",
-        "move the normalisation into a module of its own",
-    )
+    TRACE = "forward could not be traced", "move the normalisation into a module of its own"
     MISMATCH = (
         "did not match the original in float64",
         "none is needed, PyTorch's own code runs there; please report it",
     )
-    SLOWER = (
-        "not faster here",
-        "none is needed; min_speedup=None keeps it swapped",
-    )
+    SLOWER = "not faster here", "none is needed; min_speedup=None keeps it swapped"
     DECLINED = (
         "the original's own statements run on these inputs",
         "optimize() with inputs of another dtype, layout or size if those are what the model gets",
@@ -107,10 +77,7 @@ class Reason(enum.Enum):
         "the model asks which class this module has, and computes something else where it is another",
         "ask isinstance(module, cls) in the model",
     )
-    UNSUPPORTED = (
-        "this form is not supported",
-        "see the limits in the README",
-    )
+    UNSUPPORTED = "this form is not supported", "see the limits in the README"
 
     @property
     def sentence(self) -> str:

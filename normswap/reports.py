@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from html import escape
 from typing import Any
 
 from tabulate import tabulate
 
-from normswap import notebook
-from normswap.plans import REGION, Plan, Refusal
+from normswap.plans import REGION, Plan, Refusal, Swap
 
 _SHOWN = 5
+_WIDTH, _HEIGHT, _LEFT = 320, 9, 170
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,7 +65,7 @@ class Report:
         return f"<normswap.Report: {self.headline().partition('; kernels')[0]}>"
 
     def _repr_html_(self) -> str:
-        return notebook.page(self)
+        return _page(self)
 
     def __str__(self) -> str:
         parts = [f"normswap: {self.headline()}", self.table(), self.remarks(), *self.notes]
@@ -149,9 +150,14 @@ def _times(timed: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     calls = sum(row["calls"] for row in timed)
     names = ("eager_device_us", "ours_device_us", "eager_host_us", "ours_host_us")
     means = (sum(row["calls"] * row[name] for row in timed) / calls for name in names)
-    before = [row["calls"] * row[f"eager_{row['bound']}_us"] for row in timed]
-    after = sum(us / row["gain"] for us, row in zip(before, timed, strict=True))
-    return (*(f"{mean:.1f}" for mean in means), f"{sum(before) / after:.2f}x" if after else "-")
+    before, after = _run_us(timed)
+    return (*(f"{mean:.1f}" for mean in means), f"{before / after:.2f}x" if after else "-")
+
+
+def _run_us(timed: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
+    """What the calls in one run of the model took where it waits, before and after."""
+    times = [(row["calls"] * row[f"eager_{row['bound']}_us"], row["gain"]) for row in timed]
+    return sum(us for us, _ in times), sum(us / gain for us, gain in times)
 
 
 def _figures(rows: list[dict[str, Any]]) -> str:
@@ -210,7 +216,27 @@ def make_report(
             rows.append(row | _why(refused.refusal))
     whole = None if model is None else {**asdict(model), "passed": model.passed}
     times = None if decision is None or decision.model is None else asdict(decision.model)
-    return Report(tuple(rows), device, dtype, mode, kernels, whole, notes_on(rows), plan, times)
+    return Report(tuple(rows), device, dtype, mode, kernels, whole, tuple(_notes(rows)), plan, times)
+
+
+def merged(earlier: Report, later: Report, already: Sequence[Swap], order: Sequence[str]) -> Report:
+    """Of a model that was swapped when it was optimized: ``later`` with the sites that were swapped ``already``, as
+    ``earlier`` has them, and what that left alone and ``later`` does not speak of; all in the ``order`` of the modules'
+    names."""
+    place = {name: index for index, name in enumerate(order)}
+    told = {row["name"] for row in later.rows}
+    kept = {swap.site.name for swap in already} - told
+    left = {refused.site.name for refused in earlier.plan.refused} - kept - told
+    rows = [*later.rows, *(row for row in earlier.rows if row["name"] in kept | left and row["name"] in place)]
+    rows.sort(key=lambda row: place.get(row["name"], len(place)))
+    swaps = {swap.site.name: swap for swap in (*already, *earlier.plan.swaps) if swap.site.name in kept}
+    plan = Plan(
+        tuple(sorted((*swaps.values(), *later.plan.swaps), key=lambda swap: place[swap.site.name])),
+        (*later.plan.refused, *(refused for refused in earlier.plan.refused if refused.site.name in left & {*place})),
+        later.plan.gpu or earlier.plan.gpu,
+    )
+    model = earlier.model if later.model is None else later.model
+    return replace(later, rows=tuple(rows), plan=plan, notes=tuple(_notes(rows)), model=model)
 
 
 def _row(proof: Any, swapped: bool, refusal: Refusal | None, timed: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -230,12 +256,8 @@ def _why(refusal: Refusal) -> dict[str, str]:
     return {"code": refusal.reason.name, "reason": str(refusal), "cure": refusal.reason.cure}
 
 
-def notes_on(rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    """What a person should know about the rows of a report."""
-    return tuple(_notes(rows))
-
-
 def _notes(rows: list[dict[str, Any]]) -> Iterable[str]:
+    """What a person should know about the rows of a report."""
     swapped = [row for row in rows if row["swapped"]]
     if not swapped:
         yield "nothing is swapped: the model is as it was"
@@ -274,3 +296,44 @@ _UNPROVED = {
     "library): prove it where it runs",
     "unchecked": "no proof was asked for, or none since the model was loaded",
 }
+
+
+# --- as a notebook shows it ------------------------------------------------------------------------------------------
+
+
+def _page(report: Report) -> str:
+    """A Report as HTML: a line, the table by kind, and what else there is to say, folded up."""
+    statuses = Counter(row["status"] for row in report.rows if not row["swapped"])
+    others = {"refused": "left alone", "failed": "rolled back"}
+    told = [f"{others.get(status, 'put back')}: {count}" for status, count in statuses.items()]
+    summary = "; ".join(told) or "more"
+    rest = "\n".join([report.remarks(), *report.notes])
+    return (
+        f"<p>{escape(report.headline())}</p>\n{report.table('html')}\n{_plot(report.rows)}"
+        f"<details><summary>{escape(summary)}</summary><pre>{escape(rest)}</pre></details>"
+    )
+
+
+def _plot(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Two bars for each kind, as SVG: what its calls in one run of the model took where the model waits, before and
+    after; "" where nothing was timed."""
+    timed = _timed(rows)
+    kinds = dict.fromkeys(row["kind"] for row in timed)
+    times = {kind: _run_us(row for row in timed if row["kind"] == kind) for kind in kinds}
+    longest = max((us for both in times.values() for us in both), default=0)
+    if not longest:
+        return ""
+    bars = [(kind, *bar) for kind, both in times.items() for bar in zip(both, ("#999", "#3a7"), strict=True)]
+    lines = [_bar(line, *bar, longest) for line, bar in enumerate(bars)]
+    height = len(bars) * (_HEIGHT + 6)
+    return f'<svg width="{_LEFT + _WIDTH + 90}" height="{height}" font-size="10">{"".join(lines)}</svg>\n'
+
+
+def _bar(line: int, kind: str, us: float, colour: str, longest: float) -> str:
+    top, name = line * (_HEIGHT + 6), f"{kind}, {'after' if line % 2 else 'before'}"
+    width = _WIDTH * us / longest
+    return (
+        f'<text x="0" y="{top + _HEIGHT}">{escape(name)}</text>'
+        f'<rect x="{_LEFT}" y="{top}" width="{width:.1f}" height="{_HEIGHT}" fill="{colour}"/>'
+        f'<text x="{_LEFT + width + 4:.1f}" y="{top + _HEIGHT}">{us:.1f} us</text>'
+    )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import normswap
-from normswap.timing.clock import Host, medians_us
+from normswap.timing.clock import Machine, medians_us
 
 
 def mobile(width: int = 32, blocks: int = 8) -> nn.Module:
@@ -39,7 +39,7 @@ LAST = torch.channels_last
 MODELS: dict[str, Callable[[], nn.Module]] = {"resnet50": resnet50, "mobile": mobile}
 
 
-class Processor(Host):
+class Processor(Machine):
     """The processors' time, of all threads."""
 
     def now_us(self) -> float:
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--processor", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    clock = Processor() if given.processor else Host()
+    clock = Processor() if given.processor else Machine()
     for name, make in MODELS.items():
         for layout in (torch.contiguous_format, LAST):
             torch.manual_seed(0)
@@ -74,7 +74,7 @@ def share_of_norms(model: nn.Module, x: Tensor) -> float:
     return found["aten::batch_norm"] / sum(event.self_cpu_time_total for event in seen.key_averages())
 
 
-def compared(model: nn.Module, x: Tensor, rounds: int, clock: Host) -> str:
+def compared(model: nn.Module, x: Tensor, rounds: int, clock: Machine) -> str:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         folded = normswap.fold(model)

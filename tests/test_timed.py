@@ -18,6 +18,8 @@ from normswap import progress
 from normswap.plans import Match, Site, Swap
 from normswap.timing import candidate, decision, sites
 from normswap.timing import model as whole_model
+from normswap.timing.choose import Timed, Waiting
+from normswap.timing.hidden import Cost
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a copy.*")
 
@@ -157,7 +159,8 @@ def test_a_site_counts_as_often_as_it_is_called(monkeypatch: pytest.MonkeyPatch)
     with running(gpu, lambda module, swapped: (0.0, 0.0)):
         decided = decision.decide(nn.Identity(), found, run, arranged, 1.0, gradients=False)
     assert decided.kept == {"often"}
-    assert decided.rows["often"]["calls"] == 50 and decided.rows["often"]["eager_device_us"] == pytest.approx(10.0)
+    (often,) = (one for one in decided.timed if one.candidate.name == "often")
+    assert often.calls == 50 and often.original.device_us == pytest.approx(500.0)
 
 
 def timed_inputs(model: nn.Module, x: Tensor) -> list[tuple[Any, ...]]:
@@ -326,30 +329,23 @@ def test_a_run_that_waits_for_its_device_is_not_held_again_and_again() -> None:
     assert gpu.held < 400_000.0
 
 
-def parts(**row: Any) -> dict[str, Any]:
-    return {
-        "calls": 1,
-        "eager_device_us": 30.0,
-        "ours_device_us": 10.0,
-        "bound": "device",
-        "gain": 3.0,
-        "note": "",
-        **row,
-    }
+def part(calls: int = 1, before: float = 30.0, after: float = 10.0, note: str = "") -> Timed:
+    costs = Cost(calls * before, 0.0), Cost(calls * after, 0.0)
+    return Timed(candidate.Candidate("a", "region"), calls, *costs, note)
 
 
 @pytest.mark.parametrize(
-    ("rows", "note", "expected"),
+    ("parts", "note", "expected"),
     (
-        ((parts(), parts(calls=3, eager_device_us=10.0, gain=1.0)), "", (4, 15.0, 1.5, "")),
-        ((parts(), parts(gain=None, note="memory")), "", (2, 30.0, 3.0, "memory")),
-        ((parts(gain=None, note="memory"), parts(note="other")), "told", (2, 30.0, 3.0, "told")),
-        ((parts(calls=0, gain=None),), "", (0, 0.0, None, "")),
-        ((parts(eager_device_us=0.0, gain=2.0),), "", (1, 0.0, 2.0, "")),
+        ((part(), part(3, 10.0, 10.0)), "", (4, 15.0, 1.5, "")),
+        ((part(), part(0, note="memory")), "", (1, 30.0, 3.0, "memory")),
+        ((part(0, note="memory"), part(note="other")), "told", (1, 30.0, 3.0, "told")),
+        ((part(0),), "", (0, 0.0, None, "")),
+        ((part(1, 0.0, 0.0),), "", (1, 0.0, 1.0, "")),
     ),
 )
-def test_the_parts_of_a_site_are_told_as_one(rows: Any, note: str, expected: tuple[Any, ...]) -> None:
-    row = decision.summed_row(rows, note)
+def test_the_parts_of_a_site_are_told_as_one(parts: Any, note: str, expected: tuple[Any, ...]) -> None:
+    row = decision.row(parts, Waiting(1.0, 0.0), note)
     assert (row["calls"], row["eager_device_us"], row["gain"], row["note"]) == expected
 
 

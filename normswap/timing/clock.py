@@ -6,7 +6,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,20 +16,25 @@ Mark = Any
 _CALIBRATION_CYCLES = 1_000_000
 
 
-class Machine(Protocol):
-    """A host that queues work and a device that does it in order, each with a clock. Times are microseconds."""
+class Machine:
+    """A host that queues work and a device that does it in order, each with a clock; here the host is its own device,
+    so that nothing is queued and nothing can be held. Times are microseconds."""
 
     def now_us(self) -> float:
         """The host's clock."""
+        return 1e6 * time.perf_counter()
 
     def mark(self) -> Mark:
         """This moment in the work queued on the device."""
+        return self.now_us()
 
     def passed(self, mark: Mark) -> bool:
         """Whether the device has come to ``mark``; does not wait for it."""
+        return True
 
     def between_us(self, start: Mark, end: Mark) -> float:
         """What the device took from one mark to a later one; waits for that."""
+        return float(end - start)
 
     def hold(self, us: float) -> None:
         """Queue so long a wait on the device: meanwhile the host can queue what is to be timed."""
@@ -38,36 +43,11 @@ class Machine(Protocol):
         """Until the device has done all that is queued."""
 
 
-class Host:
-    """A machine whose host is its device: nothing is queued, so nothing can be held."""
-
-    def now_us(self) -> float:
-        return 1e6 * time.perf_counter()
-
-    def mark(self) -> Mark:
-        return self.now_us()
-
-    def passed(self, mark: Mark) -> bool:
-        return True
-
-    def between_us(self, start: Mark, end: Mark) -> float:
-        return float(end - start)
-
-    def hold(self, us: float) -> None:
-        return None
-
-    def wait(self) -> None:
-        return None
-
-
-class Gpus:
+class Gpus(Machine):
     """The host and the GPUs a model runs on; between marks the one that took longest counts."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
-
-    def now_us(self) -> float:
-        return 1e6 * time.perf_counter()
 
     def mark(self) -> Mark:
         events = []
@@ -109,7 +89,7 @@ def _cycles_a_us(device: torch.device) -> float:
 
 def clock_of(device: torch.device) -> Machine:
     """The machine whose clock tells what runs on ``device``."""
-    return Gpus([device]) if device.type == "cuda" else Host()
+    return Gpus([device]) if device.type == "cuda" else Machine()
 
 
 def block_us(function: Callable[[], object], machine: Machine, calls: int = 1) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,13 @@ from normswap import native
 from normswap.progress import progress
 from normswap.timing import model as whole_model
 from normswap.timing.candidate import Candidate, Use, with_backward
-from normswap.timing.choose import DEVICE, HOST, Timed, Waiting, cover, in_order
+from normswap.timing.choose import DEVICE, HOST, NOTHING, Timed, Waiting, cover, in_order
 from normswap.timing.clock import Gpus, Machine
 from normswap.timing.hidden import NO_COST, Cost, costs
 from normswap.timing.model import Arrangement, Compared
 from normswap.untouched import preserved
 
-_UNTIMED = "not timed: out of memory"
+UNTIMED = "not timed: out of memory"
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ class ModelTime:
 
 @dataclass(frozen=True)
 class Choice:
-    """``kept``: the names of the candidates to keep; ``rows``: by name what was found, of those that were timed.
-    ``model`` is None where nothing could be timed."""
+    """``kept``: the names of the candidates to keep; ``timed``: what was found of all; ``waits`` and ``model``: of the
+    model, None where it could not be timed."""
 
     kept: frozenset[str]
-    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    timed: Sequence[Timed] = ()
+    waits: Waiting = NOTHING
     model: ModelTime | None = None
 
 
@@ -103,17 +104,11 @@ def decide(
             timed = time_candidates(found)
             kept, before_us, after_us = _fastest(machine, run, arranged, _covers(timed, waits, least), least)
     except torch.OutOfMemoryError:
-        return Choice(names, untimed(names))
-    rows = {one.candidate.name: _row(one, waits) for one in timed if one.calls or one.note}
+        return Choice(names, [Timed(one, note=UNTIMED) for one in found])
     told = ModelTime(
         before_us / 1e3, after_us / 1e3, waits.bound, waits.device_us / 1e3, waits.host_us / 1e3, gradients
     )
-    return Choice(kept, rows, told)
-
-
-def untimed(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """The rows where the memory does not suffice."""
-    return dict.fromkeys(names, _row(Timed(Candidate("", ""), note=_UNTIMED), Waiting(0.0, 0.0)))
+    return Choice(kept, timed, waits, told)
 
 
 def time_candidates(found: Sequence[Candidate]) -> list[Timed]:
@@ -138,7 +133,7 @@ def _summed(candidate: Candidate, known: Mapping[Hashable, Sequence[Cost]]) -> T
     original = ours = NO_COST
     for use in candidate.uses:
         if use.key not in known:
-            return Timed(candidate, note=_UNTIMED)
+            return Timed(candidate, note=UNTIMED)
         before, after = known[use.key]
         original, ours = original + before * use.calls, ours + after * use.calls
     return Timed(candidate, sum(use.calls for use in candidate.uses), original, ours)
@@ -185,28 +180,19 @@ def _fastest(
     return ways[taken], found.us[0], found.us[taken]
 
 
-def _row(timed: Timed, waits: Waiting) -> dict[str, Any]:
+def row(found: Sequence[Timed], waits: Waiting, note: str = "") -> dict[str, Any]:
+    """The candidates of one site as a row of a report: microseconds are means of their calls."""
+    original = sum((one.original for one in found), NO_COST)
+    ours = sum((one.ours for one in found), NO_COST)
+    timed = Timed(found[0].candidate, sum(one.calls for one in found), original, ours)
     calls = max(1, timed.calls)
     return {
         "calls": timed.calls,
-        "eager_device_us": timed.original.device_us / calls,
-        "ours_device_us": timed.ours.device_us / calls,
-        "eager_host_us": timed.original.host_us / calls,
-        "ours_host_us": timed.ours.host_us / calls,
+        "eager_device_us": original.device_us / calls,
+        "ours_device_us": ours.device_us / calls,
+        "eager_host_us": original.host_us / calls,
+        "ours_host_us": ours.host_us / calls,
         "gain": timed.gain(waits),
         "bound": waits.bound,
-        "note": timed.note,
+        "note": note or next((one.note for one in found if one.note), ""),
     }
-
-
-def summed_row(rows: Sequence[Mapping[str, Any]], note: str) -> dict[str, Any]:
-    """The rows of the parts of a site as one: means of their calls."""
-    calls, first = sum(row["calls"] for row in rows), rows[0]
-    means = {
-        name: sum(row["calls"] * row[name] for row in rows) / max(1, calls) for name in first if name.endswith("_us")
-    }
-    timed = [(row["calls"] * row[f"eager_{row['bound']}_us"], row["gain"]) for row in rows if row["gain"] is not None]
-    before, after = sum(us for us, _ in timed), sum(us / gain for us, gain in timed)
-    gain = before / after if timed and after else first["gain"]
-    note = note or next((row["note"] for row in rows if row["note"]), "")
-    return {**first, **means, "calls": calls, "gain": gain, "note": note}

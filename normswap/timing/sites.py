@@ -19,7 +19,8 @@ from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.timing.candidate import Candidate, Code, Recorder
-from normswap.timing.decision import ModelTime, decide, step, summed_row, takes_gradients, untimed
+from normswap.timing.choose import NOTHING, Timed
+from normswap.timing.decision import UNTIMED, Choice, ModelTime, decide, row, step, takes_gradients
 from normswap.untouched import classes, preserved
 
 
@@ -41,10 +42,11 @@ def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any]
         with preserved(model):
             found = candidates(model, swaps, run, gradients=gradients)
     except torch.OutOfMemoryError:
-        return Decision(rows=untimed([swap.site.name for swap in swaps]))
+        untimed = [Timed(Candidate(swap.site.name, swap.match.kind), note=UNTIMED) for swap in swaps]
+        return Decision(rows={one.candidate.name: row([one], NOTHING) for one in untimed})
     arranged = arrangements(model, swaps)
     choice = decide(model, found, step(model, run, gradients), arranged, least, gradients=gradients)
-    return Decision(left_of(swaps, choice.kept), _rows(swaps, choice.kept, choice.rows), choice.model)
+    return Decision(left_of(swaps, choice.kept), _rows(swaps, choice), choice.model)
 
 
 def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], *, gradients: bool) -> list[Candidate]:
@@ -119,18 +121,17 @@ def _kept_of(swap: Swap, kept: Collection[str]) -> Match | None:
     return Match(swap.match.kind, {**swap.match.attributes, "regions": [regions[index] for index in chosen]})
 
 
-def _rows(
-    swaps: Sequence[Swap], kept: Collection[str], rows: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """The ``rows`` of candidates as those of sites: of what is ``kept`` there, where something is."""
-    found = {}
+def _rows(swaps: Sequence[Swap], choice: Choice) -> dict[str, dict[str, Any]]:
+    """What was timed of each site: of its candidates that are kept, where some are."""
+    timed = {one.candidate.name: one for one in choice.timed if one.calls or one.note}
+    rows = {}
     for swap in swaps:
-        names = [name for name in _names(swap) if name in rows]
-        taken = [name for name in names if name in kept] or names
+        names = [name for name in _names(swap) if name in timed]
+        taken = [name for name in names if name in choice.kept] or names
         if names:
             told = f"{len(taken)} of {len(_names(swap))} regions are kept" if len(taken) < len(_names(swap)) else ""
-            found[swap.site.name] = summed_row([rows[name] for name in taken], told)
-    return found
+            rows[swap.site.name] = row([timed[name] for name in taken], choice.waits, told)
+    return rows
 
 
 def arrangements(
