@@ -215,7 +215,7 @@ def make_report(
             row = {"name": refused.site.name, "kind": refused.refusal.kind, "status": "refused", "swapped": False}
             rows.append(row | _why(refused.refusal))
     whole = None if model is None else {**asdict(model), "passed": model.passed}
-    times = None if decision is None or decision.model is None else asdict(decision.model)
+    times = None if decision is None else decision.times
     return Report(tuple(rows), device, dtype, mode, kernels, whole, tuple(_notes(rows)), plan, times)
 
 

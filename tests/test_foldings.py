@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from normswap import finding
 from normswap.installed import site_match
 from normswap.plans import Plan
 from normswap.timing import decide_foldings, foldings
+from normswap.timing.candidate import Use
 from normswap.timing.hidden import Cost
 from normswap.timing.model import Compared
 
@@ -27,15 +29,21 @@ def made() -> nn.Module:
     return nn.Sequential(*blocks, *last)
 
 
+def ways_of(use: Use) -> tuple[str, ...]:
+    """What is timed of it, in order."""
+    (ways, _), *_ = use.key  # type: ignore[misc]
+    return ways
+
+
 def timed_as(monkeypatch: pytest.MonkeyPatch, us: dict[str, float]) -> list[Any]:
     """Every way takes what ``us`` says, 9 where it says nothing; the calls that were timed."""
     calls: list[Any] = []
 
-    def costs(place: Any, call: Any, ways: Any) -> dict[str, Cost]:
-        calls.append(call)
-        return {way: Cost(us.get(way, 9.0), us.get(way, 9.0)) for way in ways}
+    def costs(use: Use) -> list[Cost]:
+        calls.append(use)
+        return [Cost(us.get(way, 9.0), us.get(way, 9.0)) for way in ways_of(use)]
 
-    monkeypatch.setattr(foldings, "_costs", costs)
+    monkeypatch.setattr(foldings, "time_use", costs)
     monkeypatch.setattr(foldings, "machine_for", lambda devices: object() if devices else None)
     return calls
 
@@ -92,7 +100,7 @@ def test_the_whole_model_says_whether_the_device_or_the_host_is_served(
     """``folded`` costs the device 20 us and the host 20, every other way the device 10 and the host 40."""
     timed_as(monkeypatch, {})
     ways = {"folded": Cost(20.0, 20.0), "apart": Cost(10.0, 40.0), "statements": Cost(10.0, 40.0)}
-    monkeypatch.setattr(foldings, "_costs", lambda *_: ways)
+    monkeypatch.setattr(foldings, "time_use", lambda use: [ways[way] for way in ways_of(use)])
     model = drawn(lambda: nn.Sequential(Block(conv(), bn())))
     tried = clock(monkeypatch, model, lambda way: 1.0 if way["0"] == fastest else 2.0)
     _, found = decided(model)
@@ -105,11 +113,11 @@ def test_each_may_serve_another(monkeypatch: pytest.MonkeyPatch) -> None:
     there is one of each."""
     timed_as(monkeypatch, {})
 
-    def by_residual(place: Any, call: Any, ways: Any) -> Any:
-        dear = place.compiled.region.has("residual")
-        return {way: Cost(10.0, 30.0) if way != "folded" else Cost(210.0 if dear else 12.0, 10.0) for way in ways}
+    def by_residual(use: Use) -> list[Cost]:
+        folded = Cost(210.0 if "residual" in repr(use.key) else 12.0, 10.0)
+        return [folded if way == "folded" else Cost(10.0, 30.0) for way in ways_of(use)]
 
-    monkeypatch.setattr(foldings, "_costs", by_residual)
+    monkeypatch.setattr(foldings, "time_use", by_residual)
     model = drawn(lambda: nn.Sequential(Block(conv(), bn()), written(residual)(conv(), bn())))
     tried = clock(monkeypatch, model, lambda way: 1.0 if (way["0"], way["1"]) == ("folded", "") else 2.0)
     _, found = decided(model)
@@ -120,11 +128,11 @@ def test_each_may_serve_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_run_as_a_whole_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each convolution was compared by itself; two in a row are one call."""
-    for works, chosen in (("none", ["0: conv + bn + act fused"]), ("folded", ["0: conv + bn + act folded"])):
+    for works, chosen in (("none", ["0: conv + bn + act "]), ("folded", ["0: conv + bn + act folded"])):
         timed_as(monkeypatch, {})
         ways = {"folded": Cost(20.0, 20.0), "apart": Cost(10.0, 40.0), "statements": Cost(10.0, 40.0)}
-        monkeypatch.setattr(foldings, "_costs", lambda *_, found=ways: found)
-        monkeypatch.setattr(foldings._Place, "default", lambda place: "fused")
+        monkeypatch.setattr(foldings, "time_use", lambda use, ways=ways: [ways[way] for way in ways_of(use)])
+        monkeypatch.setattr(foldings, "by_default", lambda region, owner: replace(region, folding=""))
         model = drawn(lambda: nn.Sequential(Block(conv(), bn())))
         clock(monkeypatch, model, lambda way: 1.0)
         given = torch.randn(IMAGE)
@@ -187,8 +195,8 @@ def test_no_memory_and_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError
 
     timed_as(monkeypatch, {})
-    monkeypatch.setattr(foldings, "_costs", out_of_memory)
-    assert any("fused" in line for line in decided(model)[1])
+    monkeypatch.setattr(foldings, "time_use", out_of_memory)
+    assert [*decided(model)[1]] == [*decided(model, timed=False)[1]]
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     with pytest.raises(RuntimeError):
         decided(model, x=torch.randn(2, 5, 9, 8))

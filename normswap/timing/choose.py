@@ -46,8 +46,6 @@ class Waiting:
 
 DEVICE, HOST = Waiting(1.0, 0.0), Waiting(0.0, 1.0)
 """Of a model that waits for one of them alone."""
-NOTHING = Waiting(0.0, 0.0)
-"""Of a model that was not timed."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ nothing, and of what is as fast the same one is taken every time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,40 +17,28 @@ import torch
 from torch import nn
 
 from normswap import native
+from normswap.plans import Match, Swap
 from normswap.progress import progress
 from normswap.timing import model as whole_model
 from normswap.timing.candidate import Candidate, Use, with_backward
-from normswap.timing.choose import DEVICE, HOST, NOTHING, Timed, Waiting, cover, in_order
+from normswap.timing.choose import DEVICE, HOST, Timed, Waiting, cover, in_order
 from normswap.timing.clock import Gpus, Machine
 from normswap.timing.hidden import NO_COST, Cost, costs
 from normswap.timing.model import Arrangement, Compared
+from normswap.timing.sites import arrangements, candidates, kept_of, names_of
 from normswap.untouched import preserved
 
-UNTIMED = "not timed: out of memory"
+_UNTIMED = "not timed: out of memory"
 
 
 @dataclass(frozen=True)
-class ModelTime:
-    """Milliseconds of one run on the example inputs, by the wall's clock, before and after, and what the run waits for
-    ("device" or "host"): the longer one of what it costs the device and the host."""
+class Decision:
+    """``left``: what is left of the sites of which not all is kept, None where nothing is; ``rows``: by name what was
+    found, of those that were timed; ``times``: of the model, as in a report, None where it was not timed."""
 
-    before_ms: float
-    after_ms: float
-    bound: str
-    device_ms: float
-    host_ms: float
-    training: bool
-
-
-@dataclass(frozen=True)
-class Choice:
-    """``kept``: the names of the candidates to keep; ``timed``: what was found of all; ``waits`` and ``model``: of the
-    model, None where it could not be timed."""
-
-    kept: frozenset[str]
-    timed: Sequence[Timed] = ()
-    waits: Waiting = NOTHING
-    model: ModelTime | None = None
+    left: Mapping[str, Match | None] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    times: Mapping[str, Any] | None = None
 
 
 def has_a_clock(devices: Iterable[torch.device]) -> bool:
@@ -81,34 +69,40 @@ def step(model: nn.Module, run: Callable[[], Any], gradients: bool) -> Callable[
     return once
 
 
-def decide(
-    model: nn.Module,
-    found: Sequence[Candidate],
-    run: Callable[[], object],
-    arranged: Arrangement,
-    least: float,
-    *,
-    gradients: bool,
-) -> Choice:
-    """Time the candidates ``found`` in ``model`` and the model itself; ``run`` is one run of it, ``arranged`` swaps any
-    of them for a block, ``least`` is the gain that one must have. The model is left as it was."""
-    found = [replace(one, uses=tuple(use for use in one.uses if machine_for([use.device]))) for one in found]
-    names = frozenset(one.name for one in found)
-    machine = machine_for(sorted({use.device for one in found for use in one.uses}, key=str))
-    if machine is None:
-        return Choice(names)
+def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], least: float) -> Decision:
+    """Which of the sites of ``swaps`` in the swapped ``model`` to keep, of which each candidate must gain ``least``;
+    ``run`` runs it on its example inputs. In train mode, with gradients on, forward and backward are timed, else the
+    forward without gradients. The model is left as it was."""
+    gradients = takes_gradients(model)
+    once, arranged = step(model, run, gradients), arrangements(model, swaps)
     try:
         with preserved(model):
+            found = candidates(model, swaps, run, gradients=gradients)
+            found = [replace(one, uses=tuple(use for use in one.uses if machine_for([use.device]))) for one in found]
+            machine = machine_for(sorted({use.device for one in found for use in one.uses}, key=str))
+            if machine is None:
+                return Decision()
             with arranged(()):
-                waits = whole_model.waiting(machine, run)
-            timed = time_candidates(found)
-            kept, before_us, after_us = _fastest(machine, run, arranged, _covers(timed, waits, least), least)
+                waits = whole_model.waiting(machine, once)
+            timed = {one.candidate.name: one for one in time_candidates(found)}
+            tried = _covers([*timed.values()], waits, least)
+            kept, before_us, after_us = _fastest(machine, once, arranged, tried, least)
     except torch.OutOfMemoryError:
-        return Choice(names, [Timed(one, note=UNTIMED) for one in found])
-    told = ModelTime(
-        before_us / 1e3, after_us / 1e3, waits.bound, waits.device_us / 1e3, waits.host_us / 1e3, gradients
+        untimed = Timed(Candidate("", ""), note=_UNTIMED)
+        return Decision(rows={swap.site.name: row([untimed], Waiting(0.0, 0.0)) for swap in swaps})
+    matches = {swap.site.name: kept_of(swap, kept) for swap in swaps}
+    return Decision(
+        {swap.site.name: matches[swap.site.name] for swap in swaps if matches[swap.site.name] != swap.match},
+        _rows(swaps, timed, kept, waits),
+        {
+            "before_ms": before_us / 1e3,
+            "after_ms": after_us / 1e3,
+            "bound": waits.bound,
+            "device_ms": waits.device_us / 1e3,
+            "host_ms": waits.host_us / 1e3,
+            "training": gradients,
+        },
     )
-    return Choice(kept, timed, waits, told)
 
 
 def time_candidates(found: Sequence[Candidate]) -> list[Timed]:
@@ -133,7 +127,7 @@ def _summed(candidate: Candidate, known: Mapping[Hashable, Sequence[Cost]]) -> T
     original = ours = NO_COST
     for use in candidate.uses:
         if use.key not in known:
-            return Timed(candidate, note=UNTIMED)
+            return Timed(candidate, note=_UNTIMED)
         before, after = known[use.key]
         original, ours = original + before * use.calls, ours + after * use.calls
     return Timed(candidate, sum(use.calls for use in candidate.uses), original, ours)
@@ -178,6 +172,20 @@ def _fastest(
         found = min(found, whole_model.compare(machine, timed), key=lambda one: one.us[0])
     taken = first_of(found)
     return ways[taken], found.us[0], found.us[taken]
+
+
+def _rows(
+    swaps: Sequence[Swap], timed: Mapping[str, Timed], kept: Collection[str], waits: Waiting
+) -> dict[str, dict[str, Any]]:
+    """What was timed of each site: of its candidates that are ``kept``, where some are."""
+    rows = {}
+    for swap in swaps:
+        names = [name for name in names_of(swap) if timed[name].calls or timed[name].note]
+        taken = [name for name in names if name in kept] or names
+        if names:
+            told = f"{len(taken)} of {len(names_of(swap))} regions are kept" if len(taken) < len(names_of(swap)) else ""
+            rows[swap.site.name] = row([timed[name] for name in taken], waits, told)
+    return rows
 
 
 def row(found: Sequence[Timed], waits: Waiting, note: str = "") -> dict[str, Any]:

@@ -54,7 +54,8 @@ def decide_foldings(model: nn.Module, plan: Plan, run: Callable[[], Any] | None,
             with preserved(model), torch.no_grad():
                 with listening(owners.values()):
                     run()
-                _decide([*owners.values()], run if timed else None)
+                if timed:
+                    _decide([*owners.values()], run)
         except torch.OutOfMemoryError:
             for place in places:
                 place.chosen = ""
@@ -108,20 +109,27 @@ class _Place:
         function = self.compiled.snippet if way == STATEMENTS else make_helper(self.way(way))
         return Code(partial(function, holder_of(self.compiled.region, self.owner)))
 
+    def costs(self, known: dict[Hashable, list[Cost]]) -> dict[str, Cost]:
+        """Of one run of the model, in each way; ``known`` are calls that were timed, by their keys."""
+        totals = dict.fromkeys(self.ways(), NO_COST)
+        for use in self.uses():
+            if use.key not in known:
+                known[use.key] = time_use(use)
+            for way, cost in zip(totals, known[use.key], strict=True):
+                totals[way] += cost * use.calls
+        return totals
+
     def settled(self) -> Region | None:
-        """The region as it was decided."""
-        region = self.compiled.region
-        if not self.chosen:
-            return by_default(region, self.owner)
+        """The region as it was decided; where nothing was, the default, unless that was found to be wrong."""
+        region, rest = self.compiled.region, without_convolution(self.compiled.region)
         if self.chosen == STATEMENTS:
             return None
-        return without_convolution(region) if self.chosen == APART else replace(region, folding=self.chosen)
-
-    def default(self) -> str:
-        """What is chosen where nothing is timed: the default if it was right."""
-        region = by_default(self.compiled.region, self.owner)
-        folding = "" if region is None else region.folding
-        return folding if folding in (self.right or ()) else APART
+        if self.chosen not in ("", APART):
+            return replace(region, folding=self.chosen)
+        default = by_default(region, self.owner)
+        folding = "" if default is None else default.folding
+        wrong = folding != "" and self.right is not None and folding not in self.right
+        return rest if self.chosen == APART or wrong else default
 
 
 class _Owner(Listener):
@@ -144,25 +152,24 @@ class _Owner(Listener):
         return Match(self.match.kind, {**self.match.attributes, "regions": kept})
 
 
-def _decide(owners: Sequence[_Owner], run: Callable[[], Any] | None) -> None:
-    """Choose for every place that was reached; calls of equal keys are timed once. Without ``run``, or without a clock,
-    the default is."""
+def _decide(owners: Sequence[_Owner], run: Callable[[], Any]) -> None:
+    """Choose for every place that was reached; calls of equal keys are timed once. Nothing is where there is no
+    clock."""
     places = [place for owner in owners for place in owner.places.values() if place.right is not None]
     devices = {call.device for place in places for call in place.recorder.calls}
     machine = machine_for(sorted(devices, key=str))
-    if run is None or machine is None:
-        _choose(places, [place.default() for place in places])
+    if machine is None:
         return
-    known: dict[Hashable, dict[str, Cost]] = {}
-    found = [_costs_of(place, known) for place in places]
-    choices = [[_chosen(place, totals, share) for place, totals in zip(places, found, strict=True)] for share in SHARES]
+    known: dict[Hashable, list[Cost]] = {}
+    found = [place.costs(known) if place.recorder.calls else {} for place in places]
+    choices = [[_chosen(totals, share) for totals in found] for share in SHARES]
     choices = [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
     if len(choices) > 1:
         ways = [_way(owners, places, choice, run) for choice in choices]
         ran = [index for index, way in enumerate(ways) if runs(way, "a way to compute the model's convolutions")]
         times = compare(machine, [ways[index] for index in ran]) if ran else None
         choices = [choices[index] for at, index in enumerate(ran) if times is not None and not times.slower(at)]
-    _choose(places, choices[0] if choices else [place.default() for place in places])
+    _choose(places, choices[0] if choices else [""] * len(places))
 
 
 def _choose(places: Sequence[_Place], choice: Sequence[str]) -> None:
@@ -179,28 +186,8 @@ def _way(owners: Sequence[_Owner], places: Sequence[_Place], choice: Sequence[st
     return partial(classes, pairs), run
 
 
-def _costs_of(place: _Place, known: dict[Hashable, dict[str, Cost]]) -> dict[str, Cost]:
-    """What a place costs in one run of the model, in each way; ``known`` are calls that were timed, by their keys."""
-    ways = place.ways()
-    totals = dict.fromkeys(ways, NO_COST)
-    for use in place.uses():
-        if use.key not in known:
-            known[use.key] = _costs(place, use, ways)
-        for way, cost in known[use.key].items():
-            totals[way] += cost * use.calls
-    return totals
-
-
-def _costs(place: _Place, use: Use, ways: Sequence[str]) -> dict[str, Cost]:
-    """What a call costs in each way."""
-    return dict(zip(ways, time_use(use), strict=True))
-
-
-def _chosen(place: _Place, totals: Mapping[str, Cost], share: float) -> str:
+def _chosen(totals: Mapping[str, Cost], share: float) -> str:
     """The fastest, or one that stands before it and is as fast within the margin, by the host's ``share`` of the time;
-    the default where no call could be timed."""
-    if not place.recorder.calls:
-        return place.default()
+    "" where no call could be timed."""
     us = {way: (1.0 - share) * cost.device_us + share * cost.host_us for way, cost in totals.items()}
-    least = min(us.values())
-    return next(way for way, found in us.items() if found <= (1.0 + _MARGIN) * least)
+    return next((way for way, found in us.items() if found <= (1.0 + _MARGIN) * min(us.values())), "")

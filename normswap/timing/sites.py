@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,34 +18,7 @@ from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.timing.candidate import Candidate, Code, Recorder
-from normswap.timing.choose import NOTHING, Timed
-from normswap.timing.decision import UNTIMED, Choice, ModelTime, decide, row, step, takes_gradients
-from normswap.untouched import classes, preserved
-
-
-@dataclass(frozen=True)
-class Decision:
-    """``left``: what is left of the sites of which not all is kept, None where nothing is; ``rows``: by name what was
-    found, of those that were timed. ``model`` is None where nothing could be timed."""
-
-    left: Mapping[str, Match | None] = field(default_factory=dict)
-    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    model: ModelTime | None = None
-
-
-def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], least: float) -> Decision:
-    """Which of the sites of ``swaps`` in the swapped ``model`` to keep; ``run`` runs it on its example inputs. In train
-    mode, with gradients on, forward and backward are timed, else the forward without gradients."""
-    gradients = takes_gradients(model)
-    try:
-        with preserved(model):
-            found = candidates(model, swaps, run, gradients=gradients)
-    except torch.OutOfMemoryError:
-        untimed = [Timed(Candidate(swap.site.name, swap.match.kind), note=UNTIMED) for swap in swaps]
-        return Decision(rows={one.candidate.name: row([one], NOTHING) for one in untimed})
-    arranged = arrangements(model, swaps)
-    choice = decide(model, found, step(model, run, gradients), arranged, least, gradients=gradients)
-    return Decision(left_of(swaps, choice.kept), _rows(swaps, choice), choice.model)
+from normswap.untouched import classes
 
 
 def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], *, gradients: bool) -> list[Candidate]:
@@ -74,7 +46,7 @@ class _Site(Listener):
     def candidates(self, gradients: bool) -> list[Candidate]:
         """The site, or each of its regions, with every form of call."""
         return [
-            self._candidate(name, one, gradients) for name, one in zip(_names(self.swap), self.compiled, strict=True)
+            self._candidate(name, one, gradients) for name, one in zip(names_of(self.swap), self.compiled, strict=True)
         ]
 
     def _candidate(self, name: str, compiled: Compiled, gradients: bool) -> Candidate:
@@ -100,38 +72,19 @@ class _Site(Listener):
         return self.match.kind == REGION
 
 
-def _names(swap: Swap) -> list[str]:
+def names_of(swap: Swap) -> list[str]:
     """Of the candidates that ``swap`` is: the site's, or one for each of several regions."""
     site, count = swap.site.name, len(swap.match.attributes.get("regions", ()))
     return [site] if count <= 1 else [f"{site}[{index}]" for index in range(count)]
 
 
-def left_of(swaps: Sequence[Swap], kept: Collection[str]) -> dict[str, Match | None]:
-    """What is left of the sites of ``swaps`` of which not all candidates are among the ``kept``."""
-    matches = {swap.site.name: _kept_of(swap, kept) for swap in swaps}
-    return {swap.site.name: matches[swap.site.name] for swap in swaps if matches[swap.site.name] != swap.match}
-
-
-def _kept_of(swap: Swap, kept: Collection[str]) -> Match | None:
+def kept_of(swap: Swap, kept: Collection[str]) -> Match | None:
     """What is left of ``swap`` with the candidates ``kept``: all, some of its regions, or None."""
-    chosen = [index for index, name in enumerate(_names(swap)) if name in kept]
+    chosen = [index for index, name in enumerate(names_of(swap)) if name in kept]
     regions = swap.match.attributes.get("regions", ())
     if not chosen or len(chosen) >= len(regions):
         return swap.match if chosen else None
     return Match(swap.match.kind, {**swap.match.attributes, "regions": [regions[index] for index in chosen]})
-
-
-def _rows(swaps: Sequence[Swap], choice: Choice) -> dict[str, dict[str, Any]]:
-    """What was timed of each site: of its candidates that are kept, where some are."""
-    timed = {one.candidate.name: one for one in choice.timed if one.calls or one.note}
-    rows = {}
-    for swap in swaps:
-        names = [name for name in _names(swap) if name in timed]
-        taken = [name for name in names if name in choice.kept] or names
-        if names:
-            told = f"{len(taken)} of {len(_names(swap))} regions are kept" if len(taken) < len(_names(swap)) else ""
-            rows[swap.site.name] = row([timed[name] for name in taken], choice.waits, told)
-    return rows
 
 
 def arrangements(
@@ -139,7 +92,7 @@ def arrangements(
 ) -> Callable[[Collection[str]], contextlib.AbstractContextManager[None]]:
     """What gives the swapped ``model``, for a block, the original classes at all sites but those named."""
     found = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
-    return lambda kept: classes([(module, _class_with(module, _kept_of(swap, kept))) for swap, module in found])
+    return lambda kept: classes([(module, _class_with(module, kept_of(swap, kept))) for swap, module in found])
 
 
 def _class_with(module: nn.Module, match: Match | None) -> type[nn.Module]:
