@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from normswap import hints
 from normswap.proof.prove import MODES
 
 
 def check_model(model: object) -> None:
     """Raise TypeError for what is no nn.Module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}{hints.how_to_make(model)}")
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}{_how_to_make(model)}")
 
 
 def check_arguments(model: Any, inputs: Any, kwargs: Any, mode: str, on_mismatch: str) -> None:
@@ -26,7 +27,7 @@ def check_arguments(model: Any, inputs: Any, kwargs: Any, mode: str, on_mismatch
     if inputs is not None and not isinstance(inputs, Tensor | tuple):
         raise TypeError(
             f"example_inputs must be a tensor or a tuple of positional arguments, got {type(inputs).__name__}; "
-            f"{hints.how_to_give(inputs)}"
+            f"{_how_to_give(inputs)}"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"example_kwargs must be a dict, got {type(kwargs).__name__}")
@@ -45,3 +46,29 @@ def check_speedup(value: object) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and value > 0):  # type: ignore[operator]
         raise ValueError(f"min_speedup must be a number above 0, or None to time nothing, got {value!r}")
+
+
+def _how_to_give(inputs: Any) -> str:
+    """How to pass example inputs that are neither a tensor nor a tuple."""
+    if isinstance(inputs, Mapping):
+        return "pass a dict as example_kwargs"
+    if isinstance(inputs, list):
+        return "pass tuple(example_inputs), or (example_inputs,) for one argument that is a list"
+    if type(inputs).__module__.partition(".")[0] == "numpy":
+        return "make a tensor of it: torch.from_numpy(example_inputs)"
+    if isinstance(inputs, DataLoader | Iterator):
+        return "pass one batch of it: next(iter(example_inputs))"
+    return "put a single argument of another kind into a tuple: (argument,)"
+
+
+def _how_to_make(model: Any) -> str:
+    """What to do with something that is given in the place of a model; "" where that is not known."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return f"; make one: {model.__name__}(...)"
+    if isinstance(model, Mapping):
+        return "; load_state_dict it into a model first"
+    if isinstance(model, torch.export.ExportedProgram):
+        return "; optimize the model before exporting it"
+    if isinstance(model, types.FunctionType | types.MethodType):
+        return "; optimize the modules it calls"
+    return ""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections import defaultdict
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from normswap import hints
 from normswap.plans import NormswapError
 
 
 def copy_of(model: nn.Module) -> nn.Module:
     """A deep copy. Raises NormswapError where it cannot be made; warns of optimizers that hold the original's
     parameters."""
-    if getattr(model, "training", False) and (held := hints.optimizers_of(model)):
+    if getattr(model, "training", False) and (held := _optimizers_of(model)):
         warnings.warn(
             f"normswap returns a copy: an optimizer made before ({', '.join(held)}) still holds the parameters of the "
             "model given; make it from the copy, or pass inplace=True",
@@ -31,6 +32,15 @@ def copy_of(model: nn.Module) -> nn.Module:
             raise NormswapError(
                 f"model cannot be copied ({type(error).__name__}: {told}); pass inplace=True"
             ) from error
+
+
+def _optimizers_of(model: nn.Module) -> list[str]:
+    """The names of the classes of the optimizers that hold parameters of ``model``."""
+    parameters = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    # By type(), which runs no code of the objects: some are proxies that do things when they are looked at.
+    found = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)] if parameters else []
+    held = [one for one in found if any(id(p) in parameters for group in one.param_groups for p in group["params"])]
+    return sorted({type(one).__name__ for one in held})
 
 
 def check_copy_fits(model: nn.Module) -> None:

@@ -101,33 +101,27 @@ def _selector(given: Any, argument: str, found: list[_Place]) -> Callable[[_Plac
     if given is None:
         return None
     several = isinstance(given, Iterable) and not isinstance(given, (str, nn.Module, type))
-    tests = [_test(one, argument) for one in (given if several else [given])]
+    filters = [*given] if several else [given]
+    tests = [_test(one, argument) for one in filters]
     names = [name for place in found for name in place.names]
-    for test in tests:
-        if test.pattern is not None and not any(test.holds(None, name) for name in names):
-            warnings.warn(f"{argument}: the pattern {test.pattern!r} matches no module", UserWarning, stacklevel=3)
-    return lambda place: any(test.holds(place.module, name) for test in tests for name in place.names)
+    for pattern, test in zip(filters, tests, strict=True):
+        if isinstance(pattern, str) and not any(test(None, name) for name in names):
+            warnings.warn(f"{argument}: the pattern {pattern!r} matches no module", UserWarning, stacklevel=3)
+    return lambda place: any(test(place.module, name) for test in tests for name in place.names)
 
 
-@dataclass(frozen=True)
-class _Test:
-    """One filter: what it asks of (module, name), and the pattern it came from if it is one."""
-
-    holds: Callable[[Any, str], bool]
-    pattern: str | None = None
-
-
-def _test(given: Any, argument: str) -> _Test:
+def _test(given: Any, argument: str) -> Callable[[Any, str], bool]:
+    """What one filter asks of (module, name)."""
     if isinstance(given, str) and given.startswith("re:"):
         try:
             expression = re.compile(given[len("re:") :])
         except re.error as error:
             raise ValueError(f"{argument}: {given!r} is not a regular expression: {error}") from error
-        return _Test(lambda module, name: expression.fullmatch(name) is not None, given)
+        return lambda module, name: expression.fullmatch(name) is not None
     if isinstance(given, str):
-        return _Test(lambda module, name: fnmatch.fnmatchcase(name, given), given)
+        return lambda module, name: fnmatch.fnmatchcase(name, given)
     if callable(given) and not isinstance(given, (type, nn.Module)):
-        return _Test(lambda module, name: bool(given(module, name)))
+        return lambda module, name: bool(given(module, name))
     shown = given.__name__ if isinstance(given, type) else type(given).__name__
     raise TypeError(
         f"{argument}: a filter must be a glob, 're:...', fn(module, name) -> bool or a list of these, got {shown}"

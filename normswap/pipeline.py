@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,7 @@ from normswap.installed import site_match
 from normswap.plans import NothingSwappedError, Plan
 from normswap.proof.prove import SiteProof, prove, unchecked
 from normswap.proof.whole_model import compare_models
-from normswap.reports import Report, make_report, merged
+from normswap.reports import Report, merged, notes_on, rows_of
 from normswap.rollback import put_back, settle, without_asked, without_declined
 
 OnMismatch = Literal["rollback", "raise", "warn"]
@@ -218,16 +219,17 @@ def _reported(
                 f"{', '.join(p.name or '(root)' for p in worst)}",
                 stacklevel=3,
             )
-    return make_report(
-        found,
-        proofs,
-        kept,
+    rows = rows_of(found, proofs, kept, {} if decision is None else decision.rows)
+    return Report(
+        tuple(rows),
         device="none" if like is None else _device_name(like.device),
         dtype="no parameters" if like is None else str(like.dtype).removeprefix("torch."),
         mode="train" if getattr(model, "training", False) else "eval",  # a frozen ScriptModule has no mode
         kernels=_kernels_line(),
-        model=end_to_end,
-        decision=decision,
+        model=None if end_to_end is None else {**asdict(end_to_end), "passed": end_to_end.passed},
+        notes=tuple(notes_on(rows)),
+        plan=found,
+        times=None if decision is None else decision.times,
     )
 
 

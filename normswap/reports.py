@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from typing import Any
@@ -79,12 +79,10 @@ class Report:
         """A line for each kind of site, in a format of tabulate's."""
         kinds = sorted(dict.fromkeys(row["kind"] for row in self.rows), key=lambda kind: kind == REGION)
         of_kind = {kind: [row for row in self.rows if row["kind"] == kind] for kind in kinds}
-        lines = [_line(kind, rows) for kind, rows in of_kind.items()]
-        headers = ("kind", "sites", "swapped", "proved", "error", "PyTorch's", *_TIMES)
-        shown = len(headers) if _timed(self.rows) else headers.index(_TIMES[0])
-        right = ("left", *("right",) * (shown - 1))
-        cut = [line[:shown] for line in lines]
-        return str(tabulate(cut, headers[:shown], form, disable_numparse=True, colalign=right)) if lines else ""
+        headers = ("kind", "sites", "swapped", "proved", "error", "PyTorch's", *(_TIMES if _timed(self.rows) else ()))
+        lines = [_line(kind, rows)[: len(headers)] for kind, rows in of_kind.items()]
+        right = ("left", *("right",) * (len(headers) - 1))
+        return str(tabulate(lines, headers, form, disable_numparse=True, colalign=right)) if lines else ""
 
     def _time_line(self) -> str:
         if self.times is None:
@@ -102,13 +100,12 @@ class Report:
         return line + ("" if self.model["passed"] else "; NOT WITHIN IT")
 
     def _lists(self) -> Iterable[str]:
-        for title, rows in _groups(self.rows).items():
-            groups: dict[tuple[str, str], list[str]] = {}
-            for row in rows:
-                groups.setdefault((row["reason"], row["cure"]), []).append(row["name"] or "(root)")
-            for (reason, cure), names in groups.items():
-                told = reason + _figures([row for row in rows if row["reason"] == reason])
-                yield f"{title}: {_first(names)}: {told}" + (f"; cure: {cure}" if cure else "")
+        groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+        for row in _left_out(self.rows):
+            groups.setdefault((_title(row), row["reason"], row["cure"]), []).append(row)
+        for (title, reason, cure), rows in groups.items():
+            told = _first([row["name"] or "(root)" for row in rows])
+            yield f"{title}: {told}: {reason}{_figures(rows)}" + (f"; cure: {cure}" if cure else "")
         for reason, names in self._apart().items():
             yield f"norm apart: {_first(names)}: {reason}"
 
@@ -160,7 +157,7 @@ def _run_us(timed: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
     return sum(us for us, _ in times), sum(us / gain for us, gain in times)
 
 
-def _figures(rows: list[dict[str, Any]]) -> str:
+def _figures(rows: Sequence[Mapping[str, Any]]) -> str:
     """What sites took that were put back, of the device and of the host."""
     timed = [row for row in rows if row["status"] == "slower" and row.get("gain") is not None]
     if not timed:
@@ -174,49 +171,34 @@ def _timed(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [row for row in rows if row["swapped"] and row.get("gain") is not None]
 
 
-def _groups(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of which a reason is to be told, by what became of them, in the order of the report."""
-    found: dict[str, list[dict[str, Any]]] = {
-        "rolled back": [],
-        "failed, still swapped": [],
-        "put back": [],
-        "left alone": [],
-    }
-    for row in rows:
-        if row["status"] == "failed":
-            found["failed, still swapped" if row["swapped"] else "rolled back"].append(row)
-        elif row["status"] in ("slower", "declined", "identity", "refused"):
-            found["left alone" if row["status"] == "refused" else "put back"].append(row)
-    return found
+_TITLES = ("rolled back", "failed, still swapped", "put back", "left alone")
 
 
-def make_report(
-    plan: Plan,
-    proofs: Iterable[Any],
-    swapped: Iterable[str],
-    *,
-    device: str,
-    dtype: str,
-    mode: str,
-    kernels: str,
-    model: Any = None,
-    decision: Any = None,
-) -> Report:
-    """Put together what was planned, proved (SiteProof), timed (a timing.Decision) and kept (names in ``swapped``).
+def _title(row: Mapping[str, Any]) -> str:
+    """What became of a site of which a reason is to be told; "" of the others."""
+    if row["status"] == "failed":
+        return "failed, still swapped" if row["swapped"] else "rolled back"
+    became = {"slower": "put back", "declined": "put back", "identity": "put back", "refused": "left alone"}
+    return became.get(row["status"], "")
 
-    ``plan`` is the plan as it stands after sites were put back: those are among its refused.
-    """
-    kept, timed = set(swapped), {} if decision is None else decision.rows
+
+def _left_out(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows that have a title, in the order of these."""
+    return sorted((row for row in rows if _title(row)), key=lambda row: _TITLES.index(_title(row)))
+
+
+def rows_of(
+    plan: Plan, proofs: Iterable[Any], swapped: Collection[str], timed: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows of what was proved (SiteProof), timed (rows by name) and is ``swapped`` now, and of what was refused, in
+    ``plan`` as it stands after sites were put back: those are among its refused."""
     refusals = {refused.site.name: refused.refusal for refused in plan.refused}
-    rows = [_row(proof, proof.name in kept, refusals.get(proof.name), timed.get(proof.name)) for proof in proofs]
-    planned = {row["name"] for row in rows}
-    for refused in plan.refused:
-        if refused.site.name not in planned:
-            row = {"name": refused.site.name, "kind": refused.refusal.kind, "status": "refused", "swapped": False}
-            rows.append(row | _why(refused.refusal))
-    whole = None if model is None else {**asdict(model), "passed": model.passed}
-    times = None if decision is None else decision.times
-    return Report(tuple(rows), device, dtype, mode, kernels, whole, tuple(_notes(rows)), plan, times)
+    rows = [
+        _row(proof, proof.name in swapped, refusals.pop(proof.name, None), timed.get(proof.name)) for proof in proofs
+    ]
+    for name, refusal in refusals.items():
+        rows.append({"name": name, "kind": refusal.kind, "status": "refused", "swapped": False, **_why(refusal)})
+    return rows
 
 
 def merged(earlier: Report, later: Report, already: Sequence[Swap], order: Sequence[str]) -> Report:
@@ -236,7 +218,7 @@ def merged(earlier: Report, later: Report, already: Sequence[Swap], order: Seque
         later.plan.gpu or earlier.plan.gpu,
     )
     model = earlier.model if later.model is None else later.model
-    return replace(later, rows=tuple(rows), plan=plan, notes=tuple(_notes(rows)), model=model)
+    return replace(later, rows=tuple(rows), plan=plan, notes=tuple(notes_on(rows)), model=model)
 
 
 def _row(proof: Any, swapped: bool, refusal: Refusal | None, timed: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -256,7 +238,7 @@ def _why(refusal: Refusal) -> dict[str, str]:
     return {"code": refusal.reason.name, "reason": str(refusal), "cure": refusal.reason.cure}
 
 
-def _notes(rows: list[dict[str, Any]]) -> Iterable[str]:
+def notes_on(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
     """What a person should know about the rows of a report."""
     swapped = [row for row in rows if row["swapped"]]
     if not swapped:
@@ -303,10 +285,8 @@ _UNPROVED = {
 
 def _page(report: Report) -> str:
     """A Report as HTML: a line, the table by kind, and what else there is to say, folded up."""
-    statuses = Counter(row["status"] for row in report.rows if not row["swapped"])
-    others = {"refused": "left alone", "failed": "rolled back"}
-    told = [f"{others.get(status, 'put back')}: {count}" for status, count in statuses.items()]
-    summary = "; ".join(told) or "more"
+    counts = Counter(map(_title, _left_out(report.rows)))
+    summary = "; ".join(f"{title}: {count}" for title, count in counts.items()) or "more"
     rest = "\n".join([report.remarks(), *report.notes])
     return (
         f"<p>{escape(report.headline())}</p>\n{report.table('html')}\n{_plot(report.rows)}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap.installed import class_before, site_match
-from normswap.untouched import set_classes
+from normswap.untouched import set_classes, surely
 
 
 class _Off:
@@ -44,11 +45,7 @@ def originals(model: nn.Module) -> Iterator[list[nn.Module]]:
             set_classes((module, state.original) for module, state in entered if state.blocks == 1)
         yield changed
     finally:
-        try:
-            _leave(entered, changed)
-        except BaseException:  # an interrupt, say
-            _leave(entered, changed)
-            raise
+        surely(partial(_leave, entered, changed))
 
 
 def _state_of(module: nn.Module) -> _Off | None:

@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -84,11 +84,16 @@ def preserved(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            try:
-                every(steps)
-            except BaseException:  # an interrupt, say
-                every(steps)
-                raise
+            surely(partial(every, steps))
+
+
+def surely(step: Callable[[], object]) -> None:
+    """Do a step, once more where an interrupt comes in between."""
+    try:
+        step()
+    except BaseException:
+        step()
+        raise
 
 
 def every(steps: Iterable[Callable[[], object]]) -> None:
@@ -155,7 +160,7 @@ def classes(modules: list[tuple[nn.Module, type[nn.Module]]]) -> Iterator[None]:
         set_classes(modules)
         yield
     finally:
-        _put_back(before)
+        surely(partial(set_classes, before))
 
 
 @contextlib.contextmanager
@@ -165,16 +170,7 @@ def all_or_none(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _put_back([(module, cls) for module, cls in before if type(module) is not cls])
-        raise
-
-
-def _put_back(before: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
-    """``set_classes``, done again when an interrupt comes in between."""
-    try:
-        set_classes(before)
-    except BaseException:
-        set_classes(before)
+        surely(partial(set_classes, [(module, cls) for module, cls in before if type(module) is not cls]))
         raise
 
 

@@ -99,9 +99,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "proof",
         "timing",
     },
-    "copying": {"hints", "plans"},
+    "copying": {"plans"},
     "example": set(),
-    "arguments": {"hints", "proof"},
+    "arguments": {"proof"},
     "rollback": {"swapping", "hints", "plans", "proof", "timing"},
     "pipeline": {
         "arguments",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules
-from normswap.proof.prove import SiteProof, prove_sites
+from normswap.proof.prove import SiteProof, prove
 
 SITES = ("group", "layer", "projection", "projection.bn", "l1", "rms")
 """In training; in eval a BatchNorm is no site by itself."""
@@ -142,10 +142,10 @@ def test_a_wrong_site_is_put_back_alone(model: nn.Module, monkeypatch: pytest.Mo
 def test_a_site_that_every_call_leaves_to_the_original_is_put_back(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    def declined(*arguments: Any, **options: Any) -> list[SiteProof]:
-        return [replace(p, declined=p.name == "layer", device=device) for p in prove_sites(*arguments, **options)]
+    def declined(*arguments: Any) -> list[SiteProof]:
+        return [replace(p, declined=p.name == "layer", device=device) for p in prove(*arguments)]
 
-    monkeypatch.setattr(sys.modules["normswap.proof.prove"], "prove_sites", declined)
+    monkeypatch.setattr(sys.modules["normswap.pipeline"], "prove", declined)
     swapped = normswap.optimize(model, torch.randn(X), min_speedup=None)
     row = next(row for row in normswap.report(swapped).rows if row["name"] == "layer")
     if device == "cpu":  # where no kernel runs, all is left to PyTorch's ops

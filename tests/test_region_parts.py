@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import rules
+from normswap.example import Example
 from normswap.installed import marks
 from normswap.plans import Match, PlanError
 from normswap.proof import made_up, prove
-from normswap.proof.prove import prove_sites
 from normswap.regions import foldings
 from normswap.regions.behind import FEEDING
 from normswap.regions.beside import Beside
@@ -335,8 +335,7 @@ def test_a_view_that_is_not_of_both_summands_is_reported_as_declined() -> None:
     model, x = randomised(written(transposed)).eval(), torch.randn(WINDOWS)
     swapped = normswap.apply(model, normswap.plan(model))
     (swap,) = (swap for swap in normswap.report(swapped).plan.swaps if swap.site.name == "")
-    with torch.no_grad():
-        (proof,) = prove_sites(swapped, [swap], lambda: swapped(x, x), gradients=False)
+    (proof,) = prove.prove(Example(swapped, (x, x)), [swap], "forward")
     assert proof.declined and proof.device == "cpu" and proof.status == "wiring"
 
 

@@ -7,7 +7,7 @@ it was (PyTorch's result), as it was in float64 (the referee), and swapped. Only
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,40 +58,26 @@ def unchecked(swap: Swap, why: str = "") -> SiteProof:
 
 
 def prove(example: Example, swaps: Sequence[Swap], mode: str) -> list[SiteProof]:
-    """Prove every site of ``swaps`` in the swapped model of ``example``, with gradients as the ``mode`` says."""
+    """Prove every site of ``swaps`` in the swapped model of ``example``, with gradients as the ``mode`` says. Sites
+    that a run on the example inputs does not reach get made-up ones. The model is left as it was."""
     if mode == "off":
         return [unchecked(swap) for swap in swaps]
     if not example.has_values:
         return [unchecked(swap, _NO_VALUES) for swap in swaps]
     gradients = mode == "grad" or (mode == "auto" and example.learns)
-    with uncompiled():
-        return prove_sites(example.model, swaps, example.run, gradients=gradients, like=example.typical)
-
-
-def prove_sites(
-    model: nn.Module,
-    swaps: Sequence[Swap],
-    run: Callable[[], Any] | None,
-    *,
-    gradients: bool,
-    like: Tensor | None = None,
-) -> list[SiteProof]:
-    """Prove every site of ``swaps`` in the swapped ``model``; ``run`` runs the model on its example inputs, None
-    when there are none. Sites that the run does not reach get made-up inputs of the dtype and device of their
-    parameters, or of ``like``. The model is left as it was."""
     shown = progress("proof", unit="calls")
     seen = Seen(shown.update)
-    modules = [model.get_submodule(swap.site.name) for swap in swaps]
+    modules = [example.model.get_submodule(swap.site.name) for swap in swaps]
     originals = [(module, class_before(module)) for module in modules]
     sites = [Prover(*original, s.match, gradients, seen) for s, original in zip(swaps, originals, strict=True)]
-    with shown, preserved(model), classes(originals):
-        if run is not None:
+    with uncompiled(), shown, preserved(example.model), classes(originals):
+        if example.run is not None:
             with listening(sites), torch.no_grad(), _explained("the ORIGINAL model, on these inputs"):
-                run()
+                example.run()
         captured = [site.captured for site in sites]
         for swap, site in zip(swaps, sites, strict=True):
             with _explained(f"site {swap.site.name or '(root)'} on made-up inputs; give example_inputs"):
-                site.make_up(like)
+                site.make_up(example.typical)
     return [
         _proof(swap, site.module, site.comparisons(), "captured" if reached else "synthesised")
         for swap, site, reached in zip(swaps, sites, captured, strict=True)
