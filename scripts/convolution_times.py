@@ -24,8 +24,7 @@ from normswap.ops.convolution import WAYS
 from normswap.plans import Match, Plan, Swap
 from normswap.regions.foldings import foldings_of, without_convolution
 from normswap.regions.spec import Region
-from normswap.timing.clock import clock_of
-from normswap.timing.hidden import costs
+from normswap.timing.clock import clock_of, costs
 from normswap.timing.model import compare, waiting
 
 NAMES = ("resnet50", "densenet121", "regnety_032", "efficientnet_b0", "mobilenetv3_large_100")

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from normswap.timing.clock import clock_of
-from normswap.timing.hidden import block
+from normswap.timing.clock import block, clock_of
 
 BUDGET_MS = 400.0
 LEAST, MOST = 9, 60

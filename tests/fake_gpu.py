@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules
-from normswap.timing import decision, hidden, model
+from normswap.timing import clock, decision, model
 
 Costs = Callable[[nn.Module, bool], tuple[float, float]]
 """(microseconds of the host, of the device) for a call of a module, given whether it is swapped."""
@@ -72,8 +72,8 @@ def running(gpu: FakeGpu, costs: Costs) -> Iterator[None]:
             patch.setattr(decision, "machine_for", machine_for)
             patch.setattr(model, "MOST_RUNS", 2)  # the modules run for real
             patch.setattr(model, "MOST_ROUNDS", 8)
-            patch.setattr(hidden, "MOST_CALLS", 3)
-            patch.setattr(hidden, "ROUNDS", 9)
+            patch.setattr(clock, "MOST_CALLS", 3)
+            patch.setattr(clock, "ROUNDS", 9)
             yield
     finally:
         handle.remove()

@@ -17,9 +17,8 @@ import normswap
 from normswap import hints
 from normswap.plans import Plan, Reason
 from normswap.timing import decision
-from normswap.timing.choose import Waiting
-from normswap.timing.hidden import Cost
-from normswap.timing.model import Compared, compare
+from normswap.timing.clock import Cost
+from normswap.timing.model import Compared, Waiting, compare
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a copy.*")
 

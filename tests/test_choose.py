@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import pytest
 
 from normswap.timing import decision
-from normswap.timing.candidate import Candidate
-from normswap.timing.choose import Timed, Waiting, cover, worth
-from normswap.timing.hidden import Cost
+from normswap.timing.candidates import Candidate
+from normswap.timing.clock import Cost
+from normswap.timing.decision import Timed, cover, worth
+from normswap.timing.model import Waiting
 
 DEVICE, HOST, BOTH = Waiting(900.0, 300.0), Waiting(300.0, 900.0), Waiting(500.0, 500.0)
 

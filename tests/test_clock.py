@@ -9,8 +9,8 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 
-from normswap.timing import clock, hidden
-from normswap.timing.hidden import Cost
+from normswap.timing import clock
+from normswap.timing.clock import Cost
 
 
 def test_functions_take_turns_and_medians_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,15 +43,15 @@ def test_the_host_is_the_clock_of_what_runs_there() -> None:
 @pytest.mark.parametrize(("host", "device"), [(10.0, 2.0), (2.0, 10.0), (500.0, 1.0), (5.0, 900.0)])
 def test_device_and_host_are_told_apart_whichever_is_slower(host: float, device: float) -> None:
     gpu = FakeGpu()
-    (cost,) = hidden.costs(gpu, [lambda: gpu.launch(host, device)])
+    (cost,) = clock.costs(gpu, [lambda: gpu.launch(host, device)])
     assert (cost.device_us, cost.host_us) == pytest.approx((device, host))
     assert (cost.device_noise_us, cost.host_noise_us) == pytest.approx((0, 0), abs=1e-6)
 
 
 def test_the_device_is_held_for_longer_where_the_host_needs_more() -> None:
     gpu = FakeGpu()
-    found = hidden.block(gpu, lambda: gpu.launch(1000.0, 10.0), 1, lead_us=100.0)
-    assert found == hidden.Block(pytest.approx(10.0), 1000.0, True)
+    found = clock.block(gpu, lambda: gpu.launch(1000.0, 10.0), 1, lead_us=100.0)
+    assert found == clock.Block(pytest.approx(10.0), 1000.0, True)
     assert gpu.held == 100.0 + 2000.0
 
 
@@ -62,12 +62,12 @@ def test_what_waits_for_the_device_itself_cannot_be_hidden() -> None:
         gpu.launch(5.0, 10.0)
         gpu.wait()
 
-    assert not hidden.block(gpu, synchronises, 2, lead_us=100.0).hidden
+    assert not clock.block(gpu, synchronises, 2, lead_us=100.0).hidden
 
 
 def test_what_comes_before_a_block_is_not_timed() -> None:
     gpu = FakeGpu()
-    found = hidden.block(gpu, lambda: gpu.launch(1.0, 2.0), 1, 50.0, before=lambda: gpu.launch(300.0, 4000.0))
+    found = clock.block(gpu, lambda: gpu.launch(1.0, 2.0), 1, 50.0, before=lambda: gpu.launch(300.0, 4000.0))
     assert (found.device_us, found.host_us) == pytest.approx((2.0, 1.0))
 
 
@@ -79,14 +79,14 @@ def test_a_drift_falls_on_all_alike() -> None:
         gpu.launch(1.0, grown[0])
         grown[0] += 0.01
 
-    one, other = hidden.costs(gpu, [drifting, drifting])
+    one, other = clock.costs(gpu, [drifting, drifting])
     assert one.device_us == pytest.approx(other.device_us, rel=0.02)
-    assert [*hidden.in_turns(3, 2)] == [0, 1, 2, 2, 1, 0]
+    assert [*clock.in_turns(3, 2)] == [0, 1, 2, 2, 1, 0]
 
 
 def test_noise_is_measured() -> None:
     gpu = FakeGpu(noise=0.1)
-    (cost,) = hidden.costs(gpu, [lambda: gpu.launch(300.0, 200.0)])
+    (cost,) = clock.costs(gpu, [lambda: gpu.launch(300.0, 200.0)])
     assert cost.device_us == pytest.approx(200.0, rel=0.15) and 0.5 < cost.device_noise_us < 60.0
     assert cost.host_us == pytest.approx(300.0, rel=0.15) and 0.5 < cost.host_noise_us < 90.0
 
@@ -94,7 +94,7 @@ def test_noise_is_measured() -> None:
 def test_no_garbage_is_collected_in_between() -> None:
     seen: list[bool] = []
     gpu = FakeGpu()
-    hidden.costs(gpu, [lambda: (seen.append(gc.isenabled()), gpu.launch(1.0, 1.0))])
+    clock.costs(gpu, [lambda: (seen.append(gc.isenabled()), gpu.launch(1.0, 1.0))])
     assert not any(seen) and gc.isenabled()
 
 

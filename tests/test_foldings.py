@@ -15,8 +15,8 @@ from normswap import finding
 from normswap.installed import site_match
 from normswap.plans import Plan
 from normswap.timing import decide_foldings, foldings
-from normswap.timing.candidate import Use
-from normswap.timing.hidden import Cost
+from normswap.timing.candidates import Use
+from normswap.timing.clock import Cost
 from normswap.timing.model import Compared
 
 IMAGE = (2, 6, 9, 8)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 import normswap
 from normswap import progress
 from normswap.plans import Match, Site, Swap
-from normswap.timing import candidate, decision, sites
+from normswap.timing import candidates, decision
 from normswap.timing import model as whole_model
-from normswap.timing.choose import Timed, Waiting, cover
-from normswap.timing.hidden import Cost
+from normswap.timing.clock import Cost
+from normswap.timing.decision import Timed, cover
+from normswap.timing.model import Waiting
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a copy.*")
 
@@ -29,7 +30,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     original = decision.time_use
 
-    def timed(use: candidate.Use) -> Any:
+    def timed(use: candidates.Use) -> Any:
         seen.append(use.key)
         return original(use)
 
@@ -58,14 +59,14 @@ def different_from(norm: nn.LayerNorm) -> dict[str, nn.LayerNorm]:
 @pytest.mark.parametrize("what", different_from(nn.LayerNorm(8)))
 def test_what_tells_modules_apart(what: str) -> None:
     norm = nn.LayerNorm(8)
-    assert sites.looks(norm) == sites.looks(randomised(nn.LayerNorm(8)))
-    assert sites.looks(norm) != sites.looks(different_from(norm)[what])
+    assert candidates.looks(norm) == candidates.looks(randomised(nn.LayerNorm(8)))
+    assert candidates.looks(norm) != candidates.looks(different_from(norm)[what])
 
 
 def test_what_tells_calls_apart() -> None:
     x = torch.randn(4, 8)
-    call = candidate.Call.of(x)
-    assert call == candidate.Call.of(torch.randn(4, 8)) and hash(call) == hash(candidate.Call.of(x))
+    call = candidates.Call.of(x)
+    assert call == candidates.Call.of(torch.randn(4, 8)) and hash(call) == hash(candidates.Call.of(x))
     others = [
         torch.randn(5, 8),
         torch.randn(8, 4).t(),
@@ -74,10 +75,10 @@ def test_what_tells_calls_apart() -> None:
         torch.randn(33)[1:].view(4, 8),
         x.to("meta"),
     ]
-    assert all(candidate.Call.of(other) != call for other in others)
-    assert candidate.Call.of((x, x)) != call and candidate.Call.of((x, 2)) != call
+    assert all(candidates.Call.of(other) != call for other in others)
+    assert candidates.Call.of((x, x)) != call and candidates.Call.of((x, 2)) != call
     with torch.autocast("cpu", torch.bfloat16):
-        assert candidate.Call.of(x) != call
+        assert candidates.Call.of(x) != call
 
 
 def test_a_frozen_norm_is_timed_apart_from_one_that_learns(keys: list[Any]) -> None:
@@ -94,7 +95,7 @@ class Other(Tensor):
 def test_calls_that_cannot_be_made_again_are_not_recorded() -> None:
     x = torch.randn(2, 3)
     for given in ((), x.int(), x[:0], (x, bytearray()), x.as_subclass(Other), (x, x.as_subclass(Other))):
-        assert candidate.Call.of(given) is None
+        assert candidates.Call.of(given) is None
 
 
 def test_of_a_sequential_only_the_swapped_children_are_timed(keys: list[Any]) -> None:
@@ -136,13 +137,13 @@ def test_a_site_counts_as_often_as_it_is_called() -> None:
     """Of two that exclude each other the one that saves more in one run is kept, not the one that saves more a call."""
     gpu, made = FakeGpu(), torch.device("cpu")
 
-    def use(name: str, calls: int, before: float, after: float) -> candidate.Use:
+    def use(name: str, calls: int, before: float, after: float) -> candidates.Use:
         functions = (lambda: gpu.launch(1.0, before)), (lambda: gpu.launch(1.0, after))
-        return candidate.Use(name, calls, made, lambda: contextlib.nullcontext(functions))
+        return candidates.Use(name, calls, made, lambda: contextlib.nullcontext(functions))
 
     found = [
-        candidate.Candidate("often", "layer_norm", (use("a", 50, 10.0, 5.0),)),
-        candidate.Candidate("rare", "layer_norm", (use("b", 1, 200.0, 100.0),), frozenset(["often"])),
+        candidates.Candidate("often", "layer_norm", (use("a", 50, 10.0, 5.0),)),
+        candidates.Candidate("rare", "layer_norm", (use("b", 1, 200.0, 100.0),), frozenset(["often"])),
     ]
     with running(gpu, lambda module, swapped: (0.0, 0.0)):
         timed = decision.time_candidates(found)
@@ -153,14 +154,14 @@ def test_a_site_counts_as_often_as_it_is_called() -> None:
 def timed_inputs(model: nn.Module, x: Tensor) -> list[tuple[Any, ...]]:
     """(call, the inputs made for it) of what is timed in ``model``."""
     found = []
-    original = candidate.Call.made
+    original = candidates.Call.made
 
-    def made(call: candidate.Call) -> tuple[Any, ...]:
+    def made(call: candidates.Call) -> tuple[Any, ...]:
         found.append((call, original(call)))
         return found[-1][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidate.Call, "made", made)
+        patch.setattr(candidates.Call, "made", made)
         optimized(model.eval(), x, norms((10.0, 5.0)), validate="off")
     return [(call, *inputs) for call, inputs in found]
 
@@ -201,17 +202,17 @@ def test_a_region_of_several_inputs_and_outputs_is_timed_with_its_backward() -> 
         total = x + y * scale
         return total, torch.nn.functional.layer_norm(total, (8,), weight)
 
-    recorder = candidate.Recorder()
+    recorder = candidates.Recorder()
     learns, fixed, mask = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8), torch.ones(4, dtype=torch.bool)
     for _ in range(3):
         recorder.add(((learns, fixed), 2.0, mask))
-    (use,) = recorder.uses("key", lambda: (candidate.Code(region, [weight]),) * 2, gradients=True)
+    (use,) = recorder.uses("key", lambda: (candidates.Code(region, [weight]),) * 2, gradients=True)
     assert use.calls == 3 and use.device == torch.device("cpu")
     with use.functions() as (original, ours):
         first, second = original(), ours()
     assert [g.shape for g in first] == [(4, 8), (8,)] and all(map(torch.equal, first, second))
     assert seen[-1] == (True, False, 2.0, torch.bool) and weight.grad is None
-    (forward,) = recorder.uses("key", lambda: (candidate.Code(region, [weight]),) * 2, gradients=False)
+    (forward,) = recorder.uses("key", lambda: (candidates.Code(region, [weight]),) * 2, gradients=False)
     assert forward.key != use.key
     with forward.functions() as both:
         assert isinstance(both[0](), tuple) and seen[-1][0] is False
@@ -318,7 +319,7 @@ def test_a_run_that_waits_for_its_device_is_not_held_again_and_again() -> None:
 
 def part(calls: int = 1, before: float = 30.0, after: float = 10.0, note: str = "") -> Timed:
     costs = Cost(calls * before, 0.0), Cost(calls * after, 0.0)
-    return Timed(candidate.Candidate("a", "region"), calls, *costs, note)
+    return Timed(candidates.Candidate("a", "region"), calls, *costs, note)
 
 
 @pytest.mark.parametrize(
@@ -347,4 +348,4 @@ def test_the_parts_of_a_site_are_told_as_one(parts: Any, note: str, expected: tu
 )
 def test_of_a_site_the_regions_that_gain_are_kept(kept: Any, left: tuple[Match | None, ...]) -> None:
     swaps = [Swap(Site("a", "A"), Match("region", {"regions": [1, 2]})), Swap(Site("b", "B"), Match("layer_norm"))]
-    assert tuple(sites.kept_of(swap, kept) for swap in swaps) == left
+    assert tuple(candidates.kept_of(swap, kept) for swap in swaps) == left

@@ -24,9 +24,10 @@ from normswap.activation import NONE, Activation
 from normswap.kinds import KINDS
 from normswap.plans import Reason, Refusal
 from normswap.regions import chain
-from normswap.timing.candidate import Candidate
-from normswap.timing.choose import Timed, Waiting
-from normswap.timing.hidden import Cost
+from normswap.timing.candidates import Candidate
+from normswap.timing.clock import Cost
+from normswap.timing.decision import Timed
+from normswap.timing.model import Waiting
 
 # --- what is spoken of ------------------------------------------------------------------------------------------------
 

@@ -24,11 +24,10 @@ from normswap.regions.holder import holder_of
 from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
-from normswap.timing.candidate import Code, Recorder, Use
+from normswap.timing.candidates import Code, Recorder, Use, looks_of
+from normswap.timing.clock import NO_COST, Cost
 from normswap.timing.decision import machine_for, takes_gradients, time_use
-from normswap.timing.hidden import NO_COST, Cost
 from normswap.timing.model import Way, compare, runs
-from normswap.timing.sites import looks_of
 from normswap.untouched import classes, preserved
 
 APART = "apart"

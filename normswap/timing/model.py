@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from normswap.timing.choose import Waiting
-from normswap.timing.clock import Machine
-from normswap.timing.hidden import MOST_LEAD_US, Function, block, doubt, in_turns, typical, undisturbed
+from normswap.timing.clock import MOST_LEAD_US, Cost, Function, Machine, block, doubt, in_turns, typical, undisturbed
 
 WARM_UP = 2
 WAITING_ROUNDS = 5
@@ -26,6 +24,8 @@ SAME = 0.01
 """The same code, timed twice, differs by less."""
 MOST_NOISE = 0.03
 """However noisy the clock: what seems slower by more is taken to be."""
+NEAR = 0.1
+"""How far from equal, as a share, device and host may be for both to count."""
 
 Arrangement = Callable[[Collection[str]], AbstractContextManager[None]]
 """The model for a block with these candidates swapped and no others."""
@@ -48,25 +48,42 @@ def runs(way: Way, what: str) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """What one run of the model costs its device and its host, in microseconds."""
+
+    device_us: float
+    host_us: float
+
+    @property
+    def bound(self) -> str:
+        """What the run waits for: "device" or "host"."""
+        return "device" if self.device_us >= self.host_us else "host"
+
+    @property
+    def device_share(self) -> float:
+        """How much of a device's microsecond saved the run gains; the rest is the host's share."""
+        if self.host_us <= 0:
+            return 1.0
+        return min(1.0, max(0.0, 0.5 + (self.device_us / self.host_us - 1.0) / (2 * NEAR)))
+
+    def weighed(self, cost: Cost) -> float:
+        """What a cost is to the run."""
+        return self.device_share * cost.device_us + (1 - self.device_share) * cost.host_us
+
+
 def waiting(machine: Machine, run: Function) -> Waiting:
     """What a run costs the device with the host hidden, and the host from an idle device on."""
     with undisturbed():
         for _ in range(WARM_UP):
             run()
-        hosts = [_host_us(machine, run) for _ in range(WAITING_ROUNDS)]
+        hosts = [block(machine, run, 1, 0.0, tries=1).host_us for _ in range(WAITING_ROUNDS)]
         lead_us = min(MOST_LEAD_US, 1.3 * typical(hosts) + 100.0)
         blocks = [block(machine, run, 1, lead_us)]
         # A run that waits for its device itself cannot be hidden from it.
         lead_us, tries = (lead_us, 2) if blocks[0].hidden else (0.0, 1)
         blocks += [block(machine, run, 1, lead_us, tries=tries) for _ in range(WAITING_ROUNDS - 1)]
     return Waiting(typical([one.device_us for one in blocks]), typical(hosts))
-
-
-def _host_us(machine: Machine, run: Function) -> float:
-    machine.wait()
-    begun = machine.now_us()
-    run()
-    return machine.now_us() - begun
 
 
 @dataclass(frozen=True)

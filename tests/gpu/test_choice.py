@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules
-from normswap.timing import hidden
+from normswap.timing import clock
 from normswap.timing.clock import clock_of
 
 DEVICE = torch.device("cuda")
@@ -44,7 +44,7 @@ def test_device_and_host_are_told_apart() -> None:
     """A small kernel costs the device a few microseconds and the host more; a large one the reverse."""
     machine = clock_of(DEVICE)
     small, large = torch.zeros(64, device=DEVICE), torch.zeros(2**28, device=DEVICE)
-    first, second = hidden.costs(machine, [lambda: small.add_(1), lambda: large.add_(1)])
+    first, second = clock.costs(machine, [lambda: small.add_(1), lambda: large.add_(1)])
     assert 0.5 < first.device_us < 5.0 and second.device_us > 300.0
     assert first.host_us < 100.0 and second.host_us < 100.0
 

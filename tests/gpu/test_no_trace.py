@@ -20,7 +20,7 @@ from traces import Stop, Trace, cluttered, raising_at_call, raising_at_op
 
 import normswap
 from normswap import copying
-from normswap.timing import hidden
+from normswap.timing import clock
 from normswap.timing import model as whole_model
 
 STOPS = 40
@@ -30,7 +30,7 @@ SEED = os.environ.get("NORMSWAP_SEED", "0")
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No warnings, and few calls to time a site, which would be most of the steps."""
-    monkeypatch.setattr(hidden, "MOST_CALLS", 2)
+    monkeypatch.setattr(clock, "MOST_CALLS", 2)
     for name in ("LEAST_ROUNDS", "MOST_ROUNDS", "MOST_RUNS", "MOST_TIMES", "WAITING_ROUNDS"):
         monkeypatch.setattr(whole_model, name, 2)
     with warnings.catch_warnings():
