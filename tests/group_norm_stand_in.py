@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import CODES, Activation
+from normswap.ops import dispatch
 
 NAMES = [*CODES]
 
@@ -53,7 +56,7 @@ def group_norm(
     out.copy_(reference.group_norm(wide[0], num_groups, *wide[1:], eps, after, residual=residual))  # type: ignore[arg-type]
 
 
-def recorded(
+def group_norm_recorded(
     input: Tensor,
     num_groups: int,
     weight: Tensor | None,
@@ -64,12 +67,14 @@ def recorded(
     high: float,
     residual: Tensor | None,
     wide: bool,
-) -> tuple[Tensor, Tensor]:
-    """The output and all means, then all rstds, of a contiguous input."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """The output and all means, then all rstds, of a dense input; neither where something lies otherwise."""
+    if not lie_alike(input, residual):
+        return None, None
     out = torch.empty_like(input, dtype=torch.float32 if wide else input.dtype)
     statistics = torch.empty(2 * len(input) * num_groups)
     behind = activation, low, high, residual, out, *statistics.chunk(2), 0
-    group_norm(input, weight, bias, num_groups, eps, False, *behind)
+    group_norm(input, weight, bias, num_groups, eps, not input.is_contiguous(), *behind)
     return out, statistics
 
 
@@ -116,7 +121,7 @@ def group_norm_backward(
             to.copy_(found.reshape(to.shape))
 
 
-def gradients(
+def group_norm_backward_or_none(
     grad: Tensor,
     input: Tensor,
     weight: Tensor | None,
@@ -129,12 +134,19 @@ def gradients(
     high: float,
     *wanted: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Those of contiguous tensors that are ``wanted``: of the input, weight, bias and residual."""
-    assert len(arguments_of("group_norm_backward_or_none")) == 10 + len(wanted)
+    """Those that are ``wanted``: of the input, weight, bias and residual; none where something lies otherwise."""
+    if input.numel() == 0 or not lie_alike(input, grad, residual):
+        return (None,) * 4
     made = [torch.empty_like(t) if want else None for t, want in zip((input, weight, bias, grad), wanted, strict=True)]
-    of = grad, input, weight, bias, residual, *statistics.chunk(2), num_groups, False
-    group_norm_backward(*of, activation, low, high, *made, 0)
+    of = grad, input, weight, bias, residual, *statistics.chunk(2), num_groups, not input.is_contiguous()
+    group_norm_backward(*of, activation, low, high, *made, 0)  # type: ignore[arg-type]
     return tuple(made)
+
+
+def lie_alike(input: Tensor, *others: Tensor | None) -> bool:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim(), torch.contiguous_format)
+    dense = input.is_contiguous() or input.is_contiguous(memory_format=last)
+    return dense and all(t is None or t.stride() == input.stride() for t in others)
 
 
 def slope_times(activation: Activation, z: Tensor, grad: Tensor) -> Tensor:
@@ -160,19 +172,18 @@ class Calls(list[str]):
 def install(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Let CPU tensors go where CUDA tensors do, and to these ops."""
     calls = Calls()
-    for op in (group_norm, group_norm_backward):
-        name = op.__name__
 
-        def call(*given: object, op: object = op, name: str = name) -> None:
-            calls.append(name)
-            assert len(given) == len(arguments_of(name))
-            op(*given)  # type: ignore[operator]
+    def counted(op: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: object) -> Any:
+            calls.append(op.__name__)
+            assert len(given) == len(arguments_of(op.__name__))
+            return op(*given)
 
-        monkeypatch.setattr(torch.ops.normswap, name, SimpleNamespace(default=call), raising=False)
-    # A direct call declines: what serves all layouts and dtypes is looked at.
-    declined = {"group_norm_recorded": (None,) * 2, "group_norm_backward_or_none": (None,) * 4}
-    native_op = lambda name: lambda *given: declined[name]  # noqa: E731
-    monkeypatch.setattr(sys.modules["normswap.ops.group_norm"], "native_op", native_op)
+        return call
+
+    for op in (group_norm_recorded, group_norm_backward_or_none):
+        monkeypatch.setitem(dispatch._native, op.__name__, counted(op))
+    monkeypatch.setattr(torch.ops.normswap, "group_norm", SimpleNamespace(default=counted(group_norm)), raising=False)
     for module in ("group_norm", "instance_norm"):  # normswap.ops.group_norm is the function
         monkeypatch.setattr(sys.modules[f"normswap.ops.{module}"], "native_serves", lambda *tensors, **given: True)
     return calls

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 
 import group_norm_stand_in
 import launch_plans
@@ -51,7 +50,7 @@ def test_gradients_are_pytorch_s(
     ours, theirs = (torch.autograd.grad(y, given, dy, retain_graph=True) for y in (out, expected))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    assert calls == ["group_norm", "group_norm_backward"]
+    assert calls == ["group_norm_recorded", "group_norm_backward_or_none"]
     second = []
     for y in (out, expected):
         first = torch.autograd.grad(y, given, dy, create_graph=True)
@@ -68,13 +67,8 @@ def test_a_recorded_call_without_more_gives_every_gradient(
     """Called as ``direct`` lets it be called: with the arguments of the native op."""
     x, weight, bias, residual = given = leaves()
     activation = Activation(name)
-    stand_ins: dict[str, object] = {
-        "group_norm_recorded": group_norm_stand_in.recorded,
-        "group_norm_backward_or_none": lambda *given: (
-            (None,) * 4 if declines else group_norm_stand_in.gradients(*given)
-        ),
-    }
-    monkeypatch.setattr(sys.modules["normswap.ops.group_norm"], "native_op", stand_ins.get)
+    if declines:
+        monkeypatch.setitem(dispatch._native, "group_norm_backward_or_none", lambda *given: (None,) * 4)
     call = dispatch._recording["group_norm"]
     out = call(x, GROUPS, weight, bias, 1e-5, activation.code, 0.0, 0.0, residual, False)
     assert out is not None
@@ -98,16 +92,16 @@ def test_without_a_bias(weighted: bool, name: str, calls: list[str]) -> None:
 
 
 def test_only_the_gradients_asked_for(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    filled = torch.ops.normswap.group_norm_backward.default
-    names = group_norm_stand_in.arguments_of("group_norm_backward")
+    backward = dispatch._native["group_norm_backward_or_none"]
     asked: list[set[str]] = []
 
-    def backward(*given: object) -> None:
-        asked.append({n for n, value in zip(names, given, strict=True) if n.startswith("grad_") and value is not None})
-        filled(*given)
+    def noted(*given: object) -> object:
+        names = group_norm_stand_in.arguments_of("group_norm_backward_or_none")
+        asked.append({name for name, value in zip(names, given, strict=True) if name.startswith("of_") and value})
+        return backward(*given)
 
-    monkeypatch.setattr(torch.ops.normswap.group_norm_backward, "default", backward)
-    wanted_of = ("grad_input", "grad_weight", "grad_bias", "grad_residual")
+    monkeypatch.setitem(dispatch._native, "group_norm_backward_or_none", noted)
+    wanted_of = ("of_input", "of_weight", "of_bias", "of_residual")
     for wants in itertools.product((False, True), repeat=4):
         if not any(wants):
             continue
@@ -162,7 +156,7 @@ def test_a_float32_result_of_16_bits_without_a_cast(calls: list[str], monkeypatc
     for leaf, other in zip((x, weight, bias, residual), theirs, strict=True):
         assert leaf.grad is not None and leaf.grad.dtype is leaf.dtype
         torch.testing.assert_close(leaf.grad, other, rtol=2e-2 if other.dtype is torch.bfloat16 else 1e-4, atol=1e-3)
-    assert calls == ["group_norm", "group_norm_backward"]
+    assert calls == ["group_norm_recorded", "group_norm_backward_or_none"]
 
 
 def test_a_residual_of_a_wider_dtype_is_added_by_pytorch(calls: list[str]) -> None:
@@ -182,7 +176,7 @@ def test_instance_norm_has_the_same_options(layout: torch.memory_format, calls: 
         dy = torch.randn(SHAPE)
         for mine, other in zip(*(torch.autograd.grad(y, (x, weight, bias), dy) for y in (out, expected)), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    assert calls == ["group_norm", "group_norm_backward"] * 2
+    assert calls == ["group_norm_recorded", "group_norm_backward_or_none"] * 2
 
 
 @pytest.mark.usefixtures("calls")

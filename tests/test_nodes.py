@@ -13,6 +13,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import batch_norm_stand_in
@@ -37,7 +38,6 @@ from normswap import builder, native, nodes
 from normswap.activation import Activation
 from normswap.builder import BuildError
 from normswap.example import Example
-from normswap.nodes import formulas
 from normswap.ops import dispatch
 
 __all__ = [
@@ -73,7 +73,7 @@ def compiled() -> Iterator[torch.library.Library]:
     """The library, loaded; where the native ops of CPU tensors are put."""
     if not native.load().available:
         declare()
-    formulas.register()
+    nodes.register_formula()
     if nodes.status().startswith("none"):
         torch.ops.load_library(str(nodes_library()))
     implemented = torch.library.Library("normswap", "IMPL")
@@ -93,12 +93,11 @@ def stand_ins(compiled: torch.library.Library, monkeypatch: pytest.MonkeyPatch) 
     def recorded(name: str, *tensors: Tensor | None, autocast: bool = False) -> Any:
         return {**dispatch._recording, **by_node}[name] if dispatch.needs_grad(*tensors) else None
 
-    monkeypatch.setattr("normswap.ops.options.native_serves", lambda *tensors: True)
+    monkeypatch.setattr(dispatch, "_native", SimpleNamespace(get=made))
+    for name in ("options", "rows", "l1_norm"):
+        monkeypatch.setattr(sys.modules[f"normswap.ops.{name}"], "native_serves", lambda *tensors, **elements: True)
     for kind in test_row_backward.KINDS:
-        module = sys.modules[f"normswap.ops.{kind}"]
-        monkeypatch.setattr(module, "native_op", made)
-        monkeypatch.setattr(module, "native_serves", lambda *tensors, **elements: True)
-        monkeypatch.setattr(module, "direct", recorded)
+        monkeypatch.setattr(sys.modules[f"normswap.ops.{kind}"], "direct", recorded)
     return made
 
 
@@ -139,11 +138,11 @@ pytestmark = needs_compiler
 def test_every_gradient_of_group_norm(
     name: str, declines: bool, asked: int, compiled: torch.library.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group_norm_stand_in.install(monkeypatch)  # for what the kernels decline
+    group_norm_stand_in.install(monkeypatch)  # for what lies otherwise
     implemented = _implemented(compiled)
-    implemented["group_norm_recorded"] = group_norm_stand_in.recorded
+    implemented["group_norm_recorded"] = group_norm_stand_in.group_norm_recorded
     implemented["group_norm_backward_or_none"] = lambda *given: (
-        (None,) * 4 if declines else group_norm_stand_in.gradients(*given)
+        (None,) * 4 if declines else group_norm_stand_in.group_norm_backward_or_none(*given)
     )
     given = [torch.randn(2, 8, 3, 3), torch.randn(8), torch.randn(8), torch.randn(2, 8, 3, 3)]
     for i, tensor in enumerate(given):
@@ -172,7 +171,7 @@ def test_every_gradient_of_batch_norm(
     implemented = _implemented(compiled)
     implemented["batch_norm_recorded"] = batch_norm_stand_in.batch_norm_recorded
     implemented["batch_norm_backward"] = lambda *given: (
-        (None,) * 4 if declines else batch_norm_stand_in.batch_norm_backward(*given)
+        (None,) * 6 if declines else batch_norm_stand_in.batch_norm_backward(*given)
     )
     given = [torch.randn(3, 8, 4).requires_grad_() for _ in range(2)]
     weight, bias, mean, var = torch.rand(4, 8) + 0.5

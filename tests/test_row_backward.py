@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import launch_plans
@@ -201,6 +202,8 @@ class StandIns:
         return activation_of(code, low, high)(out), total, statistic
 
     def l1_norm_recorded(self, x: Tensor, eps: float, minimum: float) -> Any:
+        if not x.is_contiguous():
+            return None, None
         return reference.l1_norm(x, -1, eps, minimum or None), x.abs().mean(-1)
 
     def l1_norm_backward(
@@ -221,12 +224,11 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandIns:
     def recorded(name: str, *tensors: Tensor | None, autocast: bool = False) -> Any:
         return dispatch._recording[name] if dispatch.needs_grad(*tensors) else None
 
-    monkeypatch.setattr("normswap.ops.options.native_serves", lambda *tensors: True)
+    monkeypatch.setattr(dispatch, "_native", SimpleNamespace(get=made))
+    for name in ("options", "rows", "l1_norm"):
+        monkeypatch.setattr(sys.modules[f"normswap.ops.{name}"], "native_serves", lambda *tensors, **elements: True)
     for kind in KINDS:
-        module = sys.modules[f"normswap.ops.{kind}"]
-        monkeypatch.setattr(module, "native_op", made)
-        monkeypatch.setattr(module, "native_serves", lambda *tensors, **elements: True)
-        monkeypatch.setattr(module, "direct", recorded)
+        monkeypatch.setattr(sys.modules[f"normswap.ops.{kind}"], "direct", recorded)
     return made
 
 
@@ -379,22 +381,29 @@ def test_a_backward_without_memory_is_left_to_pytorch(kind: str, stand_ins: Stan
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_function_declines_goes_the_general_way(
-    kind: str, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There it allocates step by step: a lack of memory is PyTorch's error."""
+def test_what_a_function_declines_is_left_to_pytorch(kind: str, stand_ins: StandIns) -> None:
+    """A lack of memory is PyTorch's error."""
     stand_ins.declines.add(f"{kind}_recorded")
-    made = []
-
-    def forward(x: Tensor, *args: Any) -> Tensor:
-        made.append(args[-1])
-        return x * 2
-
-    monkeypatch.setattr(sys.modules[f"normswap.ops.{kind}"], f"_{kind}_forward", forward)
     tensors = [t.requires_grad_() for t in drawn(kind)]
-    out = call(kind, *(*tensors, None, None)[:3])
-    assert torch.equal(out, tensors[0] * 2) and out.requires_grad
-    assert stand_ins.called == [f"{kind}_recorded"] * 2 and [m.dtype for m in made] == [torch.float32]
+    padded, dy = (*tensors, None, None)[:3], torch.randn(3, 5, 8)
+    found = (torch.autograd.grad(y, tensors, dy) for y in (call(kind, *padded), plain(kind, *padded)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert set(stand_ins.called) == {f"{kind}_recorded"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_otherwise_is_laid_out_and_kept_as_it_is(kind: str, stand_ins: StandIns) -> None:
+    tensors = [t.requires_grad_() for t in drawn(kind)]
+    x, dy = torch.randn(3, 5, 16)[..., ::2].requires_grad_(), torch.randn(3, 5, 8)
+    padded, saved = (x, *tensors[1:], None, None)[:3], list[int]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        out = call(kind, *padded)
+    assert x.data_ptr() in saved
+    found = (torch.autograd.grad(y, (x, *tensors[1:]), dy) for y in (out, plain(kind, *padded)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert {*stand_ins.called} == {f"{kind}_recorded", f"{kind}_backward"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

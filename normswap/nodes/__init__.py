@@ -5,6 +5,7 @@ the torch that runs, and no compiler to make it, the autograd Functions of ``ops
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.machinery
 import importlib.util
 import sys
@@ -15,8 +16,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from normswap import builder, native
-from normswap.nodes import formulas
-from normswap.ops import at_once, dispatch
+from normswap.ops import at_once, dispatch, recorded
 
 SOURCE = Path(__file__).with_name("nodes.cpp")
 NORMS = ("layer_norm", "rms_norm", "layer_norm_with_options", "rms_norm_with_options", "group_norm", "batch_norm")
@@ -67,7 +67,7 @@ def load(*, compiling: bool = False) -> None:
             _compiled_in_vain = True
             path = build()
         if path is not None:
-            formulas.register()
+            register_formula()
             torch.ops.load_library(str(path))
             dispatch.record_natively(NORMS)
             _loaded = path
@@ -75,6 +75,18 @@ def load(*, compiling: bool = False) -> None:
     except (OSError, RuntimeError) as error:
         _reason = str(error)
         _say(f"without autograd's nodes a backward costs the host more: {_reason}")
+
+
+@functools.cache
+def register_formula() -> torch.library.Library:
+    """Declare, once, what the nodes call where kernels do not serve: ``tensors`` and ``numbers`` as they list them."""
+    library = torch.library.Library("normswap", "FRAGMENT")
+    library.define(
+        "norm_formula(str name, Tensor?[] grads, Tensor?[] tensors, float[] numbers, bool[] wanted) -> "
+        f"({', '.join(['Tensor?'] * len(recorded.LEARNING))})"
+    )
+    library.impl("norm_formula", lambda *given: tuple(recorded.gradients(*given)), "CompositeImplicitAutograd")
+    return library
 
 
 def call_at_once(path: Path, device: str = "cuda") -> None:

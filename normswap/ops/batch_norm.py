@@ -10,17 +10,9 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import NONE, Activation
-from normswap.ops.dispatch import (
-    DTYPES,
-    by_kernels,
-    channel_sums,
-    direct,
-    kept_bias,
-    native_op,
-    recording,
-    reference_gradients,
-)
+from normswap.ops.dispatch import DTYPES, direct, native_op, reference_gradients
 from normswap.ops.options import activation_of
+from normswap.ops.recorded import Norm, Numbers, Tensors, laid_out_as, record
 
 
 def batch_norm(
@@ -79,99 +71,41 @@ def batch_norm_eval(
     return batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps, activation, residual=residual)
 
 
-@recording("batch_norm")
-class _BatchNorm(torch.autograd.Function):
-    """None where the kernels cannot take these tensors; nothing was updated then."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        running_mean: Any,
-        running_var: Any,
-        num_batches_tracked: Any,
-        weight: Any,
-        bias: Any,
-        training: bool,
-        momentum: float,
-        eps: float,
-        residual: Any,
-        activation: int,
-        low: float,
-        high: float,
-        scale: Any = None,
-        input_bias: Any = None,
-    ) -> Tensor | None:
-        out, coefficients, signs = native_op("batch_norm_recorded")(
-            *(input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum, eps),
-            *(residual, activation, low, high, scale, input_bias),
-        )
-        if out is None:
-            return None
-        added = None if activation == 0 or signs is not None else residual
-        frozen = (None, None) if training else (running_mean, running_var)
-        kept = kept_bias(weight, bias, activation), added, scale
-        ctx.save_for_backward(input, weight, *kept, coefficients, signs, *frozen)
-        ctx.input_bias = input_bias  # not saved: no gradient depends on its value, which may change before backward
-        ctx.training, ctx.eps, ctx.activation = training, eps, (activation, low, high)
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight, bias, residual, scale, coefficients, signs, *frozen = ctx.saved_tensors
-        of_input, _, _, _, of_weight, of_bias, _, _, _, of_residual, _, _, _, *more = ctx.needs_input_grad
-        of_scale, of_shift = more or (False, False)
-        passed = of_residual and ctx.activation[0] == 0  # the sum's gradient is its summands'
-        wanted = of_input, of_weight, of_bias, of_residual and not passed
-        found: Sequence[Tensor | None] = (None,) * 6
-        if by_kernels(grad):
-            like = weight if bias is None else bias
-            found = native_op("batch_norm_backward")(
-                *(laid_out_as(grad, input), input, coefficients, signs, residual, weight, like, ctx.training),
-                *(*ctx.activation, *wanted, scale, ctx.input_bias, ctx.eps, of_scale, of_shift, *frozen),
-            )
-        if all(one is None for one in found) and any((*wanted, of_scale, of_shift)):
-            given = input, weight, bias, residual, scale, ctx.input_bias
-            found = formula_gradients(given, frozen, signs, ctx.training, ctx.eps, ctx.activation, grad)
-        dx, dw, db, dr, ds, dc = found
-        if ds is not None and ds.shape != scale.shape:
-            ds = ds.sum().reshape(scale.shape).to(scale.dtype)
-        behind = grad if passed else dr if of_residual else None
-        return dx, None, None, None, dw, db, None, None, None, behind, None, None, None, ds, dc
+def _by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors | None:
+    (grad, _), (input, weight, bias, residual, scale, _, input_bias, *frozen, coefficients, signs) = grads, saved
+    _, eps, _, _, training, code, low, high = numbers
+    of_scale, _, of_input_bias = wanted[4:]
+    assert grad is not None and input is not None
+    found = native_op("batch_norm_backward")(
+        *(laid_out_as(grad, input), input, coefficients, signs, residual, weight, bias, bool(training)),
+        *(int(code), low, high, *wanted[:4], scale, input_bias, eps, of_scale, of_input_bias, *frozen),
+    )
+    if all(one is None for one in found):
+        return None
+    dx, dw, db, dr, ds, dc = found
+    if ds is not None and scale is not None and ds.shape != scale.shape:
+        ds = ds.sum().reshape(scale.shape).to(scale.dtype)
+    return dx, dw, db, dr, ds, None, dc
 
 
-def laid_out_as(grad: Tensor, input: Tensor) -> Tensor:
-    """``grad`` with the strides of ``input``, which is dense."""
-    if grad.stride() == input.stride():
-        return grad
-    return torch.empty_like(input, dtype=grad.dtype).copy_(grad)
-
-
-def formula_gradients(
-    tensors: Sequence[Tensor | None],
-    frozen: Sequence[Tensor | None],
-    signs: Tensor | None,
-    training: bool,
-    eps: float,
-    activation: tuple[int, float, float],
-    grad: Tensor,
-) -> list[Tensor | None]:
-    """Those of input, weight, bias, residual, scale and the input's bias by the reference formula, which can be
-    differentiated again; that of a residual which was not kept is the sum's. ``frozen``: the running statistics where
-    they were used."""
-    behind = activation_of(*activation)
+def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors:
+    """The gradient of a residual that was not kept is the sum's."""
+    (grad, _), (input, weight, bias, residual, scale, _, input_bias, mean, var, _, signs) = grads, saved
+    _, eps, _, _, training, code, low, high = numbers
+    assert grad is not None and input is not None
+    behind = activation_of(int(code), low, high)
     if signs is not None:
-        assert tensors[0] is not None
-        grad, behind = torch.where(bits_of(signs, tensors[0]), grad, 0.0), NONE
+        grad, behind = torch.where(bits_of(signs, input), grad, 0.0), NONE
+    mean, var = (None if t is None else t.float() for t in (mean, var))
 
     def formula(x: Tensor, w: Any, b: Any, r: Any, scale: Any, shift: Any) -> Tensor:
-        mean, var = (None if t is None else t.float() for t in frozen)
         x = reference.scaled(x, scale, shift)
-        return reference.batch_norm(x, mean, var, w, b, training, 0.0, eps, behind, residual=r)
+        return reference.batch_norm(x, mean, var, w, b, bool(training), 0.0, eps, behind, residual=r)
 
-    found = reference_gradients(formula, tensors, grad)
-    db = channel_sums(grad, tensors[1]) if tensors[2] is None else found[2]
-    return [*found[:2], db, grad if tensors[3] is None else found[3], *found[4:]]
+    tensors = input, weight, bias, residual, scale, input_bias
+    dx, dw, db, dr, ds, dc = reference_gradients(formula, tensors, grad)
+    behind_it = grad if wanted[3] and residual is None else dr
+    return dx, dw, db, behind_it, ds, None, dc
 
 
 def bits_of(signs: Tensor, like: Tensor) -> Tensor:
@@ -179,3 +113,11 @@ def bits_of(signs: Tensor, like: Tensor) -> Tensor:
     each = like.numel() // signs.numel()
     bits = (signs[:, None] >> torch.arange(each, device=signs.device)) & 1
     return bits.bool().flatten().as_strided(like.shape, like.stride())
+
+
+record(
+    "batch_norm",
+    "input running_mean running_var batches weight bias training momentum eps residual activation low high scale "
+    "input_bias",
+    Norm(_by_kernels, _by_formula, of_rows=False),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -50,6 +49,11 @@ def recording(name: str) -> Callable[[_Function], _Function]:
         return function
 
     return register
+
+
+def recorded(name: str) -> Callable[..., Any]:
+    """The autograd Function that ``direct`` gives where nothing records ``name`` natively."""
+    return _recording[name]
 
 
 def record_natively(names: Iterable[str]) -> None:
@@ -254,27 +258,9 @@ def by_kernels(*grads: Tensor | None) -> bool:
     return not any(grad is not None and _is_batched(grad) for grad in grads)
 
 
-def kept_bias(weight: Tensor | None, bias: Tensor | None, activation: int) -> Tensor | None:
-    """What the backward of a norm of channels needs of its bias: the value where an activation follows; of what its
-    gradient is like the weight, which has one dtype with it, says as much."""
-    return bias if activation or weight is None else None
-
-
-def given_bias(weight: Tensor | None, bias: Tensor | None, activation: int) -> Tensor | None:
-    """The bias for the kernels of that backward: the weight in the place of one that ``kept_bias`` did not keep."""
-    return weight if bias is None and not activation else bias
-
-
-def channel_sums(grad: Tensor, like: Tensor | None) -> Tensor | None:
-    """The gradient of a bias that ``kept_bias`` did not keep, ``like`` the weight."""
-    if like is None:
-        return None
-    return grad.sum([d for d in range(grad.dim()) if d != 1], dtype=torch.float32).to(like.dtype)
-
-
-def affine_dtypes_fit(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+def affine_dtypes_fit(input: Tensor, *parameters: Tensor | None) -> bool:
     """True when weight and bias have one dtype, the input's or float32."""
-    given = {t.dtype for t in (weight, bias) if t is not None}
+    given = {t.dtype for t in parameters if t is not None}
     return len(given) <= 1 and given <= {input.dtype, torch.float32}
 
 
@@ -300,11 +286,6 @@ def reference_gradients(
 
 def dense(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
-
-
-def row_statistics(input: Tensor, dims: int, each: int) -> Tensor:
-    """``each`` uninitialised float32 values per row of the last ``dims`` dims: (each, rows)."""
-    return input.new_empty((each, math.prod(input.shape[: input.dim() - dims])), dtype=torch.float32)
 
 
 def statistic_along(input: Tensor, dim: int) -> Tensor:

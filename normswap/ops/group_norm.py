@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +13,16 @@ from normswap.activation import CODES, NONE, Activation
 from normswap.ops.dispatch import (
     LARGE_GROUP,
     affine_dtypes_fit,
-    by_kernels,
-    channel_sums,
     dense,
     direct,
-    given_bias,
-    kept_bias,
     native_op,
     native_serves,
     needs_grad,
-    recording,
+    recorded,
     reference_gradients,
 )
 from normswap.ops.options import ROUNDED_FIRST, activation_of
+from normswap.ops.recorded import Laid, Norm, Numbers, Tensors, laid_out_as, record
 
 
 def group_norm(
@@ -62,7 +59,7 @@ def group_norm(
         if out is not None:
             return out
     group = input.numel() // max(1, input.shape[0] * num_groups) if input.dim() >= 2 else 0
-    if not (
+    if (
         native_serves(input, weight, bias, residual, elements=group, least=LARGE_GROUP)
         and input.dim() >= 2
         and num_groups > 0
@@ -74,14 +71,16 @@ def group_norm(
         and (residual is None or residual.shape == input.shape)
         and affine_dtypes_fit(input, weight, bias)
     ):
-        out = reference.group_norm(input, num_groups, weight, bias, eps, activation, residual=residual)
-        return out if dtype is None else out.to(dtype)
-    result = torch.float32 if wide else input.dtype
-    if residual is not None and residual.dtype != result:
-        if not wide and result != torch.float32:  # the sum has a wider dtype than the norm
-            return activation(group_norm(input, num_groups, weight, bias, eps) + residual)
-        residual = residual.float()
-    return native_group_norm(input, weight, bias, num_groups, eps, activation, residual, result)
+        result, added = torch.float32 if wide else input.dtype, residual
+        if residual is not None and residual.dtype != result:
+            if not wide and result != torch.float32:  # the sum has a wider dtype than the norm
+                return activation(group_norm(input, num_groups, weight, bias, eps) + residual)
+            added = residual.float()
+        found = native_group_norm(input, weight, bias, num_groups, eps, activation, added, result)
+        if found is not None:
+            return found
+    out = reference.group_norm(input, num_groups, weight, bias, eps, activation, residual=residual)
+    return out if dtype is None else out.to(dtype)
 
 
 def native_group_norm(
@@ -93,14 +92,23 @@ def native_group_norm(
     activation: Activation,
     residual: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor | None:
     """``group_norm`` by our kernel, differentiable where that is asked for, of tensors that it takes: ``dtype``, that
-    of the result and the residual, is the input's or float32."""
+    of the result and the residual, is the input's or float32. None where no gradient can be recorded."""
     numbers = activation.code, activation.low, activation.high
     if needs_grad(input, weight, bias, residual):
         wide = dtype is not input.dtype
-        return _GroupNorm.apply(input, num_groups, weight, bias, eps, *numbers, residual, wide, True)
-    return _forward(input, weight, bias, residual, num_groups, eps, numbers, dtype, None, None)
+        return recorded("group_norm")(input, num_groups, weight, bias, eps, *numbers, residual, wide)
+    layout = _layout_of(input)
+    input = input.contiguous(memory_format=layout)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=layout)
+    out = torch.empty_like(input, dtype=dtype, memory_format=layout)
+    last = layout is not torch.contiguous_format
+    torch.ops.normswap.group_norm.default(
+        *(input, dense(weight), dense(bias), num_groups, eps, last, *numbers, residual, out, None, None, 0)
+    )
+    return out
 
 
 def _layout_of(input: Tensor) -> torch.memory_format:
@@ -113,124 +121,43 @@ def _layout_of(input: Tensor) -> torch.memory_format:
     return wanted
 
 
-def _forward(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    num_groups: int,
-    eps: float,
-    activation: tuple[int, float, float],
-    dtype: torch.dtype,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-) -> Tensor:
-    layout = _layout_of(input)
-    input = input.contiguous(memory_format=layout)
-    if residual is not None:
-        residual = residual.contiguous(memory_format=layout)
-    out = torch.empty_like(input, dtype=dtype, memory_format=layout)
-    channels_last = layout is not torch.contiguous_format
-    torch.ops.normswap.group_norm.default(
-        *(input, dense(weight), dense(bias), num_groups, eps, channels_last, *activation, residual, out, mean, rstd, 0)
+def _laid_out(
+    input: Tensor, groups: int, weight: Any, bias: Any, eps: float, code: int, low: float, high: float, *behind: Any
+) -> Laid:
+    residual, wide = behind
+    input = input.contiguous(memory_format=_layout_of(input))
+    added = None if residual is None else laid_out_as(residual, input)
+    yield (input, groups, dense(weight), dense(bias), eps, code, low, high, added, wide), None
+
+
+def _by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors | None:
+    (grad, _), (input, weight, bias, residual, *_, statistics, _) = grads, saved
+    groups, *_, code, low, high = numbers
+    assert input is not None and grad is not None
+    input = input.contiguous(memory_format=_layout_of(input))
+    added = None if residual is None else laid_out_as(residual, input)
+    found = native_op("group_norm_backward_or_none")(
+        *(laid_out_as(grad, input), input, dense(weight), dense(bias), added, statistics),
+        *(int(groups), int(code), low, high, *wanted[:4]),
     )
-    return out
+    return None if all(one is None for one in found) else (*found, None, None, None)
 
 
-@recording("group_norm")
-class _GroupNorm(torch.autograd.Function):
-    """``wide``: of 16 bits a float32 output. ``served``: the caller has found that the kernels can take these tensors.
-    Otherwise None where they cannot."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        num_groups: int,
-        weight: Any,
-        bias: Any,
-        eps: float,
-        activation: int,
-        low: float,
-        high: float,
-        residual: Any,
-        wide: bool,
-        served: bool = False,
-    ) -> Tensor | None:
-        numbers = activation, low, high
-        out, statistics = native_op("group_norm_recorded")(
-            input, num_groups, weight, bias, eps, activation, low, high, residual, wide
-        )
-        if out is None and not served:
-            return None
-        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
-            statistics = torch.empty(2 * input.shape[0] * num_groups, dtype=torch.float32, device=input.device)
-            dtype = torch.float32 if wide else input.dtype
-            out = _forward(input, weight, bias, residual, num_groups, eps, numbers, dtype, *statistics.chunk(2))
-        kept = kept_bias(weight, bias, activation), residual if activation else None
-        ctx.save_for_backward(input, weight, *kept, statistics)
-        ctx.num_groups, ctx.eps, ctx.activation = num_groups, eps, numbers
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        of_input, _, of_weight, of_bias, _, _, _, _, of_residual, *_ = ctx.needs_input_grad
-        input, weight, bias, residual, statistics = ctx.saved_tensors
-        groups, activation = ctx.num_groups, ctx.activation
-        tensors = input, weight, given_bias(weight, bias, activation[0]), residual
-        passed = of_residual and not activation[0]  # the sum's gradient is its summands'
-        wanted = of_input, of_weight, of_bias, of_residual and not passed
-        if not by_kernels(grad):
-            tensors = input, weight, bias, residual
-            dx, dw, db, dr = formula_gradients(tensors, groups, ctx.eps, activation, grad)
-        else:
-            found = native_op("group_norm_backward_or_none")(grad, *tensors, statistics, groups, *activation, *wanted)
-            if all(one is None for one in found):
-                found = kernel_gradients(tensors, statistics, groups, activation, grad, wanted)
-            dx, dw, db, dr = found
-        return dx, None, dw, db, None, None, None, None, grad if passed else dr, None, None
-
-
-_Tensors: TypeAlias = "tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]"
-"""Input, weight, bias and residual."""
-
-
-def kernel_gradients(
-    tensors: _Tensors,
-    statistics: Tensor,
-    num_groups: int,
-    activation: tuple[int, float, float],
-    grad: Tensor,
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """Those of ``tensors`` that are ``wanted``, of tensors that lie in any way."""
-    input, weight, bias, residual = tensors
-    of_input, of_weight, of_bias, of_residual = wanted
-    layout = _layout_of(input)
-    input = input.contiguous(memory_format=layout)
-    dx = torch.empty_like(input) if of_input else None
-    room = torch.empty_like if input.numel() > 0 else torch.zeros_like  # sums of nothing, which no kernel runs for
-    dw = None if weight is None or not of_weight else room(weight, memory_format=torch.contiguous_format)
-    db = None if bias is None or not of_bias else room(bias, memory_format=torch.contiguous_format)
-    dense_grad = grad.contiguous(memory_format=layout)
-    dr = torch.empty_like(dense_grad) if of_residual else None
-    residual = None if residual is None else residual.contiguous(memory_format=layout)
-    channels_last = layout is not torch.contiguous_format
-    torch.ops.normswap.group_norm_backward.default(
-        *(dense_grad, input, dense(weight), dense(bias), residual, *statistics.chunk(2), num_groups, channels_last),
-        *(*activation, dx, dw, db, dr, 0),
-    )
-    return dx, dw, db, dr
-
-
-def formula_gradients(
-    tensors: _Tensors, num_groups: int, eps: float, activation: tuple[int, float, float], grad: Tensor
-) -> list[Tensor | None]:
-    """By the reference formula, which can be differentiated again; a bias that was not kept is none."""
-    act = activation_of(*activation)
+def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors:
+    groups, eps, *_, code, low, high = numbers
+    act = activation_of(int(code), low, high)
 
     def formula(x: Tensor, w: Tensor | None, b: Tensor | None, r: Tensor | None) -> Tensor:
-        return reference.group_norm(x, num_groups, w, b, eps, act, residual=r)
+        return reference.group_norm(x, int(groups), w, b, eps, act, residual=r)
 
-    dx, dw, db, dr = reference_gradients(formula, tensors, grad)
-    return [dx, dw, channel_sums(grad, tensors[1]) if tensors[2] is None else db, dr]
+    grad, _ = grads
+    assert grad is not None
+    return *reference_gradients(formula, saved[:4], grad), None, None, None
+
+
+record(
+    "group_norm",
+    "input size weight bias eps activation low high residual wide",
+    Norm(_by_kernels, _by_formula, of_rows=False),
+    _laid_out,
+)

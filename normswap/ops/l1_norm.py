@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from normswap.ops.dispatch import (
     native_op,
     native_serves,
     needs_grad,
-    recording,
+    recorded,
     reference_gradients,
     statistic_along,
 )
+from normswap.ops.recorded import Norm, Numbers, Tensors, record
+from normswap.ops.rows import laid_out
 
 
 def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | None = None) -> Tensor:
@@ -49,64 +52,69 @@ def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | Non
 
 
 def _l1_norm(input: Tensor, dim: int, eps: float, minimum: float | None) -> Tensor:
-    minimum = minimum or 0.0  # a mean of magnitudes is never below 0
+    least, last = minimum or 0.0, dim == input.dim() - 1  # a mean of magnitudes is never below 0
     if needs_grad(input):
-        return _L1Norm.apply(input, eps, minimum, dim)
-    return _l1_norm_forward(input, dim, eps, minimum, None)
-
-
-def _l1_norm_forward(input: Tensor, dim: int, eps: float, minimum: float, mean_abs: Tensor | None) -> Tensor:
+        out: Tensor | None = (
+            recorded("l1_norm")(input, eps, least) if last else _L1NormDim.apply(input, dim, eps, least)
+        )
+        return reference.l1_norm(input, dim, eps, minimum) if out is None else out
+    if not last:
+        return _l1_norm_dim(input, dim, eps, least, None)
     input = input.contiguous()
     out = torch.empty_like(input)
-    if dim == input.dim() - 1:
-        torch.ops.normswap.l1_norm.default(input, input.shape[-1], eps, minimum, out, mean_abs, 0)
-    else:
-        torch.ops.normswap.l1_norm_dim.default(input, dim, eps, minimum, out, mean_abs)
+    torch.ops.normswap.l1_norm.default(input, input.shape[-1], eps, least, out, None, 0)
     return out
 
 
-@recording("l1_norm")
-class _L1Norm(torch.autograd.Function):
-    """``dim``: the caller has found that the kernels can take this tensor. Without it None where they cannot."""
+def _by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors | None:
+    (grad, _), (input, *_, mean_abs, _) = grads, saved
+    _, eps, *_, minimum, _ = numbers
+    assert input is not None
+    dx = native_op("l1_norm_backward")(grad, input, mean_abs, input.shape[-1], eps, minimum, 0)
+    return None if dx is None else (dx, *(None,) * 6)
 
+
+def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors:
+    (grad, _), (input, *_) = grads, saved
+    _, eps, *_, minimum, _ = numbers
+    assert grad is not None
+    (dx,) = reference_gradients(lambda x: reference.l1_norm(x, -1, eps, minimum or None), (input,), grad)
+    return dx, *(None,) * 6
+
+
+record("l1_norm", "input eps low", Norm(_by_kernels, _by_formula, of_rows=True), laid_out)
+
+
+def _l1_norm_dim(input: Tensor, dim: int, eps: float, minimum: float, mean_abs: Tensor | None) -> Tensor:
+    input = input.contiguous()
+    out = torch.empty_like(input)
+    torch.ops.normswap.l1_norm_dim.default(input, dim, eps, minimum, out, mean_abs)
+    return out
+
+
+class _L1NormDim(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, eps: float, minimum: float, dim: int | None = None) -> Tensor | None:
-        out, mean_abs, last = None, None, input.dim() - 1
-        if dim in (None, last):
-            out, mean_abs = native_op("l1_norm_recorded")(input, eps, minimum)
-        if out is None and dim is None:
-            return None
-        dim = last if dim is None else dim
-        if out is None:  # a layout to copy, another dim, or too large for the memory: that is PyTorch's to say
-            mean_abs = statistic_along(input, dim)
-            out = _l1_norm_forward(input, dim, eps, minimum, mean_abs)
+    def forward(ctx: Any, input: Tensor, dim: int, eps: float, minimum: float) -> Tensor:
+        mean_abs = statistic_along(input, dim)
+        out = _l1_norm_dim(input, dim, eps, minimum, mean_abs)
         ctx.save_for_backward(input, mean_abs)
         ctx.dim, ctx.eps, ctx.minimum = dim, eps, minimum
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        input, mean_abs = ctx.saved_tensors
-        found = _native_gradient(grad, input, mean_abs, ctx) if by_kernels(grad) else None
-        if found is None:
-            formula = lambda x: reference.l1_norm(x, ctx.dim, ctx.eps, ctx.minimum or None)  # noqa: E731
-            (found,) = reference_gradients(formula, (input,), grad)
+        (input, mean_abs), dim, eps, minimum = ctx.saved_tensors, ctx.dim, ctx.eps, ctx.minimum
+        if not by_kernels(grad):
+            formula = lambda x: reference.l1_norm(x, dim, eps, minimum or None)  # noqa: E731
+            return *reference_gradients(formula, (input,), grad), None, None, None
+        if input.shape[dim] > MAX_DIM_BACKWARD:
+            found = gradient(grad, input, mean_abs.to(input.dtype), dim, eps, minimum or None)
+            return found, None, None, None
+        found = torch.empty_like(input, memory_format=torch.contiguous_format)
+        torch.ops.normswap.l1_norm_dim_backward.default(
+            grad.contiguous(), input.contiguous(), mean_abs, dim, eps, minimum, found
+        )
         return found, None, None, None
-
-
-def _native_gradient(grad: Tensor, input: Tensor, mean_abs: Tensor, ctx: Any) -> Tensor | None:
-    """By a kernel where there is one; None where it has no memory."""
-    dim, eps, minimum = ctx.dim, ctx.eps, ctx.minimum
-    if dim == input.dim() - 1:
-        found = native_op("l1_norm_backward")(grad, input, mean_abs, input.shape[-1], eps, minimum, 0)
-        return found  # type: ignore[no-any-return]
-    if input.shape[dim] > MAX_DIM_BACKWARD:
-        return gradient(grad, input, mean_abs.to(input.dtype), dim, eps, minimum or None)
-    out = torch.empty_like(input, memory_format=torch.contiguous_format)
-    torch.ops.normswap.l1_norm_dim_backward.default(
-        grad.contiguous(), input.contiguous(), mean_abs, dim, eps, minimum, out
-    )
-    return out
 
 
 def gradient(

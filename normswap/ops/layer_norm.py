@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,21 +12,10 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import CODES, NONE, Activation
-from normswap.ops.dispatch import (
-    DTYPES,
-    affine_dtypes_fit,
-    autocast_to_float,
-    by_kernels,
-    dense,
-    direct,
-    has_rows,
-    native_op,
-    native_serves,
-    needs_grad,
-    recording,
-    row_statistics,
-)
-from normswap.ops.options import ROUNDED_FIRST, Options, activation_of, gradients, summed, with_sum
+from normswap.ops.dispatch import DTYPES, autocast_to_float, direct, has_rows, native_op
+from normswap.ops.options import ROUNDED_FIRST, Options, activation_of, gradients, with_sum
+from normswap.ops.recorded import Norm, Numbers, Tensors, record
+from normswap.ops.rows import Rows, is_served, laid_out, laid_out_with_options
 
 
 def layer_norm(
@@ -59,11 +49,11 @@ def layer_norm(
             out = op(input, len(normalized_shape), weight, bias, eps)
             if out is not None:
                 return out
-        return _layer_norm(input, normalized_shape, weight, bias, eps)
+        return _generally(input, normalized_shape, weight, bias, eps)
     options = Options(residual, scale, shift, activation)
     if dtype is not None:
         return _layer_norm_as(dtype, input, normalized_shape, weight, bias, eps, options, plain)
-    return _layer_norm_with_options(input, normalized_shape, weight, bias, eps, options)
+    return _generally(input, normalized_shape, weight, bias, eps, options)
 
 
 def _layer_norm_as(
@@ -89,85 +79,6 @@ def _layer_norm_as(
     return found.to(dtype) if options.residual is None else (found[0].to(dtype), found[1])
 
 
-def _layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
-    """What the native op that does all of a call declines."""
-    if input.dtype is not torch.float32 and torch.is_autocast_enabled("cuda"):
-        found = layer_norm_directly(input, normalized_shape, weight, bias, eps, Options(), True)
-        if found is not None:
-            return found
-    input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
-    shape = tuple(normalized_shape)
-    if not _is_served(input, shape, weight, bias):
-        return reference.layer_norm(input, shape, weight, bias, eps)
-    if needs_grad(input, weight, bias):
-        return _LayerNorm.apply(input, len(shape), weight, bias, eps, True)
-    return _layer_norm_forward(input, weight, bias, shape, eps, None, None)
-
-
-def _is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> bool:
-    return (
-        native_serves(input, weight, bias, elements=math.prod(shape))
-        and len(shape) > 0
-        and input.shape[-len(shape) :] == shape
-        and (weight is None or weight.shape == shape)
-        and (bias is None or bias.shape == shape)
-        and affine_dtypes_fit(input, weight, bias)
-        and input.numel() > 0
-    )
-
-
-def _layer_norm_forward(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shape: tuple[int, ...],
-    eps: float,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-) -> Tensor:
-    input = input.contiguous()
-    out = torch.empty_like(input)
-    torch.ops.normswap.layer_norm.default(input, dense(weight), dense(bias), math.prod(shape), eps, out, mean, rstd, 0)
-    return out
-
-
-@recording("layer_norm")
-class _LayerNorm(torch.autograd.Function):
-    """``served``: the caller has found that the kernels can take these tensors. Otherwise None where they cannot."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, dims: int, weight: Any, bias: Any, eps: float, served: bool = False
-    ) -> Tensor | None:
-        out, statistics = native_op("layer_norm_recorded")(input, dims, weight, bias, eps)
-        if out is None and not served:
-            return None
-        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
-            shape, statistics = tuple(input.shape[-dims:]), row_statistics(input, dims, 2)
-            out = _layer_norm_forward(input, weight, bias, shape, eps, statistics[0], statistics[1])
-        ctx.save_for_backward(input, weight, bias, statistics)
-        ctx.dims, ctx.eps = dims, eps
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight, bias, statistics = ctx.saved_tensors
-        of_input, _, of_weight, of_bias, *_ = ctx.needs_input_grad
-        shape = input.shape[-ctx.dims :]
-        if by_kernels(grad):
-            dx, dw, db = native_op("layer_norm_backward")(
-                *(grad, input, weight, bias, statistics, None, math.prod(shape)),
-                *(0, 0.0, 0.0, of_input, of_weight, of_bias, 0),
-            )
-            if dx is not None or dw is not None or db is not None:
-                return dx, None, dw, db, None, None
-        found = layer_norm_gradients((input, weight, bias, None, None), shape, ctx.eps, (0, 0.0, 0.0), grad, None)
-        dx, dw, db, *_ = found
-        return dx, None, dw, db, None, None
-
-
 def layer_norm_directly(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -187,129 +98,69 @@ def layer_norm_directly(
     return None if out is None else with_sum(out, total)
 
 
-def _layer_norm_with_options(
+def _generally(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    options: Options,
+    options: Options | None = None,
 ) -> Any:
-    wide = torch.is_autocast_enabled("cuda")
-    found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options, wide)
-    if found is not None:
-        return found
-    shape = tuple(normalized_shape)
-    options.check("layer_norm", input, len(shape))
-    lowered = wide and input.is_cuda and input.dtype in DTYPES and options.residual is not None
-    if not lowered:
+    """What the native op that does all of a call declines."""
+    lowers = torch.is_autocast_enabled("cuda")
+    if options is not None or (lowers and input.dtype is not torch.float32):
+        found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options or Options(), lowers)
+        if found is not None:
+            return found
+    shape, wide = tuple(normalized_shape), False
+    if options is not None:
+        options.check("layer_norm", input, len(shape))
+        wide = lowers and input.is_cuda and input.dtype in DTYPES and options.residual is not None
+    if not wide:
         input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
-    served = _is_served(input, shape, weight, bias) and options.are_served(input)
-    learns = needs_grad(input, weight, bias, *options[:3])
-    if served and learns:
-        found = _LayerNormWithOptions.apply(input, len(shape), weight, bias, eps, *options.arguments(), lowered, True)
-        return with_sum(*found)
-    total = None if learns else summed(input, options.residual, always=lowered)
-    if total is not None:
-        return layer_norm(total, shape, weight, bias, eps, **options._replace(residual=None).keywords()), total
-    if not served:
-        return reference.layer_norm(input, shape, weight, bias, eps, **options.keywords())
-    return with_sum(*_layer_norm_with_options_forward(input, weight, bias, shape, eps, options, None, None))
+    if is_served(input, shape, weight, bias) and (options is None or options.are_served(input)):
+        call = Rows("layer_norm", input, shape, (weight, bias), (eps,), options, () if options is None else (wide,))
+        found = call.computed(partial(layer_norm, normalized_shape=shape, weight=weight, bias=bias, eps=eps))
+        if found is not None:
+            return found
+    keywords = {} if options is None else options.keywords()
+    return reference.layer_norm(input, shape, weight, bias, eps, **keywords)
 
 
-def _layer_norm_with_options_forward(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shape: tuple[int, ...],
-    eps: float,
-    options: Options,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    input = input.contiguous()
-    out, total = torch.empty_like(input), None if options.residual is None else torch.empty_like(input)
-    torch.ops.normswap.layer_norm_with_options.default(
-        *(input, len(shape), dense(weight), dense(bias), eps, *options.densely().arguments(), out, total, mean, rstd, 0)
+def _by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors | None:
+    (grad, grad_sum), (input, weight, bias, _, scale, *_, statistics, _) = grads, saved
+    size, *_, code, low, high = numbers
+    if grad is None or scale is not None:
+        return None
+    assert input is not None
+    of_input, of_weight, of_bias, of_residual, *_ = wanted
+    dx, dw, db = native_op("layer_norm_backward")(
+        *(grad, input, weight, bias, statistics, grad_sum, math.prod(input.shape[-int(size) :])),
+        *(int(code), low, high, of_input or of_residual, of_weight, of_bias, 0),
     )
-    return out, total
+    residual = dx if of_residual else None
+    return None if dx is None and dw is None and db is None else (dx, dw, db, residual, None, None, None)
 
 
-@recording("layer_norm_with_options")
-class _LayerNormWithOptions(torch.autograd.Function):
-    """Output and sum, the latter None without a residual. ``wide``: of 16 bits a float32 output. ``served``: the caller
-    has found that the kernels can take these tensors. Otherwise None twice where they cannot."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        dims: int,
-        weight: Any,
-        bias: Any,
-        eps: float,
-        residual: Any,
-        scale: Any,
-        shift: Any,
-        activation: int,
-        low: float,
-        high: float,
-        wide: bool,
-        served: bool = False,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        apart = summed(input, residual, always=wide) if served else None
-        if apart is not None:  # here and not outside, for its gradient to be added before it is rounded
-            input, residual = apart, None
-        behind = (scale, shift, activation, low, high)
-        out, total, statistics = native_op("layer_norm_with_options_recorded")(
-            input.contiguous() if served else input, dims, weight, bias, eps, residual, *behind, wide
-        )
-        if out is None and not served:
-            return None, None
-        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
-            shape, statistics = tuple(input.shape[-dims:]), row_statistics(input, dims, 2)
-            given = (input, weight, bias, scale, shift)
-            cast: Any = autocast_to_float(*given) if wide else given
-            x, w, b, gain, offset = cast
-            options = Options(residual, gain, offset, activation_of(activation, low, high))
-            out, total = _layer_norm_with_options_forward(x, w, b, shape, eps, options, statistics[0], statistics[1])
-        total = apart if total is None else total
-        ctx.save_for_backward(input if total is None else total, weight, bias, scale, shift, statistics)
-        ctx.dims, ctx.eps, ctx.activation = dims, eps, (activation, low, high)
-        ctx.set_materialize_grads(False)
-        return out, total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
-        *tensors, statistics = ctx.saved_tensors
-        of_input, _, of_weight, of_bias, _, of_residual, *_ = ctx.needs_input_grad
-        input, weight, bias, scale, _ = tensors
-        shape = input.shape[-ctx.dims :]
-        found: list[Tensor | None] = [None] * 3
-        if grad is not None and scale is None and by_kernels(grad, grad_sum):
-            found = native_op("layer_norm_backward")(
-                *(grad, input, weight, bias, statistics, grad_sum, math.prod(shape)),
-                *(*ctx.activation, of_input or of_residual, of_weight, of_bias, 0),
-            )
-        if all(one is None for one in found):
-            found = layer_norm_gradients(tensors, shape, ctx.eps, ctx.activation, grad, grad_sum)
-        dx, dw, db, dscale, dshift = (*found, None, None)[:5]
-        residual = dx if of_residual else None
-        return dx if of_input else None, None, dw, db, None, residual, dscale, dshift, *(None,) * 5
-
-
-def layer_norm_gradients(
-    tensors: Sequence[Tensor | None],
-    shape: Sequence[int],
-    eps: float,
-    activation: tuple[int, float, float],
-    grad: Tensor | None,
-    grad_sum: Tensor | None,
-) -> list[Tensor | None]:
-    """Of what is normalised, weight, bias, scale and shift by the reference formula; it can be differentiated again."""
-    act = activation_of(*activation)
+def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors:
+    input, weight, bias, _, scale, shift, *_ = saved
+    size, eps, *_, code, low, high = numbers
+    assert input is not None
+    shape, act = input.shape[-int(size) :], activation_of(int(code), low, high)
 
     def formula(x: Tensor, w: Any, b: Any, scale: Any, shift: Any) -> Tensor:
         return reference.layer_norm(x, shape, w, b, eps, scale=scale, shift=shift, activation=act)
 
-    return gradients(formula, tuple(tensors), grad, grad_sum)
+    dx, dw, db, dscale, dshift = gradients(formula, (input, weight, bias, scale, shift), *grads)
+    return dx, dw, db, dx if wanted[3] else None, dscale, dshift, None
+
+
+NORM = Norm(_by_kernels, _by_formula, of_rows=True)
+record("layer_norm", "input size weight bias eps", NORM, laid_out)
+record(
+    "layer_norm_with_options",
+    "input size weight bias eps residual scale shift activation low high wide",
+    NORM,
+    laid_out_with_options(5),
+    sums=True,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from normswap.ops.dispatch import (
     native_op,
     native_serves,
     needs_grad,
-    recording,
     reference_gradients,
-    row_statistics,
     statistic_along,
 )
-from normswap.ops.options import Options, activation_of, gradients, summed, with_sum
+from normswap.ops.options import Options, activation_of, gradients, with_sum
+from normswap.ops.recorded import Norm, Numbers, Tensors, record
+from normswap.ops.rows import Rows, is_served, laid_out, laid_out_with_options
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes for an eps of None."""
@@ -64,116 +64,9 @@ def rms_norm(
             out = op(input, len(normalized_shape), weight, epsilon, weight_offset, cast_before_weight)
             if out is not None:
                 return out
-        return _rms_norm(input, normalized_shape, weight, eps, weight_offset, cast_before_weight)
+        return _generally(input, normalized_shape, weight, eps, weight_offset, cast_before_weight)
     options = Options(residual, scale, shift, activation)
-    return _rms_norm_with_options(input, normalized_shape, weight, eps, weight_offset, cast_before_weight, options)
-
-
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    cast_before_weight: bool,
-) -> Tensor:
-    """What the native op that does all of a call declines."""
-    if _is_widened(input):
-        input, weight = input.float(), None if weight is None else weight.float()
-    epsilon = FLOAT32_EPS if eps is None else eps
-    shape = tuple(normalized_shape)
-    if not _is_served(input, shape, weight):
-        return reference.rms_norm(
-            input, shape, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight
-        )
-    if needs_grad(input, weight):
-        return _RMSNorm.apply(input, len(shape), weight, epsilon, weight_offset, cast_before_weight, True)
-    return _rms_norm_forward(input, weight, shape, epsilon, weight_offset, cast_before_weight, None)
-
-
-def _is_widened(input: Tensor) -> bool:
-    """Whether PyTorch's op gives float32 of 16 bits, as autocast makes it do from some version on."""
-    lowered = input.is_cuda and input.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cuda")
-    return lowered and not torch.compiler.is_compiling() and _autocast_widens()
-
-
-@functools.cache
-def _autocast_widens() -> bool:
-    with torch.autocast("cuda", torch.bfloat16):
-        x = torch.ones(1, 1, dtype=torch.bfloat16, device="cuda")
-        return torch.nn.functional.rms_norm(x, (1,)).dtype is torch.float32
-
-
-def _is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> bool:
-    return (
-        native_serves(input, weight, elements=math.prod(shape))
-        and len(shape) > 0
-        and input.shape[-len(shape) :] == shape
-        and (weight is None or weight.shape == shape)
-        and affine_dtypes_fit(input, weight, None)
-        and input.numel() > 0
-    )
-
-
-def _rms_norm_forward(
-    input: Tensor,
-    weight: Tensor | None,
-    shape: tuple[int, ...],
-    eps: float,
-    weight_offset: float,
-    cast_before_weight: bool,
-    rstd: Tensor | None,
-) -> Tensor:
-    input = input.contiguous()
-    out = torch.empty_like(input)
-    torch.ops.normswap.rms_norm.default(
-        input, dense(weight), math.prod(shape), eps, weight_offset, cast_before_weight, out, rstd, 0
-    )
-    return out
-
-
-@recording("rms_norm")
-class _RMSNorm(torch.autograd.Function):
-    """``served``: the caller has found that the kernels can take these tensors. Otherwise None where they cannot."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        dims: int,
-        weight: Any,
-        eps: float,
-        weight_offset: float,
-        cast_before_weight: bool,
-        served: bool = False,
-    ) -> Tensor | None:
-        order = (weight_offset, cast_before_weight)
-        out, statistics = native_op("rms_norm_recorded")(input, dims, weight, eps, *order)
-        if out is None and not served:
-            return None
-        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
-            statistics = row_statistics(input, dims, 1)
-            out = _rms_norm_forward(input, weight, tuple(input.shape[-dims:]), eps, *order, statistics)
-        ctx.save_for_backward(input, weight, statistics)
-        ctx.dims, ctx.eps, ctx.order = dims, eps, order
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight, statistics = ctx.saved_tensors
-        of_input, _, of_weight, *_ = ctx.needs_input_grad
-        shape, (weight_offset, cast_before_weight) = input.shape[-ctx.dims :], ctx.order
-        if by_kernels(grad):
-            dx, dw, _ = native_op("rms_norm_backward")(
-                *(grad, input, weight, statistics, None, math.prod(shape), weight_offset, cast_before_weight),
-                *(0, 0.0, 0.0, of_input, of_weight, 0),
-            )
-            if dx is not None or dw is not None:
-                return dx, None, dw, None, None, None, None
-        order = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
-        tensors = input, weight, None, None
-        dx, dw, *_ = rms_norm_gradients(tensors, shape, ctx.eps, order, (0, 0.0, 0.0), grad, None)
-        return dx, None, dw, None, None, None, None
+    return _generally(input, normalized_shape, weight, eps, weight_offset, cast_before_weight, options)
 
 
 def rms_norm_directly(
@@ -196,136 +89,89 @@ def rms_norm_directly(
     return None if out is None else with_sum(out, total)
 
 
-def _rms_norm_with_options(
+def _generally(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
     eps: float | None,
     weight_offset: float,
     cast_before_weight: bool,
-    options: Options,
+    options: Options | None = None,
 ) -> Any:
-    found = rms_norm_directly(input, normalized_shape, weight, eps, weight_offset, cast_before_weight, options)
-    if found is not None:
-        return found
+    """What the native op that does all of a call declines."""
     shape = tuple(normalized_shape)
-    epsilon = FLOAT32_EPS if eps is None else eps
-    options.check("rms_norm", input, len(shape))
+    if options is not None:
+        found = rms_norm_directly(input, shape, weight, eps, weight_offset, cast_before_weight, options)
+        if found is not None:
+            return found
+        options.check("rms_norm", input, len(shape))
+    elif _is_widened(input):
+        input, weight = input.float(), None if weight is None else weight.float()
     order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
-    served = (
-        _is_served(input, shape, weight)
-        and options.are_served(input)
-        and not torch.is_autocast_enabled("cuda")  # what that makes of a norm and of a scale is PyTorch's to say
+    # What autocast makes of a norm and of a scale is PyTorch's to say.
+    if is_served(input, shape, weight) and (
+        options is None or (options.are_served(input) and not torch.is_autocast_enabled("cuda"))
+    ):
+        numbers = FLOAT32_EPS if eps is None else eps, *order.values()
+        call = Rows("rms_norm", input, shape, (weight,), numbers, options)
+        again = functools.partial(rms_norm, normalized_shape=shape, weight=weight, eps=eps, **order)
+        found = call.computed(again)
+        if found is not None:
+            return found
+    keywords = {} if options is None else options.keywords()
+    return reference.rms_norm(input, shape, weight, eps, **order, **keywords)
+
+
+def _is_widened(input: Tensor) -> bool:
+    """Whether PyTorch's op gives float32 of 16 bits, as autocast makes it do from some version on."""
+    lowered = input.is_cuda and input.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cuda")
+    return lowered and not torch.compiler.is_compiling() and _autocast_widens()
+
+
+@functools.cache
+def _autocast_widens() -> bool:
+    with torch.autocast("cuda", torch.bfloat16):
+        x = torch.ones(1, 1, dtype=torch.bfloat16, device="cuda")
+        return torch.nn.functional.rms_norm(x, (1,)).dtype is torch.float32
+
+
+def _by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors | None:
+    (grad, grad_sum), (input, weight, _, _, scale, *_, statistics, _) = grads, saved
+    size, _, offset, cast, _, code, low, high = numbers
+    if grad is None or scale is not None:
+        return None
+    assert input is not None
+    of_input, of_weight, _, of_residual, *_ = wanted
+    dx, dw, _ = native_op("rms_norm_backward")(
+        *(grad, input, weight, statistics, grad_sum, math.prod(input.shape[-int(size) :]), offset, bool(cast)),
+        *(int(code), low, high, of_input or of_residual, of_weight, 0),
     )
-    learns = needs_grad(input, weight, *options[:3])
-    if served and learns:
-        arguments = (weight, epsilon, weight_offset, cast_before_weight)
-        return with_sum(*_RMSNormWithOptions.apply(input, len(shape), *arguments, *options.arguments(), True))
-    total = None if learns else summed(input, options.residual)
-    if total is not None:
-        return rms_norm(total, shape, weight, eps, **order, **options._replace(residual=None).keywords()), total
-    if not served:
-        return reference.rms_norm(input, shape, weight, eps, **order, **options.keywords())
-    return with_sum(*_rms_norm_with_options_forward(input, weight, shape, epsilon, order, options, None))
+    return None if dx is None and dw is None else (dx, dw, None, dx if of_residual else None, None, None, None)
 
 
-def _rms_norm_with_options_forward(
-    input: Tensor,
-    weight: Tensor | None,
-    shape: tuple[int, ...],
-    eps: float,
-    order: dict[str, Any],
-    options: Options,
-    rstd: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    input = input.contiguous()
-    out, total = torch.empty_like(input), None if options.residual is None else torch.empty_like(input)
-    torch.ops.normswap.rms_norm_with_options.default(
-        *(input, len(shape), dense(weight), eps, *order.values(), *options.densely().arguments(), out, total, rstd, 0)
-    )
-    return out, total
-
-
-@recording("rms_norm_with_options")
-class _RMSNormWithOptions(torch.autograd.Function):
-    """Output and sum, the latter None without a residual. ``served``: the caller has found that the kernels can take
-    these tensors. Otherwise None twice where they cannot."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        dims: int,
-        weight: Any,
-        eps: float,
-        weight_offset: float,
-        cast_before_weight: bool,
-        residual: Any,
-        scale: Any,
-        shift: Any,
-        activation: int,
-        low: float,
-        high: float,
-        served: bool = False,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        order = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
-        apart = summed(input, residual) if served else None
-        if apart is not None:  # here and not outside, for its gradient to be added before it is rounded
-            input, residual = apart, None
-        out, total, statistics = native_op("rms_norm_with_options_recorded")(
-            *(input.contiguous() if served else input, dims, weight, eps, weight_offset, cast_before_weight),
-            *(residual, scale, shift, activation, low, high),
-        )
-        if out is None and not served:
-            return None, None
-        if out is None:  # a layout to copy, or too large for the memory: that is PyTorch's to say
-            shape, statistics = tuple(input.shape[-dims:]), row_statistics(input, dims, 1)
-            options = Options(residual, scale, shift, activation_of(activation, low, high))
-            out, total = _rms_norm_with_options_forward(input, weight, shape, eps, order, options, statistics)
-        total = apart if total is None else total
-        ctx.save_for_backward(input if total is None else total, weight, scale, shift, statistics)
-        ctx.dims, ctx.eps, ctx.order, ctx.activation = dims, eps, order, (activation, low, high)
-        ctx.set_materialize_grads(False)
-        return out, total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
-        *tensors, statistics = ctx.saved_tensors
-        of_input, _, of_weight, _, _, _, of_residual, *_ = ctx.needs_input_grad
-        input, weight, scale, _ = tensors
-        shape = input.shape[-ctx.dims :]
-        found: list[Tensor | None] = [None] * 3
-        if grad is not None and scale is None and by_kernels(grad, grad_sum):
-            found = native_op("rms_norm_backward")(
-                *(grad, input, weight, statistics, grad_sum, math.prod(shape), *ctx.order.values()),
-                *(*ctx.activation, of_input or of_residual, of_weight, 0),
-            )
-        if all(one is None for one in found):
-            found = rms_norm_gradients(tensors, shape, ctx.eps, ctx.order, ctx.activation, grad, grad_sum)
-            dx, dw, dscale, dshift = found
-        else:
-            dx, dw, dscale = found
-            dshift = None
-        residual = dx if of_residual else None
-        return dx if of_input else None, None, dw, None, None, None, residual, dscale, dshift, *(None,) * 4
-
-
-def rms_norm_gradients(
-    tensors: Sequence[Tensor | None],
-    shape: Sequence[int],
-    eps: float,
-    order: Mapping[str, Any],
-    activation: tuple[int, float, float],
-    grad: Tensor | None,
-    grad_sum: Tensor | None,
-) -> list[Tensor | None]:
-    """Of what is normalised, weight, scale and shift by the reference formula; it can be differentiated again."""
-    act = activation_of(*activation)
+def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors:
+    input, weight, _, _, scale, shift, *_ = saved
+    size, eps, offset, cast, _, code, low, high = numbers
+    assert input is not None
+    shape, act = input.shape[-int(size) :], activation_of(int(code), low, high)
+    order: dict[str, Any] = {"weight_offset": offset, "cast_before_weight": bool(cast)}
 
     def formula(x: Tensor, w: Any, scale: Any, shift: Any) -> Tensor:
         return reference.rms_norm(x, shape, w, eps, **order, scale=scale, shift=shift, activation=act)
 
-    return gradients(formula, tuple(tensors), grad, grad_sum)
+    dx, dw, dscale, dshift = gradients(formula, (input, weight, scale, shift), *grads)
+    return dx, dw, None, dx if wanted[3] else None, dscale, dshift, None
+
+
+NORM = Norm(_by_kernels, _by_formula, of_rows=True)
+record("rms_norm", "input size weight eps weight_offset cast_before_weight", NORM, laid_out)
+record(
+    "rms_norm_with_options",
+    "input size weight eps weight_offset cast_before_weight residual scale shift activation low high",
+    NORM,
+    laid_out_with_options(6),
+    sums=True,
+)
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

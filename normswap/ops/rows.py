@@ -1,0 +1,89 @@
+"""Norms of rows, ``layer_norm`` and ``rms_norm``: which calls the kernels serve, and what is done of one that no native
+op does all of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from normswap.ops.dispatch import affine_dtypes_fit, dense, native_serves, needs_grad, recorded
+from normswap.ops.options import Options, summed, with_sum
+from normswap.ops.recorded import Laid
+
+
+def is_served(input: Tensor, shape: tuple[int, ...], *affine: Tensor | None) -> bool:
+    """True when the kernels take rows of this ``shape``."""
+    return (
+        native_serves(input, *affine, elements=math.prod(shape))
+        and len(shape) > 0
+        and input.shape[-len(shape) :] == shape
+        and all(p is None or p.shape == shape for p in affine)
+        and affine_dtypes_fit(input, *affine)
+        and input.numel() > 0
+    )
+
+
+class Rows(NamedTuple):
+    """A call that is served, by what the native ops of this ``name`` are given."""
+
+    name: str
+    input: Tensor
+    shape: tuple[int, ...]
+    affine: tuple[Tensor | None, ...]
+    numbers: tuple[Any, ...]
+    options: Options | None = None
+    wide: tuple[bool, ...] = ()
+
+    def computed(self, again: Callable[..., Any]) -> Any:
+        """By the kernels; None where they cannot record a gradient. ``again`` is the op of another input."""
+        name, input, shape, affine, numbers, options, wide = self
+        dims, unkept = len(shape), [None for _ in affine]  # the statistics: a mean where there is a bias
+        if options is None:
+            if needs_grad(input, *affine):
+                return recorded(name)(input, dims, *affine, *numbers)
+            input = input.contiguous()
+            out = torch.empty_like(input)
+            op = getattr(torch.ops.normswap, name).default
+            op(input, *map(dense, affine), math.prod(shape), *numbers, out, *unkept, 0)
+            return out
+        if needs_grad(input, *affine, *options[:3]):
+            given = input, dims, *affine, *numbers, *options.arguments(), *wide
+            out, total = recorded(f"{name}_with_options")(*given)
+            return None if out is None else with_sum(out, total)
+        total = summed(input, options.residual, always=any(wide))
+        if total is not None:
+            return again(total, **options._replace(residual=None).keywords()), total
+        input = input.contiguous()
+        out, total = torch.empty_like(input), None if options.residual is None else torch.empty_like(input)
+        op = getattr(torch.ops.normswap, f"{name}_with_options").default
+        given = input, dims, *map(dense, affine), *numbers, *options.densely().arguments()
+        op(*given, out, total, *unkept, 0)
+        return with_sum(out, total)
+
+
+def laid_out(*given: Any) -> Laid:
+    """What a native op was given, as it takes it, and no sum."""
+    yield [dense(value) if isinstance(value, Tensor) else value for value in given], None
+
+
+def laid_out_with_options(behind: int) -> Callable[..., Laid]:
+    """The same of an op whose options stand behind so many arguments, and the sum where PyTorch is to make it: its
+    gradients are then added before they are rounded. What autocast widens is tried in float32, too."""
+
+    def densely(*given: Any) -> Laid:
+        first, (residual, scale, shift), last = given[:behind], given[behind : behind + 3], given[behind + 3 :]
+        wide = len(last) > 3 and last[3]
+        total = summed(first[0], residual, always=wide)
+        if total is not None:
+            first, residual = (total, *first[1:]), None
+        options = Options(residual, scale, shift).densely()
+        made = [*next(laid_out(*first))[0], *options[:3], *last]
+        yield made, total
+        if wide:
+            yield [value.float() if isinstance(value, Tensor) else value for value in made], total
+
+    return densely
