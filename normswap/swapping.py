@@ -6,14 +6,17 @@ The only code that changes a model, and all it changes is ``__class__`` of the m
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Collection, Iterator, Mapping
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from normswap import installed, modules, switch
+from normswap import installed, modules
 from normswap.plans import NormswapError, Plan, PlanError, Site, Swap
-from normswap.untouched import all_or_none, set_classes
+from normswap.untouched import all_or_none, set_classes, surely
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -53,7 +56,9 @@ def revert(model: _Module, names: Collection[str] | None = None) -> _Module:
     """
     chosen = {name: module for name, module in model.named_modules() if names is None or name in names}
     before = _before(chosen)
-    switch.forget(chosen.values())
+    with _lock:
+        for module in chosen.values():
+            _off.pop(module, None)  # a block about it ends without giving it our class back
     with all_or_none(model):
         set_classes(before)
     return model
@@ -68,11 +73,55 @@ def disabled(model: _Module) -> Iterator[_Module]:
     keeps that class.
     """
     _before(dict(model.named_modules()))
-    with switch.originals(model) as changed:
+    entered, changed = list[tuple[nn.Module, _Off]](), list[nn.Module]()
+    found = [(module, _state_of(module)) for module in model.modules()]
+    try:
+        with _lock:
+            for module, state in found:
+                if state is not None:
+                    entered.append((module, state))
+                    _off[module] = state
+                    state.blocks += 1
+            set_classes((module, state.original) for module, state in entered if state.blocks == 1)
         yield model
+    finally:
+        surely(partial(_leave, entered, changed))
     if changed:
         names = {id(module): name for name, module in model.named_modules()}
         raise _changed_since(names.get(id(changed[0]), "a module"), changed[0])
+
+
+class _Off:
+    """How many blocks a module is in, and its class outside and inside of them."""
+
+    def __init__(self, ours: type[nn.Module], original: type[nn.Module]) -> None:
+        self.blocks, self.ours, self.original = 0, ours, original
+
+
+_off: Any = WeakIdKeyDictionary()
+_lock = threading.RLock()
+
+
+def _state_of(module: nn.Module) -> _Off | None:
+    """What is known of a module that is in a block already, or what it is to be; None where nothing was swapped."""
+    state: _Off | None = _off.get(module)
+    if state is not None and type(module) is state.original:
+        return state
+    return None if installed.site_match(module) is None else _Off(type(module), installed.class_before(module))
+
+
+def _leave(entered: list[tuple[nn.Module, _Off]], changed: list[nn.Module]) -> None:
+    """End a block; ``changed`` gets the modules whose class was changed within: they keep that class."""
+    with _lock:
+        last = [(module, state) for module, state in entered if state.blocks == 1 and _off.get(module) is state]
+        set_classes((m, state.ours) for m, state in last if type(m) is state.original)
+        while entered:
+            module, state = entered.pop()
+            state.blocks -= 1
+            if state.blocks == 0 and _off.get(module) is state:
+                del _off[module]
+                if type(module) is not state.ours:
+                    changed.append(module)
 
 
 def _before(named: Mapping[str, nn.Module]) -> list[tuple[nn.Module, type[nn.Module]]]:

@@ -57,13 +57,13 @@ forwards/linear_scale_batch_norm.py: of a BatchNorm in eval there are both or no
 forwards/linear_scale_batch_norm.py: of a BatchNorm in eval there are both or none
     bn.training or mean is None or var is None
     (bn.training or var is None)
-proof/verdict.py: a longer way to the same verdict
+proof/comparison.py: a longer way to the same verdict
     ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE
     (False)
-proof/verdict.py: a longer way to the same verdict
+proof/comparison.py: a longer way to the same verdict
     share <= 1.0 and theirs < math.inf
     (False)
-proof/verdict.py: a longer way to the same verdict
+proof/comparison.py: a longer way to the same verdict
     share <= 1.0
     (share < 1.0)
 """

@@ -219,7 +219,7 @@ def test_an_error_in_every_step_leaves_the_model_as_it_was(model: nn.Module, mon
         (optimize_module, "prove"),
         (optimize_module, "settle"),
         (optimize_module, "_reported"),
-        (sys.modules["normswap.proof.verdict"], "verdict"),
+        (sys.modules["normswap.proof.comparison"], "verdict"),
         (compare_module, "Size"),
         (sys.modules["normswap.proof.whole_model"], "_outputs"),
     ):

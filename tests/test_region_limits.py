@@ -20,8 +20,7 @@ from torch import Tensor
 
 import normswap
 from normswap.proof import compare, prove
-from normswap.proof.comparison import Comparison
-from normswap.proof.verdict import Checks
+from normswap.proof.comparison import Checks, Comparison
 
 RECORD = Path(__file__).parent / "golden/limits.json"
 OF_ROWS = [

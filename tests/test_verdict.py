@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from normswap.criterion import Magnitudes
-from normswap.proof import verdict as verdicts
-from normswap.proof.verdict import Checks, verdict
+from normswap.proof import comparison as comparisons
+from normswap.proof.comparison import Checks, verdict
 
 ONES, NAN, INF = torch.ones(4), torch.nan, torch.inf
 ULP = 2.0**-23
@@ -50,7 +50,7 @@ def test_a_verdict(
     at_once: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verdicts, "_AT_ONCE", at_once)
+    monkeypatch.setattr(comparisons, "_AT_ONCE", at_once)
     wide = reference.double()
     found = verdict("out", ours, eager, wide, torch.zeros_like(wide), 4.0, ULP / 2)
     assert found.share == pytest.approx(share)

@@ -28,11 +28,10 @@ from normswap.in_float64 import Lifted, Rounded, lift
 from normswap.kinds import KINDS, NORMS, Kind, Norm, kind_of
 from normswap.plans import REGION, Match
 from normswap.proof import pieces
-from normswap.proof.comparison import Comparison, Cotangent, KernelWitness
+from normswap.proof.comparison import Checks, Comparison, Cotangent, KernelWitness, worst_of
 from normswap.proof.convolution_error import MOST, takes_tf32, times_pytorchs
 from normswap.proof.pieces import Piece, pieces_of
 from normswap.proof.size import Size, constants
-from normswap.proof.verdict import Checks
 from normswap.regions.described import parameters_of
 from normswap.regions.helper import Fused
 from normswap.regions.holder import holder_of
@@ -90,20 +89,17 @@ def compare_region(
     with torch.inference_mode(False):
         packed = _mapped(compiled.region, _detached, packed)
         parts = pieces_of(compiled, owner, packed, slices or (2 if again else pieces.SLICES))
-        whole: _Run | None = None
-        if parts.are_parts:
-            found = _Case(compiled, fused, owner, packed, captured).ours(False)
-            if isinstance(found, Comparison):
-                return found
-            whole = found
-        worst: Comparison | None = None
-        for piece in parts.pieces:
-            case = _Case(compiled, fused, piece.owner, _mapped(compiled.region, piece.cut, packed), captured)
-            compared = case.compared(gradients, None if whole is None else whole.part(piece))
-            worst = compared if worst is None else worst.worst(compared)
-            if worst.problem:
-                break
-    return replace(worst or Comparison(problem="no input to compare on"), coverage=parts.coverage)
+        found: list[Comparison] = []
+        try:
+            whole = _Case(compiled, fused, owner, packed, captured).ours(False) if parts.are_parts else None
+            for piece in parts.pieces:
+                case = _Case(compiled, fused, piece.owner, _mapped(compiled.region, piece.cut, packed), captured)
+                found.append(case.compared(gradients, None if whole is None else whole.part(piece)))
+                if found[-1].problem:
+                    break
+        except _NoResult as no:
+            found.append(no.comparison)
+    return replace(worst_of(found), coverage=parts.coverage)
 
 
 def declined(x: Tensor) -> Comparison:
@@ -143,6 +139,13 @@ class _Run:
         return replace(self, outputs=[piece.cut(output) for output in self.outputs])
 
 
+class _NoResult(Exception):
+    """Ours gave none, and what there is to say of that."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+
+
 class _Case:
     """One comparison. The owner is replaced by a module that holds the region's children alone."""
 
@@ -163,11 +166,8 @@ class _Case:
         gradients = gradients and not self._infers()
         eager = self._run(self._eager, holder_of(self.region, self.owner), self.packed, gradients)
         # What runs without gradients may be another path than what runs with them: both are compared.
-        found = [self.ours(False) if known is None else known, *([self.ours(True)] if gradients else [])]
-        runs = [run for run in found if isinstance(run, _Run)]
+        runs = [self.ours(False) if known is None else known, *([self.ours(True)] if gradients else [])]
         ran = any(run.by_kernel for run in runs)
-        if (failed := next((run for run in found if isinstance(run, Comparison)), None)) is not None:
-            return replace(failed, kernel_ran=ran and not failed.declined)
         self.matmul_unit = matmul_unit(self.x) if self.region.linear else 0.0
         expected, size = self._referee(gradients)
         for run in runs:
@@ -177,16 +177,19 @@ class _Case:
         finite = any(bool(output.isfinite().any()) for output in eager.outputs)
         return replace(self.checks.found, kernel_ran=ran, gradients=gradients, finite=finite, **_where(self.x))
 
-    def ours(self, gradients: bool) -> _Run | Comparison:
-        """What ours makes of it; or the problem when it raises, or that it left it to the region's own statements."""
+    def ours(self, gradients: bool) -> _Run:
+        """What ours makes of it. Raises _NoResult where it raises, or leaves it to the region's own statements."""
         witness = KernelWitness()
         try:
             # On a CPU no kernel of ours runs, and a dispatch mode would load torch._dynamo: a second.
             with witness if self.x.is_cuda else contextlib.nullcontext():
                 run = self._run(self._fused, holder_of(self.region, self.owner), self.packed, gradients)
         except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
-            return Comparison(kernel_ran=False, problem=f"raises {type(error).__name__}: {error}", **_where(self.x))
-        return declined(self.x) if self.declined else replace(run, by_kernel=witness.ran)
+            problem = f"raises {type(error).__name__}: {error}"
+            raise _NoResult(Comparison(kernel_ran=False, problem=problem, **_where(self.x))) from error
+        if self.declined:
+            raise _NoResult(declined(self.x))
+        return replace(run, by_kernel=witness.ran)
 
     def _infers(self) -> bool:
         """Whether the region's own statements run where a gradient is recorded."""

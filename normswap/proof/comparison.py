@@ -1,14 +1,18 @@
-"""What is found by comparing ours with PyTorch's, and what watches over a comparison."""
+"""What is found by comparing ours with PyTorch's and the float64 reference: how far off both are, and what is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from normswap.criterion import FLOAT32_ROUNDING, Magnitudes, error_share, excused, half_ulp, mask_mismatch, own_rounding
 
 # Not a seed a person would choose: inputs drawn with the same one would equal the cotangent, and their gradient cancel.
 _SEED = 0x6E6F726D
@@ -46,6 +50,11 @@ class Comparison:
             declined=self.declined and other.declined,
             note=self.note or other.note,
         )
+
+
+def worst_of(found: Iterable[Comparison]) -> Comparison:
+    """All of them as one."""
+    return functools.reduce(Comparison.worst, found)
 
 
 class Seen:
@@ -89,3 +98,116 @@ class Cotangent:
             generator = torch.Generator(output.device).manual_seed(_SEED)
             self.drawn = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
         return self.drawn.to(output.dtype)
+
+
+_AT_ONCE = 2**22
+"""Elements of the largest tensor that is judged in one go."""
+
+
+def verdict(
+    what: str,
+    ours: Tensor,
+    eager: Tensor,
+    reference: Tensor,
+    magnitude: Tensor,
+    c: float,
+    extra: Tensor | float = 0.0,
+) -> Comparison:
+    """Judge ``ours``, called ``what``; the others are those of ``criterion.error_share``, ``eager`` is PyTorch's."""
+    if ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE:
+        share, theirs = _shares(ours, eager, reference, magnitude, c, extra)
+        if share <= 1.0 and theirs < math.inf:  # neither has a NaN or Inf: nothing else can be wrong
+            return Comparison(share, theirs, note=_told(what, theirs))
+    share, theirs = (error_share(tensor, reference, magnitude, c, extra) for tensor in (ours, eager))
+    if share > 1.0:  # an element that is PyTorch's own, bit for bit, is not held against ours
+        changed = ~((ours == eager) | (ours.isnan() & eager.isnan()))
+        parts = (reference, magnitude, torch.as_tensor(extra).to(reference))
+        of, size, added = (part.expand(ours.shape)[changed] for part in parts)
+        share = error_share(ours[changed], of, size, c, added)
+    note, problem = _told(what, theirs), ""
+    if wrong := int(excused(eager, reference).sum()):
+        note = f"{what}: PyTorch's is not finite in {wrong} elements that float64 has finite"
+    if differs := mask_mismatch(ours, eager, reference):
+        problem = f"{what}: {differs}"
+    elif share > 1.0:
+        problem = f"{what}: error is {share:.3g} times its limit"
+    return Comparison(share, theirs, problem=problem, note=note)
+
+
+def _told(what: str, theirs: float) -> str:
+    return f"{what}: PyTorch's own error is {theirs:.3g} times the limit" if theirs > 1.0 else ""
+
+
+def _shares(
+    ours: Tensor, eager: Tensor, reference: Tensor, magnitude: Tensor, c: float, extra: Tensor | float
+) -> list[float]:
+    """Both shares, in one wait for the device; not a number or infinite where one of the tensors is."""
+    limit = half_ulp(reference, ours.dtype) + c * FLOAT32_ROUNDING * magnitude + extra
+    worst = [((tensor.double() - reference).abs() / limit).amax() for tensor in (ours, eager)]
+    found: list[float] = torch.stack(worst).tolist()
+    return found
+
+
+class Checks:
+    """What is ``found`` of the tensors of one comparison, with the first problem and the first note. ``c`` and
+    ``c_gradient``: what an error may be, in units of 2^-24 times the magnitude."""
+
+    def __init__(self, c: float, c_gradient: float) -> None:
+        self.c, self.c_gradient = c, c_gradient
+        self.found = Comparison()
+
+    def add(
+        self,
+        what: str,
+        ours: Tensor,
+        eager: Tensor,
+        reference: Tensor,
+        magnitude: Tensor,
+        extra: Tensor | float = 0.0,
+        c: float | None = None,
+    ) -> None:
+        """Judge one tensor."""
+        one = verdict(what, ours, eager, reference, magnitude, self.c if c is None else c, extra)
+        self.found = self.found.worst(one)
+
+    def fail(self, problem: str) -> None:
+        """Keep what is wrong, where nothing was before."""
+        self.found = self.found.worst(Comparison(problem=problem))
+
+    def are_alike(self, ours: Sequence[Tensor], eager: Sequence[Tensor]) -> bool:
+        """Whether the outputs have the same dtypes and shapes."""
+        mine, theirs = ([_form(tensor) for tensor in outputs] for outputs in (ours, eager))
+        if mine != theirs:
+            self.fail(f"outputs are {', '.join(mine)}, PyTorch's {', '.join(theirs)}")
+        return mine == theirs
+
+    def reach_the_same(self, ours: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> bool:
+        """Whether the gradients are of the same tensors."""
+        if missing := sorted(ours.keys() ^ eager.keys()):
+            self.fail(f"gradients reach other tensors than PyTorch's: {', '.join(missing)}")
+        return not missing
+
+    def add_buffers(
+        self,
+        ours: Mapping[str, Tensor],
+        eager: Mapping[str, Tensor],
+        expected: Mapping[str, Tensor],
+        size: Magnitudes,
+        kernel_ran: bool,
+        prefix: str = "",
+    ) -> None:
+        """Judge the buffers after the call; in ``size`` they go by their names without the ``prefix``."""
+        for name, buffer in eager.items():
+            if not buffer.is_floating_point():
+                if not torch.equal(ours[name], buffer):
+                    self.fail(f"buffer {name} differs from PyTorch's")
+                continue
+            known = name.removeprefix(prefix)
+            magnitude = size.buffers.get(known, expected[name].abs())
+            moved = size.coarse_buffers.get(known, torch.zeros_like(magnitude))
+            extra = own_rounding(buffer.dtype, kernel_ran) * magnitude + self.c * size.coarse_unit * moved
+            self.add(f"buffer {name}", ours[name], buffer, expected[name], magnitude, extra)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

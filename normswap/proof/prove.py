@@ -20,7 +20,7 @@ from normswap.installed import class_before
 from normswap.plans import Match, Swap
 from normswap.progress import progress
 from normswap.proof.compare import compare_region, declined, swapped_op
-from normswap.proof.comparison import Comparison, Seen
+from normswap.proof.comparison import Comparison, Seen, worst_of
 from normswap.proof.made_up import made_up
 from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
@@ -129,9 +129,7 @@ class Prover(Listener):
 def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs: str) -> SiteProof:
     if not comparisons:
         return unchecked(swap, "its parameters are sharded, and no example input reached it")
-    worst = comparisons[0]
-    for comparison in comparisons[1:]:
-        worst = worst.worst(comparison)
+    worst = worst_of(comparisons)
     status = "failed" if worst.problem else "proved" if worst.kernel_ran else "wiring"
     if not (worst.problem or worst.finite):
         status, worst = "unchecked", replace(worst, note="the original's output is nowhere finite on these inputs")
