@@ -19,7 +19,7 @@ proof/pieces.py: what fits is one piece, cut out whole
     not dims or size * sample <= SLICE_ELEMENTS
     (not dims)
 proof/compare.py: the first problem stays: the rest is compared for nothing
-    worst.problem
+    found[-1].problem
     (False)
 kinds/batch_norm.py: in eval PyTorch raises for a BatchNorm that has one of them alone
     site.running_mean is None and site.running_var is None
