@@ -145,7 +145,8 @@ def _rms_norm(
     shift: Tensor | None,
 ) -> Tensor:
     adapts = scale is not None and shift is not None
-    if (weight is None or list(weight.shape) != shape or not (weight_offset or cast_before_weight)) and not adapts:
+    plain = weight is None or not (weight_offset or cast_before_weight) or list(weight.shape) != shape
+    if plain and not adapts:
         return F.rms_norm(x, shape, weight, eps)  # one rounding, at the end; a wrong shape raises
     wide = torch.promote_types(x.dtype, torch.float32)
     gain = None if weight is None else weight.to(wide) + weight_offset

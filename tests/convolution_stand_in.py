@@ -21,6 +21,8 @@ def by_pytorch(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
     fits = x.dim() == 4 and x.numel() > 0 and x.shape[1] == weight.shape[1] * groups and mean is not None
     if torch.is_grad_enabled() or not fits or not x.dtype == weight.dtype == mean.dtype:
         return None
+    if any(t is not None and t.numel() != len(weight) for t in (bias, mean, var, gain, offset)):
+        return None
     fold: Any = reference.fold_scale_batch_norm
     out = F.conv2d(x, *fold(weight, bias, None, mean, var, gain, offset, eps), how[:2], how[2:4], how[4:], groups)
     act = Activation([*FUNCTIONS][code], low, high)

@@ -228,6 +228,7 @@ UNFOLDED: dict[str, Callable[[Any], Any]] = {
     "no statistics": lambda model: setattr(model, "bn", nn.BatchNorm1d(3, track_running_stats=False).eval()),
     "another size": lambda model: setattr(model, "bn", nn.BatchNorm1d(2).eval()),
     "wide statistics": lambda model: model.bn.double(),
+    "an eps below zero": lambda model: setattr(model.bn, "eps", -1e-12),
     "a transposed weight": lambda model: setattr(
         model.linear, "weight", nn.Parameter(torch.randn(4, 3).t(), requires_grad=False)
     ),

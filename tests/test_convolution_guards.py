@@ -126,21 +126,26 @@ def test_who_learns() -> None:
     assert not conv._learns(X, bare, nn.BatchNorm2d(8, affine=False), None)
 
 
-def test_dtypes_that_pytorch_takes_together() -> None:
+def test_what_pytorch_takes_together() -> None:
     wide, half = torch.float32, torch.float16
-    assert conv._dtypes_fit(*parts(), wide) and conv._dtypes_fit(parts()[0].half(), parts()[1], half)
-    assert conv._dtypes_fit(parts()[0].half(), parts()[1].half(), half)
-    assert conv._dtypes_fit(parts()[0], parts()[1].half(), half)  # by autocast
-    assert not conv._dtypes_fit(parts()[0], parts()[1].half(), wide)
+    assert conv._fit(*parts(), wide) and conv._fit(parts()[0].half(), parts()[1], half)
+    assert conv._fit(parts()[0].half(), parts()[1].half(), half)
+    assert conv._fit(parts()[0], parts()[1].half(), half)  # by autocast
+    assert not conv._fit(parts()[0], parts()[1].half(), wide)
     for name in ("running_var", "weight", "bias"):
         convolution, norm = parts()
         tensor = getattr(norm, name).half()
         setattr(norm, name, tensor if name == "running_var" else nn.Parameter(tensor))
-        assert not conv._dtypes_fit(convolution, norm, half), name
+        assert not conv._fit(convolution, norm, half), name
+    for name in ("running_mean", "running_var", "weight", "bias"):
+        convolution, norm = parts()
+        tensor = getattr(norm, name)[:1].detach()
+        setattr(norm, name, tensor if name.startswith("running") else nn.Parameter(tensor))
+        assert not conv._fit(convolution, norm, wide), name
     convolution, norm = parts()
     convolution.bias = nn.Parameter(convolution.bias.half())
-    assert not conv._dtypes_fit(convolution, norm, wide)
-    assert conv._dtypes_fit(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8, affine=False), wide)
+    assert not conv._fit(convolution, norm, wide)
+    assert conv._fit(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8, affine=False), wide)
 
 
 def convolved(folding: str = "folded", read: Any = lambda norm, form: ()) -> conv.Convolved:
@@ -263,6 +268,7 @@ LATER: dict[str, Callable[[dict[str, Any]], object]] = {
     "another norm": lambda c: c.update(norm=nn.GroupNorm(2, 8)),
     "a subclass of the norm": lambda c: c.update(norm=type("Own", (nn.BatchNorm2d,), {})(8).eval()),
     "norm in training": lambda c: c["norm"].train(),
+    "eps below zero": lambda c: changed(c["norm"], eps=-1e-12),
     "convolution hooked": lambda c: hooked(c["conv"]),
     "norm hooked": lambda c: hooked(c["norm"]),
     "its own inner forward": lambda c: changed(c["conv"], _conv_forward=lambda *given: given[0]),

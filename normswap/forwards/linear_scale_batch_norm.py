@@ -99,8 +99,10 @@ def _normalised(
     if bn.training or mean is None or var is None:
         tracked = (mean, var) if bn.track_running_stats else (None, None)
         return _train(x, linear, projection, scale, bn, (*tracked, weight, bias), behind) if x.shape[0] > 1 else None
-    learns = _learns(x, scale, after, *projection, weight, bias, residual)
     statistics = (mean, var, weight, bias)
+    if not (bn.eps >= 0 and shapes_fit(*projection, *statistics)):
+        return None
+    learns = _learns(x, scale, after, *projection, weight, bias, residual)
     # In float16 a gradient may leave the range of one and not of the other.
     fits = learns and x.is_cuda and x.dtype is not torch.float16
     served = fits and ops.native_serves(x, *projection, scale, *statistics)
@@ -199,6 +201,11 @@ def tensors_fit(like: Tensor, of_linear: Iterable[Tensor | None], of_norm: Itera
                 return False
             dtype = vector.dtype
     return dtype in (None, own, torch.float32)
+
+
+def shapes_fit(weight: Tensor, *vectors: Tensor | None) -> bool:
+    """Whether there is one value a channel: PyTorch's ops refuse vectors of others, which a fold would spread."""
+    return weight.dim() == 2 and all(v is None or v.shape == weight.shape[:1] for v in vectors)
 
 
 def _is_beside(tensor: Any, like: Tensor) -> bool:

@@ -43,8 +43,8 @@ bool take_norm(PyObject* module, PyObject* cls, Folded& f) {
   PyObject *training = found(own, names.training), *number = found(own, eps);
   if (training != Py_False || number == nullptr || !PyFloat_Check(number)) return false;
   f.eps = PyFloat_AS_DOUBLE(number);
-  return take_from(own, names.buffers, means, f.mean) && take_from(own, names.buffers, vars, f.var) && f.mean.defined() &&
-         f.var.defined();
+  return f.eps >= 0 && take_from(own, names.buffers, means, f.mean) && take_from(own, names.buffers, vars, f.var) &&
+         f.mean.defined() && f.var.defined();
 }
 
 // Whether shapes, dtypes and devices are such as PyTorch's ops and the fold take, and the fold is worth its while.

@@ -111,7 +111,9 @@ class Directly:
             tensors = own["weight"], own["bias"], *kept
         except KeyError:  # it is kept elsewhere
             return None
-        if not numbers or tensors[0] is None or not _KNOWN.issuperset(map(type, (*tensors, behind))):
+        if not numbers or tensors[0] is None or not n["eps"] >= 0:
+            return None
+        if not _KNOWN.issuperset(map(type, (*tensors, behind))):
             return None
         return tensors, numbers, (n["eps"], low, high), behind
 
@@ -197,7 +199,7 @@ class Convolved:
         dtype = _dtype_of(x, weight)
         if dtype is None or x.device != weight.device or x.dim() != weight.dim():
             return False
-        if x.shape[1] != convolution.in_channels or not _dtypes_fit(convolution, norm, dtype):
+        if x.shape[1] != convolution.in_channels or not _fit(convolution, norm, dtype):
             return False
         if not ops.folding_serves(self.folding, x, weight) or not self._takes(convolution, behind, activation):
             return False
@@ -226,13 +228,14 @@ def _dtype_of(x: Tensor, weight: Tensor) -> torch.dtype | None:
     return x.dtype if x.dtype is weight.dtype else None
 
 
-def _dtypes_fit(convolution: Any, norm: Any, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's ops would take these together: a norm's tensors of one dtype, float32 or ``dtype``, in which
+def _fit(convolution: Any, norm: Any, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's ops would take these together: a norm's vectors of one dtype, float32 or ``dtype``, in which
     is convolved."""
-    kept = norm.running_mean.dtype
-    own = (norm.running_var, norm.weight, norm.bias)
-    alike = all(t is None or t.dtype is kept for t in own) and kept in (dtype, torch.float32)
-    return alike and (convolution.bias is None or convolution.bias.dtype is convolution.weight.dtype)
+    shape, mean, bias = (convolution.out_channels,), norm.running_mean, convolution.bias
+    for vector in (mean, norm.running_var, norm.weight, norm.bias):
+        if vector is not None and (vector.dtype is not mean.dtype or vector.shape != shape):
+            return False
+    return mean.dtype in (dtype, torch.float32) and (bias is None or bias.dtype is convolution.weight.dtype)
 
 
 def _learns(x: Tensor, convolution: Any, norm: Any, behind: Any) -> bool:

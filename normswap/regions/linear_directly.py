@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from normswap import ops
-from normswap.forwards.linear_scale_batch_norm import is_factor, is_output, tensors_fit
+from normswap.forwards.linear_scale_batch_norm import is_factor, is_output, shapes_fit, tensors_fit
 from normswap.forwards.plain import is_bare
 from normswap.forwards.replaced import Replaced
 from normswap.ops import at_once
@@ -81,6 +81,8 @@ class Directly:
             return None
         if len(x) > linear.__dict__["in_features"]:
             out = at_once.folded_linear(x, linear, scale, norm, nn.Linear, nn.BatchNorm1d)
+            if out is None and not shapes_fit(weight, bias, *vectors):
+                return None
             if out is None:
                 out = F.linear(x, *folded(weight, bias, scale, *vectors, eps))
             return activation(out if behind is None else out + behind)
