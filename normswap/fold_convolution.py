@@ -18,9 +18,8 @@ from normswap.forwards.plain import is_plain, is_unhooked
 from normswap.installed import class_before
 from normswap.regions.ending import children_behind
 from normswap.regions.foldings import TRANSPOSED, is_foldable, why_apart
-from normswap.regions.mentions import attributes_in, may_be_any
 from normswap.regions.spec import Region
-from normswap.regions.through_methods import through_methods
+from normswap.regions.through_methods import attributes_in, may_be_any, through_methods
 from normswap.rules import region as region_rule
 from normswap.rules.expression_site import class_forward
 from normswap.untouched import classes

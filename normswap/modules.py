@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap.forwards.placed import in_the_place_of
-from normswap.forwards.registered import registered_forward
 from normswap.forwards.replaced import Replaced
 from normswap.installed import covered_class, marks, original_class, remember, site_match, unannounced
 from normswap.kinds import NORMS, Norm, kind_of
@@ -140,6 +139,5 @@ def _maker(match: Match, original: type[nn.Module]) -> Callable[[Replaced, Mappi
     if match.kind == REGION:
         return regions.make_forward
     kind = kind_of(match)
-    if match.registered and isinstance(kind, Norm):
-        return registered_forward(match.kind)
-    return kind.forward if not isinstance(kind, Norm) or issubclass(original, kind.classes) else None
+    fits = match.registered or not isinstance(kind, Norm) or issubclass(original, kind.classes)
+    return kind.forward if fits else None

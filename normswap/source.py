@@ -7,10 +7,13 @@ import functools
 import inspect
 import types
 import warnings
-from typing import Any
+from typing import Any, TypeAlias
 
 from normswap.attributes import Rejection
 from normswap.plans import Reason
+
+_Place: TypeAlias = tuple[str, int]
+_File: TypeAlias = tuple[dict[_Place, ast.FunctionDef], dict[_Place, types.CodeType]]
 
 
 def source_tree(code: types.CodeType) -> ast.FunctionDef | None:
@@ -18,35 +21,38 @@ def source_tree(code: types.CodeType) -> ast.FunctionDef | None:
 
     Whether this is the code that runs, ``definition`` checks.
     """
-    return _definitions(_source(code)).get((code.co_name, code.co_firstlineno))
+    return _file_of(code)[0].get((code.co_name, code.co_firstlineno))
 
 
-def _first_line(node: ast.FunctionDef) -> int:
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-
-
-def _source(code: types.CodeType) -> str:
-    """The whole file that ``code`` was defined in, "" where there is none."""
+def _file_of(code: types.CodeType) -> _File:
+    """The file that ``code`` was defined in; nothing where there is none."""
     try:
-        return "".join(inspect.findsource(code)[0])
+        return _read("".join(inspect.findsource(code)[0]), code.co_filename)
     except (OSError, TypeError, IndexError):
-        return ""  # the caller says so, with the place
+        return {}, {}  # the caller says so, with the place
 
 
 @functools.lru_cache(maxsize=8)
-def _definitions(source: str) -> dict[tuple[str, int], ast.FunctionDef]:
-    """The functions in a file by their names and first lines."""
+def _read(source: str, filename: str) -> _File:
+    """The functions in a file and their code, by names and first lines."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what Python has to say about the user's file, it said on import
-            nodes = ast.walk(ast.parse(source))
+            tree = ast.parse(source)
+            waiting = [compile(source, filename, "exec", dont_inherit=True)]
     except (SyntaxError, ValueError):
-        return {}  # the file was changed and is no Python now
-    found: dict[tuple[str, int], ast.FunctionDef] = {}
-    for node in nodes:
+        return {}, {}  # the file was changed and is no Python now
+    trees: dict[_Place, ast.FunctionDef] = {}
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            found.setdefault((node.name, _first_line(node)), node)
-    return found
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            trees.setdefault((node.name, first), node)
+    codes: dict[_Place, types.CodeType] = {}
+    while waiting:
+        code = waiting.pop()
+        codes[code.co_name, code.co_firstlineno] = code
+        waiting.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return trees, codes
 
 
 def undecorated(function: types.FunctionType) -> types.FunctionType:
@@ -100,7 +106,9 @@ def global_named(node: ast.expr, function: types.FunctionType) -> object:
 
 def takes_another_argument(forward: types.FunctionType) -> Rejection | None:
     """Why ``forward`` is not one of (self, input)."""
-    if _takes_one_argument(forward):
+    code = forward.__code__
+    variadic = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    if code.co_argcount == 2 and not (code.co_kwonlyargcount or variadic or forward.__defaults__):
         return None
     return Rejection(Reason.UNSUPPORTED, f"forward takes {inspect.signature(forward)}, not (self, input)")
 
@@ -108,33 +116,11 @@ def takes_another_argument(forward: types.FunctionType) -> Rejection | None:
 def is_what_runs(code: types.CodeType) -> bool:
     """True when compiling the source file gives, at the line of ``code``, the same instructions, constants and names.
     The file is compiled whole: what a method compiles to depends on the imports and the class around it."""
-    compiled = _compile(_source(code), code.co_filename).get((code.co_name, code.co_firstlineno))
+    compiled = _file_of(code)[1].get((code.co_name, code.co_firstlineno))
     return compiled is not None and _fingerprint(compiled) == _fingerprint(code)
-
-
-@functools.lru_cache(maxsize=8)
-def _compile(source: str, filename: str) -> dict[tuple[str, int], types.CodeType]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            waiting = [compile(source, filename, "exec", dont_inherit=True)]
-    except (SyntaxError, ValueError):
-        return {}
-    found: dict[tuple[str, int], types.CodeType] = {}
-    while waiting:
-        code = waiting.pop()
-        found[code.co_name, code.co_firstlineno] = code
-        waiting.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return found
 
 
 def _fingerprint(code: types.CodeType) -> tuple[Any, ...]:
     # repr, because 1, 1.0 and True are equal
     constants = [_fingerprint(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
     return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
-
-
-def _takes_one_argument(forward: types.FunctionType) -> bool:
-    code = forward.__code__
-    variadic = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-    return code.co_argcount == 2 and not code.co_kwonlyargcount and not variadic and not forward.__defaults__

@@ -33,7 +33,7 @@ forwards/rms_norm.py: a longer way to the same tensor
 in_float64.py: they are two, and no two have as many bits
     _BITS[dtype] < _BITS[role.dtype]
     (_BITS[dtype] <= _BITS[role.dtype])
-regions/before.py: used twice is only what has a name, and a flow gives one to what is assigned as it is
+regions/growing.py: used twice is only what has a name, and a flow gives one to what is assigned as it is
     isinstance(statement, ast.Assign) and statement.value is op.node
     (isinstance(statement, ast.Assign))
 proof/compare.py: a CPU has no kernel to witness

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import modules, ops, reference
 from normswap.ops import at_once
-from normswap.regions.beside import Beside
+from normswap.regions.children import Beside
 from normswap.regions.spec import qualified
 
 __all__ = ["calls", "compiled", "registered", "short_way"]

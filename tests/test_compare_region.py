@@ -21,7 +21,7 @@ from normswap.proof import compare, pieces
 from normswap.proof.compare import compare_region
 from normswap.proof.comparison import Comparison
 from normswap.regions.helper import Fused
-from normswap.regions.holder import holder_of
+from normswap.regions.listening import holder_of
 
 
 class Spoiled(Fused):

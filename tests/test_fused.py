@@ -23,8 +23,7 @@ import normswap
 from normswap import rules
 from normswap.plans import Match
 from normswap.regions import helper
-from normswap.regions.at_once import at_once_of
-from normswap.regions.helper import Fused, make_helper
+from normswap.regions.helper import Fused, at_once_of, make_helper
 from normswap.regions.rewrite import compile_regions
 from normswap.regions.spec import Region, Step, qualified
 

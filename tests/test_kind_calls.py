@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normswap.kinds import KINDS, group_norm, operands
+from normswap.kinds import KINDS, group_norm, norm
 
 X, W, COLUMN = torch.randn(2, 3, 5), torch.randn(5), torch.randn(3, 1)
 FILTERS, GAIN = torch.randn(1, 4, 9), torch.randn(4)
@@ -104,17 +104,17 @@ class Own(Tensor):
 
 
 def test_operands_like_the_input() -> None:
-    assert operands.is_alike(X, None) and operands.is_alike(X, X + 1) and operands.is_alike(X, nn.Parameter(X))
+    assert norm.is_alike(X, None) and norm.is_alike(X, X + 1) and norm.is_alike(X, nn.Parameter(X))
     for other in (1.0, X.as_subclass(Own), X[:1], X.half(), X.to("meta")):
-        assert not operands.is_alike(X, other)
-    assert operands.are_of(X.dtype) and operands.are_of(X.dtype, X, W)
+        assert not norm.is_alike(X, other)
+    assert norm.are_of(X.dtype) and norm.are_of(X.dtype, X, W)
     for other in (None, X.as_subclass(Own), X.half()):
-        assert not operands.are_of(X.dtype, X, other)
+        assert not norm.are_of(X.dtype, X, other)
 
 
 def test_operands_of_a_sample() -> None:
     for good in (X[:, :1], X[:1, :1]):
-        assert operands.are_per_sample(X, good, good)
+        assert norm.are_per_sample(X, good, good)
     one = X[:, :1]
     for other in (
         one.as_subclass(Own),
@@ -126,8 +126,8 @@ def test_operands_of_a_sample() -> None:
         one.repeat(2, 1, 1),
         None,
     ):
-        assert not operands.are_per_sample(X, one, other)
-    assert not operands.are_per_sample(X[0, 0], X[:1, 0])
+        assert not norm.are_per_sample(X, one, other)
+    assert not norm.are_per_sample(X[0, 0], X[:1, 0])
 
 
 def test_what_is_added_to_a_norm_that_autocast_widens(monkeypatch: pytest.MonkeyPatch) -> None:

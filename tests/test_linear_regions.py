@@ -360,9 +360,9 @@ class Own(Tensor):
 def test_what_a_product_may_be_by() -> None:
     layer = nn.Linear(FEATURES, WIDTH)
     good = torch.ones(()), torch.ones(1), torch.ones(WIDTH), nn.Parameter(torch.ones(1, WIDTH)), 2, 0.5
-    assert all(linear._is_factor(one, layer) for one in good)
+    assert all(linear.has_shape_of_factor(one, layer) for one in good)
     bad = torch.ones(BATCH, 1), torch.ones(WIDTH, 1), torch.ones(1, 1, WIDTH), torch.ones(WIDTH).as_subclass(Own), True
-    assert not any(linear._is_factor(one, layer) for one in (*bad, "scale"))
+    assert not any(linear.has_shape_of_factor(one, layer) for one in (*bad, "scale"))
 
 
 class NonLinearity(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from normswap.activation import FUNCTIONS, Activation
 from normswap.ops import at_once, dispatch
 from normswap.regions.helper import Fused
 from normswap.regions.install import compiled_of
-from normswap.regions.linear_directly import Directly
+from normswap.regions.projected import Projected
 
 BEHIND = ("scaled_behind", "scaled_on_both_sides")
 SERVED = [name for name in FOUND if name not in ("by_a_literal", "by_a_number", "under_autocast", *BEHIND)]
@@ -61,28 +63,27 @@ def made(case: Case, rows: int) -> tuple[Any, tuple[Tensor, ...]]:
     return model, tuple(torch.randn(rows, *shape[1:]) for shape in case.shapes)
 
 
-def ways_of(model: Any) -> list[Directly]:
-    """The short way of each region of a Linear."""
+def ways_of(model: Any) -> list[Projected]:
+    """What computes each region of a Linear."""
     swaps = [swap for swap in normswap.plan(model).swaps if not swap.site.name]
     compiled = [one for swap in swaps for one in compiled_of(type(model), swap.match.attributes)]
-    return [Fused(one).directly for one in compiled if one.region.linear]
+    return [way for one in compiled if (way := Fused(one).projected) is not None]
 
 
-def outcome(model: Any, inputs: Any, taken: list[bool], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What it gives or raises, and whether each of its regions went the short way."""
-    real = Directly.__call__
+def outcome(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """What a call gives or raises, and what each of its regions gave the short way."""
+    real, short = Projected._directly, list[Any]()
 
-    def noted(self: Directly, *given: Any) -> Any:
-        out = real(self, *given)
-        taken.append(out is not None)
-        return out
+    def noted(self: Projected, *given: Any) -> Any:
+        short.append(real(self, *given))
+        return short[-1]
 
-    with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(Directly, "__call__", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(Projected, "_directly", noted)
         try:
-            return model(*(x.clone() for x in inputs))
+            return call(), short
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}", short
 
 
 def check(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -92,13 +93,14 @@ def check(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     for one in (model, fast) if case.later else ():
         torch.manual_seed(1)
         case.later(one)  # type: ignore[misc]
-    taken: list[bool] = []
-    theirs, ours = outcome(model, inputs, [], monkeypatch), outcome(fast, inputs, taken, monkeypatch)
+    with torch.no_grad():
+        theirs, _ = outcome(lambda: model(*(x.clone() for x in inputs)), monkeypatch)
+        ours, short = outcome(lambda: fast(*(x.clone() for x in inputs)), monkeypatch)
     if isinstance(theirs, str):
         assert ours == theirs
     else:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    return taken
+    return [out is not None for out in short]
 
 
 @pytest.mark.parametrize("rows", (2, BATCH))
@@ -121,27 +123,31 @@ def test_what_may_change_is_seen(name: str, rows: int, monkeypatch: pytest.Monke
     assert not any(taken) or any(word in name for word in may)
 
 
+@torch.no_grad()
 def test_what_else_has_a_say(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = made(FOUND["without_a_scale"], BATCH)
     (way,) = ways_of(model)
-    with torch.no_grad():
-        served = way(model._modules, inputs[0])
-        assert served is not None and torch.equal(served, way(model._modules, inputs[0]))
-        with torch.enable_grad():
-            assert way(model._modules, inputs[0]) is None
-        with torch.autocast("cpu", torch.bfloat16):
-            assert way(model._modules, inputs[0]) is None
-        for odd in (inputs[0].double(), inputs[0][0], inputs[0][None], None, inputs[0].to("meta")):
-            assert way(model._modules, odd) is None
-        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-        assert way(model._modules, inputs[0]) is None
-        handle.remove()
-        with monkeypatch.context() as patch:
-            patch.setattr(ops, "runs_directly", lambda *given: False)
-            assert way(model._modules, inputs[0]) is None
-        assert way(model._modules, inputs[0]) is not None
-        dispatch._direct.clear()
-        assert way(model._modules, inputs[0]) is None
+
+    def short(x: Any) -> Any:
+        _, found = outcome(lambda: way(model._modules, x), monkeypatch)
+        return found[-1]
+
+    assert short(inputs[0]) is not None and torch.equal(short(inputs[0]), short(inputs[0]))
+    with torch.enable_grad():
+        assert short(inputs[0]) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert short(inputs[0]) is None
+    for odd in (inputs[0].double(), inputs[0][0], inputs[0][None], None, inputs[0].to("meta")):
+        assert short(odd) is None
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert short(inputs[0]) is None
+    handle.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "runs_directly", lambda *given: False)
+        assert short(inputs[0]) is None
+    assert short(inputs[0]) is not None
+    dispatch._direct.clear()
+    assert short(inputs[0]) is None
 
 
 def test_what_was_folded_in_one_step_is_not_folded_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,19 +164,22 @@ def test_a_function_that_was_replaced(cls: Any, name: str, monkeypatch: pytest.M
     (way,) = ways_of(model)
     packed = (inputs[0], model.scale)
     with torch.no_grad():
-        assert way(model._modules, packed) is not None
+        assert outcome(lambda: way(model._modules, packed), monkeypatch)[1][0] is not None
         monkeypatch.setattr(cls, name, lambda *given: given[-1])
-        assert way(model._modules, packed) is None
+        found, short = outcome(lambda: way(model._modules, packed), monkeypatch)
+        assert found is None and short in ([], [None])
 
 
-def test_children_of_an_nn_sequential() -> None:
+def test_children_of_an_nn_sequential(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.GELU()
     model = randomised(nn.Sequential(*layers)).eval()
     (way,) = ways_of(model)
     with torch.no_grad():
         for rows in (2, BATCH):
             x = torch.randn(rows, FEATURES)
-            torch.testing.assert_close(way(model._modules, x), model(x), rtol=1e-5, atol=1e-5)
+            _, (short,) = outcome(partial(way, model._modules, x), monkeypatch)
+            torch.testing.assert_close(short, model(x), rtol=1e-5, atol=1e-5)
         for child, change in (("2", nn.Dropout(0.5)), ("3", nn.Softplus()), ("1", nn.BatchNorm1d(WIDTH))):
             changed = {**model._modules, child: change}
-            assert way(changed, x) is None
+            found, short = outcome(partial(way, changed, x), monkeypatch)
+            assert short in ([], [None]) and (found is None) is (child != "1")

@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.activation import Activation
-from normswap.forwards.linear_scale_batch_norm import fingerprint
-from normswap.regions.linear import Projected, factor_of, run_before
+from normswap.forwards.replaced import fingerprint
+from normswap.regions.linear import factor_of
+from normswap.regions.projected import Projected
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, Step
+from normswap.rules import alone
+from normswap.rules.region import readings
 
 HEAD = """
 import torch
@@ -117,6 +120,15 @@ def written(body: str, folder: Path, head: str) -> Any:
     lines = "".join(f"        {line}\n" for line in body.split("|"))
     file.write_text(f"{HEAD}{head}\n{lines}")
     return loaded(file)
+
+
+def run_before(norm: nn.Module, children: list[tuple[str, nn.Module | None]]) -> tuple[str, tuple[str, ...], str]:
+    """What an nn.Sequential of ``children`` and ``norm`` is found to have before that: the Linear, the factor and why
+    they are apart."""
+    row = nn.Sequential()
+    row._modules.update([*children, ("norm", norm)])
+    regions = [region for reading in readings(row, alone, baked=True) for region in reading.regions]
+    return next(((region.linear, region.factor, region.apart) for region in regions), ("", (), ""))
 
 
 @pytest.mark.parametrize("body", CHILDREN)

@@ -15,11 +15,11 @@ from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.installed import marks
 from normswap.kinds import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
-from normswap.kinds.operands import are_of, are_per_sample, is_alike
+from normswap.kinds.norm import are_of, are_per_sample, is_alike
 from normswap.plans import Match
 from normswap.regions import activations, children, helper
+from normswap.regions.rewrite import of_summands
 from normswap.regions.spec import Region
-from normswap.regions.views import of_summands
 
 CHANNELS = 4
 X = torch.randn(2, 3, CHANNELS, generator=torch.Generator().manual_seed(1))

@@ -23,10 +23,9 @@ from normswap.installed import marks
 from normswap.plans import Match, PlanError
 from normswap.proof import made_up, prove
 from normswap.regions import foldings
-from normswap.regions.behind import FEEDING
-from normswap.regions.beside import Beside
+from normswap.regions.children import Beside
 from normswap.regions.expression import _fits
-from normswap.regions.growing import child_of
+from normswap.regions.growing import FEEDING, child_of
 from normswap.regions.install import _evaluator
 from normswap.regions.spec import Region, Step, children_of
 from normswap.rules import region as region_rule

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules
-from normswap.forwards import registered as forwards_registered
+from normswap.forwards import norm as forwards_norm
 from normswap.plans import READ, Plan
 from normswap.rules import registered
 
@@ -173,5 +173,5 @@ class HasOne(nn.Module):
 @pytest.mark.parametrize(("cls", "gain"), ((Asked, "gain"), (HasOne, "gain"), (nn.Module, (None, "gain"))))
 def test_what_may_be_missing_counts_as_none(cls: type[nn.Module], gain: Any) -> None:
     attributes = {f"{READ}normalized_shape": "shape", f"{READ}weight": "gain", f"{READ}eps": 1e-3}
-    names = forwards_registered._names("rms_norm", attributes, cls)
+    names = forwards_norm._names("rms_norm", attributes, cls)
     assert names[1:] == [gain, (None,), (1e-3,)]

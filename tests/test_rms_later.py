@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import normswap
 from normswap import modules, rules
 from normswap.plans import Match, Reason, Refusal
-from normswap.rules import rms_by_hand
+from normswap.rules import whole_forward
 
 KINDS = (Times, Power, OfChannelsWeighted)
 """The weight after a cast, an offset before it, along another dim than the last."""
@@ -120,8 +120,8 @@ def test_code_that_changes_brings_the_original_back(calls: Calls, monkeypatch: p
 
 
 def test_a_module_alike_is_not_read_again_until_code_that_it_calls_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, read = rms_by_hand.read_whole, list[str]()
-    monkeypatch.setattr(rms_by_hand, "read_whole", lambda *given: read.append("") or whole(*given))  # type: ignore[func-returns-value]
+    whole, read = whole_forward.read_whole, list[str]()
+    monkeypatch.setattr(whole_forward, "read_whole", lambda *given: read.append("") or whole(*given))  # type: ignore[func-returns-value]
 
     def other(self: Any, x: Tensor) -> Tensor:
         return x.abs()

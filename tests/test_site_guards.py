@@ -17,7 +17,7 @@ from normswap import rules
 from normswap.forwards import rms_norm as forwards
 from normswap.forwards.replaced import Replaced
 from normswap.plans import Match
-from normswap.rules import rms_by_hand, subclass_site
+from normswap.rules import module_site, rms_by_hand
 from normswap.rules.expression_site import Flow
 
 SIX = 6
@@ -381,22 +381,22 @@ class Bare(nn.LayerNorm):
 @pytest.mark.parametrize("cls", [Described, Named, Bare])
 def test_a_subclass_that_calls_what_its_base_does(cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = cls(4)
-    assert subclass_site.match_subclass(module, "layer_norm") == Match("layer_norm")
+    assert module_site.match_subclass(module, "layer_norm") == Match("layer_norm")
     vars(module)["forward"] = lambda x: x
-    assert subclass_site.match_subclass(module, "layer_norm") is None
+    assert module_site.match_subclass(module, "layer_norm") is None
     del module.forward
     monkeypatch.setattr(cls, "__getattribute__", lambda self, name: object.__getattribute__(self, name), raising=False)
-    assert subclass_site.match_subclass(module, "layer_norm") is None
+    assert module_site.match_subclass(module, "layer_norm") is None
 
 
 def test_a_subclass_with_a_flag() -> None:
     module: Any = Flagged(4)
     for flag in (None, 1):
         module.off = flag
-        assert subclass_site.match_subclass(module, "layer_norm") is None
+        assert module_site.match_subclass(module, "layer_norm") is None
     for flag in (False, True):
         module.off = flag
-        assert subclass_site.match_subclass(module, "layer_norm") == Match("layer_norm", {"unless": "off"})
+        assert module_site.match_subclass(module, "layer_norm") == Match("layer_norm", {"unless": "off"})
 
 
 OTHERS = [Returns, Statement, Swapped, Keyword, Fewer, OfOther, Default, More, ByTest, OfClass, Called, Shifts, BuiltIn]
@@ -404,14 +404,14 @@ OTHERS = [Returns, Statement, Swapped, Keyword, Fewer, OfOther, Default, More, B
 
 @pytest.mark.parametrize("cls", OTHERS)
 def test_a_subclass_that_does_something_else(cls: type[nn.Module]) -> None:
-    assert subclass_site.match_subclass(cls(4), "layer_norm") is None  # type: ignore[call-arg]
+    assert module_site.match_subclass(cls(4), "layer_norm") is None  # type: ignore[call-arg]
 
 
 def test_a_base_class_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert subclass_site.has_torchs_forward(nn.LayerNorm)
+    assert module_site.has_torchs_forward(nn.LayerNorm)
     monkeypatch.setattr(nn.LayerNorm, "forward", Described.forward)
-    assert not subclass_site.has_torchs_forward(nn.LayerNorm)
+    assert not module_site.has_torchs_forward(nn.LayerNorm)
     monkeypatch.setattr(Described, "forward", nn.LayerNorm.forward)
-    assert subclass_site.match_subclass(Bare(4), "layer_norm") is None
+    assert module_site.match_subclass(Bare(4), "layer_norm") is None
     monkeypatch.setattr(nn.LayerNorm, "forward", torch.relu)
-    assert not subclass_site.has_torchs_forward(nn.LayerNorm)
+    assert not module_site.has_torchs_forward(nn.LayerNorm)

@@ -32,19 +32,24 @@ def batch_norm(norm: Any, x: Tensor, activation: Activation = NONE, residual: Te
     mean, var = _buffer(norm, "running_mean"), _buffer(norm, "running_var")
     if not norm.training and (mean is not None or var is not None):
         return ops.batch_norm_eval(x, mean, var, *affine, eps, activation, residual=residual)
-    batches, momentum = None, norm.momentum
-    if not norm.training or not norm.track_running_stats:
-        mean = var = None
-    else:
-        batches = _buffer(norm, "num_batches_tracked")
+    mean, var, momentum, batches = updated_by(norm)
+    return ops.batch_norm(
+        x, mean, var, *affine, True, momentum, eps, activation, residual=residual, num_batches_tracked=batches
+    )
+
+
+def updated_by(norm: Any) -> tuple[Tensor | None, Tensor | None, float, Tensor | None]:
+    """What a call by the statistics of the batch updates, and how: running mean and variance, momentum and counter."""
+    mean = var = batches = None
+    momentum = norm.momentum
+    if norm.training and norm.track_running_stats:
+        mean, var, batches = (_buffer(norm, name) for name in ("running_mean", "running_var", "num_batches_tracked"))
     if momentum is None:  # the average of all batches
         momentum = 0.0
         if batches is not None:
             batches.add_(1)
             momentum, batches = 1.0 / float(batches), None
-    return ops.batch_norm(
-        x, mean, var, *affine, True, momentum, eps, activation, residual=residual, num_batches_tracked=batches
-    )
+    return mean, var, momentum, batches
 
 
 def _buffer(norm: Any, name: str) -> Any:

@@ -3,10 +3,7 @@ kept from one call to the next."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -16,7 +13,9 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
+from normswap.forwards.batch_norm import updated_by
 from normswap.forwards.plain import calls_forward, is_plain, is_unhooked
+from normswap.forwards.replaced import fingerprint
 from normswap.ops import at_once
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -97,8 +96,7 @@ def _normalised(
         weight = column.contiguous() if weight is None else weight * column
         bias = None if bias is None else bias * column
     if bn.training or mean is None or var is None:
-        tracked = (mean, var) if bn.track_running_stats else (None, None)
-        return _train(x, linear, projection, scale, bn, (*tracked, weight, bias), behind) if x.shape[0] > 1 else None
+        return _train(x, linear, projection, scale, bn, (weight, bias), behind) if x.shape[0] > 1 else None
     statistics = (mean, var, weight, bias)
     if not (bn.eps >= 0 and shapes_fit(*projection, *statistics)):
         return None
@@ -125,22 +123,16 @@ def _train(
     projection: _Projection,
     scale: Tensor | None,
     bn: nn.BatchNorm1d,
-    norm: _Norm,
+    affine: tuple[Tensor | None, Tensor | None],
     behind: Mapping[str, Any],
 ) -> Tensor:
     """BatchNorm of ``linear(x) * scale`` with batch statistics, updating the buffers exactly as nn.BatchNorm1d.forward
     does."""
     weight, bias = projection
     z, input_bias = (F.linear(x, weight), bias) if _norm_adds_bias(x, weight, bias, scale) else (linear(x), None)
-    batches = bn.num_batches_tracked if bn.training and bn.track_running_stats else None
-    momentum = bn.momentum
-    if momentum is None:  # the average of all batches
-        momentum = 0.0
-        if batches is not None:
-            batches.add_(1)
-            momentum, batches = 1.0 / float(batches), None
+    mean, var, momentum, batches = updated_by(bn)
     more = {"input_bias": input_bias, "num_batches_tracked": batches, **behind}
-    return ops.scale_batch_norm(z, scale, *norm, True, momentum, bn.eps, **more)
+    return ops.scale_batch_norm(z, scale, mean, var, *affine, True, momentum, bn.eps, **more)
 
 
 def _norm_adds_bias(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> bool:
@@ -237,25 +229,3 @@ def multiplies(child: nn.Module, code: str) -> bool:
         return False
     cls: Any = type(child)
     return calls_forward(cls) and is_unhooked(child) and fingerprint(cls.forward) == code
-
-
-_fingerprints: weakref.WeakKeyDictionary[Any, tuple[types.CodeType, str]] = weakref.WeakKeyDictionary()
-
-
-def fingerprint(function: Any) -> str:
-    """A digest of what a plain function does: its instructions, constants and names; "" for another callable."""
-    if not isinstance(function, types.FunctionType):
-        return ""
-    known = _fingerprints.get(function)
-    if known is None or known[0] is not function.__code__:
-        known = _fingerprints[function] = (function.__code__, _digest(function.__code__))
-    return known[1]
-
-
-def _digest(code: types.CodeType) -> str:
-    return hashlib.sha256(repr(_contents(code)).encode()).hexdigest()[:16]
-
-
-def _contents(code: types.CodeType) -> tuple[Any, ...]:
-    constants = [_contents(c) if isinstance(c, types.CodeType) else c for c in code.co_consts]
-    return code.co_code, code.co_names, code.co_varnames, constants

@@ -3,10 +3,16 @@ put back while somebody holds on to ``module.forward``, and the original's forwa
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from normswap.ops.at_once import NAMES, AtOnce, Norm
+
+_Read = TypeVar("_Read")
 
 
 class Replaced:
@@ -43,6 +49,36 @@ class Replaced:
 def code_of(function: Any) -> Any:
     """The code of a plain function; None for another callable."""
     return getattr(function, "__code__", None)
+
+
+def once_a_code(read: Callable[[Any], _Read]) -> Callable[[Any], _Read]:
+    """``read(function)``, asked once for each code that the function has."""
+    known: weakref.WeakKeyDictionary[Any, tuple[Any, _Read]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(read)
+    def kept(function: Any) -> _Read:
+        found = known.get(function)
+        if found is None or found[0] is not code_of(function):
+            found = known[function] = code_of(function), read(function)
+        return found[1]
+
+    return kept
+
+
+def digest(functions: Iterable[Any]) -> str:
+    """A fingerprint of the source of a forward and what it calls: a module pickled with one version of a
+    library must not be swapped by what was read there when it is loaded with another. "" where there is no source."""
+    try:
+        text = "\n".join(inspect.getsource(function) for function in functions)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@once_a_code
+def fingerprint(function: Any) -> str:
+    """The ``digest`` of one function."""
+    return digest([function])
 
 
 def at_once_as(replaced: Replaced, kind: str, *names: Any, unless: str | None = None) -> AtOnce:

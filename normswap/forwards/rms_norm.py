@@ -4,7 +4,6 @@ read, else the module's own code. Weight, eps and every flag are read from the m
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
@@ -13,23 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from normswap import ops
-from normswap.forwards.replaced import Replaced, code_of
+from normswap.forwards.replaced import Replaced, code_of, digest
 from normswap.ops.dispatch import compiler_fuses, in_memory_order
 
 _Forward = Callable[..., Tensor]
 
 SELF = "self."
 """Before the name of an attribute of the module, in a match: the match stands on this value of it."""
-
-
-def digest(functions: Iterable[Any]) -> str:
-    """A fingerprint of the source of a forward and what it calls: a module pickled with one version of a
-    library must not be swapped by what was read there when it is loaded with another. "" where there is no source."""
-    try:
-        text = "\n".join(inspect.getsource(function) for function in functions)
-    except (OSError, TypeError):
-        return ""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def methods_of(cls: type[nn.Module], names: Iterable[str]) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from normswap import ops
 from normswap.activation import Activation
 from normswap.criterion import Magnitudes
 from normswap.forwards.batch_norm import RANKS, batch_norm, make_forward, ranks_of
-from normswap.kinds.norm import Norm
-from normswap.kinds.operands import is_alike
+from normswap.kinds.norm import Norm, is_alike
 
 
 def arguments(norm: Any, x: Tensor) -> tuple[Any, ...] | None:

@@ -11,9 +11,8 @@ from normswap import ops
 from normswap.activation import Activation
 from normswap.bounds import Rows
 from normswap.forwards import affine_of
-from normswap.forwards.subclass import subclass_forward
-from normswap.kinds.norm import Norm
-from normswap.kinds.operands import is_alike
+from normswap.forwards.norm import norm_forward
+from normswap.kinds.norm import Norm, is_alike
 from normswap.norms import GroupNorm
 from normswap.ops.dispatch import DTYPES, PLAIN, autocasts
 
@@ -59,7 +58,7 @@ NORM = Norm(
     fused,
     lambda norm, x: Rows(norm, x, groups=norm.num_groups).magnitudes(),
     (GroupNorm,),
-    subclass_forward("group_norm", lambda x, norm: ops.group_norm(x, norm.num_groups, *affine_of(norm), norm.eps)),
+    norm_forward("group_norm", arguments),
     reads=("num_groups", "num_channels", "weight", "bias", "eps"),
     widens=True,
     sample=sample,

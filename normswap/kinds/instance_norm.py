@@ -12,8 +12,7 @@ from normswap.activation import Activation
 from normswap.bounds import Rows
 from normswap.criterion import Magnitudes
 from normswap.forwards import affine_of
-from normswap.kinds.norm import Norm
-from normswap.kinds.operands import is_alike
+from normswap.kinds.norm import Norm, is_alike
 from normswap.norms import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
 
 

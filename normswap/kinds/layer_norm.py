@@ -12,9 +12,8 @@ from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.bounds import Rows
 from normswap.forwards import affine_of
-from normswap.forwards.subclass import subclass_forward
-from normswap.kinds.norm import Norm
-from normswap.kinds.operands import are_of, are_per_sample
+from normswap.forwards.norm import norm_forward
+from normswap.kinds.norm import Norm, are_of, are_per_sample
 from normswap.norms import LayerNorm
 from normswap.ops.layer_norm import layer_norm_directly
 from normswap.ops.options import Options
@@ -60,9 +59,7 @@ NORM = Norm(
     fused,
     lambda norm, x: Rows(norm, x).magnitudes(),
     (LayerNorm,),
-    subclass_forward(
-        "layer_norm", lambda x, norm: ops.layer_norm(x, norm.normalized_shape, *affine_of(norm), norm.eps)
-    ),
+    norm_forward("layer_norm", arguments),
     permuted,
     reads=("normalized_shape", "weight", "bias", "eps"),
     rows=True,

@@ -12,10 +12,9 @@ from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.bounds import Rows
 from normswap.forwards import weight_of
+from normswap.forwards.norm import norm_forward
 from normswap.forwards.rms_norm import outside_autocast
-from normswap.forwards.subclass import subclass_forward
-from normswap.kinds.norm import Norm
-from normswap.kinds.operands import are_of, are_per_sample
+from normswap.kinds.norm import Norm, are_of, are_per_sample
 from normswap.norms import RMSNorm
 from normswap.ops.options import Options
 from normswap.ops.rms_norm import rms_norm_directly
@@ -54,7 +53,7 @@ NORM = Norm(
     fused,
     lambda norm, x: Rows(norm, x, centred=False).magnitudes(),
     (RMSNorm,),
-    subclass_forward("rms_norm", lambda x, norm: ops.rms_norm(x, norm.normalized_shape, weight_of(norm), norm.eps)),
+    norm_forward("rms_norm", arguments),
     reads=("normalized_shape", "weight", "eps"),
     rows=True,
     # The statistic stands in it to the third power, each with its own error, and in rows of 2 or 3 elements nothing

@@ -93,7 +93,7 @@ ACTIVATIONS: dict[type, tuple[int, float, float]] = {}
 FORWARDS: dict[type, tuple[Any, Any]] = {}
 """The forwards of torch.nn's classes as they were when this was imported, with their code."""
 only_compute: Any = None
-"""See ``normswap.regions.beside``."""
+"""See ``normswap.regions.children``."""
 folded_linear: Callable[..., Any] = _declines
 """``batch_norm(linear(x) * scale)`` of (x, linear, scale, batch_norm, nn.Linear, nn.BatchNorm1d), or None."""
 _every: weakref.WeakSet[AtOnce] = weakref.WeakSet()

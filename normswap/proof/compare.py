@@ -32,11 +32,10 @@ from normswap.proof.comparison import Checks, Comparison, Cotangent, KernelWitne
 from normswap.proof.convolution_error import MOST, takes_tf32, times_pytorchs
 from normswap.proof.pieces import Piece, pieces_of
 from normswap.proof.size import Size, constants
-from normswap.regions.described import parameters_of
 from normswap.regions.helper import Fused
-from normswap.regions.holder import holder_of
+from normswap.regions.listening import holder_of
 from normswap.regions.rewrite import Compiled
-from normswap.regions.spec import Region
+from normswap.regions.spec import Region, parameters_of
 
 _ROLES = ("input", "before", "behind", "scale", "shift")
 

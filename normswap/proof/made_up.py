@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from normswap.kinds import KINDS, NORMS, sample
-from normswap.regions.described import parameters_of
 from normswap.regions.rewrite import Compiled
-from normswap.regions.spec import ROLES, Region
+from normswap.regions.spec import ROLES, Region, parameters_of
 
 _MEANS = (0.0, 1.0, 100.0, 1000.0)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from normswap.kinds import Kind, Norm, kind_of
-from normswap.regions.described import parameters_of
 from normswap.regions.rewrite import Compiled
+from normswap.regions.spec import parameters_of
 from normswap.untouched import detached_copy
 
 # 150 to 200 bytes an element are held while a slice is compared: 300 to 430 MB.

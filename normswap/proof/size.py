@@ -16,9 +16,8 @@ from normswap.kinds import KINDS, NORMS, kind_of, magnitudes
 from normswap.proof.convolution_error import folded_error
 from normswap.proof.linear_bounds import C, linear_magnitudes
 from normswap.regions.children import child_at
-from normswap.regions.described import parameters_of
 from normswap.regions.rewrite import Compiled
-from normswap.regions.spec import Region
+from normswap.regions.spec import Region, parameters_of
 
 
 class Size:

@@ -14,7 +14,6 @@ from normswap.forwards.plain import is_plain
 from normswap.ops.at_once import ACTIVATIONS
 from normswap.regions.flow import Op, is_literal
 
-CHILDREN = (nn.ReLU, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Sigmoid, nn.Tanh)
 LITERAL: dict[Any, str] = {
     **dict.fromkeys((F.relu, torch.relu, F.relu_, torch.relu_, ".relu()", ".relu_()"), "relu"),
     F.silu: "silu",
@@ -47,45 +46,28 @@ def called_activation(child: nn.Module | None, op: Op) -> str | tuple[str, float
     if child is not None:
         is_called = type(child) in CHILDREN and len(op.args) == 1 and not op.keywords
         return op.target[len("self.") :] if is_called else None
-    name = LITERAL.get(op.target)
-    numbers = {k: v.value for k, v in op.keywords.items() if is_literal(v)}
-    rest = [v.value for v in op.args[1:] if is_literal(v)]
-    if name is None or len(numbers) + len(rest) + 1 != len(op.args) + len(op.keywords):
+    name, rest = LITERAL.get(op.target), [*op.args[1:], *op.keywords.values()]
+    if name is None or not all(map(is_literal, rest)):
         return None
-    return _with_numbers(name, rest, numbers)
-
-
-_PARAMETERS = {
-    "gelu": ("approximate",),
-    "leaky_relu": ("negative_slope", "inplace"),
-    "clamp": ("min", "max"),
-    "relu6": ("inplace",),
-    "silu": ("inplace",),
-    "relu": ("inplace",),
-    "hardswish": ("inplace",),
-}
-
-
-def _with_numbers(name: str, rest: list[Any], keywords: dict[str, Any]) -> tuple[str, float, float] | None:
-    """The activation with its literal parameters; None for others than are known."""
-    aliases = {"min_val": "min", "max_val": "max"}
-    names = _PARAMETERS.get(name, ())
-    given = {**dict(zip(names, rest, strict=False)), **{aliases.get(k, k): v for k, v in keywords.items()}}
-    given.pop("inplace", None)
-    if len(rest) > len(names) or not {*given} <= {*names}:
+    numbers = _NUMBERS.get(name, {})
+    names = ("approximate",) if name == "gelu" else (*numbers, *(["inplace"] if name not in _OUT_OF_PLACE else []))
+    if len(op.args) - 1 > len(names):
         return None
-    if name == "gelu":
-        named = {"none": "gelu", "tanh": "gelu_tanh"}.get(given.get("approximate", "none"))
+    values = dict(zip(names, op.args[1:], strict=False)) | op.keywords
+    given = {key: value.value for key, value in values.items() if key != "inplace"}  # type: ignore[attr-defined]
+    if name == "gelu" and {*given} <= {*names}:
+        named = _GELUS.get(given.get("approximate", "none"))
         return None if named is None else (named, 0.0, 0.0)
+    if not given.keys() <= numbers.keys() or any(type(v) not in (int, float) for v in given.values()):
+        return None
     if name == "relu6":
         return ("clamp", 0.0, 6.0)
-    if any(type(v) not in (int, float) for v in given.values()):
-        return None
-    if name == "leaky_relu":
-        return (name, float(given.get("negative_slope", 0.01)), 0.0)
-    if name == "clamp":
-        return (name, float(given.get("min", -1.0)), float(given.get("max", 1.0)))
-    return (name, 0.0, 0.0)
+    low, high = (*map(float, (numbers | given).values()), 0.0, 0.0)[:2]
+    return (name, low, high)
+
+
+_NUMBERS = {"leaky_relu": {"negative_slope": 0.01}, "clamp": {"min_val": -1.0, "max_val": 1.0}}
+_OUT_OF_PLACE = ("sigmoid", "tanh")
 
 
 def activation_of(child: Any) -> Activation | None:
@@ -95,14 +77,13 @@ def activation_of(child: Any) -> Activation | None:
     return make(child) if make is not None and is_plain(child, cls) else None
 
 
-def _gelu(child: Any) -> Activation | None:
-    name = {"none": "gelu", "tanh": "gelu_tanh"}.get(child.approximate)
-    return None if name is None else Activation(name)
-
-
-def _constant(name: str) -> Callable[[Any], Activation]:
-    activation = Activation(name)
+def _constant(activation: Activation) -> Callable[[Any], Activation]:
     return lambda child: activation
+
+
+def _gelu(child: Any) -> Activation | None:
+    name = _GELUS.get(child.approximate)
+    return None if name is None else Activation(name)
 
 
 def _leaky_relu(child: Any) -> Activation | None:
@@ -116,18 +97,14 @@ def _clamp(child: Any) -> Activation | None:
     return Activation("clamp", *numbers) if known and numbers[0] <= numbers[1] else None
 
 
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+_ALWAYS = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Hardswish: "hardswish", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh"}
+_CONSTANT = {nn.Identity: NONE, **{cls: Activation(name) for cls, name in _ALWAYS.items()}}
 _ACTIVATIONS: Mapping[type[nn.Module], Callable[[Any], Activation | None]] = {
-    nn.ReLU: _constant("relu"),
-    nn.SiLU: _constant("silu"),
+    **{cls: _constant(activation) for cls, activation in _CONSTANT.items()},
     nn.GELU: _gelu,
     nn.LeakyReLU: _leaky_relu,
-    nn.ReLU6: _clamp,
-    nn.Hardtanh: _clamp,
-    nn.Hardswish: _constant("hardswish"),
-    nn.Sigmoid: _constant("sigmoid"),
-    nn.Tanh: _constant("tanh"),
-    nn.Identity: lambda child: NONE,
+    **dict.fromkeys((nn.ReLU6, nn.Hardtanh), _clamp),
 }
-_ALWAYS = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Hardswish: "hardswish", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh"}
-ACTIVATIONS.update((cls, (Activation(name).code, 0.0, 0.0)) for cls, name in _ALWAYS.items())
-ACTIVATIONS[nn.Identity] = (NONE.code, 0.0, 0.0)
+CHILDREN = tuple(cls for cls in _ACTIVATIONS if cls is not nn.Identity)
+ACTIVATIONS.update((cls, (activation.code, 0.0, 0.0)) for cls, activation in _CONSTANT.items())

@@ -1,14 +1,20 @@
-"""The children that a region calls: whether calling them does what it did when it was found, asked on every call."""
+"""The children that a region calls, or that a forward calls between its operations, which then run before all of them:
+whether calling them does what it did when it was found, asked on every call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from normswap.forwards.plain import is_plain
+from normswap.forwards.plain import is_bare, is_plain
+from normswap.installed import original_class
+from normswap.ops import at_once
 from normswap.ops.at_once import PASSING
+from normswap.regions.spec import Region, qualified
 
 
 def child_at(children: Mapping[str, Any], path: str) -> Any:
@@ -30,3 +36,38 @@ def hands_on(child: Any) -> bool:
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 PASSING.update({cls: cls is not nn.Identity for cls in (nn.Identity, *_DROPOUTS)})
+
+
+class Beside:
+    """The children beside ``regions``."""
+
+    def __init__(self, regions: Iterable[Region]) -> None:
+        found = [pair for region in regions for pair in region.beside.items()]
+        self.names = tuple(dict.fromkeys(name for name, _ in found))
+        self.classes = frozenset(cls for _, classes in found for cls in classes)
+        self.known: set[type] = set()
+
+    def only_compute(self, owner: Any) -> bool:
+        """Whether every one is of the classes that were read, runs nothing of anybody else's, and so do those in it."""
+        if torch.compiler.is_compiling() or _has_any_global_hook():  # compiled, the statements are fused anyway
+            return False
+        if (walk := at_once.only_compute) is not None:
+            return walk(owner._modules, self.names, self.known, self._is_known)  # type: ignore[no-any-return]
+        children, known = owner._modules, self.known
+        waiting = [children.get(name) for name in self.names]
+        for module in waiting:  # which grows
+            if type(module) not in known and not self._is_known(module):
+                return False
+            own = module.__dict__
+            if not is_bare(own):
+                return False
+            if own["_modules"]:
+                waiting += own["_modules"].values()
+        return True
+
+    def _is_known(self, module: Any) -> bool:
+        """Whether it is of one of the classes that were read, then kept for others of its class."""
+        if not isinstance(module, nn.Module) or qualified(original_class(module)) not in self.classes:
+            return False
+        self.known.add(type(module))
+        return True

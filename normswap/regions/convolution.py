@@ -12,19 +12,16 @@ from torch.nn.modules.module import _has_any_global_hook
 from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_bare, is_plain
-from normswap.forwards.replaced import Replaced, code_of
+from normswap.forwards.replaced import Replaced
 from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, autocasts, direct_op, lowered_to
 from normswap.regions.activations import activation_of
 from normswap.regions.children import child_at
 from normswap.regions.ending import Ending
-from normswap.regions.foldings import CONVOLUTIONS, TRANSPOSED, is_foldable, is_pointwise, is_scaled
+from normswap.regions.foldings import CONVOLUTIONS, RELU, TRANSPOSED, is_foldable, takes
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, children_of
 
-_RELU = Activation("relu")
 _BATCH_NORM_2D = f"{nn.BatchNorm2d.__module__}.{nn.BatchNorm2d.__qualname__}"
-_PRODUCTS = (NONE, _RELU)
-"""What a matrix product may end in."""
 _KNOWN = {Tensor, nn.Parameter, type(None)}
 _INNER = {cls: Replaced(cls, "_output_padding" if cls in TRANSPOSED else "_conv_forward") for cls in CONVOLUTIONS}
 """The method that a forward calls."""
@@ -120,7 +117,7 @@ class Directly:
     def _activation_of(self, acting: Any) -> Activation | None:
         """That which a child is; None for another one than the op does here."""
         if type(acting) is nn.ReLU:
-            return _RELU if is_bare(acting.__dict__) else None
+            return RELU if is_bare(acting.__dict__) else None
         return activation_of(acting) if self.way == ops.convolution.WAYS["scaled"] else None
 
 
@@ -135,8 +132,8 @@ def direct_way(compiled: Compiled) -> Directly | None:
     region = compiled.region
     served = {
         "scaled": True,
-        "fused": torch.bfloat16 in ops.convolution.FUSED and region.literal_activation() in (None, _RELU),
-        "matmul": region.literal_activation() in (None, *_PRODUCTS) and not region.has("residual"),
+        "fused": torch.bfloat16 in ops.convolution.FUSED and region.literal_activation() in (None, RELU),
+        "matmul": region.literal_activation() in (None, NONE, RELU) and not region.has("residual"),
     }
     known = region.type == _BATCH_NORM_2D or "behind" in region.attributes
     return Directly(compiled) if known and served.get(region.folding) else None
@@ -150,18 +147,18 @@ def _geometry(*settings: Any) -> tuple[int, ...]:
     return (*(number for pair in pairs for number in pair), groups) if pairs_of_two and mode == "zeros" else ()
 
 
-def _called() -> tuple[Any, ...]:
-    """What calling the children runs."""
-    return nn.Conv2d.forward, nn.Conv2d._conv_forward, nn.BatchNorm2d.forward, nn.ReLU.forward, nn.Identity.forward
-
-
-_CALLED = _called()
-_CODES = [*map(code_of, _CALLED)]
+_CALLED = (
+    *(Replaced(nn.Conv2d), Replaced(nn.Conv2d, "_conv_forward"), Replaced(nn.BatchNorm2d)),
+    *(Replaced(nn.ReLU), Replaced(nn.Identity)),
+)
 
 
 def _calls_what_it_did() -> bool:
     """Whether calling the children runs what it ran when this was imported."""
-    return _called() == _CALLED and [*map(code_of, _CALLED)] == _CODES
+    for one in _CALLED:  # noqa: SIM110 a generator costs more
+        if not one.is_unchanged():
+            return False
+    return True
 
 
 class Convolved:
@@ -201,7 +198,9 @@ class Convolved:
             return False
         if x.shape[1] != convolution.in_channels or not _fit(convolution, norm, dtype):
             return False
-        if not ops.folding_serves(self.folding, x, weight) or not self._takes(convolution, behind, activation):
+        if not ops.folding_serves(self.folding, x, weight) or not takes(
+            self.folding, convolution, behind is not None, activation
+        ):
             return False
         if behind is None:
             return True
@@ -209,16 +208,6 @@ class Convolved:
         more = convolution.output_padding if type(convolution) in TRANSPOSED else None
         shape = ops.convolved_shape(x, weight, *how, more)
         return behind.dtype is dtype and behind.device == x.device and behind.shape == shape
-
-    def _takes(self, convolution: Any, behind: Any, activation: Activation) -> bool:
-        """Whether the way to fold is one for this convolution with what stands behind it."""
-        if self.folding == "folded" or type(convolution) in TRANSPOSED:
-            return self.folding == "folded"
-        if self.folding == "scaled":
-            return is_scaled(convolution)
-        if self.folding == "fused":
-            return activation == _RELU
-        return is_pointwise(convolution) and behind is None and activation in _PRODUCTS
 
 
 def _dtype_of(x: Tensor, weight: Tensor) -> torch.dtype | None:

@@ -7,13 +7,14 @@ import ast
 import inspect
 import types
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normswap.activation import NONE
-from normswap.attributes import Rejection, own_getattr
+from normswap.attributes import own_getattr
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import calls_forward
 from normswap.forwards.replaced import Replaced
@@ -22,10 +23,15 @@ from normswap.kinds import NORMS
 from normswap.ops.dispatch import DTYPES, direct
 from normswap.regions.activations import activation_of
 from normswap.regions.children import hands_on
+from normswap.regions.flow import Attribute, Constant, Value
+from normswap.regions.growing import child_called
 from normswap.regions.spec import Region, qualified
-from normswap.source import definition, global_named, takes_another_argument
+from normswap.regions.spelling import constant, spelled
+from normswap.regions.straight import UNKNOWN, Straight, StraightReader, Way, straight
+from normswap.source import global_named
 
 _STATISTICS = ("running_mean", "running_var")
+_READ = (*_STATISTICS, "weight", "bias", "eps")
 _TAKES, _BATCH_NORM = NORMS["batch_norm"].parameters, NORMS["batch_norm"].function
 
 
@@ -46,16 +52,56 @@ def children_behind(norm: nn.Module) -> tuple[str, ...] | None:
 
 def behind_of(cls: Any) -> tuple[str, ...] | None:
     """The same of a class: the children that its forward calls."""
-    forward = cls.forward
-    if not isinstance(forward, types.FunctionType):
+    module: nn.Module = object.__new__(cls)
+    nn.Module.__init__(module)
+    read = straight(module, cls.forward, _InEval) if isinstance(cls.forward, types.FunctionType) else None
+    if not isinstance(read, Straight) or read.called:
         return None
-    tree = definition(forward)
-    if isinstance(tree, Rejection) or takes_another_argument(forward) is not None:
+    found = {_behind(way) for way in read.ways}
+    return found.pop() if len(found) == 1 else None
+
+
+class _InEval(StraightReader):
+    """Reads a forward as it goes in eval, where there are running statistics; a branch on anything else that self has
+    may go either way."""
+
+    def _read(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Expr(value=ast.Call(func=function)) if global_named(function, self.function) is torch._assert:
+                return
+        super()._read(node)
+
+    def value(self, node: ast.expr) -> Value:
+        match node:
+            case ast.BoolOp() | ast.Compare() | ast.UnaryOp(op=ast.Not()):
+                return Constant(value=self._truth(node))
+        found = super().value(node)
+        return Constant(value=False) if isinstance(found, Attribute) and found.path == "training" else found
+
+    def _truth(self, node: ast.expr) -> bool:
+        either = isinstance(node, ast.Attribute) and self._tested(node) is UNKNOWN
+        return self.reading.either() if either else super()._truth(node)
+
+    def _tested(self, node: ast.expr) -> Any:
+        match self.value(node):
+            case Constant(value=value):
+                return value
+            case Attribute(path=path):
+                return path if path in _STATISTICS else UNKNOWN  # they are there, and no None
+        return super()._tested(node)
+
+
+def _behind(way: Way) -> tuple[str, ...] | None:
+    """The children that are called behind the norm of the argument; None where anything else is computed."""
+    name, given = (spelled(way.ops[0]) if way.ops else None) or ("", {})
+    own = all(isinstance(value := given.get(read), Attribute) and value.path == read for read in _READ)
+    if name != "batch_norm" or given["input"] is not way.argument or not own:
         return None
-    try:
-        return _Reader(forward).returned(tree.body)
-    except _AnotherError:
+    if constant(given["training"]) is not False or not isinstance(given["momentum"], (Attribute, Constant)):
         return None
+    chained = all(call.args == (before,) and not call.keywords for before, call in pairwise(way.ops))
+    children = tuple(map(child_called, way.ops[1:]))
+    return children if chained and all(children) and way.result is way.ops[-1] else None
 
 
 def is_behind(cls: Any, names: str) -> bool:
@@ -130,140 +176,3 @@ class Short:
             return general(norm, *args, **kwargs)
 
         return forward
-
-
-class _AnotherError(Exception):
-    """A statement that does something else."""
-
-
-class _Reader:
-    """Reads a forward as it goes in eval, where there are running statistics."""
-
-    def __init__(self, forward: types.FunctionType) -> None:
-        self.forward = forward
-        self.owner, self.x = forward.__code__.co_varnames[:2]
-        self.known: dict[str, ast.expr] = {}  # what names hold that the norm is given
-        self.value = ""  # the name that holds the norm, or what children made of it
-        self.behind: list[str] = []
-
-    def returned(self, body: list[ast.stmt]) -> tuple[str, ...]:
-        *statements, last = body
-        for statement in statements:
-            self._read(statement)
-        match last:
-            case ast.Return(value=ast.expr() as value):
-                if not self._holds_it(value):
-                    self._compute(value)
-                return tuple(self.behind)
-        raise _AnotherError
-
-    def _read(self, node: ast.stmt) -> None:
-        match node:
-            case ast.Expr(value=ast.Constant()) | ast.Pass():
-                return
-            case ast.Expr(value=ast.Call(func=function)) if global_named(function, self.forward) is torch._assert:
-                return
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name != self.owner:
-                if isinstance(value, ast.Call):
-                    self._compute(value)
-                    self.value = name
-                elif name in (self.x, self.value):
-                    raise _AnotherError
-                else:
-                    self._check_plain(value)
-                    self.known[name] = value
-                return
-            case ast.If(test=test, body=body, orelse=orelse):
-                self._check_plain(test)
-                truth = self._truth(test)
-                for statement in (*body, *orelse) if truth is None else body if truth else orelse:
-                    self._read_either(statement) if truth is None else self._read(statement)
-                return
-        raise _AnotherError
-
-    def _read_either(self, node: ast.stmt) -> None:
-        """A statement that may be run or not: a number or a flag is assigned, and nobody knows it then."""
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in (self.x, self.value, self.owner):
-                self._check_plain(value)
-                self.known[name] = ast.Name("", ast.Load())
-                return
-            case ast.Expr(value=ast.Constant()) | ast.Pass():
-                return
-        raise _AnotherError
-
-    def _compute(self, node: ast.expr) -> None:
-        """Take in a call of the norm on the input, or of a child on what there is."""
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=self.owner), attr=child), args=[given], keywords=[]):
-                if isinstance(given, ast.Call):
-                    self._compute(given)
-                elif not self._holds_it(given):
-                    raise _AnotherError
-                self.behind.append(child)
-            case ast.Call(func=function, args=[ast.Name(id=self.x), *rest], keywords=keywords) if not self.value:
-                given_by_name = {str(keyword.arg): keyword.value for keyword in keywords}
-                taken = dict(zip(_TAKES, rest, strict=False)) | given_by_name
-                if global_named(function, self.forward) is not _BATCH_NORM or not self._is_the_norm(taken):
-                    raise _AnotherError
-            case _:
-                raise _AnotherError
-
-    def _holds_it(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Name) and node.id == self.value
-
-    def _is_the_norm(self, given: dict[str, ast.expr]) -> bool:
-        read = ("weight", "bias", "eps", *_STATISTICS)
-        if {*given} != {*_TAKES} or not all(self._is_own(given[name], name) for name in read):
-            return False
-        self._check_plain(given["momentum"])
-        return self._truth(given["training"]) is False
-
-    def _check_plain(self, node: ast.expr) -> None:
-        """Raise _AnotherError for an expression that does more than read attributes of self and compare."""
-        for part in ast.walk(node):
-            named = isinstance(part, ast.Name) and part.id not in (self.owner, *self.known)
-            if named or not isinstance(part, _PLAIN):
-                raise _AnotherError
-
-    def _is_own(self, node: ast.expr, name: str) -> bool:
-        """Whether an expression is ``self.name``."""
-        match node:
-            case ast.Attribute(value=ast.Name(id=self.owner), attr=attribute):
-                return bool(attribute == name)
-            case ast.Name(id=known) if known in self.known:
-                return self._is_own(self.known[known], name)
-            case ast.IfExp(test=test, body=body, orelse=orelse):
-                truth = self._truth(test)
-                return truth is not None and self._is_own(body if truth else orelse, name)
-        return False
-
-    def _truth(self, node: ast.expr) -> bool | None:
-        """That of a condition in eval with running statistics; None where it depends on anything else."""
-        match node:
-            case ast.Constant(value=bool() as value):
-                return value
-            case ast.Name(id=known) if known in self.known:
-                return self._truth(self.known[known])
-            case ast.Attribute(value=ast.Name(id=self.owner), attr="training"):
-                return False
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                truth = self._truth(operand)
-                return None if truth is None else not truth
-            case ast.BoolOp(op=operator, values=values):
-                found = [self._truth(value) for value in values]
-                decides = isinstance(operator, ast.Or)
-                return decides if decides in found else None if None in found else not decides
-            case ast.Compare(
-                left=ast.Attribute(value=ast.Name(id=self.owner), attr=attribute),
-                ops=[ast.Is() | ast.IsNot() as how],
-                comparators=[ast.Constant(value=None)],
-            ) if attribute in _STATISTICS:
-                return isinstance(how, ast.IsNot)
-        return None
-
-
-_PLAIN = (
-    *(ast.Name, ast.Attribute, ast.Constant, ast.IfExp, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not),
-    *(ast.Compare, ast.Is, ast.IsNot, ast.Load),
-)

@@ -12,14 +12,13 @@ from torch import nn
 
 from normswap.attributes import Rejection
 from normswap.forwards.plain import calls_forward, is_plain, is_unhooked
+from normswap.forwards.replaced import once_a_code
 from normswap.installed import original_class
+from normswap.regions.flow import SEES_LOCALS
 from normswap.regions.foldings import CONVOLUTIONS
 from normswap.source import definition
 
 _LOWERED = (nn.Linear, *CONVOLUTIONS)
-_HARMLESS = frozenset({"shape", "ndim", "device", "is_cuda"})
-_HARMLESS_CALLS = frozenset({"size", "dim", "numel"})
-_SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "super"})
 
 
 def only_multiplies(child: Any) -> bool:
@@ -31,7 +30,7 @@ def only_multiplies(child: Any) -> bool:
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, types.FunctionType) or not calls_forward(cls) or not is_unhooked(child):
         return False
-    names = _fed_by(forward)
+    names = _fed(forward)
     return bool(names) and all(_is_lowered(child, name) for name in names)
 
 
@@ -42,17 +41,7 @@ def _is_lowered(module: nn.Module, name: str) -> bool:
     return cls in _LOWERED and not hidden and is_plain(child, cls)
 
 
-_known: dict[types.FunctionType, tuple[types.CodeType, frozenset[str]]] = {}
-
-
-def _fed_by(forward: types.FunctionType) -> frozenset[str]:
-    """``_fed``, read once for each code that the function has."""
-    known = _known.get(forward)
-    if known is None or known[0] is not forward.__code__:
-        known = _known[forward] = forward.__code__, _fed(forward)
-    return known[1]
-
-
+@once_a_code
 def _fed(forward: types.FunctionType) -> frozenset[str]:
     """The children that a forward hands its first argument to; none where it does anything else with it."""
     tree = definition(forward)
@@ -60,12 +49,12 @@ def _fed(forward: types.FunctionType) -> frozenset[str]:
         return frozenset()
     if isinstance(tree, Rejection) or len(arguments := [*tree.args.posonlyargs, *tree.args.args]) < 2:
         return frozenset()
-    uses = _Uses(arguments[0].arg, arguments[1].arg)
+    uses = _Uses(tree, arguments[0].arg, arguments[1].arg)
     try:
         uses.scan(tree.body)
     except _ElsewhereError:
         return frozenset()
-    return frozenset(uses.children)
+    return frozenset(uses.children - {""})
 
 
 class _ElsewhereError(Exception):
@@ -73,74 +62,65 @@ class _ElsewhereError(Exception):
 
 
 class _Uses:
-    """The uses of an argument until its name holds something else."""
+    """The uses of an argument until its name holds something else. ``known``: by a name's node, the child that is
+    called with it, "" where its form is asked for."""
 
-    def __init__(self, owner: str, argument: str) -> None:
-        self.owner, self.argument = owner, argument
-        self.children: set[str] = set()
+    def __init__(self, tree: ast.FunctionDef, owner: str, argument: str) -> None:
+        self.argument, self.children, self.known = argument, set[str](), dict[int, str]()
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id=name), attr=child), args=[ast.Name() as given], keywords=[]
+                ) if name == owner:
+                    self.known[id(given)] = child
+                case (
+                    ast.Call(func=ast.Attribute(value=ast.Name() as given, attr="size" | "dim" | "numel"))
+                    | ast.Attribute(value=ast.Name() as given, attr="shape" | "ndim" | "device" | "is_cuda")
+                ):
+                    self.known[id(given)] = ""
 
     def scan(self, body: Sequence[ast.stmt]) -> bool:
         """Take in statements in order. True where the name then holds something else, whichever way was taken.
         Raises _ElsewhereError."""
-        return any(self._rebinds(statement) for statement in body)
-
-    def _rebinds(self, node: ast.stmt) -> bool:
-        match node:
-            case ast.Assign(targets=targets, value=value):
-                self._check(value)
-                return self._store(*targets)
-            case ast.AnnAssign(target=target, value=value):
-                if value is not None:
+        for node in body:
+            match node:
+                case ast.If(test=test, body=taken, orelse=otherwise):
+                    self._check(test)
+                    ways = [self.scan(taken), self.scan(otherwise)]
+                    if all(ways):
+                        return True
+                case ast.AnnAssign(value=None):
+                    pass
+                case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
                     self._check(value)
-                return value is not None and self._store(target)
-            case ast.If(test=test, body=body, orelse=orelse):
-                self._check(test)
-                ways = [self.scan(body), self.scan(orelse)]
-                return all(ways)
-            case ast.Expr() | ast.Return():
-                self._check(node)
-                return isinstance(node, ast.Return)
-            case _:  # its parts may be run any number of times: the name must keep what it holds
-                self._check(node)
-                if any(isinstance(n, ast.Name) and n.id == self.argument and _stores(n) for n in ast.walk(node)):
-                    raise _ElsewhereError
-                return False
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    if self._check(*targets, may_store=True):
+                        return True
+                case _:  # its parts may be run any number of times: the name must keep what it holds
+                    self._check(node)
+                    if isinstance(node, ast.Return):
+                        return True
+        return False
 
-    def _store(self, *targets: ast.expr) -> bool:
-        """Whether one of these is the name."""
-        names = [n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name) and _stores(n)]
-        for target in targets:
-            self._check(target)  # an index or the owner of an attribute
-        return any(name.id == self.argument for name in names)
-
-    def _check(self, node: ast.AST) -> None:
-        """Raise _ElsewhereError for a use of the argument that is not as it should be."""
-        match node:
-            case ast.Call(
-                func=ast.Attribute(value=ast.Name(id=self.owner), attr=child), args=[ast.Name(id=name)], keywords=[]
-            ) if name == self.argument:
-                self.children.add(child)
-                return
-            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name == self.argument:
-                if attribute in _HARMLESS:
-                    return
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method), args=args) if (
-                name == self.argument and method in _HARMLESS_CALLS
-            ):
-                for argument in args:
-                    self._check(argument)
-                return
-            case ast.Name(id=name):
-                if name in _SEES_LOCALS or (name == self.argument and not _stores(node)):
-                    raise _ElsewhereError
-            case ast.NamedExpr(target=ast.Name(id=name)) if name == self.argument:
+    def _check(self, *nodes: ast.AST, may_store: bool = False) -> bool:
+        """Whether something is stored under the name. Raises _ElsewhereError for any other use that is not known."""
+        stored = False
+        for node in (part for one in nodes for part in ast.walk(one)):
+            if isinstance(node, _OTHER_CODE) and any(self._is_it(part) for part in ast.walk(node)):
+                raise _ElsewhereError  # who knows under what autocast it is run
+            if isinstance(node, ast.Name) and node.id in SEES_LOCALS:
                 raise _ElsewhereError
-            case ast.With() | ast.AsyncWith() | ast.Lambda() | ast.FunctionDef() | ast.AsyncFunctionDef():
-                if any(isinstance(n, ast.Name) and n.id == self.argument for n in ast.walk(node)):
-                    raise _ElsewhereError  # who knows under what autocast it is run
-        for child_node in ast.iter_child_nodes(node):
-            self._check(child_node)
+            if self._is_it(node):
+                if may_store and isinstance(node.ctx, ast.Store):  # type: ignore[attr-defined]
+                    stored = True
+                elif id(node) in self.known:
+                    self.children.add(self.known[id(node)])
+                else:
+                    raise _ElsewhereError
+        return stored
+
+    def _is_it(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id == self.argument
 
 
-def _stores(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Store)
+_OTHER_CODE = (ast.With, ast.AsyncWith, ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from normswap.plans import Reason
 from normswap.regions.inline import inlined, may_be_inlined
 from normswap.regions.owner import Owner
 from normswap.source import definition, undecorated
-
-Position: TypeAlias = "tuple[int, int, int, int]"
-"""Where a node stands in the source file: first line, column, last line, column."""
 
 _OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "dir", "super", "__class__"})
@@ -104,11 +101,6 @@ class Flow:
     def opaque_between(self, first: int, last: int) -> bool:
         """Whether something that is not understood happens between two moments; operations are not looked at."""
         return any(first < order < last for order in self.effects)
-
-
-def position(node: ast.AST) -> Position:
-    found: Any = node
-    return found.lineno, found.col_offset, found.end_lineno, found.end_col_offset
 
 
 def read(module: nn.Module, forward: types.FunctionType) -> Flow | Rejection:

@@ -8,13 +8,16 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from normswap.activation import NONE, Activation
 from normswap.forwards.plain import calls_forward, is_bare, is_plain_itself
 from normswap.regions.children import child_at
 from normswap.regions.padding import convolves_last
-from normswap.regions.spec import Region
+from normswap.regions.spec import FOLDINGS, Region
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+
+RELU = Activation("relu")
 
 
 def is_convolution(child: nn.Module | None) -> bool:
@@ -74,17 +77,25 @@ def goes_in_order(cls: Any) -> bool:
 
 def foldings_of(region: Region, owner: nn.Module) -> tuple[str, ...]:
     """The ways in which ``region`` of ``owner``, with a convolution, may be computed."""
-    convolution = owner._modules[region.convolution]
-    if type(convolution) is not nn.Conv2d:
-        return ("folded",)
-    acting = child_at(owner._modules, region.activation) if isinstance(region.activation, str) else None
-    literal = region.activation[0] if isinstance(region.activation, tuple) else ""
-    relu = type(acting) is nn.ReLU or literal == "relu"
-    plain = region.activation is None or relu
-    found = ["scaled"] if is_scaled(convolution) else []
-    found += ["matmul"] if plain and not region.has("residual") and is_pointwise(convolution) else []
-    found += ["fused"] if relu else []
-    return (*found, "folded")
+    convolution, acting = owner._modules[region.convolution], region.activation
+    if isinstance(acting, str):
+        is_relu = type(child_at(owner._modules, acting)) is nn.ReLU
+        activation = RELU if is_relu else None
+    else:
+        activation = region.literal_activation()
+    return tuple(way for way in FOLDINGS if takes(way, convolution, region.has("residual"), activation))
+
+
+def takes(folding: str, convolution: Any, residual: bool, activation: Activation | None) -> bool:
+    """Whether that is a way to compute ``convolution`` with a norm and what stands behind it; None is another
+    activation than nothing or a ReLU."""
+    if folding == "folded" or type(convolution) is not nn.Conv2d:
+        return folding == "folded"
+    if folding == "scaled":
+        return is_scaled(convolution)
+    if folding == "fused":
+        return activation == RELU
+    return activation in (NONE, RELU) and not residual and is_pointwise(convolution)
 
 
 def is_pointwise(convolution: nn.Conv2d) -> bool:

@@ -9,18 +9,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from normswap.forwards.batch_norm import RANKS
+from normswap.forwards.norm import registered_arguments
 from normswap.forwards.plain import is_unhooked
-from normswap.forwards.registered import registered_arguments
 from normswap.forwards.replaced import Replaced
 from normswap.forwards.rms_norm import arguments_reader
 from normswap.installed import original_class
 from normswap.kinds import KINDS, NORMS
-from normswap.ops.at_once import AtOnce
+from normswap.ops.at_once import NAMES, AtOnce, Norm
 from normswap.ops.dispatch import PLAIN, lowered_to
 from normswap.plans import Match, is_by_hand
-from normswap.regions import linear_directly
 from normswap.regions.activations import LITERAL, activation_of
-from normswap.regions.at_once import at_once_of
 from normswap.regions.children import child_at, hands_on
 from normswap.regions.convolution import Convolved, direct_way
 from normswap.regions.ending import is_behind
@@ -28,7 +27,8 @@ from normswap.regions.expression import Expression
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.foldings import is_foldable
 from normswap.regions.growing import ADDS, FUNCTIONS
-from normswap.regions.linear import MULTIPLIES, Projected
+from normswap.regions.linear import MULTIPLIES
+from normswap.regions.projected import Projected
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region, children_of, qualified
 from normswap.regions.spelling import SPELLED
@@ -85,12 +85,9 @@ class Fused:
         self.feeds = region.feeds
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(_is_of(region, function) for function in self.called)
-        self.directly: Any = None
+        self.directly: Any = direct_way(compiled)
         self.projected = None
-        if not region.linear:
-            self.directly = direct_way(compiled)
-        elif self.known:
-            self.directly = None if region.has("times") else linear_directly.Directly(compiled)
+        if region.linear and self.known:
             self.projected = Projected(compiled, _is_batch_norm_1d, self._of_linear)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
@@ -161,12 +158,17 @@ def _op_of(region: Region) -> Callable[..., Any]:
 
 def _is_of(region: Region, function: Any) -> bool:
     """Whether ``function`` is what a step of ``region`` may call."""
-    kind, activation = FUNCTIONS.get(function, ("",))[0], LITERAL.get(function)
+    activation = LITERAL.get(function)
     named = region.activation[0] if isinstance(region.activation, tuple) else ""
     names = {"relu6": ("clamp",), "gelu": ("gelu", "gelu_tanh")}.get(str(activation), (activation,))
     if region.linear and function in MULTIPLIES:
         return True
-    return (region.kind in KINDS and function in SPELLED) or function in ADDS or kind == region.kind or named in names
+    return (
+        (region.kind in KINDS and function in SPELLED)
+        or function in ADDS
+        or FUNCTIONS.get(function) == region.kind
+        or named in names
+    )
 
 
 def _is_beside(x: Tensor, other: Any) -> bool:
@@ -210,8 +212,7 @@ def _reader_of(cls: Any, match: Match) -> _Reader:
     if is_by_hand(match.kind, match.attributes):
         return arguments_reader(original, match.attributes)
     if match.registered:
-        registered = registered_arguments(match.kind, match.attributes)
-        arguments: _Reader = lambda norm, x: registered(norm)  # noqa: E731
+        arguments: _Reader = registered_arguments(match.kind, match.attributes)
     elif issubclass(cls, NORMS[match.kind].classes):
         arguments = NORMS[match.kind].arguments
     else:
@@ -228,3 +229,63 @@ def _reader_of(cls: Any, match: Match) -> _Reader:
         return arguments(child, x)
 
     return read
+
+
+_KINDS: Mapping[str, tuple[type[nn.Module], set[str]]] = {
+    "layer_norm": (nn.LayerNorm, {"sum", "gain", "shift"}),
+    "rms_norm": (nn.RMSNorm, {"sum", "gain", "shift"}),
+    "group_norm": (nn.GroupNorm, {"residual"}),
+    "batch_norm": (nn.modules.batchnorm._BatchNorm, {"residual"}),
+}
+"""The class, and the steps that the native op has besides the norm."""
+_RANKS = {qualified(cls): ranks for cls, ranks in RANKS.items()}
+_Dtype = Callable[[Mapping[str, Any], Tensor], torch.dtype | None]
+
+
+def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
+    """What calls the region so, if anything does. ``dtype``: that of the result where nobody sees it before autocast
+    has cast it to that."""
+    region = compiled.region
+    cls, steps = _KINDS.get(region.kind, (nn.Module, set[str]()))
+    does = {step.does for step in region.steps}
+    if region.kind not in _KINDS or {*region.attributes} - {"unless"} or does - steps - {"norm", "pass", "activation"}:
+        return AtOnce(None)
+    names = NAMES[region.kind]
+    if region.kind == "batch_norm":
+        if region.type not in _RANKS:
+            return AtOnce(None)
+        names = (_RANKS[region.type],), *names
+
+    def stands(module: Any) -> Any:
+        of: Any = original_class(module)
+        plain = issubclass(of, cls) and of.__getattribute__ is object.__getattribute__
+        return (_TORCHS.get(of) or Replaced(of)).known if plain and qualified(of) == region.type else None
+
+    literal = region.literal_activation()
+    packs = bool(does & {"residual", "gain", "shift"}) or not region.type
+    numbers = None if literal is None else (literal.code, literal.low, literal.high)
+    return AtOnce(
+        Norm(
+            *(region.kind, stands, region.attributes.get("unless"), names),
+            child=region.norm if region.type else None,
+            children=children_of(region),
+            unpack=compiled.unpack if packs else None,
+            position=region.step("sum").operand if "sum" in does else -1,
+            lowered=dtype if region.feeds else None,
+            passes=region.passes,
+            acting=None if numbers else str(region.activation),
+            activation_of=_numbers_of,
+            activation=numbers or (0, 0.0, 0.0),
+            callees=compiled.callees,
+            called=compiled.callees(),
+            region=True,
+            shared=region.shared,
+            needs_behind="residual" in does,
+            needs_scale="gain" in does,
+        )
+    )
+
+
+def _numbers_of(child: Any) -> tuple[int, float, float] | None:
+    activation = activation_of(child)
+    return None if activation is None else (activation.code, activation.low, activation.high)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from normswap.attributes import Rejection
@@ -79,42 +80,21 @@ def _line_of(function: types.FunctionType) -> tuple[list[str], ast.BinOp] | None
     if function.__module__.partition(".")[0] == "torch" or function.__defaults__ or function.__kwdefaults__:
         return None
     tree = definition(function)
-    if isinstance(tree, Rejection) or len(tree.body) > 2 or not isinstance(tree.body[-1], ast.Return):
+    if isinstance(tree, Rejection):
         return None
-    described = len(tree.body) == 1 or (
-        isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant)
-    )
     parameters = [argument.arg for argument in tree.args.args]
-    match tree.body[-1].value:
-        case (
-            ast.BinOp(
-                left=ast.BinOp(
-                    left=ast.Name(id=x),
-                    op=ast.Mult(),
-                    right=ast.BinOp(left=ast.Constant(value=1), op=ast.Add(), right=scale)
-                    | ast.BinOp(left=scale, op=ast.Add(), right=ast.Constant(value=1)),
-                ),
-                op=ast.Add(),
-                right=shift,
-            ) as line
-        ):
-            named = [x, _name_in(scale), _name_in(shift)]
-            if described and parameters[:1] == [x] and sorted(map(str, named)) == sorted(parameters):
-                return parameters, line
+    match tree.body[ast.get_docstring(tree) is not None :]:
+        case [ast.Return(value=ast.BinOp() as line)] if len(parameters) == 3:
+            return (parameters, line) if ast.unparse(line) in _lines(*parameters) else None
     return None
 
 
-def _name_in(node: ast.expr) -> str | None:
-    """``s`` of s, s.unsqueeze(1) and s[:, None]."""
-    match node:
-        case ast.Name(id=name):
-            return name
-        case ast.Call(
-            func=ast.Attribute(value=ast.Name(id=name), attr="unsqueeze"), args=[ast.Constant(value=1)], keywords=[]
-        ):
-            return name
-        case ast.Subscript(
-            value=ast.Name(id=name), slice=ast.Tuple(elts=[ast.Slice(None, None, None), ast.Constant(value=None)])
-        ):
-            return name
-    return None
+def _lines(x: str, *others: str) -> Iterator[str]:
+    """The ways to write it."""
+    for scale, shift in itertools.permutations(others):
+        for s, t, one in itertools.product(_in_rows(scale), _in_rows(shift), ("1", "1.0")):
+            yield from (f"{x} * ({one} + {s}) + {t}", f"{x} * ({s} + {one}) + {t}")
+
+
+def _in_rows(name: str) -> tuple[str, ...]:
+    return name, f"{name}.unsqueeze(1)", f"{name}[:, None]"

@@ -10,11 +10,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from normswap.forwards.replaced import Replaced
-from normswap.forwards.rms_norm import digest
+from normswap.forwards.replaced import Replaced, digest
 from normswap.plans import PlanError
-from normswap.regions.beside import Beside
 from normswap.regions.chain import in_rows
+from normswap.regions.children import Beside
 from normswap.regions.ending import Short
 from normswap.regions.helper import make_helper
 from normswap.regions.rewrite import Compiled, Helper, compile_regions

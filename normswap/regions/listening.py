@@ -1,4 +1,4 @@
-"""What reaches the regions of a module, or it as one, while its own code runs."""
+"""What reaches the regions of a module, or it as one, while its own code runs, and what stands in its place then."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from normswap.forwards.replaced import Replaced
@@ -14,6 +15,8 @@ from normswap.plans import REGION, Match
 from normswap.regions.install import compiled_of, method_of, with_helpers
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.sequential import by_itself
+from normswap.regions.spec import Region, children_of
+from normswap.untouched import detached_copy
 
 
 class Listener:
@@ -61,3 +64,17 @@ def listening(listeners: Iterable[Listener]) -> Iterator[None]:
         for one in listeners:
             stack.callback(one.listen())
         yield
+
+
+def holder_of(region: Region, owner: nn.Module, dtype: torch.dtype | None = None) -> Any:
+    """A module that stands for ``owner`` in the snippet of ``region``: it holds copies of the children called there,
+    which share parameters unless ``dtype`` converts them."""
+    holder = nn.Module()
+    for name in (*children_of(region), *region.feeds):
+        child = owner._modules[name]
+        if child is not None:
+            holder._modules[name] = made = detached_copy(child, type(child), dtype)
+            # Is not called, or listened to itself: as it will be once all is proved.
+            if name in region.feeds or (name == region.norm and "behind" in region.attributes):
+                made.__dict__.pop("forward", None)
+    return holder

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from normswap.kinds import NORMS
-from normswap.plans import Match
 from normswap.regions.activations import CHILDREN
-from normswap.regions.before import with_what_stands_before
-from normswap.regions.behind import fed_by, grow_behind
-from normswap.regions.described import described
 from normswap.regions.flow import Constant, Flow, Op
-from normswap.regions.formula import FORMULAS, Formula, Found
-from normswap.regions.growing import CHANNELS, FUNCTIONS, PASSING, ROWS, Growing, child_of
+from normswap.regions.formula import FORMULAS, Formula, Found, same
+from normswap.regions.growing import (
+    CHANNELS,
+    FUNCTIONS,
+    PASSING,
+    ROWS,
+    Growing,
+    child_called,
+    child_of,
+    fed_by,
+    grow_behind,
+    only_user,
+    passing,
+    with_convolution,
+    with_sum,
+)
+from normswap.regions.linear import with_linear
 from normswap.regions.moving import beside_of
-from normswap.regions.spec import Region, qualified
-from normswap.regions.successors import with_successors
+from normswap.regions.spec import Node, Region, Step, qualified, slots
+from normswap.regions.spelling import one_dim
+from normswap.regions.syntax import place_of
 
 _CALLED = {norm.name: Formula(norm.formula) for norm in NORMS.values()}
+_Stands = Callable[[Growing], bool]
 
 NAMES = frozenset({"mean", "norm", "vector_norm", "normalize", "var", *_CALLED})
 """A forward that names none of these computes no norm itself."""
@@ -30,29 +46,34 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any, baked: bool = False)
     """Every region of ``flow``, a reading of the forward of ``module``, none within another. ``norm_of(child)`` is the
     Match of a child that is a norm, else None. ``baked``: as ``normswap.fold`` takes them, with convolutions that pad
     in their own way, and norms alone that are apart from theirs."""
-    taken, made = set[int](), list[Growing]()
-    yield from _expressions(module, flow, norm_of, taken)
+    taken, made, in_a_row = set[int](), list[Growing](), flow.forward is nn.Sequential.forward
+
+    def stands(found: Growing) -> bool:
+        """True where nobody can see that the operations are done together."""
+        beside = beside_of(flow, found.ops, lambda op: child_of(module, op), norm_of, found.shared)
+        found.beside = beside or {}
+        return beside is not None
+
+    yield from _expressions(flow, stands, taken)
     for op in flow.ops:
         found = None if id(op) in taken else _core(module, op, norm_of)
         if found is None:
             continue
         grow_behind(module, found, taken)
-        while found.steps[-1][0] == "pass":  # nothing behind it: a dropout that is on need not stop the rest
-            found.ops.pop(), found.steps.pop(), found.passes.pop()
-        found.feeds = fed_by(module, found)
-        by_batch = found.kind == "batch_norm"
-        for one in (*with_what_stands_before(module, found, taken, baked), found):
-            left = one.type or (by_batch and not _may_train(module, one))  # is a site, or PyTorch's op is as fast
+        found.feeds = () if in_a_row else fed_by(module, found)
+        for one in (*_with_what_stands_before(module, found, taken, baked), found):
+            # A child is a site itself, and PyTorch's op by running statistics as fast.
+            left = one.type or (one.kind == "batch_norm" and not _may_train(module, one))
             alone = len(one.ops) == 1 and left and not one.feeds and not (baked and one.apart)
-            if not alone and _stands(module, flow, one, norm_of):
+            if not alone and stands(one):
                 taken.update(map(id, one.ops))
                 made.append(one)
                 break
-    stands: Callable[[Growing], bool] = lambda one: _stands(module, flow, one, norm_of)  # noqa: E731
-    yield from with_successors(module, made, lambda one: described(flow, one), stands)
+    regions = [_described(flow, one) for one in made]
+    yield from regions if in_a_row else _with_successors(module, flow, made, regions, stands)
 
 
-def _expressions(module: nn.Module, flow: Flow, norm_of: Any, taken: set[int]) -> Iterator[Region]:
+def _expressions(flow: Flow, stands: _Stands, taken: set[int]) -> Iterator[Region]:
     """Norms that are written out, the longest first: what is ``taken`` grows by their operations."""
     regions = []
     for op in reversed(flow.ops):
@@ -60,54 +81,44 @@ def _expressions(module: nn.Module, flow: Flow, norm_of: Any, taken: set[int]) -
             whole = formula.find(op)
             if whole is None or isinstance(whole.values["x"], Constant):
                 continue
-            ops = [*whole.ops - {op}, op]
-            found = Growing(name, name, whole.values["x"], ops, [("norm", op, 0)], expression=whole)
-            if _stands(module, flow, found, norm_of):
+            steps = [("norm", op, 0)]
+            found = Growing(name, name, whole.values["x"], steps, (*whole.ops - {op},), expression=whole)
+            if stands(found):
                 taken.update(map(id, whole.ops))
-                regions.append(described(flow, found))
+                regions.append(_described(flow, found))
                 break
     return reversed(regions)
 
 
 def _core(module: nn.Module, op: Op, norm_of: Any) -> Growing | None:
+    """The norm that ``op`` is, with what it calls itself behind that; None where it is none, or that is not known."""
+    steps = [("norm", op, 0)]
     if op.target in FUNCTIONS:
-        kind, _ = FUNCTIONS[op.target]
+        kind = FUNCTIONS[op.target]
         whole = _CALLED[kind].find(op)
-        if whole is None:
-            return None
-        return Growing(kind, kind, whole.values["x"], [op], [("norm", op, 0)], expression=whole)
+        return None if whole is None else Growing(kind, kind, whole.values["x"], steps, expression=whole)
     child = child_of(module, op)
     if child is None or len(op.args) + len(op.keywords) != 1 or not {*op.keywords} <= {"input", "x"}:
         return None
     match = norm_of(child)
     if match is None or match.kind not in (*ROWS, *CHANNELS):
         return None
-    cls = type(child)
-    x, name = (*op.args, *op.keywords.values())[0], op.target[len("self.") :]
+    name, (x,) = child_called(op), (*op.args, *op.keywords.values())
     expression = Found(frozenset([op]), {"x": x}) if op.keywords else Found()
-    found = Growing(match.kind, name, x, [op], [("norm", op, 0)], match, expression=expression)
-    found.type = qualified(cls)
-    return _with_ending(child, found)
-
-
-def _with_ending(norm: nn.Module, found: Growing) -> Growing | None:
-    """``found`` with what ``norm`` itself calls behind the norm; None where that is more than is known."""
-    assert found.match is not None
-    ending = ending_of(found.norm, norm, found.match)
-    if ending is None:
-        return None
-    found.passes, found.activation = ending
-    return found
-
-
-def ending_of(name: str, norm: nn.Module, match: Match) -> tuple[list[str], str | None] | None:
-    """The children of the norm called ``name`` that it calls behind the norm, by their paths: those that hand on what
-    they get, and the activation at the end; None where there are others."""
+    found = Growing(match.kind, name, x, steps, match=match, type=qualified(type(child)), expression=expression)
     inside = match.attributes.get("behind", "").split()
-    kinds = [type(norm._modules[child]) for child in inside]
-    paths = [f"{name}.{child}" for child in inside]
-    activation = paths.pop() if kinds and kinds[-1] in CHILDREN else None
-    return (paths, activation) if all(kind in PASSING for kind in kinds[: len(paths)]) else None
+    found.passes = [f"{name}.{inner}" for inner in inside]
+    kinds = [type(child._modules[inner]) for inner in inside]
+    if kinds and kinds[-1] in CHILDREN:
+        found.activation = found.passes.pop()
+    return found if all(kind in PASSING for kind in kinds[: len(found.passes)]) else None
+
+
+def _with_what_stands_before(module: nn.Module, found: Growing, taken: set[int], baked: bool) -> Iterator[Growing]:
+    """``found`` with each that its norm may be taken together with."""
+    if found.kind != "batch_norm":
+        return with_sum(found, taken)
+    return chain(with_linear(module, found, taken), with_convolution(module, found, taken, baked))
 
 
 def _may_train(module: nn.Module, found: Growing) -> bool:
@@ -116,8 +127,85 @@ def _may_train(module: nn.Module, found: Growing) -> bool:
     return module.training and not (isinstance(training, Constant) and training.value is False)
 
 
-def _stands(module: nn.Module, flow: Flow, found: Growing, norm_of: Any) -> bool:
-    """True where nobody can see that the operations are done together."""
-    beside = beside_of(flow, found.ops, lambda op: child_of(module, op), norm_of, found.shared)
-    found.beside = beside or {}
-    return beside is not None
+def _with_successors(
+    module: nn.Module, flow: Flow, made: Sequence[Growing], found: list[Region], stands: _Stands
+) -> Iterator[Region]:
+    """What is ``made``, described as ``found``; each that leads into another's convolution and nowhere else, itself or
+    through children that hand on what they get, with these and ``then`` set."""
+    starts = {id(one.steps[0][1]): index for index, one in enumerate(made) if one.convolution}
+    for index, one in enumerate(made):
+        steps, passes, user = [*one.steps], [*one.passes], only_user(one.last)
+        while user is not None and (name := passing(module, user)):
+            steps.append(("pass", user, 0))
+            passes.append(name)
+            user = only_user(user)
+        following = starts.get(id(user)) if one.convolution and not found[index].has("residual") else None
+        if following is None or user is None or user.stretch != one.last.stretch:
+            continue
+        both = replace(
+            made[following], inside=(*one.inside, *made[following].inside), steps=[*steps, *made[following].steps]
+        )
+        if stands(both):
+            whole = _described(flow, replace(one, steps=steps, passes=passes))
+            found[index] = replace(whole, beside=found[index].beside, then=found[following].steps[0].at)
+            found[following] = replace(found[following], beside=both.beside)
+    return iter(found)
+
+
+def _described(flow: Flow, found: Growing) -> Region:
+    """The region as data."""
+    first = min(op.order for op in found.ops)  # of a branch not taken, a name may be read that holds no value here
+    inside = any(op.conditional for op in found.ops)
+    conditions = ((text, truth) for order, text, truth in flow.conditions if inside or order > first)
+    nodes, constants = _nodes(flow, found.expression)
+    return Region(
+        found.kind,
+        found.norm,
+        tuple(Step(does, place_of(op.node, flow.tree), at, _is_method(op)) for does, op, at in found.steps),
+        found.type,
+        {} if found.match is None else dict(found.match.attributes),
+        found.shared,
+        tuple(found.passes),
+        found.activation,
+        tuple(dict.fromkeys(conditions)),
+        found.convolution,
+        linear=found.linear,
+        factor=found.factor,
+        apart=found.apart,
+        feeds=found.feeds,
+        beside=found.beside,
+        nodes=nodes,
+        constants=constants,
+    )
+
+
+def _nodes(flow: Flow, found: Found) -> tuple[tuple[Node, ...], dict[str, Any]]:
+    """The operations of an expression as data, and what it takes that the source names."""
+    ops = sorted(found.ops, key=lambda op: op.order)
+    places = {id(op): index for index, op in enumerate(ops)}
+    constants = {
+        name: one_dim(value.value) if name == "dim" else value.value
+        for name, value in found.values.items()
+        if isinstance(value, Constant)
+    }
+    nodes: list[Node] = []
+    for op in ops:
+        operands: list[int | str] = []
+        for value, written in zip((*op.args, *op.keywords.values()), slots(op.node, _is_method(op)), strict=True):
+            names = {part.id for part in ast.walk(written) if isinstance(part, ast.Name)}
+            if isinstance(value, Constant) and names.isdisjoint(flow.locals):
+                operands.append("")
+            elif id(value) in places:
+                operands.append(places[id(value)])
+            else:
+                given = f"given_{len(nodes)}_{len(operands)}"
+                given = next((n for n, v in found.values.items() if v is value or same(v, value)), given)
+                operands.append(given)
+                if isinstance(value, Constant):
+                    constants.setdefault(given, value.value)
+        nodes.append(Node(place_of(op.node, flow.tree), tuple(operands), _is_method(op)))
+    return tuple(nodes), constants
+
+
+def _is_method(op: Op) -> bool:
+    return isinstance(op.target, str) and op.target.startswith(".")

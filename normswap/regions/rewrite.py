@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Size, Tensor
+
 from normswap.attributes import Rejection
+from normswap.ops.dispatch import PLAIN
 from normswap.plans import PlanError
-from normswap.regions.described import others_of, parameters_of
 from normswap.regions.inline import inlined
-from normswap.regions.spec import ROLES, Region, Step, slots
+from normswap.regions.spec import ROLES, Region, Step, others_of, parameters_of, slots
 from normswap.regions.syntax import (
     MARK,
     PREFIX,
@@ -33,10 +35,25 @@ from normswap.regions.syntax import (
     placed,
     put,
 )
-from normswap.regions.views import of_summands
 from normswap.source import cell_holds, definition, undecorated
 
 Helper = Callable[[Any, Any], Any]
+
+
+def of_summands(packed: Any) -> tuple[Tensor, Tensor] | None:
+    """``packed`` is ((one, other), sizes): both in the shape in which their sum is looked at. None where that is not to
+    be had for nothing, or where only the sum itself has that shape: one is broadcast to the other, say."""
+    (one, other), sizes = packed
+    if type(one) not in PLAIN or type(other) not in PLAIN or one.shape != other.shape:
+        return None
+    if not one.is_contiguous() or not other.is_contiguous():
+        return None
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, Size)):
+        (sizes,) = sizes
+    for size in sizes:
+        if type(size) is not int:  # a dtype, say
+            return None
+    return one.view(*sizes), other.view(*sizes)
 
 
 @dataclass(frozen=True)

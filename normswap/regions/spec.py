@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
 
 from normswap.activation import Activation
+from normswap.kinds import KINDS, NORMS
 from normswap.plans import Match
 
 Position: TypeAlias = "tuple[int, int, int, int]"
@@ -126,23 +127,10 @@ class Region:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Region:
         """Raises KeyError or TypeError for what ``to_json`` did not write."""
-        given = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        found = given["activation"]
-        return cls(
-            **{
-                **given,
-                "steps": tuple(Step(**{**s, "at": tuple(s["at"])}) for s in given["steps"]),
-                "passes": tuple(given["passes"]),
-                "feeds": tuple(given.get("feeds", ())),
-                "factor": tuple(given.get("factor", ())),
-                "beside": {name: tuple(classes) for name, classes in given.get("beside", {}).items()},
-                "nodes": tuple(_node(data) for data in given.get("nodes", ())),
-                "constants": {k: _tuples(v) for k, v in given.get("constants", {}).items()},
-                "conditions": tuple((text, truth) for text, truth in given["conditions"]),
-                "then": tuple(given["then"]) if given.get("then") else None,
-                "activation": found if found is None or isinstance(found, str) else (*found,),
-            }
-        )
+        given = {f.name: _tuples(data[f.name]) for f in fields(cls) if f.name in data}
+        given["steps"] = tuple(Step(**step) for step in given["steps"])
+        given["nodes"] = tuple(Node(**node) for node in given.get("nodes", ()))
+        return cls(**given)
 
     def literal_activation(self) -> Activation | None:
         """The activation that the source names; None where a child says which."""
@@ -158,18 +146,27 @@ def children_of(region: Region) -> tuple[str, ...]:
     return tuple(name for name in called if name and "." not in name)
 
 
+def parameters_of(region: Region) -> tuple[str, ...]:
+    """What the norm of ``region`` takes behind its input, in order; nothing where it is a child."""
+    return () if region.type else (KINDS.get(region.kind) or NORMS[region.kind]).parameters
+
+
+def others_of(region: Region) -> list[str]:
+    """What else an expression is given: what it casts to."""
+    names = {operand for node in region.nodes for operand in node.operands if isinstance(operand, str)}
+    return sorted(names - {"x", "", *parameters_of(region)}) if region.kind in KINDS else []
+
+
 def qualified(cls: type) -> str:
     """The name of a class in a plan."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _node(data: Mapping[str, Any]) -> Node:
-    return Node(**{**data, "at": tuple(data["at"]), "operands": tuple(data["operands"])})
-
-
 def _tuples(value: Any) -> Any:
-    """JSON has lists alone."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    """Plain data with tuples: JSON has lists alone."""
+    if isinstance(value, Mapping):
+        return {key: _tuples(inner) for key, inner in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def slots(node: Any, is_method: bool) -> list[ast.expr]:

@@ -74,8 +74,11 @@ class Straight:
         return *self.methods.values(), *self.functions.values()
 
 
-def straight(module: nn.Module, forward: types.FunctionType) -> Straight | Rejection:
-    """The ways through ``forward``, the one of the class of ``module``; or what it does beside computing."""
+def straight(
+    module: nn.Module, forward: types.FunctionType, reader: type[StraightReader] | None = None
+) -> Straight | Rejection:
+    """The ways through ``forward``, the one of the class of ``module``; or what it does beside computing. ``reader``:
+    another class to read it."""
     tree = definition(forward)
     rejection = tree if isinstance(tree, Rejection) else takes_another_argument(forward)
     if rejection is not None:
@@ -85,8 +88,8 @@ def straight(module: nn.Module, forward: types.FunctionType) -> Straight | Rejec
     while True:
         way = Way(Leaf(), choices=choices)
         try:
-            reader = _Reader(_Reading(module, found, way), forward)
-            way.result = reader.returned({forward.__code__.co_varnames[1]: way.argument})
+            reading = (reader or StraightReader)(_Reading(module, found, way), forward)
+            way.result = reading.returned({forward.__code__.co_varnames[1]: way.argument})
         except NotUnderstood as error:
             return error.rejection
         found.ways.append(way)
@@ -165,7 +168,7 @@ class _Reading:
         return self.training
 
 
-class _Reader(Reader):
+class StraightReader(Reader):
     """Reads one function; ``above`` are those whose calls led here. Raises NotUnderstood."""
 
     def __init__(
@@ -206,7 +209,7 @@ class _Reader(Reader):
 
     def _read(self, node: ast.stmt) -> None:
         match node:
-            case ast.Expr(value=ast.Constant()):
+            case ast.Expr(value=ast.Constant()) | ast.Pass():
                 pass
             case ast.Return(value=ast.expr() as value):
                 raise _Returned(self.value(value))
@@ -320,7 +323,7 @@ class _Reader(Reader):
             self._refuse(f"{name}: {error}", node)
         bound.apply_defaults()
         given = {k: v if isinstance(v, Value) else Constant(value=v) for k, v in bound.arguments.items()}
-        return _Reader(self.reading, function, self.above, bool(first)).returned(given)
+        return type(self)(self.reading, function, self.above, bool(first)).returned(given)
 
     def _unknown(self, node: ast.AST) -> Value:
         self._refuse(_WORDS.get(type(node).__name__, type(node).__name__), node)

@@ -10,22 +10,19 @@ from __future__ import annotations
 import ast
 import inspect
 import types
-import weakref
 from collections.abc import Iterator
 
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from normswap import source
+from normswap.forwards.replaced import code_of, once_a_code
 from normswap.plans import Reason, Refusal
 from normswap.rules.module_site import is_ours, parametrized_names, why_replaced
 
 DIVISION = frozenset({"/", "div", "divide", "true_divide"})
 MULTIPLICATION = frozenset({"*", "mul", "multiply"})
 ABS = frozenset({"abs", "absolute"})
-
-_names: weakref.WeakKeyDictionary[types.FunctionType, tuple[types.CodeType, frozenset[str]]]
-_names = weakref.WeakKeyDictionary()
 
 
 def class_forward(module: nn.Module) -> types.FunctionType | None:
@@ -34,16 +31,10 @@ def class_forward(module: nn.Module) -> types.FunctionType | None:
     return None if is_ours(module) or not isinstance(forward, types.FunctionType) else forward
 
 
+@once_a_code
 def names_in(forward: types.FunctionType) -> frozenset[str]:
     """Every global and attribute name in the code of ``forward``, seen through decorators, and in code inside it."""
-    known = _names.get(forward)
-    if known is None or known[0] is not forward.__code__:
-        known = _names[forward] = (forward.__code__, _code_names(inspect.unwrap(forward)))
-    return known[1]
-
-
-def _code_names(forward: object) -> frozenset[str]:
-    codes, names = [getattr(forward, "__code__", None)], set[str]()
+    codes, names = [code_of(inspect.unwrap(forward))], set[str]()
     while codes:
         code = codes.pop()
         if isinstance(code, types.CodeType):

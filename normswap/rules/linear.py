@@ -11,7 +11,9 @@ from torch import nn
 from normswap.attributes import Rejection
 from normswap.plans import Match, Reason, Refusal
 from normswap.regions import flow
-from normswap.regions.linear import run_before
+from normswap.regions.growing import child_called, child_of
+from normswap.regions.linear import linear_before
+from normswap.regions.sequential import in_a_row
 from normswap.rules.expression_site import called_name, class_forward, flow_of, names_in, not_rewritable
 from normswap.rules.module_site import settled_type, why_not_linear_and_batch_norm
 from normswap.rules.region import readings
@@ -42,11 +44,15 @@ def why_apart(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | N
 
 def _in_a_row(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Each Linear and the BatchNorm1d behind it among the children of an nn.Sequential."""
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
-    for index, (name, child) in enumerate(children):
-        linear = run_before(child, children[:index])[0] if issubclass(settled_type(child), nn.BatchNorm1d) else ""
-        if linear and issubclass(settled_type(dict(children)[linear]), nn.Linear):
-            yield linear, name
+    for norm in in_a_row(module).ops:
+        before = linear_before(module, norm.args[0]) if _is_a(module, norm, nn.BatchNorm1d) else None
+        if before is not None and _is_a(module, linear := before[0][0][1], nn.Linear):
+            yield child_called(linear), child_called(norm)
+
+
+def _is_a(module: nn.Module, op: flow.Op, cls: type[nn.Module]) -> bool:
+    child = child_of(module, op)
+    return child is not None and issubclass(settled_type(child), cls)
 
 
 def _called(module: nn.Module, forward: types.FunctionType) -> Iterator[tuple[str, str]]:

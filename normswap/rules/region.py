@@ -16,13 +16,13 @@ from torch import nn
 
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import is_plain_itself, is_unhooked
-from normswap.forwards.rms_norm import digest
+from normswap.forwards.replaced import digest
 from normswap.plans import Match, Refusal
 from normswap.regions import flow
 from normswap.regions.ending import children_behind
 from normswap.regions.foldings import by_default, is_foldable
 from normswap.regions.patterns import NAMES, regions_of
-from normswap.regions.sequential import runs_of
+from normswap.regions.sequential import in_a_row
 from normswap.regions.spec import Region
 from normswap.regions.through_methods import through_methods
 from normswap.rules.expression_site import class_forward, names_in, not_rewritable
@@ -76,7 +76,7 @@ def readings(
 
     if forward is nn.Sequential.forward:
         if type(module).__iter__ is nn.Sequential.__iter__:  # type: ignore[attr-defined]
-            yield Reading([*runs_of(module, norm_of, baked)])
+            yield Reading([*regions_of(module, in_a_row(module), norm_of, baked)])
         return
     functions = methods_of(module, forward)
     apart = {} if baked or len(functions) == 1 else _apart(module, functions)

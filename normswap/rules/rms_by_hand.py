@@ -6,23 +6,23 @@ from __future__ import annotations
 import ast
 import inspect
 import types
-import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normswap import source
 from normswap.attributes import own_tensors
 from normswap.forwards import rms_norm as forwards
+from normswap.forwards.replaced import digest
 from normswap.plans import Match, Reason, Refusal
+from normswap.regions.expression import rounds_before_weight
 from normswap.regions.flow import Attribute
-from normswap.regions.rounding import rounds_before_weight
-from normswap.regions.straight import PLAIN, function_of, method_of
+from normswap.regions.straight import function_of, method_of
 from normswap.rules.expression_site import MULTIPLICATION, Flow, called_name, class_forward, names_in, not_rewritable
 from normswap.rules.module_site import is_lazy
-from normswap.rules.whole_forward import NotTheNorm, Whole, as_it_is_met, read_whole, within, without_values
+from normswap.rules.whole_forward import NotTheNorm, Whole, as_it_is_met, judged, small, within, without_values
 
 KIND = "rms_norm"
 
@@ -33,10 +33,6 @@ _SHAPE = (3,) * 6
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# By class, all of a module that the answer depends on.
-_judged: weakref.WeakKeyDictionary[type, dict[Hashable, Match | Refusal]] = weakref.WeakKeyDictionary()
-
-
 def match(module: nn.Module) -> Match | Refusal | None:
     """Match a module whose forward is an RMSNorm and nothing else; refuse one that holds it in another form."""
     forward = class_forward(module)
@@ -45,7 +41,7 @@ def match(module: nn.Module) -> Match | Refusal | None:
         return None
     if is_lazy(module):
         return Refusal(KIND, Reason.LAZY)
-    return not_rewritable(module, KIND) or _judge(module, functions)
+    return not_rewritable(module, KIND) or judged(module, functions, "rms_norm_by_hand", KIND, _form)
 
 
 # --- recognising --------------------------------------------------------------------------------------------------
@@ -120,34 +116,12 @@ def _centred(flow: Flow, average: ast.AST) -> bool:
 # --- judging ------------------------------------------------------------------------------------------------------
 
 
-def _judge(module: nn.Module, functions: list[types.FunctionType]) -> Match | Refusal:
-    known, key = _judged.setdefault(type(module), {}), _key(module, functions)
-    if key not in known:
-        whole = read_whole(module, functions[0], "rms_norm_by_hand", KIND)
-        known[key] = whole if isinstance(whole, Refusal) else _form(module, whole)
-    return known[key]
-
-
-def _key(module: nn.Module, functions: list[types.FunctionType]) -> Hashable:
-    """All of a module that the answer depends on: sizes are no part of it, since no size is read."""
-    plain = ((name, type(value), value) for name, value in module.__dict__.items() if type(value) in PLAIN)
-    shapes = ((name, None if t is None else _small(t)) for name, t in own_tensors(module).items())
-    return tuple((weakref.ref(f), f.__code__) for f in functions), (*plain,), (*shapes,)
-
-
-def _small(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(3 if size > 1 else 1 for size in tensor.shape)
-
-
-def _form(module: nn.Module, whole: Whole) -> Match | Refusal:
+def _form(module: nn.Module, whole: Whole) -> Match:
     """The match for what was read: what it takes, and the dtypes with which it rounds as the op does."""
     live = [name for name, value in whole.plain.items() if type(value) is float and name not in whole.read.tested]
-    try:
-        dim, eps, offset = (whole.number(name, of) for name, of in (("dim", ()), ("eps", live), ("offset", live)))
-        weight = _weight(module, whole, dim)
-        pairs = _served(module, whole, bool(weight))
-    except NotTheNorm as difference:
-        return Refusal(KIND, difference.reason, str(difference))
+    dim, eps, offset = (whole.number(name, of) for name, of in (("dim", ()), ("eps", live), ("offset", live)))
+    weight = _weight(module, whole, dim)
+    pairs = _served(module, whole, bool(weight))
     rounding = next((rounds for pair, rounds in pairs.items() if "16" in pair), False)
     served = [pair for pair, rounds in pairs.items() if "16" not in pair or rounds == rounding]
     attributes: dict[str, Any] = {"dim": dim, "eps": eps or 0.0, "dtypes": " ".join(served)}
@@ -158,7 +132,7 @@ def _form(module: nn.Module, whole: Whole) -> Match | Refusal:
     read = whole.read
     attributes |= {"methods": " ".join(read.methods)} if read.methods else {}
     attributes |= {"functions": " ".join(read.functions)} if read.functions else {}
-    return Match(KIND, attributes | {"source": forwards.digest((read.forward, *read.called))})
+    return Match(KIND, attributes | {"source": digest((read.forward, *read.called))})
 
 
 def _weight(module: nn.Module, whole: Whole, dim: Any) -> dict[str, Any]:
@@ -171,7 +145,7 @@ def _weight(module: nn.Module, whole: Whole, dim: Any) -> dict[str, Any]:
     if not names:
         return {}
     (name,) = names
-    stored = torch.empty(_small(own_tensors(module)[name]), device="meta")  # type: ignore[arg-type]
+    stored = torch.empty(small(own_tensors(module)[name]), device="meta")  # type: ignore[arg-type]
     views = [as_it_is_met(value, stored) for value in ways if value]
     shape, *others = {() if view is None else tuple(view.shape) for view in views}
     wide = [axis - len(shape) for axis, size in enumerate(shape) if size != 1]
@@ -211,7 +185,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _rounds(module: nn.Module, whole: Whole, x: torch.dtype, weight: torch.dtype, training: bool) -> bool | None:
     own = own_tensors(module)
-    shapes = {name: _small(own[name]) for name in whole.tensors}  # type: ignore[arg-type]
+    shapes = {name: small(own[name]) for name in whole.tensors}  # type: ignore[arg-type]
     tensors = {name: torch.empty(shape, dtype=weight, device="meta") for name, shape in shapes.items()}
     twin, given = without_values(module, tensors, whole.plain, training), torch.empty(_SHAPE, dtype=x, device="meta")
     try:

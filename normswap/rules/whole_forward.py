@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from normswap.attributes import Rejection, own_getattr, own_tensors, unreadable
-from normswap.plans import Reason, Refusal
+from normswap.plans import Match, Reason, Refusal
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
 from normswap.regions.formula import FORMULAS, Formula, Found
 from normswap.regions.spelling import cast, constant, spelled
@@ -59,25 +60,58 @@ class NotTheNorm(Exception):
         self.reason = reason
 
 
-def read_whole(module: nn.Module, forward: types.FunctionType, kind: str, site: str) -> Whole | Refusal:
-    """What ``forward``, the one of the class of ``module``, takes where it is the norm ``kind`` and nothing else; or
-    why it is no ``site``."""
-    read = straight(module, forward)
-    if isinstance(read, Rejection):
-        return Refusal(site, read.reason, read.detail)
+# By class, all of a module that the answer depends on.
+_judged: weakref.WeakKeyDictionary[type, dict[Hashable, Match | Refusal]] = weakref.WeakKeyDictionary()
+
+
+def judged(
+    module: nn.Module,
+    functions: Sequence[types.FunctionType],
+    formula: str,
+    kind: str,
+    form: Callable[[nn.Module, Whole], Match],
+) -> Match | Refusal:
+    """What ``module`` is a site of, whose forward is the first of ``functions``, which calls the others: the Match that
+    ``form(module, whole)`` makes of it where it is ``formula`` and nothing else; or why it is no site of ``kind``."""
+    plain = ((name, type(value), value) for name, value in module.__dict__.items() if type(value) in PLAIN)
+    shapes = ((name, None if t is None else small(t)) for name, t in own_tensors(module).items())  # no size is read
+    codes = ((weakref.ref(function), function.__code__) for function in functions)
+    known, key = _judged.setdefault(type(module), {}), (kind, *codes, *plain, *shapes)
+    if key not in known:
+        try:
+            known[key] = form(module, read_whole(module, functions[0], FORMULAS[formula]))
+        except NotTheNorm as difference:
+            known[key] = Refusal(kind, difference.reason, str(difference))
+    return known[key]
+
+
+def small(tensor: Tensor) -> tuple[int, ...]:
+    """Its shape, all sizes but one as one other."""
+    return tuple(3 if size > 1 else 1 for size in tensor.shape)
+
+
+def read_whole(module: nn.Module, forward: types.FunctionType, formula: Formula) -> Whole:
+    """What ``forward``, the one of the class of ``module``, takes where it is the norm ``formula`` and nothing else.
+    Raises NotTheNorm."""
+    read = _understood(straight(module, forward))
     if any(name in module.__dict__ for name in read.methods):
-        return Refusal(site, Reason.UNSUPPORTED, "a method was replaced on the instance")
-    formula, found = FORMULAS[kind], list[Mapping[str, Value]]()
+        raise NotTheNorm("a method was replaced on the instance")
+    found = list[Mapping[str, Value]]()
     for way in read.ways:
         whole = formula.find(way.result, way.argument) if isinstance(way.result, Op) else None
         if whole is None or not _is_all(way, whole):
-            return _difference(site, formula, way)
+            raise _difference(formula, way)
         found.append(whole.values)
-    attributes = _attributes(module, read)
-    if isinstance(attributes, Rejection):
-        return Refusal(site, attributes.reason, attributes.detail)
-    tensors, plain = attributes
-    return Whole(read, tuple(found), tensors, plain)
+    return Whole(read, tuple(found), *_attributes(module, read))
+
+
+_Read = TypeVar("_Read")
+
+
+def _understood(read: _Read | Rejection) -> _Read:
+    if isinstance(read, Rejection):
+        raise NotTheNorm(read.detail, read.reason)
+    return read
 
 
 def _is_all(way: Way, whole: Found) -> bool:
@@ -93,28 +127,26 @@ def within(value: Value) -> list[Value]:
     return [value, *(within(inner) if inner is not None else [])]
 
 
-def _difference(site: str, formula: Formula, way: Way) -> Refusal:
+def _difference(formula: Formula, way: Way) -> NotTheNorm:
     """Why what one way computes is another function."""
     beside = _HARMLESS | (_CASTS | _VIEWS if formula.casts else set())
     done = zip(names_of(way.ops), map(spelled, way.ops), strict=True)
     if extra := [name for name, op in done if (name not in beside if op is None else op[0] not in formula.operations)]:
         detail = f"besides the norm, forward does {', '.join(dict.fromkeys(extra))}"
-        return Refusal(site, Reason.PART_OF_FORWARD, detail)
+        return NotTheNorm(detail, Reason.PART_OF_FORWARD)
     for name, given in filter(None, map(spelled, way.ops)):
         if name == "mean":
             dim, keepdim = constant(given["dim"]), constant(given["keepdim"])
             if isinstance(dim, (tuple, type(None))) or not keepdim:
-                detail = f"mean over dim={dim}, keepdim={keepdim}; only one dim with keepdim=True is swapped"
-                return Refusal(site, Reason.UNSUPPORTED, detail)
+                return NotTheNorm(f"mean over dim={dim}, keepdim={keepdim}; only one dim with keepdim=True is swapped")
     computed = ", ".join(names_of(way.ops)) or "nothing"
     how = " in another mode, or with another dtype" if way.choices and not all(way.choices) else ""
-    return Refusal(site, Reason.UNSUPPORTED, f"forward computes another function{how}: {computed}")
+    return NotTheNorm(f"forward computes another function{how}: {computed}")
 
 
-def _attributes(module: nn.Module, read: Straight) -> tuple[tuple[str, ...], dict[str, Any]] | Rejection:
+def _attributes(module: nn.Module, read: Straight) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The tensors and the plain attributes that are read from self."""
-    if (rejection := own_getattr(module)) is not None:
-        return rejection
+    _understood(own_getattr(module))
     tensors, plain = [], {}
     for name in read.reads:
         value = plain_value(module, name)
@@ -123,9 +155,10 @@ def _attributes(module: nn.Module, read: Straight) -> tuple[tuple[str, ...], dic
         elif type(value) in PLAIN:
             plain[name] = value
         else:
-            return Rejection(Reason.UNSUPPORTED, f"forward reads self.{name}, which is no tensor, number or flag")
+            raise NotTheNorm(f"forward reads self.{name}, which is no tensor, number or flag")
     plain.pop("training", None)
-    return unreadable(module, tensors) or (tuple(tensors), plain)
+    _understood(unreadable(module, tensors))
+    return tuple(tensors), plain
 
 
 def _shown(value: Value) -> str:

@@ -18,8 +18,7 @@ from normswap import installed, modules
 from normswap.plans import REGION, Match, Swap
 from normswap.proof.whole_model import tensors_in
 from normswap.regions.helper import make_helper
-from normswap.regions.holder import holder_of
-from normswap.regions.listening import Listener, listening
+from normswap.regions.listening import Listener, holder_of, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.timing.clock import Function

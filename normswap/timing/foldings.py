@@ -20,8 +20,7 @@ from normswap.plans import Match, Plan, Swap
 from normswap.proof.compare import compare_region
 from normswap.regions.foldings import by_default, foldings_of, without_convolution
 from normswap.regions.helper import Fused, make_helper
-from normswap.regions.holder import holder_of
-from normswap.regions.listening import Listener, listening
+from normswap.regions.listening import Listener, holder_of, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.timing.candidates import Code, Recorder, Use, looks_of

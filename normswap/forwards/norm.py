@@ -1,5 +1,6 @@
-"""The forward of a class that ``register_norm`` was told of: the op on the values that the match finds in the module,
-each an attribute that is read on every call, or a number. What is read where is settled when the class is made."""
+"""The forward of a class that computes what a norm of torch.nn does: of a subclass, unless a flag is set, or of a class
+that ``register_norm`` was told of, on the values that the match finds in the module, each an attribute that is read on
+every call, or a number. What is read where is settled when the class is made."""
 
 from __future__ import annotations
 
@@ -10,27 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from normswap import ops
+from normswap.forwards import only_argument
 from normswap.forwards.replaced import Replaced, at_once_as
 from normswap.plans import READ
 
-_Forward = Callable[..., Tensor]
 
+def norm_forward(kind: str, arguments: Callable[[Any, Any], Any]) -> Callable[[Replaced, Mapping[str, Any]], Any]:
+    """What makes the forward of a norm of this ``kind``: the op of that name, of the input and, where the class is not
+    registered, of the ``arguments`` for the norm and the input."""
 
-def registered_forward(kind: str) -> Callable[[Replaced, Mapping[str, Any]], _Forward]:
-    """What makes the forward of a registered class of ``kind``."""
-
-    def make(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
-        op, arguments, argument = _OPS[kind], registered_arguments(kind, attributes), replaced.argument
-        at_once = at_once_as(replaced, kind, *_names(kind, attributes, replaced.original))
+    def make(replaced: Replaced, attributes: Mapping[str, Any]) -> Callable[..., Tensor]:
+        flag, argument, given = attributes.get("unless"), replaced.argument, arguments
+        names: list[Any] = []
+        if any(name.startswith(READ) for name in attributes):
+            names, given = _names(kind, attributes, replaced.original), registered_arguments(kind, attributes)
+        at_once = at_once_as(replaced, kind, *names, unless=flag)
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-            x = args[0] if args else kwargs.get(argument)
-            if len(args) == 1 and not (kwargs or torch.compiler.is_compiling()):
-                out = at_once.call(self, x)
+            x = args[0] if len(args) == 1 and not kwargs else only_argument(args, kwargs, argument)
+            if not torch.compiler.is_compiling():
+                out: Tensor | None = at_once.call(self, x)
                 if out is not None:
-                    return out  # type: ignore[no-any-return]
-            if len(args) + len(kwargs) == 1 and isinstance(x, Tensor) and replaced.is_on(self):
-                return op(x, *arguments(self))
+                    return out
+            if isinstance(x, Tensor) and replaced.is_on(self) and not (flag and getattr(self, flag)):
+                return getattr(ops, kind)(x, *given(self, x))  # type: ignore[no-any-return]
             return replaced.run(self, *args, **kwargs)  # type: ignore[no-any-return]
 
         return forward
@@ -49,16 +53,16 @@ def _names(kind: str, attributes: Mapping[str, Any], cls: Any) -> list[Any]:
     ]
 
 
-def registered_arguments(kind: str, attributes: Mapping[str, Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """What gives the arguments of the op of ``kind``, behind its input, from a module of the class."""
+def registered_arguments(kind: str, attributes: Mapping[str, Any]) -> Callable[[Any, Any], tuple[Any, ...]]:
+    """What gives the arguments of the op of ``kind``, behind its input, from a module of the class and that input."""
     if kind == "group_norm":
         groups, weight, bias, eps = (_reader(attributes, n) for n in ("num_groups", "weight", "bias", "eps"))
-        return lambda norm: (groups(norm), weight(norm), bias(norm), eps(norm))
+        return lambda norm, x: (groups(norm), weight(norm), bias(norm), eps(norm))
     shape, weight, eps = (_reader(attributes, n) for n in ("normalized_shape", "weight", "eps"))
     if kind == "rms_norm":
-        return lambda norm: (_shape(shape(norm), gamma := weight(norm)), gamma, eps(norm))
+        return lambda norm, x: (_shape(shape(norm), gamma := weight(norm)), gamma, eps(norm))
     bias = _reader(attributes, "bias")
-    return lambda norm: (_shape(shape(norm), gamma := weight(norm)), gamma, bias(norm), eps(norm))
+    return lambda norm, x: (_shape(shape(norm), gamma := weight(norm)), gamma, bias(norm), eps(norm))
 
 
 def _reader(attributes: Mapping[str, Any], name: str) -> Callable[[Any], Any]:
@@ -79,10 +83,3 @@ def _shape(given: Any, weight: Tensor | None) -> Any:
     if given is None and weight is not None:
         return weight.shape
     return (given,) if isinstance(given, int) else given
-
-
-_OPS: Mapping[str, Callable[..., Tensor]] = {
-    "layer_norm": ops.layer_norm,
-    "rms_norm": ops.rms_norm,
-    "group_norm": ops.group_norm,
-}
