@@ -11,8 +11,8 @@ from torch import nn
 
 from normswap import hints, swapping, timing
 from normswap.plans import MismatchError, Plan, Reason, Refusal, Refused, Swap
-from normswap.proof.identity import asked
 from normswap.proof.prove import SiteProof
+from normswap.proof.whole_model import asked
 
 _TOLD = 5
 

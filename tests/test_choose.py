@@ -20,7 +20,7 @@ def timed(
 ) -> Timed:
     """A candidate of one call with (PyTorch's, our) microseconds."""
     costs = (Cost(d, h) for d, h in zip(device, host, strict=True))
-    return Timed(Candidate(name, "layer_norm", overlaps=frozenset(overlaps)), 1, *costs)
+    return Timed(Candidate(name, overlaps=frozenset(overlaps)), 1, *costs)
 
 
 def test_what_a_model_waits_for() -> None:
@@ -63,14 +63,14 @@ def test_a_difference_within_the_noise_is_none_and_keeps_what_costs_nothing_else
 
 def test_measured_noise_widens_it() -> None:
     quiet, noisy = Cost(105.0, 10.0), Cost(105.0, 10.0, device_noise_us=8.0)
-    original, candidate = Cost(100.0, 10.0), Candidate("a", "layer_norm")
+    original, candidate = Cost(100.0, 10.0), Candidate("a")
     assert not worth(Timed(candidate, 1, original, quiet), DEVICE, 1.0)
     assert worth(Timed(candidate, 1, original, noisy), DEVICE, 1.0)
 
 
 def test_what_was_not_timed_is_kept() -> None:
-    assert Timed(Candidate("a", "layer_norm")).gain(DEVICE) is None
-    assert cover([Timed(Candidate("a", "layer_norm"))], DEVICE, 5.0) == {"a"}
+    assert Timed(Candidate("a")).gain(DEVICE) is None
+    assert cover([Timed(Candidate("a"))], DEVICE, 5.0) == {"a"}
 
 
 @pytest.mark.parametrize("told_by_the_larger", [True, False])
@@ -125,6 +125,6 @@ def test_the_narrowest_is_tried_too() -> None:
 
 def test_calls_weigh() -> None:
     once, often = Cost(100.0, 10.0), Cost(4.0, 10.0)
-    rare = Timed(Candidate("rare", "layer_norm", overlaps=frozenset(["often"])), 1, once, once * 0.5)
-    frequent = Timed(Candidate("often", "layer_norm"), 100, often * 100, often * 50)
+    rare = Timed(Candidate("rare", overlaps=frozenset(["often"])), 1, once, once * 0.5)
+    frequent = Timed(Candidate("often"), 100, often * 100, often * 50)
     assert cover([rare, frequent], DEVICE, 1.0) == {"often"}

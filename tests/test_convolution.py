@@ -25,7 +25,7 @@ import normswap
 from normswap import ops, reference
 from normswap.activation import Activation
 from normswap.plans import Plan
-from normswap.proof.convolution_error import times_pytorchs
+from normswap.proof.product_bounds import times_pytorchs
 
 
 @pytest.mark.parametrize("name", CASES)

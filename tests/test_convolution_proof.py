@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import reference
-from normswap.proof import convolution_error
-from normswap.proof.convolution_error import times_pytorchs
+from normswap.proof import product_bounds
+from normswap.proof.product_bounds import times_pytorchs
 
 
 @pytest.mark.parametrize("name", PROVED)
@@ -94,11 +94,11 @@ def in_tf32(t: Tensor, cut: bool) -> Tensor:
 
 @pytest.mark.parametrize("cut", (False, True))
 def test_the_bound_of_a_convolution_in_tf32(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolution_error, "takes_tf32", lambda x: True)
+    monkeypatch.setattr(product_bounds, "takes_tf32", lambda x: True)
     model, x = drawn(lambda: Block(conv(40), nn.BatchNorm2d(40))), torch.randn(16, 6, 9, 8).relu() + 1
     wide = copy.deepcopy(model).double()
     z = wide.conv(x.double())
-    limit = convolution_error.folded_error(wide.conv, wide.bn, x.double(), z, torch.float32, x)
+    limit = product_bounds.folded_error(wide.conv, wide.bn, x.double(), z, torch.float32, x)
     c, b = model.conv, model.bn
     weight, bias = reference.fold_scale_batch_norm(
         c.weight, c.bias, None, b.running_mean, b.running_var, b.weight, b.bias, b.eps

@@ -20,7 +20,7 @@ import normswap
 from normswap import reference
 from normswap.criterion import half_ulp
 from normswap.plans import NormswapError
-from normswap.proof.convolution_error import folded_error
+from normswap.proof.product_bounds import folded_error
 
 FOLDS = {name: case for name, case in CASES.items() if not case.later and name != "weight_norm_by_hook"}
 """All but one that nobody can copy."""

@@ -13,7 +13,6 @@ from models import randomised
 from torch import Tensor, nn
 
 import normswap
-from normswap.proof import identity
 
 X = torch.randn(3, 8)
 QUIET = pytest.mark.filterwarnings("ignore")
@@ -192,7 +191,7 @@ def test_a_model_that_never_gives_the_same_is_told_by_the_forms() -> None:
 
 @QUIET
 def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "MOST_RUNS", 6)
+    monkeypatch.setattr(whole_model, "MOST_RUNS", 6)
     model = randomised(nn.Sequential(*(nn.LayerNorm(8) for _ in range(64)))).eval()
     runs = []
 
@@ -215,6 +214,6 @@ def identity_of(model: nn.Module, forward: Callable[[Tensor], Tensor]) -> list[s
     normswap.apply(model, normswap.plan(model), inplace=True)
     before = [type(module) for module in model.modules()]
     names = normswap.report(model).swapped
-    found = identity.asked(model, names, lambda: forward(X))
+    found = whole_model.asked(model, names, lambda: forward(X))
     assert [type(module) for module in model.modules()] == before
     return found

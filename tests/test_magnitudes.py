@@ -17,7 +17,7 @@ from normswap import kinds
 from normswap.criterion import Magnitudes
 from normswap.kinds.l2_norm import euclidean
 from normswap.plans import Match
-from normswap.proof.linear_bounds import linear_magnitudes
+from normswap.proof.product_bounds import linear_magnitudes
 from normswap.regions.spec import Region
 
 RECORD = Path(__file__).parent / "golden/magnitudes.json"

@@ -142,8 +142,8 @@ def test_a_site_counts_as_often_as_it_is_called() -> None:
         return candidates.Use(name, calls, made, lambda: contextlib.nullcontext(functions))
 
     found = [
-        candidates.Candidate("often", "layer_norm", (use("a", 50, 10.0, 5.0),)),
-        candidates.Candidate("rare", "layer_norm", (use("b", 1, 200.0, 100.0),), frozenset(["often"])),
+        candidates.Candidate("often", (use("a", 50, 10.0, 5.0),)),
+        candidates.Candidate("rare", (use("b", 1, 200.0, 100.0),), frozenset(["often"])),
     ]
     with running(gpu, lambda module, swapped: (0.0, 0.0)):
         timed = decision.time_candidates(found)
@@ -319,7 +319,7 @@ def test_a_run_that_waits_for_its_device_is_not_held_again_and_again() -> None:
 
 def part(calls: int = 1, before: float = 30.0, after: float = 10.0, note: str = "") -> Timed:
     costs = Cost(calls * before, 0.0), Cost(calls * after, 0.0)
-    return Timed(candidates.Candidate("a", "region"), calls, *costs, note)
+    return Timed(candidates.Candidate("a"), calls, *costs, note)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from normswap.kinds import KINDS, NORMS, Kind, Norm, kind_of
 from normswap.plans import REGION, Match
 from normswap.proof import pieces
 from normswap.proof.comparison import Checks, Comparison, Cotangent, KernelWitness, worst_of
-from normswap.proof.convolution_error import MOST, takes_tf32, times_pytorchs
 from normswap.proof.pieces import Piece, pieces_of
+from normswap.proof.product_bounds import MOST, takes_tf32, times_pytorchs
 from normswap.proof.size import Size, constants
 from normswap.regions.helper import Fused
 from normswap.regions.listening import holder_of

@@ -13,8 +13,7 @@ from torch import Tensor
 from normswap.bounds import derivative
 from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, half_ulp, rounds_further
 from normswap.kinds import KINDS, NORMS, kind_of, magnitudes
-from normswap.proof.convolution_error import folded_error
-from normswap.proof.linear_bounds import C, linear_magnitudes
+from normswap.proof.product_bounds import C_LINEAR, folded_error, linear_magnitudes
 from normswap.regions.children import child_at
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, parameters_of
@@ -143,7 +142,7 @@ class Size:
 def constants(region: Region) -> tuple[float, float]:
     """What an error of the result, and of a gradient, may be in units of 2^-24 times the magnitude."""
     kind = kind_of(region.match)
-    return (C, C) if region.linear else (kind.c, kind.c_gradient)
+    return (C_LINEAR, C_LINEAR) if region.linear else (kind.c, kind.c_gradient)
 
 
 def _before_its_end(norm: Any, values: Mapping[str, Tensor]) -> Tensor:

@@ -50,7 +50,6 @@ class Candidate:
     """
 
     name: str
-    kind: str
     uses: tuple[Use, ...] = ()
     overlaps: frozenset[str] = frozenset()
 
@@ -225,7 +224,7 @@ class _Site(Listener):
         region, codes = compiled.region, lambda: [self._code(compiled, swapped) for swapped in (False, True)]
         uses = self.recorders[id(compiled)].uses(looks_of(region, self.owner), codes, gradients)
         inside = [f"{self.swap.site.name}.{region.norm}".lstrip(".")] if self.is_region and region.type else []
-        return Candidate(name, self.match.kind, uses, frozenset(inside))
+        return Candidate(name, uses, frozenset(inside))
 
     def _code(self, compiled: Compiled, swapped: bool) -> Code:
         holder = holder_of(compiled.region, self.owner)

@@ -173,7 +173,7 @@ def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any]
             tried = _covers([*timed.values()], waits, least)
             kept, before_us, after_us = _fastest(machine, once, arranged, tried, least)
     except torch.OutOfMemoryError:
-        untimed = Timed(Candidate("", ""), note=_UNTIMED)
+        untimed = Timed(Candidate(""), note=_UNTIMED)
         return Decision(rows={swap.site.name: row([untimed], Waiting(0.0, 0.0)) for swap in swaps})
     matches = {swap.site.name: kept_of(swap, kept) for swap in swaps}
     return Decision(

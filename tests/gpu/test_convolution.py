@@ -18,7 +18,7 @@ import normswap
 from normswap import ops
 from normswap.activation import FUNCTIONS, NONE, Activation
 from normswap.ops.convolution import WAYS
-from normswap.proof.convolution_error import MOST, times_pytorchs
+from normswap.proof.product_bounds import MOST, times_pytorchs
 from normswap.regions.foldings import is_pointwise, is_scaled
 
 DEVICE = "cuda"
