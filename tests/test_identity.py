@@ -13,6 +13,7 @@ from models import randomised
 from torch import Tensor, nn
 
 import normswap
+from normswap.proof import whole_model
 
 X = torch.randn(3, 8)
 QUIET = pytest.mark.filterwarnings("ignore")
