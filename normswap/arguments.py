@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -42,9 +43,9 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def check_speedup(value: object) -> None:
-    """Raise ValueError for what is no number above 0, or None."""
+    """Raise ValueError for what is no finite number above 0, or None."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and value > 0):  # type: ignore[operator]
+    if value is not None and not (number and 0 < value < math.inf):  # type: ignore[operator]
         raise ValueError(f"min_speedup must be a number above 0, or None to time nothing, got {value!r}")
 
 

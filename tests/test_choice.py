@@ -126,7 +126,9 @@ def test_min_speedup_none_times_nothing() -> None:
     assert all("gain" not in row for row in report.rows)
 
 
-@pytest.mark.parametrize("least", [0, -1.0, "2", float("nan")])
+@pytest.mark.parametrize(
+    "least", [0, -1.0, "2", float("nan"), float("inf"), -float("inf"), True, [1.0], torch.tensor([1.0, 2.0])]
+)
 def test_min_speedup_is_checked(least: Any) -> None:
     with pytest.raises(ValueError, match="min_speedup must be a number above 0, or None"):
         normswap.optimize(nn.LayerNorm(4), min_speedup=least)
@@ -229,7 +231,7 @@ class TwoRegions(nn.Module):
 
 
 def test_of_two_regions_the_one_that_loses_goes_and_its_norm_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_use(use: Any) -> tuple[Cost, Cost]:
+    def time_use(use: Any, _: Any) -> tuple[Cost, Cost]:
         key = repr(use.key)
         before, after = (40.0, 60.0) if "activation" in key else (50.0, 20.0) if "sum" in key else (30.0, 25.0)
         return Cost(before, 10.0), Cost(after, 10.0)
@@ -258,7 +260,7 @@ def test_a_busy_host_does_not_hide_what_the_device_gains(monkeypatch: pytest.Mon
 
 
 def test_where_regions_slow_the_model_their_norms_are_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_use(use: Any) -> tuple[Cost, Cost]:
+    def time_use(use: Any, _: Any) -> tuple[Cost, Cost]:
         before, after = (50.0, 20.0) if {"sum", "activation"} & {*repr(use.key).split("'")} else (30.0, 10.0)
         return Cost(before, 10.0), Cost(after, 10.0)
 

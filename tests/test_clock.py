@@ -81,7 +81,28 @@ def test_a_drift_falls_on_all_alike() -> None:
 
     one, other = clock.costs(gpu, [drifting, drifting])
     assert one.device_us == pytest.approx(other.device_us, rel=0.02)
-    assert [*clock.in_turns(3, 2)] == [0, 1, 2, 2, 1, 0]
+    assert [*clock.in_turns(3, range(2))] == [0, 1, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("each_us", "least", "turns"), [(1.0, 2, 9), (0.3e6, 2, 7), (1.9e6, 2, 2), (9e6, 2, 2), (9e6, 1, 1), (0.0, 1, 9)]
+)
+def test_what_takes_long_is_timed_in_fewer_rounds(each_us: float, least: int, turns: int) -> None:
+    gpu = FakeGpu()
+    assert [gpu.launch(each_us, 0.0) or turn for turn in clock.patient(gpu, 9, least)] == [*range(turns)]
+
+
+def test_a_budget_is_spent_by_the_clock() -> None:
+    gpu = FakeGpu()
+    gpu.launch(7.0, 0.0)
+    budget = clock.Budget.of(gpu, 100.0)
+    half, run = budget.half(), budget.limited(lambda: gpu.launch(60.0, 0.0))
+    assert (budget.left_us, half.left_us) == (100.0, 50.0)
+    run(), run()  # the second began in time
+    assert (budget.left_us, half.left_us) == (-20.0, -70.0)
+    with pytest.raises(clock.OutOfTime):
+        run()
+    assert gpu.now_us() == 127.0
 
 
 def test_noise_is_measured() -> None:

@@ -16,7 +16,7 @@ from normswap.installed import site_match
 from normswap.plans import Plan
 from normswap.timing import decide_foldings, foldings
 from normswap.timing.candidates import Use
-from normswap.timing.clock import Cost
+from normswap.timing.clock import Budget, Cost, Machine, OutOfTime
 from normswap.timing.model import Compared
 
 IMAGE = (2, 6, 9, 8)
@@ -39,12 +39,12 @@ def timed_as(monkeypatch: pytest.MonkeyPatch, us: dict[str, float]) -> list[Any]
     """Every way takes what ``us`` says, 9 where it says nothing; the calls that were timed."""
     calls: list[Any] = []
 
-    def costs(use: Use) -> list[Cost]:
+    def costs(use: Use, budget: Budget) -> list[Cost]:
         calls.append(use)
         return [Cost(us.get(way, 9.0), us.get(way, 9.0)) for way in ways_of(use)]
 
     monkeypatch.setattr(foldings, "time_use", costs)
-    monkeypatch.setattr(foldings, "machine_for", lambda devices: object() if devices else None)
+    monkeypatch.setattr(foldings, "machine_for", lambda devices: Machine() if devices else None)
     return calls
 
 
@@ -100,7 +100,7 @@ def test_the_whole_model_says_whether_the_device_or_the_host_is_served(
     """``folded`` costs the device 20 us and the host 20, every other way the device 10 and the host 40."""
     timed_as(monkeypatch, {})
     ways = {"folded": Cost(20.0, 20.0), "apart": Cost(10.0, 40.0), "statements": Cost(10.0, 40.0)}
-    monkeypatch.setattr(foldings, "time_use", lambda use: [ways[way] for way in ways_of(use)])
+    monkeypatch.setattr(foldings, "time_use", lambda use, _: [ways[way] for way in ways_of(use)])
     model = drawn(lambda: nn.Sequential(Block(conv(), bn())))
     tried = clock(monkeypatch, model, lambda way: 1.0 if way["0"] == fastest else 2.0)
     _, found = decided(model)
@@ -113,7 +113,7 @@ def test_each_may_serve_another(monkeypatch: pytest.MonkeyPatch) -> None:
     there is one of each."""
     timed_as(monkeypatch, {})
 
-    def by_residual(use: Use) -> list[Cost]:
+    def by_residual(use: Use, budget: Budget) -> list[Cost]:
         folded = Cost(210.0 if "residual" in repr(use.key) else 12.0, 10.0)
         return [folded if way == "folded" else Cost(10.0, 30.0) for way in ways_of(use)]
 
@@ -131,7 +131,7 @@ def test_what_does_not_run_as_a_whole_is_not_taken(monkeypatch: pytest.MonkeyPat
     for works, chosen in (("none", ["0: conv + bn + act "]), ("folded", ["0: conv + bn + act folded"])):
         timed_as(monkeypatch, {})
         ways = {"folded": Cost(20.0, 20.0), "apart": Cost(10.0, 40.0), "statements": Cost(10.0, 40.0)}
-        monkeypatch.setattr(foldings, "time_use", lambda use, ways=ways: [ways[way] for way in ways_of(use)])
+        monkeypatch.setattr(foldings, "time_use", lambda use, _, ways=ways: [ways[way] for way in ways_of(use)])
         monkeypatch.setattr(foldings, "by_default", lambda region, owner: replace(region, folding=""))
         model = drawn(lambda: nn.Sequential(Block(conv(), bn())))
         clock(monkeypatch, model, lambda way: 1.0)
@@ -188,14 +188,15 @@ def test_a_model_that_learns_calls_its_convolutions() -> None:
     assert not any(region.convolution for swap in plan.swaps for region in regions_in(plan, swap.site.name))
 
 
-def test_no_memory_and_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, OutOfTime])
+def test_no_memory_no_time_and_other_errors(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     model = drawn(made)
 
-    def out_of_memory(*_: Any) -> Any:
-        raise torch.OutOfMemoryError
+    def fails(*_: Any) -> Any:
+        raise error
 
     timed_as(monkeypatch, {})
-    monkeypatch.setattr(foldings, "time_use", out_of_memory)
+    monkeypatch.setattr(foldings, "time_use", fails)
     assert [*decided(model)[1]] == [*decided(model, timed=False)[1]]
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     with pytest.raises(RuntimeError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import WORK, FakeGpu, X, blocks, norms, optimized, running
+from fake_gpu import LAUNCH, WORK, FakeGpu, X, blocks, norms, optimized, running
 from models import randomised
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from normswap import progress
 from normswap.plans import Match, Site, Swap
 from normswap.timing import candidates, decision
 from normswap.timing import model as whole_model
-from normswap.timing.clock import Cost
+from normswap.timing.clock import BUDGET_US, Budget, Cost
 from normswap.timing.decision import Timed, cover
 from normswap.timing.model import Waiting
 
@@ -30,9 +30,9 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     original = decision.time_use
 
-    def timed(use: candidates.Use) -> Any:
+    def timed(use: candidates.Use, budget: Any) -> Any:
         seen.append(use.key)
-        return original(use)
+        return original(use, budget)
 
     monkeypatch.setattr(decision, "time_use", timed)
     return seen
@@ -146,7 +146,7 @@ def test_a_site_counts_as_often_as_it_is_called() -> None:
         candidates.Candidate("rare", (use("b", 1, 200.0, 100.0),), frozenset(["often"])),
     ]
     with running(gpu, lambda module, swapped: (0.0, 0.0)):
-        timed = decision.time_candidates(found)
+        timed = decision.time_candidates(found, Budget.of(gpu, 1e9))
     assert cover(timed, Waiting(1.0, 0.0), 1.0) == {"often"}
     assert timed[0].calls == 50 and timed[0].original.device_us == pytest.approx(500.0)
 
@@ -283,7 +283,7 @@ def test_out_of_memory_keeps_the_site_and_says_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(decision, "costs", fail)
     report = normswap.report(optimized(blocks(1), X, norms((20.0, 10.0))))
     assert report.swapped == ("1",) and report.rows[0]["gain"] is None
-    assert "could not be timed" in str(report) and report.rows[0]["detail"] == "not timed: out of memory"
+    assert "could not be timed" in str(report) and report.rows[0]["detail"] == "not timed: out of memory or time"
 
 
 def test_out_of_memory_of_the_whole_model_keeps_all_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,55 @@ def test_out_of_memory_of_the_whole_model_keeps_all_and_says_so(monkeypatch: pyt
     monkeypatch.setattr(decision.whole_model, "waiting", fail)
     report = normswap.report(optimized(blocks(), X, norms((10.0, 20.0))))
     assert len(report.swapped) == 3 and report.times is None
-    assert {row["detail"] for row in report.rows} == {"not timed: out of memory"}
+    assert {row["detail"] for row in report.rows} == {"not timed: out of memory or time"}
+
+
+@pytest.mark.parametrize(
+    ("run_s", "timed", "least"),
+    [*((one, True, 1.0) for one in (0.01, 0.1, 0.4, 1.0, 2.0)), (5.0, False, 1.0), (1000.0, False, 2.0)],
+)
+def test_a_slow_model_does_not_take_for_ever(
+    run_s: float, timed: bool, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The faster sites are kept and the slower put back where there is time to see it; else all are, and it is said."""
+
+    def costs(module: nn.Module, swapped: bool) -> tuple[float, float]:
+        if isinstance(module, nn.Linear):
+            return LAUNCH, run_s * 1e6 / 6
+        if not isinstance(module, nn.LayerNorm):
+            return 0.0, 0.0
+        return 10.0, (0.5 if swapped == (module.eps == 1e-5) else 1.0) * run_s * 1e6 / 6
+
+    model, gpu, took = blocks(), FakeGpu(), []
+    model[1].eps = 1e-3
+    real = decision.decide_sites
+
+    def decided(*given: Any) -> Any:
+        gpu.wait()
+        begun = gpu.now_us()
+        found = real(*given)
+        gpu.wait()
+        took.append(gpu.now_us() - begun)
+        return found
+
+    monkeypatch.setattr("normswap.timing.decide_sites", decided)
+    report = normswap.report(optimized(model, X, costs, gpu, min_speedup=least))
+    assert took[0] <= BUDGET_US + 3e6 * run_s
+    assert report.swapped == (("3", "5") if timed else ("1", "3", "5"))
+    assert (report.times is not None) == timed
+    assert ("out of memory or time" in str(report.rows)) != timed
+
+
+def test_candidates_that_are_not_reached_in_time_are_kept_if_the_model_gains() -> None:
+    """The host waits for each call of the slow one, which takes its part of the time."""
+
+    def costs(module: nn.Module, swapped: bool) -> tuple[float, float]:
+        slow = isinstance(module, nn.LayerNorm) and module.normalized_shape == (8,)
+        return LAUNCH, (3e6 if swapped else 6e6) if slow else 1.0
+
+    layers = [nn.LayerNorm(8), nn.Linear(8, 6), nn.LayerNorm(6)]
+    report = normswap.report(optimized(randomised(nn.Sequential(*layers)).eval(), X, costs))
+    assert report.swapped == ("0", "2") and report.rows[0]["detail"] == "not timed: out of memory or time"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -14,7 +14,7 @@ import math
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -104,6 +104,58 @@ def clock_of(device: torch.device) -> Machine:
     return Gpus([device]) if device.type == "cuda" else Machine()
 
 
+LEAST_ROUNDS, PATIENCE_US = 2, 2e6
+"""What takes longer, all rounds together, is timed in fewer, but so many."""
+BUDGET_US = 60e6
+"""For one choice: how convolutions are computed, or which sites are kept."""
+
+
+class OutOfTime(Exception):
+    """The budget of a choice is spent."""
+
+
+@dataclass
+class Budget:
+    """Time that a choice may take, by the host's clock of ``machine``; up to ``ends_us``."""
+
+    machine: Machine
+    ends_us: float
+
+    @classmethod
+    def of(cls, machine: Machine, us: float) -> Budget:
+        """So much, from now on."""
+        return cls(machine, machine.now_us() + us)
+
+    @property
+    def left_us(self) -> float:
+        return self.ends_us - self.machine.now_us()
+
+    def half(self) -> Budget:
+        """Of what is left, a part."""
+        return Budget(self.machine, self.ends_us - self.left_us / 2)
+
+    def limited(self, function: Function) -> Function:
+        """``function``, which raises OutOfTime instead of beginning when nothing is left."""
+
+        def call() -> object:
+            if self.left_us <= 0.0:
+                raise OutOfTime
+            return function()
+
+        return call
+
+
+def patient(
+    machine: Machine, rounds: int, least: int = LEAST_ROUNDS, patience_us: float = PATIENCE_US
+) -> Iterator[int]:
+    """0 to ``rounds`` - 1, but ``least`` where these took longer than ``patience_us``."""
+    begun = machine.now_us()
+    for turn in range(rounds):
+        if turn >= least and machine.now_us() - begun > patience_us:
+            return
+        yield turn
+
+
 ROUNDS = 31
 WARM_UP = 3
 BLOCK_US = 150.0
@@ -181,22 +233,22 @@ def costs(machine: Machine, functions: Sequence[Function]) -> list[Cost]:
     """The cost of a call of each function, of blocks that take turns in changing order."""
     with undisturbed():
         for function in functions:
-            for _ in range(WARM_UP):
+            for _ in patient(machine, WARM_UP, least=1):
                 function()
         firsts = [block(machine, function, 1, FIRST_LEAD_US) for function in functions]
         longest = max(max(one.device_us, one.host_us) for one in firsts)
         calls = max(1, min(MOST_CALLS, math.ceil(BLOCK_US / max(longest, 1e-3))))
         found: list[list[Block]] = [[] for _ in functions]
-        for index in in_turns(len(functions), ROUNDS):
+        for index in in_turns(len(functions), patient(machine, ROUNDS)):
             known = found[index][-1] if found[index] else firsts[index]
             lead_us = min(MOST_LEAD_US, 1.5 * known.host_us * calls + 30.0)
             found[index].append(block(machine, functions[index], calls, lead_us))
     return [_cost(blocks) for blocks in found]
 
 
-def in_turns(count: int, rounds: int) -> Iterator[int]:
+def in_turns(count: int, rounds: Iterable[int]) -> Iterator[int]:
     """0 to ``count`` - 1 in every round, every second one backwards: what drifts falls on all alike."""
-    for turn in range(rounds):
+    for turn in rounds:
         yield from range(count) if turn % 2 == 0 else reversed(range(count))
 
 

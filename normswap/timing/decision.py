@@ -22,7 +22,7 @@ from normswap.plans import Match, Swap
 from normswap.progress import progress
 from normswap.timing import model as whole_model
 from normswap.timing.candidates import Candidate, Use, arrangements, candidates, kept_of, names_of, with_backward
-from normswap.timing.clock import NO_COST, Cost, Gpus, Machine, costs
+from normswap.timing.clock import BUDGET_US, NO_COST, Budget, Cost, Gpus, Machine, OutOfTime, costs
 from normswap.timing.model import Arrangement, Compared, Waiting
 from normswap.untouched import preserved
 
@@ -113,7 +113,7 @@ def _exclusions(found: Sequence[Timed]) -> dict[str, set[str]]:
     return names
 
 
-_UNTIMED = "not timed: out of memory"
+_UNTIMED = "not timed: out of memory or time"
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,15 @@ def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any]
             machine = machine_for(sorted({use.device for one in found for use in one.uses}, key=str))
             if machine is None:
                 return Decision()
+            budget = Budget.of(machine, BUDGET_US)
+            once = budget.limited(once)
             with arranged(()):
                 waits = whole_model.waiting(machine, once)
-            timed = {one.candidate.name: one for one in time_candidates(found)}
-            tried = _covers([*timed.values()], waits, least)
-            kept, before_us, after_us = _fastest(machine, once, arranged, tried, least)
-    except torch.OutOfMemoryError:
+            timed = {one.candidate.name: one for one in time_candidates(found, budget.half())}
+            least_us = whole_model.LEAST_RUNS * max(waits.device_us, waits.host_us)
+            tried = _covers([*timed.values()], waits, least)[: max(1, int(budget.left_us / least_us) - 1)]
+            kept, before_us, after_us = _fastest(budget, once, arranged, tried, least)
+    except (torch.OutOfMemoryError, OutOfTime):
         untimed = Timed(Candidate(""), note=_UNTIMED)
         return Decision(rows={swap.site.name: row([untimed], Waiting(0.0, 0.0)) for swap in swaps})
     matches = {swap.site.name: kept_of(swap, kept) for swap in swaps}
@@ -190,22 +193,22 @@ def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any]
     )
 
 
-def time_candidates(found: Sequence[Candidate]) -> list[Timed]:
+def time_candidates(found: Sequence[Candidate], budget: Budget) -> list[Timed]:
     """The cost of every candidate in one run of the model; uses with the same key are timed once."""
     known: dict[Hashable, list[Cost]] = {}
     different = {use.key: use for candidate in found for use in candidate.uses}
     for key, use in progress("timing", different.items(), "calls"):
-        with contextlib.suppress(torch.OutOfMemoryError):
-            known[key] = time_use(use)
+        with contextlib.suppress(torch.OutOfMemoryError, OutOfTime):
+            known[key] = time_use(use, budget)
     return [_summed(candidate, known) for candidate in found]
 
 
-def time_use(use: Use) -> list[Cost]:
+def time_use(use: Use, budget: Budget) -> list[Cost]:
     """What a call costs, of each code in it."""
     machine = machine_for([use.device])
     assert machine is not None
     with use.functions() as functions:
-        return costs(machine, functions)
+        return costs(machine, [budget.limited(function) for function in functions])
 
 
 def _summed(candidate: Candidate, known: Mapping[Hashable, Sequence[Cost]]) -> Timed:
@@ -236,7 +239,7 @@ def _covers(timed: Sequence[Timed], waits: Waiting, least: float) -> list[frozen
 
 
 def _fastest(
-    machine: Machine,
+    budget: Budget,
     run: Callable[[], object],
     arranged: Arrangement,
     covers: Sequence[frozenset[str]],
@@ -244,7 +247,9 @@ def _fastest(
 ) -> tuple[frozenset[str], float, float]:
     """The first of ``covers`` that is as fast as the fastest of them and of the original, or as ``least`` allows, else
     nothing; with the microseconds of a run before and after. Where nothing is, though candidates gained by themselves,
-    all are timed again, and the time in which the original was faster is believed: that was disturbed less."""
+    all are timed again, if there is time, and the time in which the original was faster is believed: that was disturbed
+    less."""
+    machine = budget.machine
     running = (names for names in covers if whole_model.runs((partial(arranged, names), run), "a choice of sites"))
     ways = [frozenset[str](), *running]
     timed = [(partial(arranged, names), run) for names in ways]
@@ -252,8 +257,9 @@ def _fastest(
     def first_of(found: Compared) -> int:
         return next((i for i in range(1, len(ways)) if not found.slower(i, 1.0 / min(1.0, least))), 0)
 
+    left_us = budget.left_us
     found = whole_model.compare(machine, timed)
-    if len(ways) > 1 and not first_of(found):
+    if len(ways) > 1 and not first_of(found) and left_us < 2 * budget.left_us:
         found = min(found, whole_model.compare(machine, timed), key=lambda one: one.us[0])
     taken = first_of(found)
     return ways[taken], found.us[0], found.us[taken]

@@ -24,7 +24,7 @@ from normswap.regions.listening import Listener, holder_of, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.timing.candidates import Code, Recorder, Use, looks_of
-from normswap.timing.clock import NO_COST, Cost
+from normswap.timing.clock import BUDGET_US, NO_COST, Budget, Cost, OutOfTime
 from normswap.timing.decision import machine_for, takes_gradients, time_use
 from normswap.timing.model import Way, compare, runs
 from normswap.untouched import classes, preserved
@@ -54,7 +54,7 @@ def decide_foldings(model: nn.Module, plan: Plan, run: Callable[[], Any] | None,
                     run()
                 if timed:
                     _decide([*owners.values()], run)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, OutOfTime):
             for place in places:
                 place.chosen = ""
     settled = (Swap(s.site, owners[s.site.name].settled()) if s.site.name in owners else s for s in plan.swaps)
@@ -107,12 +107,12 @@ class _Place:
         function = self.compiled.snippet if way == STATEMENTS else make_helper(self.way(way))
         return Code(partial(function, holder_of(self.compiled.region, self.owner)))
 
-    def costs(self, known: dict[Hashable, list[Cost]]) -> dict[str, Cost]:
+    def costs(self, known: dict[Hashable, list[Cost]], budget: Budget) -> dict[str, Cost]:
         """Of one run of the model, in each way; ``known`` are calls that were timed, by their keys."""
         totals = dict.fromkeys(self.ways(), NO_COST)
         for use in self.uses():
             if use.key not in known:
-                known[use.key] = time_use(use)
+                known[use.key] = time_use(use, budget)
             for way, cost in zip(totals, known[use.key], strict=True):
                 totals[way] += cost * use.calls
         return totals
@@ -159,7 +159,9 @@ def _decide(owners: Sequence[_Owner], run: Callable[[], Any]) -> None:
     if machine is None:
         return
     known: dict[Hashable, list[Cost]] = {}
-    found = [place.costs(known) if place.recorder.calls else {} for place in places]
+    budget = Budget.of(machine, BUDGET_US)
+    run = budget.limited(run)
+    found = [place.costs(known, budget) if place.recorder.calls else {} for place in places]
     choices = [[_chosen(totals, share) for totals in found] for share in SHARES]
     choices = [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
     if len(choices) > 1:

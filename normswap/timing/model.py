@@ -12,7 +12,20 @@ from typing import Any
 
 import torch
 
-from normswap.timing.clock import MOST_LEAD_US, Cost, Function, Machine, block, doubt, in_turns, typical, undisturbed
+from normswap.timing.clock import (
+    MOST_LEAD_US,
+    PATIENCE_US,
+    Cost,
+    Function,
+    Machine,
+    OutOfTime,
+    block,
+    doubt,
+    in_turns,
+    patient,
+    typical,
+    undisturbed,
+)
 
 WARM_UP = 2
 WAITING_ROUNDS = 5
@@ -22,6 +35,8 @@ BUDGET_US = 150_000.0
 """For each of the ways that are compared."""
 SAME = 0.01
 """The same code, timed twice, differs by less."""
+LEAST_RUNS = 7
+"""Of each way that is tried and compared: one, one block to see what it takes, two more, each with one to settle."""
 MOST_NOISE = 0.03
 """However noisy the clock: what seems slower by more is taken to be."""
 NEAR = 0.1
@@ -40,7 +55,7 @@ def runs(way: Way, what: str) -> bool:
     try:
         with within():
             run()
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OutOfTime):
         raise
     except Exception as error:
         warnings.warn(f"{what} is not taken, it raised {type(error).__name__}: {error}", stacklevel=2)
@@ -75,14 +90,16 @@ class Waiting:
 def waiting(machine: Machine, run: Function) -> Waiting:
     """What a run costs the device with the host hidden, and the host from an idle device on."""
     with undisturbed():
-        for _ in range(WARM_UP):
+        begun = machine.now_us()
+        for _ in patient(machine, WARM_UP, least=1):
             run()
-        hosts = [block(machine, run, 1, 0.0, tries=1).host_us for _ in range(WAITING_ROUNDS)]
+        hosts = [block(machine, run, 1, 0.0, tries=1).host_us for _ in patient(machine, WAITING_ROUNDS, least=1)]
         lead_us = min(MOST_LEAD_US, 1.3 * typical(hosts) + 100.0)
         blocks = [block(machine, run, 1, lead_us)]
         # A run that waits for its device itself cannot be hidden from it.
         lead_us, tries = (lead_us, 2) if blocks[0].hidden else (0.0, 1)
-        blocks += [block(machine, run, 1, lead_us, tries=tries) for _ in range(WAITING_ROUNDS - 1)]
+        more = range(WAITING_ROUNDS - 1) if machine.now_us() - begun < PATIENCE_US else ()
+        blocks += [block(machine, run, 1, lead_us, tries=tries) for _ in more]
     return Waiting(typical([one.device_us for one in blocks]), typical(hosts))
 
 
@@ -104,12 +121,13 @@ def compare(machine: Machine, ways: Sequence[Way]) -> Compared:
     take turns, for longer where they differ from themselves, and are held against the first turn by turn: a host that
     others slow down for a while slows all."""
     with undisturbed():
-        once = min(max(_block(machine, way, 1), 1e-3) for way in ways for _ in range(WARM_UP))
+        once = min(max(_block(machine, way, 1), 1e-3) for way in ways for _ in patient(machine, WARM_UP, least=1))
         runs = min(MOST_RUNS, math.ceil(BLOCK_US / once))
         rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(BUDGET_US / ((runs + 1) * once))))
         times: list[list[float]] = [[] for _ in ways]
-        for _ in range(MOST_TIMES):
-            for index in in_turns(len(ways), rounds):
+        patience_us = PATIENCE_US * len(ways)
+        for _ in patient(machine, MOST_TIMES, 1, patience_us):
+            for index in in_turns(len(ways), patient(machine, rounds, patience_us=patience_us)):
                 times[index].append(_block(machine, ways[index], runs))
             shares = [[us / first for us, first in zip(found, times[0], strict=True)] for found in times]
             noise = max((_apart(found) for found in shares[1:]), default=doubt(times[0]) / typical(times[0]))
