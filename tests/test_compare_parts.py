@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -249,10 +250,14 @@ def test_a_gradient_that_is_missing_is_told_by_its_name(monkeypatch: pytest.Monk
 def test_a_parameter_called_input_does_not_hide_the_input() -> None:
     compiled, owner = by_itself(nn.LayerNorm(4), Match("layer_norm"))
     case = compare._Case(compiled, compare.Swapped(nn.LayerNorm), owner, torch.zeros(2, 4), True)
-    tensors = torch.zeros(3).unbind()
-    found = case._named_tensors(dict(zip(("input 0", "norm.input", "norm.weight"), tensors, strict=True)))
-    assert [*found.items()] == [*zip(("input", "norm.input", "weight"), tensors, strict=True)]
-    assert [*case._named_tensors({"input": tensors[0], "norm.input": tensors[1]})] == ["input", "norm.input"]
+    assert [case._called(name) for name in ("input", "norm.input", "norm.weight")] == ["input", "norm.input", "weight"]
+    holder = nn.Module()
+    holder.register_buffer("count", torch.ones(2))
+    leaves, packed = case._leaves(holder, case.packed)
+    assert [*leaves] == ["input"] and leaves["input"] is packed is not case.packed and packed.requires_grad
+    case.compiled = replace(compiled, unpack=lambda packed: (*packed, None, None, ()))
+    leaves, packed = case._leaves(holder, (torch.ones(2), holder.count, torch.ones(2, dtype=torch.int32)))
+    assert [*leaves] == ["input"] and packed[1] is holder.count and not packed[2].requires_grad
 
 
 @pytest.mark.parametrize(

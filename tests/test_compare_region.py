@@ -196,10 +196,6 @@ def test_what_becomes_of_what_a_region_is_given() -> None:
     assert not compare._detached(leaf).requires_grad and compare._detached(1.0) == 1.0
     assert compare._float64(leaf).dtype is torch.float64 and compare._float64(leaf.int()).dtype is torch.int32
     assert compare._float64(1.0) == 1.0
-    leaves: list[Tensor] = []
-    assert compare._leaf(leaf, leaves) is leaves[0] is not leaf and leaves[0].requires_grad and leaves[0].is_leaf
-    assert compare._leaf(1.0, leaves) == 1.0 and not compare._leaf(leaf.int(), leaves).requires_grad
-    assert len(leaves) == 1
     for dim, part in ((0, leaf[1:3]), (1, leaf[:, 1:3])):
         cut = partial(pieces._narrowed, like=leaf, dim=dim, start=1, length=2)
         assert torch.equal(cut(leaf), part) and cut(1.0) == 1.0

@@ -157,7 +157,6 @@ class _Case:
         self.by_itself = isinstance(fused, Swapped)
         self.dtypes: list[torch.dtype] = []
         self.cotangents = [Cotangent(), Cotangent()]
-        self.declined = False
         self.checks = Checks(*constants(self.region))
 
     def compared(self, gradients: bool, known: _Run | None = None) -> Comparison:
@@ -183,11 +182,11 @@ class _Case:
             # On a CPU no kernel of ours runs, and a dispatch mode would load torch._dynamo: a second.
             with witness if self.x.is_cuda else contextlib.nullcontext():
                 run = self._run(self._fused, holder_of(self.region, self.owner), self.packed, gradients)
+        except _NoResult:
+            raise
         except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
             problem = f"raises {type(error).__name__}: {error}"
             raise _NoResult(Comparison(kernel_ran=False, problem=problem, **_where(self.x))) from error
-        if self.declined:
-            raise _NoResult(declined(self.x))
         return replace(run, by_kernel=witness.ran)
 
     def _infers(self) -> bool:
@@ -212,8 +211,9 @@ class _Case:
 
     def _fused(self, holder: Any, packed: Any) -> Any:
         out = self.fused(holder._modules, packed)
-        self.declined = out is None
-        return () if out is None else out
+        if out is None:
+            raise _NoResult(declined(self.x))
+        return out
 
     def _lowered(self, holder: Any, packed: Any, out: Any) -> Any:
         """A result of the region's own statements as whoever reads it has it."""
@@ -230,27 +230,40 @@ class _Case:
             with torch.no_grad():
                 return _Run(holder, [t.detach() for t in tree_leaves(function(holder, packed))])
         with torch.enable_grad():
-            leaves: list[Tensor] = []
-            buffers = {id(buffer) for buffer in holder.buffers(recurse=False)}
-            packed = _mapped(self.region, lambda v: v if id(v) in buffers else _leaf(v, leaves), packed)
+            wanted, packed = self._leaves(holder, packed)
             outputs = tree_leaves(function(holder, packed))
-            if self.declined:
-                return _Run(holder, [])
-            wanted = {f"input {i}": leaf for i, leaf in enumerate(leaves)}
-            wanted |= {n: p for n, p in holder.named_parameters() if p.requires_grad}
+            wanted |= {self._called(n): p for n, p in holder.named_parameters() if p.requires_grad}
             given = [c(o) for c, o in zip(self.cotangents, outputs, strict=False)]
             found = torch.autograd.grad(outputs, [*wanted.values()], given, allow_unused=True)
         kept = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
         return _Run(holder, [t.detach() for t in outputs], kept)
 
-    def _updated(self, packed: Any) -> dict[int, str]:
-        """The names of the inputs that the norm writes to, by their ids."""
-        norm = NORMS.get(self.region.kind)
-        updates = () if norm is None else norm.updates
-        return {id(t): name for name, t in self._named(packed).items() if name in updates and t is not None}
+    def _leaves(self, holder: nn.Module, packed: Any) -> tuple[dict[str, Tensor], Any]:
+        """What the region is given, as leaves of their own, by their roles; buffers of the ``holder`` are none."""
+        *tensors, arguments = self.compiled.unpack(packed)
+        roles = {id(t): role for t, role in zip(tensors, _ROLES, strict=True)}
+        roles |= {id(t): f"argument {i}" for i, t in enumerate(arguments)}
+        buffers = {id(buffer) for buffer in holder.buffers(recurse=False)}
+        leaves: dict[str, Tensor] = {}
+
+        def leaf(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.is_floating_point()) or id(value) in buffers:
+                return value
+            made = leaves[roles[id(value)]] = value.detach().clone().requires_grad_()
+            return made
+
+        packed = _mapped(self.region, leaf, packed)
+        return leaves, packed
+
+    def _called(self, name: str) -> str:
+        """What a parameter or buffer is called for a person: that of a module by itself as it is there."""
+        short = name.removeprefix(f"{self.region.norm}.") if self.by_itself else name
+        return name if short == "input" else short
 
     def _with_buffers(self, holder: Any, packed: Any) -> Any:
-        updated = self._updated(packed)
+        norm = NORMS.get(self.region.kind)
+        updates = () if norm is None else norm.updates
+        updated = {id(t): name for name, t in self._named(packed).items() if name in updates and t is not None}
 
         def kept(value: Any) -> Any:
             name = updated.get(id(value))
@@ -332,7 +345,7 @@ class _Case:
             outputs = zip(names, ours.outputs, eager.outputs, expected.outputs, strict=True)
             for name, mine, theirs, wide in outputs:
                 self._check_output(name, mine, theirs, wide, size)
-        buffers = [self._named_tensors(dict(run.holder.named_buffers())) for run in (ours, eager, expected)]
+        buffers = [{self._called(n): b for n, b in run.holder.named_buffers()} for run in (ours, eager, expected)]
         prefix = "" if self.by_itself else f"{self.region.norm}."
         self.checks.add_buffers(buffers[0], buffers[1], buffers[2], size.rows, ours.by_kernel, prefix)
 
@@ -343,12 +356,12 @@ class _Case:
             self.checks.fail(f"{name}: error is {times:.3g} times PyTorch's own")
 
     def _check_gradients(self, ours: _Run, eager: _Run, expected: _Run, size: Size) -> None:
-        mine, theirs, wide = (self._named_tensors(run.gradients) for run in (ours, eager, expected))
+        mine, theirs, wide = ours.gradients, eager.gradients, expected.gradients
         if not self.checks.reach_the_same(mine, theirs):
             return
         cotangents = [c.drawn.double() for c in self.cotangents if c.drawn is not None]
         with torch.no_grad():
-            terms = self._named_tensors(size.gradients(cotangents))
+            terms = {self._called(name): sums for name, sums in size.gradients(cotangents).items()}
         c = self.checks.c_gradient
         for name, gradient in mine.items():
             magnitude = terms[name].expand(gradient.shape) if name in terms else wide[name].abs()
@@ -357,34 +370,6 @@ class _Case:
             extra = (own_rounding(gradient.dtype, by_kernel) + c * self.matmul_unit) * magnitude
             extra = extra + rounds_further(wide[name], c * FLOAT32_ROUNDING * magnitude, gradient.dtype)
             self.checks.add(f"gradient of {name}", gradient, theirs[name], wide[name], magnitude, extra, c)
-
-    def _named_tensors(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients or buffers by what they are called for a person: inputs by their roles, what a module by itself has
-        by the names that it has there."""
-        within, roles = f"{self.region.norm}." if self.by_itself else "", self._roles()
-        taken = {*roles.values()}  # a parameter may be called "input"
-        short = {name: name.removeprefix(within) for name in found}
-        return {roles.get(n) or (n if short[n] in taken else short[n]): tensor for n, tensor in found.items()}
-
-    def _roles(self) -> dict[str, str]:
-        """The role of each tensor that the region is given, by its name among the gradients."""
-        *tensors, arguments = self.compiled.unpack(self.packed)
-        by_id = {id(t): role for t, role in zip(tensors, _ROLES, strict=True) if t is not None}
-        by_id |= {id(t): f"argument {i}" for i, t in enumerate(arguments) if isinstance(t, Tensor)}
-        updated = self._updated(self.packed)
-        leaves = [v for v in tree_leaves(self.packed) if isinstance(v, Tensor) and v.is_floating_point()]
-        leaves = [v for v in leaves if id(v) not in updated]
-        if self.region.kind in KINDS:
-            leaves = [*{id(leaf): leaf for leaf in leaves}.values()]
-        return {f"input {index}": by_id[id(leaf)] for index, leaf in enumerate(leaves)}
-
-
-def _leaf(value: Any, leaves: list[Tensor]) -> Any:
-    if not (isinstance(value, Tensor) and value.is_floating_point()):
-        return value
-    leaf = value.detach().clone().requires_grad_()
-    leaves.append(leaf)
-    return leaf
 
 
 def _float64(value: Any) -> Any:
