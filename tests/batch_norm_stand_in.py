@@ -37,7 +37,6 @@ def batch_norm_recorded(
     high: float,
     scale: Any = None,
     input_bias: Any = None,
-    launches: int = 0,
 ) -> tuple[Any, Any, Any]:
     count = input.numel() // max(1, input.shape[1])
     if input.numel() == 0 or (training and count < 2) or (not training and running_mean is None):
@@ -93,7 +92,6 @@ def batch_norm_backward(
     of_input_bias: bool = False,
     running_mean: Any = None,
     running_var: Any = None,
-    launches: int = 0,
 ) -> tuple[Any, ...]:
     assert grad.stride() == input.stride() and grad.dtype == input.dtype
     kept = [d for d in range(input.dim()) if d != 1]

@@ -65,24 +65,23 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "float eps, Tensor? residual, int activation, float low, float high) -> Tensor?");
   // By the statistics of the batch (training: running_mean, running_var and batches, num_batches_tracked, are updated) or
   // by the running ones. Recorded are the output, four float32 coefficients a channel, and signs or nothing. What is
-  // normalised may be (input + input_bias) * scale, scale of one value or one a channel, a bias in training. launches: 1 asks for
-  // one, for tests.
+  // normalised may be (input + input_bias) * scale, scale of one value or one a channel, a bias in training.
   m.def(
       "batch_norm_or_none(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, "
       "Tensor? weight, Tensor? bias, bool training, float momentum, float eps, Tensor? residual, int activation, "
-      "float low, float high, Tensor? scale=None, Tensor? input_bias=None, int launches=0) -> Tensor?");
+      "float low, float high, Tensor? scale=None, Tensor? input_bias=None) -> Tensor?");
   m.def(
       "batch_norm_recorded(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, "
       "Tensor? weight, Tensor? bias, bool training, float momentum, float eps, Tensor? residual, int activation, "
-      "float low, float high, Tensor? scale=None, Tensor? input_bias=None, int launches=0) -> (Tensor?, Tensor?, Tensor?)");
+      "float low, float high, Tensor? scale=None, Tensor? input_bias=None) -> (Tensor?, Tensor?, Tensor?)");
   // The gradients asked for, or none at all; that of a scale of one value is left a channel's each, in float32. The running
   // statistics, where these were used with a scale.
   m.def(
       "batch_norm_backward(Tensor grad, Tensor input, Tensor coefficients, Tensor? signs, Tensor? residual, "
       "Tensor? weight, Tensor? bias, bool training, int activation, float low, float high, bool of_input, "
       "bool of_weight, bool of_bias, bool of_residual, Tensor? scale=None, Tensor? input_bias=None, float eps=0., "
-      "bool of_scale=False, bool of_input_bias=False, Tensor? running_mean=None, Tensor? running_var=None, "
-      "int launches=0) -> (Tensor?, Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)");
+      "bool of_scale=False, bool of_input_bias=False, Tensor? running_mean=None, Tensor? running_var=None) "
+      "-> (Tensor?, Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)");
   m.def(
       "affine(Tensor input, Tensor? scale, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, "
       "float eps, Tensor(a!) out) -> ()");

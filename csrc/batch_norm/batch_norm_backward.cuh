@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "batch_norm/batch_norm_held.cuh"
+#include "batch_norm/batch_norm_passes.cuh"
 
 namespace normswap {
 namespace {
@@ -39,18 +39,13 @@ struct Incoming {
 #pragma unroll
     for (int k = 0; k < many; ++k) load(k, vectors.first + k * vectors.a.side);
   }
-  // With nothing on its way yet.
-  __device__ Incoming(const Vectors<V>& of, bool) : vectors(of), n(of.a.n) {}
   // Zeros where there is none: they add nothing.
   __device__ void load(int k, int row) {
     x[k] = dy[k] = {};
-    load_where(k, row, row < vectors.end, row < vectors.end);
-  }
-  // x and dy where `apart` from the signs, which `there` asks for.
-  __device__ void load_where(int k, int row, bool apart, bool there) {
+    const bool there = row < vectors.end;
     const int64_t at = vectors.at(row);
-    x[k].template load_where<Last>(apart, n.x, at);
-    dy[k].template load_where<Last>(apart, n.dy, at);
+    x[k].template load_where<Last>(there, n.x, at);
+    dy[k].template load_where<Last>(there, n.dy, at);
     if (n.signs != nullptr && there) signs[k] = n.signs[at / static_cast<int>(sizeof(x[k]))];
   }
   // Calls with(k, row, x - mean, g) for every vector.
@@ -110,21 +105,26 @@ __device__ inline void store_gradients(const Vectors<V>& vectors, int row, const
   if (n.dx != nullptr) store(n.dx, at, Pack<T, V>::of(dx));
 }
 
-// The sums of a block's piece. Calls with(x, dy, row, d, g) for each of a thread's vectors in turn, then done().
-template <class T, int V, class With, class Done>
-__device__ inline void piece_sums(const Vectors<V>& vectors, const ColumnCoefficients<V>& of, Incoming<T, V, false>& incoming,
-                                  Handed<V>& handed, With with, Done done) {
-  const BatchNormArgs& args = vectors.a;
+template <class T, int V>
+__global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_sums(const BatchNormArgs args) {
+  __shared__ Handed<V> handed;
+  __shared__ float4 room[kMostOfStrip];
+  const Vectors<V> vectors(args, blockIdx.x);
+  Incoming<T, V, false> incoming(vectors);
+  const ColumnCoefficients<V> of(vectors, room);
   float sums[V] = {}, products[V] = {};
-  incoming.for_each(of, [&](int k, int row, float (&d)[V], const float (&g)[V]) {
+  incoming.for_each(of, [&](int, int row, float (&d)[V], const float (&g)[V]) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       sums[j] = __fadd_rn(sums[j], g[j]);
       products[j] = fmaf(g[j], d[j], products[j]);
     }
-    with(incoming.x[k], incoming.dy[k], row, d, g);
+    if (!args.n.frozen) return;
+#pragma unroll
+    for (int j = 0; j < V; ++j) d[j] = __fmul_rn(g[j], of.gain[j]);
+    store_gradients<T>(vectors, row, g, d);
   });
-  done();
+  let_successor_start();
   float2 columns[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) columns[j] = {sums[j], products[j]};
@@ -136,22 +136,6 @@ __device__ inline void piece_sums(const Vectors<V>& vectors, const ColumnCoeffic
       [&](int channel, float2 united) {
         args.sums()[(vectors.first_channel() + channel) * args.p.pieces + vectors.piece] = united;
       });
-}
-
-template <class T, int V>
-__global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_sums(const BatchNormArgs args) {
-  __shared__ Handed<V> handed;
-  __shared__ float4 room[kMostOfStrip];
-  const Vectors<V> vectors(args, blockIdx.x);
-  Incoming<T, V, false> incoming(vectors);
-  const ColumnCoefficients<V> of(vectors, room);
-  const auto with = [&](const Words<T, V>&, const Words<T, V>&, int row, float (&d)[V], const float (&g)[V]) {
-    if (!args.n.frozen) return;
-#pragma unroll
-    for (int j = 0; j < V; ++j) d[j] = __fmul_rn(g[j], of.gain[j]);
-    store_gradients<T>(vectors, row, g, d);
-  };
-  piece_sums<T>(vectors, of, incoming, handed, with, [] { let_successor_start(); });
 }
 
 // What a column's gradients are made of: dx = g gain - (d b + a).
@@ -187,70 +171,8 @@ __global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_gradi
   });
 }
 
-template <class T>
-__global__ void __launch_bounds__(kBatchNormThreads, kBatchBlocksHeld) backward_held(const BatchNormArgs args) {
-  constexpr int V = kBatchNormVec, many = kPairsAtOnce;
-  extern __shared__ __align__(16) char memory[];
-  __shared__ Handed<V> handed;
-  __shared__ float4 room[kMostOfStrip];
-  __shared__ float2 room_of_pairs[kMostOfStrip], of_warps[kBatchNormThreads / 32];
-  const Vectors<V> vectors(args, blockIdx.x);
-  const HeldOrder<Words<T, V>> order(vectors.count(), 2);
-  auto* const held = order.mine(memory);
-  auto* const held_dy = held + order.levels * kBatchNormThreads;
-  const auto get_coefficients = [&] { return ColumnCoefficients<V>(vectors, room); };
-  {
-    Incoming<T, V, false> incoming(vectors);
-    int seen = 0;
-    const auto hold = [&](const Words<T, V>& x, const Words<T, V>& dy, int, float (&)[V], const float (&)[V]) {
-      if (seen < order.levels) {
-        held[seen * kBatchNormThreads] = x.raw;
-        held_dy[seen * kBatchNormThreads] = dy.raw;
-      }
-      ++seen;
-    };
-    piece_sums<T>(vectors, get_coefficients(), incoming, handed, hold, [] {});
-  }
-  Incoming<T, V, true> incoming(vectors, false);
-  const auto load_some = [&](int from) {
-#pragma unroll
-    for (int k = 0; k < many; ++k) {
-      const int q = from + k;
-      incoming.load_where(k, vectors.first + order.index(q) * args.side, q < order.loaded, q < order.count);
-    }
-  };
-  load_some(0);
-  wait_for_strip(vectors, 0);
-  float2* const finished = args.sums() + args.n.sizes.channels * args.p.pieces;
-  for_channels_of_block(vectors, [&](int64_t channel, bool there) {
-    for_channel(args, channel, there, args.sums(), of_warps,
-                [](const float2& first, auto parts) { return unite_pieces(first, parts); },
-                [&](float2 sums) { finish_channel(args, channel, sums, finished); });
-  });
-  wait_for_strip(vectors, 1);
-  const ColumnCoefficients<V> of = get_coefficients();
-  const ColumnGradients<V> gradients(vectors, room_of_pairs);
-#pragma unroll 1
-  for (int from = 0; from < order.count;) {
-#pragma unroll
-    for (int k = 0; k < many; ++k) {
-      const int q = from + k, at = order.index(q), row = vectors.first + at * args.side;
-      if (q >= order.loaded && q < order.count) {
-        incoming.x[k].raw = held[at * kBatchNormThreads];
-        incoming.dy[k].raw = held_dy[at * kBatchNormThreads];
-      }
-      float d[V], g[V];
-      incoming.values(of, k, row, d, g);
-      gradients.of(of, g, d);
-      if (q < order.count) store_gradients<T>(vectors, row, g, d);
-    }
-    from += many;
-    if (from < order.count) load_some(from);
-  }
-}
-
 template <class T, int V>
-cudaError_t backward_in_three(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
+cudaError_t run_backward(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
   cudaError_t error = launch_pass<batch_sums<T, V>>(a, false, stream);
   const bool follows = !a.n.frozen && (a.n.dx != nullptr || a.n.dresidual != nullptr);
   const ChannelVector* vectors[] = {&a.n.dweight, &a.n.dbias, &a.n.dscale, &a.n.dinput_bias};
@@ -264,13 +186,7 @@ cudaError_t backward_in_three(const BatchNormArgs& a, bool overlap, cudaStream_t
 template <class T>
 cudaError_t batch_norm_backward_of(const BatchNormTrain& n, const BatchNormPlan& plan, bool overlap, cudaStream_t stream) {
   const BatchNormArgs args(n, plan);
-  if (plan.vec == 1) return backward_in_three<T, 1>(args, overlap, stream);
-  if (n.held && (n.dx != nullptr || n.dresidual != nullptr)) {
-    const cudaError_t error = launch_held<backward_held<T>>(args, stream);
-    if (error != cudaErrorCooperativeLaunchTooLarge) return error;
-    cudaGetLastError();  // here not all run at once
-  }
-  return backward_in_three<T, kBatchNormVec>(args, overlap, stream);
+  return plan.vec == 1 ? run_backward<T, 1>(args, overlap, stream) : run_backward<T, kBatchNormVec>(args, overlap, stream);
 }
 
 }  // namespace

@@ -1,9 +1,8 @@
 // The forward: moments of the pieces (batch_moments), coefficients of the channels (finish_batch_norm), the output
-// (batch_apply). x is read twice; what is read last in the first pass is read first in the second, from the L2. In one
-// launch (forward_held) what fits on chip is read once.
+// (batch_apply). x is read twice; what is read last in the first pass is read first in the second, from the L2.
 #pragma once
 
-#include "batch_norm/batch_norm_held.cuh"
+#include "batch_norm/batch_norm_passes.cuh"
 
 namespace normswap {
 namespace {
@@ -66,10 +65,10 @@ __device__ inline float2 unite_columns(const float2 (&columns)[V], float count) 
   return {__fadd_rn(pivot, shift), tree(v)};
 }
 
-// The moments of a block's piece. Calls with(words) for each of a thread's vectors in turn, then done().
-template <class T, int V, class With, class Done>
-__device__ inline void piece_moments(const Vectors<V>& vectors, Handed<V>& handed, With with, Done done) {
-  const BatchNormArgs& args = vectors.a;
+template <class T, int V>
+__global__ void __launch_bounds__(kBatchNormThreads, 4) batch_moments(const BatchNormArgs args) {
+  __shared__ Handed<V> handed;
+  const Vectors<V> vectors(args, blockIdx.x);
   constexpr int many = kAtOnce<T>;
   Words<T, V> x[many]{};
   const auto load = [&](int k, int row) {
@@ -92,11 +91,8 @@ __device__ inline void piece_moments(const Vectors<V>& vectors, Handed<V>& hande
         x[k] = pivot;
         load(k, row);
       },
-      [&](int k, int) {
-        moments.add(x[k]);
-        with(x[k]);
-      });
-  done();
+      [&](int k, int) { moments.add(x[k]); });
+  let_successor_start();
   float2 columns[V];
   moments.finish(columns);
   handed.put(vectors, columns, moments.count,
@@ -108,13 +104,6 @@ __device__ inline void piece_moments(const Vectors<V>& vectors, Handed<V>& hande
       [&](int channel, const Moments& united) {
         args.moments()[(vectors.first_channel() + channel) * args.p.pieces + vectors.piece] = united;
       });
-}
-
-template <class T, int V>
-__global__ void __launch_bounds__(kBatchNormThreads, 4) batch_moments(const BatchNormArgs args) {
-  __shared__ Handed<V> handed;
-  const Vectors<V> vectors(args, blockIdx.x);
-  piece_moments<T>(vectors, handed, [](const Words<T, V>&) {}, [] { let_successor_start(); });
 }
 
 // The vector at `at`, if it is there, finished: the residual is added, the activation follows, a ReLU's signs are kept.
@@ -178,62 +167,8 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_apply(const BatchN
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kBatchNormThreads, kBatchBlocksHeld) forward_held(const BatchNormArgs args) {
-  constexpr int V = kBatchNormVec, many = kAtOnce<T>;
-  extern __shared__ __align__(16) char memory[];
-  __shared__ Handed<V> handed;
-  __shared__ float4 room[kMostOfStrip];
-  __shared__ Moments of_warps[kBatchNormThreads / 32];
-  const Vectors<V> vectors(args, blockIdx.x);
-  const HeldOrder<Words<T, V>> order(vectors.count(), 1);
-  auto* const held = order.mine(memory);
-  int seen = 0;
-  const auto hold = [&](const Words<T, V>& words) {
-    if (seen < order.levels) held[seen * kBatchNormThreads] = words.raw;
-    ++seen;
-  };
-  piece_moments<T>(vectors, handed, hold, [] {});
-  Words<T, V> x[many]{}, residual[many]{};
-  const auto load_some = [&](int from) {
-#pragma unroll
-    for (int k = 0; k < many; ++k) {
-      const int q = from + k;
-      const int64_t at = vectors.at(vectors.first + order.index(q) * args.side);
-      x[k].template load_where<true>(q < order.loaded, args.n.x, at);
-      residual[k].template load_where<true>(q < order.count && args.n.residual != nullptr, args.n.residual, at);
-    }
-  };
-  load_some(0);
-  wait_for_strip(vectors, 0);
-  for_channels_of_block(vectors, [&](int64_t channel, bool there) {
-    const Before before = Before::of(args.n, there ? channel : 0);
-    for_channel(args, channel, there, args.moments(), of_warps,
-                [](const Moments& first, auto parts) { return unite_pieces(first, parts); },
-                [&](const Moments& m) { finish_channel(args, channel, before, m); });
-  });
-  if (args.n.batches != nullptr && blockIdx.x == 0 && thread() == 0) ++*args.n.batches;
-  wait_for_strip(vectors, 1);
-  const ColumnCoefficients<V> of(vectors, room);
-#pragma unroll 1
-  for (int from = 0; from < order.count;) {
-#pragma unroll
-    for (int k = 0; k < many; ++k) {
-      const int q = from + k;
-      if (q >= order.loaded && q < order.count) x[k].raw = held[order.index(q) * kBatchNormThreads];
-      float z[V];
-      x[k].floats(z);
-#pragma unroll
-      for (int j = 0; j < V; ++j) z[j] = fmaf(__fsub_rn(z[j], of.mean[j]), of.gain[j], of.bias[j]);
-      store_output(args, q < order.count, vectors.at(vectors.first + order.index(q) * args.side), z, residual[k]);
-    }
-    from += many;
-    if (from < order.count) load_some(from);
-  }
-}
-
 template <class T, int V>
-cudaError_t forward_in_three(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
+cudaError_t run_forward(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
   if (!a.n.frozen) {
     if (const cudaError_t error = launch_pass<batch_moments<T, V>>(a, false, stream); error != cudaSuccess) return error;
   }
@@ -244,13 +179,7 @@ cudaError_t forward_in_three(const BatchNormArgs& a, bool overlap, cudaStream_t 
 template <class T>
 cudaError_t batch_norm_forward_of(const BatchNormTrain& n, const BatchNormPlan& plan, bool overlap, cudaStream_t stream) {
   const BatchNormArgs args(n, plan);
-  if (plan.vec == 1) return forward_in_three<T, 1>(args, overlap, stream);
-  if (n.held) {
-    const cudaError_t error = launch_held<forward_held<T>>(args, stream);
-    if (error != cudaErrorCooperativeLaunchTooLarge) return error;
-    cudaGetLastError();  // here not all run at once
-  }
-  return forward_in_three<T, kBatchNormVec>(args, overlap, stream);
+  return plan.vec == 1 ? run_forward<T, 1>(args, overlap, stream) : run_forward<T, kBatchNormVec>(args, overlap, stream);
 }
 
 }  // namespace

@@ -20,7 +20,6 @@ struct BatchNormArgs {
   int finish_warps;  // that unite the pieces of a channel
   float elements;    // of a channel
   double unbiased;
-  unsigned* counters;  // two a strip: see batch_norm_held.cuh
 
   BatchNormArgs(const BatchNormTrain& norm, const BatchNormPlan& plan)
       : n(norm), p(plan), by_strips(Divider::by(plan.strips)), by_lanes(Divider::by(plan.lanes)),
@@ -32,7 +31,6 @@ struct BatchNormArgs {
         finish_warps(plan.pieces > kFewPieces ? kBatchNormThreads / 32 : 1) {
     unbiased = static_cast<double>(norm.sizes.samples) * static_cast<double>(norm.sizes.inner) - 1;
     elements = static_cast<float>(unbiased + 1);
-    counters = reinterpret_cast<unsigned*>(norm.workspace + batch_norm_floats(plan, norm.sizes));
   }
 
   __device__ Moments* moments() const { return reinterpret_cast<Moments*>(n.workspace); }

@@ -12,12 +12,9 @@ constexpr const char* kOp = "batch_norm";
 
 using Launch = cudaError_t (*)(const BatchNormTrain&, const BatchNormPlan&, bool, cudaStream_t);
 
-void launch(BatchNormTrain n, const BatchNormPlan& plan, const Tensor& input, int64_t launches, Launch f32, Launch f16,
-            Launch bf16) {
+void launch(const BatchNormTrain& n, const BatchNormPlan& plan, const Tensor& input, Launch f32, Launch f16, Launch bf16) {
   const Launch run = n.dtype == DType::f32 ? f32 : n.dtype == DType::f16 ? f16 : bf16;
-  const Gpu gpu = gpu_of(input.get_device_index());
-  n.held = !n.frozen && launches == 1 && can_be_held(plan, gpu);  // three are as fast or faster at every size measured
-  check_launch(run(n, plan, gpu.overlap, stream_of(input)));
+  check_launch(run(n, plan, gpu_of(input.get_device_index()).overlap, stream_of(input)));
 }
 
 bool is_float(const Tensor& t) {
@@ -71,7 +68,7 @@ using Recorded = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor>;
 Recorded forward(const Tensor& input_, const OptionalTensor& running_mean, const OptionalTensor& running_var,
                  const OptionalTensor& batches, const OptionalTensor& weight, const OptionalTensor& bias, bool training,
                  double momentum, double eps, const OptionalTensor& residual_, int64_t activation, double low, double high,
-                 const OptionalTensor& scale, const OptionalTensor& input_bias, int64_t launches, bool keeps_signs) {
+                 const OptionalTensor& scale, const OptionalTensor& input_bias, bool keeps_signs) {
   BatchNormTrain n{};
   BatchNormPlan plan;
   if (!plan_of(input_, &n.sizes, &plan)) return {};
@@ -113,7 +110,7 @@ Recorded forward(const Tensor& input_, const OptionalTensor& running_mean, const
   n.momentum = momentum;
   n.frozen = !training;
   n.dtype = dtype_of(input, kOp);
-  launch(n, plan, input, launches, batch_norm_forward_f32, batch_norm_forward_f16, batch_norm_forward_bf16);
+  launch(n, plan, input, batch_norm_forward_f32, batch_norm_forward_f16, batch_norm_forward_bf16);
   return {out, coefficients, signs};
 }
 
@@ -121,9 +118,9 @@ Recorded batch_norm_recorded(const Tensor& input, const OptionalTensor& running_
                              const OptionalTensor& batches, const OptionalTensor& weight, const OptionalTensor& bias,
                              bool training, double momentum, double eps, const OptionalTensor& residual,
                              int64_t activation, double low, double high, const OptionalTensor& scale,
-                             const OptionalTensor& input_bias, int64_t launches) {
+                             const OptionalTensor& input_bias) {
   return forward(input, running_mean, running_var, batches, weight, bias, training, momentum, eps, residual, activation,
-                 low, high, scale, input_bias, launches, true);
+                 low, high, scale, input_bias, true);
 }
 
 OptionalTensor batch_norm_or_none(const Tensor& input, const OptionalTensor& running_mean,
@@ -131,9 +128,9 @@ OptionalTensor batch_norm_or_none(const Tensor& input, const OptionalTensor& run
                                   const OptionalTensor& weight, const OptionalTensor& bias, bool training,
                                   double momentum, double eps, const OptionalTensor& residual, int64_t activation,
                                   double low, double high, const OptionalTensor& scale,
-                                  const OptionalTensor& input_bias, int64_t launches) {
+                                  const OptionalTensor& input_bias) {
   return std::get<0>(forward(input, running_mean, running_var, batches, weight, bias, training, momentum, eps, residual,
-                             activation, low, high, scale, input_bias, launches, false));
+                             activation, low, high, scale, input_bias, false));
 }
 
 OptionalTensor room_for(bool wanted, const OptionalTensor& like) {
@@ -150,7 +147,7 @@ Gradients batch_norm_backward(const Tensor& grad_, const Tensor& input_, const T
                               const OptionalTensor& bias, bool training, int64_t activation, double low, double high,
                               bool of_input, bool of_weight, bool of_bias, bool of_residual, const OptionalTensor& scale,
                               const OptionalTensor& input_bias, double eps, bool of_scale, bool of_input_bias,
-                              const OptionalTensor& running_mean, const OptionalTensor& running_var, int64_t launches) {
+                              const OptionalTensor& running_mean, const OptionalTensor& running_var) {
   BatchNormTrain n{};
   BatchNormPlan plan;
   if (!plan_of(input_, &n.sizes, &plan) || !same_layout(grad_, input_)) return {};
@@ -190,7 +187,7 @@ Gradients batch_norm_backward(const Tensor& grad_, const Tensor& input_, const T
   n.activation = activation_of(kOp, activation, low, high);
   n.frozen = !training;
   n.dtype = dtype_of(input, kOp);
-  launch(n, plan, input, launches, batch_norm_backward_f32, batch_norm_backward_f16, batch_norm_backward_bf16);
+  launch(n, plan, input, batch_norm_backward_f32, batch_norm_backward_f16, batch_norm_backward_bf16);
   return {dx, dw, db, dresidual, ds, dc};
 }
 

@@ -38,7 +38,6 @@ struct BatchNormTrain {
   double eps, momentum;
   ActivationArgs activation;
   bool frozen;  // by running statistics, on which no gradient depends
-  bool held;    // in one launch: see batch_norm_held.cuh
   DType dtype;
 };
 

@@ -92,20 +92,7 @@ inline bool make_batch_norm_plan(const BatchNormSizes& s, BatchNormPlan* plan) {
   return p.rows < (int64_t{1} << 30) && p.items < (int64_t{1} << 31) && between < (int64_t{1} << 32);
 }
 
-// Floats of scratch memory: forward three a piece of a channel, backward two, and two a channel; then two counters a strip.
-inline int64_t batch_norm_floats(const BatchNormPlan& p, const BatchNormSizes& s) { return s.channels * (3 * p.pieces + 2); }
-inline int64_t batch_norm_workspace(const BatchNormPlan& p, const BatchNormSizes& s) {
-  return batch_norm_floats(p, s) + 2 * p.strips;
-}
-
-// In one launch: so many blocks on each multiprocessor at once, each with so much shared memory for what it keeps.
-constexpr int kBatchBlocksHeld = 3;
-constexpr int kBatchHeldBytes = 60 * 1024;
-
-// Whether all pieces are worked on at once on such a GPU.
-inline bool can_be_held(const BatchNormPlan& p, const Gpu& gpu) {
-  const bool fits = gpu.clusters && gpu.cooperative && gpu.shared / kBatchBlocksHeld >= kBatchHeldBytes + 15 * 1024;
-  return fits && p.vec == kBatchNormVec && p.threads == kBatchNormThreads && p.items <= kBatchBlocksHeld * gpu.multiprocessors;
-}
+// Floats of scratch memory: forward three a piece of a channel, backward two, and two a channel.
+inline int64_t batch_norm_workspace(const BatchNormPlan& p, const BatchNormSizes& s) { return s.channels * (3 * p.pieces + 2); }
 
 }  // namespace normswap

@@ -55,7 +55,7 @@ std::pair<IValue, IValue> computed(Kind kind, const Given& g) {
     torch::jit::push(stack, g.x);
     for (const Tensor& t : g.statistics) stack.emplace_back(optional(t));
     torch::jit::push(stack, optional(g.weight), optional(g.bias), true, g.momentum, g.eps, optional(g.behind), code, low,
-                     high, IValue(), IValue(), 0);
+                     high, IValue(), IValue());
     callee(kind, options, stack);
     return {std::move(stack[0]), IValue()};
   }

@@ -131,7 +131,7 @@ variable_list of_channels(Kind kind, const variable_list& grads, const variable_
                    wanted[kBias], wanted[kResidual]);
   if (kind == kBatchNorm) {
     torch::jit::push(stack, optional(saved[kScale]), optional(saved[kInputBias]), n[kEps], wanted[kScale],
-                     wanted[kInputBias], optional(saved[kMean]), optional(saved[kVar]), 0);
+                     wanted[kInputBias], optional(saved[kMean]), optional(saved[kVar]));
   }
   (kind == kBatchNorm ? batch : groups).callBoxed(stack);
   variable_list made(kLearning);

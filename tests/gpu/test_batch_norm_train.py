@@ -128,28 +128,6 @@ def test_resnets_with_relu_and_residual(shape: tuple[int, ...], dtype: torch.dty
 
 @by_dtype
 @by_layout
-@pytest.mark.parametrize("shape", (*SHAPES, *RESNET50), ids=str)
-def test_one_launch_gives_the_bits_of_three(shape: tuple[int, ...], dtype: torch.dtype, last: bool) -> None:
-    """Forward and backward, whatever of the tensor is held on chip in between."""
-    torch.manual_seed(0)
-    n, code = torch.ops.normswap, RELU.code
-    x, residual, dy = (laid_out(drawn(shape, dtype, 1.0), last) for _ in range(3))
-    weight, bias = (drawn((shape[1],), torch.float32, 1.0) for _ in range(2))
-    for added in (None, residual):
-        found = []
-        for launches in (0, 1):
-            stats = torch.zeros(shape[1], device=DEVICE), torch.ones(shape[1], device=DEVICE)
-            settings = (weight, bias, True, 0.3, 1e-3, added, code, 0.0, 0.0, None, None, launches)
-            y, coefficients, signs = n.batch_norm_recorded(x, *stats, None, *settings)
-            wanted = (True, True, True, added is not None, None, None, 1e-3, False, False, None, None, launches)
-            given = (dy, x, coefficients, signs, None, weight, bias, True, code, 0.0, 0.0)
-            gradients = n.batch_norm_backward(*given, *wanted)
-            found.append([t for t in (y, coefficients, signs, *stats, *gradients) if t is not None])
-        assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-
-
-@by_dtype
-@by_layout
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("training", (True, False), ids=("training", "frozen"))
 @pytest.mark.case("bn-frozen")
@@ -297,7 +275,7 @@ def test_a_training_block_under_autocast(lower: torch.dtype) -> None:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             ours = fast(x)
         theirs = model(x)
-    assert sum("forward_held" in event.name or "batch_apply" in event.name for event in seen.events()) == 3
+    assert sum("batch_apply" in event.name for event in seen.events()) == 3
     torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1)
     assert_close(fast[1].bn.running_mean, model[1].bn.running_mean, "running mean")
     assert int(fast[1].bn.num_batches_tracked) == int(model[1].bn.num_batches_tracked)
