@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +19,9 @@ class Rejection:
     detail: str
 
 
-def unreadable(module: nn.Module, reads: Sequence[str]) -> Rejection | None:
-    """Why reading an attribute of self may give something else than the parameter, buffer or leaf of that name."""
-    if reads and (rejection := own_getattr(module)) is not None:
-        return rejection
-    for name in reads:
-        child = module._modules.get(name)
-        registered = child is not None or isinstance(own_tensors(module).get(name), Tensor)
-        if not registered or name in module.__dict__ or inspect.getattr_static(type(module), name, None) is not None:
-            return Rejection(Reason.UNSUPPORTED, f"self.{name} is not a Parameter, a buffer or a child")
-        if child is not None and any(True for _ in child.children()):
-            return Rejection(Reason.CHILD, f"self.{name} has children")
-    return None
+def is_hidden(module: nn.Module, name: str) -> bool:
+    """Whether ``module.name`` is another thing than the parameter, buffer or child of that name."""
+    return name in module.__dict__ or inspect.getattr_static(type(module), name, None) is not None
 
 
 def own_getattr(module: nn.Module) -> Rejection | None:

@@ -14,10 +14,10 @@ from torch import nn
 
 from normswap import reference
 from normswap.forwards.batch_norm import RANKS
-from normswap.forwards.plain import is_plain, is_unhooked
+from normswap.forwards.plain import TRANSPOSED, is_plain, is_unhooked
 from normswap.installed import class_before
 from normswap.regions.ending import children_behind
-from normswap.regions.foldings import TRANSPOSED, is_foldable, why_apart
+from normswap.regions.foldings import is_foldable, why_apart
 from normswap.regions.spec import Region
 from normswap.regions.through_methods import attributes_in, may_be_any, through_methods
 from normswap.rules import region as region_rule

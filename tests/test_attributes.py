@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from normswap import attributes
-from normswap.plans import Reason
 
 
 class Block(nn.Module):
@@ -35,8 +33,6 @@ class Peeks(nn.Module):
         super().__init__()
         self.plain = torch.ones(3)
         self.nested = nn.Sequential(nn.Linear(6, 6))
-        self.none = None
-        self.register_buffer("missing", None)
         self.register_buffer("shadowed", torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,28 +48,15 @@ class OwnGetattr(Block):
         return super().__getattr__(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        *(("plain", Reason.UNSUPPORTED), ("none", Reason.UNSUPPORTED), ("missing", Reason.UNSUPPORTED)),
-        *(("answer", Reason.UNSUPPORTED), ("training", Reason.UNSUPPORTED), ("nowhere", Reason.UNSUPPORTED)),
-        *(("shadowed", Reason.UNSUPPORTED), ("nested", Reason.CHILD)),
-    ],
-)
-def test_only_registered_tensors_and_leaves_can_be_read(name: str, reason: Reason) -> None:
+def test_what_hides_a_registered_one() -> None:
     module = Peeks()
     module.__dict__["shadowed"] = 3
-    rejection = attributes.unreadable(module, (name,))
-    assert rejection is not None and rejection.reason is reason and f"self.{name}" in rejection.detail
+    hidden = {name: attributes.is_hidden(module, name) for name in ("plain", "answer", "shadowed", "nested", "nowhere")}
+    assert hidden == {"plain": True, "answer": True, "shadowed": True, "nested": False, "nowhere": False}
+    assert not attributes.is_hidden(Block(), "scale")
 
 
-def test_a_getattr_of_its_own_makes_a_module_unreadable() -> None:
-    rejection = attributes.unreadable(OwnGetattr(), ("scale",))
+def test_a_getattr_of_its_own_is_not_trusted() -> None:
+    rejection = attributes.own_getattr(OwnGetattr())
     assert rejection is not None and "__getattr__" in rejection.detail
-    assert attributes.unreadable(Block(), ("scale", "gemm", "bn")) is None
-
-
-def test_where_nothing_is_read_how_it_is_looked_up_is_all_the_same() -> None:
-    own = type("Own", (nn.Linear,), {"__getattr__": lambda self, name: nn.Module.__getattr__(self, name)})(2, 2)
-    assert attributes.unreadable(own, ()) is None
-    assert attributes.unreadable(own, ("weight",)) is not None
+    assert attributes.own_getattr(Block()) is None

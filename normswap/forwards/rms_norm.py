@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -19,11 +19,6 @@ _Forward = Callable[..., Tensor]
 
 SELF = "self."
 """Before the name of an attribute of the module, in a match: the match stands on this value of it."""
-
-
-def methods_of(cls: type[nn.Module], names: Iterable[str]) -> dict[str, Any]:
-    """The functions that are methods of ``cls`` now, by name."""
-    return {name: inspect.getattr_static(cls, name, None) for name in names}
 
 
 def by_hand_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
@@ -73,7 +68,8 @@ class _Site:
         self.dtypes = frozenset(_dtypes(pair) for pair in attributes["dtypes"].split())
         self.settings = tuple((key[len(SELF) :], v) for key, v in attributes.items() if key.startswith(SELF))
         self.globals: dict[str, Any] = getattr(base_forward, "__globals__", {})
-        methods = methods_of(replaced.original, attributes.get("methods", "").split())
+        names = attributes.get("methods", "").split()
+        methods = {name: inspect.getattr_static(replaced.original, name, None) for name in names}
         functions = {name: self.globals.get(name) for name in attributes.get("functions", "").split()}
         self.methods = tuple((name, method, code_of(method)) for name, method in methods.items())
         self.functions = tuple((name, function, code_of(function)) for name, function in functions.items())

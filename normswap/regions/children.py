@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from normswap.forwards.plain import is_bare, is_plain
+from normswap.forwards.plain import DROPOUTS, is_bare, is_plain
 from normswap.installed import original_class
 from normswap.ops import at_once
 from normswap.ops.at_once import PASSING
@@ -31,11 +31,10 @@ def hands_on(child: Any) -> bool:
     if type(child) is nn.Identity:
         return is_plain(child, nn.Identity)
     cls = type(child)
-    return cls in _DROPOUTS and is_plain(child, cls) and (not child.training or child.p == 0)
+    return cls in DROPOUTS and is_plain(child, cls) and (not child.training or child.p == 0)
 
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-PASSING.update({cls: cls is not nn.Identity for cls in (nn.Identity, *_DROPOUTS)})
+PASSING.update({cls: cls is not nn.Identity for cls in (nn.Identity, *DROPOUTS)})
 
 
 class Beside:

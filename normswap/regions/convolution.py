@@ -11,13 +11,13 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from normswap import ops
 from normswap.activation import NONE, Activation
-from normswap.forwards.plain import is_bare, is_plain
+from normswap.forwards.plain import CONVOLUTIONS, TRANSPOSED, is_bare, is_plain
 from normswap.forwards.replaced import Replaced
 from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, autocasts, direct_op, lowered_to
 from normswap.regions.activations import activation_of
 from normswap.regions.children import child_at
 from normswap.regions.ending import Ending
-from normswap.regions.foldings import CONVOLUTIONS, RELU, TRANSPOSED, is_foldable, takes
+from normswap.regions.foldings import RELU, is_foldable, takes
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, children_of
 

@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from normswap.attributes import Rejection
-from normswap.forwards.plain import calls_forward, is_plain, is_unhooked
+from normswap.attributes import Rejection, is_hidden
+from normswap.forwards.plain import CONVOLUTIONS, calls_forward, is_plain, is_unhooked
 from normswap.forwards.replaced import once_a_code
 from normswap.installed import original_class
 from normswap.regions.flow import SEES_LOCALS
-from normswap.regions.foldings import CONVOLUTIONS
 from normswap.source import definition
 
 _LOWERED = (nn.Linear, *CONVOLUTIONS)
@@ -35,10 +34,8 @@ def only_multiplies(child: Any) -> bool:
 
 
 def _is_lowered(module: nn.Module, name: str) -> bool:
-    child = module._modules.get(name)
-    cls = type(child)
-    hidden = name in module.__dict__ or hasattr(type(module), name)
-    return cls in _LOWERED and not hidden and is_plain(child, cls)
+    child: Any = module._modules.get(name)
+    return type(child) in _LOWERED and not is_hidden(module, name) and is_plain(child, type(child))
 
 
 @once_a_code

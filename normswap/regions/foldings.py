@@ -9,13 +9,10 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from normswap.activation import NONE, Activation
-from normswap.forwards.plain import calls_forward, is_bare, is_plain_itself
+from normswap.forwards.plain import CONVOLUTIONS, calls_forward, is_bare, is_plain_itself
 from normswap.regions.children import child_at
 from normswap.regions.padding import convolves_last
 from normswap.regions.spec import FOLDINGS, Region
-
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 
 RELU = Activation("relu")
 

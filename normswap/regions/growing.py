@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from normswap.attributes import is_hidden
+from normswap.forwards.plain import DROPOUTS
 from normswap.kinds import NORMS
 from normswap.plans import Match
 from normswap.regions.activations import called_activation, sigmoid_times
@@ -26,7 +27,7 @@ CHANNELS = tuple(norm.name for norm in NORMS.values() if not norm.rows)
 FEEDING = tuple(norm.name for norm in NORMS.values() if norm.widens)
 """Kinds that autocast runs in float32."""
 ADDS: tuple[Any, ...] = ("+", torch.add, ".add()")
-PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+PASSING = (nn.Identity, *DROPOUTS)
 
 
 @dataclass
@@ -71,8 +72,7 @@ def child_called(op: Op) -> str:
 def child_of(module: nn.Module, op: Op) -> nn.Module | None:
     """The child of ``module`` that ``op`` calls."""
     name = child_called(op)
-    hidden = name in module.__dict__ or inspect.getattr_static(type(module), name, None) is not None
-    return None if hidden else module._modules.get(name)
+    return None if is_hidden(module, name) else module._modules.get(name)
 
 
 def passing(module: nn.Module, op: Op) -> str:

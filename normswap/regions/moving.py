@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from normswap.forwards.plain import CONVOLUTIONS
 from normswap.kinds import NORMS
 from normswap.regions.flow import Attribute, Constant, Flow, Leaf, Op, Value
 from normswap.regions.spec import qualified
@@ -22,8 +23,7 @@ _PURE_METHODS = frozenset(
     }
 )
 _ONLY_COMPUTE = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+    *(nn.Linear, *CONVOLUTIONS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
     *(nn.Sequential, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.Upsample),
 )
 _ChildOf = Callable[[Op], nn.Module | None]
@@ -40,32 +40,29 @@ def beside_of(
     if flow.opaque_between(first, last):
         return None
     between = [op for op in flow.ops if first < op.order < last and id(op) not in own]
-    called = {str(op.target)[len("self.") :]: child for op in between if (child := child_of(op)) is not None}
-    if _shares_state(ops, between, child_of) or (between and any(map(_updates, ops))):
+    called, inside = _called(between, child_of), _called(ops, child_of)
+    read = (_path_of(value) for op in between for value in (*op.args, *op.keywords.values()))
+    # A BatchNorm in training writes its running statistics.
+    shares_state = not _modules_of(called).isdisjoint(_modules_of(inside)) or any(
+        path == name or path.startswith(f"{name}.") for path in read for name in inside
+    )
+    if shares_state or (between and any(map(_updates, ops))):
         return None
     if not all(_is_pure(op) or (not shared and _only_computes(child_of(op), norm_of)) for op in between):
         return None
-    names = {
-        t.id
-        for op in ops
-        for t in (*getattr(op.statement, "targets", ()), getattr(op.statement, "target", None))
-        if isinstance(t, ast.Name)
-    }
-    if names & flow.captured:
+    targets = (t for op in ops for t in (*getattr(op.statement, "targets", ()), getattr(op.statement, "target", None)))
+    if any(isinstance(target, ast.Name) and target.id in flow.captured for target in targets):
         return None
-    return {name: tuple(sorted({qualified(type(m)) for m in c.modules()})) for name, c in called.items()}
+    return {name: tuple(sorted({qualified(type(m)) for m in child.modules()})) for name, child in called.items()}
 
 
-def _shares_state(ops: Sequence[Op], between: Sequence[Op], child_of: _ChildOf) -> bool:
-    """Whether ``between`` calls a module that ``ops`` call, or computes with what that keeps: a BatchNorm in training
-    writes its running statistics."""
-    own = {str(op.target)[len("self.") :]: child for op in ops if (child := child_of(op)) is not None}
-    within = {id(module) for child in own.values() for module in child.modules()}
-    others = (child for op in between if (child := child_of(op)) is not None)
-    read = (_path_of(value) for op in between for value in (*op.args, *op.keywords.values()))
-    return any(id(m) in within for child in others for m in child.modules()) or any(
-        path == name or path.startswith(f"{name}.") for path in read for name in own
-    )
+def _called(ops: Sequence[Op], child_of: _ChildOf) -> dict[str, nn.Module]:
+    """The children that they call, by name."""
+    return {str(op.target)[len("self.") :]: child for op in ops if (child := child_of(op)) is not None}
+
+
+def _modules_of(children: Mapping[str, nn.Module]) -> set[int]:
+    return {id(module) for child in children.values() for module in child.modules()}
 
 
 def _updates(op: Op) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from normswap.attributes import is_hidden, own_tensors
+
 _UNKNOWN = object()
 
 
@@ -68,11 +70,7 @@ class Owner:
         """Whether it is an attribute of a parameter or buffer of self."""
         match node:
             case ast.Attribute(value=ast.Attribute(value=owner, attr=name)) if self.is_it(owner):
-                hidden = (
-                    name in self.module.__dict__ or inspect.getattr_static(type(self.module), name, None) is not None
-                )
-                own = {**self.module._parameters, **self.module._buffers}
-                return not hidden and isinstance(own.get(name), torch.Tensor)
+                return not is_hidden(self.module, name) and isinstance(own_tensors(self.module).get(name), torch.Tensor)
         return False
 
     def is_computed(self, path: str) -> bool:

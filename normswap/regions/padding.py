@@ -14,7 +14,7 @@ from torch import nn
 from normswap.attributes import Rejection, own_getattr
 from normswap.forwards.plain import calls_forward
 from normswap.regions.flow import SEES_LOCALS
-from normswap.regions.straight import PLAIN
+from normswap.regions.straight import PLAIN, method_of
 from normswap.source import definition, global_named
 
 _PADDED = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -26,8 +26,8 @@ def convolves_last(module: Any) -> bool:
     """Whether what ``module`` gives is a convolution by its weight and bias of something in which their values have no
     part: another weight and bias then change the convolution alone."""
     cls = type(module)
-    forward = inspect.getattr_static(cls, "forward", None)
-    if not isinstance(module, _PADDED) or not isinstance(forward, types.FunctionType):
+    forward = method_of(cls, "forward")
+    if not isinstance(module, _PADDED) or forward is None:
         return False
     if hasattr(cls, "weight") or hasattr(cls, "bias"):  # it hides what is registered
         return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import inspect
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from normswap.attributes import own_getattr
+from normswap.attributes import is_hidden, own_getattr
 from normswap.regions.flow import SEES_LOCALS
 from normswap.regions.foldings import is_convolution
 from normswap.source import definition, global_named
@@ -40,7 +39,7 @@ def through_methods(
         return
     mentions = sum(filter(None, named), Counter[str]())
     for norm in norms:
-        if mentions[norm] != 1 or _is_hidden(owner, norm):
+        if mentions[norm] != 1 or is_hidden(owner, norm):
             continue
         within, call = next(((name, one) for name, tree in trees.items() for one in _calls(norm, tree)), ("", None))
         sources = _Sources(owner, functions, trees)
@@ -73,7 +72,7 @@ class _Sources:
         self.calls[id(node)] = child
         if child in self.trees:
             return self._returned(self.trees[child], child)
-        if _is_hidden(self.owner, child) or not is_convolution(self.owner._modules.get(child)):
+        if is_hidden(self.owner, child) or not is_convolution(self.owner._modules.get(child)):
             return False
         self.convolution = self.convolution or child
         return child == self.convolution and len(node.args) == 1 and not node.keywords
@@ -153,10 +152,6 @@ def _own(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 def _parameters(tree: ast.FunctionDef) -> list[str]:
     return [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args)]
-
-
-def _is_hidden(owner: nn.Module, child: str) -> bool:
-    return child in owner.__dict__ or inspect.getattr_static(type(owner), child, None) is not None
 
 
 def _is_beyond(tree: ast.FunctionDef) -> bool:

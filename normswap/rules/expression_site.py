@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from normswap import source
 from normswap.forwards.replaced import code_of, once_a_code
 from normswap.plans import Reason, Refusal
+from normswap.regions.straight import method_of
 from normswap.rules.module_site import is_ours, parametrized_names, why_replaced
 
 DIVISION = frozenset({"/", "div", "divide", "true_divide"})
@@ -27,8 +28,7 @@ ABS = frozenset({"abs", "absolute"})
 
 def class_forward(module: nn.Module) -> types.FunctionType | None:
     """The plain function behind ``type(module).forward``; None where there is none, or the module is ours."""
-    forward = inspect.getattr_static(type(module), "forward", None)
-    return None if is_ours(module) or not isinstance(forward, types.FunctionType) else forward
+    return None if is_ours(module) else method_of(type(module), "forward")
 
 
 @once_a_code

@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
 from normswap.attributes import Rejection
+from normswap.forwards.plain import is_bare
 from normswap.plans import Match, Reason, Refusal
 from normswap.regions import flow
 from normswap.regions.growing import child_called, child_of
 from normswap.regions.linear import linear_before
 from normswap.regions.sequential import in_a_row
 from normswap.rules.expression_site import called_name, class_forward, flow_of, names_in, not_rewritable
-from normswap.rules.module_site import settled_type, why_not_linear_and_batch_norm
+from normswap.rules.module_site import is_lazy, settled_type, why_not_exact
 from normswap.rules.region import readings
 
 KIND = "linear_scale_batch_norm"
@@ -31,8 +33,8 @@ def why_apart(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | N
     linear, norm = next(_in_a_row(module) if in_a_row else _called(module, forward), ("", ""))
     if not linear:
         return None
-    refusal = not_rewritable(module, KIND) or why_not_linear_and_batch_norm(KIND, module, linear, norm)
-    if refusal is not None:
+    refusal = not_rewritable(module, KIND) or _why_not_plain(module, linear, nn.Linear)
+    if (refusal := refusal or _why_not_plain(module, norm, nn.BatchNorm1d)) is not None:
         return refusal
     regions = (region for reading in readings(module, find, baked=True) for region in reading.regions)
     if apart := next((region.apart for region in regions if region.norm == norm), ""):
@@ -40,6 +42,17 @@ def why_apart(module: nn.Module, find: Callable[[nn.Module], Match | Refusal | N
     if in_a_row:
         return Refusal(KIND, Reason.UNSUPPORTED, f"{type(module).__name__} has its own __iter__")
     return _another(module, forward, linear, norm)
+
+
+def _why_not_plain(module: nn.Module, name: str, expected: type[nn.Module]) -> Refusal | None:
+    """Why the child ``name`` is not a plain ``expected`` without hooks."""
+    child: Any = module._modules[name]
+    if is_lazy(child):
+        return Refusal(KIND, Reason.LAZY, f"self.{name}")
+    if (difference := why_not_exact(child, expected)) is not None:
+        reason, detail = difference
+        return Refusal(KIND, Reason.CHILD, f"self.{name}: {detail if reason is Reason.SUBCLASS else reason.sentence}")
+    return None if is_bare(child.__dict__) else Refusal(KIND, Reason.CHILD, f"self.{name} carries hooks")
 
 
 def _in_a_row(module: nn.Module) -> Iterator[tuple[str, str]]:

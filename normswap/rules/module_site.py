@@ -20,8 +20,6 @@ from normswap.kinds import NORMS, Norm
 from normswap.plans import Match, Reason, Refusal
 from normswap.source import definition, global_named, takes_another_argument
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where a module keeps its hooks."""
 TENSORS = ("weight", "bias", "running_mean", "running_var")
 """What a norm or a Linear keeps as parameters and buffers: copies, casts and proofs go by these."""
 
@@ -78,29 +76,6 @@ def why_replaced(module: nn.Module) -> Reason | None:
     if "forward" not in module.__dict__:
         return None
     return Reason.DISPATCHED if "_hf_hook" in module.__dict__ else Reason.INSTANCE_FORWARD
-
-
-def why_not_plain(kind: str, name: str, child: nn.Module | None, expected: type[nn.Module]) -> Refusal | None:
-    """Why the child ``name`` that an expression of ``kind`` calls is not a plain ``expected`` without hooks."""
-    if child is None or is_lazy(child):
-        return Refusal(kind, Reason.LAZY, f"self.{name}")
-    if (difference := why_not_exact(child, expected)) is not None:
-        reason, detail = difference
-        return Refusal(kind, Reason.CHILD, f"self.{name}: {detail if reason is Reason.SUBCLASS else reason.sentence}")
-    if any(getattr(child, hooks) for hooks in HOOKS):
-        return Refusal(kind, Reason.CHILD, f"self.{name} carries hooks")
-    return None
-
-
-def why_not_linear_and_batch_norm(kind: str, module: nn.Module, linear: str, batch_norm: str) -> Refusal | None:
-    """Why the children of these names are not a plain nn.Linear and an nn.BatchNorm1d of its output."""
-    children = module._modules[linear], module._modules[batch_norm]
-    for name, child, expected in zip((linear, batch_norm), children, (nn.Linear, nn.BatchNorm1d), strict=True):
-        if (refusal := why_not_plain(kind, name, child, expected)) is not None:
-            return refusal
-    if children[0].out_features != children[1].num_features:  # type: ignore[union-attr]
-        return Refusal(kind, Reason.UNSUPPORTED, f"self.{linear} and self.{batch_norm} differ in channels")
-    return None
 
 
 def parametrized_names(module: nn.Module) -> str:

@@ -6,7 +6,6 @@ The norms themselves are sites of their own: a region stands beside them and goe
 from __future__ import annotations
 
 import ast
-import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from normswap.regions.foldings import by_default, is_foldable
 from normswap.regions.patterns import NAMES, regions_of
 from normswap.regions.sequential import in_a_row
 from normswap.regions.spec import Region
+from normswap.regions.straight import method_of
 from normswap.regions.through_methods import through_methods
 from normswap.rules.expression_site import class_forward, names_in, not_rewritable
 
@@ -108,8 +108,8 @@ def methods_of(module: nn.Module, forward: types.FunctionType) -> dict[str, type
     found, waiting = {"forward": forward}, [forward]
     while waiting:
         for name in sorted(names_in(waiting.pop()) - found.keys()):
-            method = inspect.getattr_static(type(module), name, None)
-            if isinstance(method, types.FunctionType) and not method.__module__.startswith("torch.nn.modules"):
+            method = method_of(type(module), name)
+            if method is not None and not method.__module__.startswith("torch.nn.modules"):
                 found[name] = method
                 waiting.append(method)
     return found

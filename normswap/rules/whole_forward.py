@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from normswap.attributes import Rejection, own_getattr, own_tensors, unreadable
+from normswap.attributes import Rejection, is_hidden, own_getattr, own_tensors
 from normswap.plans import Match, Reason, Refusal
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
 from normswap.regions.formula import FORMULAS, Formula, Found
@@ -151,13 +151,14 @@ def _attributes(module: nn.Module, read: Straight) -> tuple[tuple[str, ...], dic
     for name in read.reads:
         value = plain_value(module, name)
         if isinstance(value, Tensor) and name in own_tensors(module):
+            if is_hidden(module, name):
+                raise NotTheNorm(f"self.{name} is not a Parameter, a buffer or a child")
             tensors.append(name)
         elif type(value) in PLAIN:
             plain[name] = value
         else:
             raise NotTheNorm(f"forward reads self.{name}, which is no tensor, number or flag")
     plain.pop("training", None)
-    _understood(unreadable(module, tensors))
     return tuple(tensors), plain
 
 
