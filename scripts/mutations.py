@@ -39,9 +39,9 @@ regions/growing.py: used twice is only what has a name, and a flow gives one to 
 proof/compare.py: a CPU has no kernel to witness
     self.x.is_cuda
     (True)
-regions/flow.py: a copy is read then, more slowly
-    may_be_inlined(tree, forward.__globals__)
-    (True)
+regions/inline.py: a copy is read then, more slowly
+    not any(isinstance(one, types.FunctionType) and _line_of(one) is not None for one in functions)
+    (False)
 regions/spelling.py: only norms have a p
     "norm" in name and "p" in bound and name != "normalize"
     ('p' in bound and name != 'normalize')

@@ -20,7 +20,7 @@ from torch import nn
 
 from normswap.attributes import Rejection, own_getattr
 from normswap.plans import Reason
-from normswap.regions.inline import inlined, may_be_inlined
+from normswap.regions.inline import inlined
 from normswap.regions.owner import Owner
 from normswap.source import definition, undecorated
 
@@ -122,9 +122,7 @@ def read(module: nn.Module, forward: types.FunctionType) -> Flow | Rejection:
         return Rejection(Reason.NOT_STRAIGHT_LINE, f"forward binds {owner}")
     if seen := {node.id for node in names} & SEES_LOCALS:
         return Rejection(Reason.NOT_STRAIGHT_LINE, f"forward names {', '.join(sorted(seen))}")
-    functions: dict[str, types.FunctionType] = {}
-    if may_be_inlined(tree, forward.__globals__):
-        tree, functions = inlined(tree, forward.__globals__)
+    tree, functions = inlined(tree, forward.__globals__)
     reader = Reader(module, forward, tree)
     reader.read_all(tree.body)
     return Flow(tree, forward, reader.ops, reader.effects, reader.conditions, _captured(tree), functions, reader.locals)

@@ -28,10 +28,7 @@ def is_foldable(norm: Any) -> bool:
 
 
 def why_apart(
-    child: nn.Module | None,
-    used_once: bool,
-    padded: bool = False,
-    classes: tuple[type[nn.Module], ...] = CONVOLUTIONS,
+    child: nn.Module | None, used_once: bool, padded: bool = False, classes: tuple[type[nn.Module], ...] = CONVOLUTIONS
 ) -> str:
     """Why a norm is not folded into the ``child`` before it, a convolution or one of other ``classes``, "" where it can
     be; ``padded``: also into one that pads in its own way, a subclass too."""

@@ -18,20 +18,17 @@ _SIMPLE = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Slice, ast.
 def inlined(
     tree: ast.FunctionDef, names: Mapping[str, Any], chosen: Callable[[ast.Call], bool] = lambda call: True
 ) -> tuple[ast.FunctionDef, dict[str, types.FunctionType]]:
-    """A copy of ``tree`` with the calls that are ``chosen`` replaced, and the functions they called by name; ``names``
+    """``tree``, or a copy with the calls that are ``chosen`` replaced, and the functions they called by name; ``names``
     are the globals. The sum has the place of the call, the product one that ends a character earlier."""
     locals_ = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     locals_ |= {argument.arg for argument in ast.walk(tree.args) if isinstance(argument, ast.arg)}
+    called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    functions = [names.get(name) for name in called - locals_]
+    if not any(isinstance(one, types.FunctionType) and _line_of(one) is not None for one in functions):
+        return tree, {}
     inliner = _Inliner({name: value for name, value in names.items() if name not in locals_}, chosen)
     made = inliner.visit(copy.deepcopy(tree))
     return made, inliner.found
-
-
-def may_be_inlined(tree: ast.FunctionDef, names: Mapping[str, Any]) -> bool:
-    """Whether a function is called there that is read as the line it returns; ``names`` are the globals."""
-    called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    functions = [names.get(name) for name in called]
-    return any(isinstance(one, types.FunctionType) and _line_of(one) is not None for one in functions)
 
 
 class _Inliner(ast.NodeTransformer):

@@ -41,10 +41,7 @@ def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
 
 
 def with_helpers(
-    replaced: Replaced,
-    attributes: Mapping[str, Any],
-    helper_of: Callable[[Compiled], Helper],
-    installed: bool = False,
+    replaced: Replaced, attributes: Mapping[str, Any], helper_of: Callable[[Compiled], Helper], installed: bool = False
 ) -> _Forward:
     """The forward to install on a subclass of ``original``, with a helper for each region. The original's own runs
     where another was put on the class since, where its source is not what was read (a pickle outlives a version of a

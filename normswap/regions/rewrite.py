@@ -94,7 +94,7 @@ def compile_regions(
         raise PlanError(f"regions: {found.detail}; plan it anew")
     places = {step.at for region in regions for step in region.steps}
     places |= {node.at for region in regions for node in region.nodes}
-    tree, _ = inlined(found, forward.__globals__, lambda call: place_of(call, found) in places)
+    tree = copy.deepcopy(inlined(found, forward.__globals__, lambda call: place_of(call, found) in places)[0])
     for key, node in enumerate(ast.walk(tree)):  # so that copies of them can be told
         setattr(node, MARK, key)
     made = [_Region(tree, forward, index, region) for index, region in enumerate(regions)]

@@ -29,33 +29,23 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     **{norm.name: ("input", *norm.signature) for norm in NORMS.values()},
 }
 _ALIASES = {
-    "exponent": "other",
-    "self": "input",
-    "x": "input",
-    "A": "input",
-    "axis": "dim",
-    "ord": "p",
-    "unbiased": "correction",
+    **{"exponent": "other", "self": "input", "x": "input", "A": "input"},
+    **{"axis": "dim", "ord": "p", "unbiased": "correction"},
 }
 
+_WORDS = {
+    **{"abs": "abs absolute", "/": "div divide true_divide", "*": "mul multiply", "+": "add", "-": "sub subtract"},
+    **{"**": "pow", "clamp": "clamp clip clamp_min"},
+    **{word: word for word in ("square", "sqrt", "rsqrt", "reciprocal", "mean", "var", "norm")},
+}
+"""Each operation's functions of torch, which are methods too."""
 _NAMES: dict[Any, str] = {
     **{symbol: symbol for symbol in ("+", "-", "*", "/", "**")},
-    **dict.fromkeys((abs, torch.abs, torch.absolute, ".abs()", ".absolute()"), "abs"),
-    **dict.fromkeys((torch.div, torch.divide, torch.true_divide, ".div()", ".divide()", ".true_divide()"), "/"),
-    **dict.fromkeys((torch.mul, torch.multiply, ".mul()", ".multiply()"), "*"),
-    **dict.fromkeys((torch.add, ".add()"), "+"),
-    **dict.fromkeys((torch.sub, torch.subtract, ".sub()", ".subtract()"), "-"),
-    **dict.fromkeys((torch.pow, ".pow()"), "**"),
-    **dict.fromkeys((torch.square, ".square()"), "square"),
-    **dict.fromkeys((torch.sqrt, ".sqrt()"), "sqrt"),
-    **dict.fromkeys((torch.rsqrt, ".rsqrt()"), "rsqrt"),
-    **dict.fromkeys((torch.reciprocal, ".reciprocal()"), "reciprocal"),
-    **dict.fromkeys((torch.mean, ".mean()"), "mean"),
-    **dict.fromkeys((torch.var, ".var()"), "var"),
-    **dict.fromkeys((torch.norm, ".norm()"), "norm"),
+    **{getattr(torch, word): name for name, words in _WORDS.items() for word in words.split()},
+    **{f".{word}()": name for name, words in _WORDS.items() for word in words.split()},
+    abs: "abs",
     torch.linalg.norm: "linalg.norm",
     torch.linalg.vector_norm: "linalg.vector_norm",
-    **dict.fromkeys((torch.clamp, torch.clip, torch.clamp_min, ".clamp()", ".clip()", ".clamp_min()"), "clamp"),
     F.normalize: "normalize",
     **{norm.function: norm.name for norm in NORMS.values()},
 }

@@ -172,11 +172,7 @@ class StraightReader(Reader):
     """Reads one function; ``above`` are those whose calls led here. Raises NotUnderstood."""
 
     def __init__(
-        self,
-        reading: _Reading,
-        function: types.FunctionType,
-        above: tuple[Any, ...] = (),
-        is_method: bool = True,
+        self, reading: _Reading, function: types.FunctionType, above: tuple[Any, ...] = (), is_method: bool = True
     ) -> None:
         tree = definition(function)
         if isinstance(tree, Rejection):

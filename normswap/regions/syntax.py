@@ -1,6 +1,7 @@
 """The nodes of a syntax tree that is rewritten: found, given other operands, placed and compiled."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import types
@@ -131,13 +132,4 @@ def codes_of(
     return found
 
 
-def _futures() -> int:
-    import __future__
-
-    flags = 0
-    for name in __future__.all_feature_names:
-        flags |= getattr(__future__, name).compiler_flag
-    return flags
-
-
-_FUTURES = _futures()
+_FUTURES = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)

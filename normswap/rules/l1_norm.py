@@ -8,15 +8,7 @@ import ast
 from torch import nn
 
 from normswap.plans import Match, Refusal
-from normswap.rules.expression_site import (
-    ABS,
-    DIVISION,
-    Flow,
-    class_forward,
-    flow_of,
-    names_in,
-    not_rewritable,
-)
+from normswap.rules.expression_site import ABS, DIVISION, Flow, class_forward, flow_of, names_in, not_rewritable
 from normswap.rules.whole_forward import NotTheNorm, Whole, judged
 
 KIND = "l1_norm"

@@ -160,27 +160,17 @@ def _served(module: nn.Module, whole: Whole, weighted: bool) -> dict[str, bool]:
     """The dtypes with which all but the last steps are in float32, and whether what is normalised is then rounded
     before the weight: of the input, or "input*weight"."""
     found: dict[str, bool] = {}
-    for x, weight in _pairs(weighted):
-        answers = {_rounds(module, whole, x, weight or x, training) for training in (False, True)}
-        if answers == {None} and not found:
-            raise NotTheNorm("forward rounds, or computes in another dtype than float32")
-        if len(answers) > 1:
-            raise NotTheNorm("forward depends on its mode")
-        if None not in answers:
-            found[_name(x) if weight is None else f"{_name(x)}*{_name(weight)}"] = bool(answers.pop())
+    for x in _FLOATS:
+        for weight in dict.fromkeys((x, torch.float32)) if weighted else (None,):
+            answers = {_rounds(module, whole, x, weight or x, training) for training in (False, True)}
+            if answers == {None} and not found:
+                raise NotTheNorm("forward rounds, or computes in another dtype than float32")
+            if len(answers) > 1:
+                raise NotTheNorm("forward depends on its mode")
+            if None not in answers:
+                pair = "*".join(str(dtype).removeprefix("torch.") for dtype in (x, weight) if dtype is not None)
+                found[pair] = bool(answers.pop())
     return found
-
-
-def _pairs(weighted: bool) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
-    """(dtype of the input, dtype of the weight), float32 first."""
-    for dtype in _FLOATS:
-        yield dtype, dtype if weighted else None
-        if weighted and dtype is not torch.float32:
-            yield dtype, torch.float32
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _rounds(module: nn.Module, whole: Whole, x: torch.dtype, weight: torch.dtype, training: bool) -> bool | None:
