@@ -13,7 +13,7 @@ from torch import nn
 
 from normswap import rules
 from normswap.plans import Match, Plan, Reason, Refusal, Refused, Site, Swap
-from normswap.regions.spec import Region, children_of
+from normswap.regions.spec import Region, children_of, qualified
 
 Filter: TypeAlias = "str | Callable[[nn.Module, str], bool] | Iterable[str | Callable[[nn.Module, str], bool]] | None"
 """A glob over qualified names (``"encoder.*"``; ``*`` crosses dots, case counts), ``"re:..."`` for a regular
@@ -39,7 +39,7 @@ def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None, un
     swaps: list[Swap] = []
     refused: list[Refused] = []
     for place, found_there in answers:
-        site = Site(place.names[0], type_name(place.module), tuple(place.names[1:]))
+        site = Site(place.names[0], qualified(type(place.module)), tuple(place.names[1:]))
         answer = _without(found_there, place.module, left_out)
         if (included is not None and not included(place)) or id(place.module) in left_out:
             refused.append(Refused(site, Refusal(answer.kind, Reason.EXCLUDED)))
@@ -48,11 +48,6 @@ def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None, un
         else:
             refused.append(Refused(site, answer))
     return Plan(tuple(swaps), tuple(refused))
-
-
-def type_name(module: nn.Module) -> str:
-    """The importable name of a module's type, as a Site has it."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 @dataclass

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from normswap import finding, hints, native, nodes, swapping, timing, untouched
+from normswap import finding, native, nodes, swapping, timing, untouched
 from normswap.arguments import check_arguments, check_choice, check_model, check_speedup
 from normswap.copying import copy_of
 from normswap.example import Example
@@ -22,7 +23,7 @@ from normswap.plans import NothingSwappedError, Plan
 from normswap.proof.prove import SiteProof, prove, unchecked
 from normswap.proof.whole_model import compare_models
 from normswap.reports import Report, merged, notes_on, rows_of
-from normswap.rollback import put_back, settle, without_asked, without_declined
+from normswap.rollback import measured_elsewhere, put_back, settle, without_asked, without_declined
 
 OnMismatch = Literal["rollback", "raise", "warn"]
 OnEmpty = Literal["warn", "raise", "ignore"]
@@ -120,7 +121,7 @@ def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
         _load(Example(target))
     with untouched.all_or_none(target):
         swapping.apply(target, plan)
-        if told := hints.measured_elsewhere(plan, hints.gpu_of(target)):
+        if told := measured_elsewhere(plan, target):
             warnings.warn(told, stacklevel=2)
         _reports[target] = _unchecked_report(target, plan)
     return target
@@ -247,7 +248,28 @@ def _kernels_line() -> str:
 def _tell_empty(model: nn.Module, report: Report, on_empty: str) -> None:
     if report.swapped or on_empty == "ignore":
         return
-    text = f"normswap: nothing was swapped ({hints.why_nothing(model, report)})"
+    text = f"normswap: nothing was swapped ({_why_nothing(model, report)})"
     if on_empty == "raise":
         raise NothingSwappedError(text)
     warnings.warn(text, stacklevel=3)
+
+
+def _why_nothing(model: nn.Module, report: Report) -> str:
+    """Why no site of ``model`` is swapped, in a few words."""
+    if report.rows:
+        became = {
+            "slower": "put back, as they are not faster here",
+            "declined": "put back, as the original's own statements run there",
+            "identity": "put back, as the model asks for their class",
+            "failed": "put back, as they did not match",
+        }
+        counts = {status: sum(row["status"] == status for row in report.rows) for status in (*became, "refused")}
+        parts = [f"{count} {became.get(status, 'left alone')}" for status, count in counts.items() if count]
+        return f"of {len(report.rows)} sites that were recognised {', '.join(parts)}; see normswap.report(model)"
+    kinds = Counter(type(module).__name__ for module in model.modules() if "norm" in type(module).__name__.lower())
+    if not kinds and isinstance(model, fx.GraphModule | torch.jit.ScriptModule):
+        return "the model was scripted, traced or exported, and holds no modules any more: optimize it before that"
+    if not kinds:
+        return "the model holds no norm that is known"
+    told = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in kinds.items())
+    return f"the model holds norms of no kind that is swapped: {told}"

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from normswap import hints, swapping, timing
+from normswap import swapping, timing
 from normswap.plans import MismatchError, Plan, Reason, Refusal, Refused, Swap
 from normswap.proof.prove import SiteProof
 from normswap.proof.whole_model import asked
@@ -62,7 +63,7 @@ def put_back(model: nn.Module, found: Plan, decision: timing.Decision) -> Plan:
     swaps = tuple(Swap(swap.site, decision.left.get(swap.site.name) or swap.match) for swap in found.swaps)
     swapping.apply(model, Plan(tuple(swap for swap in swaps if decision.left.get(swap.site.name) is not None)))
     put_back = [name for name, match in decision.left.items() if match is None]
-    left = replace(found, swaps=swaps, gpu=hints.gpu_of(model))
+    left = replace(found, swaps=swaps, gpu=gpu_of(model))
     return _without(left, dict.fromkeys(put_back, (Reason.SLOWER, "")))
 
 
@@ -75,3 +76,18 @@ def _without(found: Plan, why: Mapping[str, tuple[Reason, str]]) -> Plan:
         if swap.site.name in why
     )
     return replace(found, swaps=kept, refused=(*found.refused, *refused))
+
+
+def gpu_of(model: nn.Module) -> str:
+    """The name of the GPU that ``model`` is on; "" where it is on none."""
+    place = next((t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"), None)
+    return "" if place is None else torch.cuda.get_device_name(place)
+
+
+def measured_elsewhere(plan: Plan, model: nn.Module) -> str:
+    """What to say where ``plan`` was chosen on another GPU than ``model`` is on; "" where it was not."""
+    here = gpu_of(model)
+    if not here or plan.gpu in ("", here):
+        return ""
+    again = "measure again with normswap.optimize(normswap.revert(model), example_inputs, inplace=True)"
+    return f"normswap: what is swapped was chosen by its speed on {plan.gpu}, and this is {here}; {again}"

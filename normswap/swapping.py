@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap import installed, modules
 from normswap.plans import NormswapError, Plan, PlanError, Site, Swap
+from normswap.regions.spec import qualified
 from normswap.untouched import all_or_none, set_classes, surely
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -42,8 +43,7 @@ def swaps_in(model: nn.Module) -> tuple[Swap, ...]:
     found = []
     for name, module in model.named_modules():
         if (match := installed.site_match(module)) is not None:
-            original = installed.original_class(module)
-            found.append(Swap(Site(name, f"{original.__module__}.{original.__qualname__}"), match))
+            found.append(Swap(Site(name, qualified(installed.original_class(module))), match))
     return tuple(found)
 
 
@@ -148,7 +148,7 @@ def _at(site: Site, model: nn.Module) -> nn.Module:
     module = _submodule(model, site.name)
     if module is None:
         raise PlanError(f"plan: the model has no module {shown}; plan it anew")
-    found = f"{type(module).__module__}.{type(module).__qualname__}"
+    found = qualified(type(module))
     swapped = installed.site_match(module) is not None
     if found != site.type_name or swapped:
         found = f"a swapped {found}" if swapped else found

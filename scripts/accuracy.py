@@ -26,7 +26,7 @@ from normswap import native
 from normswap.criterion import RoundedStatistics, error_share
 from normswap.kinds import kind_of, magnitudes
 from normswap.plans import REGION, Match
-from normswap.proof.comparison import Comparison, Seen
+from normswap.proof.comparison import Comparison
 from normswap.proof.prove import Prover
 from normswap.regions.listening import listening
 from normswap.regions.rewrite import Compiled
@@ -181,7 +181,7 @@ class _One(Prover):
 
 def compared(match: Match, module: nn.Module, x: Tensor, gradients: bool) -> Comparison:
     """The swap of ``module``, or of the one region in its forward, on ``x``."""
-    proof = _One(module, type(module), match, gradients, Seen())
+    proof = _One(module, type(module), match, gradients, set())
     with suppress(_Heard):
         if match.kind != REGION:
             proof.heard(proof.compiled[0], x)

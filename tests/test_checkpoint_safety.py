@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from libraries import CASES
 from torch import nn
 
-from normswap import apply, hints, report
+from normswap import apply, report, rollback
 from normswap.checkpoint import CheckpointError, build_model, convert, load_model, open_checkpoint, same_tensors
 from normswap.cli import main
 from normswap.modules import site_match
@@ -230,11 +230,11 @@ def test_another_gpu_than_the_one_measured_on_is_told(monkeypatch: pytest.Monkey
     Path("out/normswap.json").write_text(json.dumps(manifest))
     told = r"chosen by its speed on NVIDIA H100, and this is NVIDIA A10; measure again with normswap\.optimize"
     for name in ("NVIDIA H100", ""):  # there, and where there is none
-        monkeypatch.setattr(hints, "gpu_of", lambda model, name=name: name)
+        monkeypatch.setattr(rollback, "gpu_of", lambda model, name=name: name)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model = load_model("out", trust_factory=True)
-    monkeypatch.setattr(hints, "gpu_of", lambda model: "NVIDIA A10")
+    monkeypatch.setattr(rollback, "gpu_of", lambda model: "NVIDIA A10")
     with pytest.warns(UserWarning, match=told):
         load_model("out", trust_factory=True)
     with pytest.warns(UserWarning, match=told):

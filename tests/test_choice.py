@@ -14,7 +14,7 @@ from models import Every, randomised
 from torch import Tensor, nn
 
 import normswap
-from normswap import hints
+from normswap import rollback
 from normswap.plans import Plan, Reason
 from normswap.timing import decision
 from normswap.timing.clock import Cost
@@ -97,7 +97,7 @@ def test_what_is_slower_is_put_back_and_the_rest_kept() -> None:
 
 
 def test_a_plan_says_on_which_gpu_its_choices_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hints, "gpu_of", lambda model: "NVIDIA H200")
+    monkeypatch.setattr(rollback, "gpu_of", lambda model: "NVIDIA H200")
     plan = normswap.report(optimized(blocks(), X, norms((30.0, 10.0), (10.0, 12.0)))).plan
     assert plan.gpu == Plan.from_json(plan.to_json()).gpu == "NVIDIA H200"
     assert normswap.report(normswap.optimize(blocks(), X)).plan.gpu == ""  # nothing could be timed

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normswap.plans import READ, Match, Site, Swap
 from normswap.proof import compare, pieces, prove
-from normswap.proof.comparison import Comparison, Cotangent, KernelWitness, Seen
+from normswap.proof.comparison import Comparison, Cotangent, KernelWitness
 from normswap.proof.pieces import Pieces, _has_groups, _independent_dims, pieces_of, spread
 from normswap.regions.sequential import by_itself
 
@@ -145,13 +145,22 @@ def test_pieces_are_parts_whose_result_is_a_part(name: str, elements: int, monke
         assert all(len(piece.cut(x)) >= 2 for piece in found.pieces)
 
 
-def test_what_was_seen_before() -> None:
+def test_what_was_seen_before(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    seen, x = Seen(lambda: told.append(1)), torch.zeros(2, 3)
-    assert not seen.before(x, "a") and seen.before(x + 1, "a")
+    slices: list[int | None] = []
+    monkeypatch.setattr(prove, "compare_region", lambda *_, **more: slices.append(more["slices"]) or Comparison())
+    seen: set[Any] = set()
+
+    def compared(x: Tensor, norm: nn.Module) -> int | None:
+        prover = prove.Prover(norm, type(norm), Match("layer_norm"), False, seen, lambda: told.append(1))
+        prover.heard(prover.compiled[0], x)
+        return slices.pop()
+
+    x, norm = torch.zeros(2, 3), nn.LayerNorm(3)
+    assert compared(x, norm) is None and compared(x + 1, nn.LayerNorm(3, eps=1.0)) == 2
     for other in (x.double(), x.t(), x[:1], torch.zeros(3, 2).t(), x.to("meta")):
-        assert not seen.before(other, "a")
-    assert not seen.before(x, "b") and len(told) == 8
+        assert compared(other, norm) is None
+    assert compared(x, type("Own", (nn.LayerNorm,), {})(3)) is None and len(told) == 8
 
 
 def test_the_worse_of_each() -> None:
@@ -207,16 +216,16 @@ def test_what_counts_as_an_op_of_ours() -> None:
         assert torch.zeros(2, dtype=torch.float64).dtype is torch.float64
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_its_like_is_compared_on_two_slices(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slices", [None, 2])
+def test_slices_are_compared(slices: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 16)
     monkeypatch.setattr(pieces, "SLICES", 4)
     x = torch.randn(32, 8)
     norm = randomised(nn.LayerNorm(8))
     compiled, owner = by_itself(norm, Match("layer_norm"))
     op = compare.swapped_op(compiled, type(norm), Match("layer_norm"))
-    found = compare.compare_region(compiled, op, owner, x, True, again=again)
-    assert found.coverage == (0.125 if again else 0.25) and not found.problem and found.gradients
+    found = compare.compare_region(compiled, op, owner, x, True, slices=slices)
+    assert found.coverage == (0.125 if slices else 0.25) and not found.problem and found.gradients
 
 
 def wrong(buffers: bool) -> type[nn.Module]:

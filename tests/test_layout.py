@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "untouched",
     },
     "finding": {"plans", "regions", "rules"},
-    "swapping": {"plans", "installed", "modules", "untouched"},
+    "swapping": {"plans", "installed", "modules", "regions", "untouched"},
     "kinds": {"activation", "bounds", "criterion", "forwards", "kinds", "norms", "ops", "plans"},
     "criterion": set(),
     "bounds": {"criterion"},
@@ -80,7 +80,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("regions", "untouched"),
     },
     "reports": {"plans"},
-    "hints": {"plans", "reports"},
     "fold_convolution": {"reference", "installed", "forwards", "regions", "rules", "untouched"},
     "folding": {
         *("attributes", "plans", "reference", "installed", "modules", "forwards", "regions", "rules", "untouched"),
@@ -101,7 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "copying": {"plans"},
     "example": set(),
     "arguments": {"proof"},
-    "rollback": {"swapping", "hints", "plans", "proof", "timing"},
+    "rollback": {"swapping", "plans", "proof", "timing"},
     "pipeline": {
         "arguments",
         "rollback",
@@ -117,7 +116,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "copying",
         "example",
         "reports",
-        "hints",
     },
     "checkpoint.errors": {"plans"},
     "checkpoint.files": set(),

@@ -72,7 +72,6 @@ def compare_region(
     gradients: bool,
     *,
     captured: bool = True,
-    again: bool = False,
     slices: int | None = None,
 ) -> Comparison:
     """Compare the region ``compiled`` of ``owner``, whose children are in their original classes, on ``packed``, under
@@ -80,14 +79,13 @@ def compare_region(
 
     On a large input ours runs once, and slices of samples (of samples and groups for a GroupNorm or InstanceNorm) of
     its output are compared; gradients, and a BatchNorm's batches, are those of the slices. That holds less than 512 MB
-    beyond the output, unless one sample or the weights alone are larger. There are ``slices``, or two where its like
-    was compared ``again``, or many. What was ``captured`` in a run of the model also says how a folded
-    convolution's error compares with PyTorch's own. Neither ``owner`` nor ``packed`` is changed. What the original
+    beyond the output, unless one sample or the weights alone are larger. There are ``slices``, or many. What
+    was ``captured`` in a run of the model also says how a folded convolution's error compares with PyTorch's own. Neither ``owner`` nor ``packed`` is changed. What the original
     itself raises is raised; what ours raises is a problem.
     """
     with torch.inference_mode(False):
         packed = _mapped(compiled.region, _detached, packed)
-        parts = pieces_of(compiled, owner, packed, slices or (2 if again else pieces.SLICES))
+        parts = pieces_of(compiled, owner, packed, slices or pieces.SLICES)
         found: list[Comparison] = []
         try:
             whole = _Case(compiled, fused, owner, packed, captured).ours(False) if parts.are_parts else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,23 +55,6 @@ class Comparison:
 def worst_of(found: Iterable[Comparison]) -> Comparison:
     """All of them as one."""
     return functools.reduce(Comparison.worst, found)
-
-
-class Seen:
-    """What was compared so far, by all but the values: of what is like it two slices of a large input are enough.
-    ``told`` is called at each."""
-
-    def __init__(self, told: Callable[[], object] = lambda: None) -> None:
-        self._known: set[Hashable] = set()
-        self._told = told
-
-    def before(self, x: Tensor, *of: Hashable) -> bool:
-        """Whether it was asked before of what ``of`` says and a tensor of the form of ``x``."""
-        self._told()
-        key = (*of, x.shape, x.stride(), x.dtype, x.device)
-        known = key in self._known
-        self._known.add(key)
-        return known
 
 
 class KernelWitness(TorchDispatchMode):

@@ -7,7 +7,7 @@ it was (PyTorch's result), as it was in float64 (the referee), and swapped. Only
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from normswap.installed import class_before
 from normswap.plans import Match, Swap
 from normswap.progress import progress
 from normswap.proof.compare import compare_region, declined, swapped_op
-from normswap.proof.comparison import Comparison, Seen, worst_of
+from normswap.proof.comparison import Comparison, worst_of
 from normswap.proof.made_up import made_up
 from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
@@ -66,10 +66,12 @@ def prove(example: Example, swaps: Sequence[Swap], mode: str) -> list[SiteProof]
         return [unchecked(swap, _NO_VALUES) for swap in swaps]
     gradients = mode == "grad" or (mode == "auto" and example.learns)
     shown = progress("proof", unit="calls")
-    seen = Seen(shown.update)
+    seen: set[Hashable] = set()
     modules = [example.model.get_submodule(swap.site.name) for swap in swaps]
     originals = [(module, class_before(module)) for module in modules]
-    sites = [Prover(*original, s.match, gradients, seen) for s, original in zip(swaps, originals, strict=True)]
+    sites = [
+        Prover(*original, s.match, gradients, seen, shown.update) for s, original in zip(swaps, originals, strict=True)
+    ]
     with uncompiled(), shown, preserved(example.model), classes(originals):
         if example.run is not None:
             with listening(sites), torch.no_grad(), _explained("the ORIGINAL model, on these inputs"):
@@ -85,11 +87,20 @@ def prove(example: Example, swaps: Sequence[Swap], mode: str) -> list[SiteProof]
 
 
 class Prover(Listener):
-    """Compares each call of a site's regions with what is swapped."""
+    """Compares each call of a site's regions with what is swapped. ``seen``: what was compared so far, by all but the
+    values: of what is like it two slices of a large input are enough. ``told`` is called at each."""
 
-    def __init__(self, module: nn.Module, original: type[nn.Module], match: Match, gradients: bool, seen: Seen) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        original: type[nn.Module],
+        match: Match,
+        gradients: bool,
+        seen: set[Hashable],
+        told: Callable[[], object] = lambda: None,
+    ) -> None:
         super().__init__(module, original, match)
-        self.gradients, self.seen = gradients, seen
+        self.gradients, self.seen, self.told = gradients, seen, told
         self.found: dict[int, list[Comparison]] = {id(one): [] for one in self.compiled}
 
     def heard(self, compiled: Compiled, packed: Any) -> None:
@@ -100,9 +111,13 @@ class Prover(Listener):
             found.append(declined(x) if inner is None else self._compared(compiled, inner))
 
     def _compared(self, compiled: Compiled, packed: Any, captured: bool = True) -> Comparison:
-        again = self.seen.before(compiled.unpack(packed)[0], id(self.original), repr(compiled.region))
+        self.told()
+        x = compiled.unpack(packed)[0]
+        call = id(self.original), repr(compiled.region), x.shape, x.stride(), x.dtype, x.device
+        slices = 2 if call in self.seen else None
+        self.seen.add(call)
         op = swapped_op(compiled, self.original, self.match)
-        return compare_region(compiled, op, self.owner, packed, self.gradients, captured=captured, again=again)
+        return compare_region(compiled, op, self.owner, packed, self.gradients, captured=captured, slices=slices)
 
     @property
     def captured(self) -> bool:
