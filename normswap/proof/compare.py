@@ -79,9 +79,9 @@ def compare_region(
 
     On a large input ours runs once, and slices of samples (of samples and groups for a GroupNorm or InstanceNorm) of
     its output are compared; gradients, and a BatchNorm's batches, are those of the slices. That holds less than 512 MB
-    beyond the output, unless one sample or the weights alone are larger. There are ``slices``, or many. What
-    was ``captured`` in a run of the model also says how a folded convolution's error compares with PyTorch's own. Neither ``owner`` nor ``packed`` is changed. What the original
-    itself raises is raised; what ours raises is a problem.
+    beyond the output, unless one sample or the weights alone are larger. There are ``slices``, or many. What was
+    ``captured`` in a run of the model also says how a folded convolution's error compares with PyTorch's own. Neither
+    ``owner`` nor ``packed`` is changed. What the original itself raises is raised; what ours raises is a problem.
     """
     with torch.inference_mode(False):
         packed = _mapped(compiled.region, _detached, packed)
