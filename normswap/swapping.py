@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from normswap import installed, modules
 from normswap.plans import NormswapError, Plan, PlanError, Site, Swap
 from normswap.regions.spec import qualified
-from normswap.untouched import all_or_none, set_classes, surely
+from normswap.untouched import all_or_none, set_classes
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -85,7 +84,11 @@ def disabled(model: _Module) -> Iterator[_Module]:
             set_classes((module, state.original) for module, state in entered if state.blocks == 1)
         yield model
     finally:
-        surely(partial(_leave, entered, changed))
+        try:
+            _leave(entered, changed)
+        except BaseException:  # an interrupt, say
+            _leave(entered, changed)
+            raise
     if changed:
         names = {id(module): name for name, module in model.named_modules()}
         raise _changed_since(names.get(id(changed[0]), "a module"), changed[0])

@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,12 +70,11 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """Restore, at the end and whatever happens, the model's buffers (objects and values), every other attribute (what
     it was; lists, dicts and sets also what they held), training flags and gradients, and the random number generators
     of torch (the CPU's and those of the model's GPUs), of Python and of NumPy."""
-    modules, managed = list(model.modules()), _managed(model)
-    values = [(b, b.detach().clone()) for b in dict.fromkeys(model.buffers())]
-    gradients = [(p, p.grad) for p in model.parameters() if p.is_leaf or p.retains_grad]  # a warning elsewhere
-    steps: list[Callable[[], None]] = [_Attributes(m, id(m) in managed).restore for m in modules]
-    steps += [_restoring_values(buffer, value) for buffer, value in values]
-    steps += [_restoring_gradient(parameter, gradient) for parameter, gradient in gradients]
+    managed = _managed(model)
+    with_gradients = [p for p in model.parameters() if p.is_leaf or p.retains_grad]  # a warning elsewhere
+    steps: list[Callable[[], None]] = [_restoring_attributes(m, id(m) in managed) for m in model.modules()]
+    steps += [partial(_restore_values, b, b.detach().clone()) for b in dict.fromkeys(model.buffers())]
+    steps += [partial(setattr, parameter, "grad", parameter.grad) for parameter in with_gradients]
     steps += [partial(random.setstate, random.getstate()), partial(np.random.set_state, np.random.get_state())]
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     if not devices and torch.cuda.is_initialized():
@@ -84,16 +83,11 @@ def preserved(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            surely(partial(every, steps))
-
-
-def surely(step: Callable[[], object]) -> None:
-    """Do a step, once more where an interrupt comes in between."""
-    try:
-        step()
-    except BaseException:
-        step()
-        raise
+            try:
+                every(steps)
+            except BaseException:  # an interrupt, say
+                every(steps)
+                raise
 
 
 def every(steps: Iterable[Callable[[], object]]) -> None:
@@ -108,43 +102,31 @@ def every(steps: Iterable[Callable[[], object]]) -> None:
         raise first
 
 
-class _Attributes:
-    """The attributes a module had - parameters, buffers, children and hooks among them - and what its containers
-    held; where the module is ``managed``, its parameters are left to FSDP."""
+def _restoring_attributes(module: nn.Module, managed: bool) -> Callable[[], None]:
+    """What gives a module the attributes it has now - parameters, buffers, children and hooks among them - and its
+    containers what they hold; where it is ``managed``, its parameters are left to FSDP."""
+    values = dict(module.__dict__)
+    kept = (v for k, v in values.items() if not (managed and k == "_parameters"))
+    held = [(v, v.copy()) for v in kept if type(v) in _CONTAINERS]
 
-    def __init__(self, module: nn.Module, managed: bool) -> None:
-        self.module = module
-        self.values = dict(module.__dict__)
-        kept = (v for k, v in self.values.items() if not (managed and k == "_parameters"))
-        self.held = [(v, v.copy()) for v in kept if type(v) in _CONTAINERS]
-
-    def restore(self) -> None:
-        attributes = self.module.__dict__
-        for name in [k for k in attributes if k not in self.values]:
-            del attributes[name]
-        attributes.update(self.values)
-        for container, before in self.held:
+    def restore() -> None:
+        for name in [k for k in module.__dict__ if k not in values]:
+            del module.__dict__[name]
+        module.__dict__.update(values)
+        for container, before in held:
             if isinstance(container, list):
                 container[:] = before
             else:
                 container.clear()
                 container.update(before)
 
-
-def _restoring_values(buffer: Tensor, value: Tensor) -> Callable[[], None]:
-    def restore() -> None:
-        with torch.no_grad():
-            if not same_values(buffer, value):
-                buffer.copy_(value)
-
     return restore
 
 
-def _restoring_gradient(parameter: Tensor, gradient: Tensor | None) -> Callable[[], None]:
-    def restore() -> None:
-        parameter.grad = gradient
-
-    return restore
+@torch.no_grad()
+def _restore_values(buffer: Tensor, value: Tensor) -> None:
+    if not same_values(buffer, value):
+        buffer.copy_(value)
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
@@ -160,7 +142,7 @@ def classes(modules: list[tuple[nn.Module, type[nn.Module]]]) -> Iterator[None]:
         set_classes(modules)
         yield
     finally:
-        surely(partial(set_classes, before))
+        _put_back(before)
 
 
 @contextlib.contextmanager
@@ -170,7 +152,16 @@ def all_or_none(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        surely(partial(set_classes, [(module, cls) for module, cls in before if type(module) is not cls]))
+        _put_back([(module, cls) for module, cls in before if type(module) is not cls])
+        raise
+
+
+def _put_back(before: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
+    """``set_classes``, done again when an interrupt comes in between."""
+    try:
+        set_classes(before)
+    except BaseException:
+        set_classes(before)
         raise
 
 

@@ -49,7 +49,7 @@ regions/inline.py: nothing is copied to what has no place
     hasattr(node, "lineno")
     (True)
 untouched.py: what is deleted is put back
-    k not in self.values
+    k not in values
     (True)
 forwards/linear_scale_batch_norm.py: of a BatchNorm in eval there are both or none
     bn.training or mean is None or var is None

@@ -118,18 +118,15 @@ class Call:
     def function(self, code: Code, inputs: Sequence[Any], gradients: bool) -> Function:
         """A call of ``code`` on ``inputs``; with ``gradients`` its backward too, to the inputs and parameters that
         require them."""
-        leaves = [self._given(form, value, gradients) for form, value in zip(self.inputs, inputs, strict=True)]
+        leaves = [
+            value.detach().requires_grad_(gradients and form.requires_grad) if isinstance(form, Form) else value
+            for form, value in zip(self.inputs, inputs, strict=True)
+        ]
         call = partial(code.function, tree_unflatten(leaves, self.structure))
         if not gradients:
             return call
         wanted = [t for t in (*leaves, *code.parameters) if isinstance(t, Tensor) and t.requires_grad]
         return with_backward(call, wanted)
-
-    @staticmethod
-    def _given(form: Any, value: Any, gradients: bool) -> Any:
-        if not isinstance(form, Form):
-            return value
-        return value.detach().requires_grad_(gradients and form.requires_grad)
 
 
 def _autocast(kind: str) -> torch.dtype | None:
@@ -176,20 +173,12 @@ class Recorder:
 
 @contextlib.contextmanager
 def _functions(call: Call, codes: Callable[[], Sequence[Code]], gradients: bool) -> Iterator[list[Function]]:
-    with torch.inference_mode(False), torch.set_grad_enabled(gradients), _as_called(call):
+    kind = call.device.type
+    device: Any = torch.cuda.device(call.device) if kind == "cuda" else contextlib.nullcontext()
+    autocast = torch.autocast(kind, call.autocast, enabled=call.autocast is not None)
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients), device, autocast:
         made, inputs = codes(), call.made()
         yield [call.function(code, inputs, gradients) for code in made]
-
-
-@contextlib.contextmanager
-def _as_called(call: Call) -> Iterator[None]:
-    """On the device and under the autocast of the call."""
-    kind = call.device.type
-    with contextlib.ExitStack() as stack:
-        if kind == "cuda":
-            stack.enter_context(torch.cuda.device(call.device))
-        stack.enter_context(torch.autocast(kind, call.autocast, enabled=call.autocast is not None))
-        yield
 
 
 def candidates(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any], *, gradients: bool) -> list[Candidate]:
@@ -207,7 +196,7 @@ class _Site(Listener):
 
     def __init__(self, module: nn.Module, swap: Swap) -> None:
         super().__init__(module, installed.original_class(module), swap.match)
-        self.swap = swap
+        self.swap, self.is_region = swap, swap.match.kind == REGION
         self.recorders = {id(one): Recorder() for one in self.compiled}
 
     def heard(self, compiled: Compiled, packed: Any) -> None:
@@ -237,10 +226,6 @@ class _Site(Listener):
             cls = modules.swapped_class(self.match.kind, self.original, self.match.attributes)
             object.__setattr__(function, "__class__", cls if swapped else self.original)
         return Code(function, [*holder.parameters()])
-
-    @property
-    def is_region(self) -> bool:
-        return self.match.kind == REGION
 
 
 def names_of(swap: Swap) -> list[str]:

@@ -220,12 +220,12 @@ def block(
     return Block(device_us / calls, host_us / calls, hidden)
 
 
-def medians_us(functions: Sequence[Callable[[], object]], machine: Machine, rounds: int, calls: int = 1) -> list[float]:
-    """The median of ``rounds`` blocks of ``calls`` calls for each function, the functions' blocks in turn."""
+def medians_us(functions: Sequence[Callable[[], object]], machine: Machine, rounds: int) -> list[float]:
+    """The median of ``rounds`` calls of each function, which take turns, with nothing queued before."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for function, found in zip(functions, times, strict=True):
-            found.append(block(machine, function, calls, 0.0, tries=1).device_us)
+            found.append(block(machine, function, 1, 0.0, tries=1).device_us)
     return [statistics.median(found) for found in times]
 
 
