@@ -88,6 +88,13 @@ def definition(function: types.FunctionType, decorated: bool = False) -> ast.Fun
     return tree
 
 
+def root_of(node: ast.AST) -> ast.AST:
+    """``a`` of ``a.b.c``."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node
+
+
 def global_named(node: ast.expr, function: types.FunctionType) -> object:
     """What ``F.relu`` and the like stand for in ``function``: a global, or what a module that is one holds; None for
     anything else."""

@@ -17,8 +17,8 @@ from normswap.forwards.batch_norm import updated_by
 from normswap.forwards.plain import calls_forward, is_plain, is_unhooked
 from normswap.forwards.replaced import fingerprint
 from normswap.ops import at_once
+from normswap.ops.dispatch import PLAIN
 
-_PLAIN_TENSORS = (Tensor, nn.Parameter)
 _DEVICES = ("cpu", "cuda")
 FEW = 2**22
 """Elements up to which a fold with gradients saves the device less, some passes over them, than it costs the host."""
@@ -40,7 +40,7 @@ def linear_scale_batch_norm(
     """``bn(linear(x) * scale) * after`` or, without ``after``, ``activation(... + residual)``; None where only the
     original code is sure to be right: a child that is no longer a plain one (hooks, LoRA, parametrizations), an input
     that is not (N, K), autocast, tensors of other dtypes, devices or types, torch.export and torch.jit.trace."""
-    if type(x) not in _PLAIN_TENSORS:
+    if type(x) not in PLAIN:
         return None
     if residual is not None and not is_output(residual, x, getattr(linear, "out_features", None)):
         return None
@@ -162,7 +162,7 @@ def _factor(value: Any, x: Tensor, channels: int) -> tuple[bool, Tensor | None]:
 def is_factor(value: Any, like: Tensor, channels: int) -> bool:
     """True for a plain tensor of one value, or one per channel, in the dtype and on the device of ``like``."""
     return (
-        type(value) in _PLAIN_TENSORS
+        type(value) in PLAIN
         and value.dtype == like.dtype
         and value.device == like.device  # PyTorch takes a () tensor of the CPU beside one of a GPU
         and value.shape in ((), (1,), (channels,), (1, channels))
@@ -179,17 +179,11 @@ def tensors_fit(like: Tensor, of_linear: Iterable[Tensor | None], of_norm: Itera
     """True when PyTorch too would take these with an input ``like`` that, and all are plain tensors."""
     device, own, dtype = like.device, like.dtype, None
     for tensor in of_linear:
-        if tensor is not None and not (
-            type(tensor) in _PLAIN_TENSORS and tensor.device == device and tensor.dtype is own
-        ):
+        if tensor is not None and not (type(tensor) in PLAIN and tensor.device == device and tensor.dtype is own):
             return False
     for vector in of_norm:
         if vector is not None:
-            if (
-                type(vector) not in _PLAIN_TENSORS
-                or vector.device != device
-                or vector.dtype is not (dtype or vector.dtype)
-            ):
+            if type(vector) not in PLAIN or vector.device != device or vector.dtype is not (dtype or vector.dtype):
                 return False
             dtype = vector.dtype
     return dtype in (None, own, torch.float32)
@@ -201,7 +195,7 @@ def shapes_fit(weight: Tensor, *vectors: Tensor | None) -> bool:
 
 
 def _is_beside(tensor: Any, like: Tensor) -> bool:
-    return type(tensor) in _PLAIN_TENSORS and tensor.device == like.device
+    return type(tensor) in PLAIN and tensor.device == like.device
 
 
 def _learns(*tensors: Tensor | None) -> bool:

@@ -22,7 +22,7 @@ def norm_forward(kind: str, arguments: Callable[[Any, Any], Any]) -> Callable[[R
 
     def make(replaced: Replaced, attributes: Mapping[str, Any]) -> Callable[..., Tensor]:
         flag, argument, given = attributes.get("unless"), replaced.argument, arguments
-        names: list[Any] = []
+        names, functions = list[Any](), vars(ops)
         if any(name.startswith(READ) for name in attributes):
             names, given = _names(kind, attributes, replaced.original), registered_arguments(kind, attributes)
         at_once = at_once_as(replaced, kind, *names, unless=flag)
@@ -34,7 +34,7 @@ def norm_forward(kind: str, arguments: Callable[[Any, Any], Any]) -> Callable[[R
                 if out is not None:
                     return out
             if isinstance(x, Tensor) and replaced.is_on(self) and not (flag and getattr(self, flag)):
-                return getattr(ops, kind)(x, *given(self, x))  # type: ignore[no-any-return]
+                return functions[kind](x, *given(self, x))  # type: ignore[no-any-return]
             return replaced.run(self, *args, **kwargs)  # type: ignore[no-any-return]
 
         return forward

@@ -25,7 +25,9 @@ FORWARDS.update((cls, (one.function, one.code)) for cls, one in _FORWARDS.items(
 
 def is_plain(module: Any, expected: type[nn.Module]) -> bool:
     """True when calling ``module`` does what torch.nn's ``expected.forward`` does and nothing more."""
-    return type(module) is expected and _FORWARDS[expected].is_unchanged() and is_unhooked(module)
+    if type(module) is not expected or not _FORWARDS[expected].is_unchanged():
+        return False
+    return is_bare(module.__dict__) and not _torch_module._has_any_global_hook()
 
 
 def is_plain_itself(module: Any) -> bool:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normswap import ops
 from normswap.forwards.replaced import Replaced, code_of, digest
-from normswap.ops.dispatch import compiler_fuses, in_memory_order
+from normswap.ops.dispatch import PLAIN, compiler_fuses, in_memory_order
 
 _Forward = Callable[..., Tensor]
 
@@ -119,7 +119,7 @@ class _Site:
         torch.compile fuses are the original's own statements."""
         if torch.compiler.is_compiling():
             return self._serves(x, weight) and not compiler_fuses(x, weight, elements=x.shape[self.dim])
-        of_weight = (type(weight),) if type(weight) not in _PLAIN else (weight.dtype, weight.shape, weight.device)
+        of_weight = (type(weight),) if type(weight) not in PLAIN else (weight.dtype, weight.shape, weight.device)
         key = type(x), x.dtype, x.shape, x.stride(), x.device, *of_weight
         known = self.verdicts.get(key)
         if known is None:
@@ -130,14 +130,14 @@ class _Site:
 
     def _serves(self, x: Tensor, weight: Any) -> bool:
         rank = x.dim()
-        if type(x) not in _PLAIN or not -rank <= self.dim < rank or 0 in x.stride():
+        if type(x) not in PLAIN or not -rank <= self.dim < rank or 0 in x.stride():
             return False  # of an expanded tensor the elementwise operations give strides of their own
         if self.casts(x) and self.dim % rank != rank - 1:
             return False  # the op along another dim than the last has no such cast
         if not self.weight:
             return (x.dtype, None) in self.dtypes
         return (
-            type(weight) in _PLAIN
+            type(weight) in PLAIN
             and (x.dtype, weight.dtype) in self.dtypes
             and x.device == weight.device
             and self.rank <= rank
@@ -172,7 +172,6 @@ def along(x: Tensor, dim: int, weight: Tensor | None, eps: float, offset: float,
 
 
 _MISSING = object()
-_PLAIN = (Tensor, nn.Parameter)
 _VERDICTS = 256
 
 

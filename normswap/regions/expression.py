@@ -6,17 +6,17 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from normswap.forwards.rms_norm import outside_autocast
 from normswap.in_float64 import CASTS
 from normswap.kinds import KINDS
+from normswap.ops.dispatch import DTYPES, PLAIN
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import others_of
 
-_PLAIN = (Tensor, nn.Parameter)
 _VALUES = (int, float, bool, torch.dtype)
 _VERDICTS = 256
 
@@ -68,7 +68,7 @@ class Expression:
 
 def _fits(value: Any, x: Tensor) -> bool:
     if isinstance(value, Tensor):
-        return type(value) in _PLAIN and value.device == x.device
+        return type(value) in PLAIN and value.device == x.device
     return type(value) in _VALUES or (type(value) is torch.device and value == x.device)  # it may be moved there
 
 
@@ -84,9 +84,6 @@ def _without_values(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
 def rounds_before_weight(run: Callable[[], Tensor], x: Tensor) -> bool | None:
     """Whether what is normalised in ``run``, which makes something like ``x`` of such a tensor, is rounded to the dtype
     of ``x`` before the weight; None where more is rounded, or the result is not like ``x``. Raises what ``run`` does.
@@ -94,7 +91,7 @@ def rounds_before_weight(run: Callable[[], Tensor], x: Tensor) -> bool | None:
     seen = _Seen()
     with outside_autocast(x.device.type), torch.no_grad(), seen:
         result = run()
-    if result.shape != x.shape or result.dtype is not x.dtype or x.dtype not in _FLOATS:
+    if result.shape != x.shape or result.dtype is not x.dtype or x.dtype not in DTYPES:
         return None
     dtypes = [dtype for _, dtype in seen.steps]
     wide = len(dtypes)

@@ -22,7 +22,7 @@ from normswap.attributes import Rejection, own_getattr
 from normswap.plans import Reason
 from normswap.regions.inline import inlined
 from normswap.regions.owner import Owner
-from normswap.source import definition, undecorated
+from normswap.source import definition, root_of, undecorated
 
 _OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "dir", "super", "__class__"})
@@ -292,9 +292,8 @@ class Reader:
         return self._op(target, values, named, node)
 
     def _is_global(self, node: ast.expr) -> bool:
-        while isinstance(node, ast.Attribute):
-            node = node.value
-        return isinstance(node, ast.Name) and node.id not in self.locals
+        root = root_of(node)
+        return isinstance(root, ast.Name) and root.id not in self.locals
 
     def _unknown(self, node: ast.AST) -> Value:
         """Something that is not understood, with all it mentions."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from normswap.attributes import is_hidden, own_tensors
+from normswap.source import root_of
 
 _UNKNOWN = object()
 
@@ -87,9 +88,7 @@ class Owner:
 
     def is_path(self, node: ast.expr) -> bool:
         """Whether it is an attribute of an attribute ... of it."""
-        while isinstance(node, ast.Attribute):
-            node = node.value
-        return self.is_it(node)
+        return self.is_it(root_of(node))
 
     def is_it(self, node: ast.AST) -> bool:
         """Whether it is the name."""

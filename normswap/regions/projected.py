@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from normswap import ops
 from normswap.activation import Activation
@@ -19,7 +20,7 @@ from normswap.forwards.linear_scale_batch_norm import (
     shapes_fit,
     tensors_fit,
 )
-from normswap.forwards.plain import is_plain
+from normswap.forwards.plain import is_plain, is_plain_itself
 from normswap.ops import at_once
 from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, dense, direct_op
 from normswap.ops.scale_batch_norm import folded
@@ -72,9 +73,11 @@ class Projected:
         self, x: Any, linear: Any, scale: Any, norm: Any, activation: Activation, behind: Any
     ) -> Tensor | None:
         """In eval, without gradients, where all is as it mostly is: one look at each thing that may have changed."""
-        if torch.is_grad_enabled() or any_autocast() or not ops.runs_directly(False):
+        if torch.is_grad_enabled() or any_autocast() or _has_any_global_hook() or not ops.runs_directly(False):
             return None
-        if not (is_plain(linear, nn.Linear) and is_plain(norm, nn.BatchNorm1d)) or norm.__dict__["training"]:
+        if type(linear) is not nn.Linear or type(norm) is not nn.BatchNorm1d or norm.__dict__["training"]:
+            return None
+        if not is_plain_itself(linear) or not is_plain_itself(norm):
             return None
         if type(x) not in PLAIN or not x.is_cuda or x.dim() != 2 or x.dtype not in DTYPES:
             return None

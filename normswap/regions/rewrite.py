@@ -35,7 +35,7 @@ from normswap.regions.syntax import (
     placed,
     put,
 )
-from normswap.source import cell_holds, definition, undecorated
+from normswap.source import cell_holds, definition, root_of, undecorated
 
 Helper = Callable[[Any, Any], Any]
 
@@ -252,9 +252,8 @@ class _Region:
         return placed(ast.Assign([target], unpacked.value), self.nodes[0])
 
     def _is_global(self, node: ast.expr) -> bool:
-        while isinstance(node, ast.Attribute):
-            node = node.value
-        return isinstance(node, ast.Name) and node.id not in self.locals
+        root = root_of(node)
+        return isinstance(root, ast.Name) and root.id not in self.locals
 
     def _arguments(self, named: Callable[[str], ast.expr]) -> list[ast.expr]:
         """What the norm takes behind its input, in order: ``named`` gives what is no constant."""

@@ -58,25 +58,17 @@ def fill(node: Any, of: Node | Step, operands: list[ast.expr]) -> None:
 
 def put(step: Step, node: Any, chain: ast.expr, other: ast.expr | None) -> None:
     """Give a copy of a step's node other operands."""
-    old = operands_of(step, node)[step.operand]
-    if step.does == "activation" and isinstance(node, ast.BinOp):  # x * sigmoid(x)
-        _Renamer(old.id, chain).visit(node)  # type: ignore[attr-defined]
-        return
-    if isinstance(node, ast.BinOp):
-        sides = ["left", "right"]
-        setattr(node, sides[step.operand], chain)
-        beside = sides[1 - step.operand]
-        if step.does == "gain":
-            inner = getattr(node, beside)
-            setattr(inner, "right" if isinstance(inner.left, ast.Constant) else "left", other)
-        else:
-            setattr(node, beside, other)
-    elif isinstance(node, ast.AugAssign):
+    given = operands_of(step, node)
+    if isinstance(node, ast.AugAssign):
         node.target, node.value = ast.Name(chain.id, ast.Store()), other  # type: ignore[attr-defined,assignment]
+    elif step.does == "activation" and isinstance(node, ast.BinOp):  # x * sigmoid(x)
+        _Renamer(given[step.operand].id, chain).visit(node)  # type: ignore[attr-defined]
     else:
-        given = operands_of(step, node)
         given[step.operand] = chain
-        if other is not None:
+        if step.does == "gain":
+            inner: Any = given[1 - step.operand]
+            setattr(inner, "right" if isinstance(inner.left, ast.Constant) else "left", other)
+        elif other is not None:
             given[1 - step.operand] = other
         fill(node, step, given)
 
