@@ -341,6 +341,11 @@ CASES: dict[str, Case] = {
     "later_spectral_norm": Case(block(), folds=0, later=spectral),
     "later_wrapped": Case(block(), folds=0, later=put("conv", AdaptedConv2d), exact=True),
     "later_another_norm": Case(block(), folds=0, later=put("bn", lambda _: nn.GroupNorm(2, 6)), exact=True),
+    "later_another_norm_in_eval": Case(
+        block(), folds=0, later=put("bn", lambda _: nn.GroupNorm(2, 6).eval()), exact=True
+    ),
+    "later_no_norm": Case(block(), folds=0, later=put("bn", lambda _: nn.Identity().eval()), exact=True),
+    "later_none_for_a_norm": Case(block(), folds=0, later=put("bn", lambda _: None), exact=True),
     "later_padding_mode": Case(
         block(),
         folds=0,

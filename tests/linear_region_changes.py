@@ -61,6 +61,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "another width": put("fc", lambda: nn.Linear(FEATURES, WIDTH + 1)),
     "another norm": put("bn", lambda: nn.LayerNorm(WIDTH)),
     "no norm": put("bn", nn.Identity),
+    "no norm in eval": put("bn", lambda: nn.Identity().eval()),
+    "None for a norm": put("bn", lambda: None),
     "another forward of the linear": put("fc.forward", lambda: lambda x: x[:, :WIDTH]),
     "no scale": put("scale", lambda: None),
     "a scale a sample": put("scale", lambda: nn.Parameter(torch.linspace(-1, 1, BATCH)[:, None])),

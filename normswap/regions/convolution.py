@@ -173,10 +173,9 @@ class Convolved:
         """(x, the result of the region), (the convolution's output, None) where the norm is not folded into it, or
         (None, None) where only the region's own statements are sure to do the right thing."""
         convolution: Any = children.get(self.name)
-        if not _is_as_read(convolution) or not is_foldable(norm):
+        if not _is_as_read(convolution) or self.read(norm, _Form(x.dim(), convolution.out_channels)) is None:
             return None, None
-        is_as_read = self.read(norm, _Form(x.dim(), convolution.out_channels)) is not None
-        if not is_as_read or _learns(x, convolution, norm, behind):
+        if not is_foldable(norm) or _learns(x, convolution, norm, behind):
             return None, None
         if not self._folds(convolution, norm, x, behind, activation):
             return convolution(x), None

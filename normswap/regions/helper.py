@@ -203,7 +203,7 @@ _TORCHS = {cls: Replaced(cls) for norm in NORMS.values() for cls in norm.classes
 
 
 def _is_batch_norm_1d(norm: Any) -> bool:
-    is_it = type(norm) is nn.BatchNorm1d or original_class(norm) is nn.BatchNorm1d
+    is_it = type(norm) is nn.BatchNorm1d or (norm is not None and original_class(norm) is nn.BatchNorm1d)
     return is_it and _TORCHS[nn.BatchNorm1d].is_unchanged() and is_unhooked(norm)
 
 
