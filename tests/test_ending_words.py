@@ -139,6 +139,14 @@ def test_other_functions_are_not_read(head: str, tmp_path: Path) -> None:
     assert behind_of(type("Builtin", (NormAct,), {"forward": torch.relu})) is None
 
 
+def test_to_read_a_class_runs_none_of_its_code() -> None:
+    def refused(self: Any, value: bool) -> None:
+        raise AssertionError
+
+    training = property(lambda self: False, refused)
+    assert behind_of(type("Guarded", (NormAct,), {"training": training, "__init__": refused})) == ("drop", "act")
+
+
 class Other(nn.Module):
     """Looks like one, and is no BatchNorm."""
 
@@ -158,6 +166,7 @@ NO_SUCH_ONES: dict[str, Callable[[], nn.Module]] = {
     "another __getattr__": lambda: _with(__getattr__=lambda self, name: nn.Module.__getattr__(self, name)),
     "another _call_impl": lambda: _with(_call_impl=lambda self, x: x),
     "a child that the class hides": lambda: _with(drop=staticmethod(torch.neg)),
+    "a mode that the class hides": lambda: _with(training=property(lambda self: False, lambda self, value: None)),
     "a flag that the class hides": lambda: _with(momentum=property(lambda self: 0.5, lambda self, value: None)),
 }
 

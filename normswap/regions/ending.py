@@ -52,8 +52,8 @@ def children_behind(norm: nn.Module) -> tuple[str, ...] | None:
 
 def behind_of(cls: Any) -> tuple[str, ...] | None:
     """The same of a class: the children that its forward calls."""
-    module: nn.Module = object.__new__(cls)
-    nn.Module.__init__(module)
+    module: nn.Module = object.__new__(cls)  # none of its code runs
+    module.__dict__.update(_parameters={}, _buffers={}, _modules={})
     read = straight(module, cls.forward, _InEval) if isinstance(cls.forward, types.FunctionType) else None
     if not isinstance(read, Straight) or read.called:
         return None
