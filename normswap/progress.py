@@ -1,14 +1,17 @@
-"""How far optimize() is, on a terminal and where it takes a while; nothing anywhere else."""
+"""How far something is, on a terminal and where it takes a while; nothing anywhere else."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from tqdm import tqdm
 
 PATIENCE_S = 1.0
+SILENT = ContextVar("SILENT", default=False)
 
 
 class Bar(tqdm):  # type: ignore[misc]
@@ -17,6 +20,18 @@ class Bar(tqdm):  # type: ignore[misc]
     monitor_interval = 0
 
 
-def progress(what: str, over: Iterable[Any] | None = None, unit: str = "it") -> Bar:
-    """A bar over what there is to do, or, where nobody knows how much that is, one to be told of it by ``update``."""
-    return Bar(over, f"normswap: {what}", leave=False, file=sys.stderr, disable=None, delay=PATIENCE_S, unit=f" {unit}")
+def progress(what: str, over: Iterable[Any] | None = None, unit: str = "it", total: int | None = None) -> Bar:
+    """A bar over what there is to do, or one to be told of it by ``update``: how much of ``total`` is done, or of what
+    nobody knows."""
+    shown: dict[str, Any] = {"leave": False, "file": sys.stderr, "delay": PATIENCE_S, "disable": SILENT.get() or None}
+    return Bar(over, f"normswap: {what}", total, unit=f" {unit}", unit_scale=unit == "B", **shown)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """A block without bars."""
+    token = SILENT.set(True)
+    try:
+        yield
+    finally:
+        SILENT.reset(token)

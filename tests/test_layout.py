@@ -124,7 +124,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint.reading": {"checkpoint.errors", "checkpoint.files", "checkpoint.tensors"},
     "checkpoint.models": {"pipeline", "reports", "checkpoint.errors", "checkpoint.reading", "checkpoint.tensors"},
     "checkpoint.writing": {
-        *("plans", "checkpoint.errors", "checkpoint.files", "checkpoint.models", "checkpoint.reading"),
+        *("plans", "progress", "checkpoint.errors", "checkpoint.files", "checkpoint.models", "checkpoint.reading"),
         *("checkpoint.tensors",),
     },
     "checkpoint.conversion": {
@@ -139,11 +139,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("checkpoint.conversion", "checkpoint.errors", "checkpoint.load", "checkpoint.models", "checkpoint.reading"),
         *("checkpoint.tensors",),
     },
-    "cli.talk": set(),
+    "cli.talk": {"progress"},
     "cli.summary": set(),
     "environment": {"builder", "native"},
     "cli.inputs": {"checkpoint.errors", "checkpoint.models", "checkpoint.tensors"},
-    "cli.options": {"checkpoint.errors", "cli.inputs"},
+    "cli.options": {"progress", "checkpoint.errors", "cli.inputs"},
     "cli.bench": {"reports", "timing", "checkpoint.errors"},
     "cli.commands": {
         *("plans", "native", "nodes", "checkpoint", "checkpoint.errors", "checkpoint.models", "checkpoint.reading"),

@@ -285,15 +285,6 @@ def test_several_files_are_replaced_together_or_not_at_all(tmp_path: Path, monke
         assert snapshot(tmp_path) == before
 
 
-def test_files_that_hold_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "CHUNK", 10)
-    (tmp_path / "one").write_bytes(bytes(range(30)))
-    for content in (b"", bytes(range(10)), bytes(range(29)), bytes(range(31)), bytes([*range(29), 0]), bytes(30)):
-        (tmp_path / "two").write_bytes(content)
-        assert not files.same_bytes(tmp_path / "one", tmp_path / "two"), content
-        assert files.same_bytes(tmp_path / "two", tmp_path / "two"), content
-
-
 def test_a_copy_shares_its_bytes_where_the_file_system_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one").write_bytes(bytes(range(256)) * 100)
     monkeypatch.setattr(files, "CHUNK", 1000)

@@ -27,7 +27,7 @@ from normswap.checkpoint.errors import check, failing, listed
 from normswap.checkpoint.models import HERE, PICKLED, factory_for, open_model
 from normswap.checkpoint.reading import CONFIG, Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import SUFFIXES
-from normswap.checkpoint.writing import Manifest, Progress, Target, as_folder, check_new, place, write
+from normswap.checkpoint.writing import Manifest, Target, as_folder, check_new, place, write
 from normswap.folding import fold as fold_model
 from normswap.pipeline import report
 from normswap.plans import MismatchError
@@ -52,7 +52,6 @@ def convert(
     report_file: str | Path | None = None,
     force: bool = False,
     dry_run: bool = False,
-    progress: Progress | None = None,
     say: Callable[[str], object] = lambda line: None,
     **options: Any,
 ) -> Report:
@@ -93,7 +92,7 @@ def convert(
         manifest = replace(manifest, key=at, strip_prefix=prefixes, dtype=dtype, folded=fold)
         if not dry_run:
             new = replace(held, state=OrderedDict(product.state_dict())) if fold else held
-            write(new, target, manifest, more, progress)
+            write(new, target, manifest, more)
     return made
 
 

@@ -131,15 +131,6 @@ def copy_file(source: Path, target: Path, progress: Callable[[int], object] = la
             progress(len(piece))
 
 
-def same_bytes(one: Path, other: Path) -> bool:
-    """Whether two files hold the same. Raises OSError."""
-    with open(one, "rb") as file, open(other, "rb") as into:
-        while (piece := file.read(CHUNK)) == into.read(CHUNK):
-            if not piece:
-                return True
-    return False
-
-
 def digest(path: Path, progress: Callable[[int], object] = lambda size: None) -> str:
     """The BLAKE3 of a file, as b3sum prints it; ``progress`` is told of its size when it is done. Raises OSError."""
     made = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from filecmp import cmp
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -20,19 +21,17 @@ from typing import Any
 import torch
 
 from normswap.checkpoint.errors import CheckpointError, check, failing, listed, read_json, running
-from normswap.checkpoint.files import copy_file, digest, is_inside, is_plain, replacing, same_bytes, settle
+from normswap.checkpoint.files import copy_file, digest, is_inside, is_plain, replacing, settle
 from normswap.checkpoint.models import HERE
 from normswap.checkpoint.reading import INDEX, METADATA, SETTINGS, STANDARD, Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import PICKLE_SUFFIXES, SUFFIXES, load_file, same_tensors, tensor_writer
 from normswap.plans import Plan, PlanError
+from normswap.progress import Bar, progress
 
 MANIFEST = "normswap.json"
 FORMAT = 4
 DISTRIBUTED = ".dcp"
 """The end of the name of an OUT that shall be a folder of torch.distributed.checkpoint."""
-
-Progress = Callable[[str, int, int], object]
-"""Called with what is being done, the bytes done, and the bytes to do."""
 
 _FOREIGN = (".onnx", ".pt2", ".gguf", ".ggml", ".h5", ".npz", ".npy", ".pkl", ".tflite", ".engine", ".msgpack")
 
@@ -208,44 +207,34 @@ def as_folder(
         yield Path(name), open_checkpoint(name)
 
 
-def write(
-    found: Checkpoint, target: Target, manifest: Manifest, more: Mapping[Path, bytes], progress: Progress | None = None
-) -> None:
+def write(found: Checkpoint, target: Target, manifest: Manifest, more: Mapping[Path, bytes]) -> None:
     """Write all files of ``target``, those of ``more`` and, last, the manifest: all of them or none. What is written is
     read back, and must be equal. Raises CheckpointError."""
-    folder = target.manifest.parent
+    folder, fills = target.manifest.parent, dict[Path, Callable[[Path], object]]()
     with failing(f"{target.main}: cannot be written", OSError), replacing() as files:
-        copying = _counter("writing", filter(None, target.sources.values()), progress)
-        copy, fills = partial(copy_file, progress=copying), dict[Path, Callable[[Path], object]]()
         fills.update((path, partial(Path.write_bytes, data=content)) for path, content in more.items())
-        for path, source in target.sources.items():
-            fills[path] = tensor_writer(path, found.state, found.metadata) if source is None else partial(copy, source)
-        at = {path: files.write(path, fill) for path, fill in fills.items()}
+        with _bar("writing", filter(None, target.sources.values())) as written:
+            copy = partial(copy_file, progress=written.update)
+            for path, source in target.sources.items():
+                anew = source is None
+                fills[path] = tensor_writer(path, found.state, found.metadata) if anew else partial(copy, source)
+            at = {path: files.write(path, fill) for path, fill in fills.items()}
         names = [] if target.anew else [file.name for file in found.files if file != found.main]
         if manifest.factory == HERE:
             names += [name for name in SETTINGS if (found.main.parent / name).is_file()]
         read = {path: at.get(path, path) for path in (target.main, *map(target.main.with_name, names))}
-        hashing = _counter("hashing", read.values(), progress)
-        with ThreadPoolExecutor(1) as pool:
-            sums = pool.map(lambda place: digest(place, hashing), read.values())
+        with _bar("hashing", read.values()) as hashed, ThreadPoolExecutor(1) as pool:
+            sums = pool.map(partial(digest, progress=hashed.update), read.values())
             for path, source in target.sources.items():
                 there = at[path]
-                same = same_bytes(source, there) if source else same_tensors(load_file(path, at=there)[0], found.state)
+                same = cmp(source, there, False) if source else same_tensors(load_file(path, at=there)[0], found.state)
                 other = f"what was written does not read back equal to {found.main}; nothing is kept"
                 check(same, f"{target.main}: {other}")
             digests = {str(path.relative_to(folder)): made for path, made in zip(read, sums, strict=True)}
-        written = tuple(str(path.relative_to(folder)) for path in target.sources)
-        last = replace(manifest, files=digests, token=files.token, written=written)
+        names = [str(path.relative_to(folder)) for path in target.sources]
+        last = replace(manifest, files=digests, token=files.token, written=tuple(names))
         files.write(target.manifest, partial(Path.write_text, data=last.to_json(), encoding="utf-8"))
 
 
-def _counter(what: str, paths: Iterable[Path], progress: Progress | None) -> Callable[[int], object]:
-    done, total = 0, sum(path.stat().st_size for path in paths)
-
-    def count(size: int) -> None:
-        nonlocal done
-        done += size
-        if progress is not None:
-            progress(what, done, total)
-
-    return count
+def _bar(what: str, files: Iterable[Path]) -> Bar:
+    return progress(what, unit="B", total=sum(path.stat().st_size for path in files))

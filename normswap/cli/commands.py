@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 import normswap
 from normswap.cli import options
-from normswap.cli.talk import Progress, fail, say, told_warnings
+from normswap.cli.talk import fail, remark, say, told_warnings
 
 if TYPE_CHECKING:
     from normswap.checkpoint.reading import Checkpoint
@@ -76,7 +76,7 @@ def main() -> None:
 @options.model
 @options.filters
 @options.quiet
-def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: bool, quiet: bool, **where: Any) -> None:
+def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: bool, **where: Any) -> None:
     """Show what the checkpoint IN holds and, where its model is known, what would be swapped."""
     normswap.complete()
     from normswap.checkpoint.errors import running
@@ -85,7 +85,7 @@ def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: b
     from normswap.cli.summary import summarize
 
     filters = {name: where.pop(name) for name in ("include", "exclude")}
-    found = _open(source, quiet, **where)
+    found = _open(source, **where)
     summary = summarize(found.tensors)
     if factory is None and found.module is None and not Path(source, CONFIG).is_file():
         table, data = _norm_table(summary), {"norms": [vars(norm) for norm in summary.norms]}
@@ -129,9 +129,7 @@ def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: b
 @click.option("--force", is_flag=True, help="Replace an existing OUT.")
 @click.option("--dry-run", is_flag=True, help="Do all but write.")
 @options.quiet
-def convert(
-    source: str, out: str | None, inputs: Inputs, in_place: bool, as_json: bool, quiet: bool, **settings: Any
-) -> None:
+def convert(source: str, out: str | None, inputs: Inputs, in_place: bool, as_json: bool, **settings: Any) -> None:
     """Write to OUT the tensors of IN, bit for bit, and normswap.json beside them.
 
     normswap.load_model(OUT) then opens the model with its norms swapped. IN is a file (.pt, .pth, .bin, .ckpt,
@@ -153,8 +151,7 @@ def convert(
         factory_kwargs=settings.pop("kwargs"),
         inputs=given.positional or None,
         input_kwargs=given.named,
-        progress=Progress(quiet),
-        say=(lambda line: None) if quiet else say,
+        say=remark,
         **settings,
     )
     place = source if out is None else out
@@ -172,7 +169,7 @@ def convert(
 @click.option("--trust-factory", is_flag=True, help="Import and run the function that normswap.json names.")
 @click.option("--device", help="Where to run: cpu, cuda, cuda:1. [default: cuda where there is any]")
 @options.quiet
-def verify(one: str, other: str | None, inputs: Inputs, as_json: bool, quiet: bool, **settings: Any) -> None:
+def verify(one: str, other: str | None, inputs: Inputs, as_json: bool, **settings: Any) -> None:
     """Compare the checkpoints A and B: the same tensors and, with --input, the same outputs?
 
     A converted one is also held to the digests in its normswap.json; A alone is held to nothing else.
@@ -208,10 +205,10 @@ def bench(
     from normswap.cli import bench as timing
     from normswap.cli.inputs import Inputs
 
-    device, dtype, quiet = (where.pop(name) for name in ("device", "dtype", "quiet"))
+    device, dtype = where.pop("device"), where.pop("dtype")
     filters = {name: where.pop(name) for name in ("include", "exclude")}
     place = models.usable_device(device)
-    found = _open(source, quiet, **where)
+    found = _open(source, **where)
     factory = factory or models.factory_for(Path(source), found)
     eager = models.ready(models.open_model(found, factory, kwargs, dtype), place)
     given = Inputs(*models.moved(inputs.in_dtype(dtype).both, place))
@@ -250,19 +247,20 @@ def build(arch: str | None, out: Path | None) -> None:
     click.echo(nodes.build(out, progress=say))
 
 
-def _open(source: str, quiet: bool, **where: Any) -> Checkpoint:
+def _open(source: str, **where: Any) -> Checkpoint:
     from normswap.checkpoint.reading import open_checkpoint
 
     found = open_checkpoint(source, **where)
-    for note in () if quiet else found.notes:
-        say(note)
+    for note in found.notes:
+        remark(note)
     return found
 
 
 def _needs_model(source: str, key: str | None, strip_prefix: tuple[str, ...]) -> str:
+    from normswap.checkpoint.reading import open_checkpoint
     from normswap.cli.summary import summarize
 
-    summary = summarize(_open(source, True, key=key, strip_prefix=strip_prefix).tensors)
+    summary = summarize(open_checkpoint(source, key=key, strip_prefix=strip_prefix).tensors)
     names = [norm.name or "(root)" for norm in summary.norms[:10]] + ["..."] * (len(summary.norms) > 10)
     shown = f" ({', '.join(names)})" if names else ""
     return (

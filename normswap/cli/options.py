@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 import normswap
+from normswap.progress import silent
 
 if TYPE_CHECKING:
     from normswap.cli.inputs import Inputs
@@ -86,8 +87,14 @@ def choice(name: str, values: Sequence[str], default: str, text: str) -> Callabl
 
 def quiet(command: F) -> F:
     """``-q`` and ``--json``."""
-    command = click.option("-q", "--quiet", is_flag=True, help="No progress and no remarks.")(command)
+    text = "No progress and no remarks."
+    command = click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=_silenced, help=text)(command)
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+def _silenced(context: click.Context, _parameter: click.Parameter, quiet: bool) -> None:
+    if quiet:
+        context.with_resource(silent())
 
 
 def _patterns(_context: click.Context, _parameter: click.Parameter, patterns: tuple[str, ...]) -> list[str] | None:

@@ -7,16 +7,21 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import click
 
-_LONG = 100_000_000  # bytes, which take longer than a person looks
+from normswap.progress import SILENT
 
 
 def say(message: str) -> None:
     """One remark on stderr."""
     click.echo(f"normswap: {message.removeprefix('normswap: ')}", err=True)
+
+
+def remark(message: str) -> None:
+    """One that ``-q`` does without."""
+    if not SILENT.get():
+        say(message)
 
 
 def fail(message: str) -> None:
@@ -36,21 +41,3 @@ def told_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
-
-class Progress:
-    """A bar on stderr for what is long; nothing with ``quiet`` or where stderr is no terminal."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._silent = quiet or not sys.stderr.isatty()
-        self._bars: dict[str, Any] = {}
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if self._silent or total < _LONG:
-            return
-        if what not in self._bars:
-            self._bars[what] = click.progressbar(length=total, label=what, file=sys.stderr)
-        bar = self._bars[what]
-        bar.update(done - bar.pos)
-        if done >= total:
-            bar.render_finish()
