@@ -19,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -222,7 +222,7 @@ def compile_library(
         OSError: if ``out`` or ``work`` cannot be written.
     """
     arch = check_arch(arch)
-    cxx, torch, ninja = host_compiler(), torch_folder(), find_ninja()
+    cxx, torch = host_compiler(), torch_folder()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=out) as scratch:
         folder = (work or Path(scratch, "work")).resolve()
@@ -231,10 +231,15 @@ def compile_library(
         versions = compiler_version(toolkit.nvcc), compiler_version(cxx)
         metadata = Metadata(digest(copied, arch, toolkit.cuda, ptx), arch, ptx, toolkit.cuda, *versions)
         progress(f"compiling the kernels for sm_{', sm_'.join(arch)} with nvcc {metadata.nvcc} ...")
-        (folder / "build.ninja").write_text(
-            _ninja_text(copied, nvcc_flags(arch, toolkit.cuda, ptx), toolkit, cxx, torch)
-        )
-        _run_ninja(ninja, folder, told_as=source_dir)
+        flags = [*nvcc_flags(arch, toolkit.cuda, ptx), f"-I{copied}"]
+        # Only torch's side of the library sees torch's headers: with them nvcc is slow.
+        headers = [f"-I{copied}", "-isystem", f"{torch}/include", "-isystem", str(toolkit.include)]
+        compilers = {".cpp": [cxx, *CXX_FLAGS, *headers], ".cu": [str(toolkit.nvcc), "-ccbin", cxx, *flags]}
+        ordered = sorted(sources(copied), key=lambda path: path.name not in LONGEST)
+        units = {path.relative_to(copied).as_posix(): path for path in ordered if path.suffix in compilers}
+        linker = [cxx, f"-L{torch}/lib", f"-L{toolkit.lib}", *LINK_LIBRARIES]
+        if said := _compile(folder, LIBRARY, compilers, units, linker):
+            raise BuildError(f"the kernels do not compile here:\n{said.replace(str(copied), str(source_dir))}")
         shutil.copyfile(folder / LIBRARY, Path(scratch, LIBRARY))
         Path(scratch, METADATA).write_text(json.dumps(asdict(metadata), indent=2) + "\n")
         for name in (LIBRARY, METADATA):
@@ -259,29 +264,21 @@ def compile_nodes(source: Path, out: Path) -> Path:
         BuildError: with the compiler's own text, or naming the tool that is missing.
         OSError: if ``out`` cannot be written.
     """
-    cxx, torch = host_compiler(), torch_folder()
+    cxx, torch, name = host_compiler(), torch_folder(), nodes_name(source)
     out.mkdir(parents=True, exist_ok=True)
     folders = f"{torch}/include", f"{torch}/include/torch/csrc/api/include", sysconfig.get_path("include")
     compiler = [cxx, *NODES_FLAGS, *(word for folder in folders for word in ("-isystem", folder))]
     with tempfile.TemporaryDirectory(prefix=".build-", dir=out) as scratch:
-        objects = {Path(scratch, f"{one.stem}.o"): one for one in _sources(source)}
-        _run_each([*compiler, "-c", str(one), "-o", str(made)] for made, one in objects.items())
-        made = Path(scratch, "nodes.so")
-        _run_each([[cxx, "-shared", *map(str, objects), "-o", str(made), f"-L{torch}/lib", *NODES_LIBRARIES]])
-        os.replace(made, out / nodes_name(source))
-    return out / nodes_name(source)
+        units = {one.name: one for one in _sources(source)}
+        linker = [cxx, f"-L{torch}/lib", *NODES_LIBRARIES]
+        if said := _compile(Path(scratch), name, {".cpp": compiler}, units, linker):
+            raise BuildError(f"autograd's nodes do not compile here:\n{said}")
+        os.replace(Path(scratch, name), out / name)
+    return out / name
 
 
 def _sources(source: Path) -> list[Path]:
     return sorted(source.parent.glob("*.cpp"))
-
-
-def _run_each(commands: Iterable[Sequence[str]]) -> None:
-    """Run these at once. Raises BuildError with the text of one that fails."""
-    running = [subprocess.Popen(one, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for one in commands]
-    told = [(one.communicate()[0], one.returncode) for one in running]
-    if failed := [text.strip() for text, code in told if code != 0]:
-        raise BuildError(f"autograd's nodes do not compile here:\n{failed[0]}")
 
 
 def work_key(source_dir: Path, arch: Sequence[str], toolkit: Toolkit, ptx: bool = False) -> str:
@@ -326,40 +323,33 @@ def find_ninja() -> str:
     return found
 
 
-def _ninja_text(source_dir: Path, flags: Sequence[str], toolkit: Toolkit, cxx: str, torch: Path) -> str:
-    """The build as a ninja file. Only torch's side of the library sees torch's headers: with them nvcc is slow."""
-    includes = [f"-I{source_dir}", "-isystem", f"{torch}/include", "-isystem", str(toolkit.include)]
-    compile_cxx = shlex.join([cxx, *CXX_FLAGS, *includes])
-    compile_cuda = shlex.join([str(toolkit.nvcc), "-ccbin", cxx, *flags, f"-I{source_dir}"])
-    depends = ["  depfile = $out.d", "  deps = gcc"]
-    folders = shlex.join([f"-L{torch}/lib", f"-L{toolkit.lib}"])
-    lines = [
-        *("rule cpp", f"  command = {_escape(compile_cxx)} {' '.join(DEPENDENCY_FLAGS)} -c $in -o $out", *depends),
-        *("rule cu", f"  command = {_escape(compile_cuda)} {' '.join(DEPENDENCY_FLAGS)} -c $in -o $out", *depends),
-        "rule link",
-        f"  command = {_escape(cxx)} -shared $in -o $out {_escape(folders)} {shlex.join(LINK_LIBRARIES)}",
-    ]
-    objects = []
-    for path in sorted(sources(source_dir), key=lambda path: path.name not in LONGEST):
-        if path.suffix in (".cpp", ".cu"):
-            objects.append(_escape(f"objects/{path.relative_to(source_dir).as_posix()}.o", path=True))
-            lines.append(f"build {objects[-1]}: {path.suffix[1:]} {_escape(str(path), path=True)}")
-    lines += [f"build {LIBRARY}: link {' '.join(objects)}", f"default {LIBRARY}"]
-    return "\n".join(lines) + "\n"
+def _compile(
+    folder: Path,
+    library: str,
+    compilers: Mapping[str, Sequence[str]],
+    units: Mapping[str, Path],
+    linker: Sequence[str],
+) -> str:
+    """Make ``library`` in ``folder``, of what changed: of each of ``units`` an object of that name, by the compiler of
+    its suffix. The compiler's text where it cannot be, or ""."""
+    lines = []
+    for suffix, compiler in compilers.items():
+        command = f"{_escape(shlex.join(compiler))} {' '.join(DEPENDENCY_FLAGS)} -c $in -o $out"
+        lines += [f"rule {suffix[1:]}", f"  command = {command}", "  depfile = $out.d", "  deps = gcc"]
+    cxx, *flags = linker
+    lines += ["rule link", f"  command = {_escape(cxx)} -shared $in -o $out {_escape(shlex.join(flags))}"]
+    objects = {_escape(f"objects/{name}.o", path=True): unit for name, unit in units.items()}
+    lines += [f"build {made}: {unit.suffix[1:]} {_escape(str(unit), path=True)}" for made, unit in objects.items()]
+    lines += [f"build {library}: link {' '.join(objects)}", f"default {library}"]
+    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+    done = subprocess.run(
+        [find_ninja(), "-C", str(folder)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    return done.stdout.strip() if done.returncode else ""
 
 
 def _escape(text: str, path: bool = False) -> str:
     return re.sub(r"[$ :]" if path else r"\$", r"$\g<0>", text)
-
-
-def _run_ninja(ninja: str, folder: Path, told_as: Path) -> None:
-    """Compile what changed; the compiler's text names files as in ``told_as``, which ``folder`` holds a copy of."""
-    done = subprocess.run(
-        [ninja, "-C", str(folder)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-    )
-    if done.returncode != 0:
-        said = done.stdout.replace(str(folder / "csrc"), str(told_as))
-        raise BuildError(f"the kernels do not compile here:\n{said.strip()}")
 
 
 def _output(command: list[str]) -> str:

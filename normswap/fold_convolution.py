@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normswap import reference
 from normswap.forwards.batch_norm import RANKS
@@ -108,25 +108,28 @@ def convolution_of(pair: Pair) -> nn.Module:
     width = convolution.out_features if isinstance(convolution, nn.Linear) else convolution.out_channels
     if not _is_plain(norm, pair.behind) or norm.num_features != width:
         raise ValueError("its BatchNorm is no plain one, or of another width")
-    given = (convolution.weight, convolution.bias, None, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    given = (convolution.weight, convolution.bias, norm.running_mean, norm.running_var, norm.weight, norm.bias)
     if len({t.device for t in given if t is not None}) > 1:
         raise ValueError("its tensors are on several devices")
+    return folded(convolution, norm)
+
+
+def folded(layer: Any, norm: Any, scale: Tensor | None = None, after: Tensor | None = None) -> Any:
+    """The Linear or convolution that equals ``norm(layer(x) * scale) * after`` in eval, its weights from float64 and
+    rounded once. Raises ValueError where they are not finite."""
+    given = (layer.weight, layer.bias, scale, norm.running_mean, norm.running_var, norm.weight, norm.bias)
     wide: list[Any] = [None if t is None else t.double() for t in given]
+    if transposed := type(layer) in TRANSPOSED:
+        wide[0] = reference.by_output(wide[0], layer.groups)
     fold: Any = reference.fold_scale_batch_norm
-    if transposed := type(convolution) in TRANSPOSED:
-        wide[0] = reference.by_output(wide[0], convolution.groups)
     weight, bias = fold(*wide, norm.eps)
-    weight = reference.by_output(weight, convolution.groups) if transposed else weight
-    dtype = convolution.weight.dtype
-    learns = convolution.weight.requires_grad
-    new = nn.Parameter(torch.empty_like(convolution.weight).copy_(weight), learns)  # laid out alike
-    made = copy.deepcopy(convolution, {id(convolution.weight): new}).eval()
+    weight = reference.by_output(weight, layer.groups) if transposed else weight
+    if after is not None:
+        weight, bias = weight * after.reshape(-1, 1), bias * after.reshape(-1)
+    dtype, learns = layer.weight.dtype, layer.weight.requires_grad
+    new = nn.Parameter(torch.empty_like(layer.weight).copy_(weight), learns)  # laid out alike
+    made = copy.deepcopy(layer, {id(layer.weight): new}).eval()
     made.bias = nn.Parameter(bias.to(dtype), learns)
-    return checked(made)
-
-
-def checked(made: Any) -> Any:
-    """``made``, what was folded. Raises ValueError where its weights are not finite."""
     if not (made.weight.is_meta or (made.weight.isfinite().all() and made.bias.isfinite().all())):
         raise ValueError(f"folded, its weights are not finite in {str(made.weight.dtype).removeprefix('torch.')}")
     return made

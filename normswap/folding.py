@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap import fold_convolution, modules, reference, rules
+from normswap import fold_convolution, modules, rules
 from normswap.attributes import Rejection
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.plain import calls_forward, is_plain, is_unhooked
@@ -179,7 +179,7 @@ def _linear(module: nn.Module, parts: Mapping[str, Any]) -> nn.Linear:
     vectors = bn.weight, bn.bias, bn.running_mean, bn.running_var
     if not _lsb.tensors_fit(linear.weight, (linear.weight, linear.bias), vectors):
         raise ValueError("its tensors are of several dtypes or devices")
-    return _made(linear, before, bn, behind)
+    return fold_convolution.folded(linear, bn, before, behind)
 
 
 def _factor(owner: Any, factor: str | float | None, linear: nn.Linear) -> Tensor | None:
@@ -192,16 +192,3 @@ def _factor(owner: Any, factor: str | float | None, linear: nn.Linear) -> Tensor
     if not _lsb.is_factor(value, linear.weight, linear.out_features):
         raise ValueError("what it multiplies by is no tensor of one value or one per channel in the Linear's dtype")
     return value.double()
-
-
-def _made(linear: nn.Linear, scale: Tensor | None, bn: nn.BatchNorm1d, after: Tensor | None) -> nn.Linear:
-    given = (linear.weight, linear.bias, scale, bn.running_mean, bn.running_var, bn.weight, bn.bias)
-    arguments: list[Any] = [*(None if tensor is None else tensor.double() for tensor in given), bn.eps]
-    weight, bias = reference.fold_scale_batch_norm(*arguments)
-    if after is not None:
-        weight, bias = weight * after.reshape(-1, 1), bias * after.reshape(-1)
-    dtype = linear.weight.dtype
-    new = nn.Linear(linear.in_features, linear.out_features, device="meta").eval()
-    new.weight = nn.Parameter(weight.to(dtype), linear.weight.requires_grad)
-    new.bias = nn.Parameter(bias.to(dtype), linear.weight.requires_grad)
-    return fold_convolution.checked(new)

@@ -272,7 +272,7 @@ def build(
     wanted = builder.check_arch(arch if arch is not None else _arch_here())
     source = sources or source_dir()
     toolkit = builder.find_toolkit()
-    progress = progress or _print_progress
+    progress = progress or say
     if out is not None:
         return _compile(source, wanted, toolkit, out, progress)
     return _build_into_cache(source, wanted, toolkit, progress)
@@ -333,7 +333,8 @@ def one_process(lock: Path) -> Iterator[None]:
         held.release()
 
 
-def _print_progress(line: str) -> None:
+def say(line: str) -> None:
+    """Tell a line on stderr."""
     print(f"normswap: {line}", file=sys.stderr, flush=True)
 
 

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import importlib.machinery
 import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,12 +44,8 @@ def build(out: Path | None = None, progress: Callable[[str], None] | None = None
     with native.one_process(_cache() / "nodes.lock"):
         if out is None and (found := find()) is not None:
             return found
-        (progress or _say)(f"compiling autograd's nodes for torch {torch.__version__} ...")
+        (progress or native.say)(f"compiling autograd's nodes for torch {torch.__version__} ...")
         return builder.compile_nodes(SOURCE, out or _cache())
-
-
-def _say(line: str) -> None:
-    print(f"normswap: {line}", file=sys.stderr, flush=True)
 
 
 def load(*, compiling: bool = False) -> None:
@@ -74,7 +69,7 @@ def load(*, compiling: bool = False) -> None:
             call_at_once(path)
     except (OSError, RuntimeError) as error:
         _reason = str(error)
-        _say(f"without autograd's nodes a backward costs the host more: {_reason}")
+        native.say(f"without autograd's nodes a backward costs the host more: {_reason}")
 
 
 @functools.cache

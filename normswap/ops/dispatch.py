@@ -162,25 +162,17 @@ def _library_ready() -> bool:
 def _register_fakes() -> None:
     """Most native ops only fill tensors they are given, so their fakes do nothing; the direct ones decline, and so do
     those that record a gradient, which no code that torch.compile makes holds."""
-    with_options = ("layer_norm_with_options", "rms_norm_with_options")
-    rows = ("layer_norm", "rms_norm", "l1_norm", "l2_norm", "group_norm")
-    dims = ("layer_norm_dim", "l2_norm_dim", "rms_norm_dim", "rms_norm_dim_backward")
-    more = ("l1_norm_dim", "l1_norm_dim_backward", "group_norm_backward", "affine", "fold_linear")
-    for name in (*rows, *with_options, *dims, *more):
-        torch.library.register_fake(f"normswap::{name}", lambda *args, **kwargs: None)
-    pairs = (*with_options, "fold_convolution")
-    single = ("layer_norm_dim", "frobenius_norm", "batch_norm")
-    for name in (*rows, *pairs, *single, *_ALSO_AUTOGRAD):
-        declined = (None, None) if name in pairs else None
-        torch.library.register_fake(f"normswap::{name}_or_none", lambda *args, answer=declined, **kwargs: answer)
-        found = _frameless(f"{name}_or_none")
-        _direct[name] = _seen_by_modes(found) if name in _ALSO_AUTOGRAD else found
-    for name in ("layer_norm", "rms_norm", "l1_norm", "group_norm", "batch_norm", *with_options):
-        nothing = (None,) * (3 if name in ("batch_norm", *with_options) else 2)
-        torch.library.register_fake(f"normswap::{name}_recorded", lambda *args, answer=nothing, **kwargs: answer)
-    torch.library.register_fake("normswap::group_norm_backward_or_none", lambda *args: (None,) * 4)
-    for name, fake in _BACKWARDS.items():
-        torch.library.register_fake(f"normswap::{name}", fake)
+    for full in torch._C._dispatch_get_all_op_names():
+        if not full.startswith("normswap::") or not torch._C._dispatch_has_kernel_for_dispatch_key(full, "CUDA"):
+            continue
+        name = full.removeprefix("normswap::")
+        returns = len(getattr(torch.ops.normswap, name).default._schema.returns)
+        nothing = None if returns < 2 else (None,) * returns
+        fake = _BACKWARDS.get(name, lambda *args, answer=nothing, **kwargs: answer)
+        torch.library.register_fake(full, fake)
+        if name.endswith("_or_none"):
+            short, found = name.removesuffix("_or_none"), _frameless(name)
+            _direct[short] = _seen_by_modes(found) if short in _ALSO_AUTOGRAD else found
 
 
 def _frameless(name: str) -> Callable[..., Any]:
