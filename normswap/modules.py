@@ -18,33 +18,17 @@ from normswap.forwards.placed import in_the_place_of
 from normswap.forwards.replaced import Replaced
 from normswap.installed import covered_class, marks, original_class, remember, site_match, unannounced
 from normswap.kinds import NORMS, Norm, kind_of
-from normswap.norms import (
-    GroupNorm,
-    InstanceNorm1d,
-    InstanceNorm2d,
-    InstanceNorm3d,
-    L1Norm,
-    LayerNorm,
-    LinearScaleBatchNorm,
-    RMSNorm,
-    copy_weights,
-)
+from normswap.norms import GroupNorm as GroupNorm
+from normswap.norms import InstanceNorm1d as InstanceNorm1d
+from normswap.norms import InstanceNorm2d as InstanceNorm2d
+from normswap.norms import InstanceNorm3d as InstanceNorm3d
+from normswap.norms import L1Norm as L1Norm
+from normswap.norms import LayerNorm as LayerNorm
+from normswap.norms import LinearScaleBatchNorm as LinearScaleBatchNorm
+from normswap.norms import RMSNorm as RMSNorm
+from normswap.norms import copy_weights as copy_weights
 from normswap.plans import REGION, Match, PlanError
 from normswap.regions import install as regions
-
-__all__ = [
-    "GroupNorm",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
-    "L1Norm",
-    "LayerNorm",
-    "LinearScaleBatchNorm",
-    "RMSNorm",
-    "Rewritten",
-    "copy_weights",
-    "swapped_class",
-]
 
 _Forward = Callable[..., Tensor]
 

@@ -27,16 +27,6 @@ from platformdirs import user_cache_path
 from normswap import builder
 from normswap.builder import LIBRARY, METADATA, BuildError, Metadata, Toolkit
 
-__all__ = [
-    "BuildError",
-    "NativeStatus",
-    "available",
-    "build",
-    "load",
-    "on_load",
-    "status",
-]
-
 PACKAGE = Path(__file__).parent
 CLUSTERS = (9, 10)
 """The major architectures whose kernels are launched in clusters of blocks."""
