@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,11 @@ class Bar(tqdm):  # type: ignore[misc]
     """A progress bar that leaves no thread behind."""
 
     monitor_interval = 0
+
+
+Bar.set_lock(
+    threading.RLock()
+)  # tqdm's own is one with all processes that are forked, and stays held when one is killed
 
 
 def progress(what: str, over: Iterable[Any] | None = None, unit: str = "it", total: int | None = None) -> Bar:

@@ -11,7 +11,6 @@ from torch import Tensor
 from normswap import reference
 from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
-    by_kernels,
     direct,
     in_memory_order,
     native_op,
@@ -21,7 +20,7 @@ from normswap.ops.dispatch import (
     reference_gradients,
     statistic_along,
 )
-from normswap.ops.recorded import Norm, Numbers, Tensors, record
+from normswap.ops.recorded import Norm, Numbers, Tensors, differentiable, record
 from normswap.ops.rows import laid_out
 
 
@@ -52,14 +51,12 @@ def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | Non
 
 
 def _l1_norm(input: Tensor, dim: int, eps: float, minimum: float | None) -> Tensor:
-    least, last = minimum or 0.0, dim == input.dim() - 1  # a mean of magnitudes is never below 0
+    least = minimum or 0.0  # a mean of magnitudes is never below 0
+    if dim != input.dim() - 1:
+        return _l1_norm_dim(input, dim, eps, least)
     if needs_grad(input):
-        out: Tensor | None = (
-            recorded("l1_norm")(input, eps, least) if last else _L1NormDim.apply(input, dim, eps, least)
-        )
-        return reference.l1_norm(input, dim, eps, minimum) if out is None else out
-    if not last:
-        return _l1_norm_dim(input, dim, eps, least, None)
+        found: Tensor | None = recorded("l1_norm")(input, eps, least)
+        return reference.l1_norm(input, dim, eps, minimum) if found is None else found
     input = input.contiguous()
     out = torch.empty_like(input)
     torch.ops.normswap.l1_norm.default(input, input.shape[-1], eps, least, out, None, 0)
@@ -85,36 +82,23 @@ def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequen
 record("l1_norm", "input eps low", Norm(_by_kernels, _by_formula, of_rows=True), laid_out)
 
 
-def _l1_norm_dim(input: Tensor, dim: int, eps: float, minimum: float, mean_abs: Tensor | None) -> Tensor:
-    input = input.contiguous()
-    out = torch.empty_like(input)
-    torch.ops.normswap.l1_norm_dim.default(input, dim, eps, minimum, out, mean_abs)
-    return out
+def _l1_norm_dim(input: Tensor, dim: int, eps: float, minimum: float) -> Tensor:
+    def compute(learns: bool, input: Tensor) -> tuple[Tensor, Tensor | None]:
+        mean_abs = statistic_along(input, dim) if learns else None
+        input = input.contiguous()
+        out = torch.empty_like(input)
+        torch.ops.normswap.l1_norm_dim.default(input, dim, eps, minimum, out, mean_abs)
+        return out, mean_abs
 
-
-class _L1NormDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, dim: int, eps: float, minimum: float) -> Tensor:
-        mean_abs = statistic_along(input, dim)
-        out = _l1_norm_dim(input, dim, eps, minimum, mean_abs)
-        ctx.save_for_backward(input, mean_abs)
-        ctx.dim, ctx.eps, ctx.minimum = dim, eps, minimum
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (input, mean_abs), dim, eps, minimum = ctx.saved_tensors, ctx.dim, ctx.eps, ctx.minimum
-        if not by_kernels(grad):
-            formula = lambda x: reference.l1_norm(x, dim, eps, minimum or None)  # noqa: E731
-            return *reference_gradients(formula, (input,), grad), None, None, None
+    def kernels(_: Any, grad: Tensor, input: Tensor, mean_abs: Tensor) -> tuple[Tensor]:
         if input.shape[dim] > MAX_DIM_BACKWARD:
-            found = gradient(grad, input, mean_abs.to(input.dtype), dim, eps, minimum or None)
-            return found, None, None, None
-        found = torch.empty_like(input, memory_format=torch.contiguous_format)
-        torch.ops.normswap.l1_norm_dim_backward.default(
-            grad.contiguous(), input.contiguous(), mean_abs, dim, eps, minimum, found
-        )
-        return found, None, None, None
+            return (gradient(grad, input, mean_abs.to(input.dtype), dim, eps, minimum or None),)
+        dx = torch.empty_like(input, memory_format=torch.contiguous_format)
+        given = grad.contiguous(), input.contiguous(), mean_abs, dim, eps, minimum, dx
+        torch.ops.normswap.l1_norm_dim_backward.default(*given)
+        return (dx,)
+
+    return differentiable(compute, kernels, lambda x: reference.l1_norm(x, dim, eps, minimum or None), input)
 
 
 def gradient(

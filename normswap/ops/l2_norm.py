@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from normswap import reference
-from normswap.ops.dispatch import (
-    direct,
-    in_memory_order,
-    native_serves,
-    needs_grad,
-    reference_gradients,
-    statistic_along,
-)
+from normswap.ops.dispatch import direct, in_memory_order, native_serves, statistic_along
+from normswap.ops.recorded import differentiable
 
 
 def l2_norm(x: Tensor, dim: int = -1, eps: float = 0.0) -> Tensor:
@@ -65,36 +59,25 @@ def _is_served(x: Tensor) -> bool:
 
 def _l2_norm(x: Tensor, dim: int | None, eps: float) -> Tensor:
     """Along ``dim``; of the whole tensor without one."""
-    return _L2Norm.apply(x, dim, eps) if needs_grad(x) else _l2_norm_forward(x, dim, eps, None)
 
+    def compute(learns: bool, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        norm = None
+        if learns:
+            norm = x.new_empty((), dtype=torch.float32) if dim is None else statistic_along(x, dim)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        if dim is None or math.prod(x.shape[dim + 1 :]) == 1:  # rows
+            cols = x.numel() if dim is None else x.shape[dim]
+            torch.ops.normswap.l2_norm.default(x, cols, eps, out, norm, 0)
+        else:
+            torch.ops.normswap.l2_norm_dim.default(x, dim, eps, out, norm)
+        return out, norm
 
-def _l2_norm_forward(x: Tensor, dim: int | None, eps: float, norm: Tensor | None) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    if dim is None or math.prod(x.shape[dim + 1 :]) == 1:  # rows
-        cols = x.numel() if dim is None else x.shape[dim]
-        torch.ops.normswap.l2_norm.default(x, cols, eps, out, norm, 0)
-    else:
-        torch.ops.normswap.l2_norm_dim.default(x, dim, eps, out, norm)
-    return out
+    def kernels(_: Any, grad: Tensor, x: Tensor, norm: Tensor) -> tuple[Tensor]:
+        return (gradient(grad, x, norm, dim, eps),)
 
-
-class _L2Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int | None, eps: float) -> Tensor:
-        norm = x.new_empty((), dtype=torch.float32) if dim is None else statistic_along(x, dim)
-        out = _l2_norm_forward(x, dim, eps, norm)
-        ctx.save_for_backward(x, norm)
-        ctx.dim, ctx.eps = dim, eps
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, norm = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return gradient(grad, x, norm, ctx.dim, ctx.eps), None, None
-        formula = lambda t: reference.frobenius_norm(t) if ctx.dim is None else reference.l2_norm(t, ctx.dim, ctx.eps)  # noqa: E731
-        return *reference_gradients(formula, (x,), grad), None, None
+    formula = lambda t: reference.frobenius_norm(t) if dim is None else reference.l2_norm(t, dim, eps)  # noqa: E731
+    return differentiable(compute, kernels, formula, x)
 
 
 def gradient(grad: Tensor, x: Tensor, norm: Tensor, dim: int | None, eps: float = 0.0) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,9 @@ from normswap.ops.dispatch import (
     direct,
     in_memory_order,
     native_serves,
-    needs_grad,
-    reference_gradients,
-    statistic_along,
 )
 from normswap.ops.layer_norm import layer_norm
+from normswap.ops.recorded import differentiable
 
 
 def layer_norm_dim(
@@ -60,30 +57,12 @@ def _check_along(op: str, x: Tensor, dim: int, *parameters: Tensor | None) -> No
 def _layer_norm_along(x: Tensor, dim: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if math.prod(x.shape[dim + 1 :]) == 1 and affine_dtypes_fit(x, weight, bias):  # rows
         return layer_norm(x.flatten(dim), x.shape[dim : dim + 1], weight, bias, eps).view(x.shape)
-    if needs_grad(x, weight, bias):
-        return _LayerNormDim.apply(x, weight, bias, dim, eps)
-    return _layer_norm_dim_forward(x, weight, bias, dim, eps, None, None)
 
+    def compute(learns: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor]:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        torch.ops.normswap.layer_norm_dim.default(x, dense(weight), dense(bias), dim, eps, out, None, None)
+        return (out,)
 
-def _layer_norm_dim_forward(
-    x: Tensor, weight: Any, bias: Any, dim: int, eps: float, mean: Tensor | None, rstd: Tensor | None
-) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    torch.ops.normswap.layer_norm_dim.default(x, dense(weight), dense(bias), dim, eps, out, mean, rstd)
-    return out
-
-
-class _LayerNormDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, dim: int, eps: float) -> Tensor:
-        mean, rstd = statistic_along(x, dim), statistic_along(x, dim)
-        out = _layer_norm_dim_forward(x, weight, bias, dim, eps, mean, rstd)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.dim, ctx.eps = dim, eps
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        formula = lambda x, w, b: reference.layer_norm_dim(x, ctx.dim, w, b, ctx.eps)  # noqa: E731
-        return *reference_gradients(formula, ctx.saved_tensors[:3], grad), None, None
+    formula = lambda x, w, b: reference.layer_norm_dim(x, dim, w, b, eps)  # noqa: E731
+    return differentiable(compute, lambda *_: None, formula, x, weight, bias)

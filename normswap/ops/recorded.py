@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from normswap.ops.dispatch import by_kernels, native_op, recording
+from normswap.ops.dispatch import by_kernels, native_op, needs_grad, recording, reference_gradients
 
 LEARNING = ("input", "weight", "bias", "residual", "scale", "shift", "input_bias")
 """The tensors that may learn (kLearning)."""
@@ -127,3 +127,33 @@ def record(
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     title = "".join(map(str.capitalize, name.split("_")))
     recording(name)(type(f"_{title}", (torch.autograd.Function,), body))
+
+
+def differentiable(
+    compute: Callable[..., tuple[Any, ...]],
+    kernels: Callable[..., Tensors | None],
+    formula: Callable[..., Tensor],
+    *tensors: Tensor | None,
+) -> Tensor:
+    """What ``compute(learns, *tensors)`` gives first; behind it are the statistics where a gradient is to be recorded.
+    The gradients of ``tensors`` are what ``kernels(wanted, grad, *tensors, *statistics)`` gives, or the formula's."""
+    if needs_grad(*tensors):
+        return _Differentiable.apply(compute, kernels, formula, *tensors)  # type: ignore[no-any-return]
+    return compute(False, *tensors)[0]  # type: ignore[no-any-return]
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Any, kernels: Any, formula: Any, *tensors: Tensor | None) -> Tensor:
+        out, *statistics = compute(True, *tensors)
+        ctx.save_for_backward(*tensors, *statistics)
+        ctx.kernels, ctx.formula = kernels, formula
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _, _, _, *wanted = ctx.needs_input_grad
+        found = ctx.kernels(wanted, grad, *ctx.saved_tensors) if by_kernels(grad) else None
+        if found is None:
+            found = reference_gradients(ctx.formula, ctx.saved_tensors[: len(wanted)], grad)
+        return None, None, None, *found

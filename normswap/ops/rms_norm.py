@@ -15,18 +15,15 @@ from normswap.activation import CODES, NONE, Activation
 from normswap.ops.dispatch import (
     MAX_DIM_BACKWARD,
     affine_dtypes_fit,
-    by_kernels,
     dense,
     direct,
     has_rows,
     native_op,
     native_serves,
-    needs_grad,
-    reference_gradients,
     statistic_along,
 )
 from normswap.ops.options import Options, activation_of, gradients, with_sum
-from normswap.ops.recorded import Norm, Numbers, Tensors, record
+from normswap.ops.recorded import Norm, Numbers, Tensors, differentiable, record
 from normswap.ops.rows import Rows, is_served, laid_out, laid_out_with_options
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
@@ -194,36 +191,21 @@ def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float =
     dim %= x.dim()
     if dim == x.dim() - 1 and affine_dtypes_fit(x, weight, None):
         return rms_norm(x, x.shape[-1:], weight, eps)
-    if needs_grad(x, weight):
-        return _RMSNormDim.apply(x, weight, dim, eps)
-    return _rms_norm_dim_forward(x, weight, dim, eps, None)
 
+    def compute(learns: bool, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        rstd = statistic_along(x, dim) if learns else None
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        torch.ops.normswap.rms_norm_dim.default(x, dense(weight), dim, eps, out, rstd)
+        return out, rstd
 
-def _rms_norm_dim_forward(x: Tensor, weight: Tensor | None, dim: int, eps: float, rstd: Tensor | None) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    torch.ops.normswap.rms_norm_dim.default(x, dense(weight), dim, eps, out, rstd)
-    return out
+    def kernels(wanted: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensors | None:
+        if x.shape[dim] > MAX_DIM_BACKWARD:
+            return None
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dw = torch.empty_like(weight) if wanted[1] and weight is not None else None
+        given = grad.contiguous(), x.contiguous(), dense(weight), rstd, dim, dx, dw
+        torch.ops.normswap.rms_norm_dim_backward.default(*given)
+        return dx if wanted[0] else None, dw
 
-
-class _RMSNormDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, dim: int, eps: float) -> Tensor:
-        rstd = statistic_along(x, dim)
-        out = _rms_norm_dim_forward(x, weight, dim, eps, rstd)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.dim, ctx.eps = dim, eps
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, rstd = ctx.saved_tensors
-        if not by_kernels(grad) or x.shape[ctx.dim] > MAX_DIM_BACKWARD:
-            formula = lambda x, w: reference.rms_norm_dim(x, ctx.dim, w, ctx.eps)  # noqa: E731
-            return *reference_gradients(formula, (x, weight), grad), None, None
-        x, grad_x = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        torch.ops.normswap.rms_norm_dim_backward.default(
-            grad.contiguous(), x, dense(weight), rstd, ctx.dim, grad_x, grad_weight
-        )
-        return grad_x if ctx.needs_input_grad[0] else None, grad_weight, None, None
+    return differentiable(compute, kernels, lambda x, w: reference.rms_norm_dim(x, dim, w, eps), x, weight)
