@@ -21,9 +21,8 @@ class Bar(tqdm):  # type: ignore[misc]
     monitor_interval = 0
 
 
-Bar.set_lock(
-    threading.RLock()
-)  # tqdm's own is one with all processes that are forked, and stays held when one is killed
+# tqdm's own lock is one with all processes that are forked, and stays held when one of them is killed.
+Bar.set_lock(threading.RLock())
 
 
 def progress(what: str, over: Iterable[Any] | None = None, unit: str = "it", total: int | None = None) -> Bar:
