@@ -107,8 +107,8 @@ def _generally(
     options: Options | None = None,
 ) -> Any:
     """What the native op that does all of a call declines."""
-    lowers = torch.is_autocast_enabled("cuda")
-    if options is not None or (lowers and input.dtype is not torch.float32):
+    lowers = (options is not None or input.dtype is not torch.float32) and torch.is_autocast_enabled("cuda")
+    if options is not None or lowers:
         found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options or Options(), lowers)
         if found is not None:
             return found
@@ -116,15 +116,16 @@ def _generally(
     if options is not None:
         options.check("layer_norm", input, len(shape))
         wide = lowers and input.is_cuda and input.dtype in DTYPES and options.residual is not None
-    if not wide:
+    if input.is_cuda and not wide:
         input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
     if is_served(input, shape, weight, bias) and (options is None or options.are_served(input)):
         call = Rows("layer_norm", input, shape, (weight, bias), (eps,), options, () if options is None else (wide,))
         found = call.computed(partial(layer_norm, normalized_shape=shape, weight=weight, bias=bias, eps=eps))
         if found is not None:
             return found
-    keywords = {} if options is None else options.keywords()
-    return reference.layer_norm(input, shape, weight, bias, eps, **keywords)
+    if options is None:
+        return reference.layer_norm(input, shape, weight, bias, eps)
+    return reference.layer_norm(input, shape, weight, bias, eps, **options.keywords())
 
 
 def _by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors | None:

@@ -77,7 +77,7 @@ def record(
     which answers None where the kernels do not take the tensors, also as ``laid_out``. ``sums``: the op also returns
     the sum of input and residual, which ``laid_out`` may have added itself."""
     names, op = arguments.split(), f"{name}_recorded"
-    absent = (False,) * (len(names) + 1)
+    absent, unwanted = (*(None,) * len(names), None, 0), (False,) * (len(names) + 1)
     places = {argument: place for place, argument in enumerate(names)}
     tensors_of = itemgetter(*(places.get(tensor, -2) for tensor in TENSORS))
     numbers_of = itemgetter(*(places.get(number, -1) for number in NUMBERS))
@@ -95,7 +95,7 @@ def record(
                     break
             else:
                 return (None, None) if sums else None
-        given = (*given, *(None,) * (len(names) - len(given)), None, 0)
+        given += absent[len(given) :]
         input, weight, bias, residual, scale, shift, input_bias, mean, var = tensors_of(given)
         ctx.numbers = numbers = numbers_of(given)
         training, activation = numbers[4:6]
@@ -103,13 +103,11 @@ def record(
             total = made[1] if total is None else total
             input = input if total is None else total
             ctx.set_materialize_grads(False)
-        statistics, signs = (*made[1 + sums :], None)[:2]
+        statistics, signs = made[1 + sums], made[2] if len(made) > 2 + sums else None
         if norm.of_rows:
             residual = None
         else:
-            bias = (
-                bias if activation or weight is None else None
-            )  # of what its gradient is like, the weight says as much
+            bias = bias if activation or weight is None else None  # the weight says what its gradient is like
             residual = residual if activation and signs is None else None
         if training:
             mean = var = None
@@ -121,7 +119,7 @@ def record(
         saved, needs, shift = ctx.saved_tensors, ctx.needs_input_grad, ctx.input_bias
         if shift is not None:
             saved = (*saved[:6], shift, *saved[7:])
-        wanted = wanted_of(needs + absent[len(needs) :])
+        wanted = wanted_of(needs + unwanted[len(needs) :])
         return found_of((*gradients(name, grads, saved, ctx.numbers, wanted), None))[: len(needs)]
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}

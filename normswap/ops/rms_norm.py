@@ -104,19 +104,20 @@ def _generally(
         options.check("rms_norm", input, len(shape))
     elif _is_widened(input):
         input, weight = input.float(), None if weight is None else weight.float()
-    order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
     # What autocast makes of a norm and of a scale is PyTorch's to say.
     if is_served(input, shape, weight) and (
         options is None or (options.are_served(input) and not torch.is_autocast_enabled("cuda"))
     ):
-        numbers = FLOAT32_EPS if eps is None else eps, *order.values()
+        order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+        numbers = FLOAT32_EPS if eps is None else eps, weight_offset, cast_before_weight
         call = Rows("rms_norm", input, shape, (weight,), numbers, options)
-        again = functools.partial(rms_norm, normalized_shape=shape, weight=weight, eps=eps, **order)
-        found = call.computed(again)
+        found = call.computed(functools.partial(rms_norm, normalized_shape=shape, weight=weight, eps=eps, **order))
         if found is not None:
             return found
-    keywords = {} if options is None else options.keywords()
-    return reference.rms_norm(input, shape, weight, eps, **order, **keywords)
+    more = {} if options is None else options.keywords()
+    return reference.rms_norm(
+        input, shape, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight, **more
+    )
 
 
 def _is_widened(input: Tensor) -> bool:

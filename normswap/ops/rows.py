@@ -15,14 +15,15 @@ from normswap.ops.options import Options, summed, with_sum
 from normswap.ops.recorded import Laid
 
 
-def is_served(input: Tensor, shape: tuple[int, ...], *affine: Tensor | None) -> bool:
+def is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None = None) -> bool:
     """True when the kernels take rows of this ``shape``."""
     return (
-        native_serves(input, *affine, elements=math.prod(shape))
+        native_serves(input, weight, bias, elements=math.prod(shape))
         and len(shape) > 0
         and input.shape[-len(shape) :] == shape
-        and all(p is None or p.shape == shape for p in affine)
-        and affine_dtypes_fit(input, *affine)
+        and (weight is None or weight.shape == shape)
+        and (bias is None or bias.shape == shape)
+        and affine_dtypes_fit(input, weight, bias)
         and input.numel() > 0
     )
 
