@@ -100,6 +100,8 @@ def optimize(
             earlier = _reports[model] if model in _reports else _unchecked_report(target, Plan(already))
             report = merged(earlier, report, already, [name for name, _ in target.named_modules()])
         _tell_empty(target, report, on_empty)
+        if not inplace and example.run is not None:
+            untouched.restore_parameters(target, model)
         _reports[target] = report
     return target
 

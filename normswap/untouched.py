@@ -129,6 +129,18 @@ def _restore_values(buffer: Tensor, value: Tensor) -> None:
         buffer.copy_(value)
 
 
+@torch.no_grad()
+def restore_parameters(model: nn.Module, original: nn.Module) -> None:
+    """Give the parameters of ``model``, a copy of ``original``, the values that they have there: its forward may have
+    written into them."""
+    given = dict(original.named_parameters())
+    for name, mine in model.named_parameters():
+        before = given.get(name)
+        plain = type(mine) is nn.Parameter and mine.layout is torch.strided and not mine.is_meta
+        if plain and before is not None and before.shape == mine.shape and not torch.equal(mine, before):
+            mine.copy_(before)
+
+
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether the elements of two tensors of one shape are equal, NaN to NaN."""
     return one.is_meta or bool(((one == other) | (one.isnan() & other.isnan())).all())

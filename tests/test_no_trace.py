@@ -174,3 +174,32 @@ def test_every_kind_without_a_trace() -> None:
     before.assert_same(model, classes=False)
     normswap.revert(model)
     before.assert_same(model)
+
+
+class Codebook(nn.Module):
+    """Writes into its parameters, as an exponential moving average of codes does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.codes, self.frozen = nn.LayerNorm(6), nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm(x) + self.codes
+        self.codes.data.mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
+        self.frozen.copy_(out.detach().mean(0)) if not self.frozen.requires_grad else None
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:.*returns a copy.*")
+@pytest.mark.parametrize("training", [False, True])
+def test_what_a_forward_writes_into_its_parameters_is_not_in_a_copy(training: bool) -> None:
+    model = Codebook().train(training)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    swapped = normswap.optimize(model, torch.randn(4, 6))
+    for one in (model, swapped):
+        assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
+    assert normswap.report(swapped).swapped == ("norm",)
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(swapped(x), model(x))
+    assert torch.equal(swapped.codes, model.codes) and not torch.equal(model.codes, before["codes"])
