@@ -29,8 +29,9 @@ WHEEL_ARCH = ("80", "90", "100", "120")
 """The GPU architectures of the library in a wheel."""
 
 SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h")
-LONGEST = ("layer_norm.cu", "l1_norm.cu", "rms_norm.cu", "row_options.cu")
-"""What takes longest to compile: started first, so that it is not waited for last where there are many cores."""
+LONGEST = ("row", "group_backward")
+"""The folders of what takes longest to compile: started first, so that it is not waited for last where there are many
+cores."""
 
 TORCH_TARGET = "0x020a000000000000"
 """The stable ABI of torch 2.10: the library then loads on that version and on every later one."""
@@ -235,7 +236,7 @@ def compile_library(
         # Only torch's side of the library sees torch's headers: with them nvcc is slow.
         headers = [f"-I{copied}", "-isystem", f"{torch}/include", "-isystem", str(toolkit.include)]
         compilers = {".cpp": [cxx, *CXX_FLAGS, *headers], ".cu": [str(toolkit.nvcc), "-ccbin", cxx, *flags]}
-        ordered = sorted(sources(copied), key=lambda path: path.name not in LONGEST)
+        ordered = sorted(sources(copied), key=lambda path: path.parent.name not in LONGEST)
         units = {path.relative_to(copied).as_posix(): path for path in ordered if path.suffix in compilers}
         linker = [cxx, f"-L{torch}/lib", f"-L{toolkit.lib}", *LINK_LIBRARIES]
         if said := _compile(folder, LIBRARY, compilers, units, linker):

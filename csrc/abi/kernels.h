@@ -95,15 +95,14 @@ inline bool is_ragged(const RowNorm& n, int itemsize) {
   return addresses % 16 != 0 || step % 16 != 0 || n.cols * itemsize % 16 != 0;
 }
 
-cudaError_t layer_norm(const RowNorm&, const RowPlan&, cudaStream_t);
-cudaError_t rms_norm(const RowNorm&, const RowPlan&, cudaStream_t);
-cudaError_t l1_norm(const RowNorm&, const RowPlan&, cudaStream_t);
+using RowLaunch = cudaError_t(const RowNorm&, const RowPlan&, cudaStream_t);
 
-// Of x that is float32, float16, bfloat16: the longest to compile of all.
-cudaError_t group_norm_f32(const RowNorm&, const RowPlan&, cudaStream_t);
-cudaError_t group_norm_f16(const RowNorm&, const RowPlan&, cudaStream_t);
-cudaError_t group_norm_bf16(const RowNorm&, const RowPlan&, cudaStream_t);
-cudaError_t norm_with_options(const RowNorm&, const RowPlan&, cudaStream_t);
+// A source for each dtype of x: no other takes longer to compile.
+RowLaunch layer_norm_f32, layer_norm_f16, layer_norm_bf16;
+RowLaunch rms_norm_f32, rms_norm_f16, rms_norm_bf16;
+RowLaunch l1_norm_f32, l1_norm_f16, l1_norm_bf16;
+RowLaunch group_norm_f32, group_norm_f16, group_norm_bf16;
+RowLaunch norm_with_options_f32, norm_with_options_f16, norm_with_options_bf16;
 
 // A vector with one value a channel, in its own dtype; data == nullptr: absent.
 struct ChannelVector {

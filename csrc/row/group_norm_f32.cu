@@ -1,5 +1,5 @@
 #include "row/row_norm.cuh"
 
 cudaError_t normswap::group_norm_f32(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  return launch_ragged<GroupNormPolicy, float>(n, plan, stream);
+  return launch<GroupNormPolicy, float>(n, plan, stream);
 }

@@ -10,7 +10,10 @@
 
 namespace normswap {
 
-using RowLaunch = cudaError_t (*)(const RowNorm&, const RowPlan&, cudaStream_t);
+struct RowLaunches {
+  RowLaunch *f32, *f16, *bf16;
+  RowLaunch* of(DType dtype) const { return dtype == DType::f32 ? f32 : dtype == DType::f16 ? f16 : bf16; }
+};
 
 // Fill in dtypes and affine parameters of `n`; `parameters` is the length they must have.
 inline void set_affine(const char* op, RowNorm& n, const Tensor& input, const OptionalTensor& weight,
@@ -31,17 +34,17 @@ inline void set_affine(const char* op, RowNorm& n, const Tensor& input, const Op
   n.bias = data_or_null(bias);
 }
 
-inline cudaError_t launched(RowLaunch launch, RowNorm n, const RowPlan& plan, const Tensor& input) {
+inline cudaError_t launched(RowLaunch* launch, RowNorm n, const RowPlan& plan, const Tensor& input) {
   const int64_t room = row_workspace_bytes(plan, n.rows);
   const OptionalTensor workspace = room > 0 ? OptionalTensor(scratch(input, room)) : std::nullopt;
   n.workspace = room > 0 ? workspace->mutable_data_ptr() : nullptr;
   return launch(n, plan, stream_of(input));
 }
 
-// `weights`: that an element may have of its own. `options`: `launch` is norm_with_options. Where the plan's blocks, which
+// `weights`: that an element may have of its own. `options`: `launches` are norm_with_options. Where the plan's blocks, which
 // must all run at once, cannot do so here (few multiprocessors, in a green context or under MPS), the split kernels do the
 // rows: to the same bits.
-inline void run(const char* op, RowLaunch launch, int weights, RowNorm n, const Tensor& input, const Tensor& out,
+inline void run(const char* op, const RowLaunches& launches, int weights, RowNorm n, const Tensor& input, const Tensor& out,
                 int64_t regime, bool options = false) {
   RowPlan plan;
   n.y = out.mutable_data_ptr();
@@ -50,6 +53,7 @@ inline void run(const char* op, RowLaunch launch, int weights, RowNorm n, const 
   const Gpu gpu = gpu_of(input.get_device_index());
   STD_TORCH_CHECK(make_row_plan(rows, gpu, static_cast<Regime>(regime), &plan), op, ": rows of ", n.cols,
                   " elements cannot be done in regime ", regime);
+  RowLaunch* const launch = launches.of(n.dtype);
   cudaError_t error = launched(launch, n, plan, input);
   if (cannot_be_resident(error) && regime == 0 && make_row_plan(rows, gpu, Regime::split, &plan)) {
     cudaGetLastError();  // or the next launch would be told of it

@@ -8,6 +8,11 @@
 
 namespace normswap {
 
+constexpr RowLaunches kLayerNorm{layer_norm_f32, layer_norm_f16, layer_norm_bf16};
+constexpr RowLaunches kRmsNorm{rms_norm_f32, rms_norm_f16, rms_norm_bf16};
+constexpr RowLaunches kL1Norm{l1_norm_f32, l1_norm_f16, l1_norm_bf16};
+constexpr RowLaunches kGroupNorm{group_norm_f32, group_norm_f16, group_norm_bf16};
+
 // Asked of the driver once a device.
 Gpu gpu_of(int device) {
   static std::mutex mutex;
@@ -51,7 +56,7 @@ void layer_norm_rows(const Tensor& input, const OptionalTensor& weight_, const O
   set_affine("layer_norm", n, input, weight, bias, cols);
   n.mean = mean;
   n.rstd = rstd;
-  run("layer_norm", layer_norm, 2, n, input, out, regime);
+  run("layer_norm", kLayerNorm, 2, n, input, out, regime);
 }
 
 void layer_norm_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, int64_t cols,
@@ -72,7 +77,7 @@ void rms_norm_rows(const Tensor& input, const OptionalTensor& weight_, int64_t c
   n.cast_before_weight = cast_before_weight;
   n.rstd = rstd;
   n.kind = NormKind::rms;
-  run("rms_norm", rms_norm, 1, n, input, out, regime);
+  run("rms_norm", kRmsNorm, 1, n, input, out, regime);
 }
 
 void rms_norm_cuda(const Tensor& input, const OptionalTensor& weight, int64_t cols, double eps, double weight_offset,
@@ -92,15 +97,7 @@ void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum,
   n.weight_dtype = n.dtype;
   n.minimum = minimum;
   n.mean = floats_or_null("l1_norm", mean_abs, input, n.rows);
-  run("l1_norm", l1_norm, 0, n, input, out, regime);
-}
-
-cudaError_t group_norm(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  switch (n.dtype) {
-    case DType::f32: return group_norm_f32(n, plan, stream);
-    case DType::f16: return group_norm_f16(n, plan, stream);
-    default: return group_norm_bf16(n, plan, stream);
-  }
+  run("l1_norm", kL1Norm, 0, n, input, out, regime);
 }
 
 ChannelNorm channels_last_of(const RowNorm& n, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
@@ -156,7 +153,7 @@ void group_norm_groups(const Tensor& input_, const OptionalTensor& weight_, cons
   n.activation = activation_of("group_norm", activation, low, high);
   if (!channels_last) {
     check_dense("group_norm", input, out);
-    return run("group_norm", group_norm, 0, n, input, out, regime);
+    return run("group_norm", kGroupNorm, 0, n, input, out, regime);
   }
   ChannelNorm c = channels_last_of(n, weight, bias, eps);
   c.y = out.mutable_data_ptr();
@@ -168,7 +165,7 @@ void group_norm_groups(const Tensor& input_, const OptionalTensor& weight_, cons
     Tensor result = torch::stable::empty_like(torch::stable::contiguous(out));
     n.x = contiguous.const_data_ptr();
     n.behind = behind_of(contiguous, other, result);
-    run("group_norm", group_norm, 0, n, contiguous, result, 0);
+    run("group_norm", kGroupNorm, 0, n, contiguous, result, 0);
     torch::stable::copy_(out, result);
   }
 }

@@ -385,18 +385,9 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
 }
 
 template <class Policy, class T>
-cudaError_t launch_ragged(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
+cudaError_t launch(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
   if (is_ragged(n, sizeof(T))) return launch_rows<Policy, T, true>(n, plan, stream);
   return launch_rows<Policy, T, false>(n, plan, stream);
-}
-
-template <class Policy>
-cudaError_t launch(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  switch (n.dtype) {
-    case DType::f32: return launch_ragged<Policy, float>(n, plan, stream);
-    case DType::f16: return launch_ragged<Policy, __half>(n, plan, stream);
-    default: return launch_ragged<Policy, __nv_bfloat16>(n, plan, stream);
-  }
 }
 
 }  // namespace

@@ -8,6 +8,8 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
+constexpr RowLaunches kNormWithOptions{norm_with_options_f32, norm_with_options_f16, norm_with_options_bf16};
+
 // What a call may be given besides the norm's own; see RowOptions.
 struct Options {
   OptionalTensor residual, scale, shift;
@@ -113,7 +115,7 @@ void layer_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weig
   set_affine(op, n, input, weight, bias, n.cols);
   n.mean = mean;
   n.rstd = rstd;
-  run(op, norm_with_options, 0, n, input, out, regime, true);
+  run(op, kNormWithOptions, 0, n, input, out, regime, true);
 }
 
 void rms_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weight_, double eps, double weight_offset,
@@ -128,7 +130,7 @@ void rms_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weight
   n.weight_offset = weight.has_value() ? weight_offset : 0.0;
   n.cast_before_weight = cast_before_weight;
   n.rstd = rstd;
-  run(op, norm_with_options, 0, n, input, out, regime, true);
+  run(op, kNormWithOptions, 0, n, input, out, regime, true);
 }
 
 void layer_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
@@ -160,7 +162,7 @@ void l2_norm_cuda(const Tensor& input, int64_t cols, double eps, Tensor out, Opt
   n.kind = NormKind::l2;
   n.weight_dtype = n.dtype;
   n.mean = floats_or_null("l2_norm", norm, input, n.rows);
-  run("l2_norm", norm_with_options, 0, n, input, out, regime, true);
+  run("l2_norm", kNormWithOptions, 0, n, input, out, regime, true);
 }
 
 }  // namespace

@@ -1,5 +1,0 @@
-#include "row/row_norm.cuh"
-
-cudaError_t normswap::l1_norm(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  return launch<L1NormPolicy>(n, plan, stream);
-}
