@@ -76,7 +76,7 @@ struct TeamExchange {
       : args(a), shared(s), team(of_team), rank(of_rank) {
     if (threadIdx.x < kTurnsKept) {
       shared.turns[threadIdx.x].handed_on.init(kWarpsTeam);
-      shared.turns[threadIdx.x].known.init(1);
+      shared.turns[threadIdx.x].known.init(32);
     }
   }
   // The statistic of this warp's chunk of this turn's row.
@@ -98,15 +98,16 @@ struct TeamExchange {
     if (lane == 0) tell(told_of(turn) + rank, told(group), turn + 1);
   }
   // Hears what all blocks told; one warp calls, once its block has told: polling for what is not yet there slows all of the
-  // memory.
+  // memory. Who waits for the values also sees what any lane stored before.
   __device__ void hear_row(int turn, int64_t row) const {
     const Stat stat = hear_groups(turn);
     Turn& of = shared.turns[turn % kTurnsKept];
-    if (threadIdx.x % 32 != 0) return;
-    const RowValues values = Policy::template finish<T>(stat, args);
-    of.values = values;
-    if (rank == 0) save_values<Policy>(args, row, stat, values);
-    if (Partly && rank == 0) split_values<Stat>(args)[row] = values;
+    if (threadIdx.x % 32 == 0) {
+      const RowValues values = Policy::template finish<T>(stat, args);
+      of.values = values;
+      if (rank == 0) save_values<Policy>(args, row, stat, values);
+      if (Partly && rank == 0) split_values<Stat>(args)[row] = values;
+    }
     of.known.arrive();
   }
   __device__ RowValues values(int turn) const {
@@ -203,7 +204,6 @@ __global__ void __launch_bounds__((kWarpsTeam + (Apart ? kWarpsApart : 0)) * 32,
       } else {
         exchange.wait_for_block(turn);
         load_channels(turn);
-        __syncwarp();
         exchange.hear_row(turn, row_of(turn));
       }
     }
