@@ -15,7 +15,7 @@ from normswap.activation import CODES, NONE, Activation
 from normswap.ops.dispatch import DTYPES, autocast_to_float, direct, has_rows, native_op
 from normswap.ops.options import ROUNDED_FIRST, Options, activation_of, gradients, with_sum
 from normswap.ops.recorded import Norm, Numbers, Tensors, record
-from normswap.ops.rows import Rows, is_served, laid_out, laid_out_with_options
+from normswap.ops.rows import Rows, is_served, laid_out, laid_out_with_options, of_the_sum
 
 
 def layer_norm(
@@ -118,9 +118,13 @@ def _generally(
         wide = lowers and input.is_cuda and input.dtype in DTYPES and options.residual is not None
     if input.is_cuda and not wide:
         input, weight, bias = autocast_to_float(input, weight, bias)  # type: ignore[assignment]
+    if options is not None:
+        again = partial(layer_norm, normalized_shape=shape, weight=weight, bias=bias, eps=eps)
+        if (both := of_the_sum(again, input, (weight, bias), options, wide)) is not None:
+            return both
     if is_served(input, shape, weight, bias) and (options is None or options.are_served(input)):
-        call = Rows("layer_norm", input, shape, (weight, bias), (eps,), options, () if options is None else (wide,))
-        found = call.computed(partial(layer_norm, normalized_shape=shape, weight=weight, bias=bias, eps=eps))
+        flags = () if options is None else (wide,)
+        found = Rows("layer_norm", input, shape, (weight, bias), (eps,), options, flags).computed()
         if found is not None:
             return found
     if options is None:

@@ -24,7 +24,7 @@ from normswap.ops.dispatch import (
 )
 from normswap.ops.options import Options, activation_of, gradients, with_sum
 from normswap.ops.recorded import Norm, Numbers, Tensors, differentiable, record
-from normswap.ops.rows import Rows, is_served, laid_out, laid_out_with_options
+from normswap.ops.rows import Rows, is_served, laid_out, laid_out_with_options, of_the_sum
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes for an eps of None."""
@@ -102,16 +102,18 @@ def _generally(
         if found is not None:
             return found
         options.check("rms_norm", input, len(shape))
+        order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+        again = functools.partial(rms_norm, normalized_shape=shape, weight=weight, eps=eps, **order)
+        if (both := of_the_sum(again, input, (weight,), options)) is not None:
+            return both
     elif _is_widened(input):
         input, weight = input.float(), None if weight is None else weight.float()
     # What autocast makes of a norm and of a scale is PyTorch's to say.
     if is_served(input, shape, weight) and (
         options is None or (options.are_served(input) and not torch.is_autocast_enabled("cuda"))
     ):
-        order: dict[str, Any] = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
         numbers = FLOAT32_EPS if eps is None else eps, weight_offset, cast_before_weight
-        call = Rows("rms_norm", input, shape, (weight,), numbers, options)
-        found = call.computed(functools.partial(rms_norm, normalized_shape=shape, weight=weight, eps=eps, **order))
+        found = Rows("rms_norm", input, shape, (weight,), numbers, options).computed()
         if found is not None:
             return found
     more = {} if options is None else options.keywords()

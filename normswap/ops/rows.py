@@ -28,6 +28,15 @@ def is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias
     )
 
 
+def of_the_sum(
+    op: Callable[..., Any], input: Tensor, affine: tuple[Tensor | None, ...], options: Options, always: bool = False
+) -> tuple[Tensor, Tensor] | None:
+    """The ``op`` of the sum, and that, where PyTorch is to make it: kernels do not take a summand's layout, or
+    ``always``. None where no sum is asked for, or a gradient is recorded: that is added before it is rounded."""
+    total = None if needs_grad(input, *affine, *options[:3]) else summed(input, options.residual, always)
+    return None if total is None else (op(total, **options._replace(residual=None).keywords()), total)
+
+
 class Rows(NamedTuple):
     """A call that is served, by what the native ops of this ``name`` are given."""
 
@@ -39,8 +48,8 @@ class Rows(NamedTuple):
     options: Options | None = None
     wide: tuple[bool, ...] = ()
 
-    def computed(self, again: Callable[..., Any]) -> Any:
-        """By the kernels; None where they cannot record a gradient. ``again`` is the op of another input."""
+    def computed(self) -> Any:
+        """By the kernels; None where they cannot record a gradient."""
         name, input, shape, affine, numbers, options, wide = self
         dims, unkept = len(shape), [None for _ in affine]  # the statistics: a mean where there is a bias
         if options is None:
@@ -55,9 +64,6 @@ class Rows(NamedTuple):
             given = input, dims, *affine, *numbers, *options.arguments(), *wide
             out, total = recorded(f"{name}_with_options")(*given)
             return None if out is None else with_sum(out, total)
-        total = summed(input, options.residual, always=any(wide))
-        if total is not None:
-            return again(total, **options._replace(residual=None).keywords()), total
         input = input.contiguous()
         out, total = torch.empty_like(input), None if options.residual is None else torch.empty_like(input)
         op = getattr(torch.ops.normswap, f"{name}_with_options").default
