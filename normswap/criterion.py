@@ -55,6 +55,11 @@ def rounds_further(reference: Tensor, error: Tensor, dtype: torch.dtype) -> Tens
     return half_ulp(reference.abs() + error, dtype) - half_ulp(reference, dtype)
 
 
+def limit_of(reference: Tensor, dtype: torch.dtype, magnitude: Tensor, c: float, extra: Tensor | float) -> Tensor:
+    """How far a value of ``dtype`` may lie off."""
+    return half_ulp(reference, dtype) + c * FLOAT32_ROUNDING * magnitude + extra
+
+
 def error_share(ours: Tensor, reference: Tensor, magnitude: Tensor, c: float, extra: Tensor | float = 0.0) -> float:
     """The largest error as a share of its limit (1 is the limit), over elements finite in both.
 
@@ -77,7 +82,7 @@ def _split(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _share(ours: Tensor, reference: Tensor, magnitude: Tensor, extra: Tensor, c: float) -> float:
-    limit = half_ulp(reference, ours.dtype) + c * FLOAT32_ROUNDING * magnitude + extra
+    limit = limit_of(reference, ours.dtype, magnitude, c, extra)
     error = (ours.double() - reference).abs()
     finite = ours.isfinite() & reference.to(ours.dtype).isfinite()
     share = torch.where(finite & (error > 0), error / limit, 0.0)

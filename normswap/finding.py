@@ -80,15 +80,11 @@ def _without(match: Match | Refusal, module: nn.Module, left_out: set[int]) -> M
     if isinstance(match, Refusal):
         return match
     regions = match.attributes.get("regions", [])
-    called = [children_of(Region.from_json(region)) for region in regions]
-    kept = [r for r, names in zip(regions, called, strict=True) if not _ids_of(module, names) & left_out]
+    called = [{id(module._modules.get(name)) for name in children_of(Region.from_json(r))} for r in regions]
+    kept = [region for region, children in zip(regions, called, strict=True) if not children & left_out]
     if len(kept) == len(regions):
         return match
     return Match(match.kind, {**match.attributes, "regions": kept}) if kept else Refusal(match.kind, Reason.EXCLUDED)
-
-
-def _ids_of(module: nn.Module, names: Iterable[str]) -> set[int]:
-    return {id(module._modules.get(name)) for name in names}
 
 
 def _selector(given: Any, argument: str, found: list[_Place]) -> Callable[[_Place], bool] | None:

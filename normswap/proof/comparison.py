@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from normswap.criterion import FLOAT32_ROUNDING, Magnitudes, error_share, excused, half_ulp, mask_mismatch, own_rounding
+from normswap.criterion import Magnitudes, error_share, excused, mask_mismatch, own_rounding
 
 # Not a seed a person would choose: inputs drawn with the same one would equal the cotangent, and their gradient cancel.
 _SEED = 0x6E6F726D
@@ -125,7 +125,7 @@ def _shares(
     ours: Tensor, eager: Tensor, reference: Tensor, magnitude: Tensor, c: float, extra: Tensor | float
 ) -> list[float]:
     """Both shares, in one wait for the device; not a number or infinite where one of the tensors is."""
-    limit = half_ulp(reference, ours.dtype) + c * FLOAT32_ROUNDING * magnitude + extra
+    limit = limit_of(reference, ours.dtype, magnitude, c, extra)
     worst = [((tensor.double() - reference).abs() / limit).amax() for tensor in (ours, eager)]
     found: list[float] = torch.stack(worst).tolist()
     return found
