@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from normswap.criterion import Magnitudes, error_share, excused, mask_mismatch, own_rounding
+from normswap.criterion import Magnitudes, error_share, excused, limit_of, mask_mismatch, own_rounding
 
 # Not a seed a person would choose: inputs drawn with the same one would equal the cotangent, and their gradient cancel.
 _SEED = 0x6E6F726D
