@@ -56,12 +56,10 @@ def layer_norm_dim(
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - wide.mean(dim, keepdim=True)
     out = centred * torch.rsqrt(centred.square().mean(dim, keepdim=True) + eps)
-    shape = [1] * x.dim()
-    shape[dim] = -1
     if weight is not None:
-        out = out * weight.to(wide.dtype).view(shape)
+        out = out * _along(dim, weight, wide)
     if bias is not None:
-        out = out + bias.to(wide.dtype).view(shape)
+        out = out + _along(dim, bias, wide)
     return out if x.is_cuda and torch.is_autocast_enabled("cuda") else out.to(x.dtype)
 
 
@@ -165,10 +163,15 @@ def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float =
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normalised = wide * torch.rsqrt(wide.square().mean(dim, keepdim=True) + eps)
     if weight is not None:
-        shape = [1] * x.dim()
-        shape[dim] = -1
-        normalised = normalised * weight.to(wide.dtype).view(shape)
+        normalised = normalised * _along(dim, weight, wide)
     return normalised.to(x.dtype)
+
+
+def _along(dim: int, vector: Tensor, like: Tensor) -> Tensor:
+    """``vector`` as ``like`` has it along ``dim``."""
+    shape = [1] * like.dim()
+    shape[dim] = -1
+    return vector.to(like.dtype).view(shape)
 
 
 def l1_norm(input: Tensor, dim: int = -1, eps: float = 0.0, minimum: float | None = None) -> Tensor:

@@ -257,10 +257,12 @@ def affine_dtypes_fit(input: Tensor, *parameters: Tensor | None) -> bool:
 
 
 def reference_gradients(
-    function: Callable[..., Tensor], tensors: Sequence[Tensor | None], grad: Tensor, more: Tensor | None = None
+    function: Callable[..., Tensor], tensors: Sequence[Tensor | None], grad: Tensor | None, more: Tensor | None = None
 ) -> list[Tensor | None]:
     """The gradients of the reference formula, in float32: differentiable where grad mode is on (double backward).
-    ``more`` is added to the first tensor's before that is rounded to its dtype."""
+    ``more`` is added to the first tensor's before that is rounded to its dtype; without a ``grad`` it is all."""
+    if grad is None:
+        return [more, *(None,) * (len(tensors) - 1)]
     create = torch.is_grad_enabled()
     with torch.enable_grad():
         if not create:

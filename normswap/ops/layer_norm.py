@@ -12,8 +12,8 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import CODES, NONE, Activation
-from normswap.ops.dispatch import DTYPES, autocast_to_float, direct, has_rows, native_op
-from normswap.ops.options import ROUNDED_FIRST, Options, activation_of, gradients, with_sum
+from normswap.ops.dispatch import DTYPES, autocast_to_float, direct, has_rows, native_op, reference_gradients
+from normswap.ops.options import ROUNDED_FIRST, Options, activation_of, with_sum
 from normswap.ops.recorded import Norm, Numbers, Tensors, record
 from normswap.ops.rows import Rows, is_served, laid_out, laid_out_with_options, of_the_sum
 
@@ -156,7 +156,7 @@ def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequen
     def formula(x: Tensor, w: Any, b: Any, scale: Any, shift: Any) -> Tensor:
         return reference.layer_norm(x, shape, w, b, eps, scale=scale, shift=shift, activation=act)
 
-    dx, dw, db, dscale, dshift = gradients(formula, (input, weight, bias, scale, shift), *grads)
+    dx, dw, db, dscale, dshift = reference_gradients(formula, (input, weight, bias, scale, shift), *grads)
     return dx, dw, db, dx if wanted[3] else None, dscale, dshift, None
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from normswap.activation import CODES, NONE, Activation
-from normswap.ops.dispatch import dense, native_serves, reference_gradients
+from normswap.ops.dispatch import dense, native_serves
 
 ROUNDED_FIRST = ("none", "relu", "clamp")
 """The activations that have the same bits of a rounded input as their rounded output has."""
@@ -92,13 +91,3 @@ def activation_of(code: int, low: float, high: float) -> Activation:
 def with_sum(out: Tensor, total: Tensor | None) -> Any:
     """What an op returns: ``out``, and with a residual the sum too."""
     return out if total is None else (out, total)
-
-
-def gradients(
-    formula: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], grad: Tensor | None, grad_sum: Tensor | None
-) -> list[Tensor | None]:
-    """The gradients for ``tensors``, what is normalised being the first of them, by the ``formula`` of the output;
-    ``grad_sum`` is that of the sum as an output."""
-    if grad is None:
-        return [grad_sum, *(None,) * (len(tensors) - 1)]
-    return reference_gradients(formula, tensors, grad, grad_sum)

@@ -20,9 +20,10 @@ from normswap.ops.dispatch import (
     has_rows,
     native_op,
     native_serves,
+    reference_gradients,
     statistic_along,
 )
-from normswap.ops.options import Options, activation_of, gradients, with_sum
+from normswap.ops.options import Options, activation_of, with_sum
 from normswap.ops.recorded import Norm, Numbers, Tensors, differentiable, record
 from normswap.ops.rows import Rows, is_served, laid_out, laid_out_with_options, of_the_sum
 
@@ -159,7 +160,7 @@ def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequen
     def formula(x: Tensor, w: Any, scale: Any, shift: Any) -> Tensor:
         return reference.rms_norm(x, shape, w, eps, **order, scale=scale, shift=shift, activation=act)
 
-    dx, dw, dscale, dshift = gradients(formula, (input, weight, scale, shift), *grads)
+    dx, dw, dscale, dshift = reference_gradients(formula, (input, weight, scale, shift), *grads)
     return dx, dw, None, dx if wanted[3] else None, dscale, dshift, None
 
 

@@ -97,18 +97,11 @@ def _recorded(
 
 
 def _are_columns(input: Tensor, scale: Tensor | None, vectors: _Vectors) -> bool:
-    if input.dim() != 2 or input.numel() == 0 or not (scale is None or _is_channel_scale(scale, input)):
+    """True when the scale and each vector are of whole columns of ``input`` (N, C), which keeps its dtype."""
+    if input.dim() != 2 or input.numel() == 0 or not all(v is None or v.shape == input.shape[1:] for v in vectors):
         return False
-    shape, input_bias = input.shape[1:], vectors[4]
-    return all(v is None or v.shape == shape for v in vectors) and (
-        input_bias is None or input_bias.dtype is input.dtype
-    )
-
-
-def _is_channel_scale(scale: Tensor, input: Tensor) -> bool:
-    """True when ``input * scale`` scales whole columns of ``input`` (N, C) and keeps its shape and dtype."""
-    channels = input.shape[1]
-    return scale.dtype == input.dtype and scale.shape in ((), (1,), (channels,), (1, channels))
+    of_columns = scale is None or scale.shape in ((), (1,), input.shape[1:], (1, *input.shape[1:]))
+    return of_columns and all(t is None or t.dtype is input.dtype for t in (scale, vectors[4]))
 
 
 def _per_channel(scale: Tensor | None, input: Tensor) -> Tensor | None:
