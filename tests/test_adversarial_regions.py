@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -368,3 +370,41 @@ def test_what_multiplies_a_norm_without_weights_has_one_value_a_channel() -> Non
     swapped = swap(model)
     assert type(swapped) is not Projection
     assert_same(swapped, model, (torch.randn(5, 8),), exact=False)
+
+
+# --- children that are replaced, whatever by ------------------------------------------------------------------------
+
+IN_THEIR_PLACE: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "Identity": nn.Identity,
+    "Sequential": nn.Sequential,
+    "GroupNorm": lambda: nn.GroupNorm(4, CHANNELS),
+    "LayerNorm": lambda: nn.LayerNorm(5),
+    "BatchNorm2d": lambda: drawn(lambda: nn.BatchNorm2d(CHANNELS, affine=False)),
+    "without statistics": lambda: nn.BatchNorm2d(CHANNELS, track_running_stats=False),
+    "InstanceNorm2d": lambda: nn.InstanceNorm2d(CHANNELS),
+    "Conv2d": lambda: nn.Conv2d(CHANNELS, CHANNELS, 1),
+    "PReLU": nn.PReLU,
+    "in place": lambda: nn.ReLU(inplace=True),
+}
+RUNS: dict[str, Callable[[], nn.Sequential]] = {
+    "conv, bn, relu": lambda: nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.BatchNorm2d(CHANNELS), nn.ReLU()),
+    "gn, silu": lambda: nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.SiLU()),
+    "gn, dropout, leaky": lambda: nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.Dropout(0.0), nn.LeakyReLU(0.2)),
+    "bn, relu": lambda: nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("new", IN_THEIR_PLACE)
+@pytest.mark.parametrize("run", RUNS)
+def test_what_stands_in_the_place_of_a_child_is_called(run: str, new: str, training: bool) -> None:
+    """Also where a tool that folds norms leaves an Identity."""
+    model = drawn(RUNS[run]).train(training)
+    for at in range(len(model)):
+        swapped, original = swap(model), copy.deepcopy(model)
+        for one in (swapped, original):
+            torch.manual_seed(1)
+            one[at] = IN_THEIR_PLACE[new]()
+            one.train(training)
+        assert_same(swapped, original, (torch.randn(IMAGES),), exact=False)
