@@ -8,38 +8,23 @@ machine without the library - goes to ``reference``.
 
 from __future__ import annotations
 
-from normswap.ops.batch_norm import batch_norm, batch_norm_eval
-from normswap.ops.convolution import convolution_batch_norm_eval, convolved_shape, folding_serves, runs_directly
-from normswap.ops.dispatch import autograd_only, native_serves
-from normswap.ops.folded_linear import folded_linear
-from normswap.ops.group_norm import group_norm
-from normswap.ops.instance_norm import instance_norm
-from normswap.ops.l1_norm import l1_norm
-from normswap.ops.l2_norm import frobenius_norm, l2_norm
-from normswap.ops.layer_norm import layer_norm
-from normswap.ops.layer_norm_dim import layer_norm_dim
-from normswap.ops.rms_norm import rms_norm, rms_norm_dim
-from normswap.ops.scale_batch_norm import fold_scale_batch_norm, scale_batch_norm
-
-__all__ = [
-    "autograd_only",
-    "batch_norm",
-    "batch_norm_eval",
-    "convolution_batch_norm_eval",
-    "convolved_shape",
-    "fold_scale_batch_norm",
-    "folded_linear",
-    "folding_serves",
-    "frobenius_norm",
-    "group_norm",
-    "instance_norm",
-    "l1_norm",
-    "l2_norm",
-    "layer_norm",
-    "layer_norm_dim",
-    "native_serves",
-    "rms_norm",
-    "rms_norm_dim",
-    "runs_directly",
-    "scale_batch_norm",
-]
+from normswap.ops.batch_norm import batch_norm as batch_norm
+from normswap.ops.batch_norm import batch_norm_eval as batch_norm_eval
+from normswap.ops.convolution import convolution_batch_norm_eval as convolution_batch_norm_eval
+from normswap.ops.convolution import convolved_shape as convolved_shape
+from normswap.ops.convolution import folding_serves as folding_serves
+from normswap.ops.convolution import runs_directly as runs_directly
+from normswap.ops.dispatch import autograd_only as autograd_only
+from normswap.ops.dispatch import native_serves as native_serves
+from normswap.ops.folded_linear import folded_linear as folded_linear
+from normswap.ops.group_norm import group_norm as group_norm
+from normswap.ops.instance_norm import instance_norm as instance_norm
+from normswap.ops.l1_norm import l1_norm as l1_norm
+from normswap.ops.l2_norm import frobenius_norm as frobenius_norm
+from normswap.ops.l2_norm import l2_norm as l2_norm
+from normswap.ops.layer_norm import layer_norm as layer_norm
+from normswap.ops.layer_norm_dim import layer_norm_dim as layer_norm_dim
+from normswap.ops.rms_norm import rms_norm as rms_norm
+from normswap.ops.rms_norm import rms_norm_dim as rms_norm_dim
+from normswap.ops.scale_batch_norm import fold_scale_batch_norm as fold_scale_batch_norm
+from normswap.ops.scale_batch_norm import scale_batch_norm as scale_batch_norm
