@@ -24,7 +24,7 @@ from normswap.regions.inline import inlined
 from normswap.regions.owner import Owner
 from normswap.source import definition, root_of, undecorated
 
-_OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
+OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "dir", "super", "__class__"})
 """Names by which a function reaches what it does not name."""
 _NESTED = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp)
@@ -183,7 +183,7 @@ class Reader:
             case ast.AugAssign(target=ast.Name(id=name), op=operator, value=value):
                 old = self._name(ast.Name(name, ast.Load()))
                 new = self.value(value)
-                symbol = _OPERATORS.get(type(operator), "")
+                symbol = OPERATORS.get(type(operator), "")
                 self.env[name] = self._op(f"{symbol}=", (old, new), {}, node) if symbol else self._opaque(old, new)
             case ast.Return(value=value):
                 if value is not None:
@@ -223,9 +223,9 @@ class Reader:
                 return Constant(value=value)
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return Constant(value=-number)
-            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATORS:
                 operands = self.value(left), self.value(right)
-                return self._op(_OPERATORS[type(operator)], operands, {}, node)
+                return self._op(OPERATORS[type(operator)], operands, {}, node)
             case ast.Attribute():
                 return self._attribute(node)
             case ast.Call(func=func, args=args, keywords=keywords):

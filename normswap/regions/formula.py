@@ -16,10 +16,8 @@ from typing import Any
 import torch
 
 from normswap.kinds import KINDS
-from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value
+from normswap.regions.flow import OPERATORS, Attribute, Constant, Leaf, Op, Value
 from normswap.regions.spelling import cast, constant, one_dim, parameters, spelled
-
-_SYMBOLS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 
 _PARAMETERS = ("weight", "bias")
 _TENSORS = ("x",)
@@ -47,7 +45,7 @@ class Formula:
     def operations(self) -> frozenset[str]:
         """What is done somewhere in it."""
         trees = [part for tree in (self.root, *self.parts.values()) for part in ast.walk(tree)]
-        done = (n for n in trees if isinstance(n, ast.Call) or (isinstance(n, ast.BinOp) and type(n.op) in _SYMBOLS))
+        done = (n for n in trees if isinstance(n, ast.Call) or (isinstance(n, ast.BinOp) and type(n.op) in OPERATORS))
         return frozenset(_pattern_of(node)[0] for node in done)
 
     def find(self, op: Op, x: Value | None = None) -> Found | None:
@@ -120,7 +118,7 @@ FORMULAS = {name: Formula(kind.formula, kind.casts) for name, kind in KINDS.item
 def _pattern_of(node: ast.expr) -> tuple[str, dict[str, ast.expr]]:
     """The operation that a part of a formula is, and its arguments by name."""
     if isinstance(node, ast.BinOp):
-        return _SYMBOLS[type(node.op)], {"input": node.left, "other": node.right}
+        return OPERATORS[type(node.op)], {"input": node.left, "other": node.right}
     assert isinstance(node, ast.Call)
     name = ast.unparse(node.func)
     given = dict(zip(parameters(name), node.args, strict=False))

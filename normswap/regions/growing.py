@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,14 +18,12 @@ from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value, is_literal
 from normswap.regions.foldings import convolution_in, is_foldable
 from normswap.regions.formula import Found
+from normswap.regions.spelling import SPELLED
 
-FUNCTIONS = {norm.function: norm.name for norm in NORMS.values()}
-"""The norms that are called as functions."""
 ROWS = tuple(norm.name for norm in NORMS.values() if norm.rows)
 CHANNELS = tuple(norm.name for norm in NORMS.values() if not norm.rows)
 FEEDING = tuple(norm.name for norm in NORMS.values() if norm.widens)
 """Kinds that autocast runs in float32."""
-ADDS: tuple[Any, ...] = ("+", torch.add, ".add()")
 PASSING = (nn.Identity, *DROPOUTS)
 
 
@@ -150,7 +147,7 @@ def _added_or_scaled(found: Growing, user: Op, operand: int) -> str:
     if other is None or isinstance(other, Constant):
         return ""
     if found.kind in CHANNELS:
-        adds = user.target in ADDS or (user.target == "+=" and operand == 0)
+        adds = SPELLED.get(user.target) == "+" or (user.target == "+=" and operand == 0)
         return "residual" if adds and not is_own(other) and "residual" not in done else ""
     if "shift" in done:
         return ""
@@ -204,7 +201,7 @@ def with_sum(found: Growing, taken: set[int]) -> Iterator[Growing]:
     before, steps = met, found.steps
     if (inner := _viewed(met)) is not None and id(inner) not in taken:
         before, steps = inner, [("view", met, 0), *steps]
-    sums = before.target in ADDS and len(before.args) == 2 and not before.keywords
+    sums = SPELLED.get(before.target) == "+" and len(before.args) == 2 and not before.keywords
     if found.kind not in ROWS or not sums or any(isinstance(arg, Constant) for arg in before.args):
         return
     shared = any(user is not norm for user in met.users)

@@ -26,8 +26,6 @@ from normswap.regions.ending import is_behind
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.foldings import is_foldable
-from normswap.regions.growing import ADDS, FUNCTIONS
-from normswap.regions.linear import MULTIPLIES
 from normswap.regions.projected import Projected
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region, children_of, qualified
@@ -161,14 +159,10 @@ def _is_of(region: Region, function: Any) -> bool:
     activation = LITERAL.get(function)
     named = region.activation[0] if isinstance(region.activation, tuple) else ""
     names = {"relu6": ("clamp",), "gelu": ("gelu", "gelu_tanh")}.get(str(activation), (activation,))
-    if region.linear and function in MULTIPLIES:
+    name = SPELLED.get(function)
+    if name is not None and region.kind in KINDS:
         return True
-    return (
-        (region.kind in KINDS and function in SPELLED)
-        or function in ADDS
-        or FUNCTIONS.get(function) == region.kind
-        or named in names
-    )
+    return name in ("+", region.kind) or (name == "*" and bool(region.linear)) or named in names
 
 
 def _is_beside(x: Tensor, other: Any) -> bool:

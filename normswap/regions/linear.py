@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,8 +19,6 @@ from normswap.regions.foldings import why_apart
 from normswap.regions.growing import Growing, child_called, child_of, is_own, only_user
 from normswap.regions.spelling import spelled
 from normswap.regions.straight import method_of, plain_value, straight
-
-MULTIPLIES: tuple[Any, ...] = ("*", torch.mul, torch.multiply, ".mul()", ".multiply()")
 
 _Steps: TypeAlias = list[tuple[str, Op, int]]
 _CALLED = {"linear": F.linear, "batch_norm": F.batch_norm}

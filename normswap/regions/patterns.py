@@ -16,7 +16,6 @@ from normswap.regions.flow import Constant, Flow, Op
 from normswap.regions.formula import FORMULAS, Formula, Found, same
 from normswap.regions.growing import (
     CHANNELS,
-    FUNCTIONS,
     PASSING,
     ROWS,
     Growing,
@@ -32,7 +31,7 @@ from normswap.regions.growing import (
 from normswap.regions.linear import with_linear
 from normswap.regions.moving import beside_of
 from normswap.regions.spec import Node, Region, Step, qualified, slots
-from normswap.regions.spelling import one_dim
+from normswap.regions.spelling import SPELLED, one_dim
 from normswap.regions.syntax import place_of
 
 _CALLED = {norm.name: Formula(norm.formula) for norm in NORMS.values()}
@@ -93,8 +92,7 @@ def _expressions(flow: Flow, stands: _Stands, taken: set[int]) -> Iterator[Regio
 def _core(module: nn.Module, op: Op, norm_of: Any) -> Growing | None:
     """The norm that ``op`` is, with what it calls itself behind that; None where it is none, or that is not known."""
     steps = [("norm", op, 0)]
-    if op.target in FUNCTIONS:
-        kind = FUNCTIONS[op.target]
+    if (kind := SPELLED.get(op.target, "")) in NORMS:
         whole = _CALLED[kind].find(op)
         return None if whole is None else Growing(kind, kind, whole.values["x"], steps, expression=whole)
     child = child_of(module, op)

@@ -39,7 +39,7 @@ _WORDS = {
     **{word: word for word in ("square", "sqrt", "rsqrt", "reciprocal", "mean", "var", "norm")},
 }
 """Each operation's functions of torch, which are methods too."""
-_NAMES: dict[Any, str] = {
+SPELLED: dict[Any, str] = {
     **{symbol: symbol for symbol in ("+", "-", "*", "/", "**")},
     **{getattr(torch, word): name for name, words in _WORDS.items() for word in words.split()},
     **{f".{word}()": name for name, words in _WORDS.items() for word in words.split()},
@@ -49,16 +49,14 @@ _NAMES: dict[Any, str] = {
     F.normalize: "normalize",
     **{norm.function: norm.name for norm in NORMS.values()},
 }
-
-SPELLED = frozenset(_NAMES)
-"""Targets of operations that patterns know."""
-PURE = SPELLED - {F.batch_norm}
+"""The targets of operations that patterns know, and what they are called there."""
+PURE = SPELLED.keys() - {F.batch_norm}
 """Those that neither write into what they are given nor draw random numbers."""
 
 
 def spelled(op: Op) -> tuple[str, dict[str, Value]] | None:
     """What ``op`` is called in a pattern, and all its arguments by name; None where that is not known."""
-    name = _NAMES.get(op.target)
+    name = SPELLED.get(op.target)
     if name is None:
         return None
     if name in ("square", "reciprocal"):
