@@ -361,7 +361,7 @@ CASES: dict[str, Case] = {
     "later_running_mean_data": Case(block(), later=filled("bn", "running_mean", -1.5)),
     "later_eps": Case(block(), later=lambda m: setattr(m.bn, "eps", 0.5)),
     "later_eps_below_zero": Case(block(), folds=0, later=lambda m: setattr(m.bn, "eps", -1e-12), exact=True),
-    "later_eps_zero": Case(block(), later=lambda m: setattr(m.bn, "eps", 0.0)),
+    "later_eps_zero": Case(block(), folds=0, later=lambda m: setattr(m.bn, "eps", 0.0), exact=True),
     "later_mean_of_one_value": Case(
         block(), folds=0, later=lambda m: setattr(m.bn, "running_mean", torch.ones(1)), exact=True
     ),

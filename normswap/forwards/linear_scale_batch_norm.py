@@ -98,7 +98,7 @@ def _normalised(
     if bn.training or mean is None or var is None:
         return _train(x, linear, projection, scale, bn, (weight, bias), behind) if x.shape[0] > 1 else None
     statistics = (mean, var, weight, bias)
-    if not (bn.eps >= 0 and shapes_fit(*projection, *statistics)):
+    if not (bn.eps > 0 and shapes_fit(*projection, *statistics)):
         return None
     learns = _learns(x, scale, after, *projection, weight, bias, residual)
     # In float16 a gradient may leave the range of one and not of the other.

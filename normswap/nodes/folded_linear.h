@@ -43,7 +43,7 @@ bool take_norm(PyObject* module, PyObject* cls, Folded& f) {
   PyObject *training = found(own, names.training), *number = found(own, eps);
   if (training != Py_False || number == nullptr || !PyFloat_Check(number)) return false;
   f.eps = PyFloat_AS_DOUBLE(number);
-  return f.eps >= 0 && take_from(own, names.buffers, means, f.mean) && take_from(own, names.buffers, vars, f.var) &&
+  return f.eps > 0 && take_from(own, names.buffers, means, f.mean) && take_from(own, names.buffers, vars, f.var) &&
          f.mean.defined() && f.var.defined();
 }
 

@@ -63,7 +63,7 @@ def batch_norm_eval(
 ) -> Tensor:
     """``batch_norm`` by running statistics; where no gradient is recorded in one pass, of up to 4096 channels."""
     op = direct("batch_norm_eval", input, running_mean, running_var, weight, bias, residual, autocast=True)
-    if op is not None and input.dtype in DTYPES and eps >= 0:
+    if op is not None and input.dtype in DTYPES and eps > 0:
         numbers = (activation.code, activation.low, activation.high)
         out = op(input, running_mean, running_var, weight, bias, eps, residual, *numbers)
         if out is not None:

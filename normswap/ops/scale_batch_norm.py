@@ -55,7 +55,7 @@ def scale_batch_norm(
         and input_bias is None
         and running_mean is not None
         and running_var is not None
-        and eps >= 0
+        and eps > 0
         and native_serves(input, scale, *vectors)
         and not torch.is_autocast_enabled("cuda")
         and _are_columns(input, scale, vectors)

@@ -108,7 +108,7 @@ class Directly:
             tensors = own["weight"], own["bias"], *kept
         except KeyError:  # it is kept elsewhere
             return None
-        if not numbers or tensors[0] is None or not n["eps"] >= 0:
+        if not numbers or tensors[0] is None or not n["eps"] > 0:
             return None
         if not _KNOWN.issuperset(map(type, (*tensors, behind))):
             return None

@@ -24,7 +24,7 @@ def is_convolution(child: nn.Module | None) -> bool:
 
 def is_foldable(norm: Any) -> bool:
     """Whether a BatchNorm goes by running statistics, which can be folded into a convolution before it."""
-    return not norm.training and norm.running_mean is not None and norm.running_var is not None and norm.eps >= 0
+    return not norm.training and norm.running_mean is not None and norm.running_var is not None and norm.eps > 0
 
 
 def why_apart(
