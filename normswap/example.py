@@ -27,11 +27,19 @@ class Example:
         self.kwargs = dict(kwargs or {})
         given = inputs is not None or bool(kwargs)
         self.run: Callable[[], Any] | None = self._called if given and self.has_values else None
+        self._differentiates = False
 
     def _called(self) -> Any:
+        """With gradients on where the model itself asks for some, of an energy's forces, say."""
         args, kwargs = tree_map(_cloned, (self.args, self.kwargs))
-        with uncompiled():
-            return self.model(*args, **kwargs)
+        with uncompiled(), torch.set_grad_enabled(torch.is_grad_enabled() or self._differentiates):
+            try:
+                return self.model(*args, **kwargs)
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or "does not require grad" not in str(error):
+                    raise
+        self._differentiates = True
+        return self._called()
 
     @property
     def has_values(self) -> bool:

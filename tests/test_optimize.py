@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -329,3 +330,51 @@ def test_names_are_functions_and_modules_import_too() -> None:
 
     assert callable(normswap.plan) and callable(normswap.report) and callable(normswap.validate)
     assert normswap.Plan is Plan and normswap.Report is Report
+
+
+class Energy(nn.Module):
+    """Gives a result made of what a norm gives, by ``make``."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.norm, self.linear, self.batch, self.make = nn.LayerNorm(8), nn.Linear(8, 8), nn.BatchNorm1d(8), make
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.requires_grad_()
+        return self.make(torch.tanh(self.linear(self.batch(self.norm(x)))), x)
+
+
+OUTPUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a gradient": lambda out, x: torch.autograd.grad(out.sum(), x, create_graph=True)[0],
+    "a backward": lambda out, x: (out.sum().backward(), out)[1],
+    "sparse": lambda out, x: out.to_sparse(),
+    "sparse rows": lambda out, x: out.relu().to_sparse_csr(),
+    "complex": lambda out, x: torch.fft.fft(out),
+    "nested": lambda out, x: torch.nested.nested_tensor([*out.detach()], layout=torch.jagged),
+    "of integers": lambda out, x: (out > 0).sum(),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_what_a_model_may_give(name: str, training: bool, recwarn: pytest.WarningsRecorder) -> None:
+    model, x = randomised(Energy(OUTPUTS[name])).train(training), torch.randn(4, 8)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    swapped = normswap.optimize(model, x, inplace=True)
+    report = normswap.report(swapped)
+    assert "norm" in report.swapped and report.model["passed"]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters()) and torch.is_grad_enabled()
+    assert not [told for told in recwarn if "normswap" in str(told.message)]
+
+
+def test_an_error_of_the_model_about_gradients_is_told_once() -> None:
+    calls: list[bool] = []
+
+    def fails(out: Tensor, x: Tensor) -> Any:
+        calls.append(torch.is_grad_enabled())
+        return torch.autograd.grad(out.detach().sum(), x)
+
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        normswap.optimize(Energy(fails).eval(), torch.randn(4, 8))
+    assert calls == [False, True]

@@ -68,7 +68,20 @@ def _compare(ours: Tensor, expected: Tensor, *moved: Tensor) -> ModelProof:
 
 def _outputs(model: nn.Module, run: Callable[[], Any]) -> list[Tensor]:
     with preserved(model), torch.no_grad():
-        return [tensor.detach().clone() for tensor in tensors_in(run())]
+        return _copies_in(run())
+
+
+def _copies_in(value: Any) -> list[Tensor]:
+    """Copies of ``tensors_in``, dense ones of what is sparse, quantized or nested."""
+    return [copy for tensor in tensors_in(value) for copy in _dense(tensor.detach().clone())]
+
+
+def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.is_quantized:
+        return (tensor.dequantize(),)
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense(),)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -201,7 +214,7 @@ class _Search:
         others = [self.others[name] for name in sites]
         with classes(self.originals), classes(others), preserved(self.model), torch.no_grad():
             out = self.run()
-            return [t.detach().clone() for t in tensors_in(out)] + [v for v in tree_leaves(out) if type(v) in _PLAIN]
+            return _copies_in(out) + [v for v in tree_leaves(out) if type(v) in _PLAIN]
 
 
 def _stand_in(installed: Any) -> type[nn.Module]:
