@@ -378,3 +378,15 @@ def test_an_error_of_the_model_about_gradients_is_told_once() -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         normswap.optimize(Energy(fails).eval(), torch.randn(4, 8))
     assert calls == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_norm_of_nested_tensors_is_put_back(layout: torch.layout) -> None:
+    model = nn.Sequential(randomised(nn.LayerNorm(8))).eval()
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)], layout=layout)
+    with pytest.warns(UserWarning, match="its input is a nested tensor"):
+        swapped = normswap.optimize(model, x, on_empty="ignore")
+    for ours, theirs in zip(swapped(x).unbind(), model(x).unbind(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not normswap.report(swapped).swapped
