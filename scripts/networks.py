@@ -36,19 +36,26 @@ class LayerNorm2d(nn.LayerNorm):
         return x.permute(0, 3, 1, 2)
 
 
-class BatchNormReLU(nn.Module):
-    """A BatchNorm with a ReLU behind it, or with a sum and a ReLU as at the end of a residual block."""
+class BatchNormAddReLU(nn.Module):
+    """As at the end of a residual block."""
 
-    def __init__(self, channels: int, adds: bool) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
         self.bn = nn.BatchNorm2d(channels)
-        self.adds, self.shortcut = adds, None
+
+    def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        return torch.relu(self.bn(x) + shortcut)
+
+
+class WithShortcut(nn.Module):
+    """A ``block`` that is given the shortcut too."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.shortcut = block, None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.bn(x)
-        if self.adds:
-            x = x + self.shortcut
-        return torch.relu(x)
+        return self.block(x, self.shortcut)
 
 
 def group_norm_relu(num_groups: int, channels: int) -> nn.Sequential:
@@ -213,8 +220,8 @@ def _batch_norm(
     more = adds * (1 + 1 / (8 * dtype.itemsize))
     makes: dict[str, Callable[[], nn.Module]] = {
         "batch_norm": lambda: nn.BatchNorm2d(channels),
-        "batch_norm + relu": lambda: BatchNormReLU(channels, False),
-        "batch_norm + add + relu": lambda: BatchNormReLU(channels, True),
+        "batch_norm + relu": lambda: nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU()),
+        "batch_norm + add + relu": lambda: WithShortcut(BatchNormAddReLU(channels)),
     }
     large = dtype.itemsize * torch.Size(shape).numel() > 16e6
     return Workload(
