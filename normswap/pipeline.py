@@ -63,7 +63,8 @@ def optimize(
     are forward and backward in train mode with gradients on, else the forward alone. None times nothing.
     for_compile: True says that what is returned will go through torch.compile; None takes that from whether ``model``
     already has. Nothing is timed then: compiled, a swapped site is the plain PyTorch formula, which the compiler fuses
-    with what stands around it, and our kernel only where it is known to win there as well (``ops.dispatch.compiler_fuses``).
+    with what stands around it, and our kernel only where it is known to win there as well
+    (``ops.dispatch.compiler_fuses``).
 
     Raises TypeError and ValueError for arguments of another kind, NormswapError when a copy would not fit on the GPU,
     and what the model itself raises on the inputs. On any exception the model given is as it was.
