@@ -29,6 +29,8 @@ WHEEL_ARCH = ("80", "90", "100", "120")
 """The GPU architectures of the library in a wheel."""
 
 SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h")
+OF_A_DTYPE = re.compile(r"_(bf16|f16|f32)(?=\.cu$)")
+"""How the source of one dtype's kernels ends: those of a kind are compiled side by side, or as one that takes less."""
 LONGEST = ("row", "group_backward")
 """The folders of what takes longest to compile: started first, so that it is not waited for last where there are many
 cores."""
@@ -238,6 +240,8 @@ def compile_library(
         compilers = {".cpp": [cxx, *CXX_FLAGS, *headers], ".cu": [str(toolkit.nvcc), "-ccbin", cxx, *flags]}
         ordered = sorted(sources(copied), key=lambda path: path.parent.name not in LONGEST)
         units = {path.relative_to(copied).as_posix(): path for path in ordered if path.suffix in compilers}
+        if len(arch) > 1:
+            units = _dtypes_together(units, folder / "together")
         linker = [cxx, f"-L{torch}/lib", f"-L{toolkit.lib}", *LINK_LIBRARIES]
         if said := _compile(folder, LIBRARY, compilers, units, linker):
             raise BuildError(f"the kernels do not compile here:\n{said.replace(str(copied), str(source_dir))}")
@@ -303,6 +307,20 @@ def _mirror(source_dir: Path, copied: Path) -> None:
         if not path.is_file() or path.read_bytes() != content:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+
+
+def _dtypes_together(units: Mapping[str, Path], folder: Path) -> dict[str, Path]:
+    """``units`` with one in ``folder`` for all dtypes of a kind: nvcc compresses a unit as a whole, and kernels of
+    another dtype are much the same. For a library that is passed on: it takes fewer bytes, and longer."""
+    kinds: dict[str, list[str]] = {}
+    for name in units:
+        kinds.setdefault(OF_A_DTYPE.sub("", name), []).append(name)
+    for kind, names in kinds.items():
+        path, text = folder / kind, "".join(f'#include "{name}"\n' for name in names)
+        if len(names) > 1 and not (path.is_file() and path.read_text() == text):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return {kind: folder / kind if len(names) > 1 else units[names[0]] for kind, names in kinds.items()}
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -111,12 +111,12 @@ def nested(tiny_sources: Path) -> Path:
     return tiny_sources
 
 
-def compiled(sources: Path, work: Path) -> dict[str, int]:
+def compiled(sources: Path, work: Path, arch: tuple[str, ...] = ("90",)) -> dict[str, int]:
     """When each object of a build in ``work`` was made."""
     out = work.parent / "out"
-    builder.compile_library(sources, ("90",), builder.find_toolkit(), out, lambda line: None, work=work)
+    builder.compile_library(sources, arch, builder.find_toolkit(), out, lambda line: None, work=work)
     assert sorted(path.name for path in out.iterdir()) == [builder.METADATA, builder.LIBRARY]
-    assert builder.read_metadata(out).digest == builder.digest(sources, ("90",), builder.find_toolkit().cuda)
+    assert builder.read_metadata(out).digest == builder.digest(sources, arch, builder.find_toolkit().cuda)
     return {path.name: path.stat().st_mtime_ns for path in (work / "objects").rglob("*.o")}
 
 
@@ -141,6 +141,23 @@ def test_only_what_uses_a_header_is_compiled_again(nested: Path, tmp_path: Path)
     assert {name: third[name] for name in ("twice.cu.o", "register.cpp.o")} == {
         name: second[name] for name in ("twice.cu.o", "register.cpp.o")
     }
+
+
+@needs_nvcc
+def test_for_several_architectures_the_dtypes_of_a_kind_are_one_unit(nested: Path, tmp_path: Path) -> None:
+    kernel = (nested / "row/twice.cu").read_text()
+    (nested / "row/twice.cu").rename(nested / "row/twice_f32.cu")
+    for dtype in ("f16", "bf16"):
+        (nested / f"row/twice_{dtype}.cu").write_text(kernel.replace("twice", f"twice_{dtype}"))
+    (nested / "row/other.cu").rename(nested / "row/other_f16.cu")
+    apart, together = tmp_path / "apart/work", tmp_path / "together/work"
+    kinds = {"twice.cu.o", "other.cu.o", "register.cpp.o"}
+    assert len(compiled(nested, apart)) == 5 and set(compiled(nested, together, ("80", "90"))) == kinds
+
+    first = compiled(nested, together, ("80", "90"))
+    (nested / "row/twice_f16.cu").write_text(kernel.replace("twice", "twice_f16") + "// changed")
+    second = compiled(nested, together, ("80", "90"))
+    assert {name for name in kinds if first[name] != second[name]} == {"twice.cu.o"}
 
 
 @needs_nvcc
