@@ -1,13 +1,16 @@
 """Which sources a figure depends on: an engine of kernels, or the Python that calls them, each with a digest.
 
-A figure was made by engines; an edit of one makes its figures stale and no others. A translation unit belongs to the
-engines whose patterns its name fits, with every header it includes; one that fits none belongs to all of them.
+A figure was made by engines; an edit of one makes its figures stale and no others, and one of comments and docstrings
+alone none. A translation unit belongs to the engines whose patterns its name fits, with every header it includes; one
+that fits none belongs to all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import re
+import tokenize
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -54,6 +57,7 @@ OPS_OF_LINEAR = ("forwards/linear_scale_batch_norm.py",)
 """Of those what is on the way of Linear -> scale -> BatchNorm alone, of which none of the whole models has any."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_LITERAL_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 
 OF_TESTS = {
     "test_row_norm.py": ("row", PYTHON),
@@ -136,6 +140,33 @@ def _included(path: Path, source_dir: Path) -> list[Path]:
 def _digest(paths: Iterable[Path], top: Path) -> str:
     total = hashlib.sha256()
     for path in sorted({path.resolve() for path in paths}):
-        content = path.read_bytes()
+        content = _uncommented(path).encode()
         total.update(f"{path.relative_to(top.resolve()).as_posix()}\0{len(content)}\0".encode() + content)
     return total.hexdigest()[:16]
+
+
+def _uncommented(path: Path) -> str:
+    """The lines of a source that say something, without comments and docstrings."""
+    text = path.read_text()
+    code = _without_docstrings(text) if path.suffix == ".py" else _LITERAL_OR_COMMENT.sub(r"\1", text)
+    return "\n".join(line.rstrip() for line in code.split("\n") if line.strip())
+
+
+def _without_docstrings(text: str) -> str:
+    """Python without its comments and the statements that are a string. By their places, so that every version of
+    Python finds the same."""
+    lines, gone = text.split("\n"), []
+    statement: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            gone.append(token)
+        elif token.type == tokenize.NEWLINE:
+            if all(one.type == tokenize.STRING for one in statement):
+                gone += statement
+            statement = []
+        elif token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
+            statement.append(token)
+    for token in sorted(gone, key=lambda token: token.start, reverse=True):
+        (first, start), (last, end) = token.start, token.end
+        lines[first - 1 : last] = [lines[first - 1][:start] + lines[last - 1][end:]]
+    return "\n".join(lines)

@@ -91,6 +91,32 @@ def test_our_own_sources_belong_to_engines() -> None:
     for engine in engines.KERNELS:
         assert any(list(engines.owners(unit.name)) == [engine] for unit in units), engine
     assert len(set(engines.digests().values())) == len(engines.ENGINES)
+
+
+WORDS = {
+    "package/ops/layer_norm.py": (
+        'def norm(x):\n    return x["a # b"]\n\n\nEPS = 1\n',
+        '"""Of rows.\n\nAnd more."""\n\n\ndef norm(x):  # the norm\n    r"""Of x."""  # here\n    # now\n    '
+        'return x["a # b"]  # (x)\n\nEPS = 1\n"""Beside the ""variance: # no comment."""\n',
+        'def norm(x):\n    return x["a # c"]\n\n\nEPS = 1\n',
+    ),
+    "csrc/row/layer_norm.cu": (
+        '#include "row/row.cuh"\n\nconst char* url = "http://x";  \nint x = 1 / 2;\n',
+        '/* "Rows */\n#include "row/row.cuh"  // "row"\nconst char* url = "http://x";  // url\n'
+        "/* of\n two */int x = 1 / 2;\n",
+        '#include "row/row.cuh"\n\nconst char* url = "http://y";\nint x = 1 / 2;\n',
+    ),
+}
+"""Of a file a source, the same with other words, and another source."""
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_make_nothing_stale(sources: Path, name: str) -> None:
+    found = []
+    for text in WORDS[name]:
+        (sources / name).write_text(text)
+        found.append(engines.digests(sources / "csrc", sources / "package"))
+    assert found[0] == found[1] != found[2]
     assert set(engines.OF_TESTS) <= {file.name for file in (ROOT / "tests/gpu").glob("test_*.py")}
 
 
