@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import normswap
+from normswap.timing.clock import Machine, medians_us
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build" / "demo"
@@ -118,17 +118,12 @@ def fold(model: nn.Module) -> None:
 
 def latencies(before: nn.Module, after: nn.Module, x: torch.Tensor) -> tuple[float, float]:
     """Median microseconds of a call of each, taken in turn, on one thread."""
-    times: dict[nn.Module, list[float]] = {before: [], after: []}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.inference_mode():
-        for _ in range(500):
-            for model, taken in times.items():
-                started = time.perf_counter()
-                model(x)
-                taken.append(time.perf_counter() - started)
+        slow, fast = medians_us([lambda: before(x), lambda: after(x)], Machine(), 500)
     torch.set_num_threads(threads)
-    return statistics.median(times[before]) * 1e6, statistics.median(times[after]) * 1e6
+    return slow, fast
 
 
 def speed() -> None:
