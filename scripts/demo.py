@@ -77,11 +77,11 @@ def convert_and_reload() -> nn.Module:
 
 def trust(model: nn.Module) -> None:
     say("2. Trust: one site computes with an eps of 1e-3 instead of its own; only that site is put back")
-    from normswap import modules
+    from normswap import modules, ops
 
     class Wrong(modules.LayerNorm):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return normswap.modules.ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, 1e-3)
+            return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, 1e-3)
 
     right = modules._MODULE_CLASSES[nn.LayerNorm]
     modules._MODULE_CLASSES[nn.LayerNorm] = ("layer_norm", Wrong)
@@ -94,7 +94,7 @@ def trust(model: nn.Module) -> None:
     report = normswap.report(swapped)
     print(report)
     failed = [row["name"] for row in report.rows if row["status"] == "failed"]
-    if failed != ["norm"] or type(swapped.norm) is not nn.LayerNorm or len(report.swapped) != 4:
+    if failed != ["norm"] or type(swapped.norm) is not nn.LayerNorm or len(report.swapped) != len(report.rows) - 1:
         raise SystemExit(f"only 'norm' should have been put back, got {failed}")
 
 

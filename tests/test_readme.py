@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import demo
 import digits
 import picture
 import pytest
@@ -67,6 +68,13 @@ def test_the_model_written_by_hand_gives_the_report_shown(tmp_path: Path) -> Non
         return re.sub(r"kernels: .*|\d+%|difference \S+ limit \S+", "_", text)
 
     assert stable(ran.stdout.strip()) == stable(shown)
+
+
+def test_the_demo_puts_back_what_it_plants_and_folds(capsys: pytest.CaptureFixture[str]) -> None:
+    model = digits.build().eval()
+    demo.trust(model)
+    demo.fold(model)
+    assert "rolled back: norm: did not match the original in float64 (output: error is" in capsys.readouterr().out
 
 
 def test_the_command_line_says_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
