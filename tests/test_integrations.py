@@ -290,6 +290,15 @@ def test_every_component_of_a_pipeline(tmp_path: Path) -> None:
     same(images(type(made).from_pretrained(tmp_path)), expected, 1e-3)
 
 
+def test_a_forward_that_a_person_put_on_a_component_stays() -> None:
+    from normswap.integrations.diffusers import optimize_pipeline
+
+    made = pipeline()
+    own = made.unet.forward = made.unet.forward
+    optimize_pipeline(made, num_inference_steps=1, output_type="np")
+    assert vars(made.unet)["forward"] is own
+
+
 def test_a_pipeline_is_swapped_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     from normswap.integrations.diffusers import optimize_pipeline
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 import normswap
 from normswap.integrations.together import refuse_dispatched
@@ -51,12 +52,10 @@ def _first_calls(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[str
     """By which method, and with what, each of ``parts`` is called first in the block."""
     calls: dict[str, tuple[str, Any, Any]] = {}
 
-    def recording(name: str, part: nn.Module, method: str) -> Any:
-        known = getattr(part, method)
-
+    def recording(name: str, method: str, known: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if name not in calls:
-                calls[name] = (method, *tree_map(_cloned, (args, kwargs)))
+                calls[name] = (method, *tree_map_only(Tensor, Tensor.clone, (args, kwargs)))
             return known(*args, **kwargs)
 
         return call
@@ -64,25 +63,11 @@ def _first_calls(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[str
     with contextlib.ExitStack() as stack:
         for name, part in parts.items():
             for method in _METHODS:
-                if callable(getattr(part, method, None)):
-                    stack.enter_context(_set(part, method, recording(name, part, method)))
+                if callable(known := getattr(part, method, None)):
+                    stack.enter_context(patch.object(part, method, recording(name, method, known)))
         yield calls
 
 
-def _cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-@contextlib.contextmanager
-def _set(part: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """An attribute of the instance alone, for the block."""
-    vars(part)[name] = value
-    try:
-        yield
-    finally:
-        del vars(part)[name]
-
-
-def _called_by(part: nn.Module, method: str) -> contextlib.AbstractContextManager[None]:
+def _called_by(part: nn.Module, method: str) -> contextlib.AbstractContextManager[object]:
     """A block in which calling ``part`` calls its ``method``."""
-    return contextlib.nullcontext() if method == "forward" else _set(part, "forward", getattr(part, method))
+    return contextlib.nullcontext() if method == "forward" else patch.object(part, "forward", getattr(part, method))

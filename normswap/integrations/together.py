@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 import normswap
 from normswap.plans import NormswapError, Plan
@@ -46,4 +46,4 @@ def optimize_together(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any] |
 
 def _moved(given: Any, model: nn.Module) -> Any:
     where = next((parameter.device for parameter in model.parameters()), None)
-    return given if where is None else tree_map(lambda v: v.to(where) if isinstance(v, Tensor) else v, given)
+    return given if where is None else tree_map_only(Tensor, lambda tensor: tensor.to(where), given)
