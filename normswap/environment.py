@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from normswap import builder, native
+from normswap import builder, native, nodes
 from normswap.builder import BuildError
 
 
 def environment() -> dict[str, str]:
-    """Versions, GPU, compilers, and where the library comes from or why there is none."""
+    """Versions, GPU, compilers, and where the libraries come from or why there are none."""
     found = native.status()
     driver = native.driver_cuda()
     return {
@@ -33,6 +33,7 @@ def environment() -> dict[str, str]:
         "library digest": found.digest or "-",
         "cache": str(native.cache_dir()),
         "NORMSWAP_BUILD": os.environ.get("NORMSWAP_BUILD", "not set"),
+        "autograd nodes": nodes.status(),
     }
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,12 @@ class NothingSwappedError(NormswapError):
 
 class PlanError(NormswapError):
     """A plan does not fit the model it is applied to."""
+
+
+def listed(names: Collection[str], most: int = 10) -> str:
+    """The first of ``names``, and how many there are beyond them."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(islice(names, most)) + more
 
 
 class Reason(enum.Enum):
@@ -79,13 +86,8 @@ class Reason(enum.Enum):
     )
     UNSUPPORTED = "this form is not supported", "see the limits in the README"
 
-    @property
-    def sentence(self) -> str:
-        return self.value[0]
-
-    @property
-    def cure(self) -> str:
-        return self.value[1]
+    def __init__(self, sentence: str, cure: str) -> None:
+        self.sentence, self.cure = sentence, cure
 
 
 @dataclass(frozen=True)

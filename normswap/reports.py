@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from normswap.plans import REGION, Plan, Refusal, Swap
+from normswap.plans import REGION, Plan, Refusal, Swap, listed
 
 _SHOWN = 5
 _WIDTH, _HEIGHT, _LEFT = 320, 9, 170
@@ -36,7 +36,7 @@ class Report:
     mode: str
     kernels: str
     model: Mapping[str, Any] | None = None
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    notes: tuple[str, ...] = ()
     plan: Plan = field(default_factory=Plan, repr=False)
     times: Mapping[str, Any] | None = None
 
@@ -104,10 +104,10 @@ class Report:
         for row in _left_out(self.rows):
             groups.setdefault((_title(row), row["reason"], row["cure"]), []).append(row)
         for (title, reason, cure), rows in groups.items():
-            told = _first([row["name"] or "(root)" for row in rows])
+            told = listed([row["name"] or "(root)" for row in rows], _SHOWN)
             yield f"{title}: {told}: {reason}{_figures(rows)}" + (f"; cure: {cure}" if cure else "")
         for reason, names in self._apart().items():
-            yield f"norm apart: {_first(names)}: {reason}"
+            yield f"norm apart: {listed(names, _SHOWN)}: {reason}"
 
     def _apart(self) -> dict[str, list[str]]:
         """The norms of regions by why the convolution or Linear before them is no part."""
@@ -117,11 +117,6 @@ class Report:
                 if region.get("apart"):
                     found.setdefault(region["apart"], []).append(f"{swap.site.name}.{region['norm']}".lstrip("."))
         return found
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _line(kind: str, rows: list[dict[str, Any]]) -> tuple[Any, ...]:

@@ -141,7 +141,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli.talk": {"progress"},
     "cli.summary": set(),
-    "environment": {"builder", "native"},
+    "environment": {"builder", "native", "nodes"},
     "cli.inputs": {"checkpoint.errors", "checkpoint.models", "checkpoint.tensors"},
     "cli.options": {"progress", "checkpoint.errors", "cli.inputs"},
     "cli.bench": {"reports", "timing", "checkpoint.errors"},

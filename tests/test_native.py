@@ -412,7 +412,7 @@ def test_environment_names_everything(fresh: Path, monkeypatch: pytest.MonkeyPat
     shown = environment_shown()
     assert list(shown) == [
         *("normswap", "python", "torch", "torch CUDA", "GPU", "driver CUDA", "nvcc", "host compiler"),
-        *("library", "library path", "library digest", "cache", "NORMSWAP_BUILD"),
+        *("library", "library path", "library digest", "cache", "NORMSWAP_BUILD", "autograd nodes"),
     ]
     assert all(isinstance(value, str) and value for value in shown.values())
     assert shown["torch"] == torch.__version__ and shown["NORMSWAP_BUILD"] == "never"

@@ -7,11 +7,10 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from normswap.plans import NormswapError
+from normswap.plans import NormswapError, listed
 
 
 class CheckpointError(NormswapError):
@@ -61,12 +60,6 @@ def failing(
 
 running = partial(failing, kinds=(Exception, SystemExit), form="{} raised {}", tell=told)
 """``failing`` around a person's code: with where in it the error arose."""
-
-
-def listed(names: Collection[str]) -> str:
-    """The first ten names, and how many there are beyond them."""
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(islice(names, 10)) + more
 
 
 def counted(**found: Collection[str]) -> str:

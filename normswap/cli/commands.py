@@ -195,7 +195,7 @@ def bench(
     source: str, factory: str | None, kwargs: dict[str, Any], inputs: Inputs, rounds: int, as_json: bool, **where: Any
 ) -> None:
     """Time the model of the checkpoint IN as it is against swapped, on the example inputs."""
-    if not any(inputs.both):
+    if not any(inputs):
         raise click.UsageError("bench needs example inputs: pass --input")
     normswap.complete()
     import copy
@@ -203,7 +203,6 @@ def bench(
     from normswap.checkpoint import models
     from normswap.checkpoint.errors import running
     from normswap.cli import bench as timing
-    from normswap.cli.inputs import Inputs
 
     device, dtype = where.pop("device"), where.pop("dtype")
     filters = {name: where.pop(name) for name in ("include", "exclude")}
@@ -211,7 +210,7 @@ def bench(
     found = _open(source, **where)
     factory = factory or models.factory_for(Path(source), found)
     eager = models.ready(models.open_model(found, factory, kwargs, dtype), place)
-    given = Inputs(*models.moved(inputs.in_dtype(dtype).both, place))
+    given = models.moved(inputs.in_dtype(dtype), place)
     with running(type(eager).__name__):
         twin = copy.deepcopy(eager)
     swapped, report = models.optimized(twin, (given.positional or None, given.named), **filters)
@@ -223,10 +222,9 @@ def bench(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def env(as_json: bool) -> None:
     """Show the versions, the GPU and the kernel library, and what is missing."""
-    from normswap import nodes
     from normswap.environment import environment
 
-    found = {str(key): str(value) for key, value in environment().items()} | {"autograd nodes": nodes.status()}
+    found = environment()
     click.echo(_json(found) if as_json else tabulate(found.items(), tablefmt="plain", disable_numparse=True))
 
 
@@ -277,14 +275,14 @@ def _for_the_command_line(report: str, out: str) -> str:
 
 def _written(out: str) -> str:
     """What was written, manifest included, and the line that opens it."""
+    from normswap.checkpoint.errors import listed
     from normswap.checkpoint.models import is_code
     from normswap.checkpoint.writing import find_manifest
 
     place, manifest = find_manifest(Path(out))
     trust = ", trust_factory=True" if is_code(manifest.factory) else ""
     names = [*dict.fromkeys((*manifest.written, place.name))]
-    told = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"wrote {told} in {place.parent}\nopen it: normswap.load_model({out!r}{trust})"
+    return f"wrote {listed(names, 4)} in {place.parent}\nopen it: normswap.load_model({out!r}{trust})"
 
 
 def _norm_table(summary: Summary) -> str:

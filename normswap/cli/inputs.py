@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from normswap.checkpoint.errors import failing
 from normswap.checkpoint.models import call_function
@@ -30,25 +29,19 @@ _FORMS = (
 )
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """What a model is called with."""
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
 
-    @property
-    def both(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self.positional, self.named
-
     def in_dtype(self, dtype: str | None) -> Inputs:
         """Floating-point tensors in ``dtype``."""
         to = None if dtype is None else getattr(torch, dtype)
-        change = lambda v: v.to(to) if isinstance(v, Tensor) and v.is_floating_point() else v  # noqa: E731
-        return Inputs(*tree_map(change, self.both))
+        return tree_map_only(Tensor, lambda tensor: tensor.to(to) if tensor.is_floating_point() else tensor, self)
 
 
-def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def make_inputs(specs: Sequence[str], seed: int = 0) -> Inputs:
     """The positional and named inputs that ``specs`` describe, in their order, on the CPU.
 
     ``float32[8,3]`` is drawn from a standard normal, ``int64[2,128]:0..9`` uniformly with both ends included,
@@ -71,7 +64,7 @@ def make_inputs(specs: Sequence[str], seed: int = 0) -> tuple[tuple[Any, ...], d
                 raise ValueError(f"input {name!r} is given twice")
             else:
                 named[name] = value
-    return tuple(positional), named
+    return Inputs(tuple(positional), named)
 
 
 def _inputs_of(spec: str, generator: torch.Generator) -> list[tuple[str | None, Any]]:

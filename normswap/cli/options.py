@@ -50,10 +50,10 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, text: str
 
 def _inputs(_context: click.Context, _parameter: click.Parameter, specs: tuple[str, ...]) -> Inputs:
     normswap.complete()
-    from normswap.cli.inputs import Inputs, make_inputs
+    from normswap.cli.inputs import make_inputs
 
     try:
-        return Inputs(*make_inputs(specs))
+        return make_inputs(specs)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 
