@@ -44,7 +44,7 @@ def _read(source: str, filename: str) -> _File:
         return {}, {}  # the file was changed and is no Python now
     trees: dict[_Place, ast.FunctionDef] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef) and not _is_deep(node):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             trees.setdefault((node.name, first), node)
     codes: dict[_Place, types.CodeType] = {}
@@ -55,11 +55,40 @@ def _read(source: str, filename: str) -> _File:
     return trees, codes
 
 
+def _is_deep(tree: ast.AST) -> bool:
+    """Whether what reads and copies syntax level by level, and calls itself for each, may run out of stack."""
+    level = [tree]
+    for _ in range(_DEEPEST):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    return bool(level)
+
+
+_DEEPEST = 100
+
+
 def undecorated(function: types.FunctionType) -> types.FunctionType:
-    """The function inside decorators that each hold the next one in exactly one cell, as functools.wraps ones do."""
-    wrapped = function.__dict__.get("__wrapped__")
-    held = sum(cell_holds(cell, wrapped) for cell in function.__closure__ or ())
-    return undecorated(wrapped) if isinstance(wrapped, types.FunctionType) and held == 1 else function
+    """The function inside decorators that each hold the next one in exactly one cell, as functools.wraps ones do, and
+    only call it, or read its name: another may then stand there."""
+    wrapped, code = function.__dict__.get("__wrapped__"), function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    held = [name for name, cell in cells if cell_holds(cell, wrapped)]
+    if not isinstance(wrapped, types.FunctionType) or len(held) != 1 or not _only_calls(code, held[0]):
+        return function
+    return undecorated(wrapped)
+
+
+def _only_calls(code: types.CodeType, name: str) -> bool:
+    """Whether the body of a function does nothing with the one that ``name`` holds but call it, or read its name."""
+    tree = source_tree(code)
+    if tree is None or not is_what_runs(code):
+        return False
+    nodes = [node for statement in tree.body for node in ast.walk(statement)]
+    known = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    known |= {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in _NAMES}
+    return all(id(node) in known for node in nodes if isinstance(node, ast.Name) and node.id == name)
+
+
+_NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
 
 
 def cell_holds(cell: types.CellType, value: Any) -> bool:

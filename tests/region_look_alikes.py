@@ -282,6 +282,40 @@ def without_weights(model: Any) -> None:
     model.norm.weight = model.norm.bias = None
 
 
+def counted(function):
+    """A decorator that knows the function itself, and no other."""
+    calls = {function: 0}
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        calls[function] += 1
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@counted
+def counted_by_the_function(self, x, y):
+    return F.relu(self.norm(x)) + y
+
+
+def noting(function):
+    """A decorator that keeps something on the function."""
+    function.calls = 0
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        function.calls += 1
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@noting
+def counted_on_the_function(self, x, y):
+    return F.relu(self.norm(x)) + y
+
+
 LOOK_ALIKES: dict[str, Case] = {
     case.forward.__name__: case
     for case in (
@@ -325,6 +359,8 @@ LOOK_ALIKES: dict[str, Case] = {
         Case(made_in_a_function(), ("norm + relu",)),
         Case(keyword_only, ("norm + relu",)),
         Case(only_starred),
+        Case(counted_by_the_function),
+        Case(counted_on_the_function),
     )
 }
 

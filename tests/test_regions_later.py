@@ -188,6 +188,31 @@ def test_without_its_source_nothing_is_rewritten(tmp_path: Path) -> None:
     assert regions_in(module.Loaded()) == ()
 
 
+def test_an_expression_deeper_than_the_stack_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "deep.py"
+    path.write_text(SOURCE.replace("+ y", " + y" * 400))
+    model = randomised(loaded(path).Loaded())
+    swapped, inputs = normswap.optimize(model, given()), given()
+    assert type(swapped) is type(model)
+    torch.testing.assert_close(swapped(*inputs), model(*inputs))
+
+
+class Nowhere(Parts):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.added(x, y)
+
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.relu(self.norm(x)) + y
+
+
+Nowhere.added.__module__ = None  # type: ignore[assignment]  # as that of what exec makes in a bare dict
+
+
+def test_a_method_of_no_module_is_read() -> None:
+    (found,) = (s.match for s in normswap.plan(Nowhere()).swaps if s.match.kind == "region")
+    assert found.attributes["method"] == "added"
+
+
 def test_a_pickle_of_another_version_of_the_source(tmp_path: Path) -> None:
     path = tmp_path / "two_versions.py"
     path.write_text(SOURCE)

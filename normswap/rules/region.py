@@ -109,7 +109,7 @@ def methods_of(module: nn.Module, forward: types.FunctionType) -> dict[str, type
     while waiting:
         for name in sorted(names_in(waiting.pop()) - found.keys()):
             method = method_of(type(module), name)
-            if method is not None and not method.__module__.startswith("torch.nn.modules"):
+            if method is not None and not str(method.__module__).startswith("torch.nn.modules"):
                 found[name] = method
                 waiting.append(method)
     return found
