@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,3 +115,12 @@ def test_times_pytorchs() -> None:
     one, three = torch.tensor([1.0, -1, 1, 1]), torch.tensor([3.0, 3, -3, float("nan")])
     assert times_pytorchs(three, one, expected) == pytest.approx(3.0)
     assert times_pytorchs(one, three, expected) == times_pytorchs(expected, expected, expected) == 1.0
+
+
+@pytest.mark.parametrize("precision", ("tf32", "ieee"))
+def test_who_rounds_to_tf32(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=precision))
+    x = torch.ones(1)
+    assert not product_bounds.takes_tf32(x)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert product_bounds.takes_tf32(x) == (precision == "tf32") and not product_bounds.takes_tf32(x.half())

@@ -324,6 +324,7 @@ def test_what_goes_by_running_statistics_and_what_is_called_a_convolution() -> N
         lacking = nn.BatchNorm2d(4).eval()
         setattr(lacking, name, None)
         assert not foldings.is_foldable(lacking)
+    assert not foldings.is_foldable(nn.BatchNorm2d(4, eps=0.0).eval())
     named = type("QConv", (nn.Module,), {})()
     assert foldings.is_convolution(named) and foldings.is_convolution(type("Own", (nn.Conv2d,), {})(4, 4, 1))
     assert not foldings.is_convolution(nn.Linear(2, 2)) and not foldings.is_convolution(None)

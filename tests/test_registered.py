@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import modules
 from normswap.forwards import norm as forwards_norm
+from normswap.forwards.replaced import Replaced, at_once_as
 from normswap.plans import READ, Plan
 from normswap.rules import registered
 
@@ -174,4 +175,14 @@ class HasOne(nn.Module):
 def test_what_may_be_missing_counts_as_none(cls: type[nn.Module], gain: Any) -> None:
     attributes = {f"{READ}normalized_shape": "shape", f"{READ}weight": "gain", f"{READ}eps": 1e-3}
     names = forwards_norm._names("rms_norm", attributes, cls)
-    assert names[1:] == [gain, (None,), (1e-3,)]
+    assert names == ["shape" if cls is Asked else (None, "shape"), gain, (None,), (1e-3,)]
+
+
+class Looks(Plain):
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(("cls", "read"), ((Plain, True), (Looks, False)))
+def test_what_looks_up_attributes_itself_is_read_by_python_alone(cls: type[nn.Module], read: bool) -> None:
+    assert (at_once_as(Replaced(cls), "layer_norm").norm is not None) == read
