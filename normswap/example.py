@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Example:
@@ -31,7 +31,7 @@ class Example:
 
     def _called(self) -> Any:
         """With gradients on where the model itself asks for some, of an energy's forces, say."""
-        args, kwargs = tree_map(_cloned, (self.args, self.kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (self.args, self.kwargs))
         with uncompiled(), torch.set_grad_enabled(torch.is_grad_enabled() or self._differentiates):
             try:
                 return self.model(*args, **kwargs)
@@ -72,10 +72,6 @@ class Example:
 
     def _given(self) -> list[Any]:
         return tree_leaves((self.args, self.kwargs))
-
-
-def _cloned(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _first_floating(values: Any) -> Tensor | None:

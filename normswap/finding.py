@@ -26,12 +26,9 @@ def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None, un
 
     A module reachable under several names is one site: its first name, and the others as aliases. A site is taken when
     ``include`` is None or matches any of its names, and ``exclude`` matches none; one that is left out is listed as
-    refused with Reason.EXCLUDED. The root has the name "". Raises TypeError for a model that is no nn.Module or a
-    filter of another type, ValueError for a regular expression that does not compile; warns of a pattern that
-    matches no module.
+    refused with Reason.EXCLUDED. The root has the name "". Raises TypeError for a filter of another type, ValueError
+    for a regular expression that does not compile; warns of a pattern that matches no module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"plan: model must be a torch.nn.Module, got {type(model).__name__}")
     found = list(_distinct(model))
     included, excluded = _selector(include, "include", found), _selector(exclude, "exclude", found)
     answers = [(place, answer) for place in found if (answer := rules.find(place.module, undecided)) is not None]

@@ -131,7 +131,9 @@ def apply(model: nn.Module, plan: Plan, *, inplace: bool = False) -> nn.Module:
 
 
 def plan(model: nn.Module, *, include: Filter = None, exclude: Filter = None) -> Plan:
-    """What ``optimize`` would swap in ``model`` and what it would refuse, and why; nothing is changed or run."""
+    """What ``optimize`` would swap in ``model`` and what it would refuse, and why; nothing is changed or run. Raises
+    TypeError when ``model`` is no nn.Module, and for filters what ``optimize`` does."""
+    check_model(model)
     return finding.plan(model, include=include, exclude=exclude)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from normswap import swapping, timing
-from normswap.plans import MismatchError, Plan, Reason, Refusal, Refused, Swap
+from normswap.plans import MismatchError, Plan, Reason, Refusal, Refused, Swap, listed
 from normswap.proof.prove import SiteProof
 from normswap.proof.whole_model import asked
 
@@ -28,8 +28,7 @@ def settle(model: nn.Module, found: Plan, proofs: list[SiteProof], on_mismatch: 
     if on_mismatch == "raise":
         raise MismatchError(f"{len(failed)} swapped sites do not match the original: {told}")
     if on_mismatch == "rollback":
-        swapping.revert(model, failed)
-        found = _without(found, {name: (Reason.MISMATCH, proof.detail) for name, proof in failed.items()})
+        found = _without(model, found, {name: (Reason.MISMATCH, proof.detail) for name, proof in failed.items()})
     warnings.warn(
         f"normswap: {len(failed)} sites do not match the original and were "
         f"{'put back' if on_mismatch == 'rollback' else 'kept (on_mismatch=warn)'}: {told}",
@@ -41,34 +40,33 @@ def settle(model: nn.Module, found: Plan, proofs: list[SiteProof], on_mismatch: 
 def without_declined(model: nn.Module, found: Plan, proofs: Sequence[SiteProof]) -> Plan:
     """Put back the sites on a GPU that were left to the original's code at every call; the plan of what is left."""
     declined = {p.name for p in proofs if p.declined and p.device.startswith("cuda") and p.status != "failed"}
-    swapping.revert(model, declined)
-    return _without(found, dict.fromkeys(declined, (Reason.DECLINED, "")))
+    return _without(model, found, dict.fromkeys(declined, (Reason.DECLINED, "")))
 
 
 def without_asked(model: nn.Module, found: Plan, run: Callable[[], Any] | None) -> Plan:
     """Put back the sites whose class ``run``, if any, asks for, and warn; the plan of what is left."""
     sites = [swap.site.name for swap in found.swaps]
     names = asked(model, sites, run) if sites and run is not None else []
-    swapping.revert(model, names)
     if names:
-        told = ", ".join(name or "(root)" for name in names[:_TOLD])
-        told += f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+        told = listed([name or "(root)" for name in names], _TOLD)
         warnings.warn(f"normswap: put back: {told}: {Reason.IDENTITY.sentence}", stacklevel=3)
-    return _without(found, dict.fromkeys(names, (Reason.IDENTITY, "")))
+    return _without(model, found, dict.fromkeys(names, (Reason.IDENTITY, "")))
 
 
 def put_back(model: nn.Module, found: Plan, decision: timing.Decision) -> Plan:
     """Put back the sites, and of some the regions, that are not worth it; the plan of what is left."""
-    swapping.revert(model, decision.left)
-    swaps = tuple(Swap(swap.site, decision.left.get(swap.site.name) or swap.match) for swap in found.swaps)
-    swapping.apply(model, Plan(tuple(swap for swap in swaps if decision.left.get(swap.site.name) is not None)))
-    put_back = [name for name, match in decision.left.items() if match is None]
-    left = replace(found, swaps=swaps, gpu=gpu_of(model))
-    return _without(left, dict.fromkeys(put_back, (Reason.SLOWER, "")))
+    slower = [name for name, match in decision.left.items() if match is None]
+    kept = _without(model, replace(found, gpu=gpu_of(model)), dict.fromkeys(slower, (Reason.SLOWER, "")))
+    partly = {name: match for name, match in decision.left.items() if match is not None}
+    swapping.revert(model, partly)
+    swaps = tuple(Swap(swap.site, partly.get(swap.site.name, swap.match)) for swap in kept.swaps)
+    swapping.apply(model, Plan(tuple(swap for swap in swaps if swap.site.name in partly)))
+    return replace(kept, swaps=swaps)
 
 
-def _without(found: Plan, why: Mapping[str, tuple[Reason, str]]) -> Plan:
-    """``found`` with the swaps named in ``why`` refused for that reason."""
+def _without(model: nn.Module, found: Plan, why: Mapping[str, tuple[Reason, str]]) -> Plan:
+    """Put back the sites named in ``why``; ``found`` with them refused for that reason."""
+    swapping.revert(model, why)
     kept = tuple(swap for swap in found.swaps if swap.site.name not in why)
     refused = (
         Refused(swap.site, Refusal(swap.match.kind, *why[swap.site.name]))

@@ -13,7 +13,6 @@ from normswap.attributes import Rejection
 from normswap.plans import Reason
 
 _Place: TypeAlias = tuple[str, int]
-_File: TypeAlias = tuple[dict[_Place, ast.FunctionDef], dict[_Place, types.CodeType]]
 
 
 def source_tree(code: types.CodeType) -> ast.FunctionDef | None:
@@ -21,20 +20,23 @@ def source_tree(code: types.CodeType) -> ast.FunctionDef | None:
 
     Whether this is the code that runs, ``definition`` checks.
     """
-    return _file_of(code)[0].get((code.co_name, code.co_firstlineno))
+    return _in_its_file(code)[0]
 
 
-def _file_of(code: types.CodeType) -> _File:
-    """The file that ``code`` was defined in; nothing where there is none."""
+def _in_its_file(code: types.CodeType) -> tuple[ast.FunctionDef | None, types.CodeType | None]:
+    """What stands in its source file where ``code`` was defined, and the code that it compiles to there."""
     try:
-        return _read("".join(inspect.findsource(code)[0]), code.co_filename)
+        trees, codes = _read("".join(inspect.findsource(code)[0]), code.co_filename)
     except (OSError, TypeError, IndexError):
-        return {}, {}  # the caller says so, with the place
+        return None, None  # the caller says so, with the place
+    place = code.co_name, code.co_firstlineno
+    return trees.get(place), codes.get(place)
 
 
 @functools.lru_cache(maxsize=8)
-def _read(source: str, filename: str) -> _File:
-    """The functions in a file and their code, by names and first lines."""
+def _read(source: str, filename: str) -> tuple[dict[_Place, ast.FunctionDef], dict[_Place, types.CodeType]]:
+    """The functions in a file and their code, by names and first lines. It is compiled whole: what a method compiles to
+    depends on the imports and the class around it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what Python has to say about the user's file, it said on import
@@ -150,9 +152,8 @@ def takes_another_argument(forward: types.FunctionType) -> Rejection | None:
 
 
 def is_what_runs(code: types.CodeType) -> bool:
-    """True when compiling the source file gives, at the line of ``code``, the same instructions, constants and names.
-    The file is compiled whole: what a method compiles to depends on the imports and the class around it."""
-    compiled = _file_of(code)[1].get((code.co_name, code.co_firstlineno))
+    """Whether the source file compiles, at the line of ``code``, to the same instructions, constants and names."""
+    compiled = _in_its_file(code)[1]
     return compiled is not None and _fingerprint(compiled) == _fingerprint(code)
 
 

@@ -73,11 +73,10 @@ def disabled(model: _Module) -> Iterator[_Module]:
     """
     _before(dict(model.named_modules()))
     entered, changed = list[tuple[nn.Module, _Off]](), list[nn.Module]()
-    found = [(module, _state_of(module)) for module in model.modules()]
     try:
         with _lock:
-            for module, state in found:
-                if state is not None:
+            for module in model.modules():
+                if (state := _state_of(module)) is not None:
                     entered.append((module, state))
                     _off[module] = state
                     state.blocks += 1
@@ -151,10 +150,9 @@ def _at(site: Site, model: nn.Module) -> nn.Module:
     module = _submodule(model, site.name)
     if module is None:
         raise PlanError(f"plan: the model has no module {shown}; plan it anew")
-    found = qualified(type(module))
-    swapped = installed.site_match(module) is not None
-    if found != site.type_name or swapped:
-        found = f"a swapped {found}" if swapped else found
+    swapped = "" if installed.site_match(module) is None else "a swapped "
+    found = f"{swapped}{qualified(type(module))}"
+    if found != site.type_name:
         raise PlanError(f"plan: {shown} must be a {site.type_name}, got {found}; plan it anew")
     for alias in site.aliases:
         if _submodule(model, alias) is not module:

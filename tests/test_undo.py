@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import normswap
-from normswap import copying, modules, ops
+from normswap import copying, modules, ops, swapping
 from normswap.plans import NormswapError, Plan, PlanError
 
 X = (8, 6, 5)
@@ -66,6 +69,39 @@ def test_nested_after_exceptions_and_on_parts(swapped: nn.Module) -> None:
         assert swapped_count(swapped) == 4
     assert classes(swapped) == before
     assert normswap.report(swapped).swapped == SITES
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_last_of_the_threads_that_enter_at_once_switches_back(
+    swapped: nn.Module, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_look, both_in, first_is_out = threading.Barrier(2), threading.Barrier(2), threading.Event()
+    state_of, before, counts = swapping._state_of, classes(swapped), dict[int, int]()
+    *_, last = swapped.modules()
+
+    def looking(module: nn.Module) -> Any:
+        state = state_of(module)
+        if module is last:
+            with suppress(threading.BrokenBarrierError):
+                both_look.wait(0.2)
+        return state
+
+    def block(number: int) -> None:
+        with normswap.disabled(swapped):
+            both_in.wait()
+            if number != first:
+                first_is_out.wait()
+            counts[number] = swapped_count(swapped)
+        first_is_out.set()
+
+    monkeypatch.setattr(swapping, "_state_of", looking)
+    threads = [threading.Thread(target=block, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == {0: 0, 1: 0}
+    assert classes(swapped) == before
 
 
 def test_a_model_that_is_not_swapped() -> None:

@@ -15,10 +15,6 @@ _MORE = (Reason.SUBCLASS, Reason.PART_OF_FORWARD, Reason.NOT_STRAIGHT_LINE, Reas
 """Why a module is refused whose forward may hold a region all the same."""
 
 
-WRITTEN_OUT = (rms_by_hand, l1_norm)
-"""Each with a ``match``."""
-
-
 def find(module: nn.Module, undecided: bool = False) -> Match | Refusal | None:
     """What ``module`` is a site of: what a person has registered, the first rule's answer, or a region of its forward,
     also where it is a norm's subclass that computes more, or computes more than an expression. ``undecided``: see
@@ -49,6 +45,6 @@ def alone(module: nn.Module) -> Match | Refusal | None:
     for norm in NORMS.values():
         answer = answer or match_norm(module, norm)
     if answer is None or (isinstance(answer, Refusal) and answer.reason is Reason.SUBCLASS):
-        written = (rule.match(module) for rule in WRITTEN_OUT)
+        written = (rule.match(module) for rule in (rms_by_hand, l1_norm))
         return next((found for found in written if found is not None), answer)
     return answer
