@@ -13,31 +13,21 @@ network's name) or a glob over what a row is called.
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
 import json
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import host_cost
 import torch
 from device_time import copy_rate, interleaved, replayed
-from networks import backward_workloads, batch_norm_workloads, group_norm_relu, network_workloads
+from networks import backward_workloads, batch_norm_workloads, network_workloads
 from peers import Offer, peers, versions
 from tabulate import tabulate
 from torch import Tensor, nn
-from workloads import (
-    L1Norm,
-    LinearScaleBatchNorm,
-    RMSNormByHand,
-    Workload,
-    common_workloads,
-    randomised,
-    workloads,
-)
+from workloads import Workload, common_workloads, randomised, workloads
 
 import normswap
 from normswap import native, nodes
@@ -160,104 +150,6 @@ def compared(offers: dict[str, Offer], model: nn.Module, x: Tensor) -> tuple[dic
         elif found is not None:
             cannot[name] = "differs from eager"
     return right, cannot
-
-
-class SumAndNorm(nn.Module):
-    """A residual before a LayerNorm, as in a pre-norm block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum and its norm."""
-        x = x + x
-        return x, self.norm(x)
-
-
-@normswap.register_norm("rms_norm", weight="gain", eps=1e-6)
-class Registered(nn.Module):
-    """A norm that normswap knows because it is told."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """RMSNorm."""
-        return nn.functional.rms_norm(x, self.gain.shape, self.gain, 1e-6)
-
-
-HOST: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "nn.LayerNorm": (lambda: nn.LayerNorm(256), (8, 256)),
-    "nn.RMSNorm": (lambda: nn.RMSNorm(256, eps=1e-6), (8, 256)),
-    "nn.GroupNorm": (lambda: nn.GroupNorm(8, 64), (2, 64, 8, 8)),
-    "RMSNorm by hand": (lambda: RMSNormByHand(256), (8, 256)),
-    "RMSNorm by register_norm": (lambda: Registered(256), (8, 256)),
-    "sum, LayerNorm": (lambda: SumAndNorm(256), (8, 256)),
-    "GroupNorm, ReLU": (lambda: group_norm_relu(8, 64), (2, 64, 8, 8)),
-    "BatchNorm, ReLU, training": (lambda: nn.Sequential(nn.BatchNorm2d(64), nn.ReLU()), (2, 64, 8, 8)),
-    "L1 norm": (L1Norm, (8, 256)),
-    "Linear, scale, BatchNorm": (lambda: LinearScaleBatchNorm(64, 64), (256, 64)),
-}
-
-
-GRADIENTS = ("no", "forward", "forward and backward")
-"""What of a call records or computes gradients."""
-
-
-def host_costs(calls: int = 500, rounds: int = 15) -> list[dict[str, Any]]:
-    """Microseconds of host time for a call of a module, in eval unless its name says so, medians over rounds of calls
-    that the device finishes sooner: under no_grad, without it, where the parameters require gradients, and with the
-    backward too."""
-    rows = []
-    for name, (make, shape) in HOST.items():
-        model = randomised(make()).cuda().train(name.endswith("training"))
-        x = torch.randn(shape, device="cuda")
-        modules = {"eager": model, "normswap": normswap.optimize(model, validate="off", on_empty="raise")}
-        for gradients in GRADIENTS if list(model.parameters()) else GRADIENTS[:1]:
-            functions = {key: _host_call(module, x, gradients) for key, module in modules.items()}
-            times: dict[str, list[float]] = {key: [] for key in functions}
-            with torch.set_grad_enabled(gradients != "no"):
-                for _ in range(rounds):
-                    for key, (function, count) in functions.items():
-                        times[key].append(_host_us(function, calls // count) / count)
-            medians = {f"{key}_us": statistics.median(found) for key, found in times.items()}
-            rows.append({"module": name, "gradients": gradients, **medians})
-    return rows
-
-
-CHAIN = 8
-
-
-def _host_call(module: nn.Module, x: Tensor, gradients: str) -> tuple[Callable[[], object], int]:
-    """What to time, and how many calls that makes. Backwards are those of a chain, as in a model: the engine's thread,
-    which has to be woken, runs several in a row."""
-    if gradients != "forward and backward":
-        return lambda: module(x), 1
-    chain, leaf, cotangent = (
-        [copy.deepcopy(module) for _ in range(CHAIN)],
-        x.clone().requires_grad_(),
-        torch.ones_like(x),
-    )
-    wanted = [leaf, *(p for one in chain for p in one.parameters() if p.requires_grad)]
-
-    def forward_and_backward() -> object:
-        out = leaf
-        for one in chain:
-            found = one(out)
-            out = found[-1] if isinstance(found, tuple) else found
-        return torch.autograd.grad(out, wanted, cotangent)
-
-    return forward_and_backward, CHAIN
-
-
-def _host_us(function: Callable[[], object], calls: int) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        function()
-    return (time.perf_counter() - start) / calls * 1e6
 
 
 def all_workloads(shrink: int = 1) -> list[Workload]:
@@ -385,19 +277,12 @@ def cells(row: dict[str, Any], names: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def host_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return row["module"], row["gradients"], f"{row['eager_us']:.1f}", f"{row['normswap_us']:.1f}"
-
-
-HOST_HEADERS = ("module", "gradients", "eager", "normswap")
-
-
 def table(rows: list[dict[str, Any]], host: Iterable[dict[str, Any]] = ()) -> str:
     """Rows, the host's costs and what is to be said of them, as a person reads it; milliseconds."""
     names = columns(rows)
     lines = [tabulate([cells(row, names) for row in rows], headers(rows), disable_numparse=True)]
-    if costs := list(map(host_cells, host)):
-        lines += ["", tabulate(costs, ("host, us a call", *HOST_HEADERS[1:]), disable_numparse=True)]
+    if costs := list(map(host_cost.cells, host)):
+        lines += ["", tabulate(costs, ("host, us a call", *host_cost.HEADERS[1:]), disable_numparse=True)]
     cannot = [f"{title(row)}: {name}: {why}" for row in rows for name, why in row["cannot"].items()]
     refused = [f"{title(row)}: not swapped: {why}" for row in rows for why in row["refused"]]
     return "\n".join([*lines, *cannot, *refused, *told(summary(rows))])
@@ -425,7 +310,7 @@ def main() -> None:
     nodes.load(compiling=True)
     these, rate = chosen(arguments.patterns, arguments.shrink), copy_rate()
     rows, on = list(measured(these, rate, not arguments.eager)), machine(rate)
-    host = host_costs() if arguments.host else []
+    host = host_cost.on_the_gpu() if arguments.host else []
     print(where(on))
     print(table(rows, host))
     if arguments.json:

@@ -140,6 +140,7 @@ class Checking:
 
     def benchmark(self, patterns: Sequence[str], compiling: bool) -> None:
         import benchmark
+        import host_cost
         from device_time import copy_rate
 
         these, rate = benchmark.chosen([one for one in patterns if one != "host"]), copy_rate()
@@ -149,7 +150,7 @@ class Checking:
         for row in benchmark.measured([] if patterns == ["host"] else these, rate, compiling):
             rows.append(row)
             self.add("benchmark", [row], records.key_of_row, order)
-        host = benchmark.host_costs() if not patterns or "host" in patterns else []
+        host = host_cost.on_the_gpu() if not patterns or "host" in patterns else []
         self.add("host", host, lambda row: (row["module"], row["gradients"]))
         print(benchmark.table(rows, host), flush=True)
         self.failed |= bool(benchmark.summary(rows)["not_proved"])

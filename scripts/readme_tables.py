@@ -14,6 +14,7 @@ import accuracy
 import batch_norm_rows
 import benchmark
 import engines
+import host_cost
 import picture
 import record as records
 from record import Record, Row
@@ -125,8 +126,8 @@ def batch_norm_tables(known: Record) -> dict[str, str]:
 
 def host_table(known: Record) -> str:
     rows = noted(known, known["host"], engines.of_host)
-    cells = [(first_cell(shown, row), *rest) for row in rows for shown, *rest in [benchmark.host_cells(row)]]
-    return markdown(benchmark.HOST_HEADERS, cells) if cells else NOT_YET
+    cells = [(first_cell(shown, row), *rest) for row in rows for shown, *rest in [host_cost.cells(row)]]
+    return markdown(host_cost.HEADERS, cells) if cells else NOT_YET
 
 
 def steps_line(known: Record) -> str:
@@ -150,7 +151,7 @@ def host_line(known: Record) -> str:
         shares.setdefault(row["module"], {})[row["gradients"]] = row["normswap_us"] / row["eager_us"]
     found = []
     for name, most in HOST_TARGETS.items():
-        forward, both = (shares.get(name, {}).get(what) for what in benchmark.GRADIENTS[1:])
+        forward, both = (shares.get(name, {}).get(what) for what in host_cost.GRADIENTS[1:])
         if forward is None or both is None:
             return NOT_YET
         told = "met" if max(forward, both) <= most else "**missed**"

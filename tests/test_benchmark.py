@@ -233,7 +233,7 @@ def test_the_host_s_targets_are_told_from_the_record() -> None:
         return [
             {"module": name, "gradients": gradients, **found}
             for name in readme_tables.HOST_TARGETS
-            for gradients in benchmark.GRADIENTS
+            for gradients in host_cost.GRADIENTS
         ]
 
     line = readme_tables.host_line({"host": rows(11.0)})
