@@ -189,28 +189,20 @@ class Plan:
     refused: tuple[Refused, ...] = ()
     gpu: str = ""
 
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        swaps = [
+            {**_site_json(s.site), "kind": s.match.kind, "attributes": dict(s.match.attributes)} for s in self.swaps
+        ]
+        refused = [
+            {**_site_json(r.site), "kind": r.refusal.kind, "reason": r.refusal.reason.name, "detail": r.refusal.detail}
+            for r in self.refused
+        ]
+        return {"format": PLAN_FORMAT, "gpu": self.gpu, "swaps": swaps, "refused": refused}
+
     def to_json(self) -> str:
         """The plan as JSON text; ``Plan.from_json`` reads it back to an equal plan."""
-        return json.dumps(
-            {
-                "format": PLAN_FORMAT,
-                "gpu": self.gpu,
-                "swaps": [
-                    {**_site_json(s.site), "kind": s.match.kind, "attributes": dict(s.match.attributes)}
-                    for s in self.swaps
-                ],
-                "refused": [
-                    {
-                        **_site_json(r.site),
-                        "kind": r.refusal.kind,
-                        "reason": r.refusal.reason.name,
-                        "detail": r.refusal.detail,
-                    }
-                    for r in self.refused
-                ],
-            },
-            indent=2,
-        )
+        return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -37,13 +37,13 @@ class Report:
     kernels: str
     model: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
-    plan: Plan = field(default_factory=Plan, repr=False)
+    plan: Plan = field(default_factory=Plan)
     times: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**data, "plan": json.loads(self.plan.to_json())}
+        return {**data, "plan": self.plan.to_dict()}
 
     def to_json(self) -> str:
         """The report as JSON text."""

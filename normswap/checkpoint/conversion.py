@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import datetime
 import io
-import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -142,7 +141,7 @@ def _manifest(
         "device": str(device),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "kernels": native.status().origin,
-        "report": json.loads(made.to_json()),
+        "report": made.to_dict(),
     }
     return Manifest(target.main.name, factory, made.plan, kwargs=dict(kwargs or {}), proof=proof)
 

@@ -43,10 +43,18 @@ _LEFT = (
 """What is not taken over from a folder, as the libraries' own downloads leave it: neither weights nor settings."""
 
 
-def _checked(kind: Any, *default: Any, each: Callable[[Any], object] = lambda entry: True) -> Any:
-    """A field that, as JSON, must be of ``kind``, and its entries what ``each`` says."""
+def _checked(kind: Any, *default: Any, sound: Callable[[Any], object] = lambda value: True) -> Any:
+    """A field that, as JSON, must be of ``kind`` and ``sound``."""
     given: dict[str, Any] = {"default_factory": lambda: default[0]} if default else {}
-    return field(metadata={"sound": (kind, each)}, **given)
+    return field(metadata={"sound": lambda value: isinstance(value, kind) and sound(value)}, **given)
+
+
+def _are_digests(files: Mapping[Any, Any]) -> bool:
+    return all(is_plain(name) and re.fullmatch("[0-9a-f]{64}", str(found)) for name, found in files.items())
+
+
+def _is_dtype(name: str | None) -> bool:
+    return name is None or isinstance(getattr(torch, name, None), torch.dtype)
 
 
 @dataclass(frozen=True)
@@ -57,21 +65,19 @@ class Manifest:
     factory: str = _checked(str)  # builds the model, with kwargs; "" where nothing does
     plan: Plan = _checked(dict)
     # The digest, by files.digest, of every file that load_model reads.
-    files: Mapping[str, str] = _checked(
-        dict, {}, each=lambda entry: is_plain(entry[0]) and re.fullmatch("[0-9a-f]{64}", str(entry[1]))
-    )
+    files: Mapping[str, str] = _checked(dict, {}, sound=_are_digests)
     kwargs: Mapping[str, Any] = _checked(dict, {})
     key: str | None = _checked((str, type(None)), None)
-    strip_prefix: tuple[str, ...] = _checked(list, (), each=lambda entry: isinstance(entry, str))
-    dtype: str | None = _checked((str, type(None)), None)  # in which it was proved, where that is not the file's
+    strip_prefix: tuple[str, ...] = _checked(list, (), sound=lambda names: all(isinstance(name, str) for name in names))
+    dtype: str | None = _checked((str, type(None)), None, sound=_is_dtype)  # of the proof, where not the file's
     folded: bool = _checked(bool, False)
     token: str = _checked(str, "")  # this and the next let a write that was killed be finished
-    written: tuple[str, ...] = _checked(list, (), each=is_inside)
+    written: tuple[str, ...] = _checked(list, (), sound=lambda names: all(map(is_inside, names)))
     proof: Mapping[str, Any] = _checked(dict, {})  # for people: versions, device, report
 
     def to_json(self) -> str:
         """The manifest as text, which ``find_manifest`` reads back."""
-        return json.dumps({"format": FORMAT, **vars(self), "plan": json.loads(self.plan.to_json())}, indent=2) + "\n"
+        return json.dumps({"format": FORMAT, **vars(self), "plan": self.plan.to_dict()}, indent=2) + "\n"
 
 
 def manifest_of(path: Path) -> Path:
@@ -96,14 +102,10 @@ def find_manifest(path: Path) -> tuple[Path, Manifest]:
     check(known, f"{place}: format {data['format']!r} is not {FORMAT}; convert again with this version")
     kept: dict[str, Any] = {}
     for part in fields(Manifest):
-        value, (kind, each) = data.get(part.name), part.metadata["sound"]
-        entries = value.items() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        sound = isinstance(value, kind) and all(map(each, entries))
-        check(sound, f"{place}: has no {part.name}, or not one of its kind; convert again")
+        value = data.get(part.name)
+        check(part.metadata["sound"](value), f"{place}: has no {part.name}, or not one of its kind; convert again")
         kept[part.name] = tuple(value) if isinstance(value, list) else value
-    name, dtype = data["tensors"], data["dtype"]
-    known = dtype is None or isinstance(getattr(torch, dtype, None), torch.dtype)
-    check(known, f"{place}: has no dtype, or not one of its kind; convert again")
+    name = data["tensors"]
     sound = is_plain(name) and (name == METADATA or name.endswith(INDEX) or Path(name).suffix in SUFFIXES)
     check(sound, f"{place}: tensors {name!r} is not the plain name of a {', '.join(SUFFIXES)} file")
     with failing(f"{place}: what was written with it cannot be renamed", (OSError, ValueError)):

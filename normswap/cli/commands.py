@@ -93,7 +93,7 @@ def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: b
         model = open_model(found, factory or factory_for(Path(source), found), kwargs)
         with running(type(model).__name__):
             planned = normswap.plan(model, **filters)
-        table, data = _plan_table(planned), {"plan": json.loads(planned.to_json())}
+        table, data = _plan_table(planned), {"plan": planned.to_dict()}
     shown = {"tensors": summary.tensors, "size": summary.size, "dtypes": summary.dtypes, **data}
     click.echo(_json(shown) if as_json else f"{source}: {summary}\n{table}")
 
