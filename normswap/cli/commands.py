@@ -87,6 +87,7 @@ def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: b
     filters = {name: where.pop(name) for name in ("include", "exclude")}
     found = _open(source, **where)
     summary = summarize(found.tensors)
+    data: dict[str, Any]
     if factory is None and found.module is None and not Path(source, CONFIG).is_file():
         table, data = _norm_table(summary), {"norms": [vars(norm) for norm in summary.norms]}
     else:
