@@ -57,6 +57,9 @@ forwards/linear_scale_batch_norm.py: of a BatchNorm in eval there are both or no
 forwards/linear_scale_batch_norm.py: of a BatchNorm in eval there are both or none
     bn.training or mean is None or var is None
     (bn.training or var is None)
+regions/moving.py: of a norm that updates nothing, nothing is written
+    norm.updates and norm.function is op.target
+    (norm.function is op.target)
 proof/comparison.py: a longer way to the same verdict
     ours.dtype == eager.dtype and 0 < ours.numel() <= _AT_ONCE
     (False)

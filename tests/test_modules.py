@@ -8,7 +8,7 @@ from models import L1, Projection, randomised
 from torch import nn
 
 import normswap
-from normswap import modules
+from normswap import modules, ops
 
 PAIRS = (
     (nn.LayerNorm(12), modules.LayerNorm, (4, 12)),
@@ -27,6 +27,18 @@ def test_from_torch(plain: nn.Module, cls: type, shape: tuple[int, ...]) -> None
     assert plain.weight.abs().sum() > 0
     with pytest.raises(TypeError, match="must be exactly"):
         cls.from_torch(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("plain", "cls", "shape"), PAIRS, ids=lambda v: getattr(v, "__name__", ""))
+def test_our_op_computes_it(
+    plain: nn.Module, cls: type, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = cls.from_torch(plain)
+    for name in ("layer_norm", "group_norm", "rms_norm"):
+        monkeypatch.setattr(ops, name, lambda *given, name=name: name)
+    assert ours(torch.randn(shape)).replace("_", "") == cls.__name__.lower()
+    monkeypatch.setattr(type(plain), "forward", lambda self, x: "another")
+    assert ours(torch.randn(shape)) == "another"
 
 
 def test_l1_from_torch() -> None:

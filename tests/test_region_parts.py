@@ -317,6 +317,14 @@ def test_why_a_convolution_stays_apart(child: Any, used_once: bool, word: str) -
     assert "hooks" in foldings.why_apart(hooked, True)
 
 
+def test_why_a_convolution_in_a_row_stays_apart() -> None:
+    row = nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 3))
+    assert foldings.convolution_in("conv", row) == ("", "conv.1 is called inside an nn.Sequential")
+    assert foldings.convolution_in("conv", row, baked=True) == ("conv.1", "")
+    row[1].register_forward_hook(lambda *_: None)
+    assert foldings.convolution_in("conv", row) == ("", "conv.1 carries hooks, or a forward of its own")
+
+
 def test_what_goes_by_running_statistics_and_what_is_called_a_convolution() -> None:
     norm = nn.BatchNorm2d(4).eval()
     assert foldings.is_foldable(norm) and not foldings.is_foldable(nn.BatchNorm2d(4))

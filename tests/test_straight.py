@@ -83,6 +83,23 @@ def test_every_way_through_a_branch_on_mode_or_dtype_is_read() -> None:
     assert [*names_of(found.ways[0].ops)] == ["abs", ".dtype", "+"] and not found.functions
 
 
+def quartered(x):
+    return halved(x) / 2
+
+
+foreign = types.FunctionType(quartered.__code__, {"halved": torch.abs}, "foreign")
+
+
+def calls_foreign(self, x):
+    return foreign(x)
+
+
+def test_a_function_of_another_module_calls_what_stands_there() -> None:
+    found = read(calls_foreign)
+    assert isinstance(found, Straight), found
+    assert [*names_of(found.ways[0].ops)] == ["abs", "/"] and found.functions == {"foreign": foreign}
+
+
 def on_a_list(self, x):
     return x + 1 if self.options else x
 

@@ -255,7 +255,7 @@ def _class_with(module: nn.Module, match: Match | None) -> type[nn.Module]:
     """The class of the swapped ``module`` with ``match`` in the place of what it has."""
     if match is None:
         return installed.class_before(module)
-    now = installed.installed_class(module) or type(module)
+    now: Any = installed.installed_class(module)  # there is one: it is swapped
     new = modules.swapped_class(match.kind, installed.original_class(module), match.attributes)
     return installed.rebased(type(module), now, new)
 
