@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import normswap
 from normswap import finding
 from normswap.plans import Plan, Reason, Refusal, Site
 from normswap.swapping import apply
@@ -227,8 +228,8 @@ def test_a_broken_regular_expression_is_a_value_error() -> None:
 
 
 def test_what_is_no_module_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match=re.escape("got dict")):
-        finding.plan({"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=re.escape("got dict; load_state_dict it into a model first")):
+        normswap.plan({"a": 1})  # type: ignore[arg-type]
 
 
 def test_a_large_model_is_walked_fast() -> None:
