@@ -82,8 +82,7 @@ def open_model(
     check(place and file.is_file(), f"model factory {factory}: no folder with a {CONFIG}")
     config = read_json(file)
     check(isinstance(config, dict), f"{file}: not an object")
-    for problem in _elsewhere([config, arguments]):
-        check(not problem, f"{file}: {problem}")
+    _check_here(file, [config, arguments])
     check(not config.get("quantization_config"), f"{file}: a quantized model; convert the weights it was made from")
     if isinstance(config.get("architecture"), str) and "architectures" not in config:
         own = config.get("model_args") or {}
@@ -145,16 +144,16 @@ def _check_arguments(factory: str, kwargs: Mapping[str, Any]) -> None:
     check(not outside, f"model factory {factory}: {outside} cannot be given, weights come from the file")
 
 
-def _elsewhere(value: Any) -> Iterator[str]:
-    """What in a config, however deep, asks for something from another place."""
+def _check_here(file: Path, value: Any) -> None:
+    """Raise CheckpointError for what in a config, however deep, asks for something from another place."""
     for key, entry in value.items() if isinstance(value, Mapping) else ():
-        if str(key).endswith("attn_implementation") and "/" in str(entry):
-            yield "names kernels of another place; remove attn_implementation"
-        if key in ("use_pretrained_backbone", "pretrained_backbone") and entry:
-            yield f"asks for weights of another place; set {key} to false"
-        yield from _elsewhere(entry)
+        kernels = str(key).endswith("attn_implementation") and "/" in str(entry)
+        check(not kernels, f"{file}: names kernels of another place; remove attn_implementation")
+        weights = key in ("use_pretrained_backbone", "pretrained_backbone") and entry
+        check(not weights, f"{file}: asks for weights of another place; set {key} to false")
+        _check_here(file, entry)
     for entry in value if isinstance(value, list | tuple) else ():
-        yield from _elsewhere(entry)
+        _check_here(file, entry)
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from normswap.kinds import NORMS, Norm
 from normswap.plans import Match, Reason, Refusal
 from normswap.source import definition, global_named, takes_another_argument
 
-TENSORS = ("weight", "bias", "running_mean", "running_var")
-"""What a norm or a Linear keeps as parameters and buffers: copies, casts and proofs go by these."""
+_TENSORS = ("weight", "bias", "running_mean", "running_var")
+"""What a norm or a Linear keeps as parameters and buffers."""
 
 
 def match_exact(module: nn.Module, expected: type[nn.Module], kind: str) -> Match | Refusal | None:
@@ -64,7 +64,7 @@ def why_not_exact(module: nn.Module, expected: type[nn.Module]) -> tuple[Reason,
         return Reason.SUBCLASS, cls.__name__ if own else f"{cls.__name__}: only the exact type is swapped"
     if (replaced := why_replaced(module)) is not None:
         return replaced, ""
-    if (plain := next((name for name in TENSORS if name in module.__dict__), None)) is not None:
+    if (plain := next((name for name in _TENSORS if name in module.__dict__), None)) is not None:
         return Reason.UNSUPPORTED, f"its {plain} is a plain attribute, neither a Parameter nor a buffer"
     if not has_torchs_forward(expected):
         return Reason.UNSUPPORTED, f"torch.nn.{expected.__name__}.forward was replaced on the class"
