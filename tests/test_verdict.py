@@ -58,6 +58,10 @@ def test_a_verdict(
         assert words in told and bool(told) == bool(words) and (not told or told.startswith("out: "))
 
 
+def test_pytorchs_own_error_is_told_of_beyond_the_limit() -> None:
+    assert comparisons._told("out", 1.0) == "" and comparisons._told("out", 1.1).startswith("out: PyTorch's own error")
+
+
 def test_each_is_judged_in_its_dtype() -> None:
     found = verdict("out", ONES + ULP, ONES.half(), ONES.double(), torch.zeros(4).double(), 4.0)
     assert (found.share, found.eager) == (2.0, 0.0) and found.problem

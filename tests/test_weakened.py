@@ -53,6 +53,12 @@ def test_an_rms_norm_by_hand_without_a_source_is_spoken_of(body: str, spoken: bo
     assert (("rms_norm", Reason.SOURCE) in [(r.refusal.kind, r.refusal.reason) for r in refused]) == spoken
 
 
+@pytest.mark.parametrize(("divisor", "spoken"), [("x.abs().mean(-1, True)", True), ("x.mean(-1, True)", False)])
+def test_an_l1_norm_without_a_source_is_spoken_of(divisor: str, spoken: bool) -> None:
+    refused = normswap.plan(nn.Sequential(without_source(f"x / {divisor}"))).refused
+    assert (("l1_norm", Reason.SOURCE) in [(r.refusal.kind, r.refusal.reason) for r in refused]) == spoken
+
+
 class Builtin(nn.Module):
     forward = torch.neg  # type: ignore[assignment]
 
