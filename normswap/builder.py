@@ -210,15 +210,15 @@ def compile_library(
     out: Path,
     progress: Callable[[str], None],
     *,
+    work: Path,
     ptx: bool = False,
-    work: Path | None = None,
 ) -> Path:
     """Compile ``source_dir`` for ``arch`` and put libnormswap.so and libnormswap.json into the folder ``out``.
 
     Nothing appears in ``out`` unless everything compiled. ``progress`` is told in one line what is being done. With
     ``ptx`` the newest architecture also gets PTX. ``work``, which one caller at a time may use, keeps a copy of the
     sources and what was compiled of them, so that the next call compiles what changed; it is the folder of
-    ``work_key``. Without it nothing is kept.
+    ``work_key``.
 
     Raises:
         BuildError: with the compiler's own text, or naming the tool that is missing.
@@ -228,7 +228,7 @@ def compile_library(
     cxx, torch = host_compiler(), torch_folder()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=out) as scratch:
-        folder = (work or Path(scratch, "work")).resolve()
+        folder = work.resolve()
         copied = folder / "csrc"
         _mirror(source_dir, copied)
         versions = compiler_version(toolkit.nvcc), compiler_version(cxx)

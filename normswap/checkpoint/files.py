@@ -118,7 +118,7 @@ def settle(manifest: Path) -> None:
             os.replace(target.with_name(f".{target.name}.{token}.tmp"), target)
 
 
-def copy_file(source: Path, target: Path, progress: Callable[[int], object] = lambda size: None) -> None:
+def copy_file(source: Path, target: Path, progress: Callable[[int], object]) -> None:
     """Copy ``source`` into the empty file ``target``, sharing bytes where that can be; ``progress`` is told of each
     piece. It is not opened to be truncated: ext4 would write such a file to the disk when it is closed."""
     with open(source, "rb") as file, open(target, "r+b") as into:

@@ -41,19 +41,19 @@ class Inputs(NamedTuple):
         return tree_map_only(Tensor, lambda tensor: tensor.to(to) if tensor.is_floating_point() else tensor, self)
 
 
-def make_inputs(specs: Sequence[str], seed: int = 0) -> Inputs:
+def make_inputs(specs: Sequence[str]) -> Inputs:
     """The positional and named inputs that ``specs`` describe, in their order, on the CPU.
 
     ``float32[8,3]`` is drawn from a standard normal, ``int64[2,128]:0..9`` uniformly with both ends included,
     ``bool[4]`` evenly; ``name=`` makes it a keyword argument. ``FILE.safetensors`` stands for its tensors by name, or
     for a positional one when it holds only one; ``FILE.npy`` for one array; ``FILE.pt``, read as data alone, and what
     ``pkg.module:function`` returns for one input, a tuple or list for several, a dict for those by name. The same specs
-    and seed give the same values.
+    give the same values.
 
     Raises ValueError for a malformed spec or a name given twice, CheckpointError for an unreadable file or a function
     that fails.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for spec in specs:
