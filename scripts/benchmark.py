@@ -77,17 +77,13 @@ def measure(workload: Workload, rate: float, compiling: bool = True) -> dict[str
         "mode": workload.mode,
         "tags": sorted(workload.tags),
         **proof,
-        **aimed(workload, floor, times),
+        "target": str(workload.target),
+        "target_ms": workload.target.limit_ms(floor, times),
         "floor_ms": floor,
         "cannot": cannot,
     }
     times.pop("linear alone", None)
     return {**row, "ms": times}
-
-
-def aimed(workload: Workload, floor_ms: float, times: dict[str, float]) -> dict[str, Any]:
-    """The target in words and in this run's milliseconds."""
-    return {"target": str(workload.target), "target_ms": workload.target.limit_ms(floor_ms, times)}
 
 
 def drawn(workload: Workload) -> Tensor:
