@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ def row(ours: float, target: float | None = None, *, tags: Sequence[str] = ("com
     known = {"workload": "layer_norm", "shape": [8, 64], "what": "float16", "mode": "eval", "verified": True}
     known |= {"sites": 1, "refused": [], "tags": list(tags), "cannot": {}}
     return {**known, "floor_ms": 0.5, "ms": times, "target_ms": target, "target": "56% of floor" if target else "-"}
+
+
+@pytest.mark.parametrize("path", sorted(Path(benchmark.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_finds_what_it_imports(path: Path) -> None:
+    importlib.import_module(path.stem)
 
 
 def test_summary_counts_targets_and_names_what_loses() -> None:
