@@ -17,11 +17,13 @@ from test_fused import BODIES, Made
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from normswap.proof import compare, pieces
+from normswap.kinds import NORMS
+from normswap.proof import compare, pieces, size
 from normswap.proof.compare import compare_region
 from normswap.proof.comparison import Comparison
 from normswap.regions.helper import Fused
 from normswap.regions.listening import holder_of
+from normswap.regions.spec import Region
 
 
 class Spoiled(Fused):
@@ -207,3 +209,9 @@ def test_a_tensor_that_an_expression_is_given_twice_is_one(of: Callable[[str], M
     for what, count in (("whole", 1), ("once", 2)):
         x = torch.randn(3)
         assert len({*map(id, compare._mapped(of(what).compiled.region, torch.clone, (x, x)))}) == count
+
+
+def test_what_an_error_may_be_in_units_of_the_magnitude() -> None:
+    region, kind = Region("batch_norm", "norm", ()), NORMS["batch_norm"]
+    assert size.constants(region) == (kind.c, kind.c_gradient) != (size.C_LINEAR,) * 2
+    assert size.constants(replace(region, linear="gemm")) == (size.C_LINEAR,) * 2
