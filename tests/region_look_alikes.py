@@ -93,6 +93,47 @@ def captured_annotated(self, x, y):
     return read() + n
 
 
+def captured_under_another_name(self, x, y):
+    read = lambda: m  # noqa: E731
+    n = self.norm(x)
+    m = n
+    n = F.relu(n)
+    return read() + n
+
+
+def kept_in_a_global(self, x, y):
+    global kept
+    n = self.norm(x)
+    kept = n
+    n = F.relu(n)
+    return globals()["kept"] + n
+
+
+def changed_by_a_nested_function(self, x, y):
+    def double():
+        nonlocal x
+        x = x * 2
+
+    m = x
+    double()
+    return m / x.norm()
+
+
+def changed_by_a_generator(self, x, y):
+    parts = ((x := part) for part in y)
+    m = x
+    next(parts)
+    return m / x.norm()
+
+
+class Private:
+    def under_a_private_name(self, x, y):
+        n = self.norm(x)
+        __m = n
+        n = F.relu(n)
+        return n + __m
+
+
 def captured_by_a_comprehension(self, x, y):
     h = x + y
     parts = [h[:, i] for i in range(2)]
@@ -332,6 +373,11 @@ LOOK_ALIKES: dict[str, Case] = {
         Case(captured_by_a_lambda),
         Case(captured_annotated),
         Case(captured_by_a_comprehension),
+        Case(captured_under_another_name),
+        Case(kept_in_a_global),
+        Case(changed_by_a_nested_function),
+        Case(changed_by_a_generator),
+        Case(Private.under_a_private_name),
         Case(in_a_nested_function),
         Case(walrus),
         Case(assigned_twice),

@@ -125,7 +125,8 @@ def read(module: nn.Module, forward: types.FunctionType) -> Flow | Rejection:
     tree, functions = inlined(tree, forward.__globals__)
     reader = Reader(module, forward, tree)
     reader.read_all(tree.body)
-    return Flow(tree, forward, reader.ops, reader.effects, reader.conditions, _captured(tree), functions, reader.locals)
+    found = reader.ops, reader.effects, reader.conditions, reader.captured
+    return Flow(tree, forward, *found, functions, reader.locals)
 
 
 def _captured(tree: ast.FunctionDef) -> frozenset[str]:
@@ -136,6 +137,16 @@ def _captured(tree: ast.FunctionDef) -> frozenset[str]:
     return named | frozenset(name for node in declared for name in node.names)
 
 
+def _bound_elsewhere(tree: ast.FunctionDef) -> frozenset[str]:
+    """The names that other code may give another value at any time, and private ones, which Python calls otherwise."""
+    nodes = [*ast.walk(tree)]
+    declared = {name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
+    later = [part for node in nodes if isinstance(node, ast.GeneratorExp) for part in ast.walk(node)]
+    declared |= {part.target.id for part in later if isinstance(part, ast.NamedExpr)}
+    named = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return frozenset(declared | {name for name in named if name.startswith("__") and not name.endswith("__")})
+
+
 class Reader:
     """Reads the function ``tree`` of ``module``."""
 
@@ -143,6 +154,7 @@ class Reader:
         self.module, self.globals = module, forward.__globals__
         self.tree, self.owner = tree, Owner(module, tree, forward.__code__.co_varnames[0])
         self.locals = frozenset((*forward.__code__.co_varnames, *forward.__code__.co_cellvars))
+        self.captured, self.bound_elsewhere = _captured(tree), _bound_elsewhere(tree)
         self.env: dict[str, Value] = {}
         self.ops: list[Op] = []
         self.effects: list[int] = []
@@ -173,9 +185,9 @@ class Reader:
     def _read(self, node: ast.stmt) -> None:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                self.env[name] = self.value(value)
+                self._bind(name, self.value(value))
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                self.env[name] = self.value(value)
+                self._bind(name, self.value(value))
             case ast.Assign(targets=[ast.Tuple(elts=elements)], value=value) if _are_names(elements):
                 found = self.value(value)
                 self._pure(found) if isinstance(found, Op) else self._opaque(found)  # may be an iterator with effects
@@ -184,7 +196,7 @@ class Reader:
                 old = self._name(ast.Name(name, ast.Load()))
                 new = self.value(value)
                 symbol = OPERATORS.get(type(operator), "")
-                self.env[name] = self._op(f"{symbol}=", (old, new), {}, node) if symbol else self._opaque(old, new)
+                self._bind(name, self._op(f"{symbol}=", (old, new), {}, node) if symbol else self._opaque(old, new))
             case ast.Return(value=value):
                 if value is not None:
                     self._escape(self.value(value))
@@ -201,6 +213,12 @@ class Reader:
                 pass
             case _:
                 self._compound(node)
+
+    def _bind(self, name: str, value: Value) -> None:
+        """``value`` has that name from now on, by which others may read it."""
+        if name in self.captured or name in self.bound_elsewhere:
+            self._escape(value)
+        self.env[name] = value
 
     def _compound(self, node: ast.stmt) -> None:
         """A statement that is not followed: its bodies are stretches of their own, the rest of it is opaque."""
@@ -252,6 +270,8 @@ class Reader:
     def _name(self, node: ast.Name) -> Value:
         if node.id == self.owner.name:
             return Attribute(path="")
+        if node.id in self.bound_elsewhere:
+            return Leaf()
         if node.id in self.locals:
             known = self.env.setdefault(node.id, Leaf())
             return Constant(value=known.value, named=True) if isinstance(known, Constant) else known
