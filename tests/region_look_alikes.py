@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -183,6 +184,32 @@ def two_modes(self, x, y):
     with torch.no_grad():
         n = self.norm(x)
     return F.relu(n) + y
+
+
+def with_what_catches(self, x, y):
+    with contextlib.suppress(RuntimeError):
+        h = self.gn(x)
+        h = h + y
+        h = F.relu(h)
+    return h
+
+
+def with_what_catches_a_sum(self, x, y):
+    h = x
+    with contextlib.suppress(RuntimeError):
+        h = x + y
+        n = self.norm(h)
+        h = h + n
+    return h
+
+
+def before_a_finally(self, x, y):
+    try:
+        pass
+    finally:
+        h = self.norm(x)
+        h = F.relu(h)
+    return h + y
 
 
 def return_in_the_middle(self, x, y):
@@ -386,6 +413,9 @@ LOOK_ALIKES: dict[str, Case] = {
         Case(deleted),
         Case(grad_mode_between),
         Case(two_modes),
+        Case(with_what_catches, (), (IMAGES, ROWS)),
+        Case(with_what_catches_a_sum, (), ((*ROWS[:2], CHANNELS + 1),) * 2),
+        Case(before_a_finally),
         Case(return_in_the_middle),
         Case(return_in_a_branch_that_is_taken),
         Case(read_in_a_branch_that_is_not, ("sum + norm",), later=put("se", lambda: True)),

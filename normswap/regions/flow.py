@@ -22,7 +22,7 @@ from normswap.attributes import Rejection, own_getattr
 from normswap.plans import Reason
 from normswap.regions.inline import inlined
 from normswap.regions.owner import Owner
-from normswap.source import definition, root_of, undecorated
+from normswap.source import definition, global_named, root_of, undecorated
 
 OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "dir", "super", "__class__"})
@@ -160,6 +160,7 @@ class Reader:
         self.effects: list[int] = []
         self.conditions: list[tuple[int, str, bool]] = []
         self.order = self.stretch = self.depth = 0
+        self.function, self.may_stop = forward, False
         self.statement: ast.stmt | None = None
 
     # --- statements -----------------------------------------------------------------------------------------------
@@ -179,6 +180,8 @@ class Reader:
 
     def read_all(self, body: Sequence[ast.stmt]) -> None:
         for statement in body:
+            if self.may_stop:
+                self._forget()  # what comes before it may be read although it is never reached
             self.statement = statement
             self._read(statement)
 
@@ -224,12 +227,23 @@ class Reader:
         """A statement that is not followed: its bodies are stretches of their own, the rest of it is opaque."""
         # A def is another function; a handler may ask how far the body of a try came.
         names = () if isinstance(node, _DEFINITIONS) else ("body", "orelse", "finalbody")[isinstance(node, _TRIES) :]
+        before, self.may_stop = self.may_stop, self.may_stop or self._catches(node)
         self._forget()
         for name in names:
             self.stretch_of(getattr(node, name, ()))
         for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
             self.stretch_of(part.body)
         self._forget()
+        self.may_stop = before
+
+    def _catches(self, node: ast.stmt) -> bool:
+        """Whether the code around ``node`` may go on where something in its bodies raises: behind a try, or behind a
+        with block of what is not torch's."""
+        if not isinstance(node, ast.With):
+            return isinstance(node, _TRIES)
+        entered = [item.context_expr for item in node.items]
+        made = [global_named(one.func, self.function) if isinstance(one, ast.Call) else None for one in entered]
+        return not all(str(getattr(one, "__module__", "")).partition(".")[0] == "torch" for one in made)
 
     # --- expressions ----------------------------------------------------------------------------------------------
 

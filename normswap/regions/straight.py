@@ -178,7 +178,7 @@ class StraightReader(Reader):
         if isinstance(tree, Rejection):
             raise NotUnderstood(tree)
         super().__init__(reading.module, function, tree)
-        self.reading, self.function, self.above = reading, function, (*above, function)
+        self.reading, self.above = reading, (*above, function)
         self.ops, self.found = reading.way.ops, reading.found
         self.owner.name = self.owner.name if is_method else ""
         if function.__kwdefaults__ or any(type(v) not in PLAIN for v in function.__defaults__ or ()):
