@@ -212,6 +212,20 @@ def before_a_finally(self, x, y):
     return h + y
 
 
+def one_value_in_a_branch(self, x, y):
+    if self.flag:
+        y = x
+    return y / x.norm()
+
+
+def one_dim_in_a_branch(self, x, y):
+    along = -1
+    if self.se is not None:
+        along = 1
+    c = x - x.mean(-1, keepdim=True)
+    return c / torch.sqrt(c.square().mean(along, keepdim=True) + 1e-5) + y
+
+
 def return_in_the_middle(self, x, y):
     n = self.norm(x)
     if x.sum() > 0:
@@ -460,6 +474,8 @@ CHANGED: dict[str, Case] = {
     "activation_replaced": Case(leaky_child, _LEAKY, later=put("leaky", nn.Softplus)),
     "forward_of_the_norm": Case(f_relu, _ACT, later=put("norm.forward", lambda: torch.neg)),
     "branch_taken_later": Case(residual_in_a_branch, _RES, _IMAGE, later=put("se", lambda: nn.Conv2d(8, 8, 1))),
+    "another_value_later": Case(one_value_in_a_branch, ("frobenius_norm",), later=put("flag", lambda: False)),
+    "another_dim_later": Case(one_dim_in_a_branch, ("layer_norm_by_hand",), later=put("se", lambda: torch.neg)),
     "weight_replaced": Case(f_layer_norm, ("layer_norm",), later=put("bias", lambda: None)),
     "double": Case(f_relu, _ACT, later=lambda model: model.double()),
     "batch_norm_in_train": Case(

@@ -153,7 +153,8 @@ def _with_successors(
 def _described(flow: Flow, found: Growing) -> Region:
     """The region as data."""
     first = min(op.order for op in found.ops)  # of a branch not taken, a name may be read that holds no value here
-    inside = any(op.conditional for op in found.ops)
+    # What an expression is given twice is one value where the branches before it are taken so.
+    inside = bool(found.expression.ops) or any(op.conditional for op in found.ops)
     conditions = ((text, truth) for order, text, truth in flow.conditions if inside or order > first)
     nodes, constants = _nodes(flow, found.expression)
     return Region(
