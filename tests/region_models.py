@@ -173,6 +173,10 @@ def f_layer_norm(self, x, y):
     return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
+def one_vector_twice(self, x, y):
+    return F.relu(F.layer_norm(x, (CHANNELS,), self.weight, self.weight)) + y
+
+
 def f_layer_norm_keywords(self, x, y):
     return F.layer_norm(x, eps=1e-3, bias=self.bias, weight=None, normalized_shape=(CHANNELS,))
 
@@ -396,6 +400,7 @@ FOUND: dict[str, Case] = {
         Case(swish_reversed, ("norm + silu",), exact=False),
         Case(swish_in_steps),
         Case(f_layer_norm, ("layer_norm",)),
+        Case(one_vector_twice, ("layer_norm + relu",)),
         Case(f_layer_norm_keywords, ("layer_norm",)),
         Case(f_rms_norm, ("rms_norm",)),
         Case(f_group_norm, ("group_norm + silu",), _IMAGE),

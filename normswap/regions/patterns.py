@@ -187,7 +187,7 @@ def _nodes(flow: Flow, found: Found) -> tuple[tuple[Node, ...], dict[str, Any]]:
         for name, value in found.values.items()
         if isinstance(value, Constant)
     }
-    nodes: list[Node] = []
+    nodes, used = list[Node](), set[int | str]()
     for op in ops:
         operands: list[int | str] = []
         for value, written in zip((*op.args, *op.keywords.values()), slots(op.node, _is_method(op)), strict=True):
@@ -197,12 +197,14 @@ def _nodes(flow: Flow, found: Found) -> tuple[tuple[Node, ...], dict[str, Any]]:
             elif id(value) in places:
                 operands.append(places[id(value)])
             else:
-                given = f"given_{len(nodes)}_{len(operands)}"
-                given = next((n for n, v in found.values.items() if v is value or same(v, value)), given)
+                named = [name for name, known in found.values.items() if known is value or same(known, value)]
+                named = named or [f"given_{len(nodes)}_{len(operands)}"]
+                given = next((name for name in named if name not in (*used, *operands)), named[0])
                 operands.append(given)
                 if isinstance(value, Constant):
                     constants.setdefault(given, value.value)
         nodes.append(Node(place_of(op.node, flow.tree), tuple(operands), _is_method(op)))
+        used.update(operands)
     return tuple(nodes), constants
 
 
