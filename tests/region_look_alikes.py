@@ -398,6 +398,21 @@ def counted_on_the_function(self, x, y):
     return F.relu(self.norm(x)) + y
 
 
+class Counted(nn.Module):
+    """An RMSNorm written by hand that does more where it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return super().__call__(x) * self.calls
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
 LOOK_ALIKES: dict[str, Case] = {
     case.forward.__name__: case
     for case in (
@@ -464,6 +479,7 @@ CHANGED: dict[str, Case] = {
     "hook_on_dropout": Case(sum_norm_act, ("sum + norm + act",), later=hook("act")),
     "parametrized_before": Case(f_relu, (), change=parametrized),
     "parametrized_later": Case(f_relu, _ACT, later=parametrized),
+    "norm_with_a_call_of_its_own": Case(f_relu, change=put("norm", Counted)),
     "norm_replaced": Case(f_relu, _ACT, later=put("norm", lambda: nn.LayerNorm(CHANNELS, eps=0.5))),
     "norm_of_another_kind": Case(f_relu, _ACT, later=put("norm", lambda: nn.RMSNorm(CHANNELS))),
     "norm_is_a_function": Case(f_relu, _ACT, later=put("norm", lambda: nn.Identity())),

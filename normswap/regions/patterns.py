@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from normswap.forwards.plain import calls_forward
 from normswap.kinds import NORMS
 from normswap.regions.activations import CHILDREN
 from normswap.regions.flow import Constant, Flow, Op
@@ -97,6 +98,8 @@ def _core(module: nn.Module, op: Op, norm_of: Any) -> Growing | None:
         return None if whole is None else Growing(kind, kind, whole.values["x"], steps, expression=whole)
     child = child_of(module, op)
     if child is None or len(op.args) + len(op.keywords) != 1 or not {*op.keywords} <= {"input", "x"}:
+        return None
+    if not calls_forward(type(child)):
         return None
     match = norm_of(child)
     if match is None or match.kind not in (*ROWS, *CHANNELS):
