@@ -197,6 +197,23 @@ def test_an_expression_deeper_than_the_stack_is_left_alone(tmp_path: Path) -> No
     torch.testing.assert_close(swapped(*inputs), model(*inputs))
 
 
+class added(Parts):
+    """Has the name of its method."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.added(x, y)
+
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.relu(self.norm(x)) + y
+
+
+def test_a_class_may_have_the_name_of_its_method() -> None:
+    model = randomised(added())
+    swapped = normswap.optimize(model, given(), min_speedup=None)
+    assert "" in normswap.report(swapped).swapped
+    assert_same(swapped, model, given())
+
+
 class Nowhere(Parts):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.added(x, y)

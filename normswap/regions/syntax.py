@@ -112,6 +112,8 @@ def codes_of(
     module = ast.fix_missing_locations(ast.Module([outer], []))
     flags = forward.__code__.co_flags & _FUTURES
     code = compile(module, forward.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+    for _ in range(1 + owner.isidentifier()):  # into the factory, and into the class
+        (code,) = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     found, waiting = dict[str, types.CodeType](), [code]
     wanted = {function.name for function in functions}
     while waiting:
