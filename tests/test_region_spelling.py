@@ -199,8 +199,16 @@ def test_a_line_that_scales_and_shifts_is_read(function: types.FunctionType) -> 
         f"return {function.__name__}(x=x, shift={shift}, scale={scale})",
         f"return [{function.__name__}][0](x, {shift}, {scale})",
         f"{function.__name__} = lambda *given: given[0]\nreturn {function.__name__}(x, {shift}, {scale})",
+        f"def {function.__name__}(*given): return given[0]\nreturn {function.__name__}(x, {shift}, {scale})",
+        f"from operator import add as {function.__name__}\nreturn {function.__name__}(x, {shift}, {scale})",
+        f"return (lambda {function.__name__}: {function.__name__}(x, {shift}, {scale}))(torch.addcmul)",
     ):
         assert calls(text, **names) == set(), text
+
+
+def test_a_function_of_no_module_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modulate, "__module__", None)
+    assert calls("return modulate(x, a, b)", modulate=modulate) == {"modulate"}
 
 
 OTHERS = [with_default, of_two_lines, of_three, first_is_another, twice, by_two, subtracted]

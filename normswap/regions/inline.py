@@ -20,9 +20,11 @@ def inlined(
 ) -> tuple[ast.FunctionDef, dict[str, types.FunctionType]]:
     """``tree``, or a copy with the calls that are ``chosen`` replaced, and the functions they called by name; ``names``
     are the globals. The sum has the place of the call, the product one that ends a character earlier."""
-    locals_ = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    locals_ |= {argument.arg for argument in ast.walk(tree.args) if isinstance(argument, ast.arg)}
-    called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    nodes = [*ast.walk(tree)]
+    locals_ = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    # Of arguments, definitions, imports, handlers and patterns, also those inside.
+    locals_ |= {str(getattr(node, name, "")) for node in nodes for name in ("arg", "name", "asname", "rest")}
+    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     functions = [names.get(name) for name in called - locals_]
     if not any(isinstance(one, types.FunctionType) and _line_of(one) is not None for one in functions):
         return tree, {}
@@ -74,7 +76,7 @@ def _fits(call: ast.Call, parameters: list[str]) -> bool:
 def _line_of(function: types.FunctionType) -> tuple[list[str], ast.BinOp] | None:
     """The parameters of ``function`` and what it returns, where that is ``x * (1 + s) + t`` of its parameters, each
     once, x the first; s and t may be unsqueezed."""
-    if function.__module__.partition(".")[0] == "torch" or function.__defaults__ or function.__kwdefaults__:
+    if str(function.__module__).partition(".")[0] == "torch" or function.__defaults__ or function.__kwdefaults__:
         return None
     tree = definition(function)
     if isinstance(tree, Rejection):
