@@ -214,6 +214,14 @@ def test_a_class_may_have_the_name_of_its_method() -> None:
     assert_same(swapped, model, given())
 
 
+@pytest.mark.parametrize("forward", [region_models.sum_norm_act, region_models.f_relu])
+def test_a_nested_tensor_goes_the_way_it_went(forward: Any) -> None:
+    model = randomised(written(forward)).eval()
+    x = torch.nested.nested_tensor([torch.randn(n, CHANNELS) for n in (2, 3)])
+    ours, theirs = swap(model)(x, x), model(x, x)
+    assert all(map(torch.equal, ours.unbind(), theirs.unbind()))
+
+
 class Nowhere(Parts):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.added(x, y)

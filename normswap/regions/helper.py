@@ -95,7 +95,7 @@ class Fused:
             return self.projected(children, packed)
         x, before, behind, scale, shift, arguments = self.unpack(packed)
         # Somebody may have put another function in the place of one that is called.
-        if type(x) not in PLAIN or not self.known or self.callees() != self.called:
+        if type(x) not in PLAIN or x.is_nested or not self.known or self.callees() != self.called:
             return None
         if self.expression is not None:
             return self.expression(x, arguments, packed)
