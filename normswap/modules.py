@@ -51,13 +51,19 @@ class Rewritten:
 
 
 def _reduced(self: nn.Module, protocol: Any) -> Any:
-    """Pickle and deepcopy a swapped module by the original class and the match: its class bears the original's name."""
-    reduced: Any = nn.Module.__reduce_ex__(self, protocol)
+    """Pickle and deepcopy a swapped module by the original class and the match: its class bears the original's name.
+    Where the original says itself what makes one, that makes it, and what is made is not swapped."""
     match = site_match(self)
     exact = match is not None and covered_class(self) in (None, type(self))
-    if not exact or not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+    original: Any = original_class(self) if exact else nn.Module
+    reduced = original.__reduce_ex__(self, protocol)
+    if not exact or not isinstance(reduced, tuple):
         return reduced
-    return (_rebuild, (original_class(self), match.kind, dict(match.attributes)), *reduced[2:])  # type: ignore[union-attr]
+    make, arguments, *rest = reduced
+    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+        return (_rebuild, (original, match.kind, dict(match.attributes)), *rest)  # type: ignore[union-attr]
+    make, *arguments = (original if one is type(self) else one for one in (make, *arguments))
+    return (make, tuple(arguments), *rest)
 
 
 for _original, (_kind, _swapped) in _MODULE_CLASSES.items():

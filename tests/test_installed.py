@@ -427,6 +427,28 @@ class MadeAnew(ConcreteL1):
         return MadeAnew, ()
 
 
+class OfItsClass(ConcreteL1):
+    def __reduce__(self) -> Any:
+        return self.__class__, (), self.__dict__
+
+
+class WithoutWhatIsOpen(ConcreteL1):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: Any = (number for number in ())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return WithoutWhatIsOpen, (), {**self.__dict__, "open": None}
+
+
+@pytest.mark.parametrize("cls", [OfItsClass, WithoutWhatIsOpen])
+def test_what_says_itself_how_it_is_pickled_is_pickled_so(cls: Any) -> None:
+    model = in_place(cls(), None)
+    assert normswap.report(model).swapped == ("",)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(twin) is cls and torch.equal(twin(X), model(X))
+
+
 def test_what_a_copy_of_a_subclass_of_an_installed_class_is() -> None:
     class Mine(modules.LayerNorm):
         pass
