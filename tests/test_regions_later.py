@@ -197,6 +197,19 @@ def test_an_expression_deeper_than_the_stack_is_left_alone(tmp_path: Path) -> No
     torch.testing.assert_close(swapped(*inputs), model(*inputs))
 
 
+class ReadsItself(Parts):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.relu(self.norm(x)) + y * self.forward.factor  # type: ignore[attr-defined]
+
+
+ReadsItself.forward.factor = 2.0  # type: ignore[attr-defined]
+
+
+def test_what_a_forward_finds_on_itself_it_finds_while_it_is_proved() -> None:
+    model = randomised(ReadsItself())
+    assert_same(normswap.optimize(model, given(), min_speedup=None), model, given())
+
+
 class added(Parts):
     """Has the name of its method."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ class Listener:
         if self.match.kind != REGION:
             return self.module.register_forward_pre_hook(self._called, with_kwargs=True).remove
         name = method_of(self.match.attributes)
-        method = with_helpers(Replaced(self.original, name), self.match.attributes, self._helper)
-        self.module.__dict__[name] = partial(method, self.module)
+        replaced = Replaced(self.original, name)
+        method = functools.wraps(replaced.function)(with_helpers(replaced, self.match.attributes, self._helper))
+        self.module.__dict__[name] = types.MethodType(method, self.module)
         return lambda: self.module.__dict__.pop(name, None)
 
     def _called(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
