@@ -55,6 +55,13 @@ def assert_equal(ours: Any, theirs: Any, x: Tensor, calls: Calls, served: bool) 
 # --- what is changed later ----------------------------------------------------------------------------------------
 
 
+def test_what_hides_the_weight_is_the_weight(calls: Calls) -> None:
+    module, swapped, x = pair(Times)
+    for one in (module, swapped):
+        one.__dict__["weight"] = torch.full_like(one.weight, 3.0)
+    assert_equal(swapped, module, x, calls, True)
+
+
 @pytest.mark.case("attributes-changed-later")
 def test_eps_and_weight_are_read_on_every_call(calls: Calls) -> None:
     module, swapped, x = pair(Times)

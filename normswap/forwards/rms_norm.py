@@ -105,8 +105,11 @@ class _Site:
 
     def weight_of(self, module: Any) -> Any:
         """A parameter without the detour that nn.Module.__getattr__ takes to it; None where there is no weight."""
-        own = module._parameters
-        return own[self.weight] if self.weight in own else getattr(module, self.weight) if self.weight else None
+        own = module.__dict__
+        registered = own["_parameters"]
+        if self.weight in registered and self.weight not in own:
+            return registered[self.weight]
+        return getattr(module, self.weight) if self.weight else None
 
     @staticmethod
     def number(module: Any, given: str | float) -> float | None:
