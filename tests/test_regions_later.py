@@ -197,6 +197,40 @@ def test_an_expression_deeper_than_the_stack_is_left_alone(tmp_path: Path) -> No
     torch.testing.assert_close(swapped(*inputs), model(*inputs))
 
 
+INHERITED = """
+import torch.nn as nn
+import torch.nn.functional as F
+from region_checks import Parts
+
+class Norm(nn.LayerNorm):
+    pass
+
+class Loaded(Parts):
+    def __init__(self):
+        super().__init__()
+        self.norm = Norm(8)
+
+    def forward(self, x, y):
+        return self.norm(x + y) + self.norm(y)
+"""
+OWN = """
+    def forward(self, input):
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)"""
+
+
+@pytest.mark.parametrize("before", [INHERITED, INHERITED.replace("    pass", OWN)])
+def test_a_pickle_of_another_version_of_a_norm(before: str, tmp_path: Path) -> None:
+    path = tmp_path / "two_norms.py"
+    path.write_text(before)
+    model = randomised(loaded(path).Loaded())
+    text = pickle.dumps(swap(model))
+    path.write_text(INHERITED.replace("    pass", OWN + " * 2"))
+    newer = loaded(path).Loaded
+    twin, expected = pickle.loads(text), newer()
+    expected.load_state_dict(model.state_dict())
+    assert_same(twin, expected, given())
+
+
 class ReadsItself(Parts):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.relu(self.norm(x)) + y * self.forward.factor  # type: ignore[attr-defined]

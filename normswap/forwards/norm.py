@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.forwards import only_argument
-from normswap.forwards.replaced import Replaced, at_once_as
+from normswap.forwards.replaced import Replaced, at_once_as, is_as_read
 from normswap.plans import READ
 
 
@@ -25,6 +25,8 @@ def norm_forward(kind: str, arguments: Callable[[Any, Any], Any]) -> Callable[[R
         names, functions = list[Any](), vars(ops)
         if any(name.startswith(READ) for name in attributes):
             names, given = _names(kind, attributes, replaced.original), registered_arguments(kind, attributes)
+        elif not is_as_read(replaced.function, attributes):
+            return replaced.run
         at_once = at_once_as(replaced, kind, *names, unless=flag)
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:

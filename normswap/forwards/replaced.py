@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from normswap.ops.at_once import NAMES, AtOnce, Norm
@@ -73,6 +73,13 @@ def digest(functions: Iterable[Any]) -> str:
     except (OSError, TypeError):
         return ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_as_read(function: Any, attributes: Mapping[str, Any]) -> bool:
+    """Whether a forward is the one of which a norm's match says its "source" or, where it does not, torch.nn's."""
+    if "source" in attributes:
+        return fingerprint(function) == attributes["source"]
+    return str(getattr(function, "__module__", "")).startswith("torch.nn.modules.")
 
 
 @once_a_code

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.norm import registered_arguments
 from normswap.forwards.plain import is_unhooked
-from normswap.forwards.replaced import Replaced
+from normswap.forwards.replaced import Replaced, is_as_read
 from normswap.forwards.rms_norm import arguments_reader
 from normswap.installed import original_class
 from normswap.kinds import KINDS, NORMS
@@ -214,6 +214,8 @@ def _reader_of(cls: Any, match: Match) -> _Reader:
     behind, flag = match.attributes.get("behind"), match.attributes.get("unless")
     if behind is not None and not is_behind(cls, behind):
         return _declines
+    if behind is None and not match.registered and not is_as_read(original.function, match.attributes):
+        return _declines
 
     def read(child: Any, x: Tensor) -> _Arguments:
         if not original.is_unchanged() or (flag and getattr(child, flag)):
@@ -242,7 +244,8 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
     region = compiled.region
     cls, steps = _KINDS.get(region.kind, (nn.Module, set[str]()))
     does = {step.does for step in region.steps}
-    if region.kind not in _KINDS or {*region.attributes} - {"unless"} or does - steps - {"norm", "pass", "activation"}:
+    more = {*region.attributes} - {"source", "unless"} or does - steps - {"norm", "pass", "activation"}
+    if region.kind not in _KINDS or more:
         return AtOnce(None)
     names = NAMES[region.kind]
     if region.kind == "batch_norm":
@@ -255,6 +258,7 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
             return None
         of: Any = original_class(module)
         plain = issubclass(of, cls) and of.__getattribute__ is object.__getattribute__
+        plain = plain and is_as_read(of.forward, region.attributes)
         return (_TORCHS.get(of) or Replaced(of)).known if plain and qualified(of) == region.type else None
 
     literal = region.literal_activation()

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from normswap import modules
 from normswap.attributes import own_getattr
+from normswap.forwards.replaced import fingerprint
 from normswap.installed import is_installed
 from normswap.kinds import NORMS, Norm
 from normswap.plans import Match, Reason, Refusal
@@ -110,9 +111,9 @@ def match_subclass(module: nn.Module, kind: str) -> Match | None:
     if cls.forward is expected.forward:
         return Match(kind) if has_torchs_forward(expected) else None
     flag = _flag_of(cls.forward, norm)
-    if not flag:
-        return None if flag is None else Match(kind)
-    return Match(kind, {"unless": flag}) if isinstance(module.__dict__.get(flag), bool) else None
+    if flag is None or (flag and not isinstance(module.__dict__.get(flag), bool)):
+        return None
+    return Match(kind, {"source": fingerprint(cls.forward)} | ({"unless": flag} if flag else {}))
 
 
 def has_torchs_forward(expected: Any) -> bool:
