@@ -261,7 +261,11 @@ def test_a_class_may_have_the_name_of_its_method() -> None:
     assert_same(swapped, model, given())
 
 
-@pytest.mark.parametrize("forward", [region_models.sum_norm_act, region_models.f_relu])
+def sum_in_another_shape(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return self.norm((x + y).reshape(2, -1, CHANNELS))
+
+
+@pytest.mark.parametrize("forward", [region_models.sum_norm_act, region_models.f_relu, sum_in_another_shape])
 def test_a_nested_tensor_goes_the_way_it_went(forward: Any) -> None:
     model = randomised(written(forward)).eval()
     x = torch.nested.nested_tensor([torch.randn(n, CHANNELS) for n in (2, 3)])

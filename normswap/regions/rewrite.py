@@ -44,7 +44,9 @@ def of_summands(packed: Any) -> tuple[Tensor, Tensor] | None:
     """``packed`` is ((one, other), sizes): both in the shape in which their sum is looked at. None where that is not to
     be had for nothing, or where only the sum itself has that shape: one is broadcast to the other, say."""
     (one, other), sizes = packed
-    if type(one) not in PLAIN or type(other) not in PLAIN or one.shape != other.shape:
+    if type(one) not in PLAIN or type(other) not in PLAIN or one.is_nested or other.is_nested:
+        return None
+    if one.shape != other.shape:
         return None
     if not one.is_contiguous() or not other.is_contiguous():
         return None
