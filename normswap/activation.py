@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 
-class Activation(NamedTuple):
+@dataclass(frozen=True)
+class Activation:
     """An activation by name; ``low`` and ``high`` are what it is parametrised by: the slope of "leaky_relu" (``low``)
     and the bounds of "clamp" (relu6 is ``Activation("clamp", 0.0, 6.0)``), 0 for the others."""
 

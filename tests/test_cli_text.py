@@ -142,7 +142,7 @@ def test_errors(folder: Path) -> None:
     transcript = []
     for line in ERRORS.strip().splitlines():
         result = CliRunner().invoke(main, shlex.split(line), prog_name="normswap")
-        told = result.stderr.replace(str(folder), "FOLDER")
+        told = result.stderr.replace(str(folder), "FOLDER").replace("addmm: mat1", "mat1")  # as PyTorch 2.15 says it
         transcript.append(f"$ normswap {line}\n{result.stdout}{told}[{result.exit_code}]\n")
         assert result.exit_code > 0 or line.startswith("verify"), line
     golden("errors.txt", "\n".join(transcript))

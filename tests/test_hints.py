@@ -117,7 +117,7 @@ def test_an_optimizer_of_this_model_is_warned_of() -> None:
 @SILENT
 def test_a_scripted_child_makes_no_noise() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.* is deprecated")
         scripted = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.ReLU()))
     normswap.optimize(nn.Sequential(scripted, nn.LayerNorm(6)).eval(), torch.randn(2, 6))
 

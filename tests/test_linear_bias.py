@@ -89,6 +89,9 @@ def test_in_other_dtypes_the_linear_adds_its_bias(dtype: torch.dtype, handed_ove
     assert handed_over == [None, None]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 11), reason="PyTorch 2.10 compiles as if it were exporting: the original code is compiled"
+)
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.case("torch-compile")
 def test_under_torch_compile_the_linear_adds_its_bias(handed_over: list[Any]) -> None:

@@ -27,7 +27,7 @@ def lean():
 
 MEASURE = """
 import json, re, sys, threading, time
-import torch.export
+import torch.export, torch.fx.experimental.symbolic_shapes
 import normswap
 from normswap.checkpoint import convert, load_model
 

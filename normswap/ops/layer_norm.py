@@ -89,12 +89,12 @@ def layer_norm_directly(
     wide: bool,
 ) -> Any:
     """By the native op that does all of a call, ``wide`` of 16 bits a float32 output; None where it declines."""
-    residual, scale, shift, (name, low, high) = options
+    residual, scale, shift, activation = options
     op: Any = direct("layer_norm_with_options", input, weight, bias, residual, scale, shift, autocast=True)
-    code, dims = CODES.get(name), len(normalized_shape)
+    code, dims = CODES.get(activation.name), len(normalized_shape)
     if op is None or code is None or not has_rows(input, normalized_shape, weight):
         return None
-    out, total = op(input, dims, weight, bias, eps, residual, scale, shift, code, low, high, wide)
+    out, total = op(input, dims, weight, bias, eps, residual, scale, shift, code, activation.low, activation.high, wide)
     return None if out is None else with_sum(out, total)
 
 

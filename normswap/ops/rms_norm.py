@@ -77,13 +77,14 @@ def rms_norm_directly(
     options: Options,
 ) -> Any:
     """By the native op that does all of a call; None where it declines."""
-    residual, scale, shift, (name, low, high) = options
+    residual, scale, shift, activation = options
     op: Any = direct("rms_norm_with_options", input, weight, residual, scale, shift)
-    code = CODES.get(name)
+    code = CODES.get(activation.name)
     if op is None or code is None or not has_rows(input, normalized_shape, weight):
         return None
-    behind, epsilon = (residual, scale, shift, code, low, high), FLOAT32_EPS if eps is None else eps
-    out, total = op(input, len(normalized_shape), weight, epsilon, weight_offset, cast_before_weight, *behind)
+    behind, epsilon = (code, activation.low, activation.high), FLOAT32_EPS if eps is None else eps
+    how = weight_offset, cast_before_weight, residual, scale, shift
+    out, total = op(input, len(normalized_shape), weight, epsilon, *how, *behind)
     return None if out is None else with_sum(out, total)
 
 
