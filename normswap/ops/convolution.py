@@ -110,7 +110,7 @@ def _pointwise(input: Tensor, weight: Tensor, bias: Tensor, activation: Activati
     """A 1 x 1 convolution of a channels_last image, and a ReLU where ``activation`` is one."""
     batch, channels, height, width = input.shape
     rows, columns = input.permute(0, 2, 3, 1).reshape(-1, channels), weight.view(weight.shape[0], channels).t()
-    multiply = torch.addmm if activation == NONE else torch._addmm_activation
+    multiply = torch.addmm if activation.name == "none" else torch._addmm_activation
     return multiply(bias, rows, columns).view(batch, height, width, -1).permute(0, 3, 1, 2)
 
 

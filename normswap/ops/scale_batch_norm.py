@@ -40,7 +40,7 @@ def scale_batch_norm(
     """
     vectors = (running_mean, running_var, weight, bias, input_bias)
     learns = needs_grad(input, scale, weight, bias, residual)
-    ends = activation != NONE or residual is not None
+    ends = activation.name != "none" or residual is not None
     if training or learns or ends:
         settings = training, momentum, eps, residual, activation.code, activation.low, activation.high
         found = _recorded(input, scale, vectors, num_batches_tracked, residual, settings)
