@@ -65,6 +65,15 @@ def noted(known: Record, rows: Iterable[Row], of: Callable[[Row], Sequence[str]]
     return found
 
 
+def said_once(rows: list[Row]) -> tuple[list[Row], str]:
+    """The rows, and what is said below their table instead of in each of several that are all stale."""
+    if len(rows) < 2 or not all(records.AGAIN in row["note"] for row in rows):
+        return rows, ""
+    rest = [", ".join(word for word in row["note"].split(", ") if word != records.AGAIN) for row in rows]
+    below = f"\n\nThe code around the kernels has changed since: all of these are {records.AGAIN}."
+    return [{**row, "note": note} for row, note in zip(rows, rest, strict=True)], below
+
+
 def first_cell(text: object, row: Row) -> str:
     return f"{text} ({row['note']})" if row["note"] else str(text)
 
@@ -125,9 +134,9 @@ def batch_norm_tables(known: Record) -> dict[str, str]:
 
 
 def host_table(known: Record) -> str:
-    rows = noted(known, known["host"], engines.of_host)
+    rows, below = said_once(noted(known, known["host"], engines.of_host))
     cells = [(first_cell(shown, row), *rest) for row in rows for shown, *rest in [host_cost.cells(row)]]
-    return markdown(host_cost.HEADERS, cells) if cells else NOT_YET
+    return markdown(host_cost.HEADERS, cells) + below if cells else NOT_YET
 
 
 def steps_line(known: Record) -> str:
@@ -172,7 +181,7 @@ def _models(known: Record, training: bool) -> list[Row]:
 
 def models_table(known: Record, training: bool) -> str:
     """Milliseconds of whole models, or of steps of ``training``, a column for each way that one of them was run."""
-    rows = noted(known, _models(known, training), lambda row: engines.OF_MODELS)
+    rows, below = said_once(noted(known, _models(known, training), lambda row: engines.OF_MODELS))
     ways = dict.fromkeys(way for row in sorted(rows, key=lambda row: -len(row["ms"])) for way in row["ms"])
     cells = [
         (
@@ -185,7 +194,7 @@ def models_table(known: Record, training: bool) -> str:
         )
         for row in rows
     ]
-    return markdown(("model", "dtype", "swapped", *ways), cells) if cells else NOT_YET
+    return markdown(("model", "dtype", "swapped", *ways), cells) + below if cells else NOT_YET
 
 
 def errors_table(known: Record) -> str:

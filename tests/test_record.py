@@ -288,6 +288,16 @@ def test_stale_figures_are_marked(checking: gpu_check.Checking, monkeypatch: pyt
     assert found["benchmark"] == fresh["benchmark"] and "| m (to be measured again) |" in found["host"]
     assert "2 of 2 files" in found["checks"] and "memcheck clean." in found["checks"]
 
+    checking.add("host", [{"module": "n", "gradients": "no", "eager_us": 2.0, "normswap_us": 1.0}], str)
+    for digest, where in (("edited", ["m"]), ("again", [])):  # of all of several it is said once
+        edited["python"] = digest
+        if digest == "edited":
+            made = {**checking.record["stamps"][known["host"][0]["stamp"]], "sources": dict(edited)}
+            checking.record["host"][1]["stamp"] = records.stamp(checking.record, made)
+        found = readme_tables.tables(checking.record)
+        assert [name for name in "mn" if f"| {name} (to be measured again) |" in found["host"]] == where
+        assert found["host"].count(records.AGAIN) == 1
+
 
 def test_rows_of_two_gpus_say_of_which(checking: gpu_check.Checking) -> None:
     checking.add("benchmark", [row("layer_norm")], records.key_of_row)
