@@ -13,7 +13,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-PLAN_FORMAT = 4
+PLAN_FORMAT = 5
 """4: a Linear before a norm is a region's, also where the two are a whole forward. 3: plans name the GPU of their
 choices. 2: regions name the children called between their statements, which are looked at on every call."""
 

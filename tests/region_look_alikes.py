@@ -226,6 +226,20 @@ def one_dim_in_a_branch(self, x, y):
     return c / torch.sqrt(c.square().mean(along, keepdim=True) + 1e-5) + y
 
 
+def one_eps_in_a_branch(self, x, y):
+    eps = 0.5
+    if self.flag:
+        eps = 1e-5
+    return F.silu(F.layer_norm(x, (CHANNELS,), self.weight, self.bias, eps))
+
+
+def one_weight_in_a_branch(self, x, y):
+    weight = self.weight
+    if self.flag:
+        weight = self.bias
+    return F.silu(F.layer_norm(x, (CHANNELS,), weight, self.bias))
+
+
 def return_in_the_middle(self, x, y):
     n = self.norm(x)
     if x.sum() > 0:
@@ -492,6 +506,8 @@ CHANGED: dict[str, Case] = {
     "branch_taken_later": Case(residual_in_a_branch, _RES, _IMAGE, later=put("se", lambda: nn.Conv2d(8, 8, 1))),
     "another_value_later": Case(one_value_in_a_branch, ("frobenius_norm",), later=put("flag", lambda: False)),
     "another_dim_later": Case(one_dim_in_a_branch, ("layer_norm_by_hand",), later=put("se", lambda: torch.neg)),
+    "another_eps_later": Case(one_eps_in_a_branch, ("layer_norm + silu",), later=put("flag", lambda: False)),
+    "another_weight_later": Case(one_weight_in_a_branch, ("layer_norm + silu",), later=put("flag", lambda: False)),
     "weight_replaced": Case(f_layer_norm, ("layer_norm",), later=put("bias", lambda: None)),
     "double": Case(f_relu, _ACT, later=lambda model: model.double()),
     "batch_norm_in_train": Case(

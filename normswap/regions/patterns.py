@@ -156,8 +156,8 @@ def _with_successors(
 def _described(flow: Flow, found: Growing) -> Region:
     """The region as data."""
     first = min(op.order for op in found.ops)  # of a branch not taken, a name may be read that holds no value here
-    # What an expression is given twice is one value where the branches before it are taken so.
-    inside = bool(found.expression.ops) or any(op.conditional for op in found.ops)
+    # What several operations are given is one value where the branches before them are taken so; one takes its own.
+    inside = len(found.expression.ops) > 1 or any(op.conditional for op in found.ops)
     conditions = ((text, truth) for order, text, truth in flow.conditions if inside or order > first)
     nodes, constants = _nodes(flow, found.expression)
     return Region(
