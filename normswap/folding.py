@@ -38,6 +38,8 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     parts, or a convolution and its BatchNorm: BatchNorm1d takes (N, C, L) too and then normalises another axis, which a
     Linear cannot.
 
+    What the forward branches on and reads besides weights is taken as it is now.
+
     A site that cannot be folded is left as it is, and a warning says why. Raises TypeError when ``model`` is no
     nn.Module and NormswapError when it is in train mode, when nothing can be folded, and with ``inplace`` when the
     model itself is what folds; ``model`` is then as it was.

@@ -70,13 +70,14 @@ _DEEPEST = 100
 
 def undecorated(function: types.FunctionType) -> types.FunctionType:
     """The function inside decorators that each hold the next one in exactly one cell, as functools.wraps ones do, and
-    only call it, or read its name: another may then stand there."""
+    only call it, or read its name, as PyTorch's do: another may then stand there."""
     wrapped, code = function.__dict__.get("__wrapped__"), function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     held = [name for name, cell in cells if cell_holds(cell, wrapped)]
-    if not isinstance(wrapped, types.FunctionType) or len(held) != 1 or not _only_calls(code, held[0]):
+    if not isinstance(wrapped, types.FunctionType) or len(held) != 1:
         return function
-    return undecorated(wrapped)
+    torchs = str(function.__globals__.get("__name__")).startswith("torch.")
+    return undecorated(wrapped) if torchs or _only_calls(code, held[0]) else function
 
 
 def _only_calls(code: types.CodeType, name: str) -> bool:

@@ -118,6 +118,22 @@ def test_what_has_changed_is_left_to_the_long_way(
     assert one(*given) is None
 
 
+OTHER_LAYOUTS = {
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)]),
+    "sparse": lambda: torch.randn(2, 8).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_another_layout_is_left_to_the_long_way(name: str, calls: list[Any]) -> None:
+    model = randomised(nn.LayerNorm(8))
+    ours = normswap.apply(model, normswap.plan(model))
+    ours(torch.randn(2, 8))
+    ((one, *given),) = calls
+    other = OTHER_LAYOUTS[name]()
+    assert one(*(other if isinstance(value, Tensor) else value for value in given)) is None
+
+
 def test_a_flag_is_asked(calls: list[Any]) -> None:
     model = randomised(Flagged(8))
     ours, x = normswap.apply(model, normswap.plan(model)), torch.randn(2, 8)

@@ -164,17 +164,21 @@ def read(path: Path) -> None:
         str(summarize(found.tensors))
 
 
+LEAST = 21
+"""On a machine that others use too."""
+
+
 def tried(seconds: float, check: Callable[..., None], **strategies: Any) -> int:
-    """Run ``check`` on drawn arguments for so long, each round from another seed; returns how often it ran."""
+    """Run ``check`` on drawn arguments for so long and LEAST times, each round from another seed; returns how often."""
     count, rounds, stop = 0, 0, time.monotonic() + seconds
 
     def counted(**drawn: Any) -> None:
         nonlocal count
-        if time.monotonic() < stop:
+        if count < LEAST or time.monotonic() < stop:
             count += 1
             check(**drawn)
 
-    while time.monotonic() < stop:
+    while count < LEAST or time.monotonic() < stop:
         rounds += 1
         run = settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))(
             given(**strategies)(counted)

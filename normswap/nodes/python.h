@@ -153,12 +153,12 @@ bool is_tensor(PyObject* object) {
   return cls == THPVariableClass || cls == ParameterClass;
 }
 
-// The tensor or, of None, an undefined one; false for all else and on other devices.
+// The tensor or, of None, an undefined one; false for all else, on other devices and of other layouts.
 bool take(PyObject* object, Tensor& tensor) {
   if (object == nullptr || object == Py_None) return true;
   if (!is_tensor(object)) return false;
   tensor = THPVariable_Unpack(object);
-  return tensor.device().type() == known().device;
+  return tensor.device().type() == known().device && tensor.layout() == at::kStrided && !tensor.is_nested();
 }
 
 // Whether a mode has a say in what an op does, other than autocast.
