@@ -28,7 +28,7 @@ kinds/l1_norm.py: two values are of two types at most
     {*map(type, given[1:])} <= {int, float, str, type(None)}
     ({*map(type, given[1:])} < {int, float, str, type(None)})
 forwards/rms_norm.py: a longer way to the same tensor
-    self.weight in own
+    self.weight in registered and self.weight not in own
     (False)
 in_float64.py: they are two, and no two have as many bits
     _BITS[dtype] < _BITS[role.dtype]

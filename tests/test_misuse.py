@@ -151,7 +151,7 @@ MISUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a plan of another version": (lambda folder: Plan.from_json('{"format": 9}'), "write it anew with this version"),
     "a plan without its regions' neighbours": (
         lambda folder: Plan.from_json('{"format": 1, "swaps": [], "refused": []}'),
-        "format 1 is not 4; write it anew with this version",
+        "format 1 is not 5; write it anew with this version",
     ),
     # modules and weights
     "from_torch of a subclass": (lambda folder: modules.LayerNorm.from_torch(Own(8)), "a subclass may compute"),
