@@ -51,18 +51,21 @@ def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def is_sharded(module: nn.Module) -> bool:
     """True while parameters of ``module`` are DTensors, as fully_shard leaves them between forwards."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return False
-    dtensor = sys.modules["torch.distributed.tensor"].DTensor
-    return any(isinstance(parameter, dtensor) for parameter in module.parameters())
+    dtensor = _loaded("torch.distributed.tensor", "DTensor")
+    return dtensor is not None and any(isinstance(parameter, dtensor) for parameter in module.parameters())
 
 
 def _managed(model: nn.Module) -> set[int]:
     """The ids of the modules of ``model`` whose parameters FSDP exchanges when it gathers and shards them."""
-    if "torch.distributed.fsdp" not in sys.modules:
+    fsdp = _loaded("torch.distributed.fsdp", "FSDPModule")
+    if fsdp is None:
         return set()
-    fsdp: Any = sys.modules["torch.distributed.fsdp"].FSDPModule
     return {id(child) for module in model.modules() if isinstance(module, fsdp) for child in module.modules()}
+
+
+def _loaded(module: str, name: str) -> Any:
+    """What ``module`` calls ``name``; None where it is not imported, or another thread is at it."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 @contextlib.contextmanager

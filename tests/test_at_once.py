@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import modules, ops, reference
-from normswap.ops import at_once
+from normswap.ops import at_once, dispatch
 from normswap.regions.children import Beside
 from normswap.regions.spec import qualified
 
@@ -132,6 +132,65 @@ def test_another_layout_is_left_to_the_long_way(name: str, calls: list[Any]) -> 
     ((one, *given),) = calls
     other = OTHER_LAYOUTS[name]()
     assert one(*(other if isinstance(value, Tensor) else value for value in given)) is None
+
+
+WRONG: dict[str, tuple[str, Any]] = {
+    "an integer that C++ does not hold": ("num_groups", 2**70),
+    "no integer": ("num_groups", True),
+    "an eps that C++ does not hold": ("eps", 10**400),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_pytorch_refuses_it_refuses_in_its_words(name: str) -> None:
+    model, x = randomised(nn.GroupNorm(2, 8)), torch.randn(2, 8, 3)
+    ours, errors = normswap.apply(model, normswap.plan(model)), []
+    for one in (model, ours):
+        setattr(one, *WRONG[name])
+        with pytest.raises((ValueError, TypeError, OverflowError)) as error:
+            one(x)
+        errors.append((error.type, str(error.value)))
+    assert errors[0] == errors[1]
+
+
+def test_an_attribute_hides_a_parameter() -> None:
+    model, x = randomised(nn.LayerNorm(8)), torch.randn(2, 8)
+    ours = normswap.apply(model, normswap.plan(model))
+    for one in (model, ours):
+        one.__dict__["weight"] = torch.full((8,), 3.0)
+    torch.testing.assert_close(ours(x), model(x))
+    assert CALLED == ["layer_norm"]
+
+
+class Adaptive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor, residual: Any, scale: Tensor, shift: Tensor) -> Tensor:
+        out: Tensor = self.norm(x + residual) * (1 + scale) + shift
+        return out
+
+
+def test_there_is_no_sum_with_none() -> None:
+    model, given = randomised(Adaptive()), [torch.randn(2, 3, 8), torch.randn(2, 3, 8), *torch.randn(2, 2, 1, 8)]
+    ours = normswap.apply(model, normswap.plan(model))
+    torch.testing.assert_close(ours(*given), model(*given))
+    assert CALLED == ["layer_norm_with_options"]
+    given[1] = None  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        ours(*given)
+
+
+def test_of_a_nested_tensor_pytorch_has_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Python calls the native op."""
+    model, x = randomised(nn.LayerNorm(8)), OTHER_LAYOUTS["nested"]()
+    ours = normswap.apply(model, normswap.plan(model))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(dispatch, "_direct", {"layer_norm": torch.ops.normswap.layer_norm_or_none.default})
+    with torch.no_grad():
+        for found, expected in zip(ours(x).unbind(), model(x).unbind(), strict=True):
+            assert torch.equal(found, expected)
 
 
 def test_a_flag_is_asked(calls: list[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -86,9 +87,13 @@ def test_the_present_gpus_generator_is_put_back_where_a_model_is_on_none(
     assert seen == [devices]
 
 
-def test_nothing_is_sharded_where_torch_distributed_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("half", (False, True))
+def test_nothing_is_sharded_where_torch_distributed_is_not_loaded(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or another thread is just importing it."""
     for name in ("torch.distributed.tensor", "torch.distributed.fsdp"):
         monkeypatch.delitem(sys.modules, name, raising=False)
+        if half:
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
     model = nn.Linear(2, 2)
     with preserved(model):
         assert not is_sharded(model)

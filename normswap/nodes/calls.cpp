@@ -119,7 +119,7 @@ PyObject* read(PyObject* own, PyObject* parameters, PyObject* name) {
     if (PyTuple_GET_SIZE(name) == 1) return otherwise;
     name = PyTuple_GET_ITEM(name, 1);
   }
-  for (PyObject* dict : {parameters, own, found(own, known().names.buffers)}) {
+  for (PyObject* dict : {own, parameters, found(own, known().names.buffers)}) {
     if (PyObject* value = dict == nullptr ? nullptr : found(dict, name); value != nullptr) return value;
   }
   return otherwise;
@@ -137,7 +137,7 @@ int64_t dims_of(PyObject* shape, const Given& g) {
   if (dims > last || dims == 0 || (g.weight.defined() && dims != last)) return -1;
   const auto sizes = (g.weight.defined() ? g.weight : g.x).sizes().slice(last - dims);
   for (int64_t i = 0; i < dims; ++i) {
-    if (PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i)) != sizes[i]) return PyErr_Clear(), -1;
+    if (PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i)) != sizes[i]) return -1;
   }
   return dims;
 }
@@ -169,7 +169,7 @@ bool set_arguments(const Norm& norm, PyObject* size, PyObject* weight, PyObject*
   if (size == nullptr || weight == nullptr || bias == nullptr || eps == nullptr) return false;
   if (!take(weight, g.weight) || !take(bias, g.bias)) return false;
   if (norm.kind == kGroupNorm) {
-    if (!PyLong_Check(size)) return false;
+    if (!PyLong_Check(size) || PyBool_Check(size)) return false;
     g.size = PyLong_AsLongLong(size);
   } else if (norm.kind == kBatchNorm) {  // the ranks that it takes
     g.size = contains(size, g.x.dim());
@@ -184,6 +184,7 @@ bool set_arguments(const Norm& norm, PyObject* size, PyObject* weight, PyObject*
   } else {
     return false;
   }
+  if (PyErr_Occurred()) return PyErr_Clear(), false;  // a number that C++ does not hold
   return g.size > 0 && (norm.kind != kBatchNorm || g.eps > 0.0);
 }
 
@@ -216,17 +217,18 @@ struct Packed {
 bool unpack(const Norm& norm, PyObject* packed, Packed& p, Given& g) {
   p.x = packed;
   PyObject* before = nullptr;
+  const long position = PyLong_AsLong(norm[kPosition]);
   if (norm[kUnpack] != Py_None) {
     p.all = made(PyObject_CallOneArg(norm[kUnpack], packed));
     PyObject** parts = PySequence_Fast_ITEMS(p.all.object);
     p.x = parts[0], before = parts[1], p.arguments = parts[5];
     const bool lacks = (norm.needs_behind && parts[2] == Py_None) || (norm.needs_scale && parts[3] == Py_None);
     if (lacks || !take(parts[2], g.behind) || !take(parts[3], g.scale) || !take(parts[4], g.shift)) return false;
-  } else if (const long position = PyLong_AsLong(norm[kPosition]); position >= 0) {
+  } else if (position >= 0) {
     if (!PyTuple_Check(packed) || PyTuple_GET_SIZE(packed) != 2) return false;
     p.x = PyTuple_GET_ITEM(packed, position), before = PyTuple_GET_ITEM(packed, 1 - position);
-    if (before == Py_None) return false;
   }
+  if (position >= 0 && before == Py_None) return false;
   if (!take(p.x, g.x) || !take(before, g.before) || !g.x.defined()) return false;
   for (const Tensor* t : {&g.scale, &g.shift}) {
     if (t->defined() && t->scalar_type() != g.x.scalar_type()) return false;

@@ -44,6 +44,8 @@ def layer_norm(
     """
     plain = residual is None and scale is None and shift is None and activation.name == "none"
     if plain and dtype is None:
+        if input.is_nested:
+            return reference.layer_norm(input, normalized_shape, weight, bias, eps)
         op = direct("layer_norm", input, weight, bias, autocast=input.dtype is torch.float32)
         if op is not None and has_rows(input, normalized_shape, weight):
             out = op(input, len(normalized_shape), weight, bias, eps)
