@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -147,6 +147,19 @@ def restore_parameters(model: nn.Module, original: nn.Module) -> None:
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether the elements of two tensors of one shape are equal, NaN to NaN."""
     return one.is_meta or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+@contextlib.contextmanager
+def set_in(names: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """The ``values`` under their names - of attributes, of the environment - in the block."""
+    before = {name: names[name] for name in values if name in names}
+    try:
+        names.update(values)
+        yield
+    finally:
+        names.update(before)
+        for name in values.keys() - before.keys():
+            names.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import OrderedDict
 from types import ModuleType
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from normswap.untouched import detached_copy, every, is_sharded, preserved
+from normswap.untouched import detached_copy, every, is_sharded, preserved, set_in
 
 
 class Holding(nn.Module):
@@ -97,3 +98,12 @@ def test_nothing_is_sharded_where_torch_distributed_is_not_loaded(half: bool, mo
     model = nn.Linear(2, 2)
     with preserved(model):
         assert not is_sharded(model)
+
+
+def test_names_are_set_for_a_block() -> None:
+    names = {"one": 1, "two": 2}
+    with contextlib.suppress(KeyError), set_in(names, {"two": 3, "three": 4}):
+        assert names == {"one": 1, "two": 3, "three": 4}
+        del names["three"]
+        raise KeyError
+    assert [*names.items()] == [("one", 1), ("two", 2)]

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from normswap.checkpoint.reading import CONFIG, Checkpoint
 from normswap.checkpoint.tensors import same_tensors, shares_memory_within
 from normswap.pipeline import optimize, report
 from normswap.reports import Report
+from normswap.untouched import set_in
 
 HERE = "hf:."
 """The factory of a folder that holds its own config.json."""
@@ -165,10 +165,10 @@ def _offline() -> Iterator[None]:
     forget = getattr(sys.modules.get("huggingface_hub.utils._http"), "reset_sessions", lambda: None)
     with ExitStack() as stack:
         stack.callback(forget)
-        stack.enter_context(patch.dict(os.environ, dict.fromkeys(names, "1")))
+        stack.enter_context(set_in(os.environ, dict.fromkeys(names, "1")))
         for module, name in flags.items():
             if hasattr(sys.modules.get(module), name):
-                stack.enter_context(patch.object(sys.modules[module], name, True))
+                stack.enter_context(set_in(vars(sys.modules[module]), {name: True}))
         forget()
         yield
 
