@@ -116,8 +116,9 @@ def grow_behind(module: nn.Module, found: Growing, taken: set[int]) -> None:
         elif does := _added_or_scaled(found, user, operand):
             found.steps.append((does, user, operand))
         else:
-            found.activation = called_activation(child_of(module, user), user)
-            if found.activation is not None:
+            activation = called_activation(child_of(module, user), user)
+            if activation is not None and not _writes_residual_later(module, found, user):
+                found.activation = activation
                 found.steps.append(("activation", user, 0))
             break
     while found.steps[-1][0] == "pass":  # nothing behind it: a dropout that is on need not stop the rest
@@ -154,6 +155,24 @@ def _added_or_scaled(found: Growing, user: Op, operand: int) -> str:
     if "gain" in done:
         return "shift" if user.target == "+" else ""
     return "gain" if user.target == "*" and isinstance(other, Op) and _is_one_plus(other, user) else ""
+
+
+def _writes_residual_later(module: nn.Module, found: Growing, activation: Op) -> bool:
+    """Whether the residual is written to behind the ``activation``: PyTorch's backward does without, ours may not."""
+    residuals = [op.args[1 - operand] for does, op, operand in found.steps if does == "residual"]
+    users = [user for value in residuals for user in value.users if user and user.order > activation.order]
+    return any(user.args[:1] == (value,) and _is_in_place(module, user) for value in residuals for user in users)
+
+
+def _is_in_place(module: nn.Module, op: Op) -> bool:
+    """Whether ``op`` writes to its first operand."""
+    child, flag = child_of(module, op), op.keywords.get("inplace")
+    name = op.target if isinstance(op.target, str) else getattr(op.target, "__name__", "")
+    return bool(
+        name.removesuffix("()").endswith(("_", "="))
+        or getattr(child, "inplace", False)
+        or (isinstance(flag, Constant) and flag.value)
+    )
 
 
 def _is_one_plus(value: Op, product: Op) -> bool:
