@@ -179,6 +179,18 @@ def test_instance_norm_has_the_same_options(layout: torch.memory_format, calls: 
     assert calls == ["group_norm_recorded", "group_norm_backward_or_none"] * 2
 
 
+def test_a_residual_may_be_an_inference_tensor(calls: list[str]) -> None:
+    x, weight, bias, _ = leaves()
+    with torch.inference_mode():
+        residual = torch.randn(SHAPE)
+    found = []
+    for norms in (ops, reference):
+        out = norms.group_norm(x, GROUPS, weight, bias, 1e-5, Activation("silu"), residual=residual)
+        found.append(torch.autograd.grad(out.sin().sum(), (x, weight, bias)))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2
+
+
 @pytest.mark.usefixtures("calls")
 def test_an_empty_batch_gives_zeros() -> None:
     x, weight, bias = torch.randn(0, 6, 5, 3, requires_grad=True), *leaves()[1:3]

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from test_row_backward import (
     StandIns,
     test_a_backward_under_vmap_is_the_formula_s,
+    test_a_scale_may_be_an_inference_tensor,
     test_double_backward_is_the_formula_s,
     test_no_more_is_saved_than_pytorch_saves,
     test_only_gradients_asked_for_are_computed,
@@ -42,6 +43,7 @@ from normswap.ops import dispatch
 
 __all__ = [
     "test_a_backward_under_vmap_is_the_formula_s",
+    "test_a_scale_may_be_an_inference_tensor",
     "test_double_backward_is_the_formula_s",
     "test_no_more_is_saved_than_pytorch_saves",
     "test_only_gradients_asked_for_are_computed",
@@ -160,6 +162,18 @@ def test_every_gradient_of_group_norm(
             )
             for ours, theirs in zip(*pairs, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_residual_may_be_an_inference_tensor(compiled: torch.library.Library) -> None:
+    implemented = _implemented(compiled)
+    implemented["group_norm_recorded"] = group_norm_stand_in.group_norm_recorded
+    implemented["group_norm_backward_or_none"] = group_norm_stand_in.group_norm_backward_or_none
+    x, silu = torch.randn(2, 8, 3, 3, requires_grad=True), Activation("silu")
+    with torch.inference_mode():
+        residual = torch.randn(2, 8, 3, 3)
+    op = torch.ops.normswap.group_norm_or_none.default
+    found = [op(x, 4, None, None, 1e-5, silu.code, 0.0, 0.0, residual, False), silu(F.group_norm(x, 4) + residual)]
+    torch.testing.assert_close(*(torch.autograd.grad(out.sin().sum(), x) for out in found), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("training", (True, False))

@@ -346,6 +346,19 @@ def test_options_in_one_native_call(kind: str, given: tuple[str, ...], used: str
     assert stand_ins.called == [f"{kind}_with_options_recorded", *([f"{kind}_backward"] if native else [])]
 
 
+def test_a_scale_may_be_an_inference_tensor(stand_ins: StandIns) -> None:
+    """PyTorch keeps what one is added to, and no node may keep such a tensor itself."""
+    x, weight = torch.randn(3, 5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    with torch.inference_mode():
+        residual, scale, shift = torch.randn(3, 5, 8), *torch.randn(2, 3, 1, 8).clone().unbind()
+    found = []
+    for norms in (ops, reference):
+        out, _ = norms.rms_norm(x, (8,), weight, 1e-6, residual=residual, scale=scale, shift=shift)
+        found.append(torch.autograd.grad(out.sin().sum(), (x, weight)))
+    torch.testing.assert_close(*found)
+    assert stand_ins.called == ["rms_norm_with_options_recorded"]
+
+
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("adaptive", (False, True))
 @pytest.mark.parametrize("transposed", ("input", "residual", "both", "neither"))

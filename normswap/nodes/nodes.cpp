@@ -283,7 +283,11 @@ struct Recorded final : Node {
   }
 
  private:
-  void save(int slot, const Tensor& t) { saved.emplace_back(slot, SavedVariable(t, false)); }
+  // PyTorch keeps what these have been added to: they may be inference tensors, which no node may keep.
+  void save(int slot, const Tensor& t) {
+    const bool beside = slot == kResidual || slot == kScale || slot == kShift;
+    saved.emplace_back(slot, SavedVariable(beside && t.is_inference() ? t.clone() : t, false));
+  }
 
   bool given_at(c10::ArrayRef<IValue> given, int slot) const {
     return norm.tensors[slot] >= 0 && given[norm.tensors[slot]].isTensor();

@@ -108,7 +108,9 @@ def record(
             residual = None
         else:
             bias = bias if activation or weight is None else None  # the weight says what its gradient is like
-            residual = residual if activation and signs is None else None
+            residual = _savable(residual) if activation and signs is None else None
+        if scale is not None:
+            scale, shift = _savable(scale), _savable(shift)
         if training:
             mean = var = None
         ctx.save_for_backward(input, weight, bias, residual, scale, shift, None, mean, var, statistics, signs)
@@ -125,6 +127,11 @@ def record(
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     title = "".join(map(str.capitalize, name.split("_")))
     recording(name)(type(f"_{title}", (torch.autograd.Function,), body))
+
+
+def _savable(tensor: Tensor | None) -> Tensor | None:
+    """``tensor``, which PyTorch does not save but what it was added to: it may be an inference tensor."""
+    return tensor.clone() if tensor is not None and tensor.is_inference() else tensor
 
 
 def differentiable(
