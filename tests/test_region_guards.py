@@ -284,6 +284,20 @@ def test_rows_whose_scale_does_not_fit_are_left_alone(op: Callable[..., Any]) ->
     assert call(op, X, given, scale=SAMPLES, shift=X) is None
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float16))
+def test_weights_that_pytorch_refuses_are_left_to_it(dtype: torch.dtype) -> None:
+    """The formula of the op would cast them."""
+    scale = torch.randn(2, 1, CHANNELS)
+    for weight, bias in ((ROW[0].to(dtype), None), (None, ROW[1].to(dtype))):
+        given = (CHANNELS,), weight, bias, 1e-5
+        assert layer_norm.fused(X, given, None, None, scale, scale, NONE, None) is None
+        own = X.to(dtype), given, None, None, scale.to(dtype), scale.to(dtype)
+        assert layer_norm.fused(*own, NONE, None).dtype is dtype
+    wide = (CHANNELS,), *ROW, 1e-5
+    assert (layer_norm.fused(own[0], wide, *own[2:], NONE, None) is None) == (dtype is torch.float64)
+    assert layer_norm.fused(X.long(), wide, None, None, *(scale.long(),) * 2, NONE, None) is None
+
+
 @pytest.mark.parametrize("op", [group_norm.fused, instance_norm.fused, batch_norm.fused])
 def test_images_and_what_is_added_to_them(op: Callable[..., Any]) -> None:
     statistics = (IMAGE.mean((0, 2, 3)), IMAGE.var((0, 2, 3)))

@@ -34,9 +34,15 @@ def fused(
         out = layer_norm_directly(x, shape, weight, bias, eps, options, torch.is_autocast_enabled("cuda"))
         if out is not None:
             return out
-    if scale is not None and not are_per_sample(x, scale, shift):
+    if scale is not None and not (are_per_sample(x, scale, shift) and _are_beside(x, weight, bias)):
         return None
     return ops.layer_norm(x, shape, weight, bias, eps, **options.keywords(), dtype=dtype)
+
+
+def _are_beside(x: Tensor, *affine: Tensor | None) -> bool:
+    """Whether PyTorch's op takes these with ``x``: the formula of the op with a scale would cast others."""
+    taken = (x.dtype, torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else (x.dtype,)
+    return x.is_floating_point() and all(t is None or t.dtype in taken for t in affine)
 
 
 def permuted(
