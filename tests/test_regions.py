@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from models import randomised
+from region_changes import CHANGED
 from region_checks import Case, check, written
-from region_look_alikes import CHANGED, LOOK_ALIKES
+from region_look_alikes import LOOK_ALIKES
 from region_models import FOUND
 from region_views import VIEWS
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from models import randomised
 from norm_models import DTYPES
+from region_changes import CHANGED
 from region_checks import CHANNELS, Case, check, written
-from region_look_alikes import CHANGED, LOOK_ALIKES
+from region_look_alikes import LOOK_ALIKES
 from region_models import FOUND, sum_by_function, sum_used_later
 from region_views import VIEWS, WINDOWS, window_block
 
