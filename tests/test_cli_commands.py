@@ -217,7 +217,7 @@ def test_verify_sees_what_differs(folder: Path) -> None:
 def test_verify_runs_the_model_on_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     done("convert", "net.pt", "out", *MODEL, *OFF)
     arguments = ["verify", "net.pt", "out", *INPUT, "--device", "cpu"]
-    assert "which is not run unasked" in run(*arguments).stderr
+    assert "not run unasked; pass trust_factory=True (--trust-factory)" in run(*arguments).stderr
     assert "outputs: the same within the proof's limits" in done(*arguments, "--trust-factory").stdout
 
     def forward(self: nn.GroupNorm, input: torch.Tensor) -> torch.Tensor:
@@ -294,7 +294,7 @@ def test_the_commands_work_in_a_process_of_their_own(folder: Path) -> None:
         "\nwrote net.pt, normswap.json in out\nopen it: normswap.load_model('out', trust_factory=True)\n"
     )
     assert "undo:" not in found.stdout and "normswap.validate" not in found.stdout
-    assert "cure: normswap verify out --input ... there" in found.stdout
+    assert "cure: normswap verify out --trust-factory --input ... there" in found.stdout
 
 
 # --- how it talks ---------------------------------------------------------------------------------------------------

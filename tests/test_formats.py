@@ -265,7 +265,7 @@ def test_a_whole_pickled_model_needs_leave(folder: Path) -> None:
         converted("in.pt", "out", "zoo:net")
     converted("in.pt", "out", allow_pickle=True, inputs=X)
     assert Path("out/in.pt").read_bytes() == Path("in.pt").read_bytes()
-    with pytest.raises(CheckpointError, match="which is not run unasked; pass trust_factory=True"):
+    with pytest.raises(CheckpointError, match=r"which is not run unasked; pass trust_factory=True \(--trust-factory\)"):
         load_model("out")
     loaded = load_model("out", trust_factory=True)
     assert same_tensors(loaded.state_dict(), model.state_dict()) and swapped_names(loaded) == SITES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import runpy
@@ -20,6 +21,7 @@ import torch
 from checkpoints import write_payload
 from click.testing import CliRunner
 
+import normswap
 from normswap.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +39,17 @@ def test_the_example_of_expressions_prints_what_it_shows(tmp_path: Path, capsys:
     pattern = re.escape(re.sub(r"\d\S*%|\d\.\d+e-\d+", "@", shown)).replace(r"\[\.\.\.\]", ".*").replace("@", r"\S+")
     pattern = re.sub(r"(\\ )+", r"\\s+", pattern)
     assert re.fullmatch(pattern, capsys.readouterr().out, re.DOTALL)
+
+
+def test_calls_are_listed_with_their_parameters() -> None:
+    section = (ROOT / "README.md").read_text().split("## API")[1]
+    listed = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", section, re.MULTILINE))
+    whole = {name: given for name, given in listed.items() if "..." not in given}
+    assert len(whole) > 10
+    for name, given in whole.items():
+        parameters = inspect.signature(getattr(normswap, name)).parameters.values()
+        bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
+        assert str(bare).replace("'", '"') == f"({given})"
 
 
 def test_figures_are_the_record_s() -> None:

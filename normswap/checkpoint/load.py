@@ -46,7 +46,9 @@ def load_model(
     known = model is not None or manifest.factory
     check(known, f"{place}: says nothing of what builds the model; pass model= with the model built")
     trusted = model is not None or trust_factory or not is_code(manifest.factory)
-    cure = "pass trust_factory=True if you trust where this comes from, or model= with the model built"
+    cure = (
+        "pass trust_factory=True (--trust-factory) if you trust where this comes from, or model= with the model built"
+    )
     check(trusted, f"{place}: the model is built by {manifest.factory!r}, which is not run unasked; {cure}")
     unpickled = trust_factory and manifest.factory == PICKLED
     with ThreadPoolExecutor(1) as beside, _converted(place, manifest, check_digests, unpickled) as found:

@@ -141,6 +141,7 @@ def convert(source: str, out: str | None, inputs: Inputs, in_place: bool, as_jso
         raise click.UsageError("give either OUT or --in-place")
     normswap.complete()
     from normswap import checkpoint
+    from normswap.checkpoint.models import is_code
     from normswap.checkpoint.reading import CONFIG
 
     if settings["factory"] is None and not Path(source, CONFIG).is_file() and not settings["allow_pickle"]:
@@ -156,7 +157,8 @@ def convert(source: str, out: str | None, inputs: Inputs, in_place: bool, as_jso
         **settings,
     )
     place = source if out is None else out
-    click.echo(made.to_json() if as_json else _for_the_command_line(str(made), place))
+    proved_by = f"normswap verify {place}{' --trust-factory' * is_code(settings['factory'] or '')} --input ... there"
+    click.echo(made.to_json() if as_json else _for_the_command_line(str(made), proved_by))
     if not as_json and not settings["dry_run"]:
         click.echo(_written(place))
 
@@ -268,10 +270,10 @@ def _needs_model(source: str, key: str | None, strip_prefix: tuple[str, ...]) ->
     )
 
 
-def _for_the_command_line(report: str, out: str) -> str:
+def _for_the_command_line(report: str, proved_by: str) -> str:
     """A report whose advice is not about a model in a Python program."""
     lines = [line for line in report.splitlines() if not line.startswith("undo: ")]
-    return "\n".join(lines).replace("normswap.validate(model, inputs)", f"normswap verify {out} --input ... there")
+    return "\n".join(lines).replace("normswap.validate(model, inputs)", proved_by)
 
 
 def _written(out: str) -> str:
