@@ -3,6 +3,7 @@ children beside a region: what it computes over stand-ins on the CPU, and what m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -300,6 +301,8 @@ UNFOLDED: dict[str, Callable[[Any], Any]] = {
     "a scale of another dtype": lambda model: setattr(model, "scale", nn.Parameter(torch.randn(3).double())),
     "a scale of rows": lambda model: setattr(model, "scale", nn.Parameter(torch.randn(9, 1))),
     "a bias elsewhere": _elsewhere,
+    "a strided bias": lambda model: setattr(model.linear, "bias", nn.Parameter(torch.randn(3, 2)[:, 0])),
+    "strided statistics": lambda model: setattr(model.bn, "running_var", torch.ones(1).expand(3)),
     "no statistics": lambda model: setattr(model, "bn", nn.BatchNorm1d(3, track_running_stats=False).eval()),
     "another size": lambda model: setattr(model, "bn", nn.BatchNorm1d(2).eval()),
     "wide statistics": lambda model: model.bn.double(),
@@ -327,6 +330,23 @@ def test_what_is_not_folded_in_one_step(name: str, folding: list[str]) -> None:
 def test_few_rows_are_not_worth_a_fold(rows: int, folding: list[str]) -> None:
     with torch.no_grad():
         assert at_once_of(randomised(Scaled()).eval(), torch.randn(rows, 4)) is None
+
+
+def test_vectors_of_few_rows_may_lie_anywhere(compiled: torch.library.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    def affine(x: Tensor, scale: Any, *given: Any) -> None:
+        *vectors, eps, out = given
+        assert all(vector.is_contiguous() for vector in vectors)
+        out.copy_(reference.scale_batch_norm(x, scale, *vectors, False, 0.0, eps))
+
+    library = torch.library.Library("normswap", "IMPL")
+    library.impl("affine", affine, "CPU")
+    module: Any = sys.modules["normswap.ops.scale_batch_norm"]
+    monkeypatch.setattr(module, "native_serves", lambda *given: True)
+    x, given = torch.randn(2, 3), torch.rand(3, 4).add(0.5).unbind(1)
+    torch.testing.assert_close(
+        ops.scale_batch_norm(x, torch.tensor(2.0), *given), reference.scale_batch_norm(x, torch.tensor(2.0), *given)
+    )
+    library._destroy()
 
 
 SCALES: dict[str, Any] = {"a value a channel": (3,), "a row": (1, 3), "one value": (), "none": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ def normalised(z: Tensor, mean: Any, var: Any, batches: Any, weight: Any, bias: 
 
 def folded(*given: Any) -> None:
     *tensors, eps, out, out_bias = given
+    assert all(t is None or t.is_contiguous() for t in tensors)
     for into, value in zip((out, out_bias), reference.fold_scale_batch_norm(*tensors, eps), strict=True):
         into.copy_(value)
 
@@ -121,6 +123,17 @@ def test_what_may_change_is_seen(name: str, rows: int, monkeypatch: pytest.Monke
     taken = check(case, BATCH if "sample" in name else rows, monkeypatch)
     may = ("another linear", "eps", "momentum", "tracking", "eval", "frozen", "one value", "a branch", "rows", "width")
     assert not any(taken) or any(word in name for word in may)
+
+
+def _strided(model: Any) -> None:
+    model.fc.bias = nn.Parameter(torch.randn(WIDTH, 2)[:, 0])
+    model.bn.running_mean = torch.randn(2).repeat_interleave(WIDTH)[::2]
+    model.bn.weight = nn.Parameter(torch.rand(1).expand(WIDTH))
+
+
+@pytest.mark.parametrize("name", ("without_a_scale", "with_a_residual"))
+def test_vectors_may_lie_anywhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(check(replace(FOUND[name], later=_strided), BATCH, monkeypatch))
 
 
 @torch.no_grad()

@@ -56,7 +56,8 @@ bool fits(const Folded& f) {
   if (channels == 0 || !f.weight.is_contiguous() || (kept != dtype && kept != at::kFloat)) return false;
   for (const Tensor* t : {&f.bias, &f.mean, &f.var, &f.norm_weight, &f.norm_bias}) {
     const bool own = t != &f.bias;
-    if (t->defined() && (t->dim() != 1 || t->size(0) != channels || t->scalar_type() != (own ? kept : dtype))) return false;
+    if (!t->defined()) continue;
+    if (t->dim() != 1 || t->size(0) != channels || !t->is_contiguous() || t->scalar_type() != (own ? kept : dtype)) return false;
   }
   for (const Tensor* t : {&f.weight, &f.scale}) {
     if (t->defined() && t->scalar_type() != dtype) return false;

@@ -67,7 +67,7 @@ def scale_batch_norm(
     input = input.contiguous()
     out = torch.empty_like(input)
     torch.ops.normswap.affine.default(
-        input, _per_channel(scale, input), running_mean, running_var, weight, bias, eps, out
+        input, _per_channel(scale, input), *map(dense, (running_mean, running_var, weight, bias)), eps, out
     )
     return out
 
@@ -131,8 +131,9 @@ def fold_scale_batch_norm(
 
 def folded(linear_weight: Tensor, linear_bias: Any, scale: Any, *norm: Any) -> tuple[Tensor, Tensor]:
     """``fold_scale_batch_norm`` of tensors that the kernel takes, where no gradient is recorded."""
-    dense = linear_weight.contiguous()
-    out, out_bias = torch.empty_like(dense), dense.new_empty(dense.shape[0])
-    per_channel = None if scale is None else scale.reshape(-1).expand(dense.shape[0]).contiguous()
-    native_op("fold_linear")(dense, linear_bias, per_channel, *norm, out, out_bias)
+    *vectors, eps = norm
+    rows = linear_weight.contiguous()
+    out, out_bias = torch.empty_like(rows), rows.new_empty(rows.shape[0])
+    per_channel = None if scale is None else scale.reshape(-1).expand(rows.shape[0]).contiguous()
+    native_op("fold_linear")(rows, dense(linear_bias), per_channel, *map(dense, vectors), eps, out, out_bias)
     return out, out_bias
