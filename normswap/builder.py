@@ -42,6 +42,8 @@ CXX_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden"),
     *(f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", "-DTORCH_STABLE_ONLY", "-DUSE_CUDA"),
 )
+FULL_NAMES = {"90": "90a"}
+"""What an architecture is called with all that it alone has: its products of warpgroups."""
 NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "--threads=0")
 COMPRESSED_SINCE = 12080
 """The CUDA whose nvcc knows --compress-mode=size: a tenth of the bytes. The driver unpacks what it loads."""
@@ -117,10 +119,11 @@ def digest(source_dir: Path, arch: Sequence[str], cuda: int, ptx: bool = False) 
 def nvcc_flags(arch: Sequence[str], cuda: int, ptx: bool) -> list[str]:
     """What the nvcc of CUDA ``cuda`` is called with for ``arch``, the newest also as PTX if ``ptx``."""
     compress = "--compress-mode=size" if cuda >= COMPRESSED_SINCE else "-Xfatbin=-compress-all"
-    codes = {name: f"sm_{name}" for name in arch}
+    full = [FULL_NAMES.get(name, name) for name in arch]
+    targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in full]
     if ptx:
-        codes[arch[-1]] = f"[sm_{arch[-1]},compute_{arch[-1]}]"
-    return [*NVCC_FLAGS, compress, *(f"-gencode=arch=compute_{name},code={code}" for name, code in codes.items())]
+        targets.append(f"-gencode=arch=compute_{arch[-1]},code=compute_{arch[-1]}")
+    return [*NVCC_FLAGS, compress, *targets]
 
 
 def find_toolkit() -> Toolkit:

@@ -79,10 +79,13 @@ def test_wrong_architectures_are_named(arch: list[str]) -> None:
 def test_only_with_ptx_the_newest_architecture_has_it() -> None:
     arch = builder.check_arch(["120", "80", "100", "90", "80"])
     assert arch == ("80", "90", "100", "120")
-    machine_code = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in arch]
-    for ptx, last in ((False, machine_code[-1]), (True, "-gencode=arch=compute_120,code=[sm_120,compute_120]")):
+    machine_code = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in ("80", "90a", "100", "120")]
+    for ptx, more in ((False, []), (True, ["-gencode=arch=compute_120,code=compute_120"])):
         flags = builder.nvcc_flags(arch, 13000, ptx)
-        assert [flag for flag in flags if flag.startswith("-gencode")] == [*machine_code[:-1], last]
+        assert [flag for flag in flags if flag.startswith("-gencode")] == [*machine_code, *more]
+    flags = builder.nvcc_flags(("90",), 13000, True)
+    for_all = "-gencode=arch=compute_90,code=compute_90"  # what 90a has would serve no later GPU
+    assert [flag for flag in flags if flag.startswith("-gencode")] == [machine_code[1], for_all]
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ OptionalTensor scaled(const Tensor& input, const Site& s, const OptionalTensor& 
   c.activation = s.activation;
   c.dtype = dtype_of(input, "convolve");
   const auto launch = depthwise ? convolve_depthwise : c.dtype == DType::f16 ? convolve_f16 : convolve_bf16;
-  check_launch(launch(c, gpu_of(input.get_device_index()).multiprocessors, stream_of(input)));
+  check_launch(launch(c, gpu_of(input.get_device_index()), stream_of(input)));
   return made;
 }
 

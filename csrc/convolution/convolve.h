@@ -2,6 +2,7 @@
 #pragma once
 
 #include "abi/kernels.h"
+#include "plan/row_plan.h"
 
 namespace normswap {
 
@@ -22,11 +23,11 @@ struct Convolve {
 };
 
 // Both numbers of channels of a group are multiples of eight.
-cudaError_t convolve_f16(const Convolve&, int multiprocessors, cudaStream_t);
-cudaError_t convolve_bf16(const Convolve&, int multiprocessors, cudaStream_t);
+cudaError_t convolve_f16(const Convolve&, const Gpu&, cudaStream_t);
+cudaError_t convolve_bf16(const Convolve&, const Gpu&, cudaStream_t);
 
 // A group a channel, kernels of 3 or 5 that step by 1 or 2.
 bool is_depthwise(const Convolve&);
-cudaError_t convolve_depthwise(const Convolve&, int multiprocessors, cudaStream_t);
+cudaError_t convolve_depthwise(const Convolve&, const Gpu&, cudaStream_t);
 
 }  // namespace normswap

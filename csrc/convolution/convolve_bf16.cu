@@ -3,8 +3,8 @@
 
 namespace normswap {
 
-cudaError_t convolve_bf16(const Convolve& c, int multiprocessors, cudaStream_t stream) {
-  return launch_form<__nv_bfloat16>(c, multiprocessors, stream);
+cudaError_t convolve_bf16(const Convolve& c, const Gpu& gpu, cudaStream_t stream) {
+  return launch_form<__nv_bfloat16>(c, gpu, stream);
 }
 
 }  // namespace normswap

@@ -3,8 +3,8 @@
 
 namespace normswap {
 
-cudaError_t convolve_f16(const Convolve& c, int multiprocessors, cudaStream_t stream) {
-  return launch_form<__half>(c, multiprocessors, stream);
+cudaError_t convolve_f16(const Convolve& c, const Gpu& gpu, cudaStream_t stream) {
+  return launch_form<__half>(c, gpu, stream);
 }
 
 }  // namespace normswap

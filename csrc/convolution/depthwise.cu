@@ -159,9 +159,9 @@ bool is_depthwise(const Convolve& c) {
   return alike && known && c.groups == c.channels && c.groups == c.out_channels;
 }
 
-cudaError_t convolve_depthwise(const Convolve& c, int multiprocessors, cudaStream_t stream) {
-  if (c.dtype == DType::f16) return launch_size<__half>(c, multiprocessors, stream);
-  if (c.dtype == DType::bf16) return launch_size<__nv_bfloat16>(c, multiprocessors, stream);
+cudaError_t convolve_depthwise(const Convolve& c, const Gpu& gpu, cudaStream_t stream) {
+  if (c.dtype == DType::f16) return launch_size<__half>(c, gpu.multiprocessors, stream);
+  if (c.dtype == DType::bf16) return launch_size<__nv_bfloat16>(c, gpu.multiprocessors, stream);
   return cudaErrorInvalidValue;
 }
 
