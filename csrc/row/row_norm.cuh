@@ -54,6 +54,8 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
     const bool there = Lanes == 32 && r == 0 || rows[r] < args.n.rows;
     tiles[r].load(x + rows[r] * args.n.cols, there ? static_cast<int>(args.n.cols) : 0, end);
   }
+  constexpr bool adds = kAddsResidual<Policy, RowTile>;
+  if constexpr (adds) add_residual<T>(tiles, args, rows, 0);
   constexpr bool in_table = Policy::affine == Affine::by_channel && Lanes == 32 && Rows == 1;
   __shared__ AffineTables<Policy, in_table ? kWarpsSmall<Lanes> : 1> tables;
   using Affine = AffineAhead<Policy, T, RowTile, kAffineSmall<Policy, RowTile>>;
@@ -63,9 +65,10 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
   } else {
     affine.load_ahead(args, 0, tiles[0]);
   }
+  if constexpr (!adds) {
 #pragma unroll
-  for (RowTile& tile : tiles) tile.settle();
-  add_residual<Policy, T>(tiles, args, rows, 0);
+    for (RowTile& tile : tiles) tile.settle();
+  }
   typename Policy::Stat stats[Rows];
   Policy::statistics(tiles, args.sizes.row, args, stats);
   RowValues values[Rows];
@@ -166,6 +169,7 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     constexpr int AtOnce = all ? HeldTile::Slots : kAffineAtOnce<Policy, HeldTile>;
     constexpr int Ahead = all ? kVectorsAhead<Policy, T, HeldTile, How> : 0;
     constexpr bool by_channel = Policy::affine == Affine::by_channel;
+    constexpr bool adds = kAddsResidual<Policy, HeldTile> && How != Held::alone && !InTurns;  // see Rows::options
     extern __shared__ __align__(16) uint4 kept[];
     __shared__ typename Exchange::Shared shared;
     __shared__ AffineTables<Policy, kWarpsHeld<How, sizeof(T)>> tables;
@@ -184,6 +188,8 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     HeldTile tiles[1];
     load(tiles[0], rows[0]);
     for (int turn = 0;; ++turn) {
+      // Before the parameters: there are no registers for both.
+      if constexpr (adds) add_residual<T>(tiles, args, rows, begin);
       if constexpr (InTurns) {
         if (turn == 0) affine.keep(args, begin, tiles[0], kept);
       } else if constexpr (by_channel) {
@@ -191,8 +197,7 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
       } else if constexpr (Ahead > 0) {
         affine.load(args, begin, tiles[0], 0, 0, Ahead);
       }
-      tiles[0].settle();
-      add_residual<Policy, T>(tiles, args, rows, begin);
+      if constexpr (!adds) tiles[0].settle();
       Stat stats[1];
       Policy::statistics(tiles, Whole || len == kChunk ? args.sizes.chunk : args.sizes.last_chunk, args, stats);
       [[maybe_unused]] HeldTile next;
@@ -388,6 +393,22 @@ template <class Policy, class T>
 cudaError_t launch(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
   if (is_ragged(n, sizeof(T))) return launch_rows<Policy, T, true>(n, plan, stream);
   return launch_rows<Policy, T, false>(n, plan, stream);
+}
+
+// Whether the norm is one that may stand alone, but for a residual, and its kernels can add that: see kAddsResidual. Without
+// weights and biases they have +0 where the norm behind the residual has -0.
+inline bool only_adds(const RowNorm& n, const RowPlan& plan, int itemsize) {
+  const RowOptions& o = n.options;
+  const bool norm = n.kind == NormKind::rms || (n.kind == NormKind::layer && (n.weight != nullptr || n.bias != nullptr));
+  const bool nothing_behind = o.scale == nullptr && o.activation.code == Activation::none && !o.wide;
+  return norm && nothing_behind && plan.regime != Regime::split && !is_ragged(n, itemsize);
+}
+
+// `layer`, `rms`: of the norms that stand alone.
+template <class T>
+cudaError_t launch_with_options(const RowNorm& n, const RowPlan& plan, cudaStream_t stream, RowLaunch layer, RowLaunch rms) {
+  if (only_adds(n, plan, sizeof(T))) return (n.kind == NormKind::rms ? rms : layer)(n, plan, stream);
+  return launch<OptionsPolicy, T>(n, plan, stream);
 }
 
 }  // namespace

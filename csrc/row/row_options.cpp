@@ -113,6 +113,7 @@ void layer_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weig
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
   RowNorm n = norm_of(op, NormKind::layer, input, dims, eps, options, out, sum);
   set_affine(op, n, input, weight, bias, n.cols);
+  n.weight_offset = -0.0;  // -0 + w is w, -0 too
   n.mean = mean;
   n.rstd = rstd;
   run(op, kNormWithOptions, 0, n, input, out, regime, true);

@@ -1,6 +1,6 @@
 // LayerNorm, RMSNorm and L2 norm with all that may stand before and behind them (RowOptions), chosen at run time: kernels of
-// their own for every choice would be hundreds. A norm that stands alone has such kernels (row_policy.cuh); the statistics,
-// and what is normalised, have the same bits here.
+// their own for every choice would be hundreds. A norm that stands alone, or behind a residual alone, has such kernels
+// (row_policy.cuh); the statistics, and what is normalised, have the same bits here.
 #pragma once
 
 #include "device/in_turn.cuh"
@@ -43,39 +43,48 @@ struct OptionsPolicy {
 template <class Policy>
 constexpr bool kOptions = Policy::affine == Affine::with_options;
 
+// Whether rows in such tiles may have a residual: of a norm that stands alone, those that begin and end at vectors.
+template <class Policy, class Tile>
+constexpr bool kAddsResidual = kOptions<Policy> || (Policy::affine == Affine::by_element && !Tile::Ragged);
+
 // --- before the norm -----------------------------------------------------------------------------------------------
 
-// The sums of the elements of two vectors, each rounded to T.
-template <class T, int V>
+// The sums of the elements of two vectors, each rounded to T; 16-bit ones in pairs, to the bits of their sums as floats.
+template <class T>
+__device__ inline unsigned added(unsigned a, unsigned b) {
+  if constexpr (sizeof(T) == 2) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const Pair sum = __hadd2_rn(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+    return *reinterpret_cast<const unsigned*>(&sum);
+  } else {
+    return __float_as_uint(__fadd_rn(__uint_as_float(a), __uint_as_float(b)));
+  }
+}
+template <class T>
 __device__ inline uint4 added(const uint4& a, const uint4& b) {
-  float x[V], y[V];
-  floats_of<T>(a, x);
-  floats_of<T>(b, y);
-#pragma unroll
-  for (int j = 0; j < V; ++j) x[j] = __fadd_rn(x[j], y[j]);
-  return words_of<T>(x);
+  return {added<T>(a.x, b.x), added<T>(a.y, b.y), added<T>(a.z, b.z), added<T>(a.w, b.w)};
 }
 
-// Adds the residual to settled tiles of the chunk from `begin` on of several rows and stores the sums. All lanes of the warp
-// must call.
-template <class Policy, class T, class Tile, int Rows>
+// Settles tiles of the chunk from `begin` on of several rows; where there is a residual adds it and stores the sums. All
+// lanes of the warp must call.
+template <class T, class Tile, int Rows>
 __device__ inline void add_residual(Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows], int64_t begin) {
-  if constexpr (kOptions<Policy>) {
-    const RowOptions& options = args.n.options;
-    if (options.residual == nullptr) return;
-    const T* residual = static_cast<const T*>(options.residual);
-    const T* end = residual + args.n.rows * args.n.cols;
-    T* sum = static_cast<T*>(options.sum) + begin;
-    Tile others[Rows];
 #pragma unroll
-    for (int r = 0; r < Rows; ++r) others[r].load(residual + rows[r] * args.n.cols + begin, tiles[r].len, end);
+  for (Tile& tile : tiles) tile.settle();
+  const RowOptions& options = args.n.options;
+  if (options.residual == nullptr) return;
+  const T* residual = static_cast<const T*>(options.residual);
+  const T* end = residual + args.n.rows * args.n.cols;
+  T* sum = static_cast<T*>(options.sum) + begin;
+  Tile others[Rows];
 #pragma unroll
-    for (int r = 0; r < Rows; ++r) {
-      others[r].settle();
+  for (int r = 0; r < Rows; ++r) others[r].load(residual + rows[r] * args.n.cols + begin, tiles[r].len, end);
 #pragma unroll
-      for (int k = 0; k < Tile::Slots; ++k) tiles[r].words[k] = added<T, Tile::V>(tiles[r].words[k], others[r].words[k]);
-      tiles[r].store(sum + rows[r] * args.n.cols, [&](int k) { return tiles[r].words[k]; });
-    }
+  for (int r = 0; r < Rows; ++r) {
+    others[r].settle();
+#pragma unroll
+    for (int k = 0; k < Tile::Slots; ++k) tiles[r].words[k] = added<T>(tiles[r].words[k], others[r].words[k]);
+    tiles[r].store(sum + rows[r] * args.n.cols, [&](int k) { return tiles[r].words[k]; });
   }
 }
 

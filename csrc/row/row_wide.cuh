@@ -307,10 +307,14 @@ __global__ void __launch_bounds__(kWarpsSplit * 32, kOptions<Policy> && sizeof(T
   const int group = args.held_groups + static_cast<int>(nth);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   ChunkTile<T, Ragged> tile[1];
-  const int64_t begin = (int64_t{group} * kGroup + warp) * args.chunk_len, rows[1] = {row};
+  const int64_t begin = (int64_t{group} * kGroup + warp) * args.chunk_len;
+  [[maybe_unused]] const int64_t rows[1] = {row};
   load_piece<T>(tile[0], args, row, begin, args.chunk_len);
-  tile[0].settle();
-  add_residual<Policy, T>(tile, args, rows, begin);
+  if constexpr (kOptions<Policy>) {
+    add_residual<T>(tile, args, rows, begin);
+  } else {
+    tile[0].settle();
+  }
   Stat mine[1];
   Policy::statistics(tile, tile[0].len == args.chunk_len ? args.sizes.chunk : args.sizes.last_chunk, args, mine);
   if (lane == 0) parts[warp] = mine[0];

@@ -9,7 +9,7 @@ import launch_plans
 import pytest
 import torch
 import torch.nn.functional as F
-from limits import assert_within, gpu_of_plans, same_bits, tensor
+from limits import assert_within, gpu_of_plans, kernels, same_bits, tensor
 from torch import Tensor
 
 from normswap import ops
@@ -18,6 +18,29 @@ from normswap.ops import dispatch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 7, 31, 33, 64, 65, 128, 130, 255, 258, 769, 1000, 1001, 1024, 1025, 2050, 4096, 4097, 8192)
+VECTORS = (
+    8,
+    24,
+    64,
+    128,
+    136,
+    256,
+    264,
+    384,
+    512,
+    640,
+    768,
+    1000,
+    1024,
+    2048,
+    2056,
+    4096,
+    8192,
+    16_384,
+    16_392,
+    65_544,
+)
+"""Rows that begin and end at multiples of 16 bytes: of one chunk, of whole ones and not."""
 LONG = (16_386, 20_480, 32_768, 65_535, 65_536, 131_072, 131_073, 262_144)
 ACTIVATIONS = (
     *(Activation(name) for name in ("relu", "silu", "gelu", "gelu_tanh", "hardswish", "sigmoid", "tanh")),
@@ -92,6 +115,68 @@ def test_a_residual_gives_the_bits_of_the_norm_of_the_sum(kind: str, dtype: torc
         weight, bias = affine(cols, dtype)
         out, total = call(kind, x, weight, bias, residual=residual)
         assert same_bits(out, call(kind, total, weight, bias)), cols
+
+
+def with_statistics(
+    kind: str,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cast: bool,
+    activation: Activation,
+) -> list[Tensor]:
+    """Output, sum and what is saved of each row."""
+    found = [torch.full_like(x, float("nan")) for _ in range(2)]
+    found += [
+        x.new_full(x.shape[:1], float("nan"), dtype=torch.float32) for _ in range(2 if kind == "layer_norm" else 1)
+    ]
+    options = (residual, None, None, activation.code, activation.low, activation.high)
+    if kind == "layer_norm":
+        torch.ops.normswap.layer_norm_with_options(x, 1, weight, bias, 1e-5, *options, *found, 0)
+    else:
+        torch.ops.normswap.rms_norm_with_options(x, 1, weight, 1e-6, 1.0, cast, *options, *found, 0)
+    return found
+
+
+def as_integers(t: Tensor) -> Tensor:
+    return t.view(torch.int32 if t.element_size() == 4 else torch.int16)
+
+
+@by_kind
+@by_dtype
+def test_a_residual_alone_gives_the_bits_of_all_options(kind: str, dtype: torch.dtype) -> None:
+    """The kernels of the norm alone add it, to rows at vectors. Those of all options do so elsewhere, and before an
+    activation: here one that changes nothing."""
+    unbounded = Activation("clamp", float("-inf"), float("inf"))
+    for cols in (*VECTORS, *(c for c in LONG if c % 8 == 0)):
+        x, residual = tensor((5, cols), dtype, 2.0), tensor((5, cols), dtype, seed=4)
+        x[1], residual[1] = -0.0, -0.0
+        x[2, ::2], residual[2] = -x[2, ::2], 0.0
+        elsewhere = [t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t) for t in (x, residual)]
+        for of in {dtype, torch.float32}:
+            weight, bias = affine(cols, of)
+            weight[::3], bias[::3] = -0.0, -0.0
+            for given in ((weight, bias), (weight, None), (None, bias), (None, None)):
+                for cast in (False, True):
+                    alone = with_statistics(kind, x, residual, *given, cast, NONE)
+                    assert same_bits(alone[1], x + residual), cols
+                    for others in (
+                        with_statistics(kind, x, residual, *given, cast, unbounded),
+                        with_statistics(kind, elsewhere[0], elsewhere[1], *given, cast, NONE),
+                    ):
+                        for one, other in zip(alone, others, strict=True):
+                            assert torch.equal(as_integers(one), as_integers(other)), (cols, of, cast)
+
+
+def test_a_residual_alone_is_added_by_the_kernels_of_the_norm_alone() -> None:
+    for cols in (64, 768, 2048, 2056, 32_768, 65_536):
+        x, w = tensor((5, cols), torch.bfloat16), tensor((cols,), torch.bfloat16)
+        for kind, policy in (("layer_norm", "LayerNormPolicy"), ("rms_norm", "RMSNormPolicy")):
+            found = kernels(lambda x=x, w=w, kind=kind: call(kind, x, w, w, residual=x))
+            assert any(policy in name for name in found), (cols, found)
+            found = kernels(lambda x=x, w=w, kind=kind: call(kind, x, w, w, residual=x, activation=Activation("silu")))
+            assert any("OptionsPolicy" in name for name in found), (cols, found)
 
 
 def forced(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, regime: int) -> tuple[Tensor, Tensor]:
