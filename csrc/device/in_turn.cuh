@@ -35,8 +35,8 @@ __device__ inline void in_turn(const Tile& tile, uint4 (&words)[Tile::Slots], Ma
 }
 
 // with(tile, row, values) for each of several rows, which are equally far from each other.
-template <class Tile, int Rows, class Values, class With>
-__device__ inline void each_row(const Tile (&tiles)[Rows], const int64_t (&rows)[Rows], const Values (&values)[Rows],
+template <class Tile, class Row, int Rows, class Values, class With>
+__device__ inline void each_row(const Tile (&tiles)[Rows], const Row (&rows)[Rows], const Values (&values)[Rows],
                                 With with) {
   Tile tile[Rows];
   Values value[Rows];

@@ -37,7 +37,7 @@ constexpr int kAffineAtOnce = Tile::InRegisters && Tile::V == 8   ? Tile::Slots
 template <class Policy, class T, class Tile, int AtOnce = kAffineAtOnce<Policy, Tile>>
 using AffineAhead =
     std::conditional_t<Policy::affine == Affine::by_element, AffineByElement<Policy, T, Tile::V, AtOnce>,
-                       std::conditional_t<Policy::affine == Affine::by_channel, ChannelPlace<Tile::V>, AffineNone>>;
+                       std::conditional_t<Policy::affine == Affine::by_channel, ChannelPlace<T>, AffineNone>>;
 
 // V float32 parameters of the vector at `at` of the row, or what stands for them; `count` of its elements are there.
 template <bool Ragged, int V>
@@ -57,7 +57,7 @@ __device__ inline void wide_values(const RowArgs& args, int64_t at, int count, F
 
 // The same of one row whose chunks have a warp each.
 template <class Policy, class T, class Tile, int AtOnce = kAffineAtOnce<Policy, Tile>>
-using AffineOfRow = std::conditional_t<Policy::affine == Affine::by_channel, ChannelsInTable<Tile::V>,
+using AffineOfRow = std::conditional_t<Policy::affine == Affine::by_channel, ChannelsInTable<T>,
                                        AffineAhead<Policy, T, Tile, AtOnce>>;
 
 // What its warps keep in shared memory.
@@ -68,8 +68,8 @@ struct AffineTables {
 
 // Normalise and store the chunk from `begin` on of several rows. All lanes of the warp must call. Wide: see
 // has_wide_weights.
-template <class Policy, bool Fast, bool Wide, class T, class Tile, int Rows, class ByElement>
-__device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
+template <class Policy, bool Fast, bool Wide, class T, class Tile, class Row, int Rows, class ByElement>
+__device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const Row (&rows)[Rows],
                                    int64_t begin, const RowValues (&values)[Rows], ByElement& affine) {
   constexpr int Count = ByElement::count;
   T* y = static_cast<T*>(args.n.y) + begin + rows[0] * args.n.cols;
@@ -119,8 +119,8 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
 }
 
 // The same where parameters belong to channels, or there are none.
-template <class Policy, bool Fast, class T, class Tile, class Where>
-__device__ inline void store_tile(const Tile& tile, const RowArgs& args, int64_t row, int64_t begin, RowValues values,
+template <class Policy, bool Fast, class T, class Tile, class Row, class Where>
+__device__ inline void store_tile(const Tile& tile, const RowArgs& args, Row row, int64_t begin, RowValues values,
                                   const Where& where) {
   T* y = static_cast<T*>(args.n.y) + row * args.n.cols + begin;
   if constexpr (Policy::affine == Affine::none) {
@@ -137,7 +137,7 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, int64_t
     }
   } else {
     constexpr int V = Tile::V;
-    const AffineByChannel<Where, V> affine(args, where, row, values);
+    const AffineByChannel<Where, Row> affine(args, where, row, values);
     const bool behind = args.n.behind.any, few = where.is_few();
     if (!Tile::Ragged && few && !behind) {
       const auto plain = [&](int k) {
@@ -147,6 +147,15 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, int64_t
       };
       if (args.n.activation.code == Activation::none) return tile.store(y, plain);
       return tile.store(y, [&](int k) { return activated(Tile::Vector::of_raw(plain(k)), args.n.activation).raw(); });
+    }
+    if constexpr (!Tile::Ragged && kInTable<Where>) {
+      if (where.channels == where.some && !behind && args.n.activation.code == Activation::none) {
+        return tile.store(y, [&](int k) {
+          Floats<V> w, b;
+          affine.of_some(Tile::offset(k), w, b);
+          return normalised<Policy, Fast, T>(tile, k, values, w, b);
+        });
+      }
     }
     uint4 made[Tile::Slots];
     in_turn(tile, made, [&](int offset, const uint4& x) {
@@ -170,8 +179,8 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, int64_t
   }
 }
 
-template <class Policy, bool Fast, class T, class Tile, int Rows, class Ahead>
-__device__ inline void apply_by(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows], int64_t begin,
+template <class Policy, bool Fast, class T, class Tile, class Row, int Rows, class Ahead>
+__device__ inline void apply_by(const Tile (&tiles)[Rows], const RowArgs& args, const Row (&rows)[Rows], int64_t begin,
                                 const RowValues (&values)[Rows], Ahead& affine) {
   if constexpr (Policy::affine == Affine::by_element) {
     if constexpr (kMayBeWide<T, Tile>) {
@@ -182,18 +191,18 @@ __device__ inline void apply_by(const Tile (&tiles)[Rows], const RowArgs& args, 
 #pragma unroll
     for (int r = 0; r < Rows; ++r) store_tile<Policy, Fast, T>(tiles[r], args, rows[r], begin, values[r], affine);
   } else {
-    each_row(tiles, rows, values, [&](const Tile& tile, int64_t row, RowValues value) {
+    each_row(tiles, rows, values, [&](const Tile& tile, Row row, RowValues value) {
       store_tile<Policy, Fast, T>(tile, args, row, begin, value, affine);
     });
   }
 }
 
 // The same for any policy, by the fast formula where that will do for every row of the warp.
-template <class Policy, class T, class Tile, int Rows, class Ahead>
-__device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows],
+template <class Policy, class T, class Tile, class Row, int Rows, class Ahead>
+__device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const Row (&rows)[Rows],
                                    int64_t begin, const RowValues (&values)[Rows], Ahead& affine) {
   if constexpr (kOptions<Policy>) {
-    each_row(tiles, rows, values, [&](const Tile& tile, int64_t row, RowValues value) {
+    each_row(tiles, rows, values, [&](const Tile& tile, Row row, RowValues value) {
       store_with_options<T>(tile, args, row, begin, value);
     });
   } else if constexpr (Policy::template always_fast<T>) {

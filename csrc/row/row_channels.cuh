@@ -6,97 +6,128 @@
 namespace normswap {
 namespace {
 
-// One of a channel, whatever its dtype: by loads that no branch keeps apart.
-__device__ inline float channel_parameter(const void* data, DType dtype, int64_t i, float absent) {
-  const bool there = data != nullptr, whole = dtype == DType::f32;
-  unsigned word = 0;
-  load_if(there && whole, word, static_cast<const float*>(data) + i);
-  load_half_if(there && !whole, word, static_cast<const unsigned short*>(data) + i);
-  const float half = __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
-  const float value = __uint_as_float(whole ? word : word << 16);
-  return !there ? absent : dtype == DType::f16 ? half : value;
-}
-
 // A channel's weight and bias.
 struct ChannelParameters {
   float weight, bias;
+};
+
+// The same as they lie in memory, where rows are of T and they are of T or float32.
+template <class T>
+struct ChannelWords {
+  unsigned weight, bias;
+
+  __device__ static bool are_wide(const RowArgs& a) { return sizeof(T) == 4 || a.n.weight_dtype == DType::f32; }
+  // Of channel i of all.
+  __device__ static ChannelWords load(const RowArgs& a, int64_t i) {
+    const bool weight = a.n.weight != nullptr, bias = a.n.bias != nullptr;
+    ChannelWords words{are_wide(a) ? kOne<float> : kOne<T> & 0xffffu, 0};
+    if (are_wide(a)) {
+      load_if(weight, words.weight, static_cast<const float*>(a.n.weight) + i);
+      load_if(bias, words.bias, static_cast<const float*>(a.n.bias) + i);
+    } else {
+      load_half_if(weight, words.weight, static_cast<const unsigned short*>(a.n.weight) + i);
+      load_half_if(bias, words.bias, static_cast<const unsigned short*>(a.n.bias) + i);
+    }
+    return words;
+  }
+  __device__ ChannelParameters floats(const RowArgs& a) const { return {as_float(weight, a), as_float(bias, a)}; }
+
+ private:
+  __device__ static float as_float(unsigned word, const RowArgs& a) {
+    if constexpr (std::is_same_v<T, __half>) {
+      const float half = __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
+      return are_wide(a) ? __uint_as_float(word) : half;
+    } else {
+      return __uint_as_float(are_wide(a) ? word : word << 16);
+    }
+  }
 };
 
 // Channels whose parameters a warp has at once.
 constexpr int kTableChannels = 32;
 
 // Where a chunk lies among the channels of its row, whichever row.
-template <int V>
+template <class T>
 struct ChannelPlace {
+  static constexpr unsigned V = 16 / sizeof(T);
   unsigned channel;    // of the chunk's first element, in the row
   unsigned remainder;  // of that element, in its channel
   enum { one, two, some, many } channels;  // in the chunk; two: no vector lies in both; some: that a warp has lanes for
 
-  template <class Tile>
-  __device__ void load_ahead(const RowArgs& a, int64_t begin, const Tile& tile) {
+  // `begin`: of 32 bits where the row is not longer.
+  template <class Index, class Tile>
+  __device__ void load_ahead(const RowArgs& a, Index begin, const Tile& tile) {
+    const unsigned spatial = static_cast<unsigned>(a.n.spatial);
     channel = static_cast<unsigned>(a.by_spatial.of(begin));
-    remainder = static_cast<unsigned>(begin - channel * a.n.spatial);
-    const int64_t reach = static_cast<int64_t>(remainder) + tile.len;
-    channels = reach <= a.n.spatial                                  ? one
-               : reach <= 2 * a.n.spatial && a.n.spatial % V == 0    ? two
-               : reach <= kTableChannels * a.n.spatial && a.n.spatial >= V ? some
-                                                                     : many;
+    remainder = static_cast<unsigned>(begin) - channel * spatial;
+    const unsigned reach = remainder + static_cast<unsigned>(tile.len);
+    const bool is_some = spatial >= V && (spatial >= kChunk || reach <= kTableChannels * spatial);
+    channels = reach <= spatial ? one : reach <= 2 * spatial && spatial % V == 0 ? two : is_some ? some : many;
   }
   __device__ bool is_few() const { return channels < some; }
   // Of the chunk's c-th channel in row r: channel (r % groups) * channels_per_group + c of all.
-  __device__ ChannelParameters load(const RowArgs& a, int64_t row, unsigned c) const {
-    const int64_t first = (row - a.by_num_groups.of(row) * a.n.num_groups) * a.n.channels_per_group;
-    const int64_t i = first + min(channel + c, static_cast<unsigned>(a.n.channels_per_group) - 1);
-    return {channel_parameter(a.n.weight, a.n.weight_dtype, i, 1.f), channel_parameter(a.n.bias, a.n.weight_dtype, i, 0.f)};
+  template <class Row>
+  __device__ ChannelWords<T> words(const RowArgs& a, Row row, unsigned c) const {
+    const Row group = row - a.by_num_groups.of(row) * static_cast<Row>(a.n.num_groups);
+    const unsigned channels_per_group = static_cast<unsigned>(a.n.channels_per_group);
+    const int64_t first = static_cast<int64_t>(group) * channels_per_group;
+    return ChannelWords<T>::load(a, first + min(channel + c, channels_per_group - 1));
+  }
+  template <class Row>
+  __device__ ChannelParameters load(const RowArgs& a, Row row, unsigned c) const {
+    return words(a, row, c).floats(a);
   }
   // Of its first one or second one.
-  __device__ ChannelParameters load_few(const RowArgs& a, int64_t row, unsigned c) const {
+  template <class Row>
+  __device__ ChannelParameters load_few(const RowArgs& a, Row row, unsigned c) const {
     return load(a, row, c);
   }
 };
 
 // The same, with the parameters of the chunk's channels in one row in shared memory: each lane of the warp loads those of a
 // channel before the statistics are known.
-template <int V>
-struct ChannelsInTable : ChannelPlace<V> {
-  ChannelParameters mine;
+template <class T>
+struct ChannelsInTable : ChannelPlace<T> {
+  ChannelWords<T> mine;
   ChannelParameters* table;  // of the warp
 
-  template <class Tile>
-  __device__ void load_row(const RowArgs& a, int64_t row, int64_t begin, const Tile& tile, ChannelParameters* to) {
+  template <class Row, class Index, class Tile>
+  __device__ void load_row(const RowArgs& a, Row row, Index begin, const Tile& tile, ChannelParameters* to) {
     this->load_ahead(a, begin, tile);
-    mine = this->load(a, row, threadIdx.x % 32);
+    mine = this->words(a, row, threadIdx.x % 32);
     table = to;
   }
 };
 template <class Place>
 constexpr bool kInTable = false;
-template <int V>
-constexpr bool kInTable<ChannelsInTable<V>> = true;
+template <class T>
+constexpr bool kInTable<ChannelsInTable<T>> = true;
 
 // The same, and the parameters of its first two channels in the row that is next.
-template <int V>
-struct ChannelsLoaded : ChannelPlace<V> {
+template <class T>
+struct ChannelsLoaded : ChannelPlace<T> {
   ChannelParameters few[2];
 
-  __device__ ChannelParameters load_few(const RowArgs&, int64_t, unsigned c) const {
+  template <class Row>
+  __device__ ChannelParameters load_few(const RowArgs&, Row, unsigned c) const {
     return few[c];
   }
 };
 
 // One value a channel, in a row. The warp must call the constructor.
-template <class Place, int V>
+template <class Place, class Row>
 struct AffineByChannel {
+  static constexpr int V = Place::V;
   const RowArgs& args;
   const Place& place;
-  int64_t row;
+  Row row;
   float rstd;
   ChannelParameters few[2];
 
-  __device__ AffineByChannel(const RowArgs& a, const Place& where, int64_t of_row, RowValues values)
+  __device__ AffineByChannel(const RowArgs& a, const Place& where, Row of_row, RowValues values)
       : args(a), place(where), row(of_row), rstd(values.rstd) {
     if constexpr (kInTable<Place>) {
-      place.table[threadIdx.x % 32] = with_rstd(place.mine);
+      place.table[threadIdx.x % 32] = with_rstd(place.mine.floats(args));
       __syncwarp();
     }
 #pragma unroll
@@ -110,35 +141,25 @@ struct AffineByChannel {
   }
   // The vector at `offset` of the chunk, where there are few.
   __device__ void of_few(int offset, Floats<V>& w, Floats<V>& b) const {
-    const bool second = place.channels == place.two && place.remainder + offset >= args.n.spatial;
-    const ChannelParameters mine = second ? few[1] : few[0];
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      w.v[j] = mine.weight;
-      b.v[j] = mine.bias;
-    }
+    const bool second = offset >= static_cast<int>(static_cast<unsigned>(args.n.spatial) - place.remainder);
+    all_of(second ? few[1] : few[0], w, b);
+  }
+  // The same, where there are as many as in the table or fewer.
+  __device__ void of_some(int offset, Floats<V>& w, Floats<V>& b) const {
+    static_assert(kInTable<Place>);
+    const auto [c, left] = channel_at(offset);
+    in_two(place.table[c], place.table[min(c + 1, kTableChannels - 1u)], left, w, b);
   }
   // The same, however many.
   __device__ void of_many(int offset, Floats<V>& w, Floats<V>& b) const {
-    const unsigned spatial = static_cast<unsigned>(args.n.spatial), at = place.remainder + offset;
-    const unsigned c = static_cast<unsigned>(args.by_spatial.of(at)), rest = at - c * spatial;
-    if (spatial >= V) {  // the vector lies in two channels at most
-      const ChannelParameters one = of_channel(c), two = of_channel(c + 1);
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const bool second = rest + j >= spatial;
-        w.v[j] = second ? two.weight : one.weight;
-        b.v[j] = second ? two.bias : one.bias;
-      }
-      return;
-    }
+    auto [c, left] = channel_at(offset);
+    if (args.n.spatial >= V) return in_two(of_channel(c), of_channel(c + 1), left, w, b);
     ChannelParameters mine = of_channel(c);
-    unsigned at_channel = c, left = spatial - rest;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       if (left == 0) {
-        left = spatial;
-        mine = of_channel(++at_channel);
+        left = static_cast<unsigned>(args.n.spatial);
+        mine = of_channel(++c);
       }
       w.v[j] = mine.weight;
       b.v[j] = mine.bias;
@@ -147,6 +168,30 @@ struct AffineByChannel {
   }
 
  private:
+  struct At {
+    unsigned channel;  // of the chunk
+    unsigned left;     // elements from there to its end
+  };
+  __device__ At channel_at(int offset) const {
+    const unsigned spatial = static_cast<unsigned>(args.n.spatial), at = place.remainder + offset;
+    const unsigned c = args.by_spatial.of(at);
+    return {c, (c + 1) * spatial - at};
+  }
+  __device__ static void all_of(ChannelParameters mine, Floats<V>& w, Floats<V>& b) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      w.v[j] = mine.weight;
+      b.v[j] = mine.bias;
+    }
+  }
+  // A vector that lies in two channels at most, with `left` elements in the first.
+  __device__ static void in_two(ChannelParameters one, ChannelParameters two, unsigned left, Floats<V>& w, Floats<V>& b) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      w.v[j] = j >= left ? two.weight : one.weight;
+      b.v[j] = j >= left ? two.bias : one.bias;
+    }
+  }
   // Of the chunk's c-th channel.
   __device__ ChannelParameters of_channel(unsigned c) const {
     if constexpr (kInTable<Place>) {

@@ -44,9 +44,10 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
   constexpr int Rows = kRowsAtOnce<RowTile>, Lanes = RowTile::Lanes, groups = kWarpsSmall<Lanes> * 32 / Lanes;
   const T* x = static_cast<const T*>(args.n.x);
   const T* end = x + args.n.rows * args.n.cols;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (Rows * groups) + threadIdx.x / Lanes;
+  using Row = std::conditional_t<Lanes == 32, unsigned, int64_t>;  // of a grid that has less than 2^31 blocks, of two warps
+  const Row first = static_cast<Row>(blockIdx.x) * (Rows * groups) + threadIdx.x / Lanes;
   if (Lanes == 32 && first >= args.n.rows) return;
-  int64_t rows[Rows];
+  Row rows[Rows];
   RowTile tiles[Rows];
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
@@ -61,9 +62,9 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
   using Affine = AffineAhead<Policy, T, RowTile, kAffineSmall<Policy, RowTile>>;
   std::conditional_t<in_table, AffineOfRow<Policy, T, RowTile>, Affine> affine;
   if constexpr (in_table) {
-    affine.load_row(args, rows[0], 0, tiles[0], tables.of_warp[threadIdx.x / 32]);
+    affine.load_row(args, rows[0], 0u, tiles[0], tables.of_warp[threadIdx.x / 32]);
   } else {
-    affine.load_ahead(args, 0, tiles[0]);
+    affine.load_ahead(args, 0u, tiles[0]);
   }
   if constexpr (!adds) {
 #pragma unroll
@@ -112,7 +113,7 @@ struct HeldExchange {
 
   __device__ HeldExchange(const RowArgs& a, Shared& s) : args(a), shared(s) {
     blocks = cluster ? args.blocks_a_row : 1;
-    rank = cluster ? blockIdx.x % blocks : 0;
+    rank = block_in_cluster<cluster>();
     if constexpr (cluster) {
       if (threadIdx.x < 32) {
         for (Inbox& inbox : shared.inbox) inbox.open(bytes());
@@ -177,13 +178,13 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     follow_predecessor();
     let_successor_start();
     const int chunk = exchange.rank * args.block_chunks + static_cast<int>(threadIdx.x / 32);
-    const int64_t begin = chunk * int64_t{kChunk}, step = gridDim.x / exchange.blocks;
-    int64_t rows[1] = {blockIdx.x / exchange.blocks};
-    const int64_t len = Whole ? kChunk : max(int64_t{0}, min(args.n.cols - begin, int64_t{kChunk}));
+    const unsigned begin = chunk * kChunk, step = InTurns ? gridDim.x / exchange.blocks : 0;
+    unsigned rows[1] = {cluster_in_grid<Exchange::cluster>()};
+    const int len = Whole ? kChunk : max(0, min(static_cast<int>(args.n.cols) - static_cast<int>(begin), kChunk));
     const T* x = static_cast<const T*>(args.n.x);
     std::conditional_t<InTurns, AffineKept<Policy, T, HeldTile>, AffineOfRow<Policy, T, HeldTile, AtOnce>> affine;
-    const auto load = [&](HeldTile& tile, int64_t row) {
-      tile.load(x + row * args.n.cols + begin, static_cast<int>(len), x + args.n.rows * args.n.cols);
+    const auto load = [&](HeldTile& tile, unsigned row) {
+      tile.load(x + row * args.n.cols + begin, len, x + args.n.rows * args.n.cols);
     };
     HeldTile tiles[1];
     load(tiles[0], rows[0]);
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
       Stat stats[1];
       Policy::statistics(tiles, Whole || len == kChunk ? args.sizes.chunk : args.sizes.last_chunk, args, stats);
       [[maybe_unused]] HeldTile next;
-      if (const int64_t after = rows[0] + step; InTurns && after < args.n.rows) load(next, after);
+      if (const unsigned after = rows[0] + step; InTurns && after < args.n.rows) load(next, after);
       const Stat stat = exchange.of_row(stats[0], turn);
       const RowValues values[1] = {Policy::template finish<T>(stat, args)};
       if (exchange.rank == 0 && threadIdx.x == 0) save_values<Policy>(args, rows[0], stat, values[0]);

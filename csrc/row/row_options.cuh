@@ -67,8 +67,8 @@ __device__ inline uint4 added(const uint4& a, const uint4& b) {
 
 // Settles tiles of the chunk from `begin` on of several rows; where there is a residual adds it and stores the sums. All
 // lanes of the warp must call.
-template <class T, class Tile, int Rows>
-__device__ inline void add_residual(Tile (&tiles)[Rows], const RowArgs& args, const int64_t (&rows)[Rows], int64_t begin) {
+template <class T, class Tile, class Row, int Rows>
+__device__ inline void add_residual(Tile (&tiles)[Rows], const RowArgs& args, const Row (&rows)[Rows], int64_t begin) {
 #pragma unroll
   for (Tile& tile : tiles) tile.settle();
   const RowOptions& options = args.n.options;

@@ -24,6 +24,11 @@ struct Quotient {
     const int64_t quotient = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(a), factor));
     return quotient + (a - quotient * divisor >= divisor ? 1 : 0);
   }
+  // Where the divisor too has 32 bits: the upper half of the factor is its reciprocal times 2^32, rounded down.
+  __device__ unsigned of(unsigned a) const {
+    const unsigned by = static_cast<unsigned>(divisor), quotient = __umulhi(a, static_cast<unsigned>(factor >> 32));
+    return quotient + (a - quotient * by >= by ? 1 : 0);
+  }
 };
 
 // What the kernels take: RowNorm, how rows are cut, and what would cost every thread instructions to work out.

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__((kWarpsTeam + (Apart ? kWarpsApart : 0)) * 32,
   using Tile = ChunkTile<T, Ragged>;
   constexpr bool in_registers = Policy::affine == Affine::by_element, by_channel = Policy::affine == Affine::by_channel;
   using Ahead = AffineAhead<Policy, T, Tile, Tile::Slots>;
-  using AffineOfRow = std::conditional_t<by_channel, ChannelsLoaded<Tile::V>, Ahead>;
+  using AffineOfRow = std::conditional_t<by_channel, ChannelsLoaded<T>, Ahead>;
   extern __shared__ __align__(16) char shared[];
   __shared__ typename Exchange::Shared exchanged;
   // Of a warp: what is the same in every row, in memory where registers are few; parameters of its channels, by turns.
