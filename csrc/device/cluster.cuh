@@ -35,24 +35,6 @@ __device__ inline void cluster_arrive_with_inboxes() {
 #endif
 }
 
-// Of this block in its cluster, and of its cluster in the grid, which has one dimension; of a block alone if not Several.
-template <bool Several>
-__device__ inline unsigned block_in_cluster() {
-  unsigned rank = 0;
-#if __CUDA_ARCH__ >= 900
-  if constexpr (Several) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-template <bool Several>
-__device__ inline unsigned cluster_in_grid() {
-  unsigned index = blockIdx.x;
-#if __CUDA_ARCH__ >= 900
-  if constexpr (Several) asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
-#endif
-  return index;
-}
-
 // The address in the shared memory of block `rank` of the cluster of what is at `at` in this one's.
 __device__ inline unsigned address_in_block(const void* at, int rank) {
   unsigned to = shared_address(at);

@@ -109,11 +109,12 @@ struct HeldExchange {
   };
   const RowArgs& args;
   Shared& shared;
-  unsigned blocks, rank;
+  unsigned blocks, row, rank;  // row: which cluster of the grid this is
 
   __device__ HeldExchange(const RowArgs& a, Shared& s) : args(a), shared(s) {
     blocks = cluster ? args.blocks_a_row : 1;
-    rank = block_in_cluster<cluster>();
+    row = cluster ? args.by_blocks.of(blockIdx.x) : blockIdx.x;
+    rank = blockIdx.x - row * blocks;
     if constexpr (cluster) {
       if (threadIdx.x < 32) {
         for (Inbox& inbox : shared.inbox) inbox.open(bytes());
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     let_successor_start();
     const int chunk = exchange.rank * args.block_chunks + static_cast<int>(threadIdx.x / 32);
     const unsigned begin = chunk * kChunk, step = InTurns ? gridDim.x / exchange.blocks : 0;
-    unsigned rows[1] = {cluster_in_grid<Exchange::cluster>()};
+    unsigned rows[1] = {exchange.row};
     const int len = Whole ? kChunk : max(0, min(static_cast<int>(args.n.cols) - static_cast<int>(begin), kChunk));
     const T* x = static_cast<const T*>(args.n.x);
     std::conditional_t<InTurns, AffineKept<Policy, T, HeldTile>, AffineOfRow<Policy, T, HeldTile, AtOnce>> affine;
@@ -193,14 +194,13 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
       if constexpr (adds) add_residual<T>(tiles, args, rows, begin);
       if constexpr (InTurns) {
         if (turn == 0) affine.keep(args, begin, tiles[0], kept);
-      } else if constexpr (by_channel) {
-        affine.load_row(args, rows[0], begin, tiles[0], tables.of_warp[threadIdx.x / 32]);
       } else if constexpr (Ahead > 0) {
         affine.load(args, begin, tiles[0], 0, 0, Ahead);
       }
       if constexpr (!adds) tiles[0].settle();
       Stat stats[1];
       Policy::statistics(tiles, Whole || len == kChunk ? args.sizes.chunk : args.sizes.last_chunk, args, stats);
+      if constexpr (by_channel) affine.load_row(args, rows[0], begin, tiles[0], tables.of_warp[threadIdx.x / 32]);
       [[maybe_unused]] HeldTile next;
       if (const unsigned after = rows[0] + step; InTurns && after < args.n.rows) load(next, after);
       const Stat stat = exchange.of_row(stats[0], turn);
@@ -375,7 +375,8 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
                      quotient_by(n.num_groups),
                      quotient_by(n.spatial),
                      quotient_by(ceil_div(n.rows, kRowsSplit)),
-                     quotient_by(n.options.rows_per_sample)};
+                     quotient_by(n.options.rows_per_sample),
+                     quotient_by(plan.blocks_a_row)};
   const int cluster = plan.regime == Regime::cluster ? plan.blocks_a_row : 1;
   const LaunchShape shape{grid_of(plan.grid), plan.warps * 32, plan.shared, cluster, plan.overlap};
   cudaError_t error = cudaSuccess;

@@ -40,6 +40,7 @@ struct RowArgs {
   RowSizes sizes;
   Quotient by_rows, by_num_groups, by_spatial, by_sets;  // the last: split, both: of kRowsSplit rows
   Quotient by_sample;                                    // options
+  Quotient by_blocks;                                    // that share a row
 };
 
 // A tile of so many elements must not keep them as floats.
