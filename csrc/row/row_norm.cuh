@@ -179,15 +179,20 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     follow_predecessor();
     let_successor_start();
     const int chunk = exchange.rank * args.block_chunks + static_cast<int>(threadIdx.x / 32);
-    const unsigned begin = chunk * kChunk, step = InTurns ? gridDim.x / exchange.blocks : 0;
-    unsigned rows[1] = {exchange.row};
+    const unsigned begin = chunk * kChunk;
+    using Row = std::conditional_t<InTurns, int64_t, unsigned>;  // in turns fewer registers are spilled with 64 bits
+    const Row step = InTurns ? gridDim.x / exchange.blocks : 0;
+    Row rows[1] = {exchange.row};
     const int len = Whole ? kChunk : max(0, min(static_cast<int>(args.n.cols) - static_cast<int>(begin), kChunk));
     const T* x = static_cast<const T*>(args.n.x);
     std::conditional_t<InTurns, AffineKept<Policy, T, HeldTile>, AffineOfRow<Policy, T, HeldTile, AtOnce>> affine;
-    const auto load = [&](HeldTile& tile, unsigned row) {
+    HeldTile tiles[1];
+    const auto load_channels = [&] {
+      if constexpr (by_channel) affine.load_row(args, rows[0], begin, tiles[0], tables.of_warp[threadIdx.x / 32]);
+    };
+    const auto load = [&](HeldTile& tile, Row row) {
       tile.load(x + row * args.n.cols + begin, len, x + args.n.rows * args.n.cols);
     };
-    HeldTile tiles[1];
     load(tiles[0], rows[0]);
     for (int turn = 0;; ++turn) {
       // Before the parameters: there are no registers for both.
@@ -197,12 +202,13 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
       } else if constexpr (Ahead > 0) {
         affine.load(args, begin, tiles[0], 0, 0, Ahead);
       }
+      if constexpr (How == Held::alone) load_channels();
       if constexpr (!adds) tiles[0].settle();
       Stat stats[1];
       Policy::statistics(tiles, Whole || len == kChunk ? args.sizes.chunk : args.sizes.last_chunk, args, stats);
-      if constexpr (by_channel) affine.load_row(args, rows[0], begin, tiles[0], tables.of_warp[threadIdx.x / 32]);
+      if constexpr (How != Held::alone) load_channels();  // others' warps hide the wait, and registers are few
       [[maybe_unused]] HeldTile next;
-      if (const unsigned after = rows[0] + step; InTurns && after < args.n.rows) load(next, after);
+      if (const Row after = rows[0] + step; InTurns && after < args.n.rows) load(next, after);
       const Stat stat = exchange.of_row(stats[0], turn);
       const RowValues values[1] = {Policy::template finish<T>(stat, args)};
       if (exchange.rank == 0 && threadIdx.x == 0) save_values<Policy>(args, rows[0], stat, values[0]);
