@@ -23,13 +23,13 @@ DECLINED: set[str] = set()
 
 
 def _rows(norm: Callable[..., Tensor], x: Tensor, rest: tuple[Any, ...]) -> Any:
-    residual, scale, shift, code, low, high, *wide = rest if rest else (None, None, None, 0, 0.0, 0.0)
+    residual, scale, shift, code, low, high, *dtype = rest if rest else (None, None, None, 0, 0.0, 0.0)
     total = None if residual is None else x + residual
     out = norm((x if total is None else total).float())
     if scale is not None:
         out = out * (1 + scale.float()) + shift.float()
     out = Activation([*CODES][code], low, high)(out)
-    out = out if wide and wide[0] else out.to(x.dtype)
+    out = out.to((dtype and dtype[0]) or x.dtype)
     return (out, total) if rest else out
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from at_once_stand_in import CALLED, DECLINED, calls, compiled, needs_compiler, registered, short_way
+from casts_models import made
 from models import Flagged, randomised
 from torch import Tensor, nn
 
@@ -77,6 +78,40 @@ def test_under_autocast_sixteen_bits_become_float32(name: str) -> None:
     torch.set_autocast_enabled("cuda", True)
     assert ours(x).dtype is torch.float32
     assert len(CALLED) == 1
+
+
+class Fed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.lin = nn.LayerNorm(width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lin(self.norm(x))
+        return out
+
+
+@pytest.mark.parametrize("gradients", (False, True))
+@pytest.mark.parametrize("low", (torch.bfloat16, torch.float16))
+def test_what_a_product_reads_is_rounded_at_once(low: torch.dtype, gradients: bool) -> None:
+    """Of rows whose results begin and end at multiples of 16 bytes; of others it is cast."""
+    for width, op in ((8, "layer_norm_with_options"), (10, "layer_norm"), (12, "layer_norm")):
+        model, x = randomised(Fed(width)), torch.randn(2, width)
+        with torch.autocast("cpu", low), torch.set_grad_enabled(gradients):
+            ours, expected = normswap.apply(model, normswap.plan(model)), model(x)
+            torch.set_autocast_enabled("cuda", True)
+            CALLED.clear()
+            out = ours(x)
+        torch.set_autocast_enabled("cuda", False)
+        assert torch.equal(out, expected) and out.dtype is low and [op] == CALLED
+
+
+def test_a_sum_of_two_dtypes_is_rounded_at_once() -> None:
+    model, x = made("block")
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, expected = normswap.apply(model, normswap.plan(model)), model(x)
+        torch.set_autocast_enabled("cuda", True)
+        assert torch.equal(ours(x), expected)
+    assert CALLED == ["layer_norm_with_options"] * 2
 
 
 def _put_back(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

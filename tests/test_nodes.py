@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from test_row_backward import (
     StandIns,
     test_a_backward_under_vmap_is_the_formula_s,
+    test_a_norm_of_float32_rounded_at_once_has_the_gradients_of_the_cast,
     test_a_scale_may_be_an_inference_tensor,
     test_double_backward_is_the_formula_s,
     test_no_more_is_saved_than_pytorch_saves,
@@ -43,6 +44,7 @@ from normswap.ops import dispatch
 
 __all__ = [
     "test_a_backward_under_vmap_is_the_formula_s",
+    "test_a_norm_of_float32_rounded_at_once_has_the_gradients_of_the_cast",
     "test_a_scale_may_be_an_inference_tensor",
     "test_double_backward_is_the_formula_s",
     "test_no_more_is_saved_than_pytorch_saves",

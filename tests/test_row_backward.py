@@ -26,7 +26,7 @@ GPUS: tuple[dict[str, Any], ...] = (
     {"clusters": False, "shared": 166_912},  # A100
     {"clusters": False, "shared": 101_376},  # RTX 4090
 )
-ITEMSIZES = ((4, 4), (2, 2), (2, 4))
+ITEMSIZES = ((4, 4), (2, 2), (2, 4), (4, 2))
 """Of x and dy: float32, 16 bits, and autocast."""
 COLUMNS = (*range(1, 40), *(2**k + d for k in range(6, 20) for d in (-1, 0, 1)), 769, 12_288, 65_535, 98_305, 4_194_304)
 
@@ -79,6 +79,17 @@ def test_the_order_of_sums_follows_from_rows_and_columns_alone(itemsizes: tuple[
             keys = ("lanes", "chunk_len", "chunks", "rows_a_piece", "pieces")
             assert len({tuple(p[key] for key in keys) for p in plans if p is not None}) == 1, (rows, cols)
             assert len({p["teams"] for p in plans if p is not None and p["one_pass"]}) <= 1
+
+
+@pytest.mark.usefixtures("library")
+def test_sums_of_a_gradient_of_16_bits_are_in_the_order_of_float32_s() -> None:
+    keys = ("lanes", "chunk_len", "chunks", "block_chunks", "teams", "rows_a_piece", "pieces", "one_pass")
+    for cols in (c for c in COLUMNS if c % 8 == 0):
+        for rows in (1, 133, 100_003):
+            plans = [launch_plans.row_backward_plan(rows, cols, 4, of_grad, **GPUS[0]) for of_grad in (2, 4)]
+            of_16, of_32 = ([p[key] for key in keys] for p in plans if p is not None)
+            assert of_16 == of_32, (rows, cols)
+            assert plans[0]["slot_bytes"] < plans[1]["slot_bytes"]  # type: ignore[index]
 
 
 @pytest.mark.usefixtures("library")
@@ -166,15 +177,15 @@ class StandIns:
         return _gradients(formula, (x, w, b), dy, tuple(wanted), sum_grad)
 
     def layer_norm_with_options_recorded(self, x: Tensor, dims: int, w: Any, b: Any, eps: float, *rest: Any) -> Any:
-        residual, scale, shift, *activation, wide = rest
+        residual, scale, shift, code, low, high, *dtype = rest
         if not all(t is None or t.is_contiguous() for t in (x, residual)):
             return None, None, None
         total = None if residual is None else x + residual
-        x, act = x if total is None else total, activation_of(*activation)
+        x, act = x if total is None else total, activation_of(code, low, high)
         out, statistics = self.layer_norm_recorded(x, dims, w, b, eps)
         if scale is not None:
             out = out * (1 + scale) + shift
-        return act(out.float() if wide else out), total, statistics
+        return act(out.to(dtype[0] if dtype and dtype[0] else out.dtype)), total, statistics
 
     def rms_norm_recorded(self, x: Tensor, dims: int, w: Any, eps: float, offset: float, cast: bool) -> Any:
         if not x.is_contiguous():
@@ -344,6 +355,43 @@ def test_options_in_one_native_call(kind: str, given: tuple[str, ...], used: str
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     native = used != "sum" and "scale" not in given
     assert stand_ins.called == [f"{kind}_with_options_recorded", *([f"{kind}_backward"] if native else [])]
+
+
+@pytest.mark.case("autocast", "double-backward")
+def test_a_norm_of_float32_rounded_at_once_has_the_gradients_of_the_cast(stand_ins: StandIns) -> None:
+    tensors = [t.requires_grad_() for t in drawn("layer_norm")]
+    dy, found = torch.randn(4, 3, 5, 8).bfloat16(), []
+    for out in (
+        ops.layer_norm(tensors[0], (8,), *tensors[1:], dtype=torch.bfloat16),
+        reference.layer_norm(tensors[0], (8,), *tensors[1:]).bfloat16(),
+    ):
+        first = torch.autograd.grad(out, tensors, dy[0], retain_graph=True)
+        batched = torch.autograd.grad(out, tensors, dy, retain_graph=True, is_grads_batched=True)
+        (once,) = torch.autograd.grad(out.float().pow(3).sum(), tensors[0], create_graph=True)
+        twice = torch.autograd.grad(once.square().sum(), tensors[:2])
+        found.append([out, *first, *batched, *twice])
+    assert [t.dtype for t in found[0]] == [torch.bfloat16, *[torch.float32] * 8]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    assert stand_ins.called[:2] == ["layer_norm_with_options_recorded", "layer_norm_backward"]
+
+
+def test_what_cannot_be_rounded_at_once_is_cast(stand_ins: StandIns) -> None:
+    """Where the op declines, and what is not asked of it."""
+    x, w, b = (t.requires_grad_() for t in drawn("layer_norm"))
+    expected = F.layer_norm(x, (8,), w, b)
+    stand_ins.declines.add("layer_norm_with_options_recorded")
+    out = ops.layer_norm(x, (8,), w, b, dtype=torch.bfloat16)
+    assert torch.equal(out, expected.bfloat16())
+    assert {*stand_ins.called} == {"layer_norm_with_options_recorded", "layer_norm_recorded"}
+    stand_ins.declines.clear()
+    for given, options in ((x.transpose(0, 1), {}), (x, {"activation": Activation("silu")})):
+        stand_ins.called.clear()
+        out = ops.layer_norm(given, (8,), w, b, dtype=torch.float16, **options)
+        theirs = reference.layer_norm(given, (8,), w, b, **options)
+        torch.testing.assert_close(out, theirs.half())
+        assert stand_ins.called[-1] == f"layer_norm{'_with_options' if options else ''}_recorded"
+    assert ops.layer_norm(x, (8,), w, b, dtype=torch.float64).dtype is torch.float64
 
 
 def test_a_scale_may_be_an_inference_tensor(stand_ins: StandIns) -> None:

@@ -57,7 +57,6 @@ struct RowOptions {
   int64_t rows_per_sample, sample_stride;
   DType scale_dtype;  // x's or float32
   ActivationArgs activation;
-  bool wide;  // y is float32, whatever x is; not of ragged rows
 };
 
 // rows x cols contiguous elements, normalised row by row. `weight` and `bias` (both optional, of one dtype: x's or
@@ -79,7 +78,8 @@ struct RowNorm {
   int64_t num_groups, channels_per_group, spatial;  // group_norm: row = (sample, group), cols = channels * spatial
   ActivationArgs activation;  // group_norm
   GroupOptions behind;        // group_norm
-  DType dtype, weight_dtype;
+  // out_dtype, of y: x's; unless ragged also float32 of 16 bits (norm_with_options), 16 bits of float32 (layer_norm).
+  DType dtype, weight_dtype, out_dtype;
   NormKind kind;       // norm_with_options
   RowOptions options;  // norm_with_options
 };

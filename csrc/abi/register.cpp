@@ -48,7 +48,7 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def(
       "layer_norm_with_options_or_none(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, "
       "Tensor? residual, Tensor? scale, Tensor? shift, int activation, float activation_low, float activation_high, "
-      "bool wide) -> (Tensor?, Tensor?)");
+      "ScalarType? dtype=None) -> (Tensor?, Tensor?)");
   m.def(
       "rms_norm_with_options_or_none(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
       "bool cast_before_weight, Tensor? residual, Tensor? scale, Tensor? shift, int activation, "
@@ -126,7 +126,7 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def(
       "layer_norm_with_options_recorded(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, "
       "Tensor? residual, Tensor? scale, Tensor? shift, int activation, float activation_low, float activation_high, "
-      "bool wide) -> (Tensor?, Tensor?, Tensor?)");
+      "ScalarType? dtype=None) -> (Tensor?, Tensor?, Tensor?)");
   m.def(
       "rms_norm_with_options_recorded(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
       "bool cast_before_weight, Tensor? residual, Tensor? scale, Tensor? shift, int activation, "

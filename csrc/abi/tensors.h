@@ -25,6 +25,7 @@ namespace normswap {
 
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using OptionalDtype = std::optional<torch::headeronly::ScalarType>;
 
 inline DType dtype_of(const Tensor& t, const char* op) {
   switch (t.scalar_type()) {
@@ -118,13 +119,21 @@ inline void check_launch(cudaError_t error) {
   STD_CUDA_CHECK(error);
 }
 
-// Uninitialised, of the same shape, device and dtype, or float32 where `wide`, without the dispatcher's way to the stable
-// empty_like; nullopt where there is no memory for it.
-inline OptionalTensor unfilled(const Tensor& t, const int64_t* strides, bool wide) {
+inline int32_t code_of(torch::headeronly::ScalarType dtype) {
+  switch (dtype) {
+    case torch::headeronly::ScalarType::Half: return aoti_torch_dtype_float16();
+    case torch::headeronly::ScalarType::BFloat16: return aoti_torch_dtype_bfloat16();
+    default: return aoti_torch_dtype_float32();
+  }
+}
+
+// Uninitialised, of the same shape, device and dtype, or another that is served, without the dispatcher's way to the
+// stable empty_like; nullopt where there is no memory for it.
+inline OptionalTensor unfilled(const Tensor& t, const int64_t* strides, OptionalDtype other) {
   const auto sizes = t.sizes();
-  int32_t dtype = aoti_torch_dtype_float32(), device = 0;
+  int32_t dtype = other.has_value() ? code_of(*other) : 0, device = 0;
   AtenTensorHandle handle = nullptr;
-  const bool made = (wide || aoti_torch_get_dtype(t.get(), &dtype) == AOTI_TORCH_SUCCESS) &&
+  const bool made = (other.has_value() || aoti_torch_get_dtype(t.get(), &dtype) == AOTI_TORCH_SUCCESS) &&
                     aoti_torch_get_device_type(t.get(), &device) == AOTI_TORCH_SUCCESS &&
                     aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype,
                                              device, t.get_device_index(), &handle) == AOTI_TORCH_SUCCESS;
@@ -132,13 +141,15 @@ inline OptionalTensor unfilled(const Tensor& t, const int64_t* strides, bool wid
 }
 
 // Of the same strides.
-inline OptionalTensor unfilled_like(const Tensor& t, bool wide = false) { return unfilled(t, t.strides().data(), wide); }
+inline OptionalTensor unfilled_like(const Tensor& t, OptionalDtype other = std::nullopt) {
+  return unfilled(t, t.strides().data(), other);
+}
 
 // Contiguous.
 inline OptionalTensor unfilled_dense(const Tensor& t) {
   std::vector<int64_t> strides(t.dim(), 1);
   for (int64_t i = t.dim() - 1; i > 0; --i) strides[i - 1] = strides[i] * std::max(t.size(i), int64_t{1});
-  return unfilled(t, strides.data(), false);
+  return unfilled(t, strides.data(), std::nullopt);
 }
 
 // Uninitialised float32 on the device of `like`, contiguous; nullopt where there is no memory for it.

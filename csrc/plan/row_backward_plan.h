@@ -38,6 +38,11 @@ struct BackwardRows {
   bool lean;                    // no bias
 };
 
+// Whether dy of 16 bits is taken with x of 32: of layer_norm alone, where rows of both are at multiples of 16 bytes.
+inline bool takes_narrow_grad(const BackwardRows& of) {
+  return !of.lean && !of.with && of.cols * of.grad_itemsize % 16 == 0;
+}
+
 struct BackwardPlan {
   bool with;
   int lanes;      // that share a chunk: 8 or 32

@@ -66,15 +66,28 @@ struct AffineTables {
   ChannelParameters of_warp[Policy::affine == Affine::by_channel ? Warps : 1][kTableChannels];
 };
 
+// Whether y may be narrow: of 16 bits, where x is float32.
+template <class Policy, class T, class Tile>
+constexpr bool kMayBeNarrow = sizeof(T) == 4 && kWeights<Policy> == 2 && !Tile::Ragged && !kAllThere<Tile>;
+
+__device__ inline void store_narrow(void* p, const uint4& words, DType dtype) {
+  float v[4];
+  floats_of<float>(words, v);
+  *static_cast<uint2*>(p) = dtype == DType::f16
+                                ? uint2{pair_bits<__half>(v[0], v[1]), pair_bits<__half>(v[2], v[3])}
+                                : uint2{pair_bits<__nv_bfloat16>(v[0], v[1]), pair_bits<__nv_bfloat16>(v[2], v[3])};
+}
+
 // Normalise and store the chunk from `begin` on of several rows. All lanes of the warp must call. Wide: see
 // has_wide_weights.
 template <class Policy, bool Fast, bool Wide, class T, class Tile, class Row, int Rows, class ByElement>
 __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const Row (&rows)[Rows],
                                    int64_t begin, const RowValues (&values)[Rows], ByElement& affine) {
   constexpr int Count = ByElement::count;
-  T* y = static_cast<T*>(args.n.y) + begin + rows[0] * args.n.cols;
+  const int64_t at = begin + rows[0] * args.n.cols;
   Floats<Tile::V> w, b;
   if constexpr (Tile::Ragged) {
+    T* y = static_cast<T*>(args.n.y) + at;
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       T* to = y + (rows[r] - rows[0]) * args.n.cols;
@@ -97,7 +110,9 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
     }
     return;
   }
-  y += Tile::offset(0);
+  const bool narrow = kMayBeNarrow<Policy, T, Tile> && args.n.out_dtype != DType::f32;
+  const int itemsize = narrow ? 2 : static_cast<int>(sizeof(T));
+  char* y = static_cast<char*>(args.n.y) + (at + Tile::offset(0)) * itemsize;
 #pragma unroll
   for (int first = 0; first < Tile::Slots; first += Count) {
     if (!Wide && Count < Tile::Slots) affine.load(args, begin, tiles[0], first);
@@ -111,8 +126,13 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
 #pragma unroll
       for (int r = 0; r < Rows; ++r) {
         if (!tiles[r].inside(k)) continue;
-        T* to = y + (rows[r] - rows[0]) * args.n.cols + k * Tile::Lanes * Tile::V;
-        store_words(to, normalised<Policy, Fast, T>(tiles[r], k, values[r], w, b));
+        char* to = y + ((rows[r] - rows[0]) * args.n.cols + k * Tile::Lanes * Tile::V) * itemsize;
+        const uint4 made = normalised<Policy, Fast, T>(tiles[r], k, values[r], w, b);
+        if (narrow) {
+          store_narrow(to, made, args.n.out_dtype);
+        } else {
+          store_words(to, made);
+        }
       }
     }
   }

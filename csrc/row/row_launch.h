@@ -15,6 +15,8 @@ struct RowLaunches {
   RowLaunch* of(DType dtype) const { return dtype == DType::f32 ? f32 : dtype == DType::f16 ? f16 : bf16; }
 };
 
+constexpr RowLaunches kLayerNorm{layer_norm_f32, layer_norm_f16, layer_norm_bf16};
+
 // Fill in dtypes and affine parameters of `n`; `parameters` is the length they must have.
 inline void set_affine(const char* op, RowNorm& n, const Tensor& input, const OptionalTensor& weight,
                        const OptionalTensor& bias, int64_t parameters) {
@@ -72,7 +74,7 @@ inline RowNorm rows_of(const char* op, const Tensor& input, int64_t cols, double
   n.cols = cols;
   n.eps = eps;
   n.num_groups = n.channels_per_group = n.spatial = n.options.rows_per_sample = 1;
-  n.dtype = dtype_of(input, op);
+  n.dtype = n.out_dtype = dtype_of(input, op);
   return n;
 }
 

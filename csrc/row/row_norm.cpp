@@ -8,7 +8,6 @@
 
 namespace normswap {
 
-constexpr RowLaunches kLayerNorm{layer_norm_f32, layer_norm_f16, layer_norm_bf16};
 constexpr RowLaunches kRmsNorm{rms_norm_f32, rms_norm_f16, rms_norm_bf16};
 constexpr RowLaunches kL1Norm{l1_norm_f32, l1_norm_f16, l1_norm_bf16};
 constexpr RowLaunches kGroupNorm{group_norm_f32, group_norm_f16, group_norm_bf16};
@@ -280,7 +279,7 @@ Recorded group_norm_of(const Tensor& input, const Groups& g, bool statistics) {
   const auto dtype = g.wide ? torch::headeronly::ScalarType::Float : input.scalar_type();
   if (g.residual.has_value() && !(lie_alike(*g.residual, input) && g.residual->scalar_type() == dtype)) return {};
   const int64_t groups = input.size(0) * g.num_groups;
-  const OptionalTensor out = unfilled_like(input, g.wide);
+  const OptionalTensor out = unfilled_like(input, dtype);
   const OptionalTensor kept = statistics ? unfilled_floats(input, 2 * groups) : std::nullopt;
   if (!out.has_value() || kept.has_value() != statistics) return {};
   float* mean = statistics ? floats_of(kept) : nullptr;

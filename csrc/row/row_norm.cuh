@@ -332,7 +332,7 @@ template <class Policy, class T, bool Ragged, Held How>
 cudaError_t launch_held(const RowArgs& args, const LaunchShape& shape, cudaStream_t stream) {
   if constexpr (!Ragged && !kOptions<Policy>) {
     const bool whole = args.n.cols == int64_t{kChunk} * args.block_chunks * args.blocks_a_row;
-    if (whole && !has_wide_weights<T>(args)) {
+    if (whole && !has_wide_weights<T>(args) && args.n.out_dtype == args.n.dtype) {
       if constexpr (keeps_weights(How, sizeof(T), kWeights<Policy>)) {
         if (shape.shared > 0) return launch_block<row_held<Policy, T, false, How, true, true>>(args, shape, stream);
       }
@@ -408,7 +408,7 @@ cudaError_t launch(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
 inline bool only_adds(const RowNorm& n, const RowPlan& plan, int itemsize) {
   const RowOptions& o = n.options;
   const bool norm = n.kind == NormKind::rms || (n.kind == NormKind::layer && (n.weight != nullptr || n.bias != nullptr));
-  const bool nothing_behind = o.scale == nullptr && o.activation.code == Activation::none && !o.wide;
+  const bool nothing_behind = o.scale == nullptr && o.activation.code == Activation::none && n.out_dtype == n.dtype;
   return norm && nothing_behind && plan.regime != Regime::split && !is_ragged(n, itemsize);
 }
 

@@ -15,7 +15,7 @@ struct Options {
   OptionalTensor residual, scale, shift;
   int64_t activation;
   double low, high;
-  bool wide;
+  ScalarType dtype;  // of the output
 };
 
 // Whether the trailing `dims` dims of `t` are those of `input`, dense, the first is the input's or 1, and all others are 1.
@@ -78,7 +78,6 @@ RowOptions row_options_of(const char* op, const Options& o, const Tensor& input,
     if (options.sample_stride > 0) options.rows_per_sample = rows / input.size(0);
   }
   options.activation = activation_of(op, o.activation, o.low, o.high);
-  options.wide = o.wide;
   return options;
 }
 
@@ -89,9 +88,10 @@ RowNorm norm_of(const char* op, NormKind kind, const Tensor& input, int64_t dims
                   ": input and output must be contiguous, with at least ", dims, " dims");
   check_beside(op, "out", out, input);
   RowNorm n = rows_of(op, input, trailing_elements(input, dims), eps);
-  STD_TORCH_CHECK(out.numel() == input.numel() && out.scalar_type() == (options.wide ? ScalarType::Float : input.scalar_type()),
-                  op, ": out must have the input's size and its dtype, or float32 where it is wide");
+  STD_TORCH_CHECK(out.numel() == input.numel() && out.scalar_type() == options.dtype, op,
+                  ": out must have the input's size, and its dtype unless another is asked for");
   n.kind = kind;
+  n.out_dtype = dtype_of(out, op);
   n.y = out.mutable_data_ptr();
   n.options = row_options_of(op, options, input, dims, n.rows, sum);
   return n;
@@ -116,6 +116,7 @@ void layer_norm_of(const Tensor& input, int64_t dims, const OptionalTensor& weig
   n.weight_offset = -0.0;  // -0 + w is w, -0 too
   n.mean = mean;
   n.rstd = rstd;
+  if (itemsize(n.out_dtype) < itemsize(n.dtype)) return run(op, kLayerNorm, 2, n, input, out, regime);
   run(op, kNormWithOptions, 0, n, input, out, regime, true);
 }
 
@@ -138,7 +139,7 @@ void layer_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& we
                      const OptionalTensor& residual, const OptionalTensor& scale, const OptionalTensor& shift,
                      int64_t activation, double low, double high, Tensor out, OptionalTensor sum, OptionalTensor mean,
                      OptionalTensor rstd, int64_t regime) {
-  const Options options{residual, scale, shift, activation, low, high, false};
+  const Options options{residual, scale, shift, activation, low, high, input.scalar_type()};
   const int64_t rows = rows_over(input, dims);
   layer_norm_of(input, dims, weight, bias, eps, options, out, sum,
                 floats_or_null("layer_norm_with_options", mean, input, rows),
@@ -149,7 +150,7 @@ void rms_norm_cuda(const Tensor& input, int64_t dims, const OptionalTensor& weig
                    bool cast_before_weight, const OptionalTensor& residual, const OptionalTensor& scale,
                    const OptionalTensor& shift, int64_t activation, double low, double high, Tensor out,
                    OptionalTensor sum, OptionalTensor rstd, int64_t regime) {
-  const Options options{residual, scale, shift, activation, low, high, false};
+  const Options options{residual, scale, shift, activation, low, high, input.scalar_type()};
   rms_norm_of(input, dims, weight, eps, weight_offset, cast_before_weight, options, out, sum,
               floats_or_null("rms_norm_with_options", rstd, input, rows_over(input, dims)), regime);
 }
@@ -178,9 +179,9 @@ namespace {
 
 using Result = std::tuple<OptionalTensor, OptionalTensor>;  // and the sum, where there is a residual
 
-// Whether the rows of float32 outputs are such as the kernels store.
+// Whether rows of 16-bit elements, and what belongs to them, begin and end at multiples of 16 bytes.
 bool is_at_vectors(const Tensor& input, int64_t dims, const Options& o) {
-  uintptr_t all = reinterpret_cast<uintptr_t>(input.const_data_ptr()) | (trailing_elements(input, dims) * input.element_size());
+  uintptr_t all = reinterpret_cast<uintptr_t>(input.const_data_ptr()) | (trailing_elements(input, dims) * 2);
   for (const OptionalTensor* t : {&o.residual, &o.scale, &o.shift}) {
     if (t->has_value()) all |= reinterpret_cast<uintptr_t>((*t)->const_data_ptr());
   }
@@ -188,13 +189,23 @@ bool is_at_vectors(const Tensor& input, int64_t dims, const Options& o) {
   return all % 16 == 0;
 }
 
+// Whether kernels store the output in its dtype: the input's, float32 of 16 bits, 16 bits of the float32 norm alone.
+bool has_stored_dtype(const Tensor& input, int64_t dims, const Options& o) {
+  const auto is_float = [](ScalarType dtype) { return dtype == ScalarType::Float; };
+  if (o.dtype == input.scalar_type()) return true;
+  if (is_float(o.dtype)) return is_at_vectors(input, dims, o);
+  const bool alone = !o.residual.has_value() && !o.scale.has_value() && o.activation == 0;
+  const bool narrow = o.dtype == ScalarType::Half || o.dtype == ScalarType::BFloat16;
+  return is_float(input.scalar_type()) && narrow && alone && is_at_vectors(input, dims, o);
+}
+
 // Calls `launch` with an output and a sum, where there are memory for them and kernels.
 template <class RunNorm>
 Result norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias,
                     const Options& options, RunNorm run_norm) {
   if (!input.is_contiguous() || !is_plain(input, input.dim() - dims, dims, weight, bias)) return {};
-  if (!fits(options, input, dims) || (options.wide && !is_at_vectors(input, dims, options))) return {};
-  const OptionalTensor out = unfilled_like(input, options.wide);
+  if (!fits(options, input, dims) || !has_stored_dtype(input, dims, options)) return {};
+  const OptionalTensor out = unfilled_like(input, options.dtype);
   const OptionalTensor sum = options.residual.has_value() ? unfilled_like(input) : std::nullopt;
   if (!out.has_value() || options.residual.has_value() != sum.has_value()) return {};
   run_norm(*out, sum);
@@ -203,9 +214,9 @@ Result norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& wei
 
 Result layer_norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias,
                           double eps, const OptionalTensor& residual, const OptionalTensor& scale,
-                          const OptionalTensor& shift, int64_t activation, double low, double high, bool wide) {
-  const bool widens = wide && input.scalar_type() != ScalarType::Float;
-  const Options options{residual, scale, shift, activation, low, high, widens};
+                          const OptionalTensor& shift, int64_t activation, double low, double high,
+                          OptionalDtype dtype) {
+  const Options options{residual, scale, shift, activation, low, high, dtype.value_or(input.scalar_type())};
   return norm_or_none(input, dims, weight, bias, options, [&](const Tensor& out, const OptionalTensor& sum) {
     layer_norm_of(input, dims, weight, bias, eps, options, out, sum, nullptr, nullptr, 0);
   });
@@ -214,7 +225,7 @@ Result layer_norm_or_none(const Tensor& input, int64_t dims, const OptionalTenso
 Result rms_norm_or_none(const Tensor& input, int64_t dims, const OptionalTensor& weight, double eps, double weight_offset,
                         bool cast_before_weight, const OptionalTensor& residual, const OptionalTensor& scale,
                         const OptionalTensor& shift, int64_t activation, double low, double high) {
-  const Options options{residual, scale, shift, activation, low, high, false};
+  const Options options{residual, scale, shift, activation, low, high, input.scalar_type()};
   return norm_or_none(input, dims, weight, std::nullopt, options, [&](const Tensor& out, const OptionalTensor& sum) {
     rms_norm_of(input, dims, weight, eps, weight_offset, cast_before_weight, options, out, sum, nullptr, 0);
   });
@@ -239,9 +250,9 @@ Recorded norm_recorded(const Tensor& input, int64_t dims, const OptionalTensor& 
 
 Recorded layer_norm_recorded(const Tensor& input, int64_t dims, const OptionalTensor& weight, const OptionalTensor& bias,
                              double eps, const OptionalTensor& residual, const OptionalTensor& scale,
-                             const OptionalTensor& shift, int64_t activation, double low, double high, bool wide) {
-  const bool widens = wide && input.scalar_type() != ScalarType::Float;
-  const Options options{residual, scale, shift, activation, low, high, widens};
+                             const OptionalTensor& shift, int64_t activation, double low, double high,
+                             OptionalDtype dtype) {
+  const Options options{residual, scale, shift, activation, low, high, dtype.value_or(input.scalar_type())};
   return norm_recorded(
       input, dims, weight, bias, options, 2, [&](const Tensor& out, const OptionalTensor& sum, float* mean) {
         float* rstd = mean + input.numel() / trailing_elements(input, dims);
@@ -253,7 +264,7 @@ Recorded rms_norm_recorded(const Tensor& input, int64_t dims, const OptionalTens
                            double weight_offset, bool cast_before_weight, const OptionalTensor& residual,
                            const OptionalTensor& scale, const OptionalTensor& shift, int64_t activation, double low,
                            double high) {
-  const Options options{residual, scale, shift, activation, low, high, false};
+  const Options options{residual, scale, shift, activation, low, high, input.scalar_type()};
   return norm_recorded(
       input, dims, weight, std::nullopt, options, 1, [&](const Tensor& out, const OptionalTensor& sum, float* rstd) {
         rms_norm_of(input, dims, weight, eps, weight_offset, cast_before_weight, options, out, sum, rstd, 0);

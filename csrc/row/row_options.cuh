@@ -215,6 +215,7 @@ template <class T, class Tile>
 __device__ inline void store_with_options(const Tile& tile, const RowArgs& args, int64_t row, int64_t begin,
                                           RowValues values) {
   const RowOptions& options = args.n.options;
+  [[maybe_unused]] const bool wide = sizeof(T) == 2 && args.n.out_dtype == DType::f32;
   const int64_t sample = args.by_sample.of(row) * options.sample_stride, first = row * args.n.cols + begin;
   const auto make = [&](int offset, const uint4& words, float (&out)[Tile::V]) {
     normalised_with_options<T, Tile::Ragged>(words, args, begin + offset, tile.len - offset, sample, values, out);
@@ -234,7 +235,7 @@ __device__ inline void store_with_options(const Tile& tile, const RowArgs& args,
       const int64_t at = first + Tile::offset(k);
       float out[Tile::V];
       make(Tile::offset(k), tile.words[k], out);
-      if (sizeof(T) == 2 && options.wide) {
+      if (wide) {
         store_wide(static_cast<float*>(args.n.y) + at, out, options.activation);
       } else {
         store_words(static_cast<T*>(args.n.y) + at, activated_words<T>(out, options.activation));

@@ -214,10 +214,13 @@ __host__ __device__ inline bool has_wide_weights(const RowArgs& args) {
   return sizeof(T) == 2 && args.n.weight_dtype == DType::f32;
 }
 
-// Whether such rows come in such tiles: not where every warp surely has all of a chunk (launch_held), since the registers for
-// that would be missed.
+// Tiles of warps that surely have all of a chunk (launch_held): rows with such parameters, or whose y is narrow, do not
+// come in them, since the registers for that would be missed.
+template <class Tile>
+constexpr bool kAllThere = Tile::InRegisters && Tile::Whole == Tile::Slots;
+
 template <class T, class Tile>
-constexpr bool kMayBeWide = sizeof(T) == 2 && !(Tile::InRegisters && Tile::Whole == Tile::Slots);
+constexpr bool kMayBeWide = sizeof(T) == 2 && !kAllThere<Tile>;
 
 // Those of Count of a lane's vectors of V elements, one value an element of the row: loaded before they are needed, used
 // for several rows.

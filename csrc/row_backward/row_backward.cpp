@@ -41,9 +41,14 @@ Gradients run(const char* op, Launch launch, RowBackward n, const Tensor& grad_,
   n.rows = input.numel() / cols;
   n.dtype = dtype_of(input, op);
   n.grad_dtype = dtype_of(grad, op);
+  const bool with = n.activation.code != Activation::none || sum_grad.has_value();
+  const int itemsizes[] = {static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype))};
+  const BackwardRows of{n.rows, cols, itemsizes[0], itemsizes[1], with, lean};
+  const bool narrow = of.grad_itemsize < of.itemsize;
   STD_TORCH_CHECK(cols > 0 && n.rows * cols == input.numel() && grad.numel() == input.numel() &&
-                      (n.grad_dtype == n.dtype || n.grad_dtype == DType::f32),
-                  op, ": grad must have the input's size and its dtype or float32, in rows of ", cols);
+                      (n.grad_dtype == n.dtype || n.grad_dtype == DType::f32 || (narrow && takes_narrow_grad(of))),
+                  op, ": grad must have the input's size and its dtype or float32, in rows of ", cols,
+                  "; or 16 bits, in layer_norm's plain rows of multiples of 8");
   STD_TORCH_CHECK(!sum_grad.has_value() ||
                       (sum_grad->numel() == input.numel() && sum_grad->scalar_type() == input.scalar_type()),
                   op, ": the gradient of the sum must be like the input");
@@ -51,9 +56,6 @@ Gradients run(const char* op, Launch launch, RowBackward n, const Tensor& grad_,
                   ": an absent weight or bias has no gradient");
   check_columns(op, weight, cols, n.dtype);
   check_columns(op, bias, cols, n.dtype);
-  const bool with = n.activation.code != Activation::none || sum_grad.has_value();
-  const BackwardRows of{n.rows, cols, static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype)), with,
-                        lean};
   BackwardPlan plan;
   STD_TORCH_CHECK(make_backward_plan(of, gpu_of(input.get_device_index()), static_cast<int>(passes), &plan),
                   op, ": rows of ", cols, " elements cannot be done in passes: ", passes);
@@ -92,9 +94,10 @@ const float* statistic_of(const char* op, const Tensor& statistics, int64_t coun
   return static_cast<const float*>(statistics.const_data_ptr());
 }
 
-// The kernels of a kind by the input's dtype.
-Launch launch_of(const Tensor& input, Launch f32, Launch f16, Launch bf16) {
-  switch (dtype_of(input, "backward")) {
+// The kernels of a kind by the input's dtype, or that of a gradient of 16 bits.
+Launch launch_of(const Tensor& input, const Tensor& grad, Launch f32, Launch f16, Launch bf16) {
+  const DType dtype = dtype_of(input, "backward");
+  switch (dtype == DType::f32 ? dtype_of(grad, "backward") : dtype) {
     case DType::f32: return f32;
     case DType::f16: return f16;
     default: return bf16;
@@ -111,7 +114,8 @@ Gradients layer_norm_backward_cuda(const Tensor& grad, const Tensor& input, cons
   n.mean = statistic_of("layer_norm_backward", statistics, 2 * rows);
   n.rstd = n.mean + rows;
   n.activation = activation_of("row_backward", activation, low, high);
-  const Launch launch = launch_of(input, layer_norm_backward_f32, layer_norm_backward_f16, layer_norm_backward_bf16);
+  const Launch launch =
+      launch_of(input, grad, layer_norm_backward_f32, layer_norm_backward_f16, layer_norm_backward_bf16);
   return run("layer_norm_backward", launch, n, grad, input, weight, bias, sum_grad, cols, {of_input, of_weight, of_bias},
              passes, false);
 }
@@ -126,7 +130,7 @@ Gradients rms_norm_backward_cuda(const Tensor& grad, const Tensor& input, const 
   n.weight_offset = weight_offset;
   n.cast_before_weight = cast_before_weight;
   n.activation = activation_of("row_backward", activation, low, high);
-  const Launch launch = launch_of(input, rms_norm_backward_f32, rms_norm_backward_f16, rms_norm_backward_bf16);
+  const Launch launch = launch_of(input, grad, rms_norm_backward_f32, rms_norm_backward_f16, rms_norm_backward_bf16);
   return run("rms_norm_backward", launch, n, grad, input, weight, std::nullopt, sum_grad, cols,
              {of_input, of_weight, false}, passes, true);
 }

@@ -413,9 +413,13 @@ cudaError_t launch_tile(const BackwardArgs& args, cudaStream_t stream) {
   return launch_passes<row_backward<Policy, G, Tile, With>>(args, stream);
 }
 
+// See takes_narrow_grad.
+template <class X, class G>
+constexpr bool kNarrow = sizeof(G) < sizeof(X);
+
 template <class Policy, class X, class G, int V>
 cudaError_t launch_vectors(const BackwardArgs& args, cudaStream_t stream) {
-  if constexpr (Policy::has_weight) {
+  if constexpr (Policy::has_weight && !kNarrow<X, G>) {
     if (args.p.with) return launch_tile<Policy, G, BackwardTile<X, 32, V, false>, true>(args, stream);
   }
   if (args.p.lanes == 8) return launch_tile<Policy, G, BackwardTile<X, 8, V, false>>(args, stream);
@@ -434,8 +438,12 @@ cudaError_t launch_row_backward(const RowBackward& n, const BackwardPlan& p, cud
   const float by_cols = 1.f / static_cast<float>(n.cols);
   const BackwardArgs args{n, p, Pass::both, by_cols, offset, tree_lanes, sums, sums + n.rows * p.chunks};
   constexpr int per = 16 / static_cast<int>(sizeof(X));
-  const cudaError_t error = n.cols % per == 0 ? launch_vectors<Policy, X, G, per>(args, stream)
-                                              : launch_vectors<Policy, X, G, 1>(args, stream);
+  cudaError_t error = cudaSuccess;
+  if (kNarrow<X, G> || n.cols % per == 0) {
+    error = launch_vectors<Policy, X, G, per>(args, stream);
+  } else if constexpr (!kNarrow<X, G>) {
+    error = launch_vectors<Policy, X, G, 1>(args, stream);
+  }
   return error != cudaSuccess ? error : cudaGetLastError();
 }
 

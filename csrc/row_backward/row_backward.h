@@ -25,7 +25,7 @@ struct RowBackward {
   double weight_offset;      // rms_norm
   bool cast_before_weight;   // rms_norm
   ActivationArgs activation;
-  DType dtype, grad_dtype;   // of x; of dy: x's or float32
+  DType dtype, grad_dtype;   // of x; of dy: x's or float32, or see takes_narrow_grad
 };
 
 cudaError_t layer_norm_backward_f32(const RowBackward&, const BackwardPlan&, cudaStream_t);

@@ -45,6 +45,13 @@ template <class T, int V>
 __device__ inline void load_values(const T* p, bool there, float (&out)[V]) {
   if constexpr (V == 1) {
     out[0] = there ? to_float(*p) : 0.f;
+  } else if constexpr (V * sizeof(T) == 8) {
+    uint2 words{};
+    if (there) words = *reinterpret_cast<const uint2*>(p);
+    float some[8];
+    floats_of<T>({words.x, words.y, 0u, 0u}, some);
+#pragma unroll
+    for (int j = 0; j < V; ++j) out[j] = some[j];
   } else {
     constexpr int per = 16 / static_cast<int>(sizeof(T));
 #pragma unroll

@@ -31,7 +31,8 @@ def fused(
         return ops.layer_norm(x, shape, weight, bias, eps, dtype=dtype)
     options = Options(before, scale, shift, activation)
     if dtype is None and (scale is None or are_of(x.dtype, scale, shift)):
-        out = layer_norm_directly(x, shape, weight, bias, eps, options, torch.is_autocast_enabled("cuda"))
+        wide = torch.float32 if torch.is_autocast_enabled("cuda") else None
+        out = layer_norm_directly(x, shape, weight, bias, eps, options, wide)
         if out is not None:
             return out
     if scale is not None and not (are_per_sample(x, scale, shift) and _are_beside(x, weight, bias)):

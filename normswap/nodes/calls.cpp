@@ -28,7 +28,7 @@ struct Given {
   int64_t size = 0;  // groups, or how many dims are normalised
   double eps = 0.0, momentum = 0.0;
   Activation activation;
-  bool wide = false;
+  std::optional<at::ScalarType> dtype;  // of the output, where not the input's
 };
 
 void callee(Kind kind, bool options, Stack& stack) {
@@ -48,7 +48,7 @@ void callee(Kind kind, bool options, Stack& stack) {
 // Output and sum, None where there is none.
 std::pair<IValue, IValue> computed(Kind kind, const Given& g) {
   const auto& [code, low, high] = g.activation;
-  const bool options = is_of_rows(kind) && (g.before.defined() || g.scale.defined() || code != 0 || g.wide);
+  const bool options = is_of_rows(kind) && (g.before.defined() || g.scale.defined() || code != 0 || g.dtype);
   Stack stack;
   stack.reserve(16);
   if (kind == kBatchNorm) {
@@ -63,10 +63,10 @@ std::pair<IValue, IValue> computed(Kind kind, const Given& g) {
   if (kind != kRmsNorm) stack.emplace_back(optional(g.bias));
   stack.emplace_back(g.eps);
   if (kind == kRmsNorm) torch::jit::push(stack, 0.0, false);
-  if (kind == kGroupNorm) torch::jit::push(stack, code, low, high, optional(g.behind), g.wide);
+  if (kind == kGroupNorm) torch::jit::push(stack, code, low, high, optional(g.behind), g.dtype.has_value());
   if (options) {
     torch::jit::push(stack, optional(g.before), optional(g.scale), optional(g.shift), code, low, high);
-    if (kind == kLayerNorm) stack.emplace_back(g.wide);
+    if (kind == kLayerNorm) stack.emplace_back(g.dtype ? IValue(*g.dtype) : IValue());
   }
   callee(kind, options, stack);
   return {std::move(stack[0]), options ? std::move(stack[1]) : IValue()};
@@ -245,6 +245,13 @@ struct Cast {
   std::optional<at::ScalarType> lowered;
 };
 
+// Whether the kernels store 16 bits of this LayerNorm of float32.
+bool is_rounded_at_once(const Given& g) {
+  const bool alone = !g.before.defined() && !g.scale.defined() && g.activation.code == 0;
+  if (!alone || !g.x.is_contiguous() || g.size > g.x.dim()) return false;
+  return c10::multiply_integers(g.x.sizes().slice(g.x.dim() - g.size)) % 8 == 0;
+}
+
 Cast under_autocast(const Norm& norm, PyObject* children, PyObject* x, Given& g) {
   if (norm.kind == kBatchNorm || !at::autocast::is_autocast_enabled(at::kCUDA)) return {};
   Cast cast;
@@ -254,7 +261,8 @@ Cast under_autocast(const Norm& norm, PyObject* children, PyObject* x, Given& g)
     const Owned found = made(PyObject_CallFunctionObjArgs(norm[kLowered], children, x, nullptr));
     if (THPDtype_Check(found)) cast.lowered = reinterpret_cast<THPDtype*>(found.object)->scalar_type;
   }
-  g.wide = dtype != at::kFloat && !cast.lowered;
+  if (dtype != at::kFloat && !cast.lowered) g.dtype = at::kFloat;
+  if (dtype == at::kFloat && cast.lowered && norm.kind == kLayerNorm && is_rounded_at_once(g)) g.dtype = cast.lowered;
   const bool rounded_first = !g.scale.defined() && kRoundedFirst[g.activation.code];
   cast.served = !g.behind.defined() &&
                 (!cast.lowered || dtype == at::kFloat || (dtype == cast.lowered && rounded_first));
@@ -332,7 +340,7 @@ PyObject* called(const Norm& norm, PyObject* owner, PyObject* packed) {
   auto [out, sum] = computed(norm.kind, g);
   if (!out.isTensor()) return none();
   if (total.defined()) sum = total;
-  if (cast.lowered) out = out.toTensor().to(*cast.lowered);
+  if (cast.lowered && out.toTensor().scalar_type() != cast.lowered) out = out.toTensor().to(*cast.lowered);
   if (!norm.shared) return wrapped(out);
   Owned both = made(PyTuple_New(2));
   PyTuple_SET_ITEM(both.object, 0, wrapped(sum));

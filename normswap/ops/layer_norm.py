@@ -68,14 +68,17 @@ def _layer_norm_as(
     options: Options,
     plain: bool,
 ) -> Any:
-    """The result rounded to ``dtype``, at once where that is the input's and autocast would make it float32."""
+    """The result rounded to ``dtype``, at once where the input is float32, or has that and autocast would make it
+    float32."""
     found = None
     if input.dtype is dtype and plain:
         op = direct("layer_norm", input, weight, bias, autocast=True)
         if op is not None and has_rows(input, normalized_shape, weight):
             found = op(input, len(normalized_shape), weight, bias, eps)
     elif input.dtype is dtype and options.activation.name in ROUNDED_FIRST:
-        found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options, False)
+        found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options)
+    elif input.dtype is torch.float32 and plain and input.is_contiguous():
+        found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options, dtype)
     if found is None:
         found = layer_norm(input, normalized_shape, weight, bias, eps, **options.keywords())
     return found.to(dtype) if options.residual is None else (found[0].to(dtype), found[1])
@@ -88,15 +91,16 @@ def layer_norm_directly(
     bias: Tensor | None,
     eps: float,
     options: Options,
-    wide: bool,
+    dtype: torch.dtype | None = None,
 ) -> Any:
-    """By the native op that does all of a call, ``wide`` of 16 bits a float32 output; None where it declines."""
+    """By the native op that does all of a call, with an output of ``dtype``; None where it declines."""
     residual, scale, shift, activation = options
     op: Any = direct("layer_norm_with_options", input, weight, bias, residual, scale, shift, autocast=True)
     code, dims = CODES.get(activation.name), len(normalized_shape)
     if op is None or code is None or not has_rows(input, normalized_shape, weight):
         return None
-    out, total = op(input, dims, weight, bias, eps, residual, scale, shift, code, activation.low, activation.high, wide)
+    numbers = code, activation.low, activation.high
+    out, total = op(input, dims, weight, bias, eps, residual, scale, shift, *numbers, dtype)
     return None if out is None else with_sum(out, total)
 
 
@@ -110,8 +114,9 @@ def _generally(
 ) -> Any:
     """What the native op that does all of a call declines."""
     lowers = (options is not None or input.dtype is not torch.float32) and torch.is_autocast_enabled("cuda")
+    dtype = torch.float32 if lowers else None
     if options is not None or lowers:
-        found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options or Options(), lowers)
+        found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options or Options(), dtype)
         if found is not None:
             return found
     shape, wide = tuple(normalized_shape), False
@@ -125,8 +130,8 @@ def _generally(
         if (both := of_the_sum(again, input, (weight, bias), options, wide)) is not None:
             return both
     if is_served(input, shape, weight, bias) and (options is None or options.are_served(input)):
-        flags = () if options is None else (wide,)
-        found = Rows("layer_norm", input, shape, (weight, bias), (eps,), options, flags).computed()
+        of = () if options is None else (torch.float32 if wide else None,)
+        found = Rows("layer_norm", input, shape, (weight, bias), (eps,), options, of).computed()
         if found is not None:
             return found
     if options is None:
@@ -166,7 +171,7 @@ NORM = Norm(_by_kernels, _by_formula, of_rows=True)
 record("layer_norm", "input size weight bias eps", NORM, laid_out)
 record(
     "layer_norm_with_options",
-    "input size weight bias eps residual scale shift activation low high wide",
+    "input size weight bias eps residual scale shift activation low high dtype",
     NORM,
     laid_out_with_options(5),
     sums=True,

@@ -46,11 +46,11 @@ class Rows(NamedTuple):
     affine: tuple[Tensor | None, ...]
     numbers: tuple[Any, ...]
     options: Options | None = None
-    wide: tuple[bool, ...] = ()
+    dtype: tuple[torch.dtype | None, ...] = ()
 
     def computed(self) -> Any:
         """By the kernels; None where they cannot record a gradient."""
-        name, input, shape, affine, numbers, options, wide = self
+        name, input, shape, affine, numbers, options, dtype = self
         dims, unkept = len(shape), [None for _ in affine]  # the statistics: a mean where there is a bias
         if options is None:
             if needs_grad(input, *affine):
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
             op(input, *map(dense, affine), math.prod(shape), *numbers, out, *unkept, 0)
             return out
         if needs_grad(input, *affine, *options[:3]):
-            given = input, dims, *affine, *numbers, *options.arguments(), *wide
+            given = input, dims, *affine, *numbers, *options.arguments(), *dtype
             out, total = recorded(f"{name}_with_options")(*given)
             return None if out is None else with_sum(out, total)
         input = input.contiguous()
@@ -83,7 +83,7 @@ def laid_out_with_options(behind: int) -> Callable[..., Laid]:
 
     def densely(*given: Any) -> Laid:
         first, (residual, scale, shift), last = given[:behind], given[behind : behind + 3], given[behind + 3 :]
-        wide = len(last) > 3 and last[3]
+        wide = len(last) > 3 and last[3] is torch.float32
         total = summed(first[0], residual, always=wide)
         if total is not None:
             first, residual = (total, *first[1:]), None

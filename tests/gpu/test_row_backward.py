@@ -85,6 +85,48 @@ def test_gradients_within_the_criterion(kind: str, dtype: torch.dtype, grad_dtyp
             assert_right(kind, native(kind, x, w, dy), exact(kind, x, w, dy), (rows, cols))
 
 
+@pytest.mark.parametrize("low", DTYPES[1:])
+@pytest.mark.parametrize("mean", (0.0, 100.0))
+@pytest.mark.case("long-row", "dtypes", "autocast")
+def test_gradients_of_16_bits_have_the_bits_of_float32_s(low: torch.dtype, mean: float) -> None:
+    """Of layer_norm's float32 rows."""
+    for cols in (c for c in (*SHORT, *LONG, *TWO_PASSES, 98_312) if c % 8 == 0):
+        for rows in (1, 5, 1700) if cols < 3000 else (1, 7, 150) if cols < 20_000 else (1, 7):
+            x, dy = drawn(rows, cols, torch.float32, mean), drawn(rows, cols, low, 0.0, seed=1)
+            w, of = drawn(1, cols, torch.float32, 0.5)[0], statistics("layer_norm", x)
+            found = native("layer_norm", x, w, dy, of=of)
+            assert_right("layer_norm", found, exact("layer_norm", x, w, dy), (rows, cols))
+            for passes in (0, 2) if cols > 1024 else (0,):
+                found = native("layer_norm", x, w, dy, passes, of)
+                expected = native("layer_norm", x, w, dy.float(), passes, of)
+                assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True)), (rows, cols, passes)
+            unweighted = [
+                torch.ops.normswap.layer_norm_backward(
+                    g, x, None, None, of, None, cols, 0, 0.0, 0.0, True, False, False, 0
+                )[0]
+                for g in (dy, dy.float())
+            ]
+            assert same_bits(*unweighted), (rows, cols)
+
+
+@pytest.mark.parametrize("low", DTYPES[1:])
+@pytest.mark.case("strided-gradient", "misaligned")
+def test_gradients_of_16_bits_of_any_strides_or_refused(low: torch.dtype) -> None:
+    x, w, wide = drawn(64, 96, torch.float32, 1.0), drawn(1, 96, torch.float32, 0.5)[0], drawn(64, 200, low, 0.0)
+    shifted = torch.empty(64 * 96 + 1, device="cuda", dtype=low)[1:].view(64, 96).copy_(wide[:, :96])
+    for dy in (wide[:, 7:103], wide[:, ::2][:, :96], shifted, torch.ones((), device="cuda", dtype=low).expand(64, 96)):
+        expected = native("layer_norm", x, w, dy.float())
+        assert all(same_bits(a, b) for a, b in zip(native("layer_norm", x, w, dy), expected, strict=True))
+    with pytest.raises(RuntimeError, match="grad must have the input's size"):
+        native("rms_norm", x, w, shifted)
+    x, w, dy = drawn(3, 12, torch.float32, 1.0), drawn(1, 12, torch.float32, 0.5)[0], drawn(3, 12, low, 0.0)
+    with pytest.raises(RuntimeError, match="rows of multiples of 8"):
+        native("layer_norm", x, w, dy)
+    x16, other = drawn(3, 16, low, 1.0), torch.float16 if low is torch.bfloat16 else torch.bfloat16
+    with pytest.raises(RuntimeError, match="grad must have the input's size"):
+        native("layer_norm", x16, torch.ones_like(x16[0]), x16.to(other))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.case("long-row")
 def test_rows_of_millions(kind: str) -> None:

@@ -79,6 +79,29 @@ def test_backward_of_rows(kind: str, dtype: torch.dtype) -> None:
         assert_right(kind, native(kind, x, w[0], dy, passes), exact(kind, x, w[0], dy), (cols, passes))
 
 
+@pytest.mark.parametrize("low", (torch.bfloat16, torch.float16), ids=str)
+def test_narrow_rows(low: torch.dtype) -> None:
+    """Float32 rows whose results, and their gradients, have 16 bits, in each regime."""
+    for cols, passes in (
+        (8, 0),
+        (128, 0),
+        (264, 0),
+        (768, 0),
+        (4096, 0),
+        (4104, 0),
+        (20_480, 0),
+        (20_488, 2),
+        (65_544, 0),
+    ):
+        x, w = drawn(33, cols, torch.float32, 1.0), drawn(1, cols, torch.float32, 0.5)[0]
+        out = ops.layer_norm(x, (cols,), w, w, dtype=low)
+        assert torch.equal(out, ops.layer_norm(x, (cols,), w, w).to(low)), cols
+        dy = drawn(33, cols, low, 0.0)
+        assert_right(
+            "layer_norm", native("layer_norm", x, w, dy, passes), exact("layer_norm", x, w, dy), (cols, passes)
+        )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("training", (True, False), ids=("training", "frozen"))
 def test_batch_norm_with_its_backward(dtype: torch.dtype, training: bool) -> None:
