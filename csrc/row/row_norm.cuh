@@ -205,7 +205,8 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
       if constexpr (How == Held::alone) load_channels();
       if constexpr (!adds) tiles[0].settle();
       Stat stats[1];
-      Policy::statistics(tiles, Whole || len == kChunk ? args.sizes.chunk : args.sizes.last_chunk, args, stats);
+      const bool last = !Whole && chunk + 1 >= args.chunks;  // by its number: ptxas 13.0 mistakes what len says of it
+      Policy::statistics(tiles, last ? args.sizes.last_chunk : args.sizes.chunk, args, stats);
       if constexpr (How != Held::alone) load_channels();  // others' warps hide the wait, and registers are few
       [[maybe_unused]] HeldTile next;
       if (const Row after = rows[0] + step; InTurns && after < args.n.rows) load(next, after);
