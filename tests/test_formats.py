@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from checkpoints import SITES, randomized, read_tensors, snapshot, write_shards
 from torch import Tensor, nn
 
 from normswap.checkpoint import CheckpointError, build_model, convert, load_model, open_checkpoint, same_tensors
+from normswap.checkpoint.errors import MissingError
 from normswap.modules import site_match
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -270,6 +272,17 @@ def test_a_whole_pickled_model_needs_leave(folder: Path) -> None:
     loaded = load_model("out", trust_factory=True)
     assert same_tensors(loaded.state_dict(), model.state_dict()) and swapped_names(loaded) == SITES
     assert json.loads(Path("out/normswap.json").read_text())["factory"] == "pickle:"
+
+
+@pytest.mark.parametrize("lost", ("zoo", "zoo.Net"))
+def test_a_pickled_model_whose_code_is_not_here(lost: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(built("net"), "in.pt")
+    if lost == "zoo":
+        monkeypatch.setitem(sys.modules, "zoo", None)
+    else:
+        monkeypatch.delattr(sys.modules["zoo"], "Net")
+    with pytest.raises(MissingError, match=r"in.pt: names code that is not here \(.*; put its module on PYTHONPATH"):
+        converted("in.pt", "out", allow_pickle=True, inputs=X)
 
 
 @pytest.mark.case("pickle-deepcopy")

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from normswap.checkpoint.errors import CheckpointError, check, counted, failing, listed, strict_json
+from normswap.checkpoint.errors import CheckpointError, MissingError, check, counted, failing, listed, strict_json
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*PICKLE_SUFFIXES, ".safetensors")
@@ -142,8 +142,11 @@ def _load_pickle(path: Path, allow_pickle: bool) -> tuple[Any, dict[str, str]]:
             check(sizes is None or storage.nbytes() in sizes, lies)
             return storage
 
+        code = (ImportError, AttributeError) if allow_pickle else ()
+        cure = "{} ({}); put its module on PYTHONPATH, or save model.state_dict() instead of the model"
         try:
-            loaded = torch.load(path, map_location=checked, weights_only=not allow_pickle, mmap=mapped)
+            with failing(f"{path}: names code that is not here", code, form=cure, kind=MissingError):
+                loaded = torch.load(path, map_location=checked, weights_only=not allow_pickle, mmap=mapped)
         except pickle.UnpicklingError as error:
             names: list[str] = []
             with suppress(Exception):  # files older than the zip format, or damaged ones
