@@ -314,7 +314,7 @@ def test_one_native_op_does_all_of_a_call_without_gradients() -> None:
         general = call(kind, x.clone().requires_grad_(), w, w, **options)
         assert all(map(same_bits, direct, general)) and not direct[0].requires_grad
     op: Any = dispatch._direct["layer_norm_with_options"]
-    nothing = (0, 0.0, 0.0, False)
+    nothing = (0, 0.0, 0.0, None)
     scale, shift = adapts["scale"], adapts["shift"]
     assert op(x, 1, w, w, 1e-5, x, scale, shift, *nothing)[0] is not None
     for residual in (x.half(), x[:1], x.cpu(), x.mT.contiguous().mT):
