@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SANITIZED = "tests/gpu/test_sanitized_sweep.py"
 TOOLS = ("memcheck", "racecheck")
 SEEN = {"racecheck": "not test_convolution or depthwise"}
-"""What a tool runs of it where not all: racecheck ends in an exception of its own in kernels that multiply by warpgroups."""
+"""What a tool runs of it where not all: kernels that multiply by warpgroups end racecheck, by an exception in it."""
 ALONE = ("test_workloads.py", "test_cost.py", "test_choice.py")
 """Test files that time, or need most of the GPU's memory."""
 AT_ONCE = 8
