@@ -70,7 +70,7 @@ def said_once(rows: list[Row]) -> tuple[list[Row], str]:
     if len(rows) < 2 or not all(records.AGAIN in row["note"] for row in rows):
         return rows, ""
     rest = [", ".join(word for word in row["note"].split(", ") if word != records.AGAIN) for row in rows]
-    below = f"\n\nThe code around the kernels has changed since: all of these are {records.AGAIN}."
+    below = f"\n\nThe code has changed since: all of these are {records.AGAIN}."
     return [{**row, "note": note} for row, note in zip(rows, rest, strict=True)], below
 
 
@@ -239,6 +239,8 @@ def checks_line(known: Record) -> str:
         stale = [name for name, found in tests.items() if records.is_stale(known, found, engines.of_tests(name), now)]
         if stale:
             told += f"; {len(stale)} of {len(tests)} files are to be run again after later changes"
+        if new := {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")} - tests.keys():
+            told += f"; no full run yet of {', '.join(sorted(new))}"
     if not known["sanitizer"]:
         return f"{told}; compute-sanitizer has not been run yet."
     tools = []

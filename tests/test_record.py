@@ -242,6 +242,24 @@ def test_tools_of_the_sanitizer_run_alone(checking: gpu_check.Checking, monkeypa
     assert [(one["tool"], one["exit"]) for one in checking.record["sanitizer"]] == [("memcheck", 0), ("racecheck", 99)]
 
 
+def test_racecheck_leaves_out_what_it_cannot_follow_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        ran.append(command)
+        return SimpleNamespace(stdout="ERROR SUMMARY: 0 errors", returncode=0)
+
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: __file__)
+    monkeypatch.setattr(gpu_check.children, "run", run)
+    assert [gpu_check.run_sanitizer(tool)["exit"] for tool in gpu_check.TOOLS] == [0, 0]
+    assert [command[-3:] for command in ran] == [
+        [gpu_check.SANITIZED, "-k", ""],
+        [gpu_check.SANITIZED, "-k", "not test_convolution or depthwise"],
+    ]
+    sweep = (gpu_check.ROOT / gpu_check.SANITIZED).read_text()
+    assert sweep.count("def test_convolution") == 1 and '"depthwise"' in sweep
+
+
 def test_what_is_asked_for() -> None:
     everything = {part: [] for part in ("tests", "sanitizer", "benchmark", "accuracy", "models")}
     assert gpu_check.asked([]) == (everything, True, True)
@@ -280,6 +298,7 @@ def test_stale_figures_are_marked(checking: gpu_check.Checking, monkeypatch: pyt
     assert found["networks"] == fresh["networks"] and found["host"] == fresh["host"]
     assert "| l1_norm (to be measured again) |" in found["errors"]
     assert "| linear_scale_batch_norm |" in found["errors"]
+    assert "no full run yet of test_activations.py, " in found["checks"]  # of no file that there is
     assert (
         "1 of 2 files are to be run again" in found["checks"] and "memcheck clean (to be run again)" in found["checks"]
     )
