@@ -75,7 +75,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in (name for name in vars(StandIns) if "norm" in name):
         monkeypatch.setattr(torch.ops.normswap, name, SimpleNamespace(default=op(name)), raising=False)
-    for module in ("layer_norm_dim", "rms_norm", "l1_norm", "l2_norm"):
+    for module in ("layer_norm", "rms_norm", "l1_norm", "l2_norm"):
         monkeypatch.setattr(sys.modules[f"normswap.ops.{module}"], "native_serves", lambda *tensors, **elements: True)
     return made.called
 

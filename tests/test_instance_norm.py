@@ -191,7 +191,7 @@ def test_the_kernel_is_group_norm_s(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((groups, eps, *behind))
         return F.group_norm(input, groups, weight, bias, eps)
 
-    module = sys.modules["normswap.ops.instance_norm"]  # normswap.ops.instance_norm is the function
+    module = sys.modules["normswap.ops.group_norm"]  # normswap.ops.group_norm is the function
     monkeypatch.setattr(module, "native_serves", lambda *tensors, **given: True)
     monkeypatch.setattr(module, "native_group_norm", kernel)
     model = randomised(nn.InstanceNorm2d(6, eps=1e-3, affine=True))
@@ -220,7 +220,7 @@ def test_a_direct_call_is_group_norm_s(monkeypatch: pytest.MonkeyPatch) -> None:
         after = Activation([*CODES][activation], low, high)
         return reference.group_norm(input, groups, weight, bias, eps, after, residual=residual)
 
-    monkeypatch.setattr(sys.modules["normswap.ops.instance_norm"], "direct", lambda *tensors: op)
+    monkeypatch.setattr(sys.modules["normswap.ops.group_norm"], "direct", lambda *tensors: op)
     x, weight, bias = torch.randn(4, 6, 5), torch.randn(6), torch.randn(6)
     torch.testing.assert_close(ops.instance_norm(x, weight, bias, 1e-3), reference.instance_norm(x, weight, bias, 1e-3))
     assert [len(given) for given in asked] == [len(schema.split(", "))]

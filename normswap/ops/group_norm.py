@@ -1,4 +1,5 @@
-"""Group normalisation, contiguous and channels_last."""
+"""Group normalisation, contiguous and channels_last, and instance normalisation by the statistics of the input: as many
+groups as channels."""
 
 from __future__ import annotations
 
@@ -58,19 +59,7 @@ def group_norm(
         out = op(input, num_groups, weight, bias, eps, activation.code, activation.low, activation.high, residual, wide)
         if out is not None:
             return out
-    group = input.numel() // max(1, input.shape[0] * num_groups) if input.dim() >= 2 else 0
-    if (
-        native_serves(input, weight, bias, residual, elements=group, least=LARGE_GROUP)
-        and input.dim() >= 2
-        and num_groups > 0
-        and input.shape[1] > 0
-        and input.shape[1] % num_groups == 0
-        and input.numel() != num_groups  # one value per group: PyTorch raises ValueError
-        and (weight is None or weight.shape == input.shape[1:2])
-        and (bias is None or bias.shape == input.shape[1:2])
-        and (residual is None or residual.shape == input.shape)
-        and affine_dtypes_fit(input, weight, bias)
-    ):
+    if _is_served(input, num_groups, weight, bias, residual):
         result, added = torch.float32 if wide else input.dtype, residual
         if residual is not None and residual.dtype != result:
             if not wide and result != torch.float32:  # the sum has a wider dtype than the norm
@@ -81,6 +70,58 @@ def group_norm(
             return found
     out = reference.group_norm(input, num_groups, weight, bias, eps, activation, residual=residual)
     return out if dtype is None else out.to(dtype)
+
+
+def instance_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: Activation = NONE,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``activation(norm(input) + residual)`` with the instance normalisation of ``input`` (N, C, *) (Ulyanov et al.
+    2016), as ``torch.nn.functional.instance_norm`` without running statistics.
+
+    ``weight`` and ``bias`` are (C,), ``residual`` has the input's shape. A channels_last input gives a channels_last
+    output; any other a contiguous one. Returns the input's shape and dtype, also under autocast. Raises what PyTorch's
+    ops raise.
+    """
+    shape = input.shape
+    if len(shape) >= 3 and input.numel() > shape[0] * shape[1]:  # of one value a row PyTorch raises ValueError
+        channels = shape[1]
+        op = direct("group_norm", input, weight, bias, residual)
+        if op is not None:
+            numbers = activation.code, activation.low, activation.high
+            out = op(input, channels, weight, bias, eps, *numbers, residual, False)
+            if out is not None:
+                return out
+        alike = residual is None or residual.dtype == input.dtype
+        if alike and _is_served(input, channels, weight, bias, residual):
+            found = native_group_norm(input, weight, bias, channels, eps, activation, residual, input.dtype)
+            if found is not None:
+                return found
+    return reference.instance_norm(input, weight, bias, eps, activation, residual=residual)
+
+
+def _is_served(
+    input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> bool:
+    """True when the kernels take these, of a residual whatever its dtype."""
+    group = input.numel() // max(1, input.shape[0] * num_groups) if input.dim() >= 2 else 0
+    return (
+        native_serves(input, weight, bias, residual, elements=group, least=LARGE_GROUP)
+        and input.dim() >= 2
+        and num_groups > 0
+        and input.shape[1] > 0
+        and input.shape[1] % num_groups == 0
+        and input.numel() != num_groups  # one value per group: PyTorch raises ValueError
+        and (weight is None or weight.shape == input.shape[1:2])
+        and (bias is None or bias.shape == input.shape[1:2])
+        and (residual is None or residual.shape == input.shape)
+        and affine_dtypes_fit(input, weight, bias)
+    )
 
 
 def native_group_norm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from normswap import reference
@@ -137,3 +138,25 @@ def folded(linear_weight: Tensor, linear_bias: Any, scale: Any, *norm: Any) -> t
     per_channel = None if scale is None else scale.reshape(-1).expand(rows.shape[0]).contiguous()
     native_op("fold_linear")(rows, dense(linear_bias), per_channel, *map(dense, vectors), eps, out, out_bias)
     return out, out_bias
+
+
+def folded_linear(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    scale: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``batch_norm(linear(input) * scale)`` in eval for ``input`` (N, K): one matmul and O(K C) besides.
+
+    ``linear_weight`` is (C, K), ``scale`` None or of shape (), (1,), (C,) or (1, C), the other vectors (C,). Nothing is
+    kept from call to call. Differentiable any number of times in all but the statistics. Worth it where N > K.
+    """
+    learns = needs_grad(input, linear_weight, linear_bias, scale, weight, bias)
+    fold = reference.fold_scale_batch_norm if learns else fold_scale_batch_norm
+    weight_and_bias = fold(linear_weight, linear_bias, scale, running_mean, running_var, weight, bias, eps)
+    return F.linear(input, *weight_and_bias)
