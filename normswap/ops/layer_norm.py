@@ -20,13 +20,11 @@ from normswap.ops.dispatch import (
     direct,
     has_rows,
     in_memory_order,
-    native_op,
     native_serves,
-    reference_gradients,
 )
-from normswap.ops.options import ROUNDED_FIRST, Options, activation_of, with_sum
-from normswap.ops.recorded import Norm, Numbers, Tensors, differentiable, record
-from normswap.ops.rows import Rows, is_served, laid_out, laid_out_with_options, of_the_sum
+from normswap.ops.options import ROUNDED_FIRST, Options, with_sum
+from normswap.ops.recorded import differentiable
+from normswap.ops.rows import Rows, is_served, of_the_sum, record_rows
 
 
 def layer_norm(
@@ -150,43 +148,7 @@ def _generally(
     return reference.layer_norm(input, shape, weight, bias, eps, **options.keywords())
 
 
-def _by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors | None:
-    (grad, grad_sum), (input, weight, bias, _, scale, *_, statistics, _) = grads, saved
-    size, *_, code, low, high = numbers
-    if grad is None or scale is not None:
-        return None
-    assert input is not None
-    of_input, of_weight, of_bias, of_residual, *_ = wanted
-    dx, dw, db = native_op("layer_norm_backward")(
-        *(grad, input, weight, bias, statistics, grad_sum, math.prod(input.shape[-int(size) :])),
-        *(int(code), low, high, of_input or of_residual, of_weight, of_bias, 0),
-    )
-    residual = dx if of_residual else None
-    return None if dx is None and dw is None and db is None else (dx, dw, db, residual, None, None, None)
-
-
-def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors:
-    input, weight, bias, _, scale, shift, *_ = saved
-    size, eps, *_, code, low, high = numbers
-    assert input is not None
-    shape, act = input.shape[-int(size) :], activation_of(int(code), low, high)
-
-    def formula(x: Tensor, w: Any, b: Any, scale: Any, shift: Any) -> Tensor:
-        return reference.layer_norm(x, shape, w, b, eps, scale=scale, shift=shift, activation=act)
-
-    dx, dw, db, dscale, dshift = reference_gradients(formula, (input, weight, bias, scale, shift), *grads)
-    return dx, dw, db, dx if wanted[3] else None, dscale, dshift, None
-
-
-NORM = Norm(_by_kernels, _by_formula, of_rows=True)
-record("layer_norm", "input size weight bias eps", NORM, laid_out)
-record(
-    "layer_norm_with_options",
-    "input size weight bias eps residual scale shift activation low high dtype",
-    NORM,
-    laid_out_with_options(5),
-    sums=True,
-)
+record_rows("layer_norm", "input size weight bias eps", reference.layer_norm, more="dtype")
 
 
 def layer_norm_dim(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +17,12 @@ from normswap.ops.dispatch import (
     dense,
     direct,
     has_rows,
-    native_op,
     native_serves,
-    reference_gradients,
     statistic_along,
 )
-from normswap.ops.options import Options, activation_of, with_sum
-from normswap.ops.recorded import Norm, Numbers, Tensors, differentiable, record
-from normswap.ops.rows import Rows, is_served, laid_out, laid_out_with_options, of_the_sum
+from normswap.ops.options import Options, with_sum
+from normswap.ops.recorded import Tensors, differentiable
+from normswap.ops.rows import Rows, is_served, of_the_sum, record_rows
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes for an eps of None."""
@@ -137,43 +134,7 @@ def _autocast_widens() -> bool:
         return torch.nn.functional.rms_norm(x, (1,)).dtype is torch.float32
 
 
-def _by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors | None:
-    (grad, grad_sum), (input, weight, _, _, scale, *_, statistics, _) = grads, saved
-    size, _, offset, cast, _, code, low, high = numbers
-    if grad is None or scale is not None:
-        return None
-    assert input is not None
-    of_input, of_weight, _, of_residual, *_ = wanted
-    dx, dw, _ = native_op("rms_norm_backward")(
-        *(grad, input, weight, statistics, grad_sum, math.prod(input.shape[-int(size) :]), offset, bool(cast)),
-        *(int(code), low, high, of_input or of_residual, of_weight, 0),
-    )
-    return None if dx is None and dw is None else (dx, dw, None, dx if of_residual else None, None, None, None)
-
-
-def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors:
-    input, weight, _, _, scale, shift, *_ = saved
-    size, eps, offset, cast, _, code, low, high = numbers
-    assert input is not None
-    shape, act = input.shape[-int(size) :], activation_of(int(code), low, high)
-    order: dict[str, Any] = {"weight_offset": offset, "cast_before_weight": bool(cast)}
-
-    def formula(x: Tensor, w: Any, scale: Any, shift: Any) -> Tensor:
-        return reference.rms_norm(x, shape, w, eps, **order, scale=scale, shift=shift, activation=act)
-
-    dx, dw, dscale, dshift = reference_gradients(formula, (input, weight, scale, shift), *grads)
-    return dx, dw, None, dx if wanted[3] else None, dscale, dshift, None
-
-
-NORM = Norm(_by_kernels, _by_formula, of_rows=True)
-record("rms_norm", "input size weight eps weight_offset cast_before_weight", NORM, laid_out)
-record(
-    "rms_norm_with_options",
-    "input size weight eps weight_offset cast_before_weight residual scale shift activation low high",
-    NORM,
-    laid_out_with_options(6),
-    sums=True,
-)
+record_rows("rms_norm", "input size weight eps weight_offset cast_before_weight", reference.rms_norm)
 
 
 def rms_norm_dim(x: Tensor, dim: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

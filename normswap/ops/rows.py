@@ -4,15 +4,23 @@ op does all of."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from normswap.ops.dispatch import affine_dtypes_fit, dense, native_serves, needs_grad, recorded
-from normswap.ops.options import Options, summed, with_sum
-from normswap.ops.recorded import Laid
+from normswap.ops.dispatch import (
+    affine_dtypes_fit,
+    dense,
+    native_op,
+    native_serves,
+    needs_grad,
+    recorded,
+    reference_gradients,
+)
+from normswap.ops.options import Options, activation_of, summed, with_sum
+from normswap.ops.recorded import Laid, Norm, Numbers, Tensors, record
 
 
 def is_served(input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None = None) -> bool:
@@ -94,3 +102,43 @@ def laid_out_with_options(behind: int) -> Callable[..., Laid]:
             yield [value.float() if isinstance(value, Tensor) else value for value in made], total
 
     return densely
+
+
+def record_rows(name: str, arguments: str, formula: Callable[..., Any], *, more: str = "") -> None:
+    """Let calls of the native op ``name`` of these ``arguments``, and of the one that has options behind them and
+    ``more``, record gradients; ``formula`` is the reference."""
+    backward, has_bias = f"{name}_backward", "bias" in arguments.split()
+
+    def by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors | None:
+        (grad, grad_sum), (input, weight, bias, _, scale, *_, statistics, _) = grads, saved
+        size, _, offset, cast, _, code, low, high = numbers
+        if grad is None or scale is not None:
+            return None
+        assert input is not None
+        of_input, of_weight, of_bias, of_residual, *_ = wanted
+        cols, last = math.prod(input.shape[-int(size) :]), (int(code), low, high, of_input or of_residual, of_weight)
+        if has_bias:
+            dx, dw, db = native_op(backward)(grad, input, weight, bias, statistics, grad_sum, cols, *last, of_bias, 0)
+        else:
+            how = offset, bool(cast)
+            dx, dw, db = native_op(backward)(grad, input, weight, statistics, grad_sum, cols, *how, *last, 0)
+        residual = dx if of_residual else None
+        return None if dx is None and dw is None and db is None else (dx, dw, db, residual, None, None, None)
+
+    def by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors:
+        input, weight, bias, _, scale, shift, *_ = saved
+        size, eps, offset, cast, _, code, low, high = numbers
+        assert input is not None
+        shape, act = input.shape[-int(size) :], activation_of(int(code), low, high)
+
+        def computed(x: Tensor, w: Any, b: Any, scale: Any, shift: Any) -> Tensor:
+            own = {"bias": b} if has_bias else {"weight_offset": offset, "cast_before_weight": bool(cast)}
+            return formula(x, shape, w, eps=eps, **own, scale=scale, shift=shift, activation=act)  # type: ignore[no-any-return]
+
+        dx, dw, db, dscale, dshift = reference_gradients(computed, (input, weight, bias, scale, shift), *grads)
+        return dx, dw, db, dx if wanted[3] else None, dscale, dshift, None
+
+    norm = Norm(by_kernels, by_formula, of_rows=True)
+    record(name, arguments, norm, laid_out)
+    every = f"{arguments} residual scale shift activation low high {more}"
+    record(f"{name}_with_options", every, norm, laid_out_with_options(len(arguments.split())), sums=True)
