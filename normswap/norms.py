@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm as _TorchInstanceNorm
 
 from normswap import ops
-from normswap.forwards import affine_of, weight_of
+from normswap.forwards import affine_of, registered
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.replaced import Replaced, at_once_as
 
@@ -126,7 +126,7 @@ class RMSNorm(nn.RMSNorm):
 
     def _computed(self, x: Tensor) -> Tensor:
         if _rms_norm.is_on(self):
-            return ops.rms_norm(x, self.normalized_shape, weight_of(self), self.eps)
+            return ops.rms_norm(x, self.normalized_shape, registered(self, "_parameters", "weight"), self.eps)
         return _rms_norm.run(self, x)
 
     @classmethod

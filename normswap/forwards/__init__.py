@@ -24,10 +24,8 @@ def affine_of(module: nn.Module) -> tuple[Any, Any]:
     return module.weight, module.bias
 
 
-def weight_of(module: nn.Module) -> Any:
-    """The weight of a ``module`` that has no bias, in the same way."""
+def registered(module: nn.Module, where: str, name: str) -> Any:
+    """A parameter or buffer of those ``where``, in the same way."""
     own = module.__dict__
-    registered = own["_parameters"]
-    if "weight" in registered and "weight" not in own:
-        return registered["weight"]
-    return module.weight
+    found = own[where]
+    return found[name] if name in found and name not in own else getattr(module, name)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
-from normswap.forwards import affine_of, only_argument
+from normswap.forwards import affine_of, only_argument, registered
 from normswap.forwards.replaced import Replaced, at_once_as
 from normswap.ops.at_once import NAMES
 
@@ -29,7 +29,7 @@ def ranks_of(norm: nn.Module) -> tuple[int, ...]:
 def batch_norm(norm: Any, x: Tensor, activation: Activation = NONE, residual: Tensor | None = None) -> Tensor:
     """``activation(norm(x) + residual)`` for a BatchNorm and an input of a rank that it takes."""
     affine, eps = affine_of(norm), norm.eps
-    mean, var = _buffer(norm, "running_mean"), _buffer(norm, "running_var")
+    mean, var = registered(norm, "_buffers", "running_mean"), registered(norm, "_buffers", "running_var")
     if not norm.training and (mean is not None or var is not None):
         return ops.batch_norm_eval(x, mean, var, *affine, eps, activation, residual=residual)
     mean, var, momentum, batches = updated_by(norm)
@@ -43,20 +43,14 @@ def updated_by(norm: Any) -> tuple[Tensor | None, Tensor | None, float, Tensor |
     mean = var = batches = None
     momentum = norm.momentum
     if norm.training and norm.track_running_stats:
-        mean, var, batches = (_buffer(norm, name) for name in ("running_mean", "running_var", "num_batches_tracked"))
+        names = "running_mean", "running_var", "num_batches_tracked"
+        mean, var, batches = (registered(norm, "_buffers", name) for name in names)
     if momentum is None:  # the average of all batches
         momentum = 0.0
         if batches is not None:
             batches.add_(1)
             momentum, batches = 1.0 / float(batches), None
     return mean, var, momentum, batches
-
-
-def _buffer(norm: Any, name: str) -> Any:
-    """Without the detour that nn.Module.__getattr__ takes to buffers."""
-    own = norm.__dict__
-    registered = own["_buffers"]
-    return registered[name] if name in registered and name not in own else getattr(norm, name)
 
 
 def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> Callable[..., Any]:

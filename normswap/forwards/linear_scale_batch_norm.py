@@ -17,7 +17,7 @@ from normswap.forwards.batch_norm import updated_by
 from normswap.forwards.plain import calls_forward, is_plain, is_unhooked
 from normswap.forwards.replaced import fingerprint
 from normswap.ops import at_once
-from normswap.ops.dispatch import PLAIN
+from normswap.ops.dispatch import PLAIN, needs_grad
 
 _DEVICES = ("cpu", "cuda")
 FEW = 2**22
@@ -100,7 +100,7 @@ def _normalised(
     statistics = (mean, var, weight, bias)
     if not (bn.eps > 0 and shapes_fit(*projection, *statistics)):
         return None
-    learns = _learns(x, scale, after, *projection, weight, bias, residual)
+    learns = needs_grad(x, scale, after, *projection, weight, bias, residual)
     # In float16 a gradient may leave the range of one and not of the other.
     fits = learns and x.is_cuda and x.dtype is not torch.float16
     served = fits and ops.native_serves(x, *projection, scale, *statistics)
@@ -196,10 +196,6 @@ def shapes_fit(weight: Tensor, *vectors: Tensor | None) -> bool:
 
 def _is_beside(tensor: Any, like: Tensor) -> bool:
     return type(tensor) in PLAIN and tensor.device == like.device
-
-
-def _learns(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _is_transformed() -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from normswap import ops
+from normswap.forwards import registered
 from normswap.forwards.replaced import Replaced, code_of, digest
 from normswap.ops.dispatch import PLAIN, compiler_fuses, in_memory_order
 
@@ -97,19 +98,11 @@ class _Site:
         """The weight as a vector, eps and offset; None where only the module's own code will do."""
         if not self.is_as_read(module):
             return None
-        weight = self.weight_of(module)
+        weight: Any = registered(module, "_parameters", self.weight) if self.weight else None
         eps, offset = self.number(module, self.eps), self.number(module, self.weight_offset)
         if eps is None or offset is None or not self.serves(x, weight):
             return None
         return weight if self.stored == 1 else weight.reshape(-1), eps, offset
-
-    def weight_of(self, module: Any) -> Any:
-        """A parameter without the detour that nn.Module.__getattr__ takes to it; None where there is no weight."""
-        own = module.__dict__
-        registered = own["_parameters"]
-        if self.weight in registered and self.weight not in own:
-            return registered[self.weight]
-        return getattr(module, self.weight) if self.weight else None
 
     @staticmethod
     def number(module: Any, given: str | float) -> float | None:

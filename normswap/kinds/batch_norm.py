@@ -13,6 +13,7 @@ from normswap.activation import Activation
 from normswap.criterion import Magnitudes
 from normswap.forwards.batch_norm import RANKS, batch_norm, make_forward, ranks_of
 from normswap.kinds.norm import Norm, is_alike
+from normswap.ops.dispatch import needs_grad
 
 
 def arguments(norm: Any, x: Tensor) -> tuple[Any, ...] | None:
@@ -30,8 +31,7 @@ def fused(
     mean, var, weight, bias, training, momentum, eps = given
     if training and type(momentum) in (int, float):
         return ops.batch_norm(x, mean, var, weight, bias, True, momentum, eps, activation, residual=behind)
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, behind))
-    if training or learns or mean is None or var is None:
+    if training or needs_grad(x, weight, bias, behind) or mean is None or var is None:
         return None
     return ops.batch_norm_eval(x, mean, var, weight, bias, eps, activation, residual=behind)
 

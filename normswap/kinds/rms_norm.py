@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.bounds import Rows
-from normswap.forwards import weight_of
+from normswap.forwards import registered
 from normswap.forwards.norm import norm_forward
 from normswap.forwards.rms_norm import outside_autocast
 from normswap.kinds.norm import Norm, are_of, are_per_sample
@@ -21,7 +21,7 @@ from normswap.ops.rms_norm import rms_norm_directly
 
 
 def arguments(norm: Any, x: Tensor) -> tuple[Any, ...]:
-    return norm.normalized_shape, weight_of(norm), norm.eps
+    return norm.normalized_shape, registered(norm, "_parameters", "weight"), norm.eps
 
 
 def fused(

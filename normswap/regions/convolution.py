@@ -13,7 +13,7 @@ from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.forwards.plain import CONVOLUTIONS, TRANSPOSED, is_bare, is_plain
 from normswap.forwards.replaced import Replaced
-from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, autocasts, direct_op, lowered_to
+from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, autocasts, direct_op, lowered_to, needs_grad
 from normswap.regions.activations import activation_of
 from normswap.regions.children import child_at
 from normswap.regions.ending import Ending
@@ -227,8 +227,7 @@ def _fit(convolution: Any, norm: Any, dtype: torch.dtype) -> bool:
 
 
 def _learns(x: Tensor, convolution: Any, norm: Any, behind: Any) -> bool:
-    tensors = x, convolution.weight, convolution.bias, norm.weight, norm.bias, behind
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return needs_grad(x, convolution.weight, convolution.bias, norm.weight, norm.bias, behind)
 
 
 def _is_as_read(convolution: Any) -> bool:

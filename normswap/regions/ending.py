@@ -80,7 +80,7 @@ class _InEval(StraightReader):
 
     def _truth(self, node: ast.expr) -> bool:
         either = isinstance(node, ast.Attribute) and self._tested(node) is UNKNOWN
-        return self.reading.either() if either else super()._truth(node)
+        return self.way.either() if either else super()._truth(node)
 
     def _tested(self, node: ast.expr) -> Any:
         match self.value(node):

@@ -48,12 +48,28 @@ _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 @dataclass
 class Way:
     """One way through: its operations in order, what goes in and what comes out. ``choices``: how it branched where it
-    might have gone either way."""
+    might have gone either way. The rest is for its readers."""
 
-    argument: Leaf
+    choices: list[bool] = field(default_factory=list)
+    argument: Leaf = field(default_factory=Leaf)
     ops: list[Op] = field(default_factory=list)
     result: Value = field(default_factory=Leaf)
-    choices: list[bool] = field(default_factory=list)
+    order: int = 0
+    chosen: int = 0
+    training: bool | None = None
+
+    def either(self) -> bool:
+        """Where it goes at a branch that may go either way."""
+        if self.chosen == len(self.choices):
+            self.choices.append(True)
+        self.chosen += 1
+        return self.choices[self.chosen - 1]
+
+    def mode(self) -> bool:
+        """Whether the module is in training on it."""
+        if self.training is None:
+            self.training = self.either()
+        return self.training
 
 
 @dataclass
@@ -86,9 +102,9 @@ def straight(
     found = Straight(forward)
     choices: list[bool] = []
     while True:
-        way = Way(Leaf(), choices=choices)
+        way = Way(choices)
         try:
-            reading = (reader or StraightReader)(_Reading(module, found, way), forward)
+            reading = (reader or StraightReader)(module, forward, found, way)
             way.result = reading.returned({forward.__code__.co_varnames[1]: way.argument})
         except NotUnderstood as error:
             return error.rejection
@@ -143,43 +159,24 @@ class _Returned(Exception):
         self.value = value
 
 
-@dataclass
-class _Reading:
-    """What the readers of one way share."""
-
-    module: nn.Module
-    found: Straight
-    way: Way
-    order: int = 0
-    chosen: int = 0
-    training: bool | None = None
-
-    def either(self) -> bool:
-        """Where the way goes at a branch that may go either way."""
-        if self.chosen == len(self.way.choices):
-            self.way.choices.append(True)
-        self.chosen += 1
-        return self.way.choices[self.chosen - 1]
-
-    def mode(self) -> bool:
-        """Whether the module is in training on this way."""
-        if self.training is None:
-            self.training = self.either()
-        return self.training
-
-
 class StraightReader(Reader):
-    """Reads one function; ``above`` are those whose calls led here. Raises NotUnderstood."""
+    """Reads one function on one ``way``; ``above`` are those whose calls led here. Raises NotUnderstood."""
 
     def __init__(
-        self, reading: _Reading, function: types.FunctionType, above: tuple[Any, ...] = (), is_method: bool = True
+        self,
+        module: nn.Module,
+        function: types.FunctionType,
+        found: Straight,
+        way: Way,
+        above: tuple[Any, ...] = (),
+        is_method: bool = True,
     ) -> None:
         tree = definition(function)
         if isinstance(tree, Rejection):
             raise NotUnderstood(tree)
-        super().__init__(reading.module, function, tree)
-        self.reading, self.above = reading, (*above, function)
-        self.ops, self.found = reading.way.ops, reading.found
+        super().__init__(module, function, tree)
+        self.found, self.way, self.above = found, way, (*above, function)
+        self.ops = way.ops
         self.owner.name = self.owner.name if is_method else ""
         if function.__kwdefaults__ or any(type(v) not in PLAIN for v in function.__defaults__ or ()):
             self._refuse(f"{function.__name__} has defaults that are no plain constants")
@@ -198,8 +195,8 @@ class StraightReader(Reader):
         raise NotUnderstood(Rejection(Reason.NOT_STRAIGHT_LINE, f"{detail}{where}"))
 
     def _next(self) -> int:
-        self.reading.order += 1
-        return self.reading.order
+        self.way.order += 1
+        return self.way.order
 
     # --- statements -----------------------------------------------------------------------------------------------
 
@@ -238,7 +235,7 @@ class StraightReader(Reader):
                 if (_is_tensor(one) or _is_tensor(other)) and one is not None and other is not None:
                     self._undecidable(node)
                 try:
-                    return self.reading.either() if UNKNOWN in (one, other) else bool(_COMPARED[type(how)](one, other))
+                    return self.way.either() if UNKNOWN in (one, other) else bool(_COMPARED[type(how)](one, other))
                 except TypeError:  # "a" in None, say
                     self._undecidable(node)
             case ast.Compare():
@@ -262,7 +259,7 @@ class StraightReader(Reader):
             case Op(target=".dtype"):
                 return UNKNOWN
             case Attribute(path="training"):
-                return self.reading.mode()
+                return self.way.mode()
             case Attribute(path=path) if path.endswith(".dtype"):
                 return UNKNOWN
             case Attribute(path=path) if type(value := plain_value(self.module, path)) in PLAIN or _is_tensor(value):
@@ -284,7 +281,7 @@ class StraightReader(Reader):
                 found = super().value(node)
                 if isinstance(found, Attribute) and found.path:
                     self.found.reads[found.path.partition(".")[0]] = None
-                if isinstance(found, Leaf) and found is not self.reading.way.argument and found.of is None:
+                if isinstance(found, Leaf) and found is not self.way.argument and found.of is None:
                     self._refuse(f"the name {ast.unparse(node)}", node)
                 return found
         return super().value(node)
@@ -319,7 +316,7 @@ class StraightReader(Reader):
             self._refuse(f"{name}: {error}", node)
         bound.apply_defaults()
         given = {k: v if isinstance(v, Value) else Constant(value=v) for k, v in bound.arguments.items()}
-        return type(self)(self.reading, function, self.above, bool(first)).returned(given)
+        return type(self)(self.module, function, self.found, self.way, self.above, bool(first)).returned(given)
 
     def _unknown(self, node: ast.AST) -> Value:
         self._refuse(_WORDS.get(type(node).__name__, type(node).__name__), node)
