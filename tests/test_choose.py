@@ -9,7 +9,7 @@ import pytest
 from normswap.timing import decision
 from normswap.timing.candidates import Candidate
 from normswap.timing.clock import Cost
-from normswap.timing.decision import Timed, cover, worth
+from normswap.timing.decision import cover, worth
 from normswap.timing.model import Waiting
 
 DEVICE, HOST, BOTH = Waiting(900.0, 300.0), Waiting(300.0, 900.0), Waiting(500.0, 500.0)
@@ -17,10 +17,10 @@ DEVICE, HOST, BOTH = Waiting(900.0, 300.0), Waiting(300.0, 900.0), Waiting(500.0
 
 def timed(
     name: str, device: tuple[float, float], host: tuple[float, float] = (10.0, 10.0), overlaps: Iterable[str] = ()
-) -> Timed:
+) -> Candidate:
     """A candidate of one call with (PyTorch's, our) microseconds."""
     costs = (Cost(d, h) for d, h in zip(device, host, strict=True))
-    return Timed(Candidate(name, overlaps=frozenset(overlaps)), 1, *costs)
+    return Candidate(name, (), frozenset(overlaps), 1, *costs)
 
 
 def test_what_a_model_waits_for() -> None:
@@ -63,14 +63,14 @@ def test_a_difference_within_the_noise_is_none_and_keeps_what_costs_nothing_else
 
 def test_measured_noise_widens_it() -> None:
     quiet, noisy = Cost(105.0, 10.0), Cost(105.0, 10.0, device_noise_us=8.0)
-    original, candidate = Cost(100.0, 10.0), Candidate("a")
-    assert not worth(Timed(candidate, 1, original, quiet), DEVICE, 1.0)
-    assert worth(Timed(candidate, 1, original, noisy), DEVICE, 1.0)
+    original = Cost(100.0, 10.0)
+    assert not worth(Candidate("a", (), frozenset(), 1, original, quiet), DEVICE, 1.0)
+    assert worth(Candidate("a", (), frozenset(), 1, original, noisy), DEVICE, 1.0)
 
 
 def test_what_was_not_timed_is_kept() -> None:
-    assert Timed(Candidate("a")).gain(DEVICE) is None
-    assert cover([Timed(Candidate("a"))], DEVICE, 5.0) == {"a"}
+    assert Candidate("a").gain(DEVICE) is None
+    assert cover([Candidate("a")], DEVICE, 5.0) == {"a"}
 
 
 @pytest.mark.parametrize("told_by_the_larger", [True, False])
@@ -125,6 +125,6 @@ def test_the_narrowest_is_tried_too() -> None:
 
 def test_calls_weigh() -> None:
     once, often = Cost(100.0, 10.0), Cost(4.0, 10.0)
-    rare = Timed(Candidate("rare", overlaps=frozenset(["often"])), 1, once, once * 0.5)
-    frequent = Timed(Candidate("often"), 100, often * 100, often * 50)
+    rare = Candidate("rare", (), frozenset(["often"]), 1, once, once * 0.5)
+    frequent = Candidate("often", (), frozenset(), 100, often * 100, often * 50)
     assert cover([rare, frequent], DEVICE, 1.0) == {"often"}

@@ -18,7 +18,7 @@ from normswap.plans import Match, Site, Swap
 from normswap.timing import candidates, decision
 from normswap.timing import model as whole_model
 from normswap.timing.clock import BUDGET_US, Budget, Cost
-from normswap.timing.decision import Timed, cover
+from normswap.timing.decision import cover
 from normswap.timing.model import Waiting
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a copy.*")
@@ -365,9 +365,9 @@ def test_a_run_that_waits_for_its_device_is_not_held_again_and_again() -> None:
     assert gpu.held < 400_000.0
 
 
-def part(calls: int = 1, before: float = 30.0, after: float = 10.0, note: str = "") -> Timed:
+def part(calls: int = 1, before: float = 30.0, after: float = 10.0, note: str = "") -> candidates.Candidate:
     costs = Cost(calls * before, 0.0), Cost(calls * after, 0.0)
-    return Timed(candidates.Candidate("a"), calls, *costs, note)
+    return candidates.Candidate("a", (), frozenset(), calls, *costs, note)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from normswap.plans import Reason, Refusal
 from normswap.regions import chain
 from normswap.timing.candidates import Candidate
 from normswap.timing.clock import Cost
-from normswap.timing.decision import Timed
 from normswap.timing.model import Waiting
 
 # --- what is spoken of ------------------------------------------------------------------------------------------------
@@ -294,7 +293,7 @@ def test_a_norm_that_no_run_calls_has_no_times() -> None:
 @pytest.mark.parametrize("ours", (0.0, -1.0))
 def test_a_clock_that_shows_no_time_at_all_tells_nothing(ours: float) -> None:
     costs = Cost(100.0, 10.0), Cost(ours, 10.0)
-    assert Timed(Candidate("a"), 1, *costs).gain(Waiting(900.0, 300.0)) == 1.0
+    assert Candidate("a", (), frozenset(), 1, *costs).gain(Waiting(900.0, 300.0)) == 1.0
 
 
 # --- what changes later, and what cannot be told in the dtype ---------------------------------------------------------

@@ -21,10 +21,13 @@ from normswap.regions.helper import make_helper
 from normswap.regions.listening import Listener, holder_of, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
-from normswap.timing.clock import Function
+from normswap.timing.clock import NO_COST, Cost, Function
+from normswap.timing.model import Waiting
 from normswap.untouched import classes
 
 _PLAIN = (Tensor, nn.Parameter)
+DEVICE_NOISE, HOST_NOISE = 0.01, 0.05
+"""The least by which times must differ, as a share: equal runs of equal code differ by less."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,37 @@ class Candidate:
     """A part of the model that was proved and can be swapped by itself.
 
     ``overlaps`` names the candidates that cannot be swapped beside it (a fused region names the norms inside it); it is
-    enough that one of the two says so. Without ``uses`` there is nothing to time, and it stays swapped.
+    enough that one of the two says so. Without ``uses`` there is nothing to time, and it stays swapped. The others say
+    what its calls in one run of the model cost, the original's and ours; without ``calls`` nothing was timed, and
+    ``note`` may say why.
     """
 
     name: str
     uses: tuple[Use, ...] = ()
     overlaps: frozenset[str] = frozenset()
+    calls: int = 0
+    original: Cost = NO_COST
+    ours: Cost = NO_COST
+    note: str = ""
+
+    def gain(self, waiting: Waiting) -> float | None:
+        """How many times faster ours is where the model waits; exactly 1 where the difference is noise, None when it
+        was not timed."""
+        if not self.calls:
+            return None
+        ours, saved = waiting.weighed(self.ours), self.saved_us(waiting)
+        return 1.0 if abs(saved) <= self.noise_us(waiting) or ours <= 0 else (ours + saved) / ours
+
+    def saved_us(self, waiting: Waiting) -> float:
+        """Microseconds of one run of the model."""
+        return waiting.weighed(self.original) - waiting.weighed(self.ours)
+
+    def noise_us(self, waiting: Waiting) -> float:
+        """What they may be off by."""
+        original, ours = self.original, self.ours
+        device = max(DEVICE_NOISE * original.device_us, original.device_noise_us + ours.device_noise_us)
+        host = max(HOST_NOISE * original.host_us, original.host_noise_us + ours.host_noise_us)
+        return waiting.weighed(Cost(device, host))
 
 
 @dataclass(frozen=True)

@@ -26,46 +26,13 @@ from normswap.timing.clock import BUDGET_US, NO_COST, Budget, Cost, Gpus, Machin
 from normswap.timing.model import Arrangement, Compared, Waiting
 from normswap.untouched import preserved
 
-DEVICE_NOISE, HOST_NOISE = 0.01, 0.05
-"""The least by which times must differ, as a share: equal runs of equal code differ by less."""
 ALIKE = 0.03
 """Of candidates that exclude each other and save alike up to this share, the one that names most is taken."""
 DEVICE, HOST = Waiting(1.0, 0.0), Waiting(0.0, 1.0)
 """Of a model that waits for one of them alone."""
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A candidate with the cost of its calls in one run of the model, the original's and ours. Without calls nothing
-    was timed; ``note`` may say why."""
-
-    candidate: Candidate
-    calls: int = 0
-    original: Cost = NO_COST
-    ours: Cost = NO_COST
-    note: str = ""
-
-    def gain(self, waiting: Waiting) -> float | None:
-        """How many times faster ours is where the model waits; exactly 1 where the difference is noise, None when it
-        was not timed."""
-        if not self.calls:
-            return None
-        ours, saved = waiting.weighed(self.ours), self.saved_us(waiting)
-        return 1.0 if abs(saved) <= self.noise_us(waiting) or ours <= 0 else (ours + saved) / ours
-
-    def saved_us(self, waiting: Waiting) -> float:
-        """Microseconds of one run of the model."""
-        return waiting.weighed(self.original) - waiting.weighed(self.ours)
-
-    def noise_us(self, waiting: Waiting) -> float:
-        """What they may be off by."""
-        original, ours = self.original, self.ours
-        device = max(DEVICE_NOISE * original.device_us, original.device_noise_us + ours.device_noise_us)
-        host = max(HOST_NOISE * original.host_us, original.host_noise_us + ours.host_noise_us)
-        return waiting.weighed(Cost(device, host))
-
-
-def worth(timed: Timed, waiting: Waiting, least: float) -> bool:
+def worth(timed: Candidate, waiting: Waiting, least: float) -> bool:
     """Whether to keep a candidate: its gain is ``least`` at least. One that changes nothing but noise is kept, lest
     chance decide, unless it costs more on the other side. One that was not timed is kept."""
     gain = timed.gain(waiting)
@@ -75,38 +42,38 @@ def worth(timed: Timed, waiting: Waiting, least: float) -> bool:
     return gain >= least and (gain != 1.0 or -timed.saved_us(other_side) <= timed.noise_us(other_side))
 
 
-def cover(found: Sequence[Timed], waiting: Waiting, least: float) -> frozenset[str]:
+def cover(found: Sequence[Candidate], waiting: Waiting, least: float) -> frozenset[str]:
     """The names of the candidates to keep, no two of which overlap: the one that saves most first, then the next that
     is left. What is not worth keeping hands over to what it overlaps."""
     excluded = _exclusions(found)
     left = [timed for timed in found if worth(timed, waiting, least)]
     kept: set[str] = set()
     while left:
-        most = max(left, key=lambda timed: (timed.saved_us(waiting), timed.candidate.name))
+        most = max(left, key=lambda timed: (timed.saved_us(waiting), timed.name))
         saved = most.saved_us(waiting)
-        rivals = [timed for timed in left if timed.candidate.name in excluded[most.candidate.name]]
+        rivals = [timed for timed in left if timed.name in excluded[most.name]]
         alike = [timed for timed in rivals if timed.saved_us(waiting) >= saved - ALIKE * abs(saved)]
-        taken = max(alike, key=lambda timed: (len(timed.candidate.overlaps), timed.candidate.name)).candidate.name
+        taken = max(alike, key=lambda timed: (len(timed.overlaps), timed.name)).name
         kept.add(taken)
-        left = [timed for timed in left if timed.candidate.name not in excluded[taken]]
+        left = [timed for timed in left if timed.name not in excluded[taken]]
     return frozenset(kept)
 
 
-def in_order(found: Sequence[Timed], waiting: Waiting, least: float, *, widest: bool) -> frozenset[str]:
+def in_order(found: Sequence[Candidate], waiting: Waiting, least: float, *, widest: bool) -> frozenset[str]:
     """The names of all candidates worth keeping, but for those that others exclude which name more, if the ``widest``
     go first, or fewer."""
     excluded, sign = _exclusions(found), -1 if widest else 1
     kept: set[str] = set()
-    for timed in sorted(found, key=lambda timed: (sign * len(timed.candidate.overlaps), timed.candidate.name)):
-        if worth(timed, waiting, least) and not excluded[timed.candidate.name] & kept:
-            kept.add(timed.candidate.name)
+    for timed in sorted(found, key=lambda timed: (sign * len(timed.overlaps), timed.name)):
+        if worth(timed, waiting, least) and not excluded[timed.name] & kept:
+            kept.add(timed.name)
     return frozenset(kept)
 
 
-def _exclusions(found: Sequence[Timed]) -> dict[str, set[str]]:
+def _exclusions(found: Sequence[Candidate]) -> dict[str, set[str]]:
     """For every candidate its name and those of what it overlaps, whichever of the two says so."""
-    names = {timed.candidate.name: {timed.candidate.name} for timed in found}
-    for candidate in (timed.candidate for timed in found):
+    names = {timed.name: {timed.name} for timed in found}
+    for candidate in found:
         for other in candidate.overlaps & names.keys():
             names[candidate.name].add(other)
             names[other].add(candidate.name)
@@ -171,12 +138,12 @@ def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any]
             once = budget.limited(once)
             with arranged(()):
                 waits = whole_model.waiting(machine, once)
-            timed = {one.candidate.name: one for one in time_candidates(found, budget.half())}
+            timed = {one.name: one for one in time_candidates(found, budget.half())}
             least_us = whole_model.LEAST_RUNS * max(waits.device_us, waits.host_us)
             tried = _covers([*timed.values()], waits, least)[: max(1, int(budget.left_us / least_us) - 1)]
             kept, before_us, after_us = _fastest(budget, once, arranged, tried, least)
     except (torch.OutOfMemoryError, OutOfTime):
-        untimed = Timed(Candidate(""), note=_UNTIMED)
+        untimed = Candidate("", note=_UNTIMED)
         return Decision(rows={swap.site.name: row([untimed], Waiting(0.0, 0.0)) for swap in swaps})
     matches = {swap.site.name: kept_of(swap, kept) for swap in swaps}
     return Decision(
@@ -193,7 +160,7 @@ def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any]
     )
 
 
-def time_candidates(found: Sequence[Candidate], budget: Budget) -> list[Timed]:
+def time_candidates(found: Sequence[Candidate], budget: Budget) -> list[Candidate]:
     """The cost of every candidate in one run of the model; uses with the same key are timed once."""
     known: dict[Hashable, list[Cost]] = {}
     different = {use.key: use for candidate in found for use in candidate.uses}
@@ -211,23 +178,23 @@ def time_use(use: Use, budget: Budget) -> list[Cost]:
         return costs(machine, [budget.limited(function) for function in functions])
 
 
-def _summed(candidate: Candidate, known: Mapping[Hashable, Sequence[Cost]]) -> Timed:
+def _summed(candidate: Candidate, known: Mapping[Hashable, Sequence[Cost]]) -> Candidate:
     original = ours = NO_COST
     for use in candidate.uses:
         if use.key not in known:
-            return Timed(candidate, note=_UNTIMED)
+            return replace(candidate, note=_UNTIMED)
         before, after = known[use.key]
         original, ours = original + before * use.calls, ours + after * use.calls
-    return Timed(candidate, sum(use.calls for use in candidate.uses), original, ours)
+    return replace(candidate, calls=sum(use.calls for use in candidate.uses), original=original, ours=ours)
 
 
-def _covers(timed: Sequence[Timed], waits: Waiting, least: float) -> list[frozenset[str]]:
+def _covers(timed: Sequence[Candidate], waits: Waiting, least: float) -> list[frozenset[str]]:
     """What is worth a try, what is preferred first: the widest that gains on the device, as alone it is timed on the
     layouts that its neighbours make before they are swapped; what serves the device most, whose times are steady, and
     of that only what gains there; the narrowest, should regions lose in the model what they gain by themselves; what
     serves the host, unless that has little to do. Where candidates must gain more, or may lose, that is asked where the
     model waits."""
-    gainers = {one.candidate.name for one in timed if one.saved_us(DEVICE) > one.noise_us(DEVICE)}
+    gainers = {one.name for one in timed if one.saved_us(DEVICE) > one.noise_us(DEVICE)}
     view = DEVICE if least == 1.0 else waits
     first = cover(timed, view, least)
     tried = [first, first & gainers]
@@ -266,7 +233,7 @@ def _fastest(
 
 
 def _rows(
-    swaps: Sequence[Swap], timed: Mapping[str, Timed], kept: Collection[str], waits: Waiting
+    swaps: Sequence[Swap], timed: Mapping[str, Candidate], kept: Collection[str], waits: Waiting
 ) -> dict[str, dict[str, Any]]:
     """What was timed of each site: of its candidates that are ``kept``, where some are."""
     rows = {}
@@ -279,11 +246,11 @@ def _rows(
     return rows
 
 
-def row(found: Sequence[Timed], waits: Waiting, note: str = "") -> dict[str, Any]:
+def row(found: Sequence[Candidate], waits: Waiting, note: str = "") -> dict[str, Any]:
     """The candidates of one site as a row of a report: microseconds are means of their calls."""
     original = sum((one.original for one in found), NO_COST)
     ours = sum((one.ours for one in found), NO_COST)
-    timed = Timed(found[0].candidate, sum(one.calls for one in found), original, ours)
+    timed = Candidate("", calls=sum(one.calls for one in found), original=original, ours=ours)
     calls = max(1, timed.calls)
     return {
         "calls": timed.calls,
