@@ -19,6 +19,11 @@ class Activation:
     low: float = 0.0
     high: float = 0.0
 
+    @classmethod
+    def of(cls, code: int, low: float, high: float) -> Activation:
+        """The one that the kernels know by this number."""
+        return cls([*CODES][code], low, high)
+
     @property
     def code(self) -> int:
         """The kernels' number for it."""
@@ -49,3 +54,5 @@ FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 CODES: Mapping[str, int] = {name: code for code, name in enumerate(FUNCTIONS)}
 NONE = Activation()
+ROUNDED_FIRST = ("none", "relu", "clamp")
+"""The activations that have the same bits of a rounded input as their rounded output has."""

@@ -19,7 +19,6 @@ from normswap.activation import Activation
 from normswap.criterion import error_share
 from normswap.ops import dispatch
 from normswap.ops.dispatch import native_op as the_native_op
-from normswap.ops.options import activation_of
 
 GPUS: tuple[dict[str, Any], ...] = (
     {"clusters": True, "shared": 232_448},  # H100
@@ -172,7 +171,7 @@ class StandIns:
     def layer_norm_backward(self, *args: Any) -> Any:
         dy, x, w, b, statistics, sum_grad, cols, code, low, high, *wanted, passes = args
         assert passes == 0 and statistics.numel() == 2 * x.numel() // cols
-        shape, act = w.shape if w is not None else (cols,), activation_of(code, low, high)
+        shape, act = w.shape if w is not None else (cols,), Activation.of(code, low, high)
         formula = lambda x, w, b: act(F.layer_norm(x.reshape(-1, *shape), shape, w, b)).reshape(x.shape)  # noqa: E731
         return _gradients(formula, (x, w, b), dy, tuple(wanted), sum_grad)
 
@@ -181,7 +180,7 @@ class StandIns:
         if not all(t is None or t.is_contiguous() for t in (x, residual)):
             return None, None, None
         total = None if residual is None else x + residual
-        x, act = x if total is None else total, activation_of(code, low, high)
+        x, act = x if total is None else total, Activation.of(code, low, high)
         out, statistics = self.layer_norm_recorded(x, dims, w, b, eps)
         if scale is not None:
             out = out * (1 + scale) + shift
@@ -198,7 +197,7 @@ class StandIns:
     def rms_norm_backward(self, *args: Any) -> Any:
         dy, x, w, statistics, sum_grad, cols, offset, _cast, code, low, high, of_input, of_weight, _ = args
         assert statistics.numel() == x.numel() // cols
-        act = activation_of(code, low, high)
+        act = Activation.of(code, low, high)
         formula = lambda x, w: act(F.rms_norm(x, (cols,), w + offset, 1e-6))  # noqa: E731
         return *_gradients(formula, (x, w), dy, (of_input, of_weight), sum_grad), None
 
@@ -210,7 +209,7 @@ class StandIns:
         out, statistic = self.rms_norm_recorded(x if total is None else total, dims, w, *order)
         if scale is not None:
             out = out * (1 + scale) + shift
-        return activation_of(code, low, high)(out), total, statistic
+        return Activation.of(code, low, high)(out), total, statistic
 
     def l1_norm_recorded(self, x: Tensor, eps: float, minimum: float) -> Any:
         if not x.is_contiguous():
@@ -236,7 +235,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandIns:
         return dispatch._recording[name] if dispatch.needs_grad(*tensors) else None
 
     monkeypatch.setattr(dispatch, "_native", SimpleNamespace(get=made))
-    for name in ("options", "rows", "l1_norm"):
+    for name in ("rows", "l1_norm"):
         monkeypatch.setattr(sys.modules[f"normswap.ops.{name}"], "native_serves", lambda *tensors, **elements: True)
     for kind in KINDS:
         monkeypatch.setattr(sys.modules[f"normswap.ops.{kind}"], "direct", recorded)

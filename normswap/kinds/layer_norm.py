@@ -16,7 +16,7 @@ from normswap.forwards.norm import norm_forward
 from normswap.kinds.norm import Norm, are_of, are_per_sample
 from normswap.norms import LayerNorm
 from normswap.ops.layer_norm import layer_norm_directly
-from normswap.ops.options import Options
+from normswap.ops.rows import Options
 
 
 def arguments(norm: Any, x: Tensor) -> tuple[Any, ...]:

@@ -16,8 +16,8 @@ from normswap.forwards.norm import norm_forward
 from normswap.forwards.rms_norm import outside_autocast
 from normswap.kinds.norm import Norm, are_of, are_per_sample
 from normswap.norms import RMSNorm
-from normswap.ops.options import Options
 from normswap.ops.rms_norm import rms_norm_directly
+from normswap.ops.rows import Options
 
 
 def arguments(norm: Any, x: Tensor) -> tuple[Any, ...]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from normswap import reference
 from normswap.activation import NONE, Activation
 from normswap.ops.dispatch import DTYPES, direct, native_op, reference_gradients
-from normswap.ops.options import activation_of
 from normswap.ops.recorded import Norm, Numbers, Tensors, laid_out_as, record
 
 
@@ -93,7 +92,7 @@ def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequen
     (grad, _), (input, weight, bias, residual, scale, _, input_bias, mean, var, _, signs) = grads, saved
     _, eps, _, _, training, code, low, high = numbers
     assert grad is not None and input is not None
-    behind = activation_of(int(code), low, high)
+    behind = Activation.of(int(code), low, high)
     if signs is not None:
         grad, behind = torch.where(bits_of(signs, input), grad, 0.0), NONE
     mean, var = (None if t is None else t.float() for t in (mean, var))

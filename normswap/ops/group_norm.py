@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from normswap import reference
-from normswap.activation import CODES, NONE, Activation
+from normswap.activation import CODES, NONE, ROUNDED_FIRST, Activation
 from normswap.ops.dispatch import (
     LARGE_GROUP,
     affine_dtypes_fit,
@@ -22,7 +22,6 @@ from normswap.ops.dispatch import (
     recorded,
     reference_gradients,
 )
-from normswap.ops.options import ROUNDED_FIRST, activation_of
 from normswap.ops.recorded import Laid, Norm, Numbers, Tensors, laid_out_as, record
 
 
@@ -186,7 +185,7 @@ def _by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequen
 
 def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors:
     groups, eps, *_, code, low, high = numbers
-    act = activation_of(int(code), low, high)
+    act = Activation.of(int(code), low, high)
 
     def formula(x: Tensor, w: Tensor | None, b: Tensor | None, r: Tensor | None) -> Tensor:
         return reference.group_norm(x, int(groups), w, b, eps, act, residual=r)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normswap import reference
-from normswap.activation import CODES, NONE, Activation
+from normswap.activation import CODES, NONE, ROUNDED_FIRST, Activation
 from normswap.ops.dispatch import (
     DTYPES,
     affine_dtypes_fit,
@@ -22,9 +22,8 @@ from normswap.ops.dispatch import (
     in_memory_order,
     native_serves,
 )
-from normswap.ops.options import ROUNDED_FIRST, Options, with_sum
 from normswap.ops.recorded import differentiable
-from normswap.ops.rows import Rows, is_served, of_the_sum, record_rows
+from normswap.ops.rows import Options, Rows, is_served, of_the_sum, record_rows, with_sum
 
 
 def layer_norm(

@@ -20,9 +20,8 @@ from normswap.ops.dispatch import (
     native_serves,
     statistic_along,
 )
-from normswap.ops.options import Options, with_sum
 from normswap.ops.recorded import Tensors, differentiable
-from normswap.ops.rows import Rows, is_served, of_the_sum, record_rows
+from normswap.ops.rows import Options, Rows, is_served, of_the_sum, record_rows, with_sum
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes for an eps of None."""
