@@ -7,16 +7,24 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 
 from normswap import finding, native, nodes, swapping, timing, untouched
-from normswap.arguments import check_arguments, check_choice, check_model, check_speedup
+from normswap.arguments import (
+    Example,
+    OnEmpty,
+    OnMismatch,
+    Validate,
+    check_arguments,
+    check_choice,
+    check_model,
+    check_speedup,
+)
 from normswap.copying import copy_of
-from normswap.example import Example
 from normswap.finding import Filter
 from normswap.installed import site_match
 from normswap.plans import NothingSwappedError, Plan
@@ -24,10 +32,6 @@ from normswap.proof.prove import SiteProof, prove, unchecked
 from normswap.proof.whole_model import compare_models
 from normswap.reports import Report, merged, notes_on, rows_of
 from normswap.rollback import measured_elsewhere, put_back, settle, without_asked, without_declined
-
-OnMismatch = Literal["rollback", "raise", "warn"]
-OnEmpty = Literal["warn", "raise", "ignore"]
-Validate = Literal["auto", "forward", "grad", "off"]
 
 native.on_load(nodes.load)
 
@@ -70,7 +74,7 @@ def optimize(
     and what the model itself raises on the inputs. On any exception the model given is as it was.
     """
     check_arguments(model, example_inputs, example_kwargs, validate, on_mismatch)
-    check_choice("on_empty", on_empty, ("warn", "raise", "ignore"))
+    check_choice("on_empty", on_empty, get_args(OnEmpty))
     check_choice("inplace", inplace, (True, False))
     check_choice("for_compile", for_compile, (True, False, None))
     check_speedup(min_speedup)

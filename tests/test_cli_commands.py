@@ -19,10 +19,10 @@ from torch import nn
 
 import normswap.modules
 from normswap import progress
+from normswap.arguments import OnEmpty, OnMismatch, Validate
 from normswap.checkpoint import build_model, convert, files, load_model, same_tensors
 from normswap.cli import main, talk
 from normswap.modules import site_match
-from normswap.pipeline import OnEmpty, OnMismatch, Validate
 
 DONE, FAILED, USAGE, MISMATCH, EMPTY, ENVIRONMENT = range(6)
 MODEL = ["--model", "zoo:net", "--device", "cpu"]

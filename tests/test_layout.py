@@ -66,9 +66,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "proof": {
         *(
+            "arguments",
             "bounds",
             "criterion",
-            "example",
             "installed",
             "kinds",
             "in_float64",
@@ -98,8 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "timing",
     },
     "copying": {"plans"},
-    "example": set(),
-    "arguments": {"proof"},
+    "arguments": set(),
     "rollback": {"swapping", "plans", "proof", "timing"},
     "pipeline": {
         "arguments",
@@ -114,7 +113,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "proof",
         "timing",
         "copying",
-        "example",
         "reports",
     },
     "checkpoint.errors": {"plans"},

@@ -38,8 +38,8 @@ from torch import Tensor
 import normswap
 from normswap import builder, native, nodes
 from normswap.activation import Activation
+from normswap.arguments import Example
 from normswap.builder import BuildError
-from normswap.example import Example
 from normswap.ops import dispatch
 
 __all__ = [

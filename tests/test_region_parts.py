@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import rules
-from normswap.example import Example
+from normswap.arguments import Example
 from normswap.installed import marks
 from normswap.plans import Match, PlanError
 from normswap.proof import made_up, prove

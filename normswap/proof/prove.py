@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from normswap.example import Example, uncompiled
+from normswap.arguments import Example, uncompiled
 from normswap.installed import class_before
 from normswap.plans import Match, Swap
 from normswap.progress import progress
@@ -25,8 +25,6 @@ from normswap.proof.made_up import made_up
 from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
 from normswap.untouched import classes, is_sharded, preserved
-
-MODES = ("auto", "forward", "grad", "off")
 
 _NO_VALUES = "tensors of the model have no values (meta or lazy), so that nothing could be run"
 _MAX_CALLS = 8
