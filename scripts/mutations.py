@@ -27,8 +27,8 @@ kinds/batch_norm.py: in eval PyTorch raises for a BatchNorm that has one of them
 kinds/l1_norm.py: two values are of two types at most
     {*map(type, given[1:])} <= {int, float, str, type(None)}
     ({*map(type, given[1:])} < {int, float, str, type(None)})
-forwards/rms_norm.py: a longer way to the same tensor
-    self.weight in registered and self.weight not in own
+forwards/__init__.py: a longer way to the same tensor
+    name in found and name not in own
     (False)
 in_float64.py: they are two, and no two have as many bits
     _BITS[dtype] < _BITS[role.dtype]

@@ -31,9 +31,9 @@ from normswap.regions.growing import (
 )
 from normswap.regions.linear import with_linear
 from normswap.regions.moving import beside_of
-from normswap.regions.spec import Node, Region, Step, qualified, slots
+from normswap.regions.spec import Node, Region, Step, qualified
 from normswap.regions.spelling import SPELLED, one_dim
-from normswap.regions.syntax import place_of
+from normswap.regions.syntax import place_of, slots
 
 _CALLED = {norm.name: Formula(norm.formula) for norm in NORMS.values()}
 _Stands = Callable[[Growing], bool]

@@ -20,7 +20,7 @@ from normswap.attributes import Rejection
 from normswap.ops.dispatch import PLAIN
 from normswap.plans import PlanError
 from normswap.regions.inline import inlined
-from normswap.regions.spec import ROLES, Region, Step, others_of, parameters_of, slots
+from normswap.regions.spec import ROLES, Region, Step, others_of, parameters_of
 from normswap.regions.syntax import (
     MARK,
     PREFIX,
@@ -29,11 +29,9 @@ from normswap.regions.syntax import (
     made_function,
     mark_of,
     node_at,
-    not_one,
-    operands_of,
     place_of,
     placed,
-    put,
+    slots,
 )
 from normswap.source import cell_holds, definition, root_of, undecorated
 
@@ -150,40 +148,87 @@ class _Rewriter(ast.NodeTransformer):
         return self.generic_visit(node) if edit is None else self.visit(copy.deepcopy(edit))
 
 
+@dataclass(frozen=True)
+class _Operation:
+    """One operation of a region: its node in the forward, and what each operand of that is, as in ``Node``. ``step``:
+    the step that it is, None for what stands within one."""
+
+    node: Any
+    operands: Sequence[int | str]
+    is_method: bool = False
+    step: Step | None = None
+
+    def does(self, what: str) -> bool:
+        return self.step is not None and self.step.does == what
+
+    def given(self) -> list[tuple[ast.expr, int | str]]:
+        """The source of each operand that does not stay in the code, and what it is."""
+        pairs = zip(slots(self.node, self.is_method), self.operands, strict=True)
+        return [(source, operand) for source, operand in pairs if operand != ""]
+
+
+def _operations(region: Region, tree: ast.FunctionDef) -> list[_Operation]:
+    """Those of the steps, with "x" for what the first is of; before them those within: of a norm that is written out,
+    and the sum of ``x * (1 + s)``."""
+    found = list[_Operation]()
+    chain: int | str = "x"
+    for step in region.steps:
+        node, first = node_at(tree, step), len(found)
+        operands: list[int | str]
+        if step.does == "norm" and region.nodes:
+            for part in region.nodes:
+                operands = [chain if o == "x" else first + o if isinstance(o, int) else o for o in part.operands]
+                found.append(_Operation(node_at(tree, part), operands, part.is_method))
+            found[-1] = replace(found[-1], step=step)
+        else:
+            sources: list[Any] = slots(node, step.is_method)
+            operands = [""] * len(sources)
+            operands[step.operand] = chain
+            if step.does in ROLES:
+                operands[1 - step.operand] = ROLES[step.does]
+            if step.does == "gain":
+                one_plus, operands[1 - step.operand] = sources[1 - step.operand], first
+                is_left = isinstance(one_plus.right, ast.Constant)
+                found.append(_Operation(one_plus, [ROLES["gain"], ""] if is_left else ["", ROLES["gain"]]))
+            found.append(_Operation(node, operands, step.is_method, step))
+        chain = len(found) - 1
+    return found
+
+
 class _Region:
-    """The nodes of one region in the tree of its forward."""
+    """One region in the tree of its forward."""
 
     def __init__(self, tree: ast.FunctionDef, forward: types.FunctionType, index: int, region: Region) -> None:
-        self.region, self.index = region, index
+        self.tree, self.region, self.index = tree, region, index
         inner = tuple(step for step in region.steps if step.does != "view")
         self.owner = forward.__code__.co_varnames[0]
         self.locals = {*forward.__code__.co_varnames, *forward.__code__.co_cellvars}
         self.helper, self.result = self.named("region"), self.named("result")
-        self.nodes = [node_at(tree, step) for step in region.steps]
+        self.operations = _operations(region, tree)
         self.inner = replace(region, steps=inner) if len(inner) < len(region.steps) else region
-        self.parts = [node_at(tree, node) for node in region.nodes]
-        self.tree = tree
+        self.summed = 0 if self.inner is region else 1
+        """Which operation gives the sum, as it is looked at."""
 
     def named(self, what: str) -> str:
         return f"{PREFIX}{what}_{self.index}"
+
+    def loaded(self, what: str) -> ast.expr:
+        return ast.Name(self.named(what), ast.Load())
 
     # --- the forward ----------------------------------------------------------------------------------------------
 
     def edits(self) -> dict[int, ast.AST]:
         """What stands for each node, by its mark; the nodes within are the originals."""
-        found: dict[int, ast.AST] = {
-            mark_of(part): placed(self._operands_of(index), part) for index, part in enumerate(self.parts)
-        }
-        last = len(self.nodes) - 1
-        for position, (step, node) in enumerate(zip(self.region.steps, self.nodes, strict=True)):
-            handed = self._handed_on(step, node)
-            if self.region.shared and position == (1 if self.region.has("view") else 0):
+        found: dict[int, ast.AST] = {}
+        for index, operation in enumerate(self.operations):
+            node, handed = operation.node, self._handed_on(operation)
+            if self.region.shared and index == self.summed:
                 statement = next(s for s in ast.walk(self.tree) if isinstance(s, ast.Assign) and s.value is node)
                 (name,) = statement.targets
                 both = ast.Tuple([name, ast.Name(self.result, ast.Store())], ast.Store())
                 found[mark_of(statement)] = placed(ast.Assign([both], self._call(handed)), statement)
                 continue
-            if position == last:
+            if operation is self.operations[-1]:
                 handed = ast.Name(self.result, ast.Load()) if self.region.shared else self._call(handed)
             new: ast.AST = handed
             if isinstance(node, ast.AugAssign):
@@ -194,46 +239,33 @@ class _Region:
     def _call(self, packed: ast.expr) -> ast.Call:
         return ast.Call(ast.Name(self.helper, ast.Load()), [ast.Name(self.owner, ast.Load()), packed], [])
 
-    def _handed_on(self, step: Step, node: Any) -> ast.expr:
-        """The operands of a step, which nobody computes with yet."""
-        if step.does == "norm" and self.parts:
-            return self._operands_of(-1)
-        operands = operands_of(step, node)
-        if step.does == "view":
-            return ast.Tuple([operands[0], ast.Tuple(operands[1:], ast.Load())], ast.Load())
-        if step.does == "gain":
-            operands[1 - step.operand] = not_one(operands[1 - step.operand])
-        if step.does in ROLES:
-            return ast.Tuple(operands, ast.Load())
-        return operands[step.operand]
-
-    def _operands_of(self, index: int) -> ast.expr:
-        """What an operation of the norm is given, but for what stays in the code."""
-        of = self.region.nodes[index]
-        pairs = zip(slots(self.parts[index], of.is_method), of.operands, strict=True)
-        given = [node for node, operand in pairs if operand != ""]
+    def _handed_on(self, operation: _Operation) -> ast.expr:
+        """The operands of an operation, which nobody computes with yet."""
+        if operation.does("view"):
+            viewed, *sizes = slots(operation.node, is_method=True)
+            return ast.Tuple([viewed, ast.Tuple(sizes, ast.Load())], ast.Load())
+        given = [source for source, _ in operation.given()]
         return given[0] if len(given) == 1 else ast.Tuple(given, ast.Load())
 
     # --- the snippet and what unpacks -----------------------------------------------------------------------------
 
     def functions(self) -> list[ast.FunctionDef]:
-        target, names = self._target()
-        packed, where = self.named("packed"), self.nodes[0]
-        unpacked = placed(ast.Assign([target], ast.Name(packed, ast.Load())), where)
-        roles = [names.get(role) for role in ("x", "before", "behind", "scale", "shift")]
-        loads: list[ast.expr] = [ast.Name(name, ast.Load()) if name else ast.Constant(None) for name in roles]
-        given = self._arguments(lambda name: ast.Name(self.named(name), ast.Load()))
-        given += [ast.Name(self.named(name), ast.Load()) for name in others_of(self.region)]
+        packed, where = self.named("packed"), next(one.node for one in self.operations if one.step)
+        unpacked = placed(ast.Assign([self._unpacked(-1)], ast.Name(packed, ast.Load())), where)
+        named = {operand for one in self.operations for operand in one.operands}
+        roles = ("x", "before", "behind", "scale", "shift")
+        loads = [self.loaded(role) if role in named else ast.Constant(None) for role in roles]
+        given = [*self._arguments(self.loaded), *map(self.loaded, others_of(self.region))]
         loads.append(ast.Tuple(given, ast.Load()))
-        stepped = [unpacked, *self._statements(names, "each")]
-        snippet = [unpacked if self.inner is self.region else self._with_sizes(unpacked), *self._statements(names)]
+        stepped = [unpacked, *self._statements("each")]
+        snippet = [unpacked if self.inner is self.region else self._with_sizes(unpacked), *self._statements()]
         unpack = [unpacked, ast.Return(ast.Tuple(loads, ast.Load()))]
         found = [
             made_function(self.named("snippet"), [self.owner, packed], snippet, where),
             made_function(self.named("stepped"), [self.owner, packed, self.named("each")], stepped, where),
             made_function(self.named("unpack"), [packed], unpack, where),
         ]
-        nodes = {id(n): n for n in (*self.parts, *self.nodes)}.values()
+        nodes = [one.node for one in self.operations]
         calls = [n.func for n in nodes if isinstance(n, ast.Call) and self._is_global(n.func)]
         if calls:
             called = ast.Tuple(copy.deepcopy(calls), ast.Load())
@@ -245,13 +277,10 @@ class _Region:
                 found.append(made_function(self.named("arguments"), [self.owner], [ast.Return(written)], where))
         return found
 
-    def _sizes(self) -> ast.expr:
-        return ast.Starred(ast.Name(self.named("sizes"), ast.Load()), ast.Load())
-
     def _with_sizes(self, unpacked: ast.Assign) -> Any:
         """``unpacked`` of a packed sum, where the sizes of its view come with it."""
         target: ast.expr = ast.Tuple([unpacked.targets[0], ast.Name(self.named("sizes"), ast.Store())], ast.Store())
-        return placed(ast.Assign([target], unpacked.value), self.nodes[0])
+        return placed(ast.Assign([target], unpacked.value), unpacked)
 
     def _is_global(self, node: ast.expr) -> bool:
         root = root_of(node)
@@ -267,79 +296,49 @@ class _Region:
 
     def _written(self, name: str) -> ast.expr:
         """The source of a value by its name."""
-        every = zip(self.parts, self.region.nodes, strict=True)
-        pairs = (pair for part, node in every for pair in zip(slots(part, node.is_method), node.operands, strict=True))
-        return copy.deepcopy(next(source for source, operand in pairs if operand == name))
+        every = (pair for one in self.operations for pair in one.given())
+        return copy.deepcopy(next(source for source, operand in every if operand == name))
 
-    def _unpacked(self, index: int, x: ast.expr) -> ast.expr:
-        """What the operands of an operation of the norm are assigned to."""
+    def _unpacked(self, index: int) -> ast.expr:
+        """What the operands of an operation are assigned to."""
         targets = [
-            self._unpacked(operand, x)
-            if isinstance(operand, int)
-            else copy.deepcopy(x)
-            if operand == "x"
-            else ast.Name(self.named(operand), ast.Store())
-            for operand in self.region.nodes[index].operands
-            if operand != ""
+            self._unpacked(operand) if isinstance(operand, int) else ast.Name(self.named(operand), ast.Store())
+            for _, operand in self.operations[index].given()
         ]
         return targets[0] if len(targets) == 1 else ast.Tuple(targets, ast.Store())
 
-    def _expression(self, chain: str) -> tuple[list[ast.stmt], Any]:
-        """The operations of the norm of ``chain``, each assigned to a name but the last, which is given."""
-        body, results = list[ast.stmt](), list[str]()
-        for part, node in zip(self.parts, self.region.nodes, strict=True):
-            new: Any = copy.deepcopy(part)
-            named = [
+    def _statements(self, each: str = "") -> list[ast.stmt]:
+        """The operations one by one; with ``each``, what every step gives is handed to that, and a view is none."""
+        body, results, count = list[ast.stmt](), list[str](), 0
+        for index, operation in enumerate(self.operations):
+            node, is_view = operation.node, operation.does("view")
+            if each and is_view:
+                results.append(results[-1])
+                continue
+            new: Any = copy.deepcopy(node)
+            operands: list[ast.expr] = [
                 source
                 if operand == ""
-                else ast.Name(
-                    results[operand] if isinstance(operand, int) else chain if operand == "x" else self.named(operand),
-                    ast.Load(),
-                )
-                for source, operand in zip(slots(new, node.is_method), node.operands, strict=True)
+                else ast.Name(results[operand] if isinstance(operand, int) else self.named(operand), ast.Load())
+                for source, operand in zip(slots(new, operation.is_method), operation.operands, strict=True)
             ]
-            fill(new, node, named)
-            results.append(self.named(f"part_{len(results)}"))
-            body.append(placed(ast.Assign([ast.Name(results[-1], ast.Store())], new), part))
-        return body[:-1], new
-
-    def _target(self) -> tuple[ast.expr, dict[str, Any]]:
-        """What ``packed`` is assigned to, and the name that each role has in it."""
-        names: dict[str, Any] = {"x": self.named("x")}
-        target: ast.expr = ast.Name(names["x"], ast.Store())
-        for step in self.region.steps:
-            if step.does in ROLES:
-                role = ROLES[step.does]
-                names[role] = self.named(role)
-                pair: list[ast.expr] = [target, ast.Name(names[role], ast.Store())]
-                target = ast.Tuple(pair if step.operand == 0 else pair[::-1], ast.Store())
-            elif step.does == "norm" and self.parts:
-                target = self._unpacked(-1, target)
-        return target, names
-
-    def _statements(self, names: dict[str, Any], each: str = "") -> list[ast.stmt]:
-        """The operations of the region one by one, on the names of ``_target``; with ``each``, handed to that."""
-        chain, body = names["x"], list[ast.stmt]()
-        pairs = [*zip(self.region.steps, self.nodes, strict=True)]
-        for index, (step, node) in enumerate(pair for pair in pairs if not each or pair[0].does != "view"):
-            new = copy.deepcopy(node)
-            if step.does == "norm" and self.parts:
-                before, new = self._expression(chain)
-                body += before
-            elif step.does == "view":
-                new.func.value, new.args = ast.Name(chain, ast.Load()), [self._sizes()]
-            else:
-                other = ast.Name(names[ROLES[step.does]], ast.Load()) if step.does in ROLES else None
-                put(step, new, ast.Name(chain, ast.Load()), other)
+            if is_view:
+                operands = [operands[0], ast.Starred(self.loaded("sizes"), ast.Load())]
+            if operation.does("activation") and isinstance(new, ast.BinOp):  # x * sigmoid(x)
+                ((written, _),) = operation.given()
+                for part in ast.walk(new):
+                    if isinstance(part, ast.Name) and part.id == ast.unparse(written):
+                        part.id = results[-1]
+            fill(new, operation.is_method, operands)
             if isinstance(new, ast.AugAssign):
                 body.append(placed(new, node))
-                new = ast.Name(chain, ast.Load())
-            if each:
-                new = ast.Call(ast.Name(self.named(each), ast.Load()), [ast.Constant(index), new], [])
-            chain = self.named(f"value_{index}")
-            body.append(placed(ast.Assign([ast.Name(chain, ast.Store())], new), node))
-        result: ast.expr = ast.Name(chain, ast.Load())
+                new = operands[0]
+            if each and operation.step:
+                new = ast.Call(self.loaded(each), [ast.Constant(count), new], [])
+                count += 1
+            results.append(self.named(f"value_{index}"))
+            body.append(placed(ast.Assign([ast.Name(results[-1], ast.Store())], new), node))
+        result: ast.expr = ast.Name(results[-1], ast.Load())
         if self.region.shared:
-            at = 0 if each or self.inner is self.region else 1
-            result = ast.Tuple([ast.Name(self.named(f"value_{at}"), ast.Load()), result], ast.Load())
-        return [*body, placed(ast.Return(result), self.nodes[-1])]
+            result = ast.Tuple([ast.Name(results[self.summed], ast.Load()), result], ast.Load())
+        return [*body, placed(ast.Return(result), self.operations[-1].node)]

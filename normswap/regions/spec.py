@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -167,10 +166,3 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _tuples(inner) for key, inner in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
-
-
-def slots(node: Any, is_method: bool) -> list[ast.expr]:
-    """The operands of a binary operation or a call, in order."""
-    if isinstance(node, ast.BinOp):
-        return [node.left, node.right]
-    return [*([node.func.value] if is_method else []), *node.args, *(keyword.value for keyword in node.keywords)]

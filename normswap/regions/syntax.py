@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from normswap.plans import PlanError
-from normswap.regions.spec import Node, Position, Step, slots
+from normswap.regions.spec import Node, Position, Step
 
 PREFIX = "_normswap_"
 MARK = "normswap_mark"
@@ -32,53 +32,29 @@ def place_of(node: Any, tree: ast.FunctionDef) -> Position:
     return node.lineno - tree.lineno, node.col_offset, node.end_lineno - tree.lineno, node.end_col_offset
 
 
-def operands_of(step: Step, node: Any) -> list[ast.expr]:
+def slots(node: Any, is_method: bool) -> list[ast.expr]:
+    """The operands of an operation, in order."""
     if isinstance(node, ast.AugAssign):
         target: Any = node.target
         return [ast.copy_location(ast.Name(target.id, ast.Load()), node), node.value]
-    return slots(node, step.is_method)
+    if isinstance(node, ast.BinOp):
+        return [node.left, node.right]
+    return [*([node.func.value] if is_method else []), *node.args, *(keyword.value for keyword in node.keywords)]
 
 
-def not_one(node: Any) -> ast.expr:
-    """``s`` of ``1 + s``."""
-    return node.right if isinstance(node.left, ast.Constant) else node.left  # type: ignore[no-any-return]
-
-
-def fill(node: Any, of: Node | Step, operands: list[ast.expr]) -> None:
+def fill(node: Any, is_method: bool, operands: list[Any]) -> None:
     """Give an operation other operands."""
+    if isinstance(node, ast.AugAssign):
+        node.target, node.value = ast.Name(operands[0].id, ast.Store()), operands[1]
+        return
     if isinstance(node, ast.BinOp):
         node.left, node.right = operands
         return
-    if of.is_method:
+    if is_method:
         node.func.value, *operands = operands
     node.args, named = operands[: len(node.args)], operands[len(node.args) :]
     for keyword, value in zip(node.keywords, named, strict=True):
         keyword.value = value
-
-
-def put(step: Step, node: Any, chain: ast.expr, other: ast.expr | None) -> None:
-    """Give a copy of a step's node other operands."""
-    given = operands_of(step, node)
-    if isinstance(node, ast.AugAssign):
-        node.target, node.value = ast.Name(chain.id, ast.Store()), other  # type: ignore[attr-defined,assignment]
-    elif step.does == "activation" and isinstance(node, ast.BinOp):  # x * sigmoid(x)
-        _Renamer(given[step.operand].id, chain).visit(node)  # type: ignore[attr-defined]
-    else:
-        given[step.operand] = chain
-        if step.does == "gain":
-            inner: Any = given[1 - step.operand]
-            setattr(inner, "right" if isinstance(inner.left, ast.Constant) else "left", other)
-        elif other is not None:
-            given[1 - step.operand] = other
-        fill(node, step, given)
-
-
-class _Renamer(ast.NodeTransformer):
-    def __init__(self, name: str, new: ast.expr) -> None:
-        self.name, self.new = name, new
-
-    def visit_Name(self, node: ast.Name) -> Any:
-        return self.new if node.id == self.name else node
 
 
 def placed(node: Any, where: ast.AST) -> Any:
