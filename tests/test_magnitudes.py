@@ -17,7 +17,7 @@ from normswap import kinds
 from normswap.criterion import Magnitudes
 from normswap.kinds.l2_norm import euclidean
 from normswap.plans import Match
-from normswap.proof.product_bounds import linear_magnitudes
+from normswap.proof.product_bounds import LinearMagnitudes
 from normswap.regions.spec import Region
 
 RECORD = Path(__file__).parent / "golden/magnitudes.json"
@@ -119,7 +119,7 @@ def found() -> Iterator[tuple[str, Magnitudes]]:
             if name.endswith("not counted"):
                 without_batches(site.bn)  # type: ignore[arg-type]
             for rows in (1, 2, 5) if training else (5,):
-                made = linear_magnitudes(region, site._modules, drawn(rows, 6), site.scale, 2.0**-9)
+                made = LinearMagnitudes(region, site._modules, drawn(rows, 6), site.scale).magnitudes(2.0**-9)
                 yield f"{name}, {rows} rows{' in training' if training else ''}", made
 
 

@@ -23,7 +23,7 @@ from normswap.ops.dispatch import (
     native_serves,
 )
 from normswap.ops.recorded import differentiable
-from normswap.ops.rows import Options, Rows, is_served, of_the_sum, record_rows, with_sum
+from normswap.ops.rows import Options, computed, is_served, of_the_sum, record_rows, with_sum
 
 
 def layer_norm(
@@ -139,12 +139,11 @@ def _generally(
             return both
     if is_served(input, shape, weight, bias) and (options is None or options.are_served(input)):
         of = () if options is None else (torch.float32 if wide else None,)
-        found = Rows("layer_norm", input, shape, (weight, bias), (eps,), options, of).computed()
+        found = computed("layer_norm", input, shape, (weight, bias), (eps,), options, of)
         if found is not None:
             return found
-    if options is None:
-        return reference.layer_norm(input, shape, weight, bias, eps)
-    return reference.layer_norm(input, shape, weight, bias, eps, **options.keywords())
+    more = {} if options is None else options.keywords()
+    return reference.layer_norm(input, shape, weight, bias, eps, **more)
 
 
 record_rows("layer_norm", "input size weight bias eps", reference.layer_norm, more="dtype")

@@ -21,7 +21,7 @@ from normswap.ops.dispatch import (
     statistic_along,
 )
 from normswap.ops.recorded import Tensors, differentiable
-from normswap.ops.rows import Options, Rows, is_served, of_the_sum, record_rows, with_sum
+from normswap.ops.rows import Options, computed, is_served, of_the_sum, record_rows, with_sum
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes for an eps of None."""
@@ -111,7 +111,7 @@ def _generally(
         options is None or (options.are_served(input) and not torch.is_autocast_enabled("cuda"))
     ):
         numbers = FLOAT32_EPS if eps is None else eps, weight_offset, cast_before_weight
-        found = Rows("rms_norm", input, shape, (weight,), numbers, options).computed()
+        found = computed("rms_norm", input, shape, (weight,), numbers, options)
         if found is not None:
             return found
     more = {} if options is None else options.keywords()

@@ -119,39 +119,35 @@ def of_the_sum(
     return None if total is None else (op(total, **options._replace(residual=None).keywords()), total)
 
 
-class Rows(NamedTuple):
-    """A call that is served, by what the native ops of this ``name`` are given."""
-
-    name: str
-    input: Tensor
-    shape: tuple[int, ...]
-    affine: tuple[Tensor | None, ...]
-    numbers: tuple[Any, ...]
-    options: Options | None = None
-    dtype: tuple[torch.dtype | None, ...] = ()
-
-    def computed(self) -> Any:
-        """By the kernels; None where they cannot record a gradient."""
-        name, input, shape, affine, numbers, options, dtype = self
-        dims, unkept = len(shape), [None for _ in affine]  # the statistics: a mean where there is a bias
-        if options is None:
-            if needs_grad(input, *affine):
-                return recorded(name)(input, dims, *affine, *numbers)
-            input = input.contiguous()
-            out = torch.empty_like(input)
-            op = getattr(torch.ops.normswap, name).default
-            op(input, *map(dense, affine), math.prod(shape), *numbers, out, *unkept, 0)
-            return out
-        if needs_grad(input, *affine, *options[:3]):
-            given = input, dims, *affine, *numbers, *options.arguments(), *dtype
-            out, total = recorded(f"{name}_with_options")(*given)
-            return None if out is None else with_sum(out, total)
+def computed(
+    name: str,
+    input: Tensor,
+    shape: tuple[int, ...],
+    affine: tuple[Tensor | None, ...],
+    numbers: tuple[Any, ...],
+    options: Options | None = None,
+    dtype: tuple[torch.dtype | None, ...] = (),
+) -> Any:
+    """A call that is served, by the native ops of this ``name``; None where they cannot record a gradient."""
+    dims, unkept = len(shape), [None for _ in affine]  # the statistics: a mean where there is a bias
+    if options is None:
+        if needs_grad(input, *affine):
+            return recorded(name)(input, dims, *affine, *numbers)
         input = input.contiguous()
-        out, total = torch.empty_like(input), None if options.residual is None else torch.empty_like(input)
-        op = getattr(torch.ops.normswap, f"{name}_with_options").default
-        given = input, dims, *map(dense, affine), *numbers, *options.densely().arguments()
-        op(*given, out, total, *unkept, 0)
-        return with_sum(out, total)
+        out = torch.empty_like(input)
+        op = getattr(torch.ops.normswap, name).default
+        op(input, *map(dense, affine), math.prod(shape), *numbers, out, *unkept, 0)
+        return out
+    if needs_grad(input, *affine, *options[:3]):
+        given = input, dims, *affine, *numbers, *options.arguments(), *dtype
+        out, total = recorded(f"{name}_with_options")(*given)
+        return None if out is None else with_sum(out, total)
+    input = input.contiguous()
+    out, total = torch.empty_like(input), None if options.residual is None else torch.empty_like(input)
+    op = getattr(torch.ops.normswap, f"{name}_with_options").default
+    given = input, dims, *map(dense, affine), *numbers, *options.densely().arguments()
+    op(*given, out, total, *unkept, 0)
+    return with_sum(out, total)
 
 
 def laid_out(*given: Any) -> Laid:
@@ -205,11 +201,11 @@ def record_rows(name: str, arguments: str, formula: Callable[..., Any], *, more:
         assert input is not None
         shape, act = input.shape[-int(size) :], Activation.of(int(code), low, high)
 
-        def computed(x: Tensor, w: Any, b: Any, scale: Any, shift: Any) -> Tensor:
+        def result(x: Tensor, w: Any, b: Any, scale: Any, shift: Any) -> Tensor:
             own = {"bias": b} if has_bias else {"weight_offset": offset, "cast_before_weight": bool(cast)}
             return formula(x, shape, w, eps=eps, **own, scale=scale, shift=shift, activation=act)  # type: ignore[no-any-return]
 
-        dx, dw, db, dscale, dshift = reference_gradients(computed, (input, weight, bias, scale, shift), *grads)
+        dx, dw, db, dscale, dshift = reference_gradients(result, (input, weight, bias, scale, shift), *grads)
         return dx, dw, db, dx if wanted[3] else None, dscale, dshift, None
 
     norm = Norm(by_kernels, by_formula, of_rows=True)

@@ -17,14 +17,9 @@ C_LINEAR = 8.0
 through a norm: a matmul, a product with the scale, a norm, a matmul back."""
 
 
-def linear_magnitudes(region: Region, children: Mapping[str, Any], x: Tensor, scale: Any, unit: float) -> Magnitudes:
-    """Those of ``region``, whose ``children`` are as they were before the call, on a float64 ``x``; the gradients by
-    "input", "scale" and the names of parameters. ``unit`` is what ``matmul_unit`` says of the real input."""
-    return _Columns(region, children, x, scale).magnitudes(unit)
-
-
-class _Columns:
-    """u = scale * linear(x) for x (N, K), normalised column by column to uhat.
+class LinearMagnitudes:
+    """Those of ``region``, whose ``children`` are as they were before the call, on a float64 ``x``: of
+    u = scale * linear(x) for x (N, K), normalised column by column to uhat.
 
     ``sums`` is the magnitude of linear(x), ``size`` that of uhat, ``coarse`` (of u) what a matmul with rounded operands
     and a rounded result moves it by, in unit roundoffs: its K errors are independent, hence the root of squares.
@@ -54,6 +49,8 @@ class _Columns:
         self.coarse = slope * ((x.square() @ self.linear.weight.square().T).sqrt() + z.abs())
 
     def magnitudes(self, unit: float) -> Magnitudes:
+        """The gradients by "input", "scale" and the names of parameters. ``unit`` is what ``matmul_unit`` says of the
+        real input."""
         coarse = self.coarse * self.rstd
         if self.batch:
             coarse = self._through(coarse + coarse.mean(0))

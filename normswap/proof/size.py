@@ -13,7 +13,7 @@ from torch import Tensor
 from normswap.bounds import derivative
 from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, half_ulp, rounds_further
 from normswap.kinds import KINDS, NORMS, kind_of, magnitudes
-from normswap.proof.product_bounds import C_LINEAR, folded_error, linear_magnitudes
+from normswap.proof.product_bounds import C_LINEAR, LinearMagnitudes, folded_error
 from normswap.regions.children import child_at
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, parameters_of
@@ -65,7 +65,7 @@ class Size:
     def _rows(self, holder: Any, arguments: Any, dtype: torch.dtype, unit: float) -> Magnitudes:
         region, x = self.region, self.given
         if region.linear:
-            return linear_magnitudes(region, holder._modules, x, self.scale, unit)
+            return LinearMagnitudes(region, holder._modules, x, self.scale).magnitudes(unit)
         if region.has("permute"):
             x = x.permute(0, 2, 3, 1)
         if not region.type and (kind := KINDS.get(region.kind)) is not None:
