@@ -241,6 +241,16 @@ def test_warps_apart_exchange_the_statistics_of_16_bit_groups() -> None:
 
 
 @pytest.mark.usefixtures("library")
+def test_a_team_has_few_lean_rows_that_clusters_would_stage() -> None:
+    for rows, cols, weights, ragged, regime in (
+        *((32, 262_144, 0, False, 6), (49, 262_144, 0, False, 6), (50, 262_144, 0, False, 4), (2, 262_144, 0, False, 4)),
+        *((32, 262_144, 2, False, 4), (32, 262_144, 0, True, 4), (32, 131_072, 0, False, 4)),
+    ):
+        plan = launch_plans.row_plan(rows, cols, 2, weights=weights, ragged=ragged, **GPUS[0])
+        assert plan is not None and plan["regime"] == regime, (rows, cols, weights, ragged)
+
+
+@pytest.mark.usefixtures("library")
 def test_a_team_has_the_first_part_of_rows_that_it_cannot_hold() -> None:
     for cols, rows, regime, blocks in (
         *((132 * 16_384, 16, 6, 132), (132 * 16_384 + 4, 16, 7, 128), (132 * 16_384 + 4, 5, 5, 133)),

@@ -62,7 +62,8 @@ bool takes(const Site& s, const Tensor& input, std::array<int64_t, 4>& sizes) {
   if (!s.weight.has_value() || !s.running_mean.has_value() || !s.running_var.has_value()) return false;
   const Geometry& g = s.geometry;
   if (s.weight->dim() != 4 || !is_beside(*s.weight, input) || !dtypes_fit(s, input.scalar_type())) return false;
-  if (sizes[1] != s.weight->size(1) * g.groups || s.way < kFused || s.way > kScaled) return false;
+  if (s.weight->numel() == 0 || sizes[1] != s.weight->size(1) * g.groups) return false;
+  if (s.way < kFused || s.way > kScaled) return false;
   if (s.way != kScaled && !(s.relu() || (s.way == kMatmul && s.plain()))) return false;
   sizes[1] = s.weight->size(0);
   for (int d = 0; d < 2; ++d) {

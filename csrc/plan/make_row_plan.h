@@ -50,11 +50,14 @@ inline void take_turns(const Rows& of, const Gpu& gpu, RowPlan* p) {
 // Whether so many blocks, which have a multiprocessor each, are most of the GPU.
 inline bool is_busy(const Gpu& gpu, int64_t blocks) { return blocks * 4 >= gpu.multiprocessors * int64_t{3}; }
 
+// Whether a warp of a team keeps no weights of rows that begin and end at vectors, of 16-bit elements.
+inline bool is_lean(const Rows& of) { return of.weights == 0 && !of.ragged && of.itemsize == 2; }
+
 // Blocks that work on row after row together, each on a group of chunks. Returns false where they cannot. Where more groups
 // than blocks run at once, they have the first of them.
 inline bool make_team(const Rows& of, const Gpu& gpu, RowPlan* p) {
   const int64_t groups = row_groups(*p);
-  const bool lean = of.weights == 0 && !of.ragged && of.itemsize == 2;
+  const bool lean = is_lean(of);
   const bool apart = lean && is_busy(gpu, gpu.multiprocessors / groups * groups);
   const int blocks = lean && !apart ? kTeamBlocks<true, 2> : kTeamBlocks<false, 4>;  // on a multiprocessor
   const int slice = kWarpsTeam * chunk_bytes(p->chunk_len, of.itemsize);
@@ -98,14 +101,18 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
   const bool has_team = make_team(of, gpu, &team), has_all = team.blocks_a_row == row_groups(p);
   const bool fits_team = staged && has_team && has_all;
   const bool fits_both = staged && has_team && !has_all && row_groups(p) <= 2 * team.blocks_a_row && itemsize == 4 && !ragged;
+  const bool by_team = fits_team && is_busy(gpu, team.grid);
+  // Clusters that stage rows in shared memory and all run at once: a lean team is faster.
+  const bool few = rows * kMaxCluster <= int64_t{kBlocksAMultiprocessor} * gpu.multiprocessors;
+  const bool by_cluster = held_in_cluster || (p.chunks <= by_choice * kMaxCluster && !(few && by_team && is_lean(of)));
   Regime r = regime;
   if (r == Regime::automatic) {
     r = tiny                                                                      ? Regime::subwarp
         : p.chunks == 1                                                           ? Regime::warp
         : held                                                                    ? Regime::block
-        : fits_cluster && (held_in_cluster || p.chunks <= by_choice * kMaxCluster) ? Regime::cluster
+        : fits_cluster && by_cluster                                              ? Regime::cluster
         : fits_block && p.chunks <= by_choice                                     ? Regime::block
-        : fits_team && is_busy(gpu, team.grid)                                    ? Regime::team
+        : by_team                                                                 ? Regime::team
         : fits_both && rows >= kRowsBoth                                          ? Regime::both
                                                                                   : Regime::split;
   }

@@ -285,6 +285,16 @@ def test_what_the_native_op_declines() -> None:
         assert native(model, x) is None
 
 
+@torch.no_grad()
+def test_a_convolution_of_no_channels_is_declined() -> None:
+    x = torch.randn(2, 16, 8, 8, device=DEVICE, dtype=torch.float16).to(memory_format=torch.channels_last)
+    weight, values = x.new_empty(0, 16, 3, 3, memory_format=torch.channels_last), x.new_empty(0)
+    op = torch.ops.normswap.convolution_batch_norm_eval_or_none
+    for way in WAYS.values():
+        given = (x, weight, None, 1, 1, 1, 1, 1, 1, 1, values, values, values, values, 1e-5, None, RELU.code, 0.0, 0.0)
+        assert op(*given, way) is None
+
+
 SIZES: dict[str, tuple[Any, ...]] = {  # channels, output channels, height, width, and what nn.Conv2d takes
     "narrow": (8, 8, 5, 7, {"kernel_size": 1}),
     "a tile and more": (64, 136, 23, 17, {"kernel_size": 1}),
