@@ -242,12 +242,12 @@ def test_warps_apart_exchange_the_statistics_of_16_bit_groups() -> None:
 
 @pytest.mark.usefixtures("library")
 def test_a_team_has_few_lean_rows_that_clusters_would_stage() -> None:
-    for rows, cols, weights, ragged, regime in (
-        *((32, 262_144, 0, False, 6), (49, 262_144, 0, False, 6), (50, 262_144, 0, False, 4), (2, 262_144, 0, False, 4)),
-        *((32, 262_144, 2, False, 4), (32, 262_144, 0, True, 4), (32, 131_072, 0, False, 4)),
+    for rows, weights, ragged, regime in (
+        *((2, 0, False, 4), (32, 0, False, 6), (49, 0, False, 6), (50, 0, False, 4)),
+        *((32, 2, False, 4), (32, 0, True, 4)),
     ):
-        plan = launch_plans.row_plan(rows, cols, 2, weights=weights, ragged=ragged, **GPUS[0])
-        assert plan is not None and plan["regime"] == regime, (rows, cols, weights, ragged)
+        plan = launch_plans.row_plan(rows, 262_144, 2, weights=weights, ragged=ragged, **GPUS[0])
+        assert plan is not None and plan["regime"] == regime, (rows, weights, ragged)
 
 
 @pytest.mark.usefixtures("library")
