@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from typing import Any
 
@@ -42,8 +42,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**data, "plan": self.plan.to_dict()}
+        return {**vars(self), "plan": self.plan.to_dict()}
 
     def to_json(self) -> str:
         """The report as JSON text."""

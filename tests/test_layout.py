@@ -60,14 +60,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "finding": {"plans", "regions", "rules"},
     "swapping": {"plans", "installed", "modules", "regions", "untouched"},
-    "kinds": {"activation", "bounds", "criterion", "forwards", "kinds", "norms", "ops", "plans"},
+    "kinds": {"activation", "criterion", "forwards", "kinds", "norms", "ops", "plans"},
     "criterion": set(),
-    "bounds": {"criterion"},
     "progress": set(),
     "proof": {
         *(
             "arguments",
-            "bounds",
             "criterion",
             "installed",
             "kinds",

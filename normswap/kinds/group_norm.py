@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import Activation
-from normswap.bounds import Rows
+from normswap.criterion import Rows
 from normswap.forwards import affine_of
 from normswap.forwards.norm import norm_forward
 from normswap.kinds.norm import Norm, is_alike

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import Activation
-from normswap.bounds import Rows
-from normswap.criterion import Magnitudes
+from normswap.criterion import Magnitudes, Rows
 from normswap.forwards import affine_of
 from normswap.kinds.norm import Norm, is_alike
 from normswap.norms import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import ops
-from normswap.bounds import ulp_where_rounded
-from normswap.criterion import Magnitudes
+from normswap.criterion import Magnitudes, ulp_where_rounded
 from normswap.forwards import only_argument
 from normswap.forwards.replaced import Replaced
 from normswap.kinds.kind import Kind, are_numbers, is_along, shape_along

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from normswap import ops
-from normswap.bounds import ulp_where_rounded
-from normswap.criterion import Magnitudes
+from normswap.criterion import Magnitudes, ulp_where_rounded
 from normswap.kinds.kind import Kind, are_numbers, is_along, shape_along
 from normswap.ops.dispatch import autocasts
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from normswap import ops
-from normswap.bounds import Rows
-from normswap.criterion import Magnitudes
+from normswap.criterion import Magnitudes, Rows
 from normswap.kinds.kind import Kind, flat, is_along, shape_along
 from normswap.ops.dispatch import in_memory_order
 

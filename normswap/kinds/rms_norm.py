@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
-from normswap.bounds import Rows
+from normswap.criterion import Rows
 from normswap.forwards import registered
 from normswap.forwards.norm import norm_forward
 from normswap.forwards.rms_norm import outside_autocast

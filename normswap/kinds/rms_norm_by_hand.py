@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap.bounds import Rows, ulp_at_ties
-from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes
+from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, Rows, ulp_at_ties
 from normswap.forwards.rms_norm import along, by_hand_forward
 from normswap.kinds.kind import Kind, are_numbers, flat, is_along, shape_along
 from normswap.ops.dispatch import in_memory_order

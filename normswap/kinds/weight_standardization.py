@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from normswap import ops
-from normswap.bounds import Rows
-from normswap.criterion import Magnitudes
+from normswap.criterion import Magnitudes, Rows
 from normswap.kinds.kind import Kind
 
 FORMULA = "batch_norm(x, None, None, weight=weight, bias=bias, training=True, momentum=momentum, eps=eps)"

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normswap.bounds import derivative
-from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, half_ulp, rounds_further
+from normswap.criterion import FLOAT32_ROUNDING, SIXTEEN_BITS, Magnitudes, derivative, half_ulp, rounds_further
 from normswap.kinds import KINDS, NORMS, kind_of, magnitudes
 from normswap.proof.product_bounds import C_LINEAR, LinearMagnitudes, folded_error
 from normswap.regions.children import child_at
