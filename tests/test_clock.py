@@ -95,11 +95,11 @@ def test_what_takes_long_is_timed_in_fewer_rounds(each_us: float, least: int, tu
 def test_a_budget_is_spent_by_the_clock() -> None:
     gpu = FakeGpu()
     gpu.launch(7.0, 0.0)
-    budget = clock.Budget.of(gpu, 100.0)
-    half, run = budget.half(), budget.limited(lambda: gpu.launch(60.0, 0.0))
-    assert (budget.left_us, half.left_us) == (100.0, 50.0)
+    budget = clock.Budget(gpu, 100.0)
+    run = budget.limited(lambda: gpu.launch(60.0, 0.0))
+    assert budget.left_us == 100.0
     run(), run()  # the second began in time
-    assert (budget.left_us, half.left_us) == (-20.0, -70.0)
+    assert budget.left_us == -20.0
     with pytest.raises(clock.OutOfTime):
         run()
     assert gpu.now_us() == 127.0

@@ -146,7 +146,7 @@ def test_a_site_counts_as_often_as_it_is_called() -> None:
         candidates.Candidate("rare", (use("b", 1, 200.0, 100.0),), frozenset(["often"])),
     ]
     with running(gpu, lambda module, swapped: (0.0, 0.0)):
-        timed = decision.time_candidates(found, Budget.of(gpu, 1e9))
+        timed = decision.time_candidates(found, Budget(gpu, 1e9))
     assert cover(timed, Waiting(1.0, 0.0), 1.0) == {"often"}
     assert timed[0].calls == 50 and timed[0].original.device_us == pytest.approx(500.0)
 

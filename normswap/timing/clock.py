@@ -114,25 +114,15 @@ class OutOfTime(Exception):
     """The budget of a choice is spent."""
 
 
-@dataclass
 class Budget:
-    """Time that a choice may take, by the host's clock of ``machine``; up to ``ends_us``."""
+    """So much time that a choice may take from now on, by the host's clock of ``machine``."""
 
-    machine: Machine
-    ends_us: float
-
-    @classmethod
-    def of(cls, machine: Machine, us: float) -> Budget:
-        """So much, from now on."""
-        return cls(machine, machine.now_us() + us)
+    def __init__(self, machine: Machine, us: float) -> None:
+        self.machine, self.ends_us = machine, machine.now_us() + us
 
     @property
     def left_us(self) -> float:
         return self.ends_us - self.machine.now_us()
-
-    def half(self) -> Budget:
-        """Of what is left, a part."""
-        return Budget(self.machine, self.ends_us - self.left_us / 2)
 
     def limited(self, function: Function) -> Function:
         """``function``, which raises OutOfTime instead of beginning when nothing is left."""

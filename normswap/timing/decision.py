@@ -134,11 +134,11 @@ def decide_sites(model: nn.Module, swaps: Sequence[Swap], run: Callable[[], Any]
             machine = machine_for(sorted({use.device for one in found for use in one.uses}, key=str))
             if machine is None:
                 return Decision()
-            budget = Budget.of(machine, BUDGET_US)
+            budget = Budget(machine, BUDGET_US)
             once = budget.limited(once)
             with arranged(()):
                 waits = whole_model.waiting(machine, once)
-            timed = {one.name: one for one in time_candidates(found, budget.half())}
+            timed = {one.name: one for one in time_candidates(found, Budget(machine, budget.left_us / 2))}
             least_us = whole_model.LEAST_RUNS * max(waits.device_us, waits.host_us)
             tried = _covers([*timed.values()], waits, least)[: max(1, int(budget.left_us / least_us) - 1)]
             kept, before_us, after_us = _fastest(budget, once, arranged, tried, least)

@@ -159,7 +159,7 @@ def _decide(owners: Sequence[_Owner], run: Callable[[], Any]) -> None:
     if machine is None:
         return
     known: dict[Hashable, list[Cost]] = {}
-    budget = Budget.of(machine, BUDGET_US)
+    budget = Budget(machine, BUDGET_US)
     run = budget.limited(run)
     found = [place.costs(known, budget) if place.recorder.calls else {} for place in places]
     choices = [[_chosen(totals, share) for totals in found] for share in SHARES]
