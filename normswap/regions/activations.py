@@ -73,12 +73,10 @@ _OUT_OF_PLACE = ("sigmoid", "tanh")
 def activation_of(child: Any) -> Activation | None:
     """What calling ``child`` does to a tensor of its own; None where that is no activation of ours."""
     cls = type(child)
-    make = _ACTIVATIONS.get(cls)
-    return make(child) if make is not None and is_plain(child, cls) else None
-
-
-def _constant(activation: Activation) -> Callable[[Any], Activation]:
-    return lambda child: activation
+    known, make = _CONSTANT.get(cls), _MADE.get(cls)
+    if (known is None and make is None) or not is_plain(child, cls):
+        return None
+    return known if make is None else make(child)
 
 
 def _gelu(child: Any) -> Activation | None:
@@ -100,11 +98,8 @@ def _clamp(child: Any) -> Activation | None:
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 _ALWAYS = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Hardswish: "hardswish", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh"}
 _CONSTANT = {nn.Identity: NONE, **{cls: Activation(name) for cls, name in _ALWAYS.items()}}
-_ACTIVATIONS: Mapping[type[nn.Module], Callable[[Any], Activation | None]] = {
-    **{cls: _constant(activation) for cls, activation in _CONSTANT.items()},
-    nn.GELU: _gelu,
-    nn.LeakyReLU: _leaky_relu,
-    **dict.fromkeys((nn.ReLU6, nn.Hardtanh), _clamp),
+_MADE: Mapping[type[nn.Module], Callable[[Any], Activation | None]] = {
+    **{nn.GELU: _gelu, nn.LeakyReLU: _leaky_relu, nn.ReLU6: _clamp, nn.Hardtanh: _clamp}
 }
-CHILDREN = tuple(cls for cls in _ACTIVATIONS if cls is not nn.Identity)
+CHILDREN = (*_ALWAYS, *_MADE)
 ACTIVATIONS.update((cls, (activation.code, 0.0, 0.0)) for cls, activation in _CONSTANT.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,6 @@ from torch import nn
 from normswap.attributes import is_hidden
 from normswap.forwards.plain import DROPOUTS
 from normswap.kinds import NORMS
-from normswap.plans import Match
 from normswap.regions.activations import called_activation, sigmoid_times
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value, is_literal
@@ -37,8 +37,8 @@ class Growing:
     x: Value
     steps: list[tuple[str, Op, int]]
     inside: tuple[Op, ...] = ()
-    match: Match | None = None
     type: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
     shared: bool = False
     passes: list[str] = field(default_factory=list)
     activation: str | tuple[str, float, float] | None = None

@@ -54,11 +54,7 @@ def with_helpers(
         return replaced.run
     compiled, make = _compiled(replaced.original, base_forward, _text(attributes))
     helpers = [helper_of(one) for one in compiled]
-    helpers = in_rows(compiled, helpers) if installed else helpers
-    if make is None:
-        rewritten = _sequential(compiled, helpers)
-    else:
-        rewritten = make(helpers)
+    rewritten = make(in_rows(compiled, helpers) if installed else helpers)
     if "behind" in attributes and installed:
         rewritten = Short(replaced.original, attributes["behind"], compiled[0].callees).before(rewritten)
     conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))
@@ -92,12 +88,15 @@ def _text(attributes: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _compiled(original: Any, base_forward: Any, text: str) -> tuple[list[Compiled], Any]:
+def _compiled(
+    original: Any, base_forward: Any, text: str
+) -> tuple[list[Compiled], Callable[[Sequence[Helper]], _Forward]]:
+    """The regions compiled, and what makes the forward from a helper for each."""
     regions = [Region.from_json(data) for data in json.loads(text)]
-    if base_forward is nn.Sequential.forward:
-        return [compiled_run(region) for region in regions], None
-    compiled, make = compile_regions(base_forward, regions)
-    return compiled, make
+    if base_forward is not nn.Sequential.forward:
+        return compile_regions(base_forward, regions)
+    compiled = [compiled_run(region) for region in regions]
+    return compiled, functools.partial(_sequential, compiled)
 
 
 _IN_CONDITIONS = (ast.Expression, ast.UnaryOp, ast.Not, ast.Compare, ast.Is, ast.IsNot, ast.Attribute, ast.Name)

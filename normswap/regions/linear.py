@@ -95,7 +95,7 @@ def _why_no_factor(module: nn.Module, linear: Any, product: Op, of: Op) -> str:
     return ""
 
 
-def _why_apart(linear: tuple[str, Any], norm: Any, used_once: bool, factor: tuple[str, Any] | None = None) -> str:
+def _why_apart(linear: tuple[str, Any], norm: Any, used_once: bool, factor: tuple[str, Any] | None) -> str:
     name, child = linear
     if changed := next((called for called, function in _CALLED.items() if getattr(F, called) is not function), None):
         return f"{name} stands before a norm, and torch.nn.functional.{changed} was replaced"

@@ -106,7 +106,8 @@ def _core(module: nn.Module, op: Op, norm_of: Any) -> Growing | None:
         return None
     name, (x,) = child_called(op), (*op.args, *op.keywords.values())
     expression = Found(frozenset([op]), {"x": x}) if op.keywords else Found()
-    found = Growing(match.kind, name, x, steps, match=match, type=qualified(type(child)), expression=expression)
+    of = qualified(type(child))
+    found = Growing(match.kind, name, x, steps, type=of, attributes=dict(match.attributes), expression=expression)
     inside = match.attributes.get("behind", "").split()
     found.passes = [f"{name}.{inner}" for inner in inside]
     kinds = [type(child._modules[inner]) for inner in inside]
@@ -165,7 +166,7 @@ def _described(flow: Flow, found: Growing) -> Region:
         found.norm,
         tuple(Step(does, place_of(op.node, flow.tree), at, _is_method(op)) for does, op, at in found.steps),
         found.type,
-        {} if found.match is None else dict(found.match.attributes),
+        found.attributes,
         found.shared,
         tuple(found.passes),
         found.activation,
