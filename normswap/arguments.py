@@ -115,20 +115,15 @@ class Example:
         return not any(torch.nn.parameter.is_lazy(t) or t.is_meta for t in self._state())
 
     @property
-    def input(self) -> Tensor | None:
-        """The first floating-point tensor that it is given."""
-        return _first_floating(self._given())
-
-    @property
     def typical(self) -> Tensor | None:
         """A tensor of the dtype and device that the model computes in."""
-        found = _first_floating(self.model.parameters())
-        return self.input if found is None else found
+        return _first_floating((*self.model.parameters(), *self._given()))
 
     @property
     def learns(self) -> bool:
         """Whether a parameter or the input requires a gradient."""
-        return any(t.requires_grad for t in (*self.model.parameters(), self.input) if t is not None)
+        given = _first_floating(self._given())
+        return any(t.requires_grad for t in (*self.model.parameters(), given) if t is not None)
 
     @property
     def devices(self) -> set[torch.device]:

@@ -30,7 +30,7 @@ from normswap.norms import copy_weights as copy_weights
 from normswap.plans import REGION, Match, PlanError
 from normswap.regions import install as regions
 
-_Forward = Callable[..., Tensor]
+_Maker = Callable[[Replaced, Mapping[str, Any]], Callable[..., Tensor]]
 
 _MODULE_CLASSES: dict[type[nn.Module], tuple[str, type[nn.Module]]] = {
     original: (norm.name, swapped)
@@ -91,7 +91,8 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
     known, swapped = _MODULE_CLASSES.get(original, ("", nn.Module))
     if known == kind and not attributes:
         return swapped
-    if _maker(Match(kind, attributes), original) is None:
+    make = _maker(Match(kind, attributes), original)
+    if make is None:
         raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
     text = json.dumps(dict(attributes), sort_keys=True)
     replaced = Replaced(original, regions.method_of(attributes))
@@ -100,7 +101,7 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
     made = _made.setdefault(original, WeakValueDictionary())
     cls: type[nn.Module] | None = made.get(key)
     if cls is None:
-        cls = made[key] = _rewritten_class(Match(kind, json.loads(text)), replaced)
+        cls = made[key] = _rewritten_class(Match(kind, json.loads(text)), replaced, make)
     return cls
 
 
@@ -108,10 +109,8 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
 _made: Any = WeakIdKeyDictionary()
 
 
-def _rewritten_class(match: Match, replaced: Replaced) -> type[nn.Module]:
+def _rewritten_class(match: Match, replaced: Replaced, make: _Maker) -> type[nn.Module]:
     original: type[nn.Module] = replaced.original
-    make = _maker(match, original)
-    assert make is not None
     body = {
         replaced.name: in_the_place_of(replaced, make(replaced, match.attributes)),
         "__module__": original.__module__,
@@ -124,7 +123,7 @@ def _rewritten_class(match: Match, replaced: Replaced) -> type[nn.Module]:
     return made
 
 
-def _maker(match: Match, original: type[nn.Module]) -> Callable[[Replaced, Mapping[str, Any]], _Forward] | None:
+def _maker(match: Match, original: type[nn.Module]) -> _Maker | None:
     """What makes the forward of the class to install for ``original``; None where they do not fit."""
     if match.kind == REGION:
         return regions.make_forward

@@ -22,7 +22,7 @@ from normswap.regions.listening import Listener, holder_of, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region
 from normswap.timing.clock import NO_COST, Cost, Function
-from normswap.timing.model import Waiting
+from normswap.timing.model import Arrangement, Waiting
 from normswap.untouched import classes
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -271,9 +271,7 @@ def kept_of(swap: Swap, kept: Collection[str]) -> Match | None:
     return Match(swap.match.kind, {**swap.match.attributes, "regions": [regions[index] for index in chosen]})
 
 
-def arrangements(
-    model: nn.Module, swaps: Sequence[Swap]
-) -> Callable[[Collection[str]], contextlib.AbstractContextManager[None]]:
+def arrangements(model: nn.Module, swaps: Sequence[Swap]) -> Arrangement:
     """What gives the swapped ``model``, for a block, the original classes at all sites but those named."""
     found = [(swap, model.get_submodule(swap.site.name)) for swap in swaps]
     return lambda kept: classes([(module, _class_with(module, kept_of(swap, kept))) for swap, module in found])
