@@ -5,22 +5,30 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normswap import fold_convolution, modules, rules
+from normswap import modules, reference, rules
 from normswap.attributes import Rejection
 from normswap.forwards import linear_scale_batch_norm as _lsb
-from normswap.forwards.plain import calls_forward, is_plain, is_unhooked
+from normswap.forwards.batch_norm import RANKS
+from normswap.forwards.plain import TRANSPOSED, calls_forward, is_plain, is_unhooked
 from normswap.installed import class_before, site_match
 from normswap.plans import Match, NormswapError
+from normswap.regions.ending import children_behind
 from normswap.regions.flow import Attribute, Constant
+from normswap.regions.foldings import is_foldable, why_apart
 from normswap.regions.spec import Region
 from normswap.regions.straight import straight
+from normswap.regions.through_methods import attributes_in, may_be_any, through_methods
+from normswap.rules import region as region_rule
+from normswap.rules.expression_site import class_forward
 from normswap.untouched import classes
 
 
@@ -62,26 +70,26 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
                 raise NormswapError("fold: the model itself is what folds, which cannot be done in place")
             return whole[id(target)]
         for pair, convolution in convolved:
-            fold_convolution.put(pair, convolution)
+            _put_pair(pair, convolution)
         for sequential, children in within:
-            _put(sequential, children)
+            _put_children(sequential, children)
         for parent in list(target.modules()):
             for name, child in parent._modules.items():
                 parent._modules[name] = whole.get(id(child), child)
     return target
 
 
-def _folded_pairs(model: nn.Module, whole: Collection[int]) -> list[tuple[fold_convolution.Pair, nn.Module]]:
+def _folded_pairs(model: nn.Module, whole: Collection[int]) -> list[tuple[Pair, nn.Module]]:
     """Each convolution or Linear with a BatchNorm behind it, and the one that the two equal, but in modules that are
     replaced as a ``whole``. Warns of each that stays."""
     found = []
-    for name, pair in [*fold_convolution.pairs_of(model)]:
+    for name, pair in [*pairs_of(model)]:
         if id(pair.owner) in whole:
             continue
         problem = pair.problem
         try:
             if not problem:
-                found.append((pair, fold_convolution.convolution_of(pair)))
+                found.append((pair, convolution_of(pair)))
         except ValueError as reason:
             problem = str(reason)
         if problem:
@@ -158,7 +166,7 @@ def _whole(module: nn.Module, forward: Any, region: Region) -> dict[str, Any] | 
     return found
 
 
-def _put(sequential: nn.Module, children: Mapping[str, nn.Module]) -> None:
+def _put_children(sequential: nn.Module, children: Mapping[str, nn.Module]) -> None:
     """Replace children; a swapped nn.Sequential without a run left gets its own class back."""
     sequential._modules.update(children)
     match = site_match(sequential)
@@ -181,7 +189,7 @@ def _linear(module: nn.Module, parts: Mapping[str, Any]) -> nn.Linear:
     vectors = bn.weight, bn.bias, bn.running_mean, bn.running_var
     if not _lsb.tensors_fit(linear.weight, (linear.weight, linear.bias), vectors):
         raise ValueError("its tensors are of several dtypes or devices")
-    return fold_convolution.folded(linear, bn, before, behind)
+    return _one_layer(linear, bn, before, behind)
 
 
 def _factor(owner: Any, factor: str | float | None, linear: nn.Linear) -> Tensor | None:
@@ -194,3 +202,136 @@ def _factor(owner: Any, factor: str | float | None, linear: nn.Linear) -> Tensor
     if not _lsb.is_factor(value, linear.weight, linear.out_features):
         raise ValueError("what it multiplies by is no tensor of one value or one per channel in the Linear's dtype")
     return value.double()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A child of ``owner``, or the last of an nn.Sequential that is one, by its path, and a child: all that
+    ``convolution``, or that Linear, gives goes to ``norm``, and nothing else does.
+    ``problem``: why they are left as they are, "" if they can be one; ``behind``: the children that the norm itself
+    calls on what it computes."""
+
+    owner: nn.Module
+    convolution: str
+    norm: str
+    problem: str = ""
+    behind: tuple[str, ...] = ()
+
+
+def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
+    """Every BatchNorm in eval behind a convolution in ``model``, with the name of the module that calls the two, by the
+    dataflow of its code."""
+    places = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    for name, owner in model.named_modules():
+        read = [(one, class_before(one)) for one in owner.modules()]
+        with classes(read):  # what was swapped is read as it was
+            found = [*region_rule.readings(owner, lambda child: None, baked=True)]
+            joined = dict.fromkeys(pair for reading in found for pair in _pairs(owner, reading))
+            apart = [*_through_methods(owner, {pair.norm for pair in joined})]
+        for pair in (*joined, *apart):
+            several = any(places[id(one)] > 1 for path in (pair.convolution, pair.norm) for one in _along(path, owner))
+            alone = pair in apart or all(_only_there(pair, reading) for reading in found)
+            problem = pair.problem or ("" if alone and not several else "one of them is called elsewhere too")
+            yield name, replace(pair, problem=problem)
+
+
+def _along(path: str, owner: Any) -> Iterator[Any]:
+    """What a call of the child ``path`` of ``owner`` calls, from the outside in."""
+    for name in filter(None, path.split(".")):
+        owner = owner._modules[name]
+        yield owner
+
+
+def _through_methods(owner: nn.Module, known: set[str]) -> Iterator[Pair]:
+    """Those whose norm is none of the ``known`` and whose convolution another method calls."""
+    children = [(name, child) for name, child in owner._modules.items() if name not in known]
+    norms: dict[str, Any] = {
+        name: child for name, child in children if isinstance(child, tuple(RANKS)) and is_foldable(child)
+    }
+    forward = class_forward(owner)
+    functions = region_rule.methods_of(owner, forward) if forward is not None else {}
+    for convolution, norm in through_methods(owner, functions, norms) if len(functions) > 1 else ():
+        reason = why_apart(owner._modules[convolution], used_once=True, padded=True)
+        behind = () if type(norms[norm]) in RANKS else children_behind(norms[norm])
+        yield Pair(owner, convolution, norm, f"{convolution} {reason}" if reason else "", behind or ())
+
+
+def _pairs(owner: nn.Module, reading: region_rule.Reading) -> Iterator[Pair]:
+    for region in reading.regions:
+        if (first := _first(region, reading)) or region.apart:
+            behind = tuple(region.attributes.get("behind", "").split())
+            yield Pair(owner, first, region.norm, region.apart, behind)
+
+
+def _first(region: Region, reading: region_rule.Reading) -> str:
+    """The convolution, or the Linear without a scale behind it, of a ``region``; "" for none."""
+    scaled = region.has("product") or region.factor or reading.tree is None  # an nn.Sequential is folded as a whole
+    return region.convolution or ("" if scaled else region.linear)
+
+
+def _only_there(pair: Pair, reading: region_rule.Reading) -> bool:
+    """Whether a function mentions the two only where the one follows the other."""
+    first = pair.convolution.partition(".")[0]
+    if reading.tree is None:
+        return not ({first, pair.norm} & reading.names or may_be_any(reading.names))
+    named = attributes_in(reading.tree)
+    both = sum((_first(region, reading), region.norm) == (pair.convolution, pair.norm) for region in reading.regions)
+    return named is not None and named[first] == named[pair.norm] == both
+
+
+def convolution_of(pair: Pair) -> nn.Module:
+    """The plain convolution, or Linear, that ``pair`` equals in eval, its weights from float64, rounded once. Raises
+    ValueError with the reason where there is none."""
+    *_, convolution = _along(pair.convolution, pair.owner)
+    norm: Any = pair.owner._modules[pair.norm]
+    width = convolution.out_features if isinstance(convolution, nn.Linear) else convolution.out_channels
+    if not _is_plain_norm(norm, pair.behind) or norm.num_features != width:
+        raise ValueError("its BatchNorm is no plain one, or of another width")
+    given = (convolution.weight, convolution.bias, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    if len({t.device for t in given if t is not None}) > 1:
+        raise ValueError("its tensors are on several devices")
+    return _one_layer(convolution, norm)
+
+
+def _one_layer(layer: Any, norm: Any, scale: Tensor | None = None, after: Tensor | None = None) -> Any:
+    """The Linear or convolution that equals ``norm(layer(x) * scale) * after`` in eval, its weights from float64 and
+    rounded once. Raises ValueError where they are not finite."""
+    given = (layer.weight, layer.bias, scale, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    wide: list[Any] = [None if t is None else t.double() for t in given]
+    if transposed := type(layer) in TRANSPOSED:
+        wide[0] = reference.by_output(wide[0], layer.groups)
+    fold: Any = reference.fold_scale_batch_norm
+    weight, bias = fold(*wide, norm.eps)
+    weight = reference.by_output(weight, layer.groups) if transposed else weight
+    if after is not None:
+        weight, bias = weight * after.reshape(-1, 1), bias * after.reshape(-1)
+    dtype, learns = layer.weight.dtype, layer.weight.requires_grad
+    new = nn.Parameter(torch.empty_like(layer.weight).copy_(weight), learns)  # laid out alike
+    made = copy.deepcopy(layer, {id(layer.weight): new}).eval()
+    made.bias = nn.Parameter(bias.to(dtype), learns)
+    if not (made.weight.is_meta or (made.weight.isfinite().all() and made.bias.isfinite().all())):
+        raise ValueError(f"folded, its weights are not finite in {str(made.weight.dtype).removeprefix('torch.')}")
+    return made
+
+
+def _is_plain_norm(norm: nn.Module, behind: tuple[str, ...]) -> bool:
+    """Whether calling ``norm`` runs what was read and no more."""
+    if type(norm) in RANKS:
+        return is_plain(norm, type(norm))
+    with classes([(norm, class_before(norm))]):
+        return is_unhooked(norm) and children_behind(norm) == behind
+
+
+def _put_pair(pair: Pair, made: nn.Module) -> None:
+    """Put ``made``, the one convolution, in the place of the first, and what the norm itself calls behind it in that of
+    the norm, nn.Identity where that is nothing: the code that calls it still names it."""
+    norm = pair.owner._modules[pair.norm]
+    assert norm is not None
+    behind = OrderedDict((name, norm._modules[name]) for name in pair.behind)
+    rest = nn.Sequential(behind) if behind else nn.Identity()  # type: ignore[arg-type]
+    rest.training = False
+    *_, parent, _ = pair.owner, *_along(pair.convolution, pair.owner)
+    parent._modules[pair.convolution.rpartition(".")[2]] = made
+    pair.owner._modules[pair.norm] = rest
+    # No regions are left of what it was swapped for.
+    object.__setattr__(pair.owner, "__class__", class_before(pair.owner))

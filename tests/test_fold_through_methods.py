@@ -16,7 +16,7 @@ from norm_act_models import NormAct
 from torch import Tensor, nn
 
 import normswap
-from normswap.fold_convolution import pairs_of
+from normswap.folding import pairs_of
 
 
 class Layer(nn.Module):

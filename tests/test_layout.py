@@ -78,10 +78,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("regions", "untouched"),
     },
     "reports": {"plans"},
-    "fold_convolution": {"reference", "installed", "forwards", "regions", "rules", "untouched"},
     "folding": {
         *("attributes", "plans", "reference", "installed", "modules", "forwards", "regions", "rules", "untouched"),
-        "fold_convolution",
     },
     "timing": {
         "forwards",
