@@ -43,8 +43,8 @@ def updated_by(norm: Any) -> tuple[Tensor | None, Tensor | None, float, Tensor |
     mean = var = batches = None
     momentum = norm.momentum
     if norm.training and norm.track_running_stats:
-        names = "running_mean", "running_var", "num_batches_tracked"
-        mean, var, batches = (registered(norm, "_buffers", name) for name in names)
+        mean, var = registered(norm, "_buffers", "running_mean"), registered(norm, "_buffers", "running_var")
+        batches = registered(norm, "_buffers", "num_batches_tracked")
     if momentum is None:  # the average of all batches
         momentum = 0.0
         if batches is not None:

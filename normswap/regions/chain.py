@@ -35,15 +35,14 @@ class Pending:
 
 def in_rows(compiled: Sequence[Compiled], helpers: Sequence[Helper]) -> list[Helper]:
     """``helpers`` of the regions of one forward, those that lead into one another joined."""
-    starts = {one.region.steps[0].at: index for index, one in enumerate(compiled) if one.region.convolution}
-    ways = [direct_way(one) for one in compiled]
-    leads = {index: starts[one.region.then] for index, one in enumerate(compiled) if one.region.then in starts}
-    leads = {index: to for index, to in leads.items() if ways[index] is not None and ways[to] is not None}
+    starts: dict[Any, int] = {
+        one.region.steps[0].at: index for index, one in enumerate(compiled) if one.region.convolution
+    }
+    ways = {index: way for index, one in enumerate(compiled) if (way := direct_way(one)) is not None}
+    leads = {index: to for index in ways if (to := starts.get(compiled[index].region.then, -1)) in ways}
     found = [*helpers]
     for index in {*leads, *leads.values()}:
-        way = ways[index]
-        assert way is not None
-        found[index] = _joined(way, helpers[index], index in leads)
+        found[index] = _joined(ways[index], helpers[index], index in leads)
     return found
 
 
