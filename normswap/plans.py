@@ -122,6 +122,11 @@ class Match:
         """True for a class that ``register_norm`` was told of: the attributes then say where its values are."""
         return any(name.startswith(READ) for name in self.attributes)
 
+    @property
+    def by_hand(self) -> bool:
+        """True for an RMSNorm written by hand: the match names its eps. nn.RMSNorm and its subclasses have one."""
+        return self.kind == "rms_norm" and "eps" in self.attributes
+
     def view(self, module: Any) -> Any:
         """``module`` with the attributes that torch.nn's norm of this kind has: itself, or what stands for them in a
         registered one now."""
@@ -145,11 +150,6 @@ class Match:
 
 READ = "read."
 """Before the name of a value in the match of a registered class: what follows is where the class keeps it."""
-
-
-def is_by_hand(kind: str, attributes: Mapping[str, Any]) -> bool:
-    """True for an RMSNorm written by hand: the match names its eps. nn.RMSNorm and its subclasses have one."""
-    return kind == "rms_norm" and "eps" in attributes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from normswap.criterion import Magnitudes
 from normswap.kinds.kind import Kind
 from normswap.kinds.norm import Norm
-from normswap.plans import Match, PlanError, is_by_hand
+from normswap.plans import Match, PlanError
 
 _FILES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
 
@@ -25,7 +25,7 @@ NORMS: dict[str, Norm] = {file.NORM.name: file.NORM for file in _FILES if hasatt
 
 def kind_of(match: Match) -> Norm | Kind:
     """What is known of a module that is one as a whole. Raises PlanError for a name that no kind has."""
-    if is_by_hand(match.kind, match.attributes):
+    if match.by_hand:
         return KINDS["rms_norm_by_hand"]
     found = NORMS.get(match.kind) or KINDS.get(match.kind)
     if found is None:

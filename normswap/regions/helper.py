@@ -18,7 +18,7 @@ from normswap.installed import original_class
 from normswap.kinds import KINDS, NORMS
 from normswap.ops.at_once import NAMES, AtOnce, Norm
 from normswap.ops.dispatch import PLAIN, lowered_to
-from normswap.plans import Match, is_by_hand
+from normswap.plans import Match
 from normswap.regions.activations import LITERAL, activation_of
 from normswap.regions.children import child_at, hands_on
 from normswap.regions.convolution import Convolved, direct_way
@@ -203,7 +203,7 @@ def _is_batch_norm_1d(norm: Any) -> bool:
 
 def _reader_of(cls: Any, match: Match) -> _Reader:
     original = _TORCHS.get(cls) or Replaced(cls)
-    if is_by_hand(match.kind, match.attributes):
+    if match.by_hand:
         return arguments_reader(original, match.attributes)
     if match.registered:
         arguments: _Reader = registered_arguments(match.kind, match.attributes)

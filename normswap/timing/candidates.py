@@ -233,9 +233,8 @@ class _Site(Listener):
 
     def candidates(self, gradients: bool) -> list[Candidate]:
         """The site, or each of its regions, with every form of call."""
-        return [
-            self._candidate(name, one, gradients) for name, one in zip(names_of(self.swap), self.compiled, strict=True)
-        ]
+        pairs = zip(names_of(self.swap), self.compiled, strict=True)
+        return [self._candidate(name, one, gradients) for name, one in pairs]
 
     def _candidate(self, name: str, compiled: Compiled, gradients: bool) -> Candidate:
         region, codes = compiled.region, lambda: [self._code(compiled, swapped) for swapped in (False, True)]
