@@ -287,8 +287,8 @@ def test_what_the_native_op_declines() -> None:
 
 @torch.no_grad()
 def test_a_convolution_of_no_channels_is_declined() -> None:
-    x = torch.randn(2, 16, 8, 8, device=DEVICE, dtype=torch.float16).to(memory_format=torch.channels_last)
-    weight, values = x.new_empty(0, 16, 3, 3, memory_format=torch.channels_last), x.new_empty(0)
+    how: dict[str, Any] = {"device": DEVICE, "dtype": torch.float16, "memory_format": torch.channels_last}
+    x, weight, values = torch.ones(2, 16, 8, 8).to(**how), torch.empty(0, 16, 3, 3, **how), torch.empty(0).to(DEVICE)
     op = torch.ops.normswap.convolution_batch_norm_eval_or_none
     for way in WAYS.values():
         given = (x, weight, None, 1, 1, 1, 1, 1, 1, 1, values, values, values, values, 1e-5, None, RELU.code, 0.0, 0.0)
