@@ -44,16 +44,20 @@ class Magnitudes:
     coarse_buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+_EXPONENT = 0x7FF << 52
+"""The bits of a float64 without which it is a power of two, or infinite."""
+
+
 def half_ulp(reference: Tensor, dtype: torch.dtype) -> Tensor:
     """Half the spacing of ``dtype`` at each value of a float64 tensor."""
     info = torch.finfo(dtype)
-    _, exponent = torch.frexp(reference.abs().clamp(min=info.tiny))
-    return torch.ldexp(torch.full_like(reference, info.eps / 2), exponent - 1)
+    power = reference.abs().clamp_(min=info.tiny).view(torch.int64).bitwise_and_(_EXPONENT)  # of two, not above it
+    return power.view(torch.float64).mul_(info.eps / 2)
 
 
 def rounds_further(reference: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
     """What half an ulp grows by where a value off by ``error`` lies beyond a power of two."""
-    return half_ulp(reference.abs() + error, dtype) - half_ulp(reference, dtype)
+    return half_ulp(reference.abs() + error, dtype).sub_(half_ulp(reference, dtype))
 
 
 def limit_of(reference: Tensor, dtype: torch.dtype, magnitude: Tensor, c: float, extra: Tensor | float) -> Tensor:
@@ -175,10 +179,11 @@ class Rows:
     def gradients(self, dy: Tensor) -> dict[str, Tensor]:
         dy = dy.abs() if self.group else dy.abs().reshape(self.flat.shape)
         g = (dy * self._affine(self.weight, 1.0)).reshape(self.flat.shape)
-        through = g + self.xhat * (g * self.xhat).mean(-1, keepdim=True)
+        through = (self.xhat * (g * self.xhat).mean(-1, keepdim=True)).add_(g)
         if self.centred:
-            through = through + g.mean(-1, keepdim=True)
-        found = {"input": (self.rstd * through).reshape(self.shape)}
+            through.add_(g.mean(-1, keepdim=True))
+        found = {"input": through.mul_(self.rstd).reshape(self.shape)}
+        del g
         for name, parameter, terms in (("weight", self.weight, dy * self._shaped(self.xhat)), ("bias", self.bias, dy)):
             if parameter is not None:
                 kept = self.channel if self.group else terms.dim() - 1

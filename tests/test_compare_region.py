@@ -134,7 +134,7 @@ def test_of_what_is_large_slices_are_compared(of: Callable[[str], Made], monkeyp
     assert compared(made).coverage == 1.0 and not compared(made).problem
     made = of("once")
     made.packed = torch.randn(64, 8), torch.randn(64, 8)
-    assert compared(made).coverage == 16 * 2 / 64
+    assert compared(made).coverage == pieces.SLICES * 2 / 64
     made = of("linear")
     monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 60)
     assert compared(made).coverage == 1.0

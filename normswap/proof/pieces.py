@@ -16,9 +16,9 @@ from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import parameters_of
 from normswap.untouched import detached_copy
 
-# 150 to 200 bytes an element are held while a slice is compared: 300 to 430 MB.
-SLICE_ELEMENTS = 2**21
-SLICES = 16
+# 110 to 190 bytes an element are held while a slice is compared: 290 to 500 MB.
+SLICE_ELEMENTS = 5 * 2**19
+SLICES = 13
 
 
 @dataclass(frozen=True)

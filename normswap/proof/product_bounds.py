@@ -67,16 +67,17 @@ class LinearMagnitudes:
     def gradients(self, dy: Tensor) -> dict[str, Tensor]:
         dy = dy.abs()
         du = self._input_gradient(dy)
+        of_scale = (self.gamma * self.rstd * du * self.sums).sum(0)
         dz = self.gamma * self.gain * du
+        del du
         linear, bn, scale = self.names
-        columns = self.gamma * self.rstd * du * self.sums
         return {
             "input": dz @ self.linear.weight.abs(),
             f"{linear}.weight": dz.T @ self.x.abs(),
             f"{linear}.bias": dz.sum(0),
             f"{bn}.weight": (dy * self.size).sum(0),
             f"{bn}.bias": dy.sum(0),
-            scale: (columns.sum(0) if self.scale.numel() > 1 else columns.sum()).reshape(self.scale.shape),
+            scale: (of_scale if self.scale.numel() > 1 else of_scale.sum()).reshape(self.scale.shape),
         }
 
     def _input_gradient(self, dy: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -100,8 +101,8 @@ class Size:
                 return error / unit + value.abs(), 1.0
             value, error = self._rounded(value, error, "residual")
         below, slope, above = (derivative(self._activation, at) for at in (value - error, value, value + error))
-        steepest = torch.stack([below, slope, above]).abs().amax(0)
-        bend = torch.maximum((below - slope).abs(), (above - slope).abs())
+        steepest = functools.reduce(torch.maximum, (s.abs() for s in (below, slope, above)))
+        bend = torch.maximum((below - slope).abs_(), (above - slope).abs_())
         moved, result = steepest * error, self._activation(value.clone()).abs()
         dtype = self.dtypes["norm" if region.ends_inside else "activation"]
         return (

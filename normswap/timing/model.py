@@ -121,9 +121,9 @@ def compare(machine: Machine, ways: Sequence[Way]) -> Compared:
     take turns, for longer where they differ from themselves, and are held against the first turn by turn: a host that
     others slow down for a while slows all."""
     with undisturbed():
-        once = min(max(_block(machine, way, 1), 1e-3) for way in ways for _ in patient(machine, WARM_UP, least=1))
-        runs = min(MOST_RUNS, math.ceil(BLOCK_US / once))
-        rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(BUDGET_US / ((runs + 1) * once))))
+        once = [min(max(_block(machine, way, 1), 1e-3) for _ in patient(machine, WARM_UP, least=1)) for way in ways]
+        runs = min(MOST_RUNS, math.ceil(BLOCK_US / min(once)))
+        rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(BUDGET_US / ((runs + 1) * statistics.mean(once)))))
         times: list[list[float]] = [[] for _ in ways]
         patience_us = PATIENCE_US * len(ways)
         for _ in patient(machine, MOST_TIMES, 1, patience_us):
