@@ -63,9 +63,10 @@ def convert(
     model in the folder ``source`` needs; None adds only a manifest beside ``source``. The tensors are those of
     ``source``, bit for bit, also from one format into the other, and ``out`` may be ``source``.
 
-    ``fold`` writes a plain model instead, without the BatchNorms that fold into a Linear. ``export`` names a .pt2 file
-    for a torch.export program, ``report_file`` one for the proof as JSON. ``say`` is told what was chosen, a line each.
-    Raises CheckpointError, MismatchError and NothingSwappedError. Nothing is written unless everything succeeded.
+    ``fold`` writes a plain model instead, without the BatchNorms that fold into a Linear or a convolution. ``export``
+    names a .pt2 file for a torch.export program, ``report_file`` one for the proof as JSON. ``say`` is told what was
+    chosen, a line each. Raises CheckpointError, MismatchError and NothingSwappedError. Nothing is written unless
+    everything succeeded.
     """
     path, target_path = Path(source), None if out is None else Path(out)
     found = open_checkpoint(path, key=key, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
