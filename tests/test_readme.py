@@ -52,6 +52,18 @@ def test_calls_are_listed_with_their_parameters() -> None:
         assert str(bare).replace("'", '"') == f"({given})"
 
 
+def test_links_lead_to_files_and_every_document_is_reached() -> None:
+    reached, waiting = set[Path](), [ROOT / "README.md"]
+    while waiting:
+        file = waiting.pop()
+        reached.add(file)
+        links = re.findall(r"\]\((?!https?:)([^)#\s]+)", file.read_text())
+        found = {(file.parent / link).resolve() for link in links}
+        assert [path for path in found if not path.exists()] == []
+        waiting += [path for path in found if path.suffix == ".md" and path not in reached]
+    assert {*(ROOT / "docs").glob("*.md")} <= reached
+
+
 def test_figures_are_the_record_s() -> None:
     known = record.load()
     found = readme_tables.tables(known)
