@@ -123,7 +123,9 @@ def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: b
     show_default=True,
     help="On a GPU, keep a site only if it is so many times as fast.",
 )
-@click.option("--fold", is_flag=True, help="Write a plain model instead, its BatchNorms folded into Linears and convolutions.")
+@click.option(
+    "--fold", is_flag=True, help="Write a plain model instead, its BatchNorms folded into Linears and convolutions."
+)
 @click.option("--export", metavar="OUT.pt2", help="Write a torch.export program of the result, too.")
 @click.option("--report", "report_file", metavar="FILE", help="Write the proof there, too, as JSON.")
 @click.option("--in-place", is_flag=True, help="Add normswap.json beside IN, and write nothing else.")
