@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import enum
 import os
 import pickle
 import re
@@ -179,6 +181,38 @@ class _Runs:
 
 
 @pytest.mark.filterwarnings("ignore")
+class _ByGetattr(pickle.Pickler):
+    """Writes the members of enums as Python 3.11.2 does."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_the_metadata_of_a_distributed_checkpoint_may_name_members_of_enums_by_getattr(folder: Path) -> None:
+    state = built().state_dict()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter("in"), no_dist=True)
+    metadata = Path("in/.metadata")
+    held = pickle.loads(metadata.read_bytes())
+    with metadata.open("wb") as file:
+        _ByGetattr(file).dump(held)
+    assert b"getattr" in metadata.read_bytes()
+    assert same_tensors(dict(sorted(open_checkpoint("in").tensors.items())), dict(sorted(state.items())))
+    for owner, name in ((type(held), "__init__"), (collections.OrderedDict, "fromkeys")):
+        metadata.write_bytes(pickle.dumps(_Got(owner, name)))
+        with pytest.raises(CheckpointError, match="refused, it asks to run more than tensors need: builtins.getattr"):
+            open_checkpoint("in")
+
+
+class _Got:
+    """Pickled as what reads an attribute."""
+
+    def __init__(self, *of: object) -> None:
+        self.of = of
+
+    def __reduce__(self) -> Any:
+        return getattr, self.of
+
+
 def test_the_metadata_of_a_distributed_checkpoint_runs_nothing(folder: Path) -> None:
     dcp.save(built().state_dict(), storage_writer=dcp.FileSystemWriter("in"), no_dist=True)
     metadata = Path("in/.metadata")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 import warnings
@@ -69,8 +70,20 @@ class _Reader(dcp.FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
+        if full == "builtins.getattr":  # as some versions of Python 3.11 write the members of enums
+            return _member
         found = super().find_class(module, name) if full in _NAMES or module in ("torch", f"{_DCP}metadata") else None
         plain = isinstance(found, torch.dtype | torch.memory_format | torch.layout)
         if full in _NAMES or plain or (isinstance(found, type) and found.__module__ == f"{_DCP}metadata"):
             return found
-        raise CheckpointError(f".metadata: refused, it asks to run more than tensors need: {full}")
+        raise _refused(full)
+
+
+def _member(owner: Any, name: Any) -> enum.Enum:
+    if isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__:
+        return owner[name]
+    raise _refused("builtins.getattr")
+
+
+def _refused(name: str) -> CheckpointError:
+    return CheckpointError(f".metadata: refused, it asks to run more than tensors need: {name}")
