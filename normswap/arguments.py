@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
+from normswap.held import Held, ending_in
+
 OnMismatch = Literal["rollback", "raise", "warn"]
 OnEmpty = Literal["warn", "raise", "ignore"]
 Validate = Literal["auto", "forward", "grad", "off"]
@@ -82,7 +84,7 @@ def _how_to_make(model: Any) -> str:
 
 class Example:
     """``model`` and what it may be called with; ``run()`` gives what the model, as it was written, makes of copies of
-    that, None where nothing is given or can be run."""
+    that, objects without copies being given back what they hold; None where nothing is given or can be run."""
 
     def __init__(
         self,
@@ -100,7 +102,13 @@ class Example:
     def _called(self) -> Any:
         """With gradients on where the model itself asks for some, of an energy's forces, say."""
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (self.args, self.kwargs))
-        with uncompiled(), torch.set_grad_enabled(torch.is_grad_enabled() or self._differentiates):
+        held = Held()
+        held.note(value for value in self._given() if not isinstance(value, Tensor))  # a cache, say
+        with (
+            ending_in(held.steps),
+            uncompiled(),
+            torch.set_grad_enabled(torch.is_grad_enabled() or self._differentiates),
+        ):
             try:
                 return self.model(*args, **kwargs)
             except RuntimeError as error:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_CONTAINERS = (list, dict, set, OrderedDict)
+from normswap.held import Held, ending_in, same_values
 
 
 def detached_copy(module: nn.Module, cls: type[nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
@@ -71,65 +71,30 @@ def _loaded(module: str, name: str) -> Any:
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
     """Restore, at the end and whatever happens, the model's buffers (objects and values), every other attribute (what
-    it was; lists, dicts and sets also what they held), training flags and gradients, and the random number generators
-    of torch (the CPU's and those of the model's GPUs), of Python and of NumPy."""
-    managed = _managed(model)
-    with_gradients = [p for p in model.parameters() if p.is_leaf or p.retains_grad]  # a warning elsewhere
-    steps: list[Callable[[], None]] = [_restoring_attributes(m, id(m) in managed) for m in model.modules()]
-    steps += [partial(_restore_values, b, b.detach().clone()) for b in dict.fromkeys(model.buffers())]
-    steps += [partial(setattr, parameter, "grad", parameter.grad) for parameter in with_gradients]
+    it was and what it held, as ``Held`` says), training flags, which parameters learn and their gradients, and the
+    random number generators of torch (the CPU's and those of the model's GPUs), of Python and of NumPy."""
+    held, managed = Held(), _managed(model)
+    for module in model.modules():
+        if id(module) in managed:
+            held.leave(module._parameters)
+    held.note((*model.modules(), *model.buffers()))
+    parameters = [p for p in model.parameters() if p.is_leaf or p.retains_grad]  # a warning elsewhere
+    steps: list[Callable[[], object]] = [
+        *held.steps,
+        *(partial(_restore_gradient, p, p.requires_grad, p.grad) for p in parameters),
+    ]
     steps += [partial(random.setstate, random.getstate()), partial(np.random.set_state, np.random.get_state())]
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     if not devices and torch.cuda.is_initialized():
         devices = [torch.cuda.current_device()]
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            try:
-                every(steps)
-            except BaseException:  # an interrupt, say
-                every(steps)
-                raise
+    with torch.random.fork_rng(devices=devices), ending_in(steps):
+        yield
 
 
-def every(steps: Iterable[Callable[[], object]]) -> None:
-    """Do every step, also after one raised; then raise the first exception."""
-    first: BaseException | None = None
-    for step in steps:
-        try:
-            step()
-        except BaseException as error:
-            first = first or error
-    if first is not None:
-        raise first
-
-
-def _restoring_attributes(module: nn.Module, managed: bool) -> Callable[[], None]:
-    """What gives a module the attributes it has now - parameters, buffers, children and hooks among them - and its
-    containers what they hold; where it is ``managed``, its parameters are left to FSDP."""
-    values = dict(module.__dict__)
-    kept = (v for k, v in values.items() if not (managed and k == "_parameters"))
-    held = [(v, v.copy()) for v in kept if type(v) in _CONTAINERS]
-
-    def restore() -> None:
-        for name in [k for k in module.__dict__ if k not in values]:
-            del module.__dict__[name]
-        module.__dict__.update(values)
-        for container, before in held:
-            if isinstance(container, list):
-                container[:] = before
-            else:
-                container.clear()
-                container.update(before)
-
-    return restore
-
-
-@torch.no_grad()
-def _restore_values(buffer: Tensor, value: Tensor) -> None:
-    if not same_values(buffer, value):
-        buffer.copy_(value)
+def _restore_gradient(parameter: Tensor, learns: bool, gradient: Tensor | None) -> None:
+    if parameter.requires_grad != learns:
+        parameter.requires_grad_(learns)
+    parameter.grad = gradient
 
 
 @torch.no_grad()
@@ -140,13 +105,8 @@ def restore_parameters(model: nn.Module, original: nn.Module) -> None:
     for name, mine in model.named_parameters():
         before = given.get(name)
         plain = type(mine) is nn.Parameter and mine.layout is torch.strided and not mine.is_meta
-        if plain and before is not None and before.shape == mine.shape and not torch.equal(mine, before):
+        if plain and before is not None and before.shape == mine.shape and not same_values(mine, before):
             mine.copy_(before)
-
-
-def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether the elements of two tensors of one shape are equal, NaN to NaN."""
-    return one.is_meta or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 WHERE = (
     *("rules", "forwards", "regions", "kinds", "proof", "timing"),
-    *("source.py", "attributes.py", "finding.py", "untouched.py", "modules.py", "norms.py", "swapping.py"),
+    *("source.py", "attributes.py", "finding.py", "held.py", "untouched.py", "modules.py", "norms.py", "swapping.py"),
     *("rollback.py", "criterion.py", "in_float64.py", "folding.py"),
 )
 """The files of normswap/ whose conditions decide what is swapped and what is believed; those of them that are there."""
@@ -48,8 +48,8 @@ regions/spelling.py: only norms have a p
 regions/inline.py: nothing is copied to what has no place
     hasattr(node, "lineno")
     (True)
-untouched.py: what is deleted is put back
-    k not in values
+held.py: what is deleted is put back
+    name not in before
     (True)
 forwards/linear_scale_batch_norm.py: of a BatchNorm in eval there are both or none
     bn.training or mean is None or var is None

@@ -190,6 +190,14 @@ def test_a_model_that_never_gives_the_same_is_told_by_the_forms() -> None:
     assert normswap.report(normswap.optimize(model, X)).swapped == ALL[:3]
 
 
+@pytest.mark.filterwarnings("error:.*put back.*")
+@pytest.mark.filterwarnings("ignore:normswap. the whole model")
+def test_a_model_whose_output_grows_from_run_to_run_does_not_ask() -> None:
+    runs = iter(range(1000))
+    model = randomised(Asking(lambda self, x: plain(self, torch.cat([x] * (next(runs) + 1))))).eval()
+    assert normswap.report(normswap.optimize(model, X)).swapped == ALL
+
+
 @QUIET
 def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_model, "MOST_RUNS", 6)

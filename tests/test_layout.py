@@ -21,7 +21,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reference": {"activation"},
     "builder": set(),
     "in_float64": set(),
-    "untouched": set(),
+    "held": set(),
+    "untouched": {"held"},
     "native": {"builder"},
     "nodes": {"builder", "native", "nodes", "ops"},
     "ops": {"activation", "native", "reference", "ops"},
@@ -75,7 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "progress",
             "proof",
         ),
-        *("regions", "untouched"),
+        *("held", "regions", "untouched"),
     },
     "reports": {"plans"},
     "folding": {
@@ -94,7 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "timing",
     },
     "copying": {"plans"},
-    "arguments": set(),
+    "arguments": {"held"},
     "rollback": {"swapping", "plans", "proof", "timing"},
     "pipeline": {
         "arguments",

@@ -203,3 +203,35 @@ def test_what_a_forward_writes_into_its_parameters_is_not_in_a_copy(training: bo
     x = torch.randn(4, 6)
     torch.testing.assert_close(swapped(x), model(x))
     assert torch.equal(swapped.codes, model.codes) and not torch.equal(model.codes, before["codes"])
+
+
+class Kept:
+    """Keys and values of the calls so far."""
+
+    def __init__(self) -> None:
+        self.all: list[torch.Tensor] = []
+
+
+class Remembering(nn.Module):
+    def __init__(self, own: Kept | None) -> None:
+        super().__init__()
+        self.norm, self.own, self.calls = nn.LayerNorm(6), own, torch.zeros(())
+        self.register_buffer("edges", torch.eye(4).to_sparse())
+
+    def forward(self, x: torch.Tensor, kept: Kept | None = None) -> torch.Tensor:
+        self.calls += 1
+        (kept or self.own).all.append(torch.sparse.mm(self.edges, self.norm(x)))  # type: ignore[union-attr]
+        return torch.cat((kept or self.own).all) * self.calls  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("inplace", (False, True))
+@pytest.mark.parametrize("given", (False, True))
+def test_a_cache_of_the_models_or_in_its_inputs_is_as_before(given: bool, inplace: bool) -> None:
+    kept = Kept()
+    model = Remembering(None if given else kept).eval()
+    swapped = normswap.optimize(model, torch.randn(4, 6), {"kept": kept} if given else None, inplace=inplace)
+    assert normswap.report(swapped).swapped == ("norm",) and normswap.report(swapped).model["passed"]  # type: ignore[index]
+    for one in (kept, kept if given else swapped.own):
+        assert not one.all  # type: ignore[union-attr]
+    assert model.calls == swapped.calls == 0

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import random
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from normswap.untouched import detached_copy, every, is_sharded, preserved, set_in
+from normswap.held import every
+from normswap.untouched import detached_copy, is_sharded, preserved, set_in
 
 
 class Holding(nn.Module):
@@ -107,3 +112,131 @@ def test_names_are_set_for_a_block() -> None:
         del names["three"]
         raise KeyError
     assert [*names.items()] == [("one", 1), ("two", 2)]
+
+
+class Cache:
+    """An object of a model's own."""
+
+    def __init__(self) -> None:
+        self.kept, self.count, self.deeper = [torch.zeros(2)], 0, {"more": [{"set": {1}}]}
+
+
+class Words(OrderedDict):  # type: ignore[type-arg]
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("made once")
+
+
+def fill(cache: Cache) -> None:
+    cache.kept[0] += 1
+    cache.kept.append(torch.ones(1))
+    cache.count += 1
+    cache.deeper["more"][0]["set"].add(2)
+    del cache.deeper["more"][0]
+    cache.new = cache  # type: ignore[attr-defined]
+
+
+def words() -> Words:
+    made = Words()
+    OrderedDict.__setitem__(made, "one", [1])
+    return made
+
+
+def spoil(words: Words) -> None:
+    words["one"].append(2)
+    words.clear()
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "nested": (lambda: {"a": [1, ([2],)]}, lambda v: (v["a"][1][0].append(3), v.update(b=1))),
+    "deque": (lambda: deque([1, 2], maxlen=2), lambda v: v.append(3)),
+    "defaultdict": (lambda: defaultdict(int, a=1), lambda v: v["b"]),
+    "a subclass that refuses": (words, spoil),
+    "object": (Cache, fill),
+    "itself": (lambda: [Cache()], lambda v: (fill(v[0]), v.append(v))),
+    "array": (lambda: np.zeros(2), lambda v: v.__iadd__(1)),
+    "generator": (lambda: torch.Generator().manual_seed(1), lambda v: torch.rand(1, generator=v)),
+    "Python's generator": (lambda: random.Random(1), lambda v: v.random()),
+    "NumPy's generator": (lambda: np.random.default_rng(1), lambda v: v.random()),
+    "NumPy's old generator": (lambda: np.random.RandomState(1), lambda v: v.rand()),
+}
+TENSORS: dict[str, tuple[Callable[[], torch.Tensor], Callable[[Any], Any]]] = {
+    "tensor": (lambda: torch.zeros(3), lambda v: v.add_(1)),
+    "another dtype": (lambda: torch.zeros(3), lambda v: setattr(v, "data", v.data.double())),
+    "resized": (lambda: torch.zeros(3), lambda v: v.resize_(5)),
+    "sparse": (lambda: torch.eye(3).to_sparse(), lambda v: v.add_(torch.ones(3, 3).to_sparse())),
+    "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), lambda v: v.mul_(2)),
+    "sparse columns": (lambda: torch.eye(3).to_sparse_csc(), lambda v: v.values().mul_(2)),
+    "mkldnn": (lambda: torch.ones(3).to_mkldnn(), lambda v: v.mul_(2)),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), lambda v: v.mul_(2)),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), lambda v: v.fill_(2.0)),
+}
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, torch.Generator):
+        return str(value.get_state().tolist())
+    return str(pickle.dumps(value) if type(value).__module__ == "numpy.random._generator" else shown_by(value))
+
+
+def shown_by(value: Any) -> Any:
+    state = getattr(value, "getstate", getattr(value, "get_state", None))
+    if state is not None:
+        return state()
+    return (vars(value), value.deeper) if isinstance(value, Cache) else value
+
+
+@pytest.mark.parametrize("hidden", (False, True))
+@pytest.mark.parametrize("name", HELD)
+def test_what_an_attribute_holds_is_put_back(name: str, hidden: bool) -> None:
+    model = module = Holding()
+    if hidden:
+        module = Holding()
+        model.hidden = [module]
+    make, change = HELD[name]
+    module.held = value = make()
+    before = shown(value)
+    with preserved(model):
+        change(value)
+        assert shown(value) != before
+        module.held = None
+    assert module.held is value and shown(value) == before
+
+
+@pytest.mark.filterwarnings("ignore")  # sparse, quantized and nested tensors all announce something
+@pytest.mark.parametrize("buffer", (False, True))
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_of_any_layout_is_put_back(name: str, buffer: bool) -> None:
+    make, change = TENSORS[name]
+    model, value = Holding(), make()
+    if buffer:
+        model.register_buffer("held", value)
+    else:
+        model.held = value
+    before = shown(value)
+    with preserved(model):
+        change(value)
+        assert shown(value) != before
+        model.held = None
+    assert model.held is value and shown(value) == before
+
+
+def test_what_is_not_the_models_is_left() -> None:
+    """A parameter's values, what a library that runs the model has, classes, and what was not changed."""
+    model: Any = Holding()
+    model.optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model.cls, model.still = Cache, torch.zeros(2)
+    with preserved(model):
+        model.child.weight.data.fill_(3)
+        model.optimizer.param_groups[0]["lr"] = 0.2
+        Cache.note = 1  # type: ignore[attr-defined]
+    assert (model.child.weight == 3).all() and model.optimizer.param_groups[0]["lr"] == 0.2 and Cache.note == 1  # type: ignore[attr-defined]
+    assert model.still._version == 0
+
+
+def test_who_learns_is_put_back() -> None:
+    model = Holding()
+    model.child.bias.requires_grad_(False)
+    with preserved(model):
+        model.child.weight.requires_grad_(False)
+        model.child.bias.requires_grad_(True)
+    assert model.child.weight.requires_grad and not model.child.bias.requires_grad

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from normswap.held import same_values
 from normswap.installed import class_before, installed_class, marks, unannounced
 from normswap.modules import Rewritten
-from normswap.untouched import classes, preserved, same_values
+from normswap.untouched import classes, preserved
 
 _SPREADS = 4.0
 _SEEDS = (1, 2)
@@ -181,26 +182,32 @@ class _Search:
         other = {cls: _stand_in(cls) for cls in {*installed.values()}}  # what has one class asks for one
         self.others = {name: (module, other[installed[name]]) for name, module in modules.items()}
         self.expected = self._result([])
-        self.exact: bool | None = None  # not known before it matters
+        self.repeats: tuple[bool, bool] | None = None  # in its forms, in its bits; not known before it matters
 
     def disturb(self, sites: Sequence[str]) -> bool:
         """Whether another class at all ``sites`` is noticed."""
         self.runs += 1
         if self.runs > MOST_RUNS:
             return True
+        found = self._result_or_none(sites)
+        if found is not None and _forms(found) == _forms(self.expected) and _same(found, self.expected):
+            return False
+        if self.repeats is None:
+            self.runs += 1
+            again = self._result_or_none([])
+            alike = again is not None and _forms(again) == _forms(self.expected)
+            self.repeats = alike, alike and _same(again or [], self.expected)
+        forms, bits = self.repeats
+        return bits or (forms and (found is None or _forms(found) != _forms(self.expected)))
+
+    def _result_or_none(self, sites: Sequence[str]) -> list[Any] | None:
+        """None where the model raises, which is what it says to a class that it does not know."""
         try:
-            found = self._result(sites)
+            return self._result(sites)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # what the model says to a class that it does not know
-            return True
-        if _forms(found) != _forms(self.expected):
-            return True
-        if _same(found, self.expected):
-            return False
-        if self.exact is None:
-            self.exact = _same(self._result([]), self.expected)
-        return self.exact
+        except Exception:
+            return None
 
     def within(self, sites: Sequence[str]) -> list[str]:
         """Those of ``sites``, which disturb together, that do so in fewer; all where none do."""

@@ -1,0 +1,199 @@
+"""What modules and other values hold, and how it is given back: attributes, what containers contain, values of tensors
+and arrays, states of random number generators."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import random
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_Step = Callable[[], None]
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, tuple)
+"""The first that a value is of says how it is read and filled: what a subclass makes of that is its own."""
+_LEFT = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType)
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "accelerate", "deepspeed")
+"""Whose objects, modules apart, are no part of a model: what runs it, and holds it and its data."""
+
+
+class Held:
+    """What values hold, that included which those hold in turn. ``steps`` give all of it back: what is another by then
+    is written, nothing else. Parameters keep the values that they have."""
+
+    def __init__(self) -> None:
+        self.steps: list[_Step] = []
+        self._seen: dict[int, Any] = {}  # with the values, which else could end and leave their ids to others
+        self._kinds: dict[type, _Kind] = {}
+
+    def note(self, values: Iterable[Any]) -> None:
+        """Take down what ``values`` hold now."""
+        waiting, seen, kinds = [*values], self._seen, self._kinds
+        while waiting:
+            value = waiting.pop()
+            kind = kinds.get(type(value)) or kinds.setdefault(type(value), _Kind(type(value)))
+            if kind.holds and id(value) not in seen:
+                seen[id(value)] = value
+                waiting += kind.noted(value, self.steps)
+
+    def leave(self, value: Any) -> None:
+        """Take nothing down of ``value`` itself."""
+        self._seen[id(value)] = value
+
+
+@contextlib.contextmanager
+def ending_in(steps: Iterable[Callable[[], object]]) -> Iterator[None]:
+    """Do ``every`` one of ``steps`` at the end of the block, whatever happens."""
+    try:
+        yield
+    finally:
+        try:
+            every(steps)
+        except BaseException:  # an interrupt, say
+            every(steps)
+            raise
+
+
+def every(steps: Iterable[Callable[[], object]]) -> None:
+    """Do every step, also after one raised; then raise the first exception."""
+    first: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
+
+
+class _Kind:
+    """What instances of a class hold."""
+
+    def __init__(self, cls: type) -> None:
+        left = issubclass(cls, _LEFT)
+        self.restoring = next((make for one, make in _RESTORING.items() if issubclass(cls, one)), None)
+        self.base = None if left else next((one for one in _CONTAINERS if issubclass(cls, one)), None)
+        foreign = str(cls.__module__).partition(".")[0] in _LIBRARIES and not issubclass(cls, nn.Module)
+        self.has_attributes = not (left or foreign or self.restoring or cls in _CONTAINERS)
+        self.holds = bool(self.restoring or self.base or self.has_attributes)
+
+    def noted(self, value: Any, steps: list[_Step]) -> Iterable[Any]:
+        """What ``value`` holds; ``steps`` get what gives it back."""
+        if self.restoring is not None:
+            steps.append(self.restoring(value))
+            return ()
+        inner: Iterable[Any] = ()
+        if self.base is tuple:
+            inner = value
+        elif self.base is not None:
+            keys, inner = _read(self.base, value)
+            steps.append(partial(_refill, self.base, value, keys, inner))
+        if not self.has_attributes:
+            return inner
+        own = _attributes_of(value)
+        before = dict(own)
+        steps.append(partial(_restore_attributes, own, before))
+        return (*inner, *before.values())
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Its ``__dict__``, for which no code of a proxy is run; none where it has slots."""
+    try:
+        return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
+    except AttributeError:
+        return {}
+
+
+def _read(base: Any, value: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The keys, of what has keys, and the values."""
+    if not base.__len__(value):
+        return (), ()
+    found = [*base.__iter__(value)]
+    return (found, [*base.values(value)]) if issubclass(base, dict) else ((), found)
+
+
+def _refill(base: Any, value: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    if all(map(_alike, _read(base, value), (keys, values))):
+        return
+    base.clear(value)
+    if issubclass(base, dict):
+        for key, one in zip(keys, values, strict=True):
+            base.__setitem__(value, key, one)
+    else:
+        (base.update if base is set else base.extend)(value, values)
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _restore_attributes(own: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in [name for name in own if name not in before]:
+        del own[name]
+    own.update(before)
+
+
+def _restoring_values(tensor: Tensor) -> _Step:
+    if isinstance(tensor, nn.Parameter):
+        return lambda: None
+    return partial(_restore_values, tensor, tensor.detach().clone())
+
+
+@torch.no_grad()
+def _restore_values(tensor: Tensor, value: Tensor) -> None:
+    if tensor.dtype is not value.dtype or not (tensor.is_nested or tensor.shape == value.shape):
+        tensor.data = value
+    elif not same_values(tensor, value):
+        tensor.copy_(value)
+
+
+def _restore_array(array: Any, value: Any) -> None:
+    if array.shape == value.shape and array.tobytes() != value.tobytes():
+        array[...] = value
+
+
+def _restoring_state(generator: Any) -> _Step:
+    return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+
+
+_RESTORING: Mapping[type, Callable[[Any], _Step]] = {
+    Tensor: _restoring_values,
+    np.ndarray: lambda array: partial(_restore_array, array, array.copy()),
+    torch.Generator: lambda generator: partial(generator.set_state, generator.get_state()),
+    random.SystemRandom: lambda generator: lambda: None,
+    random.Random: lambda generator: partial(generator.setstate, generator.getstate()),
+    np.random.RandomState: lambda generator: partial(generator.set_state, generator.get_state()),
+    np.random.Generator: _restoring_state,
+}
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether the elements of two tensors of one layout are equal, NaN to NaN."""
+    if one.is_meta:
+        return True
+    mine, others = _strided(one), _strided(other)
+    if [tensor.shape for tensor in mine] != [tensor.shape for tensor in others]:
+        return False
+    return all(bool(((p == q) | (p.isnan() & q.isnan())).all()) for p, q in zip(mine, others, strict=True))
+
+
+def _strided(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a sparse, quantized or nested one is made of."""
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.is_quantized:
+        return (tensor.int_repr(),)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense(),)
