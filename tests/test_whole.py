@@ -41,6 +41,8 @@ def test_the_tensors_of_an_output() -> None:
         *(((NAN, ONES.int()), (NAN, ONES.int()), None, "nowhere finite"), (PARTLY, ONES, None, "not finite where")),
         *((ONES, PARTLY, None, "not finite where"), (PARTLY, PARTLY, None, ""), (ONES.int(), ONES.int(), None, "")),
         *((ONES[:0], ONES[:0], None, ""), ((NAN, ONES), (NAN, ONES), None, "")),
+        *((NAN * 1j, NAN * 1j, None, "nowhere finite"), (PARTLY * 1j, ONES * 1j, None, "not finite where")),
+        (NAN.to(torch.float8_e4m3fn), NAN.to(torch.float8_e4m3fn), None, "nowhere finite"),
     ],
 )
 def test_what_cannot_be_compared_is_said(ours: Any, expected: Any, moved: Any, problem: str) -> None:
@@ -59,6 +61,8 @@ def test_what_cannot_be_compared_is_said(ours: Any, expected: Any, moved: Any, p
         ((ONES * 1e-9, ONES), (ONES * 0, ONES), None, 1e-9, 0.0),
         ((ONES.int() * 9, ONES), (ONES.int(), ONES), None, 0.0, 1e-5),
         (ONES.half() * 1.25, ONES.half(), None, 0.25, 2e-2),
+        ((ONES * 1.25).to(torch.float8_e4m3fn), ONES.to(torch.float8_e4m3fn), None, 0.25, 0.125),
+        (ONES * 2j, ONES * 1j, None, 1.0, 1e-5),
     ],
 )
 def test_the_output_that_comes_closest_to_its_limit_decides(

@@ -63,7 +63,7 @@ def _compare(ours: Tensor, expected: Tensor, *moved: Tensor) -> ModelProof:
     """One output tensor: a large one beside it must not lend it its limit."""
     largest = _largest(expected)
     spread = max(_distance(one, expected) for one in moved)
-    floor = _FLOOR.get(expected.dtype, 0.0) * largest
+    floor = _FLOOR.get(expected.dtype, torch.finfo(expected.dtype).eps) * largest
     return ModelProof(_distance(ours, expected), max(_SPREADS * spread, floor), largest)
 
 
@@ -73,7 +73,7 @@ def _outputs(model: nn.Module, run: Callable[[], Any]) -> list[Tensor]:
 
 
 def _copies_in(value: Any) -> list[Tensor]:
-    """Copies of ``tensors_in``, dense ones of what is sparse, quantized or nested."""
+    """Copies of ``tensors_in``, dense ones of what is sparse, quantized or nested, real ones of what is complex."""
     return [copy for tensor in tensors_in(value) for copy in _dense(tensor.detach().clone())]
 
 
@@ -82,6 +82,8 @@ def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
         return tensor.unbind()
     if tensor.is_quantized:
         return (tensor.dequantize(),)
+    if tensor.is_complex():
+        return (torch.view_as_real(tensor.to_dense().resolve_conj()),)
     return (tensor if tensor.layout is torch.strided else tensor.to_dense(),)
 
 
@@ -127,11 +129,16 @@ def _structure_problem(ours: list[Tensor], expected: list[Tensor], moved: list[l
     if any(_forms(one) != _forms(expected) for one in moved):
         return "the original's own output changes its shape when its norms move by one ulp: nothing to compare"
     floating = [tensor for tensor in expected if tensor.is_floating_point() and tensor.numel()]
-    if floating and not any(tensor.isfinite().any() for tensor in floating):
+    if floating and not any(_isfinite(tensor).any() for tensor in floating):
         return "the original's output is nowhere finite: nothing to compare"
-    if all(torch.equal(mine.isfinite(), theirs.isfinite()) for mine, theirs in zip(ours, expected, strict=True)):
+    if all(torch.equal(_isfinite(mine), _isfinite(theirs)) for mine, theirs in zip(ours, expected, strict=True)):
         return ""
     return "the outputs are not finite where the original's are, or the reverse"
+
+
+def _isfinite(tensor: Tensor) -> Tensor:
+    """PyTorch has it for no float of eight bits."""
+    return (tensor.float() if tensor.element_size() == 1 else tensor).isfinite()
 
 
 def _forms(result: Sequence[Any]) -> list[Any]:
@@ -146,7 +153,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 def _largest(tensor: Tensor) -> float:
     """The largest finite magnitude, 0 for an empty tensor."""
-    return max((float(p.abs().nan_to_num(0.0, 0.0, 0.0).max()) for p in _pieces(tensor)), default=0.0)
+    return max((float(p.double().abs().nan_to_num(0.0, 0.0, 0.0).max()) for p in _pieces(tensor)), default=0.0)
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
