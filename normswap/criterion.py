@@ -51,8 +51,8 @@ _EXPONENT = 0x7FF << 52
 def half_ulp(reference: Tensor, dtype: torch.dtype) -> Tensor:
     """Half the spacing of ``dtype`` at each value of a float64 tensor."""
     info = torch.finfo(dtype)
-    power = reference.abs().clamp_(min=info.tiny).view(torch.int64).bitwise_and_(_EXPONENT)  # of two, not above it
-    return power.view(torch.float64).mul_(info.eps / 2)
+    power = reference.view(torch.int64).bitwise_and(_EXPONENT).view(torch.float64)  # of two, not above its size
+    return power.clamp_(min=info.tiny).mul_(info.eps / 2)
 
 
 def rounds_further(reference: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
@@ -62,7 +62,8 @@ def rounds_further(reference: Tensor, error: Tensor, dtype: torch.dtype) -> Tens
 
 def limit_of(reference: Tensor, dtype: torch.dtype, magnitude: Tensor, c: float, extra: Tensor | float) -> Tensor:
     """How far a value of ``dtype`` may lie off."""
-    return half_ulp(reference, dtype) + c * FLOAT32_ROUNDING * magnitude + extra
+    limit = half_ulp(reference, dtype)
+    return torch.add(limit, magnitude, alpha=c * FLOAT32_ROUNDING) + extra
 
 
 def error_share(ours: Tensor, reference: Tensor, magnitude: Tensor, c: float, extra: Tensor | float = 0.0) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import linecache
 import types
 import warnings
 from typing import Any, TypeAlias
@@ -26,11 +27,17 @@ def source_tree(code: types.CodeType) -> ast.FunctionDef | None:
 def _in_its_file(code: types.CodeType) -> tuple[ast.FunctionDef | None, types.CodeType | None]:
     """What stands in its source file where ``code`` was defined, and the code that it compiles to there."""
     try:
-        trees, codes = _read("".join(inspect.findsource(code)[0]), code.co_filename)
+        trees, codes = _read("".join(_lines(code)), code.co_filename)
     except (OSError, TypeError, IndexError):
         return None, None  # the caller says so, with the place
     place = code.co_name, code.co_firstlineno
     return trees.get(place), codes.get(place)
+
+
+def _lines(code: types.CodeType) -> list[str]:
+    """The file in which it was defined, as it is now. inspect asks every module that is imported whose file it is."""
+    linecache.checkcache(code.co_filename)
+    return linecache.getlines(code.co_filename) or inspect.findsource(code)[0]
 
 
 @functools.lru_cache(maxsize=8)

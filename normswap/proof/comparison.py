@@ -126,7 +126,8 @@ def _shares(
 ) -> list[float]:
     """Both shares, in one wait for the device; not a number or infinite where one of the tensors is."""
     limit = limit_of(reference, ours.dtype, magnitude, c, extra)
-    worst = [((tensor.double() - reference).abs() / limit).amax() for tensor in (ours, eager)]
+    reference = reference.expand(ours.shape)
+    worst = [(tensor - reference).abs_().div_(limit).amax() for tensor in (ours, eager)]
     found: list[float] = torch.stack(worst).tolist()
     return found
 

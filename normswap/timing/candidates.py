@@ -20,7 +20,7 @@ from normswap.proof.whole_model import tensors_in
 from normswap.regions.helper import make_helper
 from normswap.regions.listening import Listener, holder_of, listening
 from normswap.regions.rewrite import Compiled
-from normswap.regions.spec import Region
+from normswap.regions.spec import Region, children_of
 from normswap.timing.clock import NO_COST, Cost, Function
 from normswap.timing.model import Arrangement, Waiting
 from normswap.untouched import classes
@@ -289,7 +289,9 @@ def looks_of(region: Region, owner: nn.Module) -> tuple[Any, ...]:
     """What tells regions apart whose calls may take different time; where one stands in its forward does not matter."""
     steps = tuple((step.does, step.operand) for step in region.steps)
     constants = repr(region.constants)
-    return region.kind, steps, constants, region.shared, str(region.activation), looks(holder_of(region, owner))
+    children = [owner._modules[name] for name in (*children_of(region), *region.feeds)]
+    seen = tuple(None if child is None else looks(child) for child in children)
+    return region.kind, steps, constants, region.shared, str(region.activation), seen
 
 
 def looks(module: nn.Module) -> tuple[Any, ...]:
