@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -35,35 +34,36 @@ class Size:
     ) -> None:
         """``unit``: what ``matmul_unit`` says of the ``real`` input."""
         region = compiled.region
-        x, before, self.behind, self.scale, self.shift, arguments = compiled.unpack(packed)
+        given, before, _, self.scale, self.shift, arguments = compiled.unpack(packed)
         if region.ends_inside:
             values = {**values, "norm": _before_its_end(holder._modules[region.norm], values)}
-        self.region, self.values, self.rounds = region, values, rounds
-        self.adapts = region.has("gain")
-        self.given = values["convolution"] if region.convolution else x
-        self.summands = {"input": self.given}
+        self.region, self.rounds, self.adapts = region, rounds, region.has("gain")
+        x = values["convolution"] if region.convolution else given
+        self.shapes = {"input": x.shape}
         if before is not None:
-            self.given, _ = _moved(values["sum"], torch.zeros_like(values["sum"]), dtypes[0])
-            self.summands["before"] = before
+            x, _ = _moved(values["sum"], torch.zeros_like(values["sum"]), dtypes[0])
+            self.shapes["before"] = before.shape
+        self.shape = x.shape
         self.dtypes = {step.does: d for step, d in zip(region.steps, dtypes, strict=True)}
-        self.rows = self._rows(holder, arguments, real.dtype, unit)
+        self.rows = self._rows(holder, x, arguments, real.dtype, unit)
         self.unit = constants(region)[0] * FLOAT32_ROUNDING
         literal = region.literal_activation()
         self._activation: Any = literal or child_at(holder._modules, str(region.activation))
-        self.norm = self._back(self.rows.output)
+        size = self._back(self.rows.output)
         if self.rows.coarse is not None:
-            self.norm = self.norm + self.rows.coarse * (self.rows.coarse_unit / FLOAT32_ROUNDING)
-        size = self.norm
+            size = size + self.rows.coarse * (self.rows.coarse_unit / FLOAT32_ROUNDING)
+        if self.adapts or region.has("times"):
+            self.factor = size + values["norm"].abs()
         if region.convolution:
             children = holder._modules[region.convolution], holder._modules[region.norm]
-            error = folded_error(*children, x, values["convolution"], dtypes[0], real)
+            error = folded_error(*children, given, x, dtypes[0], real)
             size = size + (error + half_ulp(values["norm"], dtypes[0])) / self.unit
         if self.adapts:
             size = size * (1 + self.scale.abs()) + 2 * values["norm"].abs() * (1 + self.scale.abs()) + self.shift.abs()
-        self.output, self.slope = self._through(size)
+        self.output, self.slope = self._through(size, values)
 
-    def _rows(self, holder: Any, arguments: Any, dtype: torch.dtype, unit: float) -> Magnitudes:
-        region, x = self.region, self.given
+    def _rows(self, holder: Any, x: Tensor, arguments: Any, dtype: torch.dtype, unit: float) -> Magnitudes:
+        region = self.region
         if region.linear:
             return LinearMagnitudes(region, holder._modules, x, self.scale).magnitudes(unit)
         if region.has("permute"):
@@ -79,42 +79,44 @@ class Size:
     def _back(self, tensor: Tensor) -> Tensor:
         return tensor.permute(0, 3, 1, 2) if self.region.has("permute") else tensor
 
-    def _through(self, size: Tensor) -> tuple[Tensor, Tensor | float]:
+    def _through(self, size: Tensor, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float]:
         """What the error of the norm becomes behind a residual and an activation, and how steep that is."""
         region, unit = self.region, self.unit
         does = [step.does for step in region.steps if step.does in ("norm", "residual", "shift", "activation")]
         does += ["activation"] if region.ends_inside else []
         if region.has("times"):
-            value, error = self._rounded(self.values["norm"], unit * size, "norm")
+            value, error = self._rounded(values["norm"], unit * size, "norm")
             factor = abs(self.shift)
             return (error / unit + value.abs()) * factor, factor
         if does[-1] in ("norm", "shift"):
             return size, 1.0
         last = "shift" if "shift" in does else "norm"
-        value, error = self._rounded(self.values[last], unit * size, last)
+        value, error = self._rounded(values[last], unit * size, last)
         if "residual" in does:
-            value = self.values["residual"]
+            value = values["residual"]
             error = error + unit * value.abs()
             if region.convolution:
                 error = error + half_ulp(value, self.dtypes["residual"])
             if does[-1] == "residual":
                 return error / unit + value.abs(), 1.0
             value, error = self._rounded(value, error, "residual")
-        below, slope, above = (derivative(self._activation, at) for at in (value - error, value, value + error))
-        steepest = functools.reduce(torch.maximum, (s.abs() for s in (below, slope, above)))
-        bend = torch.maximum((below - slope).abs_(), (above - slope).abs_())
-        moved, result = steepest * error, self._activation(value.clone()).abs()
-        dtype = self.dtypes["norm" if region.ends_inside else "activation"]
-        return (
-            moved + rounds_further(result, moved, dtype)
-        ) / unit + value.abs() + result, steepest + bend / unit + 1.0
+        slope = derivative(self._activation, value)
+        steepest, bend = slope.abs(), torch.zeros_like(slope)
+        for side in (derivative(self._activation, value + error), derivative(self._activation, value - error)):
+            steepest, bend = torch.maximum(steepest, side.abs()), torch.maximum(bend, (side - slope).abs_())
+        del slope, side
+        moved, reach = error * steepest, bend.div_(unit).add_(steepest).add_(1.0)
+        del error, steepest
+        result = self._activation(value.clone()).abs()
+        moved += rounds_further(result, moved, self.dtypes["norm" if region.ends_inside else "activation"])
+        return moved.div_(unit).add_(value.abs()).add_(result), reach
 
     def _rounded(self, value: Tensor, error: Tensor, does: str) -> tuple[Tensor, Tensor]:
         return (value, error) if self.region.convolution else _moved(value, error, self.dtypes[does])
 
     def broadcasts(self, role: str) -> bool:
         """Whether the gradient of a role is a sum, which PyTorch computes, of gradients that are rounded before it."""
-        return role in self.summands and self.summands[role].shape != self.given.shape
+        return role in self.shapes and self.shapes[role] != self.shape
 
     def gradients(self, cotangents: list[Tensor]) -> dict[str, Tensor]:
         """Sums of |terms| by role ("input", "before", ...) and by the names of parameters."""
@@ -123,14 +125,14 @@ class Size:
         found: dict[str, Tensor] = {"behind": behind}
         inner = behind
         if self.region.has("times") and isinstance(self.shift, Tensor):
-            found["shift"] = _summed(dy * (self.norm + self.values["norm"].abs()), self.shift)
+            found["shift"] = (dy * self.factor).sum_to_size(self.shift.shape)
         if self.adapts:
-            found["scale"] = _summed(behind * (self.norm + self.values["norm"].abs()), self.scale)
-            found["shift"] = _summed(behind, self.shift)
+            found["scale"] = (behind * self.factor).sum_to_size(self.scale.shape)
+            found["shift"] = behind.sum_to_size(self.shift.shape)
             inner = behind * (1 + self.scale.abs()) * 2
         rows = self.rows.gradients(inner.permute(0, 2, 3, 1) if self.region.has("permute") else inner)
         of_input = self._back(rows.pop("input")) + of_sum
-        found |= {role: _summed(of_input, summand) for role, summand in self.summands.items()}
+        found |= {role: of_input.sum_to_size(shape) for role, shape in self.shapes.items()}
         if self.region.linear:
             return found | rows
         if not self.region.type:
@@ -160,7 +162,3 @@ def _moved(value: Tensor, error: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     low, high = (v.clamp(-most, most).to(dtype).double() for v in (value - error, value + error))
     middle = value.to(dtype).double()
     return middle, torch.maximum(high - middle, middle - low)
-
-
-def _summed(terms: Tensor, like: Tensor) -> Tensor:
-    return terms.sum_to_size(like.shape)
