@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import random
+import sys
+import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +24,10 @@ _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, tuple)
 _LEFT = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType)
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "accelerate", "deepspeed")
 """Whose objects, modules apart, are no part of a model: what runs it, and holds it and its data."""
+_SHARED = sys.stdlib_module_names - {"builtins", "collections", "types", "typing", "abc", "enum", "argparse"}
+"""Python's own libraries but for those whose classes hold values alone. What they make - a queue, a thread, a file, a
+logger - somebody else may be at meanwhile: it is left, and so is what is built on it or has a lock."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
 
 
 class Held:
@@ -77,10 +83,12 @@ class _Kind:
     """What instances of a class hold."""
 
     def __init__(self, cls: type) -> None:
-        left = issubclass(cls, _LEFT)
+        made_by = [str(base.__module__).partition(".")[0] for base in cls.__mro__]
+        self.is_module = issubclass(cls, nn.Module)
         self.restoring = next((make for one, make in _RESTORING.items() if issubclass(cls, one)), None)
+        left = issubclass(cls, _LEFT) or not (self.is_module or _SHARED.isdisjoint(made_by))
         self.base = None if left else next((one for one in _CONTAINERS if issubclass(cls, one)), None)
-        foreign = str(cls.__module__).partition(".")[0] in _LIBRARIES and not issubclass(cls, nn.Module)
+        foreign = made_by[0] in _LIBRARIES and not self.is_module
         self.has_attributes = not (left or foreign or self.restoring or cls in _CONTAINERS)
         self.holds = bool(self.restoring or self.base or self.has_attributes)
 
@@ -99,6 +107,8 @@ class _Kind:
             return inner
         own = _attributes_of(value)
         before = dict(own)
+        if not self.is_module and any(isinstance(one, _LOCKS) for one in before.values()):
+            return ()
         steps.append(partial(_restore_attributes, own, before))
         return (*inner, *before.values())
 
@@ -165,6 +175,7 @@ def _restoring_state(generator: Any) -> _Step:
 
 _RESTORING: Mapping[type, Callable[[Any], _Step]] = {
     Tensor: _restoring_values,
+    np.memmap: lambda array: lambda: None,  # a file, which may be larger than memory
     np.ndarray: lambda array: partial(_restore_array, array, array.copy()),
     torch.Generator: lambda generator: partial(generator.set_state, generator.get_state()),
     random.SystemRandom: lambda generator: lambda: None,

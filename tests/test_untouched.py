@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging.handlers
 import pickle
+import queue
 import random
 import sys
+import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -231,6 +235,31 @@ def test_what_is_not_the_models_is_left() -> None:
         Cache.note = 1  # type: ignore[attr-defined]
     assert (model.child.weight == 3).all() and model.optimizer.param_groups[0]["lr"] == 0.2 and Cache.note == 1  # type: ignore[attr-defined]
     assert model.still._version == 0
+
+
+class Locked:
+    def __init__(self) -> None:
+        self.lock, self.count = threading.Lock(), 0
+
+
+class Worker(threading.Thread):
+    count = 0
+
+
+def test_what_others_may_be_at_is_left(tmp_path: Path) -> None:
+    """Threads put into a queue, count and log while the model runs: none of that is taken back. A file is not read."""
+    model: Any = Holding()
+    model.queue, model.locked, model.worker = queue.Queue(), Locked(), Worker()
+    model.log = logging.Logger("model")
+    model.log.addHandler(handler := logging.handlers.BufferingHandler(10))
+    model.file = np.memmap(tmp_path / "rows", np.float32, "w+", shape=(2,))
+    with preserved(model):
+        model.queue.put(1)
+        model.locked.count = model.worker.count = 1
+        model.log.warning("said")
+        model.file[0] = 1.0
+    assert model.queue.qsize() == model.locked.count == model.worker.count == len(handler.buffer) == model.file[0] == 1
+    assert model.queue.unfinished_tasks == 1
 
 
 def test_who_learns_is_put_back() -> None:
