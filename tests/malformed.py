@@ -341,7 +341,7 @@ malformed("a pointer called .safetensors", "file.safetensors", SAFETENSORS)(
 malformed("torch.save called .safetensors", "file.safetensors", SAFETENSORS)(
     lambda path: torch.save({"a": torch.ones(2)}, path)
 )
-malformed("a pipe", "file.pt", "no such file")(os.mkfifo)
+malformed("a pipe", "file.pt", "is no regular file")(os.mkfifo)
 malformed("a link to nowhere", "file.pt", "no such file")(lambda path: path.symlink_to("gone.pt"))
 malformed("a link to itself", "file.pt", "no such file|cannot be read")(lambda path: path.symlink_to("file.pt"))
 

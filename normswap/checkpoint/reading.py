@@ -61,7 +61,7 @@ def open_checkpoint(
     path = Path(path)
     with failing(f"{path}: cannot be read", (OSError, ValueError)):
         folder = path if path.is_dir() else path.parent
-        for manifest in (folder / "normswap.json", path.with_name(f"{path.name}.normswap.json")):
+        for manifest in (folder / "normswap.json", path.parent / f"{path.name}.normswap.json"):
             settle(manifest)
         main = _main_file(path) if path.is_dir() else path
     if main.name.endswith(INDEX):

@@ -61,8 +61,9 @@ def load_file(path: Path, *, at: Path | None = None, allow_pickle: bool = False)
     ``allow_pickle`` lets a pickle run what it names. Raises CheckpointError, also for a pickle that names more."""
     with failing(f"{path}: cannot be read", OSError):
         check(not path.is_dir(), f"{path}: is a folder, not a checkpoint file")
-        check((at or path).is_file(), f"{path}: no such file")
-        return _load_pickle(at or path, allow_pickle) if is_pickle(path) else _load_safetensors(at or path)
+        found = at or path
+        check(found.is_file(), f"{path}: {'is no regular file' if found.exists() else 'no such file'}")
+        return _load_pickle(found, allow_pickle) if is_pickle(path) else _load_safetensors(found)
 
 
 def tensor_writer(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Callable[[Path], None]:
