@@ -172,6 +172,24 @@ def test_what_pytorch_refuses_or_transforms(calls: list[str]) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.case("double-backward")
+def test_a_graph_of_gradients_where_one_tensor_is_computed_from_another(calls: list[str]) -> None:
+    """The input of a norm from the residual behind it, as in any residual block, or from its own weight."""
+    x, weight, bias = torch.randn(5, 6), torch.rand(6) + 0.5, torch.randn(6)
+    found = []
+    for norm in (ops.batch_norm, None):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        input, (w, b) = leaves[0].exp() * leaves[1], leaves[1:]
+        if norm is None:
+            out = F.silu(F.batch_norm(input, None, None, w, b, True) + leaves[0])
+        else:
+            out = norm(input, None, None, w, b, True, 0.1, 1e-5, Activation("silu"), residual=leaves[0])
+        first = torch.autograd.grad(out.pow(2).sum(), leaves, create_graph=True)
+        found.append((*first, *torch.autograd.grad(sum(g.pow(2).sum() for g in first), leaves)))
+    assert "batch_norm_recorded" in calls
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
 # --- modules and regions ------------------------------------------------------------------------------------------
 
 

@@ -268,7 +268,8 @@ def reference_gradients(
         if not create:
             with _requires_grad_allowed(True):  # which a transform of functorch forbids
                 tensors = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        wide = [None if t is None else t.float() for t in tensors]
+        # Each by itself: one may be computed from another, as a norm's input from the residual behind it.
+        wide = [None if t is None else t.view_as(t).float() for t in tensors]
         wanted = [t for t in wide if t is not None and t.requires_grad]
         settings: Any = {"create_graph": create, "allow_unused": True}
         found = iter(torch.autograd.grad(function(*wide), wanted, grad.float(), **settings) if wanted else ())
