@@ -35,6 +35,7 @@ from norm_tables import (
 )
 from torch import nn
 
+import normswap
 from normswap import ops
 
 Make = Callable[[], nn.Module]
@@ -164,3 +165,15 @@ def test_any_view_of_any_dtype(random: Random, dtype: torch.dtype) -> None:
     ):
         assert ours.stride() == theirs.stride()
         assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("value", (None, "text", [1.0]))
+@pytest.mark.parametrize("make", (nn.LayerNorm, nn.RMSNorm, lambda size: nn.Sequential(nn.LayerNorm(size), nn.GELU())))
+def test_what_is_no_tensor_raises_what_pytorch_raises(make: Callable[[int], nn.Module], value: object) -> None:
+    model = make(4)
+    swapped = normswap.optimize(model, torch.randn(2, 4))
+    with pytest.raises(TypeError) as theirs:
+        model(value)
+    with pytest.raises(TypeError) as ours:
+        swapped(value)
+    assert str(ours.value) == str(theirs.value)

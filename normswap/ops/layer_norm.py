@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from normswap import reference
@@ -52,6 +53,8 @@ def layer_norm(
     """
     plain = residual is None and scale is None and shift is None and activation.name == "none"
     if plain and dtype is None:
+        if not isinstance(input, Tensor):
+            return F.layer_norm(input, normalized_shape, weight, bias, eps)  # which says so
         if input.is_nested:
             return reference.layer_norm(input, normalized_shape, weight, bias, eps)
         op = direct("layer_norm", input, weight, bias, autocast=input.dtype is torch.float32)
