@@ -253,6 +253,13 @@ def test_the_tree_depends_on_the_shape_alone() -> None:
         assert len({tuple(p[name] for name in TREE) for p in plans if p is not None}) == 1
 
 
+def test_a_group_that_no_block_holds_is_held_by_a_cluster() -> None:
+    """Also where the sums of all its lines would have room in one piece, which no cluster can share."""
+    for channels, spatial, cluster in ((256, 3136, 2), (64, 12544, 2), (256, 6272, 4)):
+        p = launch_plans.group_backward_plan(64, channels, spatial, 32, 2, 4, **GPUS[0])
+        assert p is not None and p["held"] and p["cluster"] == cluster, (channels, spatial, p)
+
+
 COLUMNS = [*SIZES, *((16, 320, n, 32) for n in (256, 1024, 4096)), (64, 64, 12544, 32), (2, 4100, 25, 1), (3, 24, 5, 2)]
 KEPT = ((4, 4, 4), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # bytes of an element of x, of dy, and of dy behind an activation
 CUT = (

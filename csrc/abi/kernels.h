@@ -102,6 +102,7 @@ RowLaunch layer_norm_f32, layer_norm_f16, layer_norm_bf16;
 RowLaunch rms_norm_f32, rms_norm_f16, rms_norm_bf16;
 RowLaunch l1_norm_f32, l1_norm_f16, l1_norm_bf16;
 RowLaunch group_norm_f32, group_norm_f16, group_norm_bf16;
+RowLaunch group_norm_behind_f32, group_norm_behind_f16, group_norm_behind_bf16;  // with GroupOptions
 RowLaunch norm_with_options_f32, norm_with_options_f16, norm_with_options_bf16;
 
 // A vector with one value a channel, in its own dtype; data == nullptr: absent.

@@ -57,6 +57,7 @@ struct ColumnArgs {
   int run, run_across;   // of lanes that unite_sums has for a group
   int run_side, run_rows, run_step;  // rows they have side by side, and one below the other; statistics to the next
   int log_room;          // for a parameter of the strip's channels
+  bool wide;             // y is float32, and the vectors of threads 2 i and 2 i + 1 lie side by side, both or none
   Sizes full, last;      // of pieces
   Divider by_group_width;
   int group_width;
@@ -78,6 +79,7 @@ struct ColumnArgs {
     pieces = static_cast<int>(p.pieces);
     strips = static_cast<int>(p.strips);
     last_width = static_cast<int>(n.channels - (p.strips - 1) * p.width);
+    wide = n.behind.wide && on_boundary(n.behind) && p.vec == 8 && lanes % 2 == 0 && last_width % (2 * p.vec) == 0;
     piece_rows = static_cast<int>(p.piece_rows);
     last_rows = static_cast<int>(n.rows - (p.pieces - 1) * p.piece_rows);
     run = 1 << p.log_uniting;

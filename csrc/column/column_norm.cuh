@@ -92,14 +92,31 @@ __device__ inline void store_staged_behind(const ColumnArgs& a, const ChannelAff
   });
 }
 
+// The same to a float32 y, of neighbouring threads in pairs.
+template <class T, int V, Source From>
+__device__ inline void store_staged_wide(const ColumnArgs& a, const ChannelAffine<T, V, From>& affine,
+                                         const Pack<T, V>* stage, int64_t offset, int count) {
+  with_activation<float, 4, From>(a.n.activation, [&](auto activate) {
+    const int most = __reduce_max_sync(kWholeWarp, count);
+#pragma unroll kBlockUnroll
+    for (int i = 0; i < most; ++i) {
+      float out[V] = {};
+      if (i < count) affine.of(Pack<T, V>::load(stage[i * a.threads].v), out);
+      store_wide(a.n.behind, out, offset + i * a.step, i < count, activate);
+    }
+  });
+}
+
 // The thread's vectors of a piece in shared memory, normalised.
 template <class T, int V, Source From>
 __device__ inline void store_staged(const ColumnArgs& a, const ChannelAffine<T, V, From>& affine, const Pack<T, V>* stage,
                                     const Piece& at) {
   const GroupOptions& behind = a.n.behind;
   if constexpr (From == Source::group && V > 1) {
-    const uintptr_t addresses = reinterpret_cast<uintptr_t>(behind.residual) | reinterpret_cast<uintptr_t>(behind.y);
-    if (behind.any && addresses % 16 == 0) {
+    if (behind.any && on_boundary(behind)) {
+      if constexpr (V == 8) {
+        if (a.wide) return store_staged_wide(a, affine, stage, at.offset, at.count);
+      }
       if (behind.wide) return store_staged_behind<T, float>(a, affine, stage, at.offset, at.count);
       return store_staged_behind<T, T>(a, affine, stage, at.offset, at.count);
     }
@@ -213,7 +230,8 @@ __global__ void __launch_bounds__(kFinishThreads) column_finish(const ColumnArgs
   if (lane == 0 && mine < groups) args.finals[from] = finish<From>(args, index, united, kept, true);
 }
 
-template <class T, int V, Source From>
+// Wide: see ColumnArgs::wide.
+template <class T, int V, Source From, bool Wide>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
   const Parameters<From> parameters(args, shared);
@@ -222,7 +240,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
   const Piece at = Piece::in_memory(args, column, static_cast<int>(gridDim.x - 1 - blockIdx.x));
   const T* x = static_cast<const T*>(args.x) + at.offset;
   int64_t y = at.offset;
-  constexpr int at_once = V > 4 ? kColumnSlots / 2 : kColumnSlots;
+  constexpr int at_once = Wide ? 2 : V > 4 ? kColumnSlots / 2 : kColumnSlots;
   Pack<T, V> packs[at_once];
   int left = at.count;
   const auto load_some = [&] {
@@ -241,6 +259,20 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
   __syncthreads();
   if (left <= 0) return;
   const ChannelAffine<T, V, From> affine(parameters, column.channel);
+  if constexpr (Wide) {
+    const int most = __reduce_max_sync(kWholeWarp, left);
+    for (int done = 0; done < most; done += at_once, left -= at_once, y += at_once * args.step) {
+      if (done > 0) load_some();
+#pragma unroll
+      for (int i = 0; i < at_once; ++i) {
+        float out[V];
+        affine.of(packs[i], out);
+        store_wide(args.n.behind, out, y + i * args.step, i < left,
+                   [&](const Pack<float, 4>& sum) { return activated(sum, args.n.activation); });
+      }
+    }
+    return;
+  }
   for (;;) {
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
@@ -260,7 +292,11 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
 template <class T, int V, Source From>
 cudaError_t launch_apply(const ColumnArgs& a, bool overlap, cudaStream_t stream) {
   const int shared = parameter_bytes(a.p, Parameters<From>::kArrays);
-  return launch_block<column_apply<T, V, From>>(a, {grid_of(a.p.items), a.threads, shared, 1, overlap}, stream);
+  const LaunchShape shape{grid_of(a.p.items), a.threads, shared, 1, overlap};
+  if constexpr (From == Source::group && V == 8) {
+    if (a.wide) return launch_block<column_apply<T, V, From, true>>(a, shape, stream);
+  }
+  return launch_block<column_apply<T, V, From, false>>(a, shape, stream);
 }
 
 template <class T, int V, Source From>

@@ -66,5 +66,32 @@ __device__ inline void store_behind(const GroupOptions& options, const float (&n
   }
 }
 
+// Whether vectors may be loaded and stored as such.
+__host__ __device__ inline bool on_boundary(const GroupOptions& options) {
+  return (reinterpret_cast<uintptr_t>(options.residual) | reinterpret_cast<uintptr_t>(options.y)) % 16 == 0;
+}
+
+// The same of a vector that may not be there, to a float32 y; see Halves. activate(vector of the sum).
+template <class Activate>
+__device__ inline void store_wide(const GroupOptions& options, const float (&norm)[8], int64_t at, bool there,
+                                  Activate activate) {
+  const Halves halves(norm, there);
+  uint4 words[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    auto sum = Pack<float, 4>::of(halves.values[i]);
+    if (options.residual != nullptr) {
+      uint4 other = sum.raw();
+      load_if(halves.there[i], other, static_cast<const float*>(options.residual) + at + halves.where[i]);
+      sum = added(sum, Pack<float, 4>::of_raw(other));
+    }
+    words[i] = activate(sum).raw();
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    store_if(halves.there[i], static_cast<float*>(options.y) + at + halves.where[i], words[i]);
+  }
+}
+
 }  // namespace
 }  // namespace normswap

@@ -9,29 +9,34 @@
 namespace normswap {
 namespace {
 
+// words[k] = make(k, words[k]).
+template <int Slots, class Make>
+__device__ inline void each_in_turn(uint4 (&words)[Slots], Make make) {
+#pragma unroll 1
+  for (int k = 0; k < Slots; ++k) {
+    const uint4 now = make(k, words[0]);
+#pragma unroll
+    for (int i = 0; i < Slots - 1; ++i) words[i] = words[i + 1];
+    words[Slots - 1] = now;
+  }
+}
+
 // words[k] = make(offset in the chunk, of vector k: its words), for those of the lane's vectors that are there.
 template <class Tile, class Make>
 __device__ inline void in_turn(const Tile& tile, uint4 (&words)[Tile::Slots], Make make) {
-  constexpr int last = Tile::Slots - 1;
 #pragma unroll
-  for (int k = 0; k <= last; ++k) {
+  for (int k = 0; k < Tile::Slots; ++k) {
     if constexpr (Tile::InRegisters) {
       words[k] = tile.words[k];
     } else {
       words[k] = {};
     }
   }
-#pragma unroll 1
-  for (int k = 0; k <= last; ++k) {
-    uint4 now = words[0];
-    if (tile.inside(k)) {
-      if constexpr (!Tile::InRegisters) now = tile.pack(k).raw();
-      now = make(Tile::offset(k), now);
-    }
-#pragma unroll
-    for (int i = 0; i < last; ++i) words[i] = words[i + 1];
-    words[last] = now;
-  }
+  each_in_turn(words, [&](int k, uint4 now) {
+    if (!tile.inside(k)) return now;
+    if constexpr (!Tile::InRegisters) now = tile.pack(k).raw();
+    return make(Tile::offset(k), now);
+  });
 }
 
 // with(tile, row, values) for each of several rows, which are equally far from each other.

@@ -125,6 +125,35 @@ __device__ inline void forget(uint4& words) {
 // One instruction, which an assignment is not always.
 __device__ inline void store_words(void* p, const uint4& words) { __stwb(static_cast<uint4*>(p), words); }
 
+// Stores 16 bytes where `there`. One instruction for the warp, which a branch might not be.
+__device__ inline void store_if(bool there, void* p, const uint4& words) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %5, 0;\n\t@p st.global.v4.b32 [%4], {%0, %1, %2, %3};\n\t}" ::"r"(
+                   words.x),
+               "r"(words.y), "r"(words.z), "r"(words.w), "l"(p), "r"(static_cast<int>(there))
+               : "memory");
+}
+
+// Four of the values of this lane's vector and four of the one beside it, which the lane beside it has: what the lanes of a
+// warp store at once then fills whole sectors of 32 bytes, of which the L2 takes half a one no faster.
+struct Halves {
+  float values[2][4];
+  int where[2];  // from this lane's first value on
+  bool there[2];
+  // `mine`: whether the lane's vector is there. All lanes of the warp must call.
+  __device__ Halves(const float (&of)[8], bool mine) {
+    const bool odd = threadIdx.x % 2 != 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float got = __shfl_xor_sync(0xffffffffu, odd ? of[j] : of[4 + j], 1);
+      values[0][j] = odd ? got : of[j];
+      values[1][j] = odd ? of[4 + j] : got;
+    }
+    const bool beside = __shfl_xor_sync(0xffffffffu, static_cast<int>(mine), 1) != 0;
+    where[0] = odd ? -4 : 0, where[1] = odd ? 4 : 8;
+    there[0] = odd ? beside : mine, there[1] = odd ? mine : beside;
+  }
+};
+
 // Rounded to T. A bfloat16 in the upper half of a word is its own float; converted alone it would take a slow instruction.
 template <class T>
 __device__ inline float rounded(float v) {

@@ -43,7 +43,8 @@ inline GroupBackwardPlan cut_groups(const GroupSizes& s) {
   const int64_t wanted = next_power_of_two(ceil_div(vectors, kEach)), lanes = wanted > fewest ? wanted : fewest;
   p.lanes = static_cast<int>(lanes < 32 ? lanes : 32);
   // Passing goes from piece to piece: fewer and larger ones, of which the vectors are on their way ahead for longer.
-  const int larger = lines * s.spatial * (s.itemsize + s.grad_itemsize) > kMaxCluster * kHeldBytes ? 2 : 1;
+  const int64_t bytes = lines * s.spatial * (s.itemsize + s.grad_itemsize);
+  const int larger = bytes > kMaxCluster * kHeldBytes ? 2 : 1;
   const int64_t each = ceil_div(vectors, p.lanes);
   p.units = static_cast<int>(ceil_div(each, larger * kEach));
   p.each = static_cast<int>(ceil_div(each, p.units));
@@ -51,8 +52,10 @@ inline GroupBackwardPlan cut_groups(const GroupSizes& s) {
   p.line_pieces = ceil_div(p.units, larger * kUnitsAPiece);
   p.piece_units = static_cast<int>(ceil_div(p.units, p.line_pieces));
   p.line_pieces = ceil_div(p.units, p.piece_units);
-  const int64_t room = kRunsAPiece * 32 / p.lanes / p.piece_units;
-  p.piece_lines = static_cast<int>(p.line_pieces > 1 || room < 1 ? 1 : ceil_div(lines, ceil_div(lines, room)));
+  // As few pieces as have room for their sums, but where no block holds a group as many as a cluster's blocks.
+  const int64_t room = kRunsAPiece * 32 / p.lanes / p.piece_units, few = ceil_div(lines, room < 1 ? lines : room);
+  const int64_t blocks = next_power_of_two(ceil_div(bytes, kHeldBytes / 16 * 15));  // which hold other things besides
+  p.piece_lines = static_cast<int>(p.line_pieces > 1 || room < 1 ? 1 : ceil_div(lines, few > blocks ? few : blocks));
   p.group_pieces = p.line_pieces > 1 ? lines * p.line_pieces : ceil_div(lines, p.piece_lines);
   p.groups = s.batch * s.num_groups;
   return p;

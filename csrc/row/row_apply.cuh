@@ -138,6 +138,51 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
   }
 }
 
+// Chunk `at` of the tensors, with what stands behind it. make(offset, words, values): those of the norm. All lanes of the warp
+// must call.
+template <class T, class Tile, class Make>
+__device__ inline void store_tile_behind(const Tile& tile, const GroupOptions& behind, int64_t at,
+                                         const ActivationArgs& activation, Make make) {
+  constexpr int V = Tile::V;
+  const auto vector = [&](int k) { return Tile::InRegisters || tile.inside(k) ? tile.pack(k).raw() : uint4{}; };
+  uint4 words[Tile::Slots];
+  if constexpr (V == 8) {
+    if (behind.wide) {
+#pragma unroll
+      for (int k = 0; k < Tile::Slots; ++k) words[k] = Tile::InRegisters ? vector(k) : uint4{};
+      each_in_turn(words, [&](int k, const uint4& now) {
+        float out[V] = {};
+        if (tile.inside(k)) make(Tile::offset(k), Tile::InRegisters ? now : vector(k), out);
+        store_wide(behind, out, at + Tile::offset(k), tile.inside(k),
+                   [&](const Pack<float, 4>& y) { return activated(y, activation); });
+        return now;
+      });
+      return;
+    }
+  }
+  // The residual's vectors are on their way at once where there are registers for them.
+  const auto load_residual = [&](int k, uint4& to) {
+    const T* from = static_cast<const T*>(behind.residual) + at + Tile::offset(k);
+    load_if(behind.residual != nullptr && tile.inside(k), to, from);
+  };
+#pragma unroll
+  for (int k = 0; k < Tile::Slots; ++k) {
+    words[k] = Tile::InRegisters ? vector(k) : uint4{};
+    if (!Tile::InRegisters) load_residual(k, words[k]);
+  }
+  each_in_turn(words, [&](int k, const uint4& now) {
+    if (!tile.inside(k)) return now;
+    uint4 residual = now;
+    if (Tile::InRegisters) load_residual(k, residual);
+    float out[V];
+    make(Tile::offset(k), Tile::InRegisters ? now : vector(k), out);
+    auto sum = Pack<T, V>::of(out);
+    if (behind.residual != nullptr) sum = added(sum, Pack<T, V>::of_raw(residual));
+    activated(sum, activation).store(static_cast<T*>(behind.y) + at + Tile::offset(k));
+    return now;
+  });
+}
+
 // The same where parameters belong to channels, or there are none.
 template <class Policy, bool Fast, class T, class Tile, class Row, class Where>
 __device__ inline void store_tile(const Tile& tile, const RowArgs& args, Row row, int64_t begin, RowValues values,
@@ -158,44 +203,58 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, Row row
   } else {
     constexpr int V = Tile::V;
     const AffineByChannel<Where, Row> affine(args, where, row, values);
-    const bool behind = args.n.behind.any, few = where.is_few();
-    if (!Tile::Ragged && few && !behind) {
-      const auto plain = [&](int k) {
-        Floats<V> w, b;
-        affine.of_few(Tile::offset(k), w, b);
-        return normalised<Policy, Fast, T>(tile, k, values, w, b);
-      };
-      if (args.n.activation.code == Activation::none) return tile.store(y, plain);
-      return tile.store(y, [&](int k) { return activated(Tile::Vector::of_raw(plain(k)), args.n.activation).raw(); });
-    }
-    if constexpr (!Tile::Ragged && kInTable<Where>) {
-      if (where.channels == where.some && !behind && args.n.activation.code == Activation::none) {
-        return tile.store(y, [&](int k) {
-          Floats<V> w, b;
-          affine.of_some(Tile::offset(k), w, b);
-          return normalised<Policy, Fast, T>(tile, k, values, w, b);
-        });
-      }
-    }
-    uint4 made[Tile::Slots];
-    in_turn(tile, made, [&](int offset, const uint4& x) {
+    const bool few = where.is_few();
+    const auto make = [&](int offset, const uint4& x, float (&out)[V]) {
       Floats<V> w, b;
       if (few) {
         affine.of_few(offset, w, b);
       } else {
         affine.of_many(offset, w, b);
       }
-      float out[V];
       normalise<Policy, Fast, T>(x, values, w, b, out);
-      if (behind) {
-        store_behind<T>(args.n.behind, out, row * args.n.cols + begin + offset, tile.len - offset, args.n.activation);
-        return x;
+    };
+    uint4 made[Tile::Slots];
+    if constexpr (kBehind<Policy>) {
+      const GroupOptions& behind = args.n.behind;
+      const int64_t at = row * args.n.cols + begin;
+      if constexpr (!Tile::Ragged) {
+        if (on_boundary(behind)) return store_tile_behind<T>(tile, behind, at, args.n.activation, make);
       }
-      const uint4 words = activated(Tile::Vector::of_raw(words_of<T>(out)), args.n.activation).raw();
-      if constexpr (!Tile::Ragged) store_words(y + offset, words);
-      return words;
-    });
-    if (Tile::Ragged && !behind) tile.store(y, [&](int k) { return made[k]; });
+      in_turn(tile, made, [&](int offset, const uint4& x) {
+        float out[V];
+        make(offset, x, out);
+        store_behind<T>(behind, out, at + offset, tile.len - offset, args.n.activation);
+        return x;
+      });
+    } else {
+      const bool none = args.n.activation.code == Activation::none;
+      if (!Tile::Ragged && few) {
+        const auto plain = [&](int k) {
+          Floats<V> w, b;
+          affine.of_few(Tile::offset(k), w, b);
+          return normalised<Policy, Fast, T>(tile, k, values, w, b);
+        };
+        if (none) return tile.store(y, plain);
+        return tile.store(y, [&](int k) { return activated(Tile::Vector::of_raw(plain(k)), args.n.activation).raw(); });
+      }
+      if constexpr (!Tile::Ragged && kInTable<Where>) {
+        if (where.channels == where.some && none) {
+          return tile.store(y, [&](int k) {
+            Floats<V> w, b;
+            affine.of_some(Tile::offset(k), w, b);
+            return normalised<Policy, Fast, T>(tile, k, values, w, b);
+          });
+        }
+      }
+      in_turn(tile, made, [&](int offset, const uint4& x) {
+        float out[V];
+        make(offset, x, out);
+        const uint4 words = activated(Tile::Vector::of_raw(words_of<T>(out)), args.n.activation).raw();
+        if constexpr (!Tile::Ragged) store_words(y + offset, words);
+        return words;
+      });
+      if (Tile::Ragged) tile.store(y, [&](int k) { return made[k]; });
+    }
   }
 }
 

@@ -11,6 +11,7 @@ namespace normswap {
 constexpr RowLaunches kRmsNorm{rms_norm_f32, rms_norm_f16, rms_norm_bf16};
 constexpr RowLaunches kL1Norm{l1_norm_f32, l1_norm_f16, l1_norm_bf16};
 constexpr RowLaunches kGroupNorm{group_norm_f32, group_norm_f16, group_norm_bf16};
+constexpr RowLaunches kGroupNormBehind{group_norm_behind_f32, group_norm_behind_f16, group_norm_behind_bf16};
 
 // Asked of the driver once a device.
 Gpu gpu_of(int device) {
@@ -152,7 +153,7 @@ void group_norm_groups(const Tensor& input_, const OptionalTensor& weight_, cons
   n.activation = activation_of("group_norm", activation, low, high);
   if (!channels_last) {
     check_dense("group_norm", input, out);
-    return run("group_norm", kGroupNorm, 0, n, input, out, regime);
+    return run("group_norm", n.behind.any ? kGroupNormBehind : kGroupNorm, 0, n, input, out, regime);
   }
   ChannelNorm c = channels_last_of(n, weight, bias, eps);
   c.y = out.mutable_data_ptr();
@@ -164,7 +165,7 @@ void group_norm_groups(const Tensor& input_, const OptionalTensor& weight_, cons
     Tensor result = torch::stable::empty_like(torch::stable::contiguous(out));
     n.x = contiguous.const_data_ptr();
     n.behind = behind_of(contiguous, other, result);
-    run("group_norm", kGroupNorm, 0, n, contiguous, result, 0);
+    run("group_norm", n.behind.any ? kGroupNormBehind : kGroupNorm, 0, n, contiguous, result, 0);
     torch::stable::copy_(out, result);
   }
 }

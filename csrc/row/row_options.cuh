@@ -200,16 +200,6 @@ __device__ inline uint4 activated_words(const float (&values)[V], const Activati
   return activated(Pack<T, V>::of_raw(words_of<T>(values)), activation).raw();
 }
 
-// V values as float32 to a multiple of 16 bytes.
-template <int V>
-__device__ inline void store_wide(float* to, const float (&values)[V], const ActivationArgs& activation) {
-#pragma unroll
-  for (int i = 0; i < V / 4; ++i) {
-    const float four[4] = {values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]};
-    store_words(to + 4 * i, activated_words<float>(four, activation));
-  }
-}
-
 // Normalise and store the chunk from `begin` on of a row. All lanes of the warp must call. Not wide where Ragged.
 template <class T, class Tile>
 __device__ inline void store_with_options(const Tile& tile, const RowArgs& args, int64_t row, int64_t begin,
@@ -231,15 +221,22 @@ __device__ inline void store_with_options(const Tile& tile, const RowArgs& args,
   } else {
 #pragma unroll
     for (int k = 0; k < Tile::Slots; ++k) {
-      if (!tile.inside(k)) continue;
+      const bool there = tile.inside(k);
       const int64_t at = first + Tile::offset(k);
-      float out[Tile::V];
-      make(Tile::offset(k), tile.words[k], out);
-      if (wide) {
-        store_wide(static_cast<float*>(args.n.y) + at, out, options.activation);
-      } else {
-        store_words(static_cast<T*>(args.n.y) + at, activated_words<T>(out, options.activation));
+      float out[Tile::V] = {};
+      if (there) make(Tile::offset(k), tile.words[k], out);
+      if constexpr (sizeof(T) == 2) {
+        if (wide) {
+          const Halves halves(out, there);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            store_if(halves.there[i], static_cast<float*>(args.n.y) + at + halves.where[i],
+                     activated_words<float>(halves.values[i], options.activation));
+          }
+          continue;
+        }
       }
+      if (there) store_words(static_cast<T*>(args.n.y) + at, activated_words<T>(out, options.activation));
     }
   }
 }

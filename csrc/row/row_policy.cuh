@@ -113,6 +113,12 @@ struct GroupNormPolicy : Centred {
   }
 };
 
+// The same with GroupOptions: kernels of their own, since those of the norm alone would take more registers.
+struct GroupNormBehindPolicy : GroupNormPolicy {};
+
+template <class Policy>
+constexpr bool kBehind = std::is_same_v<Policy, GroupNormBehindPolicy>;
+
 // y = x rstd (offset + w), rstd = 1 / sqrt(mean(x^2) + eps); unless Fast x rstd is rounded to T before the product.
 struct RMSNormPolicy {
   using Stat = Sum;
