@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 _Step = Callable[[], None]
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, tuple)
-"""The first that a value is of says how it is read and filled: what a subclass makes of that is its own."""
+"""The first that a value is of says how it is read and filled (a tuple never is): what a subclass makes of that is its
+own."""
 _LEFT = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType)
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "accelerate", "deepspeed")
 """Whose objects, modules apart, are no part of a model: what runs it, and holds it and its data."""
@@ -98,9 +99,7 @@ class _Kind:
             steps.append(self.restoring(value))
             return ()
         inner: Iterable[Any] = ()
-        if self.base is tuple:
-            inner = value
-        elif self.base is not None:
+        if self.base is not None:
             keys, inner = _read(self.base, value)
             steps.append(partial(_refill, self.base, value, keys, inner))
         if not self.has_attributes:
@@ -165,7 +164,9 @@ def _restore_values(tensor: Tensor, value: Tensor) -> None:
 
 
 def _restore_array(array: Any, value: Any) -> None:
-    if array.shape == value.shape and array.tobytes() != value.tobytes():
+    if array.shape != value.shape:
+        array.resize(value.shape, refcheck=False)
+    if array.tobytes() != value.tobytes():
         array[...] = value
 
 
@@ -207,4 +208,4 @@ def _strided(tensor: Tensor) -> tuple[Tensor, ...]:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor if tensor.layout is torch.strided else tensor.to_dense(),)
+    return (tensor.to_dense(),)

@@ -150,6 +150,12 @@ def spoil(words: Words) -> None:
     words.clear()
 
 
+def ring() -> list[Any]:
+    made: list[Any] = []
+    made.append(made)
+    return made
+
+
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "nested": (lambda: {"a": [1, ([2],)]}, lambda v: (v["a"][1][0].append(3), v.update(b=1))),
     "deque": (lambda: deque([1, 2], maxlen=2), lambda v: v.append(3)),
@@ -157,17 +163,32 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a subclass that refuses": (words, spoil),
     "object": (Cache, fill),
     "itself": (lambda: [Cache()], lambda v: (fill(v[0]), v.append(v))),
+    "itself from the start": (ring, lambda v: v.append(1)),
     "array": (lambda: np.zeros(2), lambda v: v.__iadd__(1)),
+    "resized array": (lambda: np.arange(6.0), lambda v: (v.__iadd__(1), v.resize((4, 3), refcheck=False))),
+    "array of another shape": (lambda: np.arange(6.0)[:], lambda v: v.resize((2, 3), refcheck=False)),
     "generator": (lambda: torch.Generator().manual_seed(1), lambda v: torch.rand(1, generator=v)),
     "Python's generator": (lambda: random.Random(1), lambda v: v.random()),
     "NumPy's generator": (lambda: np.random.default_rng(1), lambda v: v.random()),
     "NumPy's old generator": (lambda: np.random.RandomState(1), lambda v: v.rand()),
 }
+
+
+def large(make: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """One value in 2**40."""
+    compressed = torch.ones(2**20 + 1, dtype=torch.long)
+    compressed[0] = 0
+    return make(compressed, torch.tensor([1]), torch.tensor([1.0]), size=(2**20, 2**20))
+
+
 TENSORS: dict[str, tuple[Callable[[], torch.Tensor], Callable[[Any], Any]]] = {
     "tensor": (lambda: torch.zeros(3), lambda v: v.add_(1)),
     "another dtype": (lambda: torch.zeros(3), lambda v: setattr(v, "data", v.data.double())),
     "resized": (lambda: torch.zeros(3), lambda v: v.resize_(5)),
     "sparse": (lambda: torch.eye(3).to_sparse(), lambda v: v.add_(torch.ones(3, 3).to_sparse())),
+    "sparse, too large": (lambda: torch.sparse_coo_tensor([[1]], [1.0], (2**44,)), lambda v: v._values().mul_(2)),
+    "sparse rows, too large": (lambda: large(torch.sparse_csr_tensor), lambda v: v.values().mul_(2)),
+    "sparse columns, too large": (lambda: large(torch.sparse_csc_tensor), lambda v: v.values().mul_(2)),
     "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), lambda v: v.mul_(2)),
     "sparse columns": (lambda: torch.eye(3).to_sparse_csc(), lambda v: v.values().mul_(2)),
     "mkldnn": (lambda: torch.ones(3).to_mkldnn(), lambda v: v.mul_(2)),
@@ -260,6 +281,54 @@ def test_what_others_may_be_at_is_left(tmp_path: Path) -> None:
         model.file[0] = 1.0
     assert model.queue.qsize() == model.locked.count == model.worker.count == len(handler.buffer) == model.file[0] == 1
     assert model.queue.unfinished_tasks == 1
+
+
+class Mixed(nn.Module, contextlib.ContextDecorator):
+    """A module, though one of Python's own classes is among its bases."""
+
+
+class Rows(list, logging.Handler):  # type: ignore[type-arg]
+    __hash__ = logging.Handler.__hash__  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+
+class Batch(dict):  # type: ignore[type-arg]
+    """A library's."""
+
+    __module__ = "lightning.pytorch"
+
+
+def test_modules_are_put_back_whatever_they_are_besides() -> None:
+    """What a plain one of PyTorch's was given, one of Python's own bases, and one that has a lock."""
+    model: Any = Holding()
+    model.mixed, model.locked = Mixed(), nn.Module()
+    model.locked.lock, model.locked.count = threading.Lock(), 0
+    with preserved(model):
+        model.child.note = model.mixed.note = model.locked.count = 1
+    assert not hasattr(model.child, "note") and not hasattr(model.mixed, "note") and model.locked.count == 0
+
+
+def test_a_container_of_others_is_put_back_as_far_as_it_is_the_models() -> None:
+    model: Any = Holding()
+    model.rows, model.batch = Rows(), Batch(a=1)
+    model.batch.device = "cpu"
+    with preserved(model):
+        model.rows.append(1)
+        model.batch["a"], model.batch.device = 2, "cuda"
+    assert model.rows == [1]  # of a handler, which others may be at
+    assert model.batch == {"a": 1} and model.batch.device == "cuda"
+
+
+def test_what_is_the_same_is_not_written() -> None:
+    model: Any = Holding()
+    model.recent, model.table = deque([1, 2]), np.zeros(2)
+    model.table.setflags(write=False)
+    following = iter(model.recent)
+    with preserved(model):
+        assert next(following) == 1
+    assert next(following) == 2  # which it refuses once the deque was written to
 
 
 def test_who_learns_is_put_back() -> None:

@@ -10,7 +10,9 @@ from limits import assert_within, gpu_of_plans, same_bits, tensor
 from torch import Tensor
 
 from normswap import ops
+from normswap.activation import Activation
 
+DEVICE = "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NO_ACTIVATION = (0, 0.0, 0.0, None)
 """The op's arguments for no activation and no residual."""
@@ -229,6 +231,31 @@ def test_groups_too_wide_for_a_block() -> None:
         ours = ops.group_norm(x, 1, weight, bias)
         assert ours.stride() == x.stride()
         check_group_norm(x, 1, weight, bias, ours)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.case("autocast", "misaligned", "channels-last")
+def test_float32_of_16_bits_and_residuals_of_any_number_of_vectors(dtype: torch.dtype) -> None:
+    """Neighbouring lanes store their vectors together: also where one of them has none, or another row's."""
+    rows = (((3, 6, 2, 4), 2), ((5, 2, 9, 24), 2), ((2, 2, 25, 136), 2), ((1, 2, 67, 808), 2), ((1, 1, 1003, 2008), 1))
+    columns = (((2, 24, 9, 9), 3), ((2, 48, 33, 31), 6), ((2, 136, 20, 20), 17), ((1, 136, 300, 300), 17))
+    for last, (shape, groups) in (*((False, one) for one in rows), *((True, one) for one in (*rows, *columns))):
+        layout = torch.channels_last if last else torch.contiguous_format
+        x = tensor(shape, dtype, 1.0).contiguous(memory_format=layout)
+        weight, bias = (tensor(shape[1:2], torch.float32, mean, seed=1) for mean in (0.5, 0.0))
+        for wide in (True, False):
+            to = torch.float32 if wide else dtype
+            affine = (weight, bias) if wide else (weight.to(dtype), bias.to(dtype))
+            whole = tensor(shape, to, seed=2).contiguous(memory_format=layout)
+            moved = torch.empty(whole.numel() + 1, dtype=to, device=DEVICE)[1:]
+            moved = moved.as_strided(whole.shape, whole.stride(), 1).copy_(whole)
+            with torch.autocast(DEVICE, dtype, enabled=wide):
+                norm = ops.group_norm(x, groups, *affine)
+                assert norm.dtype is to
+                check_group_norm(x, groups, *affine, norm)
+                for residual in (whole, moved):
+                    out = ops.group_norm(x, groups, *affine, activation=Activation("relu"), residual=residual)
+                    assert same_bits(out, (norm + residual).relu()), (shape, groups, layout, wide)
 
 
 BOUNDS = (0.125, 2.0)
