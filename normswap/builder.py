@@ -154,12 +154,14 @@ def _nvcc_candidates() -> Iterator[Path]:
 
 
 def _toolkit(nvcc: Path) -> Toolkit:
-    """Ask nvcc itself where its toolkit is: on PATH it may be a wrapper script or a link."""
-    answer = _output([str(nvcc), "--dryrun", "-x", "cu", "-c", os.devnull])
-    top = re.search(r"^#\$ TOP=(.+)$", answer, re.MULTILINE)
+    """Ask nvcc itself where its toolkit is: on PATH it may be a wrapper script, or a link, by which it may not know."""
+    answer, top = _top_of(nvcc)
+    if top is None and nvcc.is_symlink():
+        nvcc = nvcc.resolve()
+        answer, top = _top_of(nvcc)
     if top is None:
         raise BuildError(f"{nvcc} --dryrun does not name its toolkit; it answered: {answer.strip()}")
-    home = Path(top[1]).resolve()
+    home = Path(top).resolve()
     headers = _holding("cuda_runtime_api.h", [home / "include", *home.glob("targets/*/include"), Path("/usr/include")])
     system = Path("/usr/lib", f"{platform.machine()}-linux-gnu")
     lib = _holding("libcudart_static.a", [home / "lib64", home / "lib", *home.glob("targets/*/lib"), system])
@@ -167,6 +169,13 @@ def _toolkit(nvcc: Path) -> Toolkit:
     if version is None:
         raise BuildError(f"{headers}/cuda_runtime_api.h names no CUDART_VERSION; install the CUDA toolkit again")
     return Toolkit(nvcc, headers, lib, int(version[1]))
+
+
+def _top_of(nvcc: Path) -> tuple[str, str | None]:
+    """What nvcc says it would run, and its toolkit's folder if that says it."""
+    answer = _output([str(nvcc), "--dryrun", "-x", "cu", "-c", os.devnull])
+    top = re.search(r"^#\$ TOP=(.+)$", answer, re.MULTILINE)
+    return answer, top[1] if top else None
 
 
 def _holding(name: str, folders: Sequence[Path]) -> Path:

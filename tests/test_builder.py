@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import sys
@@ -235,7 +236,24 @@ def test_toolkit_is_found_through_links_and_wrappers(monkeypatch: pytest.MonkeyP
     for nvcc in (wrapper, link):
         monkeypatch.setenv("PATH", f"{nvcc.parent}:{os.environ['PATH']}")
         found = builder.find_toolkit()
-        assert found == builder.Toolkit(nvcc, real.include, real.lib, real.cuda)
+        assert found == dataclasses.replace(real, nvcc=found.nvcc)
+        assert found.nvcc in (nvcc, nvcc.resolve())
+
+
+@needs_nvcc
+def test_toolkit_is_found_through_a_link_by_which_nvcc_does_not_know_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = builder.find_toolkit()
+    nvcc, link = tmp_path / "bin" / "nvcc", tmp_path / "links" / "nvcc"
+    for path in (nvcc, link):
+        path.parent.mkdir()
+    nvcc.write_text(f'#!/bin/sh\n[ "$0" = {nvcc} ] && exec {real.nvcc} "$@"\n')
+    nvcc.chmod(0o755)
+    link.symlink_to(nvcc)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", f"{link.parent}:{os.environ['PATH']}")
+    assert builder.find_toolkit() == dataclasses.replace(real, nvcc=nvcc)
 
 
 @needs_nvcc
