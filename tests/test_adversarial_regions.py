@@ -259,6 +259,36 @@ def test_what_a_property_gives_is_no_tensor_twice() -> None:
     torch.testing.assert_close(swapped(torch.ones(ROWS)), model(torch.ones(ROWS)), rtol=0, atol=0)
 
 
+class Bumped(Parts):
+    """Reading one of its attributes writes to its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.arange(float(CHANNELS)))
+
+    @property
+    def bumped(self) -> float:
+        self.kept.mul_(-2)
+        return 2.0
+
+
+def property_between(self, x, y):
+    n = self.norm(self.kept)
+    factor = self.bumped
+    return F.relu(n) * factor + x
+
+
+def property_behind_a_sum(self, x, y):
+    h = x + self.kept
+    factor = self.bumped
+    return self.norm(h) * factor
+
+
+@pytest.mark.parametrize("forward", [property_between, property_behind_a_sum])
+def test_what_a_property_writes_to_is_read_before_it(forward: Any) -> None:
+    check(Case(forward, change=lambda model: model.requires_grad_(False), base=Bumped), "eval")
+
+
 class Whole(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         eps = 1e-6
