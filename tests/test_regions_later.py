@@ -14,7 +14,7 @@ import region_models
 import torch
 import torch.nn.functional as F
 from models import randomised
-from region_checks import CHANNELS, ROWS, Parts, assert_same, loaded, regions_in, swap, written
+from region_checks import CHANNELS, ROWS, Case, Parts, assert_same, check, loaded, regions_in, swap, written
 from torch import Tensor, nn
 
 import normswap
@@ -321,3 +321,44 @@ def test_a_plan_that_says_something_else_runs_nothing_of_it(key: str) -> None:
         return
     assert key not in ("conditions", "steps")
     assert_same(swapped, model, given())
+
+
+def test_what_a_class_hides_is_read_anew_whenever_it_is_changed() -> None:
+    model = randomised(written(Block.forward))
+    swapped, inputs = swap(model), given()
+    for hiding in (False, True, False, True):
+        if hiding:
+            type(model).norm = nn.Identity()  # type: ignore[assignment]
+        elif "norm" in vars(type(model)):
+            del type(model).norm
+        assert_same(swapped, model, inputs)
+
+
+class Bumped(Parts):
+    """Reading one of its attributes writes to its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.arange(float(CHANNELS)))
+
+    @property
+    def bumped(self) -> float:
+        self.kept.mul_(-2)
+        return 2.0
+
+
+def property_between(self, x, y):
+    n = self.norm(self.kept)
+    factor = self.bumped
+    return F.relu(n) * factor + x
+
+
+def property_behind_a_sum(self, x, y):
+    h = x + self.kept
+    factor = self.bumped
+    return self.norm(h) * factor
+
+
+@pytest.mark.parametrize("forward", [property_between, property_behind_a_sum])
+def test_what_a_property_writes_to_is_read_before_it(forward: Any) -> None:
+    check(Case(forward, change=lambda model: model.requires_grad_(False), base=Bumped), "eval")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from normswap.forwards.replaced import Replaced, digest
 from normswap.plans import PlanError
 from normswap.regions.chain import in_rows
-from normswap.regions.children import Beside
+from normswap.regions.children import Beside, Reached
 from normswap.regions.ending import Short
 from normswap.regions.helper import make_helper
 from normswap.regions.rewrite import Compiled, Helper, compile_regions
@@ -60,7 +60,9 @@ def with_helpers(
     conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))
     checks = [(_evaluator(text), truth) for text, truth in conditions]
     codes = [(name, function, getattr(function, "__code__", None)) for name, function in functions.items()]
-    beside = None
+    beside = reached = None
+    if installed and base_forward is not nn.Sequential.forward:  # which asks for no attribute
+        reached = Reached(one.region for one in compiled)
     if installed and any(one.region.beside for one in compiled):
         beside = Beside(one.region for one in compiled)
 
@@ -71,9 +73,11 @@ def with_helpers(
         for name, made, code in codes:
             if known.get(name) is not made or getattr(made, "__code__", None) is not code:
                 return False
+        if reached is not None and not reached.are_children(self):
+            return False
         return beside is None or beside.only_compute(self)
 
-    guarded = bool(checks or codes or beside)
+    guarded = bool(checks or codes or reached or beside)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if replaced.is_on(self) and (not guarded or is_as_read(self)):
