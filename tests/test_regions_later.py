@@ -362,3 +362,45 @@ def property_behind_a_sum(self, x, y):
 @pytest.mark.parametrize("forward", [property_between, property_behind_a_sum])
 def test_what_a_property_writes_to_is_read_before_it(forward: Any) -> None:
     check(Case(forward, change=lambda model: model.requires_grad_(False), base=Bumped), "eval")
+
+
+RELOADED = """
+import torch.nn.functional as F
+from region_checks import Parts
+
+def modulate(x, shift, scale):
+    return x * (1 + {}) + {}
+
+class Block(Parts):
+    def forward(self, x, y):
+        return modulate(self.norm(F.relu(self.norm2(x))), y, x) * {}
+"""
+
+
+def test_a_file_that_is_reloaded_into_the_same_functions_is_read_anew(tmp_path: Path) -> None:
+    """As IPython's autoreload does it."""
+    file = tmp_path / "reloaded_in_place.py"
+    file.write_text(RELOADED.format("scale", "shift", 2))
+    first = loaded(file)
+    model, inputs = randomised(first.Block()), (torch.randn(ROWS), torch.randn(ROWS[0], 1, CHANNELS))
+    swapped = swap(model)
+    for given_now in (("scale", "shift", 30), ("shift", "scale", 30)):
+        file.write_text(RELOADED.format(*given_now))
+        now = loaded(file)
+        first.Block.forward.__code__ = now.Block.forward.__code__
+        first.modulate.__code__ = now.modulate.__code__
+        assert_same(swapped, model, inputs)
+        assert regions_in(model) == ("norm2 + relu", "norm + scale + shift")
+        assert_same(swap(model), model, inputs)
+
+
+def test_defaults_of_a_forward_are_those_that_it_has_now(pair: tuple[Any, Block]) -> None:
+    swapped, model = pair
+    before = Block.forward.__defaults__
+    try:
+        Block.forward.__defaults__ = (3.0,)
+        assert_same(swapped, model, given())
+        assert_same(swap(model), model, given())
+    finally:
+        Block.forward.__defaults__ = before
+    assert_same(swapped, model, given())
