@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from normswap.attributes import own_getattr
 from normswap.forwards.plain import DROPOUTS, is_bare, is_plain
-from normswap.installed import original_class
+from normswap.installed import called_class
 from normswap.ops import at_once
 from normswap.ops.at_once import PASSING
 from normswap.regions.spec import Region, children_of, qualified
@@ -106,7 +106,8 @@ class Beside:
 
     def _is_known(self, module: Any) -> bool:
         """Whether it is of one of the classes that were read, then kept for others of its class."""
-        if not isinstance(module, nn.Module) or qualified(original_class(module)) not in self.classes:
+        cls = called_class(module) if isinstance(module, nn.Module) else None
+        if cls is None or qualified(cls) not in self.classes:
             return False
         self.known.add(type(module))
         return True
