@@ -404,3 +404,12 @@ def test_defaults_of_a_forward_are_those_that_it_has_now(pair: tuple[Any, Block]
     finally:
         Block.forward.__defaults__ = before
     assert_same(swapped, model, given())
+
+
+def test_a_class_over_a_sequential_may_go_through_it_in_another_order() -> None:
+    model = randomised(nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.SiLU(), nn.Tanh()))
+    swapped, x = swap(model), torch.randn(2, CHANNELS, 3)
+    assert regions_in(model) == ("0 + 1",)
+    for one in (model, swapped):
+        one.__class__ = type("Reversed", (type(one),), {"__iter__": lambda self: reversed(self._modules.values())})
+    assert_same(swapped, model, (x,))

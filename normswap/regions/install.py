@@ -63,7 +63,8 @@ def with_helpers(
     codes = [(name, function, code_of(function)) for name, function in functions.items()]
     own, defaults = inner.__code__, inner.__defaults__
     beside = reached = None
-    if installed and base_forward is not nn.Sequential.forward:  # which asks for no attribute
+    in_a_row = base_forward is nn.Sequential.forward  # which asks for no attribute
+    if installed and not in_a_row:
         reached = Reached(one.region for one in compiled)
     if installed and any(one.region.beside for one in compiled):
         beside = Beside(one.region for one in compiled)
@@ -78,6 +79,8 @@ def with_helpers(
             if known.get(name) is not made or code_of(made) is not code:
                 return False
         if reached is not None and not reached.are_children(self):
+            return False
+        if in_a_row and type(self).__iter__ is not nn.Sequential.__iter__:
             return False
         return beside is None or beside.only_compute(self)
 
