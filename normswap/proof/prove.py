@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from normswap.arguments import Example, uncompiled
 from normswap.installed import class_before
-from normswap.plans import Match, Swap
+from normswap.plans import REGION, Match, Swap
 from normswap.progress import progress
 from normswap.proof.compare import compare_region, declined, swapped_op
 from normswap.proof.comparison import Comparison, worst_of
@@ -132,7 +132,7 @@ class Prover(Listener):
             return
         for compiled in self.compiled:
             found = self.found[id(compiled)]
-            if not found and not sharded and _stands(compiled.region, self.owner):
+            if not found and not sharded and (self.match.kind != REGION or _stands(compiled.region, self.module)):
                 found += [self._compared(compiled, packed, False) for packed in made_up(compiled, self.owner, like)]
             if not found:
                 found.append(Comparison(kernel_ran=False, note="not reached by the example inputs"))
