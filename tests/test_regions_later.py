@@ -413,3 +413,14 @@ def test_a_class_over_a_sequential_may_go_through_it_in_another_order() -> None:
     for one in (model, swapped):
         one.__class__ = type("Reversed", (type(one),), {"__iter__": lambda self: reversed(self._modules.values())})
     assert_same(swapped, model, (x,))
+
+
+@pytest.mark.parametrize("in_a_row", (True, False))
+def test_who_watches_every_call_of_a_module_sees_them_all(in_a_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.LayerNorm(CHANNELS), nn.GELU()) if in_a_row else Block()
+    swapped, inputs = swap(randomised(model)), given()[: 1 if in_a_row else 2]
+    call: Any = nn.Module.__call__
+    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args, **kwargs: call(self, *args, **kwargs) * 2)
+    assert_same(swapped, model, inputs)
+    monkeypatch.undo()
+    assert_same(swapped, model, inputs)

@@ -8,8 +8,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
+from normswap.forwards.plain import calls_are_torchs
 from normswap.forwards.replaced import Replaced, code_of, digest, has_defaults
 from normswap.plans import PlanError
 from normswap.regions.chain import in_rows
@@ -81,6 +83,8 @@ def with_helpers(
         if reached is not None and not reached.are_children(self):
             return False
         if in_a_row and type(self).__iter__ is not nn.Sequential.__iter__:
+            return False
+        if installed and not (torch.compiler.is_compiling() or calls_are_torchs()):
             return False
         return beside is None or beside.only_compute(self)
 
