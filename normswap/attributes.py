@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,20 @@ def own_getattr(module: nn.Module) -> Rejection | None:
     if (cls.__getattr__, cls.__getattribute__) == (nn.Module.__getattr__, object.__getattribute__):
         return None
     return Rejection(Reason.UNSUPPORTED, f"{cls.__name__} has its own __getattr__")
+
+
+def modules_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, under its first name, as ``named_modules`` gives them; of those that call themselves equal
+    that leaves out all but one."""
+    seen, waiting = set[int](), [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module
+        children = [(f"{name}.{key}" if name else key, one) for key, one in module._modules.items() if one is not None]
+        waiting += reversed(children)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:

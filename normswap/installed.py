@@ -51,6 +51,16 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(installed_class(module), "_normswap_original", type(module))
 
 
+def called_class(module: nn.Module) -> type[nn.Module] | None:
+    """``original_class``, where calling ``module`` runs its forward or the one that was installed for it; None where a
+    class that was put over that has another forward, or is called in its own way."""
+    cls, installed = type(module), installed_class(module)
+    if installed in (None, cls):
+        return original_class(module)
+    same = cls.forward is installed.forward and cls.__call__ is installed.__call__  # type: ignore[union-attr]
+    return original_class(module) if same else None
+
+
 def class_before(module: nn.Module) -> type[nn.Module]:
     """The class that puts ``module`` back: the one that was replaced, under what another tool has put over ours since;
     the one it has when it is not swapped. Raises NormswapError where that tool's class cannot be put over another."""

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap import finding, native, nodes, swapping, timing, untouched
 from normswap.arguments import (
@@ -24,6 +24,7 @@ from normswap.arguments import (
     check_model,
     check_speedup,
 )
+from normswap.attributes import modules_in
 from normswap.copying import copy_of
 from normswap.finding import Filter
 from normswap.installed import site_match
@@ -35,7 +36,8 @@ from normswap.rollback import measured_elsewhere, put_back, settle, without_aske
 
 native.on_load(nodes.load)
 
-_reports: WeakKeyDictionary[nn.Module, Report] = WeakKeyDictionary()
+# By the model itself: others may call themselves equal to it.
+_reports: Any = WeakIdKeyDictionary()
 
 
 def optimize(
@@ -103,7 +105,7 @@ def optimize(
         report = _reported(example, found, proofs, decision, compared=validate != "off")
         if already:
             earlier = _reports[model] if model in _reports else _unchecked_report(target, Plan(already))
-            report = merged(earlier, report, already, [name for name, _ in target.named_modules()])
+            report = merged(earlier, report, already, [name for name, _ in modules_in(target)])
         _tell_empty(target, report, on_empty)
         if not inplace and example.run is not None:
             untouched.restore_parameters(target, model)

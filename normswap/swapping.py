@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap import installed, modules
+from normswap.attributes import modules_in
 from normswap.plans import NormswapError, Plan, PlanError, Site, Swap
 from normswap.regions.spec import qualified
 from normswap.untouched import all_or_none, set_classes
@@ -40,7 +41,7 @@ def apply(model: nn.Module, plan: Plan) -> None:
 def swaps_in(model: nn.Module) -> tuple[Swap, ...]:
     """What is swapped in ``model`` now."""
     found = []
-    for name, module in model.named_modules():
+    for name, module in modules_in(model):
         if (match := installed.site_match(module)) is not None:
             found.append(Swap(Site(name, qualified(installed.original_class(module))), match))
     return tuple(found)
@@ -53,7 +54,7 @@ def revert(model: _Module, names: Collection[str] | None = None) -> _Module:
     Swapped modules know what they were. A class that another tool put over ours (FSDP,
     parametrizations) is put over the original. Raises NormswapError, with nothing reverted, where that cannot be done.
     """
-    chosen = {name: module for name, module in model.named_modules() if names is None or name in names}
+    chosen = {name: module for name, module in modules_in(model) if names is None or name in names}
     before = _before(chosen)
     with _lock:
         for module in chosen.values():
@@ -71,11 +72,11 @@ def disabled(model: _Module) -> Iterator[_Module]:
     Raises NormswapError as ``revert`` does; at the end too, for a module whose class was changed inside the block: it
     keeps that class.
     """
-    _before(dict(model.named_modules()))
+    _before(dict(modules_in(model)))
     entered, changed = list[tuple[nn.Module, _Off]](), list[nn.Module]()
     try:
         with _lock:
-            for module in model.modules():
+            for _, module in modules_in(model):
                 if (state := _state_of(module)) is not None:
                     entered.append((module, state))
                     _off[module] = state
@@ -89,7 +90,7 @@ def disabled(model: _Module) -> Iterator[_Module]:
             _leave(entered, changed)
             raise
     if changed:
-        names = {id(module): name for name, module in model.named_modules()}
+        names = {id(module): name for name, module in modules_in(model)}
         raise _changed_since(names.get(id(changed[0]), "a module"), changed[0])
 
 

@@ -14,25 +14,36 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from normswap.attributes import modules_in
 from normswap.held import Held, ending_in, same_values
 
 
-def detached_copy(module: nn.Module, cls: type[nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
+def detached_copy(
+    module: nn.Module,
+    cls: type[nn.Module],
+    dtype: torch.dtype | None = None,
+    made: dict[int, nn.Module] | None = None,
+) -> nn.Module:
     """``module`` as a ``cls``, without hooks: parameters detached (sharing storage unless ``dtype`` converts them),
-    buffers cloned, children copied alike. What it computes, accumulates and updates stays in the copy."""
-    copy: nn.Module = object.__new__(cls)
-    copy.__dict__ = dict(module.__dict__)
-    copy.__dict__.pop("_compiled_call_impl", None)  # it would call ``module``
+    buffers cloned, children copied alike. What it computes, accumulates and updates stays in the copy. ``made``: the
+    copies by the ids of what is copied already, as a child may hold its parent."""
+    made = {} if made is None else made
+    made[id(module)] = copy = object.__new__(cls)
+    own = dict(module.__dict__)
+    own.pop("_compiled_call_impl", None)  # it would call ``module``
     for name, value in module.__dict__.items():
         if isinstance(value, OrderedDict) and "hooks" in name:
-            copy.__dict__[name] = OrderedDict()
-    copy._parameters = {k: _parameter(p, dtype) for k, p in module._parameters.items()}
-    copy._buffers = {
+            own[name] = OrderedDict()
+    own["_parameters"] = {k: _parameter(p, dtype) for k, p in module._parameters.items()}
+    own["_buffers"] = {
         k: None if b is None else _converted(b.detach().clone(), dtype) for k, b in module._buffers.items()
     }
-    copy._modules = {
-        k: None if child is None else detached_copy(child, type(child), dtype) for k, child in module._modules.items()
-    }
+    own["_modules"] = children = {}
+    copy.__dict__.update(own)  # a module's own __setattr__ has no say in it
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in made:
+            detached_copy(child, type(child), dtype, made)
+        children[name] = None if child is None else made[id(child)]
     return copy
 
 
@@ -74,10 +85,11 @@ def preserved(model: nn.Module) -> Iterator[None]:
     it was and what it held, as ``Held`` says), training flags, which parameters learn and their gradients, and the
     random number generators of torch (the CPU's and those of the model's GPUs), of Python and of NumPy."""
     held, managed = Held(), _managed(model)
-    for module in model.modules():
+    modules = [module for _, module in modules_in(model)]
+    for module in modules:
         if id(module) in managed:
             held.leave(module._parameters)
-    held.note((*model.modules(), *model.buffers()))
+    held.note((*modules, *model.buffers()))
     parameters = [p for p in model.parameters() if p.is_leaf or p.retains_grad]  # a warning elsewhere
     steps: list[Callable[[], object]] = [
         *held.steps,
@@ -136,7 +148,7 @@ def classes(modules: list[tuple[nn.Module, type[nn.Module]]]) -> Iterator[None]:
 @contextlib.contextmanager
 def all_or_none(model: nn.Module) -> Iterator[None]:
     """Where the block raises, give each module of ``model`` the class back that it had before."""
-    before = [(module, type(module)) for module in model.modules()]
+    before = [(module, type(module)) for _, module in modules_in(model)]
     try:
         yield
     except BaseException:

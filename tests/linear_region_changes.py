@@ -18,7 +18,7 @@ from linear_region_models import (
     in_an_if,
     with_a_residual,
 )
-from region_checks import Case, hook, pre_hook, put
+from region_checks import Case, hook, overlaid, pre_hook, put
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -74,6 +74,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an eps of nothing": put("bn.eps", lambda: 0.0),
     "a mean of one value": put("bn.running_mean", lambda: torch.ones(1)),
     "a variance of one value": put("bn.running_var", lambda: torch.ones(1)),
+    "a forward over the norm": overlaid("bn", forward=lambda self, x: x * 3),
     "a weight of one value": put("bn.weight", lambda: nn.Parameter(torch.ones(1))),
     "a bias of one value": put("bn.bias", lambda: nn.Parameter(torch.ones(()))),
     "a linear's weight of one value": put("fc.weight", lambda: nn.Parameter(torch.ones(1, FEATURES))),

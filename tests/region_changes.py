@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from region_checks import CHANNELS, IMAGES, ROWS, Case, hook, pre_hook, put
+from region_checks import CHANNELS, IMAGES, ROWS, Case, hook, overlaid, pre_hook, put
 from region_models import (
     batch_norm_residual,
     f_layer_norm,
@@ -103,6 +103,9 @@ CHANGED: dict[str, Case] = {
     "another_dim_later": Case(one_dim_in_a_branch, ("layer_norm_by_hand",), later=put("se", lambda: torch.neg)),
     "another_eps_later": Case(one_eps_in_a_branch, ("layer_norm + silu",), later=put("flag", lambda: False)),
     "another_weight_later": Case(one_weight_in_a_branch, ("layer_norm + silu",), later=put("flag", lambda: False)),
+    "class_over_a_norm": Case(f_relu, _ACT, later=overlaid("norm")),
+    "forward_over_a_norm": Case(f_relu, _ACT, later=overlaid("norm", forward=lambda self, x: x * 3)),
+    "call_over_a_norm": Case(f_relu, _ACT, later=overlaid("norm", __call__=lambda self, x: x * 3)),
     "weight_replaced": Case(f_layer_norm, ("layer_norm",), later=put("bias", lambda: None)),
     "double": Case(f_relu, _ACT, later=lambda model: model.double()),
     "batch_norm_in_train": Case(

@@ -72,6 +72,16 @@ def put(path: str, make: Any) -> Any:
     return lambda model: setattr(model.get_submodule(".".join(parents)), name, make())
 
 
+def overlaid(name: str, **attributes: Any) -> Any:
+    """Puts a class over that of a child, as FSDP and parametrizations do."""
+
+    def change(model: Any) -> None:
+        child = model.get_submodule(name)
+        child.__class__ = type("Overlaid", (type(child),), attributes)
+
+    return change
+
+
 def loaded(path: Path) -> types.ModuleType:
     """The module of the file at ``path``, whose source can be read."""
     spec = importlib.util.spec_from_file_location(path.stem, path)

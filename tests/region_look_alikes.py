@@ -297,6 +297,24 @@ def statistics_read_between(self, x, y):
     return F.relu(h) + y * mean
 
 
+def statistics_read_by_another_name(self, x, y):
+    h = self.bn(x)
+    mean = self.bn3.running_mean[0] * 2
+    return F.relu(h) + y * mean
+
+
+def statistics_read_from_a_list(self, x, y):
+    h = self.bn(x)
+    mean = self.se[0].running_mean[0] * 2
+    return F.relu(h) + y * mean
+
+
+def statistics_read_as_a_buffer(self, x, y):
+    h = self.bn(x)
+    mean = self.se[0] * 2
+    return F.relu(h) + y * mean
+
+
 class Named:
     """Known to the forward above by a global of the module."""
 
@@ -403,6 +421,9 @@ LOOK_ALIKES: dict[str, Case] = {
         Case(unbatched, ("inorm + leaky",), _IMAGE),
         Case(norm_called_between, (), _IMAGE),
         Case(statistics_read_between, (), _IMAGE),
+        Case(statistics_read_by_another_name, (), _IMAGE, lambda m: setattr(m, "bn3", m.bn)),
+        Case(statistics_read_from_a_list, (), _IMAGE, lambda m: setattr(m, "se", [m.bn])),
+        Case(statistics_read_as_a_buffer, (), _IMAGE, lambda m: setattr(m, "se", m.bn.running_mean.view(-1))),
         Case(overlapping, ("gn + residual + relu", "gn2 + silu"), _IMAGE),
         Case(names_its_class, ("norm + relu",)),
         Case(made_in_a_function(), ("norm + relu",)),

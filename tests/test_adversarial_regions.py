@@ -142,8 +142,20 @@ def activated(self, x, y):
     return self.act(self.gn(x)) + y
 
 
-def hidden_by(name: str) -> Any:
-    return lambda model: model.__dict__.__setitem__(name, lambda x: x * 5)
+def hidden_by(name: str, by: Any = lambda x: x * 5) -> Any:
+    return lambda model: model.__dict__.__setitem__(name, by)
+
+
+def hidden_by_its_class(name: str) -> Any:
+    return lambda model: setattr(type(model), name, property(lambda self: lambda x: x.mul_(5)))
+
+
+def looked_up_otherwise(model: Any) -> None:
+    type(model).__getattr__ = lambda self, name: nn.ReLU() if name == "gn" else nn.Module.__getattr__(self, name)
+
+
+def of_another_class(model: Any) -> None:
+    model.__class__ = type("Other", (type(model),), {"gn": staticmethod(torch.neg)})
 
 
 def batch_norm_residual(self, x, y=None):
@@ -211,6 +223,11 @@ CASES = {
     "children_between": Case(child_between, _ADDED, _IMAGE, of_several),
     "child_in_a_child_replaced": Case(child_between, _ADDED, _IMAGE, of_several, writes_its_input_deep_inside),
     "child_hidden": Case(residual, _ADDED, _IMAGE, later=hidden_by("gn")),
+    "child_hidden_by_its_class": Case(residual, _ADDED, _IMAGE, later=hidden_by_its_class("gn")),
+    "child_hidden_by_another_class": Case(residual, _ADDED, _IMAGE, later=of_another_class),
+    "child_looked_up_otherwise": Case(residual, _ADDED, _IMAGE, later=looked_up_otherwise),
+    "child_between_hidden": Case(child_between, _ADDED, _IMAGE, later=hidden_by("conv", torch.Tensor.neg_)),
+    "child_between_hidden_by_its_class": Case(child_between, _ADDED, _IMAGE, later=hidden_by_its_class("conv")),
     "activation_hidden": Case(activated, ("gn + act",), _IMAGE, later=hidden_by("act")),
     "child_by_another_name": Case(child_by_another_name, (), _IMAGE, later=doubled),
     "function_by_another_name": Case(function_by_another_name, ("gn + residual",), _IMAGE, later=doubled),

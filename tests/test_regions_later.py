@@ -14,7 +14,7 @@ import region_models
 import torch
 import torch.nn.functional as F
 from models import randomised
-from region_checks import CHANNELS, ROWS, Parts, assert_same, loaded, regions_in, swap, written
+from region_checks import CHANNELS, ROWS, Case, Parts, assert_same, check, loaded, regions_in, swap, written
 from torch import Tensor, nn
 
 import normswap
@@ -321,3 +321,106 @@ def test_a_plan_that_says_something_else_runs_nothing_of_it(key: str) -> None:
         return
     assert key not in ("conditions", "steps")
     assert_same(swapped, model, given())
+
+
+def test_what_a_class_hides_is_read_anew_whenever_it_is_changed() -> None:
+    model = randomised(written(Block.forward))
+    swapped, inputs = swap(model), given()
+    for hiding in (False, True, False, True):
+        if hiding:
+            type(model).norm = nn.Identity()  # type: ignore[assignment]
+        elif "norm" in vars(type(model)):
+            del type(model).norm
+        assert_same(swapped, model, inputs)
+
+
+class Bumped(Parts):
+    """Reading one of its attributes writes to its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.arange(float(CHANNELS)))
+
+    @property
+    def bumped(self) -> float:
+        self.kept.mul_(-2)
+        return 2.0
+
+
+def property_between(self, x, y):
+    n = self.norm(self.kept)
+    factor = self.bumped
+    return F.relu(n) * factor + x
+
+
+def property_behind_a_sum(self, x, y):
+    h = x + self.kept
+    factor = self.bumped
+    return self.norm(h) * factor
+
+
+@pytest.mark.parametrize("forward", [property_between, property_behind_a_sum])
+def test_what_a_property_writes_to_is_read_before_it(forward: Any) -> None:
+    check(Case(forward, change=lambda model: model.requires_grad_(False), base=Bumped), "eval")
+
+
+RELOADED = """
+import torch.nn.functional as F
+from region_checks import Parts
+
+def modulate(x, shift, scale):
+    return x * (1 + {}) + {}
+
+class Block(Parts):
+    def forward(self, x, y):
+        return modulate(self.norm(F.relu(self.norm2(x))), y, x) * {}
+"""
+
+
+def test_a_file_that_is_reloaded_into_the_same_functions_is_read_anew(tmp_path: Path) -> None:
+    """As IPython's autoreload does it."""
+    file = tmp_path / "reloaded_in_place.py"
+    file.write_text(RELOADED.format("scale", "shift", 2))
+    first = loaded(file)
+    model, inputs = randomised(first.Block()), (torch.randn(ROWS), torch.randn(ROWS[0], 1, CHANNELS))
+    swapped = swap(model)
+    for given_now in (("scale", "shift", 30), ("shift", "scale", 30)):
+        file.write_text(RELOADED.format(*given_now))
+        now = loaded(file)
+        first.Block.forward.__code__ = now.Block.forward.__code__
+        first.modulate.__code__ = now.modulate.__code__
+        assert_same(swapped, model, inputs)
+        assert regions_in(model) == ("norm2 + relu", "norm + scale + shift")
+        assert_same(swap(model), model, inputs)
+
+
+def test_defaults_of_a_forward_are_those_that_it_has_now(pair: tuple[Any, Block]) -> None:
+    swapped, model = pair
+    before = Block.forward.__defaults__
+    try:
+        Block.forward.__defaults__ = (3.0,)
+        assert_same(swapped, model, given())
+        assert_same(swap(model), model, given())
+    finally:
+        Block.forward.__defaults__ = before
+    assert_same(swapped, model, given())
+
+
+def test_a_class_over_a_sequential_may_go_through_it_in_another_order() -> None:
+    model = randomised(nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.SiLU(), nn.Tanh()))
+    swapped, x = swap(model), torch.randn(2, CHANNELS, 3)
+    assert regions_in(model) == ("0 + 1",)
+    for one in (model, swapped):
+        one.__class__ = type("Reversed", (type(one),), {"__iter__": lambda self: reversed(self._modules.values())})
+    assert_same(swapped, model, (x,))
+
+
+@pytest.mark.parametrize("in_a_row", (True, False))
+def test_who_watches_every_call_of_a_module_sees_them_all(in_a_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.LayerNorm(CHANNELS), nn.GELU()) if in_a_row else Block()
+    swapped, inputs = swap(randomised(model)), given()[: 1 if in_a_row else 2]
+    call: Any = nn.Module.__call__
+    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args, **kwargs: call(self, *args, **kwargs) * 2)
+    assert_same(swapped, model, inputs)
+    monkeypatch.undo()
+    assert_same(swapped, model, inputs)

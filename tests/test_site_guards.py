@@ -88,6 +88,10 @@ def test_functions_methods_and_settings_are_those_that_were_read(monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(mean_of_squares, "__code__", (lambda x: x).__code__)
         assert not site.is_as_read(module)
+    for function in (mean_of_squares, Rooted.root):
+        with monkeypatch.context() as patch:
+            patch.setattr(function, "__defaults__", (X,))
+            assert not site.is_as_read(module)
     assert site.is_as_read(module)
     site.replaced.installed = nn.Linear  # it is swapped no more
     assert not site.is_as_read(module)

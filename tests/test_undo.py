@@ -237,3 +237,34 @@ def test_a_lazy_model_is_swapped_without_being_run() -> None:
     assert {row["status"] for row in normswap.report(swapped).rows} == {"unchecked"}
     assert type(swapped[0]) is nn.LazyLinear
     assert Projection(2, 3)(torch.randn(4, 2)).shape == (4, 3)
+
+
+# --- models and modules that call themselves equal ------------------------------------------------------------------
+
+
+class Same(nn.LayerNorm):
+    """Equal to all of its class."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_equal_modules_are_put_back_one_and_all() -> None:
+    model = normswap.optimize(nn.Sequential(Same(4), nn.Sequential(Same(4))), torch.randn(2, 4))
+    before = classes(model)
+    assert [type(model[0]), type(model[1][0])] != [Same, Same] and len(swapping.swaps_in(model)) == 2
+    with normswap.disabled(model):
+        assert [type(model[0]), type(model[1][0])] == [Same, Same]
+    assert classes(model) == before
+    normswap.revert(model)
+    assert [type(model[0]), type(model[1][0])] == [Same, Same]
+
+
+def test_a_report_is_of_the_model_itself() -> None:
+    one, other = (normswap.optimize(Same(4), torch.randn(2, 4)) for _ in range(2))
+    assert one == other and normswap.report(one) is not normswap.report(other)
+    normswap.revert(one)
+    assert normswap.report(other).swapped == ("",)

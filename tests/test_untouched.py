@@ -50,6 +50,30 @@ def test_a_copy_holds_the_same_and_no_hooks(dtype: torch.dtype | None) -> None:
     assert copied.child.weight.is_leaf and copied.mean is not module.mean
 
 
+class Frozen(nn.LayerNorm):
+    """Lets nobody set anything once it is made, and has no length."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.__dict__["made"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "made" in self.__dict__:
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_a_copy_of_what_holds_itself_and_may_not_be_written_to() -> None:
+    module = Frozen()
+    module._modules["parent"] = nn.Sequential(module, nn.Linear(2, 2))
+    copied: Any = detached_copy(module, Frozen)
+    assert copied is not module and type(copied) is Frozen
+    assert copied._modules["parent"][0] is copied and copied._modules["parent"][1] is not module._modules["parent"][1]
+
+
 def test_every_step_is_done_and_the_first_error_raised() -> None:
     done = []
 

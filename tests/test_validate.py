@@ -205,3 +205,14 @@ def test_the_whole_model_keeps_shapes_and_dtypes(other: Any, plant: Callable[[An
         swapped = normswap.optimize(Runs(lambda self, x: self.norm(x)).eval(), torch.randn(4, 8), on_mismatch="warn")
     whole = normswap.report(swapped).model
     assert whole is not None and not whole["passed"]
+
+
+def test_a_region_whose_children_have_gone_is_not_made_up() -> None:
+    def made() -> nn.Sequential:
+        return nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU(), nn.GroupNorm(2, 4), nn.ReLU())
+
+    for change in (lambda model: model.pop(-1), lambda model: model.__setitem__(2, nn.Tanh())):
+        swapped: Any = normswap.optimize(made().eval(), torch.randn(2, 4, 3))
+        change(swapped)
+        (row,) = [row for row in normswap.validate(swapped, torch.randn(2, 4, 3)).rows if row["kind"] == "region"]
+        assert row["status"] == "wiring"

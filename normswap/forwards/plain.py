@@ -45,6 +45,14 @@ def calls_forward(cls: Any) -> bool:
     return cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
 
 
+_CALL = nn.Module.__call__
+
+
+def calls_are_torchs() -> bool:
+    """Whether modules are called as when this was imported: who watches all of them may have put his own there."""
+    return nn.Module.__call__ is _CALL
+
+
 def is_bare(attributes: Mapping[str, Any]) -> bool:
     """Whether nothing of a module's own, whose ``__dict__`` these are, is run when it is called."""
     return not (

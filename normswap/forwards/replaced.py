@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
+
 from normswap.ops.at_once import NAMES, AtOnce, Norm
 
 _Read = TypeVar("_Read")
@@ -49,6 +51,19 @@ class Replaced:
 def code_of(function: Any) -> Any:
     """The code of a plain function; None for another callable."""
     return getattr(function, "__code__", None)
+
+
+def defaults_of(function: Any) -> Any:
+    """What a plain function takes where a call gives less; None for another callable."""
+    return getattr(function, "__defaults__", None)
+
+
+def has_defaults(function: Any, defaults: Any) -> bool:
+    """Whether that is what ``defaults_of`` gives now."""
+    found = defaults_of(function)
+    if found is None or defaults is None:
+        return found is None and defaults is None
+    return torch.compiler.is_compiling() or found is defaults  # torch.compile cannot compare two tuples so
 
 
 def once_a_code(read: Callable[[Any], _Read]) -> Callable[[Any], _Read]:

@@ -17,13 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from normswap.arguments import Example, uncompiled
 from normswap.installed import class_before
-from normswap.plans import Match, Swap
+from normswap.plans import REGION, Match, Swap
 from normswap.progress import progress
 from normswap.proof.compare import compare_region, declined, swapped_op
 from normswap.proof.comparison import Comparison, worst_of
 from normswap.proof.made_up import made_up
 from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
+from normswap.regions.spec import Region, children_of, qualified
 from normswap.untouched import classes, is_sharded, preserved
 
 _NO_VALUES = "tensors of the model have no values (meta or lazy), so that nothing could be run"
@@ -131,7 +132,7 @@ class Prover(Listener):
             return
         for compiled in self.compiled:
             found = self.found[id(compiled)]
-            if not found and not sharded:
+            if not found and not sharded and (self.match.kind != REGION or _stands(compiled.region, self.module)):
                 found += [self._compared(compiled, packed, False) for packed in made_up(compiled, self.owner, like)]
             if not found:
                 found.append(Comparison(kernel_ran=False, note="not reached by the example inputs"))
@@ -139,6 +140,14 @@ class Prover(Listener):
     def comparisons(self) -> list[Comparison]:
         """All of them, in the order of the regions."""
         return [comparison for one in self.compiled for comparison in self.found[id(one)]]
+
+
+def _stands(region: Region, owner: nn.Module) -> bool:
+    """Whether the children of ``region`` are still there, and its norm is one: else its statements run if anything."""
+    if any(owner._modules.get(name) is None for name in children_of(region)):
+        return False
+    norm = type(owner._modules[region.norm]) if region.type else None
+    return norm is None or any(qualified(cls) == region.type for cls in norm.__mro__)
 
 
 def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs: str) -> SiteProof:

@@ -4,17 +4,19 @@ whether calling them does what it did when it was found, asked on every call."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from inspect import getattr_static
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from normswap.attributes import own_getattr
 from normswap.forwards.plain import DROPOUTS, is_bare, is_plain
-from normswap.installed import original_class
+from normswap.installed import called_class
 from normswap.ops import at_once
 from normswap.ops.at_once import PASSING
-from normswap.regions.spec import Region, qualified
+from normswap.regions.spec import Region, children_of, qualified
 
 
 def child_at(children: Mapping[str, Any], path: str) -> Any:
@@ -37,6 +39,40 @@ def hands_on(child: Any) -> bool:
 PASSING.update({cls: cls is not nn.Identity for cls in (nn.Identity, *DROPOUTS)})
 
 
+class Reached:
+    """The children that ``regions`` call, or that are called beside them, by ``self.name``: an attribute of a class
+    that somebody puts there hides them. Classes are looked at anew where they hold more, or less, than they did."""
+
+    def __init__(self, regions: Iterable[Region]) -> None:
+        self.names = frozenset(name for one in regions for name in (*children_of(one), *one.feeds, *one.beside))
+        self.known: dict[type, list[tuple[Mapping[str, Any], int]]] = {}
+
+    def are_children(self, owner: Any) -> bool:
+        """Whether reading ``owner.name`` gives what is registered, if the instance does not hide it."""
+        if torch.compiler.is_compiling():  # the statements run, which read what there is
+            return True
+        known = self.known.get(type(owner))
+        if known is None:
+            return self._asked(owner)
+        for attributes, count in known:
+            if len(attributes) != count:
+                return self._asked(owner)
+        return True
+
+    def _asked(self, owner: Any) -> bool:
+        cls = type(owner)
+        self.known.pop(cls, None)
+        if own_getattr(owner) is not None or any(getattr_static(cls, name, None) is not None for name in self.names):
+            return False
+        theirs = (one for one in cls.__mro__ if not str(one.__module__).startswith(_LEFT))
+        self.known[cls] = [(vars(one), len(vars(one))) for one in theirs]
+        return True
+
+
+_LEFT = ("torch.nn.modules.", "builtins", "normswap.")
+"""Whose classes nobody gives a child's name to."""
+
+
 class Beside:
     """The children beside ``regions``."""
 
@@ -50,6 +86,10 @@ class Beside:
         """Whether every one is of the classes that were read, runs nothing of anybody else's, and so do those in it."""
         if torch.compiler.is_compiling() or _has_any_global_hook():  # compiled, the statements are fused anyway
             return False
+        own = owner.__dict__
+        for name in self.names:
+            if name in own:  # it hides the child
+                return False
         if (walk := at_once.only_compute) is not None:
             return walk(owner._modules, self.names, self.known, self._is_known)  # type: ignore[no-any-return]
         children, known = owner._modules, self.known
@@ -66,7 +106,8 @@ class Beside:
 
     def _is_known(self, module: Any) -> bool:
         """Whether it is of one of the classes that were read, then kept for others of its class."""
-        if not isinstance(module, nn.Module) or qualified(original_class(module)) not in self.classes:
+        cls = called_class(module) if isinstance(module, nn.Module) else None
+        if cls is None or qualified(cls) not in self.classes:
             return False
         self.known.add(type(module))
         return True

@@ -18,7 +18,7 @@ from normswap.attributes import own_getattr
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import calls_forward
 from normswap.forwards.replaced import Replaced
-from normswap.installed import original_class
+from normswap.installed import called_class
 from normswap.kinds import NORMS
 from normswap.ops.dispatch import DTYPES, direct
 from normswap.regions.activations import activation_of
@@ -128,8 +128,8 @@ class Ending:
     def _read(self, norm: Any) -> Replaced | None:
         if not isinstance(norm, nn.BatchNorm2d):
             return None
-        original = original_class(norm)
-        is_it = qualified(original) == self.type and is_behind(original, self.behind)
+        original: Any = called_class(norm)
+        is_it = original is not None and qualified(original) == self.type and is_behind(original, self.behind)
         return Replaced(original) if is_it else None
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from normswap.attributes import Rejection, is_hidden
 from normswap.forwards.plain import CONVOLUTIONS, calls_forward, is_plain, is_unhooked
 from normswap.forwards.replaced import once_a_code
-from normswap.installed import original_class
+from normswap.installed import called_class
 from normswap.regions.flow import SEES_LOCALS
 from normswap.source import definition
 
@@ -25,7 +25,7 @@ def only_multiplies(child: Any) -> bool:
     its class's forward before any swap is written. Asked on every call."""
     if (own := type(child)) in _LOWERED:
         return is_plain(child, own)
-    cls = original_class(child) if isinstance(child, nn.Module) else own
+    cls = called_class(child) if isinstance(child, nn.Module) else own
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, types.FunctionType) or not calls_forward(cls) or not is_unhooked(child):
         return False

@@ -296,7 +296,9 @@ class Reader:
         base = self.value(node.value)
         if isinstance(base, Attribute):
             path = f"{base.path}.{node.attr}".removeprefix(".")
-            return Attribute(path=path, computed=self.owner.is_computed(path))
+            if computed := self.owner.is_computed(path):
+                self._effect()  # a property may write to what is at hand
+            return Attribute(path=path, computed=computed)
         if isinstance(base, Constant):
             found = getattr(base.value, node.attr, None) if isinstance(base.value, types.ModuleType) else None
             return Constant(value=found) if is_torchs(found) else Leaf()

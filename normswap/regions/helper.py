@@ -14,7 +14,7 @@ from normswap.forwards.norm import registered_arguments
 from normswap.forwards.plain import is_unhooked
 from normswap.forwards.replaced import Replaced, is_as_read
 from normswap.forwards.rms_norm import arguments_reader
-from normswap.installed import original_class
+from normswap.installed import called_class
 from normswap.kinds import KINDS, NORMS
 from normswap.ops.at_once import NAMES, AtOnce, Norm
 from normswap.ops.dispatch import PLAIN, lowered_to
@@ -180,8 +180,8 @@ def _reader(region: Region) -> _Reader:
         cls = type(child)
         reader = readers.get(cls)
         if reader is None:
-            original = original_class(child)
-            known = qualified(original) == region.type
+            original = called_class(child)
+            known = original is not None and qualified(original) == region.type
             reader = readers[cls] = _reader_of(original, region.match) if known else _declines
         return reader(child, x)
 
@@ -197,7 +197,7 @@ _TORCHS = {cls: Replaced(cls) for norm in NORMS.values() for cls in norm.classes
 
 
 def _is_batch_norm_1d(norm: Any) -> bool:
-    is_it = type(norm) is nn.BatchNorm1d or (norm is not None and original_class(norm) is nn.BatchNorm1d)
+    is_it = type(norm) is nn.BatchNorm1d or (norm is not None and called_class(norm) is nn.BatchNorm1d)
     return is_it and _TORCHS[nn.BatchNorm1d].is_unchanged() and is_unhooked(norm)
 
 
@@ -254,9 +254,9 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
         names = (_RANKS[region.type],), *names
 
     def stands(module: Any) -> Any:
-        if module is None:  # calling it raises
+        of: Any = None if module is None else called_class(module)
+        if of is None:  # calling it raises, or does something else
             return None
-        of: Any = original_class(module)
         plain = issubclass(of, cls) and of.__getattribute__ is object.__getattribute__
         plain = plain and is_as_read(of.forward, region.attributes)
         return (_TORCHS.get(of) or Replaced(of)).known if plain and qualified(of) == region.type else None

@@ -8,12 +8,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from normswap.forwards.replaced import Replaced, digest
+from normswap.forwards.plain import calls_are_torchs
+from normswap.forwards.replaced import Replaced, code_of, digest, has_defaults
 from normswap.plans import PlanError
 from normswap.regions.chain import in_rows
-from normswap.regions.children import Beside
+from normswap.regions.children import Beside, Reached
 from normswap.regions.ending import Short
 from normswap.regions.helper import make_helper
 from normswap.regions.rewrite import Compiled, Helper, compile_regions
@@ -27,7 +29,8 @@ _Forward: TypeAlias = Callable[..., Any]
 def compiled_of(original: type[nn.Module], attributes: Mapping[str, Any]) -> list[Compiled]:
     """The regions that a match names, compiled for the class ``original``. Raises PlanError where they do not fit."""
     made: Any = original  # to mypy, a class is no hashable argument
-    return _compiled(made, getattr(made, method_of(attributes)), _text(attributes))[0]
+    forward = getattr(made, method_of(attributes))
+    return _compiled(made, forward, _codes(forward, _functions_of(forward, attributes)), _text(attributes))[0]
 
 
 def method_of(attributes: Mapping[str, Any]) -> str:
@@ -48,39 +51,60 @@ def with_helpers(
     library), where it would branch in another way than it did, and, once ``installed``, where a child that is called in
     the middle of a region may do more than compute. Helpers that lead into one another are joined then."""
     base_forward = replaced.function
-    names, known = attributes.get("functions", "").split(), getattr(undecorated(base_forward), "__globals__", {})
-    functions: dict[str, Any] = {name: known.get(name) for name in names}  # read as the line they return
+    inner: Any = undecorated(base_forward)
+    known, functions = getattr(inner, "__globals__", {}), _functions_of(base_forward, attributes)
     if "source" in attributes and attributes["source"] != digest([base_forward, *functions.values()]):
         return replaced.run
-    compiled, make = _compiled(replaced.original, base_forward, _text(attributes))
+    compiled, make = _compiled(replaced.original, base_forward, _codes(inner, functions), _text(attributes))
     helpers = [helper_of(one) for one in compiled]
     rewritten = make(in_rows(compiled, helpers) if installed else helpers)
     if "behind" in attributes and installed:
         rewritten = Short(replaced.original, attributes["behind"], compiled[0].callees).before(rewritten)
     conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))
     checks = [(_evaluator(text), truth) for text, truth in conditions]
-    codes = [(name, function, getattr(function, "__code__", None)) for name, function in functions.items()]
-    beside = None
+    codes = [(name, function, code_of(function)) for name, function in functions.items()]
+    own, defaults = inner.__code__, inner.__defaults__
+    beside = reached = None
+    in_a_row = base_forward is nn.Sequential.forward  # which asks for no attribute
+    if installed and not in_a_row:
+        reached = Reached(one.region for one in compiled)
     if installed and any(one.region.beside for one in compiled):
         beside = Beside(one.region for one in compiled)
 
     def is_as_read(self: Any) -> bool:
+        if inner.__code__ is not own or not has_defaults(inner, defaults):
+            return False
         for check, truth in checks:
             if bool(check(self)) is not truth:
                 return False
         for name, made, code in codes:
-            if known.get(name) is not made or getattr(made, "__code__", None) is not code:
+            if known.get(name) is not made or code_of(made) is not code:
                 return False
+        if reached is not None and not reached.are_children(self):
+            return False
+        if in_a_row and type(self).__iter__ is not nn.Sequential.__iter__:
+            return False
+        if installed and not (torch.compiler.is_compiling() or calls_are_torchs()):
+            return False
         return beside is None or beside.only_compute(self)
 
-    guarded = bool(checks or codes or beside)
-
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if replaced.is_on(self) and (not guarded or is_as_read(self)):
+        if replaced.is_on(self) and is_as_read(self):
             return rewritten(self, *args, **kwargs)
         return replaced.run(self, *args, **kwargs)
 
     return forward
+
+
+def _functions_of(forward: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were read as the line they return, by name."""
+    known = getattr(undecorated(forward), "__globals__", {})
+    return {name: known.get(name) for name in attributes.get("functions", "").split()}
+
+
+def _codes(forward: Any, functions: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The code of all that is read of a forward: who reloads a file may put another into the same functions."""
+    return tuple(map(code_of, (undecorated(forward), *functions.values())))
 
 
 def _text(attributes: Mapping[str, Any]) -> str:
@@ -89,7 +113,7 @@ def _text(attributes: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _compiled(
-    original: Any, base_forward: Any, text: str
+    original: Any, base_forward: Any, codes: tuple[Any, ...], text: str
 ) -> tuple[list[Compiled], Callable[[Sequence[Helper]], _Forward]]:
     """The regions compiled, and what makes the forward from a helper for each."""
     regions = [Region.from_json(data) for data in json.loads(text)]

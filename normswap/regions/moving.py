@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import getattr_static
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from normswap.forwards.plain import CONVOLUTIONS
 from normswap.kinds import NORMS
@@ -30,7 +32,7 @@ _ChildOf = Callable[[Op], nn.Module | None]
 
 
 def beside_of(
-    flow: Flow, ops: Sequence[Op], child_of: _ChildOf, norm_of: Any, shared: bool
+    module: nn.Module, flow: Flow, ops: Sequence[Op], child_of: _ChildOf, norm_of: Any, shared: bool
 ) -> Mapping[str, tuple[str, ...]] | None:
     """The children that are called between ``ops``, with the classes in them. None where somebody can see that those
     are done together: something with an effect lies between them, or code inside the function reads the names they are
@@ -41,11 +43,12 @@ def beside_of(
         return None
     between = [op for op in flow.ops if first < op.order < last and id(op) not in own]
     called, inside = _called(between, child_of), _called(ops, child_of)
-    read = (_path_of(value) for op in between for value in (*op.args, *op.keywords.values()))
-    # A BatchNorm in training writes its running statistics.
+    read = {_path_of(value) for op in between for value in (*op.args, *op.keywords.values())} - {""}
+    # A BatchNorm in training writes its running statistics, whatever name they are read by.
     shares_state = not _modules_of(called).isdisjoint(_modules_of(inside)) or any(
         path == name or path.startswith(f"{name}.") for path in read for name in inside
     )
+    shares_state = shares_state or any(_may_lead_to(module, path, inside.values()) for path in read)
     if shares_state or (between and any(map(_updates, ops))):
         return None
     if not all(_is_pure(op) or (not shared and _only_computes(child_of(op), norm_of)) for op in between):
@@ -84,6 +87,31 @@ def _path_of(value: Value | None) -> str:
     if isinstance(value, Leaf):
         return _path_of(value.of)
     return value.path if isinstance(value, Attribute) else ""
+
+
+def _may_lead_to(module: nn.Module, path: str, children: Iterable[nn.Module]) -> bool:
+    """Whether what ``module.path`` is may be a buffer of ``children``, or hold one."""
+    buffers = {_memory_of(buffer) for child in children for buffer in child.buffers()}
+    if not buffers:
+        return False
+    value: Any = module
+    for name in path.split("."):
+        own = {**value._parameters, **value._buffers, **value._modules, **value.__dict__}
+        value = own.get(name, getattr_static(type(value), name, None))
+        if not isinstance(value, nn.Module):  # of a tensor, the rest of the path gives a view at most
+            break
+    if isinstance(value, nn.Module):
+        return any(_memory_of(buffer) in buffers for buffer in value.buffers())
+    return _memory_of(value) in buffers if isinstance(value, Tensor) else type(value) not in _PLAIN
+
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    """What tensors that share values have in common."""
+    stored = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.untyped_storage()._cdata if stored else id(tensor)
 
 
 def _is_pure(op: Op) -> bool:

@@ -50,7 +50,7 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any, baked: bool = False)
 
     def stands(found: Growing) -> bool:
         """True where nobody can see that the operations are done together."""
-        beside = beside_of(flow, found.ops, lambda op: child_of(module, op), norm_of, found.shared)
+        beside = beside_of(module, flow, found.ops, lambda op: child_of(module, op), norm_of, found.shared)
         found.beside = beside or {}
         return beside is not None
 
