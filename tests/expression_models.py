@@ -242,7 +242,7 @@ TABLE: dict[str, Trap] = {
     ),
     "instance_forward": Trap(changed(with_instance_forward), refused(LSB, CHILD), ("instance-forward",)),
     "parametrized_linear": Trap(changed(with_weight_norm), refused(LSB, CHILD), ("parametrized",)),
-    "parametrized_scale": Trap(changed(with_parametrized_scale), refused("region", "PARAMETRIZED"), ("parametrized",)),
+    "parametrized_scale": Trap(changed(with_parametrized_scale), refused(LSB, "PARAMETRIZED"), ("parametrized",)),
     "hooked_child": Trap(changed(with_hook), refused(LSB, CHILD), ("hooks",)),
     "hooked": Trap(changed(with_own_hook), WITHIN, ("hooks",)),
     "shared": Trap(_shared, {"0": "region"}, ("shared-module",)),

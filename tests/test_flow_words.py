@@ -68,11 +68,12 @@ BODIES: dict[str, str] = {
     "return torch.float16(x)": "~",
     "return named(x)": "1 named(_)!",
     "return self.norm(x)": "1 self.norm(_)!",
-    "return self.norm.forward(x)": "~; 1 self.norm.forward(_)!",
+    "return self.norm.forward(x)": "1 self.norm.forward(_)!",
     "return self(x)": "~",
     "return self.weight.abs() + x": "1 .abs()(self.weight); 2 +(1, _)!",
     "return self.weight.shape": "",
-    "return self.computed.abs()": "~; 1 self.computed.abs()!",
+    "return self.computed.abs()": "1 self.computed.abs()!",
+    "return self.written.abs()": "~; 1 self.written.abs()!",
     "return self.extra.more(x)": "1 self.extra.more(_)!",
     "return x.abs().sum()": "1 .abs()(_); 2 .sum()(1)!",
     "return x.shape[0]": "1 .shape(_)!",
@@ -134,6 +135,11 @@ class Parts(nn.Module):
 
     @property
     def computed(self) -> Any:
+        return self.weight
+
+    @property
+    def written(self) -> Any:
+        self.flag = False
         return self.weight
 
 

@@ -42,6 +42,22 @@ class Alone(Before):
         return self.out(self.norm(x + r))
 
 
+class GivenOut(Before):
+    """Whoever calls it may ask for the gradient of the sum."""
+
+    def forward(self, x: Tensor, r: Tensor) -> Any:
+        x = x + r
+        return x, self.norm(x)
+
+
+class Listened(Before):
+    """So may a hook of who is handed it."""
+
+    def forward(self, x: Tensor, r: Tensor) -> Tensor:
+        x = x + r
+        return self.norm(x) + self.out(x)
+
+
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "layer_norm": lambda: nn.LayerNorm(WIDTH),
     "rms_norm": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
@@ -68,6 +84,27 @@ def test_one_op_computes_it(make: type[Before], norm: str, gradients: bool) -> N
         torch.testing.assert_close(ours(x, r), model(x, r))
     kind = norm.partition(" ")[0]
     assert [f"{kind}_with_options"] == CALLED
+
+
+@pytest.mark.parametrize("make", (GivenOut, Listened))
+def test_a_sum_whose_gradient_may_be_asked_for_is_made_before(make: type[Before]) -> None:
+    model = randomised(make(nn.LayerNorm(WIDTH)))
+    ours, x, r = swapped(model), drawn().requires_grad_(), drawn()
+
+    def gradient(module: nn.Module) -> Tensor | None:
+        seen: list[Tensor] = []
+        module.out.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        out = module(x, r)
+        h, n = out if isinstance(out, tuple) else (*seen, out)
+        h.retain_grad()
+        n.square().sum().backward()
+        return h.grad
+
+    torch.testing.assert_close(gradient(ours), gradient(model))
+    assert "layer_norm_with_options" not in CALLED
+    with torch.no_grad():
+        ours(x, r)
+    assert CALLED == ["layer_norm_with_options"]
 
 
 @pytest.mark.parametrize("alone", (False, True))

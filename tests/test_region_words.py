@@ -51,7 +51,8 @@ def told(found: Region) -> str:
         "constants": dict(found.constants),
     }
     kept = ", ".join(f"{name} {value}" for name, value in more.items() if value)
-    return f"    {found.name}{' (shared)' if found.shared else ''}: {found.kind}, {kept}"
+    shared = f" ({'seen' if found.seen else 'shared'})" if found.shared else ""
+    return f"    {found.name}{shared}: {found.kind}, {kept}"
 
 
 def lines_of(module: torch.nn.Module) -> list[str]:

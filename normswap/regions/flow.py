@@ -296,8 +296,9 @@ class Reader:
         base = self.value(node.value)
         if isinstance(base, Attribute):
             path = f"{base.path}.{node.attr}".removeprefix(".")
-            if computed := self.owner.is_computed(path):
-                self._effect()  # a property may write to what is at hand
+            computed = self.owner.is_computed(path)
+            if computed and self.owner.may_write(path):
+                self._effect()
             return Attribute(path=path, computed=computed)
         if isinstance(base, Constant):
             found = getattr(base.value, node.attr, None) if isinstance(base.value, types.ModuleType) else None

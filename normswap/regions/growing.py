@@ -18,7 +18,7 @@ from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value, is_literal
 from normswap.regions.foldings import convolution_in, is_foldable
 from normswap.regions.formula import Found
-from normswap.regions.spelling import SPELLED
+from normswap.regions.spelling import PURE, SPELLED
 
 ROWS = tuple(norm.name for norm in NORMS.values() if norm.rows)
 CHANNELS = tuple(norm.name for norm in NORMS.values() if not norm.rows)
@@ -40,6 +40,7 @@ class Growing:
     type: str = ""
     attributes: Mapping[str, Any] = field(default_factory=dict)
     shared: bool = False
+    seen: bool = False
     passes: list[str] = field(default_factory=list)
     activation: str | tuple[str, float, float] | None = None
     convolution: str = ""
@@ -223,13 +224,15 @@ def with_sum(found: Growing, taken: set[int]) -> Iterator[Growing]:
     sums = SPELLED.get(before.target) == "+" and len(before.args) == 2 and not before.keywords
     if found.kind not in ROWS or not sums or any(isinstance(arg, Constant) for arg in before.args):
         return
-    shared = any(user is not norm for user in met.users)
+    others = [user for user in met.users if user is not norm]
+    shared = bool(others)
     # Where others use the sum too, all is computed where that is: nothing that comes later may be needed.
     if shared or before is not met:
         simple = does <= {"norm", "pass", "activation"} and found.type
         if not simple or (shared and not _is_assigned(met)):
             return
-    yield replace(found, shared=shared, steps=[("sum", before, 0), *steps])
+    seen = any(user is None or user.target not in PURE for user in others)
+    yield replace(found, shared=shared, seen=seen, steps=[("sum", before, 0), *steps])
 
 
 def _viewed(op: Op) -> Op | None:

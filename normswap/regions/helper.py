@@ -41,9 +41,12 @@ def make_helper(compiled: Compiled) -> Helper:
     fused, snippet, inner_of = Fused(compiled), compiled.snippet, compiled.inner
     at_once = at_once_of(compiled, fused.dtype) if fused.known else AtOnce(None)
     children, in_one_step = children_of(compiled.region), at_once.norm is not None
+    seen = compiled.region.seen  # then its gradient must be all there is, and the op's two results have each its own
 
     def helper(self: Any, packed: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler fuses the statements themselves
+            return snippet(self, packed)
+        if seen and torch.is_grad_enabled():
             return snippet(self, packed)
         inner = inner_of(packed)
         if inner is None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import dis
 import functools
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from normswap.attributes import is_hidden, own_tensors
 from normswap.source import root_of
 
 _UNKNOWN = object()
+_DOING = ("CALL", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "DELETE", "IMPORT", "INPLACE", "YIELD")
+"""How the instructions begin that do more than compute."""
 
 
 class Owner:
@@ -76,15 +80,30 @@ class Owner:
 
     def is_computed(self, path: str) -> bool:
         """Whether a module on the way has a property, or another descriptor, of that name."""
+        return self._descriptor(path) is not None
+
+    def may_write(self, path: str) -> bool:
+        """Whether reading that may do more than compute: no method, and no property that neither calls, stores nor
+        deletes."""
+        descriptor = self._descriptor(path)
+        if isinstance(descriptor, (types.FunctionType, staticmethod, classmethod)):
+            return False
+        getter = getattr(descriptor, "fget", None)
+        if not isinstance(getter, types.FunctionType):
+            return True
+        steps = [(step.opname, step.argrepr) for step in dis.get_instructions(getter)]
+        return any(name.startswith(_DOING) or (name == "BINARY_OP" and how.endswith("=")) for name, how in steps)
+
+    def _descriptor(self, path: str) -> Any:
         owner: Any = self.module
         for name in path.split("."):
             if not isinstance(owner, nn.Module):
                 break
             if hasattr(static := inspect.getattr_static(type(owner), name, None), "__get__"):
-                return True
+                return static
             own = {**owner._parameters, **owner._buffers, **owner._modules, **owner.__dict__}
             owner = own.get(name, static)
-        return False
+        return None
 
     def is_path(self, node: ast.expr) -> bool:
         """Whether it is an attribute of an attribute ... of it."""

@@ -168,6 +168,7 @@ def _described(flow: Flow, found: Growing) -> Region:
         found.type,
         found.attributes,
         found.shared,
+        found.seen,
         tuple(found.passes),
         found.activation,
         tuple(dict.fromkeys(conditions)),

@@ -60,16 +60,16 @@ class Region:
     ``kind`` is the norm's; ``norm`` the child that is the norm, of class ``type`` and with the match ``attributes``, or
     the function called where ``type`` is ""; what such a child calls itself behind the norm (its attribute "behind") is
     among ``passes`` and ``activation`` by paths ("bn1.act"), and no step; ``shared``: the sum before the norm is used
-    by others too; ``passes``: children that must hand on what they get; ``activation``: a child, or (name, low, high);
-    ``conditions``: what the forward branches on that must hold (expression, truth); ``convolution``: the child whose
-    output is normalised, with ``folding`` as one of ``FOLDINGS`` says how the norm goes into it; ``linear``: the
-    Linear, and ``factor``: the child that multiplies its output before the norm, by which attribute, and the
-    fingerprint of its forward; ``apart``: why the convolution or Linear before the norm is no part of the region;
-    ``feeds``: the child that autocast gives the result in 16 bits and that alone gets it, and before it those that hand
-    it on; ``beside``: other children that are called between its operations, with the classes in them; ``nodes``: the
-    operations of the norm, unless it is a child that is called with its input alone; ``constants``: what it takes that
-    the source names; ``then``: where the convolution of another region stands to which alone the result is given, and
-    between which and this nothing but computing is done.
+    by others too; ``seen``: somebody may ask for its gradient; ``passes``: children that must hand on what they get;
+    ``activation``: a child, or (name, low, high); ``conditions``: what the forward branches on that must hold
+    (expression, truth); ``convolution``: the child whose output is normalised, with ``folding`` as one of ``FOLDINGS``
+    says how the norm goes into it; ``linear``: the Linear, and ``factor``: the child that multiplies its output before
+    the norm, by which attribute, and the fingerprint of its forward; ``apart``: why the convolution or Linear before
+    the norm is no part of the region; ``feeds``: the child that autocast gives the result in 16 bits and that alone
+    gets it, and before it those that hand it on; ``beside``: other children that are called between its operations,
+    with the classes in them; ``nodes``: the operations of the norm, unless it is a child that is called with its input
+    alone; ``constants``: what it takes that the source names; ``then``: where the convolution of another region stands
+    to which alone the result is given, and between which and this nothing but computing is done.
     """
 
     kind: str
@@ -78,6 +78,7 @@ class Region:
     type: str = ""
     attributes: Mapping[str, Any] = field(default_factory=dict)
     shared: bool = False
+    seen: bool = False
     passes: tuple[str, ...] = ()
     activation: str | tuple[str, float, float] | None = None
     conditions: tuple[tuple[str, bool], ...] = ()

@@ -69,6 +69,27 @@ def test_a_sum_of_any_layout_is_proved_with_its_gradients(
     assert [row["status"] for row in normswap.report(found).rows if row["kind"] == "region"] == ["proved"]
 
 
+def given_out(self: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    h = x + y
+    return h, self.norm(h)
+
+
+def test_a_sum_that_is_given_out_has_all_of_its_gradient() -> None:
+    model = randomised(written(given_out)).cuda()
+    x, y, dy = (torch.randn(4, 3, CHANNELS, device="cuda", requires_grad=i < 2) for i in range(3))
+    swapped = normswap.optimize(model, (x, y), min_speedup=None, on_mismatch="raise")
+
+    def seen(module: Any) -> list[torch.Tensor]:
+        h, n = module(x, y)
+        h.retain_grad()
+        (alone,) = torch.autograd.grad(n, h, dy, retain_graph=True)
+        ((n * dy).sum() + (h * dy).sum()).backward()
+        return [alone, h.grad]
+
+    for ours, theirs in zip(seen(swapped), seen(model), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sum_in_another_shape_is_added_by_our_kernel(dtype: torch.dtype) -> None:
     model = randomised(written(window_block)).to("cuda", dtype).eval()
