@@ -217,13 +217,18 @@ def _dtype_of(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 def _fit(convolution: Any, norm: Any, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's ops would take these together: a norm's vectors of one dtype, float32 or ``dtype``, in which
-    is convolved."""
-    shape, mean, bias = (convolution.out_channels,), norm.running_mean, convolution.bias
+    """Whether PyTorch's ops would take these together: a norm's vectors of one dtype, that in which is convolved or,
+    beside 16 bits, float32; and all of one value a channel, since a fold would spread others."""
+    shape, mean, bias, own = (convolution.out_channels,), norm.running_mean, convolution.bias, convolution.weight
     for vector in (mean, norm.running_var, norm.weight, norm.bias):
         if vector is not None and (vector.dtype is not mean.dtype or vector.shape != shape):
             return False
-    return mean.dtype in (dtype, torch.float32) and (bias is None or bias.dtype is convolution.weight.dtype)
+    if bias is not None and (bias.dtype is not own.dtype or bias.shape != shape):
+        return False
+    transposed = type(convolution) in TRANSPOSED
+    channels = own.shape[1] * convolution.groups if transposed else own.shape[0]
+    widened = mean.dtype is torch.float32 and dtype in (torch.float16, torch.bfloat16)
+    return (mean.dtype is dtype or widened) and channels == convolution.out_channels
 
 
 def _learns(x: Tensor, convolution: Any, norm: Any, behind: Any) -> bool:
