@@ -14,6 +14,7 @@ from normswap.activation import NONE, Activation
 from normswap.forwards.plain import CONVOLUTIONS, TRANSPOSED, is_bare, is_plain
 from normswap.forwards.replaced import Replaced
 from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, autocasts, direct_op, lowered_to, needs_grad
+from normswap.ops.recorded import laid_out_as
 from normswap.regions.activations import activation_of
 from normswap.regions.children import child_at
 from normswap.regions.ending import Ending
@@ -64,7 +65,13 @@ class Directly:
         if op is None:
             return None
         (weight, bias, *norm), (*geometry, code, way), (eps, low, high), behind = site
-        return op(x, weight, bias, *geometry, *norm, eps, behind, code, low, high, way)  # type: ignore[no-any-return]
+        return self.laid_out(op(x, weight, bias, *geometry, *norm, eps, behind, code, low, high, way), behind)
+
+    def laid_out(self, out: Tensor | None, behind: Tensor | None) -> Tensor | None:
+        """The result as PyTorch lays it out: after the first operand of a sum."""
+        if out is None or behind is None or self.at != 1 or out.stride() == behind.stride():
+            return out
+        return laid_out_as(out, behind)
 
     def given(self, packed: Any, x: Any) -> Any:
         """``packed`` with ``x`` as the input of the convolution."""
