@@ -287,6 +287,8 @@ def convolution_of(pair: Pair) -> nn.Module:
     width = convolution.out_features if isinstance(convolution, nn.Linear) else convolution.out_channels
     if not _is_plain_norm(norm, pair.behind) or norm.num_features != width:
         raise ValueError("its BatchNorm is no plain one, or of another width")
+    if not is_foldable(norm):  # that behind a Linear is one of a region in training too
+        raise ValueError("its BatchNorm goes by its batch: it is in train mode or keeps no running statistics")
     given = (convolution.weight, convolution.bias, norm.running_mean, norm.running_var, norm.weight, norm.bias)
     if len({t.device for t in given if t is not None}) > 1:
         raise ValueError("its tensors are on several devices")
