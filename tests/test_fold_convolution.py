@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from convolution_cases import CASES, Doubled
+from convolution_cases import CASES, Doubled, own_inner
 from convolution_models import Block, Stem, bn, conv, drawn, of_two, residual, swapped_with, used_twice, written
 from norm_act_models import NormAct
 from resnet import resnet50
@@ -214,6 +214,7 @@ LEFT = {
     "hooked": (lambda model: model[0].bn.register_forward_hook(lambda *_: None), 1, ""),
     "by a method that is not read": (beside(calls_it), 1, "called elsewhere too"),
     "by such a one and any name": (beside(calls_any), 1, "called elsewhere too"),
+    "of its own method": (lambda model: own_inner(model[0]), 1, "a forward of its own"),
     "of another width": (lambda model: setattr(model[0], "bn", nn.BatchNorm2d(5).eval()), 1, "of another width"),
     "elsewhere": (lambda model: model[0].bn.to("meta"), 1, "on several devices"),
     "overflows": (overflows, 1, "not finite in float16"),
