@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from normswap import modules, reference, rules
 from normswap.attributes import Rejection
+from normswap.copying import copy_of
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import TRANSPOSED, calls_forward, is_plain, is_unhooked
@@ -49,15 +50,15 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     What the forward branches on and reads besides weights is taken as it is now.
 
     A site that cannot be folded is left as it is, and a warning says why. Raises TypeError when ``model`` is no
-    nn.Module and NormswapError when it is in train mode, when nothing can be folded, and with ``inplace`` when the
-    model itself is what folds; ``model`` is then as it was.
+    nn.Module and NormswapError when it is in train mode or cannot be copied, when nothing can be folded, and with
+    ``inplace`` when the model itself is what folds; ``model`` is then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fold: model must be a torch.nn.Module, got {type(model).__name__}")
     if model.training:
         raise NormswapError("fold: the model is in train mode, where a BatchNorm goes by its batch; call .eval() first")
     with torch.inference_mode(False), torch.no_grad():
-        target = model if inplace else copy.deepcopy(model)
+        target = model if inplace else copy_of(model)
         whole, within = _folded(target)
         convolved = _folded_pairs(target, whole)
         if not whole and not within and not convolved:
@@ -287,6 +288,8 @@ def convolution_of(pair: Pair) -> nn.Module:
     width = convolution.out_features if isinstance(convolution, nn.Linear) else convolution.out_channels
     if not _is_plain_norm(norm, pair.behind) or norm.num_features != width:
         raise ValueError("its BatchNorm is no plain one, or of another width")
+    if not is_foldable(norm):  # that behind a Linear is one of a region in training too
+        raise ValueError("its BatchNorm goes by its batch: it is in train mode or keeps no running statistics")
     given = (convolution.weight, convolution.bias, norm.running_mean, norm.running_var, norm.weight, norm.bias)
     if len({t.device for t in given if t is not None}) > 1:
         raise ValueError("its tensors are on several devices")

@@ -212,7 +212,7 @@ class Plan:
             if data["format"] != PLAN_FORMAT:
                 raise PlanError(f"plan: format {data['format']} is not {PLAN_FORMAT}; write it anew with this version")
             return cls(
-                tuple(Swap(_site_of(d), Match(d["kind"], d["attributes"])) for d in data["swaps"]),
+                tuple(Swap(_site_of(d), Match(d["kind"], {**d["attributes"]})) for d in data["swaps"]),
                 tuple(
                     Refused(_site_of(d), Refusal(d["kind"], Reason[d["reason"]], d["detail"])) for d in data["refused"]
                 ),
@@ -234,4 +234,7 @@ def _site_json(site: Site) -> dict[str, Any]:
 
 
 def _site_of(data: Mapping[str, Any]) -> Site:
-    return Site(data["name"], data["type"], tuple(data["aliases"]))
+    site = Site(data["name"], data["type"], tuple(data["aliases"]))
+    if not all(isinstance(one, str) for one in (site.name, site.type_name, *site.aliases)):
+        raise TypeError("a site's names must be strings")
+    return site

@@ -171,7 +171,9 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
 def _class_for(swap: Swap, before: type[nn.Module]) -> type[nn.Module]:
     try:
         return modules.swapped_class(swap.match.kind, before, swap.match.attributes)
-    except (KeyError, TypeError) as error:
+    except PlanError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration) as error:  # edited text
         shown = swap.site.name or "(root)"
         raise PlanError(
             f"plan: {shown}: attributes {dict(swap.match.attributes)} do not fit {swap.match.kind}"

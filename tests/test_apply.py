@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -342,3 +343,33 @@ def test_a_setattr_of_the_models_own_has_no_say() -> None:
     assert modules.original_class(module) is Frozen
     swapping.revert(module)
     assert type(module) is Frozen
+
+
+class Acts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        *((("name",), None), (("name",), 3), (("type",), []), (("aliases",), [1]), (("attributes",), "region")),
+        *((("attributes", "regions", 0, "steps"), []), (("attributes", "regions", 0, "steps", 0, "operand"), 5)),
+        *((("attributes", "regions", 0, "shared"), True), (("attributes", "regions", 0, "activation"), [])),
+        *((("attributes", "regions", 0, "conditions"), ["x"]), (("attributes", "regions", 0, "beside"), "x")),
+    ],
+)
+def test_a_text_that_was_edited_is_a_plan_error(path: tuple[Any, ...], value: Any) -> None:
+    model = Acts()
+    data = json.loads(finding.plan(model).to_json())
+    place = data["swaps"][0]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(PlanError, match="plan"):
+        swapping.apply(model, Plan.from_json(json.dumps(data)))
+    assert type(model) is Acts

@@ -270,3 +270,19 @@ def test_what_waits_is_computed_where_the_rest_is_compiled(stand_in: None) -> No
         with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
             out = helpers[2](model, (waiting, x.clone()))
         torch.testing.assert_close(out, model(x))
+
+
+class First(Rows):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(x + self.bn2(self.conv2(F.relu(self.bn(self.conv(x))))))
+        return F.relu(x + self.bn3(self.conv3(x)))
+
+
+def test_a_sum_is_laid_out_after_its_first_operand(rows: list[int]) -> None:
+    model = drawn(First).to(memory_format=torch.channels_last)
+    fast = swapped_with(model, "fused")
+    x = torch.randn(IMAGE)
+    assert_alike(fast, model, x)
+    with torch.no_grad():
+        assert fast(x).stride() == model(x).stride() == x.stride()
+    assert rows == [2, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -170,3 +171,17 @@ def test_nothing_of_it_is_kept() -> None:
         fast.bn.running_mean.sub_(1.0)
     assert not torch.equal(first, moved)
     assert fast.state_dict().keys() == model.state_dict().keys()
+
+
+def residual_first(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x + self.bn(self.conv(x))
+    return x.view(len(x), -1)  # which other strides do not allow
+
+
+@pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))
+def test_a_sum_is_laid_out_after_its_first_operand(layout: torch.memory_format) -> None:
+    """As of a model in channels_last that is given a contiguous image."""
+    model = drawn(lambda: written(residual_first)(conv(), bn())).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 6, 9, 8).contiguous(memory_format=layout)
+    ours, theirs = outcome(swapped_with(model), x), outcome(model, x)
+    assert ours == theirs if isinstance(theirs, str) else torch.allclose(ours[0], theirs[0], atol=1e-5)

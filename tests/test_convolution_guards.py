@@ -146,6 +146,20 @@ def test_what_pytorch_takes_together() -> None:
     convolution.bias = nn.Parameter(convolution.bias.half())
     assert not conv._fit(convolution, norm, wide)
     assert conv._fit(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8, affine=False), wide)
+    double = torch.float64
+    assert conv._fit(parts()[0].double(), parts()[1].double(), double)
+    assert not conv._fit(parts()[0].double(), parts()[1], double)
+
+
+@pytest.mark.parametrize("make", (lambda: parts()[0], TRANSPOSED))
+def test_weights_and_biases_that_a_fold_would_spread(make: Any) -> None:
+    """PyTorch refuses them, or gives other channels."""
+    for name, spread in (("bias", (1,)), ("bias", (1, 8)), ("weight", (1, 8, 1, 1)), ("weight", (8, 1, 1, 1))):
+        convolution = make()
+        assert conv._fit(convolution, parts()[1], torch.float32)
+        setattr(convolution, name, nn.Parameter(torch.ones(spread)))
+        of_outputs = spread[1:2] == (1,) if type(convolution) is nn.ConvTranspose2d else spread[:1] == (1,)
+        assert conv._fit(convolution, parts()[1], torch.float32) is not (name == "bias" or of_outputs), (name, spread)
 
 
 def convolved(folding: str = "folded", read: Any = lambda norm, form: ()) -> conv.Convolved:

@@ -417,3 +417,21 @@ def test_a_sequential_that_is_called_in_its_own_way_keeps_its_convolution() -> N
 
     model, x = randomised(nn.Sequential(Net(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))).eval(), torch.randn(2, 3, 5, 5)
     torch.testing.assert_close(normswap.fold(model)(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def trains(norm: Any) -> None:
+    norm.train()
+
+
+def forgets(norm: Any) -> None:
+    norm.running_mean = norm.running_var = None
+
+
+@pytest.mark.parametrize("change", (trains, forgets))
+def test_a_linear_in_a_larger_forward_stays_before_a_norm_that_goes_by_its_batch(change: Callable[[Any], None]) -> None:
+    model, x = randomised(nn.Sequential(ActsBehind(), nn.Linear(6, 2), nn.BatchNorm1d(2))).eval(), torch.randn(9, 6)
+    change(model[0].bn)
+    with pytest.warns(UserWarning, match="0.bn is left as it is: its BatchNorm goes by its batch"):
+        folded = normswap.fold(model)
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-5, atol=1e-5)
+    assert type(folded[0].bn) is nn.BatchNorm1d and type(folded[1]) is nn.Linear

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from convolution_cases import CASES, Doubled
+from convolution_cases import CASES, Doubled, own_inner
 from convolution_models import Block, Stem, bn, conv, drawn, of_two, residual, swapped_with, used_twice, written
 from norm_act_models import NormAct
 from resnet import resnet50
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import normswap
 from normswap import reference
@@ -214,6 +215,7 @@ LEFT = {
     "hooked": (lambda model: model[0].bn.register_forward_hook(lambda *_: None), 1, ""),
     "by a method that is not read": (beside(calls_it), 1, "called elsewhere too"),
     "by such a one and any name": (beside(calls_any), 1, "called elsewhere too"),
+    "of its own method": (lambda model: own_inner(model[0]), 1, "a forward of its own"),
     "of another width": (lambda model: setattr(model[0], "bn", nn.BatchNorm2d(5).eval()), 1, "of another width"),
     "elsewhere": (lambda model: model[0].bn.to("meta"), 1, "on several devices"),
     "overflows": (overflows, 1, "not finite in float16"),
@@ -276,3 +278,16 @@ def test_what_is_folded_needs_no_normswap(tmp_path: Any) -> None:
         "assert torch.equal(made(x), out) and 'normswap' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "made.pt")], check=True, timeout=120)
+
+
+def test_a_model_that_cannot_be_copied_folds_in_place() -> None:
+    """A pruned weight is computed, which copy.deepcopy refuses."""
+    model, x = drawn(lambda: nn.Sequential(conv(), bn(), nn.ReLU(), conv(), bn())), torch.randn(2, 6, 9, 8)
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    expected = model(x)
+    with pytest.raises(normswap.NormswapError, match="cannot be copied .*; pass inplace=True"):
+        normswap.fold(model)
+    with pytest.warns(UserWarning, match="carries hooks"):
+        made = normswap.fold(model, inplace=True)
+    torch.testing.assert_close(made(x), expected, rtol=1e-4, atol=1e-4)
+    assert type(made[1]) is nn.BatchNorm2d and type(made[4]) is nn.Identity

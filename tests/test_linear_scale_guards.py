@@ -188,6 +188,7 @@ def test_tensors_that_pytorch_takes_together() -> None:
     assert fit(X, linear, bn) and fit(X, nn.Linear(IN, OUT, bias=False), nn.BatchNorm1d(OUT, affine=False))
     assert fit(X.half(), linear.half(), bn) and fit(X.half(), linear, bn.half())
     assert not fit(X, linear, bn.float()) and not fit(X.half(), linear, bn.double())
+    assert fit(X.double(), linear.double(), bn) and not fit(X.double(), linear, bn.float())
     linear, bn = parts()
     assert not fit(X, linear.to("meta"), bn)
     linear, bn = parts()

@@ -186,7 +186,7 @@ def tensors_fit(like: Tensor, of_linear: Iterable[Tensor | None], of_norm: Itera
             if type(vector) not in PLAIN or vector.device != device or vector.dtype is not (dtype or vector.dtype):
                 return False
             dtype = vector.dtype
-    return dtype in (None, own, torch.float32)
+    return dtype in (None, own) or (dtype is torch.float32 and own in (torch.float16, torch.bfloat16))
 
 
 def shapes_fit(weight: Tensor, *vectors: Tensor | None) -> bool:

@@ -70,7 +70,7 @@ def _joined(way: Directly, helper: Helper, leads_on: bool) -> Helper:
             return None
         sites = (*sites, site)
         waits = leads_on and len(sites) < MOST
-        return Pending(first, sites, (helper, self, packed)) if waits else _run(first, sites)
+        return Pending(first, sites, (helper, self, packed)) if waits else way.laid_out(_run(first, sites), site[3])
 
     return joined
 

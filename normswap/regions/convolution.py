@@ -14,6 +14,7 @@ from normswap.activation import NONE, Activation
 from normswap.forwards.plain import CONVOLUTIONS, TRANSPOSED, is_bare, is_plain
 from normswap.forwards.replaced import Replaced
 from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, autocasts, direct_op, lowered_to, needs_grad
+from normswap.ops.recorded import laid_out_as
 from normswap.regions.activations import activation_of
 from normswap.regions.children import child_at
 from normswap.regions.ending import Ending
@@ -64,7 +65,13 @@ class Directly:
         if op is None:
             return None
         (weight, bias, *norm), (*geometry, code, way), (eps, low, high), behind = site
-        return op(x, weight, bias, *geometry, *norm, eps, behind, code, low, high, way)  # type: ignore[no-any-return]
+        return self.laid_out(op(x, weight, bias, *geometry, *norm, eps, behind, code, low, high, way), behind)
+
+    def laid_out(self, out: Tensor | None, behind: Tensor | None) -> Tensor | None:
+        """The result as PyTorch lays it out: after the first operand of a sum."""
+        if out is None or behind is None or self.at != 1 or out.stride() == behind.stride():
+            return out
+        return laid_out_as(out, behind)
 
     def given(self, packed: Any, x: Any) -> Any:
         """``packed`` with ``x`` as the input of the convolution."""
@@ -217,13 +224,18 @@ def _dtype_of(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 def _fit(convolution: Any, norm: Any, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's ops would take these together: a norm's vectors of one dtype, float32 or ``dtype``, in which
-    is convolved."""
-    shape, mean, bias = (convolution.out_channels,), norm.running_mean, convolution.bias
+    """Whether PyTorch's ops would take these together: a norm's vectors of one dtype, that in which is convolved or,
+    beside 16 bits, float32; and all of one value a channel, since a fold would spread others."""
+    shape, mean, bias, own = (convolution.out_channels,), norm.running_mean, convolution.bias, convolution.weight
     for vector in (mean, norm.running_var, norm.weight, norm.bias):
         if vector is not None and (vector.dtype is not mean.dtype or vector.shape != shape):
             return False
-    return mean.dtype in (dtype, torch.float32) and (bias is None or bias.dtype is convolution.weight.dtype)
+    if bias is not None and (bias.dtype is not own.dtype or bias.shape != shape):
+        return False
+    transposed = type(convolution) in TRANSPOSED
+    channels = own.shape[1] * convolution.groups if transposed else own.shape[0]
+    widened = mean.dtype is torch.float32 and dtype in (torch.float16, torch.bfloat16)
+    return (mean.dtype is dtype or widened) and channels == convolution.out_channels
 
 
 def _learns(x: Tensor, convolution: Any, norm: Any, behind: Any) -> bool:

@@ -35,7 +35,9 @@ def why_apart(
     cls: Any = type(child)
     if cls not in classes and not (padded and convolves_last(child)):
         return f"is a {cls.__module__}.{cls.__qualname__}, which may compute in its own way"
-    if not (is_plain_itself(child) if cls in classes else child is not None and is_bare(child.__dict__)):
+    plain = is_plain_itself(child) if cls in classes else child is not None and is_bare(child.__dict__)
+    own = isinstance(child, _ConvNd) and "_conv_forward" in child.__dict__  # which its forward calls
+    if own or not plain:
         return "carries hooks, or a forward of its own"
     if isinstance(child, _ConvNd) and not padded:
         if child.padding_mode != "zeros":

@@ -77,6 +77,7 @@ class Fused:
         self.activation = region.literal_activation()
         self.sums, self.behind = region.has("sum"), region.has("residual")
         self.scaled = region.has("gain")
+        self.leads = region.has("residual") and region.step("residual").operand == 1
         self.acting: Any = region.activation  # a child, where it is no literal
         self.expression = Expression(compiled) if region.kind in KINDS else None
         self.call = _op_of(region)
@@ -126,10 +127,12 @@ class Fused:
             if self.convolved is not None:
                 x, out = self.convolved(children, norm, x, behind, activation)
                 if x is None or out is not None:
-                    return out
+                    return out if out is None or not self.leads or out.stride() == behind.stride() else None
             arguments = self.read(norm, x)
             if arguments is None:
                 return None
+        if self.leads and not _lies_as(behind, x):
+            return None
         dtype = self.dtype(children, x)
         out = self.call(x, arguments, before, behind, scale, shift, activation, dtype)
         if out is None:
@@ -170,6 +173,18 @@ def _is_of(region: Region, function: Any) -> bool:
 
 def _is_beside(x: Tensor, other: Any) -> bool:
     return type(other) in PLAIN and other.device == x.device
+
+
+def _lies_as(leading: Any, x: Tensor) -> bool:
+    """Whether ``leading``, the first operand of a sum, after which PyTorch lays out the result, lies as the norm of
+    ``x`` does, after which ours does."""
+    if type(leading) not in PLAIN or leading.stride() != x.stride():
+        return False
+    last = _LAST.get(x.dim())
+    return x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last))
+
+
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 # --- the norm that is a child -------------------------------------------------------------------------------------

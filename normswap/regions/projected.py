@@ -44,6 +44,7 @@ class Projected:
         self.is_as_read, self.apart = is_as_read, apart
         self.activation, self.acting = region.literal_activation(), str(region.activation)
         self.operands = sum(step.does in ROLES for step in region.steps)
+        self.leads = region.has("residual") and region.step("residual").operand == 1
         self.ends = region.has("residual") or region.activation is not None
         self.simple = self.activation is not None and {step.does for step in region.steps} <= _SIMPLE
 
@@ -52,6 +53,8 @@ class Projected:
             return None
         x, _, behind, scale, after, _ = self.unpack(packed)
         if (behind is not None) + (scale is not None) + (after is not None) != self.operands:  # the statements raise
+            return None
+        if self.leads and not (type(behind) in PLAIN and behind.is_contiguous()):  # the sum is laid out after it
             return None
         linear, norm, activation = children.get(self.linear), children.get(self.norm), self.activation
         if self.simple:  # C++ looks at all the rest itself
