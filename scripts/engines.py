@@ -73,6 +73,11 @@ OF_TESTS = {
     "test_activations.py": ("row", "column", PYTHON),
     "test_instance_norm.py": ("row", "column", PYTHON),
     "test_rms_by_hand.py": ("row", "dim", PYTHON),
+    "test_row_backward.py": ("row", PYTHON),
+    "test_narrow_rows.py": ("row", PYTHON),
+    "test_group_backward.py": ("row", "column", PYTHON),
+    "test_train_casts.py": ("row", "column", PYTHON),
+    "test_convolution.py": ("batch", PYTHON),
 }
 """What files of tests/gpu depend on; those that are not named here, on everything."""
 
@@ -86,7 +91,14 @@ def of_row(kind: str, *, channels_last: bool = False, over_channels: bool = Fals
     return owners(kind)
 
 
-OF_MODELS = (*KERNELS, PYTHON)
+CONVOLUTIONAL = ("resnet", "densenet", "regnety", "efficientnet", "mobilenet")
+"""How models are called whose norms are GroupNorms and BatchNorms alone."""
+
+
+def of_model(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The engines of a whole model."""
+    without = "dim" if row["model"].startswith(CONVOLUTIONAL) else ""
+    return tuple(engine for engine in (*KERNELS, PYTHON) if engine != without)
 
 
 def of_host(row: Mapping[str, Any]) -> tuple[str, ...]:

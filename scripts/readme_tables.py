@@ -181,7 +181,7 @@ def _models(known: Record, training: bool) -> list[Row]:
 
 def models_table(known: Record, training: bool) -> str:
     """Milliseconds of whole models, or of steps of ``training``, a column for each way that one of them was run."""
-    rows, below = said_once(noted(known, _models(known, training), lambda row: engines.OF_MODELS))
+    rows, below = said_once(noted(known, _models(known, training), engines.of_model))
     ways = dict.fromkeys(way for row in sorted(rows, key=lambda row: -len(row["ms"])) for way in row["ms"])
     cells = [
         (

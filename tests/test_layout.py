@@ -80,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "reports": {"plans"},
     "folding": {
+        "copying",
         *("attributes", "plans", "reference", "installed", "modules", "forwards", "regions", "rules", "untouched"),
     },
     "timing": {

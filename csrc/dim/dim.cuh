@@ -9,9 +9,10 @@ namespace normswap {
 namespace {
 
 constexpr int kSlots = 8;            // indices a thread holds
+constexpr int kVec = 4;              // positions a thread has, where they lie so: more take the registers of other blocks
 constexpr int kMaxLanes = 32;        // vectors of positions a block holds
 constexpr int kMinLanes = 8;
-constexpr int kThreads = 256;        // of a block, unless n needs more
+constexpr int kThreads = 256;        // of a block, unless n needs more; twice as many of one position each
 constexpr int kMaxWhole = 512;       // a longer n is cut into chunks of kLongChunk and the input is read twice
 constexpr int kLongChunk = 256;
 
@@ -26,21 +27,19 @@ inline Shape shape_of(const DimNorm& n, int vec) {
   const int64_t length = n.n <= kMaxWhole ? n.n : kLongChunk;
   s.rows = 1;
   while (s.rows * kSlots < length) s.rows *= 2;
-  s.lanes = kThreads / s.rows;
+  s.lanes = (vec == 1 ? 2 : 1) * kThreads / s.rows;
   s.lanes = s.lanes > kMaxLanes ? kMaxLanes : s.lanes < kMinLanes ? kMinLanes : s.lanes;
   s.chunks = n.n <= kMaxWhole ? 1 : ceil_div(n.n, kLongChunk);
   s.vectors = n.outer * (n.inner / vec);
   return s;
 }
 
-// The widest vector that divides `inner` and the addresses.
-template <class T>
-int vec_of(const DimNorm& n) {
+// kVec where that divides `inner` and the addresses, else 1.
+inline int vec_of(const DimNorm& n) {
   const uintptr_t addresses = reinterpret_cast<uintptr_t>(n.x) | reinterpret_cast<uintptr_t>(n.y) |
                               reinterpret_cast<uintptr_t>(n.dy);
-  constexpr int full = 16 / sizeof(T);
-  if (n.inner % full == 0 && addresses % 16 == 0) return full;
-  return sizeof(T) == 2 && n.inner % 2 == 0 && addresses % 4 == 0 ? 2 : 1;
+  const int bytes = kVec * (n.dtype == DType::f32 ? 4 : 2);
+  return n.inner % kVec == 0 && addresses % bytes == 0 ? kVec : 1;
 }
 
 // The vector of positions a thread works on, and its indices along n.
@@ -243,27 +242,20 @@ cudaError_t launch_vec(const DimNorm& n, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <class Launch, class T>
+template <class Launch, int V>
 cudaError_t launch_dtype(const DimNorm& n, cudaStream_t stream) {
-  const int vec = vec_of<T>(n);
-  if (vec == 1) return launch_vec<Launch, T, 1>(n, stream);
-  if constexpr (sizeof(T) == 2) {
-    if (vec == 2) return launch_vec<Launch, T, 2>(n, stream);
+  switch (n.dtype) {
+    case DType::f32: return launch_vec<Launch, float, V>(n, stream);
+    case DType::f16: return launch_vec<Launch, __half, V>(n, stream);
+    default: return launch_vec<Launch, __nv_bfloat16, V>(n, stream);
   }
-  return launch_vec<Launch, T, 16 / sizeof(T)>(n, stream);
 }
 
-// Launch::run<T, V>, for the dtype and the widest vector.
+// Launch::run<T, V>, for the dtype and the vector.
 template <class Launch>
 cudaError_t launch(const DimNorm& n, cudaStream_t stream) {
-  switch (n.dtype) {
-    case DType::f32: return launch_dtype<Launch, float>(n, stream);
-    case DType::f16: return launch_dtype<Launch, __half>(n, stream);
-    default: return launch_dtype<Launch, __nv_bfloat16>(n, stream);
-  }
+  return vec_of(n) == 1 ? launch_dtype<Launch, 1>(n, stream) : launch_dtype<Launch, kVec>(n, stream);
 }
-
-inline int vec_of_dtype(const DimNorm& n) { return n.dtype == DType::f32 ? vec_of<float>(n) : vec_of<__half>(n); }
 
 }  // namespace
 }  // namespace normswap

@@ -96,7 +96,7 @@ struct Backward {
 }  // namespace
 
 int64_t dim_weight_rows(const DimNorm& n) {
-  const Shape shape = shape_of(n, vec_of_dtype(n));
+  const Shape shape = shape_of(n, vec_of(n));
   return ceil_div(shape.vectors, shape.lanes);
 }
 

@@ -124,9 +124,13 @@ __device__ inline void finish(const Place<T, V>& place, const Pack<T, V> (&packs
   }
 }
 
-// n in one chunk: read once, normalised from registers. Without weights these suffice for two of the largest blocks.
+// Whether registers suffice for two of the largest blocks.
+template <class Policy, bool Weighted, class T>
+constexpr int kWholeBlocks = sizeof(T) == 4 && (Weighted || Policy::centred) ? 1 : 2;
+
+// n in one chunk: read once, normalised from registers.
 template <class Policy, bool Weighted, class T, int V>
-__global__ void __launch_bounds__(512, Weighted || Policy::centred ? 1 : 2) dim_whole(const DimNorm n, const Shape shape) {
+__global__ void __launch_bounds__(512, kWholeBlocks<Policy, Weighted, T>) dim_whole(const DimNorm n, const Shape shape) {
   extern __shared__ float shared[];
   const Place<T, V> place(n, shape);
   Pack<T, V> packs[kSlots];
@@ -225,7 +229,7 @@ struct Forward {
 }  // namespace
 
 int64_t dim_workspace_bytes(const DimNorm& n, int values) {
-  const int64_t chunks = shape_of(n, vec_of_dtype(n)).chunks;
+  const int64_t chunks = shape_of(n, vec_of(n)).chunks;
   return chunks == 1 ? 0 : values * chunks * n.outer * n.inner * static_cast<int64_t>(sizeof(float));
 }
 

@@ -14,6 +14,7 @@ from normswap import ops
 SHAPES = (
     *((2, 96, 20, 16), (3, 98, 5, 7), (1, 768, 7, 7), (2, 1024, 3, 4), (5, 2, 1, 9), (2, 384, 14, 14)),
     *((1, 64, 33, 1), (4, 192, 2, 2), (2, 1500, 3, 3)),
+    *((150, 34, 8, 7), (140, 40, 6, 6), (260, 70, 5, 5)),  # more positions a block
 )
 by_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -66,7 +67,7 @@ def test_other_layouts(dtype: torch.dtype) -> None:
 
 @by_dtype
 def test_a_position_does_not_depend_on_the_batch_or_the_run(dtype: torch.dtype) -> None:
-    for shape in ((6, 96, 8, 8), (6, 700, 5, 5)):
+    for shape in ((6, 96, 8, 8), (6, 700, 5, 5), (150, 34, 8, 7), (260, 70, 5, 5)):
         x, weight, bias = permuted(shape, dtype, 1.0)
         size = x.shape[-1:]
         out = ops.layer_norm(x, size, weight, bias)
