@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
-from normswap import native, reference
+from normswap import modules, native, reference
 from normswap.activation import FUNCTIONS, NONE, Activation
 from normswap.ops import convolution, dispatch
 from normswap.ops.convolution import WAYS
@@ -53,5 +54,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_direct", found)
     monkeypatch.setattr(dispatch, "_native_tried", True)
     monkeypatch.setattr(native, "_available", False)
+    monkeypatch.setattr(modules, "_made", WeakIdKeyDictionary())  # those of other tests know what cuDNN fuses
     for module in (convolution, chain):
         monkeypatch.setattr(module, "FUSED", (torch.float32, torch.bfloat16))
