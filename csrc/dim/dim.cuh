@@ -9,7 +9,7 @@ namespace normswap {
 namespace {
 
 constexpr int kSlots = 8;            // indices a thread holds
-constexpr int kVec = 4;              // positions a thread has, where they lie so: more take the registers of other blocks
+constexpr int kVec = 4;              // positions a thread has, where they lie so: with more, registers suffice for fewer blocks
 constexpr int kMaxLanes = 32;        // vectors of positions a block holds
 constexpr int kMinLanes = 8;
 constexpr int kThreads = 256;        // of a block, unless n needs more; twice as many of one position each

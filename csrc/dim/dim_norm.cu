@@ -124,7 +124,7 @@ __device__ inline void finish(const Place<T, V>& place, const Pack<T, V> (&packs
   }
 }
 
-// Whether registers suffice for two of the largest blocks.
+// How many of the largest blocks a multiprocessor's registers are to hold.
 template <class Policy, bool Weighted, class T>
 constexpr int kWholeBlocks = sizeof(T) == 4 && (Weighted || Policy::centred) ? 1 : 2;
 
