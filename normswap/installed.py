@@ -61,6 +61,16 @@ def called_class(module: nn.Module) -> type[nn.Module] | None:
     return original_class(module) if same else None
 
 
+def how_called(cls: Any) -> tuple[Any, Any]:
+    """What is run when a module of this class is called, that ``is_called_as`` compares."""
+    return cls.forward, cls.__call__
+
+
+def is_called_as(known: tuple[Any, Any] | None, cls: Any) -> bool:
+    """Whether that is what ``how_called`` gives now: who puts a class over ours may give it a forward later."""
+    return known is not None and cls.forward is known[0] and cls.__call__ is known[1]
+
+
 def class_before(module: nn.Module) -> type[nn.Module]:
     """The class that puts ``module`` back: the one that was replaced, under what another tool has put over ours since;
     the one it has when it is not swapped. Raises NormswapError where that tool's class cannot be put over another."""

@@ -315,6 +315,20 @@ def statistics_read_as_a_buffer(self, x, y):
     return F.relu(h) + y * mean
 
 
+def statistics_viewed_before(self, x, y):
+    mean = self.bn.running_mean.view(-1)
+    h = self.bn(x)
+    mean = mean[0] * 2
+    return F.relu(h) + y * mean
+
+
+def statistics_taken_apart_before(self, x, y):
+    mean = self.bn.running_mean.chunk(2)[0]
+    h = self.bn(x)
+    mean = mean[0] * 2
+    return F.relu(h) + y * mean
+
+
 class Named:
     """Known to the forward above by a global of the module."""
 
@@ -424,6 +438,8 @@ LOOK_ALIKES: dict[str, Case] = {
         Case(statistics_read_by_another_name, (), _IMAGE, lambda m: setattr(m, "bn3", m.bn)),
         Case(statistics_read_from_a_list, (), _IMAGE, lambda m: setattr(m, "se", [m.bn])),
         Case(statistics_read_as_a_buffer, (), _IMAGE, lambda m: setattr(m, "se", m.bn.running_mean.view(-1))),
+        Case(statistics_viewed_before, (), _IMAGE),
+        Case(statistics_taken_apart_before, (), _IMAGE),
         Case(overlapping, ("gn + residual + relu", "gn2 + silu"), _IMAGE),
         Case(names_its_class, ("norm + relu",)),
         Case(made_in_a_function(), ("norm + relu",)),

@@ -361,6 +361,8 @@ class Acts(nn.Module):
         *((("attributes", "regions", 0, "steps"), []), (("attributes", "regions", 0, "steps", 0, "operand"), 5)),
         *((("attributes", "regions", 0, "shared"), True), (("attributes", "regions", 0, "activation"), [])),
         *((("attributes", "regions", 0, "conditions"), ["x"]), (("attributes", "regions", 0, "beside"), "x")),
+        (("attributes", "regions", 0, "conditions"), [["self.x is", True]]),
+        *((("attributes", "regions", 0, "conditions"), [["self.x", 1]]), (("attributes", "regions"), [])),
     ],
 )
 def test_a_text_that_was_edited_is_a_plan_error(path: tuple[Any, ...], value: Any) -> None:
@@ -370,6 +372,6 @@ def test_a_text_that_was_edited_is_a_plan_error(path: tuple[Any, ...], value: An
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    with pytest.raises(PlanError, match="plan"):
+    with pytest.raises(PlanError, match="plan|regions"):
         swapping.apply(model, Plan.from_json(json.dumps(data)))
     assert type(model) is Acts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -173,15 +174,31 @@ def test_nothing_of_it_is_kept() -> None:
     assert fast.state_dict().keys() == model.state_dict().keys()
 
 
+def first_of_a_sum(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.bn(self.conv(x))
+
+
 def residual_first(self: Any, x: torch.Tensor) -> torch.Tensor:
     x = x + self.bn(self.conv(x))
     return x.view(len(x), -1)  # which other strides do not allow
 
 
-@pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))
-def test_a_sum_is_laid_out_after_its_first_operand(layout: torch.memory_format) -> None:
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": torch.Tensor.contiguous,
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "expanded": lambda x: x[:1].expand(2, -1, -1, -1),
+    "permuted": lambda x: x.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0),
+    "a part": lambda x: torch.cat([x, x], 3)[..., :8],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sum_is_laid_out_after_its_first_operand(layout: str) -> None:
     """As of a model in channels_last that is given a contiguous image."""
     model = drawn(lambda: written(residual_first)(conv(), bn())).to(memory_format=torch.channels_last)
-    x = torch.randn(2, 6, 9, 8).contiguous(memory_format=layout)
+    x = LAYOUTS[layout](torch.randn(2, 6, 9, 8))
     ours, theirs = outcome(swapped_with(model), x), outcome(model, x)
     assert ours == theirs if isinstance(theirs, str) else torch.allclose(ours[0], theirs[0], atol=1e-5)
+    with torch.no_grad():
+        model, fast = (drawn(lambda: written(first_of_a_sum)(conv(), bn())) for _ in range(2))
+        assert swapped_with(fast)(x).stride() == model(x).stride()

@@ -74,6 +74,9 @@ BODIES: dict[str, str] = {
     "return self.weight.shape": "",
     "return self.computed.abs()": "1 self.computed.abs()!",
     "return self.written.abs()": "~; 1 self.written.abs()!",
+    "return self.leads_on.abs()": "~; 1 self.leads_on.abs()!",
+    "return self.filled.abs()": "~; 1 self.filled.abs()!",
+    "return self.looked_up.abs()": "~; 1 self.looked_up.abs()!",
     "return self.extra.more(x)": "1 self.extra.more(_)!",
     "return x.abs().sum()": "1 .abs()(_); 2 .sum()(1)!",
     "return x.shape[0]": "1 .shape(_)!",
@@ -141,6 +144,19 @@ class Parts(nn.Module):
     def written(self) -> Any:
         self.flag = False
         return self.weight
+
+    @property
+    def leads_on(self) -> Any:
+        return self.written
+
+    @property
+    def filled(self) -> Any:
+        self.weight[:] = 0.0
+        return self.weight
+
+    @property
+    def looked_up(self) -> Any:
+        return self.extra["weight"]
 
 
 def flow_of(body: str, folder: Path, head: str = "def forward(self, x, y):", cls: type[nn.Module] = Parts) -> Any:

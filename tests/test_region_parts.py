@@ -23,7 +23,7 @@ from normswap.installed import marks
 from normswap.plans import Match, PlanError
 from normswap.proof import made_up, prove
 from normswap.regions import foldings
-from normswap.regions.children import Beside
+from normswap.regions.children import Beside, Reached
 from normswap.regions.expression import _fits
 from normswap.regions.growing import FEEDING, child_of
 from normswap.regions.install import _evaluator
@@ -231,6 +231,30 @@ def test_a_child_beside_a_region_that_was_swapped_is_known_by_what_it_was() -> N
         assert beside().only_compute(pair) == (original is nn.Identity)
     pair.second = type("Subclass", (nn.Identity,), {})()
     assert not beside().only_compute(pair)
+
+
+def test_what_hides_the_children_of_a_region() -> None:
+    owner = type("Owner", (Pair,), {})()
+    reached = Reached([region("layer_norm", beside={"first": CLASSES}, feeds=("second",))])
+    assert reached.are_children(owner)
+    for name in ("first", "second"):
+        vars(owner)[name] = nn.Identity()
+        assert not reached.are_children(owner)
+        del vars(owner)[name]
+    for cls in (type(owner), Pair):
+        for name in ("first", "second", "__getattr__", "__getattribute__"):
+            setattr(cls, name, getattr(nn.Module, name, None))
+            assert not reached.are_children(owner), name
+            delattr(cls, name)
+    assert reached.are_children(owner)
+
+
+def test_what_was_written_before_anybody_asked_for_the_gradient_of_a_sum() -> None:
+    for shared in (True, False):
+        data = region("layer_norm", shared=shared).to_json()
+        assert not Region.from_json(data).seen
+        del data["seen"]
+        assert Region.from_json(data).seen is shared
 
 
 # --- what an expression is given ------------------------------------------------------------------------------------

@@ -43,6 +43,15 @@ class Calls(Block):
         return F.silu(self.rms(super().forward(x, y)))
 
 
+class Beside(Parts):
+    """Calls a norm between the operations of a region."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.norm2(x)
+        y = self.norm(x) + y
+        return F.relu(h) + y
+
+
 class Failing(Parts):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = x + y
@@ -406,6 +415,34 @@ def test_defaults_of_a_forward_are_those_that_it_has_now(pair: tuple[Any, Block]
     assert_same(swapped, model, given())
 
 
+def test_a_class_that_loses_one_attribute_and_gets_another(pair: tuple[Any, Block]) -> None:
+    swapped, model = pair
+    Block.unused = 0  # type: ignore[attr-defined]
+    assert_same(swapped, model, given())
+    del Block.unused  # type: ignore[attr-defined]
+    Block.norm2 = staticmethod(torch.neg)  # type: ignore[assignment]
+    try:
+        assert_same(swapped, model, given())
+    finally:
+        del Block.norm2
+    assert_same(swapped, model, given())
+
+
+@pytest.mark.parametrize("name", ("forward", "__call__"))
+@pytest.mark.parametrize("cls", (Block, Beside))
+def test_what_a_class_over_a_norm_is_given_after_a_call(cls: type[Parts], name: str) -> None:
+    model = randomised(cls())
+    swapped = swap(model)
+    over = []
+    for one in (model, swapped):
+        one.norm.__class__ = type("Over", (type(one.norm),), {})
+        over.append(type(one.norm))
+    assert_same(swapped, model, given())
+    for one in over:
+        setattr(one, name, lambda self, x: x.mul_(3))
+    assert_same(swapped, model, given())
+
+
 def test_a_class_over_a_sequential_may_go_through_it_in_another_order() -> None:
     model = randomised(nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.SiLU(), nn.Tanh()))
     swapped, x = swap(model), torch.randn(2, CHANNELS, 3)
@@ -419,8 +456,9 @@ def test_a_class_over_a_sequential_may_go_through_it_in_another_order() -> None:
 def test_who_watches_every_call_of_a_module_sees_them_all(in_a_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.LayerNorm(CHANNELS), nn.GELU()) if in_a_row else Block()
     swapped, inputs = swap(randomised(model)), given()[: 1 if in_a_row else 2]
-    call: Any = nn.Module.__call__
-    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args, **kwargs: call(self, *args, **kwargs) * 2)
-    assert_same(swapped, model, inputs)
-    monkeypatch.undo()
-    assert_same(swapped, model, inputs)
+    for name in ("__call__", "_call_impl"):
+        call: Any = getattr(nn.Module, name)
+        monkeypatch.setattr(nn.Module, name, lambda self, *args, call=call, **kwargs: call(self, *args, **kwargs) * 2)
+        assert_same(swapped, model, inputs)
+        monkeypatch.undo()
+        assert_same(swapped, model, inputs)

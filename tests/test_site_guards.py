@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normswap import rules
 from normswap.forwards import rms_norm as forwards
-from normswap.forwards.replaced import Replaced, fingerprint
+from normswap.forwards.replaced import Read, Replaced, fingerprint
 from normswap.plans import Match
 from normswap.rules import module_site, rms_by_hand
 from normswap.rules.expression_site import Flow
@@ -92,9 +92,28 @@ def test_functions_methods_and_settings_are_those_that_were_read(monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(function, "__defaults__", (X,))
             assert not site.is_as_read(module)
+        with monkeypatch.context() as patch:
+            patch.setattr(function, "__kwdefaults__", {"x": X})
+            assert not site.is_as_read(module)
     assert site.is_as_read(module)
     site.replaced.installed = nn.Linear  # it is swapped no more
     assert not site.is_as_read(module)
+
+
+def test_a_function_with_defaults_by_name_is_read_anew_where_they_change() -> None:
+    def function(x: Tensor, *, by: float = 1.0) -> Tensor:
+        return x * by
+
+    read = Read(function)
+    before: Any = function.__kwdefaults__
+    assert read.is_it(function)
+    for now in (None, {}, {"by": 2.0}, {"other": 1.0}):
+        function.__kwdefaults__ = now
+        assert not read.is_it(function), now
+    function.__kwdefaults__ = before
+    assert read.is_it(function)
+    before["by"] = 3.0
+    assert not read.is_it(function)
 
 
 def test_a_number_of_a_module() -> None:

@@ -45,12 +45,12 @@ def calls_forward(cls: Any) -> bool:
     return cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
 
 
-_CALL = nn.Module.__call__
+_CALL, _IMPL = nn.Module.__call__, nn.Module._call_impl
 
 
 def calls_are_torchs() -> bool:
     """Whether modules are called as when this was imported: who watches all of them may have put his own there."""
-    return nn.Module.__call__ is _CALL
+    return nn.Module.__call__ is _CALL and nn.Module._call_impl is _IMPL
 
 
 def is_bare(attributes: Mapping[str, Any]) -> bool:

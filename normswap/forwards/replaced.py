@@ -53,17 +53,26 @@ def code_of(function: Any) -> Any:
     return getattr(function, "__code__", None)
 
 
-def defaults_of(function: Any) -> Any:
-    """What a plain function takes where a call gives less; None for another callable."""
-    return getattr(function, "__defaults__", None)
+class Read:
+    """A function whose source was read: others in its place are told from it, and other code and defaults within it."""
 
+    def __init__(self, function: Any) -> None:
+        self.function, self.code = function, code_of(function)
+        self.defaults = getattr(function, "__defaults__", None)
+        self.named = dict(getattr(function, "__kwdefaults__", None) or {})
 
-def has_defaults(function: Any, defaults: Any) -> bool:
-    """Whether that is what ``defaults_of`` gives now."""
-    found = defaults_of(function)
-    if found is None or defaults is None:
-        return found is None and defaults is None
-    return torch.compiler.is_compiling() or found is defaults  # torch.compile cannot compare two tuples so
+    def is_it(self, found: Any) -> bool:
+        """Whether ``found`` is that function, as it was."""
+        if found is not self.function or getattr(found, "__code__", None) is not self.code:
+            return False
+        if self.code is None or torch.compiler.is_compiling():  # that cannot compare two tuples so
+            return True
+        if found.__defaults__ is not self.defaults:
+            return False
+        named = found.__kwdefaults__
+        if not named:
+            return not self.named
+        return named.keys() == self.named.keys() and all(named[name] is one for name, one in self.named.items())
 
 
 def once_a_code(read: Callable[[Any], _Read]) -> Callable[[Any], _Read]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from normswap import ops
 from normswap.forwards import registered
-from normswap.forwards.replaced import Replaced, code_of, defaults_of, digest, has_defaults
+from normswap.forwards.replaced import Read, Replaced, digest
 from normswap.ops.dispatch import PLAIN, compiler_fuses, in_memory_order
 
 _Forward = Callable[..., Tensor]
@@ -72,8 +72,8 @@ class _Site:
         names = attributes.get("methods", "").split()
         methods = {name: inspect.getattr_static(replaced.original, name, None) for name in names}
         functions = {name: self.globals.get(name) for name in attributes.get("functions", "").split()}
-        self.methods = tuple((name, one, code_of(one), defaults_of(one)) for name, one in methods.items())
-        self.functions = tuple((name, one, code_of(one), defaults_of(one)) for name, one in functions.items())
+        self.methods = tuple((name, Read(one)) for name, one in methods.items())
+        self.functions = tuple((name, Read(one)) for name, one in functions.items())
         self.known = digest((base_forward, *methods.values(), *functions.values())) == attributes["source"]
         self.verdicts: dict[Hashable, bool] = {}
 
@@ -81,16 +81,11 @@ class _Site:
         """True while the class has the functions and the instance the flags that the match was made from."""
         if not self.known or not self.replaced.is_on(module):
             return False
-        for name, method, code, defaults in self.methods:
-            found = getattr(self.replaced.original, name, None)
-            if found is not method or code_of(found) is not code or name in module.__dict__:
+        for name, method in self.methods:
+            if not method.is_it(getattr(self.replaced.original, name, None)) or name in module.__dict__:
                 return False
-            if not has_defaults(found, defaults):
-                return False
-        for name, function, code, defaults in self.functions:
-            if self.globals.get(name) is not function or code_of(function) is not code:
-                return False
-            if not has_defaults(function, defaults):
+        for name, function in self.functions:
+            if not function.is_it(self.globals.get(name)):
                 return False
         for name, value in self.settings:
             found = getattr(module, name, _MISSING)

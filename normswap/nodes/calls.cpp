@@ -103,6 +103,7 @@ Owned attributes_of(const Norm& norm, PyObject* module) {
                                          PyTuple_GET_ITEM(stands, 2), PyTuple_GET_ITEM(stands, 3))) {
     return {};
   }
+  if (norm.region && !is_called_as(cls, PyTuple_GET_ITEM(stands, 4))) return {};
   Owned own = dict_of(module);
   if (norm[kUnless] != Py_None) {
     PyObject* flag = found(own, norm[kUnless]);
@@ -410,7 +411,7 @@ PyObject* configure(PyObject*, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-// only_compute(children, names, known classes, is_known): see normswap/regions/beside.py.
+// only_compute(children, names, known classes, is_known): see normswap/regions/children.py.
 PyObject* only_compute(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   if (count != 4) return PyErr_Format(PyExc_TypeError, "only_compute takes 4 arguments");

@@ -58,6 +58,7 @@ struct Names {
   PyObject* parameters = PyUnicode_InternFromString("_parameters");
   PyObject* buffers = PyUnicode_InternFromString("_buffers");
   PyObject* forward = PyUnicode_InternFromString("forward");
+  PyObject* call = PyUnicode_InternFromString("__call__");
   PyObject* training = PyUnicode_InternFromString("training");
   PyObject* p = PyUnicode_InternFromString("p");
   PyObject* momentum = PyUnicode_InternFromString("momentum");
@@ -131,11 +132,19 @@ bool hands_on(PyObject* module) {
          (p != nullptr && PyObject_IsTrue(p) == 0);
 }
 
+// Whether calling a module of the class runs what it did: its (forward, __call__).
+bool is_called_as(PyObject* cls, PyObject* called) {
+  const Names& names = known().names;
+  return made(PyObject_GetAttr(cls, names.forward)) == PyTuple_GET_ITEM(called, 0) &&
+         made(PyObject_GetAttr(cls, names.call)) == PyTuple_GET_ITEM(called, 1);
+}
+
 // Whether the module and all in it are of classes that only compute, and nothing else runs when they are called.
 bool computes_only(PyObject* module, PyObject* classes, PyObject* is_known) {
-  const int listed = PySet_Contains(classes, reinterpret_cast<PyObject*>(Py_TYPE(module)));
-  if (listed < 0) throw PythonError();
-  if (listed == 0 && made(PyObject_CallOneArg(is_known, module)) != Py_True) return false;
+  PyObject* cls = reinterpret_cast<PyObject*>(Py_TYPE(module));
+  PyObject* called = found(classes, cls);
+  const bool listed = called != nullptr && is_called_as(cls, called);
+  if (!listed && made(PyObject_CallOneArg(is_known, module)) != Py_True) return false;
   const Owned own = dict_of(module);
   PyObject* children = found(own, known().names.modules);
   if (children == nullptr || !is_bare(own)) return false;

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-Forward: TypeAlias = "tuple[Any, str, Any, Any]"
-"""A class, the name of its forward, that and its code, which all must be the same at every call."""
+Forward: TypeAlias = "tuple[Any, ...]"
+"""A class, the name of its forward, that and its code, which all must be the same at every call; in a region also the
+module's own class's forward and ``__call__``."""
 NAMES: dict[str, tuple[Any, ...]] = {
     "layer_norm": ("normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("normalized_shape", "weight", (None,), "eps"),

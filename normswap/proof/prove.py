@@ -146,8 +146,8 @@ def _stands(region: Region, owner: nn.Module) -> bool:
     """Whether the children of ``region`` are still there, and its norm is one: else its statements run if anything."""
     if any(owner._modules.get(name) is None for name in children_of(region)):
         return False
-    norm = type(owner._modules[region.norm]) if region.type else None
-    return norm is None or any(qualified(cls) == region.type for cls in norm.__mro__)
+    classes = type(owner._modules[region.norm]).__mro__ if region.type else ()
+    return not region.type or any(qualified(cls) == region.type for cls in classes)
 
 
 def _proof(swap: Swap, module: nn.Module, comparisons: list[Comparison], inputs: str) -> SiteProof:

@@ -3,17 +3,14 @@ whether calling them does what it did when it was found, asked on every call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from inspect import getattr_static
+from collections.abc import Iterable, KeysView, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from normswap.attributes import own_getattr
 from normswap.forwards.plain import DROPOUTS, is_bare, is_plain
-from normswap.installed import called_class
+from normswap.installed import called_class, how_called, is_called_as
 from normswap.ops import at_once
 from normswap.ops.at_once import PASSING
 from normswap.regions.spec import Region, children_of, qualified
@@ -40,37 +37,24 @@ PASSING.update({cls: cls is not nn.Identity for cls in (nn.Identity, *DROPOUTS)}
 
 
 class Reached:
-    """The children that ``regions`` call, or that are called beside them, by ``self.name``: an attribute of a class
-    that somebody puts there hides them. Classes are looked at anew where they hold more, or less, than they did."""
+    """The children that ``regions`` call, or that are called beside them, by ``self.name``: what somebody puts there,
+    on the instance or on a class, hides them."""
 
     def __init__(self, regions: Iterable[Region]) -> None:
         self.names = frozenset(name for one in regions for name in (*children_of(one), *one.feeds, *one.beside))
-        self.known: dict[type, list[tuple[Mapping[str, Any], int]]] = {}
+        self.hiding = self.names | {"__getattr__", "__getattribute__"}
+        self.known: dict[type, tuple[KeysView[str], ...]] = {}
 
     def are_children(self, owner: Any) -> bool:
-        """Whether reading ``owner.name`` gives what is registered, if the instance does not hide it."""
-        if torch.compiler.is_compiling():  # the statements run, which read what there is
-            return True
-        known = self.known.get(type(owner))
-        if known is None:
-            return self._asked(owner)
-        for attributes, count in known:
-            if len(attributes) != count:
-                return self._asked(owner)
-        return True
-
-    def _asked(self, owner: Any) -> bool:
-        cls = type(owner)
-        self.known.pop(cls, None)
-        if own_getattr(owner) is not None or any(getattr_static(cls, name, None) is not None for name in self.names):
-            return False
-        theirs = (one for one in cls.__mro__ if not str(one.__module__).startswith(_LEFT))
-        self.known[cls] = [(vars(one), len(vars(one))) for one in theirs]
-        return True
-
-
-_LEFT = ("torch.nn.modules.", "builtins", "normswap.")
-"""Whose classes nobody gives a child's name to."""
+        """Whether reading ``owner.name`` gives what is registered."""
+        held = self.known.get(type(owner))
+        if held is None:
+            classes = (one for one in type(owner).__mro__ if one is not object and one is not nn.Module)
+            held = self.known[type(owner)] = tuple(vars(one).keys() for one in classes)
+        for attributes in held:
+            if not attributes.isdisjoint(self.hiding):
+                return False
+        return self.names.isdisjoint(owner.__dict__)
 
 
 class Beside:
@@ -80,22 +64,19 @@ class Beside:
         found = [pair for region in regions for pair in region.beside.items()]
         self.names = tuple(dict.fromkeys(name for name, _ in found))
         self.classes = frozenset(cls for _, classes in found for cls in classes)
-        self.known: set[type] = set()
+        self.known: dict[type, tuple[Any, Any]] = {}
 
     def only_compute(self, owner: Any) -> bool:
-        """Whether every one is of the classes that were read, runs nothing of anybody else's, and so do those in it."""
-        if torch.compiler.is_compiling() or _has_any_global_hook():  # compiled, the statements are fused anyway
+        """Whether every one is of the classes that were read, runs nothing of anybody else's, and so do those in it;
+        if reading ``owner.name`` gives what is registered."""
+        if _has_any_global_hook():
             return False
-        own = owner.__dict__
-        for name in self.names:
-            if name in own:  # it hides the child
-                return False
         if (walk := at_once.only_compute) is not None:
             return walk(owner._modules, self.names, self.known, self._is_known)  # type: ignore[no-any-return]
         children, known = owner._modules, self.known
         waiting = [children.get(name) for name in self.names]
         for module in waiting:  # which grows
-            if type(module) not in known and not self._is_known(module):
+            if not is_called_as(known.get(type(module)), type(module)) and not self._is_known(module):
                 return False
             own = module.__dict__
             if not is_bare(own):
@@ -106,8 +87,8 @@ class Beside:
 
     def _is_known(self, module: Any) -> bool:
         """Whether it is of one of the classes that were read, then kept for others of its class."""
-        cls = called_class(module) if isinstance(module, nn.Module) else None
-        if cls is None or qualified(cls) not in self.classes:
+        original = called_class(module) if isinstance(module, nn.Module) else None
+        if original is None or qualified(original) not in self.classes or type(module) in self.known:
             return False
-        self.known.add(type(module))
+        self.known[type(module)] = how_called(type(module))
         return True

@@ -69,7 +69,7 @@ class Directly:
 
     def laid_out(self, out: Tensor | None, behind: Tensor | None) -> Tensor | None:
         """The result as PyTorch lays it out: after the first operand of a sum."""
-        if out is None or behind is None or self.at != 1 or out.stride() == behind.stride():
+        if out is None or behind is None or self.at != 1 or lie_in_one_format(out, behind):
             return out
         return laid_out_as(out, behind)
 
@@ -119,6 +119,8 @@ class Directly:
             return None
         if not _KNOWN.issuperset(map(type, (*tensors, behind))):
             return None
+        if self.at == 1 and behind is not None and not lie_in_one_format(behind):  # the sum lies in another way
+            return None
         return tensors, numbers, (n["eps"], low, high), behind
 
     def _activation_of(self, acting: Any) -> Activation | None:
@@ -126,6 +128,17 @@ class Directly:
         if type(acting) is nn.ReLU:
             return RELU if is_bare(acting.__dict__) else None
         return activation_of(acting) if self.way == ops.convolution.WAYS["scaled"] else None
+
+
+def lie_in_one_format(*tensors: Tensor) -> bool:
+    """Whether all are contiguous in one memory format."""
+    if all(one.is_contiguous() for one in tensors):
+        return True
+    last = _LAST.get(tensors[0].dim())
+    return last is not None and all(one.is_contiguous(memory_format=last) for one in tensors)
+
+
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def may_run(by_cudnn: bool) -> bool:

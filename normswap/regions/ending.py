@@ -18,7 +18,7 @@ from normswap.attributes import own_getattr
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import calls_forward
 from normswap.forwards.replaced import Replaced
-from normswap.installed import called_class
+from normswap.installed import called_class, how_called, is_called_as
 from normswap.kinds import NORMS
 from normswap.ops.dispatch import DTYPES, direct
 from normswap.regions.activations import activation_of
@@ -115,19 +115,21 @@ class Ending:
     def __init__(self, region: Region) -> None:
         self.type, self.behind = region.type, region.attributes["behind"]
         self.names = self.behind.split()
-        self.known: dict[type, Replaced | None] = {}
+        self.known: dict[type, tuple[Replaced | None, tuple[Any, Any]]] = {}
 
     def is_of(self, norm: Any) -> bool:
         """Whether ``norm`` is a BatchNorm2d of that class, whose children are those that its forward calls."""
         cls = type(norm)
+        if not isinstance(norm, nn.BatchNorm2d):
+            return False
         if cls not in self.known:
-            self.known[cls] = self._read(norm)
-        replaced = self.known[cls]
-        return replaced is not None and replaced.is_unchanged() and norm.__dict__.keys().isdisjoint(self.names)
+            self.known[cls] = self._read(norm), how_called(cls)
+        replaced, called = self.known[cls]
+        if replaced is None or not replaced.is_unchanged() or not is_called_as(called, cls):
+            return False
+        return norm.__dict__.keys().isdisjoint(self.names)
 
     def _read(self, norm: Any) -> Replaced | None:
-        if not isinstance(norm, nn.BatchNorm2d):
-            return None
         original: Any = called_class(norm)
         is_it = original is not None and qualified(original) == self.type and is_behind(original, self.behind)
         return Replaced(original) if is_it else None

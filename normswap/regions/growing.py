@@ -13,7 +13,7 @@ from torch import nn
 from normswap.attributes import is_hidden
 from normswap.forwards.plain import DROPOUTS
 from normswap.kinds import NORMS
-from normswap.regions.activations import called_activation, sigmoid_times
+from normswap.regions.activations import LITERAL, called_activation, sigmoid_times
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value, is_literal
 from normswap.regions.foldings import convolution_in, is_foldable
@@ -231,8 +231,15 @@ def with_sum(found: Growing, taken: set[int]) -> Iterator[Growing]:
         simple = does <= {"norm", "pass", "activation"} and found.type
         if not simple or (shared and not _is_assigned(met)):
             return
-    seen = any(user is None or user.target not in PURE for user in others)
+    seen = any(user is None or not (user.target in PURE or _is_activation(user)) for user in others)
     yield replace(found, shared=shared, seen=seen, steps=[("sum", before, 0), *steps])
+
+
+def _is_activation(op: Op) -> bool:
+    """Whether it is an activation's function that gives a tensor of its own."""
+    written = op.target if isinstance(op.target, str) else getattr(op.target, "__name__", "")
+    own = len(op.args) == 1 and "inplace" not in op.keywords and not written.removesuffix("()").endswith("_")
+    return op.target in LITERAL and own
 
 
 def _viewed(op: Op) -> Op | None:

@@ -14,14 +14,15 @@ from normswap.forwards.norm import registered_arguments
 from normswap.forwards.plain import is_unhooked
 from normswap.forwards.replaced import Replaced, is_as_read
 from normswap.forwards.rms_norm import arguments_reader
-from normswap.installed import called_class
+from normswap.installed import called_class, how_called, is_called_as
 from normswap.kinds import KINDS, NORMS
 from normswap.ops.at_once import NAMES, AtOnce, Norm
 from normswap.ops.dispatch import PLAIN, lowered_to
+from normswap.ops.recorded import laid_out_as
 from normswap.plans import Match
 from normswap.regions.activations import LITERAL, activation_of
 from normswap.regions.children import child_at, hands_on
-from normswap.regions.convolution import Convolved, direct_way
+from normswap.regions.convolution import Convolved, direct_way, lie_in_one_format
 from normswap.regions.ending import is_behind
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import only_multiplies
@@ -125,9 +126,13 @@ class Fused:
             if norm is None or not is_unhooked(norm):
                 return None
             if self.convolved is not None:
+                if self.behind and (type(behind) not in PLAIN or (self.leads and not lie_in_one_format(behind))):
+                    return None
                 x, out = self.convolved(children, norm, x, behind, activation)
-                if x is None or out is not None:
-                    return out if out is None or not self.leads or out.stride() == behind.stride() else None
+                if x is None:
+                    return None
+                if out is not None:
+                    return out if not self.leads or lie_in_one_format(out, behind) else laid_out_as(out, behind)
             arguments = self.read(norm, x)
             if arguments is None:
                 return None
@@ -178,13 +183,7 @@ def _is_beside(x: Tensor, other: Any) -> bool:
 def _lies_as(leading: Any, x: Tensor) -> bool:
     """Whether ``leading``, the first operand of a sum, after which PyTorch lays out the result, lies as the norm of
     ``x`` does, after which ours does."""
-    if type(leading) not in PLAIN or leading.stride() != x.stride():
-        return False
-    last = _LAST.get(x.dim())
-    return x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last))
-
-
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return type(leading) in PLAIN and leading.stride() == x.stride() and lie_in_one_format(x)
 
 
 # --- the norm that is a child -------------------------------------------------------------------------------------
@@ -192,16 +191,16 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def _reader(region: Region) -> _Reader:
     """What gives the arguments of the op from the child that is the norm, whatever its class is by now."""
-    readers: dict[type[nn.Module], _Reader] = {}
+    readers: dict[type[nn.Module], tuple[_Reader, tuple[Any, Any]]] = {}
 
     def read(child: Any, x: Tensor) -> _Arguments:
         cls = type(child)
-        reader = readers.get(cls)
-        if reader is None:
+        if cls not in readers:
             original = called_class(child)
             known = original is not None and qualified(original) == region.type
-            reader = readers[cls] = _reader_of(original, region.match) if known else _declines
-        return reader(child, x)
+            readers[cls] = (_reader_of(original, region.match) if known else _declines), how_called(cls)
+        reader, called = readers[cls]
+        return reader(child, x) if is_called_as(called, cls) else None
 
     return read
 
@@ -277,7 +276,9 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
             return None
         plain = issubclass(of, cls) and of.__getattribute__ is object.__getattribute__
         plain = plain and is_as_read(of.forward, region.attributes)
-        return (_TORCHS.get(of) or Replaced(of)).known if plain and qualified(of) == region.type else None
+        if not plain or qualified(of) != region.type:
+            return None
+        return *(_TORCHS.get(of) or Replaced(of)).known, how_called(type(module))
 
     literal = region.literal_activation()
     packs = bool(does & {"residual", "gain", "shift"}) or not region.type

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.forwards.plain import calls_are_torchs
-from normswap.forwards.replaced import Replaced, code_of, digest, has_defaults
+from normswap.forwards.replaced import Read, Replaced, code_of, digest
 from normswap.plans import PlanError
 from normswap.regions.chain import in_rows
 from normswap.regions.children import Beside, Reached
@@ -61,30 +61,33 @@ def with_helpers(
     if "behind" in attributes and installed:
         rewritten = Short(replaced.original, attributes["behind"], compiled[0].callees).before(rewritten)
     conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))
+    if not compiled or any(type(truth) is not bool for _, truth in conditions):
+        raise PlanError("regions: a match must name one or more, and conditions with true or false")
     checks = [(_evaluator(text), truth) for text, truth in conditions]
-    codes = [(name, function, code_of(function)) for name, function in functions.items()]
-    own, defaults = inner.__code__, inner.__defaults__
+    own, called = Read(inner), [(name, Read(function)) for name, function in functions.items()]
     beside = reached = None
     in_a_row = base_forward is nn.Sequential.forward  # which asks for no attribute
-    if installed and not in_a_row:
+    if not in_a_row:
         reached = Reached(one.region for one in compiled)
-    if installed and any(one.region.beside for one in compiled):
+    if any(one.region.beside for one in compiled):
         beside = Beside(one.region for one in compiled)
 
     def is_as_read(self: Any) -> bool:
-        if inner.__code__ is not own or not has_defaults(inner, defaults):
+        if not own.is_it(inner):
             return False
         for check, truth in checks:
             if bool(check(self)) is not truth:
                 return False
-        for name, made, code in codes:
-            if known.get(name) is not made or code_of(made) is not code:
+        for name, function in called:
+            if not function.is_it(known.get(name)):
                 return False
-        if reached is not None and not reached.are_children(self):
-            return False
         if in_a_row and type(self).__iter__ is not nn.Sequential.__iter__:
             return False
-        if installed and not (torch.compiler.is_compiling() or calls_are_torchs()):
+        if not installed:
+            return True
+        if torch.compiler.is_compiling():  # the statements run, which read what there is; it fuses them anyway
+            return beside is None
+        if not calls_are_torchs() or (reached is not None and not reached.are_children(self)):
             return False
         return beside is None or beside.only_compute(self)
 
@@ -128,8 +131,11 @@ _IN_CONDITIONS = (ast.Expression, ast.UnaryOp, ast.Not, ast.Compare, ast.Is, ast
 
 def _evaluator(text: str) -> Callable[[Any], Any]:
     """A condition on attributes of self as a function of it. Raises PlanError for any other text: a plan is data."""
-    tree = ast.parse(text, mode="eval")
-    for node in ast.walk(tree):
+    try:
+        nodes = [*ast.walk(ast.parse(text, mode="eval"))]
+    except SyntaxError:
+        nodes = [ast.Pass()]
+    for node in nodes:
         known = isinstance(node, (*_IN_CONDITIONS, ast.Load)) or (isinstance(node, ast.Constant) and node.value is None)
         if not known or (isinstance(node, ast.Name) and node.id != "self"):
             raise PlanError(f"regions: {text!r} is no condition on attributes of self")

@@ -43,12 +43,14 @@ def beside_of(
         return None
     between = [op for op in flow.ops if first < op.order < last and id(op) not in own]
     called, inside = _called(between, child_of), _called(ops, child_of)
-    read = {_path_of(value) for op in between for value in (*op.args, *op.keywords.values())} - {""}
+    read = _paths_of((value for op in between for value in (*op.args, *op.keywords.values())), child_of)
     # A BatchNorm in training writes its running statistics, whatever name they are read by.
     shares_state = not _modules_of(called).isdisjoint(_modules_of(inside)) or any(
         path == name or path.startswith(f"{name}.") for path in read for name in inside
     )
     shares_state = shares_state or any(_may_lead_to(module, path, inside.values()) for path in read)
+    if any(next(child.buffers(), None) is not None for child in inside.values()):
+        shares_state = shares_state or any(map(_computes_with_given, between))
     if shares_state or (between and any(map(_updates, ops))):
         return None
     if not all(_is_pure(op) or (not shared and _only_computes(child_of(op), norm_of)) for op in between):
@@ -82,11 +84,29 @@ def _is(value: Value | None, constant: Any) -> bool:
     return isinstance(value, Constant) and value.value is constant
 
 
-def _path_of(value: Value | None) -> str:
-    """The path of an attribute of self that ``value`` is, or is a part of."""
-    if isinstance(value, Leaf):
-        return _path_of(value.of)
-    return value.path if isinstance(value, Attribute) else ""
+def _paths_of(values: Iterable[Value], child_of: _ChildOf) -> set[str]:
+    """The paths of the attributes of self that ``values`` are, or are a part or a view of."""
+    found, waiting, met = set[str](), [*values], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in met:
+            continue
+        met.add(id(value))
+        if isinstance(value, Attribute) and value.path:
+            found.add(value.path)
+        elif isinstance(value, Leaf) and value.of is not None:
+            waiting.append(value.of)
+        elif isinstance(value, Op) and value.target not in PURE:
+            waiting += [*value.args, *value.keywords.values()]
+            if isinstance(value.target, str) and value.target.startswith("self.") and child_of(value) is None:
+                found.add(value.target[len("self.") :])  # a method of something that self has
+    return found
+
+
+def _computes_with_given(op: Op) -> bool:
+    """Whether it is a calculation with something of which only a caller knows what it is: a buffer of a norm, say."""
+    given = (value for value in (*op.args, *op.keywords.values()) if isinstance(value, Leaf) and value.of is None)
+    return op.target in PURE and any(given)
 
 
 def _may_lead_to(module: nn.Module, path: str, children: Iterable[nn.Module]) -> bool:
@@ -102,10 +122,14 @@ def _may_lead_to(module: nn.Module, path: str, children: Iterable[nn.Module]) ->
             break
     if isinstance(value, nn.Module):
         return any(_memory_of(buffer) in buffers for buffer in value.buffers())
-    return _memory_of(value) in buffers if isinstance(value, Tensor) else type(value) not in _PLAIN
+    return _memory_of(value) in buffers if isinstance(value, Tensor) else not _is_plain(value)
 
 
-_PLAIN = (type(None), bool, int, float, str)
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def _memory_of(tensor: Tensor) -> Any:

@@ -17,8 +17,16 @@ from normswap.attributes import is_hidden, own_tensors
 from normswap.source import root_of
 
 _UNKNOWN = object()
-_DOING = ("CALL", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "DELETE", "IMPORT", "INPLACE", "YIELD")
-"""How the instructions begin that do more than compute."""
+_COMPUTING = (
+    *("LOAD_", "STORE_FAST", "RETURN_", "RESUME", "COMPARE_", "IS_OP", "CONTAINS_OP", "UNARY_", "BINARY_", "TO_BOOL"),
+    *("POP_", "JUMP_", "COPY", "DUP_", "ROT_", "SWAP", "NOP", "CACHE", "EXTENDED_ARG", "BUILD_TUPLE", "NOT_TAKEN"),
+)
+"""How the instructions begin that only compute; those of a subscript may write, in a defaultdict."""
+
+
+def _only_computes(step: dis.Instruction) -> bool:
+    writes = "SUBSCR" in step.opname or (step.opname == "BINARY_OP" and step.argrepr.endswith(("=", "[]")))
+    return step.opname.startswith(_COMPUTING) and not writes
 
 
 class Owner:
@@ -83,16 +91,22 @@ class Owner:
         return self._descriptor(path) is not None
 
     def may_write(self, path: str) -> bool:
-        """Whether reading that may do more than compute: no method, and no property that neither calls, stores nor
-        deletes."""
+        """Whether reading that may do more than compute: no method, and no property that only reads plain attributes
+        and computes with them."""
         descriptor = self._descriptor(path)
         if isinstance(descriptor, (types.FunctionType, staticmethod, classmethod)):
             return False
         getter = getattr(descriptor, "fget", None)
         if not isinstance(getter, types.FunctionType):
             return True
-        steps = [(step.opname, step.argrepr) for step in dis.get_instructions(getter)]
-        return any(name.startswith(_DOING) or (name == "BINARY_OP" and how.endswith("=")) for name, how in steps)
+        if any(map(self._runs_code, getter.__code__.co_names)):
+            return True
+        return not all(map(_only_computes, dis.get_instructions(getter)))
+
+    def _runs_code(self, name: str) -> bool:
+        """Whether a module here has a property, or another descriptor, of that name, which may write."""
+        found = (inspect.getattr_static(cls, name, None) for cls in {type(module) for module in self.module.modules()})
+        return any(hasattr(one, "__get__") and not isinstance(one, types.FunctionType) for one in found)
 
     def _descriptor(self, path: str) -> Any:
         owner: Any = self.module

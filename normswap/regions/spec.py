@@ -130,6 +130,7 @@ class Region:
         given = {f.name: _tuples(data[f.name]) for f in fields(cls) if f.name in data}
         given["steps"] = tuple(Step(**step) for step in given["steps"])
         given["nodes"] = tuple(Node(**node) for node in given.get("nodes", ()))
+        given.setdefault("seen", given.get("shared", False))  # what earlier versions wrote does not say
         return cls(**given)
 
     def literal_activation(self) -> Activation | None:
