@@ -265,11 +265,12 @@ def compile_library(
 
 
 def nodes_name(source: Path) -> str:
-    """The file that holds autograd's nodes of ``source``, and what lies beside it, for the installed torch and this
-    Python; for any other it is another."""
+    """The file that holds autograd's nodes of ``source``, and what lies beside it, for the installed torch, this Python
+    and kernels that are called so; for any other it is another."""
     recipe = (*NODES_FLAGS, *NODES_LIBRARIES, platform.machine(), (torch_folder() / "version.py").read_text())
     python = f"{sysconfig.get_config_var('SOABI')} {Path(sysconfig.get_path('include'), 'Python.h').is_file()}"
-    text = b"".join(one.read_bytes() for one in [*_sources(source), *sorted(source.parent.glob("*.h"))])
+    read = *_sources(source), *sorted(source.parent.glob("*.h")), *_calls(source)
+    text = b"".join(one.read_bytes() for one in read)
     digest = hashlib.sha256("\0".join((*recipe, python)).encode() + text).hexdigest()
     return f"libnormswap_nodes-{digest[:16]}.so"
 
@@ -284,7 +285,8 @@ def compile_nodes(source: Path, out: Path) -> Path:
     cxx, torch, name = host_compiler(), torch_folder(), nodes_name(source)
     out.mkdir(parents=True, exist_ok=True)
     folders = f"{torch}/include", f"{torch}/include/torch/csrc/api/include", sysconfig.get_path("include")
-    compiler = [cxx, *NODES_FLAGS, *(word for folder in folders for word in ("-isystem", folder))]
+    ours = [f"-I{header.parent.parent}" for header in _calls(source)]
+    compiler = [cxx, *NODES_FLAGS, *ours, *(word for folder in folders for word in ("-isystem", folder))]
     with tempfile.TemporaryDirectory(prefix=".build-", dir=out) as scratch:
         units = {one.name: one for one in _sources(source)}
         linker = [cxx, f"-L{torch}/lib", *NODES_LIBRARIES]
@@ -296,6 +298,14 @@ def compile_nodes(source: Path, out: Path) -> Path:
 
 def _sources(source: Path) -> list[Path]:
     return sorted(source.parent.glob("*.cpp"))
+
+
+def _calls(source: Path) -> list[Path]:
+    """The header of what the nodes call in the kernels' library, whose sources lie in an installed package or beside
+    it."""
+    package = source.parent.parent
+    found = (folder / "csrc/abi/convolution_call.h" for folder in (package, package.parent))
+    return [path for path in found if path.is_file()][:1]
 
 
 def work_key(source_dir: Path, arch: Sequence[str], toolkit: Toolkit, ptx: bool = False) -> str:

@@ -12,6 +12,6 @@ def go_the_long_way(patch: pytest.MonkeyPatch) -> None:
     declines = at_once.AtOnce(None).call
     for one in list(at_once._every):
         patch.setattr(one, "call", declines)
-    for name, value in {"_make": None, "only_compute": None, "folded_linear": declines}.items():
+    for name, value in {"_calls": None, "only_compute": None, "folded_linear": declines}.items():
         patch.setattr(at_once, name, value)
     patch.setattr(at_once, "serve", lambda calls: None)

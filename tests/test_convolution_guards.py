@@ -310,7 +310,7 @@ def children() -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", LATER)
 def test_the_short_way_is_left_where_something_is_another(what: str) -> None:
-    called = [torch.relu]
+    called = [torch.add]
     steps = ("convolution", "norm", "pass", "residual", "activation")
     more = {"activation": "act", "passes": ("pass",), "callees": lambda: tuple(called)}
     way: Any = conv.direct_way(compiled(*steps, **more))

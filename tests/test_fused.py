@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import normswap
 from normswap import rules
 from normswap.plans import Match
-from normswap.regions import helper
+from normswap.regions import activations, helper
 from normswap.regions.helper import Fused, at_once_of, make_helper
 from normswap.regions.rewrite import compile_regions
 from normswap.regions.spec import Region, Step, qualified
@@ -277,8 +277,8 @@ CALLEES: dict[tuple[str, Any], tuple[set[Any], set[Any]]] = {
 def test_what_a_step_may_call(kind: str, activation: Any) -> None:
     region = Region(kind, "norm", (), activation=activation, linear="fc" if "linear" in kind else "")
     known, unknown = CALLEES[kind, activation]
-    assert all(helper._is_of(region, function) for function in known)
-    assert not any(helper._is_of(region, function) for function in unknown)
+    assert all(activations.is_of(region, function) for function in known)
+    assert not any(activations.is_of(region, function) for function in unknown)
 
 
 def test_the_norm_s_class_is_read_once_and_its_forward_looked_at_always(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,14 +313,21 @@ def forged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> Path:
 
 def test_a_name_says_torch_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder, name, original = nodes.SOURCE.parent, builder.nodes_name(nodes.SOURCE), nodes.SOURCE.read_text()
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    changed = forged(monkeypatch, tmp_path, original + "//\n")
+    copied, header = tmp_path / "normswap/nodes", "csrc/abi/convolution_call.h"
+    shutil.copytree(folder, copied)
+    (tmp_path / header).parent.mkdir(parents=True)
+    shutil.copy(native.source_dir().parent / header, tmp_path / header)
+    changed = forged(monkeypatch, copied, original + "//\n")
     assert builder.nodes_name(changed) != name
     changed.write_text(original)
     assert builder.nodes_name(changed) == name
-    (tmp_path / "python.h").write_text("")
-    assert builder.nodes_name(changed) != name
-    shutil.copy(folder / "python.h", tmp_path)
+    for one, kept in (
+        (copied / "python.h", folder / "python.h"),
+        (tmp_path / header, native.source_dir().parent / header),
+    ):
+        one.write_text("")
+        assert builder.nodes_name(changed) != name
+        shutil.copy(kept, one)
     monkeypatch.setattr(sysconfig, "get_config_var", {"SOABI": "cpython-399"}.get)
     assert builder.nodes_name(changed) != name
     monkeypatch.undo()

@@ -1,10 +1,9 @@
 // 2d convolutions with BatchNorms behind them on CUDA tensors, one or several in a row: by our kernel, or the folds in one
 // launch and the convolutions by PyTorch; all in one call, as every call costs the host more than what it does here.
 #include <array>
-#include <limits>
 #include <vector>
 
-#include "convolution/convolve.h"
+#include "abi/convolution_call.h"
 #include "convolution/fold_convolution.h"
 
 // Only libtorch_cuda.so has these: weak.
@@ -132,61 +131,32 @@ OptionalTensor matmul(const Tensor& input, const Tensor& weight, const Tensor& b
   return error == AOTI_TORCH_SUCCESS ? made : std::nullopt;
 }
 
-bool starts_on_boundary(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
+View view_of(const OptionalTensor& t) {
+  if (!t.has_value()) return {};
+  const auto sizes = t->sizes(), strides = t->strides();
+  const ScalarType dtype = t->scalar_type();
+  const bool known = dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
+  return {t->const_data_ptr(), sizes.data(), strides.data(), static_cast<int64_t>(sizes.size()),
+          known ? static_cast<int32_t>(dtype_of(*t, "convolve")) : -1};
+}
 
 // By our kernel, without a folded weight; nothing where it does not take these tensors.
 OptionalTensor scaled(const Tensor& input, const Site& s, const OptionalTensor& residual) {
-  const Tensor& weight = *s.weight;
-  const Geometry& g = s.geometry;
-  for (const Tensor& t : {input, weight, residual.value_or(input)}) {
-    if (!is_channels_last(t) || !starts_on_boundary(t)) return std::nullopt;
-  }
+  const auto& [stride, padding, dilation, groups] = s.geometry;
   for (const OptionalTensor& t : {s.bias, s.running_mean, s.running_var, s.norm_weight, s.norm_bias}) {
-    if (!fits(t, weight)) return std::nullopt;
+    if (t.has_value() && !is_beside(*t, input)) return std::nullopt;
   }
-  Convolve c{};
-  const auto narrow = [](int64_t n) { return static_cast<int>(n); };
-  const int64_t in = input.size(1), out = weight.size(0);
-  if (in % 8 != 0 || out % 8 != 0) return std::nullopt;
-  for (int d = 0; d < 2; ++d) {
-    c.kernel[d] = narrow(weight.size(2 + d));
-    c.stride[d] = narrow(g.stride[d]);
-    c.padding[d] = narrow(g.padding[d]);
-    c.dilation[d] = narrow(g.dilation[d]);
-  }
-  c.channels = narrow(in);
-  c.out_channels = narrow(out);
-  c.groups = narrow(g.groups);
-  const bool depthwise = is_depthwise(c);
-  const bool by_eights = in / g.groups % 8 == 0 && out / g.groups % 8 == 0;
-  if (out % g.groups != 0 || (!by_eights && !depthwise)) return std::nullopt;
-  const auto extent = [&](int d) {
-    return (input.size(2 + d) + 2 * g.padding[d] - g.dilation[d] * (weight.size(2 + d) - 1) - 1) / g.stride[d] + 1;
-  };
-  const std::array<int64_t, 4> sizes{input.size(0), out, extent(0), extent(1)};
-  const std::array<int64_t, 4> strides{sizes[2] * sizes[3] * out, 1, sizes[3] * out, out};
-  constexpr int64_t most = std::numeric_limits<int>::max() / 2;
-  if (sizes[0] * sizes[2] * sizes[3] > most || input.numel() / in > most || weight.numel() > most) return std::nullopt;
+  const ConvolutionCall call{
+      view_of(input), view_of(s.weight), view_of(residual),
+      {view_of(s.running_var), view_of(s.running_mean), view_of(s.norm_weight), view_of(s.norm_bias), view_of(s.bias)},
+      s.eps, {stride[0], stride[1]}, {padding[0], padding[1]}, {dilation[0], dilation[1]}, groups,
+      static_cast<int32_t>(s.activation.code), s.activation.low, s.activation.high};
+  std::array<int64_t, 4> sizes{};
+  if (!normswap_convolution_sizes(&call, sizes.data())) return std::nullopt;
+  const std::array<int64_t, 4> strides{sizes[1] * sizes[2] * sizes[3], 1, sizes[1] * sizes[3], sizes[1]};
   const OptionalTensor made = unfilled<4>(input, sizes, strides);
   if (!made.has_value()) return std::nullopt;
-  c.input = input.const_data_ptr();
-  c.conv_weight = weight.const_data_ptr();
-  c.residual = data_or_null(residual);
-  c.out = made->mutable_data_ptr();
-  int value = 0;
-  for (const OptionalTensor& t : {s.running_var, s.running_mean, s.norm_weight, s.norm_bias, s.bias}) {
-    c.of_channels[value++] = vector_of(t);
-  }
-  c.eps = s.eps;
-  c.batch = narrow(sizes[0]);
-  c.height = narrow(input.size(2));
-  c.width = narrow(input.size(3));
-  c.out_height = narrow(sizes[2]);
-  c.out_width = narrow(sizes[3]);
-  c.activation = s.activation;
-  c.dtype = dtype_of(input, "convolve");
-  const auto launch = depthwise ? convolve_depthwise : c.dtype == DType::f16 ? convolve_f16 : convolve_bf16;
-  check_launch(launch(c, gpu_of(input.get_device_index()), stream_of(input)));
+  check_launch(static_cast<cudaError_t>(normswap_convolve(&call, made->mutable_data_ptr(), input.get_device_index())));
   return made;
 }
 

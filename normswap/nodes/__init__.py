@@ -5,6 +5,7 @@ the torch that runs, and no compiler to make it, the autograd Functions of ``ops
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.machinery
 import importlib.util
@@ -93,7 +94,17 @@ def call_at_once(path: Path, device: str = "cuda") -> None:
         calls = importlib.util.module_from_spec(spec)
         tables = at_once.PASSING, at_once.ACTIVATIONS, at_once.FORWARDS
         calls.configure(vars(torch.nn.modules.module), vars(forward_ad), *tables, device)
-        at_once.serve(calls)
+        at_once.serve(calls, _launchers())
+
+
+def _launchers() -> tuple[int, int] | None:
+    """Where the kernels' library has what the nodes call past the dispatcher; None without that library."""
+    if (path := native.status().path) is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    names = "normswap_convolution_sizes", "normswap_convolve"
+    sizes, launch = (ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names)
+    return None if sizes is None or launch is None else (sizes, launch)
 
 
 def status() -> str:

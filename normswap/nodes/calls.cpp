@@ -7,17 +7,13 @@
 
 #include <limits>
 
+#include "convolution.h"
 #include "folded_linear.h"
 #include "python.h"
 
 namespace {
 
 enum Kind { kLayerNorm, kRmsNorm, kGroupNorm, kBatchNorm };
-
-struct Activation {
-  int64_t code = 0;
-  double low = 0.0, high = 0.0;
-};
 
 bool is_of_rows(Kind kind) { return kind < kGroupNorm; }
 
@@ -80,12 +76,9 @@ enum Field {
   kActivation, kCallees, kCalled, kFields
 };
 
-struct Norm {
-  PyObject_HEAD
-  vectorcallfunc call;
+struct Norm : Callable {
   Kind kind;
   int region, shared, needs_behind, needs_scale;
-  std::array<PyObject*, kFields> fields;
 
   PyObject* operator[](Field field) const { return fields[field]; }
 };
@@ -93,16 +86,8 @@ struct Norm {
 // The attributes of the norm; null where calling it may do something else by now.
 Owned attributes_of(const Norm& norm, PyObject* module) {
   PyObject* cls = reinterpret_cast<PyObject*>(Py_TYPE(module));
-  PyObject* stands = found(norm[kClasses], cls);
-  if (stands == nullptr) {
-    const Owned verdict = made(PyObject_CallOneArg(norm[kStands], module));
-    if (PyDict_SetItem(norm[kClasses], cls, verdict) != 0) throw PythonError();
-    stands = found(norm[kClasses], cls);
-  }
-  if (stands == Py_None || !is_unchanged(PyTuple_GET_ITEM(stands, 0), PyTuple_GET_ITEM(stands, 1),
-                                         PyTuple_GET_ITEM(stands, 2), PyTuple_GET_ITEM(stands, 3))) {
-    return {};
-  }
+  PyObject* stands = stands_for(norm[kClasses], norm[kStands], module);
+  if (stands == nullptr) return {};
   if (norm.region && !is_called_as(cls, PyTuple_GET_ITEM(stands, 4))) return {};
   Owned own = dict_of(module);
   if (norm[kUnless] != Py_None) {
@@ -189,26 +174,6 @@ bool set_arguments(const Norm& norm, PyObject* size, PyObject* weight, PyObject*
   return g.size > 0 && (norm.kind != kBatchNorm || g.eps > 0.0);
 }
 
-bool set_activation(const Norm& norm, PyObject* children, Given& g) {
-  Owned callback;
-  PyObject* numbers = norm[kActivation];
-  if (norm[kActing] != Py_None) {
-    PyObject* child = found(children, norm[kActing]);
-    if (child == nullptr) return false;
-    numbers = found(known().activations, reinterpret_cast<PyObject*>(Py_TYPE(child)));
-    if (numbers == nullptr) {
-      numbers = callback = made(PyObject_CallOneArg(norm[kActivationOf], child));
-    } else if (!is_plain(child, dict_of(child))) {
-      return false;
-    }
-  }
-  if (numbers == Py_None) return false;
-  g.activation = {PyLong_AsLongLong(PyTuple_GET_ITEM(numbers, 0)), PyFloat_AsDouble(PyTuple_GET_ITEM(numbers, 1)),
-                  PyFloat_AsDouble(PyTuple_GET_ITEM(numbers, 2))};
-  if (PyErr_Occurred()) throw PythonError();
-  return true;
-}
-
 // Sets x and what belongs to it from what a region is handed; gives the arguments of the norm, null without any.
 struct Packed {
   Owned all;  // what unpack has made
@@ -284,14 +249,6 @@ Tensor settled(Kind kind, Given& g) {
   return total;
 }
 
-bool callees_are_known(const Norm& norm) {
-  if (norm[kCallees] == Py_None) return true;
-  const Owned now = made(PyObject_CallNoArgs(norm[kCallees]));
-  const int same = PyObject_RichCompareBool(now, norm[kCalled], Py_EQ);
-  if (same < 0) throw PythonError();
-  return same == 1;
-}
-
 // The result, None where Python is to find out what it is.
 PyObject* called(const Norm& norm, PyObject* owner, PyObject* packed) {
   const Names& names = known().names;
@@ -304,13 +261,15 @@ PyObject* called(const Norm& norm, PyObject* owner, PyObject* packed) {
       if (found(owners, PyTuple_GET_ITEM(norm[kChildren], i)) != nullptr) return none();  // it hides the child
     }
     children = kept(found(owners, names.modules));
-    if (children == nullptr || any_global_hook() || !callees_are_known(norm)) return none();
+    if (children == nullptr || any_global_hook() || !gives_still(norm[kCallees], norm[kCalled])) return none();
     child = kept(norm[kChild] == Py_None ? nullptr : found(children, norm[kChild]));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(norm[kPasses]); ++i) {
       PyObject* pass = found(children, PyTuple_GET_ITEM(norm[kPasses], i));
       if (pass == nullptr || !hands_on(pass)) return none();
     }
-    if (!set_activation(norm, children, g)) return none();
+    PyObject* acting = norm[kActing] == Py_None ? nullptr : found(children, norm[kActing]);
+    if (norm[kActing] != Py_None && acting == nullptr) return none();
+    if (!set_activation(acting, norm[kActivation], norm[kActivationOf], g.activation)) return none();
   } else {
     child = kept(owner);
   }
@@ -351,51 +310,22 @@ PyObject* called(const Norm& norm, PyObject* owner, PyObject* packed) {
 
 // --- for Python -------------------------------------------------------------------------------------------------------
 
-PyObject* norm_call(PyObject* self, PyObject* const* arguments, size_t count, PyObject* keywords) {
-  HANDLE_TH_ERRORS
-  if (PyVectorcall_NARGS(count) != 2 || keywords != nullptr) return none();
-  try {
-    return called(*reinterpret_cast<const Norm*>(self), arguments[0], arguments[1]);
-  } catch (const PythonError&) {
-    return nullptr;
-  }
-  END_HANDLE_TH_ERRORS
-}
-
 PyObject* norm_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   int kind = 0, region = 0, shared = 0, needs_behind = 0, needs_scale = 0;
   PyObject* fields = nullptr;
   if (!PyArg_ParseTuple(arguments, "ippppO!", &kind, &region, &shared, &needs_behind, &needs_scale, &PyTuple_Type, &fields)) {
     return nullptr;
   }
-  if (PyTuple_GET_SIZE(fields) != kFields) return PyErr_Format(PyExc_ValueError, "Norm: wants %d fields", int{kFields});
-  PyObject* self = type->tp_alloc(type, 0);
+  PyObject* self = made_of(type, fields, kFields, answered<Norm, called>);
   if (self == nullptr) return nullptr;
   Norm& norm = *reinterpret_cast<Norm*>(self);
-  norm.call = norm_call;
   norm.kind = static_cast<Kind>(kind);
   norm.region = region, norm.shared = shared, norm.needs_behind = needs_behind, norm.needs_scale = needs_scale;
-  for (int i = 0; i < kFields; ++i) norm.fields[i] = Py_NewRef(PyTuple_GET_ITEM(fields, i));
   return self;
 }
 
-int norm_traverse(PyObject* self, visitproc visit, void* arg) {
-  for (PyObject* field : reinterpret_cast<Norm*>(self)->fields) Py_VISIT(field);
-  return 0;
-}
-
-int norm_clear(PyObject* self) {
-  for (PyObject*& field : reinterpret_cast<Norm*>(self)->fields) Py_CLEAR(field);
-  return 0;
-}
-
-void norm_dealloc(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  norm_clear(self);
-  Py_TYPE(self)->tp_free(self);
-}
-
 PyTypeObject norm_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Norm", sizeof(Norm)};
+PyTypeObject convolution_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Convolution", sizeof(Convolution)};
 
 // configure(variables of torch.nn.modules.module, of forward_ad, {class that hands on: it is a dropout}, {activation:
 // numbers}, {class: (forward, code)}, device)
@@ -437,16 +367,11 @@ PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_normswap_calls", nullptr, -1,
 }  // namespace
 
 PyMODINIT_FUNC PyInit__normswap_calls() {
-  norm_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
-  norm_type.tp_new = norm_new;
-  norm_type.tp_call = PyVectorcall_Call;
-  norm_type.tp_vectorcall_offset = offsetof(Norm, call);
-  norm_type.tp_traverse = norm_traverse;
-  norm_type.tp_clear = norm_clear;
-  norm_type.tp_dealloc = norm_dealloc;
-  if (PyType_Ready(&norm_type) < 0) return nullptr;
   PyObject* module = PyModule_Create(&module_def);
-  if (module != nullptr) PyModule_AddObjectRef(module, "Norm", reinterpret_cast<PyObject*>(&norm_type));
+  if (module == nullptr) return nullptr;
+  const bool added = add_callable(module, norm_type, "Norm", norm_new) &&
+                     add_callable(module, convolution_type, "Convolution", convolution_new);
+  if (!added) Py_CLEAR(module);
   return module;
 }
 

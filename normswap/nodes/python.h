@@ -155,6 +155,113 @@ bool computes_only(PyObject* module, PyObject* classes, PyObject* is_known) {
   return true;
 }
 
+// The forward that a module stands for, of its class the verdict of `stands`, which is kept in `classes`; null where that is
+// another one by now.
+PyObject* stands_for(PyObject* classes, PyObject* stands, PyObject* module) {
+  PyObject* cls = reinterpret_cast<PyObject*>(Py_TYPE(module));
+  PyObject* kept = found(classes, cls);
+  if (kept == nullptr) {
+    const Owned verdict = made(PyObject_CallOneArg(stands, module));
+    if (PyDict_SetItem(classes, cls, verdict) != 0) throw PythonError();
+    kept = found(classes, cls);
+  }
+  const auto item = [&](int i) { return PyTuple_GET_ITEM(kept, i); };
+  return kept != Py_None && is_unchanged(item(0), item(1), item(2), item(3)) ? kept : nullptr;
+}
+
+// Whether `ask()` gives what it gave.
+bool gives_still(PyObject* ask, PyObject* given) {
+  if (ask == Py_None) return true;
+  const Owned now = made(PyObject_CallNoArgs(ask));
+  const int same = PyObject_RichCompareBool(now, given, Py_EQ);
+  if (same < 0) throw PythonError();
+  return same == 1;
+}
+
+struct Activation {
+  int64_t code = 0;
+  double low = 0.0, high = 0.0;
+};
+
+// That of a child, which `ask` is asked about where its class has no numbers of its own; without one that of `numbers`.
+bool set_activation(PyObject* child, PyObject* numbers, PyObject* ask, Activation& activation) {
+  Owned answer;
+  if (child != nullptr) {
+    numbers = found(known().activations, reinterpret_cast<PyObject*>(Py_TYPE(child)));
+    if (numbers == nullptr) {
+      numbers = answer = made(PyObject_CallOneArg(ask, child));
+    } else if (!is_plain(child, dict_of(child))) {
+      return false;
+    }
+  }
+  if (numbers == Py_None) return false;
+  activation = {PyLong_AsLongLong(PyTuple_GET_ITEM(numbers, 0)), PyFloat_AsDouble(PyTuple_GET_ITEM(numbers, 1)),
+                PyFloat_AsDouble(PyTuple_GET_ITEM(numbers, 2))};
+  if (PyErr_Occurred()) throw PythonError();
+  return true;
+}
+
+// --- what Python calls ------------------------------------------------------------------------------------------------
+
+constexpr size_t kMostFields = 16;
+
+struct Callable {  // with (owner, packed)
+  PyObject_HEAD
+  vectorcallfunc call;
+  std::array<PyObject*, kMostFields> fields;  // those behind the last are null
+};
+
+// Runs `answer(self, owner, packed)`.
+template <class Self, PyObject* (*answer)(const Self&, PyObject*, PyObject*)>
+PyObject* answered(PyObject* self, PyObject* const* arguments, size_t count, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  if (PyVectorcall_NARGS(count) != 2 || keywords != nullptr) return none();
+  try {
+    return answer(*reinterpret_cast<const Self*>(self), arguments[0], arguments[1]);
+  } catch (const PythonError&) {
+    return nullptr;
+  }
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* made_of(PyTypeObject* type, PyObject* fields, Py_ssize_t count, vectorcallfunc call) {
+  if (PyTuple_GET_SIZE(fields) != count) return PyErr_Format(PyExc_ValueError, "%s: wants %zd fields", type->tp_name, count);
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  Callable& made = *reinterpret_cast<Callable*>(self);
+  made.call = call;
+  for (Py_ssize_t i = 0; i < count; ++i) made.fields[i] = Py_NewRef(PyTuple_GET_ITEM(fields, i));
+  return self;
+}
+
+int callable_traverse(PyObject* self, visitproc visit, void* arg) {
+  for (PyObject* field : reinterpret_cast<Callable*>(self)->fields) Py_VISIT(field);
+  return 0;
+}
+
+int callable_clear(PyObject* self) {
+  for (PyObject*& field : reinterpret_cast<Callable*>(self)->fields) Py_CLEAR(field);
+  return 0;
+}
+
+void callable_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  callable_clear(self);
+  Py_TYPE(self)->tp_free(self);
+}
+
+// Adds a type of callables to the module; false where Python has an error.
+bool add_callable(PyObject* module, PyTypeObject& type, const char* name, newfunc make) {
+  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
+  type.tp_new = make;
+  type.tp_call = PyVectorcall_Call;
+  type.tp_vectorcall_offset = offsetof(Callable, call);
+  type.tp_traverse = callable_traverse;
+  type.tp_clear = callable_clear;
+  type.tp_dealloc = callable_dealloc;
+  return PyType_Ready(&type) == 0 && PyModule_AddObjectRef(module, name, reinterpret_cast<PyObject*>(&type)) == 0;
+}
+
 // --- tensors ----------------------------------------------------------------------------------------------------------
 
 bool is_tensor(PyObject* object) {

@@ -53,34 +53,75 @@ class Norm:
     needs_behind: bool = False
     needs_scale: bool = False
 
-    def made(self, make: Any) -> Callable[[Any, Any], Any]:
+    def made(self, calls: Any) -> Callable[[Any, Any], Any]:
         """Its object in C++."""
         fields: tuple[Any, ...] = (
             *({}, self.stands, self.unless, self.names, self.child, self.children, self.unpack, self.position),
             *(self.lowered, self.passes, self.acting, self.activation_of, self.activation, self.callees, self.called),
         )
         flags = self.region, self.shared, self.needs_behind, self.needs_scale
-        return make([*NAMES].index(self.kind), *flags, fields)  # type: ignore[no-any-return]
+        return calls.Norm([*NAMES].index(self.kind), *flags, fields)  # type: ignore[no-any-return]
+
+
+@dataclass
+class Convolution:
+    """How C++ calls a Conv2d with a BatchNorm2d behind it in eval, in a region whose helper gets (owner, packed)."""
+
+    of: str
+    behind: str
+    children: tuple[str, ...]
+    stands: Callable[[Any], Forward | None]
+    """As ``Norm.stands``, for the norm."""
+    inner: tuple[str, Any, Any]
+    """The method that the convolution's forward calls, that function and its code."""
+    cls: type
+    passes: tuple[tuple[str, ...], ...]
+    """Of children, or children of children, by their names."""
+    acting: tuple[str, ...] | None
+    activation_of: Callable[[Any], Any]
+    activation: tuple[int, float, float] | None
+    callees: Callable[[], tuple[Any, ...]]
+    called: tuple[Any, ...]
+    place: int
+    """Of the input, in (input, residual); -1 without a residual."""
+
+    def made(self, calls: Any) -> Callable[[Any, Any], Any]:
+        """Its object in C++."""
+        if _launchers is None or not hasattr(calls, "Convolution"):
+            return _declines
+        fields: tuple[Any, ...] = (
+            *(self.of, self.behind, self.children, {}, self.stands, self.passes, self.acting, self.activation_of),
+            *(self.activation, self.callees, self.called, self.place, self.cls, self.inner, *_launchers),
+        )
+        return calls.Convolution(fields)  # type: ignore[no-any-return]
 
 
 class AtOnce:
     """``call(module, input)``, or (owner, packed) of a region: all of it, or None."""
 
-    def __init__(self, norm: Norm | None) -> None:
+    def __init__(self, norm: Norm | Convolution | None) -> None:
         self.norm, self.call = norm, _declines
         if norm is not None:
             _every.add(self)
-            if _make is not None:
-                self.call = norm.made(_make)
+            self.serve()
+
+    def serve(self) -> None:
+        """Let C++ make the call, if there is any."""
+        self.call = _declines if _calls is None or self.norm is None else self.norm.made(_calls)
+
+    def serves(self) -> bool:
+        """Whether anything may be called so."""
+        return self.call is not _declines
 
 
-def serve(calls: Any) -> None:
-    """From now on ``calls``, the module of C++, makes them; None: nothing does."""
-    global _make, only_compute, folded_linear
-    _make = make = getattr(calls, "Norm", None)
+def serve(calls: Any, launchers: tuple[int, int] | None = None) -> None:
+    """From now on ``calls``, the module of C++, makes them, convolutions by these addresses of
+    ``normswap_convolution_sizes`` and ``normswap_convolve``; None: nothing does."""
+    global _calls, _launchers, only_compute, folded_linear
+    _calls, _launchers = calls, launchers
     only_compute, folded_linear = getattr(calls, "only_compute", None), getattr(calls, "folded_linear", _declines)
     for one in _every:
-        one.call = _declines if make is None or one.norm is None else one.norm.made(make)
+        one.serve()
 
 
 def _declines(*_: Any) -> None:
@@ -98,4 +139,5 @@ only_compute: Any = None
 folded_linear: Callable[..., Any] = _declines
 """``batch_norm(linear(x) * scale)`` of (x, linear, scale, batch_norm, nn.Linear, nn.BatchNorm1d), or None."""
 _every: weakref.WeakSet[AtOnce] = weakref.WeakSet()
-_make: Any = None
+_calls: Any = None
+_launchers: tuple[int, int] | None = None

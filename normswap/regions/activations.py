@@ -11,8 +11,11 @@ from torch import nn
 
 from normswap.activation import NONE, Activation
 from normswap.forwards.plain import is_plain
+from normswap.kinds import KINDS
 from normswap.ops.at_once import ACTIVATIONS
 from normswap.regions.flow import Op, is_literal
+from normswap.regions.spec import Region
+from normswap.regions.spelling import SPELLED
 
 LITERAL: dict[Any, str] = {
     **dict.fromkeys((F.relu, torch.relu, F.relu_, torch.relu_, ".relu()", ".relu_()"), "relu"),
@@ -25,6 +28,17 @@ LITERAL: dict[Any, str] = {
     **dict.fromkeys((F.sigmoid, torch.sigmoid, ".sigmoid()"), "sigmoid"),
     **dict.fromkeys((F.tanh, torch.tanh, ".tanh()"), "tanh"),
 }
+
+
+def is_of(region: Region, function: Any) -> bool:
+    """Whether ``function`` is what a step of ``region`` may call."""
+    activation = LITERAL.get(function)
+    named = region.activation[0] if isinstance(region.activation, tuple) else ""
+    names = {"relu6": ("clamp",), "gelu": ("gelu", "gelu_tanh")}.get(str(activation), (activation,))
+    name = SPELLED.get(function)
+    if name is not None and region.kind in KINDS:
+        return True
+    return name in ("+", region.kind) or (name == "*" and bool(region.linear)) or named in names
 
 
 def sigmoid_times(norm: Op) -> list[Op] | None:
@@ -77,6 +91,12 @@ def activation_of(child: Any) -> Activation | None:
     if (known is None and make is None) or not is_plain(child, cls):
         return None
     return known if make is None else make(child)
+
+
+def numbers_of(child: Any) -> tuple[int, float, float] | None:
+    """The same, as native ops take it."""
+    activation = activation_of(child)
+    return None if activation is None else (activation.code, activation.low, activation.high)
 
 
 def _gelu(child: Any) -> Activation | None:

@@ -53,8 +53,9 @@ def _joined(way: Directly, helper: Helper, leads_on: bool) -> Helper:
     def joined(self: Any, packed: Any) -> Any:
         x = packed if way.at < 0 else packed[way.at]
         before = x if type(x) is Pending else None
-        if before is not None or (leads_on and _may_wait(x)):
-            out = None if torch.compiler.is_compiling() else computed(self, packed, x, before)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (before is not None or (leads_on and not way.at_once.serves() and _may_wait(x))):
+            out = computed(self, packed, x, before)
             if out is not None:
                 return out
         return helper(self, packed if before is None else way.given(packed, before.computed()))

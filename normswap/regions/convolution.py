@@ -13,9 +13,12 @@ from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.forwards.plain import CONVOLUTIONS, TRANSPOSED, is_bare, is_plain
 from normswap.forwards.replaced import Replaced
+from normswap.installed import how_called
+from normswap.ops.at_once import AtOnce
+from normswap.ops.at_once import Convolution as InOneStep
 from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, autocasts, direct_op, lowered_to, needs_grad
 from normswap.ops.recorded import laid_out_as
-from normswap.regions.activations import activation_of
+from normswap.regions.activations import activation_of, is_of, numbers_of
 from normswap.regions.children import child_at
 from normswap.regions.ending import Ending
 from normswap.regions.foldings import RELU, is_foldable, takes
@@ -53,6 +56,7 @@ class Directly:
         self.at = region.step("residual").operand if region.has("residual") else -1
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known: tuple[Any, tuple[int, ...]] = (), ()  # settings as read, and as the op takes them
+        self.at_once = AtOnce(self._in_one_step(region) if region.folding == "scaled" else None)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Tensor | None:
         if any_autocast():  # it would decline
@@ -66,6 +70,28 @@ class Directly:
             return None
         (weight, bias, *norm), (*geometry, code, way), (eps, low, high), behind = site
         return self.laid_out(op(x, weight, bias, *geometry, *norm, eps, behind, code, low, high, way), behind)
+
+    def _in_one_step(self, region: Region) -> InOneStep:
+        inner = _INNER[nn.Conv2d]
+        literal = self.activation
+        return InOneStep(
+            *(self.convolution, self.norm, self.children, self._stands, (inner.name, inner.function, inner.code)),
+            cls=nn.Conv2d,
+            passes=tuple(tuple(name.split(".")) for name in self.passes),
+            acting=tuple(self.acting.split(".")) if self.acting else None,
+            activation_of=numbers_of,
+            activation=None if literal is None else (literal.code, literal.low, literal.high),
+            callees=self.callees,
+            called=self.called,
+            place=self.at,
+        )
+
+    def _stands(self, norm: Any) -> Any:
+        """The forward that the norm is called by, where it is such a norm."""
+        if self.ending is not None:
+            found = self.ending.read(norm)
+            return None if found is None else (*found.known, how_called(type(norm)))
+        return (*_NORM.known, how_called(type(norm))) if type(norm) is nn.BatchNorm2d else None
 
     def laid_out(self, out: Tensor | None, behind: Tensor | None) -> Tensor | None:
         """The result as PyTorch lays it out: after the first operand of a sum."""
@@ -156,6 +182,7 @@ def direct_way(compiled: Compiled) -> Directly | None:
         "matmul": region.literal_activation() in (None, NONE, RELU) and not region.has("residual"),
     }
     known = region.type == _BATCH_NORM_2D or "behind" in region.attributes
+    known = known and all(is_of(region, function) for function in compiled.callees())
     return Directly(compiled) if known and served.get(region.folding) else None
 
 
@@ -167,10 +194,8 @@ def _geometry(*settings: Any) -> tuple[int, ...]:
     return (*(number for pair in pairs for number in pair), groups) if pairs_of_two and mode == "zeros" else ()
 
 
-_CALLED = (
-    *(Replaced(nn.Conv2d), Replaced(nn.Conv2d, "_conv_forward"), Replaced(nn.BatchNorm2d)),
-    *(Replaced(nn.ReLU), Replaced(nn.Identity)),
-)
+_NORM = Replaced(nn.BatchNorm2d)
+_CALLED = Replaced(nn.Conv2d), _INNER[nn.Conv2d], _NORM, Replaced(nn.ReLU), Replaced(nn.Identity)
 
 
 def _calls_what_it_did() -> bool:

@@ -120,16 +120,19 @@ class Ending:
     def is_of(self, norm: Any) -> bool:
         """Whether ``norm`` is a BatchNorm2d of that class, whose children are those that its forward calls."""
         cls = type(norm)
-        if not isinstance(norm, nn.BatchNorm2d):
+        if norm is None:
             return False
         if cls not in self.known:
-            self.known[cls] = self._read(norm), how_called(cls)
+            self.known[cls] = self.read(norm), how_called(cls)
         replaced, called = self.known[cls]
         if replaced is None or not replaced.is_unchanged() or not is_called_as(called, cls):
             return False
         return norm.__dict__.keys().isdisjoint(self.names)
 
-    def _read(self, norm: Any) -> Replaced | None:
+    def read(self, norm: Any) -> Replaced | None:
+        """The forward of the class that ``norm`` is of, where that is the one that was read."""
+        if not isinstance(norm, nn.BatchNorm2d):
+            return None
         original: Any = called_class(norm)
         is_it = original is not None and qualified(original) == self.type and is_behind(original, self.behind)
         return Replaced(original) if is_it else None

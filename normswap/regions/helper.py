@@ -20,9 +20,9 @@ from normswap.ops.at_once import NAMES, AtOnce, Norm
 from normswap.ops.dispatch import PLAIN, lowered_to
 from normswap.ops.recorded import laid_out_as
 from normswap.plans import Match
-from normswap.regions.activations import LITERAL, activation_of
+from normswap.regions.activations import activation_of, is_of, numbers_of
 from normswap.regions.children import child_at, hands_on
-from normswap.regions.convolution import Convolved, direct_way, lie_in_one_format
+from normswap.regions.convolution import Convolved, Directly, direct_way, lie_in_one_format
 from normswap.regions.ending import is_behind
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import only_multiplies
@@ -30,7 +30,6 @@ from normswap.regions.foldings import is_foldable
 from normswap.regions.projected import Projected
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.spec import Region, children_of, qualified
-from normswap.regions.spelling import SPELLED
 
 _Arguments: TypeAlias = "tuple[Any, ...] | None"
 """What an op takes behind its input; None where only the module itself is sure to do the right thing."""
@@ -40,7 +39,11 @@ _Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
 def make_helper(compiled: Compiled) -> Helper:
     """``helper(self, packed)`` for the rewritten forward."""
     fused, snippet, inner_of = Fused(compiled), compiled.snippet, compiled.inner
-    at_once = at_once_of(compiled, fused.dtype) if fused.known else AtOnce(None)
+    at_once = AtOnce(None)
+    if isinstance(fused.directly, Directly):
+        at_once = fused.directly.at_once
+    elif fused.known:
+        at_once = at_once_of(compiled, fused.dtype)
     children, in_one_step = children_of(compiled.region), at_once.norm is not None
     seen = compiled.region.seen  # then its gradient must be all there is, and the op's two results have each its own
 
@@ -87,7 +90,7 @@ class Fused:
         self.convolved = Convolved(region, read) if region.convolution else None
         self.feeds = region.feeds
         self.callees, self.called = compiled.callees, compiled.callees()
-        self.known = all(_is_of(region, function) for function in self.called)
+        self.known = all(is_of(region, function) for function in self.called)
         self.directly: Any = direct_way(compiled)
         self.projected = None
         if region.linear and self.known:
@@ -163,17 +166,6 @@ class Fused:
 def _op_of(region: Region) -> Callable[..., Any]:
     norm = NORMS.get(region.match.kind)
     return (norm and (norm.permuted if region.has("permute") else norm.fused)) or _declines
-
-
-def _is_of(region: Region, function: Any) -> bool:
-    """Whether ``function`` is what a step of ``region`` may call."""
-    activation = LITERAL.get(function)
-    named = region.activation[0] if isinstance(region.activation, tuple) else ""
-    names = {"relu6": ("clamp",), "gelu": ("gelu", "gelu_tanh")}.get(str(activation), (activation,))
-    name = SPELLED.get(function)
-    if name is not None and region.kind in KINDS:
-        return True
-    return name in ("+", region.kind) or (name == "*" and bool(region.linear)) or named in names
 
 
 def _is_beside(x: Tensor, other: Any) -> bool:
@@ -293,7 +285,7 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
             lowered=dtype if region.feeds else None,
             passes=region.passes,
             acting=None if numbers else str(region.activation),
-            activation_of=_numbers_of,
+            activation_of=numbers_of,
             activation=numbers or (0, 0.0, 0.0),
             callees=compiled.callees,
             called=compiled.callees(),
@@ -303,8 +295,3 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
             needs_scale="gain" in does,
         )
     )
-
-
-def _numbers_of(child: Any) -> tuple[int, float, float] | None:
-    activation = activation_of(child)
-    return None if activation is None else (activation.code, activation.low, activation.high)

@@ -1,0 +1,130 @@
+// What our convolution takes, and its launch.
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "abi/convolution_call.h"
+#include "abi/tensors.h"
+#include "convolution/convolve.h"
+
+namespace normswap {
+namespace {
+
+using Sizes = std::array<int64_t, 4>;
+
+// Whether the memory is that of (batch, height, width, channels) and starts where kernels can read it.
+bool is_image(const View& t) {
+  if (t.dims != 4 || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return false;
+  int64_t stride = 1;
+  for (const int dim : {1, 3, 2, 0}) {
+    if (t.sizes[dim] != 1 && t.strides[dim] != stride) return false;
+    stride *= t.sizes[dim];
+  }
+  return true;
+}
+
+// One value a channel of the output, of the convolution's dtype or `wide`; it may be absent.
+bool is_vector(const View& t, int64_t channels, int32_t dtype) {
+  const bool dense = t.dims == 1 && t.sizes[0] == channels && (channels == 1 || t.strides[0] == 1);
+  return t.data == nullptr || (dense && t.dtype == dtype);
+}
+
+// As PyTorch's ops take them together: a norm's tensors of one dtype, the convolution's or float32.
+bool fit(const ConvolutionCall& call, int64_t channels) {
+  const int32_t dtype = call.input.dtype, kept = call.of_channels[0].dtype;
+  if (kept != dtype && kept != static_cast<int32_t>(DType::f32)) return false;
+  for (int i = 0; i < 4; ++i) {
+    if (!is_vector(call.of_channels[i], channels, kept)) return false;
+  }
+  return call.of_channels[0].data != nullptr && call.of_channels[1].data != nullptr &&
+         is_vector(call.of_channels[4], channels, dtype);
+}
+
+bool set_geometry(const ConvolutionCall& call, Convolve& c, Sizes& sizes) {
+  const auto narrow = [](int64_t n) { return static_cast<int>(n); };
+  const View &input = call.input, &weight = call.weight;
+  const int64_t in = input.sizes[1], out = weight.sizes[0], groups = call.groups;
+  if (in == 0 || out == 0 || in % 8 != 0 || out % 8 != 0 || groups < 1 || in != weight.sizes[1] * groups) return false;
+  sizes = {input.sizes[0], out, 0, 0};
+  for (int d = 0; d < 2; ++d) {
+    const int64_t taps = weight.sizes[2 + d];
+    const int64_t room = input.sizes[2 + d] + 2 * call.padding[d] - call.dilation[d] * (taps - 1) - 1;
+    if (call.stride[d] < 1 || taps < 1 || room < 0) return false;
+    sizes[2 + d] = room / call.stride[d] + 1;
+    c.kernel[d] = narrow(taps);
+    c.stride[d] = narrow(call.stride[d]);
+    c.padding[d] = narrow(call.padding[d]);
+    c.dilation[d] = narrow(call.dilation[d]);
+  }
+  c.batch = narrow(sizes[0]);
+  c.height = narrow(input.sizes[2]);
+  c.width = narrow(input.sizes[3]);
+  c.channels = narrow(in);
+  c.out_height = narrow(sizes[2]);
+  c.out_width = narrow(sizes[3]);
+  c.out_channels = narrow(out);
+  c.groups = narrow(groups);
+  constexpr int64_t most = std::numeric_limits<int>::max() / 2;
+  const int64_t pixels = sizes[0] * input.sizes[2] * input.sizes[3], weights = out * weight.sizes[1] * c.kernel[0] * c.kernel[1];
+  if (pixels == 0 || pixels > most || sizes[0] * sizes[2] * sizes[3] > most || weights > most) return false;
+  const bool by_eights = in / groups % 8 == 0 && out / groups % 8 == 0;
+  return out % groups == 0 && (by_eights || is_depthwise(c));
+}
+
+// What the kernel is given but for the output; false where it does not take it.
+bool convolve_of(const ConvolutionCall& call, Convolve& c, Sizes& sizes) {
+  const View &input = call.input, &residual = call.residual;
+  const int32_t dtype = input.dtype;
+  if (dtype != static_cast<int32_t>(DType::f16) && dtype != static_cast<int32_t>(DType::bf16)) return false;
+  if (call.weight.data == nullptr || call.weight.dtype != dtype || !is_image(input) || !is_image(call.weight)) return false;
+  if (!set_geometry(call, c, sizes) || !fit(call, sizes[1])) return false;
+  if (residual.data != nullptr) {
+    const bool alike = residual.dtype == dtype && is_image(residual);
+    if (!alike || !std::equal(sizes.begin(), sizes.end(), residual.sizes)) return false;
+  }
+  if (call.activation < 0 || call.activation > static_cast<int32_t>(Activation::tanh)) return false;
+  c.input = input.data;
+  c.conv_weight = call.weight.data;
+  c.residual = residual.data;
+  for (int i = 0; i < 5; ++i) {
+    const View& vector = call.of_channels[i];
+    const bool absent = vector.data == nullptr;
+    c.of_channels[i] = {vector.data, absent ? DType::f32 : static_cast<DType>(vector.dtype)};
+  }
+  c.eps = call.eps;
+  c.activation = {static_cast<Activation>(call.activation), call.low, call.high};
+  c.dtype = static_cast<DType>(dtype);
+  return true;
+}
+
+}  // namespace
+}  // namespace normswap
+
+extern "C" {
+
+__attribute__((visibility("default"))) int32_t normswap_convolution_sizes(const normswap::ConvolutionCall* call,
+                                                                         int64_t* sizes) {
+  normswap::Convolve c{};
+  normswap::Sizes found{};
+  if (!normswap::convolve_of(*call, c, found)) return 0;
+  std::copy(found.begin(), found.end(), sizes);
+  return 1;
+}
+
+__attribute__((visibility("default"))) int32_t normswap_convolve(const normswap::ConvolutionCall* call, void* out,
+                                                                int32_t device) {
+  using namespace normswap;
+  Convolve c{};
+  Sizes sizes{};
+  void* stream = nullptr;
+  if (aoti_torch_get_current_cuda_stream == nullptr || !convolve_of(*call, c, sizes) ||
+      aoti_torch_get_current_cuda_stream(device, &stream) != AOTI_TORCH_SUCCESS) {
+    return cudaErrorInvalidValue;
+  }
+  c.out = out;
+  const auto launch = is_depthwise(c) ? convolve_depthwise : c.dtype == DType::f16 ? convolve_f16 : convolve_bf16;
+  const cudaError_t error = launch(c, gpu_of(device), static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess) cudaGetLastError();  // it is kept for whoever asks next, which the next good launch does
+  return error;
+}
+}

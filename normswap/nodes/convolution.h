@@ -1,0 +1,199 @@
+// A Conv2d with a BatchNorm2d behind it in eval, without gradients: what Python would ask of the children and their tensors,
+// then our kernel, past the dispatcher and the stable ABI, whose way of passing so many arguments costs more than the launch.
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include "abi/convolution_call.h"
+#include "python.h"
+
+namespace {
+
+using normswap::ConvolutionCall;
+using normswap::View;
+
+// What Python gives, in this order (normswap/ops/at_once.py says what each is).
+enum ConvolutionField {
+  kOf, kBehind, kHides, kNorms, kIsNorm, kHandsOn, kEnds, kEndsOf, kNumbers, kFunctions, kRead, kPlace, kClass, kInner,
+  kSizes, kLaunch, kConvolutionFields
+};
+
+struct Convolution : Callable {
+  int place;  // of the input in a sum's (input, residual); -1: there is none
+  decltype(&normswap_convolution_sizes) sizes;
+  decltype(&normswap_convolve) launch;
+
+  PyObject* operator[](ConvolutionField field) const { return fields[field]; }
+};
+
+struct ConvolutionNames {
+  PyObject* stride = PyUnicode_InternFromString("stride");
+  PyObject* padding = PyUnicode_InternFromString("padding");
+  PyObject* dilation = PyUnicode_InternFromString("dilation");
+  PyObject* groups = PyUnicode_InternFromString("groups");
+  PyObject* mode = PyUnicode_InternFromString("padding_mode");
+  PyObject* weight = PyUnicode_InternFromString("weight");
+  PyObject* bias = PyUnicode_InternFromString("bias");
+  PyObject* eps = PyUnicode_InternFromString("eps");
+};
+
+const ConvolutionNames& convolution_names() {
+  static const ConvolutionNames* names = new ConvolutionNames();
+  return *names;
+}
+
+struct Tensors {
+  Tensor input, weight, residual;
+  std::array<Tensor, 5> of_channels;  // as ConvolutionCall has them
+};
+
+View view_of(const Tensor& t) {
+  if (!t.defined()) return {};
+  const auto dtype = t.scalar_type();
+  const int32_t code = dtype == at::kFloat ? 0 : dtype == at::kHalf ? 1 : dtype == at::kBFloat16 ? 2 : -1;
+  return {t.const_data_ptr(), t.sizes().data(), t.strides().data(), t.dim(), code};
+}
+
+// A tensor that is registered, undefined for None; false where it is kept elsewhere.
+bool take_registered(PyObject* own, PyObject* kind, PyObject* name, Tensor& tensor) {
+  PyObject* kept = found(own, kind);
+  PyObject* value = kept == nullptr || found(own, name) != nullptr ? nullptr : found(kept, name);
+  return value != nullptr && take(value, tensor);
+}
+
+bool set_pair(PyObject* own, PyObject* name, int64_t (&pair)[2]) {
+  PyObject* given = found(own, name);
+  if (given == nullptr || !PyTuple_CheckExact(given) || PyTuple_GET_SIZE(given) != 2) return false;
+  for (int d = 0; d < 2; ++d) {
+    PyObject* number = PyTuple_GET_ITEM(given, d);
+    if (!PyLong_CheckExact(number)) return false;
+    pair[d] = PyLong_AsLongLong(number);
+  }
+  return true;
+}
+
+bool set_convolution(const Convolution& c, PyObject* module, Tensors& t, ConvolutionCall& call) {
+  if (module == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(module)) != c[kClass]) return false;
+  const ConvolutionNames& names = convolution_names();
+  const Owned own = dict_of(module);
+  PyObject* inner = c[kInner];  // the method that its forward calls: its name, the function and its code
+  if (!is_plain(module, own) || found(own, PyTuple_GET_ITEM(inner, 0)) != nullptr ||
+      !is_unchanged(c[kClass], PyTuple_GET_ITEM(inner, 0), PyTuple_GET_ITEM(inner, 1), PyTuple_GET_ITEM(inner, 2))) {
+    return false;
+  }
+  PyObject *mode = found(own, names.mode), *groups = found(own, names.groups), *parameters = known().names.parameters;
+  if (mode == nullptr || !PyUnicode_Check(mode) || PyUnicode_CompareWithASCIIString(mode, "zeros") != 0) return false;
+  if (groups == nullptr || !PyLong_CheckExact(groups)) return false;
+  call.groups = PyLong_AsLongLong(groups);
+  return set_pair(own, names.stride, call.stride) && set_pair(own, names.padding, call.padding) &&
+         set_pair(own, names.dilation, call.dilation) && take_registered(own, parameters, names.weight, t.weight) &&
+         take_registered(own, parameters, names.bias, t.of_channels[4]) && t.weight.defined();
+}
+
+// The norm, which may be called anything behind that is not hidden by one of these names.
+bool set_norm(const Convolution& c, PyObject* module, Tensors& t, ConvolutionCall& call) {
+  if (module == nullptr) return false;
+  PyObject* stands = stands_for(c[kNorms], c[kIsNorm], module);
+  if (stands == nullptr || !is_called_as(reinterpret_cast<PyObject*>(Py_TYPE(module)), PyTuple_GET_ITEM(stands, 4))) return false;
+  const ConvolutionNames& names = convolution_names();
+  const Names& modules = known().names;
+  const Owned own = dict_of(module);
+  PyObject *training = found(own, modules.training), *eps = found(own, names.eps);
+  if (!is_bare(own) || training != Py_False || eps == nullptr || !PyFloat_Check(eps)) return false;
+  call.eps = PyFloat_AS_DOUBLE(eps);
+  return call.eps > 0 && take_registered(own, modules.buffers, modules.statistics[1], t.of_channels[0]) &&
+         take_registered(own, modules.buffers, modules.statistics[0], t.of_channels[1]) &&
+         take_registered(own, modules.parameters, names.weight, t.of_channels[2]) &&
+         take_registered(own, modules.parameters, names.bias, t.of_channels[3]);
+}
+
+// The child of a module, or the child of a child; null: there is none, or something hides it.
+PyObject* child_at(PyObject* children, PyObject* path) {
+  PyObject* child = found(children, PyTuple_GET_ITEM(path, 0));
+  if (child == nullptr || PyTuple_GET_SIZE(path) == 1) return child;
+  const Owned own = dict_of(child);
+  PyObject *name = PyTuple_GET_ITEM(path, 1), *inner = found(own, known().names.modules);
+  return inner == nullptr || found(own, name) != nullptr ? nullptr : found(inner, name);
+}
+
+// Whether a mode has a say in what an op does, or somebody wants gradients or other kernels.
+bool any_say() {
+  return at::GradMode::is_enabled() || at::autocast::is_autocast_enabled(at::kCUDA) || any_mode() ||
+         c10::impl::TorchDispatchModeTLS::any_modes_set() || at::globalContext().deterministicAlgorithms();
+}
+
+Tensor launched(const Convolution& c, const Tensors& t, ConvolutionCall& call) {
+  call.input = view_of(t.input), call.weight = view_of(t.weight), call.residual = view_of(t.residual);
+  for (size_t i = 0; i < t.of_channels.size(); ++i) call.of_channels[i] = view_of(t.of_channels[i]);
+  std::array<int64_t, 4> sizes{};
+  if (!c.sizes(&call, sizes.data())) return {};
+  const std::array<int64_t, 4> strides{sizes[1] * sizes[2] * sizes[3], 1, sizes[1] * sizes[3], sizes[1]};
+  const Released released;
+  RECORD_FUNCTION("normswap::convolution_batch_norm_eval", c10::ArrayRef<const IValue>{});
+  const c10::DeviceGuard there(t.input.device());
+  const at::AutoDispatchBelowADInplaceOrView below;
+  Tensor out = at::empty_strided(sizes, strides, t.input.options());
+  const int32_t error = c.launch(&call, out.mutable_data_ptr(), t.input.device().index());
+  TORCH_CHECK(error == 0, "normswap: the convolution could not be launched (CUDA error ", error, ")");
+  return out;
+}
+
+bool all_beside(const Tensors& t) {
+  const auto is_beside = [&](const Tensor& one) { return !one.defined() || one.device() == t.input.device(); };
+  return is_beside(t.weight) && is_beside(t.residual) && std::all_of(t.of_channels.begin(), t.of_channels.end(), is_beside);
+}
+
+// The result, None where Python is to find out what it is.
+PyObject* convolved(const Convolution& c, PyObject* owner, PyObject* packed) {
+  const Names& names = known().names;
+  if (any_say() || any_global_hook()) return none();
+  const Owned owners = dict_of(owner);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(c[kHides]); ++i) {
+    if (found(owners, PyTuple_GET_ITEM(c[kHides], i)) != nullptr) return none();
+  }
+  const Owned children = kept(found(owners, names.modules));
+  if (children == nullptr || !gives_still(c[kFunctions], c[kRead])) return none();
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(c[kHandsOn]); ++i) {
+    PyObject* child = child_at(children, PyTuple_GET_ITEM(c[kHandsOn], i));
+    if (child == nullptr || !hands_on(child)) return none();
+  }
+  PyObject* acting = c[kEnds] == Py_None ? nullptr : child_at(children, c[kEnds]);
+  if (c[kEnds] != Py_None && acting == nullptr) return none();
+  Activation activation;
+  Tensors t;
+  ConvolutionCall call{};
+  if (!set_activation(acting, c[kNumbers], c[kEndsOf], activation)) return none();
+  if (!set_convolution(c, found(children, c[kOf]), t, call) || !set_norm(c, found(children, c[kBehind]), t, call)) return none();
+  call.activation = static_cast<int32_t>(activation.code);
+  call.low = static_cast<float>(activation.low), call.high = static_cast<float>(activation.high);
+  PyObject* x = packed;
+  if (c.place >= 0) {
+    if (!PyTuple_Check(packed) || PyTuple_GET_SIZE(packed) != 2) return none();
+    x = PyTuple_GET_ITEM(packed, c.place);
+    PyObject* residual = PyTuple_GET_ITEM(packed, 1 - c.place);
+    if (residual == Py_None || !take(residual, t.residual)) return none();
+  }
+  if (!take(x, t.input) || !t.input.defined() || !all_beside(t)) return none();
+  const Tensor out = launched(c, t, call);
+  return out.defined() ? THPVariable_Wrap(out) : none();
+}
+
+// --- for Python -------------------------------------------------------------------------------------------------------
+
+PyObject* convolution_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject* fields = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O!", &PyTuple_Type, &fields)) return nullptr;
+  PyObject* self = made_of(type, fields, kConvolutionFields, answered<Convolution, convolved>);
+  if (self == nullptr) return nullptr;
+  Convolution& c = *reinterpret_cast<Convolution*>(self);
+  c.place = static_cast<int>(PyLong_AsLong(c[kPlace]));
+  c.sizes = reinterpret_cast<decltype(c.sizes)>(PyLong_AsVoidPtr(c[kSizes]));
+  c.launch = reinterpret_cast<decltype(c.launch)>(PyLong_AsVoidPtr(c[kLaunch]));
+  return self;
+}
+
+}  // namespace
