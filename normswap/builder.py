@@ -304,7 +304,7 @@ def _calls(source: Path) -> list[Path]:
     """The header of what the nodes call in the kernels' library, whose sources lie in an installed package or beside
     it."""
     package = source.parent.parent
-    found = (folder / "csrc/abi/convolution_call.h" for folder in (package, package.parent))
+    found = (folder / "csrc/abi/calls.h" for folder in (package, package.parent))
     return [path for path in found if path.is_file()][:1]
 
 

@@ -313,7 +313,7 @@ def forged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> Path:
 
 def test_a_name_says_torch_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder, name, original = nodes.SOURCE.parent, builder.nodes_name(nodes.SOURCE), nodes.SOURCE.read_text()
-    copied, header = tmp_path / "normswap/nodes", "csrc/abi/convolution_call.h"
+    copied, header = tmp_path / "normswap/nodes", "csrc/abi/calls.h"
     shutil.copytree(folder, copied)
     (tmp_path / header).parent.mkdir(parents=True)
     shutil.copy(native.source_dir().parent / header, tmp_path / header)

@@ -1,45 +1,85 @@
 // batch_norm_eval on CUDA tensors: checks and launch.
 #include "batch_norm/batch_norm.h"
 
-#include "batch_norm/batch_norm_tensors.h"
+#include "abi/views.h"
 
 namespace normswap {
 namespace {
 
-constexpr const char* kOp = "batch_norm_eval";
+bool lie_alike(const View& one, const View& other) {
+  if (one.dims != other.dims || one.dtype != other.dtype) return false;
+  for (int64_t d = 0; d < one.dims; ++d) {
+    if (one.sizes[d] != other.sizes[d] || (one.sizes[d] > 1 && one.strides[d] != other.strides[d])) return false;
+  }
+  return true;
+}
+
+// What the kernel is given but for the output; false where it does not take it.
+bool batch_norm_of(const BatchNormCall& call, BatchNormEval& n) {
+  const View& input = call.input;
+  if (input.dims < 2 || input.dtype < 0 || numel(input) == 0 || input.sizes[1] > kMaxBatchNormChannels) return false;
+  const bool contiguous = is_contiguous(input);
+  if (!contiguous && !is_channels_last(input)) return false;
+  if (call.residual.data != nullptr && !lie_alike(call.residual, input)) return false;
+  if (call.running_mean.data == nullptr || call.running_var.data == nullptr || !is_activation(call.activation)) return false;
+  for (const View* t : {&call.running_mean, &call.running_var, &call.weight, &call.bias}) {
+    if (t->data != nullptr && (t->dtype < 0 || !is_vector(*t, input.sizes[1], t->dtype))) return false;
+  }
+  n.x = input.data;
+  n.residual = call.residual.data;
+  n.running_mean = vector_of(call.running_mean);
+  n.running_var = vector_of(call.running_var);
+  n.weight = vector_of(call.weight);
+  n.bias = vector_of(call.bias);
+  n.elements = numel(input);
+  n.channels = input.sizes[1];
+  n.inner = contiguous ? n.elements / (input.sizes[0] * n.channels) : 1;
+  n.eps = call.eps;
+  n.activation = {static_cast<Activation>(call.activation), call.low, call.high};
+  n.dtype = static_cast<DType>(input.dtype);
+  return true;
+}
+
+bool is_beside(const OptionalTensor& t, const Tensor& input) {
+  return !t.has_value() || (t->is_cuda() && t->get_device_index() == input.get_device_index());
+}
 
 OptionalTensor batch_norm_eval_or_none(const Tensor& input, const Tensor& running_mean, const Tensor& running_var,
                                        const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                        const OptionalTensor& residual, int64_t activation, double low, double high) {
-  if (input.dim() < 2 || input.numel() == 0 || input.size(1) > kMaxBatchNormChannels) return std::nullopt;
-  const int64_t channels = input.size(1), inner = inner_of(input);
-  if (inner == 0 || (residual.has_value() && !same_layout(*residual, input))) return std::nullopt;
-  for (const OptionalTensor& t : {OptionalTensor(running_mean), OptionalTensor(running_var), weight, bias}) {
-    if (!fits(t, input)) return std::nullopt;
+  for (const OptionalTensor& t : {OptionalTensor(running_mean), OptionalTensor(running_var), weight, bias, residual}) {
+    if (!is_beside(t, input)) return std::nullopt;
   }
+  const ActivationArgs acts = activation_of("batch_norm_eval", activation, low, high);
+  const BatchNormCall call{view_of(input), view_of(residual), view_of(running_mean), view_of(running_var), view_of(weight),
+                           view_of(bias), eps, static_cast<int32_t>(acts.code), acts.low, acts.high};
+  if (!normswap_batch_norm_takes(&call)) return std::nullopt;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const OptionalTensor out = unfilled_like(input);
   if (!out.has_value()) return std::nullopt;
-  BatchNormEval n{};
-  n.x = input.const_data_ptr();
-  n.residual = data_or_null(residual);
-  n.y = out->mutable_data_ptr();
-  n.running_mean = channels_of(running_mean, kOp);
-  n.running_var = channels_of(running_var, kOp);
-  n.weight = channels_of(weight, kOp);
-  n.bias = channels_of(bias, kOp);
-  n.elements = input.numel();
-  n.channels = channels;
-  n.inner = inner;
-  n.eps = eps;
-  n.activation = activation_of(kOp, activation, low, high);
-  n.dtype = dtype_of(input, kOp);
-  check_launch(batch_norm_eval(n, gpu_of(input.get_device_index()).multiprocessors, stream_of(input)));
+  check_launch(static_cast<cudaError_t>(normswap_batch_norm(&call, out->mutable_data_ptr(), input.get_device_index())));
   return out;
 }
 
 }  // namespace
 }  // namespace normswap
+
+extern "C" {
+
+NORMSWAP_EXPORT int32_t normswap_batch_norm_takes(const normswap::BatchNormCall* call) {
+  normswap::BatchNormEval n{};
+  return normswap::batch_norm_of(*call, n);
+}
+
+NORMSWAP_EXPORT int32_t normswap_batch_norm(const normswap::BatchNormCall* call, void* out, int32_t device) {
+  using namespace normswap;
+  BatchNormEval n{};
+  cudaStream_t stream{};
+  if (!batch_norm_of(*call, n) || !set_stream(device, stream)) return cudaErrorInvalidValue;
+  n.y = out;
+  return told(batch_norm_eval(n, gpu_of(device).multiprocessors, stream));
+}
+}
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("batch_norm_eval_or_none", TORCH_BOX(&normswap::batch_norm_eval_or_none));

@@ -3,7 +3,7 @@
 #include <array>
 #include <vector>
 
-#include "abi/convolution_call.h"
+#include "abi/views.h"
 #include "convolution/fold_convolution.h"
 
 // Only libtorch_cuda.so has these: weak.
@@ -129,15 +129,6 @@ OptionalTensor matmul(const Tensor& input, const Tensor& weight, const Tensor& b
   if (!product.has_value()) return std::nullopt;
   const auto error = aoti_torch_cuda_addmm_out(product->get(), bias.get(), pixels->get(), across->get(), 1, 1);
   return error == AOTI_TORCH_SUCCESS ? made : std::nullopt;
-}
-
-View view_of(const OptionalTensor& t) {
-  if (!t.has_value()) return {};
-  const auto sizes = t->sizes(), strides = t->strides();
-  const ScalarType dtype = t->scalar_type();
-  const bool known = dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
-  return {t->const_data_ptr(), sizes.data(), strides.data(), static_cast<int64_t>(sizes.size()),
-          known ? static_cast<int32_t>(dtype_of(*t, "convolve")) : -1};
 }
 
 // By our kernel, without a folded weight; nothing where it does not take these tensors.

@@ -3,8 +3,7 @@
 #include <array>
 #include <limits>
 
-#include "abi/convolution_call.h"
-#include "abi/tensors.h"
+#include "abi/views.h"
 #include "convolution/convolve.h"
 
 namespace normswap {
@@ -12,21 +11,9 @@ namespace {
 
 using Sizes = std::array<int64_t, 4>;
 
-// Whether the memory is that of (batch, height, width, channels) and starts where kernels can read it.
+// Whether the kernel can read it: (batch, height, width, channels) from a multiple of 16 bytes on.
 bool is_image(const View& t) {
-  if (t.dims != 4 || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return false;
-  int64_t stride = 1;
-  for (const int dim : {1, 3, 2, 0}) {
-    if (t.sizes[dim] != 1 && t.strides[dim] != stride) return false;
-    stride *= t.sizes[dim];
-  }
-  return true;
-}
-
-// One value a channel of the output, of the convolution's dtype or `wide`; it may be absent.
-bool is_vector(const View& t, int64_t channels, int32_t dtype) {
-  const bool dense = t.dims == 1 && t.sizes[0] == channels && (channels == 1 || t.strides[0] == 1);
-  return t.data == nullptr || (dense && t.dtype == dtype);
+  return t.dims == 4 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && is_channels_last(t);
 }
 
 // As PyTorch's ops take them together: a norm's tensors of one dtype, the convolution's or float32.
@@ -82,15 +69,11 @@ bool convolve_of(const ConvolutionCall& call, Convolve& c, Sizes& sizes) {
     const bool alike = residual.dtype == dtype && is_image(residual);
     if (!alike || !std::equal(sizes.begin(), sizes.end(), residual.sizes)) return false;
   }
-  if (call.activation < 0 || call.activation > static_cast<int32_t>(Activation::tanh)) return false;
+  if (!is_activation(call.activation)) return false;
   c.input = input.data;
   c.conv_weight = call.weight.data;
   c.residual = residual.data;
-  for (int i = 0; i < 5; ++i) {
-    const View& vector = call.of_channels[i];
-    const bool absent = vector.data == nullptr;
-    c.of_channels[i] = {vector.data, absent ? DType::f32 : static_cast<DType>(vector.dtype)};
-  }
+  for (int i = 0; i < 5; ++i) c.of_channels[i] = vector_of(call.of_channels[i]);
   c.eps = call.eps;
   c.activation = {static_cast<Activation>(call.activation), call.low, call.high};
   c.dtype = static_cast<DType>(dtype);
@@ -102,8 +85,7 @@ bool convolve_of(const ConvolutionCall& call, Convolve& c, Sizes& sizes) {
 
 extern "C" {
 
-__attribute__((visibility("default"))) int32_t normswap_convolution_sizes(const normswap::ConvolutionCall* call,
-                                                                         int64_t* sizes) {
+NORMSWAP_EXPORT int32_t normswap_convolution_sizes(const normswap::ConvolutionCall* call, int64_t* sizes) {
   normswap::Convolve c{};
   normswap::Sizes found{};
   if (!normswap::convolve_of(*call, c, found)) return 0;
@@ -111,20 +93,14 @@ __attribute__((visibility("default"))) int32_t normswap_convolution_sizes(const 
   return 1;
 }
 
-__attribute__((visibility("default"))) int32_t normswap_convolve(const normswap::ConvolutionCall* call, void* out,
-                                                                int32_t device) {
+NORMSWAP_EXPORT int32_t normswap_convolve(const normswap::ConvolutionCall* call, void* out, int32_t device) {
   using namespace normswap;
   Convolve c{};
   Sizes sizes{};
-  void* stream = nullptr;
-  if (aoti_torch_get_current_cuda_stream == nullptr || !convolve_of(*call, c, sizes) ||
-      aoti_torch_get_current_cuda_stream(device, &stream) != AOTI_TORCH_SUCCESS) {
-    return cudaErrorInvalidValue;
-  }
+  cudaStream_t stream{};
+  if (!convolve_of(*call, c, sizes) || !set_stream(device, stream)) return cudaErrorInvalidValue;
   c.out = out;
   const auto launch = is_depthwise(c) ? convolve_depthwise : c.dtype == DType::f16 ? convolve_f16 : convolve_bf16;
-  const cudaError_t error = launch(c, gpu_of(device), static_cast<cudaStream_t>(stream));
-  if (error != cudaSuccess) cudaGetLastError();  // it is kept for whoever asks next, which the next good launch does
-  return error;
+  return told(launch(c, gpu_of(device), stream));
 }
 }

@@ -67,7 +67,7 @@ def load(*, compiling: bool = False) -> None:
             torch.ops.load_library(str(path))
             dispatch.record_natively(NORMS)
             _loaded = path
-            call_at_once(path)
+            call_at_once(path, launchers=_launchers())
     except (OSError, RuntimeError) as error:
         _reason = str(error)
         native.say(f"without autograd's nodes a backward costs the host more: {_reason}")
@@ -85,26 +85,29 @@ def register_formula() -> torch.library.Library:
     return library
 
 
-def call_at_once(path: Path, device: str = "cuda") -> None:
-    """Let calls of norms go the short way that the library has; it has none where it was made without Python.h."""
+def call_at_once(path: Path, device: str = "cuda", launchers: tuple[int, ...] = ()) -> None:
+    """Let calls of norms go the short way that the library has, some by the ``launchers``; it has none where it was made
+    without Python.h."""
     loader = importlib.machinery.ExtensionFileLoader("_normswap_calls", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     with contextlib.suppress(ImportError):
         calls = importlib.util.module_from_spec(spec)
         tables = at_once.PASSING, at_once.ACTIVATIONS, at_once.FORWARDS
-        calls.configure(vars(torch.nn.modules.module), vars(forward_ad), *tables, device)
-        at_once.serve(calls, _launchers())
+        calls.configure(vars(torch.nn.modules.module), vars(forward_ad), *tables, device, launchers)
+        at_once.serve(calls)
+        if launchers:
+            dispatch.launch_at_once({"batch_norm_eval": calls.batch_norm_eval})
 
 
-def _launchers() -> tuple[int, int] | None:
-    """Where the kernels' library has what the nodes call past the dispatcher; None without that library."""
+def _launchers() -> tuple[int, ...]:
+    """Where the kernels' library has what the nodes call past the dispatcher; nothing without that library."""
     if (path := native.status().path) is None:
-        return None
+        return ()
     library = ctypes.CDLL(str(path))
-    names = "normswap_convolution_sizes", "normswap_convolve"
-    sizes, launch = (ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names)
-    return None if sizes is None or launch is None else (sizes, launch)
+    names = "convolution_sizes", "convolve", "batch_norm_takes", "batch_norm"
+    found = (ctypes.cast(library[f"normswap_{name}"], ctypes.c_void_p).value for name in names)
+    return tuple(address or 0 for address in found)
 
 
 def status() -> str:

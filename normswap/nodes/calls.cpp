@@ -9,6 +9,7 @@
 
 #include "convolution.h"
 #include "folded_linear.h"
+#include "launches.h"
 #include "python.h"
 
 namespace {
@@ -328,12 +329,17 @@ PyTypeObject norm_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Norm
 PyTypeObject convolution_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Convolution", sizeof(Convolution)};
 
 // configure(variables of torch.nn.modules.module, of forward_ad, {class that hands on: it is a dropout}, {activation:
-// numbers}, {class: (forward, code)}, device)
+// numbers}, {class: (forward, code)}, device, addresses of the launchers)
 PyObject* configure(PyObject*, PyObject* arguments) {
   PyObject *modules = nullptr, *forward_ad = nullptr, *passing = nullptr, *activations = nullptr, *forwards = nullptr;
+  PyObject* addresses = nullptr;
   const char* device = nullptr;
   HANDLE_TH_ERRORS
-  if (!PyArg_ParseTuple(arguments, "OOOOOs", &modules, &forward_ad, &passing, &activations, &forwards, &device)) return nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOOOsO!", &modules, &forward_ad, &passing, &activations, &forwards, &device, &PyTuple_Type,
+                        &addresses) ||
+      !set_launchers(addresses)) {
+    return nullptr;
+  }
   Known& it = known();
   it.modules = kept(modules), it.forward_ad = kept(forward_ad), it.passing = kept(passing);
   it.activations = kept(activations), it.forwards = kept(forwards), it.device = c10::Device(device).type();
@@ -359,6 +365,7 @@ PyObject* only_compute(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
 }
 
 PyMethodDef methods[] = {{"configure", configure, METH_VARARGS, nullptr},
+                         {"batch_norm_eval", reinterpret_cast<PyCFunction>(batch_norm_eval), METH_FASTCALL, nullptr},
                          {"only_compute", reinterpret_cast<PyCFunction>(only_compute), METH_FASTCALL, nullptr},
                          {"folded_linear", reinterpret_cast<PyCFunction>(folded_linear), METH_FASTCALL, nullptr},
                          {nullptr, nullptr, 0, nullptr}};

@@ -1,31 +1,24 @@
 // A Conv2d with a BatchNorm2d behind it in eval, without gradients: what Python would ask of the children and their tensors,
-// then our kernel, past the dispatcher and the stable ABI, whose way of passing so many arguments costs more than the launch.
+// then our kernel.
 #pragma once
 
 #include <ATen/Context.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/record_function.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
-#include "abi/convolution_call.h"
-#include "python.h"
+#include "launches.h"
 
 namespace {
 
 using normswap::ConvolutionCall;
-using normswap::View;
 
 // What Python gives, in this order (normswap/ops/at_once.py says what each is).
 enum ConvolutionField {
   kOf, kBehind, kHides, kNorms, kIsNorm, kHandsOn, kEnds, kEndsOf, kNumbers, kFunctions, kRead, kPlace, kClass, kInner,
-  kSizes, kLaunch, kConvolutionFields
+  kConvolutionFields
 };
 
 struct Convolution : Callable {
   int place;  // of the input in a sum's (input, residual); -1: there is none
-  decltype(&normswap_convolution_sizes) sizes;
-  decltype(&normswap_convolve) launch;
 
   PyObject* operator[](ConvolutionField field) const { return fields[field]; }
 };
@@ -50,13 +43,6 @@ struct Tensors {
   Tensor input, weight, residual;
   std::array<Tensor, 5> of_channels;  // as ConvolutionCall has them
 };
-
-View view_of(const Tensor& t) {
-  if (!t.defined()) return {};
-  const auto dtype = t.scalar_type();
-  const int32_t code = dtype == at::kFloat ? 0 : dtype == at::kHalf ? 1 : dtype == at::kBFloat16 ? 2 : -1;
-  return {t.const_data_ptr(), t.sizes().data(), t.strides().data(), t.dim(), code};
-}
 
 // A tensor that is registered, undefined for None; false where it is kept elsewhere.
 bool take_registered(PyObject* own, PyObject* kind, PyObject* name, Tensor& tensor) {
@@ -126,25 +112,14 @@ bool any_say() {
          c10::impl::TorchDispatchModeTLS::any_modes_set() || at::globalContext().deterministicAlgorithms();
 }
 
-Tensor launched(const Convolution& c, const Tensors& t, ConvolutionCall& call) {
+Tensor launched(const Tensors& t, ConvolutionCall& call) {
   call.input = view_of(t.input), call.weight = view_of(t.weight), call.residual = view_of(t.residual);
   for (size_t i = 0; i < t.of_channels.size(); ++i) call.of_channels[i] = view_of(t.of_channels[i]);
   std::array<int64_t, 4> sizes{};
-  if (!c.sizes(&call, sizes.data())) return {};
+  if (launchers().convolve == nullptr || !launchers().convolution_sizes(&call, sizes.data())) return {};
   const std::array<int64_t, 4> strides{sizes[1] * sizes[2] * sizes[3], 1, sizes[1] * sizes[3], sizes[1]};
-  const Released released;
-  RECORD_FUNCTION("normswap::convolution_batch_norm_eval", c10::ArrayRef<const IValue>{});
-  const c10::DeviceGuard there(t.input.device());
-  const at::AutoDispatchBelowADInplaceOrView below;
-  Tensor out = at::empty_strided(sizes, strides, t.input.options());
-  const int32_t error = c.launch(&call, out.mutable_data_ptr(), t.input.device().index());
-  TORCH_CHECK(error == 0, "normswap: the convolution could not be launched (CUDA error ", error, ")");
-  return out;
-}
-
-bool all_beside(const Tensors& t) {
-  const auto is_beside = [&](const Tensor& one) { return !one.defined() || one.device() == t.input.device(); };
-  return is_beside(t.weight) && is_beside(t.residual) && std::all_of(t.of_channels.begin(), t.of_channels.end(), is_beside);
+  const auto launch = [&](void* out, int32_t device) { return launchers().convolve(&call, out, device); };
+  return filled("normswap::convolution_batch_norm_eval", sizes, strides, t.input, launch);
 }
 
 // The result, None where Python is to find out what it is.
@@ -177,8 +152,10 @@ PyObject* convolved(const Convolution& c, PyObject* owner, PyObject* packed) {
     PyObject* residual = PyTuple_GET_ITEM(packed, 1 - c.place);
     if (residual == Py_None || !take(residual, t.residual)) return none();
   }
-  if (!take(x, t.input) || !t.input.defined() || !all_beside(t)) return none();
-  const Tensor out = launched(c, t, call);
+  const auto& [var, mean, weight, bias, own_bias] = t.of_channels;
+  if (!take(x, t.input) || !t.input.defined()) return none();
+  if (!all_beside(t.input, t.weight, t.residual, var, mean, weight, bias, own_bias)) return none();
+  const Tensor out = launched(t, call);
   return out.defined() ? THPVariable_Wrap(out) : none();
 }
 
@@ -191,8 +168,6 @@ PyObject* convolution_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   if (self == nullptr) return nullptr;
   Convolution& c = *reinterpret_cast<Convolution*>(self);
   c.place = static_cast<int>(PyLong_AsLong(c[kPlace]));
-  c.sizes = reinterpret_cast<decltype(c.sizes)>(PyLong_AsVoidPtr(c[kSizes]));
-  c.launch = reinterpret_cast<decltype(c.launch)>(PyLong_AsVoidPtr(c[kLaunch]));
   return self;
 }
 

@@ -87,11 +87,9 @@ class Convolution:
 
     def made(self, calls: Any) -> Callable[[Any, Any], Any]:
         """Its object in C++."""
-        if _launchers is None or not hasattr(calls, "Convolution"):
-            return _declines
         fields: tuple[Any, ...] = (
             *(self.of, self.behind, self.children, {}, self.stands, self.passes, self.acting, self.activation_of),
-            *(self.activation, self.callees, self.called, self.place, self.cls, self.inner, *_launchers),
+            *(self.activation, self.callees, self.called, self.place, self.cls, self.inner),
         )
         return calls.Convolution(fields)  # type: ignore[no-any-return]
 
@@ -114,11 +112,10 @@ class AtOnce:
         return self.call is not _declines
 
 
-def serve(calls: Any, launchers: tuple[int, int] | None = None) -> None:
-    """From now on ``calls``, the module of C++, makes them, convolutions by these addresses of
-    ``normswap_convolution_sizes`` and ``normswap_convolve``; None: nothing does."""
-    global _calls, _launchers, only_compute, folded_linear
-    _calls, _launchers = calls, launchers
+def serve(calls: Any) -> None:
+    """From now on ``calls``, the module of C++, makes them; None: nothing does."""
+    global _calls, only_compute, folded_linear
+    _calls = calls
     only_compute, folded_linear = getattr(calls, "only_compute", None), getattr(calls, "folded_linear", _declines)
     for one in _every:
         one.serve()
@@ -140,4 +137,3 @@ folded_linear: Callable[..., Any] = _declines
 """``batch_norm(linear(x) * scale)`` of (x, linear, scale, batch_norm, nn.Linear, nn.BatchNorm1d), or None."""
 _every: weakref.WeakSet[AtOnce] = weakref.WeakSet()
 _calls: Any = None
-_launchers: tuple[int, int] | None = None

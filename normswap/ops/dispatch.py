@@ -184,17 +184,24 @@ _ALSO_AUTOGRAD = ("batch_norm_eval", "convolution_batch_norm_eval", "convolution
 """The ops whose kernel also serves the dispatcher's key of autograd, past which they would pay for their way."""
 
 
-def _seen_by_modes(op: Callable[..., Any]) -> Callable[..., Any]:
-    """``op`` past autograd's key where there is a TorchDispatchMode, whose key comes behind that."""
-    modes = torch._C._len_torch_dispatch_stack
+def _seen_by_modes(op: Callable[..., Any], quick: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """``op`` past autograd's key where there is a TorchDispatchMode, whose key comes behind that; else ``quick``, if
+    there is a way past the dispatcher."""
+    modes, quick = torch._C._len_torch_dispatch_stack, quick or op
 
     def call(*args: Any) -> Any:
         if modes():
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args)
-        return op(*args)
+        return quick(*args)
 
     return call
+
+
+def launch_at_once(quick: Mapping[str, Callable[..., Any]]) -> None:
+    """From now on ``direct`` gives these ways to launch the ops of these names."""
+    for name, call in quick.items():
+        _direct[name] = _seen_by_modes(_frameless(f"{name}_or_none"), call)
 
 
 def _contiguous_if(wanted: bool, like: Tensor | None) -> Tensor | None:
