@@ -86,8 +86,8 @@ def register_formula() -> torch.library.Library:
 
 
 def call_at_once(path: Path, device: str = "cuda", launchers: tuple[int, ...] = ()) -> None:
-    """Let calls of norms go the short way that the library has, some by the ``launchers``; it has none where it was made
-    without Python.h."""
+    """Let calls of norms go the short way that the library has, some by the addresses of ``launchers``; it has none
+    where it was made without Python.h."""
     loader = importlib.machinery.ExtensionFileLoader("_normswap_calls", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
