@@ -1,0 +1,257 @@
+"""Convolutions with norms behind them, and BatchNorms by running statistics, in one step of C++ over a stand-in for the
+launchers: what is computed, and what is left to Python."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from at_once_stand_in import compiled, needs_compiler, registered
+from convolution_cases import CASES, PROVED
+from convolution_models import Block, bn, conv, drawn, residual, swapped_with, written
+from launch_stand_in import LAUNCHED, LAUNCHERS
+from norm_act_models import NormAct
+from test_nodes import nodes_library
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from normswap import nodes
+from normswap.activation import CODES
+from normswap.ops import at_once, dispatch
+
+__all__ = ["compiled", "registered"]
+pytestmark = [needs_compiler, pytest.mark.usefixtures("launched")]
+X = torch.randn(2, 6, 9, 8)
+
+
+@pytest.fixture
+def launched(registered: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """C++ takes CPU tensors for a GPU's."""
+    monkeypatch.setattr(dispatch, "_direct", {})
+    nodes.call_at_once(nodes_library(), "cpu", LAUNCHERS)
+    LAUNCHED.clear()
+    yield
+    nodes.call_at_once(nodes_library(), "cpu")
+    at_once.serve(None)
+
+
+@pytest.mark.parametrize("name", [name for name in PROVED if CASES[name].dtype is torch.float32])
+def test_it_is_the_same_function(name: str) -> None:
+    case = CASES[name]
+    model, x = drawn(case.make), torch.randn(case.shape).contiguous(memory_format=case.layout)
+    fast = swapped_with(model, "scaled")
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-4)
+
+
+def first_of_a_sum(self: Any, x: Tensor) -> Tensor:
+    return F.relu(x + self.bn(self.conv(x)))
+
+
+def through_a_dropout(self: Any, x: Tensor) -> Tensor:
+    return self.act(self.drop(self.bn(self.conv(x))))
+
+
+SERVED: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: Block(conv(), bn()),
+    "strided": lambda: Block(conv(stride=2, dilation=(2, 1), groups=2, bias=False), bn()),
+    "silu": lambda: Block(conv(), bn(), nn.SiLU()),
+    "leaky": lambda: Block(conv(), bn(), nn.LeakyReLU(0.3)),
+    "hardtanh": lambda: Block(conv(), bn(), nn.Hardtanh(-0.2, 0.4)),
+    "not affine": lambda: Block(conv(), nn.BatchNorm2d(6, affine=False)),
+    "residual": lambda: written(residual)(conv(), bn()),
+    "first of a sum": lambda: written(first_of_a_sum)(conv(), bn()),
+    "dropout": lambda: written(through_a_dropout)(conv(), bn()),
+    "norm with an activation": lambda: nn.Sequential(conv(), NormAct(nn.SiLU())),
+    "sequential": lambda: nn.Sequential(conv(), bn(), nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_one_launch_computes_it(name: str, mode: Any) -> None:
+    model = drawn(SERVED[name]).to(memory_format=torch.channels_last)
+    fast, x = swapped_with(model, "scaled"), X.contiguous(memory_format=torch.channels_last)
+    with mode():
+        out, expected = fast(x), model(x)
+        assert out.is_inference() == expected.is_inference()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+    assert out.stride() == expected.stride() and not out.requires_grad
+    assert LAUNCHED == ["convolution"]
+    LAUNCHED.clear()
+    with mode():
+        model.eval(), fast.train()
+        fast(x)
+    assert LAUNCHED == []
+
+
+class Own(Tensor):
+    """What a library may have in a tensor's place."""
+
+
+def put(path: str, value: Any) -> Callable[[Any], object]:
+    parent, _, name = path.rpartition(".")
+    return lambda model: setattr(model.get_submodule(parent), name, value)
+
+
+def registered_as(path: str, where: str, value: Any) -> Callable[[Any], object]:
+    parent, _, name = path.rpartition(".")
+    return lambda model: getattr(model.get_submodule(parent), where).update({name: value})
+
+
+LATER: dict[str, Callable[[Any], object]] = {
+    "a hook on the convolution": lambda m: m.conv.register_forward_hook(lambda module, given, out: out * 2),
+    "a hook before the norm": lambda m: m.bn.register_forward_pre_hook(lambda module, given: (given[0] * 2,)),
+    "a hook on the activation": lambda m: m.act.register_forward_hook(lambda module, given, out: out * 2),
+    "another convolution": lambda m: setattr(m, "conv", nn.Sequential(m.conv)),
+    "another norm": lambda m: setattr(m, "bn", nn.GroupNorm(2, 6)),
+    "another activation": lambda m: setattr(m, "act", nn.Softplus()),
+    "norm in training": lambda m: m.bn.train(),
+    "hidden on the instance": lambda m: m.__dict__.update(bn=lambda x: x * 3),
+    "forward of the norm": put("bn.forward", torch.neg),
+    "inner forward": lambda m: setattr(m.conv, "_conv_forward", lambda x, weight, bias: x * 2),
+    "padding by a word": put("conv.padding", "same"),
+    "a number for a pair": put("conv.stride", 1),
+    "padding of zeros no more": put("conv.padding_mode", "circular"),
+    "no statistics": registered_as("bn.running_mean", "_buffers", None),
+    "statistics of another class": lambda m: m.bn._buffers.update(running_mean=m.bn.running_mean.as_subclass(Own)),
+    "weight of another class": lambda m: m.conv._parameters.update(weight=m.conv.weight.as_subclass(Own)),
+    "weight of float64": lambda m: m.double(),
+    "eps of another type": put("bn.eps", 1),
+    "a class over the norm": lambda m: setattr(
+        m.bn, "__class__", type("Over", (type(m.bn),), {"forward": lambda self, x: x * 3})
+    ),
+}
+LATER["padding of zeros no more"] = lambda m: (
+    setattr(m.conv, "padding_mode", "circular"),
+    setattr(m.conv, "_reversed_padding_repeated_twice", [1, 1, 1, 1]),
+)
+
+
+def outcome(model: Any, x: Tensor) -> Any:
+    try:
+        return model(x)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        return type(error), str(error).partition("\n")[0]
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_is_another_by_now_is_left_to_python(what: str) -> None:
+    model = drawn(SERVED["plain"])
+    fast = swapped_with(model, "scaled")
+    with torch.no_grad():
+        fast(X)
+        assert LAUNCHED == ["convolution"]
+        for one in (model, fast):
+            LATER[what](one)
+        ours, theirs = outcome(fast, X), outcome(model, X)
+    assert LAUNCHED == ["convolution"]
+    assert ours == theirs if isinstance(theirs, tuple) else torch.allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+class Seen(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class SeenBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def autocast() -> Iterator[None]:
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def run(context: Callable[[], Any]) -> Callable[[Any, Tensor], Any]:
+    def call(fast: Any, x: Tensor) -> Any:
+        with torch.no_grad(), context():
+            return fast(x)
+
+    return call
+
+
+MODES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "gradients": lambda fast, x: fast(x).detach(),
+    "a function mode": run(Seen),
+    "a dispatch mode": run(SeenBelow),
+    "autocast": run(autocast),
+    "deterministic algorithms": run(deterministic),
+    "forward mode": run(forward_ad.dual_level),
+    "vmap": lambda fast, x: torch.no_grad()(torch.vmap(fast))(x[None])[0],
+    "a tensor of another class": lambda fast, x: torch.no_grad()(fast)(x.as_subclass(Own)).as_subclass(Tensor),
+    "a trace": lambda fast, x: torch.jit.trace(fast, x, check_trace=False)(x).detach(),
+    "a hook for all modules": lambda fast, x: _hooked(fast, x),
+}
+
+
+def _hooked(fast: Any, x: Tensor) -> Any:
+    handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
+    try:
+        with torch.no_grad():
+            return fast(x)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+def test_where_something_has_a_say_python_is_asked(mode: str) -> None:
+    model = drawn(SERVED["plain"])
+    fast = swapped_with(model, "scaled")
+    with torch.no_grad():
+        expected = model(X)
+    torch.testing.assert_close(MODES[mode](fast, X), expected, rtol=1e-5, atol=1e-4)
+    assert LAUNCHED == []
+
+
+# --- BatchNorm by running statistics --------------------------------------------------------------------------------
+
+
+def statistics() -> tuple[Tensor, ...]:
+    return torch.randn(6), torch.rand(6) + 0.5, torch.randn(6), torch.randn(6)
+
+
+@pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))
+@pytest.mark.parametrize("affine", (False, True))
+@pytest.mark.parametrize("added", (False, True))
+def test_a_batch_norm_by_running_statistics(layout: torch.memory_format, affine: bool, added: bool) -> None:
+    x = X.contiguous(memory_format=layout)
+    mean, var, weight, bias = statistics()
+    given = (mean, var, weight, bias) if affine else (mean, var, None, None)
+    behind = torch.randn_like(x) if added else None
+    out = at_once._calls.batch_norm_eval(x, *given, 1e-5, behind, CODES["relu"], 0.0, 0.0)
+    expected = F.batch_norm(x, *given, False, 0.0, 1e-5)
+    torch.testing.assert_close(out, F.relu(expected if behind is None else expected + behind))
+    assert out.stride() == x.stride() and LAUNCHED == ["batch_norm"]
+
+
+def test_what_it_is_not_given_is_left_to_python() -> None:
+    given = statistics()
+    eval_ = at_once._calls.batch_norm_eval
+    for x in (X.double(), X.as_subclass(Own), X.to("meta"), X.to_sparse(), None):
+        assert eval_(x, *given, 1e-5, None, 0, 0.0, 0.0) is None
+    assert eval_(X, given[0].to("meta"), *given[1:], 1e-5, None, 0, 0.0, 0.0) is None
+    assert LAUNCHED == []
+    with pytest.raises(TypeError, match="10 arguments"):
+        eval_(X)
