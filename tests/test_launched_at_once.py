@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import normswap
 from normswap import nodes
 from normswap.activation import CODES
 from normswap.ops import at_once, dispatch
@@ -137,7 +138,7 @@ LATER["padding of zeros no more"] = lambda m: (
 def outcome(model: Any, x: Tensor) -> Any:
     try:
         return model(x)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
         return type(error), str(error).partition("\n")[0]
 
 
@@ -244,6 +245,49 @@ def test_a_batch_norm_by_running_statistics(layout: torch.memory_format, affine:
     expected = F.batch_norm(x, *given, False, 0.0, 1e-5)
     torch.testing.assert_close(out, F.relu(expected if behind is None else expected + behind))
     assert out.stride() == x.stride() and LAUNCHED == ["batch_norm"]
+
+
+ENDING_LATER: dict[str, Callable[[Any], object]] = {
+    "a hook on the activation": lambda m: m.act.register_forward_hook(lambda module, given, out: out * 2),
+    "a hook on what hands on": lambda m: m.drop.register_forward_pre_hook(lambda module, given: (given[0] * 2,)),
+    "another activation": put("act", nn.Softplus()),
+    "a dropout that is on": put("drop", nn.Dropout(1.0)),
+    "hidden on the instance": lambda m: m.__dict__.update(act=torch.neg),
+    "in training": lambda m: m.train(),
+    "no statistics": registered_as("running_mean", "_buffers", None),
+    "statistics of another class": lambda m: m._buffers.update(running_mean=m.running_mean.as_subclass(Own)),
+    "of float64": lambda m: m.double(),
+}
+
+
+@pytest.mark.parametrize("act", (nn.ReLU(), nn.SiLU(), nn.LeakyReLU(0.2)))
+def test_a_norm_that_ends_in_an_activation(act: nn.Module) -> None:
+    model = drawn(lambda: NormAct(act))
+    fast = normswap.apply(model, normswap.plan(model))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(fast(X), model(X), rtol=1e-5, atol=1e-5)
+    assert LAUNCHED == ["batch_norm"] * 2
+    torch.testing.assert_close(fast(X), model(X), rtol=1e-5, atol=1e-5)  # with gradients
+    with torch.no_grad():
+        assert outcome(fast, X[0]) == outcome(model, X[0])
+        torch.testing.assert_close(torch.vmap(fast)(X[None]), torch.vmap(model)(X[None]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(_hooked(fast, X), _hooked(model, X), rtol=1e-5, atol=1e-5)
+    assert LAUNCHED == ["batch_norm"] * 2
+
+
+@pytest.mark.parametrize("what", ENDING_LATER)
+def test_a_norm_whose_ending_is_another_by_now_is_left_to_python(what: str) -> None:
+    model = drawn(NormAct)
+    fast = normswap.apply(model, normswap.plan(model))
+    with torch.no_grad():
+        fast(X)
+        assert LAUNCHED == ["batch_norm"]
+        for one in (model, fast):
+            ENDING_LATER[what](one)
+        ours, theirs = outcome(fast, X), outcome(model, X)
+    assert LAUNCHED == ["batch_norm"]
+    assert ours == theirs if isinstance(theirs, tuple) else torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_what_it_is_not_given_is_left_to_python() -> None:

@@ -7,6 +7,7 @@
 
 #include <limits>
 
+#include "batch_norm.h"
 #include "convolution.h"
 #include "folded_linear.h"
 #include "launches.h"
@@ -127,13 +128,6 @@ int64_t dims_of(PyObject* shape, const Given& g) {
     if (PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i)) != sizes[i]) return -1;
   }
   return dims;
-}
-
-bool contains(PyObject* numbers, int64_t number) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers); ++i) {
-    if (PyLong_AsLongLong(PyTuple_GET_ITEM(numbers, i)) == number) return true;
-  }
-  return false;
 }
 
 // What a BatchNorm that learns from this batch has besides; false for another.
@@ -326,6 +320,7 @@ PyObject* norm_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
 }
 
 PyTypeObject norm_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Norm", sizeof(Norm)};
+PyTypeObject ending_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Ending", sizeof(Ending)};
 PyTypeObject convolution_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Convolution", sizeof(Convolution)};
 
 // configure(variables of torch.nn.modules.module, of forward_ad, {class that hands on: it is a dropout}, {activation:
@@ -377,6 +372,7 @@ PyMODINIT_FUNC PyInit__normswap_calls() {
   PyObject* module = PyModule_Create(&module_def);
   if (module == nullptr) return nullptr;
   const bool added = add_callable(module, norm_type, "Norm", norm_new) &&
+                     add_callable(module, ending_type, "Ending", ending_new) &&
                      add_callable(module, convolution_type, "Convolution", convolution_new);
   if (!added) Py_CLEAR(module);
   return module;

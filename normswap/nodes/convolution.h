@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/Context.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "launches.h"
 
@@ -29,9 +28,6 @@ struct ConvolutionNames {
   PyObject* dilation = PyUnicode_InternFromString("dilation");
   PyObject* groups = PyUnicode_InternFromString("groups");
   PyObject* mode = PyUnicode_InternFromString("padding_mode");
-  PyObject* weight = PyUnicode_InternFromString("weight");
-  PyObject* bias = PyUnicode_InternFromString("bias");
-  PyObject* eps = PyUnicode_InternFromString("eps");
 };
 
 const ConvolutionNames& convolution_names() {
@@ -43,13 +39,6 @@ struct Tensors {
   Tensor input, weight, residual;
   std::array<Tensor, 5> of_channels;  // as ConvolutionCall has them
 };
-
-// A tensor that is registered, undefined for None; false where it is kept elsewhere.
-bool take_registered(PyObject* own, PyObject* kind, PyObject* name, Tensor& tensor) {
-  PyObject* kept = found(own, kind);
-  PyObject* value = kept == nullptr || found(own, name) != nullptr ? nullptr : found(kept, name);
-  return value != nullptr && take(value, tensor);
-}
 
 bool set_pair(PyObject* own, PyObject* name, int64_t (&pair)[2]) {
   PyObject* given = found(own, name);
@@ -65,19 +54,20 @@ bool set_pair(PyObject* own, PyObject* name, int64_t (&pair)[2]) {
 bool set_convolution(const Convolution& c, PyObject* module, Tensors& t, ConvolutionCall& call) {
   if (module == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(module)) != c[kClass]) return false;
   const ConvolutionNames& names = convolution_names();
+  const Names& modules = known().names;
   const Owned own = dict_of(module);
   PyObject* inner = c[kInner];  // the method that its forward calls: its name, the function and its code
   if (!is_plain(module, own) || found(own, PyTuple_GET_ITEM(inner, 0)) != nullptr ||
       !is_unchanged(c[kClass], PyTuple_GET_ITEM(inner, 0), PyTuple_GET_ITEM(inner, 1), PyTuple_GET_ITEM(inner, 2))) {
     return false;
   }
-  PyObject *mode = found(own, names.mode), *groups = found(own, names.groups), *parameters = known().names.parameters;
+  PyObject *mode = found(own, names.mode), *groups = found(own, names.groups), *parameters = modules.parameters;
   if (mode == nullptr || !PyUnicode_Check(mode) || PyUnicode_CompareWithASCIIString(mode, "zeros") != 0) return false;
   if (groups == nullptr || !PyLong_CheckExact(groups)) return false;
   call.groups = PyLong_AsLongLong(groups);
   return set_pair(own, names.stride, call.stride) && set_pair(own, names.padding, call.padding) &&
-         set_pair(own, names.dilation, call.dilation) && take_registered(own, parameters, names.weight, t.weight) &&
-         take_registered(own, parameters, names.bias, t.of_channels[4]) && t.weight.defined();
+         set_pair(own, names.dilation, call.dilation) && take_registered(own, parameters, modules.weight, t.weight) &&
+         take_registered(own, parameters, modules.bias, t.of_channels[4]) && t.weight.defined();
 }
 
 // The norm, which may be called anything behind that is not hidden by one of these names.
@@ -85,16 +75,9 @@ bool set_norm(const Convolution& c, PyObject* module, Tensors& t, ConvolutionCal
   if (module == nullptr) return false;
   PyObject* stands = stands_for(c[kNorms], c[kIsNorm], module);
   if (stands == nullptr || !is_called_as(reinterpret_cast<PyObject*>(Py_TYPE(module)), PyTuple_GET_ITEM(stands, 4))) return false;
-  const ConvolutionNames& names = convolution_names();
-  const Names& modules = known().names;
   const Owned own = dict_of(module);
-  PyObject *training = found(own, modules.training), *eps = found(own, names.eps);
-  if (!is_bare(own) || training != Py_False || eps == nullptr || !PyFloat_Check(eps)) return false;
-  call.eps = PyFloat_AS_DOUBLE(eps);
-  return call.eps > 0 && take_registered(own, modules.buffers, modules.statistics[1], t.of_channels[0]) &&
-         take_registered(own, modules.buffers, modules.statistics[0], t.of_channels[1]) &&
-         take_registered(own, modules.parameters, names.weight, t.of_channels[2]) &&
-         take_registered(own, modules.parameters, names.bias, t.of_channels[3]);
+  auto& [var, mean, weight, bias, _] = t.of_channels;
+  return is_bare(own) && set_fixed(own, call.eps, {&mean, &var, &weight, &bias});
 }
 
 // The child of a module, or the child of a child; null: there is none, or something hides it.
@@ -104,12 +87,6 @@ PyObject* child_at(PyObject* children, PyObject* path) {
   const Owned own = dict_of(child);
   PyObject *name = PyTuple_GET_ITEM(path, 1), *inner = found(own, known().names.modules);
   return inner == nullptr || found(own, name) != nullptr ? nullptr : found(inner, name);
-}
-
-// Whether a mode has a say in what an op does, or somebody wants gradients or other kernels.
-bool any_say() {
-  return at::GradMode::is_enabled() || at::autocast::is_autocast_enabled(at::kCUDA) || any_mode() ||
-         c10::impl::TorchDispatchModeTLS::any_modes_set() || at::globalContext().deterministicAlgorithms();
 }
 
 Tensor launched(const Tensors& t, ConvolutionCall& call) {
@@ -125,7 +102,8 @@ Tensor launched(const Tensors& t, ConvolutionCall& call) {
 // The result, None where Python is to find out what it is.
 PyObject* convolved(const Convolution& c, PyObject* owner, PyObject* packed) {
   const Names& names = known().names;
-  if (any_say() || any_global_hook()) return none();
+  const bool otherwise = at::autocast::is_autocast_enabled(at::kCUDA) || at::globalContext().deterministicAlgorithms();
+  if (any_say() || otherwise || any_global_hook()) return none();
   const Owned owners = dict_of(owner);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(c[kHides]); ++i) {
     if (found(owners, PyTuple_GET_ITEM(c[kHides], i)) != nullptr) return none();
@@ -136,7 +114,7 @@ PyObject* convolved(const Convolution& c, PyObject* owner, PyObject* packed) {
     PyObject* child = child_at(children, PyTuple_GET_ITEM(c[kHandsOn], i));
     if (child == nullptr || !hands_on(child)) return none();
   }
-  PyObject* acting = c[kEnds] == Py_None ? nullptr : child_at(children, c[kEnds]);
+  const Owned acting = kept(c[kEnds] == Py_None ? nullptr : child_at(children, c[kEnds]));
   if (c[kEnds] != Py_None && acting == nullptr) return none();
   Activation activation;
   Tensors t;
@@ -155,8 +133,7 @@ PyObject* convolved(const Convolution& c, PyObject* owner, PyObject* packed) {
   const auto& [var, mean, weight, bias, own_bias] = t.of_channels;
   if (!take(x, t.input) || !t.input.defined()) return none();
   if (!all_beside(t.input, t.weight, t.residual, var, mean, weight, bias, own_bias)) return none();
-  const Tensor out = launched(t, call);
-  return out.defined() ? THPVariable_Wrap(out) : none();
+  return wrapped(launched(t, call));
 }
 
 // --- for Python -------------------------------------------------------------------------------------------------------

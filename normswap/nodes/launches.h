@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "abi/calls.h"
 #include "python.h"
@@ -65,24 +66,29 @@ bool all_beside(const Tensor& input, const Others&... others) {
   return ((!others.defined() || others.device() == input.device()) && ...);
 }
 
-// batch_norm_eval(x, running_mean, running_var, weight, bias, eps, residual, activation, low, high): the result, or None.
-PyObject* batch_norm_eval(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  if (count != 10) return PyErr_Format(PyExc_TypeError, "batch_norm_eval takes 10 arguments");
-  Tensor x, mean, var, weight, bias, residual;
-  const bool taken = take(given[0], x) && take(given[1], mean) && take(given[2], var) && take(given[3], weight) &&
-                     take(given[4], bias) && take(given[6], residual) && x.defined();
-  if (!taken || launchers().batch_norm == nullptr || !all_beside(x, mean, var, weight, bias, residual)) return none();
-  normswap::BatchNormCall call{view_of(x), view_of(residual), view_of(mean), view_of(var), view_of(weight), view_of(bias)};
-  call.eps = PyFloat_AsDouble(given[5]);
-  call.activation = static_cast<int32_t>(PyLong_AsLong(given[7]));
-  call.low = static_cast<float>(PyFloat_AsDouble(given[8]));
-  call.high = static_cast<float>(PyFloat_AsDouble(given[9]));
-  if (PyErr_Occurred()) return nullptr;
-  if (!launchers().batch_norm_takes(&call)) return none();
-  const auto launch = [&](void* out, int32_t device) { return launchers().batch_norm(&call, out, device); };
-  return THPVariable_Wrap(filled("normswap::batch_norm_eval", x.sizes(), x.strides(), x, launch));
-  END_HANDLE_TH_ERRORS
+// A tensor that is registered, undefined for None; false where it is kept elsewhere.
+bool take_registered(PyObject* own, PyObject* kind, PyObject* name, Tensor& tensor) {
+  PyObject* kept = found(own, kind);
+  PyObject* value = kept == nullptr || found(own, name) != nullptr ? nullptr : found(kept, name);
+  return value != nullptr && take(value, tensor);
+}
+
+// Whether a mode has a say in what an op does, or somebody wants gradients.
+bool any_say() {
+  return at::GradMode::is_enabled() || any_mode() || c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+// Of a BatchNorm in eval: eps, and of `tensors` running mean and variance, weight and bias; false for another.
+bool set_fixed(PyObject* own, double& eps, const std::array<Tensor*, 4>& tensors) {
+  const Names& names = known().names;
+  PyObject *training = found(own, names.training), *number = found(own, names.eps);
+  if (training != Py_False || number == nullptr || !PyFloat_Check(number)) return false;
+  eps = PyFloat_AS_DOUBLE(number);
+  const auto& [mean, var, weight, bias] = tensors;
+  return eps > 0 && take_registered(own, names.buffers, names.statistics[0], *mean) &&
+         take_registered(own, names.buffers, names.statistics[1], *var) &&
+         take_registered(own, names.parameters, names.weight, *weight) &&
+         take_registered(own, names.parameters, names.bias, *bias) && mean->defined() && var->defined();
 }
 
 }  // namespace

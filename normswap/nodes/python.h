@@ -60,6 +60,9 @@ struct Names {
   PyObject* forward = PyUnicode_InternFromString("forward");
   PyObject* call = PyUnicode_InternFromString("__call__");
   PyObject* training = PyUnicode_InternFromString("training");
+  PyObject* weight = PyUnicode_InternFromString("weight");
+  PyObject* bias = PyUnicode_InternFromString("bias");
+  PyObject* eps = PyUnicode_InternFromString("eps");
   PyObject* p = PyUnicode_InternFromString("p");
   PyObject* momentum = PyUnicode_InternFromString("momentum");
   PyObject* tracks = PyUnicode_InternFromString("track_running_stats");
@@ -167,6 +170,13 @@ PyObject* stands_for(PyObject* classes, PyObject* stands, PyObject* module) {
   }
   const auto item = [&](int i) { return PyTuple_GET_ITEM(kept, i); };
   return kept != Py_None && is_unchanged(item(0), item(1), item(2), item(3)) ? kept : nullptr;
+}
+
+bool contains(PyObject* numbers, int64_t number) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers); ++i) {
+    if (PyLong_AsLongLong(PyTuple_GET_ITEM(numbers, i)) == number) return true;
+  }
+  return false;
 }
 
 // Whether `ask()` gives what it gave.
@@ -286,6 +296,8 @@ bool any_mode() {
 }
 
 IValue optional(const Tensor& t) { return t.defined() ? IValue(t) : IValue(); }
+
+PyObject* wrapped(const Tensor& t) { return t.defined() ? THPVariable_Wrap(t) : none(); }
 
 PyObject* wrapped(const IValue& value) { return value.isTensor() ? THPVariable_Wrap(value.toTensor()) : none(); }
 

@@ -94,10 +94,29 @@ class Convolution:
         return calls.Convolution(fields)  # type: ignore[no-any-return]
 
 
+@dataclass
+class Ending:
+    """How C++ calls, in eval, a BatchNorm that calls children behind the norm: of (module, input)."""
+
+    passes: tuple[str, ...]
+    last: str | None
+    """The child that is an activation, if any."""
+    activation_of: Callable[[Any], Any]
+    callees: Callable[[], tuple[Any, ...]]
+    called: tuple[Any, ...]
+    ranks: tuple[int, ...]
+    """Of its input."""
+
+    def made(self, calls: Any) -> Callable[[Any, Any], Any]:
+        """Its object in C++."""
+        fields = (self.passes, self.last, self.activation_of, self.callees, self.called, self.ranks)
+        return calls.Ending(fields)  # type: ignore[no-any-return]
+
+
 class AtOnce:
     """``call(module, input)``, or (owner, packed) of a region: all of it, or None."""
 
-    def __init__(self, norm: Norm | Convolution | None) -> None:
+    def __init__(self, norm: Norm | Convolution | Ending | None) -> None:
         self.norm, self.call = norm, _declines
         if norm is not None:
             _every.add(self)

@@ -20,8 +20,10 @@ from normswap.forwards.plain import calls_forward
 from normswap.forwards.replaced import Replaced
 from normswap.installed import called_class, how_called, is_called_as
 from normswap.kinds import NORMS
+from normswap.ops.at_once import AtOnce
+from normswap.ops.at_once import Ending as InOneStep
 from normswap.ops.dispatch import DTYPES, direct
-from normswap.regions.activations import activation_of
+from normswap.regions.activations import activation_of, numbers_of
 from normswap.regions.children import hands_on
 from normswap.regions.flow import Attribute, Constant, Value
 from normswap.regions.growing import child_called
@@ -147,6 +149,8 @@ class Short:
         self.ranks = next((ranks for known, ranks in RANKS.items() if issubclass(cls, known)), ())
         self.callees, self.called = callees, callees()
         self.known = is_behind(cls, behind) and _BATCH_NORM in self.called
+        how = tuple(self.passes), self.last or None, numbers_of, callees, self.called, self.ranks
+        self.at_once = AtOnce(InOneStep(*how) if self.known else None)
 
     def __call__(self, norm: Any, x: Any) -> Tensor | None:
         own = norm.__dict__
@@ -175,7 +179,9 @@ class Short:
 
         def forward(norm: Any, *args: Any, **kwargs: Any) -> Any:
             if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-                out = self(norm, args[0])
+                out = self.at_once.call(norm, args[0])
+                if out is None:
+                    out = self(norm, args[0])
                 if out is not None:
                     return out
             return general(norm, *args, **kwargs)
