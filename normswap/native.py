@@ -98,7 +98,7 @@ def _resolve(build: bool) -> NativeStatus:
             _status = _find(compiling)
             if _status.available:
                 while _on_load:
-                    _on_load.pop()()
+                    _on_load.pop(0)()
             _available = _status.available
             _compiled_in_vain = compiling and not _available
         return _status

@@ -78,6 +78,7 @@ OF_TESTS = {
     "test_group_backward.py": ("row", "column", PYTHON),
     "test_train_casts.py": ("row", "column", PYTHON),
     "test_convolution.py": ("batch", PYTHON),
+    "test_launched.py": ("batch", PYTHON),
 }
 """What files of tests/gpu depend on; those that are not named here, on everything."""
 

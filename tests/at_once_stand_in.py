@@ -126,8 +126,8 @@ def calls(short_way: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, .
     seen: list[tuple[Any, ...]] = []
     made = at_once.Norm.made
 
-    def noted(self: at_once.Norm, make: Any) -> Callable[[Any, Any], Any]:
-        call = made(self, make)
+    def noted(self: at_once.Norm, calls: Any) -> Callable[[Any, Any], Any]:
+        call = made(self, calls)
 
         def kept(owner: Any, packed: Any) -> Any:
             seen[:] = [(call, owner, packed)]

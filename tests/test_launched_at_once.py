@@ -201,6 +201,7 @@ MODES: dict[str, Callable[[Any, Tensor], Any]] = {
     "forward mode": run(forward_ad.dual_level),
     "vmap": lambda fast, x: torch.no_grad()(torch.vmap(fast))(x[None])[0],
     "a tensor of another class": lambda fast, x: torch.no_grad()(fast)(x.as_subclass(Own)).as_subclass(Tensor),
+    "a negated view": lambda fast, x: torch.no_grad()(fast)(torch._neg_view(-x)),
     "a trace": lambda fast, x: torch.jit.trace(fast, x, check_trace=False)(x).detach(),
     "a hook for all modules": lambda fast, x: _hooked(fast, x),
 }
@@ -293,7 +294,7 @@ def test_a_norm_whose_ending_is_another_by_now_is_left_to_python(what: str) -> N
 def test_what_it_is_not_given_is_left_to_python() -> None:
     given = statistics()
     eval_ = at_once._calls.batch_norm_eval
-    for x in (X.double(), X.as_subclass(Own), X.to("meta"), X.to_sparse(), None):
+    for x in (X.double(), X.as_subclass(Own), X.to("meta"), X.to_sparse(), torch._neg_view(X), None):
         assert eval_(x, *given, 1e-5, None, 0, 0.0, 0.0) is None
     assert eval_(X, given[0].to("meta"), *given[1:], 1e-5, None, 0, 0.0, 0.0) is None
     assert LAUNCHED == []

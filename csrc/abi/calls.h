@@ -6,7 +6,7 @@
 
 namespace normswap {
 
-// A tensor; data == nullptr: absent.
+// A tensor; sizes == nullptr: absent (one without elements has no data).
 struct View {
   const void* data;
   const int64_t *sizes, *strides;

@@ -64,8 +64,12 @@ inline OptionalTensor on_boundary(const OptionalTensor& t) {
 
 inline const void* data_or_null(const OptionalTensor& t) { return t.has_value() ? t->const_data_ptr() : nullptr; }
 
+inline bool is_beside(const Tensor& t, const Tensor& input) {
+  return t.is_cuda() && t.get_device_index() == input.get_device_index();
+}
+
 inline void check_beside(const char* op, const char* name, const Tensor& t, const Tensor& input) {
-  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == input.get_device_index(), op, ": ", name,
+  STD_TORCH_CHECK(is_beside(t, input), op, ": ", name,
                   " must be on the input's device, cuda:", input.get_device_index());
 }
 

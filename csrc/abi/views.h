@@ -22,6 +22,8 @@ inline View view_of(const OptionalTensor& t) {
           other ? -1 : static_cast<int32_t>(known)};
 }
 
+inline bool is_absent(const View& t) { return t.sizes == nullptr; }
+
 inline int64_t numel(const View& t) {
   int64_t count = 1;
   for (int64_t d = 0; d < t.dims; ++d) count *= t.sizes[d];
@@ -55,11 +57,11 @@ inline bool is_channels_last(const View& t) {
 
 // One value a channel, of this dtype; it may be absent.
 inline bool is_vector(const View& t, int64_t channels, int32_t dtype) {
-  return t.data == nullptr || (t.dtype == dtype && numel(t) == channels && is_contiguous(t));
+  return is_absent(t) || (t.dtype == dtype && numel(t) == channels && is_contiguous(t));
 }
 
 inline ChannelVector vector_of(const View& t) {
-  return {t.data, t.data == nullptr ? DType::f32 : static_cast<DType>(t.dtype)};
+  return {t.data, is_absent(t) ? DType::f32 : static_cast<DType>(t.dtype)};
 }
 
 inline bool is_activation(int32_t code) { return code >= 0 && code <= static_cast<int32_t>(Activation::tanh); }

@@ -6,7 +6,7 @@
 namespace normswap {
 namespace {
 
-bool lie_alike(const View& one, const View& other) {
+bool same_layout(const View& one, const View& other) {
   if (one.dims != other.dims || one.dtype != other.dtype) return false;
   for (int64_t d = 0; d < one.dims; ++d) {
     if (one.sizes[d] != other.sizes[d] || (one.sizes[d] > 1 && one.strides[d] != other.strides[d])) return false;
@@ -20,10 +20,10 @@ bool batch_norm_of(const BatchNormCall& call, BatchNormEval& n) {
   if (input.dims < 2 || input.dtype < 0 || numel(input) == 0 || input.sizes[1] > kMaxBatchNormChannels) return false;
   const bool contiguous = is_contiguous(input);
   if (!contiguous && !is_channels_last(input)) return false;
-  if (call.residual.data != nullptr && !lie_alike(call.residual, input)) return false;
-  if (call.running_mean.data == nullptr || call.running_var.data == nullptr || !is_activation(call.activation)) return false;
+  if (!is_absent(call.residual) && !same_layout(call.residual, input)) return false;
+  if (is_absent(call.running_mean) || is_absent(call.running_var) || !is_activation(call.activation)) return false;
   for (const View* t : {&call.running_mean, &call.running_var, &call.weight, &call.bias}) {
-    if (t->data != nullptr && (t->dtype < 0 || !is_vector(*t, input.sizes[1], t->dtype))) return false;
+    if (!is_absent(*t) && (t->dtype < 0 || !is_vector(*t, input.sizes[1], t->dtype))) return false;
   }
   n.x = input.data;
   n.residual = call.residual.data;
@@ -40,15 +40,11 @@ bool batch_norm_of(const BatchNormCall& call, BatchNormEval& n) {
   return true;
 }
 
-bool is_beside(const OptionalTensor& t, const Tensor& input) {
-  return !t.has_value() || (t->is_cuda() && t->get_device_index() == input.get_device_index());
-}
-
 OptionalTensor batch_norm_eval_or_none(const Tensor& input, const Tensor& running_mean, const Tensor& running_var,
                                        const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                        const OptionalTensor& residual, int64_t activation, double low, double high) {
   for (const OptionalTensor& t : {OptionalTensor(running_mean), OptionalTensor(running_var), weight, bias, residual}) {
-    if (!is_beside(t, input)) return std::nullopt;
+    if (t.has_value() && !is_beside(*t, input)) return std::nullopt;
   }
   const ActivationArgs acts = activation_of("batch_norm_eval", activation, low, high);
   const BatchNormCall call{view_of(input), view_of(residual), view_of(running_mean), view_of(running_var), view_of(weight),

@@ -44,10 +44,6 @@ struct Site {
   bool plain() const { return activation.code == Activation::none; }
 };
 
-bool is_beside(const Tensor& t, const Tensor& input) {
-  return t.is_cuda() && t.get_device_index() == input.get_device_index();
-}
-
 // Whether PyTorch's ops would take these together: a norm's tensors of one dtype, the convolution's or float32.
 bool dtypes_fit(const Site& s, ScalarType dtype) {
   const auto is = [](const OptionalTensor& t, ScalarType wanted) { return !t.has_value() || t->scalar_type() == wanted; };

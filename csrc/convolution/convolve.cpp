@@ -11,6 +11,8 @@ namespace {
 
 using Sizes = std::array<int64_t, 4>;
 
+constexpr int64_t kLongest = 1 << 15;  // stride, padding, dilation and kernel, so that their products are ints
+
 // Whether the kernel can read it: (batch, height, width, channels) from a multiple of 16 bytes on.
 bool is_image(const View& t) {
   return t.dims == 4 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && is_channels_last(t);
@@ -23,8 +25,9 @@ bool fit(const ConvolutionCall& call, int64_t channels) {
   for (int i = 0; i < 4; ++i) {
     if (!is_vector(call.of_channels[i], channels, kept)) return false;
   }
-  return call.of_channels[0].data != nullptr && call.of_channels[1].data != nullptr &&
-         is_vector(call.of_channels[4], channels, dtype);
+  const View& bias = call.of_channels[4];
+  return !is_absent(call.of_channels[0]) && !is_absent(call.of_channels[1]) && is_vector(bias, channels, dtype) &&
+         (is_absent(bias) || bias.dims == 1);
 }
 
 bool set_geometry(const ConvolutionCall& call, Convolve& c, Sizes& sizes) {
@@ -32,9 +35,11 @@ bool set_geometry(const ConvolutionCall& call, Convolve& c, Sizes& sizes) {
   const View &input = call.input, &weight = call.weight;
   const int64_t in = input.sizes[1], out = weight.sizes[0], groups = call.groups;
   if (in == 0 || out == 0 || in % 8 != 0 || out % 8 != 0 || groups < 1 || in != weight.sizes[1] * groups) return false;
+  constexpr int64_t most = std::numeric_limits<int>::max() / 2;
   sizes = {input.sizes[0], out, 0, 0};
   for (int d = 0; d < 2; ++d) {
-    const int64_t taps = weight.sizes[2 + d];
+    const int64_t taps = weight.sizes[2 + d], step = call.stride[d], pad = call.padding[d], apart = call.dilation[d];
+    if (pad < 0 || apart < 1 || std::max({step, pad, apart, taps}) > kLongest) return false;
     const int64_t room = input.sizes[2 + d] + 2 * call.padding[d] - call.dilation[d] * (taps - 1) - 1;
     if (call.stride[d] < 1 || taps < 1 || room < 0) return false;
     sizes[2 + d] = room / call.stride[d] + 1;
@@ -51,7 +56,6 @@ bool set_geometry(const ConvolutionCall& call, Convolve& c, Sizes& sizes) {
   c.out_width = narrow(sizes[3]);
   c.out_channels = narrow(out);
   c.groups = narrow(groups);
-  constexpr int64_t most = std::numeric_limits<int>::max() / 2;
   const int64_t pixels = sizes[0] * input.sizes[2] * input.sizes[3], weights = out * weight.sizes[1] * c.kernel[0] * c.kernel[1];
   if (pixels == 0 || pixels > most || sizes[0] * sizes[2] * sizes[3] > most || weights > most) return false;
   const bool by_eights = in / groups % 8 == 0 && out / groups % 8 == 0;
@@ -63,9 +67,9 @@ bool convolve_of(const ConvolutionCall& call, Convolve& c, Sizes& sizes) {
   const View &input = call.input, &residual = call.residual;
   const int32_t dtype = input.dtype;
   if (dtype != static_cast<int32_t>(DType::f16) && dtype != static_cast<int32_t>(DType::bf16)) return false;
-  if (call.weight.data == nullptr || call.weight.dtype != dtype || !is_image(input) || !is_image(call.weight)) return false;
+  if (call.weight.dtype != dtype || !is_image(input) || !is_image(call.weight)) return false;
   if (!set_geometry(call, c, sizes) || !fit(call, sizes[1])) return false;
-  if (residual.data != nullptr) {
+  if (!is_absent(residual)) {
     const bool alike = residual.dtype == dtype && is_image(residual);
     if (!alike || !std::equal(sizes.begin(), sizes.end(), residual.sizes)) return false;
   }

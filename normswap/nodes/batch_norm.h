@@ -8,7 +8,7 @@ namespace {
 // Undefined where the kernel does not take it; eps and activation are the call's.
 Tensor batch_norm(normswap::BatchNormCall& call, const Tensor& x, const Tensor& residual, const Tensor& mean, const Tensor& var,
                   const Tensor& weight, const Tensor& bias) {
-  if (launchers().batch_norm == nullptr || !all_beside(x, mean, var, weight, bias, residual)) return {};
+  if (launchers().batch_norm == nullptr || !all_readable(x, mean, var, weight, bias, residual)) return {};
   call.input = view_of(x), call.residual = view_of(residual), call.running_mean = view_of(mean);
   call.running_var = view_of(var), call.weight = view_of(weight), call.bias = view_of(bias);
   if (!launchers().batch_norm_takes(&call)) return {};
@@ -51,7 +51,7 @@ PyObject* ended(const Ending& e, PyObject* norm, PyObject* given) {
   if (children == nullptr) return none();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(e[kPassing]); ++i) {
     PyObject* name = PyTuple_GET_ITEM(e[kPassing], i);
-    PyObject* child = found(own, name) == nullptr ? found(children, name) : nullptr;
+    const Owned child = kept(found(own, name) == nullptr ? found(children, name) : nullptr);
     if (child == nullptr || !hands_on(child)) return none();
   }
   Owned last;

@@ -40,6 +40,13 @@ struct Tensors {
   std::array<Tensor, 5> of_channels;  // as ConvolutionCall has them
 };
 
+// Whether C++ holds the numbers that were read.
+bool is_held() {
+  if (PyErr_Occurred() == nullptr) return true;
+  PyErr_Clear();
+  return false;
+}
+
 bool set_pair(PyObject* own, PyObject* name, int64_t (&pair)[2]) {
   PyObject* given = found(own, name);
   if (given == nullptr || !PyTuple_CheckExact(given) || PyTuple_GET_SIZE(given) != 2) return false;
@@ -48,7 +55,7 @@ bool set_pair(PyObject* own, PyObject* name, int64_t (&pair)[2]) {
     if (!PyLong_CheckExact(number)) return false;
     pair[d] = PyLong_AsLongLong(number);
   }
-  return true;
+  return is_held();
 }
 
 bool set_convolution(const Convolution& c, PyObject* module, Tensors& t, ConvolutionCall& call) {
@@ -65,12 +72,12 @@ bool set_convolution(const Convolution& c, PyObject* module, Tensors& t, Convolu
   if (mode == nullptr || !PyUnicode_Check(mode) || PyUnicode_CompareWithASCIIString(mode, "zeros") != 0) return false;
   if (groups == nullptr || !PyLong_CheckExact(groups)) return false;
   call.groups = PyLong_AsLongLong(groups);
-  return set_pair(own, names.stride, call.stride) && set_pair(own, names.padding, call.padding) &&
+  return is_held() && set_pair(own, names.stride, call.stride) && set_pair(own, names.padding, call.padding) &&
          set_pair(own, names.dilation, call.dilation) && take_registered(own, parameters, modules.weight, t.weight) &&
          take_registered(own, parameters, modules.bias, t.of_channels[4]) && t.weight.defined();
 }
 
-// The norm, which may be called anything behind that is not hidden by one of these names.
+// The norm; what it calls behind is asked for by path.
 bool set_norm(const Convolution& c, PyObject* module, Tensors& t, ConvolutionCall& call) {
   if (module == nullptr) return false;
   PyObject* stands = stands_for(c[kNorms], c[kIsNorm], module);
@@ -81,20 +88,22 @@ bool set_norm(const Convolution& c, PyObject* module, Tensors& t, ConvolutionCal
 }
 
 // The child of a module, or the child of a child; null: there is none, or something hides it.
-PyObject* child_at(PyObject* children, PyObject* path) {
-  PyObject* child = found(children, PyTuple_GET_ITEM(path, 0));
+Owned child_at(PyObject* children, PyObject* path) {
+  Owned child = kept(found(children, PyTuple_GET_ITEM(path, 0)));
   if (child == nullptr || PyTuple_GET_SIZE(path) == 1) return child;
   const Owned own = dict_of(child);
   PyObject *name = PyTuple_GET_ITEM(path, 1), *inner = found(own, known().names.modules);
-  return inner == nullptr || found(own, name) != nullptr ? nullptr : found(inner, name);
+  return inner == nullptr || found(own, name) != nullptr ? Owned() : kept(found(inner, name));
 }
 
-Tensor launched(const Tensors& t, ConvolutionCall& call) {
+Tensor launched(const Tensors& t, ConvolutionCall& call, bool residual_first) {
   call.input = view_of(t.input), call.weight = view_of(t.weight), call.residual = view_of(t.residual);
   for (size_t i = 0; i < t.of_channels.size(); ++i) call.of_channels[i] = view_of(t.of_channels[i]);
   std::array<int64_t, 4> sizes{};
   if (launchers().convolve == nullptr || !launchers().convolution_sizes(&call, sizes.data())) return {};
   const std::array<int64_t, 4> strides{sizes[1] * sizes[2] * sizes[3], 1, sizes[1] * sizes[3], sizes[1]};
+  // A sum is laid out after its first operand.
+  if (residual_first && t.residual.strides() != at::IntArrayRef(strides)) return {};
   const auto launch = [&](void* out, int32_t device) { return launchers().convolve(&call, out, device); };
   return filled("normswap::convolution_batch_norm_eval", sizes, strides, t.input, launch);
 }
@@ -111,16 +120,17 @@ PyObject* convolved(const Convolution& c, PyObject* owner, PyObject* packed) {
   const Owned children = kept(found(owners, names.modules));
   if (children == nullptr || !gives_still(c[kFunctions], c[kRead])) return none();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(c[kHandsOn]); ++i) {
-    PyObject* child = child_at(children, PyTuple_GET_ITEM(c[kHandsOn], i));
+    const Owned child = child_at(children, PyTuple_GET_ITEM(c[kHandsOn], i));
     if (child == nullptr || !hands_on(child)) return none();
   }
-  const Owned acting = kept(c[kEnds] == Py_None ? nullptr : child_at(children, c[kEnds]));
+  const Owned acting = c[kEnds] == Py_None ? Owned() : child_at(children, c[kEnds]);
   if (c[kEnds] != Py_None && acting == nullptr) return none();
   Activation activation;
   Tensors t;
   ConvolutionCall call{};
   if (!set_activation(acting, c[kNumbers], c[kEndsOf], activation)) return none();
-  if (!set_convolution(c, found(children, c[kOf]), t, call) || !set_norm(c, found(children, c[kBehind]), t, call)) return none();
+  const Owned convolution = kept(found(children, c[kOf])), norm = kept(found(children, c[kBehind]));
+  if (!set_convolution(c, convolution, t, call) || !set_norm(c, norm, t, call)) return none();
   call.activation = static_cast<int32_t>(activation.code);
   call.low = static_cast<float>(activation.low), call.high = static_cast<float>(activation.high);
   PyObject* x = packed;
@@ -132,8 +142,8 @@ PyObject* convolved(const Convolution& c, PyObject* owner, PyObject* packed) {
   }
   const auto& [var, mean, weight, bias, own_bias] = t.of_channels;
   if (!take(x, t.input) || !t.input.defined()) return none();
-  if (!all_beside(t.input, t.weight, t.residual, var, mean, weight, bias, own_bias)) return none();
-  return wrapped(launched(t, call));
+  if (!all_readable(t.input, t.weight, t.residual, var, mean, weight, bias, own_bias)) return none();
+  return wrapped(launched(t, call, c.place == 1));
 }
 
 // --- for Python -------------------------------------------------------------------------------------------------------

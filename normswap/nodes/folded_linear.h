@@ -17,21 +17,14 @@ struct Folded {
   double eps = 0.0;
 };
 
-// A tensor among parameters or buffers, undefined for None; false where it is kept elsewhere.
-bool take_from(PyObject* own, PyObject* kind, PyObject* name, Tensor& tensor) {
-  PyObject* kept = found(own, kind);
-  PyObject* value = kept == nullptr ? nullptr : found(kept, name);
-  return value != nullptr && take(value, tensor);
-}
-
 // Whether `module` is a plain one of exactly this class, and has a weight and a bias.
 bool take_plain(PyObject* module, PyObject* cls, Owned& own, Tensor& weight, Tensor& bias) {
   static PyObject *const weights = PyUnicode_InternFromString("weight"), *const biases = PyUnicode_InternFromString("bias");
   if (reinterpret_cast<PyObject*>(Py_TYPE(module)) != cls) return false;
   own = dict_of(module);
   const Names& names = known().names;
-  return is_plain(module, own) && take_from(own, names.parameters, weights, weight) &&
-         take_from(own, names.parameters, biases, bias);
+  return is_plain(module, own) && take_registered(own, names.parameters, weights, weight) &&
+         take_registered(own, names.parameters, biases, bias);
 }
 
 bool take_norm(PyObject* module, PyObject* cls, Folded& f) {
@@ -43,7 +36,7 @@ bool take_norm(PyObject* module, PyObject* cls, Folded& f) {
   PyObject *training = found(own, names.training), *number = found(own, eps);
   if (training != Py_False || number == nullptr || !PyFloat_Check(number)) return false;
   f.eps = PyFloat_AS_DOUBLE(number);
-  return f.eps > 0 && take_from(own, names.buffers, means, f.mean) && take_from(own, names.buffers, vars, f.var) &&
+  return f.eps > 0 && take_registered(own, names.buffers, means, f.mean) && take_registered(own, names.buffers, vars, f.var) &&
          f.mean.defined() && f.var.defined();
 }
 

@@ -61,16 +61,16 @@ Tensor filled(const char* name, at::IntArrayRef sizes, at::IntArrayRef strides, 
   return out;
 }
 
-template <class... Others>
-bool all_beside(const Tensor& input, const Others&... others) {
-  return ((!others.defined() || others.device() == input.device()) && ...);
+// Whether its memory holds its values, for who reads it without asking the dispatcher.
+bool is_readable(const Tensor& t) {
+  const auto keys = t.key_set();
+  return t.has_storage() && !t.is_neg() && !t._is_zerotensor() && !keys.has(c10::DispatchKey::Functionalize) &&
+         !keys.has(c10::DispatchKey::Python);
 }
 
-// A tensor that is registered, undefined for None; false where it is kept elsewhere.
-bool take_registered(PyObject* own, PyObject* kind, PyObject* name, Tensor& tensor) {
-  PyObject* kept = found(own, kind);
-  PyObject* value = kept == nullptr || found(own, name) != nullptr ? nullptr : found(kept, name);
-  return value != nullptr && take(value, tensor);
+template <class... Others>
+bool all_readable(const Tensor& input, const Others&... others) {
+  return is_readable(input) && ((!others.defined() || (is_readable(others) && others.device() == input.device())) && ...);
 }
 
 // Whether a mode has a say in what an op does, or somebody wants gradients.

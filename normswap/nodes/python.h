@@ -287,6 +287,13 @@ bool take(PyObject* object, Tensor& tensor) {
   return tensor.device().type() == known().device && tensor.layout() == at::kStrided && !tensor.is_nested();
 }
 
+// A tensor that is registered, undefined for None; false where it is kept elsewhere.
+bool take_registered(PyObject* own, PyObject* kind, PyObject* name, Tensor& tensor) {
+  PyObject* kept = found(own, kind);
+  PyObject* value = kept == nullptr || found(own, name) != nullptr ? nullptr : found(kept, name);
+  return value != nullptr && take(value, tensor);
+}
+
 // Whether a mode has a say in what an op does, other than autocast.
 bool any_mode() {
   PyObject* level = found(known().forward_ad, known().names.level);

@@ -185,15 +185,16 @@ _ALSO_AUTOGRAD = ("batch_norm_eval", "convolution_batch_norm_eval", "convolution
 
 
 def _seen_by_modes(op: Callable[..., Any], quick: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """``op`` past autograd's key where there is a TorchDispatchMode, whose key comes behind that; else ``quick``, if
-    there is a way past the dispatcher."""
-    modes, quick = torch._C._len_torch_dispatch_stack, quick or op
+    """``op`` past autograd's key where there is a TorchDispatchMode, whose key comes behind that; where there is no
+    mode at all ``quick``, if there is such a way past the dispatcher."""
+    modes, functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+    quick = quick or op
 
     def call(*args: Any) -> Any:
         if modes():
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args)
-        return quick(*args)
+        return op(*args) if functions() else quick(*args)
 
     return call
 

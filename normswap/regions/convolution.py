@@ -95,9 +95,7 @@ class Directly:
 
     def laid_out(self, out: Tensor | None, behind: Tensor | None) -> Tensor | None:
         """The result as PyTorch lays it out: after the first operand of a sum."""
-        if out is None or behind is None or self.at != 1 or lie_in_one_format(out, behind):
-            return out
-        return laid_out_as(out, behind)
+        return out if out is None or behind is None or self.at != 1 else laid_out_as(out, behind)
 
     def given(self, packed: Any, x: Any) -> Any:
         """``packed`` with ``x`` as the input of the convolution."""
@@ -145,7 +143,7 @@ class Directly:
             return None
         if not _KNOWN.issuperset(map(type, (*tensors, behind))):
             return None
-        if self.at == 1 and behind is not None and not lie_in_one_format(behind):  # the sum lies in another way
+        if self.at == 1 and behind is not None and not lies_in_a_format(behind):  # the sum lies in another way
             return None
         return tensors, numbers, (n["eps"], low, high), behind
 
@@ -156,12 +154,10 @@ class Directly:
         return activation_of(acting) if self.way == ops.convolution.WAYS["scaled"] else None
 
 
-def lie_in_one_format(*tensors: Tensor) -> bool:
-    """Whether all are contiguous in one memory format."""
-    if all(one.is_contiguous() for one in tensors):
-        return True
-    last = _LAST.get(tensors[0].dim())
-    return last is not None and all(one.is_contiguous(memory_format=last) for one in tensors)
+def lies_in_a_format(tensor: Tensor) -> bool:
+    """Whether it is contiguous in a memory format."""
+    last = _LAST.get(tensor.dim())
+    return tensor.is_contiguous() or (last is not None and tensor.is_contiguous(memory_format=last))
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -22,7 +22,7 @@ from normswap.ops.recorded import laid_out_as
 from normswap.plans import Match
 from normswap.regions.activations import activation_of, is_of, numbers_of
 from normswap.regions.children import child_at, hands_on
-from normswap.regions.convolution import Convolved, Directly, direct_way, lie_in_one_format
+from normswap.regions.convolution import Convolved, Directly, direct_way, lies_in_a_format
 from normswap.regions.ending import is_behind
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import only_multiplies
@@ -129,13 +129,13 @@ class Fused:
             if norm is None or not is_unhooked(norm):
                 return None
             if self.convolved is not None:
-                if self.behind and (type(behind) not in PLAIN or (self.leads and not lie_in_one_format(behind))):
+                if self.behind and (type(behind) not in PLAIN or (self.leads and not lies_in_a_format(behind))):
                     return None
                 x, out = self.convolved(children, norm, x, behind, activation)
                 if x is None:
                     return None
                 if out is not None:
-                    return out if not self.leads or lie_in_one_format(out, behind) else laid_out_as(out, behind)
+                    return laid_out_as(out, behind) if self.leads else out
             arguments = self.read(norm, x)
             if arguments is None:
                 return None
@@ -175,7 +175,7 @@ def _is_beside(x: Tensor, other: Any) -> bool:
 def _lies_as(leading: Any, x: Tensor) -> bool:
     """Whether ``leading``, the first operand of a sum, after which PyTorch lays out the result, lies as the norm of
     ``x`` does, after which ours does."""
-    return type(leading) in PLAIN and leading.stride() == x.stride() and lie_in_one_format(x)
+    return type(leading) in PLAIN and leading.stride() == x.stride() and lies_in_a_format(x)
 
 
 # --- the norm that is a child -------------------------------------------------------------------------------------
