@@ -22,8 +22,10 @@ bool batch_norm_of(const BatchNormCall& call, BatchNormEval& n) {
   if (!contiguous && !is_channels_last(input)) return false;
   if (!is_absent(call.residual) && !same_layout(call.residual, input)) return false;
   if (is_absent(call.running_mean) || is_absent(call.running_var) || !is_activation(call.activation)) return false;
+  const int32_t kept = call.running_mean.dtype;  // as PyTorch takes them together
+  if (kept != input.dtype && kept != static_cast<int32_t>(DType::f32)) return false;
   for (const View* t : {&call.running_mean, &call.running_var, &call.weight, &call.bias}) {
-    if (!is_absent(*t) && (t->dtype < 0 || !is_vector(*t, input.sizes[1], t->dtype))) return false;
+    if (!is_vector(*t, input.sizes[1], kept)) return false;
   }
   n.x = input.data;
   n.residual = call.residual.data;

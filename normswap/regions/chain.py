@@ -77,7 +77,7 @@ def _joined(way: Directly, helper: Helper, leads_on: bool) -> Helper:
 
 
 def _may_wait(x: Any) -> bool:
-    plain = type(x) in PLAIN and x.is_cuda and x.dtype in FUSED
+    plain = type(x) in PLAIN and x.is_cuda and x.dtype in FUSED and not x.is_neg()
     return plain and not torch.is_grad_enabled() and not any_autocast()
 
 

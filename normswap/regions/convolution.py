@@ -63,7 +63,7 @@ class Directly:
             return None
         site = self.site(children, packed)
         x = packed if self.at < 0 else packed[self.at]
-        if site is None or type(x) not in PLAIN or not x.is_cuda or not may_run(self.way == 0):
+        if site is None or type(x) not in PLAIN or not x.is_cuda or x.is_neg() or not may_run(self.way == 0):
             return None
         op = direct_op("convolution_batch_norm_eval")
         if op is None:
@@ -143,8 +143,8 @@ class Directly:
             return None
         if not _KNOWN.issuperset(map(type, (*tensors, behind))):
             return None
-        if self.at == 1 and behind is not None and not lies_in_a_format(behind):  # the sum lies in another way
-            return None
+        if behind is not None and (behind.is_neg() or (self.at == 1 and not lies_in_a_format(behind))):
+            return None  # another sign, or PyTorch's sum lies in another way
         return tensors, numbers, (n["eps"], low, high), behind
 
     def _activation_of(self, acting: Any) -> Activation | None:
@@ -186,7 +186,7 @@ def _geometry(*settings: Any) -> tuple[int, ...]:
     """Stride, padding and dilation, a number a spatial dim, and groups; nothing of a convolution that pads otherwise or
     gives them otherwise."""
     *pairs, groups, mode = settings
-    pairs_of_two = all(type(pair) is tuple and len(pair) == 2 for pair in pairs)
+    pairs_of_two = all(type(pair) is tuple and len(pair) == 2 and max(pair) < 1 << 31 for pair in pairs)
     return (*(number for pair in pairs for number in pair), groups) if pairs_of_two and mode == "zeros" else ()
 
 

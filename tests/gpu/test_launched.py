@@ -120,6 +120,10 @@ GIVEN: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
 }
 
 
+SERVED = ("as it was", "starts elsewhere", "one pixel")
+"""By the BatchNorm that is given such a residual."""
+
+
 @pytest.mark.parametrize("what", GIVEN)
 def test_whatever_it_is_given(what: str) -> None:
     x, added = GIVEN[what]()
@@ -134,6 +138,7 @@ def test_whatever_it_is_given(what: str) -> None:
     with torch.no_grad():
         assert_same(outcome(fast, x), outcome(model, x))
         out = dispatch._direct["batch_norm_eval"](x, *rest, 1e-5, added, 1, 0.0, 0.0)
+        assert (out is None) == (what not in SERVED)
         if out is not None:
             assert_same(out, F.relu(F.batch_norm(x, *rest, False, 0.0, 1e-5) + added))
 
