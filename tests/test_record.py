@@ -176,6 +176,7 @@ def test_tests_are_merged_by_file(checking: gpu_check.Checking) -> None:
     checking.add_tests("test_cost.py", {**counts, "failed": 1}, {})
     again = later(checking)
     again.add_tests("test_dim_norm.py", {**counts, "passed": 4}, {})
+    again.add_tests("test_dim_norm.py", {**counts, "passed": 0, "skipped": 4}, {})
     found = records.load(checking.path)["tests"]
     assert {name: (one["passed"], one["failed"]) for name, one in found.items()} == {
         "test_cost.py": (3, 1),
