@@ -53,6 +53,8 @@ OPS = (
     "native.py",
 )
 """What is on the way of every call besides the kernels."""
+READING = ("flow", "owner", "moving", "growing", "patterns", "formula", "through_methods")
+"""Of regions/ what only reads a model: as with rules/, what it finds shows in the plan, and no call comes by it."""
 OPS_OF_LINEAR = ("forwards/linear_scale_batch_norm.py",)
 """Of those what is on the way of Linear -> scale -> BatchNorm alone, of which none of the whole models has any."""
 
@@ -122,7 +124,8 @@ def digests(source_dir: Path | None = None, package: Path | None = None) -> dict
                 units[name] |= closure(path, source_dir)
     found = {name: _digest(paths, source_dir) for name, paths in units.items()}
     linear = {package / name for name in OPS_OF_LINEAR if (package / name).is_file()}
-    ops = {path for glob in OPS for path in package.glob(glob)} - linear
+    reading = {package / "regions" / f"{name}.py" for name in READING}
+    ops = {path for glob in OPS for path in package.glob(glob)} - linear - reading
     return {**found, PYTHON: _digest(ops, package), LINEAR: _digest(linear, package)}
 
 

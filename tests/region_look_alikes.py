@@ -329,6 +329,16 @@ def statistics_taken_apart_before(self, x, y):
     return F.relu(h) + y * mean
 
 
+def scaled_skip(self, x, y):
+    return F.relu(self.bn(x) + y * self.slope)
+
+
+def function_of_self_before(self, x, y):
+    x = self.se(x)
+    h = self.bn(x)
+    return F.relu(h + self.conv(x))
+
+
 class Named:
     """Known to the forward above by a global of the module."""
 
@@ -440,6 +450,8 @@ LOOK_ALIKES: dict[str, Case] = {
         Case(statistics_read_as_a_buffer, (), _IMAGE, lambda m: setattr(m, "se", m.bn.running_mean.view(-1))),
         Case(statistics_viewed_before, (), _IMAGE),
         Case(statistics_taken_apart_before, (), _IMAGE),
+        Case(scaled_skip, ("bn + residual + relu",), _IMAGE),
+        Case(function_of_self_before, ("bn + residual + relu",), _IMAGE, lambda m: setattr(m, "se", F.relu)),
         Case(overlapping, ("gn + residual + relu", "gn2 + silu"), _IMAGE),
         Case(names_its_class, ("norm + relu",)),
         Case(made_in_a_function(), ("norm + relu",)),

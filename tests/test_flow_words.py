@@ -74,6 +74,7 @@ BODIES: dict[str, str] = {
     "return self.weight.shape": "",
     "return self.computed.abs()": "1 self.computed.abs()!",
     "return self.written.abs()": "~; 1 self.written.abs()!",
+    "return self.plain.abs()": "1 self.plain.abs()!",
     "return self.leads_on.abs()": "~; 1 self.leads_on.abs()!",
     "return self.filled.abs()": "~; 1 self.filled.abs()!",
     "return self.looked_up.abs()": "~; 1 self.looked_up.abs()!",
@@ -144,6 +145,10 @@ class Parts(nn.Module):
     def written(self) -> Any:
         self.flag = False
         return self.weight
+
+    @property
+    def plain(self) -> Any:
+        return [self.weight.dtype, self.norm.weight.shape[-1], self.norm.eps if self.flag else 1.0]
 
     @property
     def leads_on(self) -> Any:

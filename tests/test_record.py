@@ -40,7 +40,8 @@ def sources(tmp_path: Path) -> Path:
         (tmp_path / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "csrc" / name).write_text(text)
     (tmp_path / "package/ops").mkdir(parents=True)
-    for name in ("ops/layer_norm.py", "reference.py", "compare.py"):
+    (tmp_path / "package/regions").mkdir()
+    for name in ("ops/layer_norm.py", "reference.py", "compare.py", "regions/helper.py", "regions/moving.py"):
         (tmp_path / "package" / name).write_text("")
     return tmp_path
 
@@ -68,6 +69,8 @@ def changed(sources: Path, name: str) -> set[str]:
         ("csrc/abi/register.cpp", KERNELS),
         ("package/ops/layer_norm.py", ["python"]),
         ("package/reference.py", ["python"]),
+        ("package/regions/helper.py", ["python"]),
+        ("package/regions/moving.py", []),
         ("package/compare.py", []),
     ],
 )
@@ -117,6 +120,7 @@ def test_words_make_nothing_stale(sources: Path, name: str) -> None:
         (sources / name).write_text(text)
         found.append(engines.digests(sources / "csrc", sources / "package"))
     assert found[0] == found[1] != found[2]
+    assert all((native.PACKAGE / "regions" / f"{name}.py").is_file() for name in engines.READING)
     assert set(engines.OF_TESTS) <= {file.name for file in (ROOT / "tests/gpu").glob("test_*.py")}
 
 

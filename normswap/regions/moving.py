@@ -43,14 +43,12 @@ def beside_of(
         return None
     between = [op for op in flow.ops if first < op.order < last and id(op) not in own]
     called, inside = _called(between, child_of), _called(ops, child_of)
-    read = _paths_of((value for op in between for value in (*op.args, *op.keywords.values())), child_of)
+    read = _paths_of(value for op in between for value in (*op.args, *op.keywords.values()))
     # A BatchNorm in training writes its running statistics, whatever name they are read by.
     shares_state = not _modules_of(called).isdisjoint(_modules_of(inside)) or any(
         path == name or path.startswith(f"{name}.") for path in read for name in inside
     )
     shares_state = shares_state or any(_may_lead_to(module, path, inside.values()) for path in read)
-    if any(next(child.buffers(), None) is not None for child in inside.values()):
-        shares_state = shares_state or any(map(_computes_with_given, between))
     if shares_state or (between and any(map(_updates, ops))):
         return None
     if not all(_is_pure(op) or (not shared and _only_computes(child_of(op), norm_of)) for op in between):
@@ -84,7 +82,7 @@ def _is(value: Value | None, constant: Any) -> bool:
     return isinstance(value, Constant) and value.value is constant
 
 
-def _paths_of(values: Iterable[Value], child_of: _ChildOf) -> set[str]:
+def _paths_of(values: Iterable[Value]) -> set[str]:
     """The paths of the attributes of self that ``values`` are, or are a part or a view of."""
     found, waiting, met = set[str](), [*values], set[int]()
     while waiting:
@@ -98,15 +96,10 @@ def _paths_of(values: Iterable[Value], child_of: _ChildOf) -> set[str]:
             waiting.append(value.of)
         elif isinstance(value, Op) and value.target not in PURE:
             waiting += [*value.args, *value.keywords.values()]
-            if isinstance(value.target, str) and value.target.startswith("self.") and child_of(value) is None:
-                found.add(value.target[len("self.") :])  # a method of something that self has
+            held, _, method = str(value.target).rpartition(".")
+            if method and held.startswith("self."):  # a method of what self has gives a view of that at most
+                found.add(held[len("self.") :])
     return found
-
-
-def _computes_with_given(op: Op) -> bool:
-    """Whether it is a calculation with something of which only a caller knows what it is: a buffer of a norm, say."""
-    given = (value for value in (*op.args, *op.keywords.values()) if isinstance(value, Leaf) and value.of is None)
-    return op.target in PURE and any(given)
 
 
 def _may_lead_to(module: nn.Module, path: str, children: Iterable[nn.Module]) -> bool:

@@ -19,14 +19,32 @@ from normswap.source import root_of
 _UNKNOWN = object()
 _COMPUTING = (
     *("LOAD_", "STORE_FAST", "RETURN_", "RESUME", "COMPARE_", "IS_OP", "CONTAINS_OP", "UNARY_", "BINARY_", "TO_BOOL"),
-    *("POP_", "JUMP_", "COPY", "DUP_", "ROT_", "SWAP", "NOP", "CACHE", "EXTENDED_ARG", "BUILD_TUPLE", "NOT_TAKEN"),
+    *("POP_", "JUMP_", "COPY", "DUP_", "ROT_", "SWAP", "NOP", "CACHE", "EXTENDED_ARG", "BUILD_", "NOT_TAKEN"),
+    *("LIST_EXTEND", "SET_UPDATE", "PRECALL", "KW_NAMES"),
 )
-"""How the instructions begin that only compute; those of a subscript may write, in a defaultdict."""
+"""How the instructions begin that only compute; what those of a subscript do, the class of what is held says."""
+_CONSTANT = ("LOAD_CONST", "LOAD_SMALL_INT", "UNARY_NEGATIVE", "CACHE", "EXTENDED_ARG", "RESUME")
+_PLAIN_HOLDERS = (tuple, list, dict, torch.Size)
 
 
-def _only_computes(step: dis.Instruction) -> bool:
-    writes = "SUBSCR" in step.opname or (step.opname == "BINARY_OP" and step.argrepr.endswith(("=", "[]")))
-    return step.opname.startswith(_COMPUTING) and not writes
+def _computes(step: dis.Instruction) -> bool:
+    in_place = step.opname == "BINARY_OP" and step.argrepr.endswith("=")
+    return step.opname.startswith(_COMPUTING) and not in_place
+
+
+def _is_subscript(step: dis.Instruction) -> bool:
+    return step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr == "[]")
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """``owner.name`` of a module or a tensor where reading that runs nobody's code, else unknown."""
+    if type(owner) in (torch.Tensor, nn.Parameter):
+        return getattr(owner, name, _UNKNOWN)
+    static = inspect.getattr_static(type(owner), name, None)
+    if not isinstance(owner, nn.Module) or hasattr(static, "__get__"):
+        return _UNKNOWN
+    own = {**owner._parameters, **owner._buffers, **owner._modules, **owner.__dict__}
+    return own.get(name, _UNKNOWN if static is None else static)
 
 
 class Owner:
@@ -99,14 +117,23 @@ class Owner:
         getter = getattr(descriptor, "fget", None)
         if not isinstance(getter, types.FunctionType):
             return True
-        if any(map(self._runs_code, getter.__code__.co_names)):
-            return True
-        return not all(map(_only_computes, dis.get_instructions(getter)))
-
-    def _runs_code(self, name: str) -> bool:
-        """Whether a module here has a property, or another descriptor, of that name, which may write."""
-        found = (inspect.getattr_static(cls, name, None) for cls in {type(module) for module in self.module.modules()})
-        return any(hasattr(one, "__get__") and not isinstance(one, types.FunctionType) for one in found)
+        me, held = getter.__code__.co_varnames[:1], _UNKNOWN  # what was read of self last, attribute by attribute
+        for step in dis.get_instructions(getter):
+            if _is_subscript(step):
+                if type(held) not in _PLAIN_HOLDERS:
+                    return True
+                held = _UNKNOWN
+            elif not _computes(step):
+                return True
+            elif step.opname.startswith("LOAD_ATTR"):
+                held = _attribute(held, step.argval)
+                if held is _UNKNOWN:
+                    return True
+            elif step.opname.startswith("LOAD_FAST"):
+                held = self.module if (step.argval,) == me else _UNKNOWN
+            elif not step.opname.startswith(_CONSTANT):
+                held = _UNKNOWN
+        return False
 
     def _descriptor(self, path: str) -> Any:
         owner: Any = self.module
