@@ -54,7 +54,8 @@ OPS = (
 )
 """What is on the way of every call besides the kernels."""
 READING = ("flow", "owner", "moving", "growing", "patterns", "formula", "through_methods")
-"""Of regions/ what only reads a model: as with rules/, what it finds shows in the plan, and no call comes by it."""
+"""Of regions/ what only reads forwards: as with rules/, what it finds shows in the plan. No call comes by it but the
+first of a class that is new to a region."""
 OPS_OF_LINEAR = ("forwards/linear_scale_batch_norm.py",)
 """Of those what is on the way of Linear -> scale -> BatchNorm alone, of which none of the whole models has any."""
 

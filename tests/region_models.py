@@ -13,6 +13,11 @@ from torch import nn
 # --- a sum before a norm --------------------------------------------------------------------------------------------
 
 
+def sum_gates_its_norm(self, x, y):
+    h = x + y
+    return self.norm(h) * F.silu(h)
+
+
 def sum_used_later(self, x, y):
     h = x + y
     return h + self.lin(self.norm(h))
@@ -368,6 +373,7 @@ def _frozen(model: nn.Module) -> None:
 FOUND: dict[str, Case] = {
     case.forward.__name__: case
     for case in (
+        Case(sum_gates_its_norm, ("sum + norm",)),
         Case(sum_used_later, ("sum + norm",)),
         Case(sum_used_by_nobody, ("sum + norm",)),
         Case(sum_reversed, ("sum + norm",)),

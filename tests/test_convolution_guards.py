@@ -271,6 +271,7 @@ def test_regions_that_have_a_short_way(more: Any, served: bool, monkeypatch: pyt
     assert (conv.direct_way(compiled("convolution", "norm", **more)) is not None) == served
     found = conv.direct_way(compiled("convolution", "norm", "residual", **more))
     assert (found is not None) == (served and more.get("folding") != "matmul")
+    assert conv.direct_way(compiled("convolution", "norm", callees=lambda: (torch.sigmoid,), **more)) is None
     monkeypatch.setattr(ops.convolution, "FUSED", (torch.float16,))
     found = conv.direct_way(compiled("convolution", "norm", **more))
     assert (found is not None) == (served and more.get("folding", "fused") != "fused")

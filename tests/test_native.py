@@ -79,6 +79,7 @@ def test_package_comes_before_cache(fresh: Path, cache: Path) -> None:
 
 def test_callbacks_run_once_when_the_library_is_there(fresh: Path, cache: Path) -> None:
     calls: list[str] = []
+    native.on_load(lambda: calls.append("first"))  # which what comes later builds upon
     native.on_load(lambda: calls.append("before"))
     native.load()
     assert calls == [] and not native.available()
@@ -86,9 +87,9 @@ def test_callbacks_run_once_when_the_library_is_there(fresh: Path, cache: Path) 
     native._status = None
     native.load()
     native.load()
-    assert calls == ["before"]
+    assert calls == ["first", "before"]
     native.on_load(lambda: calls.append("after"))
-    assert calls == ["before", "after"]
+    assert calls == ["first", "before", "after"]
 
 
 def test_library_of_other_sources_is_refused(fresh: Path, cache: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
 from at_once_stand_in import CALLED, DECLINED, calls, compiled, needs_compiler, registered, short_way
 from models import Flagged, randomised
 from torch import Tensor, nn
@@ -50,6 +51,14 @@ class GivenOut(Before):
         return x, self.norm(x)
 
 
+class Gated(Before):
+    """An activation of the sum sees no more of its gradient than PyTorch's sum does."""
+
+    def forward(self, x: Tensor, r: Tensor) -> Tensor:
+        x = x + r
+        return self.norm(x) * F.silu(x)
+
+
 class Listened(Before):
     """So may a hook of who is handed it."""
 
@@ -84,6 +93,13 @@ def test_one_op_computes_it(make: type[Before], norm: str, gradients: bool) -> N
         torch.testing.assert_close(ours(x, r), model(x, r))
     kind = norm.partition(" ")[0]
     assert [f"{kind}_with_options"] == CALLED
+
+
+def test_a_sum_that_an_activation_sees_is_one_op_with_gradients_too() -> None:
+    model = randomised(Gated(nn.LayerNorm(WIDTH)))
+    ours, x, r = swapped(model), drawn().requires_grad_(), drawn()
+    torch.testing.assert_close(ours(x, r), model(x, r))
+    assert CALLED == ["layer_norm_with_options"]
 
 
 @pytest.mark.parametrize("make", (GivenOut, Listened))
