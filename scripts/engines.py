@@ -82,6 +82,7 @@ OF_TESTS = {
     "test_train_casts.py": ("row", "column", PYTHON),
     "test_convolution.py": ("batch", PYTHON),
     "test_launched.py": ("batch", PYTHON),
+    "test_launched_norms.py": ("row", "column", PYTHON),
 }
 """What files of tests/gpu depend on; those that are not named here, on everything."""
 

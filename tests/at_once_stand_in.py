@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from launch_stand_in import OF_NORMS, norms_by
 from test_nodes import compiled, needs_compiler, nodes_library
 from torch import Tensor
 
 from normswap import nodes
 from normswap.activation import CODES, Activation
-from normswap.ops import at_once
+from normswap.ops import at_once, dispatch
 
-__all__ = ["CALLED", "DECLINED", "calls", "compiled", "needs_compiler", "registered", "short_way"]
+__all__ = ["CALLED", "DECLINED", "called", "calls", "compiled", "needs_compiler", "registered", "short_way"]
 
 CALLED: list[str] = []
 """The native ops, in the order of their calls; what is in ``DECLINED`` answers None."""
@@ -38,8 +39,12 @@ def _layer_norm(x: Tensor, dims: int, w: Any, b: Any, eps: float, *rest: Any) ->
 
 
 def _rms_norm(x: Tensor, dims: int, w: Any, eps: float, offset: float, cast: bool, *rest: Any) -> Any:
-    assert (offset, cast) == (0.0, False)
-    return _rows(lambda x: F.rms_norm(x, x.shape[-dims:], _float(w), eps), x, rest)
+    def norm(wide: Tensor) -> Tensor:
+        out = F.rms_norm(wide, wide.shape[-dims:], None, eps)
+        out = out.to(x.dtype).float() if cast else out
+        return out if w is None else out * (offset + w.float())
+
+    return _rows(norm, x, rest)
 
 
 def _group_norm(
@@ -77,7 +82,7 @@ _OPS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _called(name: str, *given: Any) -> Any:
+def called(name: str, *given: Any) -> Any:
     CALLED.append(name)
     options = name.endswith("_with_options")
     x = given[0]
@@ -91,7 +96,7 @@ def _called(name: str, *given: Any) -> Any:
 
 def _recorded(name: str, *given: Any) -> tuple[Any, ...]:
     """With what the backward would need, which nobody asks for here."""
-    found = _called(name, *given)
+    found = called(name, *given)
     both = found if isinstance(found, tuple) else (found,)
     kept = None if both[0] is None else torch.zeros(1)
     return (*both, kept, None) if name == "batch_norm" else (*both, kept)
@@ -101,23 +106,27 @@ def _recorded(name: str, *given: Any) -> tuple[Any, ...]:
 def registered(compiled: torch.library.Library) -> None:
     """The native ops of CPU tensors, without and with gradients."""
     for name in _OPS:
-        compiled.impl(f"{name}_or_none", lambda *given, name=name: _called(name, *given), "CPU")
+        compiled.impl(f"{name}_or_none", lambda *given, name=name: called(name, *given), "CPU")
         compiled.impl(f"{name}_recorded", lambda *given, name=name: _recorded(name, *given), "CPU")
 
 
-@pytest.fixture
-def short_way(registered: None) -> Iterator[None]:
-    """Calls go to C++, which takes CPU tensors for a GPU's."""
+@pytest.fixture(params=("dispatched", "launched"))
+def short_way(registered: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls go to C++, which takes CPU tensors for a GPU's, and from there to the ops or, past them, to launchers."""
     CALLED.clear()
     DECLINED.clear()
+    monkeypatch.setattr(dispatch, "_direct", {})
+    norms_by(called if request.param == "launched" else None)
     _serve()
     yield
+    norms_by(None)
+    nodes.call_at_once(nodes_library(), "cpu")
     at_once.serve(None)
     torch.set_autocast_enabled("cuda", False)
 
 
 def _serve() -> None:
-    nodes.call_at_once(nodes_library(), "cpu")
+    nodes.call_at_once(nodes_library(), "cpu", OF_NORMS)
 
 
 @pytest.fixture

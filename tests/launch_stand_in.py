@@ -1,11 +1,11 @@
-"""What the nodes call in the kernels' library, over PyTorch's ops on a CPU: convolutions with norms behind them and
-BatchNorms by running statistics, given as plain data (csrc/abi/calls.h)."""
+"""What the nodes call in the kernels' library, over PyTorch's ops on a CPU: norms, convolutions with norms behind them
+and BatchNorms by running statistics, given as plain data (csrc/abi/calls.h)."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normswap.activation import CODES, Activation
+
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+OUT, SUM = 0, 1
+DECLINED = -1
 
 
 class View(ctypes.Structure):
@@ -23,22 +27,93 @@ class View(ctypes.Structure):
 
     def tensor(self) -> Tensor | None:
         """The memory itself."""
-        if not self.data:
-            return None
-        sizes, strides = self.sizes[: self.dims], self.strides[: self.dims]
-        count = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        memory = (c_float * count).from_address(self.data)
-        return torch.frombuffer(memory, dtype=torch.float32).as_strided(sizes, strides)
+        return seen(self.data, [*self.sizes[: self.dims]], [*self.strides[: self.dims]], self.dtype)
+
+    def is_known(self) -> bool:
+        """Whether it is absent, or of a dtype that the kernels take."""
+        return not self.sizes or self.dtype >= 0
+
+
+def seen(data: Any, sizes: list[int], strides: list[int], dtype: int) -> Tensor | None:
+    """Memory as a tensor; None where there is none."""
+    if not data:
+        return None
+    kind = DTYPES[dtype]
+    count = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    memory = (ctypes.c_byte * (count * kind.itemsize)).from_address(data)
+    return torch.frombuffer(memory, dtype=kind).as_strided(sizes, strides)
+
+
+class Memory(ctypes.Structure):
+    """Of which results are filled."""
+
+
+Memory._fields_ = (("allocate", ctypes.CFUNCTYPE(c_void_p, POINTER(Memory), c_int32, POINTER(View))),)
+
+
+def fill(memory: Any, part: int, result: Tensor) -> None:
+    """With the result, laid out as that is."""
+    sizes, strides = (c_int64 * result.dim())(*result.shape), (c_int64 * result.dim())(*result.stride())
+    code = DTYPES.index(result.dtype)
+    data = memory.contents.allocate(memory, part, byref(View(None, sizes, strides, result.dim(), code)))
+    made = seen(data, [*result.shape], [*result.stride()], code)
+    assert made is not None
+    made.copy_(result)
+
+
+class RowNormCall(ctypes.Structure):
+    _fields_ = (
+        *((name, View) for name in ("input", "weight", "bias", "residual", "scale", "shift")),
+        *(("dims", c_int64), ("eps", c_double), ("weight_offset", c_double), ("kind", c_int32)),
+        *(("cast_before_weight", c_int32), ("activation", c_int32), ("low", c_float), ("high", c_float)),
+        *(("dtype", c_int32), ("statistics", c_int32)),
+    )
+
+    def call(self) -> tuple[str, tuple[Any, ...]]:
+        """The native op that it is, and its arguments."""
+        x, weight, bias, *options = (getattr(self, name).tensor() for name, kind in self._fields_ if kind is View)
+        assert x is not None and not self.statistics
+        name = ("layer_norm", "rms_norm")[self.kind]
+        how = (self.weight_offset, bool(self.cast_before_weight)) if self.kind else ()
+        affine = (weight,) if self.kind else (weight, bias)
+        given = x, self.dims, *affine, self.eps, *how
+        other = self.dtype != self.input.dtype
+        if not other and self.activation == 0 and all(one is None for one in options):
+            return name, given
+        dtype = () if self.kind else (DTYPES[self.dtype] if other else None,)
+        return f"{name}_with_options", (*given, *options, self.activation, self.low, self.high, *dtype)
+
+
+class GroupNormCall(ctypes.Structure):
+    _fields_ = (
+        *((name, View) for name in ("input", "weight", "bias", "residual")),
+        *(("num_groups", c_int64), ("eps", c_double), ("activation", c_int32), ("low", c_float), ("high", c_float)),
+        *(("dtype", c_int32), ("statistics", c_int32)),
+    )
+
+    def call(self) -> tuple[str, tuple[Any, ...]]:
+        """The native op that it is, and its arguments."""
+        x, weight, bias, residual = (getattr(self, name).tensor() for name, kind in self._fields_ if kind is View)
+        assert x is not None and not self.statistics
+        numbers = self.activation, self.low, self.high
+        wide = self.dtype != self.input.dtype
+        return "group_norm", (x, self.num_groups, weight, bias, self.eps, *numbers, residual, wide)
 
 
 class ConvolutionCall(ctypes.Structure):
     _fields_ = (
         *(("input", View), ("weight", View), ("residual", View), ("of_channels", View * 5), ("eps", c_double)),
         *(("stride", c_int64 * 2), ("padding", c_int64 * 2), ("dilation", c_int64 * 2), ("groups", c_int64)),
-        *(("activation", c_int32), ("low", c_float), ("high", c_float)),
+        *(("activation", c_int32), ("low", c_float), ("high", c_float), ("residual_first", c_int32)),
     )
 
-    def computed(self) -> Tensor:
+    def is_taken(self) -> bool:
+        """Whether all is float32, and there are statistics."""
+        views = (self.input, self.weight, self.residual, *self.of_channels)
+        statistics = self.of_channels[0].data and self.of_channels[1].data
+        return all(view.dtype == 0 for view in views if view.data) and self.input.dims == 4 and bool(statistics)
+
+    def computed(self) -> Tensor | None:
         """By PyTorch's ops, in channels_last."""
         x, weight, residual = self.input.tensor(), self.weight.tensor(), self.residual.tensor()
         var, mean, gain, shift, bias = (view.tensor() for view in self.of_channels)
@@ -46,7 +121,9 @@ class ConvolutionCall(ctypes.Structure):
         how = [*self.stride], [*self.padding], [*self.dilation], self.groups
         out = F.batch_norm(F.conv2d(x, weight, bias, *how), mean, var, gain, shift, False, 0.0, self.eps)
         out = Activation([*CODES][self.activation], self.low, self.high)(out if residual is None else out + residual)
-        return out.contiguous(memory_format=torch.channels_last)
+        out = out.contiguous(memory_format=torch.channels_last)
+        apart = self.residual_first and residual is not None and residual.stride() != out.stride()
+        return None if apart else out
 
 
 class BatchNormCall(ctypes.Structure):
@@ -56,7 +133,12 @@ class BatchNormCall(ctypes.Structure):
         *(("activation", c_int32), ("low", c_float), ("high", c_float)),
     )
 
-    def computed(self) -> Tensor:
+    def is_taken(self) -> bool:
+        """Whether all is float32."""
+        views = (getattr(self, name) for name, kind in self._fields_ if kind is View)
+        return all(view.dtype == 0 for view in views if view.data)
+
+    def computed(self) -> Tensor | None:
         """By PyTorch's ops."""
         x, residual, *rest = (getattr(self, name).tensor() for name, _ in self._fields_[:6])
         out = F.batch_norm(x, *rest, False, 0.0, self.eps)
@@ -67,37 +149,51 @@ LAUNCHED: list[str] = []
 """What was launched, in order."""
 
 
-def _sizes(call: Any, sizes: Any) -> int:
-    given = call.contents
-    views = (given.input, given.weight, given.residual, *given.of_channels)
-    statistics = given.of_channels[0].data and given.of_channels[1].data
-    if any(view.data and view.dtype != 0 for view in views) or given.input.dims != 4 or not statistics:
-        return 0
-    for place, size in enumerate(given.computed().shape):
-        sizes[place] = size
-    return 1
-
-
-def _takes(call: Any) -> int:
-    views = [getattr(call.contents, name) for name, kind in BatchNormCall._fields_ if kind is View]
-    return int(not any(view.data and view.dtype != 0 for view in views))
-
-
-def _launch(name: str) -> Callable[..., int]:
-    def launch(call: Any, out: int, device: int) -> int:
+def _launch(name: str, structure: Any) -> Any:
+    def launch(call: Any, memory: Any, device: int) -> int:
+        out = call.contents.computed() if call.contents.is_taken() else None
+        if out is None:
+            return DECLINED
         LAUNCHED.append(name)
-        computed = call.contents.computed()
-        ctypes.memmove(out, computed.data_ptr(), computed.numel() * 4)
+        fill(memory, OUT, out)
         return 0
 
-    return launch
+    return _function(structure)(launch)
 
 
-_FUNCTIONS = (
-    ctypes.CFUNCTYPE(c_int32, POINTER(ConvolutionCall), POINTER(c_int64))(_sizes),
-    ctypes.CFUNCTYPE(c_int32, POINTER(ConvolutionCall), c_void_p, c_int32)(_launch("convolution")),
-    ctypes.CFUNCTYPE(c_int32, POINTER(BatchNormCall))(_takes),
-    ctypes.CFUNCTYPE(c_int32, POINTER(BatchNormCall), c_void_p, c_int32)(_launch("batch_norm")),
-)
-LAUNCHERS = tuple(ctypes.cast(function, c_void_p).value or 0 for function in _FUNCTIONS)
+def _function(structure: Any) -> Any:
+    return ctypes.CFUNCTYPE(c_int32, POINTER(structure), POINTER(Memory), c_int32)
+
+
+_OPS: list[Callable[..., Any]] = []
+
+
+def _launch_norm(structure: Any) -> Any:
+    def launch(call: Any, memory: Any, device: int) -> int:
+        views = (getattr(call.contents, name) for name, kind in structure._fields_ if kind is View)
+        if not _OPS or not all(view.is_known() for view in views):
+            return DECLINED
+        name, given = call.contents.call()
+        found = _OPS[0](name, *given)
+        for part, one in enumerate(found if isinstance(found, tuple) else (found,)):
+            if one is not None:
+                fill(memory, part, one)
+            elif part == OUT:
+                return DECLINED
+        return 0
+
+    return _function(structure)(launch)
+
+
+def norms_by(op: Callable[..., Any] | None) -> None:
+    """From now on ``op``, of the native op's name and its arguments, computes the norms; None: they are declined."""
+    _OPS[:] = [] if op is None else [op]
+
+
+_NORMS = _launch_norm(RowNormCall), _launch_norm(GroupNormCall)
+_FIXED = _launch("convolution", ConvolutionCall), _launch("batch_norm", BatchNormCall)
+_ADDRESSES = [ctypes.cast(function, c_void_p).value or 0 for function in (*_NORMS, *_FIXED)]
+LAUNCHERS = tuple(_ADDRESSES)
 """Their addresses, as ``normswap.nodes.call_at_once`` takes them."""
+OF_NORMS = (*_ADDRESSES[:2], 0, 0)
+"""Those of norms by the statistics of their input alone."""

@@ -1,5 +1,5 @@
-// Calls of norms with fixed statistics in plain data: autograd's nodes, which are a library for one version of torch, make
-// them past the dispatcher. See normswap/nodes/launches.h.
+// Calls that record no gradient, in plain data: autograd's nodes, which are a library for one version of torch, make them
+// past the dispatcher, and so do the native ops. See normswap/nodes/launches.h.
 #pragma once
 
 #include <cstdint>
@@ -14,17 +14,49 @@ struct View {
   int32_t dtype;  // DType's number; -1: another
 };
 
-// activation(conv2d(input) * gain + shift + residual), a value of both a channel.
+// Where a call's results and its workspace come from: its caller, who is asked once the kernel has taken the call.
+struct Memory {
+  enum Part : int32_t { kOut, kSum, kStatistics, kWorkspace, kParts };
+
+  // What is laid out so, on the call's device; null where there is none.
+  void* (*allocate)(Memory* self, int32_t part, const View* like);
+};
+
+// layer_norm and rms_norm over the last `dims` dims, contiguous; see RowNorm and RowOptions. With a residual there is a sum.
+struct RowNormCall {
+  View input, weight, bias, residual, scale, shift;
+  int64_t dims;
+  double eps, weight_offset;
+  int32_t kind;  // NormKind's number
+  int32_t cast_before_weight, activation;
+  float low, high;
+  int32_t dtype;       // of the output
+  int32_t statistics;  // whether those are wanted that a backward needs
+};
+
+// activation(group_norm(input) + residual), laid out as the input.
+struct GroupNormCall {
+  View input, weight, bias, residual;
+  int64_t num_groups;
+  double eps;
+  int32_t activation;
+  float low, high;
+  int32_t dtype;  // of the output and the residual: the input's or float32
+  int32_t statistics;
+};
+
+// activation(conv2d(input) * gain + shift + residual), a value of both a channel; the output is channels_last.
 struct ConvolutionCall {
   View input, weight, residual;
   View of_channels[5];  // running_var, running_mean, weight, bias, the convolution's bias
   double eps;
   int64_t stride[2], padding[2], dilation[2], groups;
-  int32_t activation;  // Activation's number
+  int32_t activation;
   float low, high;
+  int32_t residual_first;  // it is what the sum is laid out after
 };
 
-// activation(batch_norm(input) + residual) by running statistics.
+// activation(batch_norm(input) + residual) by running statistics, laid out as the input.
 struct BatchNormCall {
   View input, residual, running_mean, running_var, weight, bias;
   double eps;
@@ -32,16 +64,15 @@ struct BatchNormCall {
   float low, high;
 };
 
+constexpr int32_t kDeclined = -1;
+
 }  // namespace normswap
 
-// All tensors are on one device.
+// All tensors are on the device of this number, on whose current stream the kernel is launched. They give CUDA's error, 0
+// for none, or kDeclined where the kernel does not take the call, or there is no memory.
 extern "C" {
-// Whether the kernel takes these: then the sizes of its output, which is channels_last.
-int32_t normswap_convolution_sizes(const normswap::ConvolutionCall* call, int64_t* sizes);
-// Launches it on the device's current stream for a call that it takes. Gives CUDA's error, 0 for none.
-int32_t normswap_convolve(const normswap::ConvolutionCall* call, void* out, int32_t device);
-// Whether the kernel takes these; its output is laid out as the input.
-int32_t normswap_batch_norm_takes(const normswap::BatchNormCall* call);
-// As normswap_convolve.
-int32_t normswap_batch_norm(const normswap::BatchNormCall* call, void* out, int32_t device);
+int32_t normswap_row_norm(const normswap::RowNormCall* call, normswap::Memory* memory, int32_t device);
+int32_t normswap_group_norm(const normswap::GroupNormCall* call, normswap::Memory* memory, int32_t device);
+int32_t normswap_convolve(const normswap::ConvolutionCall* call, normswap::Memory* memory, int32_t device);
+int32_t normswap_batch_norm(const normswap::BatchNormCall* call, normswap::Memory* memory, int32_t device);
 }

@@ -129,7 +129,6 @@ struct ChannelNorm {
   ChannelVector input_bias;  // scale_batch_norm, to be added to x: finite, it cancels in all but the running mean
 };
 
-cudaError_t scale_batch_norm(const ChannelNorm&, const ColumnPlan&, cudaStream_t);  // statistics, running stats, apply
 cudaError_t affine(const ChannelNorm&, cudaStream_t);  // apply with the running statistics
 cudaError_t group_norm_channels_last(const ChannelNorm&, const ColumnPlan&, cudaStream_t);  // statistics, apply
 

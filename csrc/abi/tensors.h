@@ -84,27 +84,6 @@ inline void check_out(const char* op, const Tensor& out, const Tensor& input) {
                   ": out must have the input's dtype and size");
 }
 
-// Whether the memory is that of (batch, ..., channels), which contiguous memory may be too.
-inline bool is_channels_last(const Tensor& t) {
-  const int64_t dims = t.dim();
-  if (dims != 4 && dims != 5) return false;
-  int64_t stride = 1;
-  for (int64_t i = 0; i < dims; ++i) {
-    const int64_t dim = i == 0 ? 1 : i == dims - 1 ? 0 : dims - i;  // channels first, the batch last
-    if (t.size(dim) != 1 && t.stride(dim) != stride) return false;
-    stride *= t.size(dim);
-  }
-  return true;
-}
-
-// Whether two tensors have sizes, strides and device in common.
-inline bool lie_alike(const Tensor& a, const Tensor& b) {
-  const auto sizes = a.sizes(), strides = a.strides();
-  return a.dim() == b.dim() && std::equal(sizes.begin(), sizes.end(), b.sizes().begin()) &&
-         std::equal(strides.begin(), strides.end(), b.strides().begin()) && a.is_cuda() &&
-         a.get_device_index() == b.get_device_index();
-}
-
 // Statistics: `count` floats.
 inline float* floats_of(const char* op, const Tensor& t, const Tensor& input, int64_t count) {
   check_beside(op, "statistics", t, input);
@@ -123,7 +102,7 @@ inline void check_launch(cudaError_t error) {
   STD_CUDA_CHECK(error);
 }
 
-inline int32_t code_of(torch::headeronly::ScalarType dtype) {
+inline int32_t torch_code_of(torch::headeronly::ScalarType dtype) {
   switch (dtype) {
     case torch::headeronly::ScalarType::Half: return aoti_torch_dtype_float16();
     case torch::headeronly::ScalarType::BFloat16: return aoti_torch_dtype_bfloat16();
@@ -131,40 +110,33 @@ inline int32_t code_of(torch::headeronly::ScalarType dtype) {
   }
 }
 
-// Uninitialised, of the same shape, device and dtype, or another that is served, without the dispatcher's way to the
+// Uninitialised, on the device of `like` and of its dtype, or another that is served, without the dispatcher's way to the
 // stable empty_like; nullopt where there is no memory for it.
-inline OptionalTensor unfilled(const Tensor& t, const int64_t* strides, OptionalDtype other) {
-  const auto sizes = t.sizes();
-  int32_t dtype = other.has_value() ? code_of(*other) : 0, device = 0;
+inline OptionalTensor unfilled(const Tensor& like, int64_t dims, const int64_t* sizes, const int64_t* strides,
+                               OptionalDtype other = std::nullopt) {
+  int32_t dtype = other.has_value() ? torch_code_of(*other) : 0, device = 0;
   AtenTensorHandle handle = nullptr;
-  const bool made = (other.has_value() || aoti_torch_get_dtype(t.get(), &dtype) == AOTI_TORCH_SUCCESS) &&
-                    aoti_torch_get_device_type(t.get(), &device) == AOTI_TORCH_SUCCESS &&
-                    aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype,
-                                             device, t.get_device_index(), &handle) == AOTI_TORCH_SUCCESS;
+  const bool made = (other.has_value() || aoti_torch_get_dtype(like.get(), &dtype) == AOTI_TORCH_SUCCESS) &&
+                    aoti_torch_get_device_type(like.get(), &device) == AOTI_TORCH_SUCCESS &&
+                    aoti_torch_empty_strided(dims, sizes, strides, dtype, device, like.get_device_index(), &handle) ==
+                        AOTI_TORCH_SUCCESS;
   return made ? OptionalTensor(Tensor(handle)) : std::nullopt;
 }
 
-// Of the same strides.
-inline OptionalTensor unfilled_like(const Tensor& t, OptionalDtype other = std::nullopt) {
-  return unfilled(t, t.strides().data(), other);
-}
+// Of the same sizes and strides.
+inline OptionalTensor unfilled_like(const Tensor& t) { return unfilled(t, t.dim(), t.sizes().data(), t.strides().data()); }
 
 // Contiguous.
 inline OptionalTensor unfilled_dense(const Tensor& t) {
   std::vector<int64_t> strides(t.dim(), 1);
   for (int64_t i = t.dim() - 1; i > 0; --i) strides[i - 1] = strides[i] * std::max(t.size(i), int64_t{1});
-  return unfilled(t, strides.data(), std::nullopt);
+  return unfilled(t, t.dim(), t.sizes().data(), strides.data());
 }
 
-// Uninitialised float32 on the device of `like`, contiguous; nullopt where there is no memory for it.
+// Float32, contiguous.
 inline OptionalTensor unfilled_floats(const Tensor& like, int64_t count) {
   const int64_t stride = 1;
-  int32_t device = 0;
-  AtenTensorHandle handle = nullptr;
-  const bool made = aoti_torch_get_device_type(like.get(), &device) == AOTI_TORCH_SUCCESS &&
-                    aoti_torch_empty_strided(1, &count, &stride, aoti_torch_dtype_float32(), device,
-                                             like.get_device_index(), &handle) == AOTI_TORCH_SUCCESS;
-  return made ? OptionalTensor(Tensor(handle)) : std::nullopt;
+  return unfilled(like, 1, &count, &stride, torch::headeronly::ScalarType::Float);
 }
 
 // Whether a launch failed because not all blocks of a team, or of a cluster, can run at once.

@@ -6,21 +6,13 @@
 namespace normswap {
 namespace {
 
-bool same_layout(const View& one, const View& other) {
-  if (one.dims != other.dims || one.dtype != other.dtype) return false;
-  for (int64_t d = 0; d < one.dims; ++d) {
-    if (one.sizes[d] != other.sizes[d] || (one.sizes[d] > 1 && one.strides[d] != other.strides[d])) return false;
-  }
-  return true;
-}
-
 // What the kernel is given but for the output; false where it does not take it.
 bool batch_norm_of(const BatchNormCall& call, BatchNormEval& n) {
   const View& input = call.input;
   if (input.dims < 2 || input.dtype < 0 || numel(input) == 0 || input.sizes[1] > kMaxBatchNormChannels) return false;
   const bool contiguous = is_contiguous(input);
   if (!contiguous && !is_channels_last(input)) return false;
-  if (!is_absent(call.residual) && !same_layout(call.residual, input)) return false;
+  if (!is_absent(call.residual) && (call.residual.dtype != input.dtype || !same_layout(call.residual, input))) return false;
   if (is_absent(call.running_mean) || is_absent(call.running_var) || !is_activation(call.activation)) return false;
   const int32_t kept = call.running_mean.dtype;  // as PyTorch takes them together
   if (kept != input.dtype && kept != static_cast<int32_t>(DType::f32)) return false;
@@ -45,38 +37,27 @@ bool batch_norm_of(const BatchNormCall& call, BatchNormEval& n) {
 OptionalTensor batch_norm_eval_or_none(const Tensor& input, const Tensor& running_mean, const Tensor& running_var,
                                        const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                        const OptionalTensor& residual, int64_t activation, double low, double high) {
-  for (const OptionalTensor& t : {OptionalTensor(running_mean), OptionalTensor(running_var), weight, bias, residual}) {
-    if (t.has_value() && !is_beside(*t, input)) return std::nullopt;
+  if (!is_beside(running_mean, input) || !is_beside(running_var, input) || !all_beside(input, {&weight, &bias, &residual})) {
+    return std::nullopt;
   }
   const ActivationArgs acts = activation_of("batch_norm_eval", activation, low, high);
   const BatchNormCall call{view_of(input), view_of(residual), view_of(running_mean), view_of(running_var), view_of(weight),
                            view_of(bias), eps, static_cast<int32_t>(acts.code), acts.low, acts.high};
-  if (!normswap_batch_norm_takes(&call)) return std::nullopt;
-  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
-  const OptionalTensor out = unfilled_like(input);
-  if (!out.has_value()) return std::nullopt;
-  check_launch(static_cast<cudaError_t>(normswap_batch_norm(&call, out->mutable_data_ptr(), input.get_device_index())));
-  return out;
+  TensorMemory memory(input);
+  return is_launched(normswap_batch_norm, call, input, memory) ? memory.parts[Memory::kOut] : std::nullopt;
 }
 
 }  // namespace
 }  // namespace normswap
 
-extern "C" {
-
-NORMSWAP_EXPORT int32_t normswap_batch_norm_takes(const normswap::BatchNormCall* call) {
-  normswap::BatchNormEval n{};
-  return normswap::batch_norm_of(*call, n);
-}
-
-NORMSWAP_EXPORT int32_t normswap_batch_norm(const normswap::BatchNormCall* call, void* out, int32_t device) {
+extern "C" NORMSWAP_EXPORT int32_t normswap_batch_norm(const normswap::BatchNormCall* call, normswap::Memory* memory,
+                                                       int32_t device) {
   using namespace normswap;
   BatchNormEval n{};
   cudaStream_t stream{};
-  if (!batch_norm_of(*call, n) || !set_stream(device, stream)) return cudaErrorInvalidValue;
-  n.y = out;
-  return told(batch_norm_eval(n, gpu_of(device).multiprocessors, stream));
-}
+  if (!batch_norm_of(*call, n) || !set_stream(device, stream)) return kDeclined;
+  n.y = room_like(*memory, Memory::kOut, call->input, call->input.dtype);
+  return n.y == nullptr ? kDeclined : told(batch_norm_eval(n, gpu_of(device).multiprocessors, stream));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {

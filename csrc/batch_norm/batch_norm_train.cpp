@@ -76,7 +76,7 @@ Recorded forward(const Tensor& input_, const OptionalTensor& running_mean, const
   if (training ? n.sizes.samples * n.sizes.inner < 2 : !running_mean.has_value() || !running_var.has_value()) return {};
   if (!is_of_input(scale, input_, true) || !is_of_input(input_bias, input_, false)) return {};
   if (!training && input_bias.has_value()) return {};
-  if (residual_.has_value() && !same_layout(*residual_, input_)) return {};
+  if (residual_.has_value() && !is_alike(*residual_, input_)) return {};
   if (batches.has_value() && (!batches->is_cuda() || batches->get_device_index() != input_.get_device_index() ||
                               batches->scalar_type() != torch::headeronly::ScalarType::Long || batches->numel() != 1)) {
     return {};
@@ -150,7 +150,7 @@ Gradients batch_norm_backward(const Tensor& grad_, const Tensor& input_, const T
                               const OptionalTensor& running_mean, const OptionalTensor& running_var) {
   BatchNormTrain n{};
   BatchNormPlan plan;
-  if (!plan_of(input_, &n.sizes, &plan) || !same_layout(grad_, input_)) return {};
+  if (!plan_of(input_, &n.sizes, &plan) || !is_alike(grad_, input_)) return {};
   STD_TORCH_CHECK(coefficients.numel() == 4 * n.sizes.channels && coefficients.is_contiguous(), kOp,
                   "_backward: four coefficients a channel");
   const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());

@@ -79,9 +79,15 @@ void fold_linear_cuda(const Tensor& linear_weight_, const OptionalTensor& linear
 
 }  // namespace
 
-bool column_plan_of(const ChannelNorm& n, const Tensor& input, Regime regime, ColumnPlan* plan) {
-  return make_column_plan(n.batch, n.rows, n.channels, n.num_groups, static_cast<int>(itemsize(n.dtype)),
-                          gpu_of(input.get_device_index()), regime, plan);
+int32_t launched(ColumnLaunch* launch, ChannelNorm n, Memory& memory, int32_t device, Regime regime) {
+  ColumnPlan plan;
+  cudaStream_t stream{};
+  const int bytes = static_cast<int>(itemsize(n.dtype));
+  if (!make_column_plan(n.batch, n.rows, n.channels, n.num_groups, bytes, gpu_of(device), regime, &plan) ||
+      !set_stream(device, stream) || !set_workspace(memory, column_workspace_bytes(plan), n.workspace)) {
+    return kDeclined;
+  }
+  return told(launch(n, plan, stream));
 }
 
 }  // namespace normswap

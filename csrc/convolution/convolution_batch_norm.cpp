@@ -107,7 +107,7 @@ OptionalTensor matmul(const Tensor& input, const Tensor& weight, const Tensor& b
   constexpr Pair ones{1, 1}, zeros{0, 0};
   const bool alone = g.stride == ones && g.padding == zeros && g.groups == 1;
   const int64_t in = input.size(1), out = weight.size(0), rows = input.numel() / in;
-  if (!alone || weight.numel() != out * in || weight.stride(0) != in || !is_channels_last(input)) return std::nullopt;
+  if (!alone || weight.numel() != out * in || weight.stride(0) != in || !is_channels_last(view_of(input))) return std::nullopt;
   if (aoti_torch_cuda_addmm_out == nullptr || aoti_torch_cuda__addmm_activation == nullptr) return std::nullopt;
   const OptionalTensor pixels = seen_as<2>(input, {rows, in}, {in, 1}), across = seen_as<2>(weight, {in, out}, {1, in});
   if (!pixels.has_value() || !across.has_value()) return std::nullopt;
@@ -120,7 +120,7 @@ OptionalTensor matmul(const Tensor& input, const Tensor& weight, const Tensor& b
     }
     return seen_as<4>(Tensor(handle), sizes, strides);
   }
-  const OptionalTensor made = unfilled<4>(input, sizes, strides);
+  const OptionalTensor made = unfilled(input, 4, sizes.data(), strides.data());
   const OptionalTensor product = made.has_value() ? seen_as<2>(*made, {rows, out}, {out, 1}) : std::nullopt;
   if (!product.has_value()) return std::nullopt;
   const auto error = aoti_torch_cuda_addmm_out(product->get(), bias.get(), pixels->get(), across->get(), 1, 1);
@@ -130,21 +130,14 @@ OptionalTensor matmul(const Tensor& input, const Tensor& weight, const Tensor& b
 // By our kernel, without a folded weight; nothing where it does not take these tensors.
 OptionalTensor scaled(const Tensor& input, const Site& s, const OptionalTensor& residual) {
   const auto& [stride, padding, dilation, groups] = s.geometry;
-  for (const OptionalTensor& t : {s.bias, s.running_mean, s.running_var, s.norm_weight, s.norm_bias}) {
-    if (t.has_value() && !is_beside(*t, input)) return std::nullopt;
-  }
+  if (!all_beside(input, {&s.bias, &s.running_mean, &s.running_var, &s.norm_weight, &s.norm_bias})) return std::nullopt;
   const ConvolutionCall call{
       view_of(input), view_of(s.weight), view_of(residual),
       {view_of(s.running_var), view_of(s.running_mean), view_of(s.norm_weight), view_of(s.norm_bias), view_of(s.bias)},
       s.eps, {stride[0], stride[1]}, {padding[0], padding[1]}, {dilation[0], dilation[1]}, groups,
-      static_cast<int32_t>(s.activation.code), s.activation.low, s.activation.high};
-  std::array<int64_t, 4> sizes{};
-  if (!normswap_convolution_sizes(&call, sizes.data())) return std::nullopt;
-  const std::array<int64_t, 4> strides{sizes[1] * sizes[2] * sizes[3], 1, sizes[1] * sizes[3], sizes[1]};
-  const OptionalTensor made = unfilled<4>(input, sizes, strides);
-  if (!made.has_value()) return std::nullopt;
-  check_launch(static_cast<cudaError_t>(normswap_convolve(&call, made->mutable_data_ptr(), input.get_device_index())));
-  return made;
+      static_cast<int32_t>(s.activation.code), s.activation.low, s.activation.high, false};
+  TensorMemory memory(input);
+  return is_launched(normswap_convolve, call, input, memory) ? memory.parts[Memory::kOut] : std::nullopt;
 }
 
 // What the sites that fold have folded, in one launch; false where one cannot be.

@@ -15,7 +15,7 @@ constexpr int64_t kLongest = 1 << 15;  // stride, padding, dilation and kernel, 
 
 // Whether the kernel can read it: (batch, height, width, channels) from a multiple of 16 bytes on.
 bool is_image(const View& t) {
-  return t.dims == 4 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && is_channels_last(t);
+  return t.dims == 4 && starts_at_vector(t) && is_channels_last(t);
 }
 
 // As PyTorch's ops take them together: a norm's tensors of one dtype, the convolution's or float32.
@@ -87,24 +87,17 @@ bool convolve_of(const ConvolutionCall& call, Convolve& c, Sizes& sizes) {
 }  // namespace
 }  // namespace normswap
 
-extern "C" {
-
-NORMSWAP_EXPORT int32_t normswap_convolution_sizes(const normswap::ConvolutionCall* call, int64_t* sizes) {
-  normswap::Convolve c{};
-  normswap::Sizes found{};
-  if (!normswap::convolve_of(*call, c, found)) return 0;
-  std::copy(found.begin(), found.end(), sizes);
-  return 1;
-}
-
-NORMSWAP_EXPORT int32_t normswap_convolve(const normswap::ConvolutionCall* call, void* out, int32_t device) {
+extern "C" NORMSWAP_EXPORT int32_t normswap_convolve(const normswap::ConvolutionCall* call, normswap::Memory* memory,
+                                                     int32_t device) {
   using namespace normswap;
   Convolve c{};
   Sizes sizes{};
   cudaStream_t stream{};
-  if (!convolve_of(*call, c, sizes) || !set_stream(device, stream)) return cudaErrorInvalidValue;
-  c.out = out;
+  if (!convolve_of(*call, c, sizes) || !set_stream(device, stream)) return kDeclined;
+  const Sizes strides{sizes[1] * sizes[2] * sizes[3], 1, sizes[1] * sizes[3], sizes[1]};
+  if (call->residual_first && !std::equal(strides.begin(), strides.end(), call->residual.strides)) return kDeclined;
+  c.out = room_like(*memory, Memory::kOut, {nullptr, sizes.data(), strides.data(), 4, 0}, call->input.dtype);
+  if (c.out == nullptr) return kDeclined;
   const auto launch = is_depthwise(c) ? convolve_depthwise : c.dtype == DType::f16 ? convolve_f16 : convolve_bf16;
   return told(launch(c, gpu_of(device), stream));
-}
 }

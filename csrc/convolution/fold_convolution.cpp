@@ -46,13 +46,14 @@ std::optional<ConvolutionFold> fold_of(const Tensor& weight, const OptionalTenso
        {bias, OptionalTensor(running_mean), OptionalTensor(running_var), norm_weight, norm_bias}) {
     if (!fits(t, weight)) return std::nullopt;
   }
-  const OptionalTensor out = unfilled_like(weight), out_bias = unfilled<1>(weight, {weight.size(0)}, {1});
+  const int64_t channels = weight.size(0), stride = 1;
+  const OptionalTensor out = unfilled_like(weight), out_bias = unfilled(weight, 1, &channels, &stride);
   if (!out.has_value() || !out_bias.has_value()) return std::nullopt;
   FoldLinear f{};
   f.linear_weight = weight.const_data_ptr();
   f.out_weight = out->mutable_data_ptr();
   f.out_bias = out_bias->mutable_data_ptr();
-  f.channels = weight.size(0);
+  f.channels = channels;
   f.in_features = weight.numel() / f.channels;
   f.linear_bias = vector_of(bias);
   f.scale = {nullptr, DType::f32};

@@ -1,5 +1,5 @@
 // The backward of group_norm on CUDA tensors: checks, plan, workspace, launch.
-#include "abi/tensors.h"
+#include "abi/views.h"
 #include "plan/make_group_backward_plan.h"
 
 namespace normswap {
@@ -141,9 +141,12 @@ Gradients group_norm_backward_or_none(const Tensor& grad, const Tensor& input, c
                                       const OptionalTensor& bias, const OptionalTensor& residual, const Tensor& statistics,
                                       int64_t num_groups, int64_t activation, double low, double high, bool of_input,
                                       bool of_weight, bool of_bias, bool of_residual) {
-  const bool channels_last = !input.is_contiguous() && is_channels_last(input);
-  if (input.numel() == 0 || !(channels_last || input.is_contiguous()) || !lie_alike(grad, input)) return {};
-  if (residual.has_value() && !lie_alike(*residual, input)) return {};
+  const View x = view_of(input);
+  const bool channels_last = !input.is_contiguous();
+  if (input.numel() == 0 || (channels_last && !is_channels_last(x))) return {};
+  for (const OptionalTensor& t : {OptionalTensor(grad), residual}) {
+    if (t.has_value() && !(is_beside(*t, input) && same_layout(view_of(t), x))) return {};
+  }
   for (const OptionalTensor* t : {&weight, &bias}) {
     if (t->has_value() && !(*t)->is_contiguous()) return {};
   }

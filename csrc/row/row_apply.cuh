@@ -39,18 +39,19 @@ using AffineAhead =
     std::conditional_t<Policy::affine == Affine::by_element, AffineByElement<Policy, T, Tile::V, AtOnce>,
                        std::conditional_t<Policy::affine == Affine::by_channel, ChannelPlace<T>, AffineNone>>;
 
-// V float32 parameters of the vector at `at` of the row, or what stands for them; `count` of its elements are there.
-template <bool Ragged, int V>
-__device__ inline void load_wide(const void* data, const uint4* absent, int64_t at, int count, Floats<V>& to) {
-  const float* from = data != nullptr ? static_cast<const float*>(data) + at : reinterpret_cast<const float*>(absent);
+// V parameters of W of the vector at `at` of the row, or what stands for them; `count` of its elements are there.
+template <class W, bool Ragged, int V>
+__device__ inline void load_parameters(const void* data, const uint4* absent, int64_t at, int count, Floats<V>& to) {
+  const W* from = data != nullptr ? static_cast<const W*>(data) + at : reinterpret_cast<const W*>(absent);
   if (Ragged && count < V) return load_some<false>(from, count, to.v);
   load_vectors(from, to.v);
 }
 
-template <class Policy, bool Ragged, int V>
-__device__ inline void wide_values(const RowArgs& args, int64_t at, int count, Floats<V>& w, Floats<V>& b) {
-  load_wide<Ragged>(args.n.weight, kOnes<float>, at, count, w);
-  if constexpr (Policy::has_bias) load_wide<Ragged>(args.n.bias, kZeros, at, count, b);
+// The weights and biases, of W.
+template <class Policy, class W, bool Ragged, int V>
+__device__ inline void values_at(const RowArgs& args, int64_t at, int count, Floats<V>& w, Floats<V>& b) {
+  load_parameters<W, Ragged>(args.n.weight, kOnes<W>, at, count, w);
+  if constexpr (Policy::has_bias) load_parameters<W, Ragged>(args.n.bias, kZeros, at, count, b);
 #pragma unroll
   for (int j = 0; j < V; ++j) w.v[j] = Policy::factor(w.v[j], args);
 }
@@ -78,38 +79,73 @@ __device__ inline void store_narrow(void* p, const uint4& words, DType dtype) {
                                 : uint2{pair_bits<__nv_bfloat16>(v[0], v[1]), pair_bits<__nv_bfloat16>(v[2], v[3])};
 }
 
-// Normalise and store the chunk from `begin` on of several rows. All lanes of the warp must call. Wide: see
-// has_wide_weights.
+// A chunk in shared memory that its row ends in, of which there is one among many: not worth long code.
+template <class Tile>
+constexpr bool kRare = !Tile::InRegisters && !Tile::Ragged && Tile::Whole < Tile::Slots;
+
+// What is to be stored of a chunk, in code that is short: with parameters of either dtype.
+template <class Policy, bool Fast, class T, class Tile>
+__device__ inline void make_in_turn(const Tile& tile, const RowArgs& args, int64_t begin, RowValues values,
+                                    uint4 (&made)[Tile::Slots]) {
+  in_turn(tile, made, [&](int offset, const uint4& x) {
+    float out[Tile::V];
+    Floats<Tile::V> w, b;
+    if constexpr (Policy::affine == Affine::by_element) {
+      if (has_wide_weights<T>(args)) {
+        values_at<Policy, float, Tile::Ragged>(args, begin + offset, tile.len - offset, w, b);
+      } else {
+        values_at<Policy, T, Tile::Ragged>(args, begin + offset, tile.len - offset, w, b);
+      }
+    }
+    normalise<Policy, Fast, T>(x, values, w, b, out);
+    return words_of<T>(out);
+  });
+}
+
+// The same with parameters that were loaded ahead, or without any.
+template <class Policy, bool Fast, class T, class Tile, class Ahead>
+__device__ inline void make_from(const Tile& tile, const RowArgs& args, int64_t begin, RowValues values, Ahead& affine,
+                                 uint4 (&made)[Tile::Slots]) {
+  Floats<Tile::V> w, b;
+#pragma unroll
+  for (int k = 0; k < Tile::Slots; ++k) {
+    if constexpr (Policy::affine == Affine::by_element) {
+      constexpr int Count = Ahead::count;
+      if (Count < Tile::Slots && k % Count == 0) affine.load(args, begin, tile, k);
+      affine.values(k % Count, args, w, b);
+    }
+    made[k] = normalised<Policy, Fast, T>(tile, k, values, w, b);
+  }
+}
+
+// Normalise and store the chunk from `begin` on of several rows that begin anywhere: made first, in whichever way, since such
+// stores are long to compile. All lanes of the warp must call.
+template <class Policy, class T, class Tile, class Row, int Rows, class Ahead>
+__device__ inline void store_anywhere(const Tile (&tiles)[Rows], const RowArgs& args, const Row (&rows)[Rows],
+                                      int64_t begin, const RowValues (&values)[Rows], Ahead& affine, bool fast) {
+  T* y = static_cast<T*>(args.n.y) + begin + rows[0] * args.n.cols;
+  const bool ahead = fast && !(Policy::affine == Affine::by_element && kMayBeWide<T, Tile> && has_wide_weights<T>(args));
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) {
+    uint4 made[Tile::Slots];
+    if (ahead) {
+      make_from<Policy, true, T>(tiles[r], args, begin, values[r], affine, made);
+    } else if (fast) {
+      make_in_turn<Policy, true, T>(tiles[r], args, begin, values[r], made);
+    } else {
+      make_in_turn<Policy, false, T>(tiles[r], args, begin, values[r], made);
+    }
+    tiles[r].store(y + (rows[r] - rows[0]) * args.n.cols, [&](int k) { return made[k]; });
+  }
+}
+
+// The same of rows that begin and end at vectors. Wide: see has_wide_weights.
 template <class Policy, bool Fast, bool Wide, class T, class Tile, class Row, int Rows, class ByElement>
 __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& args, const Row (&rows)[Rows],
                                    int64_t begin, const RowValues (&values)[Rows], ByElement& affine) {
   constexpr int Count = ByElement::count;
   const int64_t at = begin + rows[0] * args.n.cols;
   Floats<Tile::V> w, b;
-  if constexpr (Tile::Ragged) {
-    T* y = static_cast<T*>(args.n.y) + at;
-#pragma unroll
-    for (int r = 0; r < Rows; ++r) {
-      T* to = y + (rows[r] - rows[0]) * args.n.cols;
-      if constexpr (Wide) {
-        uint4 made[Tile::Slots];
-        in_turn(tiles[r], made, [&](int offset, const uint4& x) {
-          float out[Tile::V];
-          wide_values<Policy, true>(args, begin + offset, tiles[r].len - offset, w, b);
-          normalise<Policy, Fast, T>(x, values[r], w, b, out);
-          return words_of<T>(out);
-        });
-        tiles[r].store(to, [&](int k) { return made[k]; });
-      } else {
-        tiles[r].store(to, [&](int k) {
-          if (Count < Tile::Slots && k % Count == 0) affine.load(args, begin, tiles[r], k);
-          affine.values(k % Count, args, w, b);
-          return normalised<Policy, Fast, T>(tiles[r], k, values[r], w, b);
-        });
-      }
-    }
-    return;
-  }
   const bool narrow = kMayBeNarrow<Policy, T, Tile> && args.n.out_dtype != DType::f32;
   const int itemsize = narrow ? 2 : static_cast<int>(sizeof(T));
   char* y = static_cast<char*>(args.n.y) + (at + Tile::offset(0)) * itemsize;
@@ -119,7 +155,7 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
 #pragma unroll
     for (int k = first; k < first + Count && k < Tile::Slots; ++k) {
       if constexpr (Wide) {
-        if (tiles[0].inside(k)) wide_values<Policy, false>(args, begin + Tile::offset(k), Tile::V, w, b);
+        if (tiles[0].inside(k)) values_at<Policy, float, false>(args, begin + Tile::offset(k), Tile::V, w, b);
       } else {
         affine.values(k - first, args, w, b);
       }
@@ -138,46 +174,46 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
   }
 }
 
-// Chunk `at` of the tensors, with what stands behind it. make(offset, words, values): those of the norm. All lanes of the warp
-// must call.
+// Chunk `at` of the tensors, with what stands behind it. make(offset, words, values): those of the norm; written once, it is
+// long to compile. All lanes of the warp must call.
 template <class T, class Tile, class Make>
 __device__ inline void store_tile_behind(const Tile& tile, const GroupOptions& behind, int64_t at,
                                          const ActivationArgs& activation, Make make) {
   constexpr int V = Tile::V;
+  const bool by_vectors = !Tile::Ragged && on_boundary(behind), wide = V == 8 && behind.wide;
+  const bool adds = by_vectors && !wide && behind.residual != nullptr;
   const auto vector = [&](int k) { return Tile::InRegisters || tile.inside(k) ? tile.pack(k).raw() : uint4{}; };
-  uint4 words[Tile::Slots];
-  if constexpr (V == 8) {
-    if (behind.wide) {
-#pragma unroll
-      for (int k = 0; k < Tile::Slots; ++k) words[k] = Tile::InRegisters ? vector(k) : uint4{};
-      each_in_turn(words, [&](int k, const uint4& now) {
-        float out[V] = {};
-        if (tile.inside(k)) make(Tile::offset(k), Tile::InRegisters ? now : vector(k), out);
-        store_wide(behind, out, at + Tile::offset(k), tile.inside(k),
-                   [&](const Pack<float, 4>& y) { return activated(y, activation); });
-        return now;
-      });
-      return;
-    }
-  }
-  // The residual's vectors are on their way at once where there are registers for them.
   const auto load_residual = [&](int k, uint4& to) {
     const T* from = static_cast<const T*>(behind.residual) + at + Tile::offset(k);
-    load_if(behind.residual != nullptr && tile.inside(k), to, from);
+    load_if(adds && tile.inside(k), to, from);
   };
+  // The residual's vectors are on their way at once where there are registers for them.
+  uint4 words[Tile::Slots];
 #pragma unroll
   for (int k = 0; k < Tile::Slots; ++k) {
     words[k] = Tile::InRegisters ? vector(k) : uint4{};
     if (!Tile::InRegisters) load_residual(k, words[k]);
   }
   each_in_turn(words, [&](int k, const uint4& now) {
-    if (!tile.inside(k)) return now;
+    const bool there = tile.inside(k);
     uint4 residual = now;
     if (Tile::InRegisters) load_residual(k, residual);
-    float out[V];
-    make(Tile::offset(k), Tile::InRegisters ? now : vector(k), out);
+    float out[V] = {};
+    if (there) make(Tile::offset(k), Tile::InRegisters ? now : vector(k), out);
+    if (!by_vectors) {
+      if (there) store_behind<T>(behind, out, at + Tile::offset(k), tile.len - Tile::offset(k), activation);
+      return now;
+    }
+    if constexpr (V == 8) {
+      if (wide) {
+        store_wide(behind, out, at + Tile::offset(k), there,
+                   [&](const Pack<float, 4>& y) { return activated(y, activation); });
+        return now;
+      }
+    }
+    if (!there) return now;
     auto sum = Pack<T, V>::of(out);
-    if (behind.residual != nullptr) sum = added(sum, Pack<T, V>::of_raw(residual));
+    if (adds) sum = added(sum, Pack<T, V>::of_raw(residual));
     activated(sum, activation).store(static_cast<T*>(behind.y) + at + Tile::offset(k));
     return now;
   });
@@ -193,11 +229,7 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, Row row
       tile.store(y, [&](int k) { return normalised<Policy, Fast, T>(tile, k, values, {}, {}); });
     } else {
       uint4 made[Tile::Slots];
-      in_turn(tile, made, [&](int, const uint4& x) {
-        float out[Tile::V];
-        normalise<Policy, Fast, T>(x, values, {}, {}, out);
-        return words_of<T>(out);
-      });
+      make_in_turn<Policy, Fast, T>(tile, args, begin, values, made);
       tile.store(y, [&](int k) { return made[k]; });
     }
   } else {
@@ -213,22 +245,12 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, Row row
       }
       normalise<Policy, Fast, T>(x, values, w, b, out);
     };
-    uint4 made[Tile::Slots];
     if constexpr (kBehind<Policy>) {
-      const GroupOptions& behind = args.n.behind;
-      const int64_t at = row * args.n.cols + begin;
-      if constexpr (!Tile::Ragged) {
-        if (on_boundary(behind)) return store_tile_behind<T>(tile, behind, at, args.n.activation, make);
-      }
-      in_turn(tile, made, [&](int offset, const uint4& x) {
-        float out[V];
-        make(offset, x, out);
-        store_behind<T>(behind, out, at + offset, tile.len - offset, args.n.activation);
-        return x;
-      });
+      store_tile_behind<T>(tile, args.n.behind, row * args.n.cols + begin, args.n.activation, make);
     } else {
+      uint4 made[Tile::Slots];
       const bool none = args.n.activation.code == Activation::none;
-      if (!Tile::Ragged && few) {
+      if (!Tile::Ragged && !kRare<Tile> && few) {
         const auto plain = [&](int k) {
           Floats<V> w, b;
           affine.of_few(Tile::offset(k), w, b);
@@ -261,7 +283,12 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, Row row
 template <class Policy, bool Fast, class T, class Tile, class Row, int Rows, class Ahead>
 __device__ inline void apply_by(const Tile (&tiles)[Rows], const RowArgs& args, const Row (&rows)[Rows], int64_t begin,
                                 const RowValues (&values)[Rows], Ahead& affine) {
-  if constexpr (Policy::affine == Affine::by_element) {
+  if constexpr (kRare<Tile> && Policy::affine != Affine::by_channel) {
+    static_assert(Rows == 1);
+    uint4 made[Tile::Slots];
+    make_in_turn<Policy, Fast, T>(tiles[0], args, begin, values[0], made);
+    tiles[0].store(static_cast<T*>(args.n.y) + rows[0] * args.n.cols + begin, [&](int k) { return made[k]; });
+  } else if constexpr (Policy::affine == Affine::by_element) {
     if constexpr (kMayBeWide<T, Tile>) {
       if (has_wide_weights<T>(args)) return store_tiles<Policy, Fast, true, T>(tiles, args, rows, begin, values, affine);
     }
@@ -284,13 +311,18 @@ __device__ inline void apply_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
     each_row(tiles, rows, values, [&](const Tile& tile, Row row, RowValues value) {
       store_with_options<T>(tile, args, row, begin, value);
     });
-  } else if constexpr (Policy::template always_fast<T>) {
+  } else if constexpr (Policy::template always_fast<T> && !(Tile::Ragged && Policy::affine == Affine::by_element)) {
     apply_by<Policy, true, T>(tiles, args, rows, begin, values, affine);
   } else {
     bool fast = true;
+    if constexpr (!Policy::template always_fast<T>) {
 #pragma unroll
-    for (int r = 0; r < Rows; ++r) fast = fast && Policy::fast(values[r], args);
-    if (__all_sync(kWholeWarp, fast)) {
+      for (int r = 0; r < Rows; ++r) fast = fast && Policy::fast(values[r], args);
+      fast = __all_sync(kWholeWarp, fast);
+    }
+    if constexpr (Tile::Ragged) {
+      store_anywhere<Policy, T>(tiles, args, rows, begin, values, affine, fast);
+    } else if (fast) {
       apply_by<Policy, true, T>(tiles, args, rows, begin, values, affine);
     } else {
       apply_by<Policy, false, T>(tiles, args, rows, begin, values, affine);
@@ -353,7 +385,8 @@ struct ChunkInShared {
     return stat[0];
   }
   __device__ Stat statistic(int64_t row) const {
-    return place.len == kChunk ? statistic_of<true>(row) : statistic_of<false>(row);
+    if (!Ragged && place.len == kChunk) return statistic_of<!Ragged>(row);
+    return statistic_of<false>(row);
   }
   template <bool Full, class Affine>
   __device__ void apply_to(int64_t row, RowValues values, Affine& affine, bool loaded) const {
@@ -366,7 +399,7 @@ struct ChunkInShared {
   // `affine`: the chunk's parameters, or where to load them.
   template <class Affine>
   __device__ void apply(int64_t row, RowValues values, Affine& affine, bool loaded) const {
-    if (place.len == kChunk) return apply_to<true>(row, values, affine, loaded);
+    if (!Ragged && place.len == kChunk) return apply_to<!Ragged>(row, values, affine, loaded);
     apply_to<false>(row, values, affine, loaded);
   }
 };

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "abi/tensors.h"
+#include "abi/views.h"
 #include "plan/make_row_plan.h"
 
 namespace normswap {
@@ -16,6 +17,8 @@ struct RowLaunches {
 };
 
 constexpr RowLaunches kLayerNorm{layer_norm_f32, layer_norm_f16, layer_norm_bf16};
+constexpr RowLaunches kRmsNorm{rms_norm_f32, rms_norm_f16, rms_norm_bf16};
+constexpr RowLaunches kNormWithOptions{norm_with_options_f32, norm_with_options_f16, norm_with_options_bf16};
 
 // Fill in dtypes and affine parameters of `n`; `parameters` is the length they must have.
 inline void set_affine(const char* op, RowNorm& n, const Tensor& input, const OptionalTensor& weight,
@@ -36,45 +39,61 @@ inline void set_affine(const char* op, RowNorm& n, const Tensor& input, const Op
   n.bias = data_or_null(bias);
 }
 
-inline cudaError_t launched(RowLaunch* launch, RowNorm n, const RowPlan& plan, const Tensor& input) {
-  const int64_t room = row_workspace_bytes(plan, n.rows);
-  const OptionalTensor workspace = room > 0 ? OptionalTensor(scratch(input, room)) : std::nullopt;
-  n.workspace = room > 0 ? workspace->mutable_data_ptr() : nullptr;
-  return launch(n, plan, stream_of(input));
-}
-
 // `weights`: that an element may have of its own. `options`: `launches` are norm_with_options. Where the plan's blocks, which
 // must all run at once, cannot do so here (few multiprocessors, in a green context or under MPS), the split kernels do the
-// rows: to the same bits.
-inline void run(const char* op, const RowLaunches& launches, int weights, RowNorm n, const Tensor& input, const Tensor& out,
-                int64_t regime, bool options = false) {
-  RowPlan plan;
-  n.y = out.mutable_data_ptr();
+// rows: to the same bits. Gives what calls give (abi/calls.h): kDeclined also of rows that cannot be done in `regime`.
+inline int32_t launched(const RowLaunches& launches, int weights, RowNorm n, Memory& memory, int32_t device, Regime regime,
+                        bool options = false) {
   const int bytes = static_cast<int>(itemsize(n.dtype));
   const Rows rows{n.rows, n.cols, bytes, weights, is_ragged(n, bytes), options};
-  const Gpu gpu = gpu_of(input.get_device_index());
-  STD_TORCH_CHECK(make_row_plan(rows, gpu, static_cast<Regime>(regime), &plan), op, ": rows of ", n.cols,
-                  " elements cannot be done in regime ", regime);
-  RowLaunch* const launch = launches.of(n.dtype);
-  cudaError_t error = launched(launch, n, plan, input);
-  if (cannot_be_resident(error) && regime == 0 && make_row_plan(rows, gpu, Regime::split, &plan)) {
-    cudaGetLastError();  // or the next launch would be told of it
-    error = launched(launch, n, plan, input);
+  const Gpu gpu = gpu_of(device);
+  cudaStream_t stream{};
+  cudaError_t error = cudaErrorUnknown;
+  if (!set_stream(device, stream)) return kDeclined;
+  for (const Regime one : {regime, Regime::split}) {
+    RowPlan plan;
+    if (!make_row_plan(rows, gpu, one, &plan) || !set_workspace(memory, row_workspace_bytes(plan, n.rows), n.workspace)) {
+      return one == regime ? kDeclined : error;
+    }
+    error = launches.of(n.dtype)(n, plan, stream);
+    told(error);
+    if (regime != Regime::automatic || !cannot_be_resident(error)) break;
   }
-  check_launch(error);
+  return error;
+}
+
+// Raises unless rows were launched.
+inline void check_rows(const char* op, const RowNorm& n, int64_t regime, int32_t error) {
+  STD_TORCH_CHECK(error != kDeclined, op, ": rows of ", n.cols, " elements cannot be done in regime ", regime,
+                  ", or there is no memory for their statistics");
+  check_launch(static_cast<cudaError_t>(error));
+}
+
+inline void run(const char* op, const RowLaunches& launches, int weights, RowNorm n, const Tensor& input, const Tensor& out,
+                int64_t regime, bool options = false) {
+  TensorMemory memory(input);
+  n.y = out.mutable_data_ptr();
+  check_rows(op, n, regime,
+             launched(launches, weights, n, memory, input.get_device_index(), static_cast<Regime>(regime), options));
+}
+
+// But for what they are read from and written to.
+inline RowNorm rows_of(int64_t rows, int64_t cols, DType dtype, double eps) {
+  RowNorm n{};
+  n.rows = rows;
+  n.cols = cols;
+  n.eps = eps;
+  n.num_groups = n.channels_per_group = n.spatial = n.options.rows_per_sample = 1;
+  n.dtype = n.out_dtype = n.weight_dtype = dtype;
+  return n;
 }
 
 // But for `out`.
 inline RowNorm rows_of(const char* op, const Tensor& input, int64_t cols, double eps) {
   STD_TORCH_CHECK(cols > 0 && input.numel() % cols == 0, op, ": rows of ", cols, " elements do not divide ",
                   input.numel());
-  RowNorm n{};
+  RowNorm n = rows_of(input.numel() / cols, cols, dtype_of(input, op), eps);
   n.x = input.const_data_ptr();
-  n.rows = input.numel() / cols;
-  n.cols = cols;
-  n.eps = eps;
-  n.num_groups = n.channels_per_group = n.spatial = n.options.rows_per_sample = 1;
-  n.dtype = n.out_dtype = dtype_of(input, op);
   return n;
 }
 
@@ -93,29 +112,31 @@ void l2_norm_rows(const Tensor& input, int64_t cols, double eps, const Tensor& o
 
 // --- what calls that record no gradient ask first --------------------------------------------------------------------
 
-inline bool has_served_dtype(const Tensor& t) {
-  const auto dtype = t.scalar_type();
-  return dtype == torch::headeronly::ScalarType::Float || dtype == torch::headeronly::ScalarType::Half ||
-         dtype == torch::headeronly::ScalarType::BFloat16;
+// Sets weight and bias, contiguous, of the sizes that the input has from `first` on; false where the kernels do not take them.
+inline bool set_affine(RowNorm& n, const View& input, int64_t first, int64_t dims, const View& weight, const View& bias) {
+  if (first < 0 || dims < 1 || first + dims > input.dims || !affine_dtypes_fit(input, weight, bias)) return false;
+  for (const View* t : {&weight, &bias}) {
+    if (is_absent(*t)) continue;
+    if (t->dims != dims || !std::equal(t->sizes, t->sizes + dims, input.sizes + first)) return false;
+    if (!is_contiguous(*t) || !starts_at_vector(*t)) return false;
+    n.weight_dtype = static_cast<DType>(t->dtype);
+  }
+  n.weight = weight.data;
+  n.bias = bias.data;
+  return true;
 }
 
-inline bool fits(const OptionalTensor& parameter, const Tensor& input, const int64_t* sizes, int64_t dims) {
-  if (!parameter.has_value()) return true;
-  const Tensor& p = *parameter;
-  return p.dim() == dims && std::equal(sizes, sizes + dims, p.sizes().data()) && p.is_cuda() &&
-         p.get_device_index() == input.get_device_index() && p.is_contiguous() &&
-         (p.scalar_type() == input.scalar_type() || p.scalar_type() == torch::headeronly::ScalarType::Float);
-}
+inline bool has_served_dtype(const Tensor& t) { return view_of(t).dtype >= 0; }
 
 // Whether the kernels can take these, if the input's layout allows; weight and bias have `dims` sizes of the input's, from
-// `first` on.
+// `first` on. They may start anywhere.
 inline bool is_plain(const Tensor& input, int64_t first, int64_t dims, const OptionalTensor& weight,
                      const OptionalTensor& bias) {
-  if (first < 0 || dims < 1 || first + dims > input.dim()) return false;
-  if (!has_served_dtype(input) || input.numel() == 0) return false;
-  const int64_t* sizes = input.sizes().data() + first;
-  return fits(weight, input, sizes, dims) && fits(bias, input, sizes, dims) &&
-         (!weight.has_value() || !bias.has_value() || weight->scalar_type() == bias->scalar_type());
+  RowNorm n{};
+  View w = view_of(weight), b = view_of(bias);
+  w.data = b.data = nullptr;
+  return has_served_dtype(input) && input.numel() > 0 && all_beside(input, {&weight, &bias}) &&
+         set_affine(n, view_of(input), first, dims, w, b);
 }
 
 inline int64_t trailing_elements(const Tensor& input, int64_t dims) {

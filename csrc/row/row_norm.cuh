@@ -320,6 +320,8 @@ cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, c
     return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T>>(args, plan, stream);
   } else if constexpr (kOptions<Policy>) {
     return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T> / 2, kChunkSlots<T>>(args, plan, stream);
+  } else if constexpr (sizeof(T) == 2 && Ragged) {
+    return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 4>(args, plan, stream);
   } else if constexpr (sizeof(T) == 2) {
     return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 3, 4>(args, plan, stream);
   } else if constexpr (Ragged) {
@@ -358,7 +360,8 @@ cudaError_t launch_blocks(const RowArgs& args, const RowPlan& plan, const Launch
     return cudaErrorInvalidValue;  // see Rows::options
   } else {
     if (plan.held == Held::alone) {
-      return launch_block<row_held<Policy, T, Ragged, Held::alone, false, false>>(args, shape, stream);
+      constexpr Held how = Ragged ? Held::in_block : Held::alone;  // not worth a kernel more
+      return launch_block<row_held<Policy, T, Ragged, how, false, false>>(args, shape, stream);
     }
     if (shape.cluster > 1) return launch_block<row_block<Policy, T, Ragged, true>>(args, shape, stream);
     return launch_block<row_block<Policy, T, Ragged, false>>(args, shape, stream);

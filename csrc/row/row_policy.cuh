@@ -213,7 +213,7 @@ struct Parameters {
   }
 };
 
-// Whether rows of 16-bit elements have float32 parameters. These are loaded when they are needed (wide_values): kept, they
+// Whether rows of 16-bit elements have float32 parameters. These are loaded when they are needed (values_at): kept, they
 // would take twice the registers.
 template <class T>
 __host__ __device__ inline bool has_wide_weights(const RowArgs& args) {

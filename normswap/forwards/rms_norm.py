@@ -14,6 +14,7 @@ from torch import Tensor
 from normswap import ops
 from normswap.forwards import registered
 from normswap.forwards.replaced import Read, Replaced, digest
+from normswap.ops.at_once import AtOnce, Forward, Norm
 from normswap.ops.dispatch import PLAIN, compiler_fuses, in_memory_order
 
 _Forward = Callable[..., Tensor]
@@ -25,13 +26,42 @@ SELF = "self."
 def by_hand_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
     """The forward to install for a match with these attributes."""
     site = _Site(replaced, attributes)
+    fields, stood_for = in_one_step(attributes), site.stood_for(None)
+    stands = lambda module: stood_for if isinstance(module, replaced.installed) else None  # noqa: E731
+    at_once = AtOnce(None if fields is None else Norm("rms_norm", stands, **fields))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         x: Any = args[0] if args else kwargs.get(site.argument)
-        given = site.given(self, x) if len(args) + len(kwargs) == 1 and isinstance(x, Tensor) else None
+        alone = len(args) + len(kwargs) == 1
+        if alone and not torch.compiler.is_compiling():
+            out: Tensor | None = at_once.call(self, x)
+            if out is not None:
+                return out
+        given = site.given(self, x) if alone and isinstance(x, Tensor) else None
         return replaced.run(self, *args, **kwargs) if given is None else site.normalised(x, *given)
 
     return forward
+
+
+def in_one_step(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ``Norm`` is told of a match; None where more is to be asked of a module than C++ asks, or the norm is along
+    another dim than the last."""
+    get, read = attributes.get, lambda given: given if isinstance(given, str) else (given,)
+    along = attributes["dim"], get("weight_axis", -1), get("weight_rank", 1), get("weight_dim", 1)
+    if along != (-1, -1, 1, 1) or get("functions") or any(name.startswith(SELF) for name in attributes):
+        return None
+    return {
+        "names": ((None,), get("weight") or (None,), (None,), read(attributes["eps"])),
+        "offset": read(get("weight_offset", 0.0)),
+        "dtypes": tuple(map(_dtypes, attributes["dtypes"].split())),
+        "rounds": get("cast_before_weight", False),
+    }
+
+
+def stood_for(original: Replaced, attributes: Mapping[str, Any], called: Any) -> Forward | None:
+    """What a module stands for in C++, of a class with this forward that is ``called`` so; None where that was not the
+    one that was read."""
+    return _Site(original, attributes).stood_for(called)
 
 
 def arguments_reader(
@@ -76,6 +106,13 @@ class _Site:
         self.functions = tuple((name, Read(one)) for name, one in functions.items())
         self.known = digest((base_forward, *methods.values(), *functions.values())) == attributes["source"]
         self.verdicts: dict[Hashable, bool] = {}
+
+    def stood_for(self, called: Any) -> Forward | None:
+        """See the function of that name."""
+        original = self.replaced.original
+        if not self.known or original.__getattribute__ is not object.__getattribute__:
+            return None
+        return *self.replaced.known, called, *((name, one.function, one.code) for name, one in self.methods)
 
     def is_as_read(self, module: Any) -> bool:
         """True while the class has the functions and the instance the flags that the match was made from."""

@@ -8,12 +8,11 @@ namespace {
 // Undefined where the kernel does not take it; eps and activation are the call's.
 Tensor batch_norm(normswap::BatchNormCall& call, const Tensor& x, const Tensor& residual, const Tensor& mean, const Tensor& var,
                   const Tensor& weight, const Tensor& bias) {
-  if (launchers().batch_norm == nullptr || !all_readable(x, mean, var, weight, bias, residual)) return {};
+  if (!all_readable(x, mean, var, weight, bias, residual)) return {};
   call.input = view_of(x), call.residual = view_of(residual), call.running_mean = view_of(mean);
   call.running_var = view_of(var), call.weight = view_of(weight), call.bias = view_of(bias);
-  if (!launchers().batch_norm_takes(&call)) return {};
-  const auto launch = [&](void* out, int32_t device) { return launchers().batch_norm(&call, out, device); };
-  return filled("normswap::batch_norm_eval", x.sizes(), x.strides(), x, launch);
+  TensorMemory memory(x);
+  return launched("normswap::batch_norm_eval", launchers().batch_norm, call, memory) ? memory.parts[Memory::kOut] : Tensor();
 }
 
 // batch_norm_eval(x, running_mean, running_var, weight, bias, eps, residual, activation, low, high): the result, or None.
@@ -34,18 +33,18 @@ PyObject* batch_norm_eval(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// --- a norm that ends in children of its own ---------------------------------------------------------------------------
+// --- a norm that calls children behind it ---------------------------------------------------------------------------
 
 // What Python gives, in this order (normswap/ops/at_once.py says what each is).
-enum EndingField { kPassing, kLast, kLastOf, kFunctionsOfEnding, kReadOfEnding, kRanks, kEndingFields };
+enum NormActField { kPassing, kLast, kLastOf, kFunctionsBehind, kReadBehind, kRanks, kNormActFields };
 
-struct Ending : Callable {
-  PyObject* operator[](EndingField field) const { return fields[field]; }
+struct NormAct : Callable {
+  PyObject* operator[](NormActField field) const { return fields[field]; }
 };
 
 // What the norm gives for x in eval, None where Python is to find out what it is.
-PyObject* ended(const Ending& e, PyObject* norm, PyObject* given) {
-  if (any_say() || any_global_hook() || !gives_still(e[kFunctionsOfEnding], e[kReadOfEnding])) return none();
+PyObject* norm_act(const NormAct& e, PyObject* norm, PyObject* given) {
+  if (any_say() || any_global_hook() || !gives_still(e[kFunctionsBehind], e[kReadBehind])) return none();
   const Owned own = dict_of(norm);
   const Owned children = kept(found(own, known().names.modules));
   if (children == nullptr) return none();
@@ -63,17 +62,17 @@ PyObject* ended(const Ending& e, PyObject* norm, PyObject* given) {
   normswap::BatchNormCall call{};
   Tensor x, mean, var, weight, bias;
   if (e[kLast] != Py_None && !set_activation(last, Py_None, e[kLastOf], activation)) return none();
-  if ( !set_fixed(own, call.eps, {&mean, &var, &weight, &bias})) return none();
+  if (!set_fixed(own, call.eps, {&mean, &var, &weight, &bias})) return none();
   if (!take(given, x) || !x.defined() || !contains(e[kRanks], x.dim())) return none();
   call.activation = static_cast<int32_t>(activation.code);
   call.low = static_cast<float>(activation.low), call.high = static_cast<float>(activation.high);
   return wrapped(batch_norm(call, x, Tensor(), mean, var, weight, bias));
 }
 
-PyObject* ending_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
+PyObject* norm_act_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   PyObject* fields = nullptr;
   if (!PyArg_ParseTuple(arguments, "O!", &PyTuple_Type, &fields)) return nullptr;
-  return made_of(type, fields, kEndingFields, answered<Ending, ended>);
+  return made_of(type, fields, kNormActFields, answered<NormAct, norm_act>);
 }
 
 }  // namespace

@@ -24,7 +24,8 @@ struct Given {
   Tensor x, before, behind, scale, shift, weight, bias;
   std::array<Tensor, 3> statistics;  // running mean and variance, batches tracked
   int64_t size = 0;  // groups, or how many dims are normalised
-  double eps = 0.0, momentum = 0.0;
+  double eps = 0.0, momentum = 0.0, offset = 0.0;  // offset: RMSNorm's, of the weight
+  bool rounds = false;                             // before the weight
   Activation activation;
   std::optional<at::ScalarType> dtype;  // of the output, where not the input's
 };
@@ -43,8 +44,33 @@ void callee(Kind kind, bool options, Stack& stack) {
   ops[kind][options].callBoxed(stack);
 }
 
-// Output and sum, None where there is none.
-std::pair<IValue, IValue> computed(Kind kind, const Given& g) {
+// Output and sum, undefined where there is none.
+using Results = std::pair<Tensor, Tensor>;
+
+// Past the dispatcher, with nothing where somebody has a say, or the kernels' library declines.
+Results launched(Kind kind, const Given& g) {
+  if (kind == kBatchNorm || any_say() || !all_readable(g.x, g.before, g.behind, g.scale, g.shift, g.weight, g.bias)) return {};
+  const auto& [code, low, high] = g.activation;
+  const View x = view_of(g.x), weight = view_of(g.weight), bias = view_of(g.bias);
+  const int32_t activation = static_cast<int32_t>(code), dtype = g.dtype ? code_of(*g.dtype) : x.dtype;
+  const float lowest = static_cast<float>(low), highest = static_cast<float>(high);
+  TensorMemory memory(g.x);
+  bool taken = false;
+  if (kind == kGroupNorm) {
+    const normswap::GroupNormCall call{x, weight, bias, view_of(g.behind), g.size, g.eps, activation, lowest, highest, dtype, 0};
+    taken = launched("normswap::group_norm", launchers().group_norm, call, memory);
+  } else {
+    const normswap::RowNormCall call{x, weight, bias, view_of(g.before), view_of(g.scale), view_of(g.shift), g.size, g.eps, g.offset,
+                                     kind == kRmsNorm, g.rounds, activation, lowest, highest, dtype, 0};
+    taken = launched(kind == kRmsNorm ? "normswap::rms_norm" : "normswap::layer_norm", launchers().row_norm, call, memory);
+  }
+  return taken ? Results{memory.parts[Memory::kOut], memory.parts[Memory::kSum]} : Results{};
+}
+
+Tensor tensor(IValue& value) { return value.isTensor() ? std::move(value).toTensor() : Tensor(); }
+
+Results computed(Kind kind, const Given& g) {
+  if (Results made = launched(kind, g); made.first.defined()) return made;
   const auto& [code, low, high] = g.activation;
   const bool options = is_of_rows(kind) && (g.before.defined() || g.scale.defined() || code != 0 || g.dtype);
   Stack stack;
@@ -55,19 +81,19 @@ std::pair<IValue, IValue> computed(Kind kind, const Given& g) {
     torch::jit::push(stack, optional(g.weight), optional(g.bias), true, g.momentum, g.eps, optional(g.behind), code, low,
                      high, IValue(), IValue());
     callee(kind, options, stack);
-    return {std::move(stack[0]), IValue()};
+    return {tensor(stack[0]), Tensor()};
   }
   torch::jit::push(stack, g.x, g.size, optional(g.weight));
   if (kind != kRmsNorm) stack.emplace_back(optional(g.bias));
   stack.emplace_back(g.eps);
-  if (kind == kRmsNorm) torch::jit::push(stack, 0.0, false);
+  if (kind == kRmsNorm) torch::jit::push(stack, g.offset, g.rounds);
   if (kind == kGroupNorm) torch::jit::push(stack, code, low, high, optional(g.behind), g.dtype.has_value());
   if (options) {
     torch::jit::push(stack, optional(g.before), optional(g.scale), optional(g.shift), code, low, high);
     if (kind == kLayerNorm) stack.emplace_back(g.dtype ? IValue(*g.dtype) : IValue());
   }
   callee(kind, options, stack);
-  return {std::move(stack[0]), options ? std::move(stack[1]) : IValue()};
+  return {tensor(stack[0]), options ? tensor(stack[1]) : Tensor()};
 }
 
 // --- a norm -----------------------------------------------------------------------------------------------------------
@@ -75,14 +101,15 @@ std::pair<IValue, IValue> computed(Kind kind, const Given& g) {
 // What Python gives of a norm, a module itself or in a region, in this order (normswap/ops/at_once.py says what each is).
 enum Field {
   kClasses, kStands, kUnless, kNames, kChild, kChildren, kUnpack, kPosition, kLowered, kPasses, kActing, kActivationOf,
-  kActivation, kCallees, kCalled, kFields
+  kActivation, kCallees, kCalled, kOffset, kDtypes, kFields
 };
 
 struct Norm : Callable {
   Kind kind;
-  int region, shared, needs_behind, needs_scale;
+  int region, shared, needs_behind, needs_scale, rounds;
 
   PyObject* operator[](Field field) const { return fields[field]; }
+  bool by_hand() const { return PyTuple_GET_SIZE(fields[kDtypes]) > 0; }
 };
 
 // The attributes of the norm; null where calling it may do something else by now.
@@ -92,6 +119,11 @@ Owned attributes_of(const Norm& norm, PyObject* module) {
   if (stands == nullptr) return {};
   if (norm.region && !is_called_as(cls, PyTuple_GET_ITEM(stands, 4))) return {};
   Owned own = dict_of(module);
+  for (Py_ssize_t i = 5; i < PyTuple_GET_SIZE(stands); ++i) {
+    const auto of_method = [&](int j) { return PyTuple_GET_ITEM(PyTuple_GET_ITEM(stands, i), j); };
+    if (found(own, of_method(0)) != nullptr) return {};
+    if (!is_unchanged(PyTuple_GET_ITEM(stands, 0), of_method(0), of_method(1), of_method(2))) return {};
+  }
   if (norm[kUnless] != Py_None) {
     PyObject* flag = found(own, norm[kUnless]);
     if (flag == nullptr || PyObject_IsTrue(flag) != 0) return {};
@@ -144,6 +176,33 @@ bool set_statistics(PyObject* own, Given& g) {
     if (value == nullptr || found(own, names.statistics[i]) != nullptr || !take(value, g.statistics[i])) return false;
   }
   return true;
+}
+
+// Sets what is a number, and none of a class of its own.
+bool set_number(PyObject* given, double& number) {
+  if (given == nullptr || !(PyFloat_CheckExact(given) || PyLong_CheckExact(given))) return false;
+  number = PyFloat_AsDouble(given);
+  return true;
+}
+
+// Of an RMSNorm by hand: whether the kernels do the same with such tensors, along the last dim.
+bool set_by_hand(const Norm& norm, PyObject* offset, PyObject* eps, Given& g) {
+  const auto is = [](PyObject* dtype, const Tensor& t) {
+    return t.defined() ? THPDtype_Check(dtype) && reinterpret_cast<THPDtype*>(dtype)->scalar_type == t.scalar_type()
+                       : dtype == Py_None;
+  };
+  bool known = false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(norm[kDtypes]) && !known; ++i) {
+    PyObject* pair = PyTuple_GET_ITEM(norm[kDtypes], i);
+    known = is(PyTuple_GET_ITEM(pair, 0), g.x) && is(PyTuple_GET_ITEM(pair, 1), g.weight);
+  }
+  const bool dense = g.x.is_contiguous() && (!g.before.defined() || g.before.is_contiguous());
+  const bool alike = !g.before.defined() || g.before.scalar_type() == g.x.scalar_type();
+  if (!known || !dense || !alike || g.x.dim() == 0) return false;
+  if (g.weight.defined() && (g.weight.dim() != 1 || g.weight.size(0) != g.x.size(-1))) return false;
+  g.size = 1;
+  g.rounds = norm.rounds && g.x.scalar_type() != at::kFloat;
+  return set_number(offset, g.offset) && set_number(eps, g.eps) && PyErr_Occurred() == nullptr;
 }
 
 bool set_arguments(const Norm& norm, PyObject* size, PyObject* weight, PyObject* bias, PyObject* eps, Given& g) {
@@ -280,22 +339,28 @@ PyObject* called(const Norm& norm, PyObject* owner, PyObject* packed) {
   if (!unpack(norm, packed, p, g)) return none();
   if (norm.kind == kBatchNorm && (own == nullptr || !set_statistics(own, g))) return none();
   std::array<PyObject*, 4> arguments{Py_None, Py_None, Py_None, Py_None};
+  PyObject* offset = nullptr;
   if (parameters != nullptr) {
     for (int i = 0; i < 4; ++i) arguments[i] = read(own, parameters, PyTuple_GET_ITEM(norm[kNames], i));
+    offset = read(own, parameters, norm[kOffset]);
   } else {
     const bool biased = norm.kind != kRmsNorm;
     if (p.arguments == nullptr || PyTuple_GET_SIZE(p.arguments) != 3 + biased) return none();
     for (int i = 0; i < 2 + biased; ++i) arguments[i] = PyTuple_GET_ITEM(p.arguments, i);
     arguments[3] = PyTuple_GET_ITEM(p.arguments, 2 + biased);
   }
-  if (!set_arguments(norm, arguments[0], arguments[1], arguments[2], arguments[3], g)) return none();
+  if (norm.by_hand()) {
+    if (arguments[1] == nullptr || !take(arguments[1], g.weight) || !set_by_hand(norm, offset, arguments[3], g)) return none();
+  } else if (!set_arguments(norm, arguments[0], arguments[1], arguments[2], arguments[3], g)) {
+    return none();
+  }
   const Tensor total = settled(norm.kind, g);
   const Cast cast = under_autocast(norm, children, p.x, g);
   if (!cast.served) return none();
   auto [out, sum] = computed(norm.kind, g);
-  if (!out.isTensor()) return none();
+  if (!out.defined()) return none();
   if (total.defined()) sum = total;
-  if (cast.lowered && out.toTensor().scalar_type() != cast.lowered) out = out.toTensor().to(*cast.lowered);
+  if (cast.lowered && out.scalar_type() != cast.lowered) out = out.to(*cast.lowered);
   if (!norm.shared) return wrapped(out);
   Owned both = made(PyTuple_New(2));
   PyTuple_SET_ITEM(both.object, 0, wrapped(sum));
@@ -306,9 +371,10 @@ PyObject* called(const Norm& norm, PyObject* owner, PyObject* packed) {
 // --- for Python -------------------------------------------------------------------------------------------------------
 
 PyObject* norm_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  int kind = 0, region = 0, shared = 0, needs_behind = 0, needs_scale = 0;
+  int kind = 0, region = 0, shared = 0, needs_behind = 0, needs_scale = 0, rounds = 0;
   PyObject* fields = nullptr;
-  if (!PyArg_ParseTuple(arguments, "ippppO!", &kind, &region, &shared, &needs_behind, &needs_scale, &PyTuple_Type, &fields)) {
+  if (!PyArg_ParseTuple(arguments, "ipppppO!", &kind, &region, &shared, &needs_behind, &needs_scale, &rounds, &PyTuple_Type,
+                        &fields)) {
     return nullptr;
   }
   PyObject* self = made_of(type, fields, kFields, answered<Norm, called>);
@@ -316,11 +382,12 @@ PyObject* norm_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   Norm& norm = *reinterpret_cast<Norm*>(self);
   norm.kind = static_cast<Kind>(kind);
   norm.region = region, norm.shared = shared, norm.needs_behind = needs_behind, norm.needs_scale = needs_scale;
+  norm.rounds = rounds;
   return self;
 }
 
 PyTypeObject norm_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Norm", sizeof(Norm)};
-PyTypeObject ending_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Ending", sizeof(Ending)};
+PyTypeObject norm_act_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.NormAct", sizeof(NormAct)};
 PyTypeObject convolution_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Convolution", sizeof(Convolution)};
 
 // configure(variables of torch.nn.modules.module, of forward_ad, {class that hands on: it is a dropout}, {activation:
@@ -372,7 +439,7 @@ PyMODINIT_FUNC PyInit__normswap_calls() {
   PyObject* module = PyModule_Create(&module_def);
   if (module == nullptr) return nullptr;
   const bool added = add_callable(module, norm_type, "Norm", norm_new) &&
-                     add_callable(module, ending_type, "Ending", ending_new) &&
+                     add_callable(module, norm_act_type, "NormAct", norm_act_new) &&
                      add_callable(module, convolution_type, "Convolution", convolution_new);
   if (!added) Py_CLEAR(module);
   return module;

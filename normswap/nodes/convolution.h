@@ -22,19 +22,6 @@ struct Convolution : Callable {
   PyObject* operator[](ConvolutionField field) const { return fields[field]; }
 };
 
-struct ConvolutionNames {
-  PyObject* stride = PyUnicode_InternFromString("stride");
-  PyObject* padding = PyUnicode_InternFromString("padding");
-  PyObject* dilation = PyUnicode_InternFromString("dilation");
-  PyObject* groups = PyUnicode_InternFromString("groups");
-  PyObject* mode = PyUnicode_InternFromString("padding_mode");
-};
-
-const ConvolutionNames& convolution_names() {
-  static const ConvolutionNames* names = new ConvolutionNames();
-  return *names;
-}
-
 struct Tensors {
   Tensor input, weight, residual;
   std::array<Tensor, 5> of_channels;  // as ConvolutionCall has them
@@ -60,21 +47,20 @@ bool set_pair(PyObject* own, PyObject* name, int64_t (&pair)[2]) {
 
 bool set_convolution(const Convolution& c, PyObject* module, Tensors& t, ConvolutionCall& call) {
   if (module == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(module)) != c[kClass]) return false;
-  const ConvolutionNames& names = convolution_names();
-  const Names& modules = known().names;
+  const Names& names = known().names;
   const Owned own = dict_of(module);
   PyObject* inner = c[kInner];  // the method that its forward calls: its name, the function and its code
   if (!is_plain(module, own) || found(own, PyTuple_GET_ITEM(inner, 0)) != nullptr ||
       !is_unchanged(c[kClass], PyTuple_GET_ITEM(inner, 0), PyTuple_GET_ITEM(inner, 1), PyTuple_GET_ITEM(inner, 2))) {
     return false;
   }
-  PyObject *mode = found(own, names.mode), *groups = found(own, names.groups), *parameters = modules.parameters;
+  PyObject *mode = found(own, names.padding_mode), *groups = found(own, names.groups), *parameters = names.parameters;
   if (mode == nullptr || !PyUnicode_Check(mode) || PyUnicode_CompareWithASCIIString(mode, "zeros") != 0) return false;
   if (groups == nullptr || !PyLong_CheckExact(groups)) return false;
   call.groups = PyLong_AsLongLong(groups);
   return is_held() && set_pair(own, names.stride, call.stride) && set_pair(own, names.padding, call.padding) &&
-         set_pair(own, names.dilation, call.dilation) && take_registered(own, parameters, modules.weight, t.weight) &&
-         take_registered(own, parameters, modules.bias, t.of_channels[4]) && t.weight.defined();
+         set_pair(own, names.dilation, call.dilation) && take_registered(own, parameters, names.weight, t.weight) &&
+         take_registered(own, parameters, names.bias, t.of_channels[4]) && t.weight.defined();
 }
 
 // The norm; what it calls behind is asked for by path.
@@ -94,18 +80,6 @@ Owned child_at(PyObject* children, PyObject* path) {
   const Owned own = dict_of(child);
   PyObject *name = PyTuple_GET_ITEM(path, 1), *inner = found(own, known().names.modules);
   return inner == nullptr || found(own, name) != nullptr ? Owned() : kept(found(inner, name));
-}
-
-Tensor launched(const Tensors& t, ConvolutionCall& call, bool residual_first) {
-  call.input = view_of(t.input), call.weight = view_of(t.weight), call.residual = view_of(t.residual);
-  for (size_t i = 0; i < t.of_channels.size(); ++i) call.of_channels[i] = view_of(t.of_channels[i]);
-  std::array<int64_t, 4> sizes{};
-  if (launchers().convolve == nullptr || !launchers().convolution_sizes(&call, sizes.data())) return {};
-  const std::array<int64_t, 4> strides{sizes[1] * sizes[2] * sizes[3], 1, sizes[1] * sizes[3], sizes[1]};
-  // A sum is laid out after its first operand.
-  if (residual_first && t.residual.strides() != at::IntArrayRef(strides)) return {};
-  const auto launch = [&](void* out, int32_t device) { return launchers().convolve(&call, out, device); };
-  return filled("normswap::convolution_batch_norm_eval", sizes, strides, t.input, launch);
 }
 
 // The result, None where Python is to find out what it is.
@@ -143,7 +117,12 @@ PyObject* convolved(const Convolution& c, PyObject* owner, PyObject* packed) {
   const auto& [var, mean, weight, bias, own_bias] = t.of_channels;
   if (!take(x, t.input) || !t.input.defined()) return none();
   if (!all_readable(t.input, t.weight, t.residual, var, mean, weight, bias, own_bias)) return none();
-  return wrapped(launched(t, call, c.place == 1));
+  call.input = view_of(t.input), call.weight = view_of(t.weight), call.residual = view_of(t.residual);
+  for (size_t i = 0; i < t.of_channels.size(); ++i) call.of_channels[i] = view_of(t.of_channels[i]);
+  call.residual_first = c.place == 1;
+  TensorMemory memory(t.input);
+  if (!launched("normswap::convolution_batch_norm_eval", launchers().convolve, call, memory)) return none();
+  return wrapped(memory.parts[Memory::kOut]);
 }
 
 // --- for Python -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "python.h"
+#include "launches.h"
 
 namespace {
 
@@ -17,27 +17,23 @@ struct Folded {
   double eps = 0.0;
 };
 
-// Whether `module` is a plain one of exactly this class, and has a weight and a bias.
-bool take_plain(PyObject* module, PyObject* cls, Owned& own, Tensor& weight, Tensor& bias) {
-  static PyObject *const weights = PyUnicode_InternFromString("weight"), *const biases = PyUnicode_InternFromString("bias");
+// Whether `module` is a plain one of exactly this class.
+bool is_plain_of(PyObject* module, PyObject* cls, Owned& own) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(module)) != cls) return false;
   own = dict_of(module);
-  const Names& names = known().names;
-  return is_plain(module, own) && take_registered(own, names.parameters, weights, weight) &&
-         take_registered(own, names.parameters, biases, bias);
+  return is_plain(module, own);
 }
 
-bool take_norm(PyObject* module, PyObject* cls, Folded& f) {
-  static PyObject *const means = PyUnicode_InternFromString("running_mean"),
-                  *const vars = PyUnicode_InternFromString("running_var"), *const eps = PyUnicode_InternFromString("eps");
-  Owned own;
+bool set_linear(PyObject* module, PyObject* cls, Folded& f) {
   const Names& names = known().names;
-  if (!take_plain(module, cls, own, f.norm_weight, f.norm_bias)) return false;
-  PyObject *training = found(own, names.training), *number = found(own, eps);
-  if (training != Py_False || number == nullptr || !PyFloat_Check(number)) return false;
-  f.eps = PyFloat_AS_DOUBLE(number);
-  return f.eps > 0 && take_registered(own, names.buffers, means, f.mean) && take_registered(own, names.buffers, vars, f.var) &&
-         f.mean.defined() && f.var.defined();
+  Owned own;
+  return is_plain_of(module, cls, own) && take_registered(own, names.parameters, names.weight, f.weight) &&
+         take_registered(own, names.parameters, names.bias, f.bias) && f.weight.defined();
+}
+
+bool set_norm(PyObject* module, PyObject* cls, Folded& f) {
+  Owned own;
+  return is_plain_of(module, cls, own) && set_fixed(own, f.eps, {&f.mean, &f.var, &f.norm_weight, &f.norm_bias});
 }
 
 // Whether shapes, dtypes and devices are such as PyTorch's ops and the fold take, and the fold is worth its while.
@@ -164,10 +160,9 @@ PyObject* folded_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   if (count != 6) return PyErr_Format(PyExc_TypeError, "folded_linear takes 6 arguments");
   try {
     Folded f;
-    Owned own;
     if (any_mode() || any_global_hook() || at::autocast::is_autocast_enabled(at::kCUDA)) return none();
-    if (!take(arguments[0], f.x) || !f.x.defined() || !take_plain(arguments[1], arguments[4], own, f.weight, f.bias) ||
-        !f.weight.defined() || !take(arguments[2], f.scale) || !take_norm(arguments[3], arguments[5], f)) {
+    if (!take(arguments[0], f.x) || !f.x.defined() || !set_linear(arguments[1], arguments[4], f) ||
+        !take(arguments[2], f.scale) || !set_norm(arguments[3], arguments[5], f)) {
       return none();
     }
     // dy^T x, of which all gradients are made, may leave float16's range where PyTorch's do not.

@@ -1,4 +1,4 @@
-// Kernels with fixed statistics, launched past the dispatcher and the stable ABI, whose ways of passing so many arguments
+// Calls that record no gradient, launched past the dispatcher and the stable ABI, whose ways of passing so many arguments
 // cost more than the launch.
 #pragma once
 
@@ -7,18 +7,21 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <exception>
+
 #include "abi/calls.h"
 #include "python.h"
 
 namespace {
 
+using normswap::Memory;
 using normswap::View;
 
 // What the library of the kernels has for that, by `configure`; null without that library.
 struct Launchers {
-  decltype(&normswap_convolution_sizes) convolution_sizes;
+  decltype(&normswap_row_norm) row_norm;
+  decltype(&normswap_group_norm) group_norm;
   decltype(&normswap_convolve) convolve;
-  decltype(&normswap_batch_norm_takes) batch_norm_takes;
   decltype(&normswap_batch_norm) batch_norm;
 };
 
@@ -34,31 +37,58 @@ bool set_launchers(PyObject* addresses) {
     found[i] = PyTuple_GET_SIZE(addresses) == 4 ? PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i)) : nullptr;
   }
   Launchers& it = launchers();
-  it.convolution_sizes = reinterpret_cast<decltype(it.convolution_sizes)>(found[0]);
-  it.convolve = reinterpret_cast<decltype(it.convolve)>(found[1]);
-  it.batch_norm_takes = reinterpret_cast<decltype(it.batch_norm_takes)>(found[2]);
+  it.row_norm = reinterpret_cast<decltype(it.row_norm)>(found[0]);
+  it.group_norm = reinterpret_cast<decltype(it.group_norm)>(found[1]);
+  it.convolve = reinterpret_cast<decltype(it.convolve)>(found[2]);
   it.batch_norm = reinterpret_cast<decltype(it.batch_norm)>(found[3]);
   return PyErr_Occurred() == nullptr;
 }
 
-View view_of(const Tensor& t) {
-  if (!t.defined()) return {};
-  const auto dtype = t.scalar_type();
-  const int32_t code = dtype == at::kFloat ? 0 : dtype == at::kHalf ? 1 : dtype == at::kBFloat16 ? 2 : -1;
-  return {t.const_data_ptr(), t.sizes().data(), t.strides().data(), t.dim(), code};
+// The kernels' number; -1: they do not take it.
+int32_t code_of(at::ScalarType dtype) {
+  return dtype == at::kFloat ? 0 : dtype == at::kHalf ? 1 : dtype == at::kBFloat16 ? 2 : -1;
 }
 
-// What `launch(out, device)` fills, which gives CUDA's error; the profiler sees it as `name`.
-template <class Launch>
-Tensor filled(const char* name, at::IntArrayRef sizes, at::IntArrayRef strides, const Tensor& like, Launch launch) {
+View view_of(const Tensor& t) {
+  if (!t.defined()) return {};
+  return {t.const_data_ptr(), t.sizes().data(), t.strides().data(), t.dim(), code_of(t.scalar_type())};
+}
+
+// What kernels fill: tensors on the device of `like`. No exception leaves it by way of the kernels' library.
+struct TensorMemory : Memory {
+  explicit TensorMemory(const Tensor& like) : Memory{allocate_tensor}, like(like) {}
+
+  static void* allocate_tensor(Memory* self, int32_t part, const View* view) noexcept {
+    constexpr std::array<at::ScalarType, 3> dtypes{at::kFloat, at::kHalf, at::kBFloat16};
+    TensorMemory& it = *static_cast<TensorMemory*>(self);
+    try {
+      const at::IntArrayRef sizes(view->sizes, view->dims), strides(view->strides, view->dims);
+      it.parts[part] = at::empty_strided(sizes, strides, it.like.options().dtype(dtypes[view->dtype]));
+      return it.parts[part].mutable_data_ptr();
+    } catch (...) {
+      it.failure = std::current_exception();
+      return nullptr;
+    }
+  }
+
+  const Tensor& like;
+  std::array<Tensor, kParts> parts;
+  std::exception_ptr failure;
+};
+
+// Whether `launch` took the call; the profiler sees it as `name`.
+template <class Call>
+bool launched(const char* name, int32_t (*launch)(const Call*, Memory*, int32_t), const Call& call, TensorMemory& memory) {
+  if (launch == nullptr) return false;
   const Released released;
   RECORD_FUNCTION(name, c10::ArrayRef<const IValue>{});
-  const c10::DeviceGuard there(like.device());
+  const c10::DeviceGuard there(memory.like.device());
   const at::AutoDispatchBelowADInplaceOrView below;
-  Tensor out = at::empty_strided(sizes, strides, like.options());
-  const int32_t error = launch(out.mutable_data_ptr(), static_cast<int32_t>(like.device().index()));
+  const int32_t error = launch(&call, &memory, static_cast<int32_t>(memory.like.device().index()));
+  if (memory.failure != nullptr) std::rethrow_exception(memory.failure);
+  if (error == normswap::kDeclined) return false;
   TORCH_CHECK(error == 0, name, ": the kernel could not be launched (CUDA error ", error, ")");
-  return out;
+  return true;
 }
 
 // Whether its memory holds its values, for who reads it without asking the dispatcher.

@@ -67,6 +67,11 @@ struct Names {
   PyObject* momentum = PyUnicode_InternFromString("momentum");
   PyObject* tracks = PyUnicode_InternFromString("track_running_stats");
   PyObject* level = PyUnicode_InternFromString("_current_level");
+  PyObject* stride = PyUnicode_InternFromString("stride");
+  PyObject* padding = PyUnicode_InternFromString("padding");
+  PyObject* dilation = PyUnicode_InternFromString("dilation");
+  PyObject* groups = PyUnicode_InternFromString("groups");
+  PyObject* padding_mode = PyUnicode_InternFromString("padding_mode");
   std::array<PyObject*, 3> statistics{
       PyUnicode_InternFromString("running_mean"), PyUnicode_InternFromString("running_var"),
       PyUnicode_InternFromString("num_batches_tracked")};
@@ -213,7 +218,7 @@ bool set_activation(PyObject* child, PyObject* numbers, PyObject* ask, Activatio
 
 // --- what Python calls ------------------------------------------------------------------------------------------------
 
-constexpr size_t kMostFields = 16;
+constexpr size_t kMostFields = 17;
 
 struct Callable {  // with (owner, packed)
   PyObject_HEAD
@@ -305,7 +310,5 @@ bool any_mode() {
 IValue optional(const Tensor& t) { return t.defined() ? IValue(t) : IValue(); }
 
 PyObject* wrapped(const Tensor& t) { return t.defined() ? THPVariable_Wrap(t) : none(); }
-
-PyObject* wrapped(const IValue& value) { return value.isTensor() ? THPVariable_Wrap(value.toTensor()) : none(); }
 
 }  // namespace

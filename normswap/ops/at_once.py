@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 Forward: TypeAlias = "tuple[Any, ...]"
 """A class, the name of its forward, that and its code, which all must be the same at every call; in a region also the
-module's own class's forward and ``__call__``."""
+module's own class's forward and ``__call__``, else None; what there may be behind that: (name, function, code) of each
+method that the forward calls, which must be the same too."""
 NAMES: dict[str, tuple[Any, ...]] = {
     "layer_norm": ("normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("normalized_shape", "weight", (None,), "eps"),
@@ -48,6 +49,12 @@ class Norm:
     activation: tuple[int, float, float] = (0, 0.0, 0.0)
     callees: Callable[[], tuple[Any, ...]] | None = None
     called: tuple[Any, ...] = ()
+    offset: Any = (0.0,)
+    """Of an RMSNorm, to be added to the weight: as one of ``names``."""
+    dtypes: tuple[tuple[Any, Any], ...] = ()
+    """Of an RMSNorm by hand, along the last dim: of the input and the weight, None without one, that it is for."""
+    rounds: bool = False
+    """Of one: before the weight, in 16 bits."""
     region: bool = False
     shared: bool = False
     needs_behind: bool = False
@@ -58,8 +65,9 @@ class Norm:
         fields: tuple[Any, ...] = (
             *({}, self.stands, self.unless, self.names, self.child, self.children, self.unpack, self.position),
             *(self.lowered, self.passes, self.acting, self.activation_of, self.activation, self.callees, self.called),
+            *(self.offset, self.dtypes),
         )
-        flags = self.region, self.shared, self.needs_behind, self.needs_scale
+        flags = self.region, self.shared, self.needs_behind, self.needs_scale, self.rounds
         return calls.Norm([*NAMES].index(self.kind), *flags, fields)  # type: ignore[no-any-return]
 
 
@@ -95,7 +103,7 @@ class Convolution:
 
 
 @dataclass
-class Ending:
+class NormAct:
     """How C++ calls, in eval, a BatchNorm that calls children behind the norm: of (module, input)."""
 
     passes: tuple[str, ...]
@@ -110,13 +118,13 @@ class Ending:
     def made(self, calls: Any) -> Callable[[Any, Any], Any]:
         """Its object in C++."""
         fields = (self.passes, self.last, self.activation_of, self.callees, self.called, self.ranks)
-        return calls.Ending(fields)  # type: ignore[no-any-return]
+        return calls.NormAct(fields)  # type: ignore[no-any-return]
 
 
 class AtOnce:
     """``call(module, input)``, or (owner, packed) of a region: all of it, or None."""
 
-    def __init__(self, norm: Norm | Convolution | Ending | None) -> None:
+    def __init__(self, norm: Norm | Convolution | NormAct | None) -> None:
         self.norm, self.call = norm, _declines
         if norm is not None:
             _every.add(self)

@@ -20,8 +20,7 @@ from normswap.forwards.plain import calls_forward
 from normswap.forwards.replaced import Replaced
 from normswap.installed import called_class, how_called, is_called_as
 from normswap.kinds import NORMS
-from normswap.ops.at_once import AtOnce
-from normswap.ops.at_once import Ending as InOneStep
+from normswap.ops.at_once import AtOnce, NormAct
 from normswap.ops.dispatch import DTYPES, direct
 from normswap.regions.activations import activation_of, numbers_of
 from normswap.regions.children import hands_on
@@ -150,7 +149,7 @@ class Short:
         self.callees, self.called = callees, callees()
         self.known = is_behind(cls, behind) and _BATCH_NORM in self.called
         how = tuple(self.passes), self.last or None, numbers_of, callees, self.called, self.ranks
-        self.at_once = AtOnce(InOneStep(*how) if self.known else None)
+        self.at_once = AtOnce(NormAct(*how) if self.known else None)
 
     def __call__(self, norm: Any, x: Any) -> Tensor | None:
         own = norm.__dict__

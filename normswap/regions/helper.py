@@ -13,7 +13,7 @@ from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.norm import registered_arguments
 from normswap.forwards.plain import is_unhooked
 from normswap.forwards.replaced import Replaced, is_as_read
-from normswap.forwards.rms_norm import arguments_reader
+from normswap.forwards.rms_norm import arguments_reader, in_one_step, stood_for
 from normswap.installed import called_class, how_called, is_called_as
 from normswap.kinds import KINDS, NORMS
 from normswap.ops.at_once import NAMES, AtOnce, Norm
@@ -253,19 +253,25 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
     region = compiled.region
     cls, steps = _KINDS.get(region.kind, (nn.Module, set[str]()))
     does = {step.does for step in region.steps}
-    more = {*region.attributes} - {"source", "unless"} or does - steps - {"norm", "pass", "activation"}
-    if region.kind not in _KINDS or more:
+    by_hand = region.match.by_hand
+    more = does - steps - {"norm", "pass", "activation"}
+    if not by_hand:
+        more |= {*region.attributes} - {"source", "unless"}
+    fields = in_one_step(region.attributes) if by_hand else {"names": NAMES.get(region.kind)}
+    if region.kind not in _KINDS or more or fields is None:
         return AtOnce(None)
-    names = NAMES[region.kind]
     if region.kind == "batch_norm":
         if region.type not in _RANKS:
             return AtOnce(None)
-        names = (_RANKS[region.type],), *names
+        fields = {"names": ((_RANKS[region.type],), *NAMES[region.kind])}
 
     def stands(module: Any) -> Any:
         of: Any = None if module is None else called_class(module)
         if of is None:  # calling it raises, or does something else
             return None
+        if by_hand:
+            is_it = qualified(of) == region.type
+            return stood_for(Replaced(of), region.attributes, how_called(type(module))) if is_it else None
         plain = issubclass(of, cls) and of.__getattribute__ is object.__getattribute__
         plain = plain and is_as_read(of.forward, region.attributes)
         if not plain or qualified(of) != region.type:
@@ -277,7 +283,8 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
     numbers = None if literal is None else (literal.code, literal.low, literal.high)
     return AtOnce(
         Norm(
-            *(region.kind, stands, region.attributes.get("unless"), names),
+            *(region.kind, stands, region.attributes.get("unless")),
+            **fields,
             child=region.norm if region.type else None,
             children=children_of(region),
             unpack=compiled.unpack if packs else None,
