@@ -83,6 +83,12 @@ __device__ inline void store_narrow(void* p, const uint4& words, DType dtype) {
 template <class Tile>
 constexpr bool kRare = !Tile::InRegisters && !Tile::Ragged && Tile::Whole < Tile::Slots;
 
+template <int Count, class With>
+__device__ inline void for_each(With with) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) with(i);
+}
+
 // What is to be stored of a chunk, in code that is short: with parameters of either dtype.
 template <class Policy, bool Fast, class T, class Tile>
 __device__ inline void make_in_turn(const Tile& tile, const RowArgs& args, int64_t begin, RowValues values,
@@ -123,20 +129,25 @@ __device__ inline void make_from(const Tile& tile, const RowArgs& args, int64_t 
 template <class Policy, class T, class Tile, class Row, int Rows, class Ahead>
 __device__ inline void store_anywhere(const Tile (&tiles)[Rows], const RowArgs& args, const Row (&rows)[Rows],
                                       int64_t begin, const RowValues (&values)[Rows], Ahead& affine, bool fast) {
-  T* y = static_cast<T*>(args.n.y) + begin + rows[0] * args.n.cols;
-  const bool ahead = fast && !(Policy::affine == Affine::by_element && kMayBeWide<T, Tile> && has_wide_weights<T>(args));
-#pragma unroll
-  for (int r = 0; r < Rows; ++r) {
-    uint4 made[Tile::Slots];
-    if (ahead) {
-      make_from<Policy, true, T>(tiles[r], args, begin, values[r], affine, made);
-    } else if (fast) {
-      make_in_turn<Policy, true, T>(tiles[r], args, begin, values[r], made);
+  constexpr bool by_element = Policy::affine == Affine::by_element;
+  uint4 made[Rows][Tile::Slots];
+  if (by_element && kMayBeWide<T, Tile> && has_wide_weights<T>(args)) {
+    if (fast) {
+      for_each<Rows>([&](int r) { make_in_turn<Policy, true, T>(tiles[r], args, begin, values[r], made[r]); });
     } else {
-      make_in_turn<Policy, false, T>(tiles[r], args, begin, values[r], made);
+      for_each<Rows>([&](int r) { make_in_turn<Policy, false, T>(tiles[r], args, begin, values[r], made[r]); });
     }
-    tiles[r].store(y + (rows[r] - rows[0]) * args.n.cols, [&](int k) { return made[k]; });
+  } else if (fast) {
+    for_each<Rows>([&](int r) { make_from<Policy, true, T>(tiles[r], args, begin, values[r], affine, made[r]); });
+  } else if constexpr (by_element) {
+    for_each<Rows>([&](int r) { make_from<Policy, false, T>(tiles[r], args, begin, values[r], affine, made[r]); });
+  } else {
+    for_each<Rows>([&](int r) { make_in_turn<Policy, false, T>(tiles[r], args, begin, values[r], made[r]); });
   }
+  T* y = static_cast<T*>(args.n.y) + begin + rows[0] * args.n.cols;
+  for_each<Rows>([&](int r) {
+    tiles[r].store(y + (rows[r] - rows[0]) * args.n.cols, [&](int k) { return made[r][k]; });
+  });
 }
 
 // The same of rows that begin and end at vectors. Wide: see has_wide_weights.
@@ -174,47 +185,56 @@ __device__ inline void store_tiles(const Tile (&tiles)[Rows], const RowArgs& arg
   }
 }
 
-// Chunk `at` of the tensors, with what stands behind it. make(offset, words, values): those of the norm; written once, it is
-// long to compile. All lanes of the warp must call.
+// Chunk `at` of the tensors, with what stands behind it. make(offset, words, values): those of the norm; it is long to compile,
+// and so once more only for what is frequent. All lanes of the warp must call.
 template <class T, class Tile, class Make>
 __device__ inline void store_tile_behind(const Tile& tile, const GroupOptions& behind, int64_t at,
                                          const ActivationArgs& activation, Make make) {
   constexpr int V = Tile::V;
   const bool by_vectors = !Tile::Ragged && on_boundary(behind), wide = V == 8 && behind.wide;
-  const bool adds = by_vectors && !wide && behind.residual != nullptr;
-  const auto vector = [&](int k) { return Tile::InRegisters || tile.inside(k) ? tile.pack(k).raw() : uint4{}; };
+  const bool plain = by_vectors && !wide, adds = plain && behind.residual != nullptr;
   const auto load_residual = [&](int k, uint4& to) {
-    const T* from = static_cast<const T*>(behind.residual) + at + Tile::offset(k);
-    load_if(adds && tile.inside(k), to, from);
+    load_if(adds && tile.inside(k), to, static_cast<const T*>(behind.residual) + at + Tile::offset(k));
   };
-  // The residual's vectors are on their way at once where there are registers for them.
+  const auto finish = [&](int k, const float(&norm)[V], const uint4& residual) {
+    auto sum = Pack<T, V>::of(norm);
+    if (adds) sum = added(sum, Pack<T, V>::of_raw(residual));
+    activated(sum, activation).store(static_cast<T*>(behind.y) + at + Tile::offset(k));
+  };
   uint4 words[Tile::Slots];
 #pragma unroll
   for (int k = 0; k < Tile::Slots; ++k) {
-    words[k] = Tile::InRegisters ? vector(k) : uint4{};
-    if (!Tile::InRegisters) load_residual(k, words[k]);
+    words[k] = Tile::InRegisters ? tile.pack(k).raw() : uint4{};
+    if (!Tile::InRegisters) load_residual(k, words[k]);  // at once, where there are registers for them
+  }
+  if constexpr (Tile::InRegisters && !Tile::Ragged) {
+    if (plain) {
+      return each_in_turn(words, [&](int k, const uint4& now) {
+        if (!tile.inside(k)) return now;
+        uint4 residual = now;
+        load_residual(k, residual);
+        float out[V];
+        make(Tile::offset(k), now, out);
+        finish(k, out, residual);
+        return now;
+      });
+    }
   }
   each_in_turn(words, [&](int k, const uint4& now) {
     const bool there = tile.inside(k);
-    uint4 residual = now;
-    if (Tile::InRegisters) load_residual(k, residual);
     float out[V] = {};
-    if (there) make(Tile::offset(k), Tile::InRegisters ? now : vector(k), out);
-    if (!by_vectors) {
-      if (there) store_behind<T>(behind, out, at + Tile::offset(k), tile.len - Tile::offset(k), activation);
-      return now;
-    }
+    if (there) make(Tile::offset(k), Tile::InRegisters ? now : tile.pack(k).raw(), out);
     if constexpr (V == 8) {
-      if (wide) {
+      if (by_vectors && wide) {
         store_wide(behind, out, at + Tile::offset(k), there,
                    [&](const Pack<float, 4>& y) { return activated(y, activation); });
         return now;
       }
     }
-    if (!there) return now;
-    auto sum = Pack<T, V>::of(out);
-    if (adds) sum = added(sum, Pack<T, V>::of_raw(residual));
-    activated(sum, activation).store(static_cast<T*>(behind.y) + at + Tile::offset(k));
+    if (there && !by_vectors) store_behind<T>(behind, out, at + Tile::offset(k), tile.len - Tile::offset(k), activation);
+    if constexpr (!Tile::InRegisters) {
+      if (there && plain) finish(k, out, now);
+    }
     return now;
   });
 }

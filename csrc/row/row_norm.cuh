@@ -320,8 +320,6 @@ cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, c
     return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T>>(args, plan, stream);
   } else if constexpr (kOptions<Policy>) {
     return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T> / 2, kChunkSlots<T>>(args, plan, stream);
-  } else if constexpr (sizeof(T) == 2 && Ragged) {
-    return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 4>(args, plan, stream);
   } else if constexpr (sizeof(T) == 2) {
     return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 3, 4>(args, plan, stream);
   } else if constexpr (Ragged) {
