@@ -27,10 +27,11 @@ KERNELS = {
         "l2_norm*",
         "frobenius_norm*",
         "group_norm*",
+        "group_norm.cpp",
         "group_backward*",
         "instance_norm*",
     ),
-    "column": ("column_*", "channel_*", "group_norm_channels_last*", "group_backward*"),
+    "column": ("group_norm.cpp", "column_*", "channel_*", "group_norm_channels_last*", "group_backward*"),
     "dim": ("dim_*", "*_dim*"),
     "batch": ("*scale_batch_norm*", "batch_*", "fold_*", "convol*", "depthwise*", "channel_*"),
 }

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import ops
 from normswap.kinds import rms_norm
+from normswap.ops import at_once
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 C = 6
@@ -283,12 +284,16 @@ def gradients(module: nn.Module, x: Tensor, cotangent: Tensor) -> list[Tensor]:
 
 
 class Calls:
-    """Counts the calls that our ops answer; ``rms_norm_directly`` declines some that ``rms_norm`` then gets."""
+    """Counts the calls that our ops answer, and C++; ``rms_norm_directly`` declines some that ``rms_norm`` then gets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         for owner, name in ((ops, "rms_norm"), (ops, "rms_norm_dim"), (rms_norm, "rms_norm_directly")):
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+        made = at_once.Norm.made
+        monkeypatch.setattr(at_once.Norm, "made", lambda norm, calls: self._counted(made(norm, calls)))
+        for one in list(at_once._every):
+            monkeypatch.setattr(one, "call", self._counted(one.call))
 
     def _counted(self, op: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:

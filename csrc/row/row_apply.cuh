@@ -303,7 +303,7 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, Row row
 template <class Policy, bool Fast, class T, class Tile, class Row, int Rows, class Ahead>
 __device__ inline void apply_by(const Tile (&tiles)[Rows], const RowArgs& args, const Row (&rows)[Rows], int64_t begin,
                                 const RowValues (&values)[Rows], Ahead& affine) {
-  if constexpr (kRare<Tile> && Policy::affine != Affine::by_channel) {
+  if constexpr (kRare<Tile> && Policy::affine != Affine::by_channel && !kMayBeNarrow<Policy, T, Tile>) {
     static_assert(Rows == 1);
     uint4 made[Tile::Slots];
     make_in_turn<Policy, Fast, T>(tiles[0], args, begin, values[0], made);
