@@ -33,7 +33,7 @@ KERNELS = {
     ),
     "column": ("group_norm.cpp", "column_*", "channel_*", "group_norm_channels_last*", "group_backward*"),
     "dim": ("dim_*", "*_dim*"),
-    "batch": ("*scale_batch_norm*", "batch_*", "fold_*", "convol*", "depthwise*", "channel_*"),
+    "batch": ("*scale_batch_norm*", "affine*", "batch_*", "fold_*", "convol*", "depthwise*", "channel_*"),
 }
 """The translation units of each engine, where the longest pattern that fits a name decides."""
 PYTHON, LINEAR = "python", "linear"

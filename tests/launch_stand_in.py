@@ -171,7 +171,7 @@ _OPS: list[Callable[..., Any]] = []
 def _launch_norm(structure: Any) -> Any:
     def launch(call: Any, memory: Any, device: int) -> int:
         views = (getattr(call.contents, name) for name, kind in structure._fields_ if kind is View)
-        if not _OPS or not all(view.is_known() for view in views):
+        if not _OPS or not all(view.is_known() for view in views) or not call.contents.input.data:
             return DECLINED
         name, given = call.contents.call()
         found = _OPS[0](name, *given)

@@ -284,7 +284,7 @@ def gradients(module: nn.Module, x: Tensor, cotangent: Tensor) -> list[Tensor]:
 
 
 class Calls:
-    """Counts the calls that our ops answer, and C++; ``rms_norm_directly`` declines some that ``rms_norm`` then gets."""
+    """Counts the calls that our ops answer, or C++; ``rms_norm_directly`` declines some that ``rms_norm`` gets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0

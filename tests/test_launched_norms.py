@@ -181,7 +181,7 @@ def test_a_weight_that_is_another_by_now(change: Callable[[Any], object]) -> Non
 def outcome(model: Any, x: Tensor) -> Any:
     try:
         return model(x).tolist()
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         return type(error)
 
 
@@ -220,6 +220,8 @@ BY_HAND_LATER: dict[str, Callable[[Any], object]] = {
     "eps of another type": lambda m: setattr(m, "variance_epsilon", torch.tensor(1e-3)),
     "another eps": lambda m: setattr(m, "variance_epsilon", 1),
     "true": lambda m: setattr(m, "variance_epsilon", True),
+    "a number that C++ does not hold": lambda m: setattr(m, "variance_epsilon", 10**400),
+    "a property": lambda m: setattr(type(m), "variance_epsilon", property(lambda self: 0.5)),
     "none": lambda m: setattr(m, "variance_epsilon", None),
     "eps of the class": lambda m: (m.__dict__.pop("variance_epsilon"), setattr(type(m), "variance_epsilon", 0.5)),
     "float64": lambda m: m.double(),
@@ -264,6 +266,40 @@ def test_a_norm_by_hand_rounds_where_it_did(dtype: torch.dtype, make: Callable[[
         out, expected = ours(x), model(x)
     assert out.dtype is expected.dtype
     torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_a_method_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomised(ByMethod(8))
+    ours, x = normswap.apply(model, normswap.plan(model)), torch.randn(2, 3, 8)
+    with torch.no_grad():
+        ours(x)
+        assert len(LAUNCHED) == 1
+        monkeypatch.delattr(ByMethod, "_norm")
+        for one in (model, ours):
+            one.add_module("_norm", nn.Identity())
+        assert torch.equal(ours(x), model(x))
+    assert len(LAUNCHED) == 1
+
+
+class ByDefault(ByMethod):
+    def _norm(self, x: Tensor, eps: float = 1e-6) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def test_a_default_that_is_another_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomised(ByDefault(8))
+    ours, x = normswap.apply(model, normswap.plan(model)), torch.randn(2, 3, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x))
+        monkeypatch.setattr(ByDefault._norm, "__defaults__", (0.5,))
+        torch.testing.assert_close(ours(x), model(x))
+
+
+def test_without_elements_nothing_is_launched() -> None:
+    model, ours, _ = swapped("by hand")
+    with torch.no_grad():
+        assert ours(torch.empty(0, 8)).shape == model(torch.empty(0, 8)).shape
+    assert LAUNCHED == []
 
 
 @pytest.mark.parametrize("where", ("class", "instance"))

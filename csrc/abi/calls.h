@@ -14,7 +14,7 @@ struct View {
   int32_t dtype;  // DType's number; -1: another
 };
 
-// Where a call's results and its workspace come from: its caller, who is asked once the kernel has taken the call.
+// Where a call's results and its workspace come from: its caller, who is asked once the call is one that kernels may take.
 struct Memory {
   enum Part : int32_t { kOut, kSum, kStatistics, kWorkspace, kParts };
 
@@ -22,7 +22,8 @@ struct Memory {
   void* (*allocate)(Memory* self, int32_t part, const View* like);
 };
 
-// layer_norm and rms_norm over the last `dims` dims, contiguous; see RowNorm and RowOptions. With a residual there is a sum.
+// layer_norm and rms_norm over the last `dims` dims, contiguous, as are the results; see RowNorm and RowOptions. With a
+// residual there is a sum.
 struct RowNormCall {
   View input, weight, bias, residual, scale, shift;
   int64_t dims;
@@ -65,6 +66,7 @@ struct BatchNormCall {
 };
 
 constexpr int32_t kDeclined = -1;
+constexpr int32_t kTooWide = -2;  // group_norm declines groups that no block holds, of channels_last: its results are there
 
 }  // namespace normswap
 

@@ -111,22 +111,21 @@ struct ChannelVector {
   DType dtype;
 };
 
-// batch x rows x channels contiguous elements, statistics over the rows of each channel (scale_batch_norm: batch = 1)
-// or of each group of channels (group_norm, channels last).
+// batch x rows x channels contiguous elements, with running statistics (affine: batch = 1) or those of each group of channels
+// (group_norm, channels last).
 struct ChannelNorm {
   const void* x;
   void* y;
   ChannelVector scale, weight, bias;
-  ChannelVector running_mean, running_var;  // read in eval; written too in training
-  float* mean;  // optional; (channels) in training, (batch, groups) for group_norm
+  ChannelVector running_mean, running_var;  // affine
+  float* mean;                              // group_norm, optional: (batch, groups)
   float* rstd;
   void* workspace;  // column_workspace_bytes(plan)
   int64_t batch, rows, channels, num_groups;
-  double eps, momentum;
+  double eps;
   ActivationArgs activation;  // group_norm
   GroupOptions behind;        // group_norm
   DType dtype;
-  ChannelVector input_bias;  // scale_batch_norm, to be added to x: finite, it cancels in all but the running mean
 };
 
 cudaError_t affine(const ChannelNorm&, cudaStream_t);  // apply with the running statistics

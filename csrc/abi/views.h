@@ -116,6 +116,19 @@ inline void* room_like(Memory& memory, Memory::Part part, View like, int32_t dty
   return memory.allocate(&memory, part, &like);
 }
 
+// Contiguous, of the sizes of `like`.
+inline void* dense_room(Memory& memory, Memory::Part part, View like, int32_t dtype) {
+  constexpr int most = 64;  // as many dims as PyTorch has
+  int64_t strides[most], stride = 1;
+  if (like.dims > most) return nullptr;
+  for (int64_t d = like.dims - 1; d >= 0; --d) {
+    strides[d] = stride;
+    stride *= like.sizes[d];
+  }
+  like.strides = strides;
+  return room_like(memory, part, like, dtype);
+}
+
 inline float* room_for_floats(Memory& memory, Memory::Part part, int64_t count) {
   const int64_t stride = 1;
   const View like{nullptr, &count, &stride, 1, static_cast<int32_t>(DType::f32)};
@@ -143,6 +156,7 @@ struct TensorMemory : Memory {
 
   const Tensor& like;
   OptionalTensor parts[kParts];
+  bool too_wide = false;  // what the call said: kTooWide
 };
 
 // Whether the call was launched, for tensors beside `input`.
@@ -150,7 +164,8 @@ template <class Call>
 bool is_launched(int32_t (*launch)(const Call*, Memory*, int32_t), const Call& call, const Tensor& input, TensorMemory& memory) {
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const int32_t error = launch(&call, &memory, input.get_device_index());
-  if (error == kDeclined) return false;
+  memory.too_wide = error == kTooWide;
+  if (error == kDeclined || error == kTooWide) return false;
   check_launch(static_cast<cudaError_t>(error));
   return true;
 }

@@ -11,8 +11,8 @@
 namespace normswap {
 namespace {
 
-// Whose statistics: of the columns of this batch (BatchNorm in training), running ones (in eval), of groups (GroupNorm).
-enum class Source { batch, running, group };
+// Whose statistics: running ones (BatchNorm in eval), or of groups (GroupNorm).
+enum class Source { running, group };
 
 // Quotients of numbers below 2^31 by one known on the host.
 struct Divider {
@@ -148,44 +148,12 @@ struct Piece {
 
 // --- finish ------------------------------------------------------------------------------------------------------
 
-// A channel's scale in training: NaN where the bias of its input is not finite, as all that comes of the column then is.
-__device__ inline float batch_scale(const ChannelNorm& n, int64_t channel) {
-  const float bias = channel_value(n.input_bias, channel, 0.f), scale = channel_value(n.scale, channel, 1.f);
-  return isfinite(bias) ? scale : __fsub_rn(bias, bias);
-}
-
-// What finish needs of a channel in training.
-struct Kept {
-  float scale, mean, var, input_bias;
-  template <Source From>
-  static __device__ Kept of(const ChannelNorm& n, int64_t channel) {
-    if (From != Source::batch) return {1.f, 0.f, 0.f, 0.f};
-    return {batch_scale(n, channel), channel_value(n.running_mean, channel, 0.f),
-            channel_value(n.running_var, channel, 0.f), channel_value(n.input_bias, channel, 0.f)};
-  }
-};
-
-// Statistics of a scaled column from those of the column: u = s (z + c) has mean s (mu + c) and variance s^2 var.
-__device__ inline void update_running(const ChannelNorm& n, int64_t channel, float2 column, const Kept& kept) {
-  const float momentum = static_cast<float>(n.momentum), rest = __fsub_rn(1.f, momentum), scale = kept.scale;
-  if (n.running_mean.data != nullptr) {
-    const float mean = __fmul_rn(scale, __fadd_rn(column.x, kept.input_bias));
-    set_channel_value(n.running_mean, channel, fmaf(momentum, mean, __fmul_rn(rest, kept.mean)));
-  }
-  if (n.running_var.data != nullptr) {
-    const float unbiased = __fmul_rn(__fmul_rn(scale, scale), __fdiv_rn(column.y, static_cast<float>(n.rows - 1)));
-    set_channel_value(n.running_var, channel, fmaf(momentum, unbiased, __fmul_rn(rest, kept.var)));
-  }
-}
-
-// mean and rstd of group `index` (batch: of a channel) of all; `save`: the one thread that writes them down.
-template <Source From>
-__device__ inline float2 finish(const ColumnArgs& a, int64_t index, float2 group, const Kept& kept, bool save) {
+// mean and rstd of group `index` of all; `save`: the one thread that writes them down.
+__device__ inline float2 finish(const ColumnArgs& a, int64_t index, float2 group, bool save) {
   const ChannelNorm& n = a.n;
-  const float var = __fmul_rn(__fmul_rn(kept.scale, kept.scale), __fmul_rn(group.y, a.all_reciprocal));
+  const float var = __fmul_rn(group.y, a.all_reciprocal);
   const float rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(var, static_cast<float>(n.eps))));  // rsqrtf: 2 ulp
   if (save) {
-    if (From == Source::batch) update_running(n, index, group, kept);
     if (n.mean != nullptr) n.mean[index] = group.x;
     if (n.rstd != nullptr) n.rstd[index] = rstd;
   }
@@ -194,20 +162,18 @@ __device__ inline float2 finish(const ColumnArgs& a, int64_t index, float2 group
 
 // --- apply -------------------------------------------------------------------------------------------------------
 
-// Per channel of the block's strip, in shared memory: what y = (x scale - mean) gain + bias needs. In training the scale
-// is part of the gain.
+// Per channel of the block's strip, in shared memory: what y = (x scale - mean) gain + bias needs.
 template <Source From>
 struct Parameters {
-  static constexpr int kFetched = From == Source::group ? 2 : From == Source::batch ? 3 : 5;
+  static constexpr int kFetched = From == Source::group ? 2 : 5;
   static constexpr int kArrays = kFetched < 3 ? 3 : kFetched;
   float* arrays;
   int log_across, across;  // elements of one
   __device__ Parameters(const ColumnArgs& a, void* shared)
       : arrays(static_cast<float*>(shared)), log_across(a.log_room), across(1 << log_across) {}
-  __device__ float* gain() const { return arrays; }              // at first the weight
+  __device__ float* gain() const { return arrays; }  // at first the weight
   __device__ float* bias() const { return arrays + across; }
   __device__ float* mean() const { return arrays + 2 * across; }
-  __device__ float* scale_before() const { return mean(); }      // batch: before set
   __device__ float* scale() const { return arrays + 3 * across; }
   __device__ float* var() const { return arrays + 4 * across; }
 
@@ -217,16 +183,15 @@ struct Parameters {
 #pragma unroll 1
     for (int i = thread(); i < kFetched * across; i += a.threads) {
       const int array = i >> log_across, c = i & (across - 1);
-      const bool running = From == Source::running;
       const ChannelVector from = array == 0   ? n.weight
                                  : array == 1 ? n.bias
-                                 : array == 2 ? (running ? n.running_mean : n.scale)
+                                 : array == 2 ? n.running_mean
                                  : array == 3 ? n.scale
                                               : n.running_var;
-      const float absent = array == 1 || (running && array == 2) ? 0.f : 1.f;
+      const float absent = array == 1 || array == 2 ? 0.f : 1.f;
       if (c >= a.width_of(strip)) continue;
       const int64_t channel = static_cast<int64_t>(strip) * a.width + c;
-      arrays[i] = From == Source::batch && array == 2 ? batch_scale(n, channel) : channel_value(from, channel, absent);
+      arrays[i] = channel_value(from, channel, absent);
     }
   }
   // value(channel of the strip, its group): mean and rstd. A barrier must follow.
@@ -238,13 +203,7 @@ struct Parameters {
         gain()[c] = weight * rsqrtf(var()[c] + static_cast<float>(a.n.eps));
       } else {
         const float2 value = value_of(c, a.by_group_width.quotient(c));
-        if constexpr (From == Source::group) {
-          gain()[c] = __fmul_rn(weight, value.y);
-        } else {
-          const float scale = scale_before()[c], product = __fmul_rn(weight, scale);
-          const float rest = __fmul_rn(fmaf(weight, scale, -product), value.y);  // what rounding the product cut off
-          gain()[c] = fmaf(product, value.y, rest);
-        }
+        gain()[c] = __fmul_rn(weight, value.y);
         mean()[c] = value.x;
       }
     }

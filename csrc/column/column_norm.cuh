@@ -44,12 +44,12 @@ __device__ inline void wait_for_batch(int batch) {
 }
 
 // Statistics of the piece that is on its way to `stage`, into the block's rows of them.
-template <class T, int V, Source From>
+template <class T, int V>
 __device__ inline void hand_on_piece(const ColumnArgs& a, const Column<V>& at, int count, const Sizes& sizes,
                                      const Pack<T, V>* stage, float2* sums) {
   const auto wait = [](int batch) { wait_for_batch(batch); };
   const auto vector = [&](int i) { return stage[i * a.threads]; };
-  with_parts<V, From>(a, [&](auto n) { hand_on<decltype(n)::value>(a, at, count, sizes, wait, vector, sums); });
+  with_parts<V>(a, [&](auto n) { hand_on<decltype(n)::value>(a, at, count, sizes, wait, vector, sums); });
 }
 
 // `count` of the thread's vectors in shared memory, normalised, with what stands behind: the first belongs at `offset`. Those
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   let_successor_start();
   load_async(args, at, stage);
   parameters.fetch(args, at.strip);
-  hand_on_piece<T, V, From>(args, column, at.count, sizes, stage, sums);
+  hand_on_piece<T, V>(args, column, at.count, sizes, stage, sums);
   __syncthreads();
   if (pieces > 1) cluster_wait();  // every block of the cluster runs
   unite_sums(args, sizes, sums, [&](int group, int lane, float2 moments) {
@@ -174,9 +174,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   parameters.set(args, at.strip, [&](int channel, int group) {
     const bool save = at.piece == 0 && channel == group * args.group_width;
     const int64_t index = at.first_group(args) + group;
-    const Kept without{From == Source::batch ? parameters.scale_before()[channel] : 1.f, 0.f, 0.f, 0.f};
-    const Kept kept = save ? Kept::of<From>(args.n, index) : without;
-    return finish<From>(args, index, unite_few(args, parts + group * pieces), kept, save);
+    return finish(args, index, unite_few(args, parts + group * pieces), save);
   });
   __syncthreads();
   if (at.count == 0) return;
@@ -185,7 +183,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
 }
 
 // A block takes piece after piece; the next one's loads are under way while the statistics of one are united.
-template <class T, int V, Source From>
+template <class T, int V>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
   float2* sums = reinterpret_cast<float2*>(shared + args.slots * args.threads * sizeof(Pack<T, V>));
@@ -198,7 +196,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
   for (;;) {
     const Piece at = next;
     const Sizes sizes = at.sizes(args);
-    hand_on_piece<T, V, From>(args, column, at.count, sizes, stage, sums);
+    hand_on_piece<T, V>(args, column, at.count, sizes, stage, sums);
     const bool more = item < last;
     if (more) {
       item += stride;
@@ -216,7 +214,6 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_partial(
 }
 
 // As many groups of a slab as the block can take at once, by runs of lanes.
-template <Source From>
 __global__ void __launch_bounds__(kFinishThreads) column_finish(const ColumnArgs args) {
   let_successor_start();
   const int run = thread() >> args.p.log_sharing, lane = thread() & ((1 << args.p.log_sharing) - 1);
@@ -224,10 +221,9 @@ __global__ void __launch_bounds__(kFinishThreads) column_finish(const ColumnArgs
   const Piece at = Piece::of_slab(args, Column<1>(args), static_cast<int>(blockIdx.x) * args.pieces);
   const int groups = at.groups(args), group = min(mine, groups - 1);
   const int64_t index = at.first_group(args) + group, from = at.slab(args) * args.p.groups + group;
-  const Kept kept = Kept::of<From>(args.n, index);
   follow_predecessor();
   const float2 united = unite_pieces(args, args.parts + from * args.pieces);
-  if (lane == 0 && mine < groups) args.finals[from] = finish<From>(args, index, united, kept, true);
+  if (lane == 0 && mine < groups) args.finals[from] = finish(args, index, united, true);
 }
 
 // Wide: see ColumnArgs::wide.
@@ -301,11 +297,11 @@ cudaError_t launch_apply(const ColumnArgs& a, bool overlap, cudaStream_t stream)
 
 template <class T, int V, Source From>
 cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
-  cudaError_t error = launch_block<column_partial<T, V, From>>(a, {grid_of(a.p.grid), a.threads, a.p.shared, 1, false}, stream);
+  cudaError_t error = launch_block<column_partial<T, V>>(a, {grid_of(a.p.grid), a.threads, a.p.shared, 1, false}, stream);
   if (error != cudaSuccess) return error;
   const int64_t runs = ceil_div(a.p.groups, kFinishThreads >> a.p.log_sharing);
   const dim3 slabs(static_cast<unsigned>(a.p.items / a.p.pieces), static_cast<unsigned>(runs));
-  error = launch_block<column_finish<From>>(a, {slabs, kFinishThreads, 0, 1, a.p.overlap}, stream);
+  error = launch_block<column_finish>(a, {slabs, kFinishThreads, 0, 1, a.p.overlap}, stream);
   if (error != cudaSuccess) return error;
   return launch_apply<T, V, From>(a, a.p.overlap, stream);
 }

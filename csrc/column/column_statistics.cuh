@@ -79,10 +79,10 @@ __device__ inline void hand_on(const ColumnArgs& a, const Column<V>& at, int cou
   }
 }
 
-// Calls run(Parts) with a.p.parts as a constant. BatchNorm's groups are channels.
-template <int V, Source From, class Run>
+// Calls run(Parts) with a.p.parts as a constant.
+template <int V, class Run>
 __device__ inline void with_parts(const ColumnArgs& a, Run run) {
-  if constexpr (From == Source::batch || V == 1) {
+  if constexpr (V == 1) {
     run(std::integral_constant<int, V>{});
   } else {
     switch (a.p.parts) {

@@ -43,11 +43,14 @@ ChannelNorm channels_last_of(const RowNorm& n) {
   return c;
 }
 
-// kDeclined also of groups that cannot be done channels last: too wide for a block.
 int32_t launched(const RowNorm& n, bool channels_last, Memory& memory, int32_t device, Regime regime) {
   if (!channels_last) return launched(n.behind.any ? kGroupNormBehind : kGroupNorm, 0, n, memory, device, regime);
-  return launched(group_norm_channels_last, channels_last_of(n), memory, device, regime);
+  const int32_t error = launched(group_norm_channels_last, channels_last_of(n), memory, device, regime);
+  return error == kDeclined && regime == Regime::automatic ? kTooWide : error;
 }
+
+// Images whose memory is that of (batch, ..., channels).
+bool has_channels_last(const View& t) { return (t.dims == 4 || t.dims == 5) && is_channels_last(t); }
 
 // What the kernels are given but for what they write; false where they do not take it.
 bool group_norm_of(const GroupNormCall& call, RowNorm& n, bool& channels_last) {
@@ -56,7 +59,7 @@ bool group_norm_of(const GroupNormCall& call, RowNorm& n, bool& channels_last) {
   if (input.dims < 2 || input.dtype < 0 || count == 0 || groups < 1 || input.sizes[1] % groups != 0) return false;
   if (count == groups) return false;  // one value a group: PyTorch raises
   channels_last = !is_contiguous(input);
-  const bool images = (input.dims == 4 || input.dims == 5) && is_channels_last(input) && starts_at_vector(input);
+  const bool images = has_channels_last(input) && starts_at_vector(input);
   if ((channels_last && !images) || !is_activation(call.activation)) return false;
   if (call.dtype != input.dtype && call.dtype != static_cast<int32_t>(DType::f32)) return false;
   if (!is_absent(residual) && (residual.dtype != call.dtype || !same_layout(residual, input))) return false;
@@ -64,7 +67,7 @@ bool group_norm_of(const GroupNormCall& call, RowNorm& n, bool& channels_last) {
   n = rows_of(rows, count / rows, static_cast<DType>(input.dtype), call.eps);
   n.x = input.data;
   n.activation = {static_cast<Activation>(call.activation), call.low, call.high};
-  return set_groups(n, input.sizes[1], groups) && set_affine(n, input, 1, 1, call.weight, call.bias);
+  return set_groups(n, input.sizes[1], groups) && set_parameters(n, input, 1, 1, call.weight, call.bias);
 }
 
 // --- native ops -------------------------------------------------------------------------------------------------------
@@ -100,7 +103,7 @@ void fill(const Tensor& input_, const OptionalTensor& weight_, const OptionalTen
   TensorMemory memory(input);
   const int32_t device = input.get_device_index();
   const int32_t error = launched(n, channels_last, memory, device, static_cast<Regime>(regime));
-  if (error != kDeclined || !channels_last || regime != 0) return check_rows(op, n, regime, error);
+  if (error != kTooWide) return check_rows(op, n, regime, error);
   // By way of the other layout.
   const Tensor contiguous = torch::stable::contiguous(input);
   const OptionalTensor other =
@@ -125,6 +128,7 @@ using Recorded = std::tuple<OptionalTensor, OptionalTensor>;  // output and stat
 Recorded group_norm_of(const Tensor& input_, int64_t num_groups, const OptionalTensor& weight_, const OptionalTensor& bias_,
                        double eps, int64_t activation, double low, double high, const OptionalTensor& residual, bool wide,
                        bool statistics) {
+  if (!input_.is_contiguous() && !has_channels_last(view_of(input_))) return {};
   if (!all_beside(input_, {&weight_, &bias_, &residual})) return {};
   const Tensor input = input_.is_contiguous() ? input_ : on_boundary(input_);
   const OptionalTensor weight = on_boundary(weight_), bias = on_boundary(bias_);
@@ -137,7 +141,7 @@ Recorded group_norm_of(const Tensor& input_, int64_t num_groups, const OptionalT
   const auto& out = memory.parts[Memory::kOut];
   const auto& kept = memory.parts[Memory::kStatistics];
   if (!is_launched(normswap_group_norm, call, input, memory)) {
-    if (input.is_contiguous() || !out.has_value() || kept.has_value() != statistics) return {};
+    if (!memory.too_wide) return {};
     float* mean = statistics ? static_cast<float*>(kept->mutable_data_ptr()) : nullptr;
     fill(input, weight, bias, num_groups, eps, true, activation, low, high, residual, *out, mean,
          statistics ? mean + kept->numel() / 2 : nullptr, 0);
@@ -166,7 +170,7 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_group_norm(const normswap::GroupNorm
   RowNorm n{};
   bool channels_last = false;
   if (!group_norm_of(*call, n, channels_last)) return kDeclined;
-  void* out = room_like(*memory, Memory::kOut, call->input, call->dtype);
+  void* out = (channels_last ? room_like : dense_room)(*memory, Memory::kOut, call->input, call->dtype);
   if (out == nullptr) return kDeclined;
   set_out(n, out, static_cast<DType>(call->dtype), call->residual.data);
   if (call->statistics) {

@@ -131,6 +131,7 @@ __device__ inline void store_anywhere(const Tile (&tiles)[Rows], const RowArgs& 
                                       int64_t begin, const RowValues (&values)[Rows], Ahead& affine, bool fast) {
   constexpr bool by_element = Policy::affine == Affine::by_element;
   uint4 made[Rows][Tile::Slots];
+  if constexpr (Policy::template always_fast<T>) fast = true;
   if (by_element && kMayBeWide<T, Tile> && has_wide_weights<T>(args)) {
     if (fast) {
       for_each<Rows>([&](int r) { make_in_turn<Policy, true, T>(tiles[r], args, begin, values[r], made[r]); });

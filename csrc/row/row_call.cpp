@@ -72,7 +72,7 @@ bool row_norm_of(const RowNormCall& call, RowNorm& n) {
   const bool rms = n.kind == NormKind::rms;
   n.weight_offset = !rms ? -0.0 : is_absent(call.weight) ? 0.0 : call.weight_offset;  // -0 + w is w, -0 too
   n.cast_before_weight = call.cast_before_weight;
-  return set_affine(n, input, input.dims - call.dims, call.dims, call.weight, call.bias) && set_options(call, n) &&
+  return set_parameters(n, input, input.dims - call.dims, call.dims, call.weight, call.bias) && set_options(call, n) &&
          set_out_dtype(call, n);
 }
 
@@ -264,10 +264,10 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_row_norm(const normswap::RowNormCall
   using namespace normswap;
   RowNorm n{};
   if (!row_norm_of(*call, n)) return kDeclined;
-  n.y = room_like(*memory, Memory::kOut, call->input, call->dtype);
+  n.y = dense_room(*memory, Memory::kOut, call->input, call->dtype);
   if (n.y == nullptr) return kDeclined;
   if (n.options.residual != nullptr) {
-    n.options.sum = room_like(*memory, Memory::kSum, call->input, call->input.dtype);
+    n.options.sum = dense_room(*memory, Memory::kSum, call->input, call->input.dtype);
     if (n.options.sum == nullptr) return kDeclined;
   }
   if (call->statistics) {

@@ -113,7 +113,7 @@ void l2_norm_rows(const Tensor& input, int64_t cols, double eps, const Tensor& o
 // --- what calls that record no gradient ask first --------------------------------------------------------------------
 
 // Sets weight and bias, contiguous, of the sizes that the input has from `first` on; false where the kernels do not take them.
-inline bool set_affine(RowNorm& n, const View& input, int64_t first, int64_t dims, const View& weight, const View& bias) {
+inline bool set_parameters(RowNorm& n, const View& input, int64_t first, int64_t dims, const View& weight, const View& bias) {
   if (first < 0 || dims < 1 || first + dims > input.dims || !affine_dtypes_fit(input, weight, bias)) return false;
   for (const View* t : {&weight, &bias}) {
     if (is_absent(*t)) continue;
@@ -136,7 +136,7 @@ inline bool is_plain(const Tensor& input, int64_t first, int64_t dims, const Opt
   View w = view_of(weight), b = view_of(bias);
   w.data = b.data = nullptr;
   return has_served_dtype(input) && input.numel() > 0 && all_beside(input, {&weight, &bias}) &&
-         set_affine(n, view_of(input), first, dims, w, b);
+         set_parameters(n, view_of(input), first, dims, w, b);
 }
 
 inline int64_t trailing_elements(const Tensor& input, int64_t dims) {

@@ -112,6 +112,8 @@ class _Site:
         original = self.replaced.original
         if not self.known or original.__getattribute__ is not object.__getattribute__:
             return None
+        if any(one.defaults or one.named for _, one in self.methods):  # which C++ does not compare
+            return None
         return *self.replaced.known, called, *((name, one.function, one.code) for name, one in self.methods)
 
     def is_as_read(self, module: Any) -> bool:

@@ -49,7 +49,9 @@ using Results = std::pair<Tensor, Tensor>;
 
 // Past the dispatcher, with nothing where somebody has a say, or the kernels' library declines.
 Results launched(Kind kind, const Given& g) {
-  if (kind == kBatchNorm || any_say() || !all_readable(g.x, g.before, g.behind, g.scale, g.shift, g.weight, g.bias)) return {};
+  if (kind == kBatchNorm || at::GradMode::is_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return {};
+  if (!all_readable(g.x, g.before, g.behind, g.scale, g.shift, g.weight, g.bias)) return {};
+  if (is_of_rows(kind) && !g.x.is_contiguous()) return {};  // which the op has another kernel for
   const auto& [code, low, high] = g.activation;
   const View x = view_of(g.x), weight = view_of(g.weight), bias = view_of(g.bias);
   const int32_t activation = static_cast<int32_t>(code), dtype = g.dtype ? code_of(*g.dtype) : x.dtype;
@@ -132,13 +134,14 @@ Owned attributes_of(const Norm& norm, PyObject* module) {
 }
 
 // Borrowed; null: it is kept elsewhere, in a class, say. Of a tuple the first item, unless the second names an attribute.
-PyObject* read(PyObject* own, PyObject* parameters, PyObject* name) {
+PyObject* read(PyObject* module, PyObject* own, PyObject* parameters, PyObject* name) {
   PyObject* otherwise = nullptr;
   if (PyTuple_Check(name)) {
     otherwise = PyTuple_GET_ITEM(name, 0);
     if (PyTuple_GET_SIZE(name) == 1) return otherwise;
     name = PyTuple_GET_ITEM(name, 1);
   }
+  if (is_described(reinterpret_cast<PyObject*>(Py_TYPE(module)), name)) return nullptr;
   for (PyObject* dict : {own, parameters, found(own, known().names.buffers)}) {
     if (PyObject* value = dict == nullptr ? nullptr : found(dict, name); value != nullptr) return value;
   }
@@ -182,7 +185,7 @@ bool set_statistics(PyObject* own, Given& g) {
 bool set_number(PyObject* given, double& number) {
   if (given == nullptr || !(PyFloat_CheckExact(given) || PyLong_CheckExact(given))) return false;
   number = PyFloat_AsDouble(given);
-  return true;
+  return number != -1.0 || !PyErr_Occurred() || (PyErr_Clear(), false);  // one that C++ holds
 }
 
 // Of an RMSNorm by hand: whether the kernels do the same with such tensors, along the last dim.
@@ -202,7 +205,7 @@ bool set_by_hand(const Norm& norm, PyObject* offset, PyObject* eps, Given& g) {
   if (g.weight.defined() && (g.weight.dim() != 1 || g.weight.size(0) != g.x.size(-1))) return false;
   g.size = 1;
   g.rounds = norm.rounds && g.x.scalar_type() != at::kFloat;
-  return set_number(offset, g.offset) && set_number(eps, g.eps) && PyErr_Occurred() == nullptr;
+  return set_number(offset, g.offset) && set_number(eps, g.eps);
 }
 
 bool set_arguments(const Norm& norm, PyObject* size, PyObject* weight, PyObject* bias, PyObject* eps, Given& g) {
@@ -341,8 +344,8 @@ PyObject* called(const Norm& norm, PyObject* owner, PyObject* packed) {
   std::array<PyObject*, 4> arguments{Py_None, Py_None, Py_None, Py_None};
   PyObject* offset = nullptr;
   if (parameters != nullptr) {
-    for (int i = 0; i < 4; ++i) arguments[i] = read(own, parameters, PyTuple_GET_ITEM(norm[kNames], i));
-    offset = read(own, parameters, norm[kOffset]);
+    for (int i = 0; i < 4; ++i) arguments[i] = read(child, own, parameters, PyTuple_GET_ITEM(norm[kNames], i));
+    offset = read(child, own, parameters, norm[kOffset]);
   } else {
     const bool biased = norm.kind != kRmsNorm;
     if (p.arguments == nullptr || PyTuple_GET_SIZE(p.arguments) != 3 + biased) return none();

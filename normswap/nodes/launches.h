@@ -86,7 +86,7 @@ bool launched(const char* name, int32_t (*launch)(const Call*, Memory*, int32_t)
   const at::AutoDispatchBelowADInplaceOrView below;
   const int32_t error = launch(&call, &memory, static_cast<int32_t>(memory.like.device().index()));
   if (memory.failure != nullptr) std::rethrow_exception(memory.failure);
-  if (error == normswap::kDeclined) return false;
+  if (error == normswap::kDeclined || error == normswap::kTooWide) return false;
   TORCH_CHECK(error == 0, name, ": the kernel could not be launched (CUDA error ", error, ")");
   return true;
 }

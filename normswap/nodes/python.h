@@ -117,7 +117,9 @@ bool any_global_hook() {
 
 // Whether the attribute of a class is the function that it was, with the code that it had (None: not a plain function).
 bool is_unchanged(PyObject* cls, PyObject* name, PyObject* function, PyObject* code) {
-  const Owned now = made(PyObject_GetAttr(cls, name));
+  const Owned now(PyObject_GetAttr(cls, name));
+  if (now == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError)) return PyErr_Clear(), false;
+  if (now == nullptr) throw PythonError();
   if (now != function) return false;
   return PyFunction_Check(function) ? PyFunction_GET_CODE(function) == code : code == Py_None;
 }
@@ -128,6 +130,12 @@ bool is_plain(PyObject* module, PyObject* own) {
   PyObject* forward = found(known().forwards, cls);
   return forward != nullptr && is_bare(own) &&
          is_unchanged(cls, known().names.forward, PyTuple_GET_ITEM(forward, 0), PyTuple_GET_ITEM(forward, 1));
+}
+
+// Whether a class has what comes before an instance's own attribute of that name: a property, say.
+bool is_described(PyObject* cls, PyObject* name) {
+  PyObject* attribute = _PyType_Lookup(reinterpret_cast<PyTypeObject*>(cls), name);
+  return attribute != nullptr && Py_TYPE(attribute)->tp_descr_set != nullptr;
 }
 
 bool hands_on(PyObject* module) {

@@ -29,6 +29,17 @@ class Sum(nn.Module):
         return total + (F.silu(out) if self.act else out)
 
 
+class ByHand(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
 class Behind(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -54,6 +65,8 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "layer_norm of two dims": (lambda: nn.LayerNorm((7, 96), bias=False), (4, 7, 96), "layer_norm"),
     "layer_norm with a workspace": (lambda: nn.LayerNorm(600_000), (2, 600_000), "layer_norm"),
     "rms_norm": (lambda: nn.RMSNorm(2048), (4, 9, 2048), "rms_norm"),
+    "by hand": (lambda: ByHand(2048), (4, 9, 2048), "rms_norm"),
+    "by hand, a sum": (lambda: Sum(ByHand(768)), (4, 9, 768), "rms_norm"),
     "sum": (lambda: Sum(nn.LayerNorm(768)), (4, 9, 768), "layer_norm"),
     "sum and activation": (lambda: Sum(nn.RMSNorm(768), act=True), (4, 9, 768), "rms_norm"),
     "group_norm": (lambda: nn.GroupNorm(8, 64), (2, 64, 14, 14), "group_norm"),
@@ -95,6 +108,35 @@ def test_groups_with_what_stands_behind_them(layout: torch.memory_format) -> Non
         assert_same(ours(x, residual.transpose(2, 3)), model(x, residual.transpose(2, 3)))
 
 
+EIGHTS = torch.channels_last
+IMAGES: dict[str, Callable[[], Tensor]] = {
+    "starts elsewhere": lambda: torch.randn(2 * 16 * 16 + 1, device="cuda")[1:].view(2, 4, 4, 16).permute(0, 3, 1, 2),
+    "expanded": lambda: torch.randn(1, 16, 4, 4, device="cuda").contiguous(memory_format=EIGHTS).expand(2, 16, 4, 4),
+    "expanded, elsewhere": lambda: (
+        torch.randn(257, device="cuda")[1:].view(1, 4, 4, 16).permute(0, 3, 1, 2).expand(2, 16, 4, 4)
+    ),
+    "a part": lambda: torch.randn(2, 16, 4, 8, device="cuda")[..., 1:5],
+    "groups too wide for a block": lambda: torch.randn(2, 40_000, 2, 2, device="cuda").contiguous(memory_format=EIGHTS),
+}
+
+
+@pytest.mark.parametrize("gradients", (False, True))
+@pytest.mark.parametrize("what", IMAGES)
+def test_images_that_lie_otherwise(what: str, gradients: bool) -> None:
+    x = IMAGES[what]()
+    model = drawn(nn.GroupNorm(1 if "wide" in what else 4, x.shape[1]), torch.float32)
+    ours = swapped(model)
+    given, same = (x.detach().requires_grad_(gradients) for _ in range(2))
+    with torch.set_grad_enabled(gradients):
+        out, expected = ours(given), model(same)
+        assert_same(out, expected)
+    if gradients:
+        grad = torch.randn_like(expected)
+        out.backward(grad), expected.backward(grad)
+        torch.testing.assert_close(given.grad, same.grad, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(ours.weight.grad, model.weight.grad, rtol=1e-3, atol=1e-3)
+
+
 class Watching(TorchDispatchMode):
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -106,6 +148,8 @@ class Watching(TorchDispatchMode):
 
 GIVEN: dict[str, Callable[[], Tensor]] = {
     "expanded": lambda: torch.randn(1, 9, 64, device="cuda").expand(4, 9, 64),
+    "of an expanded one": lambda: torch.randn(1, 9, 64, device="cuda").expand(4, 9, 64)[:1],
+    "of a longer one": lambda: torch.randn(4, 9, 64, device="cuda")[:, :1][:1],
     "transposed": lambda: torch.randn(9, 4, 64, device="cuda").transpose(0, 1),
     "permuted": lambda: torch.randn(4, 64, 9, device="cuda").permute(0, 2, 1),
     "starts elsewhere": lambda: torch.randn(4 * 9 * 64 + 1, device="cuda")[1:].view(4, 9, 64),
@@ -118,7 +162,7 @@ GIVEN: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("what", GIVEN)
-@pytest.mark.parametrize("make", (lambda: nn.LayerNorm(64), lambda: Sum(nn.LayerNorm(64)), lambda: nn.RMSNorm(64)))
+@pytest.mark.parametrize("make", (lambda: nn.LayerNorm(64), lambda: Sum(nn.LayerNorm(64)), lambda: ByHand(64)))
 def test_whatever_it_is_given(what: str, make: Callable[[], nn.Module]) -> None:
     model, x = drawn(make(), torch.float32), GIVEN[what]()
     ours = swapped(model)
