@@ -41,7 +41,7 @@ IN_README = ("models", "steps", "checks")
 IN_TRAINING = ("steps on", "steps", "step targets", "host targets")
 IN_BATCH_NORM = ("batch norms on", "batch norms")
 IN_MORE = (
-    *("measured on", "summary", "benchmark", "host", "errors", "proof"),
+    *("measured on", "summary", "benchmark", "host on", "host", "errors", "proof"),
     *("networks on", "networks summary", "networks", "backward on", "backward summary", "backward"),
 )
 
@@ -109,6 +109,7 @@ def tables(known: Record) -> dict[str, str]:
         **benchmark_tables(known, "networks", {"network"}),
         **benchmark_tables(known, "backward", {"backward"}),
         **batch_norm_tables(known),
+        "host on": stamped(known, known["host"]),
         "host": host_table(known),
         "host targets": host_line(known),
         "models": models_table(known, False),
