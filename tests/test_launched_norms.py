@@ -221,9 +221,9 @@ BY_HAND_LATER: dict[str, Callable[[Any], object]] = {
     "another eps": lambda m: setattr(m, "variance_epsilon", 1),
     "true": lambda m: setattr(m, "variance_epsilon", True),
     "a number that C++ does not hold": lambda m: setattr(m, "variance_epsilon", 10**400),
-    "a property": lambda m: setattr(type(m), "variance_epsilon", property(lambda self: 0.5)),
+    "a property": lambda m: setattr(ByHand, "variance_epsilon", property(lambda self: 0.5)),
     "none": lambda m: setattr(m, "variance_epsilon", None),
-    "eps of the class": lambda m: (m.__dict__.pop("variance_epsilon"), setattr(type(m), "variance_epsilon", 0.5)),
+    "eps of the class": lambda m: (m.__dict__.pop("variance_epsilon"), setattr(ByHand, "variance_epsilon", 0.5)),
     "float64": lambda m: m.double(),
 }
 
