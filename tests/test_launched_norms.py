@@ -19,7 +19,7 @@ from test_nodes import nodes_library
 from torch import Tensor, nn
 
 import normswap
-from normswap import nodes
+from normswap import nodes, ops
 from normswap.ops import at_once, dispatch
 
 __all__ = ["compiled", "registered"]
@@ -316,3 +316,94 @@ def test_a_method_that_is_another_by_now(where: str, monkeypatch: pytest.MonkeyP
                 one.__dict__["_norm"] = lambda x: x * 3
         assert torch.equal(ours(x), model(x))
     assert len(LAUNCHED) == 1
+
+
+def root_of(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+class ByFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * root_of(x)
+
+
+class ByFlag(ByHand):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scaled = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * out if self.scaled else out
+
+
+class OfChannels(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5)
+
+
+ASKED_IN_PYTHON: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, pytest.MonkeyPatch], object]]] = {
+    "a function": (ByFunction, lambda m, patch: patch.setitem(globals(), "root_of", lambda x: x)),
+    "a flag": (lambda: ByFlag(8), lambda m, patch: setattr(m, "scaled", False)),
+    "another dim": (OfChannels, lambda m, patch: None),
+}
+
+
+@pytest.mark.parametrize("what", ASKED_IN_PYTHON)
+def test_a_norm_by_hand_of_which_more_is_to_be_asked(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, change = ASKED_IN_PYTHON[what]
+    model = randomised(make())
+    ours, x = normswap.apply(model, plan := normswap.plan(model)), torch.randn(2, 3, 8)
+    assert plan.swaps
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x))
+        for one in (model, ours):
+            change(one, monkeypatch)
+        torch.testing.assert_close(ours(x), model(x))
+    assert LAUNCHED == []
+
+
+@pytest.mark.parametrize("name", ("by hand", "by hand, with a method"))
+def test_nothing_else_computes_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours, x = swapped(name)
+    monkeypatch.setattr(ops, "rms_norm", lambda *given, **more: pytest.fail("it went the long way"))
+    with torch.no_grad():
+        ours(x)
+    assert LAUNCHED == ["rms_norm"]
+
+
+def test_a_compiler_sees_the_statements_of_a_norm_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ours, x = swapped("by hand")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x))
+    assert LAUNCHED == []
+
+
+def test_too_many_arguments_are_the_original_s_error() -> None:
+    model, ours, x = swapped("by hand")
+    with torch.no_grad():
+        for one in (model, ours):
+            with pytest.raises(TypeError):
+                one(x, x)
+    assert LAUNCHED == []
+
+
+def test_a_forward_that_somebody_has_kept_is_the_original_s_after_revert() -> None:
+    model, ours, x = swapped("by hand")
+    kept = ours.forward
+    normswap.revert(ours)
+    with torch.no_grad():
+        assert torch.equal(kept(x), model(x))
+    assert LAUNCHED == []
+
+
+def test_a_plan_of_another_forward_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomised(ByHand(8))
+    plan, x = normswap.plan(model), torch.randn(2, 3, 8)
+    monkeypatch.setattr(ByHand, "forward", ByFlag.forward)
+    model.scaled = False
+    ours: Any = normswap.apply(model, plan)
+    with torch.no_grad():
+        assert torch.equal(ours(x), model(x))
+    assert LAUNCHED == []
