@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rms_models import ByHand
 from test_launched import ops_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,17 +28,6 @@ class Sum(nn.Module):
         total = x + self.beside(x)
         out = self.norm(total)
         return total + (F.silu(out) if self.act else out)
-
-
-class ByHand(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
 
 
 class Behind(nn.Module):
