@@ -9,6 +9,8 @@ from typing import Any
 import check_models
 import children
 import pytest
+import torch
+from torch import nn
 
 
 def test_what_is_compiled_is_compiled_ahead_in_other_processes(
@@ -39,3 +41,23 @@ def test_what_is_compiled_is_compiled_ahead_in_other_processes(
 def test_a_name_that_is_none_is_refused() -> None:
     with pytest.raises(SystemExit, match="no such model: net; there are resnet50_gn, "):
         list(check_models.check_all(["net"]))
+
+
+class NormRelu(nn.BatchNorm1d):
+    """As in timm."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ReLU()
+
+
+class NormHead(nn.Sequential):
+    """Called after the norm that it holds."""
+
+
+def test_a_model_without_its_norms_keeps_their_activations_and_all_else() -> None:
+    head, linear = nn.Linear(3, 2), nn.Linear(4, 3)
+    model = nn.Sequential(linear, NormRelu(3), NormHead(nn.LayerNorm(3), head)).eval()
+    x, before = torch.randn(5, 4), model(torch.ones(5, 4))
+    assert torch.equal(check_models.without_norms(model)(x), head(linear(x).relu()))
+    assert torch.equal(model(torch.ones(5, 4)), before)
