@@ -190,12 +190,13 @@ def models_table(known: Record, training: bool) -> str:
                 first_cell(row["model"], row),
                 row["dtype"],
                 f"{'-' if row['kept'] is None else row['kept']}/{row['swapped']}",
+                (row.get("times") or {}).get("bound", "-"),
             ),
             *(f"{row['ms'][way]:.2f}" if way in row["ms"] else "-" for way in ways),
         )
         for row in rows
     ]
-    return markdown(("model", "dtype", "swapped", *ways), cells) + below if cells else NOT_YET
+    return markdown(("model", "dtype", "swapped", "waits for", *ways), cells) + below if cells else NOT_YET
 
 
 def errors_table(known: Record) -> str:

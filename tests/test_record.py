@@ -217,10 +217,10 @@ def test_models_and_kinds_run_alone_replace_their_own_rows(
     assert "| a (to be" not in readme_tables.models_table(checking.record, False)
     checking.record["models"][1]["ms"]["compile"] = 0.5
     checking.record["models"][2]["training"] = True
-    assert readme_tables.models_table(checking.record, True).splitlines()[2:] == ["| c | float16 | 1/1 | 1.00 |"]
+    assert readme_tables.models_table(checking.record, True).splitlines()[2:] == ["| c | float16 | 1/1 | - | 1.00 |"]
     assert readme_tables.models_table(checking.record, False).splitlines() == [
-        *("| model | dtype | swapped | eager | compile |", "|---|---|---|---|---|"),
-        *("| a | float16 | 1/1 | 1.00 | - |", "| b | float16 | 1/1 | 2.00 | 0.50 |"),
+        *("| model | dtype | swapped | waits for | eager | compile |", "|---|---|---|---|---|---|"),
+        *("| a | float16 | 1/1 | - | 1.00 | - |", "| b | float16 | 1/1 | - | 2.00 | 0.50 |"),
     ]
 
     monkeypatch.setattr(accuracy, "table", str)
