@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import os
+import pathlib
 import pickle
 import re
 import shutil
@@ -201,6 +202,24 @@ def test_the_metadata_of_a_distributed_checkpoint_may_name_members_of_enums_by_g
         metadata.write_bytes(pickle.dumps(_Got(owner, name)))
         with pytest.raises(CheckpointError, match="refused, it asks to run more than tensors need: builtins.getattr"):
             open_checkpoint("in")
+
+
+@pytest.mark.parametrize("module", ("pathlib", "pathlib._local"))
+@pytest.mark.parametrize("name", ("in", "in.pt"))
+def test_paths_are_read_as_any_python_writes_them(
+    name: str, module: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.13 gives them another module."""
+    state = built().state_dict()
+    with monkeypatch.context() as written:
+        written.setitem(sys.modules, module, pathlib)
+        for kind in (pathlib.PosixPath, pathlib.PurePosixPath):
+            written.setattr(kind, "__module__", module)
+        if name == "in":
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(name), no_dist=True)
+        else:
+            torch.save({"state_dict": state, "out": Path("out"), "data": pathlib.PurePosixPath("data")}, name)
+    assert same_tensors(dict(sorted(open_checkpoint(name).tensors.items())), dict(sorted(state.items())))
 
 
 class _Got:

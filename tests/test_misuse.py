@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +203,8 @@ def told(call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("name", MISUSES)
 def test_a_wrong_use_is_told_its_cure(name: str, tmp_path: Path) -> None:
     call, cure = MISUSES[name]
+    if sys.version_info < (3, 11):  # whose exceptions have no notes
+        cure = re.sub(rf"(\.\*)?{ORIGINAL}", "", cure)
     text = told(lambda: call(tmp_path))
     assert re.search(cure, text, re.DOTALL), text
 

@@ -17,10 +17,11 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from normswap.checkpoint.errors import CheckpointError, failing, one_line
+from normswap.checkpoint.tensors import PATHS
 
 _DCP = "torch.distributed.checkpoint."
 _NAMES = {
-    *("torch.Size", "torch.device", "torch.serialization._get_layout", "collections.OrderedDict", "pathlib.PosixPath"),
+    *("torch.Size", "torch.device", "torch.serialization._get_layout", "collections.OrderedDict"),
     *(f"{_DCP}filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
 }
 
@@ -72,6 +73,8 @@ class _Unpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if full == "builtins.getattr":  # as some versions of Python 3.11 write the members of enums
             return _member
+        if (kind := PATHS.get(full)) is not None:
+            return kind
         found = super().find_class(module, name) if full in _NAMES or module in ("torch", f"{_DCP}metadata") else None
         plain = isinstance(found, torch.dtype | torch.memory_format | torch.layout)
         if full in _NAMES or plain or (isinstance(found, type) and found.__module__ == f"{_DCP}metadata"):

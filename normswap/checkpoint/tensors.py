@@ -39,8 +39,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by s
 _EXPANDED = 1 << 30  # bytes that an expanded tensor may stand for
 
 _MAKERS = [np._core.multiarray.scalar, np._core.multiarray._reconstruct]  # type: ignore[attr-defined]
+PATHS: dict[str, type[pathlib.PurePath]] = {
+    f"{module}.{kind.__name__}": kind
+    for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+    for module in ("pathlib", "pathlib._local")
+}
+"""Of what a path is made when it is read, by the names that versions of Python write; the latter is 3.13's."""
 _HARMLESS = [
-    *(argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath, codecs.encode),
+    *(argparse.Namespace, codecs.encode, *((kind, name) for name, kind in PATHS.items())),
     *(np.dtype, np.ndarray, *(type(np.dtype(kind)) for kind in np.typecodes["All"]), *_MAKERS),
     *((make, f"numpy.core.multiarray.{make.__name__}") for make in _MAKERS),  # numpy before 2.0
 ]

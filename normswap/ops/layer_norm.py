@@ -126,7 +126,8 @@ def _generally(
     """What the native op that does all of a call declines."""
     lowers = (options is not None or input.dtype is not torch.float32) and torch.is_autocast_enabled("cuda")
     dtype = torch.float32 if lowers else None
-    if options is not None or lowers:
+    # In code that torch.compile makes no op does all of a call, and to ask for one would end its graph (torch 2.10).
+    if (options is not None or lowers) and not torch.compiler.is_compiling():
         found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options or Options(), dtype)
         if found is not None:
             return found
