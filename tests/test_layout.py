@@ -117,7 +117,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint.errors": {"plans"},
     "checkpoint.files": set(),
     "checkpoint.tensors": {"checkpoint.errors"},
-    "checkpoint.distributed": {"checkpoint.errors"},
+    "checkpoint.distributed": {"checkpoint.errors", "checkpoint.tensors"},
     "checkpoint.reading": {"checkpoint.errors", "checkpoint.files", "checkpoint.tensors"},
     "checkpoint.models": {
         *("pipeline", "reports", "untouched", "checkpoint.errors", "checkpoint.reading", "checkpoint.tensors"),
