@@ -56,6 +56,19 @@ def test_not_where_gradients_are_recorded(monkeypatch: pytest.MonkeyPatch) -> No
         assert dispatch.native_serves(x, learns, elements=2**20)
 
 
+def test_under_autocast_no_op_is_asked_for_that_compiled_code_never_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.10 ended its graph at what that op was to be given."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    module = sys.modules["normswap.ops.layer_norm"]
+    monkeypatch.setattr(module, "layer_norm_directly", lambda *given: pytest.fail("it was asked for"))
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        x = torch.randn(3, 5, dtype=torch.bfloat16)
+        torch.testing.assert_close(ops.layer_norm(x, (5,)), torch.nn.functional.layer_norm(x, (5,)))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
 CALLS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "layer_norm": (lambda x: ops.layer_norm(x, (6, 5)), 30, dispatch.LONG_ROW),
     "rms_norm": (lambda x: ops.rms_norm(x, (5,)), 5, dispatch.LONG_ROW),

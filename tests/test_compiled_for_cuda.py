@@ -153,7 +153,8 @@ def traced(model: nn.Module, fakes: FakeTensorMode, x: Tensor) -> list[Any]:
 def test_one_graph_of_the_original_s_results(name: str, training: bool, dtype: torch.dtype, autocast: bool) -> None:
     model, x = CASES[name]()
     model.train(training)
-    swapped = normswap.apply(model, normswap.plan(model))
+    swapped = normswap.apply(model, plan := normswap.plan(model))
+    assert plan.swaps
     fakes = FakeTensorMode()
     of = torch.float32 if autocast else dtype
     model, swapped = (of_a_gpu(copy.deepcopy(one), fakes, of) for one in (model, swapped))
