@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from launch_stand_in import OF_NORMS, norms_by
+from launch_stand_in import NO_OPTIONS, OF_NORMS, norms_by, told_with_options
 from test_nodes import compiled, needs_compiler, nodes_library
 from torch import Tensor
 
@@ -19,19 +19,19 @@ from normswap.ops import at_once, dispatch
 __all__ = ["CALLED", "DECLINED", "called", "calls", "compiled", "needs_compiler", "registered", "short_way"]
 
 CALLED: list[str] = []
-"""The native ops, in the order of their calls; what is in ``DECLINED`` answers None."""
+"""The native ops, in the order of their calls, as ``told_with_options``; what is in ``DECLINED`` answers None."""
 DECLINED: set[str] = set()
 
 
 def _rows(norm: Callable[..., Tensor], x: Tensor, rest: tuple[Any, ...]) -> Any:
-    residual, scale, shift, code, low, high, *dtype = rest if rest else (None, None, None, 0, 0.0, 0.0)
+    residual, scale, shift, code, low, high, dtype = (*rest, *NO_OPTIONS[len(rest) :])
     total = None if residual is None else x + residual
     out = norm((x if total is None else total).float())
     if scale is not None:
         out = out * (1 + scale.float()) + shift.float()
     out = Activation([*CODES][code], low, high)(out)
-    out = out.to((dtype and dtype[0]) or x.dtype)
-    return (out, total) if rest else out
+    out = out.to(dtype or x.dtype)
+    return out, total
 
 
 def _layer_norm(x: Tensor, dims: int, w: Any, b: Any, eps: float, *rest: Any) -> Any:
@@ -74,23 +74,19 @@ def _float(t: Tensor | None) -> Tensor | None:
 
 _OPS: dict[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
-    "layer_norm_with_options": _layer_norm,
     "rms_norm": _rms_norm,
-    "rms_norm_with_options": _rms_norm,
     "group_norm": _group_norm,
     "batch_norm": _batch_norm,
 }
 
 
 def called(name: str, *given: Any) -> Any:
-    CALLED.append(name)
-    options = name.endswith("_with_options")
-    x = given[0]
-    place = {"group_norm": -2, "batch_norm": 9}.get(name, 6 if name.startswith("rms") else 5)
-    residual = given[place] if options or name in ("group_norm", "batch_norm") else None
+    CALLED.append(told_with_options(name, given))
+    x, place = given[0], {"layer_norm": 5, "rms_norm": 6, "group_norm": -2, "batch_norm": 9}[name]
+    residual = given[place] if place < len(given) else None
     alike = residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype)
-    if name in DECLINED or not alike or not x.is_contiguous():
-        return (None, None) if options else None
+    if CALLED[-1] in DECLINED or not alike or not x.is_contiguous():
+        return None if name in ("group_norm", "batch_norm") else (None, None)
     return _OPS[name](*given)
 
 

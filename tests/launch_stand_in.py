@@ -19,6 +19,17 @@ OUT, SUM = 0, 1
 DECLINED = -1
 
 
+NO_OPTIONS = (None, None, None, 0, 0.0, 0.0, None)
+"""What the native ops of rows have for arguments that are left out."""
+
+
+def told_with_options(name: str, given: tuple[Any, ...]) -> str:
+    """The name of a native op, or where it is given options of rows that with "_with_options" behind it."""
+    behind = {"layer_norm": 5, "rms_norm": 6}.get(name, len(given))
+    options = any(isinstance(value, Tensor) or value for value in given[behind:])
+    return f"{name}_with_options" if options else name
+
+
 class View(ctypes.Structure):
     _fields_ = (
         *(("data", c_void_p), ("sizes", POINTER(c_int64)), ("strides", POINTER(c_int64))),
@@ -77,11 +88,8 @@ class RowNormCall(ctypes.Structure):
         how = (self.weight_offset, bool(self.cast_before_weight)) if self.kind else ()
         affine = (weight,) if self.kind else (weight, bias)
         given = x, self.dims, *affine, self.eps, *how
-        other = self.dtype != self.input.dtype
-        if not other and self.activation == 0 and all(one is None for one in options):
-            return name, given
-        dtype = () if self.kind else (DTYPES[self.dtype] if other else None,)
-        return f"{name}_with_options", (*given, *options, self.activation, self.low, self.high, *dtype)
+        dtype = () if self.kind else (DTYPES[self.dtype] if self.dtype != self.input.dtype else None,)
+        return name, (*given, *options, self.activation, self.low, self.high, *dtype)
 
 
 class GroupNormCall(ctypes.Structure):

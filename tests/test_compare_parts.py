@@ -201,10 +201,10 @@ def test_what_counts_as_an_op_of_ours() -> None:
     for namespace, name, given, ran in (
         ("normswap", "layer_norm.default", out, True),
         ("normswap", "layer_norm.default", None, True),
-        ("normswap", "layer_norm_or_none.default", out, True),
-        ("normswap", "layer_norm_or_none.default", None, False),
-        ("normswap", "layer_norm_recorded.default", (None, None), False),
-        ("normswap", "layer_norm_recorded.default", (out, None), True),
+        ("normswap", "group_norm_or_none.default", out, True),
+        ("normswap", "group_norm_or_none.default", None, False),
+        ("normswap", "layer_norm_or_none.default", (None, None), False),
+        ("normswap", "layer_norm_or_none.default", (out, None), True),
         ("aten", "native_layer_norm.default", out, False),
     ):
         witness = KernelWitness()

@@ -30,9 +30,8 @@ LAUNCHED: list[str] = []
 
 def launch(name: str, *given: Any) -> Any:
     """The op's result; not what the dispatcher is asked for."""
-    LAUNCHED.append(name)
     found = called(name, *given)
-    CALLED.pop()
+    LAUNCHED.append(CALLED.pop())
     return found
 
 

@@ -89,7 +89,7 @@ def compiled() -> Iterator[torch.library.Library]:
 def stand_ins(compiled: torch.library.Library, monkeypatch: pytest.MonkeyPatch) -> StandIns:
     """As in test_row_backward.py, under the nodes; those of l1_norm under its Function."""
     made, implemented = StandIns(), _implemented(compiled)
-    for name in ("recorded", "with_options_recorded", "backward"):
+    for name in ("recorded", "backward"):
         for kind in ROWS:
             implemented[f"{kind}_{name}"] = made(f"{kind}_{name}")
     by_node = {name: getattr(torch.ops.normswap, f"{name}_or_none").default for name in nodes.NORMS}
@@ -111,7 +111,7 @@ _ops: dict[str, Callable[..., Any]] = {}
 def _implemented(library: torch.library.Library) -> dict[str, Callable[..., Any]]:
     """What the dispatcher calls, by name: registered once, to be filled anew."""
     if not _ops:
-        names = [f"{kind}{rest}" for kind in ROWS for rest in ("_recorded", "_with_options_recorded", "_backward")]
+        names = [f"{kind}{rest}" for kind in ROWS for rest in ("_recorded", "_backward")]
         groups, batch = (
             ("group_norm_recorded", "group_norm_backward_or_none"),
             ("batch_norm_recorded", "batch_norm_backward"),
@@ -212,7 +212,7 @@ def test_hooks_of_what_is_saved_and_of_the_node(stand_ins: StandIns) -> None:
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t.clone(), lambda t: t):
-        out = torch.ops.normswap.layer_norm_or_none(x, 1, weight, None, 1e-5)
+        out, _ = torch.ops.normswap.layer_norm_or_none(x, 1, weight, None, 1e-5)
     assert [t.shape for t in saved] == [x.shape, weight.shape, (2, 3)]
     out.grad_fn.register_hook(lambda grads, _: tuple(None if g is None else 2 * g for g in grads))
     expected = torch.autograd.grad(F.layer_norm(x, (8,), weight).sum(), (x, weight))
@@ -229,7 +229,7 @@ def test_compiled_autograd(stand_ins: StandIns) -> None:
         x, weight, residual = torch.ones(3, 8).cumsum(1).requires_grad_(), torch.full((8,), 2.0), torch.ones(3, 8)
         options = residual.requires_grad_(), None, None, 2, 0.0, 0.0
         weight.requires_grad_()
-        out, total = torch.ops.normswap.rms_norm_with_options_or_none(x, 1, weight, 1e-5, 0.0, False, *options)
+        out, total = torch.ops.normswap.rms_norm_or_none(x, 1, weight, 1e-5, 0.0, False, *options)
         compiler = compiled_autograd._enable(torch.compile(backend="eager")) if compiling else contextlib.nullcontext()
         with compiler:
             (out.square().sum() + total.sum()).backward()
@@ -244,9 +244,9 @@ def test_compiled_autograd_tells_norms_apart(stand_ins: StandIns) -> None:
 
     x, weight = torch.randn(3, 8).add_(3).requires_grad_(), torch.rand(8).requires_grad_()
     with compiled_autograd._enable(torch.compile(backend="eager")):
-        torch.ops.normswap.layer_norm_or_none(x, 1, weight, None, 1e-5).sin().sum().backward()
+        torch.ops.normswap.layer_norm_or_none(x, 1, weight, None, 1e-5)[0].sin().sum().backward()
         x.grad = weight.grad = None
-        torch.ops.normswap.rms_norm_or_none(x, 1, weight, 1e-5, 0.0, False).sin().sum().backward()
+        torch.ops.normswap.rms_norm_or_none(x, 1, weight, 1e-5, 0.0, False)[0].sin().sum().backward()
     expected = torch.autograd.grad(F.rms_norm(x, (8,), weight, 1e-5).sin().sum(), (x, weight))
     for ours, theirs in zip((x.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -256,12 +256,12 @@ def test_a_node_holds_what_is_saved_as_pytorch_s_do(stand_ins: StandIns) -> None
     """Freed after a backward, and refused where it was written to since."""
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     op = torch.ops.normswap.layer_norm_or_none.default
-    out = op(x, 1, weight, None, 1e-5)
+    out, _ = op(x, 1, weight, None, 1e-5)
     assert out.grad_fn is not None and out.grad_fn.name() == "_LayerNormBackward"
     out.sum().backward()
     with pytest.raises(RuntimeError, match="second time"):
         out.sum().backward()
-    out = op(x, 1, weight, None, 1e-5)
+    out, _ = op(x, 1, weight, None, 1e-5)
     with torch.no_grad():
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -270,19 +270,18 @@ def test_a_node_holds_what_is_saved_as_pytorch_s_do(stand_ins: StandIns) -> None
 
 def test_what_declines_leaves_no_node(compiled: torch.library.Library) -> None:
     x = torch.randn(3, 8, requires_grad=True)
-    _implemented(compiled)["layer_norm_recorded"] = lambda *given: (None, None)
-    _implemented(compiled)["rms_norm_with_options_recorded"] = lambda *given: (None, None, None)
-    assert torch.ops.normswap.layer_norm_or_none(x, 1, None, None, 1e-5) is None
+    for kind in ROWS:
+        _implemented(compiled)[f"{kind}_recorded"] = lambda *given: (None, None, None)
+    assert torch.ops.normswap.layer_norm_or_none(x, 1, None, None, 1e-5) == (None, None)
     options = None, None, None, 1, 0.0, 0.0
-    found = torch.ops.normswap.rms_norm_with_options_or_none(x, 1, None, 1e-5, 0.0, False, *options)
-    assert found == (None, None)
+    assert torch.ops.normswap.rms_norm_or_none(x, 1, None, 1e-5, 0.0, False, *options) == (None, None)
 
 
 def test_gradients_under_checkpointing(stand_ins: StandIns) -> None:
     from torch.utils.checkpoint import checkpoint
 
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    run = lambda x: torch.ops.normswap.rms_norm_or_none(x, 1, weight, 1e-6, 0.0, False)  # noqa: E731
+    run = lambda x: torch.ops.normswap.rms_norm_or_none(x, 1, weight, 1e-6, 0.0, False)[0]  # noqa: E731
     grads = [torch.autograd.grad(y.sum(), (x, weight)) for y in (checkpoint(run, x, use_reentrant=False), run(x))]
     for ours, theirs in zip(*grads, strict=True):
         assert torch.equal(ours, theirs)

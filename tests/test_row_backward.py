@@ -11,6 +11,7 @@ import launch_plans
 import pytest
 import torch
 import torch.nn.functional as F
+from launch_stand_in import NO_OPTIONS, told_with_options
 from row_gradients import l1_norm_gradients, layer_norm_gradients, rms_norm_gradients
 from torch import Tensor
 
@@ -145,6 +146,20 @@ def _gradients(
     return [None if g is None else g.to(t.dtype) for g, t in zip(made, tensors, strict=True)]
 
 
+def _recorded(norm: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], x: Tensor, dims: int, rest: Any) -> Any:
+    """Output, sum and statistics by ``norm`` of the tensor and its rows."""
+    residual, scale, shift, code, low, high, dtype = (*rest, *NO_OPTIONS[len(rest) :])
+    if not all(t is None or t.is_contiguous() for t in (x, residual)):
+        return None, None, None
+    total = None if residual is None else x + residual
+    x = x if total is None else total
+    out, statistics = norm(x, x.flatten(-dims).flatten(0, -2))
+    if scale is not None:
+        out = out * (1 + scale) + shift
+    out = out.to(dtype or out.dtype)
+    return Activation.of(code, low, high)(out), total, statistics
+
+
 class StandIns:
     """What the native ops say and take, on the CPU."""
 
@@ -154,19 +169,20 @@ class StandIns:
 
     def __call__(self, name: str) -> Callable[..., Any]:
         def op(*args: Any) -> Any:
-            self.called.append(name)
-            if name in self.declines:
-                return None if name == "l1_norm_backward" else (None,) * (2 if name.endswith("recorded") else 3)
+            kind, forward, _ = name.partition("_recorded")
+            self.called.append(told_with_options(kind, args) + forward if forward else name)
+            if self.called[-1] in self.declines:
+                return None if name == "l1_norm_backward" else (None,) * (2 if name == "l1_norm_recorded" else 3)
             return getattr(self, name)(*args)
 
         return op
 
-    def layer_norm_recorded(self, x: Tensor, dims: int, w: Any, b: Any, eps: float) -> Any:
-        if not x.is_contiguous():
-            return None, None
-        rows = x.flatten(-dims).flatten(0, -2)
-        statistics = torch.stack([rows.mean(-1), (rows.var(-1, correction=0) + eps).rsqrt()])
-        return F.layer_norm(x, x.shape[-dims:], w, b, eps), statistics
+    def layer_norm_recorded(self, x: Tensor, dims: int, w: Any, b: Any, eps: float, *rest: Any) -> Any:
+        def norm(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            statistics = torch.stack([rows.mean(-1), (rows.var(-1, correction=0) + eps).rsqrt()])
+            return F.layer_norm(x, x.shape[-dims:], w, b, eps), statistics
+
+        return _recorded(norm, x, dims, rest)
 
     def layer_norm_backward(self, *args: Any) -> Any:
         dy, x, w, b, statistics, sum_grad, cols, code, low, high, *wanted, passes = args
@@ -175,24 +191,12 @@ class StandIns:
         formula = lambda x, w, b: act(F.layer_norm(x.reshape(-1, *shape), shape, w, b)).reshape(x.shape)  # noqa: E731
         return _gradients(formula, (x, w, b), dy, tuple(wanted), sum_grad)
 
-    def layer_norm_with_options_recorded(self, x: Tensor, dims: int, w: Any, b: Any, eps: float, *rest: Any) -> Any:
-        residual, scale, shift, code, low, high, *dtype = rest
-        if not all(t is None or t.is_contiguous() for t in (x, residual)):
-            return None, None, None
-        total = None if residual is None else x + residual
-        x, act = x if total is None else total, Activation.of(code, low, high)
-        out, statistics = self.layer_norm_recorded(x, dims, w, b, eps)
-        if scale is not None:
-            out = out * (1 + scale) + shift
-        return act(out.to(dtype[0] if dtype and dtype[0] else out.dtype)), total, statistics
+    def rms_norm_recorded(self, x: Tensor, dims: int, w: Any, eps: float, offset: float, cast: bool, *rest: Any) -> Any:
+        def norm(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            order = {"weight_offset": offset, "cast_before_weight": cast}
+            return reference.rms_norm(x, x.shape[-dims:], w, eps, **order), (rows.square().mean(-1) + eps).rsqrt()
 
-    def rms_norm_recorded(self, x: Tensor, dims: int, w: Any, eps: float, offset: float, cast: bool) -> Any:
-        if not x.is_contiguous():
-            return None, None
-        rows = x.flatten(-dims).flatten(0, -2)
-        order = {"weight_offset": offset, "cast_before_weight": cast}
-        statistic = (rows.square().mean(-1) + eps).rsqrt()
-        return reference.rms_norm(x, x.shape[-dims:], w, eps, **order), statistic
+        return _recorded(norm, x, dims, rest)
 
     def rms_norm_backward(self, *args: Any) -> Any:
         dy, x, w, statistics, sum_grad, cols, offset, _cast, code, low, high, of_input, of_weight, _ = args
@@ -200,16 +204,6 @@ class StandIns:
         act = Activation.of(code, low, high)
         formula = lambda x, w: act(F.rms_norm(x, (cols,), w + offset, 1e-6))  # noqa: E731
         return *_gradients(formula, (x, w), dy, (of_input, of_weight), sum_grad), None
-
-    def rms_norm_with_options_recorded(self, x: Tensor, dims: int, w: Any, *rest: Any) -> Any:
-        *order, residual, scale, shift, code, low, high = rest
-        if not all(t is None or t.is_contiguous() for t in (x, residual)):
-            return None, None, None
-        total = None if residual is None else x + residual
-        out, statistic = self.rms_norm_recorded(x if total is None else total, dims, w, *order)
-        if scale is not None:
-            out = out * (1 + scale) + shift
-        return Activation.of(code, low, high)(out), total, statistic
 
     def l1_norm_recorded(self, x: Tensor, eps: float, minimum: float) -> Any:
         if not x.is_contiguous():

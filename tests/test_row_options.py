@@ -218,7 +218,7 @@ def test_rows_with_options_lie_in_registers_or_are_split() -> None:
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("name", ("layer_norm_with_options", "rms_norm_with_options"))
+@pytest.mark.parametrize("name", ("layer_norm", "rms_norm"))
 def test_the_fake_of_a_direct_op_declines(name: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

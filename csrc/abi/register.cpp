@@ -6,19 +6,13 @@
 STABLE_TORCH_LIBRARY(normswap, m) {
   // regime: 0 lets the plan choose; 1 to 7 (row_plan.h) force one, for tests.
   m.def(
-      "layer_norm(Tensor input, Tensor? weight, Tensor? bias, int cols, float eps, "
-      "Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, int regime) -> ()");
-  m.def(
-      "rms_norm(Tensor input, Tensor? weight, int cols, float eps, float weight_offset, bool cast_before_weight, "
-      "Tensor(a!) out, Tensor(b!)? rstd, int regime) -> ()");
-  m.def(
-      "layer_norm_with_options(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, Tensor? residual, "
-      "Tensor? scale, Tensor? shift, int activation, float activation_low, float activation_high, Tensor(a!) out, "
+      "layer_norm(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, Tensor? residual, "
+      "Tensor? scale, Tensor? shift, int activation, float low, float high, Tensor(a!) out, "
       "Tensor(b!)? sum, Tensor(c!)? mean, Tensor(d!)? rstd, int regime) -> ()");
   m.def(
-      "rms_norm_with_options(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
-      "bool cast_before_weight, Tensor? residual, Tensor? scale, Tensor? shift, int activation, float activation_low, "
-      "float activation_high, Tensor(a!) out, Tensor(b!)? sum, Tensor(c!)? rstd, int regime) -> ()");
+      "rms_norm(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight, Tensor? residual, Tensor? scale, Tensor? shift, int activation, float low, "
+      "float high, Tensor(a!) out, Tensor(b!)? sum, Tensor(c!)? rstd, int regime) -> ()");
   m.def("l2_norm(Tensor input, int cols, float eps, Tensor(a!) out, Tensor(b!)? norm, int regime) -> ()");
   m.def("l2_norm_dim(Tensor input, int dim, float eps, Tensor(a!) out, Tensor(b!)? norm) -> ()");
   m.def(
@@ -41,18 +35,15 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, bool channels_last, "
       "int activation, float low, float high, Tensor? residual, Tensor(a!) out, Tensor(b!)? mean, Tensor(c!)? rstd, "
       "int regime) -> ()");
-  m.def("layer_norm_or_none(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps) -> Tensor?");
+  // The output and, with a residual, the sum.
   m.def(
-      "rms_norm_or_none(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
-      "bool cast_before_weight) -> Tensor?");
-  m.def(
-      "layer_norm_with_options_or_none(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, "
-      "Tensor? residual, Tensor? scale, Tensor? shift, int activation, float activation_low, float activation_high, "
+      "layer_norm_or_none(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, Tensor? residual=None, "
+      "Tensor? scale=None, Tensor? shift=None, int activation=0, float low=0., float high=0., "
       "ScalarType? dtype=None) -> (Tensor?, Tensor?)");
   m.def(
-      "rms_norm_with_options_or_none(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
-      "bool cast_before_weight, Tensor? residual, Tensor? scale, Tensor? shift, int activation, "
-      "float activation_low, float activation_high) -> (Tensor?, Tensor?)");
+      "rms_norm_or_none(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight, Tensor? residual=None, Tensor? scale=None, Tensor? shift=None, int activation=0, "
+      "float low=0., float high=0.) -> (Tensor?, Tensor?)");
   m.def("l2_norm_or_none(Tensor input, int dim, float eps) -> Tensor?");
   m.def("frobenius_norm_or_none(Tensor input) -> Tensor?");
   m.def("layer_norm_dim_or_none(Tensor input, int dim, Tensor? weight, Tensor? bias, float eps) -> Tensor?");
@@ -113,24 +104,19 @@ STABLE_TORCH_LIBRARY(normswap, m) {
       "group_norm_backward_or_none(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, "
       "Tensor statistics, int num_groups, int activation, float low, float high, bool of_input, bool of_weight, "
       "bool of_bias, bool of_residual) -> (Tensor?, Tensor?, Tensor?, Tensor?)");
-  // The output and float32 statistics of the rows (layer_norm: all means, then all rstds), or neither.
-  m.def(
-      "layer_norm_recorded(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps) -> (Tensor?, Tensor?)");
-  m.def(
-      "rms_norm_recorded(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
-      "bool cast_before_weight) -> (Tensor?, Tensor?)");
+  // The output and float32 statistics (all means, then all rstds; rms_norm: rstds), or neither.
   m.def(
       "group_norm_recorded(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, int activation, "
       "float low, float high, Tensor? residual, bool wide) -> (Tensor?, Tensor?)");
   // And between them the sum, where there is a residual.
   m.def(
-      "layer_norm_with_options_recorded(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, "
-      "Tensor? residual, Tensor? scale, Tensor? shift, int activation, float activation_low, float activation_high, "
+      "layer_norm_recorded(Tensor input, int dims, Tensor? weight, Tensor? bias, float eps, Tensor? residual=None, "
+      "Tensor? scale=None, Tensor? shift=None, int activation=0, float low=0., float high=0., "
       "ScalarType? dtype=None) -> (Tensor?, Tensor?, Tensor?)");
   m.def(
-      "rms_norm_with_options_recorded(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
-      "bool cast_before_weight, Tensor? residual, Tensor? scale, Tensor? shift, int activation, "
-      "float activation_low, float activation_high) -> (Tensor?, Tensor?, Tensor?)");
+      "rms_norm_recorded(Tensor input, int dims, Tensor? weight, float eps, float weight_offset, "
+      "bool cast_before_weight, Tensor? residual=None, Tensor? scale=None, Tensor? shift=None, int activation=0, "
+      "float low=0., float high=0.) -> (Tensor?, Tensor?, Tensor?)");
   m.def("l1_norm_recorded(Tensor input, float eps, float minimum) -> (Tensor?, Tensor?)");
   // The gradients asked for, or none at all where there is no memory for them. passes: 0 lets the plan choose; 1 and 2
   // force them, for tests.

@@ -125,7 +125,7 @@ void layer_norm_dim_cuda(const Tensor& input, const OptionalTensor& weight, cons
   forward(n, input, layer_norm_dim, 2);
 }
 
-// --- calls that record no gradient: see row_call.cpp ---------------------------------------------------------------
+// --- calls that record no gradient: see row_norm.cpp ---------------------------------------------------------------
 // What lies one after the other in memory are rows, which are the row engine's.
 
 OptionalTensor unfilled_along(const Tensor& input, int64_t dim, const OptionalTensor& weight, const OptionalTensor& bias) {

@@ -1,5 +1,5 @@
 // group_norm of rows and, channels last, of columns, and calls that do all of it: checks, memory, launch. Those decline as
-// the calls of row_call.cpp do.
+// the calls of row_norm.cpp do.
 #include <tuple>
 
 #include "column/column_launch.h"
@@ -53,7 +53,7 @@ int32_t launched(const RowNorm& n, bool channels_last, Memory& memory, int32_t d
 bool has_channels_last(const View& t) { return (t.dims == 4 || t.dims == 5) && is_channels_last(t); }
 
 // What the kernels are given but for what they write; false where they do not take it.
-bool group_norm_of(const GroupNormCall& call, RowNorm& n, bool& channels_last) {
+bool set_group_norm(const GroupNormCall& call, RowNorm& n, bool& channels_last) {
   const View &input = call.input, &residual = call.residual;
   const int64_t groups = call.num_groups, count = numel(input);
   if (input.dims < 2 || input.dtype < 0 || count == 0 || groups < 1 || input.sizes[1] % groups != 0) return false;
@@ -74,6 +74,25 @@ bool group_norm_of(const GroupNormCall& call, RowNorm& n, bool& channels_last) {
 
 constexpr const char* op = "group_norm";
 
+// Fill in dtypes and affine parameters of `n`; `parameters` is the length they must have.
+void set_affine(RowNorm& n, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                int64_t parameters) {
+  n.weight_dtype = n.dtype;
+  for (const OptionalTensor* p : {&weight, &bias}) {
+    if (!p->has_value()) continue;
+    check_beside(op, "weight and bias", **p, input);
+    n.weight_dtype = dtype_of(**p, op);
+    STD_TORCH_CHECK((*p)->numel() == parameters && (*p)->is_contiguous(), op,
+                    ": weight and bias must be contiguous with ", parameters, " elements");
+    STD_TORCH_CHECK(n.weight_dtype == n.dtype || n.weight_dtype == DType::f32, op,
+                    ": weight and bias must have the input's dtype or float32");
+  }
+  STD_TORCH_CHECK(!weight.has_value() || !bias.has_value() || weight->scalar_type() == bias->scalar_type(), op,
+                  ": weight and bias must have one dtype");
+  n.weight = data_or_null(weight);
+  n.bias = data_or_null(bias);
+}
+
 void fill(const Tensor& input_, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t num_groups, double eps,
           bool channels_last, int64_t activation, double low, double high, const OptionalTensor& residual, Tensor out,
           float* mean, float* rstd, int64_t regime) {
@@ -93,7 +112,7 @@ void fill(const Tensor& input_, const OptionalTensor& weight_, const OptionalTen
                   ": out must have the input's size, and its dtype or float32");
   STD_TORCH_CHECK(!residual.has_value() || (residual->numel() == out.numel() && residual->scalar_type() == out.scalar_type()),
                   op, ": residual must have the size and dtype of out");
-  set_affine(op, n, input, weight, bias, channels);
+  set_affine(n, input, weight, bias, channels);
   n.mean = mean;
   n.rstd = rstd;
   n.activation = activation_of(op, activation, low, high);
@@ -169,7 +188,7 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_group_norm(const normswap::GroupNorm
   using namespace normswap;
   RowNorm n{};
   bool channels_last = false;
-  if (!group_norm_of(*call, n, channels_last)) return kDeclined;
+  if (!set_group_norm(*call, n, channels_last)) return kDeclined;
   void* out = (channels_last ? room_like : dense_room)(*memory, Memory::kOut, call->input, call->dtype);
   if (out == nullptr) return kDeclined;
   set_out(n, out, static_cast<DType>(call->dtype), call->residual.data);

@@ -20,25 +20,6 @@ constexpr RowLaunches kLayerNorm{layer_norm_f32, layer_norm_f16, layer_norm_bf16
 constexpr RowLaunches kRmsNorm{rms_norm_f32, rms_norm_f16, rms_norm_bf16};
 constexpr RowLaunches kNormWithOptions{norm_with_options_f32, norm_with_options_f16, norm_with_options_bf16};
 
-// Fill in dtypes and affine parameters of `n`; `parameters` is the length they must have.
-inline void set_affine(const char* op, RowNorm& n, const Tensor& input, const OptionalTensor& weight,
-                       const OptionalTensor& bias, int64_t parameters) {
-  n.weight_dtype = n.dtype;
-  for (const OptionalTensor* p : {&weight, &bias}) {
-    if (!p->has_value()) continue;
-    check_beside(op, "weight and bias", **p, input);
-    n.weight_dtype = dtype_of(**p, op);
-    STD_TORCH_CHECK((*p)->numel() == parameters && (*p)->is_contiguous(), op,
-                    ": weight and bias must be contiguous with ", parameters, " elements");
-    STD_TORCH_CHECK(n.weight_dtype == n.dtype || n.weight_dtype == DType::f32, op,
-                    ": weight and bias must have the input's dtype or float32");
-  }
-  STD_TORCH_CHECK(!weight.has_value() || !bias.has_value() || weight->scalar_type() == bias->scalar_type(), op,
-                  ": weight and bias must have one dtype");
-  n.weight = data_or_null(weight);
-  n.bias = data_or_null(bias);
-}
-
 // `weights`: that an element may have of its own. `options`: `launches` are norm_with_options. Where the plan's blocks, which
 // must all run at once, cannot do so here (few multiprocessors, in a green context or under MPS), the split kernels do the
 // rows: to the same bits. Gives what calls give (abi/calls.h): kDeclined also of rows that cannot be done in `regime`.

@@ -19,7 +19,7 @@ from normswap import builder, native
 from normswap.ops import at_once, dispatch, recorded
 
 SOURCE = Path(__file__).with_name("nodes.cpp")
-NORMS = ("layer_norm", "rms_norm", "layer_norm_with_options", "rms_norm_with_options", "group_norm", "batch_norm")
+NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 """Whose native ops record gradients by themselves once the library is loaded."""
 
 _loaded: Path | None = None

@@ -28,11 +28,9 @@ using torch::autograd::variable_list;
 using torch::jit::Stack;
 using NodePtr = decltype(Edge::function);
 
-enum Kind { kLayerNorm, kRmsNorm, kLayerNormWithOptions, kRmsNormWithOptions, kGroupNorm, kBatchNorm };
-constexpr const char* kKinds[] = {"layer_norm", "rms_norm", "layer_norm_with_options", "rms_norm_with_options",
-                                  "group_norm", "batch_norm"};
-constexpr const char* kNodes[] = {"_LayerNormBackward", "_RMSNormBackward", "_LayerNormWithOptionsBackward",
-                                  "_RMSNormWithOptionsBackward", "_GroupNormBackward", "_BatchNormBackward"};
+enum Kind { kLayerNorm, kRmsNorm, kGroupNorm, kBatchNorm };
+constexpr const char* kKinds[] = {"layer_norm", "rms_norm", "group_norm", "batch_norm"};
+constexpr const char* kNodes[] = {"_LayerNormBackward", "_RMSNormBackward", "_GroupNormBackward", "_BatchNormBackward"};
 
 // What a backward may need: the tensors that may learn, other arguments, what the forward has kept.
 enum Slot {
@@ -90,7 +88,7 @@ variable_list of_rows(Kind kind, const variable_list& grads, const variable_list
                       const Wanted& wanted) {
   static const OperatorHandle layer = native("layer_norm_backward"), rms = native("rms_norm_backward");
   if (!grads[0].defined() || saved[kScale].defined()) return {};
-  const bool centred = kind == kLayerNorm || kind == kLayerNormWithOptions;
+  const bool centred = kind == kLayerNorm;
   const auto shape = saved[kInput].sizes();
   const int64_t cols = c10::multiply_integers(shape.slice(shape.size() - static_cast<size_t>(n[kSize])));
   Stack stack{grads[0], saved[kInput], optional(saved[kWeight])};
@@ -221,7 +219,9 @@ struct Recorded final : Node {
 
   // What it has made: outputs, then what is kept.
   void keep(const NodePtr& self, c10::ArrayRef<IValue> made) {
-    for (size_t i = 0; i < norm.outputs; ++i) torch::autograd::set_history(tensor(made[i]), self);
+    for (size_t i = 0; i < norm.outputs; ++i) {
+      if (made[i].isTensor()) torch::autograd::set_history(made[i].toTensor(), self);
+    }
     if (norm.outputs > 1 && made[1].isTensor()) saved.emplace_back(kInput, SavedVariable(made[1].toTensor(), true));
     for (size_t i = 0; i < norm.kept; ++i) {
       if (made[norm.outputs + i].isTensor()) save(kKept + i, made[norm.outputs + i].toTensor());
@@ -369,8 +369,6 @@ void records(torch::Library& m) {
 TORCH_LIBRARY_IMPL(normswap, Autograd, m) {
   records<kLayerNorm>(m);
   records<kRmsNorm>(m);
-  records<kLayerNormWithOptions>(m);
-  records<kRmsNormWithOptions>(m);
   records<kGroupNorm>(m);
   records<kBatchNorm>(m);
 }

@@ -25,8 +25,8 @@ Those of 25,088 elements, alone .22 to .14, lose in a ResNet, where Inductor fus
 PLAIN = (Tensor, torch.nn.Parameter)
 _native_tried = False
 
-_direct: dict[str, Callable[..., Tensor | None]] = {}
-_recording: dict[str, Callable[..., Tensor | None]] = {}
+_direct: dict[str, Callable[..., Any]] = {}
+_recording: dict[str, Callable[..., Any]] = {}
 _native: dict[str, Callable[..., Any]] = {}
 _by_node: set[str] = set()
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -69,11 +69,12 @@ def native_op(name: str) -> Callable[..., Any]:
     return found
 
 
-def direct(name: str, *tensors: Tensor | None, autocast: bool = False) -> Callable[..., Tensor | None] | None:
+def direct(name: str, *tensors: Tensor | None, autocast: bool = False) -> Callable[..., Any] | None:
     """What does all of a call of ``name`` in one step - the native op, or where a gradient is to be recorded the
     autograd Function around it - or None when the call must go the general way: the library is not loaded, a tensor is
     no plain one on a GPU, or autocast, a functorch transform, forward-mode AD, torch.jit.trace or torch.compile have a
-    say in it. What is returned answers None where it declines. ``autocast``: the caller sees to that."""
+    say in it. What is returned answers None, for each of its results, where it declines. ``autocast``: the
+    caller sees to that."""
     if _compiling():
         return None
     for tensor in tensors:

@@ -59,7 +59,7 @@ def layer_norm(
             return reference.layer_norm(input, normalized_shape, weight, bias, eps)
         op = direct("layer_norm", input, weight, bias, autocast=input.dtype is torch.float32)
         if op is not None and has_rows(input, normalized_shape, weight):
-            out = op(input, len(normalized_shape), weight, bias, eps)
+            out, _ = op(input, len(normalized_shape), weight, bias, eps)
             if out is not None:
                 return out
         return _generally(input, normalized_shape, weight, bias, eps)
@@ -82,11 +82,7 @@ def _layer_norm_as(
     """The result rounded to ``dtype``, at once where the input is float32, or has that and autocast would make it
     float32."""
     found = None
-    if input.dtype is dtype and plain:
-        op = direct("layer_norm", input, weight, bias, autocast=True)
-        if op is not None and has_rows(input, normalized_shape, weight):
-            found = op(input, len(normalized_shape), weight, bias, eps)
-    elif input.dtype is dtype and options.activation.name in ROUNDED_FIRST:
+    if input.dtype is dtype and options.activation.name in ROUNDED_FIRST:
         found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options)
     elif input.dtype is torch.float32 and plain and input.is_contiguous():
         found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options, dtype)
@@ -106,7 +102,7 @@ def layer_norm_directly(
 ) -> Any:
     """By the native op that does all of a call, with an output of ``dtype``; None where it declines."""
     residual, scale, shift, activation = options
-    op: Any = direct("layer_norm_with_options", input, weight, bias, residual, scale, shift, autocast=True)
+    op = direct("layer_norm", input, weight, bias, residual, scale, shift, autocast=True)
     code, dims = CODES.get(activation.name), len(normalized_shape)
     if op is None or code is None or not has_rows(input, normalized_shape, weight):
         return None
@@ -142,8 +138,9 @@ def _generally(
         if (both := of_the_sum(again, input, (weight, bias), options, wide)) is not None:
             return both
     if is_served(input, shape, weight, bias) and (options is None or options.are_served(input)):
-        of = () if options is None else (torch.float32 if wide else None,)
-        found = computed("layer_norm", input, shape, (weight, bias), (eps,), options, of)
+        found = computed(
+            "layer_norm", input, shape, (weight, bias), (eps,), options, (torch.float32 if wide else None,)
+        )
         if found is not None:
             return found
     more = {} if options is None else options.keywords()

@@ -77,7 +77,7 @@ def record(
     which answers None where the kernels do not take the tensors, also as ``laid_out``. ``sums``: the op also returns
     the sum of input and residual, which ``laid_out`` may have added itself."""
     names, op = arguments.split(), f"{name}_recorded"
-    absent, unwanted = (*(None,) * len(names), None, 0), (False,) * (len(names) + 1)
+    absent, unwanted = (*(0 if name in NUMBERS else None for name in names), None, 0), (False,) * (len(names) + 1)
     places = {argument: place for place, argument in enumerate(names)}
     tensors_of = itemgetter(*(places.get(tensor, -2) for tensor in TENSORS))
     numbers_of = itemgetter(*(places.get(number, -1) for number in NUMBERS))

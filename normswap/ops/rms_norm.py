@@ -58,7 +58,7 @@ def rms_norm(
         epsilon = FLOAT32_EPS if eps is None else eps
         op = direct("rms_norm", input, weight)
         if op is not None and has_rows(input, normalized_shape, weight):
-            out = op(input, len(normalized_shape), weight, epsilon, weight_offset, cast_before_weight)
+            out, _ = op(input, len(normalized_shape), weight, epsilon, weight_offset, cast_before_weight)
             if out is not None:
                 return out
         return _generally(input, normalized_shape, weight, eps, weight_offset, cast_before_weight)
@@ -77,7 +77,7 @@ def rms_norm_directly(
 ) -> Any:
     """By the native op that does all of a call; None where it declines."""
     residual, scale, shift, activation = options
-    op: Any = direct("rms_norm_with_options", input, weight, residual, scale, shift)
+    op = direct("rms_norm", input, weight, residual, scale, shift)
     code = CODES.get(activation.name)
     if op is None or code is None or not has_rows(input, normalized_shape, weight):
         return None

@@ -129,22 +129,14 @@ def computed(
     dtype: tuple[torch.dtype | None, ...] = (),
 ) -> Any:
     """A call that is served, by the native ops of this ``name``; None where they cannot record a gradient."""
-    dims, unkept = len(shape), [None for _ in affine]  # the statistics: a mean where there is a bias
-    if options is None:
-        if needs_grad(input, *affine):
-            return recorded(name)(input, dims, *affine, *numbers)
-        input = input.contiguous()
-        out = torch.empty_like(input)
-        op = getattr(torch.ops.normswap, name).default
-        op(input, *map(dense, affine), math.prod(shape), *numbers, out, *unkept, 0)
-        return out
+    options, dims = options or Options(), len(shape)
     if needs_grad(input, *affine, *options[:3]):
         given = input, dims, *affine, *numbers, *options.arguments(), *dtype
-        out, total = recorded(f"{name}_with_options")(*given)
+        out, total = recorded(name)(*given)
         return None if out is None else with_sum(out, total)
     input = input.contiguous()
     out, total = torch.empty_like(input), None if options.residual is None else torch.empty_like(input)
-    op = getattr(torch.ops.normswap, f"{name}_with_options").default
+    op, unkept = getattr(torch.ops.normswap, name).default, [None for _ in affine]  # a mean where there is a bias
     given = input, dims, *map(dense, affine), *numbers, *options.densely().arguments()
     op(*given, out, total, *unkept, 0)
     return with_sum(out, total)
@@ -156,11 +148,11 @@ def laid_out(*given: Any) -> Laid:
 
 
 def laid_out_with_options(behind: int) -> Callable[..., Laid]:
-    """The same of an op whose options stand behind so many arguments, and the sum where PyTorch is to make it: its
-    gradients are then added before they are rounded. What autocast widens is tried in float32, too."""
+    """The same of an op whose options stand behind so many arguments, or are left out, and the sum where PyTorch is to
+    make it: its gradients are then added before they are rounded. What autocast widens is tried in float32, too."""
 
     def densely(*given: Any) -> Laid:
-        first, (residual, scale, shift), last = given[:behind], given[behind : behind + 3], given[behind + 3 :]
+        first, (residual, scale, shift, *last) = given[:behind], given[behind:] or Options().arguments()
         wide = len(last) > 3 and last[3] is torch.float32
         total = summed(first[0], residual, always=wide)
         if total is not None:
@@ -175,8 +167,8 @@ def laid_out_with_options(behind: int) -> Callable[..., Laid]:
 
 
 def record_rows(name: str, arguments: str, formula: Callable[..., Any], *, more: str = "") -> None:
-    """Let calls of the native op ``name`` of these ``arguments``, and of the one that has options behind them and
-    ``more``, record gradients; ``formula`` is the reference."""
+    """Let calls of the native op ``name`` of these ``arguments``, the options and ``more`` record gradients;
+    ``formula`` is the reference."""
     backward, has_bias = f"{name}_backward", "bias" in arguments.split()
 
     def by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors | None:
@@ -208,7 +200,6 @@ def record_rows(name: str, arguments: str, formula: Callable[..., Any], *, more:
         dx, dw, db, dscale, dshift = reference_gradients(result, (input, weight, bias, scale, shift), *grads)
         return dx, dw, db, dx if wanted[3] else None, dscale, dshift, None
 
-    norm = Norm(by_kernels, by_formula, of_rows=True)
-    record(name, arguments, norm, laid_out)
     every = f"{arguments} residual scale shift activation low high {more}"
-    record(f"{name}_with_options", every, norm, laid_out_with_options(len(arguments.split())), sums=True)
+    norm = Norm(by_kernels, by_formula, of_rows=True)
+    record(name, every, norm, laid_out_with_options(len(arguments.split())), sums=True)

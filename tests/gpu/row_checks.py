@@ -54,12 +54,15 @@ def check_l1_norm(x: Tensor) -> None:
     assert_within(ours, reference, reference.abs() + tie, f"l1_norm {tuple(x.shape)}")
 
 
+NO_OPTIONS = (None, None, None, 0, 0.0, 0.0)
+
+
 def forced(kind: str, x: Tensor, weight: Tensor, bias: Tensor, regime: int) -> Tensor:
     out = torch.full_like(x, float("nan"))
     if kind == "layer_norm":
-        torch.ops.normswap.layer_norm(x, weight, bias, x.shape[-1], 1e-5, out, None, None, regime)
+        torch.ops.normswap.layer_norm(x, 1, weight, bias, 1e-5, *NO_OPTIONS, out, None, None, None, regime)
     elif kind == "rms_norm":
-        torch.ops.normswap.rms_norm(x, weight, x.shape[-1], 1e-5, 0.0, False, out, None, regime)
+        torch.ops.normswap.rms_norm(x, 1, weight, 1e-5, 0.0, False, *NO_OPTIONS, out, None, None, regime)
     else:
         torch.ops.normswap.l1_norm(x, x.shape[-1], 0.0, 0.0, out, None, regime)
     return out

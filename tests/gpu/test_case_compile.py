@@ -90,7 +90,8 @@ def test_our_ops_run_nothing_in_a_fake() -> None:
     out = torch.full_like(x, float("nan"))
     with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
         fake, weight, filled = (mode.from_tensor(t) for t in (x, w, out))
-        torch.ops.normswap.layer_norm(fake, weight, weight, 12, 1e-5, filled, None, None, 0)
-        torch.ops.normswap.rms_norm(fake, weight, 12, 1e-5, 1.0, True, filled, None, 0)
+        options = None, None, None, 0, 0.0, 0.0
+        torch.ops.normswap.layer_norm(fake, 1, weight, weight, 1e-5, *options, filled, None, None, None, 0)
+        torch.ops.normswap.rms_norm(fake, 1, weight, 1e-5, 1.0, True, *options, filled, None, None, 0)
         torch.ops.normswap.l1_norm(fake, 12, 0.0, 0.0, filled, None, 0)
     assert out.isnan().all()

@@ -19,9 +19,9 @@ TEAM = 6
 def layer_norm(x: Tensor, regime: int = 0, **other: Any) -> Tensor:
     """The bare op, with nothing between."""
     given = {"weight": None, "bias": None, "out": torch.empty_like(x), "mean": None, "rstd": None, **other}
-    torch.ops.normswap.layer_norm.default(
-        x, given["weight"], given["bias"], x.shape[-1], 1e-5, given["out"], given["mean"], given["rstd"], regime
-    )
+    affine, options = (given["weight"], given["bias"]), (None, None, None, 0, 0.0, 0.0)
+    filled = given["out"], None, given["mean"], given["rstd"]
+    torch.ops.normswap.layer_norm.default(x, 1, *affine, 1e-5, *options, *filled, regime)
     return given["out"]
 
 
@@ -65,10 +65,10 @@ def test_a_good_call_after_one_that_could_not_be_launched() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Tensor], dict[str, Any]], str]] = {
-    "weight on the CPU": (lambda x: {"weight": torch.ones(256)}, "weight and bias must be on the input's device"),
+    "weight on the CPU": (lambda x: {"weight": torch.ones(256)}, "must be on the input's device"),
     "out on the CPU": (lambda x: {"out": torch.empty(x.shape)}, "out must be on the input's device"),
     "statistics on the CPU": (lambda x: {"mean": torch.empty(8)}, "statistics must be on the input's device"),
-    "weight too short": (lambda x: {"weight": x.new_ones(255)}, "contiguous with 256 elements"),
+    "weight too short": (lambda x: {"weight": x.new_ones(255)}, "weight and bias must have the normalized dims"),
     "statistics too few": (lambda x: {"rstd": x.new_empty(7)}, "float32 with 8 elements, got 7"),
     "statistics of another dtype": (lambda x: {"mean": x.new_empty(8).half()}, "contiguous float32"),
     "out of another dtype": (lambda x: {"out": x.half()}, "out must have the input's dtype and size"),

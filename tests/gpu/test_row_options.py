@@ -133,9 +133,9 @@ def with_statistics(
     ]
     options = (residual, None, None, activation.code, activation.low, activation.high)
     if kind == "layer_norm":
-        torch.ops.normswap.layer_norm_with_options(x, 1, weight, bias, 1e-5, *options, *found, 0)
+        torch.ops.normswap.layer_norm(x, 1, weight, bias, 1e-5, *options, *found, 0)
     else:
-        torch.ops.normswap.rms_norm_with_options(x, 1, weight, 1e-6, 1.0, cast, *options, *found, 0)
+        torch.ops.normswap.rms_norm(x, 1, weight, 1e-6, 1.0, cast, *options, *found, 0)
     return found
 
 
@@ -182,7 +182,7 @@ def test_a_residual_alone_is_added_by_the_kernels_of_the_norm_alone() -> None:
 def forced(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, regime: int) -> tuple[Tensor, Tensor]:
     out, total = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
     options = (residual, None, None, Activation("silu").code, 0.0, 0.0)
-    torch.ops.normswap.layer_norm_with_options(x, 1, weight, bias, 1e-5, *options, out, total, None, None, regime)
+    torch.ops.normswap.layer_norm(x, 1, weight, bias, 1e-5, *options, out, total, None, None, regime)
     return out, total
 
 
@@ -313,7 +313,7 @@ def test_one_native_op_does_all_of_a_call_without_gradients() -> None:
             direct = call(kind, x, w, w, **options)
         general = call(kind, x.clone().requires_grad_(), w, w, **options)
         assert all(map(same_bits, direct, general)) and not direct[0].requires_grad
-    op: Any = dispatch._direct["layer_norm_with_options"]
+    op: Any = dispatch._direct["layer_norm"]
     nothing = (0, 0.0, 0.0, None)
     scale, shift = adapts["scale"], adapts["shift"]
     assert op(x, 1, w, w, 1e-5, x, scale, shift, *nothing)[0] is not None
@@ -330,8 +330,8 @@ def test_opcheck() -> None:
     options = (x * 2, scale, scale * 2, 2, 0.0, 0.0)
     outs = (torch.empty_like(x), torch.empty_like(x))
     for op, arguments in (
-        (n.layer_norm_with_options.default, (x, 1, w, w, 1e-5, *options, *outs, s, s.clone(), 0)),
-        (n.rms_norm_with_options.default, (x, 1, w, 1e-5, 1.0, True, *options, *outs, s, 0)),
+        (n.layer_norm.default, (x, 1, w, w, 1e-5, *options, *outs, s, s.clone(), 0)),
+        (n.rms_norm.default, (x, 1, w, 1e-5, 1.0, True, *options, *outs, s, 0)),
         (n.l2_norm.default, (x, 64, 1e-12, torch.empty_like(x), s, 0)),
         (n.l2_norm_dim.default, (x, 1, 1e-12, torch.empty_like(x), x.new_empty(2, 1, 64))),
         (n.layer_norm_dim.default, (x, w[:3], w[:3], 1, 1e-5, torch.empty_like(x), x.new_empty(2, 1, 64), None)),
