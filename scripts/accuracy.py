@@ -139,13 +139,13 @@ def can_be_done(columns: int, dtype: torch.dtype, regime: str, shifted: bool) ->
 def forced(kind: str, module: Any, x: Tensor, regime: int) -> Tensor:
     """``module``'s norm of the rows of ``x``, in that regime."""
     out = torch.full_like(x, float("nan"))
-    ops, columns = torch.ops.normswap, x.shape[-1]
+    ops, alone = torch.ops.normswap, (None, None, None, 0, 0.0, 0.0)  # no options
     if kind == "layer_norm":
-        ops.layer_norm(x, module.weight, module.bias, columns, module.eps, out, None, None, regime)
+        ops.layer_norm(x, 1, module.weight, module.bias, module.eps, *alone, out, None, None, None, regime)
     elif kind == "rms_norm":
-        ops.rms_norm(x, module.weight, columns, module.eps, 0.0, False, out, None, regime)
+        ops.rms_norm(x, 1, module.weight, module.eps, 0.0, False, *alone, out, None, None, regime)
     elif kind == "l1_norm":
-        ops.l1_norm(x, columns, 0.0, 0.0, out, None, regime)
+        ops.l1_norm(x, x.shape[-1], 0.0, 0.0, out, None, regime)
     else:
         behind = (0, 0.0, 0.0, None)  # no activation, no residual
         groups = (module.weight, module.bias, module.num_groups, module.eps)

@@ -129,7 +129,7 @@ def computed(
     dtype: tuple[torch.dtype | None, ...] = (),
 ) -> Any:
     """A call that is served, by the native ops of this ``name``; None where they cannot record a gradient."""
-    options, dims = options or Options(), len(shape)
+    options, dims = Options() if options is None else options, len(shape)
     if needs_grad(input, *affine, *options[:3]):
         given = input, dims, *affine, *numbers, *options.arguments(), *dtype
         out, total = recorded(name)(*given)
