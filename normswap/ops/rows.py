@@ -76,6 +76,10 @@ class Options(NamedTuple):
         return Options(dense(self.residual), scale, shift, self.activation)
 
 
+_NO_OPTIONS: tuple[Any, ...] = Options().arguments()
+"""Made once: code that torch.compile makes cannot (torch 2.11)."""
+
+
 def _is_per_sample(t: Tensor, input: Tensor, dims: int) -> bool:
     leading = input.dim() - dims
     return (
@@ -129,16 +133,14 @@ def computed(
     dtype: tuple[torch.dtype | None, ...] = (),
 ) -> Any:
     """A call that is served, by the native ops of this ``name``; None where they cannot record a gradient."""
-    options, dims = Options() if options is None else options, len(shape)
-    if needs_grad(input, *affine, *options[:3]):
-        given = input, dims, *affine, *numbers, *options.arguments(), *dtype
-        out, total = recorded(name)(*given)
+    dims, behind = len(shape), _NO_OPTIONS if options is None else options.arguments()
+    if needs_grad(input, *affine, *behind[:3]):
+        out, total = recorded(name)(input, dims, *affine, *numbers, *behind, *dtype)
         return None if out is None else with_sum(out, total)
-    input = input.contiguous()
-    out, total = torch.empty_like(input), None if options.residual is None else torch.empty_like(input)
+    input, behind = input.contiguous(), behind if options is None else options.densely().arguments()
+    out, total = torch.empty_like(input), None if behind[0] is None else torch.empty_like(input)
     op, unkept = getattr(torch.ops.normswap, name).default, [None for _ in affine]  # a mean where there is a bias
-    given = input, dims, *map(dense, affine), *numbers, *options.densely().arguments()
-    op(*given, out, total, *unkept, 0)
+    op(input, dims, *map(dense, affine), *numbers, *behind, out, total, *unkept, 0)
     return with_sum(out, total)
 
 
@@ -152,7 +154,7 @@ def laid_out_with_options(behind: int) -> Callable[..., Laid]:
     make it: its gradients are then added before they are rounded. What autocast widens is tried in float32, too."""
 
     def densely(*given: Any) -> Laid:
-        first, (residual, scale, shift, *last) = given[:behind], given[behind:] or Options().arguments()
+        first, (residual, scale, shift, *last) = given[:behind], given[behind:] or _NO_OPTIONS
         wide = len(last) > 3 and last[3] is torch.float32
         total = summed(first[0], residual, always=wide)
         if total is not None:
