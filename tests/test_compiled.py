@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import ops
-from normswap.ops import dispatch
+from normswap.ops import dispatch, rows
 
 
 @dataclass
@@ -54,6 +55,18 @@ def test_not_where_gradients_are_recorded(monkeypatch: pytest.MonkeyPatch) -> No
     assert not dispatch.native_serves(x, learns, elements=2**20)
     with torch.no_grad():
         assert dispatch.native_serves(x, learns, elements=2**20)
+
+
+@pytest.mark.parametrize(("kind", "affine"), [("layer_norm", (None, None)), ("rms_norm", (None,))])
+def test_a_plain_norm_makes_no_options(kind: str, affine: tuple[None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Dynamo of torch 2.11 cannot make within a graph."""
+    given: list[Any] = []
+    op = SimpleNamespace(default=lambda *args: given.extend(args))
+    monkeypatch.setattr(torch.ops.normswap, kind, op, raising=False)
+    monkeypatch.setattr(rows, "Options", lambda *args: pytest.fail("it made some"))
+    assert rows.computed(kind, torch.randn(3, 5), (5,), affine, (1e-5,)).shape == (3, 5)
+    behind = 3 + len(affine)
+    assert given[behind : behind + 6] == [None, None, None, 0, 0.0, 0.0]
 
 
 def test_under_autocast_no_op_is_asked_for_that_compiled_code_never_calls(monkeypatch: pytest.MonkeyPatch) -> None:
