@@ -1,6 +1,6 @@
 """What networks of torchvision and timm take in eval on a GPU, channels_last, ms of a forward by the wall's clock, in
-turns: by PyTorch, with each convolution folded whose way is fused or a matmul, with ours where it is one ("scaled"), by
-default, by CUDA graphs of the former two, and with --compile by torch.compile; in brackets what a forward costs the
+turns: by PyTorch, with each convolution fused that can be, with ours where it is one ("scaled"), by default, by CUDA
+graphs of the former two, and with --compile by torch.compile; in brackets what a forward costs the
 device and the host. First, what one block costs.
 
     python scripts/convolution_times.py [NAME ...] [--batch N ...] [--dtype float16] [--compile]
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import normswap
 from normswap import finding
 from normswap.activation import CODES
-from normswap.ops.convolution import WAYS
 from normswap.plans import Match, Plan, Swap
 from normswap.regions.foldings import foldings_of, without_convolution
 from normswap.regions.spec import Region
@@ -31,7 +30,7 @@ NAMES = ("resnet50", "densenet121", "regnety_032", "efficientnet_b0", "mobilenet
 CUDA = torch.device("cuda", 0)
 
 
-ORDER = ("fused", "matmul")
+ORDER = ("fused",)
 
 
 def folded_plan(model: nn.Module, order: Sequence[str] = ORDER) -> Plan:
@@ -142,17 +141,13 @@ def block_told(dtype: torch.dtype, kernel: int) -> str:
     ways: dict[str, Callable[[], Any]] = {
         "eager": lambda: block(x),
         "folded": lambda: folded(x),
-        "the op of it": lambda: op(x, weight, None, 1, 1, pad, pad, 1, 1, 1, *norm, None, *relu, WAYS["fused"]),
-        "scaled": lambda: op(x, weight, None, 1, 1, pad, pad, 1, 1, 1, *norm, None, *relu, WAYS["scaled"]),
+        "scaled": lambda: op(x, weight, None, 1, 1, pad, pad, 1, 1, 1, *norm, None, *relu),
         "the fold": lambda: fold(weight, None, *norm),
         "cudnn_convolution_relu": lambda: torch.cudnn_convolution_relu(x, weight, shift, alone, (pad, pad), alone, 1),
         "conv": lambda: conv(x),
         "bn": lambda: bn(x),
         "relu": lambda: block.act(x),
     }
-    if kernel == 1:
-        ways["by matmul"] = lambda: op(x, weight, None, 1, 1, 0, 0, 1, 1, 1, *norm, None, *relu, WAYS["matmul"])
-        assert torch.allclose(ways["by matmul"](), block(x), atol=0.02)
     found = costs(clock_of(CUDA), [*ways.values()])
     return f"a block of a {kernel} x {kernel} convolution, us of the host: " + ", ".join(
         f"{w} {c.host_us:.1f}" for w, c in zip(ways, found, strict=True)

@@ -36,45 +36,6 @@ def parts(**options: Any) -> tuple[Any, Any]:
     return nn.Conv2d(8, 8, 1, **options).requires_grad_(False), nn.BatchNorm2d(8).eval().requires_grad_(False)
 
 
-CALLED = [(nn.Conv2d, "forward"), (nn.Conv2d, "_conv_forward"), (nn.BatchNorm2d, "forward"), (nn.ReLU, "forward")]
-CALLED.append((nn.Identity, "forward"))
-
-
-@pytest.mark.parametrize(("cls", "name"), CALLED, ids=lambda v: getattr(v, "__name__", v))
-def test_a_forward_of_torch_that_was_replaced(cls: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert conv._calls_what_it_did()
-    original = getattr(cls, name)
-    with monkeypatch.context() as patch:
-        patch.setattr(cls, name, lambda self, *given: original(self, *given))
-        assert not conv._calls_what_it_did()
-    with monkeypatch.context() as patch:
-        patch.setattr(original, "__code__", (lambda self, *given: given).__code__)
-        assert not conv._calls_what_it_did()
-    assert conv._calls_what_it_did()
-
-
-def test_when_the_native_op_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(ops, "runs_directly", lambda by_cudnn: asked.append(by_cudnn) or True)
-    assert conv.may_run(True) and conv.may_run(False) and asked == [True, False]
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert not conv.may_run(True)
-    handle.remove()
-    with monkeypatch.context() as patch:
-        patch.setattr(nn.ReLU, "forward", lambda self, x: x)
-        assert not conv.may_run(True)
-    monkeypatch.setattr(ops, "runs_directly", lambda by_cudnn: False)
-    assert not conv.may_run(True)
-
-
-def test_settings_that_the_op_takes() -> None:
-    pairs = ((1, 2), (0, 1), (1, 1))
-    assert conv._geometry(*pairs, 4, "zeros") == (1, 2, 0, 1, 1, 1, 4)
-    assert conv._geometry(*pairs, 4, "reflect") == ()
-    for wrong in ("same", (1,), [1, 1], (1, 1, 1)):
-        assert conv._geometry(pairs[0], wrong, pairs[2], 1, "zeros") == ()
-
-
 class Doubled(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
@@ -200,11 +161,8 @@ def test_ways_that_take_some_activations_and_shapes(monkeypatch: pytest.MonkeyPa
         ("fused", convolution, X, None, RELU, True),
         ("fused", convolution, X, None, SILU, False),
         ("fused", convolution, X, None, NONE, False),
-        ("matmul", convolution, X, None, RELU, True),
-        ("matmul", convolution, X, None, NONE, True),
-        ("matmul", convolution, X, None, SILU, False),
-        ("matmul", convolution, X, X, RELU, False),
-        ("matmul", wide, X, None, RELU, False),
+        ("fused", convolution, X, X, RELU, True),
+        ("another", convolution, X, None, RELU, False),
         ("scaled", convolution, X, None, SILU, True),
         ("scaled", narrow, X[:, :4].contiguous(), None, SILU, False),
         ("folded", wide, X, X, SILU, True),
@@ -212,7 +170,6 @@ def test_ways_that_take_some_activations_and_shapes(monkeypatch: pytest.MonkeyPa
         ("folded", doubling, X, X.repeat(1, 1, 2, 2), SILU, True),
         ("folded", TRANSPOSED().requires_grad_(False), X, X, SILU, True),
         ("fused", TRANSPOSED().requires_grad_(False), X, None, RELU, False),
-        ("matmul", TRANSPOSED().requires_grad_(False), X, None, RELU, False),
         ("scaled", TRANSPOSED().requires_grad_(False), X, None, RELU, False),
     ):
         assert convolved(way)._folds(child, norm, x, behind, activation) == folds, (way, activation)
@@ -243,7 +200,7 @@ def cudnn_fuses_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.convolution, "FUSED", (torch.float16, torch.bfloat16))
 
 
-# --- the short way --------------------------------------------------------------------------------------------------
+# --- in one step of C++ ---------------------------------------------------------------------------------------------
 
 
 def compiled(*does: str, callees: Any = tuple, **more: Any) -> Any:
@@ -262,94 +219,16 @@ def compiled(*does: str, callees: Any = tuple, **more: Any) -> Any:
         ({"activation": ("silu", 0.0, 0.0)}, False),
         ({"activation": ("silu", 0.0, 0.0), "folding": "scaled"}, True),
         ({"activation": None}, False),
-        ({"activation": None, "folding": "matmul"}, True),
-        ({"activation": ("silu", 0.0, 0.0), "folding": "matmul"}, False),
-        ({"activation": ("relu", 0.0, 0.0), "folding": "matmul"}, True),
     ],
 )
-def test_regions_that_have_a_short_way(more: Any, served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (conv.direct_way(compiled("convolution", "norm", **more)) is not None) == served
-    found = conv.direct_way(compiled("convolution", "norm", "residual", **more))
-    assert (found is not None) == (served and more.get("folding") != "matmul")
-    assert conv.direct_way(compiled("convolution", "norm", callees=lambda: (torch.sigmoid,), **more)) is None
+def test_regions_that_are_called_in_one_step(more: Any, served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(*does: str, **others: Any) -> Any:
+        return conv.at_once_of_convolution(compiled("convolution", "norm", *does, **more, **others)).norm
+
+    fuses = served and more.get("folding") != "scaled"
+    for place, found in ((-1, step()), (1, step("residual"))):
+        assert (found is not None) == served
+        assert not served or (found.fuses == fuses and found.place == place)
+    assert step(callees=lambda: (torch.sigmoid,)) is None
     monkeypatch.setattr(ops.convolution, "FUSED", (torch.float16,))
-    found = conv.direct_way(compiled("convolution", "norm", **more))
-    assert (found is not None) == (served and more.get("folding", "fused") != "fused")
-
-
-LATER: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no convolution": lambda c: c.pop("conv"),
-    "another convolution": lambda c: c.update(conv=nn.Conv1d(8, 8, 1)),
-    "another norm": lambda c: c.update(norm=nn.GroupNorm(2, 8)),
-    "a subclass of the norm": lambda c: c.update(norm=type("Own", (nn.BatchNorm2d,), {})(8).eval()),
-    "norm in training": lambda c: c["norm"].train(),
-    "eps below zero": lambda c: changed(c["norm"], eps=-1e-12),
-    "convolution hooked": lambda c: hooked(c["conv"]),
-    "norm hooked": lambda c: hooked(c["norm"]),
-    "its own inner forward": lambda c: changed(c["conv"], _conv_forward=lambda *given: given[0]),
-    "activation hooked": lambda c: hooked(c["act"]),
-    "another activation": lambda c: c.update(act=nn.SiLU()),
-    "what is passed hooked": lambda c: hooked(c["pass"]),
-    "what is passed is another": lambda c: c.update({"pass": nn.Dropout(0.0)}),
-    "padding by a word": lambda c: changed(c["conv"], padding="same"),
-    "weight of another class": lambda c: c["conv"]._parameters.update(weight=c["conv"].weight.as_subclass(Own)),
-    "no weight": lambda c: c["conv"]._parameters.update(weight=None),
-    "mean of another class": lambda c: c["norm"]._buffers.update(running_mean=torch.ones(8).as_subclass(Own)),
-    "weight elsewhere": lambda c: c["conv"]._parameters.pop("weight"),
-    "variance elsewhere": lambda c: c["norm"]._buffers.pop("running_var"),
-}
-
-
-class Own(Tensor):
-    """What a library may have in a tensor's place."""
-
-
-def children() -> dict[str, Any]:
-    convolution, norm = parts()
-    return {"conv": convolution, "norm": norm, "act": nn.ReLU(), "pass": nn.Identity()}
-
-
-@pytest.mark.parametrize("what", LATER)
-def test_the_short_way_is_left_where_something_is_another(what: str) -> None:
-    called = [torch.add]
-    steps = ("convolution", "norm", "pass", "residual", "activation")
-    more = {"activation": "act", "passes": ("pass",), "callees": lambda: tuple(called)}
-    way: Any = conv.direct_way(compiled(*steps, **more))
-    good = children()
-    read: list[Any] = []
-    for _ in range(2):
-        tensors, numbers, (eps, low, high), behind = way.site(good, (X + 1, X))
-        read.append(numbers)
-        convolution, norm = good["conv"], good["norm"]
-        expected = (convolution.weight, convolution.bias, norm.running_mean, norm.running_var, norm.weight, norm.bias)
-        assert all(mine is other for mine, other in zip(tensors, expected, strict=True))
-        assert numbers == (1, 1, 0, 0, 1, 1, 1, RELU.code, 0) and (eps, low, high) == (norm.eps, 0.0, 0.0)
-        assert torch.equal(behind, X + 1)
-    assert read[0] is read[1]  # the settings are looked at once
-    assert way.site(good, (None, X)) is None
-    assert way.site(good, (X.as_subclass(Own), X)) is None
-    assert torch.equal(way.given((X, 0), 5)[0], X) and way.given((X, 0), 5)[1] == 5
-    LATER[what](good)
-    assert way.site(good, (X, X)) is None
-    called[0] = torch.sigmoid
-    assert way.site(children(), (X, X)) is None
-    assert way(children(), (X, X)) is None  # not on a GPU
-
-
-def test_activations_of_the_short_way() -> None:
-    scaled: Any = conv.direct_way(compiled("convolution", "norm", folding="scaled", activation="act"))
-    fused: Any = conv.direct_way(compiled("convolution", "norm", activation="act"))
-    for way, act, expected in (
-        (fused, nn.ReLU(), RELU),
-        (fused, nn.SiLU(), None),
-        (scaled, nn.ReLU(), RELU),
-        (scaled, nn.SiLU(), SILU),
-        (scaled, nn.Hardswish(), Activation("hardswish")),
-        (scaled, nn.ReLU6(), Activation("clamp", 0.0, 6.0)),
-        (scaled, nn.LeakyReLU(0.3), Activation("leaky_relu", 0.3)),
-        (scaled, nn.Softplus(), None),
-        (scaled, hooked(nn.SiLU()), None),
-        (scaled, hooked(nn.ReLU()), None),
-        (scaled, None, None),
-    ):
-        assert way._activation_of(act) == expected, act
+    assert (step() is not None) == (served and not fuses)

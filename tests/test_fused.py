@@ -340,14 +340,6 @@ def test_who_adds(what: str, learning: bool, words: str, by_the_op: bool, of: Ca
     assert (before is not None) == by_the_op and one.shape == x.shape
 
 
-def test_the_short_way_comes_first(of: Callable[[str], Made]) -> None:
-    made = of("convolution")
-    fused: Any = Fused(made.compiled)
-    for found in (made.packed, None):
-        fused.directly = lambda children, packed, found=found: found
-        assert (fused(made.module._modules, made.packed) is found) == (found is not None)
-
-
 def test_when_the_helper_runs_the_statements(of: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
     made = of("viewed")
     (x, y), sizes = made.packed

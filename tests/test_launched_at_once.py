@@ -20,21 +20,52 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 import normswap
-from normswap import nodes
+from normswap import modules, nodes, ops, reference
 from normswap.activation import CODES
 from normswap.ops import at_once, dispatch
 
 __all__ = ["compiled", "registered"]
 pytestmark = [needs_compiler, pytest.mark.usefixtures("launched")]
 X = torch.randn(2, 6, 9, 8)
+DTYPES = {"scaled": torch.float32, "fused": torch.bfloat16}
+"""In which each way is taken here: the stand-in for our kernel is of float32, cuDNN's convolution fuses 16 bits."""
+LIMITS: dict[str, Any] = {"scaled": {"rtol": 1e-5, "atol": 1e-4}, "fused": {"rtol": 0.05, "atol": 0.1}}
+by_way = pytest.mark.parametrize("way", DTYPES)
+
+
+@pytest.fixture(scope="module")
+def cudnn(registered: None, compiled: torch.library.Library) -> Iterator[None]:
+    """A fold and cuDNN's convolutions for a CPU's tensors."""
+
+    def relu(x: Tensor, weight: Tensor, bias: Tensor, *how: Any) -> Tensor:
+        LAUNCHED.append("convolution")
+        return F.conv2d(x, weight, bias, *how).relu()
+
+    def add_relu(x: Tensor, weight: Tensor, added: Tensor, alpha: Any, bias: Tensor, *how: Any) -> Tensor:
+        assert alpha == 1
+        LAUNCHED.append("convolution")
+        return (F.conv2d(x, weight, bias, *how) + added).relu()
+
+    def fold(weight: Tensor, bias: Any, *norm: Any) -> Any:
+        return reference.fold_scale_batch_norm(weight, bias, None, *norm)
+
+    compiled.impl("fold_convolution_or_none", fold, "CPU")
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("cudnn_convolution_relu", relu, "CPU")
+    aten.impl("cudnn_convolution_add_relu", add_relu, "CPU")
+    yield
+    aten._destroy()
 
 
 @pytest.fixture
-def launched(registered: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def launched(cudnn: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """C++ takes CPU tensors for a GPU's."""
     monkeypatch.setattr(dispatch, "_direct", {})
+    monkeypatch.setattr(modules, "_made", WeakIdKeyDictionary())  # those of other tests know what cuDNN fuses
+    monkeypatch.setattr(ops.convolution, "FUSED", (torch.float16, torch.bfloat16))
     nodes.call_at_once(nodes_library(), "cpu", LAUNCHERS)
     LAUNCHED.clear()
     yield
@@ -42,13 +73,16 @@ def launched(registered: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     at_once.serve(None)
 
 
+@by_way
 @pytest.mark.parametrize("name", [name for name in PROVED if CASES[name].dtype is torch.float32])
-def test_it_is_the_same_function(name: str) -> None:
+def test_it_is_the_same_function(name: str, way: str) -> None:
+    """No region gets a ReLU that it has not, whatever its plan says."""
     case = CASES[name]
     model, x = drawn(case.make), torch.randn(case.shape).contiguous(memory_format=case.layout)
-    fast = swapped_with(model, "scaled")
+    model, x = model.to(DTYPES[way]), x.to(DTYPES[way])
+    fast = swapped_with(model, way)
     with torch.no_grad():
-        torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(fast(x), model(x), **LIMITS[way])
 
 
 def first_of_a_sum(self: Any, x: Tensor) -> Tensor:
@@ -74,15 +108,20 @@ SERVED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", SERVED)
+IN_A_RELU = ("plain", "strided", "not affine", "residual", "first of a sum", "dropout", "sequential")
+
+
+@pytest.mark.parametrize(
+    ("way", "name"), [*(("scaled", name) for name in SERVED), *(("fused", name) for name in IN_A_RELU)]
+)
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
-def test_one_launch_computes_it(name: str, mode: Any) -> None:
-    model = drawn(SERVED[name]).to(memory_format=torch.channels_last)
-    fast, x = swapped_with(model, "scaled"), X.contiguous(memory_format=torch.channels_last)
+def test_one_launch_computes_it(way: str, name: str, mode: Any) -> None:
+    model = drawn(SERVED[name]).to(DTYPES[way], memory_format=torch.channels_last)
+    fast, x = swapped_with(model, way), X.to(DTYPES[way], memory_format=torch.channels_last)
     with mode():
         out, expected = fast(x), model(x)
         assert out.is_inference() == expected.is_inference()
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(out, expected, **LIMITS[way])
     assert out.stride() == expected.stride() and not out.requires_grad
     assert LAUNCHED == ["convolution"]
     LAUNCHED.clear()
@@ -141,22 +180,92 @@ def outcome(model: Any, x: Tensor) -> Any:
         return type(error), str(error).partition("\n")[0]
 
 
-def assert_left(model: Any, fast: Any, change: Callable[[Any], object]) -> None:
+def assert_left(model: Any, fast: Any, change: Callable[[Any], object], way: str = "scaled") -> None:
     """After the change Python does what the original does."""
+    x = X.to(DTYPES[way])
     with torch.no_grad():
-        fast(X)
+        fast(x)
         assert len(LAUNCHED) == 1
         for one in (model, fast):
             change(one)
-        ours, theirs = outcome(fast, X), outcome(model, X)
-    assert len(LAUNCHED) == 1
-    assert ours == theirs if isinstance(theirs, tuple) else torch.allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+        LAUNCHED.clear()
+        ours, theirs = outcome(fast, x), outcome(model, x)
+    assert LAUNCHED == []
+    assert ours == theirs if isinstance(theirs, tuple) else torch.allclose(ours, theirs, **LIMITS[way])
 
 
+@by_way
 @pytest.mark.parametrize("what", LATER)
-def test_what_is_another_by_now_is_left_to_python(what: str) -> None:
-    model = drawn(SERVED["plain"])
-    assert_left(model, swapped_with(model, "scaled"), LATER[what])
+def test_what_is_another_by_now_is_left_to_python(what: str, way: str) -> None:
+    model = drawn(SERVED["plain"]).to(DTYPES[way])
+    assert_left(model, swapped_with(model, way), LATER[what], way)
+
+
+CALLED = [(nn.Conv2d, "forward"), (nn.Conv2d, "_conv_forward"), (nn.BatchNorm2d, "forward"), (nn.ReLU, "forward")]
+
+
+@by_way
+@pytest.mark.parametrize(("cls", "name"), CALLED, ids=lambda v: getattr(v, "__name__", v))
+def test_a_method_of_torch_that_was_replaced_is_called(
+    cls: Any, name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, original = drawn(SERVED["plain"]).to(DTYPES[way]), X.to(DTYPES[way]), getattr(cls, name)
+    fast = swapped_with(model, way)
+    with torch.no_grad():
+        fast(x)
+        assert LAUNCHED == ["convolution"]
+        monkeypatch.setattr(cls, name, lambda self, *given: original(self, *given) * 2)
+        torch.testing.assert_close(fast(x), model(x))
+        assert LAUNCHED == ["convolution"]
+
+
+NOT_FUSED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "float32": lambda model, x: (model.float(), x.float()),
+    "a norm of float64": lambda model, x: (model.bn.double(), x),
+    "a norm of the other 16 bits": lambda model, x: (model.bn.half(), x),
+    "a bias of float32": lambda model, x: (model.conv.register_parameter("bias", nn.Parameter(torch.ones(6))), x),
+    "too few channels": lambda model, x: (None, x[:, :4]),
+    "no batch": lambda model, x: (None, x[0]),
+    "nothing": lambda model, x: (None, x[:0]),
+    "no room for the kernel": lambda model, x: (setattr(model.conv, "padding", (0, 0)), x[..., :2]),
+    "negative padding": lambda model, x: (setattr(model.conv, "padding", (-1, 0)), x),
+    "no groups": lambda model, x: (setattr(model.conv, "groups", 0), x),
+    "cuDNN deterministic": lambda model, x: (None, x),
+}
+
+
+@pytest.mark.parametrize("what", NOT_FUSED)
+def test_what_cudnn_is_not_asked(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = drawn(SERVED["plain"]).bfloat16()
+    fast, x = swapped_with(model, "fused"), X.bfloat16()
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", what == "cuDNN deterministic")
+    _, given = NOT_FUSED[what](model, x)
+    NOT_FUSED[what](fast, x)
+    with torch.no_grad():
+        ours, theirs = outcome(fast, given), outcome(model, given)
+    assert LAUNCHED == []
+    assert ours == theirs if isinstance(theirs, tuple) else torch.allclose(ours, theirs, **LIMITS["fused"])
+
+
+@pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))
+@pytest.mark.parametrize("residual_of", (torch.contiguous_format, torch.channels_last))
+def test_a_sum_is_laid_out_after_its_first_operand(layout: Any, residual_of: Any) -> None:
+    model = drawn(lambda: written(beside)(conv(), bn())).bfloat16()
+    fast, x = swapped_with(model, "fused"), X.to(torch.bfloat16, memory_format=layout)
+    added = torch.randn_like(x).contiguous(memory_format=residual_of)
+    with torch.no_grad():
+        for given in (added, added[:1], added.float(), added[..., :1]):
+            ours, theirs = (
+                outcome(lambda x, given=given: fast(x, given), x),
+                outcome(lambda x, given=given: model(x, given), x),
+            )
+            torch.testing.assert_close(ours, theirs, **LIMITS["fused"])
+            assert ours.stride() == theirs.stride()
+    assert LAUNCHED == ["convolution"]
+
+
+def beside(self: Any, x: Tensor, added: Tensor) -> Tensor:
+    return F.relu(added + self.bn(self.conv(x)))
 
 
 def two_in_a_row(self: Any, x: Tensor) -> Tensor:
@@ -230,14 +339,15 @@ def _hooked(fast: Any, x: Tensor) -> Any:
         handle.remove()
 
 
+@by_way
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
-def test_where_something_has_a_say_python_is_asked(mode: str) -> None:
-    model = drawn(SERVED["plain"])
-    fast = swapped_with(model, "scaled")
+def test_where_something_has_a_say_python_is_asked(mode: str, way: str) -> None:
+    model, x = drawn(SERVED["plain"]).to(DTYPES[way]), X.to(DTYPES[way])
+    fast = swapped_with(model, way)
     with torch.no_grad():
-        expected = model(X)
-    torch.testing.assert_close(MODES[mode](fast, X), expected, rtol=1e-5, atol=1e-4)
+        expected = model(x)
+    torch.testing.assert_close(MODES[mode](fast, x), expected, **LIMITS[way])
     assert LAUNCHED == []
 
 

@@ -283,12 +283,12 @@ POINT, WIDE = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3)
 @pytest.mark.parametrize(
     ("convolution", "activation", "act", "residual", "expected"),
     [
-        (POINT, None, None, False, ("matmul", "folded")),
+        (POINT, None, None, False, ("folded",)),
         (POINT, None, None, True, ("folded",)),
-        (POINT, "act", nn.ReLU(), False, ("matmul", "fused", "folded")),
+        (POINT, "act", nn.ReLU(), False, ("fused", "folded")),
         (POINT, "act", nn.ReLU(), True, ("fused", "folded")),
         (POINT, "act", nn.SiLU(), False, ("folded",)),
-        (POINT, ("relu", 0.0, 0.0), None, False, ("matmul", "fused", "folded")),
+        (POINT, ("relu", 0.0, 0.0), None, False, ("fused", "folded")),
         (POINT, ("silu", 0.0, 0.0), None, False, ("folded",)),
         (POINT, ("silu", 0.0, 0.0), nn.ReLU(), False, ("folded",)),
         (WIDE, "act", nn.ReLU(), False, ("fused", "folded")),

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from casts_models import made
 from convolution_cases import ending
 from convolution_models import IMAGE, drawn, swapped_with
-from convolution_stand_in import stand_in  # noqa: F401
 from fake_gpu import norms, optimized
 from models import Projection, randomised
 from norm_act_models import NormAct
@@ -23,7 +22,6 @@ from normswap import modules, rules
 from normswap.activation import NONE, Activation
 from normswap.kinds import KINDS
 from normswap.plans import Reason, Refusal
-from normswap.regions import chain
 from normswap.timing.candidates import Candidate
 from normswap.timing.clock import Cost
 from normswap.timing.model import Waiting
@@ -254,16 +252,6 @@ def test_a_norm_with_nothing_around_it_has_its_own_op(
     assert len(asked) == 2
 
 
-def test_where_gradients_are_recorded_no_convolution_waits_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits keeps its input."""
-    monkeypatch.setattr(Tensor, "is_cuda", True)
-    waits = []
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            waits.append(chain._may_wait(torch.zeros(IMAGES, dtype=torch.float16)))
-    assert waits == [False, True]
-
-
 def test_a_number_is_compared_and_left_to_the_statements() -> None:
     model = Whole().eval()
     x = torch.tensor(3.0)
@@ -299,12 +287,9 @@ def test_a_clock_that_shows_no_time_at_all_tells_nothing(ours: float) -> None:
 # --- what changes later, and what cannot be told in the dtype ---------------------------------------------------------
 
 
-def test_a_class_that_is_written_anew_behind_a_convolution(
-    stand_in: None,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_class_that_is_written_anew_behind_a_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = drawn(ending(NormAct)), torch.randn(IMAGE)
-    fast = swapped_with(model, "fused")
+    fast = swapped_with(model, "folded")
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
         monkeypatch.setattr(NormAct, "forward", lambda self, x: 3 * x)

@@ -83,16 +83,12 @@ STABLE_TORCH_LIBRARY(normswap, m) {
   m.def(
       "fold_convolution_or_none(Tensor weight, Tensor? bias, Tensor running_mean, Tensor running_var, "
       "Tensor? norm_weight, Tensor? norm_bias, float eps) -> (Tensor?, Tensor?)");
-  // With the residual and the activation behind it. way: 0 by cuDNN's fused convolution, 1 as a matrix product, 2 by convolve.
+  // With the residual and the activation behind it.
   m.def(
       "convolution_batch_norm_eval_or_none(Tensor input, Tensor conv_weight, Tensor? conv_bias, int stride_0, "
       "int stride_1, int padding_0, int padding_1, int dilation_0, int dilation_1, int groups, Tensor? running_mean, "
       "Tensor? running_var, Tensor? weight, Tensor? bias, float eps, Tensor? residual, int activation, "
-      "float low, float high, int way) -> Tensor?");
-  // One behind the other: six tensors, nine numbers and three floats each.
-  m.def(
-      "convolutions_batch_norm_eval_or_none(Tensor input, Tensor?[] tensors, int[] numbers, float[] floats, "
-      "Tensor? residual) -> Tensor?");
+      "float low, float high) -> Tensor?");
   // regime, of contiguous tensors: 0 lets the plan choose; 3 block, 4 cluster, 5 split (group_backward_plan.h) force one.
   m.def(
       "group_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean, "

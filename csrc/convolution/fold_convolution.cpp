@@ -1,5 +1,7 @@
 // fold_convolution_or_none on CUDA tensors: a convolution's weight and bias with the BatchNorm behind it in them.
-#include "convolution/fold_convolution.h"
+#include <tuple>
+
+#include "abi/tensors.h"
 
 namespace normswap {
 namespace {
@@ -25,8 +27,7 @@ bool is_known(const Tensor& t) {
          dtype == torch::headeronly::ScalarType::BFloat16;
 }
 
-}  // namespace
-
+// Whether it has a value of a dtype that is known for every output channel of `weight`, if there is one.
 bool fits(const OptionalTensor& t, const Tensor& weight) {
   return !t.has_value() || (t->numel() == weight.size(0) && t->is_contiguous() && t->is_cuda() && is_known(*t) &&
                             t->get_device_index() == weight.get_device_index());
@@ -37,18 +38,22 @@ ChannelVector vector_of(const OptionalTensor& t) {
   return {t->const_data_ptr(), dtype_of(*t, "fold_convolution")};
 }
 
-std::optional<ConvolutionFold> fold_of(const Tensor& weight, const OptionalTensor& bias, const Tensor& running_mean,
-                                       const Tensor& running_var, const OptionalTensor& norm_weight,
-                                       const OptionalTensor& norm_bias, double eps) {
-  if (weight.dim() < 3 || !is_known(weight) || !has_rows(weight)) return std::nullopt;
-  if (reinterpret_cast<uintptr_t>(weight.const_data_ptr()) % 16 != 0) return std::nullopt;
+using Folded = std::tuple<OptionalTensor, OptionalTensor>;
+
+Folded fold_convolution_or_none(const Tensor& weight, const OptionalTensor& bias, const Tensor& running_mean,
+                                const Tensor& running_var, const OptionalTensor& norm_weight,
+                                const OptionalTensor& norm_bias, double eps) {
+  const Folded neither{std::nullopt, std::nullopt};
+  if (!weight.is_cuda() || weight.dim() < 3 || !is_known(weight) || !has_rows(weight)) return neither;
+  if (reinterpret_cast<uintptr_t>(weight.const_data_ptr()) % 16 != 0) return neither;
   for (const OptionalTensor& t :
        {bias, OptionalTensor(running_mean), OptionalTensor(running_var), norm_weight, norm_bias}) {
-    if (!fits(t, weight)) return std::nullopt;
+    if (!fits(t, weight)) return neither;
   }
+  const torch::stable::accelerator::DeviceGuard guard(weight.get_device_index());
   const int64_t channels = weight.size(0), stride = 1;
   const OptionalTensor out = unfilled_like(weight), out_bias = unfilled(weight, 1, &channels, &stride);
-  if (!out.has_value() || !out_bias.has_value()) return std::nullopt;
+  if (!out.has_value() || !out_bias.has_value()) return neither;
   FoldLinear f{};
   f.linear_weight = weight.const_data_ptr();
   f.out_weight = out->mutable_data_ptr();
@@ -63,20 +68,8 @@ std::optional<ConvolutionFold> fold_of(const Tensor& weight, const OptionalTenso
   f.running_var = vector_of(running_var);
   f.eps = eps;
   f.dtype = dtype_of(weight, "fold_convolution");
-  return ConvolutionFold{*out, *out_bias, f};
-}
-
-namespace {
-
-std::tuple<OptionalTensor, OptionalTensor> fold_convolution_or_none(
-    const Tensor& weight, const OptionalTensor& bias, const Tensor& running_mean, const Tensor& running_var,
-    const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps) {
-  if (!weight.is_cuda()) return {std::nullopt, std::nullopt};
-  const torch::stable::accelerator::DeviceGuard guard(weight.get_device_index());
-  const auto fold = fold_of(weight, bias, running_mean, running_var, norm_weight, norm_bias, eps);
-  if (!fold.has_value()) return {std::nullopt, std::nullopt};
-  check_launch(fold_linear(fold->arguments, stream_of(weight)));
-  return {fold->weight, fold->bias};
+  check_launch(fold_linear(f, stream_of(weight)));
+  return {out, out_bias};
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // The fold of scale -> BatchNorm in eval into the Linear, or the convolution, before it.
-#include "convolution/fold.h"
+#include "abi/kernels.h"
 #include "device/vec.cuh"
 
 namespace normswap {
@@ -16,15 +16,9 @@ struct FoldArgs {
   ChannelVector values[kValues];
 };
 
-template <int N>
-struct Folds {
-  FoldArgs of[N];
-};
-
-// Threads of the same y fold one row of a weight, blocks of the same y all of it.
-template <class T, int V, int N>
-__global__ void __launch_bounds__(kThreads) fold_rows(const Folds<N> folds) {
-  const FoldArgs& args = folds.of[N == 1 ? 0 : blockIdx.y];
+// Threads of the same y fold one row of a weight.
+template <class T, int V>
+__global__ void __launch_bounds__(kThreads) fold_rows(const FoldArgs args) {
   const FoldLinear& f = args.f;
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t length = f.in_features, step = static_cast<int64_t>(blockDim.x) * V;
@@ -63,10 +57,6 @@ __global__ void __launch_bounds__(kThreads) fold_rows(const Folds<N> folds) {
   }
 }
 
-FoldArgs args_of(const FoldLinear& f) {
-  return {f, {f.running_var, f.weight, f.scale, f.running_mean, f.bias, f.linear_bias}};
-}
-
 template <class T, int V>
 cudaError_t launch_rows(const FoldLinear& f, cudaStream_t stream) {
   const int64_t at_once = static_cast<int64_t>(V) * kSlots * 32, needed = (f.in_features + at_once - 1) / at_once;
@@ -74,45 +64,25 @@ cudaError_t launch_rows(const FoldLinear& f, cudaStream_t stream) {
   const int across = warps * 32 < kThreads ? static_cast<int>(warps) * 32 : kThreads, rows = kThreads / 2 / across;
   const dim3 threads(across, rows > 1 ? rows : 1);
   const int64_t blocks = (f.channels + threads.y - 1) / threads.y;
-  fold_rows<T, V, 1><<<dim3(static_cast<unsigned>(blocks)), threads, 0, stream>>>({{args_of(f)}});
-  return cudaGetLastError();
-}
-
-// A warp a row.
-template <class T, int V>
-cudaError_t launch_several(const FoldLinear* folds, int count, cudaStream_t stream) {
-  const dim3 threads(32, 4);
-  Folds<kMaxFolds> all{};
-  int64_t channels = 0;
-  for (int i = 0; i < count; ++i) {
-    all.of[i] = args_of(folds[i]);
-    channels = folds[i].channels > channels ? folds[i].channels : channels;
-  }
-  const dim3 blocks(static_cast<unsigned>((channels + threads.y - 1) / threads.y), static_cast<unsigned>(count));
-  fold_rows<T, V, kMaxFolds><<<blocks, threads, 0, stream>>>(all);
+  const FoldArgs args{f, {f.running_var, f.weight, f.scale, f.running_mean, f.bias, f.linear_bias}};
+  fold_rows<T, V><<<dim3(static_cast<unsigned>(blocks)), threads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
 template <class T>
-cudaError_t launch_fold(const FoldLinear* folds, int count, cudaStream_t stream) {
+cudaError_t launch_fold(const FoldLinear& f, cudaStream_t stream) {
   constexpr int full = 16 / static_cast<int>(sizeof(T));
-  bool even = true;
-  for (int i = 0; i < count; ++i) even = even && folds[i].in_features % full == 0;
-  if (count == 1) return even ? launch_rows<T, full>(*folds, stream) : launch_rows<T, 1>(*folds, stream);
-  return even ? launch_several<T, full>(folds, count, stream) : launch_several<T, 1>(folds, count, stream);
+  return f.in_features % full == 0 ? launch_rows<T, full>(f, stream) : launch_rows<T, 1>(f, stream);
 }
 
 }  // namespace
 
-cudaError_t fold_linears(const FoldLinear* folds, int count, cudaStream_t stream) {
-  if (count < 1 || count > kMaxFolds) return cudaErrorInvalidValue;
-  switch (folds->dtype) {
-    case DType::f32: return launch_fold<float>(folds, count, stream);
-    case DType::f16: return launch_fold<__half>(folds, count, stream);
-    default: return launch_fold<__nv_bfloat16>(folds, count, stream);
+cudaError_t fold_linear(const FoldLinear& f, cudaStream_t stream) {
+  switch (f.dtype) {
+    case DType::f32: return launch_fold<float>(f, stream);
+    case DType::f16: return launch_fold<__half>(f, stream);
+    default: return launch_fold<__nv_bfloat16>(f, stream);
   }
 }
-
-cudaError_t fold_linear(const FoldLinear& f, cudaStream_t stream) { return fold_linears(&f, 1, stream); }
 
 }  // namespace normswap

@@ -8,9 +8,6 @@ namespace {
 
 constexpr RowLaunches kL1Norm{l1_norm_f32, l1_norm_f16, l1_norm_bf16};
 
-// Of `cols` elements.
-int64_t rows_of(const Tensor& input, int64_t cols) { return cols > 0 ? input.numel() / cols : 0; }
-
 void l1_norm_cuda(const Tensor& input, int64_t cols, double eps, double minimum, Tensor out, OptionalTensor mean_abs,
                   int64_t regime) {
   if (input.numel() == 0) return;
@@ -31,7 +28,7 @@ Recorded l1_norm_of(const Tensor& input, double eps, double minimum, bool statis
   if (!input.is_contiguous() || !is_plain(input, input.dim() - 1, 1, std::nullopt, std::nullopt)) return {};
   const int64_t cols = input.size(-1);
   const OptionalTensor out = unfilled_like(input);
-  const OptionalTensor kept = statistics ? unfilled_floats(input, rows_of(input, cols)) : std::nullopt;
+  const OptionalTensor kept = statistics ? unfilled_floats(input, input.numel() / cols) : std::nullopt;
   if (!out.has_value() || kept.has_value() != statistics) return {};
   l1_norm_cuda(input, cols, eps, minimum, *out, kept, 0);
   return {out, kept};

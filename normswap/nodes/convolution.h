@@ -1,8 +1,12 @@
 // A Conv2d with a BatchNorm2d behind it in eval, without gradients: what Python would ask of the children and their tensors,
-// then our kernel.
+// then our kernel, or the fold and cuDNN's convolution that ends in a ReLU.
 #pragma once
 
 #include <ATen/Context.h>
+#include <ATen/ops/cudnn_convolution_add_relu.h>
+#include <ATen/ops/cudnn_convolution_relu.h>
+
+#include <algorithm>
 
 #include "launches.h"
 
@@ -13,11 +17,12 @@ using normswap::ConvolutionCall;
 // What Python gives, in this order (normswap/ops/at_once.py says what each is).
 enum ConvolutionField {
   kOf, kBehind, kHides, kNorms, kIsNorm, kHandsOn, kEnds, kEndsOf, kNumbers, kFunctions, kRead, kPlace, kClass, kInner,
-  kConvolutionFields
+  kFuses, kConvolutionFields
 };
 
 struct Convolution : Callable {
-  int place;  // of the input in a sum's (input, residual); -1: there is none
+  int place;    // of the input in a sum's (input, residual); -1: there is none
+  bool fuses;  // by cuDNN
 
   PyObject* operator[](ConvolutionField field) const { return fields[field]; }
 };
@@ -82,6 +87,65 @@ Owned child_at(PyObject* children, PyObject* path) {
   return inner == nullptr || found(own, name) != nullptr ? Owned() : kept(found(inner, name));
 }
 
+// Whether PyTorch's ops take these together: of 16 bits, a norm's tensors of one dtype, that of all the others or float32.
+bool fit(const Tensors& t, int64_t channels) {
+  const auto dtype = t.input.scalar_type(), kept = t.of_channels[0].scalar_type();
+  if ((dtype != at::kHalf && dtype != at::kBFloat16) || t.weight.scalar_type() != dtype) return false;
+  if (kept != dtype && kept != at::kFloat) return false;
+  for (size_t i = 0; i < t.of_channels.size(); ++i) {
+    const Tensor& values = t.of_channels[i];
+    if (!values.defined()) continue;
+    if (values.dim() != 1 || values.size(0) != channels || values.scalar_type() != (i < 4 ? kept : dtype)) return false;
+  }
+  return !t.residual.defined() || t.residual.scalar_type() == dtype;
+}
+
+// Whether the convolution takes an image of these sizes, which become those of what it gives.
+bool takes(const Tensors& t, const ConvolutionCall& call, std::array<int64_t, 4>& sizes) {
+  constexpr int64_t most = 1 << 30;
+  const int64_t channels = t.weight.size(0);
+  if (call.groups < 1 || sizes[1] != t.weight.size(1) * call.groups || channels % call.groups != 0) return false;
+  sizes[1] = channels;
+  for (int d = 0; d < 2; ++d) {
+    const int64_t stride = call.stride[d], padding = call.padding[d], dilation = call.dilation[d];
+    if (stride < 1 || padding < 0 || dilation < 1 || std::max({stride, padding, dilation}) > most) return false;
+    const int64_t room = sizes[2 + d] + 2 * padding - dilation * (t.weight.size(2 + d) - 1) - 1;
+    if (room < 0) return false;
+    sizes[2 + d] = room / stride + 1;
+  }
+  return true;
+}
+
+// By cuDNN's convolution, with the norm folded into weight and bias; undefined where Python is to find out.
+Tensor fused(const Tensors& t, const ConvolutionCall& call) {
+  static const auto fold = c10::Dispatcher::singleton().findSchemaOrThrow("normswap::fold_convolution_or_none", "");
+  const auto& context = at::globalContext();
+  constexpr int32_t kRelu = 1;
+  if (call.activation != kRelu || !context.userEnabledCuDNN() || context.deterministicCuDNN()) return {};
+  if (t.input.dim() != 4 || t.input.numel() == 0 || t.weight.dim() != 4 || t.weight.numel() == 0) return {};
+  std::array<int64_t, 4> sizes;
+  std::copy_n(t.input.sizes().begin(), 4, sizes.begin());
+  if (!takes(t, call, sizes) || !fit(t, sizes[1])) return {};
+  if (t.residual.defined()) {
+    const bool dense = t.residual.is_contiguous() || t.residual.is_contiguous(at::MemoryFormat::ChannelsLast);
+    if (t.residual.sizes() != at::IntArrayRef(sizes) || (call.residual_first && !dense)) return {};
+  }
+  const Released released;
+  const c10::DeviceGuard there(t.input.device());
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const auto& [var, mean, weight, bias, own_bias] = t.of_channels;
+  Stack stack{t.weight, optional(own_bias), mean, var, optional(weight), optional(bias), call.eps};
+  fold.callBoxed(stack);
+  if (!stack[0].isTensor()) return {};
+  const Tensor folded = stack[0].toTensor(), shift = stack[1].toTensor();
+  const at::IntArrayRef stride(call.stride), padding(call.padding), dilation(call.dilation);
+  if (!t.residual.defined()) return at::cudnn_convolution_relu(t.input, folded, shift, stride, padding, dilation, call.groups);
+  const Tensor out =
+      at::cudnn_convolution_add_relu(t.input, folded, t.residual, 1, shift, stride, padding, dilation, call.groups);
+  const bool alike = !call.residual_first || out.strides() == t.residual.strides();
+  return alike ? out : at::empty_like(t.residual).copy_(out);  // a sum is laid out after its first operand
+}
+
 // The result, None where Python is to find out what it is.
 PyObject* convolved(const Convolution& c, PyObject* owner, PyObject* packed) {
   const Names& names = known().names;
@@ -117,9 +181,10 @@ PyObject* convolved(const Convolution& c, PyObject* owner, PyObject* packed) {
   const auto& [var, mean, weight, bias, own_bias] = t.of_channels;
   if (!take(x, t.input) || !t.input.defined()) return none();
   if (!all_readable(t.input, t.weight, t.residual, var, mean, weight, bias, own_bias)) return none();
+  call.residual_first = c.place == 1;
+  if (c.fuses) return wrapped(fused(t, call));
   call.input = view_of(t.input), call.weight = view_of(t.weight), call.residual = view_of(t.residual);
   for (size_t i = 0; i < t.of_channels.size(); ++i) call.of_channels[i] = view_of(t.of_channels[i]);
-  call.residual_first = c.place == 1;
   TensorMemory memory(t.input);
   if (!launched("normswap::convolution_batch_norm_eval", launchers().convolve, call, memory)) return none();
   return wrapped(memory.parts[Memory::kOut]);
@@ -134,6 +199,7 @@ PyObject* convolution_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   if (self == nullptr) return nullptr;
   Convolution& c = *reinterpret_cast<Convolution*>(self);
   c.place = static_cast<int>(PyLong_AsLong(c[kPlace]));
+  c.fuses = c[kFuses] == Py_True;
   return self;
 }
 

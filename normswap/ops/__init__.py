@@ -13,9 +13,9 @@ from normswap.ops.batch_norm import batch_norm_eval as batch_norm_eval
 from normswap.ops.convolution import convolution_batch_norm_eval as convolution_batch_norm_eval
 from normswap.ops.convolution import convolved_shape as convolved_shape
 from normswap.ops.convolution import folding_serves as folding_serves
-from normswap.ops.convolution import runs_directly as runs_directly
 from normswap.ops.dispatch import autograd_only as autograd_only
 from normswap.ops.dispatch import native_serves as native_serves
+from normswap.ops.dispatch import runs_directly as runs_directly
 from normswap.ops.group_norm import group_norm as group_norm
 from normswap.ops.group_norm import instance_norm as instance_norm
 from normswap.ops.l1_norm import l1_norm as l1_norm

@@ -92,12 +92,14 @@ class Convolution:
     called: tuple[Any, ...]
     place: int
     """Of the input, in (input, residual); -1 without a residual."""
+    fuses: bool
+    """By cuDNN's convolution that ends in a ReLU, not by our kernel."""
 
     def made(self, calls: Any) -> Callable[[Any, Any], Any]:
         """Its object in C++."""
         fields: tuple[Any, ...] = (
             *(self.of, self.behind, self.children, {}, self.stands, self.passes, self.acting, self.activation_of),
-            *(self.activation, self.callees, self.called, self.place, self.cls, self.inner),
+            *(self.activation, self.callees, self.called, self.place, self.cls, self.inner, self.fuses),
         )
         return calls.Convolution(fields)  # type: ignore[no-any-return]
 

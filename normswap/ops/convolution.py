@@ -12,13 +12,11 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import NONE, Activation
-from normswap.ops.dispatch import autograd_only, direct, lowered_to
+from normswap.ops.dispatch import direct, lowered_to
 
 Norm: TypeAlias = "tuple[Tensor, Tensor, Tensor | None, Tensor | None]"
 """Running mean and variance, weight and bias."""
-_c = torch._C
 _NOTHING = contextlib.nullcontext()
-_tracing = _c._get_tracing_state
 
 
 def convolution_batch_norm_eval(
@@ -44,9 +42,9 @@ def convolution_batch_norm_eval(
     weight and bias of the convolution, of one to three spatial dims: folded in float32 or better, rounded once to the
     weight's dtype, kept from call to call never. Under autocast input and fold are cast as a convolution's there.
 
-    ``folding`` says by what: "fused" is cuDNN's convolution that ends in a ReLU, "matmul" one matrix product, "scaled"
-    our own, which scales the sums, where ``folding_serves`` says so; "folded" a convolution with what stands behind it
-    by PyTorch's ops, anywhere, and differentiable. With ``output_padding`` it is a transposed convolution, "folded".
+    ``folding`` says by what: "fused" is cuDNN's convolution that ends in a ReLU, "scaled" our own, which scales the
+    sums, where ``folding_serves`` says so; "folded" a convolution with what stands behind it by PyTorch's ops,
+    anywhere, and differentiable. With ``output_padding`` it is a transposed convolution, "folded".
     Raises what PyTorch's ops raise.
     """
     norm = (running_mean, running_var, weight, bias)
@@ -59,7 +57,7 @@ def convolution_batch_norm_eval(
             own = conv_weight.to(dtype), None if conv_bias is None else conv_bias.to(dtype)
         op = direct("convolution_batch_norm_eval", input, *own, *norm, residual, autocast=True)
         numbers = *stride, *padding, *dilation, groups
-        end = eps, residual, activation.code, activation.low, activation.high, WAYS[folding]
+        end = eps, residual, activation.code, activation.low, activation.high
         out = None
         if op is not None:
             with _NOTHING if dtype is None else torch._C._DisableAutocast():  # it declines where autocast has a say
@@ -80,8 +78,6 @@ def convolution_batch_norm_eval(
         if residual is None:
             return torch.cudnn_convolution_relu(input, folded, shift, *how)
         return torch.cudnn_convolution_add_relu(input, folded, residual, 1.0, shift, *how)
-    if folding == "matmul":
-        return _pointwise(input, folded, shift, activation)
     out = torch.convolution(input, folded, shift, stride, padding, dilation, False, (0,) * len(stride), groups)
     return activation(out if residual is None else out + residual)
 
@@ -98,25 +94,6 @@ def _folded(
     return made if dtype is None else (made[0].to(dtype), made[1].to(dtype))
 
 
-def runs_directly(by_cudnn: bool) -> bool:
-    """Whether the native op may do all of a call now, as far as that is no matter of its tensors, of gradients or of
-    autocast, where it declines; ``by_cudnn``: with plans that nobody has called deterministic."""
-    if _tracing() is not None or not autograd_only() or _c._get_deterministic_algorithms():
-        return False
-    return not by_cudnn or (_c._get_cudnn_enabled() and not _c._get_cudnn_deterministic())
-
-
-def _pointwise(input: Tensor, weight: Tensor, bias: Tensor, activation: Activation) -> Tensor:
-    """A 1 x 1 convolution of a channels_last image, and a ReLU where ``activation`` is one."""
-    batch, channels, height, width = input.shape
-    rows, columns = input.permute(0, 2, 3, 1).reshape(-1, channels), weight.view(weight.shape[0], channels).t()
-    multiply = torch.addmm if activation.name == "none" else torch._addmm_activation
-    return multiply(bias, rows, columns).view(batch, height, width, -1).permute(0, 3, 1, 2)
-
-
-WAYS = {"fused": 0, "matmul": 1, "scaled": 2}
-"""The foldings that the native op does, by its number for them."""
-
 FUSED = (torch.float16, torch.bfloat16) if (torch.backends.cudnn.version() or 0) >= 90000 else (torch.float16,)
 """What cuDNN fuses."""
 
@@ -129,9 +106,6 @@ def folding_serves(folding: str, input: Tensor, conv_weight: Tensor) -> bool:
     dtype = lowered_to(input) or input.dtype
     if not input.is_cuda or input.dim() != 4 or input.numel() == 0 or torch.are_deterministic_algorithms_enabled():
         return False
-    if folding == "matmul":
-        dense = input.is_contiguous(memory_format=torch.channels_last)
-        return dense and dtype in (torch.float16, torch.bfloat16) and conv_weight.stride(0) == input.shape[1]
     if folding == "scaled":
         images = (input, conv_weight)
         last = all(image.is_contiguous(memory_format=torch.channels_last) for image in images)

@@ -153,6 +153,14 @@ def autograd_only() -> bool:
     return _transforms() is None and forward_ad._current_level < 0
 
 
+def runs_directly() -> bool:
+    """Whether a native op may do all of a call, as far as that is no matter of its tensors, of gradients or of
+    autocast, which it asks about itself."""
+    return (
+        autograd_only() and torch._C._get_tracing_state() is None and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
 def _library_ready() -> bool:
     """Load the library on the first CUDA call if optimize() has not done so; never compiles."""
     global _native_tried
@@ -183,7 +191,7 @@ def _frameless(name: str) -> Callable[..., Any]:
     return getattr(op, "_op", op)  # type: ignore[no-any-return]
 
 
-_ALSO_AUTOGRAD = ("batch_norm_eval", "convolution_batch_norm_eval", "convolutions_batch_norm_eval")
+_ALSO_AUTOGRAD = ("batch_norm_eval", "convolution_batch_norm_eval")
 """The ops whose kernel also serves the dispatcher's key of autograd, past which they would pay for their way."""
 
 

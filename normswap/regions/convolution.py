@@ -7,26 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from normswap import ops
-from normswap.activation import NONE, Activation
-from normswap.forwards.plain import CONVOLUTIONS, TRANSPOSED, is_bare, is_plain
+from normswap.activation import Activation
+from normswap.forwards.plain import CONVOLUTIONS, TRANSPOSED, is_plain
 from normswap.forwards.replaced import Replaced
 from normswap.installed import how_called
 from normswap.ops.at_once import AtOnce
 from normswap.ops.at_once import Convolution as InOneStep
-from normswap.ops.dispatch import DTYPES, PLAIN, any_autocast, autocasts, direct_op, lowered_to, needs_grad
-from normswap.ops.recorded import laid_out_as
-from normswap.regions.activations import activation_of, is_of, numbers_of
-from normswap.regions.children import child_at
+from normswap.ops.dispatch import DTYPES, autocasts, lowered_to, needs_grad
+from normswap.regions.activations import is_of, numbers_of
 from normswap.regions.ending import Ending
 from normswap.regions.foldings import RELU, is_foldable, takes
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, children_of
 
 _BATCH_NORM_2D = f"{nn.BatchNorm2d.__module__}.{nn.BatchNorm2d.__qualname__}"
-_KNOWN = {Tensor, nn.Parameter, type(None)}
+_NORM = Replaced(nn.BatchNorm2d)
 _INNER = {cls: Replaced(cls, "_output_padding" if cls in TRANSPOSED else "_conv_forward") for cls in CONVOLUTIONS}
 """The method that a forward calls."""
 
@@ -41,117 +38,41 @@ class _Form:
         return self.rank
 
 
-class Directly:
-    """A region of a Conv2d and a BatchNorm2d by one native op, where all is as it mostly is: one look at each thing
-    that may have changed. None else; what is to be done then, ``Fused`` finds out."""
+def at_once_of_convolution(compiled: Compiled) -> AtOnce:
+    """What calls a region of a Conv2d and a BatchNorm2d so, if anything does: one that is scaled, or fused where cuDNN
+    fuses all 16 bits. Fused, it ends in a ReLU, which a child may turn out to be."""
+    region, callees = compiled.region, compiled.callees
+    ending = Ending(region) if "behind" in region.attributes else None
+    literal = region.literal_activation()
+    fuses = region.folding == "fused" and torch.bfloat16 in ops.convolution.FUSED and literal in (None, RELU)
+    known = region.type == _BATCH_NORM_2D or ending is not None
+    known = known and all(is_of(region, function) for function in callees())
+    if not known or not (fuses or region.folding == "scaled"):
+        return AtOnce(None)
 
-    def __init__(self, compiled: Compiled) -> None:
-        region = compiled.region
-        self.ending = Ending(region) if "behind" in region.attributes else None
-        self.convolution, self.norm, self.passes = region.convolution, region.norm, region.passes
-        self.children = children_of(region)
-        self.acting = region.activation if isinstance(region.activation, str) else ""
-        self.activation = region.literal_activation()
-        self.way = ops.convolution.WAYS[region.folding]
-        self.at = region.step("residual").operand if region.has("residual") else -1
-        self.callees, self.called = compiled.callees, compiled.callees()
-        self.known: tuple[Any, tuple[int, ...]] = (), ()  # settings as read, and as the op takes them
-        self.at_once = AtOnce(self._in_one_step(region) if region.folding == "scaled" else None)
-
-    def __call__(self, children: Mapping[str, Any], packed: Any) -> Tensor | None:
-        if any_autocast():  # it would decline
-            return None
-        site = self.site(children, packed)
-        x = packed if self.at < 0 else packed[self.at]
-        if site is None or type(x) not in PLAIN or not x.is_cuda or x.is_neg() or not may_run(self.way == 0):
-            return None
-        op = direct_op("convolution_batch_norm_eval")
-        if op is None:
-            return None
-        (weight, bias, *norm), (*geometry, code, way), (eps, low, high), behind = site
-        return self.laid_out(op(x, weight, bias, *geometry, *norm, eps, behind, code, low, high, way), behind)
-
-    def _in_one_step(self, region: Region) -> InOneStep:
-        inner = _INNER[nn.Conv2d]
-        literal = self.activation
-        return InOneStep(
-            *(self.convolution, self.norm, self.children, self._stands, (inner.name, inner.function, inner.code)),
-            cls=nn.Conv2d,
-            passes=tuple(tuple(name.split(".")) for name in self.passes),
-            acting=tuple(self.acting.split(".")) if self.acting else None,
-            activation_of=numbers_of,
-            activation=None if literal is None else (literal.code, literal.low, literal.high),
-            callees=self.callees,
-            called=self.called,
-            place=self.at,
-        )
-
-    def _stands(self, norm: Any) -> Any:
+    def stands(norm: Any) -> Any:
         """The forward that the norm is called by, where it is such a norm."""
-        if self.ending is not None:
-            found = self.ending.read(norm)
+        if ending is not None:
+            found = ending.read(norm)
             return None if found is None else (*found.known, how_called(type(norm)))
         return (*_NORM.known, how_called(type(norm))) if type(norm) is nn.BatchNorm2d else None
 
-    def laid_out(self, out: Tensor | None, behind: Tensor | None) -> Tensor | None:
-        """The result as PyTorch lays it out: after the first operand of a sum."""
-        return out if out is None or behind is None or self.at != 1 else laid_out_as(out, behind)
-
-    def given(self, packed: Any, x: Any) -> Any:
-        """``packed`` with ``x`` as the input of the convolution."""
-        if self.at < 0:
-            return x
-        return (x, packed[1]) if self.at == 0 else (packed[0], x)
-
-    def site(self, children: Mapping[str, Any], packed: Any) -> tuple[Any, Any, Any, Any] | None:
-        """What the op takes beside the input, where ``may_run``: the convolution's tensors and the norm's; geometry,
-        activation and way; eps and the activation's parameters; and the residual."""
-        convolution, norm = children.get(self.convolution), children.get(self.norm)
-        if type(convolution) is not nn.Conv2d:
-            return None
-        if type(norm) is not nn.BatchNorm2d if self.ending is None else not self.ending.is_of(norm):
-            return None
-        c, n = convolution.__dict__, norm.__dict__
-        if n["training"] or not (is_bare(c) and is_bare(n)) or "_conv_forward" in c:
-            return None
-        activation = self._activation_of(child_at(children, self.acting)) if self.acting else self.activation
-        if activation is None:
-            return None
-        for name in self.passes:
-            passing = child_at(children, name)
-            if type(passing) is not nn.Identity or not is_bare(passing.__dict__):
-                return None
-        if self.callees() != self.called:
-            return None
-        code, low, high = activation.code, activation.low, activation.high
-        settings = c["stride"], c["padding"], c["dilation"], c["groups"], c["padding_mode"], code
-        read, numbers = self.known
-        if settings != read:
-            geometry = _geometry(*settings[:-1])
-            numbers = (*geometry, code, self.way) if geometry else ()
-            self.known = settings, numbers
-        behind = None
-        if self.at >= 0 and (behind := packed[1 - self.at]) is None:  # the statements raise
-            return None
-        own, statistics, affine = c["_parameters"], n["_buffers"], n["_parameters"]
-        try:
-            kept = statistics["running_mean"], statistics["running_var"], affine["weight"], affine["bias"]
-            tensors = own["weight"], own["bias"], *kept
-        except KeyError:  # it is kept elsewhere
-            return None
-        if not numbers or tensors[0] is None or not n["eps"] > 0:
-            return None
-        if not _KNOWN.issuperset(map(type, (*tensors, behind))):
-            return None
-        if behind is not None and (behind.is_neg() or (self.at == 1 and not lies_in_a_format(behind))):
-            return None  # another sign, or PyTorch's sum lies in another way
-        return tensors, numbers, (n["eps"], low, high), behind
-
-    def _activation_of(self, acting: Any) -> Activation | None:
-        """That which a child is; None for another one than the op does here."""
-        if type(acting) is nn.ReLU:
-            return RELU if is_bare(acting.__dict__) else None
-        return activation_of(acting) if self.way == ops.convolution.WAYS["scaled"] else None
+    inner = _INNER[nn.Conv2d]
+    acting = region.activation if isinstance(region.activation, str) else ""
+    return AtOnce(
+        InOneStep(
+            *(region.convolution, region.norm, children_of(region), stands, (inner.name, inner.function, inner.code)),
+            cls=nn.Conv2d,
+            passes=tuple(tuple(name.split(".")) for name in region.passes),
+            acting=tuple(acting.split(".")) if acting else None,
+            activation_of=numbers_of,
+            activation=None if literal is None else (literal.code, literal.low, literal.high),
+            callees=callees,
+            called=callees(),
+            place=region.step("residual").operand if region.has("residual") else -1,
+            fuses=fuses,
+        )
+    )
 
 
 def lies_in_a_format(tensor: Tensor) -> bool:
@@ -161,45 +82,6 @@ def lies_in_a_format(tensor: Tensor) -> bool:
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def may_run(by_cudnn: bool) -> bool:
-    """Whether the native op may run now, as far as that is no matter of one region."""
-    return _calls_what_it_did() and not _has_any_global_hook() and ops.runs_directly(by_cudnn)
-
-
-def direct_way(compiled: Compiled) -> Directly | None:
-    """The short way to run a region, None where the native op does not serve such regions: unless it scales, it ends
-    them in a ReLU, which a child may turn out to be, or, as a matrix product, in nothing."""
-    region = compiled.region
-    served = {
-        "scaled": True,
-        "fused": torch.bfloat16 in ops.convolution.FUSED and region.literal_activation() in (None, RELU),
-        "matmul": region.literal_activation() in (None, NONE, RELU) and not region.has("residual"),
-    }
-    known = region.type == _BATCH_NORM_2D or "behind" in region.attributes
-    known = known and all(is_of(region, function) for function in compiled.callees())
-    return Directly(compiled) if known and served.get(region.folding) else None
-
-
-def _geometry(*settings: Any) -> tuple[int, ...]:
-    """Stride, padding and dilation, a number a spatial dim, and groups; nothing of a convolution that pads otherwise or
-    gives them otherwise."""
-    *pairs, groups, mode = settings
-    pairs_of_two = all(type(pair) is tuple and len(pair) == 2 and max(pair) < 1 << 31 for pair in pairs)
-    return (*(number for pair in pairs for number in pair), groups) if pairs_of_two and mode == "zeros" else ()
-
-
-_NORM = Replaced(nn.BatchNorm2d)
-_CALLED = Replaced(nn.Conv2d), _INNER[nn.Conv2d], _NORM, Replaced(nn.ReLU), Replaced(nn.Identity)
-
-
-def _calls_what_it_did() -> bool:
-    """Whether calling the children runs what it ran when this was imported."""
-    for one in _CALLED:  # noqa: SIM110 a generator costs more
-        if not one.is_unchanged():
-            return False
-    return True
 
 
 class Convolved:
@@ -238,9 +120,7 @@ class Convolved:
             return False
         if x.shape[1] != convolution.in_channels or not _fit(convolution, norm, dtype):
             return False
-        if not ops.folding_serves(self.folding, x, weight) or not takes(
-            self.folding, convolution, behind is not None, activation
-        ):
+        if not ops.folding_serves(self.folding, x, weight) or not takes(self.folding, convolution, activation):
             return False
         if behind is None:
             return True

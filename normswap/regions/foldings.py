@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from normswap.activation import NONE, Activation
+from normswap.activation import Activation
 from normswap.forwards.plain import CONVOLUTIONS, calls_forward, is_bare, is_plain_itself
 from normswap.regions.children import child_at
 from normswap.regions.padding import convolves_last
@@ -79,25 +79,17 @@ def foldings_of(region: Region, owner: nn.Module) -> tuple[str, ...]:
         activation = RELU if is_relu else None
     else:
         activation = region.literal_activation()
-    return tuple(way for way in FOLDINGS if takes(way, convolution, region.has("residual"), activation))
+    return tuple(way for way in FOLDINGS if takes(way, convolution, activation))
 
 
-def takes(folding: str, convolution: Any, residual: bool, activation: Activation | None) -> bool:
-    """Whether that is a way to compute ``convolution`` with a norm and what stands behind it; None is another
-    activation than nothing or a ReLU."""
+def takes(folding: str, convolution: Any, activation: Activation | None) -> bool:
+    """Whether that is a way to compute ``convolution`` with a norm and this activation behind it, None for one that is
+    no ReLU."""
     if folding == "folded" or type(convolution) is not nn.Conv2d:
         return folding == "folded"
     if folding == "scaled":
         return is_scaled(convolution)
-    if folding == "fused":
-        return activation == RELU
-    return activation in (NONE, RELU) and not residual and is_pointwise(convolution)
-
-
-def is_pointwise(convolution: nn.Conv2d) -> bool:
-    """Whether it multiplies each pixel's channels by one matrix."""
-    ones = convolution.kernel_size, convolution.stride
-    return ones == ((1, 1), (1, 1)) and convolution.padding == (0, 0) and convolution.groups == 1
+    return folding == "fused" and activation == RELU
 
 
 def is_scaled(convolution: nn.Conv2d) -> bool:
@@ -126,10 +118,7 @@ def by_default(region: Region, owner: nn.Module) -> Region | None:
 
 
 def without_convolution(region: Region) -> Region | None:
-    """The rest of a region, without children that hand it on to the next convolution; None where a norm alone is
-    left."""
-    steps, passes = [step for step in region.steps if step.does != "convolution"], [*region.passes]
-    while steps[-1].does == "pass":
-        steps.pop(), passes.pop()
-    rest = replace(region, steps=tuple(steps), passes=tuple(passes), convolution="", folding="")
+    """The rest of a region; None where a norm alone is left."""
+    steps = tuple(step for step in region.steps if step.does != "convolution")
+    rest = replace(region, steps=steps, convolution="", folding="")
     return rest if len(steps) > 1 else None

@@ -22,7 +22,7 @@ from normswap.ops.recorded import laid_out_as
 from normswap.plans import Match
 from normswap.regions.activations import activation_of, is_of, numbers_of
 from normswap.regions.children import child_at, hands_on
-from normswap.regions.convolution import Convolved, Directly, direct_way, lies_in_a_format
+from normswap.regions.convolution import Convolved, at_once_of_convolution, lies_in_a_format
 from normswap.regions.ending import is_behind
 from normswap.regions.expression import Expression
 from normswap.regions.feeds import only_multiplies
@@ -40,8 +40,8 @@ def make_helper(compiled: Compiled) -> Helper:
     """``helper(self, packed)`` for the rewritten forward."""
     fused, snippet, inner_of = Fused(compiled), compiled.snippet, compiled.inner
     at_once = AtOnce(None)
-    if isinstance(fused.directly, Directly):
-        at_once = fused.directly.at_once
+    if fused.convolved is not None:
+        at_once = at_once_of_convolution(compiled)
     elif fused.known:
         at_once = at_once_of(compiled, fused.dtype)
     children, in_one_step = children_of(compiled.region), at_once.norm is not None
@@ -91,14 +91,11 @@ class Fused:
         self.feeds = region.feeds
         self.callees, self.called = compiled.callees, compiled.callees()
         self.known = all(is_of(region, function) for function in self.called)
-        self.directly: Any = direct_way(compiled)
         self.projected = None
         if region.linear and self.known:
             self.projected = Projected(compiled, _is_batch_norm_1d, self._of_linear)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
-        if self.directly is not None and (out := self.directly(children, packed)) is not None:
-            return out
         if self.projected is not None:
             return self.projected(children, packed)
         x, before, behind, scale, shift, arguments = self.unpack(packed)

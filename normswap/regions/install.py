@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from normswap.forwards.plain import calls_are_torchs
 from normswap.forwards.replaced import Read, Replaced, code_of, digest
 from normswap.plans import PlanError
-from normswap.regions.chain import in_rows
 from normswap.regions.children import Beside, Reached
 from normswap.regions.ending import Short
 from normswap.regions.helper import make_helper
@@ -49,7 +48,7 @@ def with_helpers(
     """The forward to install on a subclass of ``original``, with a helper for each region. The original's own runs
     where another was put on the class since, where its source is not what was read (a pickle outlives a version of a
     library), where it would branch in another way than it did, and, once ``installed``, where a child that is called in
-    the middle of a region may do more than compute. Helpers that lead into one another are joined then."""
+    the middle of a region may do more than compute."""
     base_forward = replaced.function
     inner: Any = undecorated(base_forward)
     known, functions = getattr(inner, "__globals__", {}), _functions_of(base_forward, attributes)
@@ -57,7 +56,7 @@ def with_helpers(
         return replaced.run
     compiled, make = _compiled(replaced.original, base_forward, _codes(inner, functions), _text(attributes))
     helpers = [helper_of(one) for one in compiled]
-    rewritten = make(in_rows(compiled, helpers) if installed else helpers)
+    rewritten = make(helpers)
     if "behind" in attributes and installed:
         rewritten = Short(replaced.original, attributes["behind"], compiled[0].callees).before(rewritten)
     conditions = tuple(dict.fromkeys(c for one in compiled for c in one.region.conditions))

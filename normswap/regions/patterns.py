@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -24,8 +23,6 @@ from normswap.regions.growing import (
     child_of,
     fed_by,
     grow_behind,
-    only_user,
-    passing,
     with_convolution,
     with_sum,
 )
@@ -46,7 +43,7 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any, baked: bool = False)
     """Every region of ``flow``, a reading of the forward of ``module``, none within another. ``norm_of(child)`` is the
     Match of a child that is a norm, else None. ``baked``: as ``normswap.fold`` takes them, with convolutions that pad
     in their own way, and norms alone that are apart from theirs."""
-    taken, made, in_a_row = set[int](), list[Growing](), flow.forward is nn.Sequential.forward
+    taken, in_a_row = set[int](), flow.forward is nn.Sequential.forward
 
     def stands(found: Growing) -> bool:
         """True where nobody can see that the operations are done together."""
@@ -67,10 +64,8 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any, baked: bool = False)
             alone = len(one.ops) == 1 and left and not one.feeds and not (baked and one.apart)
             if not alone and stands(one):
                 taken.update(map(id, one.ops))
-                made.append(one)
+                yield _described(flow, one)
                 break
-    regions = [_described(flow, one) for one in made]
-    yield from regions if in_a_row else _with_successors(module, flow, made, regions, stands)
 
 
 def _expressions(flow: Flow, stands: _Stands, taken: set[int]) -> Iterator[Region]:
@@ -127,31 +122,6 @@ def _may_train(module: nn.Module, found: Growing) -> bool:
     """Whether a batch_norm may be by the statistics of the batch, as the module is."""
     training = found.expression.values.get("training")
     return module.training and not (isinstance(training, Constant) and training.value is False)
-
-
-def _with_successors(
-    module: nn.Module, flow: Flow, made: Sequence[Growing], found: list[Region], stands: _Stands
-) -> Iterator[Region]:
-    """What is ``made``, described as ``found``; each that leads into another's convolution and nowhere else, itself or
-    through children that hand on what they get, with these and ``then`` set."""
-    starts = {id(one.steps[0][1]): index for index, one in enumerate(made) if one.convolution}
-    for index, one in enumerate(made):
-        steps, passes, user = [*one.steps], [*one.passes], only_user(one.last)
-        while user is not None and (name := passing(module, user)):
-            steps.append(("pass", user, 0))
-            passes.append(name)
-            user = only_user(user)
-        following = starts.get(id(user)) if one.convolution and not found[index].has("residual") else None
-        if following is None or user is None or user.stretch != one.last.stretch:
-            continue
-        both = replace(
-            made[following], inside=(*one.inside, *made[following].inside), steps=[*steps, *made[following].steps]
-        )
-        if stands(both):
-            whole = _described(flow, replace(one, steps=steps, passes=passes))
-            found[index] = replace(whole, beside=found[index].beside, then=found[following].steps[0].at)
-            found[following] = replace(found[following], beside=both.beside)
-    return iter(found)
 
 
 def _described(flow: Flow, found: Growing) -> Region:

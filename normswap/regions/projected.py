@@ -76,7 +76,7 @@ class Projected:
         self, x: Any, linear: Any, scale: Any, norm: Any, activation: Activation, behind: Any
     ) -> Tensor | None:
         """In eval, without gradients, where all is as it mostly is: one look at each thing that may have changed."""
-        if torch.is_grad_enabled() or any_autocast() or _has_any_global_hook() or not ops.runs_directly(False):
+        if torch.is_grad_enabled() or any_autocast() or _has_any_global_hook() or not ops.runs_directly():
             return None
         if type(linear) is not nn.Linear or type(norm) is not nn.BatchNorm1d or norm.__dict__["training"]:
             return None

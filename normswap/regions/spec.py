@@ -20,10 +20,10 @@ ROLES = {
 }
 """What the other operand of a step is called; there is a shift behind a gain, or a factor behind a Linear's norm."""
 
-FOLDINGS = ("scaled", "matmul", "fused", "folded")
+FOLDINGS = ("scaled", "fused", "folded")
 """The ways to compute a convolution with the norm behind it: by our kernel, which scales and shifts the sums; or with
-the norm folded into weight and bias, as a matrix product with an epilogue, by the convolution of cuDNN that adds a
-residual and ends in a ReLU, or as a convolution and what stands behind it."""
+the norm folded into weight and bias, by the convolution of cuDNN that adds a residual and ends in a ReLU, or as a
+convolution and what stands behind it."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ class Region:
     the norm is no part of the region; ``feeds``: the child that autocast gives the result in 16 bits and that alone
     gets it, and before it those that hand it on; ``beside``: other children that are called between its operations,
     with the classes in them; ``nodes``: the operations of the norm, unless it is a child that is called with its input
-    alone; ``constants``: what it takes that the source names; ``then``: where the convolution of another region stands
-    to which alone the result is given, and between which and this nothing but computing is done.
+    alone; ``constants``: what it takes that the source names.
     """
 
     kind: str
@@ -91,7 +90,6 @@ class Region:
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
-    then: Position | None = None
 
     @property
     def name(self) -> str:

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from convolution_cases import CASES, PROVED
 from convolution_models import Block, bn, conv, drawn, residual, swapped_with, undecided, written
 from limits import same_bits
-from resnet import Bottleneck
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import normswap
 from normswap import ops
 from normswap.activation import FUNCTIONS, NONE, Activation
-from normswap.ops.convolution import WAYS
 from normswap.proof.product_bounds import MOST, times_pytorchs
-from normswap.regions.foldings import is_pointwise, is_scaled
+from normswap.regions.foldings import is_scaled
 
 DEVICE = "cuda"
 RELU = Activation("relu")
@@ -69,7 +68,6 @@ def test_every_way_is_as_exact_as_pytorchs_sequence(form: str, last: bool, dtype
         expected = wide.bn(wide.conv(x.double()))
         expected = act(expected if added is None else expected + added.double())
         ways = ["folded", *(["fused"] if act == RELU else [])]
-        ways += ["matmul"] if form == "pointwise" and last and act in (RELU, NONE) and added is None else []
         ways += ["scaled"] if last and is_scaled(model.conv) else []
         for way in ways:
             assert ops.folding_serves(way, x, model.conv.weight)
@@ -92,8 +90,7 @@ def test_under_autocast_every_way_is_as_exact(form: str, dtype: torch.dtype) -> 
     with torch.autocast(DEVICE, dtype):
         for given in (x, x.to(dtype)):
             theirs = model(given)
-            ways = ["folded", "fused", *(["matmul"] if form == "pointwise" else [])]
-            for way in (*ways, *(["scaled"] if is_scaled(model.conv) else [])):
+            for way in ("folded", "fused", *(["scaled"] if is_scaled(model.conv) else [])):
                 assert ops.folding_serves(way, given, model.conv.weight)
                 ours = ops.convolution_batch_norm_eval(given, *arguments(model), RELU, folding=way)
                 assert ours.dtype is theirs.dtype is dtype and ours.stride() == theirs.stride(), way
@@ -235,32 +232,45 @@ def test_deterministic_algorithms_are_pytorchs() -> None:
     assert ops.folding_serves("fused", x, model.conv.weight)
 
 
-def native(model: Any, x: Tensor, added: Tensor | None = None, act: Activation = RELU, way: str = "fused") -> Any:
+def native(model: Any, x: Tensor, added: Tensor | None = None, act: Activation = RELU) -> Any:
     """The native op of a block, with what its modules have."""
     weight, bias, *how, groups = arguments(model)[:6]
     numbers = (*(number for pair in how for number in pair), groups)
     op = torch.ops.normswap.convolution_batch_norm_eval_or_none
-    return op(x, weight, bias, *numbers, *arguments(model)[6:], added, act.code, act.low, act.high, WAYS[way])
+    return op(x, weight, bias, *numbers, *arguments(model)[6:], added, act.code, act.low, act.high)
+
+
+def in_a_relu(self: Any, x: Tensor) -> Tensor:
+    return F.relu(self.bn(self.conv(x)))
+
+
+def added_behind(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.relu(self.bn(self.conv(x)) + y)
+
+
+def added_to(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.relu(y + self.bn(self.conv(x)))
 
 
 @by_dtype
 @by_layout
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
-def test_one_native_op_gives_what_its_parts_do(form: str, last: bool, dtype: torch.dtype) -> None:
+def test_one_step_gives_what_its_parts_do(
+    form: str, last: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fold and cuDNN's convolution, by C++: with a residual of either layout, as either operand of the sum."""
     model, x = placed(made(form), torch.randn(5, 16, 15, 14).relu(), dtype, last)
     added = torch.randn_like(model.conv(x))
-    for residual_too in (None, added):
-        expected = ops.convolution_batch_norm_eval(x, *arguments(model), RELU, residual=residual_too, folding="fused")
-        ours = native(model, x, residual_too)
-        assert same_bits(ours, expected) and ours.stride() == expected.stride()
-    for act in (NONE, RELU):
-        ours = native(model, x[1:], act=act, way="matmul")  # of which the memory starts elsewhere
-        assert (ours is None) is not (form == "pointwise" and last)
-        if ours is not None:
-            expected = ops.convolution_batch_norm_eval(x[1:], *arguments(model), act, folding="matmul")
-            assert ours.stride() == expected.stride() and ours.storage_offset() == 0
-            torch.testing.assert_close(ours, expected)
+    other = added.contiguous(memory_format=torch.contiguous_format if last else torch.channels_last)
+    in_parts = ops.convolution_batch_norm_eval
+    monkeypatch.setattr(ops, "convolution_batch_norm_eval", None)
+    for forward, given in ((in_a_relu, ()), *((way, (y,)) for way in (added_behind, added_to) for y in (added, other))):
+        model.__class__ = written(forward)
+        ours, theirs = swapped_with(model, "fused")(x, *given), model(x, *given)
+        expected = in_parts(x, *arguments(model), RELU, residual=given[0] if given else None, folding="fused")
+        assert ours.stride() == theirs.stride(), forward
+        assert torch.equal(ours, expected), forward
 
 
 @torch.no_grad()
@@ -271,7 +281,6 @@ def test_what_the_native_op_declines() -> None:
         assert native(model, odd) is None
     for added in (x.float(), x[:1], x.cpu(), x[:, :, 1:]):
         assert native(model, x, added) is None
-    assert native(model, x, act=NONE) is None and native(model, x, x, way="matmul") is None
     with torch.enable_grad():
         assert native(model, x) is None
     with torch.autocast(DEVICE, torch.float16):
@@ -290,9 +299,8 @@ def test_a_convolution_of_no_channels_is_declined() -> None:
     how: dict[str, Any] = {"device": DEVICE, "dtype": torch.float16, "memory_format": torch.channels_last}
     x, weight, values = torch.ones(2, 16, 8, 8).to(**how), torch.empty(0, 16, 3, 3, **how), torch.empty(0).to(DEVICE)
     op = torch.ops.normswap.convolution_batch_norm_eval_or_none
-    for way in WAYS.values():
-        given = (x, weight, None, 1, 1, 1, 1, 1, 1, 1, values, values, values, values, 1e-5, None, RELU.code, 0.0, 0.0)
-        assert op(*given, way) is None
+    given = (x, weight, None, 1, 1, 1, 1, 1, 1, 1, values, values, values, values, 1e-5, None, RELU.code, 0.0, 0.0)
+    assert op(*given) is None
 
 
 SIZES: dict[str, tuple[Any, ...]] = {  # channels, output channels, height, width, and what nn.Conv2d takes
@@ -336,16 +344,14 @@ def test_our_kernel_scales_exact_sums(name: str, dtype: torch.dtype) -> None:
             )
             sums += (gain * wide.bn.running_mean.abs() + wide.bn.bias.abs()).view(-1, 1, 1) + 1
             for residual_too, act in ((None, RELU), (added, RELU), (added, NONE), (None, NONE)):
-                ours = native(model, x, residual_too, act, "scaled")
+                ours = native(model, x, residual_too, act)
                 assert ours.stride() == z.stride() and ours.dtype is dtype
                 expected = exact if residual_too is None else exact + residual_too.double()
                 expected = act(expected)
                 most = torch.finfo(dtype).eps * 0.51 * expected.abs() + 16 * 2.0**-24 * sums + torch.finfo(dtype).tiny
                 assert ((ours.double() - expected).abs() <= most).all()
-                assert same_bits(ours, native(model, x, residual_too, act, "scaled"))
-                assert same_bits(
-                    ours[:1], native(model, x[:1], None if residual_too is None else added[:1], act, "scaled")
-                )
+                assert same_bits(ours, native(model, x, residual_too, act))
+                assert same_bits(ours[:1], native(model, x[:1], None if residual_too is None else added[:1], act))
 
 
 @by_dtype
@@ -354,90 +360,25 @@ def test_our_kernel_scales_exact_sums(name: str, dtype: torch.dtype) -> None:
 def test_our_kernels_activation_is_of_the_rounded_sum(name: str, dtype: torch.dtype) -> None:
     act = Activation(name, *{"leaky_relu": (0.2, 0.0), "clamp": (-0.5, 0.75)}.get(name, (0.0, 0.0)))
     model, x = placed(made("3x3"), torch.randn(3, 16, 9, 9), dtype, True)
-    before = native(model, x, act=NONE, way="scaled")
-    torch.testing.assert_close(
-        native(model, x, act=act, way="scaled"), act(before), rtol=2 * torch.finfo(dtype).eps, atol=1e-4
-    )
+    before = native(model, x, act=NONE)
+    torch.testing.assert_close(native(model, x, act=act), act(before), rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
 
 
 @torch.no_grad()
 def test_what_our_kernel_declines_and_hands_on() -> None:
     model, x = placed(made("3x3"), torch.randn(3, 16, 8, 8), torch.float16, True)
-    assert native(model, x, way="scaled") is not None
+    assert native(model, x) is not None
     for odd in (x.contiguous(), x.float(), x[:, :8], x[:0], torch.cat((x, x), 1)[:, 4:20]):
-        assert native(model, odd, way="scaled") is None
-    assert native(model, x, x.contiguous(), way="scaled") is None
+        assert native(model, odd) is None
+    assert native(model, x, x.contiguous()) is None
     for form in ("groups", "odd channels"):
         other, _ = placed(made(form), x, torch.float16, True)
-        assert native(other, x, way="scaled") is None
+        assert native(other, x) is None
     for bad in (float("nan"), float("inf")):
         odd = x.clone()
         odd[1, 3, 2, 2] = bad
         wide = copy.deepcopy(model).double()
-        ours, exact = native(model, odd, way="scaled"), wide.act(wide.bn(wide.conv(odd.double())))
+        ours, exact = native(model, odd), wide.act(wide.bn(wide.conv(odd.double())))
         for mask in (Tensor.isnan, Tensor.isinf):
             differs = mask(ours) != mask(exact)
             assert not differs.any(), (differs.nonzero()[:4], ours[differs][:4], exact[differs][:4])
-
-
-def numbers_of(model: Any, way: str) -> list[int]:
-    *how, groups = arguments(model)[2:6]
-    return [*(number for pair in how for number in pair), groups, 1, WAYS[way]]
-
-
-@by_dtype
-@pytest.mark.parametrize(
-    ("forms", "others"),
-    (
-        (("3x3", "strided"), ()),
-        (("pointwise", "3x3", "pointwise"), ()),
-        (("pointwise", "3x3", "pointwise"), ("scaled",)),
-        (("pointwise", "3x3", "pointwise"), ("scaled",) * 3),
-        (("odd channels", "from odd"), ()),
-        (("3x3", "pointwise", "groups", "3x3"), ("fused", "scaled")),
-    ),
-)
-@torch.no_grad()
-def test_several_in_a_row_have_the_bits_of_each(forms: Any, others: Any, dtype: torch.dtype) -> None:
-    models = [made(form) for form in forms]
-    x = torch.randn(3, 16, 12, 13)
-    for index, model in enumerate(models):
-        models[index], _ = placed(model, x, dtype, True)
-    x = x.to(DEVICE, dtype).contiguous(memory_format=torch.channels_last)
-    ways = ["matmul" if is_pointwise(model.conv) else "fused" for model in models[:-1]] + ["fused"]
-    for index, way in enumerate(others):
-        ways[index] = way
-    tensors = [t for m in models for t in (m.conv.weight, m.conv.bias, *arguments(m)[6:10])]
-    numbers = [n for m, way in zip(models, ways, strict=True) for n in numbers_of(m, way)]
-    floats = [number for m in models for number in (m.bn.eps, 0.0, 0.0)]
-    expected = x
-    for model, way in zip(models[:-1], ways[:-1], strict=True):
-        expected = native(model, expected, way=way)
-    added = torch.randn_like(models[-1].conv(expected))
-    op = torch.ops.normswap.convolutions_batch_norm_eval_or_none
-    for residual_too in (None, added):
-        ours = op(x, tensors, numbers, floats, residual_too)
-        assert same_bits(ours, native(models[-1], expected, residual_too, way=ways[-1]))
-        assert all(same_bits(ours, op(x, tensors, numbers, floats, residual_too)) for _ in range(3))
-    assert op(x, tensors, numbers, floats, added[:1]) is None
-    assert op(x, tensors[:-1], numbers, floats, None) is None
-    assert op(x[:, :8], tensors, numbers, floats, None) is None
-    with torch.autocast(DEVICE, dtype):
-        assert op(x, tensors, numbers, floats, None) is None
-
-
-@torch.no_grad()
-def test_a_bottleneck_folds_in_one_launch() -> None:
-    model, x = placed(drawn(lambda: Bottleneck(16, 8, 1)), torch.randn(4, 16, 14, 14).relu(), torch.float16, True)
-    fast = normswap.optimize(model, x, min_speedup=None)
-    assert all(row["status"] == "proved" for row in normswap.report(fast).rows)
-    fast = swapped_with(model, "fused")
-    fast(x)
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        ours = fast(x)
-        torch.cuda.synchronize()
-    assert sum("fold_rows" in event.name for event in seen.events() if event.device_type.name == "CUDA") == 1
-    torch.testing.assert_close(ours, model(x), rtol=0.02, atol=0.05)
-    model.bn2.running_mean.add_(0.5)
-    fast.bn2.running_mean.data.add_(0.5)
-    torch.testing.assert_close(fast(x), model(x), rtol=0.02, atol=0.05)
