@@ -14,6 +14,7 @@ from norm_models import (
     swapped_copy,
 )
 from norm_tables import LAYOUTS
+from row_checks import NO_OPTIONS
 from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
@@ -90,8 +91,7 @@ def test_our_ops_run_nothing_in_a_fake() -> None:
     out = torch.full_like(x, float("nan"))
     with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
         fake, weight, filled = (mode.from_tensor(t) for t in (x, w, out))
-        options = None, None, None, 0, 0.0, 0.0
-        torch.ops.normswap.layer_norm(fake, 1, weight, weight, 1e-5, *options, filled, None, None, None, 0)
-        torch.ops.normswap.rms_norm(fake, 1, weight, 1e-5, 1.0, True, *options, filled, None, None, 0)
+        torch.ops.normswap.layer_norm(fake, 1, weight, weight, 1e-5, *NO_OPTIONS, filled, None, None, None, 0)
+        torch.ops.normswap.rms_norm(fake, 1, weight, 1e-5, 1.0, True, *NO_OPTIONS, filled, None, None, 0)
         torch.ops.normswap.l1_norm(fake, 12, 0.0, 0.0, filled, None, 0)
     assert out.isnan().all()

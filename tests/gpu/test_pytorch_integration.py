@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from row_checks import NO_OPTIONS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,10 +37,9 @@ def test_opcheck() -> None:
     w = torch.randn(64, device="cuda")
     s = torch.empty(6, device="cuda")
     n, image = torch.ops.normswap, x.view(3, 8, 4, 4)
-    alone = None, None, None, 0, 0.0, 0.0
     calls = [
-        (n.layer_norm.default, (x, 1, w, w, 1e-5, *alone, torch.empty_like(x), None, s, s.clone(), 0)),
-        (n.rms_norm.default, (x, 1, w, 1e-5, 1.0, True, *alone, torch.empty_like(x), None, s, 0)),
+        (n.layer_norm.default, (x, 1, w, w, 1e-5, *NO_OPTIONS, torch.empty_like(x), None, s, s.clone(), 0)),
+        (n.rms_norm.default, (x, 1, w, 1e-5, 1.0, True, *NO_OPTIONS, torch.empty_like(x), None, s, 0)),
         (n.l1_norm.default, (x, 64, 0.0, 0.0, torch.empty_like(x), None, 0)),
         (n.l1_norm_dim.default, (x, 0, 0.0, 0.1, torch.empty_like(x), w.clone())),
         (n.l1_norm_dim_backward.default, (x, x, w, 0, 0.0, 0.1, torch.empty_like(x))),
