@@ -66,16 +66,21 @@ def noted(known: Record, rows: Iterable[Row], of: Callable[[Row], Sequence[str]]
 
 
 def said_once(rows: list[Row]) -> tuple[list[Row], str]:
-    """The rows, and what is said below their table instead of in each of several that are all stale."""
-    if len(rows) < 2 or not all(records.AGAIN in row["note"] for row in rows):
+    """The rows, and what is said below their table instead of in each of several that are stale, which have a star
+    where others are not."""
+    stale = [records.AGAIN in row["note"] for row in rows]
+    if sum(stale) < 2:
         return rows, ""
-    rest = [", ".join(word for word in row["note"].split(", ") if word != records.AGAIN) for row in rows]
-    below = f"\n\nThe code has changed since: all of these are {records.AGAIN}."
-    return [{**row, "note": note} for row, note in zip(rows, rest, strict=True)], below
+    mark, which = ("", "all of these are") if all(stale) else (r" \*", r"those with a star (\*) are")
+    found = []
+    for row, again in zip(rows, stale, strict=True):
+        note = ", ".join(word for word in row["note"].split(", ") if word != records.AGAIN)
+        found.append({**row, "note": note, "mark": mark if again else ""})
+    return found, f"\n\nThe code has changed since: {which} {records.AGAIN}."
 
 
 def first_cell(text: object, row: Row) -> str:
-    return f"{text} ({row['note']})" if row["note"] else str(text)
+    return str(text) + row.get("mark", "") + (f" ({row['note']})" if row["note"] else "")
 
 
 def measured_on(known: Record, rows: Sequence[Row]) -> str:

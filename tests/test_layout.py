@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -262,6 +264,41 @@ def test_files_can_be_read_in_a_sitting() -> None:
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in code}
     assert len(lines) > 20
     assert {name: count for name, count in lines.items() if count > 500} == {}
+
+
+def test_what_runs_on_a_gpu_alone_imports_what_there_is() -> None:
+    """Here nothing else would tell."""
+    own = {path.stem: path for folder in ("tests", "tests/gpu", "scripts") for path in (ROOT / folder).glob("*.py")}
+    asked = 0
+    for path in (*(ROOT / "tests/gpu").glob("*.py"), *(ROOT / "scripts").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] not in ("normswap", *own):
+                continue
+            module, names = str(node.module), {alias.name for alias in node.names}
+            asked += len(names)
+            there = names_in(own[module]) if module in own else names_of(module, names)
+            assert names <= there, f"{path.relative_to(ROOT)}: {module} has no {', '.join(sorted(names - there))}"
+    assert asked > 100
+
+
+def names_of(module: str, names: set[str]) -> set[str]:
+    """Those of ``names`` that can be imported from a module of the package."""
+    found = importlib.import_module(module)
+    inner = {one.name for one in pkgutil.iter_modules(getattr(found, "__path__", []))}
+    return {name for name in names if name in inner or hasattr(found, name)}
+
+
+def names_in(path: Path) -> set[str]:
+    """What a file makes at its top, or imports."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
 
 
 def test_nothing_names_a_place_outside_the_repository() -> None:

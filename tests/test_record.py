@@ -321,6 +321,12 @@ def test_stale_figures_are_marked(checking: gpu_check.Checking, monkeypatch: pyt
         found = readme_tables.tables(checking.record)
         assert [name for name in "mn" if f"| {name} (to be measured again) |" in found["host"]] == where
         assert found["host"].count(records.AGAIN) == 1
+    checking.add("host", [{"module": "o", "gradients": "no", "eager_us": 2.0, "normswap_us": 1.0}], str)
+    checking.record["host"][2]["stamp"] = checking.record["host"][0]["stamp"]
+    checking.record["host"][1]["stamp"] = records.stamp(checking.record, {**made, "sources": dict(edited)})
+    found = readme_tables.tables(checking.record)
+    assert [name for name in "mno" if rf"| {name} \* |" in found["host"]] == ["m", "o"]  # of several that are stale
+    assert found["host"].count(records.AGAIN) == 1
 
 
 def test_rows_of_two_gpus_say_of_which(checking: gpu_check.Checking) -> None:
