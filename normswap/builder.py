@@ -31,6 +31,8 @@ WHEEL_ARCH = ("80", "90", "100", "120")
 SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h")
 OF_A_DTYPE = re.compile(r"_(bf16|f16|f32)(?=\.cu$)")
 """How the source of one dtype's kernels ends: those of a kind are compiled side by side, or as one that takes less."""
+FEW_CORES = 4
+"""With fewer than so many all are at work to the end however the kernels are parted into units."""
 LONGEST = ("row", "group_backward")
 """The folders of what takes longest to compile: started first, so that it is not waited for last where there are many
 cores."""
@@ -252,7 +254,7 @@ def compile_library(
         compilers = {".cpp": [cxx, *CXX_FLAGS, *headers], ".cu": [str(toolkit.nvcc), "-ccbin", cxx, *flags]}
         ordered = sorted(sources(copied), key=lambda path: path.parent.name not in LONGEST)
         units = {path.relative_to(copied).as_posix(): path for path in ordered if path.suffix in compilers}
-        if len(arch) > 1:
+        if len(arch) > 1 or _cores() < FEW_CORES:
             units = _dtypes_together(units, folder / "together")
         linker = [cxx, f"-L{torch}/lib", f"-L{toolkit.lib}", *LINK_LIBRARIES]
         if said := _compile(folder, LIBRARY, compilers, units, linker):
@@ -317,6 +319,11 @@ def work_key(source_dir: Path, arch: Sequence[str], toolkit: Toolkit, ptx: bool 
     return hashlib.sha256("\0".join(known).encode()).hexdigest()[:32]
 
 
+def _cores() -> int:
+    """Of this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _mirror(source_dir: Path, copied: Path) -> None:
     """Make ``copied`` hold the sources of ``source_dir`` and no others. Ninja goes by a file's time, which packages
     bring along from elsewhere: what differs in content is written anew, what does not is not touched."""
@@ -332,8 +339,8 @@ def _mirror(source_dir: Path, copied: Path) -> None:
 
 
 def _dtypes_together(units: Mapping[str, Path], folder: Path) -> dict[str, Path]:
-    """``units`` with one in ``folder`` for all dtypes of a kind: nvcc compresses a unit as a whole, and kernels of
-    another dtype are much the same. For a library that is passed on: it takes fewer bytes, and longer."""
+    """``units`` with one in ``folder`` for all dtypes of a kind, which are much the same: nvcc reads and compresses a
+    unit as a whole, so that all take less time, and bytes, but the longest of them more."""
     kinds: dict[str, list[str]] = {}
     for name in units:
         kinds.setdefault(OF_A_DTYPE.sub("", name), []).append(name)

@@ -148,7 +148,11 @@ def test_only_what_uses_a_header_is_compiled_again(nested: Path, tmp_path: Path)
 
 
 @needs_nvcc
-def test_for_several_architectures_the_dtypes_of_a_kind_are_one_unit(nested: Path, tmp_path: Path) -> None:
+def test_for_several_architectures_or_on_few_cores_the_dtypes_of_a_kind_are_one_unit(
+    nested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert builder._cores() > 0
+    monkeypatch.setattr(builder, "_cores", lambda: builder.FEW_CORES)
     kernel = (nested / "row/twice.cu").read_text()
     (nested / "row/twice.cu").rename(nested / "row/twice_f32.cu")
     for dtype in ("f16", "bf16"):
@@ -157,6 +161,9 @@ def test_for_several_architectures_the_dtypes_of_a_kind_are_one_unit(nested: Pat
     apart, together = tmp_path / "apart/work", tmp_path / "together/work"
     kinds = {"twice.cu.o", "other.cu.o", "register.cpp.o"}
     assert len(compiled(nested, apart)) == 5 and set(compiled(nested, together, ("80", "90"))) == kinds
+    with monkeypatch.context() as few:
+        few.setattr(builder, "_cores", lambda: builder.FEW_CORES - 1)
+        assert set(compiled(nested, tmp_path / "few/work")) == kinds
 
     first = compiled(nested, together, ("80", "90"))
     (nested / "row/twice_f16.cu").write_text(kernel.replace("twice", "twice_f16") + "// changed")
