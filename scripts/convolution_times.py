@@ -1,7 +1,7 @@
 """What networks of torchvision and timm take in eval on a GPU, channels_last, ms of a forward by the wall's clock, in
 turns: by PyTorch, with each convolution fused that can be, with ours where it is one ("scaled"), by default, by CUDA
-graphs of the former two, and with --compile by torch.compile; in brackets what a forward costs the
-device and the host. First, what one block costs.
+graphs of the two before that, and with --compile by torch.compile; in brackets what a forward costs the device and the
+host. First, what one block costs.
 
     python scripts/convolution_times.py [NAME ...] [--batch N ...] [--dtype float16] [--compile]
 """
