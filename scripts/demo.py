@@ -141,8 +141,11 @@ def speed() -> None:
         return
     say("4. Speed: this machine has no GPU. Recorded earlier on another machine, not here:")
     known = record.load()
-    rows = readme_tables.noted(known, known["benchmark"], record.engines_of_row)
-    print(f"{readme_tables.measured_on(known, rows)}\n{benchmark.table(rows)}")
+    headline = [row for row in known["benchmark"] if "headline" in row["tags"]]
+    rows, below = readme_tables.said_once(readme_tables.noted(known, headline, record.engines_of_row))
+    print(readme_tables.measured_on(known, rows))
+    print(benchmark.table([{**row, "workload": row["workload"] + row.get("mark", "")} for row in rows]) + below)
+    print("\nWhole models stand in README.md, every row in docs/benchmark.md.")
 
 
 def main() -> None:
