@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -203,17 +202,3 @@ def test_a_sum_is_laid_out_after_its_first_operand(layout: str) -> None:
     with torch.no_grad():
         model, fast = (drawn(lambda: written(first_of_a_sum)(conv(), bn())) for _ in range(2))
         assert swapped_with(fast)(x).stride() == model(x).stride()
-
-
-@pytest.mark.parametrize("more", ({}, {"then": [1, 0, 1, 9]}))
-def test_a_plan_of_an_earlier_version_names_what_there_is_no_more(more: dict[str, Any]) -> None:
-    """A way to compute a convolution, or that a region led into the next one: it is computed apart."""
-    model = drawn(lambda: Block(conv(), bn()))
-    x = torch.randn(2, 6, 9, 8)
-    data = json.loads(undecided(model, "matmul").to_json())
-    for swap in data["swaps"]:
-        for region in swap["attributes"]["regions"]:
-            region.update(more)
-    fast = normswap.apply(model, Plan.from_json(json.dumps(data)))
-    assert type(fast) is not type(model)
-    torch.testing.assert_close(fast(x), model(x))

@@ -127,7 +127,7 @@ def test_each_may_serve_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_does_not_run_as_a_whole_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each convolution was compared by itself; two in a row are one call."""
+    """Each convolution was compared by itself."""
     for works, chosen in (("none", ["0: conv + bn + act "]), ("folded", ["0: conv + bn + act folded"])):
         timed_as(monkeypatch, {})
         ways = {"folded": Cost(20.0, 20.0), "apart": Cost(10.0, 40.0), "statements": Cost(10.0, 40.0)}

@@ -7,12 +7,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import cudnn_stand_in
 import pytest
 import torch
 import torch.nn.functional as F
 from at_once_stand_in import compiled, needs_compiler, registered
 from convolution_cases import CASES, PROVED
 from convolution_models import Block, bn, conv, drawn, residual, swapped_with, written
+from cudnn_stand_in import cudnn
 from launch_stand_in import LAUNCHED, LAUNCHERS
 from norm_act_models import NormAct
 from test_nodes import nodes_library
@@ -27,7 +29,7 @@ from normswap import modules, nodes, ops, reference
 from normswap.activation import CODES
 from normswap.ops import at_once, dispatch
 
-__all__ = ["compiled", "registered"]
+__all__ = ["compiled", "cudnn", "registered"]
 pytestmark = [needs_compiler, pytest.mark.usefixtures("launched")]
 X = torch.randn(2, 6, 9, 8)
 DTYPES = {"scaled": torch.float32, "fused": torch.bfloat16}
@@ -37,33 +39,20 @@ by_way = pytest.mark.parametrize("way", DTYPES)
 
 
 @pytest.fixture(scope="module")
-def cudnn(registered: None, compiled: torch.library.Library) -> Iterator[None]:
-    """A fold and cuDNN's convolutions for a CPU's tensors."""
-
-    def relu(x: Tensor, weight: Tensor, bias: Tensor, *how: Any) -> Tensor:
-        LAUNCHED.append("convolution")
-        return F.conv2d(x, weight, bias, *how).relu()
-
-    def add_relu(x: Tensor, weight: Tensor, added: Tensor, alpha: Any, bias: Tensor, *how: Any) -> Tensor:
-        assert alpha == 1
-        LAUNCHED.append("convolution")
-        return (F.conv2d(x, weight, bias, *how) + added).relu()
+def folded(registered: None, compiled: torch.library.Library) -> None:
+    """A fold for a CPU's tensors."""
 
     def fold(weight: Tensor, bias: Any, *norm: Any) -> Any:
         return reference.fold_scale_batch_norm(weight, bias, None, *norm)
 
     compiled.impl("fold_convolution_or_none", fold, "CPU")
-    aten = torch.library.Library("aten", "IMPL")
-    aten.impl("cudnn_convolution_relu", relu, "CPU")
-    aten.impl("cudnn_convolution_add_relu", add_relu, "CPU")
-    yield
-    aten._destroy()
 
 
 @pytest.fixture
-def launched(cudnn: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def launched(cudnn: None, folded: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """C++ takes CPU tensors for a GPU's."""
     monkeypatch.setattr(dispatch, "_direct", {})
+    monkeypatch.setattr(cudnn_stand_in, "CALLED", LAUNCHED)
     monkeypatch.setattr(modules, "_made", WeakIdKeyDictionary())  # those of other tests know what cuDNN fuses
     monkeypatch.setattr(ops.convolution, "FUSED", (torch.float16, torch.bfloat16))
     nodes.call_at_once(nodes_library(), "cpu", LAUNCHERS)
@@ -104,11 +93,14 @@ SERVED: dict[str, Callable[[], nn.Module]] = {
     "first of a sum": lambda: written(first_of_a_sum)(conv(), bn()),
     "dropout": lambda: written(through_a_dropout)(conv(), bn()),
     "norm with an activation": lambda: nn.Sequential(conv(), NormAct(nn.SiLU())),
+    "norm with a ReLU": lambda: nn.Sequential(conv(), NormAct(nn.ReLU())),
     "sequential": lambda: nn.Sequential(conv(), bn(), nn.ReLU()),
 }
 
 
-IN_A_RELU = ("plain", "strided", "not affine", "residual", "first of a sum", "dropout", "sequential")
+IN_A_RELU = (
+    *("plain", "strided", "not affine", "residual", "first of a sum", "dropout", "norm with a ReLU", "sequential"),
+)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +193,34 @@ def test_what_is_another_by_now_is_left_to_python(what: str, way: str) -> None:
     assert_left(model, swapped_with(model, way), LATER[what], way)
 
 
+PASSING_LATER: dict[str, Callable[[Any], object]] = {
+    "a hook": lambda m: m.drop.register_forward_hook(lambda module, given, out: out * 2),
+    "on": lambda m: (m.drop.train(), setattr(m.drop, "p", 1.0)),
+    "another": put("drop", nn.Softplus()),
+    "hidden on the instance": lambda m: m.__dict__.update(drop=torch.neg),
+}
+
+
+@by_way
+@pytest.mark.parametrize("what", PASSING_LATER)
+def test_a_child_that_no_longer_hands_on_is_called(what: str, way: str) -> None:
+    model = drawn(SERVED["dropout"]).to(DTYPES[way])
+    assert_left(model, swapped_with(model, way), PASSING_LATER[what], way)
+
+
+@by_way
+def test_a_function_that_was_replaced_is_called(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = drawn(SERVED["first of a sum"]).to(DTYPES[way]), X.to(DTYPES[way])
+    model, x = (one.to(memory_format=torch.channels_last) for one in (model, x))
+    fast = swapped_with(model, way)
+    with torch.no_grad():
+        fast(x)
+        assert LAUNCHED == ["convolution"]
+        monkeypatch.setattr(F, "relu", torch.sigmoid)
+        torch.testing.assert_close(fast(x), model(x), **LIMITS[way])
+    assert LAUNCHED == ["convolution"]
+
+
 CALLED = [(nn.Conv2d, "forward"), (nn.Conv2d, "_conv_forward"), (nn.BatchNorm2d, "forward"), (nn.ReLU, "forward")]
 
 
@@ -214,9 +234,13 @@ def test_a_method_of_torch_that_was_replaced_is_called(
     with torch.no_grad():
         fast(x)
         assert LAUNCHED == ["convolution"]
-        monkeypatch.setattr(cls, name, lambda self, *given: original(self, *given) * 2)
-        torch.testing.assert_close(fast(x), model(x))
-        assert LAUNCHED == ["convolution"]
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, name, lambda self, *given: original(self, *given) * 2)
+            torch.testing.assert_close(fast(x), model(x))
+        with monkeypatch.context() as patch:  # the same function, with other code
+            patch.setattr(original, "__code__", (lambda self, x, *given: x[:, :6] * 2).__code__)
+            torch.testing.assert_close(fast(x), model(x))
+    assert LAUNCHED == ["convolution"]
 
 
 NOT_FUSED: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -231,6 +255,7 @@ NOT_FUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "negative padding": lambda model, x: (setattr(model.conv, "padding", (-1, 0)), x),
     "no groups": lambda model, x: (setattr(model.conv, "groups", 0), x),
     "cuDNN deterministic": lambda model, x: (None, x),
+    "cuDNN off": lambda model, x: (None, x),
 }
 
 
@@ -239,12 +264,17 @@ def test_what_cudnn_is_not_asked(what: str, monkeypatch: pytest.MonkeyPatch) -> 
     model = drawn(SERVED["plain"]).bfloat16()
     fast, x = swapped_with(model, "fused"), X.bfloat16()
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", what == "cuDNN deterministic")
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", what != "cuDNN off")
     _, given = NOT_FUSED[what](model, x)
     NOT_FUSED[what](fast, x)
     with torch.no_grad():
         ours, theirs = outcome(fast, given), outcome(model, given)
     assert LAUNCHED == []
-    assert ours == theirs if isinstance(theirs, tuple) else torch.allclose(ours, theirs, **LIMITS["fused"])
+    if isinstance(theirs, tuple):
+        assert ours == theirs
+    else:
+        torch.testing.assert_close(ours, theirs, **LIMITS["fused"])
+        assert ours.stride() == theirs.stride()
 
 
 @pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))
@@ -272,7 +302,7 @@ def two_in_a_row(self: Any, x: Tensor) -> Tensor:
     return self.act(self.bn2(self.conv(self.act(self.bn(self.conv(x))))))
 
 
-def test_regions_in_a_row_do_not_wait_for_one_another() -> None:
+def test_regions_in_a_row_are_a_launch_each() -> None:
     model = drawn(lambda: written(two_in_a_row)(conv(), bn()))
     with torch.no_grad():
         torch.testing.assert_close(swapped_with(model, "scaled")(X), model(X), rtol=1e-5, atol=1e-4)
@@ -331,7 +361,9 @@ MODES: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 def _hooked(fast: Any, x: Tensor) -> Any:
-    handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, given, out: out * 2 if type(module) is nn.ReLU else None
+    )
     try:
         with torch.no_grad():
             return fast(x)
@@ -347,6 +379,7 @@ def test_where_something_has_a_say_python_is_asked(mode: str, way: str) -> None:
     fast = swapped_with(model, way)
     with torch.no_grad():
         expected = model(x)
+    expected = expected * 2 if mode == "a hook for all modules" else expected
     torch.testing.assert_close(MODES[mode](fast, x), expected, **LIMITS[way])
     assert LAUNCHED == []
 

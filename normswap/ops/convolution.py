@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normswap import reference
 from normswap.activation import NONE, Activation
-from normswap.ops.dispatch import direct, lowered_to
+from normswap.ops.dispatch import autograd_only, direct, lowered_to
 
 Norm: TypeAlias = "tuple[Tensor, Tensor, Tensor | None, Tensor | None]"
 """Running mean and variance, weight and bias."""
@@ -100,7 +100,7 @@ FUSED = (torch.float16, torch.bfloat16) if (torch.backends.cudnn.version() or 0)
 
 def folding_serves(folding: str, input: Tensor, conv_weight: Tensor) -> bool:
     """Whether a way can be had for such tensors now, where its form can. "fused" takes plans that nobody has called
-    deterministic, and reduced precision only as PyTorch's own convolution would."""
+    deterministic, and has no derivative of any kind."""
     if folding == "folded":
         return True
     dtype = lowered_to(input) or input.dtype
@@ -111,7 +111,7 @@ def folding_serves(folding: str, input: Tensor, conv_weight: Tensor) -> bool:
         last = all(image.is_contiguous(memory_format=torch.channels_last) for image in images)
         return last and dtype in (torch.float16, torch.bfloat16)
     cudnn = torch.backends.cudnn
-    return dtype in FUSED and cudnn.enabled and not cudnn.deterministic
+    return dtype in FUSED and cudnn.enabled and not cudnn.deterministic and autograd_only()
 
 
 def convolved_shape(

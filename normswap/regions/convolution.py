@@ -17,7 +17,7 @@ from normswap.ops.at_once import AtOnce
 from normswap.ops.at_once import Convolution as InOneStep
 from normswap.ops.dispatch import DTYPES, autocasts, lowered_to, needs_grad
 from normswap.regions.activations import is_of, numbers_of
-from normswap.regions.ending import Ending
+from normswap.regions.ending import ending_of
 from normswap.regions.foldings import RELU, is_foldable, takes
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, children_of
@@ -42,18 +42,18 @@ def at_once_of_convolution(compiled: Compiled) -> AtOnce:
     """What calls a region of a Conv2d and a BatchNorm2d so, if anything does: one that is scaled, or fused where cuDNN
     fuses all 16 bits. Fused, it ends in a ReLU, which a child may turn out to be."""
     region, callees = compiled.region, compiled.callees
-    ending = Ending(region) if "behind" in region.attributes else None
+    ends_itself = "behind" in region.attributes
     literal = region.literal_activation()
     fuses = region.folding == "fused" and torch.bfloat16 in ops.convolution.FUSED and literal in (None, RELU)
-    known = region.type == _BATCH_NORM_2D or ending is not None
+    known = region.type == _BATCH_NORM_2D or ends_itself
     known = known and all(is_of(region, function) for function in callees())
     if not known or not (fuses or region.folding == "scaled"):
         return AtOnce(None)
 
     def stands(norm: Any) -> Any:
         """The forward that the norm is called by, where it is such a norm."""
-        if ending is not None:
-            found = ending.read(norm)
+        if ends_itself:
+            found = ending_of(region, norm)
             return None if found is None else (*found.known, how_called(type(norm)))
         return (*_NORM.known, how_called(type(norm))) if type(norm) is nn.BatchNorm2d else None
 
@@ -122,12 +122,17 @@ class Convolved:
             return False
         if not ops.folding_serves(self.folding, x, weight) or not takes(self.folding, convolution, activation):
             return False
-        if behind is None:
+        fuses = self.folding == "fused"
+        if behind is None and not fuses:
             return True
+        if fuses and not _is_sound(convolution):
+            return False
         how = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
         more = convolution.output_padding if type(convolution) in TRANSPOSED else None
         shape = ops.convolved_shape(x, weight, *how, more)
-        return behind.dtype is dtype and behind.device == x.device and behind.shape == shape
+        if fuses and min(shape) <= 0:
+            return False
+        return behind is None or (behind.dtype is dtype and behind.device == x.device and behind.shape == shape)
 
 
 def _dtype_of(x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -152,6 +157,14 @@ def _fit(convolution: Any, norm: Any, dtype: torch.dtype) -> bool:
     return (mean.dtype is dtype or widened) and channels == convolution.out_channels
 
 
+def _is_sound(convolution: Any) -> bool:
+    """Whether PyTorch takes its numbers together, which cuDNN's op does not ask."""
+    weight, groups = convolution.weight, convolution.groups
+    if groups < 1 or weight.shape[0] % groups != 0 or convolution.in_channels != weight.shape[1] * groups:
+        return False
+    return min(convolution.padding) >= 0 and min(*convolution.stride, *convolution.dilation) >= 1  # type: ignore[no-any-return]
+
+
 def _learns(x: Tensor, convolution: Any, norm: Any, behind: Any) -> bool:
     return needs_grad(x, convolution.weight, convolution.bias, norm.weight, norm.bias, behind)
 
@@ -163,5 +176,6 @@ def _is_as_read(convolution: Any) -> bool:
     if inner is None or not is_plain(convolution, cls) or inner.name in convolution.__dict__:
         return False
     how = convolution.stride, convolution.padding, convolution.dilation, convolution.output_padding
-    are_tuples = all(type(numbers) is tuple for numbers in how)  # a number for every dim, as __init__ makes it
-    return convolution.padding_mode == "zeros" and are_tuples and inner.is_unchanged()
+    dims = convolution.weight.dim() - 2
+    as_made = all(type(numbers) is tuple and len(numbers) == dims for numbers in how)  # a number for every dim
+    return convolution.padding_mode == "zeros" and as_made and inner.is_unchanged()

@@ -18,7 +18,7 @@ from normswap.attributes import own_getattr
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import calls_forward
 from normswap.forwards.replaced import Replaced
-from normswap.installed import called_class, how_called, is_called_as
+from normswap.installed import called_class
 from normswap.kinds import NORMS
 from normswap.ops.at_once import AtOnce, NormAct
 from normswap.ops.dispatch import DTYPES, direct
@@ -110,33 +110,13 @@ def is_behind(cls: Any, names: str) -> bool:
     return behind_of(cls) == (*names.split(),)
 
 
-class Ending:
-    """The norm of a region that ends in children of its own: whether it is as it was read, asked on every call."""
-
-    def __init__(self, region: Region) -> None:
-        self.type, self.behind = region.type, region.attributes["behind"]
-        self.names = self.behind.split()
-        self.known: dict[type, tuple[Replaced | None, tuple[Any, Any]]] = {}
-
-    def is_of(self, norm: Any) -> bool:
-        """Whether ``norm`` is a BatchNorm2d of that class, whose children are those that its forward calls."""
-        cls = type(norm)
-        if norm is None:
-            return False
-        if cls not in self.known:
-            self.known[cls] = self.read(norm), how_called(cls)
-        replaced, called = self.known[cls]
-        if replaced is None or not replaced.is_unchanged() or not is_called_as(called, cls):
-            return False
-        return norm.__dict__.keys().isdisjoint(self.names)
-
-    def read(self, norm: Any) -> Replaced | None:
-        """The forward of the class that ``norm`` is of, where that is the one that was read."""
-        if not isinstance(norm, nn.BatchNorm2d):
-            return None
-        original: Any = called_class(norm)
-        is_it = original is not None and qualified(original) == self.type and is_behind(original, self.behind)
-        return Replaced(original) if is_it else None
+def ending_of(region: Region, norm: Any) -> Replaced | None:
+    """The forward of the class of ``norm``, a BatchNorm2d, where that is the one that ``region`` was read with."""
+    if not isinstance(norm, nn.BatchNorm2d):
+        return None
+    original: Any = called_class(norm)
+    is_it = original is not None and qualified(original) == region.type
+    return Replaced(original) if is_it and is_behind(original, region.attributes["behind"]) else None
 
 
 class Short:
