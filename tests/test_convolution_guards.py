@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from norm_act_models import NormAct
 from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import NONE, Activation
 from normswap.regions import convolution as conv
-from normswap.regions.spec import Region, Step
+from normswap.regions.spec import Region, Step, qualified
 
 RELU, SILU = Activation("relu"), Activation("silu")
 HERE = (1, 0, 1, 1)
@@ -93,6 +94,7 @@ def test_what_pytorch_takes_together() -> None:
     assert conv._fit(parts()[0].half(), parts()[1].half(), half)
     assert conv._fit(parts()[0], parts()[1].half(), half)  # by autocast
     assert not conv._fit(parts()[0], parts()[1].half(), wide)
+    assert not conv._fit(parts()[0].half(), parts()[1].bfloat16(), half)
     for name in ("running_var", "weight", "bias"):
         convolution, norm = parts()
         tensor = getattr(norm, name).half()
@@ -232,3 +234,20 @@ def test_regions_that_are_called_in_one_step(more: Any, served: bool, monkeypatc
     assert step(callees=lambda: (torch.sigmoid,)) is None
     monkeypatch.setattr(ops.convolution, "FUSED", (torch.float16,))
     assert (step() is not None) == (served and not fuses)
+
+
+def test_a_norm_that_stands_for_another_forward() -> None:
+    plain = conv.at_once_of_convolution(compiled("convolution", "norm")).norm
+    more = {"type": qualified(NormAct), "attributes": {"behind": "drop act"}}
+    ending = conv.at_once_of_convolution(compiled("convolution", "norm", **more)).norm
+    for step, norm, other in ((plain, nn.BatchNorm2d(8), NormAct()), (ending, NormAct(), nn.BatchNorm2d(8))):
+        assert step.stands(norm)[0] is type(norm) and step.stands(other) is None
+
+
+def test_what_lies_in_a_format() -> None:
+    image, volume, line = torch.randn(2, 4, 5, 6), torch.randn(2, 3, 4, 5, 6), torch.randn(2, 4, 5)
+    for x in (image, volume, line, image.to(memory_format=torch.channels_last)):
+        assert conv.lies_in_a_format(x)
+    assert conv.lies_in_a_format(volume.to(memory_format=torch.channels_last_3d))
+    for x in (image.transpose(2, 3), volume.transpose(1, 2), line.transpose(1, 2)):
+        assert not conv.lies_in_a_format(x)
