@@ -21,7 +21,7 @@ enum ConvolutionField {
 };
 
 struct Convolution : Callable {
-  int place;    // of the input in a sum's (input, residual); -1: there is none
+  int place;   // of the input in a sum's (input, residual); -1: there is none
   bool fuses;  // by cuDNN
 
   PyObject* operator[](ConvolutionField field) const { return fields[field]; }
