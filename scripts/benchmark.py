@@ -115,16 +115,22 @@ def with_backward(function: nn.Module, x: Tensor) -> Function:
 
 
 def proved(model: nn.Module, x: Tensor, gradients: bool) -> tuple[nn.Module, dict[str, Any]]:
-    """The model swapped, whether each site was proved on ``x``, with the worst errors as shares of their limit, and
-    why sites were not swapped."""
+    """The model swapped, whether each site was proved on ``x``, with the worst errors as shares of their limit, why
+    sites were not swapped, and of those that were not proved why, and what a second proof on ``x`` says."""
     options = {"validate": "grad" if gradients else "forward", "on_empty": "warn", "on_mismatch": "warn"}
     swapped = normswap.optimize(model, x, min_speedup=None, **options)
     rows = normswap.report(swapped).rows
     sites = [row for row in rows if row["status"] != "refused"]
+    unproved = [f"{row['status']} {row['detail']}".strip() for row in sites if row["status"] != "proved"]
+    if unproved:
+        normswap.validate(swapped, x, mode=options["validate"], on_mismatch="warn")
+        again = {row["status"] for row in normswap.report(swapped).rows if row["status"] != "refused"}
+        unproved += [f"on the same input again: {', '.join(sorted(again))}"]
     return swapped, {
         "sites": len(sites),
         "verified": bool(sites) and all(row["status"] == "proved" for row in sites),
         "refused": sorted({row["reason"] for row in rows if row["status"] == "refused"}),
+        "unproved": unproved,
         "error_share": max((row["error_share"] for row in sites), default=0.0),
         "eager_error_share": max((row["eager_error_share"] for row in sites), default=0.0),
     }
@@ -281,7 +287,8 @@ def table(rows: list[dict[str, Any]], host: Iterable[dict[str, Any]] = ()) -> st
         lines += ["", tabulate(costs, ("host, us a call", *host_cost.HEADERS[1:]), disable_numparse=True)]
     cannot = [f"{title(row)}: {name}: {why}" for row in rows for name, why in row["cannot"].items()]
     refused = [f"{title(row)}: not swapped: {why}" for row in rows for why in row["refused"]]
-    return "\n".join([*lines, *cannot, *refused, *told(summary(rows))])
+    unproved = [f"{title(row)}: not proved: {why}" for row in rows for why in row.get("unproved", ())]
+    return "\n".join([*lines, *cannot, *refused, *unproved, *told(summary(rows))])
 
 
 def where(on: dict[str, Any]) -> str:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+GRACE_S = 5.0
+"""For what a process does when it is told to end."""
 _groups: set[int] = set()
 _ending = threading.Event()
 _alone = threading.Lock()
@@ -52,11 +56,22 @@ def end_all() -> None:
 
 
 def end_with_this_process() -> None:
-    """From now on SIGTERM and SIGINT, such as ``timeout`` sends, end this process's children with it."""
+    """From now on SIGTERM and SIGINT, such as ``timeout`` sends, end this process and with it its children. Where it
+    waits in C, as for a GPU, no code of its own would run: after GRACE_S it is said where, and ended."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        end_all()
         sys.exit(128 + number)
+
+    def watch() -> None:
+        number = os.read(reader, 1)[0]  # C writes it there, whatever Python does
+        end_all()
+        time.sleep(GRACE_S)
+        faulthandler.dump_traceback()
+        os._exit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
+    signal.set_wakeup_fd(writer)
+    threading.Thread(target=watch, daemon=True).start()

@@ -156,6 +156,7 @@ class Checking:
         for row in benchmark.measured([] if patterns == ["host"] else these, rate, compiling):
             rows.append(row)
             self.add("benchmark", [row], records.key_of_row, order)
+            print(*benchmark.cells(row, benchmark.columns([row])), sep="  ", flush=True)
         host = host_cost.on_the_gpu() if not patterns or "host" in patterns else []
         self.add("host", host, lambda row: (row["module"], row["gradients"]))
         print(benchmark.table(rows, host), flush=True)

@@ -50,6 +50,13 @@ def test_summary_counts_targets_and_names_what_loses() -> None:
     assert refused["not_swapped"] == ["layer_norm 8x64 float16"] and refused["not_proved"] == []
 
 
+def test_a_row_that_is_not_proved_is_tried_again_and_says_why() -> None:
+    _, found = benchmark.proved(randomised(nn.LayerNorm(8)), torch.randn(4, 8), False)  # no kernel runs on a CPU
+    assert not found["verified"] and found["unproved"] == ["wiring", "on the same input again: wiring"]
+    shown = benchmark.table([{**row(1.0), **found}])
+    assert "layer_norm 8x64: not proved: on the same input again: wiring" in shown
+
+
 def test_rows_that_were_not_compiled() -> None:
     one = row(1.0, 1.0)
     del one["ms"]["torch.compile"]

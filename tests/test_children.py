@@ -29,6 +29,17 @@ with concurrent.futures.ThreadPoolExecutor(1) as pool:
     [one.result() for one in found]
 """
 
+# Waits for a lock of C's that it has itself, which no signal interrupts.
+STUCK = """
+import ctypes, children
+children.GRACE_S = 0.5
+children.end_with_this_process()
+lock, of_c = ctypes.create_string_buffer(128), ctypes.CDLL(None)
+print("there", flush=True)
+for _ in range(2):
+    of_c.pthread_mutex_lock(lock)
+"""
+
 
 def pid_in(file: Path) -> int:
     for _ in range(600):
@@ -73,3 +84,18 @@ def test_a_signal_ends_children_and_starts_no_more(tmp_path: Path, number: int) 
         assert process.wait(30) not in (0, None)
     assert_ends(pid)
     assert not file.exists()
+
+
+def test_a_process_that_waits_in_c_is_ended_and_says_where(tmp_path: Path) -> None:
+    env, stuck = {**os.environ, "PYTHONPATH": str(SCRIPTS)}, tmp_path / "stuck.py"
+    stuck.write_text(STUCK)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, stuck], env=env, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == "there\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(30) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+        assert f'"{stuck}", line 8 in <module>' in process.stderr.read()
