@@ -115,6 +115,7 @@ FORMULAS = {name: Formula(kind.formula, kind.casts) for name, kind in KINDS.item
 """The patterns of all kinds."""
 
 
+@functools.cache
 def _pattern_of(node: ast.expr) -> tuple[str, dict[str, ast.expr]]:
     """The operation that a part of a formula is, and its arguments by name."""
     if isinstance(node, ast.BinOp):
