@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from at_once_stand_in import CALLED, DECLINED, called, compiled, needs_compiler, registered
 from launch_stand_in import DECLINED as DECLINES
 from launch_stand_in import OF_NORMS, Memory, View, norms_by
+from launched_checks import MODES, Own
 from models import randomised
 from rms_models import ByHand
-from test_launched_at_once import MODES, Own
 from test_nodes import nodes_library
 from torch import Tensor, nn
 

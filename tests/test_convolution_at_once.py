@@ -1,13 +1,11 @@
-"""Convolutions with norms behind them, and BatchNorms by running statistics, in one step of C++ over a stand-in for the
-launchers: what is computed, and what is left to Python."""
+"""Convolutions with norms behind them in one step of C++ over a stand-in for the launchers: what is computed, and what
+is left to Python."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import cudnn_stand_in
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,51 +13,14 @@ from at_once_stand_in import compiled, needs_compiler, registered
 from convolution_cases import CASES, PROVED
 from convolution_models import Block, bn, conv, drawn, residual, swapped_with, written
 from cudnn_stand_in import cudnn
-from launch_stand_in import LAUNCHED, LAUNCHERS
+from launch_stand_in import LAUNCHED
+from launched_checks import DTYPES, LIMITS, MODES, Own, X, assert_left, folded, launched, outcome, put, registered_as
 from norm_act_models import NormAct
-from test_nodes import nodes_library
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
-import normswap
-from normswap import modules, nodes, ops, reference
-from normswap.activation import CODES
-from normswap.ops import at_once, dispatch
-
-__all__ = ["compiled", "cudnn", "registered"]
+__all__ = ["compiled", "cudnn", "folded", "launched", "registered"]
 pytestmark = [needs_compiler, pytest.mark.usefixtures("launched")]
-X = torch.randn(2, 6, 9, 8)
-DTYPES = {"scaled": torch.float32, "fused": torch.bfloat16}
-"""In which each way is taken here: the stand-in for our kernel is of float32, cuDNN's convolution fuses 16 bits."""
-LIMITS: dict[str, Any] = {"scaled": {"rtol": 1e-5, "atol": 1e-4}, "fused": {"rtol": 0.05, "atol": 0.1}}
 by_way = pytest.mark.parametrize("way", DTYPES)
-
-
-@pytest.fixture(scope="module")
-def folded(registered: None, compiled: torch.library.Library) -> None:
-    """A fold for a CPU's tensors."""
-
-    def fold(weight: Tensor, bias: Any, *norm: Any) -> Any:
-        return reference.fold_scale_batch_norm(weight, bias, None, *norm)
-
-    compiled.impl("fold_convolution_or_none", fold, "CPU")
-
-
-@pytest.fixture
-def launched(cudnn: None, folded: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """C++ takes CPU tensors for a GPU's."""
-    monkeypatch.setattr(dispatch, "_direct", {})
-    monkeypatch.setattr(cudnn_stand_in, "CALLED", LAUNCHED)
-    monkeypatch.setattr(modules, "_made", WeakIdKeyDictionary())  # those of other tests know what cuDNN fuses
-    monkeypatch.setattr(ops.convolution, "FUSED", (torch.float16, torch.bfloat16))
-    nodes.call_at_once(nodes_library(), "cpu", LAUNCHERS)
-    LAUNCHED.clear()
-    yield
-    nodes.call_at_once(nodes_library(), "cpu")
-    at_once.serve(None)
 
 
 @by_way
@@ -123,20 +84,6 @@ def test_one_launch_computes_it(way: str, name: str, mode: Any) -> None:
     assert LAUNCHED == []
 
 
-class Own(Tensor):
-    """What a library may have in a tensor's place."""
-
-
-def put(path: str, value: Any) -> Callable[[Any], object]:
-    parent, _, name = path.rpartition(".")
-    return lambda model: setattr(model.get_submodule(parent), name, value)
-
-
-def registered_as(path: str, where: str, value: Any) -> Callable[[Any], object]:
-    parent, _, name = path.rpartition(".")
-    return lambda model: getattr(model.get_submodule(parent), where).update({name: value})
-
-
 LATER: dict[str, Callable[[Any], object]] = {
     "a hook on the convolution": lambda m: m.conv.register_forward_hook(lambda module, given, out: out * 2),
     "a hook before the norm": lambda m: m.bn.register_forward_pre_hook(lambda module, given: (given[0] * 2,)),
@@ -163,27 +110,6 @@ LATER: dict[str, Callable[[Any], object]] = {
         m.bn, "__class__", type("Over", (type(m.bn),), {"forward": lambda self, x: x * 3})
     ),
 }
-
-
-def outcome(model: Any, x: Tensor) -> Any:
-    try:
-        return model(x)
-    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
-        return type(error), str(error).partition("\n")[0]
-
-
-def assert_left(model: Any, fast: Any, change: Callable[[Any], object], way: str = "scaled") -> None:
-    """After the change Python does what the original does."""
-    x = X.to(DTYPES[way])
-    with torch.no_grad():
-        fast(x)
-        assert len(LAUNCHED) == 1
-        for one in (model, fast):
-            change(one)
-        LAUNCHED.clear()
-        ours, theirs = outcome(fast, x), outcome(model, x)
-    assert LAUNCHED == []
-    assert ours == theirs if isinstance(theirs, tuple) else torch.allclose(ours, theirs, **LIMITS[way])
 
 
 @by_way
@@ -309,68 +235,6 @@ def test_regions_in_a_row_are_a_launch_each() -> None:
     assert LAUNCHED == ["convolution"] * 2
 
 
-class Seen(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class SeenBelow(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def autocast() -> Iterator[None]:
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def run(context: Callable[[], Any]) -> Callable[[Any, Tensor], Any]:
-    def call(fast: Any, x: Tensor) -> Any:
-        with torch.no_grad(), context():
-            return fast(x)
-
-    return call
-
-
-MODES: dict[str, Callable[[Any, Tensor], Any]] = {
-    "gradients": lambda fast, x: fast(x).detach(),
-    "a function mode": run(Seen),
-    "a dispatch mode": run(SeenBelow),
-    "autocast": run(autocast),
-    "deterministic algorithms": run(deterministic),
-    "forward mode": run(forward_ad.dual_level),
-    "vmap": lambda fast, x: torch.no_grad()(torch.vmap(fast))(x[None])[0],
-    "a tensor of another class": lambda fast, x: torch.no_grad()(fast)(x.as_subclass(Own)).as_subclass(Tensor),
-    "a negated view": lambda fast, x: torch.no_grad()(fast)(torch._neg_view(-x)),
-    "a trace": lambda fast, x: torch.jit.trace(fast, x, check_trace=False)(x).detach(),
-    "a hook for all modules": lambda fast, x: _hooked(fast, x),
-}
-
-
-def _hooked(fast: Any, x: Tensor) -> Any:
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda module, given, out: out * 2 if type(module) is nn.ReLU else None
-    )
-    try:
-        with torch.no_grad():
-            return fast(x)
-    finally:
-        handle.remove()
-
-
 @by_way
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
@@ -382,70 +246,3 @@ def test_where_something_has_a_say_python_is_asked(mode: str, way: str) -> None:
     expected = expected * 2 if mode == "a hook for all modules" else expected
     torch.testing.assert_close(MODES[mode](fast, x), expected, **LIMITS[way])
     assert LAUNCHED == []
-
-
-# --- BatchNorm by running statistics --------------------------------------------------------------------------------
-
-
-def statistics() -> tuple[Tensor, ...]:
-    return torch.randn(6), torch.rand(6) + 0.5, torch.randn(6), torch.randn(6)
-
-
-@pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))
-@pytest.mark.parametrize("affine", (False, True))
-@pytest.mark.parametrize("added", (False, True))
-def test_a_batch_norm_by_running_statistics(layout: torch.memory_format, affine: bool, added: bool) -> None:
-    x = X.contiguous(memory_format=layout)
-    mean, var, weight, bias = statistics()
-    given = (mean, var, weight, bias) if affine else (mean, var, None, None)
-    behind = torch.randn_like(x) if added else None
-    out = at_once._calls.batch_norm_eval(x, *given, 1e-5, behind, CODES["relu"], 0.0, 0.0)
-    expected = F.batch_norm(x, *given, False, 0.0, 1e-5)
-    torch.testing.assert_close(out, F.relu(expected if behind is None else expected + behind))
-    assert out.stride() == x.stride() and LAUNCHED == ["batch_norm"]
-
-
-ENDING_LATER: dict[str, Callable[[Any], object]] = {
-    "a hook on the activation": lambda m: m.act.register_forward_hook(lambda module, given, out: out * 2),
-    "a hook on what hands on": lambda m: m.drop.register_forward_pre_hook(lambda module, given: (given[0] * 2,)),
-    "another activation": put("act", nn.Softplus()),
-    "a dropout that is on": put("drop", nn.Dropout(1.0)),
-    "hidden on the instance": lambda m: m.__dict__.update(act=torch.neg),
-    "in training": lambda m: m.train(),
-    "no statistics": registered_as("running_mean", "_buffers", None),
-    "statistics of another class": lambda m: m._buffers.update(running_mean=m.running_mean.as_subclass(Own)),
-    "of float64": lambda m: m.double(),
-}
-
-
-@pytest.mark.parametrize("act", (nn.ReLU(), nn.SiLU(), nn.LeakyReLU(0.2)))
-def test_a_norm_that_ends_in_an_activation(act: nn.Module) -> None:
-    model = drawn(lambda: NormAct(act))
-    fast = normswap.apply(model, normswap.plan(model))
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            torch.testing.assert_close(fast(X), model(X), rtol=1e-5, atol=1e-5)
-    assert LAUNCHED == ["batch_norm"] * 2
-    torch.testing.assert_close(fast(X), model(X), rtol=1e-5, atol=1e-5)  # with gradients
-    with torch.no_grad():
-        assert outcome(fast, X[0]) == outcome(model, X[0])
-        torch.testing.assert_close(torch.vmap(fast)(X[None]), torch.vmap(model)(X[None]), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(_hooked(fast, X), _hooked(model, X), rtol=1e-5, atol=1e-5)
-    assert LAUNCHED == ["batch_norm"] * 2
-
-
-@pytest.mark.parametrize("what", ENDING_LATER)
-def test_a_norm_whose_ending_is_another_by_now_is_left_to_python(what: str) -> None:
-    model = drawn(NormAct)
-    assert_left(model, normswap.apply(model, normswap.plan(model)), ENDING_LATER[what])
-
-
-def test_what_it_is_not_given_is_left_to_python() -> None:
-    given = statistics()
-    eval_ = at_once._calls.batch_norm_eval
-    for x in (X.double(), X.as_subclass(Own), X.to("meta"), X.to_sparse(), torch._neg_view(X), None):
-        assert eval_(x, *given, 1e-5, None, 0, 0.0, 0.0) is None
-    assert eval_(X, given[0].to("meta"), *given[1:], 1e-5, None, 0, 0.0, 0.0) is None
-    assert LAUNCHED == []
-    with pytest.raises(TypeError, match="10 arguments"):
-        eval_(X)
