@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import benchmark
 import demo
 import digits
 import picture
@@ -104,6 +105,17 @@ def test_the_demo_puts_back_what_it_plants_and_folds(capsys: pytest.CaptureFixtu
     assert shown is not None and without_errors(shown[1]) in without_errors(capsys.readouterr().out)
     demo.fold(model)
     assert "predictions equal" in capsys.readouterr().out
+
+
+def test_without_a_gpu_the_demo_shows_the_headline_rows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    demo.speed()
+    shown = capsys.readouterr().out
+    titles = [benchmark.title(row) for row in record.load()["benchmark"] if "headline" in row["tags"]]
+    assert len(titles) == 9 and all(title in shown for title in titles)
+    assert len(shown.splitlines()) < 30
 
 
 def without_errors(text: str) -> str:
