@@ -36,8 +36,7 @@ KERNELS = {
     "batch": ("*scale_batch_norm*", "affine*", "batch_*", "fold_*", "convol*", "depthwise*", "channel_*"),
 }
 """The translation units of each engine, where the longest pattern that fits a name decides."""
-PYTHON, LINEAR = "python", "linear"
-ENGINES = (*KERNELS, PYTHON, LINEAR)
+PYTHON, LINEAR, CONVOLUTION = "python", "linear", "convolution"
 OPS = (
     "nodes/*.cpp",
     "nodes/*.h",
@@ -57,8 +56,13 @@ OPS = (
 READING = ("flow", "owner", "moving", "growing", "patterns", "formula", "through_methods")
 """Of regions/ what only reads forwards: as with rules/, what it finds shows in the plan. No call comes by it but the
 first of a class that is new to a region."""
-OPS_OF_LINEAR = ("forwards/linear_scale_batch_norm.py",)
-"""Of those what is on the way of Linear -> scale -> BatchNorm alone, of which none of the whole models has any."""
+OPS_OF = {
+    LINEAR: ("forwards/linear_scale_batch_norm.py",),
+    CONVOLUTION: ("nodes/convolution.h", "ops/convolution.py", "regions/convolution.py", "regions/ending.py"),
+}
+"""Of those what is on the way of some calls alone: of Linear -> scale -> BatchNorm, which none of the whole models has,
+and of images, behind whose convolutions a norm stands."""
+ENGINES = (*KERNELS, PYTHON, *OPS_OF)
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _LITERAL_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
@@ -68,22 +72,22 @@ OF_TESTS = {
     "test_row_norm_gradients.py": ("row", PYTHON),
     "test_row_regimes.py": ("row", PYTHON),
     "test_dim_norm.py": ("dim", PYTHON),
-    "test_batch_norm.py": ("batch", PYTHON),
-    "test_batch_norm_eval.py": ("batch", PYTHON),
-    "test_batch_norm_train.py": ("batch", PYTHON),
-    "test_case_batch_norm.py": ("batch", PYTHON),
+    "test_batch_norm.py": ("batch", PYTHON, CONVOLUTION),
+    "test_batch_norm_eval.py": ("batch", PYTHON, CONVOLUTION),
+    "test_batch_norm_train.py": ("batch", PYTHON, CONVOLUTION),
+    "test_case_batch_norm.py": ("batch", PYTHON, CONVOLUTION),
     "test_linear_bias.py": ("batch", PYTHON, LINEAR),
-    "test_group_norm.py": ("row", "column", PYTHON),
-    "test_activations.py": ("row", "column", PYTHON),
-    "test_instance_norm.py": ("row", "column", PYTHON),
+    "test_group_norm.py": ("row", "column", PYTHON, CONVOLUTION),
+    "test_activations.py": ("row", "column", PYTHON, CONVOLUTION),
+    "test_instance_norm.py": ("row", "column", PYTHON, CONVOLUTION),
     "test_rms_by_hand.py": ("row", "dim", PYTHON),
     "test_row_backward.py": ("row", PYTHON),
     "test_narrow_rows.py": ("row", PYTHON),
-    "test_group_backward.py": ("row", "column", PYTHON),
-    "test_train_casts.py": ("row", "column", PYTHON),
-    "test_convolution.py": ("batch", PYTHON),
-    "test_launched.py": ("batch", PYTHON),
-    "test_launched_norms.py": ("row", "column", PYTHON),
+    "test_group_backward.py": ("row", "column", PYTHON, CONVOLUTION),
+    "test_train_casts.py": ("row", "column", PYTHON, CONVOLUTION),
+    "test_convolution.py": ("batch", PYTHON, CONVOLUTION),
+    "test_launched.py": ("batch", PYTHON, CONVOLUTION),
+    "test_launched_norms.py": ("row", "column", PYTHON, CONVOLUTION),
 }
 """What files of tests/gpu depend on; those that are not named here, on everything."""
 
@@ -97,14 +101,20 @@ def of_row(kind: str, *, channels_last: bool = False, over_channels: bool = Fals
     return owners(kind)
 
 
-CONVOLUTIONAL = ("resnet", "densenet", "regnety", "efficientnet", "mobilenet")
+OF_IMAGES = ("resnet", "densenet", "regnety", "efficientnet", "mobilenet")
 """How models are called whose norms are GroupNorms and BatchNorms alone."""
+OF_ROWS = ("convnext", "vit", "swin", "mixer", "bert", "llama", "dit")
+"""And those that have none of them."""
 
 
 def of_model(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The engines of a whole model."""
-    without = "dim" if row["model"].startswith(CONVOLUTIONAL) else ""
-    return tuple(engine for engine in (*KERNELS, PYTHON) if engine != without)
+    without = {LINEAR}
+    if row["model"].startswith(OF_IMAGES):
+        without.add("dim")
+    if row["model"].startswith(OF_ROWS):
+        without.add(CONVOLUTION)
+    return tuple(engine for engine in ENGINES if engine not in without)
 
 
 def of_host(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -126,10 +136,12 @@ def digests(source_dir: Path | None = None, package: Path | None = None) -> dict
             for name in owners(path.name):
                 units[name] |= closure(path, source_dir)
     found = {name: _digest(paths, source_dir) for name, paths in units.items()}
-    linear = {package / name for name in OPS_OF_LINEAR if (package / name).is_file()}
+    some = {
+        engine: {package / name for name in names if (package / name).is_file()} for engine, names in OPS_OF.items()
+    }
     reading = {package / "regions" / f"{name}.py" for name in READING}
-    ops = {path for glob in OPS for path in package.glob(glob)} - linear - reading
-    return {**found, PYTHON: _digest(ops, package), LINEAR: _digest(linear, package)}
+    ops = {path for glob in OPS for path in package.glob(glob)}.difference(reading, *some.values())
+    return found | {engine: _digest(paths, package) for engine, paths in {PYTHON: ops, **some}.items()}
 
 
 def owners(name: str) -> tuple[str, ...]:

@@ -41,7 +41,14 @@ def sources(tmp_path: Path) -> Path:
         (tmp_path / "csrc" / name).write_text(text)
     (tmp_path / "package/ops").mkdir(parents=True)
     (tmp_path / "package/regions").mkdir()
-    for name in ("ops/layer_norm.py", "reference.py", "compare.py", "regions/helper.py", "regions/moving.py"):
+    for name in (
+        "ops/layer_norm.py",
+        "reference.py",
+        "compare.py",
+        "regions/helper.py",
+        "regions/moving.py",
+        "regions/ending.py",
+    ):
         (tmp_path / "package" / name).write_text("")
     return tmp_path
 
@@ -70,6 +77,7 @@ def changed(sources: Path, name: str) -> set[str]:
         ("package/ops/layer_norm.py", ["python"]),
         ("package/reference.py", ["python"]),
         ("package/regions/helper.py", ["python"]),
+        ("package/regions/ending.py", ["convolution"]),
         ("package/regions/moving.py", []),
         ("package/compare.py", []),
     ],
@@ -120,8 +128,20 @@ def test_words_make_nothing_stale(sources: Path, name: str) -> None:
         (sources / name).write_text(text)
         found.append(engines.digests(sources / "csrc", sources / "package"))
     assert found[0] == found[1] != found[2]
-    assert all((native.PACKAGE / "regions" / f"{name}.py").is_file() for name in engines.READING)
+    apart = {f"regions/{name}.py" for name in engines.READING}.union(*engines.OPS_OF.values())
+    assert all((native.PACKAGE / name).is_file() for name in apart)
     assert set(engines.OF_TESTS) <= {file.name for file in (ROOT / "tests/gpu").glob("test_*.py")}
+
+
+def test_a_whole_model_depends_on_what_its_norms_come_by() -> None:
+    models = [row["model"] for row in records.load()["models"]]
+    without = {
+        engine: {m for m in models if engine not in engines.of_model({"model": m})} for engine in engines.ENGINES
+    }
+    assert without["linear"] == {*models} and not without["python"] | without["row"] | without["batch"]
+    assert {"resnet50_gn", "resnet50 step", "densenet121 channels_last"} <= without["dim"]
+    assert {"vit_base, batch 32", "llama step", "convnext_base"} <= without["convolution"]
+    assert not without["dim"] & without["convolution"] and "sd-unet-like" not in without["dim"] | without["convolution"]
 
 
 def test_every_row_of_the_benchmark_has_engines() -> None:
