@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from normswap import modules, reference, rules
 from normswap.attributes import Rejection
 from normswap.copying import copy_of
+from normswap.elsewhere import taken_apart
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import TRANSPOSED, calls_forward, is_plain, is_unhooked
@@ -102,12 +103,15 @@ def _folded_pairs(model: nn.Module, whole: Collection[int]) -> list[tuple[Pair, 
 def _folded(model: nn.Module) -> tuple[dict[int, nn.Linear], list[tuple[nn.Module, dict[str, nn.Module]]]]:
     """The Linear for each module that becomes one, by the module's id; and (nn.Sequential, its new children) for
     those of which a part does. Warns of each site that stays."""
+    elsewhere = taken_apart(model)
     whole: dict[int, nn.Linear] = {}
     within: list[tuple[nn.Module, dict[str, nn.Module]]] = []
     for name, module in model.named_modules():
         children: dict[str, nn.Module] = {}
         for parts, names in _parts(module):
             try:
+                if any(id(module._modules.get(name)) in elsewhere for name in (parts["linear"], parts["batch_norm"])):
+                    raise ValueError("one of them is called elsewhere too")
                 linear = _linear(module, parts)
             except ValueError as reason:
                 warnings.warn(f"fold: {name or '(root)'} is left as it is: {reason}", stacklevel=3)
@@ -223,6 +227,7 @@ def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
     """Every BatchNorm in eval behind a convolution in ``model``, with the name of the module that calls the two, by the
     dataflow of its code."""
     places = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    elsewhere = taken_apart(model)
     for name, owner in model.named_modules():
         read = [(one, class_before(one)) for one in owner.modules()]
         with classes(read):  # what was swapped is read as it was
@@ -230,7 +235,8 @@ def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
             joined = dict.fromkeys(pair for reading in found for pair in _pairs(owner, reading))
             apart = [*_through_methods(owner, {pair.norm for pair in joined})]
         for pair in (*joined, *apart):
-            several = any(places[id(one)] > 1 for path in (pair.convolution, pair.norm) for one in _along(path, owner))
+            parts = {id(one) for path in (pair.convolution, pair.norm) for one in _along(path, owner)}
+            several = any(places[one] > 1 for one in parts) or not elsewhere.isdisjoint(parts)
             alone = pair in apart or all(_only_there(pair, reading) for reading in found)
             problem = pair.problem or ("" if alone and not several else "one of them is called elsewhere too")
             yield name, replace(pair, problem=problem)

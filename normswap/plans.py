@@ -84,6 +84,10 @@ class Reason(enum.Enum):
         "the model asks which class this module has, and computes something else where it is another",
         "ask isinstance(module, cls) in the model",
     )
+    OWN_CLASS = (
+        "code of its class means that class where it asks for the class of self",
+        "name the class, or call super() without arguments",
+    )
     UNSUPPORTED = "this form is not supported", "see the limits in the README"
 
     def __init__(self, sentence: str, cure: str) -> None:

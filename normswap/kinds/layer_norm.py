@@ -15,6 +15,7 @@ from normswap.forwards import affine_of
 from normswap.forwards.norm import norm_forward
 from normswap.kinds.norm import Norm, are_of, are_per_sample
 from normswap.norms import LayerNorm
+from normswap.ops.dispatch import autograd_only
 from normswap.ops.layer_norm import layer_norm_directly
 from normswap.ops.rows import Options
 
@@ -50,7 +51,7 @@ def permuted(
     x: Tensor, given: Any, before: Any, behind: Any, scale: Any, shift: Any, activation: Activation, dtype: Any
 ) -> Any:
     """Of a contiguous image the result is channels_last, as the original's."""
-    if x.dim() != 4 or activation != NONE:
+    if x.dim() != 4 or activation != NONE or not autograd_only():  # vmap says of no image how it lies
         return None
     if not x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last):
         return None

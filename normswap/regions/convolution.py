@@ -15,7 +15,7 @@ from normswap.forwards.replaced import Replaced
 from normswap.installed import how_called
 from normswap.ops.at_once import AtOnce
 from normswap.ops.at_once import Convolution as InOneStep
-from normswap.ops.dispatch import DTYPES, autocasts, lowered_to, needs_grad
+from normswap.ops.dispatch import DTYPES, autocasts, autograd_only, lowered_to, needs_grad
 from normswap.regions.activations import is_of, numbers_of
 from normswap.regions.ending import ending_of
 from normswap.regions.foldings import RELU, is_foldable, takes
@@ -76,9 +76,11 @@ def at_once_of_convolution(compiled: Compiled) -> AtOnce:
 
 
 def lies_in_a_format(tensor: Tensor) -> bool:
-    """Whether it is contiguous in a memory format."""
+    """Whether it is contiguous in a memory format; False under a transform, as vmap does not say it of every format."""
     last = _LAST.get(tensor.dim())
-    return tensor.is_contiguous() or (last is not None and tensor.is_contiguous(memory_format=last))
+    return autograd_only() and (
+        tensor.is_contiguous() or (last is not None and tensor.is_contiguous(memory_format=last))
+    )
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

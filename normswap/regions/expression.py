@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from normswap.forwards.rms_norm import outside_autocast
@@ -59,9 +61,10 @@ class Expression:
         return self.verdicts[key]
 
     def _judged(self, x: Tensor, packed: Any) -> bool | None:
-        alike = tree_map(_without_values, packed)
         try:
-            return rounds_before_weight(lambda: self.snippet(None, alike), x)
+            with _without_modes():
+                alike = tree_map(_without_values, packed)
+                return rounds_before_weight(lambda: self.snippet(None, alike), x)
         except (RuntimeError, TypeError, ValueError, IndexError):  # the expression says so itself when it runs
             return None
 
@@ -101,6 +104,17 @@ def rounds_before_weight(run: Callable[[], Tensor], x: Tensor) -> bool | None:
         return None
     casts = tuple(is_cast for is_cast, _ in seen.steps[wide:])
     return {(): False, (True,): False, (True, False): True}.get(casts)
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    """What runs here is nothing that the modes of others are to see, such as that of selective checkpointing, which
+    expects of a second forward what it saw in the first."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.callback(_push_mode, _pop_mode())
+        stack.enter_context(_disable_current_modes())
+        yield
 
 
 class _Seen(TorchFunctionMode):

@@ -9,6 +9,7 @@ from normswap.kinds import KINDS, NORMS
 from normswap.plans import Match, Reason, Refusal
 from normswap.rules import l1_norm, linear, region, registered, rms_by_hand
 from normswap.rules.module_site import match_norm
+from normswap.rules.own_class import why_itself
 from normswap.untouched import is_sharded
 
 _MORE = (Reason.SUBCLASS, Reason.PART_OF_FORWARD, Reason.NOT_STRAIGHT_LINE, Reason.UNSUPPORTED, Reason.CHILD)
@@ -26,6 +27,8 @@ def find(module: nn.Module, undecided: bool = False) -> Match | Refusal | None:
         answer = answer or linear.why_apart(module, alone)
     if isinstance(answer, Match) and is_sharded(module):
         return Refusal(answer.kind, Reason.SHARDED)
+    if isinstance(answer, Match) and (why := why_itself(module)):
+        return Refusal(answer.kind, Reason.OWN_CLASS, why)
     return answer
 
 
