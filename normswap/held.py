@@ -3,6 +3,7 @@ and arrays, states of random number generators."""
 
 from __future__ import annotations
 
+import array
 import contextlib
 import operator
 import random
@@ -91,6 +92,8 @@ class _Kind:
         self.base = None if left else next((one for one in _CONTAINERS if issubclass(cls, one)), None)
         foreign = made_by[0] in _LIBRARIES and not self.is_module
         self.has_attributes = not (left or foreign or self.restoring or cls in _CONTAINERS)
+        slotted = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)] if self.has_attributes else []
+        self.slots = [one for own in slotted for one in own.values() if isinstance(one, types.MemberDescriptorType)]
         self.holds = bool(self.restoring or self.base or self.has_attributes)
 
     def noted(self, value: Any, steps: list[_Step]) -> Iterable[Any]:
@@ -104,16 +107,40 @@ class _Kind:
             steps.append(partial(_refill, self.base, value, keys, inner))
         if not self.has_attributes:
             return inner
-        own = _attributes_of(value)
+        own, slots = _attributes_of(value), {slot: _in_slot(slot, value) for slot in self.slots}
         before = dict(own)
-        if not self.is_module and any(isinstance(one, _LOCKS) for one in before.values()):
+        held = (*before.values(), *slots.values())
+        if not self.is_module and any(isinstance(one, _LOCKS) for one in held):
             return ()
         steps.append(partial(_restore_attributes, own, before))
-        return (*inner, *before.values())
+        if slots:
+            steps.append(partial(_restore_slots, value, slots))
+        return (*inner, *held)
+
+
+_EMPTY = object()
+"""In the place of what a slot does not hold."""
+
+
+def _in_slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return _EMPTY
+
+
+def _restore_slots(value: Any, before: Mapping[Any, Any]) -> None:
+    for slot, one in before.items():
+        if _in_slot(slot, value) is one:
+            continue
+        if one is _EMPTY:
+            slot.__delete__(value)
+        else:
+            slot.__set__(value, one)
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """Its ``__dict__``, for which no code of a proxy is run; none where it has slots."""
+    """Its ``__dict__``, for which no code of a proxy is run; none where it has slots alone."""
     try:
         return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
     except AttributeError:
@@ -163,11 +190,16 @@ def _restore_values(tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value)
 
 
-def _restore_array(array: Any, value: Any) -> None:
-    if array.shape != value.shape:
-        array.resize(value.shape, refcheck=False)
-    if array.tobytes() != value.tobytes():
-        array[...] = value
+def _restore_array(one: Any, value: Any) -> None:
+    if one.shape != value.shape:
+        one.resize(value.shape, refcheck=False)
+    if one.tobytes() != value.tobytes():
+        one[...] = value
+
+
+def _restore_elements(value: Any, before: Any) -> None:
+    if value != before:
+        value[:] = before
 
 
 def _restoring_state(generator: Any) -> _Step:
@@ -176,8 +208,10 @@ def _restoring_state(generator: Any) -> _Step:
 
 _RESTORING: Mapping[type, Callable[[Any], _Step]] = {
     Tensor: _restoring_values,
-    np.memmap: lambda array: lambda: None,  # a file, which may be larger than memory
-    np.ndarray: lambda array: partial(_restore_array, array, array.copy()),
+    np.memmap: lambda one: lambda: None,  # a file, which may be larger than memory
+    np.ndarray: lambda one: partial(_restore_array, one, one.copy()),
+    bytearray: lambda value: partial(_restore_elements, value, bytearray(value)),
+    array.array: lambda value: partial(_restore_elements, value, value[:]),
     torch.Generator: lambda generator: partial(generator.set_state, generator.get_state()),
     random.SystemRandom: lambda generator: lambda: None,
     random.Random: lambda generator: partial(generator.setstate, generator.getstate()),

@@ -81,7 +81,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("held", "regions", "untouched"),
     },
     "reports": {"plans"},
+    "elsewhere": {"attributes", "rules", "source"},
     "folding": {
+        "elsewhere",
         "copying",
         *("attributes", "plans", "reference", "installed", "modules", "forwards", "regions", "rules", "untouched"),
     },

@@ -9,8 +9,10 @@ import queue
 import random
 import sys
 import threading
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -180,6 +182,33 @@ def ring() -> list[Any]:
     return made
 
 
+class Slotted:
+    __slots__ = ("absent", "deeper", "steps")
+
+    def __init__(self) -> None:
+        self.steps, self.deeper = 0, [1]
+
+    def step(self) -> None:
+        self.steps += 1
+        self.deeper.append(2)
+        self.absent = self
+
+
+class SlottedToo(Slotted):
+    """With a ``__dict__``, and a slot of its own."""
+
+    __slots__ = ("__dict__", "last")
+
+    def step(self) -> None:
+        super().step()
+        self.last = self.steps
+
+
+@dataclass(slots=True, frozen=True)
+class FrozenSlots:
+    kept: list[int]
+
+
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "nested": (lambda: {"a": [1, ([2],)]}, lambda v: (v["a"][1][0].append(3), v.update(b=1))),
     "deque": (lambda: deque([1, 2], maxlen=2), lambda v: v.append(3)),
@@ -191,11 +220,24 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "array": (lambda: np.zeros(2), lambda v: v.__iadd__(1)),
     "resized array": (lambda: np.arange(6.0), lambda v: (v.__iadd__(1), v.resize((4, 3), refcheck=False))),
     "array of another shape": (lambda: np.arange(6.0)[:], lambda v: v.resize((2, 3), refcheck=False)),
+    "bytes": (lambda: bytearray(b"ab"), lambda v: (v.append(3), v.__setitem__(0, 1))),
+    "array of Python's": (lambda: array("i", [1, 2]), lambda v: (v.pop(), v.__setitem__(0, 5))),
+    "slots": (Slotted, lambda v: v.step()),
+    "slots and attributes": (SlottedToo, lambda v: (v.step(), setattr(v, "more", 1))),
+    "slots that are frozen": (
+        lambda: FrozenSlots([1]),
+        lambda v: (v.kept.append(2), object.__setattr__(v, "kept", [3])),
+    ),
     "generator": (lambda: torch.Generator().manual_seed(1), lambda v: torch.rand(1, generator=v)),
     "Python's generator": (lambda: random.Random(1), lambda v: v.random()),
     "NumPy's generator": (lambda: np.random.default_rng(1), lambda v: v.random()),
     "NumPy's old generator": (lambda: np.random.RandomState(1), lambda v: v.rand()),
 }
+
+
+def in_slots(value: Any) -> Any:
+    names = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()) if name != "__dict__"]
+    return {name: getattr(value, name, "empty") for name in names}, getattr(value, "__dict__", None)
 
 
 def large(make: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -231,6 +273,8 @@ def shown_by(value: Any) -> Any:
     state = getattr(value, "getstate", getattr(value, "get_state", None))
     if state is not None:
         return state()
+    if isinstance(value, Slotted | FrozenSlots):
+        return in_slots(value)
     return (vars(value), value.deeper) if isinstance(value, Cache) else value
 
 
