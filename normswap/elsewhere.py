@@ -20,10 +20,8 @@ _FAR = frozenset({"modules", "named_modules", "get_submodule"})
 _HANDS_ON = frozenset(
     {"enumerate", "zip", "reversed", "list", "tuple", "iter", "sorted", "next", "dict", "map", "filter"}
 )
-_WHOLE = frozenset(
-    {"isinstance", "len", "type", "hasattr", "callable", "bool", "id", "str", "repr", "print", "super", "setattr"}
-)
-"""What asks of a container that it is given no more than what it is."""
+_ASKS = frozenset({"isinstance", "len", "type", "hasattr", "callable", "bool", "id", "str", "repr", "print", "super"})
+"""What asks of a module no more than what it is."""
 
 
 def taken_apart(model: nn.Module) -> set[int]:
@@ -75,29 +73,30 @@ class _Reader:
             self.local.setdefault(name, {}).update({id(one): one for one in values})
 
     def _taken(self, node: ast.AST) -> Iterator[nn.Module]:
+        """Of whatever is called, handed on, kept or asked for more than a child, what is no ``self.name``."""
         match node:
-            case ast.Attribute(value=value, attr=name) if name in _THROUGH | _FAR or not self._is_self(value):
-                yield from self._values(node)
-            case ast.Subscript():
-                yield from self._values(node)
-            case ast.Call(func=ast.Name(id="getattr"), args=[value, name, *_]):
-                if not (self._is_self(value) and isinstance(name, ast.Constant)):
-                    yield from self._values(node)
-            case ast.For(iter=value) | ast.comprehension(iter=value) | ast.Starred(value=value):
-                yield from self._within(value)
-            case ast.Call(func=ast.Name(id=name)) if name in _HANDS_ON:
-                yield from self._values(node)
-            case ast.Call(func=function, args=given) if not self._asks_no_more(function):
-                for one in given:
-                    yield from (child for held in self._values(one) for child in _children(held))
+            case ast.Call(func=function, args=given, keywords=named):
+                yield from self._apart(function)
+                name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+                if name in _HANDS_ON or name in _ASKS or name == "getattr":
+                    return
+                for one in (*given, *(keyword.value for keyword in named)):
+                    yield from self._apart(one)
+                    if "checkpoint" not in name:  # which calls it as a whole
+                        yield from (child for held in self._values(one) for child in _children(held))
+            case ast.Attribute(value=value, attr=name, ctx=ast.Load()):
+                yield from (one for one in self._apart(value) if _has(one, name))
+            case ast.Return(value=ast.expr() as value) | ast.Yield(value=ast.expr() as value):
+                yield from self._apart(value)
+            case ast.Assign(targets=[ast.Attribute() | ast.Subscript()], value=value):
+                yield from self._apart(value)
 
-    def _asks_no_more(self, function: ast.expr) -> bool:
-        """Whether what is called takes a container as a whole: calls it, or asks what it is."""
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        return name in _WHOLE or "checkpoint" in name
-
-    def _is_self(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Name) and node.id == self.own
+    def _apart(self, node: ast.expr) -> list[nn.Module]:
+        """The modules that an expression may be, unless it is ``self`` or ``self.name``."""
+        match node:
+            case ast.Name(id=name) | ast.Attribute(value=ast.Name(id=name)) if name == self.own:
+                return []
+        return self._values(node)
 
     def _values(self, node: ast.expr) -> list[nn.Module]:
         """The modules that an expression may be, or hold."""
@@ -106,6 +105,8 @@ class _Reader:
                 return [self.module] if name == self.own else [*self.local.get(name, {}).values()]
             case ast.Attribute(value=value, attr=name):
                 bases = self._values(value)
+                if name in _THROUGH and self._are_several(value):  # of ``_modules``
+                    return bases
                 if name in _THROUGH or name in _FAR:
                     return [one for base in bases for one in (_children(base) if name in _THROUGH else base.modules())]
                 return [child for base in bases if (child := base._modules.get(name)) is not None]
@@ -146,6 +147,12 @@ class _Reader:
             case ast.Call(func=ast.Attribute(attr=name)) | ast.Attribute(attr=name):
                 return name in _THROUGH | _FAR
         return isinstance(node, ast.List | ast.Tuple | ast.ListComp | ast.GeneratorExp)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether that is an attribute of a module, and no child."""
+    there = name in module._parameters or name in module._buffers or name in module.__dict__
+    return name not in _THROUGH | _FAR and (there or hasattr(type(module), name))
 
 
 def _children(module: nn.Module) -> list[nn.Module]:

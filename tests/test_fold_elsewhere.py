@@ -180,3 +180,42 @@ def test_a_linear_that_another_module_calls_stays() -> None:
     assert type(made[0].part) is LinearScaleBatchNorm and type(made[1]) is nn.Linear
     x = torch.randn(5, 6)
     torch.testing.assert_close(made(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class Unless(nn.Module):
+    """As MobileViT's layers: a norm that may be absent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.act = conv(), bn(), None
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.conv(x)
+        if self.bn is not None:
+            x = self.bn(x)
+        return x if self.act is None else self.act(x)
+
+
+class Adapts(nn.Module):
+    """Goes through all modules, of which it calls none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Unless()
+
+    def forward(self, x: Tensor) -> Any:
+        self.adapt()
+        return self.body(x)
+
+    def adapt(self) -> None:
+        for _, module in self.named_modules():
+            if isinstance(module, nn.ModuleList):
+                module.adapt()
+
+
+def test_questions_are_no_calls() -> None:
+    model = drawn(Adapts)
+    made: Any = normswap.fold(model)
+    assert type(made.body.bn) is nn.Identity
+    with torch.no_grad():
+        torch.testing.assert_close(made(X), model(X), rtol=1e-4, atol=1e-4)

@@ -189,7 +189,17 @@ def attributes_in(tree: ast.FunctionDef) -> Counter[str] | None:
 
 
 class _Spelled(ast.NodeTransformer):
-    """``getattr(owner, "name", None)`` as ``owner.name``."""
+    """``getattr(owner, "name", None)`` as ``owner.name``; without questions whether ``owner.name`` is None."""
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        match node:
+            case ast.Compare(
+                left=ast.Attribute(value=ast.Name()),
+                ops=[ast.Is() | ast.IsNot()],
+                comparators=[ast.Constant(value=None)],
+            ):
+                return ast.Constant(True)
+        return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         match node:
