@@ -62,6 +62,9 @@ class Sets(Base):
 
 
 class InAProperty(Base):
+    def notes(self, count: int) -> None:
+        self.last = self.again
+
     @property
     def again(self) -> int:
         type(self).calls += 1
@@ -114,6 +117,7 @@ class Harmless(Base):
 
     @classmethod
     def made(cls) -> Harmless:
+        cls.calls += 1  # nothing that a forward does
         return cls()
 
     def extra_repr(self) -> str:
