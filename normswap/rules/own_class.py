@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,10 +17,14 @@ from normswap.source import source_tree
 def why_itself(module: nn.Module) -> str:
     """Why the class of ``module`` cannot give way to a subclass of it, "" where it can."""
     cls: Any = type(module)
-    return _why(cls)
+    if cls not in _KNOWN:
+        _KNOWN[cls] = _why(cls)
+    return _KNOWN[cls]
 
 
-@functools.cache
+_KNOWN: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
 def _why(cls: Any) -> str:
     for one in cls.__mro__:
         if one is object or one.__module__.partition(".")[0] == "torch":
