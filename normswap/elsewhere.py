@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from normswap.attributes import modules_in
+from normswap.installed import class_before
 from normswap.rules.expression_site import class_forward
 from normswap.rules.region import methods_of
 from normswap.source import source_tree
+from normswap.untouched import classes
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _THROUGH = frozenset({"children", "named_children", "values", "items", "_modules"})
@@ -27,14 +29,15 @@ _ASKS = frozenset({"isinstance", "len", "type", "hasattr", "callable", "bool", "
 def taken_apart(model: nn.Module) -> set[int]:
     """The ids of the modules in ``model`` that code takes so, in the forwards of its modules and their methods."""
     found: set[int] = set()
-    for _, module in modules_in(model):
-        forward = class_forward(module)
-        if forward is None or str(forward.__module__).startswith("torch.nn.modules"):
-            continue
-        for function in methods_of(module, forward).values():
-            tree = source_tree(function.__code__)
-            if tree is not None and function.__code__.co_argcount:
-                found |= {id(one) for one in _Reader(module, function, tree).taken()}
+    with classes([(module, class_before(module)) for _, module in modules_in(model)]):  # as they were written
+        for _, module in modules_in(model):
+            forward = class_forward(module)
+            if forward is None or str(forward.__module__).startswith("torch.nn.modules"):
+                continue
+            for function in methods_of(module, forward).values():
+                tree = source_tree(function.__code__)
+                if tree is not None and function.__code__.co_argcount:
+                    found |= {id(one) for one in _Reader(module, function, tree).taken()}
     return found
 
 
@@ -160,7 +163,7 @@ def _children(module: nn.Module) -> list[nn.Module]:
 
 
 def _at(module: nn.Module, index: int) -> list[nn.Module]:
-    """What stands there in a container; where it is the tensor of a list, itself."""
+    """What stands there in a container; what is no container is one of a list: itself."""
     if not isinstance(module, _CONTAINERS):
         return [module]
     children = _children(module)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -60,8 +60,9 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         raise NormswapError("fold: the model is in train mode, where a BatchNorm goes by its batch; call .eval() first")
     with torch.inference_mode(False), torch.no_grad():
         target = model if inplace else copy_of(model)
-        whole, within = _folded(target)
-        convolved = _folded_pairs(target, whole)
+        elsewhere = taken_apart(target)
+        whole, within = _folded(target, elsewhere)
+        convolved = _folded_pairs(target, whole, elsewhere)
         if not whole and not within and not convolved:
             raise NormswapError(
                 "fold: no module of this model is a Linear -> scale -> BatchNorm1d, or a convolution -> BatchNorm, "
@@ -81,11 +82,11 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return target
 
 
-def _folded_pairs(model: nn.Module, whole: Collection[int]) -> list[tuple[Pair, nn.Module]]:
+def _folded_pairs(model: nn.Module, whole: Collection[int], elsewhere: Set[int]) -> list[tuple[Pair, nn.Module]]:
     """Each convolution or Linear with a BatchNorm behind it, and the one that the two equal, but in modules that are
     replaced as a ``whole``. Warns of each that stays."""
     found = []
-    for name, pair in [*pairs_of(model)]:
+    for name, pair in [*pairs_of(model, elsewhere)]:
         if id(pair.owner) in whole:
             continue
         problem = pair.problem
@@ -100,10 +101,11 @@ def _folded_pairs(model: nn.Module, whole: Collection[int]) -> list[tuple[Pair, 
     return found
 
 
-def _folded(model: nn.Module) -> tuple[dict[int, nn.Linear], list[tuple[nn.Module, dict[str, nn.Module]]]]:
+def _folded(
+    model: nn.Module, elsewhere: Set[int]
+) -> tuple[dict[int, nn.Linear], list[tuple[nn.Module, dict[str, nn.Module]]]]:
     """The Linear for each module that becomes one, by the module's id; and (nn.Sequential, its new children) for
     those of which a part does. Warns of each site that stays."""
-    elsewhere = taken_apart(model)
     whole: dict[int, nn.Linear] = {}
     within: list[tuple[nn.Module, dict[str, nn.Module]]] = []
     for name, module in model.named_modules():
@@ -223,11 +225,10 @@ class Pair:
     behind: tuple[str, ...] = ()
 
 
-def pairs_of(model: nn.Module) -> Iterator[tuple[str, Pair]]:
+def pairs_of(model: nn.Module, elsewhere: Set[int]) -> Iterator[tuple[str, Pair]]:
     """Every BatchNorm in eval behind a convolution in ``model``, with the name of the module that calls the two, by the
-    dataflow of its code."""
+    dataflow of its code. ``elsewhere``: what is ``taken_apart`` in it."""
     places = Counter(id(child) for module in model.modules() for child in module._modules.values())
-    elsewhere = taken_apart(model)
     for name, owner in model.named_modules():
         read = [(one, class_before(one)) for one in owner.modules()]
         with classes(read):  # what was swapped is read as it was

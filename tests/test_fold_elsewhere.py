@@ -155,6 +155,27 @@ def test_what_is_called_apart_stays(forward: Any) -> None:
         torch.testing.assert_close(made(X), model(X), rtol=1e-4, atol=1e-4)
 
 
+class Tapped(nn.Module):
+    """A region, and a tap of the row before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.norm = nn.Sequential(conv(), bn(), nn.ReLU()), nn.GroupNorm(2, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.relu(self.norm(self.row(x))) + self.row[0](x)
+
+
+def test_of_a_swapped_model_the_code_is_read_as_it_was_written() -> None:
+    model = drawn(lambda: nn.Sequential(Tapped(), Block(conv(), bn())))
+    swapped = normswap.apply(model, normswap.plan(model))
+    assert type(swapped[0]) is not Tapped
+    with pytest.warns(UserWarning, match=r"0\.row\.1 is left as it is: .* elsewhere too"):
+        made = normswap.fold(swapped)
+    with torch.no_grad():
+        torch.testing.assert_close(made(X), model(X), rtol=1e-4, atol=1e-4)
+
+
 def by_its_path(self: Any, x: Tensor) -> Any:
     return self.whole(x) + self.get_submodule("block.conv")(x)
 

@@ -401,7 +401,7 @@ def test_a_norm_of_its_own_stays() -> None:
 
 
 def test_each_pair_is_found_once() -> None:
-    (found,) = pairs_of(drawn(OneOfBoth))
+    (found,) = pairs_of(drawn(OneOfBoth), set())
     assert found[1].norm == "norm2" and not found[1].problem
 
 

@@ -81,7 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("held", "regions", "untouched"),
     },
     "reports": {"plans"},
-    "elsewhere": {"attributes", "rules", "source"},
+    "elsewhere": {"attributes", "installed", "rules", "source", "untouched"},
     "folding": {
         "elsewhere",
         "copying",
