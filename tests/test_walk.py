@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from processor_time import takes_less
 from torch import Tensor, nn
 
 import normswap
@@ -235,7 +235,5 @@ def test_what_is_no_module_is_a_type_error() -> None:
 def test_a_large_model_is_walked_fast() -> None:
     finding.plan(Model())  # PyTorch loads its tracing machinery once
     model = nn.ModuleList(Model() for _ in range(100))
-    start = time.process_time()
-    plan = finding.plan(model)
-    assert time.process_time() - start < 2.0  # 0.2 s, whoever else is at work
-    assert len(plan.swaps) == 100 * len(ALL)
+    assert takes_less(10, lambda: finding.plan(model))  # 0.2 s of a core that nobody else uses
+    assert len(finding.plan(model).swaps) == 100 * len(ALL)
