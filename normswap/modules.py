@@ -27,10 +27,11 @@ from normswap.norms import LayerNorm as LayerNorm
 from normswap.norms import LinearScaleBatchNorm as LinearScaleBatchNorm
 from normswap.norms import RMSNorm as RMSNorm
 from normswap.norms import copy_weights as copy_weights
+from normswap.ops.at_once import Guarded
 from normswap.plans import REGION, Match, PlanError
 from normswap.regions import install as regions
 
-_Maker = Callable[[Replaced, Mapping[str, Any]], Callable[..., Tensor]]
+_Maker = Callable[[Replaced, Mapping[str, Any]], Callable[..., Tensor] | Guarded]
 
 _MODULE_CLASSES: dict[type[nn.Module], tuple[str, type[nn.Module]]] = {
     original: (norm.name, swapped)

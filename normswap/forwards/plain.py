@@ -45,12 +45,13 @@ def calls_forward(cls: Any) -> bool:
     return cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
 
 
-_CALL, _IMPL = nn.Module.__call__, nn.Module._call_impl
+TORCHS_CALLS = nn.Module.__call__, nn.Module._call_impl
+"""As they were when this was imported."""
 
 
 def calls_are_torchs() -> bool:
-    """Whether modules are called as when this was imported: who watches all of them may have put his own there."""
-    return nn.Module.__call__ is _CALL and nn.Module._call_impl is _IMPL
+    """Whether modules are called so still: who watches all of them may have put his own there."""
+    return nn.Module.__call__ is TORCHS_CALLS[0] and nn.Module._call_impl is TORCHS_CALLS[1]
 
 
 def is_bare(attributes: Mapping[str, Any]) -> bool:

@@ -60,6 +60,7 @@ class Read:
         self.function, self.code = function, code_of(function)
         self.defaults = getattr(function, "__defaults__", None)
         self.named = dict(getattr(function, "__kwdefaults__", None) or {})
+        self.known = function, self.code, self.defaults, self.named
 
     def is_it(self, found: Any) -> bool:
         """Whether ``found`` is that function, as it was."""

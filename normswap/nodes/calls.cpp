@@ -6,6 +6,7 @@
 #include "batch_norm.h"
 #include "convolution.h"
 #include "folded_linear.h"
+#include "guarded.h"
 #include "norm.h"
 
 namespace {
@@ -13,6 +14,7 @@ namespace {
 PyTypeObject norm_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Norm", sizeof(Norm)};
 PyTypeObject norm_act_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.NormAct", sizeof(NormAct)};
 PyTypeObject convolution_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Convolution", sizeof(Convolution)};
+PyTypeObject guarded_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Guarded", sizeof(Guarded)};
 
 // configure(variables of torch.nn.modules.module, of forward_ad, {class that hands on: it is a dropout}, {activation:
 // numbers}, {class: (forward, code)}, device, addresses of the launchers)
@@ -34,16 +36,11 @@ PyObject* configure(PyObject*, PyObject* arguments) {
 }
 
 // only_compute(children, names, known classes, is_known): see normswap/regions/children.py.
-PyObject* only_compute(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* ask_only_compute(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   if (count != 4) return PyErr_Format(PyExc_TypeError, "only_compute takes 4 arguments");
   try {
-    PyObject *children = arguments[0], *names = arguments[1];
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
-      PyObject* child = found(children, PyTuple_GET_ITEM(names, i));
-      if (child == nullptr || !computes_only(child, arguments[2], arguments[3])) Py_RETURN_FALSE;
-    }
-    return PyBool_FromLong(!any_global_hook());
+    return PyBool_FromLong(!any_global_hook() && only_compute(arguments[0], arguments[1], arguments[2], arguments[3]));
   } catch (const PythonError&) {
     return nullptr;
   }
@@ -52,7 +49,7 @@ PyObject* only_compute(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
 
 PyMethodDef methods[] = {{"configure", configure, METH_VARARGS, nullptr},
                          {"batch_norm_eval", reinterpret_cast<PyCFunction>(batch_norm_eval), METH_FASTCALL, nullptr},
-                         {"only_compute", reinterpret_cast<PyCFunction>(only_compute), METH_FASTCALL, nullptr},
+                         {"only_compute", reinterpret_cast<PyCFunction>(ask_only_compute), METH_FASTCALL, nullptr},
                          {"folded_linear", reinterpret_cast<PyCFunction>(folded_linear), METH_FASTCALL, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_normswap_calls", nullptr, -1, methods};
@@ -64,7 +61,8 @@ PyMODINIT_FUNC PyInit__normswap_calls() {
   if (module == nullptr) return nullptr;
   const bool added = add_callable(module, norm_type, "Norm", norm_new) &&
                      add_callable(module, norm_act_type, "NormAct", norm_act_new) &&
-                     add_callable(module, convolution_type, "Convolution", convolution_new);
+                     add_callable(module, convolution_type, "Convolution", convolution_new) &&
+                     add_callable(module, guarded_type, "Guarded", guarded_new);
   if (!added) Py_CLEAR(module);
   return module;
 }

@@ -59,6 +59,12 @@ struct Names {
   PyObject* buffers = PyUnicode_InternFromString("_buffers");
   PyObject* forward = PyUnicode_InternFromString("forward");
   PyObject* call = PyUnicode_InternFromString("__call__");
+  PyObject* call_impl = PyUnicode_InternFromString("_call_impl");
+  PyObject* getattr = PyUnicode_InternFromString("__getattr__");
+  PyObject* getattribute = PyUnicode_InternFromString("__getattribute__");
+  PyObject* iter = PyUnicode_InternFromString("__iter__");
+  PyObject* known = PyUnicode_InternFromString("known");
+  PyObject* installed = PyUnicode_InternFromString("installed");
   PyObject* training = PyUnicode_InternFromString("training");
   PyObject* weight = PyUnicode_InternFromString("weight");
   PyObject* bias = PyUnicode_InternFromString("bias");
@@ -167,6 +173,15 @@ bool computes_only(PyObject* module, PyObject* classes, PyObject* is_known) {
   PyObject *name = nullptr, *child = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(children, &at, &name, &child);) {
     if (!computes_only(child, classes, is_known)) return false;
+  }
+  return true;
+}
+
+// The same of the children of these names.
+bool only_compute(PyObject* children, PyObject* names, PyObject* classes, PyObject* is_known) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+    PyObject* child = found(children, PyTuple_GET_ITEM(names, i));
+    if (child == nullptr || !computes_only(child, classes, is_known)) return false;
   }
   return true;
 }

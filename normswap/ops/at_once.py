@@ -123,22 +123,61 @@ class NormAct:
         return calls.NormAct(fields)  # type: ignore[no-any-return]
 
 
-class AtOnce:
-    """``call(module, input)``, or (owner, packed) of a region: all of it, or None."""
+@dataclass
+class Guarded:
+    """How C++ calls a forward with regions, of (module, *args, **kwargs)."""
 
-    def __init__(self, norm: Norm | Convolution | NormAct | None) -> None:
-        self.norm, self.call = norm, _declines
+    rewritten: Callable[..., Any]
+    """What runs where all is as it was read."""
+    otherwise: Callable[..., Any]
+    """What asks in Python whether it is, and runs where it is not."""
+    replaced: Any
+    """The ``Replaced`` of what the class has in its place."""
+    own: tuple[Any, ...]
+    """What was read, as ``normswap.forwards.replaced.Read`` has it: the function, its code and defaults."""
+    conditions: tuple[tuple[Callable[[Any], Any], bool], ...]
+    """Of the module, and whether they are true."""
+    known: Mapping[str, Any]
+    """The globals of the forward."""
+    called: tuple[tuple[str, tuple[Any, ...]], ...]
+    """The functions among them that were read too, by their names."""
+    in_a_row: Any
+    """What an nn.Sequential gives its children by; None of another."""
+    torchs: tuple[Any, Any, Any]
+    """nn.Module, and what modules are called by."""
+    reached: tuple[str, ...]
+    """The children that it calls, which nothing may hide."""
+    beside: tuple[Any, Any, Any] | None
+    """What ``only_compute`` is asked of its children."""
+
+    def made(self, calls: Any) -> Callable[..., Any]:
+        """Its object in C++."""
+        fields: tuple[Any, ...] = (
+            *(self.rewritten, self.otherwise, self.replaced, self.own, self.conditions, self.known, self.called),
+            *(self.in_a_row, self.torchs, self.reached, *(self.beside or ((), {}, None))),
+        )
+        return calls.Guarded(fields)  # type: ignore[no-any-return]
+
+
+class AtOnce:
+    """``call(module, input)``, or (owner, packed) of a region: all of it, or None; of a Guarded with any arguments, and
+    what there is otherwise where C++ is not loaded."""
+
+    def __init__(self, norm: Norm | Convolution | NormAct | Guarded | None) -> None:
+        self.norm = norm
+        self.without = norm.otherwise if isinstance(norm, Guarded) else _declines
+        self.call = self.without
         if norm is not None:
             _every.add(self)
             self.serve()
 
     def serve(self) -> None:
         """Let C++ make the call, if there is any."""
-        self.call = _declines if _calls is None or self.norm is None else self.norm.made(_calls)
+        self.call = self.without if _calls is None or self.norm is None else self.norm.made(_calls)
 
     def serves(self) -> bool:
         """Whether anything may be called so."""
-        return self.call is not _declines
+        return self.call is not self.without
 
 
 def serve(calls: Any) -> None:

@@ -72,11 +72,11 @@ class Beside:
         if _has_any_global_hook():
             return False
         if (walk := at_once.only_compute) is not None:
-            return walk(owner._modules, self.names, self.known, self._is_known)  # type: ignore[no-any-return]
+            return walk(owner._modules, self.names, self.known, self.is_known)  # type: ignore[no-any-return]
         children, known = owner._modules, self.known
         waiting = [children.get(name) for name in self.names]
         for module in waiting:  # which grows
-            if not is_called_as(known.get(type(module)), type(module)) and not self._is_known(module):
+            if not is_called_as(known.get(type(module)), type(module)) and not self.is_known(module):
                 return False
             own = module.__dict__
             if not is_bare(own):
@@ -85,7 +85,7 @@ class Beside:
                 waiting += own["_modules"].values()
         return True
 
-    def _is_known(self, module: Any) -> bool:
+    def is_known(self, module: Any) -> bool:
         """Whether it is of one of the classes that were read, then kept for others of its class."""
         original = called_class(module) if isinstance(module, nn.Module) else None
         if original is None or qualified(original) not in self.classes or type(module) in self.known:

@@ -38,7 +38,8 @@ _Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
 
 def make_helper(compiled: Compiled) -> Helper:
     """``helper(self, packed)`` for the rewritten forward."""
-    fused, snippet, inner_of = Fused(compiled), compiled.snippet, compiled.inner
+    fused, snippet, compiling = Fused(compiled), compiled.snippet, torch.compiler.is_compiling
+    inner_of = compiled.inner if compiled.views else None
     at_once = AtOnce(None)
     if fused.convolved is not None:
         at_once = at_once_of_convolution(compiled)
@@ -48,13 +49,15 @@ def make_helper(compiled: Compiled) -> Helper:
     seen = compiled.region.seen  # then its gradient must be all there is, and the op's two results have each its own
 
     def helper(self: Any, packed: Any) -> Any:
-        if torch.compiler.is_compiling():  # the compiler fuses the statements themselves
+        if compiling():  # the compiler fuses the statements themselves
             return snippet(self, packed)
         if seen and torch.is_grad_enabled():
             return snippet(self, packed)
-        inner = inner_of(packed)
-        if inner is None:
-            return snippet(self, packed)
+        inner = packed
+        if inner_of is not None:
+            inner = inner_of(packed)
+            if inner is None:
+                return snippet(self, packed)
         if in_one_step:
             out = at_once.call(self, inner)
             if out is not None:

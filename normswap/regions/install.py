@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from normswap.forwards.plain import calls_are_torchs
+from normswap.forwards.plain import TORCHS_CALLS, calls_are_torchs
 from normswap.forwards.replaced import Read, Replaced, code_of, digest
+from normswap.ops.at_once import Guarded
 from normswap.plans import PlanError
 from normswap.regions.children import Beside, Reached
 from normswap.regions.ending import Short
@@ -37,18 +38,25 @@ def method_of(attributes: Mapping[str, Any]) -> str:
     return str(attributes.get("method", "forward"))
 
 
-def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward:
+def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward | Guarded:
     """The forward of the class made for a match with regions."""
-    return with_helpers(replaced, attributes, make_helper, installed=True)
+    return _with_helpers(replaced, attributes, make_helper, installed=True)
 
 
 def with_helpers(
-    replaced: Replaced, attributes: Mapping[str, Any], helper_of: Callable[[Compiled], Helper], installed: bool = False
+    replaced: Replaced, attributes: Mapping[str, Any], helper_of: Callable[[Compiled], Helper]
 ) -> _Forward:
-    """The forward to install on a subclass of ``original``, with a helper for each region. The original's own runs
-    where another was put on the class since, where its source is not what was read (a pickle outlives a version of a
-    library), where it would branch in another way than it did, and, once ``installed``, where a child that is called in
-    the middle of a region may do more than compute."""
+    """The forward of a subclass of the original, with a helper for each region."""
+    made = _with_helpers(replaced, attributes, helper_of, installed=False)
+    return made.otherwise if isinstance(made, Guarded) else made
+
+
+def _with_helpers(
+    replaced: Replaced, attributes: Mapping[str, Any], helper_of: Callable[[Compiled], Helper], installed: bool
+) -> _Forward | Guarded:
+    """The original's own runs where another was put on the class since, where its source is not what was read (a pickle
+    outlives a version of a library), where it would branch in another way than it did, and, once ``installed``, where a
+    child that is called in the middle of a region may do more than compute."""
     base_forward = replaced.function
     inner: Any = undecorated(base_forward)
     known, functions = getattr(inner, "__globals__", {}), _functions_of(base_forward, attributes)
@@ -95,7 +103,14 @@ def with_helpers(
             return rewritten(self, *args, **kwargs)
         return replaced.run(self, *args, **kwargs)
 
-    return forward
+    return Guarded(
+        *(rewritten, forward, replaced, own.known, tuple(checks), known),
+        called=tuple((name, function.known) for name, function in called),
+        in_a_row=vars(nn.Sequential)["__iter__"] if in_a_row else None,
+        torchs=(nn.Module, *TORCHS_CALLS),
+        reached=() if reached is None else tuple(reached.names),
+        beside=None if beside is None else (beside.names, beside.known, beside.is_known),
+    )
 
 
 def _functions_of(forward: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
