@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from normswap import modules, reference, rules
 from normswap.attributes import Rejection
 from normswap.copying import copy_of
-from normswap.elsewhere import taken_apart
 from normswap.forwards import linear_scale_batch_norm as _lsb
 from normswap.forwards.batch_norm import RANKS
 from normswap.forwards.plain import TRANSPOSED, calls_forward, is_plain, is_unhooked
@@ -28,10 +27,11 @@ from normswap.regions.flow import Attribute, Constant
 from normswap.regions.foldings import is_foldable, why_apart
 from normswap.regions.spec import Region
 from normswap.regions.straight import straight
-from normswap.regions.through_methods import attributes_in, may_be_any, through_methods
+from normswap.regions.through_methods import through_methods
 from normswap.rules import region as region_rule
 from normswap.rules.expression_site import class_forward
 from normswap.untouched import classes
+from normswap.uses import Uses, uses_in
 
 
 def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
@@ -60,9 +60,9 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         raise NormswapError("fold: the model is in train mode, where a BatchNorm goes by its batch; call .eval() first")
     with torch.inference_mode(False), torch.no_grad():
         target = model if inplace else copy_of(model)
-        elsewhere = taken_apart(target)
-        whole, within = _folded(target, elsewhere)
-        convolved = _folded_pairs(target, whole, elsewhere)
+        uses = uses_in(target)
+        whole, within = _folded(target, uses)
+        convolved = _folded_pairs(target, whole, uses)
         if not whole and not within and not convolved:
             raise NormswapError(
                 "fold: no module of this model is a Linear -> scale -> BatchNorm1d, or a convolution -> BatchNorm, "
@@ -82,11 +82,11 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return target
 
 
-def _folded_pairs(model: nn.Module, whole: Collection[int], elsewhere: Set[int]) -> list[tuple[Pair, nn.Module]]:
+def _folded_pairs(model: nn.Module, whole: Collection[int], uses: Uses) -> list[tuple[Pair, nn.Module]]:
     """Each convolution or Linear with a BatchNorm behind it, and the one that the two equal, but in modules that are
     replaced as a ``whole``. Warns of each that stays."""
     found = []
-    for name, pair in [*pairs_of(model, elsewhere)]:
+    for name, pair in [*pairs_of(model, uses)]:
         if id(pair.owner) in whole:
             continue
         problem = pair.problem
@@ -101,9 +101,7 @@ def _folded_pairs(model: nn.Module, whole: Collection[int], elsewhere: Set[int])
     return found
 
 
-def _folded(
-    model: nn.Module, elsewhere: Set[int]
-) -> tuple[dict[int, nn.Linear], list[tuple[nn.Module, dict[str, nn.Module]]]]:
+def _folded(model: nn.Module, uses: Uses) -> tuple[dict[int, nn.Linear], list[tuple[nn.Module, dict[str, nn.Module]]]]:
     """The Linear for each module that becomes one, by the module's id; and (nn.Sequential, its new children) for
     those of which a part does. Warns of each site that stays."""
     whole: dict[int, nn.Linear] = {}
@@ -112,8 +110,10 @@ def _folded(
         children: dict[str, nn.Module] = {}
         for parts, names in _parts(module):
             try:
-                if any(id(module._modules.get(name)) in elsewhere for name in (parts["linear"], parts["batch_norm"])):
-                    raise ValueError("one of them is called elsewhere too")
+                if any(id(module._modules.get(name)) in uses.apart for name in (parts["linear"], parts["batch_norm"])):
+                    raise ValueError(ELSEWHERE)
+                if names in ([], list(module._modules)) and uses.would_tell(module, nn.Linear):
+                    raise ValueError("code that uses it would see that it is an nn.Linear then")
                 linear = _linear(module, parts)
             except ValueError as reason:
                 warnings.warn(f"fold: {name or '(root)'} is left as it is: {reason}", stacklevel=3)
@@ -133,6 +133,8 @@ def _parts(module: nn.Module) -> list[tuple[Mapping[str, Any], list[str]]]:
     if type(module) is modules.LinearScaleBatchNorm:
         return [({"linear": "gemm", "scale": "scale", "batch_norm": "bn"}, [])]
     original = class_before(module)
+    if isinstance(module, torch.jit.ScriptModule):  # a graph says what it computes
+        return []
     with classes([(module, original)]):  # what was swapped may have other children now: it is matched anew
         found = rules.find(module)
         data = found.attributes.get("regions", []) if isinstance(found, Match) else []
@@ -225,9 +227,12 @@ class Pair:
     behind: tuple[str, ...] = ()
 
 
-def pairs_of(model: nn.Module, elsewhere: Set[int]) -> Iterator[tuple[str, Pair]]:
+ELSEWHERE = "one of them is called elsewhere too"
+
+
+def pairs_of(model: nn.Module, uses: Uses) -> Iterator[tuple[str, Pair]]:
     """Every BatchNorm in eval behind a convolution in ``model``, with the name of the module that calls the two, by the
-    dataflow of its code. ``elsewhere``: what is ``taken_apart`` in it."""
+    dataflow of its code. ``uses``: those in it."""
     places = Counter(id(child) for module in model.modules() for child in module._modules.values())
     for name, owner in model.named_modules():
         read = [(one, class_before(one)) for one in owner.modules()]
@@ -237,10 +242,25 @@ def pairs_of(model: nn.Module, elsewhere: Set[int]) -> Iterator[tuple[str, Pair]
             apart = [*_through_methods(owner, {pair.norm for pair in joined})]
         for pair in (*joined, *apart):
             parts = {id(one) for path in (pair.convolution, pair.norm) for one in _along(path, owner)}
-            several = any(places[one] > 1 for one in parts) or not elsewhere.isdisjoint(parts)
-            alone = pair in apart or all(_only_there(pair, reading) for reading in found)
-            problem = pair.problem or ("" if alone and not several else "one of them is called elsewhere too")
-            yield name, replace(pair, problem=problem)
+            several = any(places[one] > 1 for one in parts) or not parts.isdisjoint(uses.apart | uses.read)
+            if pair.problem:
+                yield name, pair
+            elif several or not (pair in apart or _are_called_there(pair, found, uses)):
+                yield name, replace(pair, problem=ELSEWHERE)
+            else:
+                yield name, replace(pair, problem=_problem(pair, uses))
+
+
+def _problem(pair: Pair, uses: Uses) -> str:
+    """Why what was read of the owner, or of who uses the norm, says too little; "" for nothing."""
+    owner, norm = pair.owner, pair.owner._modules[pair.norm]
+    forward = class_forward(owner)
+    read = region_rule.methods_of(owner, forward) if forward is not None else {}
+    if not calls_forward(type(owner)) or not owner.__dict__.keys().isdisjoint(read):
+        return "who calls the two is called in a way of its own, or has a forward or a method of its own"
+    if norm is not None and uses.would_tell(norm, nn.Identity):
+        return "code that uses its BatchNorm would see that it is an nn.Identity then"
+    return ""
 
 
 def _along(path: str, owner: Any) -> Iterator[Any]:
@@ -277,14 +297,13 @@ def _first(region: Region, reading: region_rule.Reading) -> str:
     return region.convolution or ("" if scaled else region.linear)
 
 
-def _only_there(pair: Pair, reading: region_rule.Reading) -> bool:
-    """Whether a function mentions the two only where the one follows the other."""
-    first = pair.convolution.partition(".")[0]
-    if reading.tree is None:
-        return not ({first, pair.norm} & reading.names or may_be_any(reading.names))
-    named = attributes_in(reading.tree)
-    both = sum((_first(region, reading), region.norm) == (pair.convolution, pair.norm) for region in reading.regions)
-    return named is not None and named[first] == named[pair.norm] == both
+def _are_called_there(pair: Pair, readings: list[region_rule.Reading], uses: Uses) -> bool:
+    """Whether the owner calls the two only where the one follows the other; an nn.Sequential does so unread."""
+    regions = [(reading, region) for reading in readings for region in reading.regions]
+    count = sum((_first(region, reading), region.norm) == (pair.convolution, pair.norm) for reading, region in regions)
+    count = 0 if class_before(pair.owner).forward is nn.Sequential.forward else count
+    parts = pair.owner._modules[pair.convolution.partition(".")[0]], pair.owner._modules[pair.norm]
+    return all(uses.calls[id(part)] == count for part in parts)
 
 
 def convolution_of(pair: Pair) -> nn.Module:

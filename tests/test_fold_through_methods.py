@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.folding import pairs_of
+from normswap.uses import uses_in
 
 
 class Layer(nn.Module):
@@ -401,7 +402,8 @@ def test_a_norm_of_its_own_stays() -> None:
 
 
 def test_each_pair_is_found_once() -> None:
-    (found,) = pairs_of(drawn(OneOfBoth), set())
+    model = drawn(OneOfBoth)
+    (found,) = pairs_of(model, uses_in(model))
     assert found[1].norm == "norm2" and not found[1].problem
 
 

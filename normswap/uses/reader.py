@@ -1,0 +1,447 @@
+"""One function, read from where a module is named to what is done with it."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from normswap.source import global_named
+from normswap.uses.values import (
+    CONTAINERS,
+    DEEPEST,
+    LISTS,
+    Many,
+    Mapped,
+    One,
+    Row,
+    Value,
+    children_of,
+    is_torchs,
+    key_of,
+    modules_of,
+    named,
+    one_of,
+)
+
+_ASKS = frozenset({"type", "hasattr", "callable", "bool", "id", "str", "repr", "print", "len"})
+_GOES_THROUGH = frozenset({"reversed", "list", "tuple", "iter", "set"})
+_UNDER: dict[str, bool] = {"children": False, "named_children": True, "modules": False, "named_modules": True}
+"""What gives a module's own modules, and whether their names with them."""
+_OF_FORM = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "layout", "is_cuda", "requires_grad"})
+"""What a folded weight still has as it was."""
+_HARMLESS = frozenset(
+    {"register_buffer", "register_parameter", "extra_repr", "_get_name", "keys", "__len__", "__class__"}
+)
+_TENSORS = frozenset({"parameters", "named_parameters", "buffers", "named_buffers"})
+_GROWS = frozenset({"append", "insert", "extend", "add"})
+_MISSING = object()
+_Step = tuple[ast.AST, "Value"]
+
+
+class Told(Protocol):
+    """Who is told what a function does."""
+
+    def reach(self, module: nn.Module, name: str, above: bool = False) -> None:
+        """What stands under the name may run on the module; ``above``: what that hides too."""
+
+    def reach_like(self, module: nn.Module, name: ast.expr) -> None:
+        """The same of a name that is computed."""
+
+    def follow(self, module: nn.Module | None, function: types.FunctionType, parameter: str, value: Value) -> None:
+        """A function, or a method of that module, gets it for a parameter."""
+
+    def values(self, held: Any) -> list[Value]:
+        """What somebody keeps may be."""
+
+    def hand_on(self, value: Value | None) -> None:
+        """It is given to code that may do anything with it."""
+
+    def call(self, module: nn.Module, apart: bool) -> None:
+        """It is called; ``apart``: besides where its parent does it."""
+
+    def read_tensors(self, module: nn.Module) -> None:
+        """Its parent reads weights of it."""
+
+    def ask(self, module: nn.Module, cls: Any = None) -> None:
+        """It is asked whether it is one of those, or anything else."""
+
+
+class Reader:
+    """Reads one function; the order of its statements is ignored. ``module``: the one whose method it is, None for
+    another; ``counted``: calls of its children are looked for there by others; ``named``: what names stand for."""
+
+    def __init__(
+        self,
+        code: Told,
+        module: Any,
+        function: types.FunctionType,
+        tree: ast.FunctionDef,
+        counted: bool,
+        named: Mapping[str, Iterable[Value]],
+    ) -> None:
+        self.code, self.module, self.function, self.counted = code, module, function, counted
+        tree = _Spelled().visit(copy.deepcopy(tree))
+        self.parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        self.nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+        self.names: dict[str, dict[Any, Value]] = {}
+        self.own = "" if module is None else function.__code__.co_varnames[0]
+        for name, values in (*named.items(), (self.own, one_of([module] if self.own else [], whole=True))):
+            for value in values:
+                self._add(name, value)
+
+    def read(self) -> None:
+        """Follow whatever may be a module from where it is named to what is done with it."""
+        followed = set[Any]()
+        while new := [
+            (node, key, value)
+            for node in self.nodes
+            for key, value in self.names.get(node.id, {}).items()
+            if (node, key) not in followed
+        ]:
+            for node, key, value in new:
+                followed.add((node, key))
+                waiting: list[_Step] = [(node, value)]
+                while waiting:
+                    waiting += self._step(*waiting.pop())
+
+    def _add(self, name: str, value: Value) -> None:
+        key, depth = key_of(value), 0
+        inner: Any = value
+        while isinstance(inner, Many | Mapped):
+            inner, depth = inner.item, depth + 1
+        if depth > DEEPEST:
+            self.code.hand_on(value)
+        else:
+            self.names.setdefault(name, {}).setdefault(key, value)
+
+    # --- from an expression to the one around it ---
+
+    def _step(self, node: ast.AST, value: Value) -> Iterator[_Step]:
+        """The expressions that may be, or hold, the value of ``node`` in turn."""
+        parent = self.parents[node]
+        match parent:
+            case ast.Attribute():
+                yield from self._attribute(parent, value)
+            case ast.Subscript() if parent.value is node:
+                yield from self._item(parent, value)
+            case ast.Call() if parent.func is node:
+                self._called(value)
+            case ast.Call() | ast.keyword():
+                given = node if isinstance(parent, ast.Call) else parent
+                call = parent if isinstance(parent, ast.Call) else self.parents[parent]
+                assert isinstance(call, ast.Call)
+                yield from self._argument(call, given, value)
+            case ast.Starred():
+                yield parent, value
+            case ast.Tuple(elts=parts) if not any(isinstance(part, ast.Starred) for part in parts):
+                yield parent, Row(tuple(value if part is node else None for part in parts))
+            case ast.List() | ast.Tuple() | ast.Set():
+                for item in self._through(value) if isinstance(node, ast.Starred) else [value]:
+                    yield parent, Many(item)
+            case ast.Dict() if node in parent.values and None not in parent.keys:
+                yield parent, Mapped(value)
+            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
+                yield parent, Many(value)
+            case ast.DictComp() if parent.value is node:
+                yield parent, Mapped(value)
+            case ast.For() | ast.comprehension() if parent.iter is node:
+                for item in self._through(value):
+                    self._bind(parent.target, item)
+            case ast.Assign():
+                for target in parent.targets:
+                    self._bind(target, value)
+            case ast.AnnAssign():
+                self._bind(parent.target, value)
+            case ast.NamedExpr():
+                self._bind(parent.target, value)
+                yield parent, value
+            case ast.IfExp() if parent.test is not node:
+                yield parent, value
+            case ast.BoolOp():
+                yield parent, value
+            case ast.Compare() if all(isinstance(op, _QUESTIONS) for op in parent.ops):
+                pass
+            case ast.UnaryOp(op=ast.Not()) | ast.If() | ast.While() | ast.Assert() | ast.IfExp() | ast.comprehension():
+                pass
+            case ast.Expr() | ast.FormattedValue():
+                pass
+            case _:
+                self.code.hand_on(value)
+
+    def _bind(self, target: ast.expr, value: Value | None) -> None:
+        match target, value:
+            case _, None:
+                pass
+            case ast.Name(id=name), One() | Many() | Row() | Mapped():
+                self._add(name, value)
+            case ast.Subscript(value=ast.Name(id=name)), One() | Many() | Row() | Mapped():
+                self._add(name, Mapped(value))
+            case ast.Tuple(elts=parts) | ast.List(elts=parts), Row(items) if len(parts) == len(items):
+                for part, item in zip(parts, items, strict=True):
+                    self._bind(part, item)
+            case ast.Tuple(elts=parts) | ast.List(elts=parts), _:
+                for item in self._through(value):
+                    for part in parts:
+                        self._bind(*((part.value, Many(item)) if isinstance(part, ast.Starred) else (part, item)))
+            case _:
+                self.code.hand_on(value)
+
+    def _through(self, value: Value | None) -> list[Value]:
+        """What going through it gives."""
+        match value:
+            case Many(item):
+                return [item]
+            case Row(items):
+                return [item for item in items if item is not None]
+            case One(held):
+                found = list[Value]()
+                for module, whole in held.values():
+                    self._look_into(module)
+                    if not isinstance(module, nn.ModuleDict):  # which gives its keys
+                        found += one_of(children_of(module), self._are_whole(module, whole))
+                    self.code.reach(module, "__iter__")
+                return found
+        return []
+
+    def _are_whole(self, module: nn.Module, whole: bool) -> bool:
+        """Whether its children stand there for themselves."""
+        return whole and (module is self.module or isinstance(module, LISTS))
+
+    def _look_into(self, module: nn.Module) -> None:
+        if module is not self.module:
+            self.code.ask(module)
+
+    # --- what is done with it ---
+
+    def _called(self, value: Value) -> None:
+        for module, whole in modules_of(value):
+            if module is not self.module:
+                self.code.call(module, isinstance(value, Many) or not whole or not self.counted)
+
+    def _item(self, node: ast.Subscript, value: Value) -> Iterator[_Step]:
+        if not isinstance(node.ctx, ast.Load):
+            return self.code.hand_on(value)
+        index = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        match value:
+            case Many() if isinstance(node.slice, ast.Slice):
+                yield node, value
+            case Many(item) | Mapped(item):
+                yield node, item
+            case Row(items) if isinstance(index, int) and index < len(items):
+                yield from ((node, item) for item in items[index : index + 1 or None] if item is not None)
+            case Row(items):
+                yield from ((node, item) for item in items if item is not None)
+            case One(held):
+                for module, whole in held.values():
+                    self._look_into(module)
+                    if not isinstance(module, CONTAINERS):
+                        self.code.reach(module, "__getitem__")
+                    for one in one_of(_at(module, index), self._are_whole(module, whole)):
+                        yield node, Many(one) if isinstance(node.slice, ast.Slice) else one
+
+    def _attribute(self, node: ast.Attribute, value: Value) -> Iterator[_Step]:
+        call = self.parents[node]
+        is_called = isinstance(call, ast.Call) and call.func is node
+        match value:
+            case One(held):
+                for module, whole in held.values():
+                    yield from self._of_module(node, module, whole)
+            case Many() if node.attr in _GROWS:
+                pass
+            case Many(item) if node.attr in ("pop", "copy") and is_called:
+                yield call, value if node.attr == "copy" else item
+            case Mapped(item) if node.attr in ("values", "items", "get", "pop", "keys") and is_called:
+                made = {"values": Many(item), "items": Many(Row((None, item))), "get": item, "pop": item}
+                yield from [(call, made[node.attr])] if node.attr in made else []
+            case _:
+                self.code.hand_on(value)
+
+    def _of_module(self, node: ast.Attribute, module: nn.Module, whole: bool) -> Iterator[_Step]:
+        """An attribute of a module."""
+        name, call, itself = node.attr, self.parents[node], module is self.module
+        if not isinstance(node.ctx, ast.Load):
+            if not itself:
+                self.code.hand_on(one_of([module], whole)[0])
+            return
+        if name in ("forward", "__call__"):
+            yield from ((node, one) for one in one_of([module], whole) if not itself)
+            return
+        if name in ("dtype", "device", "training"):
+            return
+        if (child := module._modules.get(name)) is not None:
+            self._look_into(module)
+            yield from ((node, one) for one in one_of([child], self._are_whole(module, whole)))
+        elif name in module._parameters or name in module._buffers:
+            if itself or self._asks_for_form(node):
+                self._look_into(module)
+            elif self.counted and any(module is child for child in children_of(self.module)):
+                self.code.read_tensors(module)
+            else:
+                self.code.hand_on(one_of([module], whole)[0])
+        elif name == "_modules":
+            self._look_into(module)
+            yield from ((node, Mapped(one)) for one in one_of(children_of(module), self._are_whole(module, whole)))
+        elif name in module.__dict__:
+            self._look_into(module)
+            yield from ((node, one) for one in self.code.values(module.__dict__[name]))
+        elif name not in module._modules:
+            self.code.reach(module, name)
+            for one in self._by_method(node, module, whole):
+                if isinstance(call, ast.Call) and call.func is node:
+                    yield call, one
+                else:
+                    self.code.hand_on(one)
+
+    def _by_method(self, node: ast.Attribute, module: nn.Module, whole: bool) -> Iterator[Value]:
+        """What the call of a method, or an attribute of the class, gives."""
+        name, static = node.attr, inspect.getattr_static(type(module), node.attr, _MISSING)
+        cls = next((one for one in type(module).__mro__ if name in vars(one)), object)
+        if static is _MISSING:
+            if not is_torchs(_defines(type(module), "__getattr__").__module__):
+                self.code.hand_on(one_of([module], whole)[0])
+            return
+        if not is_torchs(cls.__module__) or name in _HARMLESS:
+            self._look_into(module)
+            return
+        self._look_into(module)
+        of_itself = self._are_whole(module, whole)
+        below = [one for one in module.modules() if one is not module]
+        if name in _UNDER:
+            for one in one_of(children_of(module), of_itself) if "children" in name else one_of(below, whole=False):
+                yield Many(Row((None, one)) if _UNDER[name] else one)
+        elif name in ("values", "items") and isinstance(module, nn.ModuleDict):
+            for one in one_of(children_of(module), of_itself):
+                yield Many(Row((None, one)) if name == "items" else one)
+        elif name == "get_submodule":
+            yield from one_of(below, whole=False)
+        elif not (name in _TENSORS and self._asks_for_form(node)):
+            self.code.hand_on(one_of([module], whole)[0])
+
+    def _asks_for_form(self, node: ast.AST) -> bool:
+        """Whether nothing but the dtype, the device or the sizes of a tensor, or of the first of several, are read."""
+        parent = self.parents[node]
+        while isinstance(parent, ast.Call):
+            parent = self.parents[parent]
+        return isinstance(parent, ast.Attribute) and parent.attr in _OF_FORM
+
+    def _argument(self, call: ast.Call, node: ast.AST, value: Value) -> Iterator[_Step]:
+        name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+        plain = isinstance(call.func, ast.Name) and not call.keywords and not isinstance(node, ast.Starred)
+        if plain and name == "isinstance" and node is call.args[0]:
+            for module, _ in modules_of(value):
+                for cls in self._classes(call.args[1]):
+                    self.code.ask(module, cls)
+        elif plain and name in _ASKS:
+            for module, _ in modules_of(value):
+                self._look_into(module)
+        elif plain and name == "super":
+            pass
+        elif plain and name == "getattr" and node is call.args[0]:
+            yield from self._computed(call, value)
+        elif plain and name in ("setattr", "delattr") and _is_only(value, self.module) and node is call.args[0]:
+            pass
+        elif plain and name == "next":
+            yield from ((call, item) for item in self._through(value))
+        elif plain and name in _GOES_THROUGH:
+            yield from ((call, Many(item)) for item in self._through(value))
+        elif plain and name == "enumerate":
+            yield from ((call, Many(Row((None, item)))) for item in self._through(value))
+        elif isinstance(call.func, ast.Name) and name == "zip" and not isinstance(node, ast.Starred):
+            for item in self._through(value):
+                yield call, Many(Row(tuple(item if one is node else None for one in call.args)))
+        elif "checkpoint" in name and not name.startswith(("load", "save")):
+            self._called(value if isinstance(value, One) else Row((value,)))
+        elif isinstance(call.func, ast.Attribute) and name in _GROWS and isinstance(call.func.value, ast.Name):
+            for item in self._through(value) if name == "extend" else [value]:
+                self._add(call.func.value.id, Many(item))
+        elif _is_only(value, self.module) and node in call.args[:1] and self._is_above(call.func):
+            self.code.reach(self.module, name, above=True)
+        else:
+            function, given = self._function_called(call.func)
+            parameter = None if function is None else _parameter(function, call, node, given)
+            if function is None or parameter is None:
+                self.code.hand_on(value)
+            else:
+                self.code.follow(self.module if given else None, function, parameter, value)
+
+    def _computed(self, call: ast.Call, value: Value) -> Iterator[_Step]:
+        """``getattr`` by a name that is computed."""
+        if not isinstance(value, One):
+            return self.code.hand_on(value)
+        for module, whole in value.held.values():
+            self._look_into(module)
+            self.code.reach_like(module, call.args[1])
+            yield from ((call, one) for one in one_of(children_of(module), self._are_whole(module, whole)))
+
+    def _classes(self, node: ast.expr) -> list[Any]:
+        """The types in the second argument of ``isinstance``; None for what is not known."""
+        if isinstance(node, ast.Tuple):
+            return [cls for part in node.elts for cls in self._classes(part)]
+        found = global_named(node, self.function)
+        return [found if isinstance(found, type) else None]
+
+    def _function_called(self, node: ast.expr) -> tuple[types.FunctionType | None, int]:
+        """A plain function of somebody's that is called, and how many arguments it has from that: a method has one."""
+        match node:
+            case ast.Attribute(value=ast.Name() as owner) if (
+                owner.id == self.own and node.attr not in self.module.__dict__
+            ):
+                found, given = inspect.getattr_static(type(self.module), node.attr, None), 1
+            case _:
+                found, given = global_named(node, self.function), 0
+        plain = isinstance(found, types.FunctionType) and not hasattr(found, "__wrapped__")
+        return (found, given) if plain and not is_torchs(str(found.__module__)) else (None, 0)  # type: ignore[union-attr]
+
+    def _is_above(self, function: ast.expr) -> bool:
+        """Whether it is a method of a base class, called by that."""
+        cls = global_named(function.value, self.function) if isinstance(function, ast.Attribute) else None
+        return cls in type(self.module).__mro__
+
+
+_QUESTIONS = (ast.Is, ast.IsNot, ast.Eq, ast.NotEq, ast.In, ast.NotIn)
+
+
+class _Spelled(ast.NodeTransformer):
+    """``getattr(x, "name")`` as ``x.name``, with a default as that ``or`` the default."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str() as name), *rest]):
+                read = ast.Attribute(value, name, ast.Load())
+                return ast.BoolOp(ast.Or(), [read, *rest]) if rest else read
+        return node
+
+
+def _parameter(function: types.FunctionType, call: ast.Call, node: ast.AST, given: int) -> str | None:
+    """The parameter that gets an argument of a call, behind as many as are ``given`` already."""
+    code = function.__code__
+    if any(isinstance(one, ast.Starred) for one in call.args):
+        return None
+    if isinstance(node, ast.keyword):
+        names: tuple[str, ...] = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return node.arg if node.arg in names else None
+    names, place = code.co_varnames[: code.co_argcount], call.args.index(node) + given  # type: ignore[arg-type]
+    return names[place] if place < len(names) else None
+
+
+def _defines(cls: type, name: str) -> type:
+    return next(one for one in cls.__mro__ if name in vars(one))
+
+
+def _is_only(value: Value, module: nn.Module) -> bool:
+    return isinstance(value, One) and [*value.held] == [id(module)]
+
+
+def _at(module: nn.Module, index: Any) -> list[nn.Module]:
+    """What may stand there in a container."""
+    children = children_of(module)
+    if isinstance(index, int) and -len(children) <= index < len(children):
+        return [children[index]]
+    return named(module, [index]) if isinstance(index, str) else children
