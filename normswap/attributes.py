@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,23 @@ class Rejection:
 
     reason: Reason
     detail: str
+
+
+def functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """The functions that run when what stands in a class is called or read: a method, in whatever decorators Python's
+    own are, or a property's. Asks the value itself for nothing: it may be anything."""
+    match value:
+        case types.FunctionType():
+            yield value
+        case property():
+            for one in (value.fget, value.fset, value.fdel):
+                yield from functions_in(one)
+        case staticmethod() | classmethod():
+            yield from functions_in(value.__func__)
+        case functools.cached_property() | functools.partialmethod():
+            yield from functions_in(value.func)
+        case _ if type(value) is type(functools.cache(len)):
+            yield from functions_in(value.__wrapped__)
 
 
 def is_hidden(module: nn.Module, name: str) -> bool:

@@ -81,9 +81,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("held", "regions", "untouched"),
     },
     "reports": {"plans"},
-    "elsewhere": {"attributes", "installed", "rules", "source", "untouched"},
+    "uses": {"attributes", "installed", "rules", "source", "untouched", "uses"},
     "folding": {
-        "elsewhere",
+        "uses",
         "copying",
         *("attributes", "plans", "reference", "installed", "modules", "forwards", "regions", "rules", "untouched"),
     },

@@ -71,6 +71,103 @@ class InAProperty(Base):
         return self.calls
 
 
+class InAComprehension(Base):
+    def notes(self, count: int) -> None:
+        [self.note() for _ in range(count)]
+
+    def note(self) -> None:
+        type(self).calls += 1
+
+
+class InAFunctionInside(Base):
+    def notes(self, count: int) -> None:
+        def note() -> None:
+            type(self).calls += count
+
+        note()
+
+
+class BySetattr(Base):
+    def notes(self, count: int) -> None:
+        type.__setattr__(type(self), "calls", count)
+
+
+class ByAWalrus(Base):
+    def notes(self, count: int) -> None:
+        (cls := type(self)).calls += count  # noqa: F841
+
+
+class ByATuple(Base):
+    def notes(self, count: int) -> None:
+        cls, more = type(self), 1
+        cls.calls += more
+
+
+class ByAnAnnotation(Base):
+    def notes(self, count: int) -> None:
+        cls: Any = self.__class__
+        cls.calls += count
+
+
+class ByAFunction(Base):
+    def notes(self, count: int) -> None:
+        bump(self)
+
+
+class ByAFunctionOfItsClass(Base):
+    def notes(self, count: int) -> None:
+        bump_class(type(self))
+
+
+def bump(module: Any) -> None:
+    bump_again(1, module)
+
+
+def bump_again(count: int, module: Any) -> None:
+    type(module).calls += count
+
+
+def bump_class(cls: Any) -> None:
+    cls.calls += 1
+
+
+class ByAName(Base):
+    def forward(self, x: Tensor, r: Tensor) -> Tensor:
+        getattr(self, "note")()  # noqa: B009
+        return F.gelu(self.norm(x + r))
+
+    def note(self) -> None:
+        type(self).calls += 1
+
+
+class WhenCalled(Base):
+    def __call__(self, x: Tensor, r: Tensor) -> Any:
+        type(self).calls += 1
+        return super().__call__(x, r)
+
+
+class InACachedProperty(Base):
+    def notes(self, count: int) -> None:
+        self.last = self.once
+
+    @functools.cached_property
+    def once(self) -> int:
+        type(self).calls += 1
+        return self.calls
+
+
+class SaysItself(Base):
+    @property
+    def __class__(self) -> Any:
+        return SaysItself
+
+
+WRITING = (
+    *(InAComprehension, InAFunctionInside, BySetattr, ByAWalrus, ByATuple, ByAnAnnotation, ByAFunction),
+    *(ByAFunctionOfItsClass, ByAName, WhenCalled, InACachedProperty),
+)
+
+
 class Slotted(Base):
     __slots__ = ("tag",)
 
@@ -84,7 +181,7 @@ class Slotted(Base):
 
 
 KEPT: list[Callable[[], nn.Module]] = [
-    *(AsksAboveItself, Counts, CountsByName, CountsInAClassMethod, Sets, InAProperty, Slotted),
+    *(AsksAboveItself, Counts, CountsByName, CountsInAClassMethod, Sets, InAProperty, Slotted, SaysItself, *WRITING),
 ]
 
 
@@ -98,7 +195,7 @@ def test_it_keeps_its_class_and_says_why(make: Any) -> None:
     assert type(swapped.train()[0]) is make and type(copy.deepcopy(swapped)[0]) is make
 
 
-@pytest.mark.parametrize("make", (Counts, CountsByName, CountsInAClassMethod))
+@pytest.mark.parametrize("make", (Counts, CountsByName, CountsInAClassMethod, *WRITING))
 def test_what_it_counts_is_its_own(make: Any) -> None:
     model, x = randomised(make()), torch.randn(3, 8)
     normswap.apply(model, normswap.plan(model), inplace=True)
@@ -107,13 +204,22 @@ def test_what_it_counts_is_its_own(make: Any) -> None:
     assert make.calls > before and "calls" in vars(make)
 
 
+class AttributeDict(dict):  # type: ignore[type-arg]
+    """As many configurations are: asked for anything it is no name of, it raises a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Harmless(Base):
+    config = AttributeDict(scale=1.0)
+
     def __init__(self) -> None:
         super(self.__class__, self).__init__()  # of an instance of this class
 
     def notes(self, count: int) -> None:
         self.__class__.cache["calls"] = count
         self.kind = type(self).__name__
+        assert isinstance(self, type(self)) and self.config.scale == 1.0
 
     @classmethod
     def made(cls) -> Harmless:

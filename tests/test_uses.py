@@ -22,13 +22,21 @@ import normswap
 X = torch.randn(2, 6, 5, 5)
 
 
+class AttributeDict(dict):  # type: ignore[type-arg]
+    """As many configurations are: asked for anything it is no name of, it raises a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Block(nn.Module):
+    config = AttributeDict(scale=1.0)
+
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.bn = conv(), bn()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.bn(self.conv(x)))
+        return torch.relu(self.bn(self.conv(x))) * self.config.scale
 
     def pre(self, x: Tensor) -> Any:
         return self.conv(x)
@@ -300,9 +308,6 @@ class Uses:
         return x * self.row[1].eps
 
 
-ADDED = {name: function for name, function in vars(Uses).items() if isinstance(function, types.FunctionType)}
-
-
 def adding(function: Any) -> Callable[[], nn.Module]:
     def forward(self: Any, x: Tensor) -> Any:
         return self.whole(x) + self.more(x)
@@ -485,23 +490,41 @@ class Gate(nn.Module):
         return module.conv.weight.mean()
 
 
-def gates() -> dict[str, Callable[[], nn.Module]]:
-    found: dict[str, Any] = {
-        "a static method": Gate.gate,
-        "a computed name": lambda self, x: getattr(self, "co" + "nv").weight.mean(),
-        "a state": lambda self, x: self.state_dict()["conv.weight"].mean(),
-        "parameters": lambda self, x: sum(p.sum() for p in self.parameters()),
-        "getattr": lambda self, x: self.__getattr__("conv")(x),
-        "an alias": lambda self, x: self.alias[0].conv(x),
-        "a parameter": lambda self, x: self.get_parameter("conv.weight").mean(),
-        "a buffer": lambda self, x: self.bn.running_mean.mean(),
-    }
-    return {f"gate by {name}": functools.partial(type("Gated", (Gate,), {"gate": f})) for name, f in found.items()}
+class Gates:
+    def by_a_static_method(self: Any, x: Any) -> Any:
+        return self._of(self)
+
+    def by_a_computed_name(self: Any, x: Any) -> Any:
+        return getattr(self, "co" + "nv").weight.mean()
+
+    def by_a_state(self: Any, x: Any) -> Any:
+        return self.state_dict()["conv.weight"].mean()
+
+    def by_parameters(self: Any, x: Any) -> Any:
+        return sum(p.sum() for p in self.parameters())
+
+    def by_getattr(self: Any, x: Any) -> Any:
+        return self.__getattr__("conv")(x)
+
+    def by_an_alias(self: Any, x: Any) -> Any:
+        return self.alias[0].conv(x)
+
+    def by_a_parameter(self: Any, x: Any) -> Any:
+        return self.get_parameter("conv.weight").mean()
+
+    def by_a_buffer(self: Any, x: Any) -> Any:
+        return self.bn.running_mean.mean()
+
+    without_source = lambda self, x: self.state_dict()["conv.weight"].mean()  # noqa: E731
+
+
+def functions_in(cls: type) -> dict[str, Any]:
+    return {name: one for name, one in vars(cls).items() if isinstance(one, types.FunctionType)}
 
 
 APART: dict[str, Callable[[], nn.Module]] = {
-    **{name: adding(function) for name, function in ADDED.items()},
-    **gates(),
+    **{name: adding(function) for name, function in functions_in(Uses).items()},
+    **{f"gate {name}": type("Gated", (Gate,), {"gate": one}) for name, one in functions_in(Gates).items()},
     **{
         cls.__name__: cls
         for cls in (Above, ByName, Later, NoGradients, Wrapped, Partial, Called, CalledItself, WithoutSource, Lambda)
@@ -570,16 +593,33 @@ class Holds(nn.Module):
         return x
 
 
-LOOKS: dict[str, Any] = {
-    "attributes": lambda self, x: x * self.part.heads * self.part.width,
-    "a method": lambda self, x: self.part.pre(x),
-    "isinstance": lambda self, x: x * (2 if isinstance(self.part, Projection) else 1),
-    "type": lambda self, x: x * (2 if type(self.part) is nn.Linear else 1),
-    "len": lambda self, x: x * len(self.row),
-    "a row": lambda self, x: x * (2 if isinstance(self.row, nn.Sequential) else 1),
-    "a loop": lambda self, x: x * sum(isinstance(one, nn.Linear) for one in self.parts),
-    "an index": lambda self, x: x * (self.row[0] is not None),
-}
+class Looks:
+    def at_attributes(self: Any, x: Any) -> Any:
+        return x * self.part.heads * self.part.width
+
+    def at_a_method(self: Any, x: Any) -> Any:
+        return self.part.pre(x)
+
+    def at_its_class(self: Any, x: Any) -> Any:
+        return x * (2 if isinstance(self.part, Projection) else 1)
+
+    def at_its_type(self: Any, x: Any) -> Any:
+        return x * (2 if type(self.part) is nn.Linear else 1)
+
+    def at_its_length(self: Any, x: Any) -> Any:
+        return x * len(self.row)
+
+    def at_a_row(self: Any, x: Any) -> Any:
+        return x * (2 if isinstance(self.row, nn.Sequential) else 1)
+
+    def in_a_loop(self: Any, x: Any) -> Any:
+        return x * sum(isinstance(one, nn.Linear) for one in self.parts)
+
+    def by_an_index(self: Any, x: Any) -> Any:
+        return x * (self.row[0] is not None)
+
+
+LOOKS = functions_in(Looks)
 
 
 @pytest.mark.parametrize("name", LOOKS)
@@ -640,7 +680,7 @@ class Whole:
         return layer(x)
 
 
-@pytest.mark.parametrize("name", [name for name in vars(Whole) if name.startswith("by_")])
+@pytest.mark.parametrize("name", [name for name in functions_in(Whole) if name != "run"])
 def test_what_is_whole_folds(name: str) -> None:
     made = adding(vars(Whole)[name])
     model = drawn(lambda: type("Runs", (type(made()),), {"run": Whole.run})())

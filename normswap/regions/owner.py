@@ -41,7 +41,7 @@ def _attribute(owner: Any, name: str) -> Any:
     if type(owner) in (torch.Tensor, nn.Parameter):
         return getattr(owner, name, _UNKNOWN)
     static = inspect.getattr_static(type(owner), name, None)
-    if not isinstance(owner, nn.Module) or hasattr(static, "__get__"):
+    if not isinstance(owner, nn.Module) or hasattr(type(static), "__get__"):
         return _UNKNOWN
     own = {**owner._parameters, **owner._buffers, **owner._modules, **owner.__dict__}
     return own.get(name, _UNKNOWN if static is None else static)
@@ -140,7 +140,7 @@ class Owner:
         for name in path.split("."):
             if not isinstance(owner, nn.Module):
                 break
-            if hasattr(static := inspect.getattr_static(type(owner), name, None), "__get__"):
+            if hasattr(type(static := inspect.getattr_static(type(owner), name, None)), "__get__"):
                 return static
             own = {**owner._parameters, **owner._buffers, **owner._modules, **owner.__dict__}
             owner = own.get(name, static)

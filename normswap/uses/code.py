@@ -8,13 +8,13 @@ import inspect
 import re
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from normswap.attributes import modules_in
+from normswap.attributes import functions_in, modules_in
 from normswap.installed import class_before
 from normswap.rules.expression_site import class_forward, names_in
 from normswap.rules.region import methods_of
@@ -72,7 +72,8 @@ class Code:
         self.values(module.__dict__.get(name))
         for cls in type(module).__mro__:
             if not is_torchs(cls.__module__) and name in vars(cls):
-                for function in _functions_in(vars(cls)[name]):
+                value = vars(cls)[name]
+                for function in () if isinstance(value, staticmethod | classmethod) else functions_in(value):
                     self._wait(module, function)
                 if not above:
                     return
@@ -182,11 +183,3 @@ def _content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return None
-
-
-def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """Those with self that run when what stands in a class is called or read."""
-    given = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "func", None), value)
-    for one in given:
-        if isinstance(one, types.FunctionType):
-            yield one
