@@ -40,7 +40,7 @@ def _lines(code: types.CodeType) -> list[str]:
     return linecache.getlines(code.co_filename) or inspect.findsource(code)[0]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _read(source: str, filename: str) -> tuple[dict[_Place, ast.FunctionDef], dict[_Place, types.CodeType]]:
     """The functions in a file and their code, by names and first lines. It is compiled whole: what a method compiles to
     depends on the imports and the class around it."""

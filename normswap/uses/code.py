@@ -148,16 +148,15 @@ class Code:
         inner = inspect.unwrap(function)
         if not isinstance(inner, types.FunctionType) or not inner.__code__.co_argcount:
             return
-        tree, names = source_tree(inner.__code__), names_in(inner)
-        known = {**self._enclosed(inner), **given}
+        names, known = names_in(inner), {**self._enclosed(inner), **given}
         if module is not None and not names.isdisjoint({"super", *(cls.__name__ for cls in type(module).__mro__)}):
             for name in names:
                 self.reach(module, name, above=True)
-        if tree is not None:
-            counted = module is not None and not given and self._is_counted(module, function)
-            Reader(self, module, inner, tree, counted, known).read()
+        if source_tree(inner.__code__) is None:
+            self._hand_on_all({**known, "self": one_of([] if module is None else [module], whole=True)})
             return
-        self._hand_on_all({**known, "self": one_of([] if module is None else [module], whole=True)})
+        counted = module is not None and not given and self._is_counted(module, function)
+        Reader(self, module, inner, counted, known).read()
 
     def _is_counted(self, module: nn.Module, function: types.FunctionType) -> bool:
         """Whether who looks for what can be folded reads this function too, and counts the calls there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from normswap.source import global_named
+from normswap.source import global_named, source_tree
 from normswap.uses.values import (
     CONTAINERS,
     DEEPEST,
@@ -81,14 +82,11 @@ class Reader:
         code: Told,
         module: Any,
         function: types.FunctionType,
-        tree: ast.FunctionDef,
         counted: bool,
         named: Mapping[str, Iterable[Value]],
     ) -> None:
         self.code, self.module, self.function, self.counted = code, module, function, counted
-        tree = _Spelled().visit(copy.deepcopy(tree))
-        self.parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        self.nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+        self.parents, self.nodes = _spelled(function.__code__)
         self.names: dict[str, dict[Any, Value]] = {}
         self.own = "" if module is None else function.__code__.co_varnames[0]
         for name, values in (*named.items(), (self.own, one_of([module] if self.own else [], whole=True))):
@@ -346,7 +344,7 @@ class Reader:
             yield from self._computed(call, value)
         elif plain and name in ("setattr", "delattr") and _is_only(value, self.module) and node is call.args[0]:
             pass
-        elif plain and name == "next":
+        elif plain and name == "next" and node is call.args[0]:
             yield from ((call, item) for item in self._through(value))
         elif plain and name in _GOES_THROUGH:
             yield from ((call, Many(item)) for item in self._through(value))
@@ -405,6 +403,17 @@ class Reader:
 
 
 _QUESTIONS = (ast.Is, ast.IsNot, ast.Eq, ast.NotEq, ast.In, ast.NotIn)
+
+
+@functools.lru_cache(maxsize=256)
+def _spelled(code: types.CodeType) -> tuple[dict[ast.AST, ast.AST], list[ast.Name]]:
+    """What stands around each node of a function, and the names that it reads."""
+    found = source_tree(code)
+    assert found is not None, "what is read has a source"
+    tree = _Spelled().visit(copy.deepcopy(found))
+    nodes = [*ast.walk(tree)]
+    names = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return {child: node for node in nodes for child in ast.iter_child_nodes(node)}, names
 
 
 class _Spelled(ast.NodeTransformer):
