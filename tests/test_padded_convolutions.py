@@ -177,7 +177,7 @@ def test_what_does_more_is_left_and_told_of(forward: Any) -> None:
 
 
 def test_a_class_that_reads_attributes_in_its_own_way() -> None:
-    assert convolves_last(made(by_timm)) and not convolves_last(nn.Conv2d(6, 6, 3)) and not convolves_last(None)
+    assert convolves_last(made(by_timm)) and convolves_last(nn.Conv2d(6, 6, 3)) and not convolves_last(None)
     for name in ("__getattr__", "__call__"):
         own = getattr(nn.Module, name)
         assert not convolves_last(made(by_timm, **{name: lambda self, *given, own=own: own(self, *given)}))
@@ -197,3 +197,55 @@ def test_what_carries_hooks_is_left() -> None:
     model[0].register_forward_hook(lambda *_: None)
     folds, (told,) = folded(model)
     assert folds is None and "0 carries hooks" in told
+
+
+class Depthwise(nn.Conv2d):
+    """As it is, of other arguments."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels, 3, groups=channels)
+
+
+def own_inner(self: Any, x: Tensor, weight: Tensor, bias: Any) -> Any:
+    return nn.Conv2d._conv_forward(self, x, weight, bias) * 2
+
+
+SUBCLASSES: dict[str, tuple[type[nn.Module], bool]] = {
+    "other arguments": (Depthwise, True),
+    "an inner forward": (type("Inner", (Depthwise,), {"_conv_forward": own_inner}), False),
+    "a call": (type("Called", (Depthwise,), {"__call__": lambda self, x: nn.Conv2d.__call__(self, x) * 2}), False),
+}
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_a_subclass_that_computes_as_its_base_is_folded(name: str) -> None:
+    cls, folds = SUBCLASSES[name]
+    model = drawn(lambda: nn.Sequential(cls(6), bn(), nn.Sequential(Depthwise(6), bn())))  # type: ignore[call-arg]
+    found, told = folded(model)
+    assert type(found[2][0]) is Depthwise and type(found[2][1]) is nn.Identity
+    assert (type(found[1]) is nn.Identity) == folds == (not told) and type(found[0]) is cls
+    x = torch.randn(2, 6, 9, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(found(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm's, with an activation that no kernel has."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ELU()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.act(
+            F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps)
+        )
+
+
+def test_whatever_stands_behind_a_norm_stays() -> None:
+    model = drawn(lambda: nn.Sequential(nn.Conv2d(6, 6, 3), NormAct(6)))
+    found, told = folded(model)
+    assert not told and [type(one) for one in found[1]] == [nn.ELU]
+    x = torch.randn(2, 6, 9, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(found(x), model(x), rtol=1e-4, atol=1e-4)

@@ -1,5 +1,5 @@
-"""Subclasses of torch.nn's convolutions that make something else of their input and convolve that, as timm's Conv2dSame
-pads it."""
+"""Subclasses of torch.nn's convolutions that convolve their input, or what they make of it, as timm's Conv2dSame pads
+it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ def convolves_last(module: Any) -> bool:
         return False
     if not calls_forward(cls) or own_getattr(module) is not None or not forward.__code__.co_argcount:
         return False
+    base: Any = next(one for one in _PADDED if isinstance(module, one))
+    if cls.forward is base.forward:  # a class that makes one of other arguments, say
+        return bool(cls._conv_forward is base._conv_forward)
     owner = forward.__code__.co_varnames[0]
     own = _Function(forward, f"{owner}.weight", f"{owner}.bias")
     return own.convolves_last() and all(_is_plain(module.__dict__.get(name, own)) for name in own.reads(owner))

@@ -53,7 +53,7 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any, baked: bool = False)
 
     yield from _expressions(flow, stands, taken)
     for op in flow.ops:
-        found = None if id(op) in taken else _core(module, op, norm_of)
+        found = None if id(op) in taken else _core(module, op, norm_of, baked)
         if found is None:
             continue
         grow_behind(module, found, taken)
@@ -85,8 +85,9 @@ def _expressions(flow: Flow, stands: _Stands, taken: set[int]) -> Iterator[Regio
     return reversed(regions)
 
 
-def _core(module: nn.Module, op: Op, norm_of: Any) -> Growing | None:
-    """The norm that ``op`` is, with what it calls itself behind that; None where it is none, or that is not known."""
+def _core(module: nn.Module, op: Op, norm_of: Any, baked: bool) -> Growing | None:
+    """The norm that ``op`` is, with what it calls itself behind that; None where it is none, or that is not known and
+    is not to stay as it is."""
     steps = [("norm", op, 0)]
     if (kind := SPELLED.get(op.target, "")) in NORMS:
         whole = _CALLED[kind].find(op)
@@ -108,7 +109,7 @@ def _core(module: nn.Module, op: Op, norm_of: Any) -> Growing | None:
     kinds = [type(child._modules[inner]) for inner in inside]
     if kinds and kinds[-1] in CHILDREN:
         found.activation = found.passes.pop()
-    return found if all(kind in PASSING for kind in kinds[: len(found.passes)]) else None
+    return found if baked or all(kind in PASSING for kind in kinds[: len(found.passes)]) else None
 
 
 def _with_what_stands_before(module: nn.Module, found: Growing, taken: set[int], baked: bool) -> Iterator[Growing]:
