@@ -35,9 +35,18 @@ class SumAndNorm(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum and its norm."""
+        """The sum, which is given out, and its norm."""
         x = x + x
         return x, self.norm(x)
+
+
+class BetweenSums(SumAndNorm):
+    """The same in a block that keeps its sum to itself."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """The sum and its norm, added."""
+        x = x + x
+        return x + self.norm(x)
 
 
 @normswap.register_norm("rms_norm", weight="gain", eps=1e-6)
@@ -60,6 +69,7 @@ HOST: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "RMSNorm by hand": (lambda: RMSNormByHand(256), (8, 256)),
     "RMSNorm by register_norm": (lambda: Registered(256), (8, 256)),
     "sum, LayerNorm": (lambda: SumAndNorm(256), (8, 256)),
+    "LayerNorm between sums": (lambda: BetweenSums(256), (8, 256)),
     "GroupNorm, ReLU": (lambda: group_norm_relu(8, 64), (2, 64, 8, 8)),
     "BatchNorm, ReLU, training": (lambda: nn.Sequential(nn.BatchNorm2d(64), nn.ReLU()), (2, 64, 8, 8)),
     "L1 norm": (L1Norm, (8, 256)),
@@ -136,7 +146,7 @@ def host_us(function: Callable[[], object], calls: int) -> float:
 ROUNDS = 40
 NORMS = (
     *("nn.LayerNorm", "nn.RMSNorm", "nn.GroupNorm", "RMSNorm by hand", "RMSNorm by register_norm"),
-    *("sum, LayerNorm", "GroupNorm, ReLU"),
+    *("sum, LayerNorm", "LayerNorm between sums", "GroupNorm, ReLU"),
 )
 FEATURES = 16
 
