@@ -10,7 +10,7 @@ from pathlib import Path
 WHERE = (
     *("rules", "forwards", "regions", "kinds", "proof", "timing"),
     *("source.py", "attributes.py", "finding.py", "held.py", "untouched.py", "modules.py", "norms.py", "swapping.py"),
-    *("rollback.py", "criterion.py", "in_float64.py", "folding.py"),
+    *("rollback.py", "criterion.py", "in_float64.py", "folding.py", "uses"),
 )
 """The files of normswap/ whose conditions decide what is swapped and what is believed; those of them that are there."""
 WEAKER = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}

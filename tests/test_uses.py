@@ -53,6 +53,8 @@ class Model(nn.Module):
         self.rows = nn.ModuleList([nn.Sequential(conv(), bn()), nn.Sequential(conv(), bn())])
         self.stages, self.table = [self.row], {"row": self.row}
         self.dispatch: dict[str, Any] = {"a": self.run_a}
+        self.first_of_the_row = lambda x: self.row[0](x)
+        self.partly = functools.partial(of_the_net, self)
         self.conv, self.bn = conv(), bn()
 
     def whole(self, x: Tensor) -> Any:
@@ -281,6 +283,9 @@ class Uses:
 
     def by_a_lambda(self: Any, x: Any) -> Any:
         return (lambda one: one(x))(self.row[0])
+
+    def by_a_partial_that_is_kept(self: Any, x: Any) -> Any:
+        return self.partly(x)
 
     def added_in_place(self: Any, x: Any) -> Any:
         layers: list[Any] = []
@@ -649,8 +654,15 @@ class Whole:
         return x * (self.rows[0][0].weight.shape[0] / 6)
 
     def by_questions(self: Any, x: Any) -> Any:
-        assert isinstance(self.row, nn.Sequential) and self.row[1] is not None and not hasattr(self, "nothing")
-        return x
+        if isinstance(self.row, nn.Sequential) and self.row[1] is not None and not hasattr(self, "nothing"):
+            return x
+        raise TypeError
+
+    def by_a_computed_method(self: Any, x: Any, way: str = "whole") -> Any:
+        return getattr(self, f"by_{way}_rows")(x)
+
+    def by_whole_rows(self: Any, x: Any) -> Any:
+        return self.rows[1](x)
 
     def by_a_method_that_calls_it(self: Any, x: Any) -> Any:
         return self.run(self.block, self.run(layer=self.row, x=x))
@@ -680,10 +692,10 @@ class Whole:
         return layer(x)
 
 
-@pytest.mark.parametrize("name", [name for name in functions_in(Whole) if name != "run"])
+@pytest.mark.parametrize("name", [name for name in functions_in(Whole) if not name.startswith(("run", "by_whole"))])
 def test_what_is_whole_folds(name: str) -> None:
     made = adding(vars(Whole)[name])
-    model = drawn(lambda: type("Runs", (type(made()),), {"run": Whole.run})())
+    model = drawn(lambda: type("Runs", (type(made()),), {"run": Whole.run, "by_whole_rows": Whole.by_whole_rows})())
     left = 0 if name == "by_a_geometry" else 1  # whose convolution and norm nobody calls
     folds, told = folded(model)
     assert not told and norms(folds) == left
@@ -703,3 +715,61 @@ def test_what_is_scripted_is_left() -> None:
     assert not told and norms(made[0]) == 0
     with torch.no_grad():
         torch.testing.assert_close(made(X), model(X), rtol=1e-4, atol=1e-4)
+
+
+def by_a_function_that_is_kept(self: Any, x: Any) -> Any:
+    return self.first_of_the_row(x)
+
+
+def test_a_function_that_holds_the_model_is_no_copy() -> None:
+    """What it calls is the model that it was made for: of a copy nothing is taken apart."""
+    model = drawn(adding(by_a_function_that_is_kept))
+    made, told = folded(model)
+    expected = model(X)
+    assert not told
+    with pytest.warns(UserWarning, match=r"row\.1 is left"), pytest.raises(normswap.NormswapError, match="no module"):
+        normswap.fold(model, inplace=True)
+    with torch.no_grad():
+        torch.testing.assert_close(made(X), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_synchronised_norms_fold() -> None:
+    """In eval nothing is to be synchronised."""
+    model = drawn(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(conv(), bn(), nn.ReLU(), Block())))
+    made, told = folded(model)
+    assert not told and not any(isinstance(one, nn.SyncBatchNorm) for one in made.modules())
+    with torch.no_grad():
+        torch.testing.assert_close(made(X), model(X), rtol=1e-4, atol=1e-4)
+
+
+# --- by running it ----------------------------------------------------------------------------------------------------
+
+
+def test_with_inputs_it_is_compared() -> None:
+    model = drawn(lambda: nn.Sequential(nn.Sequential(conv(), bn()), nn.Dropout(), Block()))
+    state = torch.get_rng_state()
+    made: Any = normswap.fold(model, X)
+    assert norms(made) == 0 and torch.equal(torch.get_rng_state(), state)
+    assert norms(normswap.fold(model, (X,))) == 0 and norms(normswap.fold(model, None, {"input": X})) == 0
+    with torch.inference_mode():
+        assert norms(normswap.fold(model, X)) == 0
+    with torch.no_grad():
+        torch.testing.assert_close(made(X), model(X), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_a_hook_takes_apart_is_seen_by_running_it(inplace: bool) -> None:
+    model = drawn(lambda: nn.Sequential(nn.Sequential(conv(), bn(), nn.ReLU()), Block()))
+    model[1].register_forward_hook(lambda module, args, out: out + module.conv(args[0]))
+    assert norms(normswap.fold(model)) == 0  # which nobody sees
+    before = model(X)
+    with pytest.raises(normswap.NormswapError, match=r"differ by [0-9.e+-]+ of the largest in float64: a hook"):
+        normswap.fold(model, X, inplace=inplace)
+    assert norms(model) == 2 and torch.equal(model(X), before)
+
+
+def test_what_stays_is_told_of_once() -> None:
+    model = drawn(lambda: nn.Sequential(Taps(), Block()))
+    with pytest.warns(UserWarning, match="is left as it is") as told:
+        normswap.fold(model, X)
+    assert len(told) == 1

@@ -5,7 +5,6 @@ The tensors stay what they were, bit for bit; ``normswap.json`` is added beside 
 
 from __future__ import annotations
 
-import copy
 import datetime
 import io
 import sys
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import normswap
 from normswap import native
@@ -27,6 +25,7 @@ from normswap.checkpoint.models import HERE, PICKLED, factory_for, open_model
 from normswap.checkpoint.reading import CONFIG, Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import SUFFIXES
 from normswap.checkpoint.writing import Manifest, Target, as_folder, check_new, place, write
+from normswap.folding import LIMIT, difference
 from normswap.folding import fold as fold_model
 from normswap.pipeline import report
 from normswap.plans import MismatchError
@@ -167,16 +166,12 @@ def _folded(model: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> tuple[nn.M
     """The plain model, and a report of how far it is from ``model`` in float64. Raises CheckpointError without inputs,
     MismatchError when it is further away than float64 rounds."""
     check(inputs is not None or kwargs, "a folded model is proved by running it: give inputs (--input)")
-    args, named = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, (inputs, kwargs))
-    exact, limit = copy.deepcopy(model).double(), 1e-9  # of the largest output; rounding moves a deep model by 1e-13
-    with failing(f"{type(model).__name__} could not be run in float64", form="{}: {}"), torch.no_grad():
-        found = [tree_leaves(each(*(args or ()), **named)) for each in (exact, folded(exact))]
-        whole, plain = (torch.cat([t.ravel() for t in leaves if torch.is_tensor(t)]) for leaves in found)
-        error = float((whole - plain).abs().max() / (whole.abs().max() or 1.0))
-    if not error <= limit:
+    with failing(f"{type(model).__name__} could not be folded and run in float64", form="{}: {}"):
+        error = difference(model.eval(), inputs, kwargs)
+    if not error <= LIMIT:
         far = f"by {error:.3g} of its largest output in float64"
         raise MismatchError(f"the folded model differs from the original {far}")
-    model_row = {"max_error": error, "limit": limit, "problem": "", "passed": True}
+    model_row = {"max_error": error, "limit": LIMIT, "problem": "", "passed": True}
     device = next((str(p.device) for p in model.parameters()), "none")
     note = "folded into a plain PyTorch model, which needs no normswap; compared in float64, by the largest output"
     return folded(model), Report((), device, "float64", "eval", "none, it is plain PyTorch", model_row, (note,))

@@ -66,7 +66,7 @@ def readings(
         return
 
     def norm_of(child: nn.Module) -> Match | None:
-        if type(child) in RANKS:  # in eval no site by itself
+        if type(child) in RANKS or (baked and type(child) is nn.SyncBatchNorm):  # in eval no site by itself
             return Match("batch_norm") if is_plain_itself(child) else None
         if isinstance(child, tuple(RANKS)):
             behind = children_behind(child) if is_foldable(child) and is_unhooked(child) else None

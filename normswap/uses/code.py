@@ -18,7 +18,7 @@ from normswap.attributes import functions_in, modules_in
 from normswap.installed import class_before
 from normswap.rules.expression_site import class_forward, names_in
 from normswap.rules.region import methods_of
-from normswap.source import source_tree
+from normswap.source import is_what_runs, source_tree
 from normswap.untouched import classes
 from normswap.uses.reader import Reader
 from normswap.uses.values import DEEPEST, Many, Mapped, Value, is_torchs, key_of, modules_of, one_of
@@ -152,7 +152,7 @@ class Code:
         if module is not None and not names.isdisjoint({"super", *(cls.__name__ for cls in type(module).__mro__)}):
             for name in names:
                 self.reach(module, name, above=True)
-        if source_tree(inner.__code__) is None:
+        if source_tree(inner.__code__) is None or not is_what_runs(inner.__code__):
             self._hand_on_all({**known, "self": one_of([] if module is None else [module], whole=True)})
             return
         counted = module is not None and not given and self._is_counted(module, function)
