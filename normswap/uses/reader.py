@@ -272,6 +272,9 @@ class Reader:
             return
         if name in ("dtype", "device", "training"):
             return
+        self.code.reach(module, name)
+        if not is_torchs(_defines(type(module), "__getattribute__").__module__):
+            self.code.hand_on(one_of([module], whole)[0])
         if (child := module._modules.get(name)) is not None:
             self._look_into(module)
             yield from ((node, one) for one in one_of([child], self._are_whole(module, whole)))
@@ -282,6 +285,9 @@ class Reader:
                 self.code.read_tensors(module)
             else:
                 self.code.hand_on(one_of([module], whole)[0])
+        elif name in ("_parameters", "_buffers"):
+            if not itself:
+                self.code.hand_on(one_of([module], whole)[0])
         elif name == "_modules":
             self._look_into(module)
             yield from ((node, Mapped(one)) for one in one_of(children_of(module), self._are_whole(module, whole)))
@@ -289,7 +295,6 @@ class Reader:
             self._look_into(module)
             yield from ((node, one) for one in self.code.values(module.__dict__[name]))
         elif name not in module._modules:
-            self.code.reach(module, name)
             for one in self._by_method(node, module, whole):
                 if isinstance(call, ast.Call) and call.func is node:
                     yield call, one
