@@ -150,7 +150,6 @@ BODIES: dict[str, str] = {
     "for one in self.row.modules(): pass": "asked row",
     "for key, one in self.row.named_modules(): one(x)": "apart row.0 row.1; asked row; calls row.0 row.1",
     "for place, one in enumerate(self.rows): x = one(x) + place": "asked rows; calls rows.0 rows.1",
-    "for place, (a, b) in enumerate(self.rows): x = a(x)": "apart rows.0.0 rows.0.1 rows.1.0 rows.1.1; asked rows rows.0 rows.1; calls rows.0.0 rows.0.1 rows.1.0 rows.1.1",
     "for one, other in zip(self.rows, [1, 2]): x = one(x) * other": "asked rows; calls rows.0 rows.1",
     "for one, other in zip([1, 2], self.rows): x = other(x) * one": "asked rows; calls rows.0 rows.1",
     "for one, other in zip(*self.rows): x = one(x)": "apart rows rows.0 rows.0.0 rows.0.1 rows.1 rows.1.0 rows.1.1",
@@ -303,7 +302,6 @@ BODIES: dict[str, str] = {
     "self.block._buffers": "apart block block.bn block.conv",
     "for one in self._modules.values(): one(x)": "calls several",
     "self.own_items[0](x)": "apart own_items.layers own_items.layers.0; asked own_items; calls own_items.layers",
-    "for one in self.own_items: one(x)": "apart own_items.layers own_items.layers.0; asked own_items; calls own_items.layers",
     "self.own_getattr.row[0](x)": "apart own_getattr.row.0; asked own_getattr own_getattr.row; calls own_getattr.row.0",
     "self.own_getattr.anything": "apart own_getattr own_getattr.row own_getattr.row.0",
     "self.row[0] @ x": "apart row.0; asked row",
@@ -317,7 +315,8 @@ BODIES: dict[str, str] = {
     "self.row.named_children": "apart row.0 row.1; asked row",
     "self.conv._parameters": "apart conv",
     "self._parameters": "",
-    "self.own_getattribute.row(x)": "apart own_getattribute own_getattribute.row own_getattribute.row.0; calls own_getattribute.row",
+    "self.own_getattribute.row": "apart own_getattribute own_getattribute.row own_getattribute.row.0",
+    "for place, (a, b) in enumerate([self.row]): x = a(x)": "apart row.0 row.1; asked row; calls row.0 row.1",
 }
 
 
