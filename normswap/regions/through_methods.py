@@ -34,7 +34,7 @@ def through_methods(
         return
     found = {name: definition(function, decorated=True) for name, function in functions.items()}
     trees = {name: tree for name, tree in found.items() if isinstance(tree, ast.FunctionDef) and not _is_beyond(tree)}
-    named = [attributes_in(tree) for tree in trees.values()]
+    named = [_attributes_in(tree) for tree in trees.values()]
     if trees.keys() != found.keys() or None in named:
         return
     mentions = sum(filter(None, named), Counter[str]())
@@ -169,12 +169,7 @@ _BY_ANY_NAME = frozenset(
 )
 
 
-def may_be_any(names: frozenset[str]) -> bool:
-    """Whether code with these names may reach a child that it does not name."""
-    return not _BY_ANY_NAME.isdisjoint(names)
-
-
-def attributes_in(tree: ast.FunctionDef) -> Counter[str] | None:
+def _attributes_in(tree: ast.FunctionDef) -> Counter[str] | None:
     """How often a method names each attribute, of whatever; None where it may call a child that it does not name: by a
     name that it computes, or by handing self on."""
     spelled = _Spelled().visit(copy.deepcopy(tree))
@@ -183,7 +178,7 @@ def attributes_in(tree: ast.FunctionDef) -> Counter[str] | None:
     owner = next(argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args))
     read = {id(node.value) for node in attributes}
     handed_on = any(name.id == owner and id(name) not in read for name in names)
-    if handed_on or may_be_any(frozenset([*(n.attr for n in attributes), *(n.id for n in names)])):
+    if handed_on or not _BY_ANY_NAME.isdisjoint([*(node.attr for node in attributes), *(node.id for node in names)]):
         return None
     return Counter(node.attr for node in attributes)
 

@@ -48,13 +48,12 @@ def match(
 
 @dataclass(frozen=True)
 class Reading:
-    """The regions found in one function of a module's class, what a match tells of it, and its definition; None where
-    it was not read, for which there is what it ``names``, or is nn.Sequential's."""
+    """The regions found in one function of a module's class, what a match tells of it, and its definition, None of
+    nn.Sequential's."""
 
     regions: list[Region]
     told: Mapping[str, str] = field(default_factory=dict)
     tree: ast.FunctionDef | None = None
-    names: frozenset[str] = frozenset()
 
 
 def readings(
@@ -87,8 +86,6 @@ def readings(
             told |= {} if name == "forward" else {"method": name}
             regions = [_told(one, apart) for one in regions_of(module, read, norm_of, baked)]
             yield Reading(regions, told, read.tree)
-        else:
-            yield Reading([], names=names_in(function))
 
 
 def _apart(module: nn.Module, functions: Mapping[str, types.FunctionType]) -> dict[str, str]:
