@@ -56,9 +56,9 @@ def fold(
     parts, or a convolution and its BatchNorm: BatchNorm1d takes (N, C, L) too and then normalises another axis, which a
     Linear cannot.
 
-    What the forward branches on and reads besides weights is taken as it is now. What hooks, or code outside of the
-    model, do with its modules is not seen: with example inputs, taken as ``optimize`` takes them, a copy of the model
-    and what is made of that are compared on these in float64.
+    What the forward branches on and reads besides weights is taken as it is now. What code outside of the model, which
+    it does not call, does with its modules is not seen. With example inputs, taken as ``optimize`` takes them, a copy of
+    the model and what is made of that are compared on these in float64.
 
     A site that cannot be folded is left as it is, and a warning says why. Raises TypeError when ``model`` is no
     nn.Module and NormswapError when it is in train mode or cannot be copied, when nothing can be folded, when outputs

@@ -93,7 +93,7 @@ class _Kind:
         foreign = made_by[0] in _LIBRARIES and not self.is_module
         self.has_attributes = not (left or foreign or self.restoring or cls in _CONTAINERS)
         slotted = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)] if self.has_attributes else []
-        self.slots = [one for own in slotted for one in own.values() if isinstance(one, types.MemberDescriptorType)]
+        self.slots = [one for own in slotted for one in own.values() if isinstance(one, _SLOT)]
         self.holds = bool(self.restoring or self.base or self.has_attributes)
 
     def noted(self, value: Any, steps: list[_Step]) -> Iterable[Any]:
@@ -145,6 +145,15 @@ def _attributes_of(value: Any) -> dict[str, Any]:
         return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
     except AttributeError:
         return {}
+
+
+def held_by(value: Any) -> list[Any]:
+    """What its attributes and slots hold, for which no code of its class is run."""
+    slots = [one for cls in type(value).__mro__ for one in vars(cls).values() if isinstance(one, _SLOT)]
+    return [*_attributes_of(value).values(), *(_in_slot(slot, value) for slot in slots)]
+
+
+_SLOT = types.MemberDescriptorType
 
 
 def _read(base: Any, value: Any) -> tuple[Sequence[Any], Sequence[Any]]:

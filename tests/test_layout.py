@@ -81,7 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("held", "regions", "untouched"),
     },
     "reports": {"plans"},
-    "uses": {"attributes", "installed", "rules", "source", "untouched", "uses"},
+    "uses": {"attributes", "held", "installed", "rules", "source", "untouched", "uses"},
     "folding": {
         "uses",
         "copying",

@@ -18,6 +18,8 @@ from convolution_models import bn, conv, drawn
 from torch import Tensor, nn
 
 import normswap
+from normswap import folding
+from normswap.uses import uses_in
 
 X = torch.randn(2, 6, 5, 5)
 
@@ -758,12 +760,18 @@ def test_with_inputs_it_is_compared() -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_what_a_hook_takes_apart_is_seen_by_running_it(inplace: bool) -> None:
-    model = drawn(lambda: nn.Sequential(nn.Sequential(conv(), bn(), nn.ReLU()), Block()))
-    model[1].register_forward_hook(lambda module, args, out: out + module.conv(args[0]))
-    assert norms(normswap.fold(model)) == 0  # which nobody sees
+def test_what_is_not_seen_is_seen_by_running_it(inplace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(model: nn.Module) -> Any:
+        uses = uses_in(model)
+        uses.apart.clear()
+        uses.calls.clear()
+        return uses
+
+    monkeypatch.setattr(folding, "uses_in", blind)
+    model = drawn(lambda: nn.Sequential(Taps(), nn.Sequential(conv(), bn())))
+    assert norms(normswap.fold(model)) == 0
     before = model(X)
-    with pytest.raises(normswap.NormswapError, match=r"differ by [0-9.e+-]+ of the largest in float64: a hook"):
+    with pytest.raises(normswap.NormswapError, match=r"differ by [0-9.e+-]+ of the largest in float64: code"):
         normswap.fold(model, X, inplace=inplace)
     assert norms(model) == 2 and torch.equal(model(X), before)
 

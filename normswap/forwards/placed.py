@@ -54,9 +54,11 @@ def _guarded(_normswap_forward: AtOnce, _normswap_original: _Forward, _normswap_
 
 
 def _is_rewritten_by_fx(base: types.FunctionType) -> bool:
-    """Whether torch.fx makes plain parameters of the keyword-only ones, *args and **kwargs of ``base``."""
+    """Whether torch.fx makes plain parameters of the keyword-only ones, *args and **kwargs of ``base``; not of one that
+    says of itself that it has others."""
     code, starred = base.__code__, inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-    return inspect.unwrap(base) is base and bool(code.co_kwonlyargcount or code.co_flags & starred)
+    plain = inspect.unwrap(base) is base and "__signature__" not in base.__dict__
+    return plain and bool(code.co_kwonlyargcount or code.co_flags & starred)
 
 
 _TEXT = """

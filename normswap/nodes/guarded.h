@@ -16,7 +16,7 @@ struct Guarded : Callable {
 };
 
 // Whether a function that was read has the code and the defaults that it had: `read` is (it, code, defaults, named ones).
-bool is_as_read(PyObject* read) {
+bool is_function_as_read(PyObject* read) {
   PyObject *function = PyTuple_GET_ITEM(read, 0), *defaults = PyTuple_GET_ITEM(read, 2), *named = PyTuple_GET_ITEM(read, 3);
   if (!PyFunction_Check(function) || PyFunction_GET_CODE(function) != PyTuple_GET_ITEM(read, 1)) return false;
   PyObject *now = PyFunction_GET_DEFAULTS(function), *named_now = PyFunction_GET_KW_DEFAULTS(function);
@@ -46,25 +46,24 @@ bool is_torchs(PyTypeObject* cls, PyObject* torchs) {
 // Whether the rewritten forward does on this module what the original's would.
 bool is_as_read(const Guarded& f, PyObject* module) {
   const Names& names = known().names;
-  PyTypeObject* cls = Py_TYPE(module);
   if (at::tracer::impl::is_dispatch_enabled()) return false;
   const Owned original = made(PyObject_GetAttr(f[kReplaced], names.known));
   const auto of_original = [&](int i) { return PyTuple_GET_ITEM(original.object, i); };
   if (!is_unchanged(of_original(0), of_original(1), of_original(2), of_original(3))) return false;
   const int installed = PyObject_IsInstance(module, made(PyObject_GetAttr(f[kReplaced], names.installed)));
   if (installed < 0) throw PythonError();
-  if (installed == 0 || !is_torchs(cls, f[kTorchs]) || (f[kOwn] != Py_None && !is_as_read(f[kOwn]))) return false;
+  if (installed == 0 || !is_torchs(Py_TYPE(module), f[kTorchs]) || !is_function_as_read(f[kOwn])) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(f[kConditions]); ++i) {
     PyObject* condition = PyTuple_GET_ITEM(f[kConditions], i);
-    const int truth = PyObject_IsTrue(made(PyObject_CallOneArg(PyTuple_GET_ITEM(condition, 0), module)));
-    if (truth < 0) throw PythonError();
-    if ((truth == 1) != (PyTuple_GET_ITEM(condition, 1) == Py_True)) return false;
+    const bool truth = is_true(made(PyObject_CallOneArg(PyTuple_GET_ITEM(condition, 0), module)));
+    if (truth != (PyTuple_GET_ITEM(condition, 1) == Py_True)) return false;
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(f[kReads]); ++i) {
     PyObject* read = PyTuple_GET_ITEM(f[kReads], i);  // the name, then what was read
     PyObject* now = found(f[kGlobals], PyTuple_GET_ITEM(read, 0));
-    if (now != PyTuple_GET_ITEM(PyTuple_GET_ITEM(read, 1), 0) || !is_as_read(PyTuple_GET_ITEM(read, 1))) return false;
+    if (now != PyTuple_GET_ITEM(PyTuple_GET_ITEM(read, 1), 0) || !is_function_as_read(PyTuple_GET_ITEM(read, 1))) return false;
   }
+  PyTypeObject* cls = Py_TYPE(module);  // which a condition may have changed
   if (f[kInARow] != Py_None && looked_up(cls, names.iter) != f[kInARow]) return false;
   const Owned own = dict_of(module);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(f[kReached]); ++i) {

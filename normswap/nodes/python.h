@@ -51,6 +51,12 @@ Owned made(PyObject* result) {
   return Owned(result);
 }
 
+bool is_true(PyObject* object) {
+  const int truth = PyObject_IsTrue(object);
+  if (truth < 0) throw PythonError();
+  return truth == 1;
+}
+
 Owned dict_of(PyObject* module) { return made(PyObject_GenericGetDict(module, nullptr)); }
 
 struct Names {
@@ -108,7 +114,7 @@ bool is_bare(PyObject* own) {
   const Names& names = known().names;
   for (PyObject* name : names.hooks) {
     PyObject* hooks = found(own, name);
-    if (hooks == nullptr || PyObject_IsTrue(hooks) != 0) return false;
+    if (hooks == nullptr || is_true(hooks)) return false;
   }
   return found(own, names.forward) == nullptr;
 }
@@ -116,7 +122,7 @@ bool is_bare(PyObject* own) {
 bool any_global_hook() {
   for (PyObject* name : known().names.global_hooks) {
     PyObject* hooks = found(known().modules, name);
-    if (hooks == nullptr || PyObject_IsTrue(hooks) != 0) return true;
+    if (hooks == nullptr || is_true(hooks)) return true;
   }
   return false;
 }
@@ -150,8 +156,7 @@ bool hands_on(PyObject* module) {
   const Owned own = dict_of(module);
   if (!is_plain(module, own)) return false;
   PyObject *training = found(own, known().names.training), *p = found(own, known().names.p);
-  return dropout == Py_False || (training != nullptr && PyObject_IsTrue(training) == 0) ||
-         (p != nullptr && PyObject_IsTrue(p) == 0);
+  return dropout == Py_False || (training != nullptr && !is_true(training)) || (p != nullptr && !is_true(p));
 }
 
 // Whether calling a module of the class runs what it did: its (forward, __call__).
@@ -161,18 +166,22 @@ bool is_called_as(PyObject* cls, PyObject* called) {
          made(PyObject_GetAttr(cls, names.call)) == PyTuple_GET_ITEM(called, 1);
 }
 
+constexpr int kDeepest = 200;  // of modules in modules; one may hold itself
+
 // Whether the module and all in it are of classes that only compute, and nothing else runs when they are called.
-bool computes_only(PyObject* module, PyObject* classes, PyObject* is_known) {
+bool computes_only(PyObject* module, PyObject* classes, PyObject* is_known, int depth = 0) {
+  if (depth > kDeepest) return false;
   PyObject* cls = reinterpret_cast<PyObject*>(Py_TYPE(module));
   PyObject* called = found(classes, cls);
   const bool listed = called != nullptr && is_called_as(cls, called);
   if (!listed && made(PyObject_CallOneArg(is_known, module)) != Py_True) return false;
   const Owned own = dict_of(module);
-  PyObject* children = found(own, known().names.modules);
+  const Owned children = kept(found(own, known().names.modules));
   if (children == nullptr || !is_bare(own)) return false;
   PyObject *name = nullptr, *child = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(children, &at, &name, &child);) {
-    if (!computes_only(child, classes, is_known)) return false;
+    const Owned held = kept(child);
+    if (!computes_only(held, classes, is_known, depth + 1)) return false;
   }
   return true;
 }

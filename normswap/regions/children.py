@@ -57,6 +57,10 @@ class Reached:
         return self.names.isdisjoint(owner.__dict__)
 
 
+_MOST = 10_000
+"""Of modules; one may hold itself."""
+
+
 class Beside:
     """The children beside ``regions``."""
 
@@ -76,6 +80,8 @@ class Beside:
         children, known = owner._modules, self.known
         waiting = [children.get(name) for name in self.names]
         for module in waiting:  # which grows
+            if len(waiting) > _MOST:
+                return False
             if not is_called_as(known.get(type(module)), type(module)) and not self.is_known(module):
                 return False
             own = module.__dict__

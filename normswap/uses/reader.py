@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from normswap.source import global_named, source_tree
+from normswap.source import cell_holds, global_named, source_tree
 from normswap.uses.values import (
-    CONTAINERS,
     DEEPEST,
     LISTS,
     Many,
@@ -30,17 +29,19 @@ from normswap.uses.values import (
     one_of,
 )
 
-_ASKS = frozenset({"type", "hasattr", "callable", "bool", "id", "str", "repr", "print", "len"})
+_ASKS = frozenset({"type", "hasattr", "callable", "bool", "id", "len"})
+_SHOWS = frozenset({"str", "repr", "print", "format"})
 _GOES_THROUGH = frozenset({"reversed", "list", "tuple", "iter", "set"})
 _UNDER: dict[str, bool] = {"children": False, "named_children": True, "modules": False, "named_modules": True}
 """What gives a module's own modules, and whether their names with them."""
 _OF_FORM = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "layout", "is_cuda", "requires_grad"})
 """What a folded weight still has as it was."""
+_OF_ALL = frozenset({"dtype", "device"})
 _HARMLESS = frozenset(
     {"register_buffer", "register_parameter", "extra_repr", "_get_name", "keys", "__len__", "__class__"}
 )
-_TENSORS = frozenset({"parameters", "named_parameters", "buffers", "named_buffers"})
-_GROWS = frozenset({"append", "insert", "extend", "add"})
+_TENSORS = frozenset({"parameters", "named_parameters"})
+_CALLING = ("forward", "__call__")
 _MISSING = object()
 _Step = tuple[ast.AST, "Value"]
 
@@ -86,9 +87,10 @@ class Reader:
         named: Mapping[str, Iterable[Value]],
     ) -> None:
         self.code, self.module, self.function, self.counted = code, module, function, counted
-        self.parents, self.nodes = _spelled(function.__code__)
+        self.parents, self.nodes, self.outer = _spelled(function.__code__)
         self.names: dict[str, dict[Any, Value]] = {}
-        self.own = "" if module is None else function.__code__.co_varnames[0]
+        method = module is not None and function.__code__.co_argcount
+        self.own = function.__code__.co_varnames[0] if method else ""
         for name, values in (*named.items(), (self.own, one_of([module] if self.own else [], whole=True))):
             for value in values:
                 self._add(name, value)
@@ -99,7 +101,7 @@ class Reader:
         while new := [
             (node, key, value)
             for node in self.nodes
-            for key, value in self.names.get(node.id, {}).items()
+            for key, value in self.names.get(self.own if _is_super(node) else node.id, {}).items()  # type: ignore[attr-defined]
             if (node, key) not in followed
         ]:
             for node, key, value in new:
@@ -164,10 +166,12 @@ class Reader:
             case ast.BoolOp():
                 yield parent, value
             case ast.Compare() if all(isinstance(op, _QUESTIONS) for op in parent.ops):
-                pass
+                self._question(value)
             case ast.UnaryOp(op=ast.Not()) | ast.If() | ast.While() | ast.Assert() | ast.IfExp() | ast.comprehension():
-                pass
-            case ast.Expr() | ast.FormattedValue():
+                self._question(value)
+            case ast.FormattedValue():
+                self._show(value)
+            case ast.Expr():
                 pass
             case _:
                 self.code.hand_on(value)
@@ -176,10 +180,8 @@ class Reader:
         match target, value:
             case _, None:
                 pass
-            case ast.Name(id=name), One() | Many() | Row() | Mapped():
+            case ast.Name(id=name), One() | Many() | Row() | Mapped() if name not in self.outer:
                 self._add(name, value)
-            case ast.Subscript(value=ast.Name(id=name)), One() | Many() | Row() | Mapped():
-                self._add(name, Mapped(value))
             case ast.Tuple(elts=parts) | ast.List(elts=parts), Row(items) if len(parts) == len(items):
                 for part, item in zip(parts, items, strict=True):
                     self._bind(part, item)
@@ -217,6 +219,18 @@ class Reader:
 
     # --- what is done with it ---
 
+    def _question(self, value: Value) -> None:
+        """It is compared, or asked whether it is true."""
+        for module, _ in modules_of(value):
+            for name in ("__eq__", "__bool__", "__len__", "__contains__"):
+                self.code.reach(module, name)
+
+    def _show(self, value: Value) -> None:
+        """Its text is made, in which all that is in it stands."""
+        for module, _ in modules_of(value):
+            for one in module.modules():
+                self.code.ask(one)
+
     def _called(self, value: Value) -> None:
         for module, whole in modules_of(value):
             if module is not self.module:
@@ -231,6 +245,8 @@ class Reader:
                 yield node, value
             case Many(item) | Mapped(item):
                 yield node, item
+            case Row(items) if isinstance(node.slice, ast.Slice):
+                yield from ((node, Many(item)) for item in items if item is not None)
             case Row(items) if isinstance(index, int) and index < len(items):
                 yield from ((node, item) for item in items[index : index + 1 or None] if item is not None)
             case Row(items):
@@ -238,8 +254,7 @@ class Reader:
             case One(held):
                 for module, whole in held.values():
                     self._look_into(module)
-                    if not isinstance(module, CONTAINERS):
-                        self.code.reach(module, "__getitem__")
+                    self.code.reach(module, "__getitem__")
                     for one in one_of(_at(module, index), self._are_whole(module, whole)):
                         yield node, Many(one) if isinstance(node.slice, ast.Slice) else one
 
@@ -250,8 +265,6 @@ class Reader:
             case One(held):
                 for module, whole in held.values():
                     yield from self._of_module(node, module, whole)
-            case Many() if node.attr in _GROWS:
-                pass
             case Many(item) if node.attr in ("pop", "copy") and is_called:
                 yield call, value if node.attr == "copy" else item
             case Mapped(item) if node.attr in ("values", "items", "get", "pop", "keys") and is_called:
@@ -267,10 +280,10 @@ class Reader:
             if not itself:
                 self.code.hand_on(one_of([module], whole)[0])
             return
-        if name in ("forward", "__call__"):
+        if name in (*_CALLING, "__self__"):
             yield from ((node, one) for one in one_of([module], whole) if not itself)
             return
-        if name in ("dtype", "device", "training"):
+        if name == "training" or (itself and name in ("dtype", "device")):
             return
         self.code.reach(module, name)
         if not is_torchs(_defines(type(module), "__getattribute__").__module__):
@@ -306,13 +319,16 @@ class Reader:
         name, static = node.attr, inspect.getattr_static(type(module), node.attr, _MISSING)
         cls = next((one for one in type(module).__mro__ if name in vars(one)), object)
         if static is _MISSING:
-            if not is_torchs(_defines(type(module), "__getattr__").__module__):
+            if _defines(type(module), "__getattr__") is not nn.Module:
                 self.code.hand_on(one_of([module], whole)[0])
             return
-        if not is_torchs(cls.__module__) or name in _HARMLESS:
-            self._look_into(module)
-            return
         self._look_into(module)
+        if not is_torchs(cls.__module__):
+            for value in self.code.values(static):
+                self.code.hand_on(value)
+            return
+        if name in _HARMLESS:
+            return
         of_itself = self._are_whole(module, whole)
         below = [one for one in module.modules() if one is not module]
         if name in _UNDER:
@@ -327,11 +343,12 @@ class Reader:
             self.code.hand_on(one_of([module], whole)[0])
 
     def _asks_for_form(self, node: ast.AST) -> bool:
-        """Whether nothing but the dtype, the device or the sizes of a tensor, or of the first of several, are read."""
-        parent = self.parents[node]
-        while isinstance(parent, ast.Call):
-            parent = self.parents[parent]
-        return isinstance(parent, ast.Attribute) and parent.attr in _OF_FORM
+        """Whether no more is read than the dtype, the device or the sizes of a tensor, or the dtype or device of the
+        first of several."""
+        parent, read = self.parents[node], _OF_FORM
+        while isinstance(parent, ast.Call) and (parent.func is node or _goes_to_the_first(parent)):
+            node, parent, read = parent, self.parents[parent], _OF_ALL
+        return isinstance(parent, ast.Attribute) and parent.attr in read
 
     def _argument(self, call: ast.Call, node: ast.AST, value: Value) -> Iterator[_Step]:
         name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
@@ -340,7 +357,10 @@ class Reader:
             for module, _ in modules_of(value):
                 for cls in self._classes(call.args[1]):
                     self.code.ask(module, cls)
+        elif plain and name in _SHOWS:
+            self._show(value)
         elif plain and name in _ASKS:
+            self._question(value)
             for module, _ in modules_of(value):
                 self._look_into(module)
         elif plain and name == "super":
@@ -358,20 +378,21 @@ class Reader:
         elif isinstance(call.func, ast.Name) and name == "zip" and not isinstance(node, ast.Starred):
             for item in self._through(value):
                 yield call, Many(Row(tuple(item if one is node else None for one in call.args)))
-        elif "checkpoint" in name and not name.startswith(("load", "save")):
-            self._called(value if isinstance(value, One) else Row((value,)))
-        elif isinstance(call.func, ast.Attribute) and name in _GROWS and isinstance(call.func.value, ast.Name):
-            for item in self._through(value) if name == "extend" else [value]:
-                self._add(call.func.value.id, Many(item))
         elif _is_only(value, self.module) and node in call.args[:1] and self._is_above(call.func):
             self.code.reach(self.module, name, above=True)
+            if is_torchs(_defines(type(self.module), name).__module__) and name not in (*_HARMLESS, *_CALLING):
+                self.code.hand_on(value)
+        elif _is_only(value, self.module) and node in call.args[:1] and self._is_wrapped(call.func):
+            pass  # it is read as the method that it is
         else:
             function, given = self._function_called(call.func)
             parameter = None if function is None else _parameter(function, call, node, given)
-            if function is None or parameter is None:
-                self.code.hand_on(value)
-            else:
+            if not given and "checkpoint" in name and not name.startswith(("load", "save")):
+                self._called(value if isinstance(value, One) else Row((value,)))
+            elif function is not None and parameter is not None:
                 self.code.follow(self.module if given else None, function, parameter, value)
+            else:
+                self.code.hand_on(value)
 
     def _computed(self, call: ast.Call, value: Value) -> Iterator[_Step]:
         """``getattr`` by a name that is computed."""
@@ -401,6 +422,12 @@ class Reader:
         plain = isinstance(found, types.FunctionType) and not hasattr(found, "__wrapped__")
         return (found, given) if plain and not is_torchs(str(found.__module__)) else (None, 0)  # type: ignore[union-attr]
 
+    def _is_wrapped(self, node: ast.expr) -> bool:
+        """Whether it is what this function says that it wraps."""
+        cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
+        wrapped = self.function.__dict__.get("__wrapped__")
+        return isinstance(node, ast.Name) and node.id in cells and cell_holds(cells[node.id], wrapped)
+
     def _is_above(self, function: ast.expr) -> bool:
         """Whether it is a method of a base class, called by that."""
         cls = global_named(function.value, self.function) if isinstance(function, ast.Attribute) else None
@@ -411,14 +438,21 @@ _QUESTIONS = (ast.Is, ast.IsNot, ast.Eq, ast.NotEq, ast.In, ast.NotIn)
 
 
 @functools.lru_cache(maxsize=256)
-def _spelled(code: types.CodeType) -> tuple[dict[ast.AST, ast.AST], list[ast.Name]]:
-    """What stands around each node of a function, and the names that it reads."""
+def _spelled(code: types.CodeType) -> tuple[dict[ast.AST, ast.AST], list[ast.expr], frozenset[str]]:
+    """What stands around each node of a function, the names that it reads, super() among them, and those of names that
+    are not its own."""
     found = source_tree(code)
     assert found is not None, "what is read has a source"
     tree = _Spelled().visit(copy.deepcopy(found))
     nodes = [*ast.walk(tree)]
-    names = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    return {child: node for node in nodes for child in ast.iter_child_nodes(node)}, names
+    names: list[ast.expr] = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    names += [node for node in nodes if isinstance(node, ast.Call) and _is_super(node)]
+    outer = [name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names]
+    return {child: node for node in nodes for child in ast.iter_child_nodes(node)}, names, frozenset(outer)
+
+
+def _is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
 
 
 class _Spelled(ast.NodeTransformer):
@@ -443,6 +477,10 @@ def _parameter(function: types.FunctionType, call: ast.Call, node: ast.AST, give
         return node.arg if node.arg in names else None
     names, place = code.co_varnames[: code.co_argcount], call.args.index(node) + given  # type: ignore[arg-type]
     return names[place] if place < len(names) else None
+
+
+def _goes_to_the_first(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id in ("iter", "next")
 
 
 def _defines(cls: type, name: str) -> type:

@@ -1,0 +1,526 @@
+"""Modules that code reaches by objects, descriptors, decorators, hooks and names: folded the model computes the same,
+or what differs stays, with a warning."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+import operator
+import types
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from convolution_models import bn, conv, drawn
+from test_uses import Block, folded
+from torch import Tensor, nn
+
+import normswap
+
+X = torch.randn(2, 6, 5, 5)
+GLOBAL: list[Any] = []
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.other = nn.Sequential(conv(), bn(), nn.ReLU()), nn.Sequential(conv(), bn())
+        self.fill()
+
+    def fill(self) -> None:
+        """With more."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.other(self.row(x)) + self.more(x)
+
+    def more(self: Any, x: Any) -> Any:
+        return 0
+
+
+class Runner:
+    def __init__(self, net: Any) -> None:
+        self.net = net
+
+    def __call__(self, x: Any) -> Any:
+        return self.net.row[0](x)
+
+
+class Slotted:
+    __slots__ = ("row",)
+
+    def __init__(self, row: Any) -> None:
+        self.row = row
+
+
+class Descriptor:
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __get__(self, module: Any, cls: Any = None) -> Any:
+        return functools.partial(self.function, module)
+
+
+def star(function: Any) -> Any:
+    def inner(*args: Any) -> Any:
+        return function(*args)
+
+    return inner
+
+
+def logged(function: Any) -> Any:
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return inner
+
+
+def adding(function: Any) -> Any:
+    @functools.wraps(function)
+    def inner(self: Any, x: Any) -> Any:
+        return function(self, x) + self.row[0](x)
+
+    return inner
+
+
+def fill_list(layers: Any, row: Any) -> None:
+    layers.append(row[0])
+
+
+class OwnGetItem(nn.ModuleList):
+    def __getitem__(self, index: Any) -> Any:
+        return self._modules[str(index)][0]  # type: ignore[index]
+
+
+class Tapped(nn.Sequential):
+    def tap(self, x: Any) -> Any:
+        return super().__getitem__(0)(x)
+
+    def tap_by_name(self, x: Any) -> Any:
+        return nn.Sequential.__getitem__(self, 0)(x)
+
+
+class Contains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Sequential(conv(), bn())
+
+    def forward(self, x: Any) -> Any:
+        return self.row(x)
+
+    def __contains__(self, x: Any) -> bool:
+        self.seen = self.row[0](x)
+        return True
+
+
+class Cases:
+    """What a class of Base has besides, by its name."""
+
+    class Object:
+        def fill(self: Any) -> None:
+            self.runner = Runner(self)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.runner(x)
+
+    class Method:
+        def fill(self: Any) -> None:
+            self.run = Runner(self).__call__
+
+        def more(self: Any, x: Any) -> Any:
+            return self.run(x)
+
+    class Slots:
+        def fill(self: Any) -> None:
+            self.kept = Slotted(self.row)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.kept.row[0](x)
+
+    class Deque:
+        def fill(self: Any) -> None:
+            self.kept = collections.deque([self.row])
+
+        def more(self: Any, x: Any) -> Any:
+            return self.kept[0][0](x)
+
+    class Namespace:
+        def fill(self: Any) -> None:
+            self.kept = types.SimpleNamespace(row=self.row)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.kept.row[0](x)
+
+    class Nested:
+        def fill(self: Any) -> None:
+            self.kept = [[[[[[[[self.row]]]]]]]]
+
+        def more(self: Any, x: Any) -> Any:
+            return self.kept[0][0][0][0][0][0][0][0][0](x)
+
+    class BoundGetItem:
+        def fill(self: Any) -> None:
+            self.get = self.row.__getitem__
+
+        def more(self: Any, x: Any) -> Any:
+            return self.get(0)(x)
+
+    class ADescriptor:
+        @Descriptor
+        def more(self: Any, x: Any) -> Any:
+            return self.row[0](x)
+
+    class AGetter:
+        stem = property(operator.attrgetter("row.0"))
+
+        def more(self: Any, x: Any) -> Any:
+            return self.stem(x)
+
+    class APartial:
+        tap = property(functools.partial(lambda place, self: self.row[place], 0))
+
+        def more(self: Any, x: Any) -> Any:
+            return self.tap(x)
+
+    class ADispatch:
+        @functools.singledispatchmethod
+        def tap(self: Any, x: Any) -> Any:
+            return self.row[0](x)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.tap(x)
+
+    class ACachedMethod:
+        @functools.cache  # noqa: B019
+        def stem(self: Any) -> Any:
+            return self.row[0]
+
+        def more(self: Any, x: Any) -> Any:
+            return self.stem()(x)
+
+    class AContext:
+        @contextlib.contextmanager
+        def tapping(self: Any) -> Any:
+            yield self.row[0]
+
+        def more(self: Any, x: Any) -> Any:
+            with self.tapping() as tap:
+                return tap(x)
+
+    class AStaticMethod:
+        @staticmethod
+        def tap(net: Any, x: Any) -> Any:
+            return net.row[0](x)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.tap(self, x)
+
+    class Starred:
+        @star
+        def more(self: Any, x: Any) -> Any:
+            return self.row[0](x)
+
+    class OnlyStars:
+        def more(*args: Any) -> Any:
+            self, x = args
+            return self.row[0](x)
+
+    class Adds:
+        @adding
+        def more(self: Any, x: Any) -> Any:
+            return x
+
+    class WrapsAnother:
+        @functools.wraps(Base.forward)
+        def forward(self: Any, x: Any) -> Any:
+            return self.row(x) + self.row[0](x)
+
+    class CalledCheckpoint:
+        def more(self: Any, x: Any) -> Any:
+            return self._checkpointed(self.row, x)
+
+        def _checkpointed(self: Any, row: Any, x: Any) -> Any:
+            return row[0](x)
+
+    class GetItem:
+        def fill(self: Any) -> None:
+            self.kept = OwnGetItem([nn.Sequential(conv(), bn())])
+
+        def more(self: Any, x: Any) -> Any:
+            for row in self.kept:
+                x = row(x)
+            return x + self.kept[0](x)
+
+    class SuperGetItem:
+        def fill(self: Any) -> None:
+            self.row = Tapped(conv(), bn(), nn.ReLU())
+
+        def more(self: Any, x: Any) -> Any:
+            return self.row.tap(x)
+
+    class GetItemByName:
+        def fill(self: Any) -> None:
+            self.row = Tapped(conv(), bn(), nn.ReLU())
+
+        def more(self: Any, x: Any) -> Any:
+            return self.row.tap_by_name(x)
+
+    class SuperChildren:
+        def more(self: Any, x: Any) -> Any:
+            return sum(one[0](x) for one in super().children())
+
+    class GetattrByName:
+        def more(self: Any, x: Any) -> Any:
+            return nn.Module.__getattr__(self, "row")[0](x)
+
+    class OwnGetattribute:
+        def __getattribute__(self: Any, name: str) -> Any:
+            found = object.__getattribute__(self, "_modules") if name == "stem" else None
+            return found["row"][0] if found else object.__getattribute__(self, name)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.stem(x)
+
+    class BoundSelf:
+        def more(self: Any, x: Any) -> Any:
+            return self.row.forward.__self__[0](x)
+
+    class Evaluated:
+        def more(self: Any, x: Any) -> Any:
+            return eval("self.row[0](x)")
+
+    class Alias:
+        def more(self: Any, x: Any) -> Any:
+            layers: list[Any] = []
+            other = layers
+            other.append(self.row[0])
+            return layers[0](x)
+
+    class Filled:
+        def more(self: Any, x: Any) -> Any:
+            layers: list[Any] = []
+            fill_list(layers, self.row)
+            return layers[0](x)
+
+    class Sliced:
+        def fill(self: Any) -> None:
+            self.block = Block()
+
+        def more(self: Any, x: Any) -> Any:
+            return self.block(x) + sum(one.conv(x) for one in (self.block, self.block)[:1])
+
+    class AGlobal:
+        def more(self: Any, x: Any) -> Any:
+            global KEPT
+            KEPT = self.row
+            return of_the_kept(x)
+
+    class AComparison:
+        def fill(self: Any) -> None:
+            self.kept = Contains()
+
+        def more(self: Any, x: Any) -> Any:
+            return self.kept(x) + (self.kept.seen if x in self.kept else 0)
+
+    class ItsText:
+        def more(self: Any, x: Any) -> Any:
+            return x * len(f"{self.row}")
+
+    class ItsName:
+        def more(self: Any, x: Any) -> Any:
+            return x * (2 if self.row[1]._get_name() == "BatchNorm2d" else 1)
+
+    class Compiled:
+        def fill(self: Any) -> None:
+            self.block = torch.compile(Block(), backend="eager")
+
+        def more(self: Any, x: Any) -> Any:
+            return self.block.conv(x)
+
+    class AHook:
+        def fill(self: Any) -> None:
+            self.row.register_forward_hook(lambda module, args, out: out + module[0](args[0]))
+
+    class AHookOfTheRoot:
+        def fill(self: Any) -> None:
+            self.register_forward_hook(lambda module, args, out: out + module.row[0](args[0]))
+
+    class AHookBefore:
+        def fill(self: Any) -> None:
+            self.register_forward_pre_hook(of_the_module)
+
+    class AMethodAsAHook:
+        def fill(self: Any) -> None:
+            self.other.register_forward_hook(self.tap)
+
+        def tap(self: Any, module: Any, args: Any, out: Any) -> Any:
+            return out + module[0](args[0])
+
+    class AHookWithKwargs:
+        def fill(self: Any) -> None:
+            self.row.register_forward_hook(lambda m, args, kwargs, out: out + m[0](args[0]), with_kwargs=True)
+
+    class BuffersLast:
+        def more(self: Any, x: Any) -> Any:
+            return x.to(next(self.row.buffers()).device)
+
+
+KEPT: Any = None
+
+
+def of_the_kept(x: Any) -> Any:
+    return KEPT[0](x)
+
+
+def of_the_module(module: Any, args: Any) -> Any:
+    return (args[0] + module.row[0](args[0]),)
+
+
+def made_of(cases: type) -> dict[str, Any]:
+    return {name: type(name, (case, Base), {}) for name, case in vars(cases).items() if isinstance(case, type)}
+
+
+MADE = made_of(Cases)
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.filterwarnings("ignore:.*torch.compile.*")
+def test_what_is_reached_so_stays(name: str) -> None:
+    model = drawn(MADE[name])
+    made, told = folded(model)
+    assert told, "nothing stayed"
+    with torch.no_grad():
+        torch.testing.assert_close(made(X), model(X), rtol=1e-4, atol=1e-4)
+
+
+class InPlace:
+    """What a copy of a model does not do: functions are no copies."""
+
+    class ADefault:
+        def fill(self: Any) -> None:
+            self.tap = lambda x, row=self.row: row[0](x)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.tap(x)
+
+    class ANamedDefault:
+        def fill(self: Any) -> None:
+            def tap(x: Any, *, row: Any = self.row) -> Any:
+                return row[0](x)
+
+            self.tap = tap
+
+        def more(self: Any, x: Any) -> Any:
+            return self.tap(x)
+
+    class OfAGlobalList:
+        def fill(self: Any) -> None:
+            GLOBAL.append(self.row)
+
+        def more(self: Any, x: Any) -> Any:
+            return GLOBAL[-1][0](x)
+
+    class OfAClass:
+        kept: ClassVar[list[Any]] = []
+
+        def fill(self: Any) -> None:
+            self.kept.append(self.row)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.kept[-1][0](x)
+
+
+OF_FUNCTIONS = made_of(InPlace)
+
+
+@pytest.mark.parametrize("name", OF_FUNCTIONS)
+def test_in_place_functions_are_those_of_the_model(name: str) -> None:
+    model = drawn(OF_FUNCTIONS[name])
+    expected = model(X)
+    with pytest.warns(UserWarning, match=r"row\.1 is left as it is"):
+        normswap.fold(model, inplace=True)
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-4)
+
+
+class Harmless:
+    class Decorated:
+        @logged
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x)
+
+    class DecoratedForward:
+        @logged
+        def forward(self: Any, x: Any) -> Any:
+            return self.other(self.row(x))
+
+    class WithoutGradients:
+        @torch.no_grad()
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x)
+
+    class OfNumbers:
+        def fill(self: Any) -> None:
+            self.settings = types.SimpleNamespace(scale=2.0, sizes=[1, 2], names={"a": "b"})
+
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x) * self.settings.scale
+
+    class Hooked:
+        def fill(self: Any) -> None:
+            self.register_forward_hook(lambda module, args, out: out * 2)
+            self.row.register_forward_pre_hook(lambda _, args: None)
+
+
+WHOLE = made_of(Harmless)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_takes_nothing_apart_folds(name: str) -> None:
+    model = drawn(WHOLE[name])
+    made, told = folded(model)
+    assert not told and not any(isinstance(one, nn.BatchNorm2d) for one in made.modules())
+    with torch.no_grad():
+        torch.testing.assert_close(made(X), model(X), rtol=1e-4, atol=1e-4)
+
+
+# --- what a whole that becomes an nn.Linear has -----------------------------------------------------------------------
+
+
+class Projection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn, self.scale = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(self.fc(x) * self.scale)
+
+    @property
+    def dtype(self) -> Any:
+        return self.fc.weight.dtype
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.other = Projection(), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.other(self.part(x)) + self.part.scale
+
+
+class AsksForItsDtype(Reads):
+    def forward(self, x: Tensor) -> Any:
+        return self.other(self.part(x.to(self.part.dtype)))
+
+
+@pytest.mark.parametrize("cls", [Reads, AsksForItsDtype])
+def test_what_an_nn_linear_lacks_stays(cls: Any) -> None:
+    model, x = drawn(cls), torch.randn(9, 6)
+    made, told = folded(model)
+    assert told and type(made.part) is Projection and type(made.other) is nn.Linear
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), model(x), rtol=1e-4, atol=1e-4)
+    assert type(copy.deepcopy(model).part) is Projection
