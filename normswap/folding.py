@@ -57,8 +57,8 @@ def fold(
     Linear cannot.
 
     What the forward branches on and reads besides weights is taken as it is now. What code outside of the model, which
-    it does not call, does with its modules is not seen. With example inputs, taken as ``optimize`` takes them, a copy of
-    the model and what is made of that are compared on these in float64.
+    it does not call, does with its modules is not seen. With example inputs, taken as ``optimize`` takes them, a copy
+    of the model and what is made of that are compared on these in float64.
 
     A site that cannot be folded is left as it is, and a warning says why. Raises TypeError when ``model`` is no
     nn.Module and NormswapError when it is in train mode or cannot be copied, when nothing can be folded, when outputs
