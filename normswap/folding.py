@@ -72,9 +72,9 @@ def fold(
     if example_inputs is not None or example_kwargs is not None:
         error = difference(model, example_inputs, example_kwargs)
         if not error <= LIMIT:
-            far = f"its outputs differ by {error:.3g} of the largest in float64"
             raise NormswapError(
-                f"fold: {far}: a hook, or code that is not read, takes a part of what is folded by itself"
+                f"fold: its outputs would differ by {error:.3g} of the largest in float64: code that is not read takes "
+                "a part of what is folded by itself"
             )
     with torch.inference_mode(False), torch.no_grad():
         target = model if inplace else copy_of(model)

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import copy
 import functools
+import logging
 import operator
 import types
 from typing import Any, ClassVar
@@ -467,6 +468,23 @@ class Harmless:
 
         def more(self: Any, x: Any) -> Any:
             return self.row(x) * self.settings.scale
+
+    class Logs:
+        def fill(self: Any) -> None:
+            self.log_to = logging.getLogger("normswap.tests")
+
+        def more(self: Any, x: Any) -> Any:
+            self.log_to.debug("a row")
+            return self.row(x)
+
+    class Keeps:
+        def fill(self: Any) -> None:
+            self.kept: Any = []
+
+            def keep(module: Any, args: Any, out: Any) -> None:
+                self.kept.append(out.shape)
+
+            self.row.register_forward_hook(keep)
 
     class Hooked:
         def fill(self: Any) -> None:

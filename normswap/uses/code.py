@@ -66,7 +66,7 @@ class Code:
         self.waiting: list[tuple[nn.Module | None, types.FunctionType, dict[str, list[Value]]]] = []
         self.seen: set[Any] = set()
         self.counted: dict[int, set[int]] = {}
-        self.kept: dict[int, tuple[Any, list[Value]]] = {}
+        self.kept: dict[int, tuple[Any, int, list[Value]]] = {}
 
     def read(self) -> Uses:
         """All of them."""
@@ -107,28 +107,30 @@ class Code:
     def _hooked(self, module: nn.Module, hook: Any) -> None:
         """A hook is given the module first."""
         method = isinstance(hook, types.MethodType)
-        function: Any = hook.__func__ if method else hook
+        function, owner = (hook.__func__, hook.__self__) if method else (hook, None)
         names = function.__code__.co_varnames[method:] if isinstance(function, types.FunctionType) else ()
-        owner = hook.__self__ if method else None
-        self.values(hook)
         if not names or not (owner is None or id(owner) in self.modules):
+            self.values(hook)
             self._hand_on_all([module])
-        elif not is_torchs(str(function.__module__)) and _reads(function.__code__, names[0]):
-            for value in one_of([module], whole=True):
-                self.follow(owner, function, names[0], value)
+            return
+        self._wait(owner, function)
+        if _reads(function.__code__, names[0]):
+            self.follow(owner, function, names[0], *one_of([module], whole=True))
 
-    def values(self, held: Any, depth: int = 0) -> list[Value]:
-        """The modules in what somebody keeps, which may be methods of modules too: those are reached."""
+    def values(self, held: Any, depth: int = 0, inside: bool = False) -> list[Value]:
+        """The modules in what somebody keeps, which may be methods of modules too: those are reached. ``inside``: of an
+        object."""
         if isinstance(held, _PLAIN):
             return []
         if isinstance(held, nn.Module):
             return one_of([held], whole=True) if id(held) in self.modules else []
-        if id(held) not in self.kept:
-            self.kept[id(held)] = held, []  # it may hold itself
-            self.kept[id(held)] = held, self._values(held, depth)
-        return self.kept[id(held)][1]
+        known = self.kept.get(id(held))
+        if known is None or depth < known[1]:
+            self.kept[id(held)] = held, depth, []  # it may hold itself
+            self.kept[id(held)] = known = held, depth, self._values(held, depth, inside)
+        return known[2]
 
-    def _values(self, held: Any, depth: int) -> list[Value]:
+    def _values(self, held: Any, depth: int, inside: bool) -> list[Value]:
         parts: list[Any] = []
         match held:
             case types.MethodType(__self__=nn.Module() as module, __func__=function):
@@ -140,9 +142,9 @@ class Code:
                 parts = [module]
             case dict() | list() | tuple() | set() | frozenset() | collections.deque() if depth < DEEPEST:
                 made, inner = (Mapped, [*held.values()]) if isinstance(held, dict) else (Many, [*held])
-                return [made(value) for one in inner for value in self.values(one, depth + 1)]
+                return [made(value) for one in inner for value in self.values(one, depth + 1, inside)]
             case dict() | list() | tuple() | set() | frozenset() | collections.deque():
-                self._hand_on_all([self.model] if held else [])  # it is not looked into
+                self._hand_on_all([self.model] if held and not inside else [])  # it is not looked into
             case types.FunctionType():
                 self._hand_on_all(value for several in self._enclosed(held).values() for value in several)
             case functools.partial():
@@ -152,7 +154,7 @@ class Code:
             case _:
                 parts = held_by(held)
         if depth < DEEPEST:
-            self._hand_on_all(value for part in parts for value in self.values(part, depth + 1))
+            self._hand_on_all(value for part in parts for value in self.values(part, depth + 1, inside=True))
         return []
 
     def hand_on(self, value: Value | None) -> None:
