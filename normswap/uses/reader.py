@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
-import functools
 import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +10,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from normswap.source import cell_holds, global_named, source_tree
+from normswap.source import cell_holds, global_named
+from normswap.uses.syntax import goes_to_the_first, is_super, parameter_of, spelled
 from normswap.uses.values import (
     DEEPEST,
     LISTS,
@@ -87,7 +86,7 @@ class Reader:
         named: Mapping[str, Iterable[Value]],
     ) -> None:
         self.code, self.module, self.function, self.counted = code, module, function, counted
-        self.parents, self.nodes, self.outer = _spelled(function.__code__)
+        self.parents, self.nodes, self.outer = spelled(function.__code__)
         self.names: dict[str, dict[Any, Value]] = {}
         method = module is not None and function.__code__.co_argcount
         self.own = function.__code__.co_varnames[0] if method else ""
@@ -101,7 +100,7 @@ class Reader:
         while new := [
             (node, key, value)
             for node in self.nodes
-            for key, value in self.names.get(self.own if _is_super(node) else node.id, {}).items()  # type: ignore[attr-defined]
+            for key, value in self.names.get(self.own if is_super(node) else node.id, {}).items()  # type: ignore[attr-defined]
             if (node, key) not in followed
         ]:
             for node, key, value in new:
@@ -329,16 +328,15 @@ class Reader:
             return
         if name in _HARMLESS:
             return
-        of_itself = self._are_whole(module, whole)
-        below = [one for one in module.modules() if one is not module]
+        children = one_of(children_of(module), self._are_whole(module, whole))
         if name in _UNDER:
-            for one in one_of(children_of(module), of_itself) if "children" in name else one_of(below, whole=False):
+            for one in children if "children" in name else _below(module):
                 yield Many(Row((None, one)) if _UNDER[name] else one)
         elif name in ("values", "items") and isinstance(module, nn.ModuleDict):
-            for one in one_of(children_of(module), of_itself):
+            for one in children:
                 yield Many(Row((None, one)) if name == "items" else one)
         elif name == "get_submodule":
-            yield from one_of(below, whole=False)
+            yield from _below(module)
         elif not (name in _TENSORS and self._asks_for_form(node)):
             self.code.hand_on(one_of([module], whole)[0])
 
@@ -346,7 +344,7 @@ class Reader:
         """Whether no more is read than the dtype, the device or the sizes of a tensor, or the dtype or device of the
         first of several."""
         parent, read = self.parents[node], _OF_FORM
-        while isinstance(parent, ast.Call) and (parent.func is node or _goes_to_the_first(parent)):
+        while isinstance(parent, ast.Call) and (parent.func is node or goes_to_the_first(parent)):
             node, parent, read = parent, self.parents[parent], _OF_ALL
         return isinstance(parent, ast.Attribute) and parent.attr in read
 
@@ -386,7 +384,7 @@ class Reader:
             pass  # it is read as the method that it is
         else:
             function, given = self._function_called(call.func)
-            parameter = None if function is None else _parameter(function, call, node, given)
+            parameter = None if function is None else parameter_of(function, call, node, given)
             if not given and "checkpoint" in name and not name.startswith(("load", "save")):
                 self._called(value if isinstance(value, One) else Row((value,)))
             elif function is not None and parameter is not None:
@@ -437,54 +435,12 @@ class Reader:
 _QUESTIONS = (ast.Is, ast.IsNot, ast.Eq, ast.NotEq, ast.In, ast.NotIn)
 
 
-@functools.lru_cache(maxsize=256)
-def _spelled(code: types.CodeType) -> tuple[dict[ast.AST, ast.AST], list[ast.expr], frozenset[str]]:
-    """What stands around each node of a function, the names that it reads, super() among them, and those of names that
-    are not its own."""
-    found = source_tree(code)
-    assert found is not None, "what is read has a source"
-    tree = _Spelled().visit(copy.deepcopy(found))
-    nodes = [*ast.walk(tree)]
-    names: list[ast.expr] = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    names += [node for node in nodes if isinstance(node, ast.Call) and _is_super(node)]
-    outer = [name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names]
-    return {child: node for node in nodes for child in ast.iter_child_nodes(node)}, names, frozenset(outer)
-
-
-def _is_super(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
-
-
-class _Spelled(ast.NodeTransformer):
-    """``getattr(x, "name")`` as ``x.name``, with a default as that ``or`` the default."""
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        self.generic_visit(node)
-        match node:
-            case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str() as name), *rest]):
-                read = ast.Attribute(value, name, ast.Load())
-                return ast.BoolOp(ast.Or(), [read, *rest]) if rest else read
-        return node
-
-
-def _parameter(function: types.FunctionType, call: ast.Call, node: ast.AST, given: int) -> str | None:
-    """The parameter that gets an argument of a call, behind as many as are ``given`` already."""
-    code = function.__code__
-    if any(isinstance(one, ast.Starred) for one in call.args):
-        return None
-    if isinstance(node, ast.keyword):
-        names: tuple[str, ...] = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        return node.arg if node.arg in names else None
-    names, place = code.co_varnames[: code.co_argcount], call.args.index(node) + given  # type: ignore[arg-type]
-    return names[place] if place < len(names) else None
-
-
-def _goes_to_the_first(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id in ("iter", "next")
-
-
 def _defines(cls: type, name: str) -> type:
     return next(one for one in cls.__mro__ if name in vars(one))
+
+
+def _below(module: nn.Module) -> list[Value]:
+    return one_of((one for one in module.modules() if one is not module), whole=False)
 
 
 def _is_only(value: Value, module: nn.Module) -> bool:

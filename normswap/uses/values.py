@@ -42,6 +42,7 @@ Value = One | Many | Row | Mapped
 
 
 def key_of(value: Value | None) -> Any:
+    """What two values that say the same share."""
     match value:
         case One(held):
             return frozenset((one, whole) for one, (_, whole) in held.items())
@@ -53,6 +54,7 @@ def key_of(value: Value | None) -> Any:
 
 
 def modules_of(value: Value | None) -> Iterator[tuple[nn.Module, bool]]:
+    """The modules in it, each with whether it stands there for itself."""
     match value:
         case One(held):
             yield from held.values()
@@ -64,22 +66,24 @@ def modules_of(value: Value | None) -> Iterator[tuple[nn.Module, bool]]:
 
 
 def one_of(modules: Iterable[nn.Module], whole: bool) -> list[Value]:
+    """What may be any of these; nothing where there are none."""
     held = {id(one): (one, whole) for one in modules}
     return [One(held)] if held else []
 
 
 def children_of(module: nn.Module) -> list[nn.Module]:
+    """Its children, in order."""
     return [child for child in module._modules.values() if child is not None]
 
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 """They have no forward: who has one calls what is in it."""
-CONTAINERS = (nn.Sequential, *LISTS)
 DEEPEST = 6
 """Of what a local variable may hold, as a list in a list."""
 
 
 def named(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """Its children of these names."""
     return [child for name in names if (child := module._modules.get(name)) is not None]
 
 

@@ -1,0 +1,58 @@
+"""What is asked of the syntax of a function, whatever its values are."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import types
+
+from normswap.source import source_tree
+
+
+@functools.lru_cache(maxsize=256)
+def spelled(code: types.CodeType) -> tuple[dict[ast.AST, ast.AST], list[ast.expr], frozenset[str]]:
+    """What stands around each node of a function, the names that it reads, super() among them, and those of names that
+    are not its own."""
+    found = source_tree(code)
+    assert found is not None, "what is read has a source"
+    tree = _Spelled().visit(copy.deepcopy(found))
+    nodes = [*ast.walk(tree)]
+    names: list[ast.expr] = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    names += [node for node in nodes if isinstance(node, ast.Call) and is_super(node)]
+    outer = [name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names]
+    return {child: node for node in nodes for child in ast.iter_child_nodes(node)}, names, frozenset(outer)
+
+
+def is_super(node: ast.expr) -> bool:
+    """Whether it is a call of super()."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+
+
+class _Spelled(ast.NodeTransformer):
+    """``getattr(x, "name")`` as ``x.name``, with a default as that ``or`` the default."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str() as name), *rest]):
+                read = ast.Attribute(value, name, ast.Load())
+                return ast.BoolOp(ast.Or(), [read, *rest]) if rest else read
+        return node
+
+
+def parameter_of(function: types.FunctionType, call: ast.Call, node: ast.AST, given: int) -> str | None:
+    """The parameter that gets an argument of a call, behind as many as are ``given`` already."""
+    code = function.__code__
+    if any(isinstance(one, ast.Starred) for one in call.args):
+        return None
+    if isinstance(node, ast.keyword):
+        names: tuple[str, ...] = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return node.arg if node.arg in names else None
+    names, place = code.co_varnames[: code.co_argcount], call.args.index(node) + given  # type: ignore[arg-type]
+    return names[place] if place < len(names) else None
+
+
+def goes_to_the_first(call: ast.Call) -> bool:
+    """Whether it gives the first of what is gone through, or goes through it."""
+    return isinstance(call.func, ast.Name) and call.func.id in ("iter", "next")
