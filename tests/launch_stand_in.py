@@ -15,7 +15,8 @@ from torch import Tensor
 from normswap.activation import CODES, Activation
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-OUT, SUM = 0, 1
+OUT, SUM, STATISTICS, WEIGHT, BIAS = range(5)
+"""What a call may be asked to fill."""
 DECLINED = -1
 
 
@@ -72,6 +73,11 @@ def fill(memory: Any, part: int, result: Tensor) -> None:
     made.copy_(result)
 
 
+def tensors_of(call: ctypes.Structure) -> list[Tensor | None]:
+    """The memory itself of all that it is given."""
+    return [getattr(call, name).tensor() for name, kind, *_ in call._fields_ if kind is View]
+
+
 class RowNormCall(ctypes.Structure):
     _fields_ = (
         *((name, View) for name in ("input", "weight", "bias", "residual", "scale", "shift")),
@@ -82,14 +88,18 @@ class RowNormCall(ctypes.Structure):
 
     def call(self) -> tuple[str, tuple[Any, ...]]:
         """The native op that it is, and its arguments."""
-        x, weight, bias, *options = (getattr(self, name).tensor() for name, kind in self._fields_ if kind is View)
-        assert x is not None and not self.statistics
-        name = ("layer_norm", "rms_norm")[self.kind]
+        x, weight, bias, *options = tensors_of(self)
+        assert x is not None
+        name = ("layer_norm", "rms_norm")[self.kind] + ("_recorded" if self.statistics else "")
         how = (self.weight_offset, bool(self.cast_before_weight)) if self.kind else ()
         affine = (weight,) if self.kind else (weight, bias)
         given = x, self.dims, *affine, self.eps, *how
         dtype = () if self.kind else (DTYPES[self.dtype] if self.dtype != self.input.dtype else None,)
         return name, (*given, *options, self.activation, self.low, self.high, *dtype)
+
+    def parts(self) -> tuple[int, ...]:
+        """Where what the op makes belongs."""
+        return OUT, SUM, STATISTICS
 
 
 class GroupNormCall(ctypes.Structure):
@@ -101,11 +111,56 @@ class GroupNormCall(ctypes.Structure):
 
     def call(self) -> tuple[str, tuple[Any, ...]]:
         """The native op that it is, and its arguments."""
-        x, weight, bias, residual = (getattr(self, name).tensor() for name, kind in self._fields_ if kind is View)
-        assert x is not None and not self.statistics
+        x, weight, bias, residual = tensors_of(self)
+        assert x is not None
         numbers = self.activation, self.low, self.high
         wide = self.dtype != self.input.dtype
-        return "group_norm", (x, self.num_groups, weight, bias, self.eps, *numbers, residual, wide)
+        name = "group_norm_recorded" if self.statistics else "group_norm"
+        return name, (x, self.num_groups, weight, bias, self.eps, *numbers, residual, wide)
+
+    def parts(self) -> tuple[int, ...]:
+        """Where what the op makes belongs."""
+        return OUT, STATISTICS
+
+
+class RowBackwardCall(ctypes.Structure):
+    _fields_ = (
+        *((name, View) for name in ("grad", "input", "weight", "bias", "statistics", "sum_grad")),
+        *(("cols", c_int64), ("weight_offset", c_double), ("kind", c_int32), ("cast_before_weight", c_int32)),
+        *(("activation", c_int32), ("low", c_float), ("high", c_float)),
+        *((name, c_int32) for name in ("of_input", "of_weight", "of_bias")),
+    )
+
+    def call(self) -> tuple[str, tuple[Any, ...]]:
+        """The native op that it is, and its arguments."""
+        grad, x, weight, bias, statistics, sum_grad = tensors_of(self)
+        affine = (weight,) if self.kind else (weight, bias)
+        how = (self.weight_offset, bool(self.cast_before_weight)) if self.kind else ()
+        wanted = (self.of_input, self.of_weight) if self.kind else (self.of_input, self.of_weight, self.of_bias)
+        given = grad, x, *affine, statistics, sum_grad, self.cols, *how, self.activation, self.low, self.high
+        return ("layer_norm", "rms_norm")[self.kind] + "_backward", (*given, *map(bool, wanted), 0)
+
+    def parts(self) -> tuple[int, ...]:
+        """Where what the op makes belongs."""
+        return OUT, WEIGHT, BIAS
+
+
+class GroupBackwardCall(ctypes.Structure):
+    _fields_ = (
+        *((name, View) for name in ("grad", "input", "weight", "bias", "residual", "statistics")),
+        *(("num_groups", c_int64), ("activation", c_int32), ("low", c_float), ("high", c_float)),
+        *((name, c_int32) for name in ("of_input", "of_weight", "of_bias", "of_residual")),
+    )
+
+    def call(self) -> tuple[str, tuple[Any, ...]]:
+        """The native op that it is, and its arguments."""
+        wanted = self.of_input, self.of_weight, self.of_bias, self.of_residual
+        numbers = self.num_groups, self.activation, self.low, self.high
+        return "group_norm_backward_or_none", (*tensors_of(self), *numbers, *map(bool, wanted))
+
+    def parts(self) -> tuple[int, ...]:
+        """Where what the op makes belongs."""
+        return OUT, WEIGHT, BIAS, SUM
 
 
 class ConvolutionCall(ctypes.Structure):
@@ -183,11 +238,12 @@ def _launch_norm(structure: Any) -> Any:
             return DECLINED
         name, given = call.contents.call()
         found = _OPS[0](name, *given)
-        for part, one in enumerate(found if isinstance(found, tuple) else (found,)):
+        made = found if isinstance(found, tuple) else (found,)
+        if all(one is None for one in made):
+            return DECLINED
+        for part, one in zip(call.contents.parts(), made, strict=False):
             if one is not None:
                 fill(memory, part, one)
-            elif part == OUT:
-                return DECLINED
         return 0
 
     return _function(structure)(launch)
@@ -198,10 +254,10 @@ def norms_by(op: Callable[..., Any] | None) -> None:
     _OPS[:] = [] if op is None else [op]
 
 
-_NORMS = _launch_norm(RowNormCall), _launch_norm(GroupNormCall)
+_NORMS = [_launch_norm(call) for call in (RowNormCall, GroupNormCall, RowBackwardCall, GroupBackwardCall)]
 _FIXED = _launch("convolution", ConvolutionCall), _launch("batch_norm", BatchNormCall)
 _ADDRESSES = [ctypes.cast(function, c_void_p).value or 0 for function in (*_NORMS, *_FIXED)]
 LAUNCHERS = tuple(_ADDRESSES)
 """Their addresses, as ``normswap.nodes.call_at_once`` takes them."""
-OF_NORMS = (*_ADDRESSES[:2], 0, 0)
+OF_NORMS = (*_ADDRESSES[: len(_NORMS)], 0, 0)
 """Those of norms by the statistics of their input alone."""

@@ -121,6 +121,13 @@ def test_it_is_launched(name: str, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SERVED)
+def test_what_records_gradients_is_launched(name: str) -> None:
+    model, ours, x = swapped(name)
+    torch.testing.assert_close(ours(x.requires_grad_()), model(x))
+    assert [SERVED[name][2]] == LAUNCHED and CALLED == []
+
+
+@pytest.mark.parametrize("name", SERVED)
 def test_what_is_declined_goes_by_the_dispatcher(name: str) -> None:
     model, ours, x = swapped(name)
     norms_by(None)
@@ -129,7 +136,7 @@ def test_what_is_declined_goes_by_the_dispatcher(name: str) -> None:
     assert [SERVED[name][2]] == CALLED and LAUNCHED == []
 
 
-NOT_LAUNCHED = ("gradients", "a function mode", "a dispatch mode", "forward mode", "vmap", "a negated view", "a trace")
+NOT_LAUNCHED = ("a function mode", "a dispatch mode", "forward mode", "vmap", "a negated view", "a trace")
 
 
 @pytest.mark.parametrize("mode", (*NOT_LAUNCHED, "a tensor of another class"))
@@ -189,7 +196,7 @@ def test_an_error_is_raised(launcher: Callable[..., int], message: str) -> None:
     _, ours, x = swapped("layer_norm")
     function = _FUNCTION(launcher)
     address = ctypes.cast(function, ctypes.c_void_p).value or 0
-    nodes.call_at_once(nodes_library(), "cpu", (address, 0, 0, 0))
+    nodes.call_at_once(nodes_library(), "cpu", (address, *OF_NORMS[1:]))
     with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         ours(x)
 

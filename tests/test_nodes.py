@@ -22,6 +22,7 @@ import pytest
 import test_row_backward
 import torch
 import torch.nn.functional as F
+from launch_stand_in import OF_NORMS, norms_by
 from test_row_backward import (
     StandIns,
     test_a_backward_under_vmap_is_the_formula_s,
@@ -40,7 +41,7 @@ from normswap import builder, native, nodes
 from normswap.activation import Activation
 from normswap.arguments import Example
 from normswap.builder import BuildError
-from normswap.ops import dispatch
+from normswap.ops import at_once, dispatch
 
 __all__ = [
     "test_a_backward_under_vmap_is_the_formula_s",
@@ -134,6 +135,26 @@ def _as_returned(found: Any) -> Any:
 
 
 pytestmark = needs_compiler
+LAUNCHED: list[str] = []
+"""What was asked of the launchers, past the dispatcher."""
+
+
+@pytest.fixture(autouse=True, params=("dispatched", "launched"))
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How the nodes come to the kernels: by the native ops, or past the dispatcher."""
+
+    def launch(name: str, *given: Any) -> Any:
+        LAUNCHED.append(name)
+        return _as_returned(_called(_ops[name], given))
+
+    LAUNCHED.clear()
+    if request.param == "launched":
+        norms_by(launch)
+        nodes.call_at_once(nodes_library(), "cpu", OF_NORMS)
+    yield request.param
+    norms_by(None)
+    nodes.call_at_once(nodes_library(), "cpu")
+    at_once.serve(None)
 
 
 @pytest.mark.parametrize("name", ("none", "silu"))

@@ -1,5 +1,5 @@
-// Calls that record no gradient, in plain data: autograd's nodes, which are a library for one version of torch, make them
-// past the dispatcher, and so do the native ops. See normswap/nodes/launches.h.
+// Calls of kernels in plain data: autograd's nodes, which are a library for one version of torch, make them past the
+// dispatcher, and so do the native ops. See normswap/nodes/launches.h.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct View {
 
 // Where a call's results and its workspace come from: its caller, who is asked once the call is one that kernels may take.
 struct Memory {
-  enum Part : int32_t { kOut, kSum, kStatistics, kWorkspace, kParts };
+  enum Part : int32_t { kOut, kSum, kStatistics, kWeight, kBias, kWorkspace, kParts };
 
   // What is laid out so, on the call's device; null where there is none.
   void* (*allocate)(Memory* self, int32_t part, const View* like);
@@ -65,8 +65,30 @@ struct BatchNormCall {
   float low, high;
 };
 
+// The backward of layer_norm and rms_norm: see RowBackward. All that lies over rows is contiguous. Statistics are those of
+// the forward, layer_norm's means before its rstds. The gradients wanted: of the input, laid out as it, and of weight and
+// bias.
+struct RowBackwardCall {
+  View grad, input, weight, bias, statistics, sum_grad;
+  int64_t cols;
+  double weight_offset;
+  int32_t kind;  // NormKind's number
+  int32_t cast_before_weight, activation;
+  float low, high;
+  int32_t of_input, of_weight, of_bias;
+};
+
+// The backward of group_norm: see GroupBackward. Grad and residual are laid out as the input; that of the residual is a sum.
+struct GroupBackwardCall {
+  View grad, input, weight, bias, residual, statistics;
+  int64_t num_groups;
+  int32_t activation;
+  float low, high;
+  int32_t of_input, of_weight, of_bias, of_residual;
+};
+
 constexpr int32_t kDeclined = -1;
-constexpr int32_t kTooWide = -2;  // group_norm declines groups that no block holds, of channels_last: its results are there
+constexpr int32_t kTooWide = -2;  // of groups, channels_last, that no block holds: results are there, but not filled
 
 }  // namespace normswap
 
@@ -75,6 +97,8 @@ constexpr int32_t kTooWide = -2;  // group_norm declines groups that no block ho
 extern "C" {
 int32_t normswap_row_norm(const normswap::RowNormCall* call, normswap::Memory* memory, int32_t device);
 int32_t normswap_group_norm(const normswap::GroupNormCall* call, normswap::Memory* memory, int32_t device);
+int32_t normswap_row_backward(const normswap::RowBackwardCall* call, normswap::Memory* memory, int32_t device);
+int32_t normswap_group_backward(const normswap::GroupBackwardCall* call, normswap::Memory* memory, int32_t device);
 int32_t normswap_convolve(const normswap::ConvolutionCall* call, normswap::Memory* memory, int32_t device);
 int32_t normswap_batch_norm(const normswap::BatchNormCall* call, normswap::Memory* memory, int32_t device);
 }

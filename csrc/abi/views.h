@@ -87,6 +87,10 @@ inline bool is_vector(const View& t, int64_t channels, int32_t dtype) {
   return is_absent(t) || (t.dtype == dtype && numel(t) == channels && is_contiguous(t));
 }
 
+inline bool is_statistics(const View& t, int64_t count) {
+  return !is_absent(t) && is_vector(t, count, static_cast<int32_t>(DType::f32));
+}
+
 inline ChannelVector vector_of(const View& t) {
   return {t.data, is_absent(t) ? DType::f32 : static_cast<DType>(t.dtype)};
 }

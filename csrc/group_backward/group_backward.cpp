@@ -1,4 +1,4 @@
-// The backward of group_norm on CUDA tensors: checks, plan, workspace, launch.
+// The backward of group_norm on CUDA tensors: checks, plan, memory, launch.
 #include "abi/views.h"
 #include "plan/make_group_backward_plan.h"
 
@@ -6,6 +6,84 @@ namespace normswap {
 namespace {
 
 constexpr const char* kOp = "group_norm_backward";
+
+// By the input's dtype.
+template <class Plan>
+struct Launches {
+  cudaError_t (*f32)(const GroupBackward&, const Plan&, bool, cudaStream_t);
+  cudaError_t (*f16)(const GroupBackward&, const Plan&, bool, cudaStream_t);
+  cudaError_t (*bf16)(const GroupBackward&, const Plan&, bool, cudaStream_t);
+};
+constexpr Launches<GroupBackwardPlan> kLines{group_backward_f32, group_backward_f16, group_backward_bf16};
+constexpr Launches<GroupColumnsPlan> kColumns{group_columns_f32, group_columns_f16, group_columns_bf16};
+
+const Launches<GroupBackwardPlan>& launches_by(const GroupBackwardPlan&) { return kLines; }
+const Launches<GroupColumnsPlan>& launches_by(const GroupColumnsPlan&) { return kColumns; }
+
+// With a plan that was made, or not; what calls give (abi/calls.h).
+template <class Plan>
+int32_t launched(bool made, GroupBackward n, const Plan& plan, int64_t workspace_bytes, const Gpu& gpu, Memory& memory,
+                 int32_t device) {
+  cudaStream_t stream{};
+  if (!made || !set_stream(device, stream) || !set_workspace(memory, workspace_bytes, n.workspace)) return kDeclined;
+  const Launches<Plan>& by = launches_by(plan);
+  const auto launch = n.dtype == DType::f32 ? by.f32 : n.dtype == DType::f16 ? by.f16 : by.bf16;
+  return told(launch(n, plan, gpu.overlap, stream));
+}
+
+// With all that it is given, and writes; kDeclined also of groups that cannot be done (in `regime`).
+int32_t launched(const GroupBackward& n, bool channels_last, Regime regime, Memory& memory, int32_t device) {
+  const Gpu gpu = gpu_of(device);
+  if (channels_last) {
+    GroupColumnsPlan plan;
+    const bool made = make_group_columns_plan(n.sizes, gpu, regime, &plan);
+    return launched(made, n, plan, made ? group_columns_workspace(plan, n.sizes) : 0, gpu, memory, device);
+  }
+  GroupBackwardPlan plan;
+  const bool made = make_group_backward_plan(n.sizes, gpu, regime, &plan);
+  return launched(made, n, plan, made ? group_backward_workspace(plan, n.sizes) : 0, gpu, memory, device);
+}
+
+// The sizes; false where the kernels do not count so far.
+bool set_sizes(GroupBackward& n, int64_t batch, int64_t channels, int64_t count, int64_t num_groups) {
+  const int itemsizes[] = {static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype))};
+  const bool as_dy = n.activation.code == Activation::none || n.activation.code == Activation::relu;
+  n.sizes = {batch, channels, count / (batch * channels), num_groups, itemsizes[0], itemsizes[1], as_dy ? itemsizes[1] : 4};
+  return n.sizes.spatial < (int64_t{1} << 31) && channels < (int64_t{1} << 31);
+}
+
+// What the kernels are given but for what they write; false where they do not take it.
+bool set_group_backward(const GroupBackwardCall& call, GroupBackward& n, bool& channels_last) {
+  const View &input = call.input, &grad = call.grad, &residual = call.residual;
+  const int64_t groups = call.num_groups, count = numel(input);
+  if (input.dtype < 0 || input.dims < 2 || count == 0 || groups < 1 || input.sizes[1] % groups != 0) return false;
+  channels_last = !is_contiguous(input);
+  if (channels_last && !is_channels_last(input)) return false;
+  if (grad.dtype != input.dtype && grad.dtype != static_cast<int32_t>(DType::f32)) return false;
+  for (const View* t : {&input, &grad, &residual}) {
+    if (!is_absent(*t) && !(same_layout(*t, input) && starts_at_vector(*t))) return false;
+  }
+  const int64_t channels = input.sizes[1], batch = input.sizes[0];
+  for (const View* t : {&call.weight, &call.bias}) {
+    if (!is_absent(*t) && (t->dtype < 0 || !is_vector(*t, channels, t->dtype))) return false;
+  }
+  if ((call.of_weight && is_absent(call.weight)) || (call.of_bias && is_absent(call.bias))) return false;
+  if (!is_absent(residual) && residual.dtype != grad.dtype) return false;
+  if (!is_activation(call.activation) || !is_statistics(call.statistics, 2 * batch * groups)) return false;
+  n.dtype = static_cast<DType>(input.dtype);
+  n.grad_dtype = static_cast<DType>(grad.dtype);
+  n.x = input.data;
+  n.dy = grad.data;
+  n.residual = residual.data;
+  n.weight = vector_of(call.weight);
+  n.bias = vector_of(call.bias);
+  n.mean = static_cast<const float*>(call.statistics.data);
+  n.rstd = n.mean + batch * groups;
+  n.activation = {static_cast<Activation>(call.activation), call.low, call.high};
+  return set_sizes(n, batch, channels, count, groups);
+}
+
+// --- native ops -------------------------------------------------------------------------------------------------------
 
 ChannelVector channels_of(const OptionalTensor& t, int64_t channels) {
   if (!t.has_value()) return {nullptr, DType::f32};
@@ -22,16 +100,6 @@ void* like(const OptionalTensor& t, const Tensor& other) {
                   ": gradients must start at multiples of 16 bytes");
   return const_cast<void*>(t->const_data_ptr());
 }
-
-// By the input's dtype.
-template <class Plan>
-struct Launches {
-  cudaError_t (*f32)(const GroupBackward&, const Plan&, bool, cudaStream_t);
-  cudaError_t (*f16)(const GroupBackward&, const Plan&, bool, cudaStream_t);
-  cudaError_t (*bf16)(const GroupBackward&, const Plan&, bool, cudaStream_t);
-};
-constexpr Launches<GroupBackwardPlan> kLines{group_backward_f32, group_backward_f16, group_backward_bf16};
-constexpr Launches<GroupColumnsPlan> kColumns{group_columns_f32, group_columns_f16, group_columns_bf16};
 
 // What lies over all elements, in one layout.
 struct Elements {
@@ -56,33 +124,21 @@ struct Elements {
   }
 };
 
-template <class Plan>
-cudaError_t launched(const Launches<Plan>& by, GroupBackward n, const Plan& plan, int64_t workspace_bytes,
-                     const Elements& e, const Gpu& gpu) {
+int32_t launched(GroupBackward& n, const Elements& e, bool channels_last, Regime regime) {
   e.put_into(n);
-  const Tensor workspace = scratch(e.input, workspace_bytes);
-  n.workspace = workspace.mutable_data_ptr();
-  const auto launch = n.dtype == DType::f32 ? by.f32 : n.dtype == DType::f16 ? by.f16 : by.bf16;
-  return launch(n, plan, gpu.overlap, stream_of(e.input));
+  TensorMemory memory(e.input);
+  const int32_t error = launched(n, channels_last, regime, memory, e.input.get_device_index());
+  if (error != kDeclined) check_launch(static_cast<cudaError_t>(error));
+  return error;
 }
 
-void run_lines(const GroupBackward& n, const Elements& e, Regime regime) {
-  const Gpu gpu = gpu_of(e.input.get_device_index());
-  GroupBackwardPlan plan;
-  STD_TORCH_CHECK(make_group_backward_plan(n.sizes, gpu, regime, &plan), kOp, ": these groups cannot be done in regime ",
-                  static_cast<int>(regime));
-  check_launch(launched(kLines, n, plan, group_backward_workspace(plan, n.sizes), e, gpu));
-}
-
-void run_channels_last(const GroupBackward& n, const Elements& e, Regime regime) {
-  const Gpu gpu = gpu_of(e.input.get_device_index());
-  GroupColumnsPlan plan;
-  if (make_group_columns_plan(n.sizes, gpu, regime, &plan)) {
-    return check_launch(launched(kColumns, n, plan, group_columns_workspace(plan, n.sizes), e, gpu));
-  }
+void run(GroupBackward n, const Elements& e, bool channels_last, Regime regime) {
+  if (launched(n, e, channels_last, regime) != kDeclined) return;
+  STD_TORCH_CHECK(channels_last, kOp, ": these groups cannot be done in regime ", static_cast<int>(regime),
+                  ", or there is no memory for their sums");
   // Groups too wide for a block: by way of the other layout.
   const Elements other = e.contiguous();
-  run_lines(n, other, Regime::automatic);
+  run(n, other, false, Regime::automatic);
   if (e.grad_input.has_value()) torch::stable::copy_(const_cast<Tensor&>(*e.grad_input), *other.grad_input);
   if (e.grad_residual.has_value()) torch::stable::copy_(const_cast<Tensor&>(*e.grad_residual), *other.grad_residual);
 }
@@ -111,15 +167,10 @@ void run_backward(const Tensor& grad, const Tensor& input, const OptionalTensor&
   n.dbias = channels_of(grad_bias, channels);
   n.mean = mean;
   n.rstd = rstd;
-  const int grad_itemsize = static_cast<int>(itemsize(n.grad_dtype));
-  const bool as_dy = activation.code == Activation::none || activation.code == Activation::relu;
-  n.sizes = {batch, channels, input.numel() / (batch * channels), num_groups, static_cast<int>(itemsize(n.dtype)),
-             grad_itemsize, as_dy ? grad_itemsize : 4};
-  STD_TORCH_CHECK(n.sizes.spatial < (int64_t{1} << 31) && channels < (int64_t{1} << 31), kOp,
+  STD_TORCH_CHECK(set_sizes(n, batch, channels, input.numel(), num_groups), kOp,
                   ": there must be fewer than 2^31 channels, of fewer than 2^31 elements each");
   const Elements elements{on_boundary(grad), on_boundary(input), on_boundary(residual), grad_input, grad_residual};
-  if (channels_last) return run_channels_last(n, elements, static_cast<Regime>(regime));
-  run_lines(n, elements, static_cast<Regime>(regime));
+  run(n, elements, channels_last, static_cast<Regime>(regime));
 }
 
 void group_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
@@ -137,33 +188,57 @@ void group_norm_backward_cuda(const Tensor& grad, const Tensor& input, const Opt
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
 // Those that are asked for, or none at all where tensors lie otherwise than the kernels take them, or there is no memory.
-Gradients group_norm_backward_or_none(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
-                                      const OptionalTensor& bias, const OptionalTensor& residual, const Tensor& statistics,
+Gradients group_norm_backward_or_none(const Tensor& grad_, const Tensor& input_, const OptionalTensor& weight,
+                                      const OptionalTensor& bias, const OptionalTensor& residual_, const Tensor& statistics,
                                       int64_t num_groups, int64_t activation, double low, double high, bool of_input,
                                       bool of_weight, bool of_bias, bool of_residual) {
-  const View x = view_of(input);
-  const bool channels_last = !input.is_contiguous();
-  if (input.numel() == 0 || (channels_last && !is_channels_last(x))) return {};
-  for (const OptionalTensor& t : {OptionalTensor(grad), residual}) {
-    if (t.has_value() && !(is_beside(*t, input) && same_layout(view_of(t), x))) return {};
+  if (!all_beside(input_, {&weight, &bias, &residual_}) || !is_beside(grad_, input_) || !is_beside(statistics, input_)) return {};
+  const View x = view_of(input_);
+  if (!is_contiguous(x) && !is_channels_last(x)) return {};
+  for (const OptionalTensor& t : {OptionalTensor(grad_), residual_}) {
+    if (t.has_value() && !same_layout(view_of(t), x)) return {};
   }
-  for (const OptionalTensor* t : {&weight, &bias}) {
-    if (t->has_value() && !(*t)->is_contiguous()) return {};
+  const Tensor grad = on_boundary(grad_), input = on_boundary(input_);
+  const OptionalTensor residual = on_boundary(residual_);
+  const ActivationArgs acts = activation_of(kOp, activation, low, high);
+  const GroupBackwardCall call{view_of(grad), view_of(input), view_of(weight), view_of(bias), view_of(residual),
+                               view_of(statistics), num_groups, static_cast<int32_t>(acts.code), acts.low, acts.high,
+                               of_input, of_weight, of_bias, of_residual};
+  TensorMemory memory(input);
+  const auto& [dx, dresidual, _, dweight, dbias, __] = memory.parts;
+  if (!is_launched(normswap_group_backward, call, input, memory)) {
+    if (!memory.too_wide) return {};
+    const int64_t groups = input.size(0) * num_groups;
+    const float* mean = floats_of(kOp, statistics, input, 2 * groups);
+    run_backward(grad, input, weight, bias, residual, mean, mean + groups, num_groups, true, acts, dx, dweight, dbias,
+                 dresidual, 0);
   }
-  const auto room = [](bool wanted, const OptionalTensor& like) { return wanted ? unfilled_like(*like) : std::nullopt; };
-  const Gradients made{room(of_input, input), room(of_weight, weight), room(of_bias, bias), room(of_residual, grad)};
-  const auto& [dx, dw, db, dr] = made;
-  if (dx.has_value() != of_input || dw.has_value() != of_weight || db.has_value() != of_bias) return {};
-  if (dr.has_value() != of_residual) return {};
-  const int64_t groups = input.size(0) * num_groups;
-  const float* mean = floats_of(kOp, statistics, input, 2 * groups);
-  run_backward(grad, input, weight, bias, residual, mean, mean + groups, num_groups, channels_last,
-               activation_of(kOp, activation, low, high), dx, dw, db, dr, 0);
-  return made;
+  return {dx, dweight, dbias, dresidual};
 }
 
 }  // namespace
 }  // namespace normswap
+
+extern "C" NORMSWAP_EXPORT int32_t normswap_group_backward(const normswap::GroupBackwardCall* call, normswap::Memory* memory,
+                                                           int32_t device) {
+  using namespace normswap;
+  GroupBackward n{};
+  bool channels_last = false;
+  if (!set_group_backward(*call, n, channels_last)) return kDeclined;
+  const View &input = call->input, &weight = call->weight, &bias = call->bias;
+  const auto room = [&](int32_t wanted, Memory::Part part, const View& like, int32_t dtype) {
+    return wanted ? room_like(*memory, part, like, dtype) : nullptr;
+  };
+  n.dx = room(call->of_input, Memory::kOut, input, input.dtype);
+  n.dweight = {room(call->of_weight, Memory::kWeight, weight, weight.dtype), n.weight.dtype};
+  n.dbias = {room(call->of_bias, Memory::kBias, bias, bias.dtype), n.bias.dtype};
+  n.dresidual = room(call->of_residual, Memory::kSum, input, call->grad.dtype);
+  const bool all = !(call->of_input && n.dx == nullptr) && !(call->of_weight && n.dweight.data == nullptr) &&
+                   !(call->of_bias && n.dbias.data == nullptr) && !(call->of_residual && n.dresidual == nullptr);
+  if (!all) return kDeclined;
+  const int32_t error = launched(n, channels_last, Regime::automatic, *memory, device);
+  return error == kDeclined && channels_last ? kTooWide : error;
+}
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("group_norm_backward", TORCH_BOX(&normswap::group_norm_backward_cuda));

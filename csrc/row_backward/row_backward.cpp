@@ -1,20 +1,113 @@
-// The backward of layer_norm, rms_norm and l1_norm on CUDA tensors: checks, plan, allocation, launches.
+// The backward of layer_norm, rms_norm and l1_norm on CUDA tensors: checks, plan, memory, launches.
 #include "row_backward/row_backward.h"
 
 #include <tuple>
 
-#include "abi/tensors.h"
+#include "abi/views.h"
 
 namespace normswap {
 namespace {
 
-using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor>;  // of input, weight and bias
 using Launch = cudaError_t (*)(const RowBackward&, const BackwardPlan&, cudaStream_t);
 
-// Which gradients are asked for.
+// The kernels of a kind by the input's dtype, or that of a gradient of 16 bits.
+struct Launches {
+  Launch f32, f16, bf16;
+  Launch of(const RowBackward& n) const {
+    switch (n.dtype == DType::f32 ? n.grad_dtype : n.dtype) {
+      case DType::f32: return f32;
+      case DType::f16: return f16;
+      default: return bf16;
+    }
+  }
+};
+constexpr Launches kLayerNorm{layer_norm_backward_f32, layer_norm_backward_f16, layer_norm_backward_bf16};
+constexpr Launches kRmsNorm{rms_norm_backward_f32, rms_norm_backward_f16, rms_norm_backward_bf16};
+constexpr Launches kL1Norm{l1_norm_backward, l1_norm_backward, l1_norm_backward};
+
+const Launches& launches_of(NormKind kind) { return kind == NormKind::layer ? kLayerNorm : kRmsNorm; }
+
+// `lean`: without a bias.
+BackwardRows rows_of(const RowBackward& n, bool lean) {
+  const bool with = n.activation.code != Activation::none || n.sum_grad != nullptr;
+  return {n.rows, n.cols, static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype)), with, lean};
+}
+
+bool takes_grad(const RowBackward& n, const BackwardRows& of) {
+  const bool narrow = of.grad_itemsize < of.itemsize;
+  return n.grad_dtype == n.dtype || n.grad_dtype == DType::f32 || (narrow && takes_narrow_grad(of));
+}
+
+// Which gradients are wanted.
 struct Wanted {
   bool input, weight, bias;
 };
+
+// Makes room for those that are wanted, like what they are of, and launches; what calls give (abi/calls.h).
+int32_t launched(const Launches& launches, RowBackward n, const BackwardRows& of, const View& input, const View& weight,
+                 const View& bias, Wanted wanted, int passes, Memory& memory, int32_t device) {
+  BackwardPlan plan;
+  cudaStream_t stream{};
+  if (!make_backward_plan(of, gpu_of(device), passes, &plan) || !set_stream(device, stream)) return kDeclined;
+  const auto made = [&](bool is_wanted, Memory::Part part, const View& like, void*& to) {
+    if (is_wanted) to = room_like(memory, part, like, like.dtype);
+    return !is_wanted || to != nullptr;
+  };
+  void *dweight = nullptr, *dbias = nullptr;
+  if (!made(wanted.input, Memory::kOut, input, n.dx) || !made(wanted.weight, Memory::kWeight, weight, dweight) ||
+      !made(wanted.bias, Memory::kBias, bias, dbias)) {
+    return kDeclined;
+  }
+  n.dweight = {dweight, n.weight.dtype};
+  n.dbias = {dbias, n.bias.dtype};
+  const bool columns = wanted.weight || wanted.bias;
+  const int64_t sums = backward_sums(plan, of), partials = columns && plan.pieces > 1 ? backward_partials(plan, of) : 0;
+  void* workspace = nullptr;
+  if (!set_workspace(memory, 4 * (sums + partials), workspace)) return kDeclined;
+  n.sums = static_cast<float*>(workspace);
+  n.partials = n.sums + sums;
+  cudaError_t error = launches.of(n)(n, plan, stream);
+  if (error == cudaSuccess && columns && plan.pieces > 1) error = add_column_sums(n, plan, stream);
+  return told(error);
+}
+
+// What the kernels are given but for what they write; false where they do not take it.
+bool set_row_backward(const RowBackwardCall& call, RowBackward& n) {
+  const View &input = call.input, &grad = call.grad, &sum_grad = call.sum_grad;
+  const int64_t count = numel(input);
+  if (input.dtype < 0 || grad.dtype < 0 || call.cols < 1 || count == 0 || count % call.cols != 0) return false;
+  for (const View* t : {&input, &grad, &sum_grad}) {
+    if (!is_absent(*t) && (numel(*t) != count || !is_contiguous(*t) || !starts_at_vector(*t))) return false;
+  }
+  if (!is_absent(sum_grad) && sum_grad.dtype != input.dtype) return false;
+  for (const View* t : {&call.weight, &call.bias}) {
+    const bool fits = t->dtype == input.dtype || t->dtype == static_cast<int32_t>(DType::f32);
+    if (!is_absent(*t) && (!fits || numel(*t) != call.cols || !is_contiguous(*t) || !starts_at_vector(*t))) return false;
+  }
+  if ((call.of_weight && is_absent(call.weight)) || (call.of_bias && is_absent(call.bias))) return false;
+  n.rows = count / call.cols;
+  const int each = call.kind == static_cast<int32_t>(NormKind::layer) ? 2 : 1;
+  if (!is_activation(call.activation) || !is_statistics(call.statistics, each * n.rows)) return false;
+  const float* statistics = static_cast<const float*>(call.statistics.data);
+  n.mean = each == 2 ? statistics : nullptr;
+  n.rstd = statistics + (each - 1) * n.rows;
+  n.cols = call.cols;
+  n.x = input.data;
+  n.dy = grad.data;
+  n.sum_grad = sum_grad.data;
+  n.weight = vector_of(call.weight);
+  n.bias = vector_of(call.bias);
+  n.weight_offset = call.weight_offset;
+  n.cast_before_weight = call.cast_before_weight;
+  n.activation = {static_cast<Activation>(call.activation), call.low, call.high};
+  n.dtype = static_cast<DType>(input.dtype);
+  n.grad_dtype = static_cast<DType>(grad.dtype);
+  return true;
+}
+
+// --- native ops -------------------------------------------------------------------------------------------------------
+
+using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor>;  // of input, weight and bias
 
 // Kernels read 16 bytes at a time of what is contiguous; gradients of .sum() and of slices are not.
 Tensor plain(const Tensor& t) { return on_boundary(t.is_contiguous() ? t : torch::stable::contiguous(t)); }
@@ -27,12 +120,10 @@ void check_columns(const char* op, const OptionalTensor& vector, int64_t cols, D
                   " elements of the input's dtype or float32, got ", vector->numel());
 }
 
-ChannelVector columns_of(const char* op, const OptionalTensor& vector) {
-  return vector.has_value() ? ChannelVector{vector->const_data_ptr(), dtype_of(*vector, op)} : ChannelVector{};
-}
+ChannelVector columns_of(const OptionalTensor& vector) { return vector_of(view_of(vector)); }
 
-// Fills in what all kinds have in common, allocates, launches; nothing of it where there is no memory for it.
-Gradients run(const char* op, Launch launch, RowBackward n, const Tensor& grad_, const Tensor& input_,
+// Fills in what all kinds have in common and launches; nothing where there is no memory for it.
+Gradients run(const char* op, const Launches& launches, RowBackward n, const Tensor& grad_, const Tensor& input_,
               const OptionalTensor& weight_, const OptionalTensor& bias_, const OptionalTensor& sum_grad_, int64_t cols,
               Wanted wanted, int64_t passes, bool lean) {
   const Tensor grad = plain(grad_), input = plain(input_);
@@ -41,13 +132,12 @@ Gradients run(const char* op, Launch launch, RowBackward n, const Tensor& grad_,
   n.rows = input.numel() / cols;
   n.dtype = dtype_of(input, op);
   n.grad_dtype = dtype_of(grad, op);
-  const bool with = n.activation.code != Activation::none || sum_grad.has_value();
-  const int itemsizes[] = {static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype))};
-  const BackwardRows of{n.rows, cols, itemsizes[0], itemsizes[1], with, lean};
-  const bool narrow = of.grad_itemsize < of.itemsize;
-  STD_TORCH_CHECK(cols > 0 && n.rows * cols == input.numel() && grad.numel() == input.numel() &&
-                      (n.grad_dtype == n.dtype || n.grad_dtype == DType::f32 || (narrow && takes_narrow_grad(of))),
-                  op, ": grad must have the input's size and its dtype or float32, in rows of ", cols,
+  n.x = input.const_data_ptr();
+  n.dy = grad.const_data_ptr();
+  n.sum_grad = data_or_null(sum_grad);
+  const BackwardRows of = rows_of(n, lean);
+  STD_TORCH_CHECK(cols > 0 && n.rows * cols == input.numel() && grad.numel() == input.numel() && takes_grad(n, of), op,
+                  ": grad must have the input's size and its dtype or float32, in rows of ", cols,
                   "; or 16 bits, in layer_norm's plain rows of multiples of 8");
   STD_TORCH_CHECK(!sum_grad.has_value() ||
                       (sum_grad->numel() == input.numel() && sum_grad->scalar_type() == input.scalar_type()),
@@ -56,35 +146,18 @@ Gradients run(const char* op, Launch launch, RowBackward n, const Tensor& grad_,
                   ": an absent weight or bias has no gradient");
   check_columns(op, weight, cols, n.dtype);
   check_columns(op, bias, cols, n.dtype);
+  n.weight = columns_of(weight);
+  n.bias = columns_of(bias);
+  const int32_t device = input.get_device_index();
   BackwardPlan plan;
-  STD_TORCH_CHECK(make_backward_plan(of, gpu_of(input.get_device_index()), static_cast<int>(passes), &plan),
-                  op, ": rows of ", cols, " elements cannot be done in passes: ", passes);
-  const bool columns = wanted.weight || wanted.bias;
-  const int64_t partials = columns && plan.pieces > 1 ? backward_partials(plan, of) : 0;
-  const int64_t room = partials + backward_sums(plan, of);
-  const Gradients made{wanted.input ? unfilled_like(input) : std::nullopt,
-                       wanted.weight ? unfilled_like(*weight) : std::nullopt,
-                       wanted.bias ? unfilled_like(*bias) : std::nullopt};
-  const OptionalTensor workspace = room > 0 ? unfilled_floats(input, room) : std::nullopt;
-  const auto& [dx, dweight, dbias] = made;
-  if (dx.has_value() != wanted.input || dweight.has_value() != wanted.weight || dbias.has_value() != wanted.bias ||
-      workspace.has_value() != (room > 0)) {
-    return {};
-  }
-  n.x = input.const_data_ptr();
-  n.dy = grad.const_data_ptr();
-  n.sum_grad = data_or_null(sum_grad);
-  n.weight = columns_of(op, weight);
-  n.bias = columns_of(op, bias);
-  n.dx = dx.has_value() ? dx->mutable_data_ptr() : nullptr;
-  n.dweight = columns_of(op, dweight);
-  n.dbias = columns_of(op, dbias);
-  n.sums = room > 0 ? static_cast<float*>(workspace->mutable_data_ptr()) : nullptr;
-  n.partials = n.sums + backward_sums(plan, of);
-  const cudaStream_t stream = stream_of(input);
-  check_launch(launch(n, plan, stream));
-  if (columns && plan.pieces > 1) check_launch(add_column_sums(n, plan, stream));
-  return made;
+  STD_TORCH_CHECK(make_backward_plan(of, gpu_of(device), static_cast<int>(passes), &plan), op, ": rows of ", cols,
+                  " elements cannot be done in passes: ", passes);
+  TensorMemory memory(input);
+  const int32_t error = launched(launches, n, of, view_of(input), view_of(weight), view_of(bias), wanted,
+                                 static_cast<int>(passes), memory, device);
+  if (error == kDeclined) return {};
+  check_launch(static_cast<cudaError_t>(error));
+  return {memory.parts[Memory::kOut], memory.parts[Memory::kWeight], memory.parts[Memory::kBias]};
 }
 
 const float* statistic_of(const char* op, const Tensor& statistics, int64_t count) {
@@ -92,16 +165,6 @@ const float* statistic_of(const char* op, const Tensor& statistics, int64_t coun
                       statistics.numel() == count,
                   op, ": statistics must be contiguous float32 with ", count, " elements, got ", statistics.numel());
   return static_cast<const float*>(statistics.const_data_ptr());
-}
-
-// The kernels of a kind by the input's dtype, or that of a gradient of 16 bits.
-Launch launch_of(const Tensor& input, const Tensor& grad, Launch f32, Launch f16, Launch bf16) {
-  const DType dtype = dtype_of(input, "backward");
-  switch (dtype == DType::f32 ? dtype_of(grad, "backward") : dtype) {
-    case DType::f32: return f32;
-    case DType::f16: return f16;
-    default: return bf16;
-  }
 }
 
 Gradients layer_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
@@ -114,10 +177,8 @@ Gradients layer_norm_backward_cuda(const Tensor& grad, const Tensor& input, cons
   n.mean = statistic_of("layer_norm_backward", statistics, 2 * rows);
   n.rstd = n.mean + rows;
   n.activation = activation_of("row_backward", activation, low, high);
-  const Launch launch =
-      launch_of(input, grad, layer_norm_backward_f32, layer_norm_backward_f16, layer_norm_backward_bf16);
-  return run("layer_norm_backward", launch, n, grad, input, weight, bias, sum_grad, cols, {of_input, of_weight, of_bias},
-             passes, false);
+  return run("layer_norm_backward", kLayerNorm, n, grad, input, weight, bias, sum_grad, cols,
+             {of_input, of_weight, of_bias}, passes, false);
 }
 
 Gradients rms_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
@@ -130,8 +191,7 @@ Gradients rms_norm_backward_cuda(const Tensor& grad, const Tensor& input, const 
   n.weight_offset = weight_offset;
   n.cast_before_weight = cast_before_weight;
   n.activation = activation_of("row_backward", activation, low, high);
-  const Launch launch = launch_of(input, grad, rms_norm_backward_f32, rms_norm_backward_f16, rms_norm_backward_bf16);
-  return run("rms_norm_backward", launch, n, grad, input, weight, std::nullopt, sum_grad, cols,
+  return run("rms_norm_backward", kRmsNorm, n, grad, input, weight, std::nullopt, sum_grad, cols,
              {of_input, of_weight, false}, passes, true);
 }
 
@@ -143,12 +203,24 @@ OptionalTensor l1_norm_backward_cuda(const Tensor& grad, const Tensor& input, co
   n.mean = statistic_of("l1_norm_backward", statistics, input.numel() / cols);
   n.eps = eps;
   n.minimum = minimum;
-  return std::get<0>(run("l1_norm_backward", l1_norm_backward, n, grad, input, std::nullopt, std::nullopt, std::nullopt,
-                         cols, {true, false, false}, passes, true));
+  return std::get<0>(run("l1_norm_backward", kL1Norm, n, grad, input, std::nullopt, std::nullopt, std::nullopt, cols,
+                         {true, false, false}, passes, true));
 }
 
 }  // namespace
 }  // namespace normswap
+
+extern "C" NORMSWAP_EXPORT int32_t normswap_row_backward(const normswap::RowBackwardCall* call, normswap::Memory* memory,
+                                                         int32_t device) {
+  using namespace normswap;
+  RowBackward n{};
+  if (!set_row_backward(*call, n)) return kDeclined;
+  const auto kind = static_cast<NormKind>(call->kind);
+  const BackwardRows of = rows_of(n, kind != NormKind::layer);
+  if (!takes_grad(n, of)) return kDeclined;
+  const Wanted wanted{call->of_input != 0, call->of_weight != 0, call->of_bias != 0};
+  return launched(launches_of(kind), n, of, call->input, call->weight, call->bias, wanted, 0, *memory, device);
+}
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("layer_norm_backward", TORCH_BOX(&normswap::layer_norm_backward_cuda));

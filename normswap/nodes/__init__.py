@@ -105,7 +105,7 @@ def _launchers() -> tuple[int, ...]:
     if (path := native.status().path) is None:
         return ()
     library = ctypes.CDLL(str(path))
-    names = "row_norm", "group_norm", "convolve", "batch_norm"
+    names = "row_norm", "group_norm", "row_backward", "group_backward", "convolve", "batch_norm"
     found = (ctypes.cast(library[f"normswap_{name}"], ctypes.c_void_p).value for name in names)
     return tuple(address or 0 for address in found)
 

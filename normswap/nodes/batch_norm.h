@@ -1,9 +1,22 @@
 // BatchNorm by running statistics, with what stands behind it.
 #pragma once
 
-#include "launches.h"
+#include "python.h"
 
 namespace {
+
+// Of a BatchNorm in eval: eps, and of `tensors` running mean and variance, weight and bias; false for another.
+bool set_fixed(PyObject* own, double& eps, const std::array<Tensor*, 4>& tensors) {
+  const Names& names = known().names;
+  PyObject *training = found(own, names.training), *number = found(own, names.eps);
+  if (training != Py_False || number == nullptr || !PyFloat_Check(number)) return false;
+  eps = PyFloat_AS_DOUBLE(number);
+  const auto& [mean, var, weight, bias] = tensors;
+  return eps > 0 && take_registered(own, names.buffers, names.statistics[0], *mean) &&
+         take_registered(own, names.buffers, names.statistics[1], *var) &&
+         take_registered(own, names.parameters, names.weight, *weight) &&
+         take_registered(own, names.parameters, names.bias, *bias) && mean->defined() && var->defined();
+}
 
 // Undefined where the kernel does not take it; eps and activation are the call's.
 Tensor batch_norm(normswap::BatchNormCall& call, const Tensor& x, const Tensor& residual, const Tensor& mean, const Tensor& var,
@@ -12,7 +25,9 @@ Tensor batch_norm(normswap::BatchNormCall& call, const Tensor& x, const Tensor& 
   call.input = view_of(x), call.residual = view_of(residual), call.running_mean = view_of(mean);
   call.running_var = view_of(var), call.weight = view_of(weight), call.bias = view_of(bias);
   TensorMemory memory(x);
-  return launched("normswap::batch_norm_eval", launchers().batch_norm, call, memory) ? memory.parts[Memory::kOut] : Tensor();
+  const bool taken =
+      released([&] { return launched("normswap::batch_norm_eval", launchers().batch_norm, call, memory); });
+  return taken ? memory.parts[Memory::kOut] : Tensor();
 }
 
 // batch_norm_eval(x, running_mean, running_var, weight, bias, eps, residual, activation, low, high): the result, or None.

@@ -16,6 +16,23 @@ PyTypeObject norm_act_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.
 PyTypeObject convolution_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Convolution", sizeof(Convolution)};
 PyTypeObject guarded_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Guarded", sizeof(Guarded)};
 
+// Sets the launchers by their addresses, in the order of Launchers; those that are not given are null.
+bool set_launchers(PyObject* addresses, at::DeviceType device) {
+  constexpr Py_ssize_t count = 6;
+  void* found[count]{};
+  for (Py_ssize_t i = 0; i < count && PyTuple_GET_SIZE(addresses) == count; ++i) {
+    found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
+  }
+  normswap::Launchers& it = launchers();
+  void** next = found;
+  const auto set = [&](auto& launcher) {
+    launcher = reinterpret_cast<std::remove_reference_t<decltype(launcher)>>(*next++);
+  };
+  set(it.row_norm), set(it.group_norm), set(it.row_backward), set(it.group_backward), set(it.convolve), set(it.batch_norm);
+  it.device = device;
+  return PyErr_Occurred() == nullptr;
+}
+
 // configure(variables of torch.nn.modules.module, of forward_ad, {class that hands on: it is a dropout}, {activation:
 // numbers}, {class: (forward, code)}, device, addresses of the launchers)
 PyObject* configure(PyObject*, PyObject* arguments) {
@@ -25,12 +42,12 @@ PyObject* configure(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   if (!PyArg_ParseTuple(arguments, "OOOOOsO!", &modules, &forward_ad, &passing, &activations, &forwards, &device, &PyTuple_Type,
                         &addresses) ||
-      !set_launchers(addresses)) {
+      !set_launchers(addresses, c10::Device(device).type())) {
     return nullptr;
   }
   Known& it = known();
   it.modules = kept(modules), it.forward_ad = kept(forward_ad), it.passing = kept(passing);
-  it.activations = kept(activations), it.forwards = kept(forwards), it.device = c10::Device(device).type();
+  it.activations = kept(activations), it.forwards = kept(forwards);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

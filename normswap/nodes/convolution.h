@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "launches.h"
+#include "batch_norm.h"
 
 namespace {
 
@@ -186,7 +186,8 @@ PyObject* convolved(const Convolution& c, PyObject* owner, PyObject* packed) {
   call.input = view_of(t.input), call.weight = view_of(t.weight), call.residual = view_of(t.residual);
   for (size_t i = 0; i < t.of_channels.size(); ++i) call.of_channels[i] = view_of(t.of_channels[i]);
   TensorMemory memory(t.input);
-  if (!launched("normswap::convolution_batch_norm_eval", launchers().convolve, call, memory)) return none();
+  const auto launch = [&] { return launched("normswap::convolution_batch_norm_eval", launchers().convolve, call, memory); };
+  if (!released(launch)) return none();
   return wrapped(memory.parts[Memory::kOut]);
 }
 

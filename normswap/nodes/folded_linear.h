@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "launches.h"
+#include "batch_norm.h"
 
 namespace {
 

@@ -1,48 +1,44 @@
-// Calls that record no gradient, launched past the dispatcher and the stable ABI, whose ways of passing so many arguments
-// cost more than the launch.
+// Calls of kernels, launched past the dispatcher and the stable ABI, whose ways of passing so many arguments cost more than
+// the launch.
 #pragma once
 
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <array>
 #include <exception>
 
 #include "abi/calls.h"
-#include "python.h"
 
-namespace {
+namespace normswap {
 
-using normswap::Memory;
-using normswap::View;
-
-// What the library of the kernels has for that, by `configure`; null without that library.
+// What the library of the kernels has for that, for tensors of `device`; null without that library.
 struct Launchers {
   decltype(&normswap_row_norm) row_norm;
   decltype(&normswap_group_norm) group_norm;
+  decltype(&normswap_row_backward) row_backward;
+  decltype(&normswap_group_backward) group_backward;
   decltype(&normswap_convolve) convolve;
   decltype(&normswap_batch_norm) batch_norm;
+  at::DeviceType device = at::kCUDA;
 };
 
-Launchers& launchers() {
+inline Launchers& launchers() {
   static Launchers it{};
   return it;
 }
 
-// `addresses`: of these functions, in their order.
-bool set_launchers(PyObject* addresses) {
-  void* found[4]{};
-  for (Py_ssize_t i = 0; i < 4; ++i) {
-    found[i] = PyTuple_GET_SIZE(addresses) == 4 ? PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i)) : nullptr;
-  }
-  Launchers& it = launchers();
-  it.row_norm = reinterpret_cast<decltype(it.row_norm)>(found[0]);
-  it.group_norm = reinterpret_cast<decltype(it.group_norm)>(found[1]);
-  it.convolve = reinterpret_cast<decltype(it.convolve)>(found[2]);
-  it.batch_norm = reinterpret_cast<decltype(it.batch_norm)>(found[3]);
-  return PyErr_Occurred() == nullptr;
-}
+}  // namespace normswap
+
+namespace {
+
+using at::Tensor;
+using normswap::launchers;
+using normswap::Memory;
+using normswap::View;
 
 // The kernels' number; -1: they do not take it.
 int32_t code_of(at::ScalarType dtype) {
@@ -80,8 +76,7 @@ struct TensorMemory : Memory {
 template <class Call>
 bool launched(const char* name, int32_t (*launch)(const Call*, Memory*, int32_t), const Call& call, TensorMemory& memory) {
   if (launch == nullptr) return false;
-  const Released released;
-  RECORD_FUNCTION(name, c10::ArrayRef<const IValue>{});
+  RECORD_FUNCTION(name, c10::ArrayRef<const c10::IValue>{});
   const c10::DeviceGuard there(memory.like.device());
   const at::AutoDispatchBelowADInplaceOrView below;
   const int32_t error = launch(&call, &memory, static_cast<int32_t>(memory.like.device().index()));
@@ -98,27 +93,12 @@ bool is_readable(const Tensor& t) {
          !keys.has(c10::DispatchKey::Python);
 }
 
+// Whether a mode is told of every op.
+bool any_dispatch_mode() { return c10::impl::TorchDispatchModeTLS::any_modes_set(); }
+
 template <class... Others>
 bool all_readable(const Tensor& input, const Others&... others) {
   return is_readable(input) && ((!others.defined() || (is_readable(others) && others.device() == input.device())) && ...);
-}
-
-// Whether a mode has a say in what an op does, or somebody wants gradients.
-bool any_say() {
-  return at::GradMode::is_enabled() || any_mode() || c10::impl::TorchDispatchModeTLS::any_modes_set();
-}
-
-// Of a BatchNorm in eval: eps, and of `tensors` running mean and variance, weight and bias; false for another.
-bool set_fixed(PyObject* own, double& eps, const std::array<Tensor*, 4>& tensors) {
-  const Names& names = known().names;
-  PyObject *training = found(own, names.training), *number = found(own, names.eps);
-  if (training != Py_False || number == nullptr || !PyFloat_Check(number)) return false;
-  eps = PyFloat_AS_DOUBLE(number);
-  const auto& [mean, var, weight, bias] = tensors;
-  return eps > 0 && take_registered(own, names.buffers, names.statistics[0], *mean) &&
-         take_registered(own, names.buffers, names.statistics[1], *var) &&
-         take_registered(own, names.parameters, names.weight, *weight) &&
-         take_registered(own, names.parameters, names.bias, *bias) && mean->defined() && var->defined();
 }
 
 }  // namespace

@@ -16,9 +16,10 @@
 #include <string>
 #include <vector>
 
+#include "launches.h"
+
 namespace {
 
-using at::Tensor;
 using c10::IValue;
 using c10::OperatorHandle;
 using torch::autograd::Edge;
@@ -65,6 +66,7 @@ struct Norm {
     std::transform(std::begin(kTensors), std::end(kTensors), tensors.begin(), place);
     std::transform(std::begin(kScalars), std::end(kScalars), numbers.begin(), place);
     if (kind == kGroupNorm) numbers[kSize] = place("num_groups");
+    dtype = place("dtype"), wide = place("wide");
     if (numbers[kActivation] >= 0) numbers[kLow] = numbers[kActivation] + 1, numbers[kHigh] = numbers[kLow] + 1;
   }
 
@@ -73,6 +75,7 @@ struct Norm {
   size_t arguments, outputs, kept;
   std::array<int, kKept> tensors;
   std::array<int, kNumbers> numbers = {-1, -1, -1, -1, -1, -1, -1, -1};
+  int dtype, wide;  // of the output
 };
 
 double number_of(const IValue& value) {
@@ -82,18 +85,90 @@ double number_of(const IValue& value) {
 IValue optional(const Tensor& t) { return t.defined() ? IValue(t) : IValue(); }
 Tensor tensor(const IValue& value) { return value.isTensor() ? value.toTensor() : Tensor(); }
 
+// --- past the dispatcher ----------------------------------------------------------------------------------------------
+
+// Whether the kernels may read these there: on their device, with no mode that wants to be told.
+template <class... Others>
+bool can_launch(const Tensor& input, const Others&... others) {
+  return input.device().type() == launchers().device && !any_dispatch_mode() && all_readable(input, others...);
+}
+
+int32_t activation_of(const Numbers& n) { return static_cast<int32_t>(n[kActivation]); }
+float low_of(const Numbers& n) { return static_cast<float>(n[kLow]); }
+float high_of(const Numbers& n) { return static_cast<float>(n[kHigh]); }
+
+// What the op's twin would make of what the op is given, outputs first; nothing where the kernels' library declines.
+std::vector<IValue> launched(const Norm& norm, c10::ArrayRef<IValue> given, const Numbers& n) {
+  const auto at = [&](int slot) { return norm.tensors[slot] < 0 ? Tensor() : tensor(given[norm.tensors[slot]]); };
+  const Tensor x = at(kInput), weight = at(kWeight), bias = at(kBias), residual = at(kResidual);
+  const Tensor scale = at(kScale), shift = at(kShift);
+  if (norm.kind == kBatchNorm || !can_launch(x, weight, bias, residual, scale, shift)) return {};
+  const View input = view_of(x), of_weight = view_of(weight), of_bias = view_of(bias), of_residual = view_of(residual);
+  const auto size = static_cast<int64_t>(n[kSize]);
+  TensorMemory memory(x);
+  const auto made = [&](Memory::Part part) { return optional(memory.parts[part]); };
+  if (norm.kind == kGroupNorm) {
+    const int32_t dtype = given[norm.wide].toBool() ? code_of(at::kFloat) : input.dtype;
+    const normswap::GroupNormCall call{input, of_weight, of_bias, of_residual, size, n[kEps], activation_of(n), low_of(n), high_of(n),
+                                       dtype, true};
+    if (!launched("normswap::group_norm", launchers().group_norm, call, memory)) return {};
+    return {made(Memory::kOut), made(Memory::kStatistics)};
+  }
+  if (!x.is_contiguous()) return {};  // which the op has another kernel for
+  const bool other = norm.dtype >= 0 && !given[norm.dtype].isNone();
+  const int32_t dtype = other ? code_of(given[norm.dtype].toScalarType()) : input.dtype;
+  const normswap::RowNormCall call{input, of_weight, of_bias, of_residual, view_of(scale), view_of(shift), size, n[kEps],
+                                   n[kOffset], norm.kind == kRmsNorm, n[kCast] != 0, activation_of(n), low_of(n), high_of(n), dtype,
+                                   true};
+  const char* name = norm.kind == kRmsNorm ? "normswap::rms_norm" : "normswap::layer_norm";
+  if (!launched(name, launchers().row_norm, call, memory)) return {};
+  return {made(Memory::kOut), made(Memory::kSum), made(Memory::kStatistics)};
+}
+
+// Of a norm of channels; else the weight stands for it, of one dtype with it: see needs.
+bool keeps_bias(const variable_list& saved, const Numbers& n) { return saved[kBias].defined() || n[kActivation] != 0; }
+
+// The gradients that are wanted, or nothing.
+variable_list launched(Kind kind, const Tensor& grad, const Tensor& sum_grad, const variable_list& saved, const Numbers& n,
+                       const Wanted& wanted) {
+  const Tensor &input = saved[kInput], &weight = saved[kWeight], &bias = saved[kBias], &kept = saved[kKept];
+  const Tensor& residual = saved[kResidual];
+  if (!can_launch(input, grad, sum_grad, weight, bias, kept, residual)) return {};
+  TensorMemory memory(input);
+  auto& [of_input, of_sum, _, of_weight, of_bias, __] = memory.parts;
+  const View x = view_of(input), dy = view_of(grad), w = view_of(weight), b = view_of(bias), statistics = view_of(kept);
+  if (kind == kGroupNorm) {
+    const normswap::GroupBackwardCall call{dy, x, w, keeps_bias(saved, n) ? b : w, view_of(residual), statistics,
+                                           static_cast<int64_t>(n[kSize]), activation_of(n), low_of(n), high_of(n), wanted[kInput],
+                                           wanted[kWeight], wanted[kBias], wanted[kResidual]};
+    if (!launched("normswap::group_norm_backward", launchers().group_backward, call, memory)) return {};
+    return {of_input, of_weight, of_bias, of_sum, Tensor(), Tensor(), Tensor()};
+  }
+  const auto shape = input.sizes();
+  const int64_t cols = c10::multiply_integers(shape.slice(shape.size() - static_cast<size_t>(n[kSize])));
+  const bool of_summands = wanted[kInput] || wanted[kResidual];
+  const normswap::RowBackwardCall call{dy, x, w, b, statistics, view_of(sum_grad), cols, n[kOffset], kind == kRmsNorm,
+                                       n[kCast] != 0, activation_of(n), low_of(n), high_of(n), of_summands, wanted[kWeight],
+                                       wanted[kBias]};
+  const char* name = kind == kRmsNorm ? "normswap::rms_norm_backward" : "normswap::layer_norm_backward";
+  if (!launched(name, launchers().row_backward, call, memory)) return {};
+  return {of_input, of_weight, of_bias, of_input, Tensor(), Tensor(), Tensor()};
+}
+
 // --- the gradients, by the slot they are for --------------------------------------------------------------------------
 
 variable_list of_rows(Kind kind, const variable_list& grads, const variable_list& saved, const Numbers& n,
                       const Wanted& wanted) {
   static const OperatorHandle layer = native("layer_norm_backward"), rms = native("rms_norm_backward");
   if (!grads[0].defined() || saved[kScale].defined()) return {};
+  const Tensor sum_grad = grads.size() > 1 ? grads[1] : Tensor();
+  if (variable_list made = launched(kind, grads[0], sum_grad, saved, n, wanted); !made.empty()) return made;
   const bool centred = kind == kLayerNorm;
   const auto shape = saved[kInput].sizes();
   const int64_t cols = c10::multiply_integers(shape.slice(shape.size() - static_cast<size_t>(n[kSize])));
   Stack stack{grads[0], saved[kInput], optional(saved[kWeight])};
   if (centred) stack.emplace_back(optional(saved[kBias]));
-  torch::jit::push(stack, saved[kKept], grads.size() > 1 ? optional(grads[1]) : IValue(), cols);
+  torch::jit::push(stack, saved[kKept], optional(sum_grad), cols);
   if (!centred) torch::jit::push(stack, n[kOffset], n[kCast] != 0);
   torch::jit::push(stack, static_cast<int64_t>(n[kActivation]), n[kLow], n[kHigh],
                    wanted[kInput] || wanted[kResidual], wanted[kWeight]);
@@ -114,8 +189,10 @@ variable_list of_channels(Kind kind, const variable_list& grads, const variable_
   static const OperatorHandle groups = native("group_norm_backward_or_none"), batch = native("batch_norm_backward");
   Tensor grad = grads[0];
   const Tensor& input = saved[kInput];
-  const bool kept = saved[kBias].defined() || n[kActivation] != 0;  // else the weight, of one dtype with it: see needs
-  const IValue bias = optional(saved[kept ? kBias : kWeight]);
+  if (kind == kGroupNorm) {
+    if (variable_list made = launched(kind, grad, Tensor(), saved, n, wanted); !made.empty()) return made;
+  }
+  const IValue bias = optional(saved[keeps_bias(saved, n) ? kBias : kWeight]);
   Stack stack;
   if (kind == kBatchNorm) {
     if (grad.strides() != input.strides()) grad = at::empty_like(input, grad.scalar_type()).copy_(grad);
@@ -216,6 +293,9 @@ struct Recorded final : Node {
     if (given_at(given, kInputBias)) input_bias = given[norm.tensors[kInputBias]].toTensor();
     set_next_edges(std::move(edges));
   }
+
+  // What the op makes, past the dispatcher; nothing where that is not possible.
+  std::vector<IValue> launched(c10::ArrayRef<IValue> given) const { return ::launched(norm, given, numbers); }
 
   // What it has made: outputs, then what is kept.
   void keep(const NodePtr& self, c10::ArrayRef<IValue> made) {
@@ -349,13 +429,19 @@ void record(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto given = torch::jit::last(*stack, norm.arguments);
   if (!learns(norm, given)) return op.redispatchBoxed(below, stack);
   const NodePtr node = owned<Recorded>(norm);
-  static_cast<Recorded&>(*node).take(given);
+  Recorded& recorded = static_cast<Recorded&>(*node);
+  recorded.take(given);
+  if (const std::vector<IValue> made = recorded.launched(given); !made.empty()) {
+    recorded.keep(node, made);
+    torch::jit::drop(*stack, norm.arguments);
+    return (void)stack->insert(stack->end(), made.begin(), made.begin() + norm.outputs);
+  }
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     norm.recorded.redispatchBoxed(below, stack);
   }
   const auto made = torch::jit::last(*stack, norm.outputs + norm.kept);
-  if (made[0].isTensor()) static_cast<Recorded&>(*node).keep(node, made);
+  if (made[0].isTensor()) recorded.keep(node, made);
   torch::jit::drop(*stack, norm.kept);
 }
 

@@ -5,7 +5,7 @@
 
 #include <limits>
 
-#include "launches.h"
+#include "python.h"
 
 namespace {
 
@@ -40,7 +40,7 @@ using Results = std::pair<Tensor, Tensor>;
 
 // Past the dispatcher, with nothing where somebody has a say, or the kernels' library declines.
 Results launched(Kind kind, const Given& g) {
-  if (kind == kBatchNorm || at::GradMode::is_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return {};
+  if (kind == kBatchNorm || at::GradMode::is_enabled() || any_dispatch_mode()) return {};
   if (!all_readable(g.x, g.before, g.behind, g.scale, g.shift, g.weight, g.bias)) return {};
   if (is_of_rows(kind) && !g.x.is_contiguous()) return {};  // which the op has another kernel for
   const auto& [code, low, high] = g.activation;
@@ -51,11 +51,12 @@ Results launched(Kind kind, const Given& g) {
   bool taken = false;
   if (kind == kGroupNorm) {
     const normswap::GroupNormCall call{x, weight, bias, view_of(g.behind), g.size, g.eps, activation, lowest, highest, dtype, 0};
-    taken = launched("normswap::group_norm", launchers().group_norm, call, memory);
+    taken = released([&] { return launched("normswap::group_norm", launchers().group_norm, call, memory); });
   } else {
     const normswap::RowNormCall call{x, weight, bias, view_of(g.before), view_of(g.scale), view_of(g.shift), g.size, g.eps, g.offset,
                                      kind == kRmsNorm, g.rounds, activation, lowest, highest, dtype, 0};
-    taken = launched(kind == kRmsNorm ? "normswap::rms_norm" : "normswap::layer_norm", launchers().row_norm, call, memory);
+    const char* name = kind == kRmsNorm ? "normswap::rms_norm" : "normswap::layer_norm";
+    taken = released([&] { return launched(name, launchers().row_norm, call, memory); });
   }
   return taken ? Results{memory.parts[Memory::kOut], memory.parts[Memory::kSum]} : Results{};
 }

@@ -11,9 +11,10 @@
 #include <array>
 #include <limits>
 
+#include "launches.h"
+
 namespace {
 
-using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
 
@@ -37,6 +38,13 @@ struct Released {  // the interpreter's lock, as all of PyTorch's ops run
   ~Released() { PyEval_RestoreThread(state); }
   PyThreadState* state;
 };
+
+// What `run` gives without it.
+template <class Run>
+auto released(Run run) {
+  const Released released;
+  return run();
+}
 
 PyObject* none() { Py_RETURN_NONE; }
 
@@ -100,7 +108,6 @@ struct Names {
 struct Known {
   Names names;
   Owned modules, forward_ad, passing, activations, forwards;
-  at::DeviceType device = at::kCUDA;
 };
 
 Known& known() {
@@ -321,7 +328,7 @@ bool take(PyObject* object, Tensor& tensor) {
   if (object == nullptr || object == Py_None) return true;
   if (!is_tensor(object)) return false;
   tensor = THPVariable_Unpack(object);
-  return tensor.device().type() == known().device && tensor.layout() == at::kStrided && !tensor.is_nested();
+  return tensor.device().type() == launchers().device && tensor.layout() == at::kStrided && !tensor.is_nested();
 }
 
 // A tensor that is registered, undefined for None; false where it is kept elsewhere.
@@ -337,6 +344,11 @@ bool any_mode() {
   return level == nullptr || PyLong_AsLong(level) >= 0 || at::tracer::impl::is_dispatch_enabled() ||
          at::impl::torch_function_mode_enabled() ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+// Whether a mode has a say in what an op does, or somebody wants gradients.
+bool any_say() {
+  return at::GradMode::is_enabled() || any_mode() || any_dispatch_mode();
 }
 
 IValue optional(const Tensor& t) { return t.defined() ? IValue(t) : IValue(); }
