@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from batch_norm_stand_in import VECTOR
 from torch import Tensor
 
 from normswap.activation import CODES, Activation
 
-DTYPES = torch.float32, torch.float16, torch.bfloat16
-OUT, SUM, STATISTICS, WEIGHT, BIAS = range(5)
+DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.uint8
+OUT, SUM, STATISTICS, SIGNS, WEIGHT, BIAS, SCALE, INPUT_BIAS = range(8)
 """What a call may be asked to fill."""
 DECLINED = -1
 
@@ -39,18 +40,17 @@ class View(ctypes.Structure):
 
     def tensor(self) -> Tensor | None:
         """The memory itself."""
-        return seen(self.data, [*self.sizes[: self.dims]], [*self.strides[: self.dims]], self.dtype)
+        return seen(self.data, [*self.sizes[: self.dims]], [*self.strides[: self.dims]], DTYPES[self.dtype])
 
     def is_known(self) -> bool:
         """Whether it is absent, or of a dtype that the kernels take."""
         return not self.sizes or self.dtype >= 0
 
 
-def seen(data: Any, sizes: list[int], strides: list[int], dtype: int) -> Tensor | None:
+def seen(data: Any, sizes: list[int], strides: list[int], kind: torch.dtype) -> Tensor | None:
     """Memory as a tensor; None where there is none."""
     if not data:
         return None
-    kind = DTYPES[dtype]
     count = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     memory = (ctypes.c_byte * (count * kind.itemsize)).from_address(data)
     return torch.frombuffer(memory, dtype=kind).as_strided(sizes, strides)
@@ -68,7 +68,7 @@ def fill(memory: Any, part: int, result: Tensor) -> None:
     sizes, strides = (c_int64 * result.dim())(*result.shape), (c_int64 * result.dim())(*result.stride())
     code = DTYPES.index(result.dtype)
     data = memory.contents.allocate(memory, part, byref(View(None, sizes, strides, result.dim(), code)))
-    made = seen(data, [*result.shape], [*result.stride()], code)
+    made = seen(data, [*result.shape], [*result.stride()], result.dtype)
     assert made is not None
     made.copy_(result)
 
@@ -161,6 +161,50 @@ class GroupBackwardCall(ctypes.Structure):
     def parts(self) -> tuple[int, ...]:
         """Where what the op makes belongs."""
         return OUT, WEIGHT, BIAS, SUM
+
+
+class BatchNormTrainCall(ctypes.Structure):
+    _fields_ = (
+        *((name, View) for name in ("input", "running_mean", "running_var", "weight", "bias")),
+        *(("residual", View), ("scale", View), ("input_bias", View), ("batches", c_void_p)),
+        *(("momentum", c_double), ("eps", c_double), ("training", c_int32), ("activation", c_int32)),
+        *(("low", c_float), ("high", c_float), ("statistics", c_int32)),
+    )
+
+    def call(self) -> tuple[str, tuple[Any, ...]]:
+        """The native op that it is, and its arguments."""
+        x, mean, var, weight, bias, residual, *before = tensors_of(self)
+        batches = seen(self.batches, [], [], torch.int64)
+        numbers = bool(self.training), self.momentum, self.eps, residual, self.activation, self.low, self.high
+        return "batch_norm_recorded", (x, mean, var, batches, weight, bias, *numbers, *before)
+
+    def parts(self) -> tuple[int, ...]:
+        """Where what the op makes belongs."""
+        return OUT, STATISTICS, SIGNS
+
+
+class BatchNormBackwardCall(ctypes.Structure):
+    _fields_ = (
+        *((name, View) for name in ("grad", "input", "coefficients", "residual", "weight", "bias", "scale")),
+        *(("input_bias", View), ("running_mean", View), ("running_var", View), ("signs", c_void_p), ("eps", c_double)),
+        *(("training", c_int32), ("activation", c_int32), ("low", c_float), ("high", c_float)),
+        *((name, c_int32) for name in ("of_input", "of_weight", "of_bias", "of_residual", "of_scale", "of_input_bias")),
+    )
+
+    def call(self) -> tuple[str, tuple[Any, ...]]:
+        """The native op that it is, and its arguments."""
+        grad, x, coefficients, residual, weight, bias, scale, input_bias, *running = tensors_of(self)
+        assert x is not None
+        each = VECTOR if x.numel() % VECTOR == 0 else 1
+        signs = seen(self.signs, [x.numel() // each], [1], torch.uint8)
+        wanted = map(bool, (self.of_input, self.of_weight, self.of_bias, self.of_residual))
+        numbers = bool(self.training), self.activation, self.low, self.high, *wanted, scale, input_bias, self.eps
+        of = bool(self.of_scale), bool(self.of_input_bias), *running
+        return "batch_norm_backward", (grad, x, coefficients, signs, residual, weight, bias, *numbers, *of)
+
+    def parts(self) -> tuple[int, ...]:
+        """Where what the op makes belongs."""
+        return OUT, WEIGHT, BIAS, SUM, SCALE, INPUT_BIAS
 
 
 class ConvolutionCall(ctypes.Structure):
@@ -256,8 +300,9 @@ def norms_by(op: Callable[..., Any] | None) -> None:
 
 _NORMS = [_launch_norm(call) for call in (RowNormCall, GroupNormCall, RowBackwardCall, GroupBackwardCall)]
 _FIXED = _launch("convolution", ConvolutionCall), _launch("batch_norm", BatchNormCall)
-_ADDRESSES = [ctypes.cast(function, c_void_p).value or 0 for function in (*_NORMS, *_FIXED)]
+_TRAINED = [_launch_norm(call) for call in (BatchNormTrainCall, BatchNormBackwardCall)]
+_ADDRESSES = [ctypes.cast(function, c_void_p).value or 0 for function in (*_NORMS, *_FIXED, *_TRAINED)]
 LAUNCHERS = tuple(_ADDRESSES)
 """Their addresses, as ``normswap.nodes.call_at_once`` takes them."""
-OF_NORMS = (*_ADDRESSES[: len(_NORMS)], 0, 0)
+OF_NORMS = (*_ADDRESSES[: len(_NORMS)], 0, 0, *_ADDRESSES[-len(_TRAINED) :])
 """Those of norms by the statistics of their input alone."""

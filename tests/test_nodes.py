@@ -35,6 +35,7 @@ from test_row_backward import (
     test_the_gradient_of_a_sum_is_rounded_once,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import normswap
 from normswap import builder, native, nodes
@@ -161,7 +162,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("declines", (False, True))
 @pytest.mark.parametrize("asked", (1, 6, 9, 15))
 def test_every_gradient_of_group_norm(
-    name: str, declines: bool, asked: int, compiled: torch.library.Library, monkeypatch: pytest.MonkeyPatch
+    name: str, declines: bool, asked: int, way: str, compiled: torch.library.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group_norm_stand_in.install(monkeypatch)  # for what lies otherwise
     implemented = _implemented(compiled)
@@ -185,6 +186,54 @@ def test_every_gradient_of_group_norm(
             )
             for ours, theirs in zip(*pairs, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    expected_calls = ["group_norm_recorded", "group_norm_backward_or_none"] * 2
+    assert (expected_calls if way == "launched" else []) == LAUNCHED
+
+
+class Told(TorchDispatchMode):
+    """A mode that is told of every op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += [func._opname] if func.namespace == "normswap" else []
+        return func(*args, **(kwargs or {}))
+
+
+def _of_groups(x: Tensor) -> Tensor:
+    return torch.ops.normswap.group_norm_or_none.default(x, 4, None, None, 1e-5, 0, 0.0, 0.0, None, False)
+
+
+def test_a_mode_is_told_of_the_ops(compiled: torch.library.Library) -> None:
+    implemented = _implemented(compiled)
+    implemented["group_norm_recorded"] = group_norm_stand_in.group_norm_recorded
+    implemented["group_norm_backward_or_none"] = group_norm_stand_in.group_norm_backward_or_none
+    x = torch.randn(2, 8, 3, 3, requires_grad=True)
+    with Told() as forward:
+        out = _of_groups(x)
+    with Told() as backward:
+        out.backward(torch.ones_like(out))
+    assert (forward.ops, backward.ops) == (["group_norm_recorded"], ["group_norm_backward_or_none"])
+    assert LAUNCHED == []
+
+
+@pytest.mark.parametrize("lies", ("negated", "elsewhere", "another layout"))
+def test_what_cannot_be_read_as_it_lies_goes_by_the_op(lies: str, compiled: torch.library.Library) -> None:
+    implemented = _implemented(compiled)
+    implemented["group_norm_recorded"] = group_norm_stand_in.group_norm_recorded
+    implemented["group_norm_backward_or_none"] = lambda *given: (None,) * 4  # then the formula's
+    x, dy = torch.randn(2, 8, 3, 3, requires_grad=True), torch.randn(2, 8, 3, 3)
+    dy = {
+        "negated": torch._neg_view(dy),
+        "elsewhere": torch.cat([dy.new_zeros(1), dy.flatten()])[1:].view_as(dy),
+        "another layout": dy.to(memory_format=torch.channels_last),
+    }[lies]
+    (found,) = torch.autograd.grad(_of_groups(x), x, dy)
+    (expected,) = torch.autograd.grad(F.group_norm(x, 4), x, dy.resolve_neg())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert lies != "negated" or "group_norm_backward_or_none" not in LAUNCHED
 
 
 def test_a_residual_may_be_an_inference_tensor(compiled: torch.library.Library) -> None:
@@ -203,7 +252,7 @@ def test_a_residual_may_be_an_inference_tensor(compiled: torch.library.Library) 
 @pytest.mark.parametrize("name", ("none", "relu", "silu"))
 @pytest.mark.parametrize("declines", (False, True))
 def test_every_gradient_of_batch_norm(
-    name: str, declines: bool, training: bool, compiled: torch.library.Library
+    name: str, declines: bool, training: bool, way: str, compiled: torch.library.Library
 ) -> None:
     implemented = _implemented(compiled)
     implemented["batch_norm_recorded"] = batch_norm_stand_in.batch_norm_recorded
@@ -213,10 +262,10 @@ def test_every_gradient_of_batch_norm(
     given = [torch.randn(3, 8, 4).requires_grad_() for _ in range(2)]
     weight, bias, mean, var = torch.rand(4, 8) + 0.5
     given += [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
-    activation, dy = Activation(name), torch.randn(3, 4, 8).transpose(1, 2)
+    activation, dy, batches = Activation(name), torch.randn(3, 4, 8).transpose(1, 2), torch.tensor(2)
     for asked in (15, 1, 2, 4, 11):
         x, residual, weight, bias = (t.detach().requires_grad_(bool(asked >> i & 1)) for i, t in enumerate(given))
-        tensors, numbers = (x, mean.clone(), var.clone(), None, weight, bias), (activation.code, 0.0, 0.0)
+        tensors, numbers = (x, mean.clone(), var.clone(), batches, weight, bias), (activation.code, 0.0, 0.0)
         op = torch.ops.normswap.batch_norm_or_none.default
         out = op(*tensors, training, 0.1, 1e-5, residual, *numbers)
         expected = activation(F.batch_norm(x, mean.clone(), var.clone(), weight, bias, training, 0.1, 1e-5) + residual)
@@ -227,6 +276,8 @@ def test_every_gradient_of_batch_norm(
             )
             for ours, theirs in zip(*pairs, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert int(batches) == (7 if training else 2)
+    assert {"batch_norm_recorded", "batch_norm_backward"} == {*LAUNCHED} if way == "launched" else LAUNCHED == []
 
 
 def test_hooks_of_what_is_saved_and_of_the_node(stand_ins: StandIns) -> None:

@@ -14,9 +14,11 @@ struct View {
   int32_t dtype;  // DType's number; -1: another
 };
 
+constexpr int32_t kBytes = 3;  // a dtype that results alone may have
+
 // Where a call's results and its workspace come from: its caller, who is asked once the call is one that kernels may take.
 struct Memory {
-  enum Part : int32_t { kOut, kSum, kStatistics, kWeight, kBias, kWorkspace, kParts };
+  enum Part : int32_t { kOut, kSum, kStatistics, kSigns, kWeight, kBias, kScale, kInputBias, kWorkspace, kParts };
 
   // What is laid out so, on the call's device; null where there is none.
   void* (*allocate)(Memory* self, int32_t part, const View* like);
@@ -87,6 +89,29 @@ struct GroupBackwardCall {
   int32_t of_input, of_weight, of_bias, of_residual;
 };
 
+// activation(batch_norm((input + input_bias) * scale) + residual), by the statistics of the batch or, not in training, the
+// running ones: see BatchNormTrain. With statistics its backward has what it needs: coefficients of the channels, which lie
+// in the place of statistics, and the signs that a ReLU behind a residual let through.
+struct BatchNormTrainCall {
+  View input, running_mean, running_var, weight, bias, residual, scale, input_bias;
+  int64_t* batches;  // one number on the device, optional
+  double momentum, eps;
+  int32_t training, activation;
+  float low, high;
+  int32_t statistics;
+};
+
+// Its backward. The running statistics are those of one not in training, with a scale. That of a scale of one value is left
+// a channel's each, in float32.
+struct BatchNormBackwardCall {
+  View grad, input, coefficients, residual, weight, bias, scale, input_bias, running_mean, running_var;
+  const void* signs;
+  double eps;
+  int32_t training, activation;
+  float low, high;
+  int32_t of_input, of_weight, of_bias, of_residual, of_scale, of_input_bias;
+};
+
 constexpr int32_t kDeclined = -1;
 constexpr int32_t kTooWide = -2;  // of groups, channels_last, that no block holds: results are there, but not filled
 
@@ -101,4 +126,6 @@ int32_t normswap_row_backward(const normswap::RowBackwardCall* call, normswap::M
 int32_t normswap_group_backward(const normswap::GroupBackwardCall* call, normswap::Memory* memory, int32_t device);
 int32_t normswap_convolve(const normswap::ConvolutionCall* call, normswap::Memory* memory, int32_t device);
 int32_t normswap_batch_norm(const normswap::BatchNormCall* call, normswap::Memory* memory, int32_t device);
+int32_t normswap_batch_norm_train(const normswap::BatchNormTrainCall* call, normswap::Memory* memory, int32_t device);
+int32_t normswap_batch_norm_backward(const normswap::BatchNormBackwardCall* call, normswap::Memory* memory, int32_t device);
 }

@@ -106,6 +106,7 @@ inline int32_t torch_code_of(torch::headeronly::ScalarType dtype) {
   switch (dtype) {
     case torch::headeronly::ScalarType::Half: return aoti_torch_dtype_float16();
     case torch::headeronly::ScalarType::BFloat16: return aoti_torch_dtype_bfloat16();
+    case torch::headeronly::ScalarType::Byte: return aoti_torch_dtype_uint8();
     default: return aoti_torch_dtype_float32();
   }
 }

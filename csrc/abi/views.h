@@ -139,6 +139,12 @@ inline float* room_for_floats(Memory& memory, Memory::Part part, int64_t count) 
   return static_cast<float*>(memory.allocate(&memory, part, &like));
 }
 
+inline unsigned char* room_for_bytes(Memory& memory, Memory::Part part, int64_t count) {
+  const int64_t stride = 1;
+  const View like{nullptr, &count, &stride, 1, kBytes};
+  return static_cast<unsigned char*>(memory.allocate(&memory, part, &like));
+}
+
 // Sets the workspace of so many bytes; false where there is no memory for it.
 inline bool set_workspace(Memory& memory, int64_t bytes, void*& workspace) {
   workspace = bytes > 0 ? room_for_floats(memory, Memory::kWorkspace, (bytes + 3) / 4) : nullptr;
@@ -151,7 +157,7 @@ struct TensorMemory : Memory {
 
   static void* allocate_tensor(Memory* self, int32_t part, const View* view) {
     using torch::headeronly::ScalarType;
-    constexpr ScalarType types[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
+    constexpr ScalarType types[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, ScalarType::Byte};
     TensorMemory& it = *static_cast<TensorMemory*>(self);
     OptionalTensor& made = it.parts[part];
     made = unfilled(it.like, view->dims, view->sizes, view->strides, types[view->dtype]);

@@ -1,117 +1,134 @@
-// batch_norm and its backward on CUDA tensors: checks, plan, workspace, launch.
+// batch_norm and its backward on CUDA tensors: checks, plan, memory, launch.
 #include "batch_norm/batch_norm_train.h"
 
 #include <tuple>
 
-#include "batch_norm/batch_norm_tensors.h"
+#include "abi/views.h"
 
 namespace normswap {
 namespace {
 
 constexpr const char* kOp = "batch_norm";
 
-using Launch = cudaError_t (*)(const BatchNormTrain&, const BatchNormPlan&, bool, cudaStream_t);
+using Launch = cudaError_t(const BatchNormTrain&, const BatchNormPlan&, bool, cudaStream_t);
 
-void launch(const BatchNormTrain& n, const BatchNormPlan& plan, const Tensor& input, Launch f32, Launch f16, Launch bf16) {
-  const Launch run = n.dtype == DType::f32 ? f32 : n.dtype == DType::f16 ? f16 : bf16;
-  check_launch(run(n, plan, gpu_of(input.get_device_index()).overlap, stream_of(input)));
+int32_t launched(const BatchNormTrain& n, const BatchNormPlan& plan, int32_t device, Launch* f32, Launch* f16, Launch* bf16) {
+  cudaStream_t stream{};
+  if (!set_stream(device, stream)) return kDeclined;
+  const auto run = n.dtype == DType::f32 ? f32 : n.dtype == DType::f16 ? f16 : bf16;
+  return told(run(n, plan, gpu_of(device).overlap, stream));
 }
 
-bool is_float(const Tensor& t) {
-  const auto type = t.scalar_type();
-  return type == torch::headeronly::ScalarType::Float || type == torch::headeronly::ScalarType::Half ||
-         type == torch::headeronly::ScalarType::BFloat16;
-}
+// One value a channel, or absent, of any dtype that is served.
+bool fits(const View& t, int64_t channels) { return t.dtype >= 0 && is_vector(t, channels, t.dtype); }
 
 // The vectors, of one dtype, which is the input's or float32.
-bool are_channels_of(const Tensor& input, std::initializer_list<OptionalTensor> vectors) {
-  const OptionalTensor* first = nullptr;
-  for (const OptionalTensor& t : vectors) {
-    if (!t.has_value()) continue;
-    if (!fits(t, input) || (first != nullptr && t->scalar_type() != (*first)->scalar_type())) return false;
-    first = &t;
+bool are_channels_of(const View& input, std::initializer_list<const View*> vectors) {
+  const View* first = nullptr;
+  for (const View* t : vectors) {
+    if (is_absent(*t)) continue;
+    if (!fits(*t, input.sizes[1]) || (first != nullptr && t->dtype != first->dtype)) return false;
+    first = t;
   }
-  if (first == nullptr) return true;
-  return (*first)->scalar_type() == input.scalar_type() ||
-         (*first)->scalar_type() == torch::headeronly::ScalarType::Float;
+  return first == nullptr || first->dtype == input.dtype || first->dtype == static_cast<int32_t>(DType::f32);
+}
+
+bool is_one(const View& scale, const View& input) {
+  return !is_absent(scale) && numel(scale) == 1 && input.sizes[1] > 1;
 }
 
 // One value a channel or, of a scale, one; of the input's dtype.
-bool is_of_input(const OptionalTensor& t, const Tensor& input, bool scale) {
-  if (!t.has_value()) return true;
-  if (t->scalar_type() != input.scalar_type()) return false;
-  return fits(t, input) || (scale && t->numel() == 1 && t->is_cuda() &&
-                            t->get_device_index() == input.get_device_index());
+bool is_of_input(const View& t, const View& input, bool scale) {
+  return is_absent(t) || (t.dtype == input.dtype && (fits(t, input.sizes[1]) || (scale && numel(t) == 1)));
 }
 
-bool is_one(const OptionalTensor& scale, const Tensor& input) {
-  return scale.has_value() && scale->numel() == 1 && input.size(1) > 1;
+bool is_alike(const View& other, const View& input) {
+  return is_absent(other) || (other.dtype == input.dtype && same_layout(other, input) && starts_at_vector(other));
 }
 
-// Sizes and the plan for them; false where there is none.
-bool plan_of(const Tensor& input, BatchNormSizes* sizes, BatchNormPlan* plan) {
-  if (input.dim() < 2 || input.numel() == 0 || !is_float(input)) return false;
-  const int64_t inner = inner_of(input);
-  if (inner == 0) return false;
-  const int64_t channels = input.size(1);
-  *sizes = {input.numel() / (channels * inner), channels, inner, static_cast<int>(itemsize(dtype_of(input, kOp)))};
-  return make_batch_norm_plan(*sizes, plan);
+// Elements between one of a channel and the next: of a dense (N, C, *) that is contiguous or channels last; 0 of others.
+int64_t inner_of(const View& t) {
+  return is_contiguous(t) ? numel(t) / (t.sizes[0] * t.sizes[1]) : is_channels_last(t) ? 1 : 0;
 }
 
-unsigned char* bytes_of(const OptionalTensor& t) {
-  return t.has_value() ? static_cast<unsigned char*>(t->mutable_data_ptr()) : nullptr;
+// Sizes, and the plan for them; false where there is none.
+bool set_sizes(const View& input, BatchNormTrain& n, BatchNormPlan& plan) {
+  const int64_t count = numel(input), inner = input.dims < 2 || count == 0 ? 0 : inner_of(input);
+  if (input.dtype < 0 || inner == 0 || !starts_at_vector(input)) return false;
+  const int64_t channels = input.sizes[1];
+  n.dtype = static_cast<DType>(input.dtype);
+  n.sizes = {count / (channels * inner), channels, inner, static_cast<int>(itemsize(n.dtype))};
+  return make_batch_norm_plan(n.sizes, &plan);
 }
+
+template <class Call>
+void set_common(const Call& call, BatchNormTrain& n) {
+  n.x = call.input.data;
+  n.residual = call.residual.data;
+  n.weight = vector_of(call.weight);
+  n.running_mean = vector_of(call.running_mean);
+  n.running_var = vector_of(call.running_var);
+  n.scale = vector_of(call.scale);
+  n.one_scale = is_one(call.scale, call.input);
+  n.eps = call.eps;
+  n.activation = {static_cast<Activation>(call.activation), call.low, call.high};
+  n.frozen = !call.training;
+}
+
+// What the kernels are given but for what they write; false where they do not take it.
+bool set_batch_norm(const BatchNormTrainCall& call, BatchNormTrain& n, BatchNormPlan& plan) {
+  const View& input = call.input;
+  const bool has_statistics = !is_absent(call.running_mean) && !is_absent(call.running_var);
+  if (!set_sizes(input, n, plan) || !is_activation(call.activation)) return false;
+  if (!are_channels_of(input, {&call.running_mean, &call.running_var, &call.weight, &call.bias})) return false;
+  if (call.training ? n.sizes.samples * n.sizes.inner < 2 : !has_statistics || !is_absent(call.input_bias)) return false;
+  if (!is_of_input(call.scale, input, true) || !is_of_input(call.input_bias, input, false)) return false;
+  if (!is_alike(call.residual, input)) return false;
+  set_common(call, n);
+  n.bias = vector_of(call.bias);
+  n.input_bias = vector_of(call.input_bias);
+  n.batches = call.training ? call.batches : nullptr;
+  n.momentum = call.momentum;
+  return true;
+}
+
+bool set_batch_norm_backward(const BatchNormBackwardCall& call, BatchNormTrain& n, BatchNormPlan& plan) {
+  const View& input = call.input;
+  if (!set_sizes(input, n, plan) || is_absent(call.grad) || !is_alike(call.grad, input)) return false;
+  if (!is_alike(call.residual, input) || !is_activation(call.activation)) return false;
+  if (!is_statistics(call.coefficients, 4 * n.sizes.channels)) return false;
+  set_common(call, n);
+  n.dy = call.grad.data;
+  n.signs = static_cast<unsigned char*>(const_cast<void*>(call.signs));
+  n.coefficients = static_cast<ChannelCoefficients*>(const_cast<void*>(call.coefficients.data));
+  return true;
+}
+
+// --- native ops -------------------------------------------------------------------------------------------------------
 
 // Output, coefficients of the channels (channels, 4), signs; all absent, and nothing done, where the kernels cannot.
 using Recorded = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor>;
 
+bool is_count(const Tensor& t) {
+  return t.scalar_type() == torch::headeronly::ScalarType::Long && t.numel() == 1;
+}
+
 Recorded forward(const Tensor& input_, const OptionalTensor& running_mean, const OptionalTensor& running_var,
                  const OptionalTensor& batches, const OptionalTensor& weight, const OptionalTensor& bias, bool training,
                  double momentum, double eps, const OptionalTensor& residual_, int64_t activation, double low, double high,
-                 const OptionalTensor& scale, const OptionalTensor& input_bias, bool keeps_signs) {
-  BatchNormTrain n{};
-  BatchNormPlan plan;
-  if (!plan_of(input_, &n.sizes, &plan)) return {};
-  if (!are_channels_of(input_, {running_mean, running_var, weight, bias})) return {};
-  if (training ? n.sizes.samples * n.sizes.inner < 2 : !running_mean.has_value() || !running_var.has_value()) return {};
-  if (!is_of_input(scale, input_, true) || !is_of_input(input_bias, input_, false)) return {};
-  if (!training && input_bias.has_value()) return {};
-  if (residual_.has_value() && !is_alike(*residual_, input_)) return {};
-  if (batches.has_value() && (!batches->is_cuda() || batches->get_device_index() != input_.get_device_index() ||
-                              batches->scalar_type() != torch::headeronly::ScalarType::Long || batches->numel() != 1)) {
-    return {};
-  }
-  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
+                 const OptionalTensor& scale, const OptionalTensor& input_bias, bool statistics) {
+  if (!all_beside(input_, {&running_mean, &running_var, &batches, &weight, &bias, &residual_, &scale, &input_bias})) return {};
+  if (batches.has_value() && !is_count(*batches)) return {};
   const Tensor input = on_boundary(input_);
   const OptionalTensor residual = on_boundary(residual_);
-  n.activation = activation_of(kOp, activation, low, high);
-  const OptionalTensor out = unfilled_like(input), coefficients = unfilled_floats(input, 4 * n.sizes.channels);
-  const OptionalTensor workspace = unfilled_floats(input, training ? batch_norm_workspace(plan, n.sizes) : 1);
-  if (!out.has_value() || !coefficients.has_value() || !workspace.has_value()) return {};
-  OptionalTensor signs;
-  if (keeps_signs && residual.has_value() && n.activation.code == Activation::relu) {
-    signs = scratch(input, input.numel() / plan.vec);
-  }
-  n.x = input.const_data_ptr();
-  n.residual = data_or_null(residual);
-  n.y = out->mutable_data_ptr();
-  n.signs = bytes_of(signs);
-  n.weight = channels_of(weight, kOp);
-  n.bias = channels_of(bias, kOp);
-  n.running_mean = channels_of(running_mean, kOp);
-  n.running_var = channels_of(running_var, kOp);
-  n.scale = channels_of(scale, kOp);
-  n.one_scale = is_one(scale, input);
-  n.input_bias = channels_of(input_bias, kOp);
-  n.batches = training && batches.has_value() ? static_cast<int64_t*>(batches->mutable_data_ptr()) : nullptr;
-  n.coefficients = static_cast<ChannelCoefficients*>(coefficients->mutable_data_ptr());
-  n.workspace = static_cast<float*>(workspace->mutable_data_ptr());
-  n.eps = eps;
-  n.momentum = momentum;
-  n.frozen = !training;
-  n.dtype = dtype_of(input, kOp);
-  launch(n, plan, input, batch_norm_forward_f32, batch_norm_forward_f16, batch_norm_forward_bf16);
-  return {out, coefficients, signs};
+  const ActivationArgs acts = activation_of(kOp, activation, low, high);
+  int64_t* const counted = batches.has_value() ? static_cast<int64_t*>(batches->mutable_data_ptr()) : nullptr;
+  const BatchNormTrainCall call{view_of(input), view_of(running_mean), view_of(running_var), view_of(weight), view_of(bias),
+                                view_of(residual), view_of(scale), view_of(input_bias), counted, momentum, eps, training,
+                                static_cast<int32_t>(acts.code), acts.low, acts.high, statistics};
+  TensorMemory memory(input);
+  if (!is_launched(normswap_batch_norm_train, call, input, memory)) return {};
+  return {memory.parts[Memory::kOut], memory.parts[Memory::kStatistics], memory.parts[Memory::kSigns]};
 }
 
 Recorded batch_norm_recorded(const Tensor& input, const OptionalTensor& running_mean, const OptionalTensor& running_var,
@@ -133,10 +150,6 @@ OptionalTensor batch_norm_or_none(const Tensor& input, const OptionalTensor& run
                              activation, low, high, scale, input_bias, false));
 }
 
-OptionalTensor room_for(bool wanted, const OptionalTensor& like) {
-  return wanted && like.has_value() ? unfilled_like(*like) : std::nullopt;
-}
-
 // Gradients of input, weight, bias, residual, scale and the input's bias: those asked for, or none at all where the kernels
 // cannot.
 using Gradients =
@@ -148,51 +161,77 @@ Gradients batch_norm_backward(const Tensor& grad_, const Tensor& input_, const T
                               bool of_input, bool of_weight, bool of_bias, bool of_residual, const OptionalTensor& scale,
                               const OptionalTensor& input_bias, double eps, bool of_scale, bool of_input_bias,
                               const OptionalTensor& running_mean, const OptionalTensor& running_var) {
-  BatchNormTrain n{};
-  BatchNormPlan plan;
-  if (!plan_of(input_, &n.sizes, &plan) || !is_alike(grad_, input_)) return {};
-  STD_TORCH_CHECK(coefficients.numel() == 4 * n.sizes.channels && coefficients.is_contiguous(), kOp,
-                  "_backward: four coefficients a channel");
-  const torch::stable::accelerator::DeviceGuard guard(input_.get_device_index());
+  if (!all_beside(input_, {&signs, &residual_, &weight, &bias, &scale, &input_bias, &running_mean, &running_var})) return {};
+  if (!is_beside(grad_, input_) || !is_beside(coefficients, input_)) return {};
   const Tensor input = on_boundary(input_), grad = on_boundary(grad_);
   const OptionalTensor residual = on_boundary(residual_);
-  const OptionalTensor dx = room_for(of_input, input), dresidual = room_for(of_residual, grad);
-  const OptionalTensor dw = room_for(of_weight, weight), db = room_for(of_bias, bias);
-  n.one_scale = is_one(scale, input);
-  const OptionalTensor ds =
-      of_scale && n.one_scale ? unfilled_floats(input, n.sizes.channels) : room_for(of_scale, scale);
-  const OptionalTensor dc = room_for(of_input_bias, input_bias);
-  const OptionalTensor workspace = unfilled_floats(input, batch_norm_workspace(plan, n.sizes));
-  const bool made = workspace.has_value() && dx.has_value() == of_input && dresidual.has_value() == of_residual &&
-                    dw.has_value() == of_weight && db.has_value() == of_bias && ds.has_value() == of_scale &&
-                    dc.has_value() == of_input_bias;
-  if (!made) return {};
-  n.x = input.const_data_ptr();
-  n.dy = grad.const_data_ptr();
-  n.residual = data_or_null(residual);
-  n.signs = bytes_of(signs);
-  n.dx = const_cast<void*>(data_or_null(dx));
-  n.dresidual = const_cast<void*>(data_or_null(dresidual));
-  n.dweight = channels_of(dw, kOp);
-  n.dbias = channels_of(db, kOp);
-  n.dscale = channels_of(ds, kOp);
-  n.dinput_bias = channels_of(dc, kOp);
-  n.scale = channels_of(scale, kOp);
-  n.weight = channels_of(weight, kOp);
-  n.running_mean = channels_of(running_mean, kOp);
-  n.running_var = channels_of(running_var, kOp);
-  n.eps = eps;
-  n.coefficients = static_cast<ChannelCoefficients*>(coefficients.mutable_data_ptr());
-  n.workspace = static_cast<float*>(workspace->mutable_data_ptr());
-  n.activation = activation_of(kOp, activation, low, high);
-  n.frozen = !training;
-  n.dtype = dtype_of(input, kOp);
-  launch(n, plan, input, batch_norm_backward_f32, batch_norm_backward_f16, batch_norm_backward_bf16);
-  return {dx, dw, db, dresidual, ds, dc};
+  const ActivationArgs acts = activation_of(kOp, activation, low, high);
+  const BatchNormBackwardCall call{view_of(grad), view_of(input), view_of(coefficients), view_of(residual), view_of(weight),
+                                   view_of(bias), view_of(scale), view_of(input_bias), view_of(running_mean),
+                                   view_of(running_var), data_or_null(signs), eps, training, static_cast<int32_t>(acts.code),
+                                   acts.low, acts.high, of_input, of_weight, of_bias, of_residual, of_scale, of_input_bias};
+  TensorMemory memory(input);
+  if (!is_launched(normswap_batch_norm_backward, call, input, memory)) return {};
+  const auto& p = memory.parts;
+  return {p[Memory::kOut], p[Memory::kWeight], p[Memory::kBias], p[Memory::kSum], p[Memory::kScale], p[Memory::kInputBias]};
 }
 
 }  // namespace
 }  // namespace normswap
+
+extern "C" NORMSWAP_EXPORT int32_t normswap_batch_norm_train(const normswap::BatchNormTrainCall* call,
+                                                             normswap::Memory* memory, int32_t device) {
+  using namespace normswap;
+  BatchNormTrain n{};
+  BatchNormPlan plan;
+  if (!set_batch_norm(*call, n, plan)) return kDeclined;
+  const View& input = call->input;
+  n.y = room_like(*memory, Memory::kOut, input, input.dtype);
+  float* coefficients = room_for_floats(*memory, Memory::kStatistics, 4 * n.sizes.channels);
+  void* workspace = nullptr;
+  const int64_t bytes = call->training ? 4 * batch_norm_workspace(plan, n.sizes) : 0;
+  if (n.y == nullptr || coefficients == nullptr || !set_workspace(*memory, bytes, workspace)) return kDeclined;
+  if (call->statistics && n.residual != nullptr && n.activation.code == Activation::relu) {
+    n.signs = room_for_bytes(*memory, Memory::kSigns, numel(input) / plan.vec);
+    if (n.signs == nullptr) return kDeclined;
+  }
+  n.coefficients = reinterpret_cast<ChannelCoefficients*>(coefficients);
+  n.workspace = static_cast<float*>(workspace);
+  return launched(n, plan, device, batch_norm_forward_f32, batch_norm_forward_f16, batch_norm_forward_bf16);
+}
+
+extern "C" NORMSWAP_EXPORT int32_t normswap_batch_norm_backward(const normswap::BatchNormBackwardCall* call,
+                                                                normswap::Memory* memory, int32_t device) {
+  using namespace normswap;
+  BatchNormTrain n{};
+  BatchNormPlan plan;
+  if (!set_batch_norm_backward(*call, n, plan)) return kDeclined;
+  bool all = true;
+  const auto room = [&](int32_t wanted, Memory::Part part, const View& like) -> void* {
+    if (!wanted) return nullptr;
+    void* made = is_absent(like) ? nullptr : room_like(*memory, part, like, like.dtype);
+    all = all && made != nullptr;
+    return made;
+  };
+  const auto vector = [&](int32_t wanted, Memory::Part part, const View& like) {
+    return ChannelVector{room(wanted, part, like), vector_of(like).dtype};
+  };
+  n.dx = room(call->of_input, Memory::kOut, call->input);
+  n.dresidual = room(call->of_residual, Memory::kSum, call->grad);
+  n.dweight = vector(call->of_weight, Memory::kWeight, call->weight);
+  n.dbias = vector(call->of_bias, Memory::kBias, call->bias);
+  n.dinput_bias = vector(call->of_input_bias, Memory::kInputBias, call->input_bias);
+  if (call->of_scale && n.one_scale) {
+    n.dscale = {room_for_floats(*memory, Memory::kScale, n.sizes.channels), DType::f32};
+    all = all && n.dscale.data != nullptr;
+  } else {
+    n.dscale = vector(call->of_scale, Memory::kScale, call->scale);
+  }
+  void* workspace = nullptr;
+  if (!all || !set_workspace(*memory, 4 * batch_norm_workspace(plan, n.sizes), workspace)) return kDeclined;
+  n.workspace = static_cast<float*>(workspace);
+  return launched(n, plan, device, batch_norm_backward_f32, batch_norm_backward_f16, batch_norm_backward_bf16);
+}
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
   m.impl("batch_norm_or_none", TORCH_BOX(&normswap::batch_norm_or_none));

@@ -205,7 +205,9 @@ Gradients group_norm_backward_or_none(const Tensor& grad_, const Tensor& input_,
                                view_of(statistics), num_groups, static_cast<int32_t>(acts.code), acts.low, acts.high,
                                of_input, of_weight, of_bias, of_residual};
   TensorMemory memory(input);
-  const auto& [dx, dresidual, _, dweight, dbias, __] = memory.parts;
+  const auto& made = memory.parts;
+  const OptionalTensor &dx = made[Memory::kOut], &dresidual = made[Memory::kSum];
+  const OptionalTensor &dweight = made[Memory::kWeight], &dbias = made[Memory::kBias];
   if (!is_launched(normswap_group_backward, call, input, memory)) {
     if (!memory.too_wide) return {};
     const int64_t groups = input.size(0) * num_groups;

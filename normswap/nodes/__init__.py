@@ -21,6 +21,11 @@ from normswap.ops import at_once, dispatch, recorded
 SOURCE = Path(__file__).with_name("nodes.cpp")
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 """Whose native ops record gradients by themselves once the library is loaded."""
+LAUNCHERS = (
+    *("row_norm", "group_norm", "row_backward", "group_backward", "convolve"),
+    *("batch_norm", "batch_norm_train", "batch_norm_backward"),
+)
+"""What the kernels' library has to be called past the dispatcher, in the order of C++."""
 
 _loaded: Path | None = None
 _compiled_in_vain = False
@@ -105,8 +110,7 @@ def _launchers() -> tuple[int, ...]:
     if (path := native.status().path) is None:
         return ()
     library = ctypes.CDLL(str(path))
-    names = "row_norm", "group_norm", "row_backward", "group_backward", "convolve", "batch_norm"
-    found = (ctypes.cast(library[f"normswap_{name}"], ctypes.c_void_p).value for name in names)
+    found = (ctypes.cast(library[f"normswap_{name}"], ctypes.c_void_p).value for name in LAUNCHERS)
     return tuple(address or 0 for address in found)
 
 

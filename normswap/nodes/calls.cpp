@@ -18,7 +18,7 @@ PyTypeObject guarded_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.G
 
 // Sets the launchers by their addresses, in the order of Launchers; those that are not given are null.
 bool set_launchers(PyObject* addresses, at::DeviceType device) {
-  constexpr Py_ssize_t count = 6;
+  constexpr Py_ssize_t count = 8;
   void* found[count]{};
   for (Py_ssize_t i = 0; i < count && PyTuple_GET_SIZE(addresses) == count; ++i) {
     found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
@@ -29,6 +29,7 @@ bool set_launchers(PyObject* addresses, at::DeviceType device) {
     launcher = reinterpret_cast<std::remove_reference_t<decltype(launcher)>>(*next++);
   };
   set(it.row_norm), set(it.group_norm), set(it.row_backward), set(it.group_backward), set(it.convolve), set(it.batch_norm);
+  set(it.batch_norm_train), set(it.batch_norm_backward);
   it.device = device;
   return PyErr_Occurred() == nullptr;
 }

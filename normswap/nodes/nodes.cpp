@@ -66,7 +66,7 @@ struct Norm {
     std::transform(std::begin(kTensors), std::end(kTensors), tensors.begin(), place);
     std::transform(std::begin(kScalars), std::end(kScalars), numbers.begin(), place);
     if (kind == kGroupNorm) numbers[kSize] = place("num_groups");
-    dtype = place("dtype"), wide = place("wide");
+    dtype = place("dtype"), wide = place("wide"), batches = place("batches"), momentum = place("momentum");
     if (numbers[kActivation] >= 0) numbers[kLow] = numbers[kActivation] + 1, numbers[kHigh] = numbers[kLow] + 1;
   }
 
@@ -75,7 +75,8 @@ struct Norm {
   size_t arguments, outputs, kept;
   std::array<int, kKept> tensors;
   std::array<int, kNumbers> numbers = {-1, -1, -1, -1, -1, -1, -1, -1};
-  int dtype, wide;  // of the output
+  int dtype, wide;         // of the output
+  int batches, momentum;  // of a BatchNorm
 };
 
 double number_of(const IValue& value) {
@@ -102,16 +103,27 @@ std::vector<IValue> launched(const Norm& norm, c10::ArrayRef<IValue> given, cons
   const auto at = [&](int slot) { return norm.tensors[slot] < 0 ? Tensor() : tensor(given[norm.tensors[slot]]); };
   const Tensor x = at(kInput), weight = at(kWeight), bias = at(kBias), residual = at(kResidual);
   const Tensor scale = at(kScale), shift = at(kShift);
-  if (norm.kind == kBatchNorm || !can_launch(x, weight, bias, residual, scale, shift)) return {};
+  if (!can_launch(x, weight, bias, residual, scale, shift)) return {};
   const View input = view_of(x), of_weight = view_of(weight), of_bias = view_of(bias), of_residual = view_of(residual);
   const auto size = static_cast<int64_t>(n[kSize]);
   TensorMemory memory(x);
   const auto made = [&](Memory::Part part) { return optional(memory.parts[part]); };
+  if (norm.kind == kBatchNorm) {
+    const Tensor mean = at(kMean), var = at(kVar), input_bias = at(kInputBias), batches = tensor(given[norm.batches]);
+    if (!can_launch(x, mean, var, input_bias, batches)) return {};
+    if (batches.defined() && (batches.scalar_type() != at::kLong || batches.numel() != 1)) return {};
+    int64_t* const counted = batches.defined() ? batches.mutable_data_ptr<int64_t>() : nullptr;
+    const normswap::BatchNormTrainCall call{input, view_of(mean), view_of(var), of_weight, of_bias, of_residual, view_of(scale),
+                                            view_of(input_bias), counted, number_of(given[norm.momentum]), n[kEps],
+                                            n[kTraining] != 0, activation_of(n), low_of(n), high_of(n), true};
+    if (!launched_in_op("normswap::batch_norm", launchers().batch_norm_train, call, memory)) return {};
+    return {made(Memory::kOut), made(Memory::kStatistics), made(Memory::kSigns)};
+  }
   if (norm.kind == kGroupNorm) {
     const int32_t dtype = given[norm.wide].toBool() ? code_of(at::kFloat) : input.dtype;
     const normswap::GroupNormCall call{input, of_weight, of_bias, of_residual, size, n[kEps], activation_of(n), low_of(n), high_of(n),
                                        dtype, true};
-    if (!launched("normswap::group_norm", launchers().group_norm, call, memory)) return {};
+    if (!launched_in_op("normswap::group_norm", launchers().group_norm, call, memory)) return {};
     return {made(Memory::kOut), made(Memory::kStatistics)};
   }
   if (!x.is_contiguous()) return {};  // which the op has another kernel for
@@ -121,8 +133,13 @@ std::vector<IValue> launched(const Norm& norm, c10::ArrayRef<IValue> given, cons
                                    n[kOffset], norm.kind == kRmsNorm, n[kCast] != 0, activation_of(n), low_of(n), high_of(n), dtype,
                                    true};
   const char* name = norm.kind == kRmsNorm ? "normswap::rms_norm" : "normswap::layer_norm";
-  if (!launched(name, launchers().row_norm, call, memory)) return {};
+  if (!launched_in_op(name, launchers().row_norm, call, memory)) return {};
   return {made(Memory::kOut), made(Memory::kSum), made(Memory::kStatistics)};
+}
+
+// Of a scale of one value, from a gradient of each channel.
+Tensor summed_as(const Tensor& grad, const Tensor& scale) {
+  return grad.numel() == scale.numel() ? grad : grad.sum().reshape(scale.sizes()).to(scale.scalar_type());
 }
 
 // Of a norm of channels; else the weight stands for it, of one dtype with it: see needs.
@@ -135,8 +152,23 @@ variable_list launched(Kind kind, const Tensor& grad, const Tensor& sum_grad, co
   const Tensor& residual = saved[kResidual];
   if (!can_launch(input, grad, sum_grad, weight, bias, kept, residual)) return {};
   TensorMemory memory(input);
-  auto& [of_input, of_sum, _, of_weight, of_bias, __] = memory.parts;
+  const auto& made = memory.parts;
+  const Tensor &of_input = made[Memory::kOut], &of_sum = made[Memory::kSum];
+  const Tensor &of_weight = made[Memory::kWeight], &of_bias = made[Memory::kBias];
   const View x = view_of(input), dy = view_of(grad), w = view_of(weight), b = view_of(bias), statistics = view_of(kept);
+  if (kind == kBatchNorm) {
+    const Tensor &scale = saved[kScale], &input_bias = saved[kInputBias], &signs = saved[kSigns];
+    if (!can_launch(input, scale, input_bias, signs, saved[kMean], saved[kVar])) return {};
+    const normswap::BatchNormBackwardCall call{
+        dy, x, statistics, view_of(residual), w, keeps_bias(saved, n) ? b : w, view_of(scale), view_of(input_bias),
+        view_of(saved[kMean]), view_of(saved[kVar]), view_of(signs).data, n[kEps], n[kTraining] != 0, activation_of(n),
+        low_of(n), high_of(n), wanted[kInput], wanted[kWeight], wanted[kBias], wanted[kResidual], wanted[kScale],
+        wanted[kInputBias]};
+    if (!launched("normswap::batch_norm_backward", launchers().batch_norm_backward, call, memory)) return {};
+    Tensor of_scale = made[Memory::kScale];
+    if (of_scale.defined()) of_scale = summed_as(of_scale, scale);
+    return {of_input, of_weight, of_bias, of_sum, of_scale, Tensor(), made[Memory::kInputBias]};
+  }
   if (kind == kGroupNorm) {
     const normswap::GroupBackwardCall call{dy, x, w, keeps_bias(saved, n) ? b : w, view_of(residual), statistics,
                                            static_cast<int64_t>(n[kSize]), activation_of(n), low_of(n), high_of(n), wanted[kInput],
@@ -179,23 +211,18 @@ variable_list of_rows(Kind kind, const variable_list& grads, const variable_list
   return {dx, tensor(stack[1]), tensor(stack[2]), dx, Tensor(), Tensor(), Tensor()};
 }
 
-// Of a scale of one value, from a gradient of each channel.
-Tensor summed_as(const Tensor& grad, const Tensor& scale) {
-  return grad.numel() == scale.numel() ? grad : grad.sum().reshape(scale.sizes()).to(scale.scalar_type());
-}
-
 variable_list of_channels(Kind kind, const variable_list& grads, const variable_list& saved, const Numbers& n,
                           const Wanted& wanted) {
   static const OperatorHandle groups = native("group_norm_backward_or_none"), batch = native("batch_norm_backward");
   Tensor grad = grads[0];
   const Tensor& input = saved[kInput];
-  if (kind == kGroupNorm) {
-    if (variable_list made = launched(kind, grad, Tensor(), saved, n, wanted); !made.empty()) return made;
+  if (kind == kBatchNorm && grad.strides() != input.strides()) {
+    grad = at::empty_like(input, grad.scalar_type()).copy_(grad);
   }
+  if (variable_list made = launched(kind, grad, Tensor(), saved, n, wanted); !made.empty()) return made;
   const IValue bias = optional(saved[keeps_bias(saved, n) ? kBias : kWeight]);
   Stack stack;
   if (kind == kBatchNorm) {
-    if (grad.strides() != input.strides()) grad = at::empty_like(input, grad.scalar_type()).copy_(grad);
     stack = {grad, input, saved[kKept], optional(saved[kSigns]), optional(saved[kResidual]), optional(saved[kWeight]),
              bias, n[kTraining] != 0};
   } else {
