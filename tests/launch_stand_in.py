@@ -305,4 +305,4 @@ _ADDRESSES = [ctypes.cast(function, c_void_p).value or 0 for function in (*_NORM
 LAUNCHERS = tuple(_ADDRESSES)
 """Their addresses, as ``normswap.nodes.call_at_once`` takes them."""
 OF_NORMS = (*_ADDRESSES[: len(_NORMS)], 0, 0, *_ADDRESSES[-len(_TRAINED) :])
-"""Those of norms by the statistics of their input alone."""
+"""Those of norms, but for BatchNorms that record no gradient."""

@@ -190,6 +190,14 @@ def test_every_gradient_of_group_norm(
     assert (expected_calls if way == "launched" else []) == LAUNCHED
 
 
+def test_a_row_is_launched_both_ways(stand_ins: StandIns, way: str) -> None:
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    out = torch.ops.normswap.rms_norm_or_none.default(x, 1, weight, 1e-5, 0.0, False)[0]
+    out.backward(torch.ones_like(out))
+    expected = ["rms_norm_recorded", "rms_norm_backward"]
+    assert stand_ins.called == expected and (expected if way == "launched" else []) == LAUNCHED
+
+
 class Told(TorchDispatchMode):
     """A mode that is told of every op."""
 

@@ -118,7 +118,7 @@ constexpr int32_t kTooWide = -2;  // of groups, channels_last, that no block hol
 }  // namespace normswap
 
 // All tensors are on the device of this number, on whose current stream the kernel is launched. They give CUDA's error, 0
-// for none, or kDeclined where the kernel does not take the call, or there is no memory.
+// for none, or kDeclined where the kernel does not take the call, or `allocate` gave no memory.
 extern "C" {
 int32_t normswap_row_norm(const normswap::RowNormCall* call, normswap::Memory* memory, int32_t device);
 int32_t normswap_group_norm(const normswap::GroupNormCall* call, normswap::Memory* memory, int32_t device);

@@ -1,6 +1,6 @@
 // Every schema in one place. Outputs are allocated by the caller: sizes, strides and out-of-memory errors are PyTorch's.
-// Those that end in _or_none do all of a call that records no gradient, or nothing.
-// No autograd here: normswap/ops.py calls these under autograd Functions, nothing else should.
+// Those that end in _or_none or _recorded do all of a call, or nothing. No autograd here: normswap/ops calls these under
+// autograd Functions, and so do normswap/nodes where they do not go past the dispatcher.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(normswap, m) {

@@ -146,8 +146,4 @@ inline bool cannot_be_resident(cudaError_t error) {
          error == cudaErrorLaunchOutOfResources;
 }
 
-inline Tensor scratch(const Tensor& like, int64_t bytes) {
-  return torch::stable::new_empty(like, {bytes}, torch::headeronly::ScalarType::Byte);
-}
-
 }  // namespace normswap

@@ -133,6 +133,12 @@ inline void* dense_room(Memory& memory, Memory::Part part, View like, int32_t dt
   return room_like(memory, part, like, dtype);
 }
 
+// Laid out as `like`, of its dtype; null where it is not wanted. False where there is no such memory.
+inline bool set_room(Memory& memory, bool wanted, Memory::Part part, const View& like, void*& room) {
+  room = wanted && !is_absent(like) ? room_like(memory, part, like, like.dtype) : nullptr;
+  return !wanted || room != nullptr;
+}
+
 inline float* room_for_floats(Memory& memory, Memory::Part part, int64_t count) {
   const int64_t stride = 1;
   const View like{nullptr, &count, &stride, 1, static_cast<int32_t>(DType::f32)};

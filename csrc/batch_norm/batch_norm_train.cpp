@@ -96,6 +96,9 @@ bool set_batch_norm_backward(const BatchNormBackwardCall& call, BatchNormTrain& 
   const View& input = call.input;
   if (!set_sizes(input, n, plan) || is_absent(call.grad) || !is_alike(call.grad, input)) return false;
   if (!is_alike(call.residual, input) || !is_activation(call.activation)) return false;
+  if (!are_channels_of(input, {&call.running_mean, &call.running_var, &call.weight, &call.bias})) return false;
+  if (!is_of_input(call.scale, input, true) || !is_of_input(call.input_bias, input, false)) return false;
+  if ((call.of_weight && is_absent(call.weight)) || (call.of_bias && is_absent(call.bias))) return false;
   if (!is_statistics(call.coefficients, 4 * n.sizes.channels)) return false;
   set_common(call, n);
   n.dy = call.grad.data;
@@ -206,27 +209,20 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_batch_norm_backward(const normswap::
   BatchNormTrain n{};
   BatchNormPlan plan;
   if (!set_batch_norm_backward(*call, n, plan)) return kDeclined;
-  bool all = true;
-  const auto room = [&](int32_t wanted, Memory::Part part, const View& like) -> void* {
-    if (!wanted) return nullptr;
-    void* made = is_absent(like) ? nullptr : room_like(*memory, part, like, like.dtype);
-    all = all && made != nullptr;
-    return made;
+  const int64_t each = 1;
+  const View floats{nullptr, &n.sizes.channels, &each, 1, static_cast<int32_t>(DType::f32)};
+  const auto set_vector = [&](int32_t wanted, Memory::Part part, const View& like, ChannelVector& vector) {
+    void* room = nullptr;
+    const bool is_there = set_room(*memory, wanted, part, like, room);
+    vector = {room, vector_of(like).dtype};
+    return is_there;
   };
-  const auto vector = [&](int32_t wanted, Memory::Part part, const View& like) {
-    return ChannelVector{room(wanted, part, like), vector_of(like).dtype};
-  };
-  n.dx = room(call->of_input, Memory::kOut, call->input);
-  n.dresidual = room(call->of_residual, Memory::kSum, call->grad);
-  n.dweight = vector(call->of_weight, Memory::kWeight, call->weight);
-  n.dbias = vector(call->of_bias, Memory::kBias, call->bias);
-  n.dinput_bias = vector(call->of_input_bias, Memory::kInputBias, call->input_bias);
-  if (call->of_scale && n.one_scale) {
-    n.dscale = {room_for_floats(*memory, Memory::kScale, n.sizes.channels), DType::f32};
-    all = all && n.dscale.data != nullptr;
-  } else {
-    n.dscale = vector(call->of_scale, Memory::kScale, call->scale);
-  }
+  const bool all = set_room(*memory, call->of_input, Memory::kOut, call->input, n.dx) &&
+                   set_room(*memory, call->of_residual, Memory::kSum, call->grad, n.dresidual) &&
+                   set_vector(call->of_weight, Memory::kWeight, call->weight, n.dweight) &&
+                   set_vector(call->of_bias, Memory::kBias, call->bias, n.dbias) &&
+                   set_vector(call->of_scale, Memory::kScale, n.one_scale ? floats : call->scale, n.dscale) &&
+                   set_vector(call->of_input_bias, Memory::kInputBias, call->input_bias, n.dinput_bias);
   void* workspace = nullptr;
   if (!all || !set_workspace(*memory, 4 * batch_norm_workspace(plan, n.sizes), workspace)) return kDeclined;
   n.workspace = static_cast<float*>(workspace);

@@ -42,7 +42,8 @@ void set_grad(const char* op, DimNorm& n, const Tensor& grad, const Tensor& inpu
 
 void forward(DimNorm n, const Tensor& input, cudaError_t (*launch)(const DimNorm&, cudaStream_t), int values = 1) {
   const int64_t bytes = dim_workspace_bytes(n, values);
-  const OptionalTensor workspace = bytes > 0 ? OptionalTensor(scratch(input, bytes)) : std::nullopt;
+  OptionalTensor workspace;
+  if (bytes > 0) workspace = torch::stable::new_empty(input, {bytes}, torch::headeronly::ScalarType::Byte);
   n.workspace = bytes > 0 ? workspace->mutable_data_ptr() : nullptr;
   check_launch(launch(n, stream_of(input)));
 }

@@ -20,28 +20,28 @@ constexpr Launches<GroupColumnsPlan> kColumns{group_columns_f32, group_columns_f
 const Launches<GroupBackwardPlan>& launches_by(const GroupBackwardPlan&) { return kLines; }
 const Launches<GroupColumnsPlan>& launches_by(const GroupColumnsPlan&) { return kColumns; }
 
-// With a plan that was made, or not; what calls give (abi/calls.h).
+// What calls give (abi/calls.h).
 template <class Plan>
-int32_t launched(bool made, GroupBackward n, const Plan& plan, int64_t workspace_bytes, const Gpu& gpu, Memory& memory,
-                 int32_t device) {
+int32_t launched_by(const Plan& plan, GroupBackward n, int64_t workspace_bytes, const Gpu& gpu, Memory& memory,
+                    int32_t device) {
   cudaStream_t stream{};
-  if (!made || !set_stream(device, stream) || !set_workspace(memory, workspace_bytes, n.workspace)) return kDeclined;
+  if (!set_stream(device, stream) || !set_workspace(memory, workspace_bytes, n.workspace)) return kDeclined;
   const Launches<Plan>& by = launches_by(plan);
   const auto launch = n.dtype == DType::f32 ? by.f32 : n.dtype == DType::f16 ? by.f16 : by.bf16;
   return told(launch(n, plan, gpu.overlap, stream));
 }
 
-// With all that it is given, and writes; kDeclined also of groups that cannot be done (in `regime`).
+// With all that it is given, and writes; kTooWide of groups that cannot be done so (in `regime`).
 int32_t launched(const GroupBackward& n, bool channels_last, Regime regime, Memory& memory, int32_t device) {
   const Gpu gpu = gpu_of(device);
   if (channels_last) {
     GroupColumnsPlan plan;
-    const bool made = make_group_columns_plan(n.sizes, gpu, regime, &plan);
-    return launched(made, n, plan, made ? group_columns_workspace(plan, n.sizes) : 0, gpu, memory, device);
+    if (!make_group_columns_plan(n.sizes, gpu, regime, &plan)) return kTooWide;
+    return launched_by(plan, n, group_columns_workspace(plan, n.sizes), gpu, memory, device);
   }
   GroupBackwardPlan plan;
-  const bool made = make_group_backward_plan(n.sizes, gpu, regime, &plan);
-  return launched(made, n, plan, made ? group_backward_workspace(plan, n.sizes) : 0, gpu, memory, device);
+  if (!make_group_backward_plan(n.sizes, gpu, regime, &plan)) return kTooWide;
+  return launched_by(plan, n, group_backward_workspace(plan, n.sizes), gpu, memory, device);
 }
 
 // The sizes; false where the kernels do not count so far.
@@ -56,7 +56,8 @@ bool set_sizes(GroupBackward& n, int64_t batch, int64_t channels, int64_t count,
 bool set_group_backward(const GroupBackwardCall& call, GroupBackward& n, bool& channels_last) {
   const View &input = call.input, &grad = call.grad, &residual = call.residual;
   const int64_t groups = call.num_groups, count = numel(input);
-  if (input.dtype < 0 || input.dims < 2 || count == 0 || groups < 1 || input.sizes[1] % groups != 0) return false;
+  if (input.dtype < 0 || input.dims < 2 || count == 0 || is_absent(grad)) return false;
+  if (groups < 1 || input.sizes[1] % groups != 0) return false;
   channels_last = !is_contiguous(input);
   if (channels_last && !is_channels_last(input)) return false;
   if (grad.dtype != input.dtype && grad.dtype != static_cast<int32_t>(DType::f32)) return false;
@@ -124,19 +125,14 @@ struct Elements {
   }
 };
 
-int32_t launched(GroupBackward& n, const Elements& e, bool channels_last, Regime regime) {
+void run(GroupBackward n, const Elements& e, bool channels_last, Regime regime) {
   e.put_into(n);
   TensorMemory memory(e.input);
   const int32_t error = launched(n, channels_last, regime, memory, e.input.get_device_index());
-  if (error != kDeclined) check_launch(static_cast<cudaError_t>(error));
-  return error;
-}
-
-void run(GroupBackward n, const Elements& e, bool channels_last, Regime regime) {
-  if (launched(n, e, channels_last, regime) != kDeclined) return;
-  STD_TORCH_CHECK(channels_last, kOp, ": these groups cannot be done in regime ", static_cast<int>(regime),
-                  ", or there is no memory for their sums");
-  // Groups too wide for a block: by way of the other layout.
+  STD_TORCH_CHECK(error != kDeclined, kOp, ": no memory for the sums of the groups");
+  if (error != kTooWide) return check_launch(static_cast<cudaError_t>(error));
+  STD_TORCH_CHECK(channels_last, kOp, ": these groups cannot be done in regime ", static_cast<int>(regime));
+  // By way of the other layout.
   const Elements other = e.contiguous();
   run(n, other, false, Regime::automatic);
   if (e.grad_input.has_value()) torch::stable::copy_(const_cast<Tensor&>(*e.grad_input), *other.grad_input);
@@ -192,12 +188,8 @@ Gradients group_norm_backward_or_none(const Tensor& grad_, const Tensor& input_,
                                       const OptionalTensor& bias, const OptionalTensor& residual_, const Tensor& statistics,
                                       int64_t num_groups, int64_t activation, double low, double high, bool of_input,
                                       bool of_weight, bool of_bias, bool of_residual) {
-  if (!all_beside(input_, {&weight, &bias, &residual_}) || !is_beside(grad_, input_) || !is_beside(statistics, input_)) return {};
-  const View x = view_of(input_);
-  if (!is_contiguous(x) && !is_channels_last(x)) return {};
-  for (const OptionalTensor& t : {OptionalTensor(grad_), residual_}) {
-    if (t.has_value() && !same_layout(view_of(t), x)) return {};
-  }
+  if (!all_beside(input_, {&weight, &bias, &residual_})) return {};
+  if (!is_beside(grad_, input_) || !is_beside(statistics, input_)) return {};
   const Tensor grad = on_boundary(grad_), input = on_boundary(input_);
   const OptionalTensor residual = on_boundary(residual_);
   const ActivationArgs acts = activation_of(kOp, activation, low, high);
@@ -227,19 +219,16 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_group_backward(const normswap::Group
   GroupBackward n{};
   bool channels_last = false;
   if (!set_group_backward(*call, n, channels_last)) return kDeclined;
-  const View &input = call->input, &weight = call->weight, &bias = call->bias;
-  const auto room = [&](int32_t wanted, Memory::Part part, const View& like, int32_t dtype) {
-    return wanted ? room_like(*memory, part, like, dtype) : nullptr;
-  };
-  n.dx = room(call->of_input, Memory::kOut, input, input.dtype);
-  n.dweight = {room(call->of_weight, Memory::kWeight, weight, weight.dtype), n.weight.dtype};
-  n.dbias = {room(call->of_bias, Memory::kBias, bias, bias.dtype), n.bias.dtype};
-  n.dresidual = room(call->of_residual, Memory::kSum, input, call->grad.dtype);
-  const bool all = !(call->of_input && n.dx == nullptr) && !(call->of_weight && n.dweight.data == nullptr) &&
-                   !(call->of_bias && n.dbias.data == nullptr) && !(call->of_residual && n.dresidual == nullptr);
-  if (!all) return kDeclined;
-  const int32_t error = launched(n, channels_last, Regime::automatic, *memory, device);
-  return error == kDeclined && channels_last ? kTooWide : error;
+  void *dweight = nullptr, *dbias = nullptr;
+  if (!set_room(*memory, call->of_input, Memory::kOut, call->input, n.dx) ||
+      !set_room(*memory, call->of_weight, Memory::kWeight, call->weight, dweight) ||
+      !set_room(*memory, call->of_bias, Memory::kBias, call->bias, dbias) ||
+      !set_room(*memory, call->of_residual, Memory::kSum, call->grad, n.dresidual)) {
+    return kDeclined;
+  }
+  n.dweight = {dweight, n.weight.dtype};
+  n.dbias = {dbias, n.bias.dtype};
+  return launched(n, channels_last, Regime::automatic, *memory, device);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {

@@ -91,7 +91,7 @@ OptionalTensor layer_norm_of_permuted(const Tensor& input, const OptionalTensor&
 // l2_norm of rows of `cols` elements of the input's memory.
 void l2_norm_rows(const Tensor& input, int64_t cols, double eps, const Tensor& out);
 
-// --- what calls that record no gradient ask first --------------------------------------------------------------------
+// --- what calls ask first ----------------------------------------------------------------------------------------------
 
 // Sets weight and bias, contiguous, of the sizes that the input has from `first` on; false where the kernels do not take them.
 inline bool set_parameters(RowNorm& n, const View& input, int64_t first, int64_t dims, const View& weight, const View& bias) {

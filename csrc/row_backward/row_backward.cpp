@@ -44,18 +44,13 @@ struct Wanted {
 };
 
 // Makes room for those that are wanted, like what they are of, and launches; what calls give (abi/calls.h).
-int32_t launched(const Launches& launches, RowBackward n, const BackwardRows& of, const View& input, const View& weight,
-                 const View& bias, Wanted wanted, int passes, Memory& memory, int32_t device) {
-  BackwardPlan plan;
+int32_t launched(const Launches& launches, RowBackward n, const BackwardRows& of, const BackwardPlan& plan, const View& input,
+                 const View& weight, const View& bias, Wanted wanted, Memory& memory, int32_t device) {
   cudaStream_t stream{};
-  if (!make_backward_plan(of, gpu_of(device), passes, &plan) || !set_stream(device, stream)) return kDeclined;
-  const auto made = [&](bool is_wanted, Memory::Part part, const View& like, void*& to) {
-    if (is_wanted) to = room_like(memory, part, like, like.dtype);
-    return !is_wanted || to != nullptr;
-  };
   void *dweight = nullptr, *dbias = nullptr;
-  if (!made(wanted.input, Memory::kOut, input, n.dx) || !made(wanted.weight, Memory::kWeight, weight, dweight) ||
-      !made(wanted.bias, Memory::kBias, bias, dbias)) {
+  if (!set_stream(device, stream) || !set_room(memory, wanted.input, Memory::kOut, input, n.dx) ||
+      !set_room(memory, wanted.weight, Memory::kWeight, weight, dweight) ||
+      !set_room(memory, wanted.bias, Memory::kBias, bias, dbias)) {
     return kDeclined;
   }
   n.dweight = {dweight, n.weight.dtype};
@@ -75,14 +70,15 @@ int32_t launched(const Launches& launches, RowBackward n, const BackwardRows& of
 bool set_row_backward(const RowBackwardCall& call, RowBackward& n) {
   const View &input = call.input, &grad = call.grad, &sum_grad = call.sum_grad;
   const int64_t count = numel(input);
-  if (input.dtype < 0 || grad.dtype < 0 || call.cols < 1 || count == 0 || count % call.cols != 0) return false;
+  if (input.dtype < 0 || grad.dtype < 0 || is_absent(grad)) return false;
+  if (call.cols < 1 || count == 0 || count % call.cols != 0) return false;
   for (const View* t : {&input, &grad, &sum_grad}) {
     if (!is_absent(*t) && (numel(*t) != count || !is_contiguous(*t) || !starts_at_vector(*t))) return false;
   }
   if (!is_absent(sum_grad) && sum_grad.dtype != input.dtype) return false;
   for (const View* t : {&call.weight, &call.bias}) {
-    const bool fits = t->dtype == input.dtype || t->dtype == static_cast<int32_t>(DType::f32);
-    if (!is_absent(*t) && (!fits || numel(*t) != call.cols || !is_contiguous(*t) || !starts_at_vector(*t))) return false;
+    const bool fits = is_absent(*t) || t->dtype == input.dtype || t->dtype == static_cast<int32_t>(DType::f32);
+    if (!fits || !is_vector(*t, call.cols, t->dtype) || !starts_at_vector(*t)) return false;
   }
   if ((call.of_weight && is_absent(call.weight)) || (call.of_bias && is_absent(call.bias))) return false;
   n.rows = count / call.cols;
@@ -153,8 +149,8 @@ Gradients run(const char* op, const Launches& launches, RowBackward n, const Ten
   STD_TORCH_CHECK(make_backward_plan(of, gpu_of(device), static_cast<int>(passes), &plan), op, ": rows of ", cols,
                   " elements cannot be done in passes: ", passes);
   TensorMemory memory(input);
-  const int32_t error = launched(launches, n, of, view_of(input), view_of(weight), view_of(bias), wanted,
-                                 static_cast<int>(passes), memory, device);
+  const int32_t error =
+      launched(launches, n, of, plan, view_of(input), view_of(weight), view_of(bias), wanted, memory, device);
   if (error == kDeclined) return {};
   check_launch(static_cast<cudaError_t>(error));
   return {memory.parts[Memory::kOut], memory.parts[Memory::kWeight], memory.parts[Memory::kBias]};
@@ -217,9 +213,10 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_row_backward(const normswap::RowBack
   if (!set_row_backward(*call, n)) return kDeclined;
   const auto kind = static_cast<NormKind>(call->kind);
   const BackwardRows of = rows_of(n, kind != NormKind::layer);
-  if (!takes_grad(n, of)) return kDeclined;
+  BackwardPlan plan;
+  if (!takes_grad(n, of) || !make_backward_plan(of, gpu_of(device), 0, &plan)) return kDeclined;
   const Wanted wanted{call->of_input != 0, call->of_weight != 0, call->of_bias != 0};
-  return launched(launches_of(kind), n, of, call->input, call->weight, call->bias, wanted, 0, *memory, device);
+  return launched(launches_of(kind), n, of, plan, call->input, call->weight, call->bias, wanted, *memory, device);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {

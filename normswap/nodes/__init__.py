@@ -91,8 +91,9 @@ def register_formula() -> torch.library.Library:
 
 
 def call_at_once(path: Path, device: str = "cuda", launchers: tuple[int, ...] = ()) -> None:
-    """Let calls of norms go the short way that the library has, some by the addresses of ``launchers``; it has none
-    where it was made without Python.h."""
+    """Let calls of norms go the short way that the library has, and these and autograd's nodes launch kernels by the
+    addresses of ``launchers``, in the order of LAUNCHERS, or by none; it has no such way where it was made without
+    Python.h."""
     loader = importlib.machinery.ExtensionFileLoader("_normswap_calls", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None

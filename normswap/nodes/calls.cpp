@@ -16,11 +16,16 @@ PyTypeObject norm_act_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.
 PyTypeObject convolution_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Convolution", sizeof(Convolution)};
 PyTypeObject guarded_type = {PyVarObject_HEAD_INIT(nullptr, 0) "normswap.nodes.Guarded", sizeof(Guarded)};
 
-// Sets the launchers by their addresses, in the order of Launchers; those that are not given are null.
+// Sets the launchers by their addresses, in the order of Launchers; without any all are null.
 bool set_launchers(PyObject* addresses, at::DeviceType device) {
   constexpr Py_ssize_t count = 8;
   void* found[count]{};
-  for (Py_ssize_t i = 0; i < count && PyTuple_GET_SIZE(addresses) == count; ++i) {
+  const Py_ssize_t given = PyTuple_GET_SIZE(addresses);
+  if (given != 0 && given != count) {
+    PyErr_Format(PyExc_ValueError, "there are %zd launchers, got %zd addresses", count, given);
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < given; ++i) {
     found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
   }
   normswap::Launchers& it = launchers();

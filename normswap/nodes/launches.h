@@ -85,7 +85,7 @@ struct TensorMemory : Memory {
   std::exception_ptr failure;
 };
 
-// Whether `launch` took the call of the op `name`.
+// Whether `launch` took the call of the op `name`. Where there is no memory PyTorch's error is raised.
 template <class Call>
 bool launched_in_op(const char* name, int32_t (*launch)(const Call*, Memory*, int32_t), const Call& call, TensorMemory& memory) {
   if (launch == nullptr) return false;
@@ -101,6 +101,7 @@ bool launched_in_op(const char* name, int32_t (*launch)(const Call*, Memory*, in
 // The same in place of the op, so that the profiler sees it.
 template <class Call>
 bool launched(const char* name, int32_t (*launch)(const Call*, Memory*, int32_t), const Call& call, TensorMemory& memory) {
+  if (launch == nullptr) return false;
   RECORD_FUNCTION(name, c10::ArrayRef<const c10::IValue>{});
   return launched_in_op(name, launch, call, memory);
 }

@@ -75,7 +75,7 @@ struct Norm {
   size_t arguments, outputs, kept;
   std::array<int, kKept> tensors;
   std::array<int, kNumbers> numbers = {-1, -1, -1, -1, -1, -1, -1, -1};
-  int dtype, wide;         // of the output
+  int dtype, wide;        // of the output
   int batches, momentum;  // of a BatchNorm
 };
 
@@ -99,39 +99,37 @@ float low_of(const Numbers& n) { return static_cast<float>(n[kLow]); }
 float high_of(const Numbers& n) { return static_cast<float>(n[kHigh]); }
 
 // What the op's twin would make of what the op is given, outputs first; nothing where the kernels' library declines.
-std::vector<IValue> launched(const Norm& norm, c10::ArrayRef<IValue> given, const Numbers& n) {
+std::vector<IValue> forward_launched(const Norm& norm, c10::ArrayRef<IValue> given, const Numbers& n) {
   const auto at = [&](int slot) { return norm.tensors[slot] < 0 ? Tensor() : tensor(given[norm.tensors[slot]]); };
-  const Tensor x = at(kInput), weight = at(kWeight), bias = at(kBias), residual = at(kResidual);
+  const Tensor input = at(kInput), weight = at(kWeight), bias = at(kBias), residual = at(kResidual);
   const Tensor scale = at(kScale), shift = at(kShift);
-  if (!can_launch(x, weight, bias, residual, scale, shift)) return {};
-  const View input = view_of(x), of_weight = view_of(weight), of_bias = view_of(bias), of_residual = view_of(residual);
+  if (!can_launch(input, weight, bias, residual, scale, shift)) return {};
+  const View x = view_of(input), w = view_of(weight), b = view_of(bias), r = view_of(residual);
   const auto size = static_cast<int64_t>(n[kSize]);
-  TensorMemory memory(x);
+  TensorMemory memory(input);
   const auto made = [&](Memory::Part part) { return optional(memory.parts[part]); };
   if (norm.kind == kBatchNorm) {
     const Tensor mean = at(kMean), var = at(kVar), input_bias = at(kInputBias), batches = tensor(given[norm.batches]);
-    if (!can_launch(x, mean, var, input_bias, batches)) return {};
+    if (!all_readable(input, mean, var, input_bias, batches)) return {};
     if (batches.defined() && (batches.scalar_type() != at::kLong || batches.numel() != 1)) return {};
     int64_t* const counted = batches.defined() ? batches.mutable_data_ptr<int64_t>() : nullptr;
-    const normswap::BatchNormTrainCall call{input, view_of(mean), view_of(var), of_weight, of_bias, of_residual, view_of(scale),
-                                            view_of(input_bias), counted, number_of(given[norm.momentum]), n[kEps],
-                                            n[kTraining] != 0, activation_of(n), low_of(n), high_of(n), true};
+    const double momentum = number_of(given[norm.momentum]);
+    const normswap::BatchNormTrainCall call{x, view_of(mean), view_of(var), w, b, r, view_of(scale), view_of(input_bias),
+                                            counted, momentum, n[kEps], n[kTraining] != 0, activation_of(n), low_of(n),
+                                            high_of(n), true};
     if (!launched_in_op("normswap::batch_norm", launchers().batch_norm_train, call, memory)) return {};
     return {made(Memory::kOut), made(Memory::kStatistics), made(Memory::kSigns)};
   }
   if (norm.kind == kGroupNorm) {
-    const int32_t dtype = given[norm.wide].toBool() ? code_of(at::kFloat) : input.dtype;
-    const normswap::GroupNormCall call{input, of_weight, of_bias, of_residual, size, n[kEps], activation_of(n), low_of(n), high_of(n),
-                                       dtype, true};
+    const int32_t dtype = given[norm.wide].toBool() ? code_of(at::kFloat) : x.dtype;
+    const normswap::GroupNormCall call{x, w, b, r, size, n[kEps], activation_of(n), low_of(n), high_of(n), dtype, true};
     if (!launched_in_op("normswap::group_norm", launchers().group_norm, call, memory)) return {};
     return {made(Memory::kOut), made(Memory::kStatistics)};
   }
-  if (!x.is_contiguous()) return {};  // which the op has another kernel for
   const bool other = norm.dtype >= 0 && !given[norm.dtype].isNone();
-  const int32_t dtype = other ? code_of(given[norm.dtype].toScalarType()) : input.dtype;
-  const normswap::RowNormCall call{input, of_weight, of_bias, of_residual, view_of(scale), view_of(shift), size, n[kEps],
-                                   n[kOffset], norm.kind == kRmsNorm, n[kCast] != 0, activation_of(n), low_of(n), high_of(n), dtype,
-                                   true};
+  const int32_t dtype = other ? code_of(given[norm.dtype].toScalarType()) : x.dtype;
+  const normswap::RowNormCall call{x, w, b, r, view_of(scale), view_of(shift), size, n[kEps], n[kOffset],
+                                   norm.kind == kRmsNorm, n[kCast] != 0, activation_of(n), low_of(n), high_of(n), dtype, true};
   const char* name = norm.kind == kRmsNorm ? "normswap::rms_norm" : "normswap::layer_norm";
   if (!launched_in_op(name, launchers().row_norm, call, memory)) return {};
   return {made(Memory::kOut), made(Memory::kSum), made(Memory::kStatistics)};
@@ -145,9 +143,15 @@ Tensor summed_as(const Tensor& grad, const Tensor& scale) {
 // Of a norm of channels; else the weight stands for it, of one dtype with it: see needs.
 bool keeps_bias(const variable_list& saved, const Numbers& n) { return saved[kBias].defined() || n[kActivation] != 0; }
 
+// How many elements a row has, over which the last dims are normalised.
+int64_t columns_of(const Tensor& input, const Numbers& n) {
+  const auto shape = input.sizes();
+  return c10::multiply_integers(shape.slice(shape.size() - static_cast<size_t>(n[kSize])));
+}
+
 // The gradients that are wanted, or nothing.
-variable_list launched(Kind kind, const Tensor& grad, const Tensor& sum_grad, const variable_list& saved, const Numbers& n,
-                       const Wanted& wanted) {
+variable_list backward_launched(Kind kind, const Tensor& grad, const Tensor& sum_grad, const variable_list& saved,
+                                const Numbers& n, const Wanted& wanted) {
   const Tensor &input = saved[kInput], &weight = saved[kWeight], &bias = saved[kBias], &kept = saved[kKept];
   const Tensor& residual = saved[kResidual];
   if (!can_launch(input, grad, sum_grad, weight, bias, kept, residual)) return {};
@@ -158,7 +162,7 @@ variable_list launched(Kind kind, const Tensor& grad, const Tensor& sum_grad, co
   const View x = view_of(input), dy = view_of(grad), w = view_of(weight), b = view_of(bias), statistics = view_of(kept);
   if (kind == kBatchNorm) {
     const Tensor &scale = saved[kScale], &input_bias = saved[kInputBias], &signs = saved[kSigns];
-    if (!can_launch(input, scale, input_bias, signs, saved[kMean], saved[kVar])) return {};
+    if (!all_readable(input, scale, input_bias, signs, saved[kMean], saved[kVar])) return {};
     const normswap::BatchNormBackwardCall call{
         dy, x, statistics, view_of(residual), w, keeps_bias(saved, n) ? b : w, view_of(scale), view_of(input_bias),
         view_of(saved[kMean]), view_of(saved[kVar]), view_of(signs).data, n[kEps], n[kTraining] != 0, activation_of(n),
@@ -176,12 +180,10 @@ variable_list launched(Kind kind, const Tensor& grad, const Tensor& sum_grad, co
     if (!launched("normswap::group_norm_backward", launchers().group_backward, call, memory)) return {};
     return {of_input, of_weight, of_bias, of_sum, Tensor(), Tensor(), Tensor()};
   }
-  const auto shape = input.sizes();
-  const int64_t cols = c10::multiply_integers(shape.slice(shape.size() - static_cast<size_t>(n[kSize])));
   const bool of_summands = wanted[kInput] || wanted[kResidual];
-  const normswap::RowBackwardCall call{dy, x, w, b, statistics, view_of(sum_grad), cols, n[kOffset], kind == kRmsNorm,
-                                       n[kCast] != 0, activation_of(n), low_of(n), high_of(n), of_summands, wanted[kWeight],
-                                       wanted[kBias]};
+  const normswap::RowBackwardCall call{dy, x, w, b, statistics, view_of(sum_grad), columns_of(input, n), n[kOffset],
+                                       kind == kRmsNorm, n[kCast] != 0, activation_of(n), low_of(n), high_of(n), of_summands,
+                                       wanted[kWeight], wanted[kBias]};
   const char* name = kind == kRmsNorm ? "normswap::rms_norm_backward" : "normswap::layer_norm_backward";
   if (!launched(name, launchers().row_backward, call, memory)) return {};
   return {of_input, of_weight, of_bias, of_input, Tensor(), Tensor(), Tensor()};
@@ -194,13 +196,11 @@ variable_list of_rows(Kind kind, const variable_list& grads, const variable_list
   static const OperatorHandle layer = native("layer_norm_backward"), rms = native("rms_norm_backward");
   if (!grads[0].defined() || saved[kScale].defined()) return {};
   const Tensor sum_grad = grads.size() > 1 ? grads[1] : Tensor();
-  if (variable_list made = launched(kind, grads[0], sum_grad, saved, n, wanted); !made.empty()) return made;
+  if (variable_list made = backward_launched(kind, grads[0], sum_grad, saved, n, wanted); !made.empty()) return made;
   const bool centred = kind == kLayerNorm;
-  const auto shape = saved[kInput].sizes();
-  const int64_t cols = c10::multiply_integers(shape.slice(shape.size() - static_cast<size_t>(n[kSize])));
   Stack stack{grads[0], saved[kInput], optional(saved[kWeight])};
   if (centred) stack.emplace_back(optional(saved[kBias]));
-  torch::jit::push(stack, saved[kKept], optional(sum_grad), cols);
+  torch::jit::push(stack, saved[kKept], optional(sum_grad), columns_of(saved[kInput], n));
   if (!centred) torch::jit::push(stack, n[kOffset], n[kCast] != 0);
   torch::jit::push(stack, static_cast<int64_t>(n[kActivation]), n[kLow], n[kHigh],
                    wanted[kInput] || wanted[kResidual], wanted[kWeight]);
@@ -219,7 +219,7 @@ variable_list of_channels(Kind kind, const variable_list& grads, const variable_
   if (kind == kBatchNorm && grad.strides() != input.strides()) {
     grad = at::empty_like(input, grad.scalar_type()).copy_(grad);
   }
-  if (variable_list made = launched(kind, grad, Tensor(), saved, n, wanted); !made.empty()) return made;
+  if (variable_list made = backward_launched(kind, grad, Tensor(), saved, n, wanted); !made.empty()) return made;
   const IValue bias = optional(saved[keeps_bias(saved, n) ? kBias : kWeight]);
   Stack stack;
   if (kind == kBatchNorm) {
@@ -322,7 +322,7 @@ struct Recorded final : Node {
   }
 
   // What the op makes, past the dispatcher; nothing where that is not possible.
-  std::vector<IValue> launched(c10::ArrayRef<IValue> given) const { return ::launched(norm, given, numbers); }
+  std::vector<IValue> launched(c10::ArrayRef<IValue> given) const { return forward_launched(norm, given, numbers); }
 
   // What it has made: outputs, then what is kept.
   void keep(const NodePtr& self, c10::ArrayRef<IValue> made) {
@@ -456,10 +456,10 @@ void record(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto given = torch::jit::last(*stack, norm.arguments);
   if (!learns(norm, given)) return op.redispatchBoxed(below, stack);
   const NodePtr node = owned<Recorded>(norm);
-  Recorded& recorded = static_cast<Recorded&>(*node);
-  recorded.take(given);
-  if (const std::vector<IValue> made = recorded.launched(given); !made.empty()) {
-    recorded.keep(node, made);
+  Recorded& call = static_cast<Recorded&>(*node);
+  call.take(given);
+  if (const std::vector<IValue> made = call.launched(given); !made.empty()) {
+    call.keep(node, made);
     torch::jit::drop(*stack, norm.arguments);
     return (void)stack->insert(stack->end(), made.begin(), made.begin() + norm.outputs);
   }
@@ -468,7 +468,7 @@ void record(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     norm.recorded.redispatchBoxed(below, stack);
   }
   const auto made = torch::jit::last(*stack, norm.outputs + norm.kept);
-  if (made[0].isTensor()) recorded.keep(node, made);
+  if (made[0].isTensor()) call.keep(node, made);
   torch::jit::drop(*stack, norm.kept);
 }
 
