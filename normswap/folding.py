@@ -60,7 +60,8 @@ def fold(
     it does not call, does with its modules is not seen. With example inputs, taken as ``optimize`` takes them, a copy
     of the model and what is made of that are compared on these in float64.
 
-    A site that cannot be folded is left as it is, and a warning says why. Raises TypeError when ``model`` is no
+    A site that cannot be folded is left as it is, and a warning says why; one more names the BatchNorms behind which
+    no such site was found. Raises TypeError when ``model`` is no
     nn.Module and NormswapError when it is in train mode or cannot be copied, when nothing can be folded, when outputs
     differ by more than float64 rounds, and with ``inplace`` when the model itself is what folds; ``model`` is then as
     it was.
@@ -79,8 +80,11 @@ def fold(
     with torch.inference_mode(False), torch.no_grad():
         target = model if inplace else copy_of(model)
         uses = uses_in(target)
-        whole, within = _folded(target, uses)
-        convolved = _folded_pairs(target, whole, uses)
+        left: list[Left] = []
+        whole, within = _folded(target, uses, left)
+        convolved = _folded_pairs(target, whole, uses, left)
+        for one in left:
+            warnings.warn(f"fold: {one.place} is left as it is: {one.reason}", stacklevel=2)
         if not whole and not within and not convolved:
             raise NormswapError(
                 "fold: no module of this model is a Linear -> scale -> BatchNorm1d, or a convolution -> BatchNorm, "
@@ -97,7 +101,29 @@ def fold(
         for parent in list(target.modules()):
             for name, child in parent._modules.items():
                 parent._modules[name] = whole.get(id(child), child)
+        if stay := _alone(target, {id(one.norm) for one in left}):
+            some = ", ".join(stay[:3]) + (", ..." if len(stay) > 3 else "")
+            warnings.warn(
+                f"fold: {len(stay)} BatchNorms stay ({some}): no convolution or Linear was found that hands its output "
+                "to one of them alone",
+                stacklevel=2,
+            )
     return target
+
+
+@dataclass(frozen=True)
+class Left:
+    """A site that is left as it is: its name, its BatchNorm and why."""
+
+    place: str
+    norm: nn.Module | None
+    reason: str
+
+
+def _alone(model: nn.Module, known: Collection[int]) -> list[str]:
+    """The names of the BatchNorms in ``model`` but for those that are ``known``."""
+    found = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+    return [name for name, one in found if id(one) not in known]
 
 
 LIMIT = 1e-9
@@ -124,9 +150,11 @@ def difference(
     return float((whole - plain).abs().max() / (whole.abs().max() or 1.0))
 
 
-def _folded_pairs(model: nn.Module, whole: Collection[int], uses: Uses) -> list[tuple[Pair, nn.Module]]:
+def _folded_pairs(
+    model: nn.Module, whole: Collection[int], uses: Uses, left: list[Left]
+) -> list[tuple[Pair, nn.Module]]:
     """Each convolution or Linear with a BatchNorm behind it, and the one that the two equal, but in modules that are
-    replaced as a ``whole``. Warns of each that stays."""
+    replaced as a ``whole``. Those that stay are added to ``left``."""
     found = []
     for name, pair in [*pairs_of(model, uses)]:
         if id(pair.owner) in whole:
@@ -138,14 +166,15 @@ def _folded_pairs(model: nn.Module, whole: Collection[int], uses: Uses) -> list[
         except ValueError as reason:
             problem = str(reason)
         if problem:
-            place = f"{name}.{pair.norm}" if name else pair.norm
-            warnings.warn(f"fold: {place} is left as it is: {problem}", stacklevel=3)
+            left.append(Left(f"{name}.{pair.norm}" if name else pair.norm, pair.owner._modules[pair.norm], problem))
     return found
 
 
-def _folded(model: nn.Module, uses: Uses) -> tuple[dict[int, nn.Linear], list[tuple[nn.Module, dict[str, nn.Module]]]]:
+def _folded(
+    model: nn.Module, uses: Uses, left: list[Left]
+) -> tuple[dict[int, nn.Linear], list[tuple[nn.Module, dict[str, nn.Module]]]]:
     """The Linear for each module that becomes one, by the module's id; and (nn.Sequential, its new children) for
-    those of which a part does. Warns of each site that stays."""
+    those of which a part does. Sites that stay are added to ``left``."""
     whole: dict[int, nn.Linear] = {}
     within: list[tuple[nn.Module, dict[str, nn.Module]]] = []
     for name, module in model.named_modules():
@@ -158,7 +187,7 @@ def _folded(model: nn.Module, uses: Uses) -> tuple[dict[int, nn.Linear], list[tu
                     raise ValueError("code that uses it would see that it is an nn.Linear then")
                 linear = _linear(module, parts)
             except ValueError as reason:
-                warnings.warn(f"fold: {name or '(root)'} is left as it is: {reason}", stacklevel=3)
+                left.append(Left(name or "(root)", module._modules.get(parts["batch_norm"]), str(reason)))
                 continue
             if names in ([], list(module._modules)):
                 whole[id(module)] = linear

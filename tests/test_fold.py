@@ -240,6 +240,17 @@ def test_what_stays_is_spoken_of_once() -> None:
     ]
 
 
+def test_norms_behind_nothing_are_named() -> None:
+    alone = [nn.Sequential(nn.BatchNorm1d(6), nn.ReLU()) for _ in range(4)]
+    model = nn.Sequential(*alone, *sequential(), nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4))).eval()
+    model[-1][1].running_mean.fill_(float("inf"))
+    with pytest.warns(UserWarning) as told:
+        normswap.fold(model)
+    assert [str(one.message).partition(" (")[0] for one in told][1:] == ["fold: 4 BatchNorms stay"]
+    assert "(0.0, 1.0, 2.0, ...): no convolution or Linear was found" in str(told[1].message)
+    assert str(told[0].message).startswith(f"fold: {len(model) - 1}.1 is left as it is: folded, its weights")
+
+
 @pytest.mark.filterwarnings("error")
 def test_of_what_folds_as_a_whole_no_part_is_spoken_of() -> None:
     model = nn.Sequential(JustTwo(), JustTwo()).eval()

@@ -339,7 +339,7 @@ def folded(layer: nn.Module) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         made = normswap.fold(nn.Sequential(nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6)), layer).eval())
-    return made[1], [str(one.message) for one in told]
+    return made[1], [text for one in told if "is left as it is" in (text := str(one.message))]
 
 
 def check(layer: nn.Module, made: nn.Module) -> None:

@@ -77,6 +77,47 @@ def logged(function: Any) -> Any:
     return inner
 
 
+def by_its_text(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return eval("args[0].row[0](args[1])") + function(*args)
+
+    return call
+
+
+class Listener:
+    """No module, whose method is a hook."""
+
+    share = 1.0
+
+    def add(self, module: Any, args: Any, out: Any) -> Any:
+        return out + self.share * module[0](args[0])
+
+
+def plainly(self: Any, x: Any) -> Any:
+    return self.row(x)
+
+
+def otherwise(self: Any, x: Any) -> Any:
+    return self.row[0](x)
+
+
+def of_another_source() -> Any:
+    """What runs taps the row; the source that it names does not."""
+    lines = plainly.__code__
+    code = otherwise.__code__.replace(co_filename=lines.co_filename, co_firstlineno=lines.co_firstlineno)
+    return types.FunctionType(code, globals(), "plainly")
+
+
+def each_into(of: Any, out: Any) -> None:
+    out += [one[0](out[0]) for one in of()]
+
+
+def noted(weight: Any, out: Any) -> Any:
+    out.append(weight.sum())
+    return weight
+
+
 def adding(function: Any) -> Any:
     @functools.wraps(function)
     def inner(self: Any, x: Any) -> Any:
@@ -362,6 +403,38 @@ class Cases:
         def fill(self: Any) -> None:
             self.row.register_forward_hook(lambda m, args, kwargs, out: out + m[0](args[0]), with_kwargs=True)
 
+    class AMethodOfAnObjectAsAHook:
+        def fill(self: Any) -> None:
+            self.row.register_forward_hook(Listener().add)
+
+    class WhatLiesDeepElsewhere:
+        def fill(self: Any) -> None:
+            rows: list[Any] = [self.row]
+            self.box, self.kept = types.SimpleNamespace(deep=[[[[[rows]]]]]), rows
+
+        def more(self: Any, x: Any) -> Any:
+            return len(self.box.deep) * self.kept[0][0](x)
+
+    class AnotherSource:
+        more = of_another_source()
+
+    class WrappedByText:
+        @by_its_text
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x)
+
+    class ValuesNotCalled:
+        def more(self: Any, x: Any) -> Any:
+            out, rows = [x], {"a": self.row}
+            each_into(rows.values, out)
+            return out[-1]
+
+    class AFormOfAnother:
+        def more(self: Any, x: Any) -> Any:
+            out: list[Any] = []
+            dtype = noted(self.row[0].weight, out).dtype
+            return out[0].to(dtype)
+
     class BuffersLast:
         def more(self: Any, x: Any) -> Any:
             return x.to(next(self.row.buffers()).device)
@@ -464,6 +537,18 @@ class Harmless:
         def more(self: Any, x: Any) -> Any:
             return self.row(x) * self.settings.scale
 
+    class OfDeepNumbers:
+        def fill(self: Any) -> None:
+            self.settings = types.SimpleNamespace(deep=[[[[[[[[2.0]]]]]]]])
+
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x) * len(self.settings.deep)
+
+    class AsDeepAsIsLookedInto:
+        def more(self: Any, x: Any) -> Any:
+            deep = [[[[[[self.row]]]]]]
+            return deep[0][0][0][0][0][0](x)
+
     class Logs:
         def fill(self: Any) -> None:
             self.log_to = logging.getLogger("normswap.tests")
@@ -537,3 +622,27 @@ def test_what_an_nn_linear_lacks_stays(cls: Any) -> None:
     with torch.no_grad():
         torch.testing.assert_close(made(x), model(x), rtol=1e-4, atol=1e-4)
     assert type(copy.deepcopy(model).part) is Projection
+
+
+class Strong(nn.Sequential):
+    @property
+    def strength(self) -> Any:
+        return self[0].weight.norm()
+
+
+class ReadsByAProperty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Strong(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
+        self.other = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.other(self.part(x)) * self.part.strength
+
+
+def test_a_linear_whose_weight_is_read_stays() -> None:
+    model, x = drawn(ReadsByAProperty), torch.randn(9, 6)
+    made, told = folded(model)
+    assert told and type(made.part[1]) is nn.BatchNorm1d and type(made.other) is nn.Linear
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), model(x), rtol=1e-4, atol=1e-4)

@@ -90,7 +90,7 @@ class Code:
                 functions = [*functions_in(value)]
                 for function in functions:
                     self._wait(module, function)
-                if not functions and not isinstance(value, type) and hasattr(type(value), "__get__"):
+                if not functions and hasattr(type(value), "__get__"):
                     self._hand_on_all([module])
             if not above:
                 return
