@@ -85,6 +85,39 @@ def by_its_text(function: Any) -> Any:
     return call
 
 
+def by_a_global(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return otherwise(*args) + function(*args)
+
+    return call
+
+
+def with_another(other: Any) -> Any:
+    def wrapper(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(self: Any, x: Any) -> Any:
+            return other(self, x) + function(self, x)
+
+        return call
+
+    return wrapper
+
+
+class Lengths:
+    """Its len is not Python's."""
+
+    def len(self, row: Any) -> Any:
+        return row[0](X).sum()
+
+
+class Tapping:
+    """A base class."""
+
+    def tap(self: Any, net: Any, x: Any) -> Any:
+        return net.row[0](x)
+
+
 class Listener:
     """No module, whose method is a hook."""
 
@@ -107,6 +140,10 @@ def of_another_source() -> Any:
     lines = plainly.__code__
     code = otherwise.__code__.replace(co_filename=lines.co_filename, co_firstlineno=lines.co_firstlineno)
     return types.FunctionType(code, globals(), "plainly")
+
+
+def of_the_first(row: Any, x: Any) -> Any:
+    return row[0](x)
 
 
 def each_into(of: Any, out: Any) -> None:
@@ -407,6 +444,54 @@ class Cases:
         def fill(self: Any) -> None:
             self.row.register_forward_hook(Listener().add)
 
+    class AMethodThatUsesTheModuleAlone:
+        def fill(self: Any) -> None:
+            self.register_forward_hook(self.note)
+
+        def note(self: Any, module: Any, args: Any, out: Any) -> Any:
+            return out + module.row[0](args[0])
+
+    class AMethodThatIsNoFunction:
+        def fill(self: Any) -> None:
+            self.tap = types.MethodType(functools.partial(otherwise), self)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.tap(x)
+
+    class DeeperThanIsLookedInto:
+        def fill(self: Any) -> None:
+            self.deep = [[[[[[[self.other]]]]]]]
+
+        def more(self: Any, x: Any) -> Any:
+            return x * len(self.deep)
+
+    class WrappedByAGlobal:
+        @by_a_global
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x)
+
+    class WrappedWithAnother:
+        @with_another(otherwise)
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x)
+
+    class AnotherLen:
+        def fill(self: Any) -> None:
+            self.lengths = Lengths()
+
+        def more(self: Any, x: Any) -> Any:
+            return x * self.lengths.len(self.row)
+
+    class AnInstanceOverItsMethod:
+        def fill(self: Any) -> None:
+            self.tap = of_the_first
+
+        def tap(self: Any, row: Any, x: Any) -> Any:
+            return row(x)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.tap(self.row, x)
+
     class WhatLiesDeepElsewhere:
         def fill(self: Any) -> None:
             rows: list[Any] = [self.row]
@@ -544,6 +629,24 @@ class Harmless:
         def more(self: Any, x: Any) -> Any:
             return self.row(x) * len(self.settings.deep)
 
+    class KeepsAForward:
+        def fill(self: Any) -> None:
+            self.run = self.row.forward
+
+        def more(self: Any, x: Any) -> Any:
+            return self.run(x)
+
+    class HoldsNothing:
+        def fill(self: Any) -> None:
+            self.register_module("down", None)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x) * len([*self.children()])
+
+    class AsksForOthers:
+        def more(self: Any, x: Any) -> Any:
+            return x if isinstance(self.row[1], (nn.Conv2d, nn.Linear)) else self.row(x)
+
     class AsDeepAsIsLookedInto:
         def more(self: Any, x: Any) -> Any:
             deep = [[[[[[self.row]]]]]]
@@ -646,3 +749,12 @@ def test_a_linear_whose_weight_is_read_stays() -> None:
     assert told and type(made.part[1]) is nn.BatchNorm1d and type(made.other) is nn.Linear
     with torch.no_grad():
         torch.testing.assert_close(made(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class OfABase(Tapping, Base):
+    def more(self: Any, x: Any) -> Any:
+        return Tapping.tap(self.other, self, x)
+
+
+def test_a_method_of_a_base_that_gets_the_module_besides() -> None:
+    assert_part_stays(drawn(OfABase))

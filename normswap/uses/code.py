@@ -134,7 +134,7 @@ class Code:
         parts: list[Any] = []
         match held:
             case types.MethodType(__self__=nn.Module() as module, __func__=function):
-                if function.__name__ in ("forward", "__call__", "_call_impl", "_wrapped_call_impl"):
+                if getattr(function, "__name__", "") in ("forward", "__call__", "_call_impl", "_wrapped_call_impl"):
                     return self.values(module)
                 if isinstance(function, types.FunctionType) and not is_torchs(str(function.__module__)):
                     self._wait(module, function)

@@ -386,7 +386,7 @@ class Reader:
             function, given = self._function_called(call.func)
             parameter = None if function is None else parameter_of(function, call, node, given)
             if not given and "checkpoint" in name and not name.startswith(("load", "save")):
-                self._called(value if isinstance(value, One) else Row((value,)))
+                self._called(Row((value,)))
             elif function is not None and parameter is not None:
                 self.code.follow(self.module if given else None, function, parameter, value)
             else:
