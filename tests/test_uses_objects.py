@@ -10,6 +10,7 @@ import functools
 import logging
 import operator
 import types
+import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +22,22 @@ from uses_models import Block, X, assert_part_stays, folded
 import normswap
 
 GLOBAL: list[Any] = []
+GONE = [weakref.proxy(type("Gone", (), {})())]
+
+
+class Unwilling(list):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        raise RuntimeError
+
+    __bool__ = __iter__
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+class UnwillingTable(dict):  # type: ignore[type-arg]
+    def values(self) -> Any:
+        raise RuntimeError
 
 
 class Base(nn.Module):
@@ -585,6 +602,13 @@ class InPlace:
         def more(self: Any, x: Any) -> Any:
             return self.kept[-1][0](x)
 
+    class AProxy:
+        def fill(self: Any) -> None:
+            self.net = [weakref.proxy(self)]
+
+        def more(self: Any, x: Any) -> Any:
+            return self.net[0].row[0](x)
+
 
 OF_FUNCTIONS = made_of(InPlace)
 
@@ -621,6 +645,17 @@ class Harmless:
 
         def more(self: Any, x: Any) -> Any:
             return self.row(x) * self.settings.scale
+
+    class OfWhatIsGone:
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x) * len(GONE)
+
+    class OfAListOfItsOwn:
+        def fill(self: Any) -> None:
+            self.sizes = [Unwilling([1]), UnwillingTable(a=1)]
+
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x) * len(self.sizes)
 
     class OfDeepNumbers:
         def fill(self: Any) -> None:

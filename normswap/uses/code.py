@@ -120,6 +120,8 @@ class Code:
     def values(self, held: Any, depth: int = 0, inside: bool = False) -> list[Value]:
         """The modules in what somebody keeps, which may be methods of modules too: those are reached. ``inside``: of an
         object."""
+        if type(held) in weakref.ProxyTypes:
+            held = _behind(held)
         if isinstance(held, _PLAIN):
             return []
         if isinstance(held, nn.Module):
@@ -140,11 +142,11 @@ class Code:
                     self._wait(module, function)
                     return []
                 parts = [module]
-            case dict() | list() | tuple() | set() | frozenset() | collections.deque() if depth < DEEPEST:
-                made, inner = (Mapped, [*held.values()]) if isinstance(held, dict) else (Many, [*held])
-                return [made(value) for one in inner for value in self.values(one, depth + 1, inside)]
             case dict() | list() | tuple() | set() | frozenset() | collections.deque():
-                self._hand_on_all([self.model] if held and not inside else [])  # it is not looked into
+                if depth < DEEPEST:
+                    made = Mapped if isinstance(held, dict) else Many
+                    return [made(value) for one in _held_in(held) for value in self.values(one, depth + 1, inside)]
+                self._hand_on_all([self.model] if _held_in(held) and not inside else [])  # it is not looked into
             case types.FunctionType():
                 self._hand_on_all(value for several in self._enclosed(held).values() for value in several)
             case functools.partial():
@@ -269,6 +271,21 @@ def _reads(code: types.CodeType, name: str) -> bool:
         return True
     steps = (step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_FAST"))
     return any(name in one if isinstance(one, tuple) else name == one for one in steps)
+
+
+def _held_in(several: Any) -> list[Any]:
+    """What a container holds, whatever its class makes of going through it."""
+    if isinstance(several, dict):
+        return [*dict.values(several)]
+    return next([*base.__iter__(several)] for base in _SEVERAL if isinstance(several, base))  # type: ignore[misc]
+
+
+def _behind(proxy: Any) -> Any:
+    """What a weakref.proxy stands for; None where that is gone."""
+    try:
+        return proxy.__repr__.__self__
+    except ReferenceError:
+        return None
 
 
 def _content(cell: types.CellType) -> Any:
