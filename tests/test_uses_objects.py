@@ -167,6 +167,18 @@ def each_into(of: Any, out: Any) -> None:
     out += [one[0](out[0]) for one in of()]
 
 
+def drained_into(pop: Any, out: Any) -> None:
+    out.append(pop()[0](out[0]))
+
+
+def first_into(children: Any, out: Any) -> None:
+    out.append(next(children())(out[0]))
+
+
+def of_the_third(x: Any, beside: Any, row: Any) -> Any:
+    return row[0](x)
+
+
 def noted(weight: Any, out: Any) -> Any:
     out.append(weight.sum())
     return weight
@@ -531,6 +543,22 @@ class Cases:
             each_into(rows.values, out)
             return out[-1]
 
+    class PopNotCalled:
+        def more(self: Any, x: Any) -> Any:
+            out, rows = [x], [self.row]
+            drained_into(rows.pop, out)
+            return out[-1]
+
+    class ChildrenNotCalled:
+        def more(self: Any, x: Any) -> Any:
+            out = [x]
+            first_into(self.row.children, out)
+            return out[-1]
+
+    class BehindAStar:
+        def more(self: Any, x: Any) -> Any:
+            return of_the_third(*[x, x], self.row)
+
     class AFormOfAnother:
         def more(self: Any, x: Any) -> Any:
             out: list[Any] = []
@@ -793,3 +821,50 @@ class OfABase(Tapping, Base):
 
 def test_a_method_of_a_base_that_gets_the_module_besides() -> None:
     assert_part_stays(drawn(OfABase))
+
+
+class Tools:
+    """Whose methods are called as Python's functions are."""
+
+    def tap(self, row: Any, x: Any) -> Any:
+        return row[0](x)
+
+    isinstance = str = len = super = getattr = setattr = next = list = enumerate = zip = tap
+
+
+class Called:
+    def isinstance_of_another(self: Any, x: Any) -> Any:
+        return self.tools.isinstance(self.row, x)
+
+    def str_of_another(self: Any, x: Any) -> Any:
+        return self.tools.str(self.row, x)
+
+    def len_of_another(self: Any, x: Any) -> Any:
+        return self.tools.len(self.row, x)
+
+    def super_of_another(self: Any, x: Any) -> Any:
+        return self.tools.super(self.row, x)
+
+    def getattr_of_another(self: Any, x: Any) -> Any:
+        return self.tools.getattr(self.row, x)
+
+    def setattr_of_another(self: Any, x: Any) -> Any:
+        return self.tools.setattr(self.row, x)
+
+    def next_of_another(self: Any, x: Any) -> Any:
+        return self.tools.next(self.row, x)
+
+    def list_of_another(self: Any, x: Any) -> Any:
+        return self.tools.list(self.row, x)
+
+    def enumerate_of_another(self: Any, x: Any) -> Any:
+        return self.tools.enumerate(self.row, x)
+
+    def zip_of_another(self: Any, x: Any) -> Any:
+        return self.tools.zip(self.row, x)
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Called) if name.endswith("_of_another")])
+def test_a_method_is_not_what_it_is_called_as(name: str) -> None:
+    more = {"fill": lambda self: setattr(self, "tools", Tools()), "more": vars(Called)[name]}
+    assert_part_stays(drawn(type("Calls", (Base,), more)))

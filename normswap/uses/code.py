@@ -275,9 +275,10 @@ def _reads(code: types.CodeType, name: str) -> bool:
 
 def _held_in(several: Any) -> list[Any]:
     """What a container holds, whatever its class makes of going through it."""
+    bases: tuple[Any, ...] = _SEVERAL
     if isinstance(several, dict):
         return [*dict.values(several)]
-    return next([*base.__iter__(several)] for base in _SEVERAL if isinstance(several, base))  # type: ignore[misc]
+    return next([*base.__iter__(several)] for base in bases if isinstance(several, base))
 
 
 def _behind(proxy: Any) -> Any:
