@@ -94,7 +94,7 @@ def _resolve(build: bool) -> NativeStatus:
     global _status, _available, _compiled_in_vain
     with _mutex:
         if _status is None or (build and not _status.available and not _compiled_in_vain):
-            compiling = build and _cuda_available() and LINUX and not forbidden()
+            compiling = build and _may_compile()
             _status = _find(compiling)
             if _status.available:
                 while _on_load:
@@ -102,6 +102,15 @@ def _resolve(build: bool) -> NativeStatus:
             _available = _status.available
             _compiled_in_vain = compiling and not _available
         return _status
+
+
+def would_compile() -> bool:
+    """Whether ``load(build=True)`` would compile the library now."""
+    return not status().available and not _compiled_in_vain and _may_compile()
+
+
+def _may_compile() -> bool:
+    return _cuda_available() and LINUX and not forbidden()
 
 
 def _find(compiling: bool) -> NativeStatus:

@@ -197,7 +197,9 @@ def disabled(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
 def _load(example: Example) -> None:
     """The kernels and, beside them, autograd's nodes: compiled where there are none and the model runs on CUDA."""
     compiling = any(device.type == "cuda" for device in example.devices)
-    if native.load(build=compiling).available:
+    with nodes.built_beside() if compiling and native.would_compile() else contextlib.nullcontext():
+        available = native.load(build=compiling).available
+    if available:
         nodes.load(compiling=compiling)
 
 

@@ -69,6 +69,38 @@ def test_a_compiler_sees_the_long_way(name: str, monkeypatch: pytest.MonkeyPatch
     assert CALLED == []
 
 
+class Standardised(nn.Conv2d):
+    eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True, eps=self.eps)
+        return F.conv2d(x, weight.reshape_as(self.weight), self.bias)
+
+
+@pytest.mark.parametrize("gradients", (False, True))
+def test_one_op_standardises_a_weight(gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = randomised(Standardised(3, 4, 2)), torch.randn(2, 3, 5, 5)
+    ours = normswap.apply(model, normswap.plan(model))
+    with monkeypatch.context() as patched, torch.set_grad_enabled(gradients):
+        patched.setattr(ops, "instance_norm", lambda *_: pytest.fail("it went the long way"))
+        torch.testing.assert_close(ours(x), model(x))
+    assert CALLED == ["group_norm"]
+
+
+def test_a_weight_is_standardised_the_long_way_under_autocast(calls: list[Any]) -> None:
+    model, x = randomised(Standardised(3, 4, 2)), torch.randn(2, 3, 5, 5)
+    ours = normswap.apply(model, normswap.plan(model))
+    ours(x)
+    ((one, *given),) = calls
+    assert one(*given) is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert one(*given) is None
+        torch.testing.assert_close(ours(x), model(x))
+    ours.eps = model.eps = 0.0
+    with pytest.raises((ValueError, RuntimeError), match="eps"):  # PyTorch's, by its version
+        ours(x)
+
+
 @pytest.mark.parametrize("name", ("layer_norm", "group_norm"))
 def test_under_autocast_sixteen_bits_become_float32(name: str) -> None:
     make, shape = MODULES[name]

@@ -343,15 +343,15 @@ def test_env_shows_every_entry() -> None:
 
 def test_build_shows_the_compilers_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(arch: Any, out: Any = None, **_: Any) -> Path:
-        assert (arch, out) == (["80", "90"], Path("here"))
+        assert (arch, out) == (("80", "90"), Path("here"))
         raise native.BuildError("nvcc failed\nlayer_norm.cu(3): error: identifier is undefined")
 
     monkeypatch.setattr(native, "build", failing)
+    monkeypatch.setattr(nodes, "build", lambda out=None, **_: Path("nodes.so"))
     result = run("build", "--arch", "80, 90", "--out", "here")
     assert result.exit_code == ENVIRONMENT and result.stdout == ""
     assert "layer_norm.cu(3): error: identifier is undefined" in result.stderr and "Traceback" not in result.stderr
     monkeypatch.setattr(native, "build", lambda arch, out=None, **_: Path("lib.so"))
-    monkeypatch.setattr(nodes, "build", lambda out=None, **_: Path("nodes.so"))
     assert run("build").stdout == "lib.so\nnodes.so\n"
 
 

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from normswap import builder, native
+from normswap import builder, native, nodes, pipeline
 from normswap.environment import environment as environment_shown
 
 needs_nvcc = pytest.mark.usefixtures("nvcc")
@@ -218,6 +220,49 @@ def test_one_warning_and_one_failed_compilation_a_process(
         assert "twice.cu(3): error: a ';' is expected" in native.load(build=True).reason
     assert len(tried) == 1
     assert len([w for w in recwarn if "normswap" in str(w.message)]) == 1
+
+
+def _example(device: str) -> Any:
+    return SimpleNamespace(devices=[torch.device(device)])
+
+
+def test_optimize_compiles_the_nodes_beside_the_kernels(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch)
+    both = threading.Barrier(2)
+    loaded: list[bool] = []
+
+    def kernels() -> Path:
+        both.wait(10.0)  # until the other is under way
+        return put_library(fresh / "lib", fresh / "csrc")
+
+    monkeypatch.setattr(native, "build", kernels)
+    monkeypatch.setattr(nodes, "build", lambda out=None, **_: both.wait(10.0))
+    monkeypatch.setattr(nodes, "load", lambda compiling: loaded.append(compiling))
+    monkeypatch.setattr(builder, "find_toolkit", lambda: builder.Toolkit(Path("nvcc"), Path(), Path(), 13000))
+    pipeline._load(_example("cuda"))
+    assert loaded == [True] and native.status().origin == "built"
+
+
+def test_nothing_is_compiled_for_a_model_on_the_cpu(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch)
+    for one in (native, nodes):
+        monkeypatch.setattr(one, "build", lambda *_, **__: pytest.fail("compiled"))
+    with pytest.warns(UserWarning, match="not compiled yet"):
+        pipeline._load(_example("cpu"))
+
+
+@pytest.mark.parametrize("why", ("loaded", "never", "in vain"))
+def test_nothing_would_be_compiled(fresh: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    pretend_gpu(monkeypatch)
+    assert native.would_compile()
+    if why == "loaded":
+        put_library(fresh / "lib", fresh / "csrc")
+        native._status = None
+    elif why == "never":
+        monkeypatch.setenv("NORMSWAP_BUILD", "never")
+    else:
+        monkeypatch.setattr(native, "_compiled_in_vain", True)
+    assert not native.would_compile()
 
 
 def test_a_library_that_comes_later_is_found_by_optimize(

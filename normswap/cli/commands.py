@@ -240,14 +240,15 @@ def env(as_json: bool) -> None:
 )
 def build(arch: str | None, out: Path | None) -> None:
     """Compile the kernels, and autograd's nodes for this torch, before their first use."""
-    from normswap import native, nodes
+    from normswap import builder, native, nodes
 
-    architectures = [a.strip() for a in arch.split(",")] if arch is not None else None
     try:
-        click.echo(native.build(architectures, out, progress=say))
+        architectures = None if arch is None else builder.check_arch([a.strip() for a in arch.split(",")])
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
-    click.echo(nodes.build(out, progress=say))
+    with nodes.built_beside(out, say) as made:
+        click.echo(native.build(architectures, out, progress=say))
+    click.echo(made.result())
 
 
 def _open(source: str, **where: Any) -> Checkpoint:

@@ -27,6 +27,9 @@ class Kind:
     With ``casts`` the expression may cast on the way; ``call`` and ``magnitudes`` then take one argument more: whether
     what is normalised is rounded before the weight. They are asked only where all else is computed in float32.
 
+    With ``native``, the name of a native op and what gives its (size, weight, bias, eps) of the arguments of ``call``,
+    None where it does not serve, C++ makes the whole call.
+
     Where a module as a whole is one, ``forward(replaced, attributes)`` is that of the class made for it, and
     ``values(match, module)`` the arguments of ``magnitudes`` there, by default what the match has for ``parameters``.
     """
@@ -43,6 +46,7 @@ class Kind:
     c_gradient: float = 8.0  # the statistic stands in it to the second power or the third, each with its own error
     forward: Callable[[Replaced, Mapping[str, Any]], Callable[..., Any]] | None = None
     values: Callable[[Match, Any], tuple[Any, ...]] | None = None
+    native: tuple[str, Callable[..., tuple[Any, ...] | None]] | None = None
 
     def values_at(self, match: Match, module: Any) -> tuple[Any, ...]:
         """What stands at a ``module`` for the arguments of ``magnitudes``."""

@@ -16,7 +16,8 @@ from normswap.kinds.kind import Kind
 FORMULA = "batch_norm(x, None, None, weight=weight, bias=bias, training=True, momentum=momentum, eps=eps)"
 
 
-def call(x: Tensor, weight: Any, bias: Any, momentum: Any, eps: Any) -> Tensor | None:
+def as_group_norm(x: Tensor, weight: Any, bias: Any, momentum: Any, eps: Any) -> tuple[Any, ...] | None:
+    """The groups, weight, bias and eps of the GroupNorm of ``x`` that it is; None where it is none."""
     shape = x.shape
     if len(shape) < 3 or shape[0] != 1 or x.numel() <= shape[1]:
         return None
@@ -24,7 +25,12 @@ def call(x: Tensor, weight: Any, bias: Any, momentum: Any, eps: Any) -> Tensor |
         if vector is not None and not (isinstance(vector, Tensor) and vector.shape == shape[1:2]):
             return None
     numbers = type(momentum) in (int, float) and type(eps) in (int, float)
-    return ops.instance_norm(x, weight, bias, eps) if numbers and eps > 0 else None  # of no other does PyTorch take it
+    return (shape[1], weight, bias, eps) if numbers and eps > 0 else None  # of no other eps does PyTorch take it
+
+
+def call(x: Tensor, weight: Any, bias: Any, momentum: Any, eps: Any) -> Tensor | None:
+    given = as_group_norm(x, weight, bias, momentum, eps)
+    return None if given is None else ops.instance_norm(x, *given[1:])
 
 
 def magnitudes(
@@ -39,4 +45,5 @@ def sample(weight: Tensor | None, bias: Tensor | None, *_: Any) -> tuple[int, ..
 
 
 PARAMETERS = ("weight", "bias", "momentum", "eps")
-KIND = Kind("weight_standardization", FORMULA, PARAMETERS, call, magnitudes, sample, c_gradient=4.0)
+NATIVE = "group_norm", as_group_norm
+KIND = Kind("weight_standardization", FORMULA, PARAMETERS, call, magnitudes, sample, c_gradient=4.0, native=NATIVE)

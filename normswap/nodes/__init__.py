@@ -9,7 +9,8 @@ import ctypes
 import functools
 import importlib.machinery
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -52,6 +53,13 @@ def build(out: Path | None = None, progress: Callable[[str], None] | None = None
             return found
         (progress or native.say)(f"compiling autograd's nodes for torch {torch.__version__} ...")
         return builder.compile_nodes(SOURCE, out or _cache())
+
+
+@contextlib.contextmanager
+def built_beside(out: Path | None = None, progress: Callable[[str], None] | None = None) -> Iterator[Future[Path]]:
+    """While the block compiles the kernels, ``build`` in a thread, which is done after the block."""
+    with ThreadPoolExecutor(1) as beside:
+        yield beside.submit(build, out, progress=progress)
 
 
 def load(*, compiling: bool = False) -> None:

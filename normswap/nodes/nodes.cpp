@@ -3,7 +3,6 @@
 // is not compiled the autograd Functions of normswap/ops do the same.
 //
 // An op X_or_none(arguments) -> outputs has a twin X_recorded(arguments) -> outputs and what else its backward needs.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -11,183 +10,16 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <array>
-#include <string>
-#include <vector>
-
-#include "launches.h"
+#include "recorded_launches.h"
 
 namespace {
 
-using c10::IValue;
-using c10::OperatorHandle;
 using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 using NodePtr = decltype(Edge::function);
-
-enum Kind { kLayerNorm, kRmsNorm, kGroupNorm, kBatchNorm };
-constexpr const char* kKinds[] = {"layer_norm", "rms_norm", "group_norm", "batch_norm"};
-constexpr const char* kNodes[] = {"_LayerNormBackward", "_RMSNormBackward", "_GroupNormBackward", "_BatchNormBackward"};
-
-// What a backward may need: the tensors that may learn, other arguments, what the forward has kept.
-enum Slot {
-  kInput, kWeight, kBias, kResidual, kScale, kShift, kInputBias, kLearning,
-  kMean = kLearning, kVar, kKept, kSigns, kSlots
-};
-constexpr const char* kTensors[] = {"input", "weight",     "bias",         "residual",   "scale",
-                                    "shift", "input_bias", "running_mean", "running_var"};
-
-enum Number { kSize, kEps, kOffset, kCast, kTraining, kActivation, kLow, kHigh, kNumbers };
-constexpr const char* kScalars[] = {"dims", "eps", "weight_offset", "cast_before_weight", "training", "activation"};
-
-constexpr double kRelu = 1;  // as the kernels number activations, 0 is none
-
-using Numbers = std::array<double, kNumbers>;
-using Wanted = std::array<bool, kLearning>;
-
-bool is_of_rows(Kind kind) { return kind < kGroupNorm; }
-
-OperatorHandle native(const std::string& name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(("normswap::" + name).c_str(), "");
-}
-
-// Where the arguments of an op stand, -1 for what it has not; read from its schema.
-struct Norm {
-  explicit Norm(Kind kind) : kind(kind), recorded(native(kKinds[kind] + std::string("_recorded"))) {
-    const auto& plain = native(kKinds[kind] + std::string("_or_none")).schema();
-    arguments = plain.arguments().size();
-    outputs = plain.returns().size();
-    kept = recorded.schema().returns().size() - outputs;
-    const auto place = [&](const char* name) { return plain.argumentIndexWithName(name).value_or(-1); };
-    std::transform(std::begin(kTensors), std::end(kTensors), tensors.begin(), place);
-    std::transform(std::begin(kScalars), std::end(kScalars), numbers.begin(), place);
-    if (kind == kGroupNorm) numbers[kSize] = place("num_groups");
-    dtype = place("dtype"), wide = place("wide"), batches = place("batches"), momentum = place("momentum");
-    if (numbers[kActivation] >= 0) numbers[kLow] = numbers[kActivation] + 1, numbers[kHigh] = numbers[kLow] + 1;
-  }
-
-  Kind kind;
-  OperatorHandle recorded;
-  size_t arguments, outputs, kept;
-  std::array<int, kKept> tensors;
-  std::array<int, kNumbers> numbers = {-1, -1, -1, -1, -1, -1, -1, -1};
-  int dtype, wide;        // of the output
-  int batches, momentum;  // of a BatchNorm
-};
-
-double number_of(const IValue& value) {
-  return value.isDouble() ? value.toDouble() : value.isBool() ? value.toBool() : static_cast<double>(value.toInt());
-}
-
-IValue optional(const Tensor& t) { return t.defined() ? IValue(t) : IValue(); }
-Tensor tensor(const IValue& value) { return value.isTensor() ? value.toTensor() : Tensor(); }
-
-// --- past the dispatcher ----------------------------------------------------------------------------------------------
-
-// Whether the kernels may read these there: on their device, with no mode that wants to be told.
-template <class... Others>
-bool can_launch(const Tensor& input, const Others&... others) {
-  return input.device().type() == launchers().device && !any_dispatch_mode() && all_readable(input, others...);
-}
-
-int32_t activation_of(const Numbers& n) { return static_cast<int32_t>(n[kActivation]); }
-float low_of(const Numbers& n) { return static_cast<float>(n[kLow]); }
-float high_of(const Numbers& n) { return static_cast<float>(n[kHigh]); }
-
-// What the op's twin would make of what the op is given, outputs first; nothing where the kernels' library declines.
-std::vector<IValue> forward_launched(const Norm& norm, c10::ArrayRef<IValue> given, const Numbers& n) {
-  const auto at = [&](int slot) { return norm.tensors[slot] < 0 ? Tensor() : tensor(given[norm.tensors[slot]]); };
-  const Tensor input = at(kInput), weight = at(kWeight), bias = at(kBias), residual = at(kResidual);
-  const Tensor scale = at(kScale), shift = at(kShift);
-  if (!can_launch(input, weight, bias, residual, scale, shift)) return {};
-  const View x = view_of(input), w = view_of(weight), b = view_of(bias), r = view_of(residual);
-  const auto size = static_cast<int64_t>(n[kSize]);
-  TensorMemory memory(input);
-  const auto made = [&](Memory::Part part) { return optional(memory.parts[part]); };
-  if (norm.kind == kBatchNorm) {
-    const Tensor mean = at(kMean), var = at(kVar), input_bias = at(kInputBias), batches = tensor(given[norm.batches]);
-    if (!all_readable(input, mean, var, input_bias, batches)) return {};
-    if (batches.defined() && (batches.scalar_type() != at::kLong || batches.numel() != 1)) return {};
-    int64_t* const counted = batches.defined() ? batches.mutable_data_ptr<int64_t>() : nullptr;
-    const double momentum = number_of(given[norm.momentum]);
-    const normswap::BatchNormTrainCall call{x, view_of(mean), view_of(var), w, b, r, view_of(scale), view_of(input_bias),
-                                            counted, momentum, n[kEps], n[kTraining] != 0, activation_of(n), low_of(n),
-                                            high_of(n), true};
-    if (!launched_in_op("normswap::batch_norm", launchers().batch_norm_train, call, memory)) return {};
-    return {made(Memory::kOut), made(Memory::kStatistics), made(Memory::kSigns)};
-  }
-  if (norm.kind == kGroupNorm) {
-    const int32_t dtype = given[norm.wide].toBool() ? code_of(at::kFloat) : x.dtype;
-    const normswap::GroupNormCall call{x, w, b, r, size, n[kEps], activation_of(n), low_of(n), high_of(n), dtype, true};
-    if (!launched_in_op("normswap::group_norm", launchers().group_norm, call, memory)) return {};
-    return {made(Memory::kOut), made(Memory::kStatistics)};
-  }
-  const bool other = norm.dtype >= 0 && !given[norm.dtype].isNone();
-  const int32_t dtype = other ? code_of(given[norm.dtype].toScalarType()) : x.dtype;
-  const normswap::RowNormCall call{x, w, b, r, view_of(scale), view_of(shift), size, n[kEps], n[kOffset],
-                                   norm.kind == kRmsNorm, n[kCast] != 0, activation_of(n), low_of(n), high_of(n), dtype, true};
-  const char* name = norm.kind == kRmsNorm ? "normswap::rms_norm" : "normswap::layer_norm";
-  if (!launched_in_op(name, launchers().row_norm, call, memory)) return {};
-  return {made(Memory::kOut), made(Memory::kSum), made(Memory::kStatistics)};
-}
-
-// Of a scale of one value, from a gradient of each channel.
-Tensor summed_as(const Tensor& grad, const Tensor& scale) {
-  return grad.numel() == scale.numel() ? grad : grad.sum().reshape(scale.sizes()).to(scale.scalar_type());
-}
-
-// Of a norm of channels; else the weight stands for it, of one dtype with it: see needs.
-bool keeps_bias(const variable_list& saved, const Numbers& n) { return saved[kBias].defined() || n[kActivation] != 0; }
-
-// How many elements a row has, over which the last dims are normalised.
-int64_t columns_of(const Tensor& input, const Numbers& n) {
-  const auto shape = input.sizes();
-  return c10::multiply_integers(shape.slice(shape.size() - static_cast<size_t>(n[kSize])));
-}
-
-// The gradients that are wanted, or nothing.
-variable_list backward_launched(Kind kind, const Tensor& grad, const Tensor& sum_grad, const variable_list& saved,
-                                const Numbers& n, const Wanted& wanted) {
-  const Tensor &input = saved[kInput], &weight = saved[kWeight], &bias = saved[kBias], &kept = saved[kKept];
-  const Tensor& residual = saved[kResidual];
-  if (!can_launch(input, grad, sum_grad, weight, bias, kept, residual)) return {};
-  TensorMemory memory(input);
-  const auto& made = memory.parts;
-  const Tensor &of_input = made[Memory::kOut], &of_sum = made[Memory::kSum];
-  const Tensor &of_weight = made[Memory::kWeight], &of_bias = made[Memory::kBias];
-  const View x = view_of(input), dy = view_of(grad), w = view_of(weight), b = view_of(bias), statistics = view_of(kept);
-  if (kind == kBatchNorm) {
-    const Tensor &scale = saved[kScale], &input_bias = saved[kInputBias], &signs = saved[kSigns];
-    if (!all_readable(input, scale, input_bias, signs, saved[kMean], saved[kVar])) return {};
-    const normswap::BatchNormBackwardCall call{
-        dy, x, statistics, view_of(residual), w, keeps_bias(saved, n) ? b : w, view_of(scale), view_of(input_bias),
-        view_of(saved[kMean]), view_of(saved[kVar]), view_of(signs).data, n[kEps], n[kTraining] != 0, activation_of(n),
-        low_of(n), high_of(n), wanted[kInput], wanted[kWeight], wanted[kBias], wanted[kResidual], wanted[kScale],
-        wanted[kInputBias]};
-    if (!launched("normswap::batch_norm_backward", launchers().batch_norm_backward, call, memory)) return {};
-    Tensor of_scale = made[Memory::kScale];
-    if (of_scale.defined()) of_scale = summed_as(of_scale, scale);
-    return {of_input, of_weight, of_bias, of_sum, of_scale, Tensor(), made[Memory::kInputBias]};
-  }
-  if (kind == kGroupNorm) {
-    const normswap::GroupBackwardCall call{dy, x, w, keeps_bias(saved, n) ? b : w, view_of(residual), statistics,
-                                           static_cast<int64_t>(n[kSize]), activation_of(n), low_of(n), high_of(n), wanted[kInput],
-                                           wanted[kWeight], wanted[kBias], wanted[kResidual]};
-    if (!launched("normswap::group_norm_backward", launchers().group_backward, call, memory)) return {};
-    return {of_input, of_weight, of_bias, of_sum, Tensor(), Tensor(), Tensor()};
-  }
-  const bool of_summands = wanted[kInput] || wanted[kResidual];
-  const normswap::RowBackwardCall call{dy, x, w, b, statistics, view_of(sum_grad), columns_of(input, n), n[kOffset],
-                                       kind == kRmsNorm, n[kCast] != 0, activation_of(n), low_of(n), high_of(n), of_summands,
-                                       wanted[kWeight], wanted[kBias]};
-  const char* name = kind == kRmsNorm ? "normswap::rms_norm_backward" : "normswap::layer_norm_backward";
-  if (!launched(name, launchers().row_backward, call, memory)) return {};
-  return {of_input, of_weight, of_bias, of_input, Tensor(), Tensor(), Tensor()};
-}
 
 // --- the gradients, by the slot they are for --------------------------------------------------------------------------
 

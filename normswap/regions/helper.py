@@ -251,6 +251,8 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
     """What calls the region so, if anything does. ``dtype``: that of the result where nobody sees it before autocast
     has cast it to that."""
     region = compiled.region
+    if region.kind in KINDS:
+        return _at_once_of_expression(compiled)
     cls, steps = _KINDS.get(region.kind, (nn.Module, set[str]()))
     does = {step.does for step in region.steps}
     by_hand = region.match.by_hand
@@ -302,3 +304,19 @@ def at_once_of(compiled: Compiled, dtype: _Dtype) -> AtOnce:
             needs_scale="gain" in does,
         )
     )
+
+
+def _at_once_of_expression(compiled: Compiled) -> AtOnce:
+    """What calls the op of a norm that is written out so, if it is a native one."""
+    kind = KINDS[compiled.region.kind]
+    if kind.native is None:
+        return AtOnce(None)
+    name, arguments_of = kind.native
+    unpack, count = compiled.unpack, len(kind.parameters)
+
+    def unpacked(packed: Any) -> tuple[Any, ...]:
+        x, *others, given = unpack(packed)
+        served = type(x) in PLAIN and not torch.is_autocast_enabled(x.device.type)  # which the op's dtype follows
+        return x, *others, (arguments_of(x, *given[:count]) if served else None) or ()
+
+    return AtOnce(Norm(name, unpack=unpacked, callees=compiled.callees, called=compiled.callees(), region=True))
