@@ -31,7 +31,7 @@ def environment() -> dict[str, str]:
         "library": found.origin if found.available else f"none: {found.reason}",
         "library path": str(found.path or "-"),
         "library digest": found.digest or "-",
-        "cache": str(native.cache_dir()),
+        "cache": _told(lambda: str(native.cache_dir())),
         "NORMSWAP_BUILD": os.environ.get("NORMSWAP_BUILD", "not set"),
         "autograd nodes": nodes.status(),
     }

@@ -115,9 +115,12 @@ def _may_compile() -> bool:
 
 def _find(compiling: bool) -> NativeStatus:
     """Load the first library that fits, from the package, the cache or, if ``compiling``, the compiler."""
-    reasons = []
-    cached = [("cache", path.parent) for path in sorted(cache_dir().glob(f"*/{LIBRARY}"))]
-    for origin, folder in [("package", PACKAGE / "lib"), *cached]:
+    reasons, folders = list[str](), [("package", PACKAGE / "lib")]
+    try:
+        folders += [("cache", path.parent) for path in sorted(cache_dir().glob(f"*/{LIBRARY}"))]
+    except BuildError as error:
+        reasons.append(str(error))
+    for origin, folder in folders:
         if not (folder / LIBRARY).is_file():
             continue
         reason = _misfit(folder) or _open(folder / LIBRARY)
@@ -246,8 +249,12 @@ def source_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """The folder of compiled libraries, each in a folder named by its digest; XDG_CACHE_HOME moves it."""
-    return user_cache_path("normswap")
+    """The folder of compiled libraries, each in a folder named by its digest; XDG_CACHE_HOME moves it. Raises
+    BuildError where the user has none."""
+    try:
+        return user_cache_path("normswap")
+    except RuntimeError as error:
+        raise BuildError(f"no folder to keep compiled libraries in ({error}); set HOME or XDG_CACHE_HOME") from error
 
 
 def build(

@@ -31,7 +31,8 @@ SEEN = {"racecheck": "not test_convolution or depthwise"}
 """What a tool runs of it where not all: kernels that multiply by warpgroups end racecheck, by an exception in it."""
 ALONE = ("test_workloads.py", "test_cost.py", "test_choice.py")
 """Test files that time, or need most of the GPU's memory."""
-AT_ONCE = 8
+AT_ONCE, THREADS = 12, 2
+"""How many files of tests, and threads of each on the CPU."""
 
 Told = dict[str, dict[str, float]]
 """Figures by test and name."""
@@ -71,7 +72,7 @@ def _run_file(file: Path) -> tuple[dict[str, Any], Told]:
         results = Path(folder, "results.xml")
         told = ["-o", "junit_family=xunit1", f"--junitxml={results}"]  # xunit2 has no properties
         tests = [sys.executable, "-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", *told]
-        done = children.run(tests, cwd=ROOT)
+        done = children.run(tests, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": str(THREADS)})
         if done.returncode != 0:
             print(f"== {file.name}: exit {done.returncode}\n{done.stdout[-5000:]}{done.stderr[-1000:]}", flush=True)
         if not results.is_file():

@@ -440,6 +440,21 @@ def test_a_cache_that_cannot_be_written_is_a_reason(
         assert not native.load(build=True).available
 
 
+def test_who_has_no_home_has_no_cache(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(_: str) -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(native, "user_cache_path", homeless)
+    with pytest.warns(UserWarning, match=r"could not determine the home directory\); set HOME or XDG_CACHE_HOME"):
+        assert not native.load(build=True).available
+    assert nodes.find() is None
+    assert environment_shown()["cache"].endswith("set HOME or XDG_CACHE_HOME")
+    put_library(fresh / "lib", fresh / "csrc")
+    native._status = None
+    assert native.load().origin == "package"
+
+
 @needs_nvcc
 def test_load_compiles_for_the_gpu_and_loads_that(fresh: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, "86")

@@ -39,8 +39,10 @@ def _cache() -> Path:
 
 def find() -> Path | None:
     """The library for this torch where it was compiled: in the package or in the cache."""
-    name = builder.nodes_name(SOURCE)
-    return next((path for folder in (native.PACKAGE / "lib", _cache()) if (path := folder / name).is_file()), None)
+    name, folders = builder.nodes_name(SOURCE), [native.PACKAGE / "lib"]
+    with contextlib.suppress(builder.BuildError):  # of one who has no cache
+        folders.append(_cache())
+    return next((path for folder in folders if (path := folder / name).is_file()), None)
 
 
 def build(out: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
