@@ -165,18 +165,20 @@ class L1Norm(nn.Module):
         return f"dim={self.dim}"
 
     @classmethod
-    def from_torch(cls, module: nn.Module, dim: int = 1) -> L1Norm:
-        """An L1Norm for a torch ``module`` without parameters that computes the expression along ``dim``.
+    def from_torch(cls, module: nn.Module, dim: int | None = None) -> L1Norm:
+        """An L1Norm for a torch ``module`` without parameters that computes the expression along ``dim``: if None,
+        along the ``dim`` that ``module`` has, or 1.
 
         Raises ValueError when ``module`` has parameters or buffers: it is then no plain L1 norm.
         """
         if module.state_dict():
             raise ValueError(f"L1Norm.from_torch: module must have no state, got keys {list(module.state_dict())}")
-        return cls(getattr(module, "dim", dim)).train(module.training)
+        return cls(getattr(module, "dim", 1) if dim is None else dim).train(module.training)
 
 
 class LinearScaleBatchNorm(nn.Module):
-    """``bn(gemm(x) * scale)``: a Linear, a learned scale and a BatchNorm1d, with the product never stored.
+    """``bn(gemm(x) * scale)``: a Linear, a learned scale and a BatchNorm1d. In eval, with more rows than features, it
+    is one Linear with folded weights; else the Linear, and one kernel for the rest.
 
     Keys: ``gemm.weight``, ``gemm.bias``, ``scale``, ``bn.*``. ``scale_shape`` is (), (1,), (C,) or (1, C) with
     C = out_features; other arguments are those of nn.Linear and nn.BatchNorm1d.

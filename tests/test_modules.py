@@ -44,6 +44,9 @@ def test_our_op_computes_it(
 def test_l1_from_torch() -> None:
     x = torch.randn(4, 9)
     assert torch.equal(modules.L1Norm.from_torch(L1())(x), L1()(x))
+    of_dim = nn.Module()
+    of_dim.dim = 1  # type: ignore[assignment]
+    assert [modules.L1Norm.from_torch(of_dim, *dim).dim for dim in ((), (2,))] == [1, 2]
     with pytest.raises(ValueError, match="no state"):
         modules.L1Norm.from_torch(nn.Linear(2, 2))
 
