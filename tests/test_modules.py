@@ -45,8 +45,8 @@ def test_l1_from_torch() -> None:
     x = torch.randn(4, 9)
     assert torch.equal(modules.L1Norm.from_torch(L1())(x), L1()(x))
     of_dim = nn.Module()
-    of_dim.dim = 1  # type: ignore[assignment]
-    assert [modules.L1Norm.from_torch(of_dim, *dim).dim for dim in ((), (2,))] == [1, 2]
+    of_dim.dim = 2  # type: ignore[assignment]
+    assert [modules.L1Norm.from_torch(one, 3).dim for one in (of_dim, nn.Module())] == [2, 3]
     with pytest.raises(ValueError, match="no state"):
         modules.L1Norm.from_torch(nn.Linear(2, 2))
 
