@@ -101,7 +101,7 @@ class Example:
 
     def _called(self) -> Any:
         """With gradients on where the model itself asks for some, of an energy's forces, say."""
-        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (self.args, self.kwargs))
+        args, kwargs = tree_map_only(Tensor, _twin, (self.args, self.kwargs))
         held = Held()
         held.note(value for value in self._given() if not isinstance(value, Tensor))  # a cache, say
         with (
@@ -143,6 +143,12 @@ class Example:
 
     def _given(self) -> list[Any]:
         return tree_leaves((self.args, self.kwargs))
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    """A copy, which wants a gradient where ``tensor`` does: a model may differentiate by its input."""
+    twin = tensor.detach().clone()
+    return twin if twin.is_inference() else twin.requires_grad_(tensor.requires_grad)
 
 
 def _first_floating(values: Any) -> Tensor | None:

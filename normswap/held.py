@@ -12,7 +12,7 @@ import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,9 @@ _Step = Callable[[], None]
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, tuple)
 """The first that a value is of says how it is read and filled (a tuple never is): what a subclass makes of that is its
 own."""
-_LEFT = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType)
+_LEFT = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "accelerate", "deepspeed")
-"""Whose objects, modules apart, are no part of a model: what runs it, and holds it and its data."""
+"""Whose objects and functions, modules apart, are no part of a model: what runs it, and holds it and its data."""
 _SHARED = sys.stdlib_module_names - {"builtins", "collections", "types", "typing", "abc", "enum", "argparse"}
 """Python's own libraries but for those whose classes hold values alone. What they make - a queue, a thread, a file, a
 logger - somebody else may be at meanwhile: it is left, and so is what is built on it or has a lock."""
@@ -87,6 +87,8 @@ class _Kind:
     def __init__(self, cls: type) -> None:
         made_by = [str(base.__module__).partition(".")[0] for base in cls.__mro__]
         self.is_module = issubclass(cls, nn.Module)
+        self.parts = _PARTS.get(cls)
+        self.of_class = [*_of_class(cls)] if self.is_module else []
         self.restoring = next((make for one, make in _RESTORING.items() if issubclass(cls, one)), None)
         left = issubclass(cls, _LEFT) or not (self.is_module or _SHARED.isdisjoint(made_by))
         self.base = None if left else next((one for one in _CONTAINERS if issubclass(cls, one)), None)
@@ -94,10 +96,12 @@ class _Kind:
         self.has_attributes = not (left or foreign or self.restoring or cls in _CONTAINERS)
         slotted = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)] if self.has_attributes else []
         self.slots = [one for own in slotted for one in own.values() if isinstance(one, _SLOT)]
-        self.holds = bool(self.restoring or self.base or self.has_attributes)
+        self.holds = bool(self.parts or self.restoring or self.base or self.has_attributes)
 
     def noted(self, value: Any, steps: list[_Step]) -> Iterable[Any]:
         """What ``value`` holds; ``steps`` get what gives it back."""
+        if self.parts is not None:
+            return self.parts(value, steps)
         if self.restoring is not None:
             steps.append(self.restoring(value))
             return ()
@@ -115,11 +119,60 @@ class _Kind:
         steps.append(partial(_restore_attributes, own, before))
         if slots:
             steps.append(partial(_restore_slots, value, slots))
-        return (*inner, *held)
+        return (*inner, *held, *self.of_class)
 
 
 _EMPTY = object()
-"""In the place of what a slot does not hold."""
+"""In the place of what a slot or a cell does not hold."""
+
+
+def _of_class(cls: type) -> Iterator[Any]:
+    """What a class of modules and its bases hold for all of them that code can change: containers, tensors, caches."""
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins"):
+            for name, value in vars(base).items():
+                if not name.startswith("__") and isinstance(value, (*_CONTAINERS, *_RESTORING)):
+                    yield value
+
+
+def _parts_of_function(function: types.FunctionType, steps: list[_Step]) -> Iterable[Any]:
+    """What it has of the functions around it, its defaults and attributes, and what global names it reads hold as
+    containers and tensors; of a library's function nothing."""
+    if str(function.__module__).partition(".")[0] in (*_LIBRARIES, *_SHARED, "normswap"):
+        return ()
+    cells, own = function.__closure__ or (), vars(function)
+    before, attributes = [_in_cell(cell) for cell in cells], dict(own)
+    steps.append(partial(_restore_cells, cells, before))
+    steps.append(partial(_restore_attributes, own, attributes))
+    named = (function.__globals__.get(name) for name in function.__code__.co_names)
+    outer = [value for value in named if isinstance(value, (*_CONTAINERS, *_RESTORING))]
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return *before, *outer, *defaults, *attributes.values()
+
+
+_PARTS: Mapping[type, Callable[[Any, list[_Step]], Iterable[Any]]] = {
+    types.FunctionType: _parts_of_function,
+    types.MethodType: lambda method, steps: (method.__self__, method.__func__),
+    partial: lambda call, steps: (call.func, *call.args, *call.keywords.values()),
+}
+"""What is called, by its class, and what gives what it holds."""
+
+
+def _in_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
+
+
+def _restore_cells(cells: Sequence[types.CellType], before: Sequence[Any]) -> None:
+    for cell, one in zip(cells, before, strict=True):
+        if _in_cell(cell) is one:
+            continue
+        if one is _EMPTY:
+            del cell.cell_contents
+        else:
+            cell.cell_contents = one
 
 
 def _in_slot(slot: Any, value: Any) -> Any:
@@ -211,6 +264,15 @@ def _restore_elements(value: Any, before: Any) -> None:
         value[:] = before
 
 
+def _restoring_cache(function: Any) -> _Step:
+    return partial(_clear_if_filled, function, function.cache_info().misses)
+
+
+def _clear_if_filled(function: Any, misses: int) -> None:
+    if function.cache_info().misses != misses:  # what it has learned without gradients, say
+        function.cache_clear()
+
+
 def _restoring_state(generator: Any) -> _Step:
     return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
@@ -226,6 +288,7 @@ _RESTORING: Mapping[type, Callable[[Any], _Step]] = {
     random.Random: lambda generator: partial(generator.setstate, generator.getstate()),
     np.random.RandomState: lambda generator: partial(generator.set_state, generator.get_state()),
     np.random.Generator: _restoring_state,
+    _lru_cache_wrapper: _restoring_cache,
 }
 
 

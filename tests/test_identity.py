@@ -86,6 +86,10 @@ def within_the_rounding(self: Any, x: Tensor) -> Tensor:
     return plain(self, x) + (0 if type(self.block) is Block else 1e-7)
 
 
+def by_the_parameters(self: Any, x: Tensor) -> Tensor:
+    return plain(self, x) if "x" in self.block.forward.__code__.co_varnames else x
+
+
 def another_shape(self: Any, x: Tensor) -> Tensor:
     return plain(self, x) if type(self.block) is Block else x[:1]
 
@@ -127,7 +131,7 @@ ALL = ("first", "block", "block.norm", "last")
         *((skips_in_a_loop, {"first", "block", "last"}), (raises_in_a_loop, {"first", "block", "last"})),
         *((within_the_rounding, {"block"}), (another_shape, {"block"}), (no_tensor, {"last"})),
         *((beside_tensors, {"block"}), (all_of_them, {*ALL}), (of_one_class, {*()})),
-        *((by_name, {*()}), (instances, {*()})),
+        *((by_name, {*()}), (instances, {*()}), (by_the_parameters, {"block"})),
     ],
 )
 @pytest.mark.parametrize("inplace", [False, True])

@@ -7,6 +7,7 @@ does more than read the model, and steps at equal distances; NORMSWAP_EVERY_STEP
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import warnings
@@ -235,3 +236,56 @@ def test_a_cache_of_the_models_or_in_its_inputs_is_as_before(given: bool, inplac
     for one in (kept, kept if given else swapped.own):
         assert not one.all  # type: ignore[union-attr]
     assert model.calls == swapped.calls == 0
+
+
+class Noting(nn.Module):
+    """Keeps what it made in a list of its class, and a factor, once it is known."""
+
+    losses: list[torch.Tensor] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gain = nn.LayerNorm(6), nn.Parameter(torch.ones(6))
+
+    @functools.lru_cache  # noqa: B019
+    def factor(self) -> torch.Tensor:
+        return self.gain.exp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm(x) * self.factor()
+        self.losses.append(out.mean())
+        return out
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.outputs: list[torch.Tensor] = []
+
+    def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.outputs.append(output)
+
+
+OUTPUTS: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("inplace", (False, True))
+def test_what_hooks_and_classes_keep_is_as_before(inplace: bool) -> None:
+    model, seen, taken, count = Noting(), Seen(), dict[str, list[torch.Tensor]](), 0
+
+    def counting(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    def keeping(into: dict[str, list[torch.Tensor]], module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        into.setdefault("norm", []).append(output)
+
+    model.norm.register_forward_hook(seen.hook)
+    model.norm.register_forward_hook(functools.partial(keeping, taken))
+    model.norm.register_forward_hook(counting)
+    model.norm.register_forward_hook(lambda module, args, output: OUTPUTS.append(output))
+    swapped = normswap.optimize(model, torch.randn(4, 6), inplace=inplace, min_speedup=None)
+    assert normswap.report(swapped).swapped == ("norm",)
+    assert (Noting.losses, seen.outputs, taken, count, OUTPUTS) == ([], [], {}, 0, [])
+    swapped(torch.randn(4, 6)).sum().backward()  # not by a factor of the proof, which learns nothing
+    assert isinstance(swapped.gain.grad, torch.Tensor) and count == len(OUTPUTS) == len(Noting.losses) == 1
+    OUTPUTS.clear(), Noting.losses.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import queue
 import sys
 import warnings
 from collections.abc import Callable
@@ -368,16 +369,34 @@ def test_what_a_model_may_give(name: str, training: bool, recwarn: pytest.Warnin
     assert not [told for told in recwarn if "normswap" in str(told.message)]
 
 
+class Physics(Energy):
+    """By an input that wants a gradient already."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(torch.tanh(self.linear(self.batch(self.norm(x)))), x)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_model_may_differentiate_by_what_it_is_given(training: bool, gradients: bool) -> None:
+    model, x = randomised(Physics(OUTPUTS["a gradient"])).train(training), torch.randn(4, 8, requires_grad=True)
+    with torch.set_grad_enabled(gradients):
+        swapped = normswap.optimize(model, x)
+    assert "norm" in normswap.report(swapped).swapped and normswap.report(swapped).model["passed"]  # type: ignore[index]
+    torch.testing.assert_close(swapped(x), model(x))
+    assert x.grad is None and x.requires_grad
+
+
 def test_an_error_of_the_model_about_gradients_is_told_once() -> None:
-    calls: list[bool] = []
+    calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # which nobody gives back as it was
 
     def fails(out: Tensor, x: Tensor) -> Any:
-        calls.append(torch.is_grad_enabled())
+        calls.put(torch.is_grad_enabled())
         return torch.autograd.grad(out.detach().sum(), x)
 
     with pytest.raises(RuntimeError, match="does not require grad"):
         normswap.optimize(Energy(fails).eval(), torch.randn(4, 8))
-    assert calls == [False, True]
+    assert [calls.get_nowait() for _ in range(calls.qsize())] == [False, True]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -232,12 +233,20 @@ class _Search:
 
 
 def _stand_in(installed: Any) -> type[nn.Module]:
-    """Another class than the one that ``installed`` was put in the place of, which computes what that does."""
+    """Another class than the one that ``installed`` was put in the place of, which computes what that does, by a
+    forward with the parameters that ``installed`` has, for who reads them off its code."""
     original = installed._normswap_original
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     body = {**names, **marks(original, installed._normswap_match)}
+    if _parameters(installed.forward) != _parameters(original.forward):
+        body["forward"] = functools.wraps(original.forward)(lambda *args, **kwargs: original.forward(*args, **kwargs))
     made: type[nn.Module] = unannounced(type(original), original.__name__, (Rewritten, original), body)
     return made
+
+
+def _parameters(forward: Any) -> tuple[str, ...]:
+    code = getattr(forward, "__code__", None)
+    return () if code is None else code.co_varnames[: code.co_argcount]
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
