@@ -198,6 +198,23 @@ def wrong_group_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(normswap.modules.GroupNorm, "forward", forward)
 
 
+LAZY = """
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.LazyLinear(8), nn.LayerNorm(8))
+"""
+
+
+def test_a_lazy_layer_has_the_shape_of_its_file(folder: Path) -> None:
+    (folder / "lazy.py").write_text(LAZY)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8))
+    torch.save(model.state_dict(), "lazy.pt")
+    convert("lazy.pt", "out", "lazy:build", device="cpu")
+    torch.testing.assert_close(load_model("out", trust_factory=True)(X), model(X))
+    sys.modules.pop("lazy")
+
+
 # --- failures of convert leave nothing ------------------------------------------------------------------------------
 
 
@@ -288,6 +305,12 @@ def test_devices_that_are_not_there_are_told(folder: Path) -> None:
     fails(folder, CheckpointError, "device 'tpu9' cannot be used here", "net.pt", "out", "zoo:net", device="tpu9")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, "float12", "int8", "Tensor"])
+def test_dtypes_that_cannot_be_are_told(folder: Path, dtype: Any) -> None:
+    message = f"dtype {dtype!r} is not the name of a floating-point dtype"
+    fails(folder, CheckpointError, message, "net.pt", "out", "zoo:net", dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [
@@ -362,6 +385,12 @@ def test_a_given_model_is_filled_and_no_code_is_imported() -> None:
     torch.testing.assert_close(given(X), built("zoo:net")(X))
     with pytest.raises(CheckpointError, match="no_such_module cannot be imported"):
         load_model("out", trust_factory=True)
+
+
+def test_what_is_no_model_is_not_filled() -> None:
+    convert("net.pt", "out", "zoo:net", device="cpu")
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got function"):
+        load_model("out", model=built)
 
 
 @pytest.mark.case("malformed-files")

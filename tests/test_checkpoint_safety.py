@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from libraries import CASES
 from torch import nn
 
 from normswap import apply, report, rollback
-from normswap.checkpoint import CheckpointError, build_model, convert, load_model, open_checkpoint, same_tensors
+from normswap.checkpoint import CheckpointError, build_model, convert, load_model, open_checkpoint, same_tensors, verify
+from normswap.checkpoint.models import HERE, open_model
 from normswap.cli import main
 from normswap.modules import site_match
 
@@ -64,6 +66,40 @@ def test_a_report_never_takes_the_place_of_a_checkpoint(folder: Path, extra: lis
     before = snapshot(folder)
     result = run("convert", "net.pt", "out", *OPTIONS, *extra, *force)
     assert result.exit_code == 1 and "is a file of the checkpoint" in result.stderr
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "out", "extra"),
+    [
+        ("in", "out", "in/config.json"),
+        ("in", "out", "in/words.txt"),
+        ("in", "out", "in/normswap.json"),
+        ("in", "out.pt", "in/generation_config.json"),
+        ("in", "out/net.pt", "out/config.json"),
+        ("in", "--in-place", "in/config.json"),
+        ("net.pt", "out.dcp", "net.pt"),
+    ],
+)
+def test_a_report_never_takes_the_place_of_what_lies_beside_the_tensors(
+    folder: Path, given: str, out: str, extra: str
+) -> None:
+    for place in ("in", "out"):
+        Path(place).mkdir()
+        for name in ("config.json", "generation_config.json", "words.txt"):
+            Path(place, name).write_text("{}")
+    convert("net.pt", "in/net.pt", "zoo:net", device="cpu", validate="off")
+    before = snapshot(folder)
+    result = run("convert", given, out, *OPTIONS, "--report", extra, "--force")
+    assert result.exit_code == 1 and f"{extra}: is a file of the checkpoint" in result.stderr
+    assert snapshot(folder) == before
+
+
+def test_a_report_and_a_program_are_two_files(folder: Path) -> None:
+    before = snapshot(folder)
+    both = ["--export", "a.pt2", "--report", "./a.pt2", "--input", "float32[4,6]"]
+    result = run("convert", "net.pt", "out", *OPTIONS, *both)
+    assert result.exit_code == 1 and "a.pt2: cannot be both the report and the program; name two" in result.stderr
     assert snapshot(folder) == before
 
 
@@ -319,6 +355,76 @@ def test_what_a_config_names_is_never_fetched(folder: Path, monkeypatch: pytest.
     result = run("inspect", "in")
     assert result.exit_code == 1 and result.stderr.count("\n") == 1, result.stderr
     assert network.asked == []
+
+
+@pytest.mark.parametrize("named", ["in/pytorch_model.bin", "in/pytorch_model.bin.index.json"])
+def test_a_folder_of_transformers_gives_the_weights_that_were_read(folder: Path, named: str) -> None:
+    """Not those of a file beside them, which transformers would rather open."""
+    pytest.importorskip("transformers")
+    _, model = CASES["bert"].write(folder / "other")
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    write_shards(folder / "in", state, ".bin", 2)
+    torch.save(state, "in/pytorch_model.bin")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(f"other/{name}", f"in/{name}")
+    opened = open_model(open_checkpoint(named), HERE)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in opened.state_dict().items())
+    assert opened.name_or_path == "in"
+
+
+def test_arguments_of_a_config_and_of_transformers(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    CASES["bert"].write(folder / "in")
+    kwargs = {"layer_norm_eps": 0.5, "attn_implementation": "eager"}
+    config = open_model(open_checkpoint("in"), HERE, kwargs, "bfloat16").config
+    assert (config.layer_norm_eps, config._attn_implementation, config.dtype) == (0.5, "eager", torch.bfloat16)
+
+
+def test_a_model_of_transformers_that_changes_its_weights_changes_no_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    CASES["bert"].write(folder / "in")
+    forward = transformers.BertForMaskedLM.forward
+
+    def changing(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        with torch.no_grad():
+            self.bert.embeddings.word_embeddings.weight.add_(1)
+        return forward(self, *arguments, **named)
+
+    monkeypatch.setattr(transformers.BertForMaskedLM, "forward", changing)
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    convert("in", "out.pt", "hf:in", device="cpu", inputs=ids, validate="forward")
+    assert verify("in", "out.pt").same
+
+
+def test_a_config_or_file_that_names_other_weights_is_refused(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    CASES["bert"].write(folder / "in")
+    convert("in", "out", device="cpu", validate="off")
+    Path("out/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "../other"}))
+    with pytest.raises(CheckpointError, match="adapter_config.json: its adapter is not in model.safetensors; merge"):
+        load_model("out")
+    config = json.loads(Path("in/config.json").read_text())
+    Path("in/config.json").write_text(json.dumps({**config, "transformers_weights": "../other/model.safetensors"}))
+    with pytest.raises(CheckpointError, match="names other weights than model.safetensors; remove transformers_weig"):
+        convert("in", "other", device="cpu", validate="off")
+    for key in ("attn_implementation", "_attn_implementation_internal"):
+        Path("in/config.json").write_text(json.dumps({**config, "text_config": {key: "someone/kernel"}}))
+        with pytest.raises(CheckpointError, match=f"names kernels of another place; remove {key}"):
+            convert("in", "other", device="cpu", validate="off")
+
+
+def test_a_file_beside_which_diffusers_opens_another_is_refused(folder: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    blocks = {"down_block_types": ["DownEncoderBlock2D"], "up_block_types": ["UpDecoderBlock2D"]}
+    model = diffusers.AutoencoderKL(**blocks, block_out_channels=[4], norm_num_groups=2, latent_channels=2)
+    for safe in (False, True):
+        model.save_pretrained("in", safe_serialization=safe)
+    opened = open_model(open_checkpoint("in/diffusion_pytorch_model.safetensors"), HERE)
+    assert same_tensors(opened.state_dict(), model.state_dict())
+    with pytest.raises(CheckpointError, match="diffusers opens diffusion_pytorch_model.safetensors beside it instead"):
+        open_model(open_checkpoint("in/diffusion_pytorch_model.bin"), HERE)
 
 
 # --- files as people have them --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,37 @@ def test_a_model_of_transformers_opens_by_itself(folder: Path) -> None:
     normswap.save(fast, "out")
     opened = normswap.load_model("out")
     assert torch.equal(opened(ids).logits, fast(ids).logits) and swapped_names(opened) == swapped_names(fast)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))])
+def test_of_a_wrapped_model_the_one_inside_is_saved(folder: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    fast = normswap.optimize(built(), X, validate="forward")
+    normswap.save(wrap(fast), "out", factory="zoo:net")
+    opened = normswap.load_model("out", trust_factory=True)
+    assert swapped_names(opened) == SITES and same_tensors(opened.state_dict(), built().state_dict())
+
+
+class _SavesAPart(nn.Sequential):
+    """As an adapter's does: neither all tensors, nor what builds the model."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        torch.save({"0.weight": self[0].weight}, folder / "adapter_model.bin")
+
+
+def test_what_a_model_of_no_known_library_saves_is_not_trusted_to_be_whole(folder: Path) -> None:
+    model = _SavesAPart(nn.Linear(6, 8), nn.LayerNorm(8))
+    normswap.save(normswap.optimize(model, X, validate="forward"), "out")
+    opened = normswap.load_model("out", model=_SavesAPart(nn.Linear(6, 8), nn.LayerNorm(8)))
+    assert same_tensors(opened.state_dict(), model.state_dict()) and swapped_names(opened) == {"1"}
+
+
+def test_a_model_of_transformers_with_an_adapter_is_saved_whole(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    _, model = CASES["bert"].write(folder / "in")
+    model.add_adapter(peft.LoraConfig(target_modules=["query"]))
+    normswap.save(model, "out")
+    assert open_checkpoint("out").state.keys() == model.state_dict().keys()
 
 
 def test_what_the_docs_show(folder: Path) -> None:

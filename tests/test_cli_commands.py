@@ -193,6 +193,56 @@ def test_a_missing_library_is_the_environment(folder: Path, monkeypatch: pytest.
     assert result.exit_code == ENVIRONMENT and result.stderr.endswith("; install timm\n")
 
 
+OWN_WAY = """
+import zoo
+
+class Net(zoo.Net):
+    def forward(self, x):
+        print("called")
+        if x.dim() == 3:
+            raise SystemExit(0)
+        return super().forward(x)
+
+def build():
+    print("built")
+    return Net()
+
+def batch():
+    import torch
+    print("drawn")
+    return torch.ones(4, 6)
+"""
+
+
+def test_what_a_model_prints_is_no_result(folder: Path) -> None:
+    (folder / "own.py").write_text(OWN_WAY)
+    arguments = ["--model", "own:build", "--device", "cpu", "--input", "own:batch", "--json"]
+    for command in (["inspect", "net.pt", *arguments[:2], "--json"], ["convert", "net.pt", "out", *arguments]):
+        found = done(*command)
+        assert json.loads(found.stdout) and "built\n" in found.stderr
+    assert "called\n" in found.stderr and "drawn\n" in found.stderr
+    sys.modules.pop("own")
+
+
+def test_a_model_that_exits_is_a_failure(folder: Path) -> None:
+    (folder / "own.py").write_text(OWN_WAY)
+    done("convert", "net.pt", "out", *MODEL, *OFF)
+    own = ["--model", "own:build", "--device", "cpu", "--input", "float32[2,4,6]"]
+    manifest = json.loads(Path("out/normswap.json").read_text())
+    Path("out/normswap.json").write_text(json.dumps({**manifest, "factory": "own:build"}))
+    before = snapshot(folder)
+    for command in (
+        ["convert", "net.pt", "other", *own],
+        ["bench", "net.pt", *own],
+        ["verify", "out", "--trust-factory", *own[2:]],
+    ):
+        found = run(*command)
+        assert (found.exit_code, found.stdout) == (FAILED, ""), command
+        assert "SystemExit: 0" in found.stderr.splitlines()[-1], found.stderr
+    assert snapshot(folder) == before
+    sys.modules.pop("own")
+
+
 # --- verify ---------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +276,12 @@ def test_verify_runs_the_model_on_inputs(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(normswap.modules.GroupNorm, "forward", forward)
     result = run(*arguments, "--trust-factory")
     assert result.exit_code == MISMATCH and "outputs: NOT the same at group" in result.stdout
+
+
+def test_verify_takes_the_inputs_that_convert_took() -> None:
+    done("convert", "net.pt", "out", *MODEL, *INPUT, "--dtype", "bfloat16")
+    found = done("verify", "net.pt", "out", *INPUT, "--device", "cpu", "--trust-factory")
+    assert "outputs: the same within the proof's limits" in found.stdout
 
 
 def test_verify_holds_a_conversion_to_its_digests() -> None:

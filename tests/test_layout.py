@@ -135,8 +135,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("checkpoint.reading", "checkpoint.tensors", "checkpoint.writing"),
     },
     "checkpoint.load": {
-        *("native", "pipeline", "reports", "checkpoint.conversion", "checkpoint.errors", "checkpoint.files"),
-        *("checkpoint.models", "checkpoint.reading", "checkpoint.tensors", "checkpoint.writing"),
+        *("arguments", "native", "pipeline", "reports", "checkpoint.conversion", "checkpoint.errors"),
+        *("checkpoint.files", "checkpoint.models", "checkpoint.reading", "checkpoint.tensors", "checkpoint.writing"),
     },
     "checkpoint": {
         *("checkpoint.conversion", "checkpoint.errors", "checkpoint.load", "checkpoint.models", "checkpoint.reading"),
@@ -149,7 +149,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli.options": {"progress", "checkpoint.errors", "cli.inputs"},
     "cli.bench": {"reports", "timing", "checkpoint.errors"},
     "cli.commands": {
-        *("plans", "native", "nodes", "checkpoint", "checkpoint.errors", "checkpoint.models", "checkpoint.reading"),
+        *("plans", "builder", "native", "nodes", "checkpoint", "checkpoint.errors", "checkpoint.models"),
+        "checkpoint.reading",
         *("checkpoint.writing", "environment", "cli.bench", "cli.inputs", "cli.options", "cli.summary", "cli.talk"),
     },
     "cli": {"cli.commands"},

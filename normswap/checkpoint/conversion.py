@@ -9,7 +9,7 @@ import datetime
 import io
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,20 @@ from normswap import native
 from normswap.checkpoint import models
 from normswap.checkpoint.errors import check, failing, listed
 from normswap.checkpoint.models import HERE, PICKLED, factory_for, open_model
-from normswap.checkpoint.reading import CONFIG, Checkpoint, open_checkpoint
+from normswap.checkpoint.reading import CONFIG, SETTINGS, Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import SUFFIXES
-from normswap.checkpoint.writing import Manifest, Target, as_folder, check_new, place, write
+from normswap.checkpoint.writing import Manifest, Target, as_folder, check_new, manifest_of, place, write
 from normswap.folding import LIMIT, difference
 from normswap.folding import fold as fold_model
 from normswap.pipeline import report
 from normswap.plans import MismatchError
 from normswap.reports import Report
+
+_WRAPPERS = (
+    *("torch._dynamo.eval_frame.OptimizedModule", "torch.nn.parallel.DataParallel"),
+    "torch.nn.parallel.DistributedDataParallel",
+)
+_LIBRARIES = ("transformers.modeling_utils.PreTrainedModel", "diffusers.models.modeling_utils.ModelMixin")
 
 
 def convert(
@@ -77,7 +83,9 @@ def convert(
         _check_target(held, target, factory, fold)
         program, proof = (None if name is None else Path(name) for name in (export, report_file))
         for extra in filter(None, (program, proof)):
-            check_new(extra, force, (*held.files, held.main, target.main, target.manifest, *target.sources))
+            check_new(extra, force, _taken(Path(source), found, target))
+        one = program is not None and proof is not None and program.resolve() == proof.resolve()
+        check(not one, f"{proof}: cannot be both the report and the program; name two files")
         check(program is None or program.suffix == ".pt2", f"{program}: a torch.export program is named .pt2")
         where = models.usable_device(device)
         model = models.ready(open_model(replace(held, shared=not target.anew), factory, factory_kwargs, dtype), where)
@@ -108,16 +116,45 @@ def save(
     ``path`` is a file that ends in one of SUFFIXES, or a folder: of torch.distributed.checkpoint where it ends in
     ".dcp"; as its own ``save_pretrained`` writes it where ``model`` is one of transformers' or diffusers', which then
     opens by itself; else with a model.safetensors. ``factory`` is as for ``convert``; without it ``load_model`` is to
-    be given the model. Raises TypeError when ``model`` is no nn.Module, and CheckpointError; nothing is written then.
+    be given the model. Of what torch.compile or data parallelism returns, the model inside is written. Raises
+    TypeError when ``model`` is no nn.Module, and CheckpointError; nothing is written then.
     """
-    made, out = report(model), Path(path)
-    own = getattr(model, "save_pretrained", None) if factory is None and out.suffix not in SUFFIXES else None
+    model, out = _inside(model), Path(path)
+    made = report(model)
+    own = _own_saving(model) if factory is None and out.suffix not in SUFFIXES else None
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     held = Checkpoint(Path("model.safetensors"), (), OrderedDict(model.state_dict()))
     with as_folder(out, held, out, own) as (source, found):
         target = place(source, found, out, force, anew=not found.files)
         factory = HERE if own is not None else models.settled(factory or "")
         write(found, target, _manifest(target, factory, factory_kwargs, made, where), {})
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model that torch.compile or data parallelism wraps, without which its tensors have their names."""
+    while _is_one(model, _WRAPPERS):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
+    return model
+
+
+def _own_saving(model: nn.Module) -> Callable[[Path], object] | None:
+    """``save_pretrained`` of a whole model of transformers or diffusers. That of others, and of a model with adapters,
+    need not write all tensors, or a config.json that builds it."""
+    whole = _is_one(model, _LIBRARIES) and not getattr(model, "_hf_peft_config_loaded", False)
+    return model.save_pretrained if whole else None  # type: ignore[return-value]
+
+
+def _is_one(model: nn.Module, classes: Sequence[str]) -> bool:
+    """Whether ``model`` is of one of ``classes``, for which nothing is imported."""
+    places = [name.rpartition(".") for name in classes]
+    return any(isinstance(model, getattr(sys.modules.get(module), name, ())) for module, _, name in places)
+
+
+def _taken(source: Path, found: Checkpoint, target: Target) -> Iterator[Path]:
+    """The files of the checkpoint that is read, and of the one that is written."""
+    yield from (*found.files, manifest_of(source), target.manifest)
+    yield from filter(None, (*target.sources, *target.sources.values()))
+    yield from (main.with_name(name) for main in (found.main, target.main) for name in (main.name, *SETTINGS))
 
 
 def _check_target(found: Checkpoint, target: Target, factory: str, fold: bool) -> None:

@@ -13,10 +13,21 @@ import torch
 from torch import nn
 
 from normswap import native
+from normswap.arguments import check_model
 from normswap.checkpoint.conversion import folded
 from normswap.checkpoint.errors import check, failing, listed
 from normswap.checkpoint.files import digest
-from normswap.checkpoint.models import PICKLED, build_model, filled, is_code, moved, open_model, ready, usable_device
+from normswap.checkpoint.models import (
+    PICKLED,
+    build_model,
+    filled,
+    in_dtype,
+    is_code,
+    moved,
+    open_model,
+    ready,
+    usable_device,
+)
 from normswap.checkpoint.reading import Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import difference
 from normswap.checkpoint.writing import MANIFEST, Manifest, find_manifest, manifest_of
@@ -40,8 +51,11 @@ def load_model(
     swapped in place and returned, and nothing is imported. ``check_digests=False`` does not compare the files with
     their digests, which takes most of the time. A model built on the meta device has its tensors where the file is
     mapped, which may then be replaced but not written into. Raises CheckpointError when a file is missing, damaged,
-    another than was written, or does not fit the model, PlanError when that no longer has the sites that were swapped.
+    another than was written, or does not fit the model, PlanError when that no longer has the sites that were swapped,
+    TypeError when ``model`` is no nn.Module.
     """
+    if model is not None:
+        check_model(model)
     (place, manifest), where = find_manifest(Path(path)), usable_device(map_location)
     known = model is not None or manifest.factory
     check(known, f"{place}: says nothing of what builds the model; pass model= with the model built")
@@ -127,7 +141,8 @@ def verify(
     """Compare the tensors of two checkpoints, and the files of each, or of ``one`` alone, with the digests in its
     ``normswap.json``, if it has one; ``key`` and ``strip_prefix`` find the tensors of those that have none. Where
     ``other`` (or ``one``, alone) was converted and there are inputs, its swapped model is proved against the original
-    one on them. Raises CheckpointError when one of them cannot be read, or is not what its manifest was written for."""
+    one on them, in the dtype that it was converted to. Raises CheckpointError when one of them cannot be read, or is
+    not what its manifest was written for."""
     first = _opened(Path(one), key, strip_prefix)
     comparable = other is not None or manifest_of(Path(one)).is_file()
     check(comparable, f"{one}: has no {MANIFEST} to compare with; give a second checkpoint")
@@ -137,7 +152,8 @@ def verify(
         return Verdict(count, size, differs)
     where = usable_device(device)
     model = load_model(other or one, trust_factory=trust_factory, map_location=where, check_digests=False)
-    args, named = moved((inputs, dict(input_kwargs or {})), where)
+    dtype = find_manifest(Path(other or one))[1].dtype
+    args, named = moved(in_dtype((inputs, dict(input_kwargs or {})), dtype), where)
     report = validate(model, args or None, named or None, on_mismatch="warn")
     failed = ", ".join(row["name"] or "(root)" for row in report.rows if row["status"] == "failed")
     outputs = f"NOT the same at {failed}" if failed else None

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from normswap.checkpoint.errors import MissingError, check, counted, failing, listed, one_line, read_json, running
@@ -36,9 +37,13 @@ _SPEC = re.compile(r"(?P<module>\w+(\.\w+)*|[^:]*\.py):(?P<attribute>\w+(\.\w+)*
 
 _OUTSIDE = (
     *("pretrained", "checkpoint", "cache_dir", "trust_remote", "code_revision", "revision", "local_files", "subfolder"),
-    *("state_dict", "weights_only", "gguf", "from_", "adapter", "_adapter", "kernel", "use_kernels", "quantization"),
+    *("state_dict", "weights_only", "variant", "use_safetensors", "use_flashpack", "dduf", "gguf", "from_"),
+    *("adapter", "_adapter", "kernel", "use_kernels", "quantization"),
 )
 """How arguments begin that would take weights or code from elsewhere, or read them in another way."""
+
+_DIFFUSERS = tuple(f"diffusion_pytorch_model.{end}" for end in ("safetensors.index.json", "safetensors", "bin"))
+"""What diffusers looks for in a folder, in its order."""
 
 
 def is_code(factory: str) -> bool:
@@ -47,8 +52,10 @@ def is_code(factory: str) -> bool:
 
 
 def settled(factory: str) -> str:
-    """The factory as it is kept: with the whole path where it names a file."""
-    found = _SPEC.fullmatch(factory)
+    """The factory as it is kept: with the whole path where it names a file or a folder."""
+    found, (kind, _, place) = _SPEC.fullmatch(factory), factory.partition(":")
+    if kind == "hf" and place and factory != HERE:
+        return f"hf:{Path(place).resolve()}"
     return f"{Path(found['module']).resolve()}:{found['attribute']}" if found and ".py:" in factory else factory
 
 
@@ -68,10 +75,10 @@ def open_model(
     ``from_pretrained`` does: what they keep in float32 stays so. Nothing is fetched, and no code of the folder runs.
     Any other factory is imported and called. Raises CheckpointError, MissingError when a library is not installed.
     """
-    kind, _, place = factory.partition(":")
+    to, (kind, _, place) = _torch(dtype), factory.partition(":")
     if factory == PICKLED:
         check(found.module is not None, f"{found.main}: holds no pickled model")
-        return found.module.eval().to(_torch(dtype))  # type: ignore[union-attr]
+        return found.module.eval().to(to)  # type: ignore[union-attr]
     if kind not in ("timm", "hf"):
         return filled(build_model(factory, kwargs), found, dtype)
     arguments = dict(kwargs or {})
@@ -147,8 +154,8 @@ def _check_arguments(factory: str, kwargs: Mapping[str, Any]) -> None:
 def _check_here(file: Path, value: Any) -> None:
     """Raise CheckpointError for what in a config, however deep, asks for something from another place."""
     for key, entry in value.items() if isinstance(value, Mapping) else ():
-        kernels = str(key).endswith("attn_implementation") and "/" in str(entry)
-        check(not kernels, f"{file}: names kernels of another place; remove attn_implementation")
+        kernels = "attn_implementation" in str(key) and "/" in str(entry)
+        check(not kernels, f"{file}: names kernels of another place; remove {key}")
         weights = key in ("use_pretrained_backbone", "pretrained_backbone") and entry
         check(not weights, f"{file}: asks for weights of another place; set {key} to false")
         _check_here(file, entry)
@@ -182,8 +189,8 @@ def _library(factory: str, name: str) -> Any:
 def _pretrained(
     factory: str, file: Path, config: Mapping[str, Any], kwargs: dict[str, Any], found: Checkpoint, dtype: str | None
 ) -> nn.Module:
-    """The architecture that a config.json names, as ``from_pretrained`` of transformers or diffusers fills it from the
-    folder; another folder than the checkpoint's own gives the config alone."""
+    """The architecture that a config.json names, as ``from_pretrained`` of transformers or diffusers would open it,
+    filled with the tensors of ``found``."""
     diffusers = "_class_name" in config
     names = [config["_class_name"]] if diffusers else config.get("architectures")
     single = isinstance(names, list) and len(names) == 1
@@ -193,23 +200,39 @@ def _pretrained(
     own = isinstance(cls, type) and issubclass(cls, library.ModelMixin if diffusers else library.PreTrainedModel)
     version = f"{library.__name__} {library.__version__}"
     check(own, f"{file}: {version} has no architecture {names[0]!r}; pass --model pkg.module:function")  # type: ignore[index]
-    options: dict[str, Any] = {"local_files_only": True}
+    if factory == HERE:
+        _check_own(file, config, found)
+    options: dict[str, Any] = {"local_files_only": True, "output_loading_info": True}
     wanted = kwargs.pop("torch_dtype", None) if dtype is None else dtype
     with running(f"model factory {factory}"), _offline():
         if diffusers and factory != HERE:
-            return filled(cls.from_config(cls.load_config(file.parent, **options), **kwargs), found, wanted)
+            settings = cls.load_config(file.parent, local_files_only=True)
+            return filled(cls.from_config(settings, **kwargs), found, wanted)
         if diffusers:
-            kwargs["torch_dtype"] = _torch(wanted)
-        else:
-            options["trust_remote_code"] = False
-            kwargs["dtype"] = wanted or kwargs.get("dtype", "auto")
-        place: Path | None = file.parent
-        if factory != HERE:
-            place, kwargs["state_dict"] = None, dict(found.state)
-            kwargs["config"] = library.AutoConfig.from_pretrained(file.parent, **options)
-        model, info = cls.from_pretrained(place, output_loading_info=True, **options, **kwargs)
+            model, info = cls.from_pretrained(file.parent, torch_dtype=_torch(wanted), **options, **kwargs)
+        else:  # it is given the tensors, and opens no file with any
+            options |= {"dtype": wanted or kwargs.pop("dtype", "auto"), "trust_remote_code": False}
+            if attention := kwargs.pop("attn_implementation", None):
+                options["attn_implementation"] = attention
+            read = cls.config_class.from_pretrained
+            options["config"], kwargs = read(file.parent, local_files_only=True, return_unused_kwargs=True, **kwargs)
+            options["state_dict"] = dict(found.state) if found.shared else copy.deepcopy(dict(found.state))
+            model, info = cls.from_pretrained(None, **options, **kwargs)
+            model.name_or_path = model.config.name_or_path = str(file.parent)
+            if model.can_generate() and file.with_name("generation_config.json").is_file():
+                model.generation_config = library.GenerationConfig.from_pretrained(file.parent, local_files_only=True)
     _check_keys(model, list(info["missing_keys"]), [], found)
     return model.eval()
+
+
+def _check_own(file: Path, config: Mapping[str, Any], found: Checkpoint) -> None:
+    """Raise CheckpointError where the libraries would open the folder with other weights than those of ``found``."""
+    main, adapter, other = found.main, file.with_name("adapter_config.json"), config.get("transformers_weights")
+    check(not adapter.is_file(), f"{adapter}: its adapter is not in {main.name}; merge it, or move it elsewhere")
+    check(other in (None, main.name), f"{file}: names other weights than {main.name}; remove transformers_weights")
+    names = _DIFFUSERS if "_class_name" in config else ()
+    first = next((name for name in names if file.with_name(name).is_file()), main.name)
+    check(first == main.name, f"{main}: diffusers opens {first} beside it instead; name that, or move it elsewhere")
 
 
 def _timm(name: str, kwargs: dict[str, Any], found: Checkpoint, dtype: str | None) -> nn.Module:
@@ -231,6 +254,7 @@ def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None) -> nn.
     if (versions := getattr(state, "_metadata", None)) is not None:
         given._metadata = copy.deepcopy(versions)  # type: ignore[attr-defined]  # load_state_dict writes into it
     owned = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    owned = [(key, tensor) for key, tensor in owned if not is_lazy(tensor)]  # load_state_dict gives it its shape
     # On the meta device, or expanded: it cannot be written into.
     assign = any(t.is_meta or (t.layout is torch.strided and shares_memory_within(t)) for _, t in owned)
     names: dict[Tensor, list[str]] = {}
@@ -262,7 +286,11 @@ def filled(model: nn.Module, found: Checkpoint, dtype: str | None = None) -> nn.
 
 
 def _torch(dtype: str | None) -> torch.dtype | None:
-    return None if dtype is None else getattr(torch, dtype)
+    """The dtype of that name. Raises CheckpointError when it is none of floating-point numbers."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    sound = dtype is None or (isinstance(found, torch.dtype) and found.is_floating_point)
+    check(sound, f"dtype {dtype!r} is not the name of a floating-point dtype, as in 'bfloat16'")
+    return found
 
 
 def _check_keys(model: nn.Module, missing: Sequence[str], unexpected: Sequence[str], found: Checkpoint) -> None:
@@ -292,9 +320,15 @@ def moved(values: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), values)
 
 
+def in_dtype(values: Any, dtype: str | None) -> Any:
+    """``values`` with the floating-point tensors in it, however deep, in ``dtype`` where that is given."""
+    to = _torch(dtype)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(to) if tensor.is_floating_point() else tensor, values)
+
+
 def optimized(model: nn.Module, given: tuple[Any, dict[str, Any]], **options: Any) -> tuple[nn.Module, Report]:
     """``model``, swapped in place, and the report. Raises CheckpointError when its own code fails on the inputs, and
     what ``optimize`` raises."""
-    with failing(f"{type(model).__name__} could not be optimized", form="{}: {}"):
+    with failing(f"{type(model).__name__} could not be optimized", (Exception, SystemExit), form="{}: {}"):
         swapped = optimize(model, given[0], given[1] or None, inplace=True, **options)
         return swapped, report(swapped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from tabulate import tabulate
 
 import normswap
 from normswap.cli import options
-from normswap.cli.talk import fail, remark, say, told_warnings
+from normswap.cli.talk import fail, remark, result, say, told_warnings
 
 if TYPE_CHECKING:
     from normswap.checkpoint.reading import Checkpoint
@@ -23,8 +24,22 @@ if TYPE_CHECKING:
 FAILED, USAGE, MISMATCH, EMPTY, ENVIRONMENT = 1, 2, 3, 4, 5
 
 
+class _Command(click.Command):
+    """One whose results alone go to stdout, and which a model's own code does not end as if it were done."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        ctx.obj = sys.stdout
+        with redirect_stdout(sys.stderr):
+            try:
+                return super().invoke(ctx)
+            except SystemExit as error:
+                return _told(error)
+
+
 class _Commands(click.Group):
     """A group that tells every error in one line and ends with the code its kind has."""
+
+    command_class = _Command
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         with told_warnings():
@@ -41,7 +56,7 @@ class _Commands(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _told(error: Exception) -> int:
+def _told(error: BaseException) -> int:
     """Tell an error in one line, and where it arose if it is not ours or the machine's; returns its exit code."""
     from normswap import native
     from normswap.checkpoint.errors import MissingError, one_line, told
@@ -96,7 +111,7 @@ def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: b
             planned = normswap.plan(model, **filters)
         table, data = _plan_table(planned), {"plan": planned.to_dict()}
     shown = {"tensors": summary.tensors, "size": summary.size, "dtypes": summary.dtypes, **data}
-    click.echo(_json(shown) if as_json else f"{source}: {summary}\n{table}")
+    result(_json(shown) if as_json else f"{source}: {summary}\n{table}")
 
 
 @main.command()
@@ -143,12 +158,12 @@ def convert(source: str, out: str | None, inputs: Inputs, in_place: bool, as_jso
         raise click.UsageError("give either OUT or --in-place")
     normswap.complete()
     from normswap import checkpoint
-    from normswap.checkpoint.models import is_code
+    from normswap.checkpoint.models import in_dtype, is_code
     from normswap.checkpoint.reading import CONFIG
 
     if settings["factory"] is None and not Path(source, CONFIG).is_file() and not settings["allow_pickle"]:
         raise click.UsageError(_needs_model(source, settings["key"], settings["strip_prefix"]))
-    given = inputs.in_dtype(settings["dtype"])
+    given = in_dtype(inputs, settings["dtype"])
     made = checkpoint.convert(
         source,
         out,
@@ -160,9 +175,9 @@ def convert(source: str, out: str | None, inputs: Inputs, in_place: bool, as_jso
     )
     place = source if out is None else out
     proved_by = f"normswap verify {place}{' --trust-factory' * is_code(settings['factory'] or '')} --input ... there"
-    click.echo(made.to_json() if as_json else _for_the_command_line(str(made), proved_by))
+    result(made.to_json() if as_json else _for_the_command_line(str(made), proved_by))
     if not as_json and not settings["dry_run"]:
-        click.echo(_written(place))
+        result(_written(place))
 
 
 @main.command()
@@ -183,7 +198,7 @@ def verify(one: str, other: str | None, inputs: Inputs, as_json: bool, **setting
     from normswap import checkpoint
 
     found = checkpoint.verify(one, other, inputs=inputs.positional, input_kwargs=inputs.named, **settings)
-    click.echo(_json(found.to_dict()) if as_json else str(found))
+    result(_json(found.to_dict()) if as_json else str(found))
     if not found.same:
         click.get_current_context().exit(FAILED if found.tensors else MISMATCH)
 
@@ -215,12 +230,12 @@ def bench(
     found = _open(source, **where)
     factory = factory or models.factory_for(Path(source), found)
     eager = models.ready(models.open_model(found, factory, kwargs, dtype), place)
-    given = models.moved(inputs.in_dtype(dtype), place)
+    given = models.moved(models.in_dtype(inputs, dtype), place)
     with running(type(eager).__name__):
         twin = copy.deepcopy(eager)
     swapped, report = models.optimized(twin, (given.positional or None, given.named), **filters)
     made = timing.bench(eager, swapped, report, given.positional, given.named, rounds=rounds)
-    click.echo(_json(made.to_dict()) if as_json else str(made))
+    result(_json(made.to_dict()) if as_json else str(made))
 
 
 @main.command()
@@ -230,7 +245,7 @@ def env(as_json: bool) -> None:
     from normswap.environment import environment
 
     found = environment()
-    click.echo(_json(found) if as_json else tabulate(found.items(), tablefmt="plain", disable_numparse=True))
+    result(_json(found) if as_json else tabulate(found.items(), tablefmt="plain", disable_numparse=True))
 
 
 @main.command()
@@ -247,8 +262,8 @@ def build(arch: str | None, out: Path | None) -> None:
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
     with nodes.built_beside(out, say) as made:
-        click.echo(native.build(architectures, out, progress=say))
-    click.echo(made.result())
+        result(native.build(architectures, out, progress=say))
+    result(made.result())
 
 
 def _open(source: str, **where: Any) -> Checkpoint:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from normswap.checkpoint.errors import failing
 from normswap.checkpoint.models import call_function
@@ -34,11 +35,6 @@ class Inputs(NamedTuple):
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
-
-    def in_dtype(self, dtype: str | None) -> Inputs:
-        """Floating-point tensors in ``dtype``."""
-        to = None if dtype is None else getattr(torch, dtype)
-        return tree_map_only(Tensor, lambda tensor: tensor.to(to) if tensor.is_floating_point() else tensor, self)
 
 
 def make_inputs(specs: Sequence[str]) -> Inputs:
@@ -73,7 +69,8 @@ def _inputs_of(spec: str, generator: torch.Generator) -> list[tuple[str | None, 
     if match := _FILE.fullmatch(spec):
         return _read(spec, match["name"], Path(match["path"]))
     if match := _FUNCTION.fullmatch(spec):
-        return _returned(match["name"], call_function(match["function"]))
+        with redirect_stdout(sys.stderr):
+            return _returned(match["name"], call_function(match["function"]))
     raise ValueError(f"input {spec!r} is not {_FORMS}")
 
 

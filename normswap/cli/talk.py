@@ -13,6 +13,11 @@ import click
 from normswap.progress import SILENT
 
 
+def result(text: object) -> None:
+    """A result on the stdout that the command began with: what else is printed there goes to stderr."""
+    click.echo(text, file=click.get_current_context().obj)
+
+
 def say(message: str) -> None:
     """One remark on stderr."""
     click.echo(f"normswap: {message.removeprefix('normswap: ')}", err=True)
