@@ -156,7 +156,7 @@ def read_tensors(path: str | Path) -> tuple[OrderedDict[str, Any], dict[str, str
 def write_tensors(path: str | Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
     """``tensors`` as a file in the format its suffix names, replaced atomically, as a conversion writes it."""
     path = Path(path)
-    with replacing() as files:
+    with replacing(force=True) as files:
         files.write(path, tensor_writer(path, tensors, metadata or {}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -22,7 +23,16 @@ from libraries import CASES
 from torch import nn
 
 from normswap import apply, report, rollback
-from normswap.checkpoint import CheckpointError, build_model, convert, load_model, open_checkpoint, same_tensors, verify
+from normswap.checkpoint import (
+    CheckpointError,
+    build_model,
+    convert,
+    files,
+    load_model,
+    open_checkpoint,
+    same_tensors,
+    verify,
+)
 from normswap.checkpoint.models import HERE, open_model
 from normswap.cli import main
 from normswap.modules import site_match
@@ -57,6 +67,42 @@ def swapped_names(model: nn.Module) -> set[str]:
 
 
 # --- files that are there -------------------------------------------------------------------------------------------
+
+
+def test_what_comes_while_a_conversion_runs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, late = files.sync, Path("late.pt")
+
+    def slow(path: Path) -> None:
+        if not late.exists():
+            late.write_text("precious")
+        sync(path)
+
+    monkeypatch.setattr(files, "sync", slow)
+    arguments = ["convert", "net.pt", "late.pt", *OPTIONS, "--input", "float32[4,6]"]
+    assert "late.pt is there by now; pass force (--force) to replace it" in run(*arguments).stderr
+    assert late.read_text() == "precious" and sorted(Path().glob("*.pt*")) == [late, Path("net.pt")]
+    assert run(*arguments, "--force").exit_code == 0 and late.read_bytes() != b"precious"
+
+
+@pytest.mark.parametrize("name", (".net.pt", "a\\b.pt", "n" * 198 + ".pt"))
+def test_names_that_could_not_be_opened_are_not_written(name: str) -> None:
+    before = snapshot(Path())
+    told = run("convert", "net.pt", name, *OPTIONS, "--input", "float32[4,6]")
+    assert (
+        told.exit_code == 1
+        and "a name must not be hidden, hold no backslash, and have at most 200 bytes" in told.stderr
+    )
+    assert snapshot(Path()) == before
+
+
+def test_what_was_converted_opens_on_a_read_only_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    convert("net.pt", "out", "zoo:net", inputs=X, device="cpu")
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", refused)
+    assert swapped_names(load_model("out", trust_factory=True)) == {*SITES}
 
 
 @pytest.mark.parametrize("force", [[], ["--force"]])

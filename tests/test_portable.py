@@ -134,7 +134,7 @@ def test_files_are_replaced_where_folders_cannot_be_opened(tmp_path: Path, monke
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(files, "_WINDOWS", True)
     (tmp_path / "one").write_text("old")
-    with files.replacing() as replacement:
+    with files.replacing(force=True) as replacement:
         for name in ("one", "two", "deep/three"):
             replacement.write(tmp_path / name, lambda path: path.write_text("new"))
     found = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
@@ -150,7 +150,7 @@ def test_targets_on_two_drives_are_no_error(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os.path, "relpath", another_drive)
     for name in ("elsewhere", "here"):
         (tmp_path / name).mkdir()
-    with files.replacing() as replacement:
+    with files.replacing(force=True) as replacement:
         for name in ("elsewhere/one", "here/two"):
             replacement.write(tmp_path / name, lambda path: path.write_text("new"))
     assert [(tmp_path / name).read_text() for name in ("elsewhere/one", "here/two")] == ["new", "new"]
@@ -159,7 +159,7 @@ def test_targets_on_two_drives_are_no_error(tmp_path: Path, monkeypatch: pytest.
 def test_a_cache_that_cannot_be_written_stops_no_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with files.replacing() as replacement:
+    with files.replacing(force=True) as replacement:
         for name in ("one", "two"):
             replacement.write(tmp_path / name, lambda path: path.write_text("new"))
     assert (tmp_path / "one").read_text() == (tmp_path / "two").read_text() == "new"

@@ -256,7 +256,7 @@ def test_several_files_are_replaced_together_or_not_at_all(tmp_path: Path, monke
         real(source, target)
 
     def write_two(first: str) -> None:
-        with replacing() as block:
+        with replacing(force=True) as block:
             block.write(tmp_path / first, lambda path: path.write_text("new"))
             names = json.dumps({"token": block.token, "written": [first]})
             block.write(tmp_path / "second", lambda path: path.write_text(names))
@@ -279,7 +279,7 @@ def test_several_files_are_replaced_together_or_not_at_all(tmp_path: Path, monke
     (tmp_path / "old").write_text("old")
     monkeypatch.undo()
     for name in ("old", "new/folder/file"):
-        with pytest.raises(KeyError), replacing() as block:
+        with pytest.raises(KeyError), replacing(force=True) as block:
             block.write(tmp_path / name, lambda path: path.write_text("new"))
             raise KeyError
         assert snapshot(tmp_path) == before

@@ -99,7 +99,7 @@ def convert(
         manifest = replace(manifest, key=at, strip_prefix=prefixes, dtype=dtype, folded=fold)
         if not dry_run:
             new = replace(held, state=OrderedDict(product.state_dict())) if fold else held
-            write(new, target, manifest, more)
+            write(new, target, manifest, more, force)
     return made
 
 
@@ -127,7 +127,7 @@ def save(
     with as_folder(out, held, out, own) as (source, found):
         target = place(source, found, out, force, anew=not found.files)
         factory = HERE if own is not None else models.settled(factory or "")
-        write(found, target, _manifest(target, factory, factory_kwargs, made, where), {})
+        write(found, target, _manifest(target, factory, factory_kwargs, made, where), {}, force)
 
 
 def _inside(model: nn.Module) -> nn.Module:

@@ -36,9 +36,11 @@ class replacing:
     """A ``with`` block whose files appear at its end: complete, or none of them.
 
     Each is written under a hidden name, of which ``token`` is a part, and flushed to the disk. The file written last is
-    renamed first and counts; when something before that raises, the targets and their folders are as they were."""
+    renamed first and counts; when something before that raises, the targets and their folders are as they were. Where
+    one of the targets is there by then and not ``force``, FileExistsError is raised."""
 
-    def __init__(self) -> None:
+    def __init__(self, force: bool) -> None:
+        self.force = force
         self.token = secrets.token_hex(6)
         self._hidden: dict[Path, Path] = {}  # by target
         self._made, self._synced = list[Path](), list[Future[None]]()
@@ -89,6 +91,8 @@ class replacing:
                 with suppress(OSError):  # a file system without locks
                     fcntl.flock(lock, fcntl.LOCK_EX)
             settle(last)
+            if not self.force and (there := [target for target in self._hidden if os.path.lexists(target)]):
+                raise FileExistsError(f"{there[0]} is there by now; pass force (--force) to replace it")
             os.replace(self._hidden[last], last)
             moves, self._hidden, self._made = self._hidden, {}, []  # from here on nothing is taken back
             with suppress(OSError):  # it has happened: a disk that refuses is no reason to fail
@@ -114,8 +118,10 @@ def settle(manifest: Path) -> None:
         return
     for name in names if sound else ():
         target = Path(os.path.realpath(manifest.parent / name))
-        with suppress(FileNotFoundError, NotADirectoryError):  # it has its name
-            os.replace(target.with_name(f".{target.name}.{token}.tmp"), target)
+        hidden = target.with_name(f".{target.name}.{token}.tmp")
+        if os.path.lexists(hidden):  # else it has its name; a read-only file system refuses to be asked
+            with suppress(FileNotFoundError, NotADirectoryError):  # another process was quicker
+                os.replace(hidden, target)
 
 
 def copy_file(source: Path, target: Path, progress: Callable[[int], object]) -> None:

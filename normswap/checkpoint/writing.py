@@ -140,6 +140,9 @@ def place(source: Path, found: Checkpoint, out: Path | None, force: bool, *, ane
         target = Target(found.main, manifest_of(source), {}) if out is None else _placed(source, found, out, anew)
         for path in (*(() if out is None else (target.main,)), *target.sources, target.manifest):
             check_new(path, force)
+        for path in (target.main, *map(target.main.with_name, (file.name for file in found.files if not target.anew))):
+            rule = "a name must not be hidden, hold no backslash, and have at most 200 bytes"
+            check(is_plain(path.name), f"{path}: could not be opened: {rule}")
         rivals = [target.main.with_name(n) for n in STANDARD if target.main.name in STANDARD and target.sources]
         there = [path.name for path in rivals if path not in target.sources and os.path.lexists(path)]
         taken = f"holds {listed(there)} too, which could be taken for the new checkpoint"  # also with force
@@ -209,11 +212,11 @@ def as_folder(
         yield Path(name), open_checkpoint(name)
 
 
-def write(found: Checkpoint, target: Target, manifest: Manifest, more: Mapping[Path, bytes]) -> None:
-    """Write all files of ``target``, those of ``more`` and, last, the manifest: all of them or none. What is written is
-    read back, and must be equal. Raises CheckpointError."""
+def write(found: Checkpoint, target: Target, manifest: Manifest, more: Mapping[Path, bytes], force: bool) -> None:
+    """Write all files of ``target``, those of ``more`` and, last, the manifest: all of them or none, and over what is
+    there by then only with ``force``. What is written is read back, and must be equal. Raises CheckpointError."""
     folder, fills = target.manifest.parent, dict[Path, Callable[[Path], object]]()
-    with failing(f"{target.main}: cannot be written", OSError), replacing() as files:
+    with failing(f"{target.main}: cannot be written", OSError), replacing(force) as files:
         fills.update((path, partial(Path.write_bytes, data=content)) for path, content in more.items())
         with _bar("writing", filter(None, target.sources.values())) as written:
             copy = partial(copy_file, progress=written.update)
