@@ -60,9 +60,6 @@ forwards/linear_scale_batch_norm.py: of a BatchNorm in eval there are both or no
 uses/reader.py: of no function there is no parameter
     function is not None and parameter is not None
     (parameter is not None)
-uses/reader.py: a larger one is no item of a tuple, and raises
-    isinstance(index, int) and index < len(items)
-    (isinstance(index, int))
 uses/reader.py: in nothing there is no module
     item is not None
     (True)

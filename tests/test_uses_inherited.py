@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx
 from convolution_models import bn, conv, drawn
 from torch import Tensor, nn
 from uses_models import (
@@ -169,6 +170,15 @@ def with_a_method_of_its_own() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+class Rows(torch.fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def traced(model: nn.Module) -> nn.Module:
+    return nn.Sequential(torch.fx.GraphModule(model, Rows().trace(model)))
+
+
 class Gate(nn.Module):
     """What reads weights of a pair."""
 
@@ -228,6 +238,7 @@ APART: dict[str, Callable[[], nn.Module]] = {
         lambda self, x: self[1](self[0](x)) + self[0](x), lambda: nn.Sequential(conv(), bn())
     ),
     "a parent's own forward": with_a_forward_of_its_own(lambda self, x: self.whole(x) + self.row[0](x), Model),
+    "what torch.fx traced": lambda: traced(NoGradients()),
     "a method of its own": with_a_method_of_its_own,
 }
 

@@ -4,6 +4,7 @@ they reach stays."""
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import types
 import weakref
@@ -17,10 +18,14 @@ from uses_models import X, folded
 from uses_objects_models import (
     GLOBAL,
     GONE,
+    HOLDER,
     Unwilling,
     UnwillingTable,
+    cached,
     logged,
     made_of,
+    of_its_self,
+    of_the_global_list,
 )
 
 import normswap
@@ -53,6 +58,38 @@ class InPlace:
         def more(self: Any, x: Any) -> Any:
             return GLOBAL[-1][0](x)
 
+    class OfAGlobalListInside:
+        def fill(self: Any) -> None:
+            GLOBAL.append(self.row)
+
+        def more(self: Any, x: Any) -> Any:
+            return sum(one() for one in [lambda: GLOBAL[-1][0](x)])
+
+    class OfAFunctionWithAGlobalList:
+        def fill(self: Any) -> None:
+            GLOBAL.append(self.row)
+
+        def more(self: Any, x: Any) -> Any:
+            return of_the_global_list(x)
+
+    class OfAStaticMethodWithAGlobalList:
+        def fill(self: Any) -> None:
+            GLOBAL.append(self.row)
+
+        @staticmethod
+        def tap(x: Any) -> Any:
+            return GLOBAL[-1][0](x)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.tap(x)
+
+    class OfAGlobalObject:
+        def fill(self: Any) -> None:
+            HOLDER.row = self.row
+
+        def more(self: Any, x: Any) -> Any:
+            return HOLDER.row[0](x)
+
     class OfAClass:
         kept: ClassVar[list[Any]] = []
 
@@ -83,6 +120,11 @@ def test_in_place_functions_are_those_of_the_model(name: str) -> None:
         torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-4)
 
 
+class TapsItsRow:
+    def tap(self: Any, x: Any) -> Any:
+        return self.row[0](x)
+
+
 class Harmless:
     class Decorated:
         @logged
@@ -93,6 +135,16 @@ class Harmless:
         @logged
         def forward(self: Any, x: Any) -> Any:
             return self.other(self.row(x))
+
+    class WrappedWithItsSelf:
+        @of_its_self
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x)
+
+    class WrappedWithACache:
+        @cached
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x)
 
     class WithoutGradients:
         @torch.no_grad()
@@ -131,6 +183,70 @@ class Harmless:
         def more(self: Any, x: Any) -> Any:
             return self.run(x)
 
+    class KeepsAMethod:
+        def fill(self: Any) -> None:
+            self.run = self.whole
+
+        def whole(self: Any, x: Any) -> Any:
+            return self.row(x)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.run(x)
+
+    class HandsOnItsForward:
+        def __call__(self: Any, *args: Any) -> Any:
+            return functools.partial(super().__call__, *args)()
+
+    class ThroughTwoMethods:
+        def more(self: Any, x: Any) -> Any:
+            return self.outer(self.row, x)
+
+        def outer(self: Any, layer: Any, x: Any) -> Any:
+            return self.inner(layer, x)
+
+        def inner(self: Any, layer: Any, x: Any) -> Any:
+            return layer(x)
+
+    class OverAMethodThatTaps(TapsItsRow):
+        def tap(self: Any, x: Any) -> Any:
+            return self.row(x)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.tap(x)
+
+    class CalledAsOneOfPyTorchs:
+        def half(self: Any, x: Any) -> Any:
+            return self.row(x)
+
+        def more(self: Any, x: Any) -> Any:
+            return self.half(x)
+
+    class AStaticMethod:
+        @staticmethod
+        def halves(x: Any) -> Any:
+            return torch.cat([x, x[:0]])
+
+        def more(self: Any, x: Any) -> Any:
+            return self.row(self.halves(x))
+
+    class ItsDtype:
+        @property
+        def dtype(self: Any) -> Any:
+            return [*self.parameters()][0].dtype  # noqa: RUF015
+
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x.to(self.dtype))
+
+    class ObjectsThatKnowEachOther:
+        def fill(self: Any) -> None:
+            several = [types.SimpleNamespace() for _ in range(1000)]
+            for one in several:
+                one.others = several
+            self.kept = several[0]
+
+        def more(self: Any, x: Any) -> Any:
+            return self.row(x) * len(self.kept.others)
+
     class HoldsNothing:
         def fill(self: Any) -> None:
             self.register_module("down", None)
@@ -160,7 +276,7 @@ class Harmless:
             self.kept: Any = []
 
             def keep(module: Any, args: Any, out: Any) -> None:
-                self.kept.append(out.shape)
+                self.kept.append((object(), out.shape))
 
             self.row.register_forward_hook(keep)
 

@@ -1,5 +1,4 @@
-"""Modules that code reaches by objects, descriptors, decorators, hooks and names: what differs folded stays, with a
-warning."""
+"""Modules that code reaches by objects, descriptors and names: what differs folded stays, with a warning."""
 
 from __future__ import annotations
 
@@ -19,28 +18,23 @@ from uses_objects_models import (
     Base,
     Contains,
     Descriptor,
+    Foreign,
+    Indexed,
     Lengths,
-    Listener,
     OwnGetItem,
     Runner,
     Slotted,
     Tapped,
     Tapping,
-    adding,
-    by_a_global,
-    by_its_text,
     drained_into,
     each_into,
     fill_list,
     first_into,
     made_of,
     noted,
-    of_another_source,
     of_the_first,
     of_the_third,
     otherwise,
-    star,
-    with_another,
 )
 
 KEPT: Any = None
@@ -48,10 +42,6 @@ KEPT: Any = None
 
 def of_the_kept(x: Any) -> Any:
     return KEPT[0](x)
-
-
-def of_the_module(module: Any, args: Any) -> Any:
-    return (args[0] + module.row[0](args[0]),)
 
 
 class Cases:
@@ -156,26 +146,6 @@ class Cases:
         def more(self: Any, x: Any) -> Any:
             return self.tap(self, x)
 
-    class Starred:
-        @star
-        def more(self: Any, x: Any) -> Any:
-            return self.row[0](x)
-
-    class OnlyStars:
-        def more(*args: Any) -> Any:
-            self, x = args
-            return self.row[0](x)
-
-    class Adds:
-        @adding
-        def more(self: Any, x: Any) -> Any:
-            return x
-
-    class WrapsAnother:
-        @functools.wraps(Base.forward)
-        def forward(self: Any, x: Any) -> Any:
-            return self.row(x) + self.row[0](x)
-
     class CalledCheckpoint:
         def more(self: Any, x: Any) -> Any:
             return self._checkpointed(self.row, x)
@@ -206,9 +176,34 @@ class Cases:
         def more(self: Any, x: Any) -> Any:
             return self.row.tap_by_name(x)
 
+    class SuperGetItemOverItsOwn:
+        def fill(self: Any) -> None:
+            self.row = Indexed(conv(), bn(), nn.ReLU())
+
+        def more(self: Any, x: Any) -> Any:
+            return self.row.tap(x)
+
+    class GetItemByNameOverItsOwn:
+        def fill(self: Any) -> None:
+            self.row = Indexed(conv(), bn(), nn.ReLU())
+
+        def more(self: Any, x: Any) -> Any:
+            return self.row.tap_by_name(x)
+
     class SuperChildren:
         def more(self: Any, x: Any) -> Any:
             return sum(one[0](x) for one in super().children())
+
+    class AComputedAttribute:
+        def fill(self: Any) -> None:
+            self.kept_a = [self.row]
+
+        def more(self: Any, x: Any, way: str = "a") -> Any:
+            return getattr(self, f"kept_{way}")[0][0](x)
+
+    class AComputedWeight:
+        def more(self: Any, x: Any, name: str = "weight") -> Any:
+            return getattr(self.row[0], name).mean()
 
     class GetattrByName:
         def more(self: Any, x: Any) -> Any:
@@ -278,40 +273,6 @@ class Cases:
         def more(self: Any, x: Any) -> Any:
             return self.block.conv(x)
 
-    class AHook:
-        def fill(self: Any) -> None:
-            self.row.register_forward_hook(lambda module, args, out: out + module[0](args[0]))
-
-    class AHookOfTheRoot:
-        def fill(self: Any) -> None:
-            self.register_forward_hook(lambda module, args, out: out + module.row[0](args[0]))
-
-    class AHookBefore:
-        def fill(self: Any) -> None:
-            self.register_forward_pre_hook(of_the_module)
-
-    class AMethodAsAHook:
-        def fill(self: Any) -> None:
-            self.other.register_forward_hook(self.tap)
-
-        def tap(self: Any, module: Any, args: Any, out: Any) -> Any:
-            return out + module[0](args[0])
-
-    class AHookWithKwargs:
-        def fill(self: Any) -> None:
-            self.row.register_forward_hook(lambda m, args, kwargs, out: out + m[0](args[0]), with_kwargs=True)
-
-    class AMethodOfAnObjectAsAHook:
-        def fill(self: Any) -> None:
-            self.row.register_forward_hook(Listener().add)
-
-    class AMethodThatUsesTheModuleAlone:
-        def fill(self: Any) -> None:
-            self.register_forward_hook(self.note)
-
-        def note(self: Any, module: Any, args: Any, out: Any) -> Any:
-            return out + module.row[0](args[0])
-
     class AMethodThatIsNoFunction:
         def fill(self: Any) -> None:
             self.tap = types.MethodType(functools.partial(otherwise), self)
@@ -319,22 +280,37 @@ class Cases:
         def more(self: Any, x: Any) -> Any:
             return self.tap(x)
 
+    class AnotherModelThatHoldsIt:
+        def fill(self: Any) -> None:
+            self.kept = [Foreign(self.row)]
+
+        def more(self: Any, x: Any) -> Any:
+            return self.kept[0](x)
+
+    class AnObjectAsDeepAsIsLookedInto:
+        def fill(self: Any) -> None:
+            self.kept = [[[[[[types.SimpleNamespace(row=self.row)]]]]]]
+
+        def more(self: Any, x: Any) -> Any:
+            return self.kept[0][0][0][0][0][0].row[0](x)
+
+    class AKey:
+        def fill(self: Any) -> None:
+            self.kept = {self.row: 1}
+
+        def more(self: Any, x: Any) -> Any:
+            return sum(row[0](x) for row in self.kept)
+
+    class ASettledQuestion:
+        def more(self: Any, x: Any) -> Any:
+            return 1 if x is None and isinstance(self.row[1], otherwise) else 0  # type: ignore[arg-type]
+
     class DeeperThanIsLookedInto:
         def fill(self: Any) -> None:
             self.deep = [[[[[[[self.other]]]]]]]
 
         def more(self: Any, x: Any) -> Any:
             return x * len(self.deep)
-
-    class WrappedByAGlobal:
-        @by_a_global
-        def more(self: Any, x: Any) -> Any:
-            return self.row(x)
-
-    class WrappedWithAnother:
-        @with_another(otherwise)
-        def more(self: Any, x: Any) -> Any:
-            return self.row(x)
 
     class AnotherLen:
         def fill(self: Any) -> None:
@@ -360,14 +336,6 @@ class Cases:
 
         def more(self: Any, x: Any) -> Any:
             return len(self.box.deep) * self.kept[0][0](x)
-
-    class AnotherSource:
-        more = of_another_source()
-
-    class WrappedByText:
-        @by_its_text
-        def more(self: Any, x: Any) -> Any:
-            return self.row(x)
 
     class ValuesNotCalled:
         def more(self: Any, x: Any) -> Any:
@@ -416,8 +384,14 @@ class OfABase(Tapping, Base):
         return Tapping.tap(self.other, self, x)
 
 
-def test_a_method_of_a_base_that_gets_the_module_besides() -> None:
-    assert_part_stays(drawn(OfABase))
+class OfARow(Tapping, Base):
+    def more(self: Any, x: Any) -> Any:
+        return Tapping.first(self.row, x)
+
+
+@pytest.mark.parametrize("cls", [OfABase, OfARow])
+def test_a_method_of_a_base_that_gets_another_module(cls: Any) -> None:
+    assert_part_stays(drawn(cls))
 
 
 class Tools:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from uses_models import X
 
 GLOBAL: list[Any] = []
+HOLDER = types.SimpleNamespace()
 GONE = [weakref.proxy(type("Gone", (), {})())]
 
 
@@ -112,6 +113,43 @@ def with_another(other: Any) -> Any:
     return wrapper
 
 
+def with_another_besides(other: Any) -> Any:
+    def wrapper(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            return other(*args) + function(*args)
+
+        return call
+
+    return wrapper
+
+
+def of_its_self(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(self: Any, *args: Any) -> Any:
+        return function(self, *args)
+
+    return call
+
+
+def of_its_row(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(self: Any, x: Any) -> Any:
+        return function(self.row, x)
+
+    return call
+
+
+def cached(function: Any) -> Any:
+    kept = functools.lru_cache(maxsize=1)(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return kept(*args)
+
+    return call
+
+
 class Lengths:
     """Its len is not Python's."""
 
@@ -125,6 +163,9 @@ class Tapping:
     def tap(self: Any, net: Any, x: Any) -> Any:
         return net.row[0](x)
 
+    def first(self: Any, x: Any) -> Any:
+        return self[0](x)
+
 
 class Listener:
     """No module, whose method is a hook."""
@@ -133,6 +174,8 @@ class Listener:
 
     def add(self, module: Any, args: Any, out: Any) -> Any:
         return out + self.share * module[0](args[0])
+
+    __call__ = add
 
 
 def plainly(self: Any, x: Any) -> Any:
@@ -146,12 +189,17 @@ def otherwise(self: Any, x: Any) -> Any:
 def of_another_source() -> Any:
     """What runs taps the row; the source that it names does not."""
     lines = plainly.__code__
-    code = otherwise.__code__.replace(co_filename=lines.co_filename, co_firstlineno=lines.co_firstlineno)
+    place = {"co_filename": lines.co_filename, "co_firstlineno": lines.co_firstlineno, "co_name": lines.co_name}
+    code = otherwise.__code__.replace(**place)
     return types.FunctionType(code, globals(), "plainly")
 
 
 def of_the_first(row: Any, x: Any) -> Any:
     return row[0](x)
+
+
+def of_the_global_list(x: Any) -> Any:
+    return GLOBAL[-1][0](x)
 
 
 def each_into(of: Any, out: Any) -> None:
@@ -198,6 +246,26 @@ class Tapped(nn.Sequential):
 
     def tap_by_name(self, x: Any) -> Any:
         return nn.Sequential.__getitem__(self, 0)(x)
+
+
+class Indexed(nn.Sequential):
+    def __getitem__(self, index: Any) -> Any:
+        raise IndexError(index)
+
+    def tap(self, x: Any) -> Any:
+        return super().__getitem__(0)(x)
+
+    def tap_by_name(self, x: Any) -> Any:
+        return nn.Sequential.__getitem__(self, 0)(x)
+
+
+class Foreign(nn.Module):
+    def __init__(self, row: nn.Module) -> None:
+        super().__init__()
+        self.inner = row
+
+    def forward(self, x: Any) -> Any:
+        return self.inner[0](x)  # type: ignore[index]
 
 
 class Contains(nn.Module):

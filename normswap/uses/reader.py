@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import nn
 
-from normswap.source import cell_holds, global_named
-from normswap.uses.syntax import goes_to_the_first, is_super, parameter_of, spelled
+from normswap.attributes import functions_in
+from normswap.rules.expression_site import called_name
+from normswap.source import global_named
+from normswap.uses.syntax import as_the_first, content_of, goes_to_the_first, is_super, parameter_of, spelled
 from normswap.uses.values import (
     DEEPEST,
     LISTS,
@@ -21,6 +22,7 @@ from normswap.uses.values import (
     Row,
     Value,
     children_of,
+    depth_of,
     is_torchs,
     key_of,
     modules_of,
@@ -28,10 +30,8 @@ from normswap.uses.values import (
     one_of,
 )
 
-_ASKS = frozenset({"type", "hasattr", "callable", "bool", "id", "len"})
-_SHOWS = frozenset({"str", "repr", "print", "format"})
-_GOES_THROUGH = frozenset({"reversed", "list", "tuple", "iter", "set"})
 _UNDER: dict[str, bool] = {"children": False, "named_children": True, "modules": False, "named_modules": True}
+_UNDER |= {"values": False, "items": True}
 """What gives a module's own modules, and whether their names with them."""
 _OF_FORM = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "layout", "is_cuda", "requires_grad"})
 """What a folded weight still has as it was."""
@@ -41,7 +41,6 @@ _HARMLESS = frozenset(
 )
 _TENSORS = frozenset({"parameters", "named_parameters"})
 _CALLING = ("forward", "__call__")
-_MISSING = object()
 _Step = tuple[ast.AST, "Value"]
 
 
@@ -51,8 +50,8 @@ class Told(Protocol):
     def reach(self, module: nn.Module, name: str, above: bool = False) -> None:
         """What stands under the name may run on the module; ``above``: what that hides too."""
 
-    def reach_like(self, module: nn.Module, name: ast.expr) -> None:
-        """The same of a name that is computed."""
+    def named_like(self, module: nn.Module, name: ast.expr) -> list[Value]:
+        """The same of a name that is computed; what it may give."""
 
     def follow(self, module: nn.Module | None, function: types.FunctionType, parameter: str, value: Value) -> None:
         """A function, or a method of that module, gets it for a parameter."""
@@ -60,8 +59,8 @@ class Told(Protocol):
     def values(self, held: Any) -> list[Value]:
         """What somebody keeps may be."""
 
-    def hand_on(self, value: Value | None) -> None:
-        """It is given to code that may do anything with it."""
+    def hand_on(self, *given: nn.Module | Value | None) -> None:
+        """What is given, modules and what may be some, gets to code that may do anything with it."""
 
     def call(self, module: nn.Module, apart: bool) -> None:
         """It is called; ``apart``: besides where its parent does it."""
@@ -88,11 +87,13 @@ class Reader:
         self.code, self.module, self.function, self.counted = code, module, function, counted
         self.parents, self.nodes, self.outer = spelled(function.__code__)
         self.names: dict[str, dict[Any, Value]] = {}
-        method = module is not None and function.__code__.co_argcount
-        self.own = function.__code__.co_varnames[0] if method else ""
-        for name, values in (*named.items(), (self.own, one_of([module] if self.own else [], whole=True))):
+        for name, values in named.items():
             for value in values:
                 self._add(name, value)
+        self.own = ""
+        if module is not None:
+            self.own, itself = as_the_first(function.__code__, one_of([module], whole=True))
+            self._add(self.own, itself)
 
     def read(self) -> None:
         """Follow whatever may be a module from where it is named to what is done with it."""
@@ -110,14 +111,10 @@ class Reader:
                     waiting += self._step(*waiting.pop())
 
     def _add(self, name: str, value: Value) -> None:
-        key, depth = key_of(value), 0
-        inner: Any = value
-        while isinstance(inner, Many | Mapped):
-            inner, depth = inner.item, depth + 1
-        if depth > DEEPEST:
+        if depth_of(value) > DEEPEST:
             self.code.hand_on(value)
         else:
-            self.names.setdefault(name, {}).setdefault(key, value)
+            self.names.setdefault(name, {}).setdefault(key_of(value), value)
 
     # --- from an expression to the one around it ---
 
@@ -136,17 +133,14 @@ class Reader:
                 call = parent if isinstance(parent, ast.Call) else self.parents[parent]
                 assert isinstance(call, ast.Call)
                 yield from self._argument(call, given, value)
-            case ast.Starred():
-                yield parent, value
-            case ast.Tuple(elts=parts) if not any(isinstance(part, ast.Starred) for part in parts):
-                yield parent, Row(tuple(value if part is node else None for part in parts))
-            case ast.List() | ast.Tuple() | ast.Set():
-                for item in self._through(value) if isinstance(node, ast.Starred) else [value]:
-                    yield parent, Many(item)
+            case ast.Starred():  # stands for each
+                yield from ((parent, item) for item in self._through(value))
+            case ast.Tuple(elts=parts):
+                yield parent, _row(parts, node, value)
+            case ast.List() | ast.Set() | ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
+                yield parent, Many(value)
             case ast.Dict() if node in parent.values and None not in parent.keys:
                 yield parent, Mapped(value)
-            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
-                yield parent, Many(value)
             case ast.DictComp() if parent.value is node:
                 yield parent, Mapped(value)
             case ast.For() | ast.comprehension() if parent.iter is node:
@@ -168,8 +162,6 @@ class Reader:
                 self._question(value)
             case ast.UnaryOp(op=ast.Not()) | ast.If() | ast.While() | ast.Assert() | ast.IfExp() | ast.comprehension():
                 self._question(value)
-            case ast.FormattedValue():
-                self._show(value)
             case ast.Expr():
                 pass
             case _:
@@ -203,7 +195,7 @@ class Reader:
                 for module, whole in held.values():
                     self._look_into(module)
                     if not isinstance(module, nn.ModuleDict):  # which gives its keys
-                        found += one_of(children_of(module), self._are_whole(module, whole))
+                        found.append(one_of(children_of(module), self._are_whole(module, whole)))
                     self.code.reach(module, "__iter__")
                 return found
         return []
@@ -224,16 +216,10 @@ class Reader:
             for name in ("__eq__", "__bool__", "__len__", "__contains__"):
                 self.code.reach(module, name)
 
-    def _show(self, value: Value) -> None:
-        """Its text is made, in which all that is in it stands."""
-        for module, _ in modules_of(value):
-            for one in module.modules():
-                self.code.ask(one)
-
     def _called(self, value: Value) -> None:
         for module, whole in modules_of(value):
             if module is not self.module:
-                self.code.call(module, isinstance(value, Many) or not whole or not self.counted)
+                self.code.call(module, not (whole and self.counted))
 
     def _item(self, node: ast.Subscript, value: Value) -> Iterator[_Step]:
         if not isinstance(node.ctx, ast.Load):
@@ -246,16 +232,16 @@ class Reader:
                 yield node, item
             case Row(items) if isinstance(node.slice, ast.Slice):
                 yield from ((node, Many(item)) for item in items if item is not None)
-            case Row(items) if isinstance(index, int) and index < len(items):
-                yield from ((node, item) for item in items[index : index + 1 or None] if item is not None)
+            case Row(items) if isinstance(index, int):
+                yield from ((node, item) for item in items[index : index + 1] if item is not None)
             case Row(items):
                 yield from ((node, item) for item in items if item is not None)
             case One(held):
                 for module, whole in held.values():
                     self._look_into(module)
                     self.code.reach(module, "__getitem__")
-                    for one in one_of(_at(module, index), self._are_whole(module, whole)):
-                        yield node, Many(one) if isinstance(node.slice, ast.Slice) else one
+                    one = one_of(_at(module, index), self._are_whole(module, whole))
+                    yield node, Many(one) if isinstance(node.slice, ast.Slice) else one
 
     def _attribute(self, node: ast.Attribute, value: Value) -> Iterator[_Step]:
         call = self.parents[node]
@@ -264,8 +250,6 @@ class Reader:
             case One(held):
                 for module, whole in held.values():
                     yield from self._of_module(node, module, whole)
-            case Many(item) if node.attr in ("pop", "copy") and is_called:
-                yield call, value if node.attr == "copy" else item
             case Mapped(item) if node.attr in ("values", "items", "get", "pop", "keys") and is_called:
                 made = {"values": Many(item), "items": Many(Row((None, item))), "get": item, "pop": item}
                 yield from [(call, made[node.attr])] if node.attr in made else []
@@ -274,71 +258,56 @@ class Reader:
 
     def _of_module(self, node: ast.Attribute, module: nn.Module, whole: bool) -> Iterator[_Step]:
         """An attribute of a module."""
-        name, call, itself = node.attr, self.parents[node], module is self.module
+        name, itself, children = node.attr, module is self.module, children_of(module)
         if not isinstance(node.ctx, ast.Load):
-            if not itself:
-                self.code.hand_on(one_of([module], whole)[0])
+            self.code.hand_on(None if itself else module)
+            return
+        if name == "training" or (itself and name in (*_CALLING, "__self__", "dtype", "device")):
             return
         if name in (*_CALLING, "__self__"):
-            yield from ((node, one) for one in one_of([module], whole) if not itself)
-            return
-        if name == "training" or (itself and name in ("dtype", "device")):
+            yield node, one_of([module], whole)
             return
         self.code.reach(module, name)
-        if not is_torchs(_defines(type(module), "__getattribute__").__module__):
-            self.code.hand_on(one_of([module], whole)[0])
+        if not is_torchs(_definers(type(module), "__getattribute__")[0].__module__):
+            self.code.hand_on(module)
         if (child := module._modules.get(name)) is not None:
             self._look_into(module)
-            yield from ((node, one) for one in one_of([child], self._are_whole(module, whole)))
+            yield node, one_of([child], self._are_whole(module, whole))
         elif name in module._parameters or name in module._buffers:
             if itself or self._asks_for_form(node):
                 self._look_into(module)
-            elif self.counted and any(module is child for child in children_of(self.module)):
+            elif self.counted and any(module is one for one in children_of(self.module)):
                 self.code.read_tensors(module)
             else:
-                self.code.hand_on(one_of([module], whole)[0])
+                self.code.hand_on(module)
         elif name in ("_parameters", "_buffers"):
-            if not itself:
-                self.code.hand_on(one_of([module], whole)[0])
+            self.code.hand_on(None if itself else module)
         elif name == "_modules":
             self._look_into(module)
-            yield from ((node, Mapped(one)) for one in one_of(children_of(module), self._are_whole(module, whole)))
+            yield node, Mapped(one_of(children, self._are_whole(module, whole)))
         elif name in module.__dict__:
             self._look_into(module)
             yield from ((node, one) for one in self.code.values(module.__dict__[name]))
-        elif name not in module._modules:
-            for one in self._by_method(node, module, whole):
-                if isinstance(call, ast.Call) and call.func is node:
-                    yield call, one
-                else:
-                    self.code.hand_on(one)
+        else:
+            yield from self._by_method(node, module, one_of(children, self._are_whole(module, whole)))
 
-    def _by_method(self, node: ast.Attribute, module: nn.Module, whole: bool) -> Iterator[Value]:
+    def _by_method(self, node: ast.Attribute, module: nn.Module, children: Value) -> Iterator[_Step]:
         """What the call of a method, or an attribute of the class, gives."""
-        name, static = node.attr, inspect.getattr_static(type(module), node.attr, _MISSING)
-        cls = next((one for one in type(module).__mro__ if name in vars(one)), object)
-        if static is _MISSING:
-            if _defines(type(module), "__getattr__") is not nn.Module:
-                self.code.hand_on(one_of([module], whole)[0])
+        name, call, definers = node.attr, self.parents[node], _definers(type(module), node.attr)
+        if not definers:
+            if _definers(type(module), "__getattr__")[0] is not nn.Module:
+                self.code.hand_on(module)
             return
         self._look_into(module)
+        cls = definers[-1 if is_super(node.value) else 0]
         if not is_torchs(cls.__module__):
-            for value in self.code.values(static):
-                self.code.hand_on(value)
-            return
-        if name in _HARMLESS:
-            return
-        children = one_of(children_of(module), self._are_whole(module, whole))
-        if name in _UNDER:
-            for one in children if "children" in name else _below(module):
-                yield Many(Row((None, one)) if _UNDER[name] else one)
-        elif name in ("values", "items") and isinstance(module, nn.ModuleDict):
-            for one in children:
-                yield Many(Row((None, one)) if name == "items" else one)
-        elif name == "get_submodule":
-            yield from _below(module)
-        elif not (name in _TENSORS and self._asks_for_form(node)):
-            self.code.hand_on(one_of([module], whole)[0])
+            self.code.hand_on(*self.code.values(vars(cls)[name]))
+        elif name in _UNDER and isinstance(call, ast.Call) and call.func is node:
+            under = [one for one in module.modules() if one is not module]
+            found = one_of(under, whole=False) if "modules" in name else children
+            yield call, Many(Row((None, found)) if _UNDER[name] else found)
+        elif not (name in _HARMLESS or (name in _TENSORS and self._asks_for_form(node))):
+            self.code.hand_on(module)
 
     def _asks_for_form(self, node: ast.AST) -> bool:
         """Whether no more is read than the dtype, the device or the sizes of a tensor, or the dtype or device of the
@@ -349,57 +318,51 @@ class Reader:
         return isinstance(parent, ast.Attribute) and parent.attr in read
 
     def _argument(self, call: ast.Call, node: ast.AST, value: Value) -> Iterator[_Step]:
-        name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
-        plain = isinstance(call.func, ast.Name) and not call.keywords and not isinstance(node, ast.Starred)
-        if plain and name == "isinstance" and node is call.args[0]:
-            for module, _ in modules_of(value):
-                for cls in self._classes(call.args[1]):
-                    self.code.ask(module, cls)
-        elif plain and name in _SHOWS:
-            self._show(value)
-        elif plain and name in _ASKS:
-            self._question(value)
-            for module, _ in modules_of(value):
-                self._look_into(module)
-        elif plain and name == "super":
-            pass
-        elif plain and name == "getattr" and node is call.args[0]:
-            yield from self._computed(call, value)
-        elif plain and name in ("setattr", "delattr") and _is_only(value, self.module) and node is call.args[0]:
-            pass
-        elif plain and name == "next" and node is call.args[0]:
-            yield from ((call, item) for item in self._through(value))
-        elif plain and name in _GOES_THROUGH:
-            yield from ((call, Many(item)) for item in self._through(value))
-        elif plain and name == "enumerate":
-            yield from ((call, Many(Row((None, item)))) for item in self._through(value))
-        elif isinstance(call.func, ast.Name) and name == "zip" and not isinstance(node, ast.Starred):
-            for item in self._through(value):
-                yield call, Many(Row(tuple(item if one is node else None for one in call.args)))
-        elif _is_only(value, self.module) and node in call.args[:1] and self._is_above(call.func):
-            self.code.reach(self.module, name, above=True)
-            if is_torchs(_defines(type(self.module), name).__module__) and name not in (*_HARMLESS, *_CALLING):
-                self.code.hand_on(value)
-        elif _is_only(value, self.module) and node in call.args[:1] and self._is_wrapped(call.func):
-            pass  # it is read as the method that it is
-        else:
-            function, given = self._function_called(call.func)
-            parameter = None if function is None else parameter_of(function, call, node, given)
-            if not given and "checkpoint" in name and not name.startswith(("load", "save")):
-                self._called(Row((value,)))
-            elif function is not None and parameter is not None:
-                self.code.follow(self.module if given else None, function, parameter, value)
-            else:
-                self.code.hand_on(value)
+        name, itself = called_name(call) or "", _is_only(value, self.module) and node in call.args[:1]
+        plain = isinstance(call.func, ast.Name) and not isinstance(node, ast.Starred)
+        match name if plain else "":
+            case "isinstance":
+                for module, _ in modules_of(value):
+                    for cls in self._classes(call.args[1]):
+                        self.code.ask(module, cls)
+            case "type" | "hasattr" | "callable" | "bool" | "id" | "len":
+                self._question(value)
+                for module, _ in modules_of(value):
+                    self._look_into(module)
+            case "super":
+                pass
+            case "getattr" if itself:
+                yield from ((call, one) for one in self.code.named_like(self.module, call.args[1]))
+            case "reversed" | "list" | "tuple" | "iter" | "set":
+                yield from ((call, Many(item)) for item in self._through(value))
+            case "enumerate":
+                yield from ((call, Many(Row((None, item)))) for item in self._through(value))
+            case "zip":
+                yield from ((call, Many(_row(call.args, node, item))) for item in self._through(value))
+            case _ if itself and self._is_wrapped(call.func):
+                pass  # it is read as the method that it is
+            case _ if itself and self._is_above(call.func):
+                self._above(name)
+            case _:
+                self._given(name, call, node, value)
 
-    def _computed(self, call: ast.Call, value: Value) -> Iterator[_Step]:
-        """``getattr`` by a name that is computed."""
-        if not isinstance(value, One):
-            return self.code.hand_on(value)
-        for module, whole in value.held.values():
-            self._look_into(module)
-            self.code.reach_like(module, call.args[1])
-            yield from ((call, one) for one in one_of(children_of(module), self._are_whole(module, whole)))
+    def _above(self, name: str) -> None:
+        """The method of a base class runs on the module itself."""
+        self.code.reach(self.module, name, above=True)
+        theirs = any(is_torchs(cls.__module__) for cls in _definers(type(self.module), name))
+        if theirs and name not in (*_HARMLESS, *_CALLING):
+            self.code.hand_on(self.module)
+
+    def _given(self, name: str, call: ast.Call, node: ast.AST, value: Value) -> None:
+        """It is an argument of a function that is called."""
+        function, given = self._function_called(call.func)
+        parameter = None if function is None else parameter_of(function, call, node, given)
+        if not given and "checkpoint" in name and not name.startswith(("load", "save")):
+            self._called(Row((value,)))
+        elif function is not None and parameter is not None:
+            self.code.follow(self.module if given else None, function, parameter, value)
+        else:
+            self.code.hand_on(value)
 
     def _classes(self, node: ast.expr) -> list[Any]:
         """The types in the second argument of ``isinstance``; None for what is not known."""
@@ -414,17 +377,17 @@ class Reader:
             case ast.Attribute(value=ast.Name() as owner) if (
                 owner.id == self.own and node.attr not in self.module.__dict__
             ):
-                found, given = inspect.getattr_static(type(self.module), node.attr, None), 1
+                found, given = next((vars(one)[node.attr] for one in _definers(type(self.module), node.attr)), None), 1
             case _:
                 found, given = global_named(node, self.function), 0
-        plain = isinstance(found, types.FunctionType) and not hasattr(found, "__wrapped__")
-        return (found, given) if plain and not is_torchs(str(found.__module__)) else (None, 0)  # type: ignore[union-attr]
+        plain = isinstance(found, types.FunctionType) and not is_torchs(str(found.__module__))
+        return (found, given) if plain else (None, 0)  # type: ignore[return-value]
 
     def _is_wrapped(self, node: ast.expr) -> bool:
-        """Whether it is what this function says that it wraps."""
+        """Whether it is what this function says that it wraps, perhaps with a cache around it."""
         cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
-        wrapped = self.function.__dict__.get("__wrapped__")
-        return isinstance(node, ast.Name) and node.id in cells and cell_holds(cells[node.id], wrapped)
+        held = content_of(cells[node.id]) if isinstance(node, ast.Name) and node.id in cells else None
+        return any(one is self.function.__dict__.get("__wrapped__") for one in functions_in(held))
 
     def _is_above(self, function: ast.expr) -> bool:
         """Whether it is a method of a base class, called by that."""
@@ -435,12 +398,16 @@ class Reader:
 _QUESTIONS = (ast.Is, ast.IsNot, ast.Eq, ast.NotEq, ast.In, ast.NotIn)
 
 
-def _defines(cls: type, name: str) -> type:
-    return next(one for one in cls.__mro__ if name in vars(one))
+def _definers(cls: type, name: str) -> list[type]:
+    """The classes in which an attribute stands, that which hides the others first."""
+    return [one for one in cls.__mro__ if name in vars(one)]
 
 
-def _below(module: nn.Module) -> list[Value]:
-    return one_of((one for one in module.modules() if one is not module), whole=False)
+def _row(parts: list[ast.expr], node: ast.AST, value: Value) -> Value:
+    """A tuple of these, of which one is that."""
+    if any(isinstance(part, ast.Starred) for part in parts):
+        return Many(value)
+    return Row(tuple(value if part is node else None for part in parts))
 
 
 def _is_only(value: Value, module: nn.Module) -> bool:
@@ -450,6 +417,6 @@ def _is_only(value: Value, module: nn.Module) -> bool:
 def _at(module: nn.Module, index: Any) -> list[nn.Module]:
     """What may stand there in a container."""
     children = children_of(module)
-    if isinstance(index, int) and -len(children) <= index < len(children):
-        return [children[index]]
+    if isinstance(index, int):
+        return children[index : index + 1]
     return named(module, [index]) if isinstance(index, str) else children

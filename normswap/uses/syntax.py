@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import copy
+import dis
 import functools
+import re
 import types
+from typing import Any, TypeGuard
 
 from normswap.source import source_tree
+from normswap.uses.values import Many, Value
 
 
 @functools.lru_cache(maxsize=256)
@@ -19,12 +23,12 @@ def spelled(code: types.CodeType) -> tuple[dict[ast.AST, ast.AST], list[ast.expr
     tree = _Spelled().visit(copy.deepcopy(found))
     nodes = [*ast.walk(tree)]
     names: list[ast.expr] = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    names += [node for node in nodes if isinstance(node, ast.Call) and is_super(node)]
+    names += [node for node in nodes if is_super(node)]
     outer = [name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names]
     return {child: node for node in nodes for child in ast.iter_child_nodes(node)}, names, frozenset(outer)
 
 
-def is_super(node: ast.expr) -> bool:
+def is_super(node: ast.AST) -> TypeGuard[ast.Call]:
     """Whether it is a call of super()."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
 
@@ -36,8 +40,7 @@ class _Spelled(ast.NodeTransformer):
         self.generic_visit(node)
         match node:
             case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str() as name), *rest]):
-                read = ast.Attribute(value, name, ast.Load())
-                return ast.BoolOp(ast.Or(), [read, *rest]) if rest else read
+                return ast.BoolOp(ast.Or(), [ast.Attribute(value, name, ast.Load()), *rest])
         return node
 
 
@@ -53,6 +56,26 @@ def parameter_of(function: types.FunctionType, call: ast.Call, node: ast.AST, gi
     return names[place] if place < len(names) else None
 
 
+def as_the_first(code: types.CodeType, value: Value) -> tuple[str, Value]:
+    """The parameter that gets what is given first, and what it is then: that of ``*args`` where there is no other."""
+    if code.co_argcount:
+        return code.co_varnames[0], value
+    return "".join(code.co_varnames[code.co_kwonlyargcount :][:1]), Many(value)
+
+
+def reads(code: types.CodeType, name: str) -> bool:
+    """Whether a function uses its parameter of that name at all."""
+    return any(name in re.findall(r"\w+", str(step.argval)) for step in dis.get_instructions(code))
+
+
 def goes_to_the_first(call: ast.Call) -> bool:
     """Whether it gives the first of what is gone through, or goes through it."""
     return isinstance(call.func, ast.Name) and call.func.id in ("iter", "next")
+
+
+def content_of(cell: types.CellType) -> Any:
+    """What a cell holds; None where that is nothing."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

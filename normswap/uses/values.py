@@ -53,9 +53,21 @@ def key_of(value: Value | None) -> Any:
     return None
 
 
-def modules_of(value: Value | None) -> Iterator[tuple[nn.Module, bool]]:
-    """The modules in it, each with whether it stands there for itself."""
+def depth_of(value: Value | None) -> int:
+    """In how many others its modules stand."""
     match value:
+        case Many(item) | Mapped(item):
+            return 1 + depth_of(item)
+        case Row(items):
+            return 1 + max(map(depth_of, items))
+    return 0
+
+
+def modules_of(value: Any) -> Iterator[tuple[nn.Module, bool]]:
+    """The modules in it, or itself, each with whether it stands there for itself."""
+    match value:
+        case nn.Module():
+            yield value, True
         case One(held):
             yield from held.values()
         case Many(item) | Mapped(item):
@@ -65,10 +77,9 @@ def modules_of(value: Value | None) -> Iterator[tuple[nn.Module, bool]]:
                 yield from modules_of(one)
 
 
-def one_of(modules: Iterable[nn.Module], whole: bool) -> list[Value]:
-    """What may be any of these; nothing where there are none."""
-    held = {id(one): (one, whole) for one in modules}
-    return [One(held)] if held else []
+def one_of(modules: Iterable[nn.Module], whole: bool) -> One:
+    """What may be any of these."""
+    return One({id(one): (one, whole) for one in modules})
 
 
 def children_of(module: nn.Module) -> list[nn.Module]:
