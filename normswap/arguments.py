@@ -27,8 +27,8 @@ def check_model(model: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}{_how_to_make(model)}")
 
 
-def check_arguments(model: Any, inputs: Any, kwargs: Any, mode: str, on_mismatch: str) -> None:
-    """Raise TypeError for example inputs and ValueError for choices of another kind."""
+def check_arguments(model: Any, inputs: Any, kwargs: Any, on_mismatch: str, **mode: str) -> None:
+    """Raise TypeError for example inputs and ValueError for choices of another kind: of ``mode`` by the name it has."""
     check_model(model)
     if isinstance(inputs, torch.Size):
         raise TypeError(f"example_inputs must be tensors, got a shape; pass torch.randn({', '.join(map(str, inputs))})")
@@ -39,7 +39,8 @@ def check_arguments(model: Any, inputs: Any, kwargs: Any, mode: str, on_mismatch
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"example_kwargs must be a dict, got {type(kwargs).__name__}")
-    check_choice("validate", mode, get_args(Validate))
+    for name, value in mode.items():
+        check_choice(name, value, get_args(Validate))
     check_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
 
 

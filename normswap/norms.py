@@ -234,7 +234,7 @@ class LinearScaleBatchNorm(nn.Module):
 
 
 def copy_weights(src: nn.Module, dst: nn.Module) -> None:
-    """Copy every parameter and buffer of ``src`` into ``dst`` by name, keeping dst's own storage, dtype and device.
+    """Copy every tensor of the state_dict of ``src`` into ``dst`` by name, keeping dst's own storage, dtype and device.
 
     Raises TypeError for what is no module, and ValueError, with nothing copied, when names or shapes differ.
     """

@@ -75,7 +75,7 @@ def optimize(
     Raises TypeError and ValueError for arguments of another kind, NormswapError when a copy would not fit on the GPU,
     and what the model itself raises on the inputs. On any exception the model given is as it was.
     """
-    check_arguments(model, example_inputs, example_kwargs, validate, on_mismatch)
+    check_arguments(model, example_inputs, example_kwargs, on_mismatch, validate=validate)
     check_choice("on_empty", on_empty, get_args(OnEmpty))
     check_choice("inplace", inplace, (True, False))
     check_choice("for_compile", for_compile, (True, False, None))
@@ -162,7 +162,7 @@ def validate(
 
     Arguments as in ``optimize``; ``mode`` is its ``validate``. Returns the report that ``report(model)`` then gives.
     """
-    check_arguments(model, example_inputs, example_kwargs, mode, on_mismatch)
+    check_arguments(model, example_inputs, example_kwargs, on_mismatch, mode=mode)
     swaps, example = swapping.swaps_in(model), Example(model, example_inputs, example_kwargs)
     if swaps:
         _load(example)
@@ -285,4 +285,4 @@ def _why_nothing(model: nn.Module, report: Report) -> str:
     if not kinds:
         return "the model holds no norm that is known"
     told = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in kinds.items())
-    return f"the model holds norms of no kind that is swapped: {told}"
+    return f"the model holds norms of no kind that is swapped, or not as they are here: {told}"

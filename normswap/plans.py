@@ -14,8 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 PLAN_FORMAT = 5
-"""4: a Linear before a norm is a region's, also where the two are a whole forward. 3: plans name the GPU of their
-choices. 2: regions name the children called between their statements, which are looked at on every call."""
+"""5: they say of which forward a norm is. 4: a Linear before a norm is a region's, also where the two are a whole
+forward. 3: plans name the GPU of their choices. 2: regions name the children called between their statements, which are
+looked at on every call."""
 
 REGION = "region"
 """The kind of a site that holds norms among other things; the others are those of ``kinds``."""

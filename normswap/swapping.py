@@ -141,7 +141,7 @@ def _before(named: Mapping[str, nn.Module]) -> list[tuple[nn.Module, type[nn.Mod
 
 def _changed_since(name: str, module: nn.Module) -> NormswapError:
     return NormswapError(
-        f"revert: {name or '(root)'} is now a {type(module).__qualname__}, not the class that was installed there; "
+        f"{name or '(root)'} is now a {type(module).__qualname__}, not the class that was installed there; "
         "remove the parametrization (or FSDP wrapping) first, then revert"
     )
 

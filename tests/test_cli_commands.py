@@ -22,7 +22,9 @@ from normswap import progress
 from normswap.arguments import OnEmpty, OnMismatch, Validate
 from normswap.checkpoint import build_model, convert, files, load_model, same_tensors
 from normswap.cli import main, talk
+from normswap.cli.bench import bench
 from normswap.modules import site_match
+from normswap.regions import helper
 
 DONE, FAILED, USAGE, MISMATCH, EMPTY, ENVIRONMENT = range(6)
 MODEL = ["--model", "zoo:net", "--device", "cpu"]
@@ -309,6 +311,27 @@ def test_bench() -> None:
     shown = done(*arguments, "--include", "norm").stdout.splitlines()
     assert shown[0] == "median of 2 forward passes on cpu, milliseconds"
     assert [line.split()[0] for line in shown[3:]] == ["(whole", "norm"]
+
+
+class Activated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(x))
+
+
+def test_bench_times_a_region_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, called = Activated().eval(), torch.randn(2, 8, 4), list[bool]()
+    fast = normswap.optimize(model, x)
+    fused = helper.Fused.__call__
+    monkeypatch.setattr(helper.Fused, "__call__", lambda *given: called.append(True) or fused(*given))
+    timing = bench(model, fast, normswap.report(fast), (x,), {}, rounds=2)
+    region, norm = ({row["name"]: row for row in timing.rows}[name] for name in ("", "norm"))
+    assert region["optimized_ms"] > 0 and norm["optimized_ms"] == 0
+    assert len(called) == 3 + 2 + 2  # to warm up, the whole, the sites
+    assert [line.split()[-1] for line in str(timing).splitlines() if line.startswith("norm ")] == ["-"]
 
 
 def test_the_choices_are_those_of_optimize() -> None:

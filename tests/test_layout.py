@@ -147,7 +147,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "environment": {"builder", "native", "nodes"},
     "cli.inputs": {"checkpoint.errors", "checkpoint.models", "checkpoint.tensors"},
     "cli.options": {"progress", "checkpoint.errors", "cli.inputs"},
-    "cli.bench": {"reports", "timing", "checkpoint.errors"},
+    "cli.bench": {"regions", "reports", "timing", "checkpoint.errors"},
     "cli.commands": {
         *("plans", "builder", "native", "nodes", "checkpoint", "checkpoint.errors", "checkpoint.models"),
         "checkpoint.reading",

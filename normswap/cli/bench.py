@@ -13,6 +13,7 @@ from tabulate import tabulate
 from torch import nn
 
 from normswap.checkpoint.errors import failing
+from normswap.regions.spec import Region, children_of
 from normswap.reports import Report
 from normswap.timing import clock
 
@@ -23,8 +24,9 @@ _WARM_UP = 3
 class Timing:
     """Medians over ``rounds`` forward passes each, in milliseconds, interleaved.
 
-    ``rows`` has one per swapped site: name, kind, and the same two figures for what it takes in one pass. A site is
-    timed in passes of its own, with a look at the clock around each call; on a GPU it is the GPU's clock.
+    ``rows`` has one per swapped site: name, kind, and the same two figures for what it takes in one pass, 0 for a norm
+    that is part of a region, and timed there. Sites are timed in passes of their own, with a look at the clock around
+    each call; on a GPU it is the GPU's clock.
     """
 
     device: str
@@ -67,18 +69,29 @@ def bench(
     machine = clock.clock_of(device)
     whole = clock.medians_us([*runs.values()], machine, rounds)
     swapped = [row for row in report.rows if row["swapped"]]
-    sites: dict[str, dict[str, list[float]]] = {name: {row["name"]: [] for row in swapped} for name in models}
+    inside = _inside_regions(report)  # a hook on one of these, and the region is no longer one op
+    timed = [row["name"] for row in swapped if row["name"] not in inside]
+    sites: dict[str, dict[str, list[float]]] = {name: {site: [] for site in timed} for name in models}
     for _ in range(rounds):
         for name, model in models.items():
             with _clocked(model, sites[name], machine):
                 runs[name]()
     medians = {name: {site: statistics.median(times) for site, times in sites[name].items()} for name in models}
     rows = [
-        {"name": row["name"], "kind": row["kind"], **{name: found[row["name"]] for name, found in medians.items()}}
+        {"name": row["name"], "kind": row["kind"]} | {name: of.get(row["name"], 0.0) for name, of in medians.items()}
         for row in swapped
     ]
     eager_ms, optimized_ms = (us / 1000 for us in whole)
     return Timing(str(device), rounds, eager_ms, optimized_ms, tuple(rows))
+
+
+def _inside_regions(report: Report) -> set[str]:
+    """The names of the children that are called by a region of their parent's forward."""
+    found = set[str]()
+    for swap in report.plan.swaps:
+        for data in swap.match.attributes.get("regions", ()):
+            found |= {f"{swap.site.name}.{child}".lstrip(".") for child in children_of(Region.from_json(data))}
+    return found
 
 
 def _run(model: nn.Module, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
@@ -109,4 +122,4 @@ def _clocked(model: nn.Module, taken: Mapping[str, list[float]], machine: clock.
 
 def _shown(name: str, kind: str, eager: float, optimized: float) -> tuple[str, ...]:
     speedup = f"{eager / optimized:.2f}x" if optimized else "-"  # a site that the inputs do not reach takes no time
-    return name, kind, f"{eager:.3f}", f"{optimized:.3f}", speedup
+    return name, kind, *(f"{ms:.3f}" if ms else "-" for ms in (eager, optimized)), speedup

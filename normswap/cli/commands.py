@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from normswap.cli.summary import Summary
     from normswap.plans import Plan
 
-FAILED, USAGE, MISMATCH, EMPTY, ENVIRONMENT = 1, 2, 3, 4, 5
+FAILED, MISMATCH, EMPTY, ENVIRONMENT = 1, 3, 4, 5  # 2 is click's, of a wrong call
 
 
 class _Command(click.Command):
@@ -152,7 +152,7 @@ def convert(source: str, out: str | None, inputs: Inputs, in_place: bool, as_jso
 
     normswap.load_model(OUT) then opens the model with its norms swapped. IN is a file (.pt, .pth, .bin, .ckpt,
     .safetensors) or a folder of them with an index, as transformers writes it. OUT is a file that ends in one of these,
-    or a folder, which takes over all files of the folder IN.
+    or a folder, which takes over what the model in the folder IN needs.
     """
     if in_place is (out is not None):
         raise click.UsageError("give either OUT or --in-place")
@@ -222,7 +222,7 @@ def bench(
 
     from normswap.checkpoint import models
     from normswap.checkpoint.errors import running
-    from normswap.cli import bench as timing
+    from normswap.cli.bench import bench as timed
 
     device, dtype = where.pop("device"), where.pop("dtype")
     filters = {name: where.pop(name) for name in ("include", "exclude")}
@@ -234,7 +234,7 @@ def bench(
     with running(type(eager).__name__):
         twin = copy.deepcopy(eager)
     swapped, report = models.optimized(twin, (given.positional or None, given.named), **filters)
-    made = timing.bench(eager, swapped, report, given.positional, given.named, rounds=rounds)
+    made = timed(eager, swapped, report, given.positional, given.named, rounds=rounds)
     result(_json(made.to_dict()) if as_json else str(made))
 
 
