@@ -296,13 +296,13 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether the elements of two tensors of one layout are equal, NaN to NaN."""
     if one.is_meta:
         return True
-    mine, others = _strided(one), _strided(other)
+    mine, others = strided(one), strided(other)
     if [tensor.shape for tensor in mine] != [tensor.shape for tensor in others]:
         return False
     return all(bool(((p == q) | (p.isnan() & q.isnan())).all()) for p, q in zip(mine, others, strict=True))
 
 
-def _strided(tensor: Tensor) -> tuple[Tensor, ...]:
+def strided(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that a sparse, quantized or nested one is made of."""
     if tensor.is_nested:
         return tensor.unbind()

@@ -217,13 +217,13 @@ class Plan:
             if data["format"] != PLAN_FORMAT:
                 raise PlanError(f"plan: format {data['format']} is not {PLAN_FORMAT}; write it anew with this version")
             return cls(
-                tuple(Swap(_site_of(d), Match(d["kind"], {**d["attributes"]})) for d in data["swaps"]),
+                tuple(Swap(_site_of(d), _match_of(d)) for d in data["swaps"]),
                 tuple(
                     Refused(_site_of(d), Refusal(d["kind"], Reason[d["reason"]], d["detail"])) for d in data["refused"]
                 ),
                 str(data["gpu"]),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise PlanError(
                 f"plan: not a normswap plan ({type(error).__name__}: {error}); report(model).plan.to_json() writes one"
             ) from error
@@ -243,3 +243,10 @@ def _site_of(data: Mapping[str, Any]) -> Site:
     if not all(isinstance(one, str) for one in (site.name, site.type_name, *site.aliases)):
         raise TypeError("a site's names must be strings")
     return site
+
+
+def _match_of(data: Mapping[str, Any]) -> Match:
+    match = Match(data["kind"], {**data["attributes"]})
+    if not all(isinstance(region.get("apart", ""), str) for region in match.attributes.get("regions", ())):
+        raise TypeError("why a region's norm is apart must be a string")
+    return match

@@ -361,7 +361,8 @@ class Acts(nn.Module):
         *((("attributes", "regions", 0, "steps"), []), (("attributes", "regions", 0, "steps", 0, "operand"), 5)),
         *((("attributes", "regions", 0, "shared"), True), (("attributes", "regions", 0, "activation"), [])),
         *((("attributes", "regions", 0, "conditions"), ["x"]), (("attributes", "regions", 0, "beside"), "x")),
-        (("attributes", "regions", 0, "conditions"), [["self.x is", True]]),
+        *((("attributes", "regions", 0, "conditions"), [["self.x is", True]]), (("attributes", "regions"), [1])),
+        *((("attributes", "regions", 0, "apart"), [1]), (("attributes", "regions", 0, "apart"), {})),
         *((("attributes", "regions", 0, "conditions"), [["self.x", 1]]), (("attributes", "regions"), [])),
     ],
 )
@@ -375,3 +376,9 @@ def test_a_text_that_was_edited_is_a_plan_error(path: tuple[Any, ...], value: An
     with pytest.raises(PlanError, match="plan|regions"):
         swapping.apply(model, Plan.from_json(json.dumps(data)))
     assert type(model) is Acts
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": 5, "gpu": ' + "[" * 100_000])
+def test_a_text_that_is_nested_too_deeply_is_a_plan_error(text: str) -> None:
+    with pytest.raises(PlanError, match="plan: not a normswap plan .RecursionError"):
+        Plan.from_json(text)

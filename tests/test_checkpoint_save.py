@@ -47,6 +47,17 @@ def swapped_names(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if site_match(module) is not None}
 
 
+@pytest.mark.parametrize("out", ["net.pt", "net.dcp"])
+def test_a_place_that_cannot_be_written_to_is_told(monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(os, "mkdir", refused)
+    with pytest.raises(CheckpointError, match=f"{out}: cannot be written .PermissionError"):
+        normswap.save(built(), out, factory="zoo:net")
+
+
 @pytest.mark.parametrize("out", ["deep/out", "net.pt", "net.safetensors", "net.dcp"])
 def test_saved_and_opened(folder: Path, out: str) -> None:
     model = built()

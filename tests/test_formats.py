@@ -13,10 +13,21 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoints import SITES, randomized, read_tensors, snapshot, write_shards
+from click.testing import CliRunner
 from torch import Tensor, nn
 
-from normswap.checkpoint import CheckpointError, build_model, convert, load_model, open_checkpoint, same_tensors
+from normswap.checkpoint import (
+    CheckpointError,
+    build_model,
+    convert,
+    load_model,
+    open_checkpoint,
+    same_tensors,
+    save,
+    verify,
+)
 from normswap.checkpoint.errors import MissingError
+from normswap.cli import main
 from normswap.modules import site_match
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -218,6 +229,36 @@ def test_nested_files(content: Any, key: str | None) -> None:
         converted("in.pth", "out.safetensors", "zoo:net", key=key)
 
 
+def test_what_else_there_is_is_told_at_every_level(folder: Path) -> None:
+    state = built("net").state_dict()
+    torch.save({"state": {"model": state, "ema": state, "optim": {"a": 1}}, "epoch": 1}, "in.pth")
+    found = open_checkpoint("in.pth", key="state.model")
+    assert found.others == ("epoch (int)", "state.ema (OrderedDict of 22)", "state.optim (dict of 1)")
+    with pytest.raises(CheckpointError, match=r"has besides tensors: epoch \(int\), state.ema"):
+        converted("in.pth", "out.safetensors", "zoo:net", key="state.model")
+
+
+def test_a_key_with_a_dot_in_it(folder: Path) -> None:
+    state = built("net").state_dict()
+    torch.save({"ema.model": state}, "one.pth")
+    torch.save({"ema.model": state, "ema": {"model": state}}, "two.pth")
+    found = open_checkpoint("one.pth")
+    assert found.notes == ("one.pth: took its 'ema.model'; it also holds nothing else",)
+    for key in (None, "ema.model"):
+        with pytest.raises(CheckpointError, match="holds 2 state_dicts: ema.model .*; their keys are written alike"):
+            open_checkpoint("two.pth", key=key)
+
+
+@pytest.mark.parametrize("key", [".", "ema"])
+def test_a_key_of_shards(folder: Path, key: str) -> None:
+    write_shards(folder / "in", built("net").state_dict(), ".safetensors", 2)
+    if key == ".":
+        assert open_checkpoint("in", key=key).key == key
+    else:
+        with pytest.raises(CheckpointError, match=r"index.json: no state_dict under the key 'ema'; there is \."):
+            open_checkpoint("in", key=key)
+
+
 def test_two_candidates_need_a_key(folder: Path) -> None:
     state = built("net").state_dict()
     torch.save({"model": state, "ema": state}, "in.pth")
@@ -326,5 +367,46 @@ def test_extra_state_survives(folder: Path) -> None:
     converted("in.pt", "out", "more:Extra", inputs=X)
     loaded = load_model("out", model=Extra())
     assert loaded.seen == model.seen and site_match(loaded.norm) is not None
-    with pytest.raises(CheckpointError, match="safetensors cannot hold _extra_state; name a file that ends in .pt"):
-        converted("in.pt", "out.safetensors", "more:Extra")
+    before = snapshot(folder)
+    for out, what in (("out.safetensors", "safetensors"), ("out.dcp", "torch.distributed.checkpoint")):
+        cure = r"cannot hold _extra_state \(dict\); name a file that ends in .pt"
+        with pytest.raises(CheckpointError, match=f"^{what} {cure}"):
+            converted("in.pt", out, "more:Extra")
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("value", [torch.arange(3.0), float("nan"), [{"a": (torch.ones(2), float("nan"))}]])
+def test_extra_state_of_tensors_and_nan_is_compared(value: Any) -> None:
+    model = Extra()
+    model.seen = {"value": value}
+    save(model, "one.pt")
+    save(model, "two.pt")
+    assert verify("one.pt", "two.pt").same
+    model.seen = {"value": [value]}
+    save(model, "two.pt", force=True)
+    assert verify("one.pt", "two.pt").tensors == "1 changed: _extra_state"
+
+
+class Sparse(nn.Module):
+    """Has a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.register_buffer("edges", torch.tensor([[1.0, float("nan")], [0.0, 2.0]]).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_a_sparse_buffer_survives(folder: Path) -> None:
+    (folder / "graph.py").write_text("from test_formats import Sparse\n")
+    torch.save(Sparse().state_dict(), "in.pt")
+    converted("in.pt", "out.pth", "graph:Sparse", inputs=X)
+    assert verify("in.pt", "out.pth").same and verify("out.pth").size == 2 * 24 + 3 * (4 + 2 * 8)
+    for command in (["inspect", "in.pt"], ["verify", "in.pt", "out.pth"]):
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0 and "3 tensors" in result.stdout
+    for out, what in (("out.safetensors", "safetensors"), ("out.dcp", "torch.distributed.checkpoint")):
+        with pytest.raises(CheckpointError, match=rf"{what} cannot hold edges \(torch.sparse_coo\); name a file"):
+            converted("in.pt", out, "graph:Sparse")

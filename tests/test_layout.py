@@ -120,7 +120,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "checkpoint.errors": {"plans"},
     "checkpoint.files": set(),
-    "checkpoint.tensors": {"checkpoint.errors"},
+    "checkpoint.tensors": {"held", "checkpoint.errors"},
     "checkpoint.distributed": {"checkpoint.errors", "checkpoint.tensors"},
     "checkpoint.reading": {"checkpoint.errors", "checkpoint.files", "checkpoint.tensors"},
     "checkpoint.models": {
@@ -143,7 +143,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("checkpoint.tensors",),
     },
     "cli.talk": {"progress"},
-    "cli.summary": set(),
+    "cli.summary": {"checkpoint.tensors"},
     "environment": {"builder", "native", "nodes"},
     "cli.inputs": {"checkpoint.errors", "checkpoint.models", "checkpoint.tensors"},
     "cli.options": {"progress", "checkpoint.errors", "cli.inputs"},

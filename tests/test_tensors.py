@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import argparse
+import copy
 import json
 import os
 import stat
@@ -8,6 +10,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -34,6 +37,21 @@ def test_round_trips_keep_bits_order_ties_and_metadata(tmp_path: Path, first: st
     assert twice._metadata == tensors._metadata
     assert twice["z.embedding"].data_ptr() == twice["a.head"].data_ptr()
     assert twice["empty"].shape == (0, 3)
+
+
+def test_same_tensors_sees_what_is_no_tensor() -> None:
+    values = [float("nan"), -0.0, 0.0, 1, True, None, "a", 1 + 2j, np.float64("nan"), np.arange(2), np.arange(2.0)]
+    values += [np.array([None, [1.0]], dtype=object), np.array([None, [2.0]], dtype=object), {"a": torch.ones(2)}]
+    values += [{"a": torch.ones(1)}, {"b": torch.ones(2)}, [torch.ones(2)], (torch.ones(2),), [], [torch.ones(2)] * 2]
+    values += [argparse.Namespace(a=torch.ones(2)), argparse.Namespace(a=np.ones(2)), torch.ones(2)]
+    for at, one in enumerate(values):
+        same = [i for i, other in enumerate(values) if same_tensors({"": one}, {"": copy.deepcopy(other)})]
+        assert same == [at], one
+
+
+def test_same_tensors_of_sparse_ones_takes_no_memory_of_dense_ones() -> None:
+    one, same, other = (torch.sparse_coo_tensor([[1], [at]], [float("nan")], (2**40, 2**20)) for at in (2, 2, 3))
+    assert same_tensors({"": one}, {"": same}) and not same_tensors({"": one}, {"": other})
 
 
 def test_same_tensors_sees_every_difference() -> None:
@@ -63,6 +81,17 @@ def test_same_tensors_sees_every_bit(dtype: torch.dtype) -> None:
         assert not same_tensors({"a": bits.view(dtype)}, {"a": first}), at
         bits[at] = 0
     assert same_tensors({"a": bits.view(dtype)}, {"a": first})
+
+
+def test_the_format_in_the_metadata_ties_nothing(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"pt": torch.ones(2)}, tmp_path / "t.safetensors", metadata={"format": "pt"})
+    tensors, metadata = read_tensors(tmp_path / "t.safetensors")
+    assert list(tensors) == ["pt"] and metadata == {"format": "pt"}
+    tensors["format"] = tensors["pt"]
+    for text in (metadata, {}):
+        write_tensors(tmp_path / "u.safetensors", tensors, text)
+        again, kept = read_tensors(tmp_path / "u.safetensors")
+        assert same_tensors(tensors, again) and kept == text
 
 
 @pytest.mark.case("tied-in-safetensors")
@@ -205,8 +234,11 @@ def test_a_wrong_record_of_the_order(tmp_path: Path, record: str) -> None:
 
 
 def test_what_a_format_cannot_hold(tmp_path: Path) -> None:
-    for bad in (torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)):
-        with pytest.raises(CheckpointError, match="t.safetensors: cannot be written"):
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    complexes = (torch.ones(2, dtype=dtype) for dtype in (torch.complex32, torch.complex128))
+    for bad in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), quantized, *complexes):
+        kind = bad.dtype if bad.layout is torch.strided else bad.layout
+        with pytest.raises(CheckpointError, match=rf"cannot hold bad \({kind}\); name a file that ends in .pt"):
             write_tensors(tmp_path / "t.safetensors", {"bad": bad})
     tensors: OrderedDict[str, Tensor] = OrderedDict(a=torch.ones(1))
     tensors._metadata = {"": {"version": (1, 2)}}  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from normswap.checkpoint.errors import CheckpointError, failing, one_line
-from normswap.checkpoint.tensors import PATHS
+from normswap.checkpoint.tensors import PATHS, check_held
 
 _DCP = "torch.distributed.checkpoint."
 _NAMES = {
@@ -42,7 +42,8 @@ def read_distributed(path: Path) -> dict[str, Any]:
 
 
 def write_distributed(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state`` into the new folder ``folder``. Raises CheckpointError."""
+    """Write ``state`` into the new folder ``folder``. Raises CheckpointError, also for what DCP cannot hold."""
+    check_held("torch.distributed.checkpoint", state)
     with _telling(f"{folder}: cannot be written"):
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 

@@ -153,9 +153,9 @@ def is_inside(name: object) -> bool:
 
 
 def is_plain(name: object) -> bool:
-    """Whether ``name`` is the name of a file: no path, not hidden (but for .metadata), and not too long."""
-    plain = is_inside(name) and re.fullmatch(r"[^/\\.][^/\\]*|\.metadata", str(name))
-    return bool(plain) and len(str(name).encode(errors="replace")) <= 200  # of 255, a hidden name is longer
+    """Whether ``name`` is the name of a file: no path, not hidden (but for .metadata), UTF-8, and not too long."""
+    plain = is_inside(name) and re.fullmatch(r"(?!\.)[^/\\\ud800-\udfff]+|\.metadata", str(name))
+    return bool(plain) and len(str(name).encode()) <= 200  # of 255, a hidden name is longer
 
 
 def sync(path: Path) -> None:

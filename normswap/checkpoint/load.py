@@ -29,7 +29,7 @@ from normswap.checkpoint.models import (
     usable_device,
 )
 from normswap.checkpoint.reading import Checkpoint, open_checkpoint
-from normswap.checkpoint.tensors import difference
+from normswap.checkpoint.tensors import difference, size_of
 from normswap.checkpoint.writing import MANIFEST, Manifest, find_manifest, manifest_of
 from normswap.pipeline import apply, validate
 from normswap.reports import Report
@@ -147,7 +147,7 @@ def verify(
     comparable = other is not None or manifest_of(Path(one)).is_file()
     check(comparable, f"{one}: has no {MANIFEST} to compare with; give a second checkpoint")
     differs = None if other is None else difference(first.state, _opened(Path(other), key, strip_prefix).state)
-    count, size = len(first.tensors), sum(t.nbytes for t in first.tensors.values())
+    count, size = len(first.tensors), sum(map(size_of, first.tensors.values()))
     if differs is not None or not (inputs or input_kwargs):
         return Verdict(count, size, differs)
     where = usable_device(device)

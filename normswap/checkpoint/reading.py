@@ -26,6 +26,9 @@ TOP = "."
 STANDARD = tuple(f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX))
 """What transformers looks for in a folder, in its order."""
 
+Place = tuple[str, ...]
+"""The keys that lead to a state_dict inside what a file holds; none where it is that itself."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -65,6 +68,7 @@ def open_checkpoint(
             settle(manifest)
         main = _main_file(path) if path.is_dir() else path
     if main.name.endswith(INDEX):
+        check(key in (None, TOP), f"{main}: no state_dict under the key {key!r}; there is {TOP}")
         found = _open_shards(main, allow_pickle)
     elif main.name == METADATA:
         distributed = importlib.import_module("normswap.checkpoint.distributed")  # not every build of PyTorch has it
@@ -118,23 +122,25 @@ def _open_shards(index: Path, allow_pickle: bool) -> Checkpoint:
 def select(path: Path, loaded: Any, key: str | None = None) -> Checkpoint:
     """The state_dict under ``key`` in what a file holds, or the only one there is: a dict of tensors by name (and extra
     state) or a pickled module; if none is inside, the file's own tensors. Raises CheckpointError."""
-    candidates = dict(_inside(loaded, "", 3, set()))
+    candidates = dict(_inside(loaded, (), 3, set()))
     if _has_tensors(loaded) and (not candidates or key == TOP):
-        candidates[TOP] = loaded
+        candidates[()] = loaded
     check(candidates, f"{path}: not a state_dict (names to tensors) but {_what(loaded)}")
-    if key is None:
-        names = ", ".join(f"{name} ({_what(value)})" for name, value in candidates.items())
-        check(len(candidates) == 1, f"{path}: holds {len(candidates)} state_dicts: {names}; name one with key (--key)")
-        (key,) = candidates
-    check(key in candidates, f"{path}: no state_dict under the key {key!r}; there is {listed(candidates)}")
-    module = candidates[key] if isinstance(candidates[key], nn.Module) else None
-    given = candidates[key] if module is None else module.state_dict()
+    places = [at for at in candidates if key is None or _dotted(at) == key]
+    check(places, f"{path}: no state_dict under the key {key!r}; there is {listed([*map(_dotted, candidates)])}")
+    key = _dotted(places[0])
+    names = ", ".join(f"{_dotted(at)} ({_what(candidates[at])})" for at in places)
+    several = f"{path}: holds {len(places)} state_dicts: {names}"
+    check(all(_dotted(at) == key for at in places), f"{several}; name one with key (--key)")
+    alike = "their keys are written alike; save the one that is meant to a file of its own"
+    check(len(places) == 1, f"{several}; {alike}")
+    chosen = candidates[places[0]]
+    module = chosen if isinstance(chosen, nn.Module) else None
+    given = chosen if module is None else module.state_dict()
     state = OrderedDict((name, entry) for name, entry in given.items() if _belongs(name, entry))
     if (versions := getattr(given, "_metadata", None)) is not None:
         state._metadata = versions  # type: ignore[attr-defined]
-    around = given if key == TOP else loaded
-    taken = state if key == TOP else (key.partition(".")[0],)
-    others = tuple(f"{name} ({_what(around[name])})" for name in around if name not in taken)
+    others = tuple(f"{_dotted(at)} ({_what(value)})" for at, value in _beside(loaded, places[0], state))
     what = "its own tensors" if key == TOP else f"its {key!r}"
     notes = (f"{path}: took {what}; it also holds {listed(others) or 'nothing else'}",) if others or key != TOP else ()
     return Checkpoint(path, (path,), state, key=key, others=others, notes=notes, module=module)
@@ -152,16 +158,30 @@ def _stripped(found: Checkpoint, prefixes: Sequence[str]) -> Checkpoint:
     return replace(found, prefixes=tuple(prefixes), notes=(*found.notes, note))
 
 
-def _inside(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """The state_dicts in ``value``, which is at ``name``, by their dotted keys; what holds none is looked into once."""
+def _beside(value: Any, at: Place, state: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+    """What ``value`` holds, at every level, beside what of it leads to ``at`` and, there, besides ``state``."""
+    for depth, key in enumerate(at):
+        yield from (((*at[:depth], name), inner) for name, inner in value.items() if name != key)
+        value = value[key]
+    if isinstance(value, Mapping):
+        yield from (((*at, name), inner) for name, inner in value.items() if name not in state)
+
+
+def _dotted(at: Place) -> str:
+    """The key of a place, as a person writes it."""
+    return ".".join(at) if at else TOP
+
+
+def _inside(value: Any, at: Place, depth: int, seen: set[int]) -> Iterator[tuple[Place, Any]]:
+    """The state_dicts in ``value``, which is at ``at``, by their places; what holds none is looked into once."""
     if id(value) in seen:
         return
     if isinstance(value, nn.Module) or (_has_tensors(value) and all(_belongs(n, entry) for n, entry in value.items())):
-        yield name or TOP, value
+        yield at, value
     elif isinstance(value, Mapping) and depth and all(isinstance(k, str) for k in value):
         seen.add(id(value))
         for key, inner in value.items():
-            yield from _inside(inner, f"{name}.{key}" if name else key, depth - 1, seen)
+            yield from _inside(inner, (*at, key), depth - 1, seen)
 
 
 def _has_tensors(value: Any) -> bool:

@@ -14,7 +14,7 @@ import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from normswap.checkpoint.errors import CheckpointError, MissingError, check, counted, failing, listed, strict_json
+from normswap.held import strided
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*PICKLE_SUFFIXES, ".safetensors")
@@ -35,6 +36,7 @@ _FOREIGN = "truncated, or not a PyTorch checkpoint"
 _ORDER = "normswap.order"
 _VERSIONS = "normswap.state_dict_metadata"
 _FREE_TEXT = "_safetensors_metadata"
+_FORMAT = "format"  # in the metadata: whose tensors they are, "pt"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: few large ones are faster compared
 _EXPANDED = 1 << 30  # bytes that an expanded tensor may stand for
 
@@ -93,13 +95,51 @@ def difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | N
 
 def _same_bits(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and bool(one == other)
+        return type(one) is type(other) and _same_data(one, other)
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
-    if one.layout is not torch.strided or one.is_quantized:
-        return torch.equal(*(t.cpu() if t.is_quantized else t.cpu().to_dense() for t in (one, other)))
+    if one.is_quantized:
+        return torch.equal(one.cpu(), other.cpu())
+    if one.layout is not torch.strided:
+        return all(map(_same_bits, strided(one.detach()), strided(other.detach())))
     bits = _BITS[min(one.itemsize, 8)]
     return torch.equal(*(t.detach().cpu().resolve_conj().resolve_neg().ravel().view(bits) for t in (one, other)))
+
+
+def _same_data(one: Any, other: Any) -> bool:
+    """Whether two values of one type, such as extra state, are the same: tensors and arrays in them by their bits, NaN
+    as NaN."""
+    if isinstance(one, argparse.Namespace):
+        return _same_data(vars(one), vars(other))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same_bits(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same_bits, one, other))
+    if isinstance(one, np.ndarray | np.generic):
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        return _same_bits(one.tolist(), other.tolist()) if one.dtype.hasobject else one.tobytes() == other.tobytes()
+    return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
+
+
+def size_of(tensor: Tensor) -> int:
+    """The bytes of a tensor: of a sparse one, those of its indices and values."""
+    return tensor.nbytes if tensor.layout is torch.strided else sum(part.nbytes for part in strided(tensor.detach()))
+
+
+def check_held(what: str, state: Mapping[str, Any], dtypes: Collection[torch.dtype] = ()) -> None:
+    """Raise CheckpointError where ``state`` holds what a file of torch.save can and ``what`` cannot: what is no tensor,
+    is sparse or quantized, or of ``dtypes``."""
+    others = [f"{name} ({kind})" for name, value in state.items() if (kind := _beyond(value, dtypes)) is not None]
+    check(not others, f"{what} cannot hold {listed(others)}; name a file that ends in .pt")
+
+
+def _beyond(value: Any, dtypes: Collection[torch.dtype]) -> str | None:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.layout is not torch.strided:
+        return str(value.layout)
+    return str(value.dtype) if value.is_quantized or value.dtype in dtypes else None
 
 
 def check_layouts(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -203,7 +243,7 @@ def _load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             strict_json(file.read(int.from_bytes(file.read(8), "little")))
     check(stored, f"{path}: holds no tensors")
     # safetensors.torch.save_model's own record of tied names: each dropped name with the one that was kept.
-    tied = {name: kept for name, kept in text.items() if name not in stored and kept in stored}
+    tied = {n: kept for n, kept in text.items() if n not in stored and kept in stored and n != _FORMAT}
     named = {**stored, **{name: stored[kept] for name, kept in tied.items()}}
     foreign = f"{path}: its metadata {_ORDER} or {_VERSIONS} is not of its tensors"
     with failing(foreign, (ValueError, KeyError, TypeError)):
@@ -217,14 +257,14 @@ def _load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    others = [name for name, value in tensors.items() if not isinstance(value, Tensor) or name == "__metadata__"]
-    check(not others, f"safetensors cannot hold {listed(others)}; name a file that ends in .pt")
+    check("__metadata__" not in tensors, "safetensors cannot hold __metadata__; name a file that ends in .pt")
+    check_held("safetensors", tensors, (torch.complex32, torch.complex128))
     text, stored, kept = dict(metadata), dict[str, Tensor](), dict[int, str]()
     for name, tensor in _independent(tensors).items():
         first = kept.setdefault(id(tensor), name)
         if first == name:
             stored[name] = tensor.contiguous()
-        elif text.setdefault(name, first) != first:  # a name that the metadata uses for something else
+        elif name == _FORMAT or text.setdefault(name, first) != first:  # the metadata uses it for something else
             stored[name] = tensor.contiguous().clone()
     if list(tensors) != sorted(tensors):
         text[_ORDER] = json.dumps(list(tensors))

@@ -141,7 +141,7 @@ def place(source: Path, found: Checkpoint, out: Path | None, force: bool, *, ane
         for path in (*(() if out is None else (target.main,)), *target.sources, target.manifest):
             check_new(path, force)
         for path in (target.main, *map(target.main.with_name, (file.name for file in found.files if not target.anew))):
-            rule = "a name must not be hidden, hold no backslash, and have at most 200 bytes"
+            rule = "a name must not be hidden, must be UTF-8 without a backslash, and have at most 200 bytes"
             check(is_plain(path.name), f"{path}: could not be opened: {rule}")
         rivals = [target.main.with_name(n) for n in STANDARD if target.main.name in STANDARD and target.sources]
         there = [path.name for path in rivals if path not in target.sources and os.path.lexists(path)]
@@ -201,12 +201,14 @@ def as_folder(
     fill = own
     if own is None and out is not None and out.suffix == DISTRIBUTED and found.main.name != METADATA:
         distributed = importlib.import_module("normswap.checkpoint.distributed")  # not every build of PyTorch has it
-        fill = partial(distributed.write_distributed, state=found.tensors)
+        fill = partial(distributed.write_distributed, state=found.state)
     if fill is None or out is None:
         yield source, found
         return
-    beside = next(folder for folder in out.absolute().parents if folder.is_dir())
-    with TemporaryDirectory(prefix=".normswap-", suffix=".tmp", dir=beside) as name:
+    with failing(f"{out}: cannot be written", OSError):
+        beside = next(folder for folder in out.absolute().parents if folder.is_dir())
+        made = TemporaryDirectory(prefix=".normswap-", suffix=".tmp", dir=beside)
+    with made as name:
         with running(f"{out}: what writes it"):
             fill(Path(name))
         yield Path(name), open_checkpoint(name)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from normswap.checkpoint.tensors import size_of
+
 _NORM_NAME = re.compile(r"norm|(^|[_\d])(ln|bn|gn|rms)([_\d]|$)", re.IGNORECASE)
 
 
@@ -50,7 +52,7 @@ def summarize(tensors: Mapping[str, Tensor]) -> Summary:
     norms = (_likely_norm(name, leaves) for name, leaves in modules.items())
     return Summary(
         len(tensors),
-        sum(t.nbytes for t in tensors.values()),
+        sum(map(size_of, tensors.values())),
         dict(Counter(str(t.dtype).removeprefix("torch.") for t in tensors.values()).most_common()),
         tuple(norm for norm in norms if norm is not None),
     )
