@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from convolution_models import regions_in
+from long_way import go_the_long_way
 from models import randomised
 from norm_act_models import NormAct
 from region_checks import written
@@ -400,6 +401,7 @@ class WithOneBeside(nn.Module):
 
 
 def test_what_stands_beside_is_looked_at_on_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_the_long_way(monkeypatch)
     looked: list[Any] = []
     monkeypatch.setattr(Beside, "only_compute", lambda self, owner: looked.append(owner) or True)
     model, x = WithOneBeside().eval(), torch.randn(4, 6)
