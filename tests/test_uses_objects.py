@@ -201,6 +201,13 @@ class Cases:
         def more(self: Any, x: Any, way: str = "a") -> Any:
             return getattr(self, f"kept_{way}")[0][0](x)
 
+    class AComputedPrivateAttribute:
+        def fill(self: Any) -> None:
+            setattr(self, "__kept_a", [self.row])
+
+        def more(self: Any, x: Any, way: str = "a") -> Any:
+            return getattr(self, f"__kept_{way}")[0][0](x)
+
     class AComputedWeight:
         def more(self: Any, x: Any, name: str = "weight") -> Any:
             return getattr(self.row[0], name).mean()

@@ -100,7 +100,7 @@ class Code:
         parts, found = name.values if isinstance(name, ast.JoinedStr) else [name], list[Value]()
         like = "".join(re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".*" for part in parts)
         names = {*module._modules, *module.__dict__, *(key for cls in type(module).__mro__ for key in vars(cls))}
-        for one in filter(re.compile(f"(?!__){like}").fullmatch, names - _OF_EVERY_MODULE):
+        for one in filter(re.compile(f"(?!__.*__$){like}").fullmatch, names - _OF_EVERY_MODULE):
             self.reach(module, one)
             found += self.values(module._modules.get(one, module.__dict__.get(one)))
         return found
