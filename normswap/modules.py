@@ -96,7 +96,7 @@ def swapped_class(kind: str, original: type[nn.Module], attributes: Mapping[str,
     if make is None:
         raise PlanError(f"{kind}: no swap of this kind for a {original.__name__}")
     text = json.dumps(dict(attributes), sort_keys=True)
-    replaced = Replaced(original, regions.method_of(attributes))
+    replaced = Replaced(original, regions.method_of(attributes), whole=kind != REGION)
     # What is made holds on to the forward and its code: while it lives, nothing else has their ids.
     key = (kind, text, id(replaced.function), id(replaced.code))
     made = _made.setdefault(original, WeakValueDictionary())

@@ -165,15 +165,15 @@ class L1Norm(nn.Module):
         return f"dim={self.dim}"
 
     @classmethod
-    def from_torch(cls, module: nn.Module, dim: int = 1) -> L1Norm:
-        """An L1Norm for a torch ``module`` without parameters that computes the expression along its own ``dim``
-        or, where it has none, along ``dim``.
+    def from_torch(cls, module: nn.Module, dim: int | None = None) -> L1Norm:
+        """An L1Norm for a torch ``module`` without parameters that computes the expression along ``dim``; None: along
+        its own ``dim`` or, where it has none, along dim 1.
 
         Raises ValueError when ``module`` has parameters or buffers: it is then no plain L1 norm.
         """
         if module.state_dict():
             raise ValueError(f"L1Norm.from_torch: module must have no state, got keys {list(module.state_dict())}")
-        return cls(getattr(module, "dim", dim)).train(module.training)
+        return cls(getattr(module, "dim", 1) if dim is None else dim).train(module.training)
 
 
 class LinearScaleBatchNorm(nn.Module):

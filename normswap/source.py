@@ -8,6 +8,7 @@ import inspect
 import linecache
 import types
 import warnings
+from collections.abc import Container
 from typing import Any, TypeAlias
 
 from normswap.attributes import Rejection
@@ -132,6 +133,12 @@ def root_of(node: ast.AST) -> ast.AST:
     while isinstance(node, ast.Attribute):
         node = node.value
     return node
+
+
+def is_global(node: ast.expr, local: Container[str]) -> bool:
+    """Whether ``a.b.c`` begins at a name that is none of the ``local`` ones."""
+    root = root_of(node)
+    return isinstance(root, ast.Name) and root.id not in local
 
 
 def global_named(node: ast.expr, function: types.FunctionType) -> object:

@@ -169,6 +169,23 @@ def test_a_method_of_torch_that_was_replaced_is_called(
     assert LAUNCHED == ["convolution"]
 
 
+@by_way
+@pytest.mark.parametrize("name", ("conv2d", "batch_norm", "relu", "dropout"))
+def test_a_function_that_torchs_forwards_call_was_replaced(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a profiler does that counts operations."""
+    model, x, original = drawn(SERVED["dropout" if name == "dropout" else "plain"]), X.to(DTYPES[way]), getattr(F, name)
+    model = model.to(DTYPES[way])
+    fast = swapped_with(model, way)
+    with torch.no_grad():
+        fast(x)
+        assert LAUNCHED == ["convolution"]
+        monkeypatch.setattr(F, name, lambda *given, **named: original(*given, **named) * 2)
+        torch.testing.assert_close(fast(x), model(x))
+    assert LAUNCHED == ["convolution"]
+
+
 NOT_FUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "float32": lambda model, x: (model.float(), x.float()),
     "a norm of float64": lambda model, x: (model.bn.double(), x),

@@ -198,6 +198,39 @@ def test_what_a_condition_raises_comes_out() -> None:
             model(X)
 
 
+class Asks(nn.Module):
+    """Whose condition is asked on one way alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.every, self.twice = nn.LayerNorm(6), True, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(x))
+        if self.every:
+            return y
+        if self.twice:
+            y = y * 2
+        return y
+
+
+@pytest.mark.parametrize("way", ("C++", "Python"))
+def test_a_condition_that_is_not_asked_may_be_gone(way: str) -> None:
+    model = Asks()
+    ours = normswap.apply(model, normswap.plan(model))
+    if way == "Python":
+        at_once.serve(None)
+    try:
+        del model.twice, ours.twice
+        torch.testing.assert_close(ours(X), model(X))
+        model.every = ours.every = False
+        for one in (model, ours):
+            with pytest.raises(AttributeError, match="twice"):
+                one(X)
+    finally:
+        nodes.call_at_once(nodes_library(), "cuda")
+
+
 def test_a_trace_writes_down_the_original() -> None:
     model = swapped("block")
     seen = list[str]()

@@ -136,6 +136,16 @@ def test_what_is_declined_goes_by_the_dispatcher(name: str) -> None:
     assert [SERVED[name][2]] == CALLED and LAUNCHED == []
 
 
+@pytest.mark.parametrize("name", ("layer_norm", "rms_norm", "group_norm", "sum", "sum of rms", "activation of groups"))
+def test_a_function_that_torchs_forward_calls_was_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ours, x = swapped(name)
+    called = {"sum": "layer_norm", "sum of rms": "rms_norm", "activation of groups": "group_norm"}.get(name, name)
+    monkeypatch.setattr(F, called, lambda x, *given: x + 2)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x))
+    assert LAUNCHED == CALLED == []
+
+
 NOT_LAUNCHED = ("a function mode", "a dispatch mode", "forward mode", "vmap", "a negated view", "a trace")
 
 

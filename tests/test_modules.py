@@ -46,7 +46,8 @@ def test_l1_from_torch() -> None:
     assert torch.equal(modules.L1Norm.from_torch(L1())(x), L1()(x))
     of_dim = nn.Module()
     of_dim.dim = 2  # type: ignore[assignment]
-    assert [modules.L1Norm.from_torch(one, 3).dim for one in (of_dim, nn.Module())] == [2, 3]
+    for given, dims in ((None, [2, 1]), (3, [3, 3])):
+        assert [modules.L1Norm.from_torch(one, given).dim for one in (of_dim, nn.Module())] == dims
     with pytest.raises(ValueError, match="no state"):
         modules.L1Norm.from_torch(nn.Linear(2, 2))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as _torch_module
 
@@ -20,7 +21,7 @@ _CLASSES = (
     *(nn.Identity, *DROPOUTS),
 )
 _FORWARDS = {cls: Replaced(cls) for cls in _CLASSES}
-FORWARDS.update((cls, (one.function, one.code)) for cls, one in _FORWARDS.items())
+FORWARDS.update((cls, one.known) for cls, one in _FORWARDS.items())
 
 
 def is_plain(module: Any, expected: type[nn.Module]) -> bool:
@@ -33,6 +34,11 @@ def is_plain(module: Any, expected: type[nn.Module]) -> bool:
 def is_plain_itself(module: Any) -> bool:
     """The same of a module of torch.nn's, whatever hooks there are for all modules."""
     return _FORWARDS[type(module)].is_unchanged() and is_bare(module.__dict__)
+
+
+def replaced_function(cls: type[nn.Module]) -> str:
+    """The function of torch.nn.functional that ``cls`` of torch.nn calls and somebody has replaced; "" if none."""
+    return next((name for name, one in _FORWARDS[cls].functional if getattr(F, name, None) is not one), "")
 
 
 def is_unhooked(module: nn.Module) -> bool:

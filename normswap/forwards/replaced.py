@@ -6,11 +6,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from normswap.ops.at_once import NAMES, AtOnce, Norm
 
@@ -18,14 +20,16 @@ _Read = TypeVar("_Read")
 
 
 class Replaced:
-    """The function ``name`` of the class ``original``, as it was when the class ``installed`` was made for it."""
+    """The function ``name`` of the class ``original``, as it was when the class ``installed`` was made for it; if
+    ``whole`` with what it calls of torch.nn.functional, where a profiler may put functions that count."""
 
-    def __init__(self, original: Any, name: str = "forward") -> None:
+    def __init__(self, original: Any, name: str = "forward", *, whole: bool = True) -> None:
         self.original, self.name = original, name
         self.installed: type = object  # until there is one: whatever asks
         self.function = getattr(original, name)
         self.code = code_of(self.function)
-        self.known = original, name, self.function, self.code
+        self.functional = _functional_of(self.code) if whole else ()
+        self.known = original, name, self.function, self.code, self.functional
 
     @property
     def argument(self) -> str:
@@ -33,19 +37,30 @@ class Replaced:
         return list(inspect.signature(self.function).parameters)[1]
 
     def is_on(self, module: object) -> bool:
-        """True while ``module`` is swapped by ``installed``, and the original's function and its code are the same."""
-        function = getattr(self.original, self.name)
-        unchanged = function is self.function and getattr(function, "__code__", None) is self.code
-        return unchanged and isinstance(module, self.installed)
+        """True while ``module`` is swapped by ``installed``, and what was replaced is the same."""
+        return self.is_unchanged() and isinstance(module, self.installed)
 
     def is_unchanged(self) -> bool:
-        """True while the original's function and its code are those that were replaced."""
+        """True while the original's function, its code and what that calls are those that were replaced."""
         function = getattr(self.original, self.name)
-        return function is self.function and getattr(function, "__code__", None) is self.code
+        if function is not self.function or getattr(function, "__code__", None) is not self.code:
+            return False
+        if torch.compiler.is_compiling():  # that traces what there is, or the formula of an op
+            return True
+        return all(_FUNCTIONAL.get(name) is one for name, one in self.functional)
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """What the original's function is now, on these arguments."""
         return getattr(self.original, self.name)(module, *args, **kwargs)
+
+
+_FUNCTIONAL = vars(F)
+
+
+def _functional_of(code: Any) -> tuple[tuple[str, Any], ...]:
+    """The functions of torch.nn.functional by whose names a forward with this ``code`` calls anything."""
+    found = ((name, _FUNCTIONAL.get(name)) for name in getattr(code, "co_names", ()))
+    return tuple((name, one) for name, one in found if isinstance(one, (types.FunctionType, types.BuiltinFunctionType)))
 
 
 def code_of(function: Any) -> Any:

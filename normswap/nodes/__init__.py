@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
 
 from normswap import builder, native
 from normswap.ops import at_once, dispatch, recorded
@@ -110,7 +111,7 @@ def call_at_once(path: Path, device: str = "cuda", launchers: tuple[int, ...] = 
     with contextlib.suppress(ImportError):
         calls = importlib.util.module_from_spec(spec)
         tables = at_once.PASSING, at_once.ACTIVATIONS, at_once.FORWARDS
-        calls.configure(vars(torch.nn.modules.module), vars(forward_ad), *tables, device, launchers)
+        calls.configure(vars(torch.nn.modules.module), vars(F), vars(forward_ad), *tables, device, launchers)
         at_once.serve(calls)
         if launchers:
             dispatch.launch_at_once({"batch_norm_eval": calls.batch_norm_eval})

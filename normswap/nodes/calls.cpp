@@ -39,20 +39,20 @@ bool set_launchers(PyObject* addresses, at::DeviceType device) {
   return PyErr_Occurred() == nullptr;
 }
 
-// configure(variables of torch.nn.modules.module, of forward_ad, {class that hands on: it is a dropout}, {activation:
-// numbers}, {class: (forward, code)}, device, addresses of the launchers)
+// configure(variables of torch.nn.modules.module, of torch.nn.functional, of forward_ad, {class that hands on: it is a
+// dropout}, {activation: numbers}, {class: its forward as it was}, device, addresses of the launchers)
 PyObject* configure(PyObject*, PyObject* arguments) {
-  PyObject *modules = nullptr, *forward_ad = nullptr, *passing = nullptr, *activations = nullptr, *forwards = nullptr;
+  PyObject *modules = nullptr, *functional = nullptr, *forward_ad = nullptr, *passing = nullptr, *activations = nullptr, *forwards = nullptr;
   PyObject* addresses = nullptr;
   const char* device = nullptr;
   HANDLE_TH_ERRORS
-  if (!PyArg_ParseTuple(arguments, "OOOOOsO!", &modules, &forward_ad, &passing, &activations, &forwards, &device, &PyTuple_Type,
-                        &addresses) ||
+  if (!PyArg_ParseTuple(arguments, "OOOOOOsO!", &modules, &functional, &forward_ad, &passing, &activations, &forwards, &device,
+                        &PyTuple_Type, &addresses) ||
       !set_launchers(addresses, c10::Device(device).type())) {
     return nullptr;
   }
   Known& it = known();
-  it.modules = kept(modules), it.forward_ad = kept(forward_ad), it.passing = kept(passing);
+  it.modules = kept(modules), it.functional = kept(functional), it.forward_ad = kept(forward_ad), it.passing = kept(passing);
   it.activations = kept(activations), it.forwards = kept(forwards);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

@@ -54,11 +54,8 @@ bool set_convolution(const Convolution& c, PyObject* module, Tensors& t, Convolu
   if (module == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(module)) != c[kClass]) return false;
   const Names& names = known().names;
   const Owned own = dict_of(module);
-  PyObject* inner = c[kInner];  // the method that its forward calls: its name, the function and its code
-  if (!is_plain(module, own) || found(own, PyTuple_GET_ITEM(inner, 0)) != nullptr ||
-      !is_unchanged(c[kClass], PyTuple_GET_ITEM(inner, 0), PyTuple_GET_ITEM(inner, 1), PyTuple_GET_ITEM(inner, 2))) {
-    return false;
-  }
+  PyObject* inner = c[kInner];  // the method that its forward calls
+  if (!is_plain(module, own) || found(own, PyTuple_GET_ITEM(inner, 1)) != nullptr || !is_as_known(inner)) return false;
   PyObject *mode = found(own, names.padding_mode), *groups = found(own, names.groups), *parameters = names.parameters;
   if (mode == nullptr || !PyUnicode_Check(mode) || PyUnicode_CompareWithASCIIString(mode, "zeros") != 0) return false;
   if (groups == nullptr || !PyLong_CheckExact(groups)) return false;
@@ -72,7 +69,7 @@ bool set_convolution(const Convolution& c, PyObject* module, Tensors& t, Convolu
 bool set_norm(const Convolution& c, PyObject* module, Tensors& t, ConvolutionCall& call) {
   if (module == nullptr) return false;
   PyObject* stands = stands_for(c[kNorms], c[kIsNorm], module);
-  if (stands == nullptr || !is_called_as(reinterpret_cast<PyObject*>(Py_TYPE(module)), PyTuple_GET_ITEM(stands, 4))) return false;
+  if (stands == nullptr || !is_called_as(reinterpret_cast<PyObject*>(Py_TYPE(module)), PyTuple_GET_ITEM(stands, 5))) return false;
   const Owned own = dict_of(module);
   auto& [var, mean, weight, bias, _] = t.of_channels;
   return is_bare(own) && set_fixed(own, call.eps, {&mean, &var, &weight, &bias});

@@ -48,15 +48,16 @@ bool is_as_read(const Guarded& f, PyObject* module) {
   const Names& names = known().names;
   if (at::tracer::impl::is_dispatch_enabled()) return false;
   const Owned original = made(PyObject_GetAttr(f[kReplaced], names.known));
-  const auto of_original = [&](int i) { return PyTuple_GET_ITEM(original.object, i); };
-  if (!is_unchanged(of_original(0), of_original(1), of_original(2), of_original(3))) return false;
+  if (!is_as_known(original)) return false;
   const int installed = PyObject_IsInstance(module, made(PyObject_GetAttr(f[kReplaced], names.installed)));
   if (installed < 0) throw PythonError();
   if (installed == 0 || !is_torchs(Py_TYPE(module), f[kTorchs]) || !is_function_as_read(f[kOwn])) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(f[kConditions]); ++i) {
     PyObject* condition = PyTuple_GET_ITEM(f[kConditions], i);
-    const bool truth = is_true(made(PyObject_CallOneArg(PyTuple_GET_ITEM(condition, 0), module)));
-    if (truth != (PyTuple_GET_ITEM(condition, 1) == Py_True)) return false;
+    const Owned answer(PyObject_CallOneArg(PyTuple_GET_ITEM(condition, 0), module));
+    if (answer == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError)) return PyErr_Clear(), false;
+    if (answer == nullptr) throw PythonError();
+    if (is_true(answer) != (PyTuple_GET_ITEM(condition, 1) == Py_True)) return false;
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(f[kReads]); ++i) {
     PyObject* read = PyTuple_GET_ITEM(f[kReads], i);  // the name, then what was read

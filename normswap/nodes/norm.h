@@ -108,9 +108,9 @@ Owned attributes_of(const Norm& norm, PyObject* module) {
   PyObject* cls = reinterpret_cast<PyObject*>(Py_TYPE(module));
   PyObject* stands = stands_for(norm[kClasses], norm[kStands], module);
   if (stands == nullptr) return {};
-  if (norm.region && !is_called_as(cls, PyTuple_GET_ITEM(stands, 4))) return {};
+  if (norm.region && !is_called_as(cls, PyTuple_GET_ITEM(stands, 5))) return {};
   Owned own = dict_of(module);
-  for (Py_ssize_t i = 5; i < PyTuple_GET_SIZE(stands); ++i) {
+  for (Py_ssize_t i = 6; i < PyTuple_GET_SIZE(stands); ++i) {
     const auto of_method = [&](int j) { return PyTuple_GET_ITEM(PyTuple_GET_ITEM(stands, i), j); };
     if (found(own, of_method(0)) != nullptr) return {};
     if (!is_unchanged(PyTuple_GET_ITEM(stands, 0), of_method(0), of_method(1), of_method(2))) return {};

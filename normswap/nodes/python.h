@@ -103,11 +103,11 @@ struct Names {
       PyUnicode_InternFromString("_global_backward_hooks"), PyUnicode_InternFromString("_global_backward_pre_hooks")};
 };
 
-// What `configure` is told: the variables of torch.nn.modules.module and of torch.autograd.forward_ad; by class whether it
-// is a dropout of those that hand on, the numbers of the activations, and the forwards that were known, with their code.
+// What `configure` is told: the variables of torch.nn.modules.module, torch.nn.functional and torch.autograd.forward_ad; by
+// class whether it is a dropout of those that hand on, the numbers of the activations, and the forwards that were known.
 struct Known {
   Names names;
-  Owned modules, forward_ad, passing, activations, forwards;
+  Owned modules, functional, forward_ad, passing, activations, forwards;
 };
 
 Known& known() {
@@ -143,12 +143,22 @@ bool is_unchanged(PyObject* cls, PyObject* name, PyObject* function, PyObject* c
   return PyFunction_Check(function) ? PyFunction_GET_CODE(function) == code : code == Py_None;
 }
 
+// The same of a forward, (class, name, function, code, functions), and of what it calls of torch.nn.functional.
+bool is_as_known(PyObject* forward) {
+  const auto item = [&](int i) { return PyTuple_GET_ITEM(forward, i); };
+  if (!is_unchanged(item(0), item(1), item(2), item(3))) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(item(4)); ++i) {
+    PyObject* called = PyTuple_GET_ITEM(item(4), i);
+    if (found(known().functional, PyTuple_GET_ITEM(called, 0)) != PyTuple_GET_ITEM(called, 1)) return false;
+  }
+  return true;
+}
+
 // Whether calling it runs the forward of its class, which was known, and nothing else; hooks of all modules apart.
 bool is_plain(PyObject* module, PyObject* own) {
   PyObject* cls = reinterpret_cast<PyObject*>(Py_TYPE(module));
   PyObject* forward = found(known().forwards, cls);
-  return forward != nullptr && is_bare(own) &&
-         is_unchanged(cls, known().names.forward, PyTuple_GET_ITEM(forward, 0), PyTuple_GET_ITEM(forward, 1));
+  return forward != nullptr && is_bare(own) && is_as_known(forward);
 }
 
 // Whether a class has what comes before an instance's own attribute of that name: a property, say.
@@ -212,8 +222,7 @@ PyObject* stands_for(PyObject* classes, PyObject* stands, PyObject* module) {
     if (PyDict_SetItem(classes, cls, verdict) != 0) throw PythonError();
     kept = found(classes, cls);
   }
-  const auto item = [&](int i) { return PyTuple_GET_ITEM(kept, i); };
-  return kept != Py_None && is_unchanged(item(0), item(1), item(2), item(3)) ? kept : nullptr;
+  return kept != Py_None && is_as_known(kept) ? kept : nullptr;
 }
 
 bool contains(PyObject* numbers, int64_t number) {

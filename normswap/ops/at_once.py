@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Forward: TypeAlias = "tuple[Any, ...]"
-"""A class, the name of its forward, that and its code, which all must be the same at every call; in a region also the
-module's own class's forward and ``__call__``, else None; what there may be behind that: (name, function, code) of each
-method that the forward calls, which must be the same too."""
+"""A class, the name of its forward, that, its code, and (name, function) of what it calls of torch.nn.functional
+(``normswap.forwards.replaced.Replaced.known``), which all must be the same at every call; in a region also the module's
+own class's forward and ``__call__``, else None; what there may be behind that: (name, function, code) of each method
+that the forward calls, which must be the same too."""
 NAMES: dict[str, tuple[Any, ...]] = {
     "layer_norm": ("normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("normalized_shape", "weight", (None,), "eps"),
@@ -80,8 +81,8 @@ class Convolution:
     children: tuple[str, ...]
     stands: Callable[[Any], Forward | None]
     """As ``Norm.stands``, for the norm."""
-    inner: tuple[str, Any, Any]
-    """The method that the convolution's forward calls, that function and its code."""
+    inner: Forward
+    """The method that the convolution's forward calls, as a forward."""
     cls: type
     passes: tuple[tuple[str, ...], ...]
     """Of children, or children of children, by their names."""
@@ -197,8 +198,8 @@ PASSING: dict[type, bool] = {}
 """The classes of children that hand on what they get, and whether that is a dropout which must be off."""
 ACTIVATIONS: dict[type, tuple[int, float, float]] = {}
 """The numbers of the activations that are classes without parameters."""
-FORWARDS: dict[type, tuple[Any, Any]] = {}
-"""The forwards of torch.nn's classes as they were when this was imported, with their code."""
+FORWARDS: dict[type, Forward] = {}
+"""The forwards of torch.nn's classes as they were when this was imported."""
 only_compute: Any = None
 """See ``normswap.regions.children``."""
 folded_linear: Callable[..., Any] = _declines

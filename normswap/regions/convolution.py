@@ -57,11 +57,11 @@ def at_once_of_convolution(compiled: Compiled) -> AtOnce:
             return None if found is None else (*found.known, how_called(type(norm)))
         return (*_NORM.known, how_called(type(norm))) if type(norm) is nn.BatchNorm2d else None
 
-    inner = _INNER[nn.Conv2d]
     acting = region.activation if isinstance(region.activation, str) else ""
     return AtOnce(
         InOneStep(
-            *(region.convolution, region.norm, children_of(region), stands, (inner.name, inner.function, inner.code)),
+            *(region.convolution, region.norm, children_of(region), stands),
+            inner=_INNER[nn.Conv2d].known,
             cls=nn.Conv2d,
             passes=tuple(tuple(name.split(".")) for name in region.passes),
             acting=tuple(acting.split(".")) if acting else None,

@@ -22,7 +22,7 @@ from normswap.attributes import Rejection, own_getattr
 from normswap.plans import Reason
 from normswap.regions.inline import inlined
 from normswap.regions.owner import Owner
-from normswap.source import definition, global_named, root_of, undecorated
+from normswap.source import definition, global_named, is_global, undecorated
 
 OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 SEES_LOCALS = frozenset({"locals", "vars", "eval", "exec", "dir", "super", "__class__"})
@@ -309,7 +309,7 @@ class Reader:
         target: Any = None
         receiver: tuple[Value, ...] = ()
         is_method = not self.owner.is_path(func) or self.owner.is_tensor(func)
-        if isinstance(func, ast.Attribute) and is_method and not self._is_global(func):
+        if isinstance(func, ast.Attribute) and is_method and not is_global(func, self.locals):
             target, receiver = f".{func.attr}()", (self.value(func.value),)
         else:
             called = self.value(func)
@@ -327,10 +327,6 @@ class Reader:
         if target is None or starred or "out" in named:
             return self._opaque(*values, *named.values())
         return self._op(target, values, named, node)
-
-    def _is_global(self, node: ast.expr) -> bool:
-        root = root_of(node)
-        return isinstance(root, ast.Name) and root.id not in self.locals
 
     def _unknown(self, node: ast.AST) -> Value:
         """Something that is not understood, with all it mentions."""

@@ -83,7 +83,10 @@ def _with_helpers(
         if not own.is_it(inner):
             return False
         for check, truth in checks:
-            if bool(check(self)) is not truth:
+            try:
+                if bool(check(self)) is not truth:
+                    return False
+            except AttributeError:  # which the original raises itself, if it comes to ask
                 return False
         for name, function in called:
             if not function.is_it(known.get(name)):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normswap.attributes import Rejection, own_getattr, own_tensors
@@ -21,7 +20,6 @@ from normswap.regions.spelling import spelled
 from normswap.regions.straight import method_of, plain_value, straight
 
 _Steps: TypeAlias = list[tuple[str, Op, int]]
-_CALLED = {"linear": F.linear, "batch_norm": F.batch_norm}
 
 
 def with_linear(module: nn.Module, found: Growing, taken: set[int]) -> Iterator[Growing]:
@@ -97,8 +95,6 @@ def _why_no_factor(module: nn.Module, linear: Any, product: Op, of: Op) -> str:
 
 def _why_apart(linear: tuple[str, Any], norm: Any, used_once: bool, factor: tuple[str, Any] | None) -> str:
     name, child = linear
-    if changed := next((called for called, function in _CALLED.items() if getattr(F, called) is not function), None):
-        return f"{name} stands before a norm, and torch.nn.functional.{changed} was replaced"
     if reason := why_apart(child, used_once, classes=(nn.Linear,)):
         return f"{name} {reason}"
     if child.out_features != norm.num_features:

@@ -41,7 +41,7 @@ class Listener:
         if self.match.kind != REGION:
             return self.module.register_forward_pre_hook(self._called, with_kwargs=True).remove
         name = method_of(self.match.attributes)
-        replaced = Replaced(self.original, name)
+        replaced = Replaced(self.original, name, whole=False)
         method = functools.wraps(replaced.function)(with_helpers(replaced, self.match.attributes, self._helper))
         self.module.__dict__[name] = types.MethodType(method, self.module)
         return lambda: self.module.__dict__.pop(name, None)

@@ -33,7 +33,7 @@ from normswap.regions.syntax import (
     placed,
     slots,
 )
-from normswap.source import cell_holds, definition, root_of, undecorated
+from normswap.source import cell_holds, definition, is_global, undecorated
 
 Helper = Callable[[Any, Any], Any]
 
@@ -266,7 +266,7 @@ class _Region:
             made_function(self.named("unpack"), [packed], unpack, where),
         ]
         nodes = [one.node for one in self.operations]
-        calls = [n.func for n in nodes if isinstance(n, ast.Call) and self._is_global(n.func)]
+        calls = [n.func for n in nodes if isinstance(n, ast.Call) and is_global(n.func, self.locals)]
         if calls:
             called = ast.Tuple(copy.deepcopy(calls), ast.Load())
             found.append(made_function(self.named("callees"), [], [ast.Return(called)], where))
@@ -281,10 +281,6 @@ class _Region:
         """``unpacked`` of a packed sum, where the sizes of its view come with it."""
         target: ast.expr = ast.Tuple([unpacked.targets[0], ast.Name(self.named("sizes"), ast.Store())], ast.Store())
         return placed(ast.Assign([target], unpacked.value), unpacked)
-
-    def _is_global(self, node: ast.expr) -> bool:
-        root = root_of(node)
-        return isinstance(root, ast.Name) and root.id not in self.locals
 
     def _arguments(self, named: Callable[[str], ast.expr]) -> list[ast.expr]:
         """What the norm takes behind its input, in order: ``named`` gives what is no constant."""

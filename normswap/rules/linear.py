@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from normswap.attributes import Rejection
-from normswap.forwards.plain import is_bare
+from normswap.forwards.plain import is_bare, replaced_function
 from normswap.plans import Match, Reason, Refusal
 from normswap.regions import flow
 from normswap.regions.growing import child_called, child_of
@@ -52,6 +52,8 @@ def _why_not_plain(module: nn.Module, name: str, expected: type[nn.Module]) -> R
     if (difference := why_not_exact(child, expected)) is not None:
         reason, detail = difference
         return Refusal(KIND, Reason.CHILD, f"self.{name}: {detail if reason is Reason.SUBCLASS else reason.sentence}")
+    if changed := replaced_function(expected):
+        return Refusal(KIND, Reason.UNSUPPORTED, f"self.{name}: torch.nn.functional.{changed} was replaced")
     return None if is_bare(child.__dict__) else Refusal(KIND, Reason.CHILD, f"self.{name} carries hooks")
 
 
