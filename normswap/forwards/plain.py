@@ -20,7 +20,7 @@ _CLASSES = (
     *(nn.ReLU, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Sigmoid, nn.Tanh),
     *(nn.Identity, *DROPOUTS),
 )
-_FORWARDS = {cls: Replaced(cls) for cls in _CLASSES}
+_FORWARDS: Mapping[type[nn.Module], Replaced] = {cls: Replaced(cls) for cls in _CLASSES}
 FORWARDS.update((cls, one.known) for cls, one in _FORWARDS.items())
 
 
