@@ -33,9 +33,9 @@ OF_A_DTYPE = re.compile(r"_(bf16|f16|f32)(?=\.cu$)")
 """How the source of one dtype's kernels ends: those of a kind are compiled side by side, or as one that takes less."""
 FEW_CORES = 4
 """With fewer than so many all are at work to the end however the kernels are parted into units."""
-LONGEST = ("row", "group_backward")
-"""The folders of what takes longest to compile: started first, so that it is not waited for last where there are many
-cores."""
+LONGEST = ("group_backward", "row", "row_backward", "dim", "convolution", "column")
+"""The folders of kernels in the order in which they are started, so that none is waited for last where there are many
+cores: what takes longest first."""
 
 TORCH_TARGET = "0x020a000000000000"
 """The stable ABI of torch 2.10: the library then loads on that version and on every later one."""
@@ -252,10 +252,7 @@ def compile_library(
         # Only torch's side of the library sees torch's headers: with them nvcc is slow.
         headers = [f"-I{copied}", "-isystem", f"{torch}/include", "-isystem", str(toolkit.include)]
         compilers = {".cpp": [cxx, *CXX_FLAGS, *headers], ".cu": [str(toolkit.nvcc), "-ccbin", cxx, *flags]}
-        ordered = sorted(sources(copied), key=lambda path: path.parent.name not in LONGEST)
-        units = {path.relative_to(copied).as_posix(): path for path in ordered if path.suffix in compilers}
-        if len(arch) > 1 or _cores() < FEW_CORES:
-            units = _dtypes_together(units, folder / "together")
+        units = _units(copied, folder / "together", apart=len(arch) == 1 and _cores() >= FEW_CORES)
         linker = [cxx, f"-L{torch}/lib", f"-L{toolkit.lib}", *LINK_LIBRARIES]
         if said := _compile(folder, LIBRARY, compilers, units, linker):
             raise BuildError(f"the kernels do not compile here:\n{said.replace(str(copied), str(source_dir))}")
@@ -338,18 +335,30 @@ def _mirror(source_dir: Path, copied: Path) -> None:
             path.write_bytes(content)
 
 
-def _dtypes_together(units: Mapping[str, Path], folder: Path) -> dict[str, Path]:
-    """``units`` with one in ``folder`` for all dtypes of a kind, which are much the same: nvcc reads and compresses a
-    unit as a whole, so that all take less time, and bytes, but the longest of them more."""
-    kinds: dict[str, list[str]] = {}
-    for name in units:
-        kinds.setdefault(OF_A_DTYPE.sub("", name), []).append(name)
-    for kind, names in kinds.items():
-        path, text = folder / kind, "".join(f'#include "{name}"\n' for name in names)
+def _units(source_dir: Path, folder: Path, apart: bool) -> dict[str, Path]:
+    """What is compiled as one, in ``folder`` where it is of several sources, longest first: those of a folder, which
+    include much the same, and all dtypes of a kind, or each for itself if ``apart``: then the longest takes less, and
+    all take more time and bytes."""
+    groups: dict[str, list[str]] = {}
+    for path in sources(source_dir):
+        if path.suffix in (".cpp", ".cu"):
+            name = path.relative_to(source_dir).as_posix()
+            kind = OF_A_DTYPE.sub("", name)
+            of_folder = f"{Path(name).parent.name or 'sources'}{path.suffix}"
+            unit = of_folder if kind == name else name if apart else kind
+            groups.setdefault(unit, []).append(name)
+    for unit, names in groups.items():
+        path, text = folder / unit, "".join(f'#include "{name}"\n' for name in names)
         if len(names) > 1 and not (path.is_file() and path.read_text() == text):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    return {kind: folder / kind if len(names) > 1 else units[names[0]] for kind, names in kinds.items()}
+
+    def order(unit: str) -> tuple[bool, int]:
+        name = unit.partition("/")[0].partition(".")[0]
+        return unit.endswith(".cpp"), LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    paths = {unit: folder / unit if len(names) > 1 else source_dir / names[0] for unit, names in groups.items()}
+    return {unit: paths[unit] for unit in sorted(paths, key=order)}
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -104,13 +104,13 @@ def test_device_code_is_compressed_as_nvcc_can(cuda: int, flag: str) -> None:
 @pytest.fixture
 def nested(tiny_sources: Path) -> Path:
     """The tiny sources in sub-folders: two kernels, of which one includes a header of a third folder."""
-    for folder in ("row", "device", "abi"):
+    for folder in ("row", "column", "device", "abi"):
         (tiny_sources / folder).mkdir()
     kernel = (tiny_sources / "twice.cu").read_text()
     (tiny_sources / "twice.cu").unlink()
     (tiny_sources / "row/twice.cu").write_text('#include "device/factor.cuh"\n' + kernel.replace("*= 2", "*= FACTOR"))
     (tiny_sources / "device/factor.cuh").write_text("#define FACTOR 2\n")
-    (tiny_sources / "row/other.cu").write_text("__global__ void other(float* x) { *x = 0; }\n")
+    (tiny_sources / "column/other.cu").write_text("__global__ void other(float* x) { *x = 0; }\n")
     (tiny_sources / "register.cpp").rename(tiny_sources / "abi/register.cpp")
     return tiny_sources
 
@@ -129,22 +129,32 @@ def test_only_what_uses_a_header_is_compiled_again(nested: Path, tmp_path: Path)
     work = tmp_path / "a cache" / "work"
     work.mkdir(parents=True)
     first = compiled(nested, work)
-    assert set(first) == {"twice.cu.o", "other.cu.o", "register.cpp.o"}
-    os.utime(nested / "row/other.cu")
+    assert set(first) == {"row.cu.o", "column.cu.o", "abi.cpp.o"}
+    os.utime(nested / "column/other.cu")
     assert compiled(nested, work) == first
 
     header = nested / "device/factor.cuh"
     header.write_text("#define FACTOR 3\n")
     os.utime(header, (0, 0))  # as a package brings it along
     second = compiled(nested, work)
-    assert {name for name in first if first[name] != second[name]} == {"twice.cu.o"}
+    assert {name for name in first if first[name] != second[name]} == {"row.cu.o"}
 
-    (nested / "row/other.cu").unlink()
+    (nested / "column/other.cu").unlink()
     third = compiled(nested, work)
-    assert not (work / "csrc/row/other.cu").exists()
-    assert {name: third[name] for name in ("twice.cu.o", "register.cpp.o")} == {
-        name: second[name] for name in ("twice.cu.o", "register.cpp.o")
+    assert not (work / "csrc/column/other.cu").exists()
+    assert {name: third[name] for name in ("row.cu.o", "abi.cpp.o")} == {
+        name: second[name] for name in ("row.cu.o", "abi.cpp.o")
     }
+
+
+@needs_nvcc
+def test_the_sources_of_a_folder_are_one_unit(nested: Path, tmp_path: Path) -> None:
+    (nested / "row/more.cu").write_text("__global__ void more(float* x) { *x = 1; }\n")
+    first = compiled(nested, tmp_path / "work")
+    assert set(first) == {"row.cu.o", "column.cu.o", "abi.cpp.o"}
+    (nested / "row/more.cu").write_text("__global__ void more(float* x) { *x = 2; }\n")
+    second = compiled(nested, tmp_path / "work")
+    assert {name for name in first if first[name] != second[name]} == {"row.cu.o"}
 
 
 @needs_nvcc
@@ -157,9 +167,9 @@ def test_for_several_architectures_or_on_few_cores_the_dtypes_of_a_kind_are_one_
     (nested / "row/twice.cu").rename(nested / "row/twice_f32.cu")
     for dtype in ("f16", "bf16"):
         (nested / f"row/twice_{dtype}.cu").write_text(kernel.replace("twice", f"twice_{dtype}"))
-    (nested / "row/other.cu").rename(nested / "row/other_f16.cu")
+    (nested / "column/other.cu").rename(nested / "column/other_f16.cu")
     apart, together = tmp_path / "apart/work", tmp_path / "together/work"
-    kinds = {"twice.cu.o", "other.cu.o", "register.cpp.o"}
+    kinds = {"twice.cu.o", "other.cu.o", "abi.cpp.o"}
     assert len(compiled(nested, apart)) == 5 and set(compiled(nested, together, ("80", "90"))) == kinds
     with monkeypatch.context() as few:
         few.setattr(builder, "_cores", lambda: builder.FEW_CORES - 1)

@@ -180,8 +180,8 @@ cudaError_t launch(const BatchNormEval& n, int multiprocessors, cudaStream_t str
 cudaError_t batch_norm_eval(const BatchNormEval& n, int multiprocessors, cudaStream_t stream) {
   switch (n.dtype) {
     case DType::f32: return launch<float>(n, multiprocessors, stream);
-    case DType::f16: return launch<__half>(n, multiprocessors, stream);
-    default: return launch<__nv_bfloat16>(n, multiprocessors, stream);
+    case DType::f16: return launch<Half>(n, multiprocessors, stream);
+    default: return launch<BFloat16>(n, multiprocessors, stream);
   }
 }
 

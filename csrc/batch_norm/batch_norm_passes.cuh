@@ -165,7 +165,7 @@ struct Words {
 
 // Whether a ReLU lets z through, rounded to T, without the rounding: up to this number nothing is left of it. NaN passes.
 template <class T>
-constexpr float kRoundsToZero = std::is_same_v<T, __half> ? 0x1p-25f : std::is_same_v<T, __nv_bfloat16> ? 0x1p-134f : 0.f;
+constexpr float kRoundsToZero = std::is_same_v<T, Half> ? 0x1p-25f : std::is_same_v<T, BFloat16> ? 0x1p-134f : 0.f;
 template <class T>
 __device__ inline bool lets_through(float z) {
   return !(z <= kRoundsToZero<T>);

@@ -18,8 +18,8 @@ cudaError_t affine_of(const ChannelNorm& n, cudaStream_t stream) {
 cudaError_t affine(const ChannelNorm& n, cudaStream_t stream) {
   switch (n.dtype) {
     case DType::f32: return affine_of<float>(n, stream);
-    case DType::f16: return affine_of<__half>(n, stream);
-    default: return affine_of<__nv_bfloat16>(n, stream);
+    case DType::f16: return affine_of<Half>(n, stream);
+    default: return affine_of<BFloat16>(n, stream);
   }
 }
 

@@ -324,8 +324,8 @@ template <Source From>
 cudaError_t launch_statistics(const ChannelNorm& n, const ColumnPlan& p, cudaStream_t stream) {
   switch (n.dtype) {
     case DType::f32: return launch_vec<float, From>(n, p, stream);
-    case DType::f16: return launch_vec<__half, From>(n, p, stream);
-    default: return launch_vec<__nv_bfloat16, From>(n, p, stream);
+    case DType::f16: return launch_vec<Half, From>(n, p, stream);
+    default: return launch_vec<BFloat16, From>(n, p, stream);
   }
 }
 

@@ -4,7 +4,7 @@
 namespace normswap {
 
 cudaError_t convolve_bf16(const Convolve& c, const Gpu& gpu, cudaStream_t stream) {
-  return launch_form<__nv_bfloat16>(c, gpu, stream);
+  return launch_form<BFloat16>(c, gpu, stream);
 }
 
 }  // namespace normswap

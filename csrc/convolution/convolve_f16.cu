@@ -4,7 +4,7 @@
 namespace normswap {
 
 cudaError_t convolve_f16(const Convolve& c, const Gpu& gpu, cudaStream_t stream) {
-  return launch_form<__half>(c, gpu, stream);
+  return launch_form<Half>(c, gpu, stream);
 }
 
 }  // namespace normswap

@@ -160,8 +160,8 @@ bool is_depthwise(const Convolve& c) {
 }
 
 cudaError_t convolve_depthwise(const Convolve& c, const Gpu& gpu, cudaStream_t stream) {
-  if (c.dtype == DType::f16) return launch_size<__half>(c, gpu.multiprocessors, stream);
-  if (c.dtype == DType::bf16) return launch_size<__nv_bfloat16>(c, gpu.multiprocessors, stream);
+  if (c.dtype == DType::f16) return launch_size<Half>(c, gpu.multiprocessors, stream);
+  if (c.dtype == DType::bf16) return launch_size<BFloat16>(c, gpu.multiprocessors, stream);
   return cudaErrorInvalidValue;
 }
 

@@ -2,9 +2,6 @@
 // sm_90 alone, by name sm_90a.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <type_traits>
 
 #include "device/barrier.cuh"
@@ -66,7 +63,7 @@ __device__ inline void settled(float (&sums)[Fragments][4]) {
 template <class T, int Fragments>
 __device__ inline void start_product(uint64_t a, uint64_t b, bool add, float (&sums)[Fragments][4]) {
   static_assert(Fragments == 4 || Fragments == 8 || Fragments == 16);
-  constexpr bool half = std::is_same_v<T, __half>;
+  constexpr bool half = std::is_same_v<T, Half>;
   if constexpr (Fragments == 4 && half) NORMSWAP_PRODUCT(32, "f16", 16, "%16", "%17", "%18");
   if constexpr (Fragments == 4 && !half) NORMSWAP_PRODUCT(32, "bf16", 16, "%16", "%17", "%18");
   if constexpr (Fragments == 8 && half) NORMSWAP_PRODUCT(64, "f16", 32, "%32", "%33", "%34");

@@ -49,7 +49,7 @@ __device__ inline Pack<T, V> each_rounded(const Pack<T, V>& pack, Of of) {
 // NaN stays. Words at a time.
 template <class T>
 __device__ inline unsigned relu_word(unsigned word) {
-  if constexpr (std::is_same_v<T, __half>) {
+  if constexpr (std::is_same_v<T, Half>) {
     asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(word) : "r"(0u));
   } else if constexpr (sizeof(T) == 2) {
     asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(word) : "r"(0u));

@@ -1,45 +1,13 @@
 // Conversions and vector accesses.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
 
 #include "abi/kernels.h"
+#include "device/half.cuh"
 
 namespace normswap {
-
-__device__ inline float to_float(float v) { return v; }
-__device__ inline float to_float(__half v) { return __half2float(v); }
-__device__ inline float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-
-template <class T>
-__device__ T from_float(float v);
-template <>
-__device__ inline float from_float<float>(float v) {
-  return v;
-}
-template <>
-__device__ inline __half from_float<__half>(float v) {
-  return __float2half_rn(v);
-}
-template <>
-__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
-  return __float2bfloat16_rn(v);
-}
-
-template <class T>
-__device__ inline unsigned pair_bits(float low, float high) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const unsigned*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const unsigned*>(&pair);
-  }
-}
 
 // The 16 bytes from byte `shift` (a multiple of Step, below 16) on of the 32 in (low, high).
 template <int Step>
@@ -157,7 +125,7 @@ struct Halves {
 // Rounded to T. A bfloat16 in the upper half of a word is its own float; converted alone it would take a slow instruction.
 template <class T>
 __device__ inline float rounded(float v) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __uint_as_float(pair_bits<T>(0.f, v));
+  if constexpr (std::is_same_v<T, BFloat16>) return __uint_as_float(pair_bits<T>(0.f, v));
   return to_float(from_float<T>(v));
 }
 
@@ -170,13 +138,10 @@ __device__ inline void floats_of(const uint4& vector, float (&out)[V]) {
   for (int i = 0; i < 4; ++i) {
     if constexpr (sizeof(T) == 4) {
       out[i] = __uint_as_float(words[i]);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+    } else {
+      const float2 pair = floats_of_pair<T>(words[i]);
       out[2 * i] = pair.x;
       out[2 * i + 1] = pair.y;
-    } else {
-      out[2 * i] = __uint_as_float(words[i] << 16);
-      out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
     }
   }
 }
@@ -272,8 +237,8 @@ __device__ inline float channel_value(const ChannelVector& vector, int64_t i, fl
   if (vector.data == nullptr) return absent;
   switch (vector.dtype) {
     case DType::f32: return static_cast<const float*>(vector.data)[i];
-    case DType::f16: return __half2float(static_cast<const __half*>(vector.data)[i]);
-    default: return __bfloat162float(static_cast<const __nv_bfloat16*>(vector.data)[i]);
+    case DType::f16: return to_float(static_cast<const Half*>(vector.data)[i]);
+    default: return to_float(static_cast<const BFloat16*>(vector.data)[i]);
   }
 }
 
@@ -293,8 +258,8 @@ __device__ inline void channel_values(const ChannelVector& vector, int64_t i, bo
   }
   switch (vector.dtype) {
     case DType::f32: return channel_values_of<float>(vector.data, i, out);
-    case DType::f16: return channel_values_of<__half>(vector.data, i, out);
-    default: return channel_values_of<__nv_bfloat16>(vector.data, i, out);
+    case DType::f16: return channel_values_of<Half>(vector.data, i, out);
+    default: return channel_values_of<BFloat16>(vector.data, i, out);
   }
 }
 
@@ -302,8 +267,8 @@ __device__ inline void set_channel_value(const ChannelVector& vector, int64_t i,
   void* data = const_cast<void*>(vector.data);
   switch (vector.dtype) {
     case DType::f32: static_cast<float*>(data)[i] = value; break;
-    case DType::f16: static_cast<__half*>(data)[i] = __float2half_rn(value); break;
-    default: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(value);
+    case DType::f16: static_cast<Half*>(data)[i] = from_float<Half>(value); break;
+    default: static_cast<BFloat16*>(data)[i] = from_float<BFloat16>(value);
   }
 }
 

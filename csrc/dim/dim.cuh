@@ -246,8 +246,8 @@ template <class Launch, int V>
 cudaError_t launch_dtype(const DimNorm& n, cudaStream_t stream) {
   switch (n.dtype) {
     case DType::f32: return launch_vec<Launch, float, V>(n, stream);
-    case DType::f16: return launch_vec<Launch, __half, V>(n, stream);
-    default: return launch_vec<Launch, __nv_bfloat16, V>(n, stream);
+    case DType::f16: return launch_vec<Launch, Half, V>(n, stream);
+    default: return launch_vec<Launch, BFloat16, V>(n, stream);
   }
 }
 

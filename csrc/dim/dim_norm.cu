@@ -52,7 +52,7 @@ __device__ inline float loaded_parameter(const ChannelVector& vector, int64_t i,
   unsigned word = 0;
   load_if(there && whole, word, static_cast<const float*>(vector.data) + i);
   load_half_if(there && !whole, word, static_cast<const unsigned short*>(vector.data) + i);
-  const float half = __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
+  const float half = to_float(Half{static_cast<unsigned short>(word)});
   const float value = __uint_as_float(whole ? word : word << 16);
   return !there ? absent : vector.dtype == DType::f16 ? half : value;
 }

@@ -28,7 +28,7 @@ struct Parameter {
 };
 
 // How a block is cut.
-struct Shape {
+struct Tiling {
   int words, positions, vec;  // of a position; of a block; positions of a load
 };
 
@@ -55,23 +55,23 @@ struct Strip {
 
 // Turns the block's positions over, from `first` on. A warp has all of them for some words at a time.
 template <class T, int V>
-__device__ inline void turn_over(const DimNorm& n, const T* x, int64_t first, const Shape& shape, unsigned* tile) {
-  const int across = shape.positions / V, position = threadIdx.x % across * V;
+__device__ inline void turn_over(const DimNorm& n, const T* x, int64_t first, const Tiling& tiling, unsigned* tile) {
+  const int across = tiling.positions / V, position = threadIdx.x % across * V;
   if (first + position >= n.inner) return;
-  const int stride = stride_of(shape.words), step = blockDim.x / across;
-  for (int begin = threadIdx.x / across; begin < shape.words; begin += kLoadsAhead * step) {
+  const int stride = stride_of(tiling.words), step = blockDim.x / across;
+  for (int begin = threadIdx.x / across; begin < tiling.words; begin += kLoadsAhead * step) {
     Strip<T, V> strips[kLoadsAhead];
 #pragma unroll
     for (int i = 0; i < kLoadsAhead; ++i) {
       const int word = begin + i * step;
-      if (word < shape.words) strips[i].load(x + word * kPerWord<T> * n.inner + first + position, n.inner);
+      if (word < tiling.words) strips[i].load(x + word * kPerWord<T> * n.inner + first + position, n.inner);
     }
 #pragma unroll
     for (int i = 0; i < kLoadsAhead; ++i) {
       const int word = begin + i * step;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        if (word < shape.words) tile[(position + j) * stride + word] = strips[i].word(j);
+        if (word < tiling.words) tile[(position + j) * stride + word] = strips[i].word(j);
       }
     }
   }
@@ -82,13 +82,10 @@ template <class T, class With>
 __device__ inline void each_of(unsigned word, With with) {
   if constexpr (sizeof(T) == 4) {
     with(__uint_as_float(word), 0);
-  } else if constexpr (std::is_same_v<T, __half>) {
-    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
+  } else {
+    const float2 pair = floats_of_pair<T>(word);
     with(pair.x, 0);
     with(pair.y, 1);
-  } else {
-    with(__uint_as_float(word << 16), 0);
-    with(__uint_as_float(word & 0xffff0000u), 1);
   }
 }
 
@@ -136,43 +133,43 @@ __device__ inline void store_position(const unsigned* row, int words, float2 val
 }
 
 template <class T, int Lanes>
-__global__ void __launch_bounds__(256) permuted_layer_norm(const DimNorm n, const Shape shape) {
-  extern __shared__ __align__(16) char shared[];
-  Parameter* parameters = reinterpret_cast<Parameter*>(shared);
+__global__ void __launch_bounds__(256) permuted_layer_norm(const DimNorm n, const Tiling tiling) {
+  extern __shared__ __align__(16) char memory[];
+  Parameter* parameters = reinterpret_cast<Parameter*>(memory);
   unsigned* tile = reinterpret_cast<unsigned*>(parameters + n.n);
-  const int64_t tiles = (n.inner + shape.positions - 1) / shape.positions, outer = blockIdx.x / tiles;
-  const int64_t first = (blockIdx.x - outer * tiles) * shape.positions;
+  const int64_t tiles = (n.inner + tiling.positions - 1) / tiling.positions, outer = blockIdx.x / tiles;
+  const int64_t first = (blockIdx.x - outer * tiles) * tiling.positions;
   const T* x = static_cast<const T*>(n.x) + outer * n.n * n.inner;
   constexpr int full = 16 / sizeof(T);
-  if (shape.vec == full) {
-    turn_over<T, full>(n, x, first, shape, tile);
-  } else if (full > 4 && shape.vec == 4) {
-    turn_over<T, 4>(n, x, first, shape, tile);
+  if (tiling.vec == full) {
+    turn_over<T, full>(n, x, first, tiling, tile);
+  } else if (full > 4 && tiling.vec == 4) {
+    turn_over<T, 4>(n, x, first, tiling, tile);
   } else {
-    turn_over<T, 1>(n, x, first, shape, tile);
+    turn_over<T, 1>(n, x, first, tiling, tile);
   }
   for (int i = threadIdx.x; i < n.n; i += blockDim.x) {
     parameters[i] = {channel_value(n.weight, i, 1.f), channel_value(n.bias, i, 0.f)};
   }
   __syncthreads();
-  const int there = static_cast<int>(min(n.inner - first, static_cast<int64_t>(shape.positions)));
-  const int apart = shape.positions * Lanes / 32;  // those of a warp: in banks that follow each other
+  const int there = static_cast<int>(min(n.inner - first, static_cast<int64_t>(tiling.positions)));
+  const int apart = tiling.positions * Lanes / 32;  // those of a warp: in banks that follow each other
   for (int nth = threadIdx.x / 32; nth < apart; nth += blockDim.x / 32) {
     const int position = threadIdx.x % 32 / Lanes * apart + nth;
-    const unsigned* row = tile + min(position, there - 1) * stride_of(shape.words);
-    const float2 values = mean_and_rstd<T, Lanes>(row, shape.words, n);
+    const unsigned* row = tile + min(position, there - 1) * stride_of(tiling.words);
+    const float2 values = mean_and_rstd<T, Lanes>(row, tiling.words, n);
     if (position >= there) continue;
     const int64_t at = outer * n.inner + first + position;
     if (threadIdx.x % Lanes == 0) {
       if (n.mean != nullptr) n.mean[at] = values.x;
       if (n.statistic != nullptr) n.statistic[at] = values.y;
     }
-    store_position<T, Lanes>(row, shape.words, values, parameters, static_cast<unsigned*>(n.y) + at * shape.words);
+    store_position<T, Lanes>(row, tiling.words, values, parameters, static_cast<unsigned*>(n.y) + at * tiling.words);
   }
 }
 
 template <class T>
-Shape shape_of(const DimNorm& n) {
+Tiling tiling_of(const DimNorm& n) {
   constexpr int64_t full = 16 / sizeof(T);
   const bool aligned = reinterpret_cast<uintptr_t>(n.x) % 16 == 0;
   const int vec = !aligned ? 1 : n.inner % full == 0 ? full : n.inner % 4 == 0 ? 4 : 1;
@@ -181,20 +178,20 @@ Shape shape_of(const DimNorm& n) {
 }
 
 template <class T, int Lanes>
-cudaError_t launch_lanes(const DimNorm& n, const Shape& shape, cudaStream_t stream) {
-  const dim3 grid = grid_of(n.outer * ceil_div(n.inner, shape.positions));
+cudaError_t launch_lanes(const DimNorm& n, const Tiling& tiling, cudaStream_t stream) {
+  const dim3 grid = grid_of(n.outer * ceil_div(n.inner, tiling.positions));
   const int bytes = static_cast<int>(layer_norm_permuted_bytes(n));
   if (const cudaError_t error = allow_shared<permuted_layer_norm<T, Lanes>>(bytes); error != cudaSuccess) return error;
-  permuted_layer_norm<T, Lanes><<<grid, Lanes == 8 ? 128 : 256, bytes, stream>>>(n, shape);
+  permuted_layer_norm<T, Lanes><<<grid, Lanes == 8 ? 128 : 256, bytes, stream>>>(n, tiling);
   return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch_dtype(const DimNorm& n, cudaStream_t stream) {
-  const Shape shape = shape_of<T>(n);
-  if (shape.words <= 64) return launch_lanes<T, 8>(n, shape, stream);
-  if (shape.words <= 128) return launch_lanes<T, 16>(n, shape, stream);
-  return launch_lanes<T, 32>(n, shape, stream);
+  const Tiling tiling = tiling_of<T>(n);
+  if (tiling.words <= 64) return launch_lanes<T, 8>(n, tiling, stream);
+  if (tiling.words <= 128) return launch_lanes<T, 16>(n, tiling, stream);
+  return launch_lanes<T, 32>(n, tiling, stream);
 }
 
 }  // namespace
@@ -208,8 +205,8 @@ int64_t layer_norm_permuted_bytes(const DimNorm& n) {
 cudaError_t layer_norm_permuted(const DimNorm& n, cudaStream_t stream) {
   switch (n.dtype) {
     case DType::f32: return launch_dtype<float>(n, stream);
-    case DType::f16: return launch_dtype<__half>(n, stream);
-    default: return launch_dtype<__nv_bfloat16>(n, stream);
+    case DType::f16: return launch_dtype<Half>(n, stream);
+    default: return launch_dtype<BFloat16>(n, stream);
   }
 }
 

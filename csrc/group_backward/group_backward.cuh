@@ -104,13 +104,8 @@ __device__ inline void round_each(float (&v)[V]) {
   if constexpr (sizeof(D) == 2 && V % 2 == 0) {
 #pragma unroll
     for (int j = 0; j < V; j += 2) {
-      const unsigned pair = pair_bits<D>(v[j], v[j + 1]);
-      if constexpr (std::is_same_v<D, __half>) {
-        const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&pair));
-        v[j] = both.x, v[j + 1] = both.y;
-      } else {
-        v[j] = __uint_as_float(pair << 16), v[j + 1] = __uint_as_float(pair & 0xffff0000u);
-      }
+      const float2 both = floats_of_pair<D>(pair_bits<D>(v[j], v[j + 1]));
+      v[j] = both.x, v[j + 1] = both.y;
     }
   } else {
 #pragma unroll
@@ -120,7 +115,7 @@ __device__ inline void round_each(float (&v)[V]) {
 
 // The largest that is 0 when rounded to D.
 template <class D>
-constexpr float kRoundsToZero = std::is_same_v<D, __half> ? 0x1p-25f : sizeof(D) == 2 ? 0x1p-134f : 0.f;
+constexpr float kRoundsToZero = std::is_same_v<D, Half> ? 0x1p-25f : sizeof(D) == 2 ? 0x1p-134f : 0.f;
 
 // As through_activation, of z before it is rounded: a sum of rounded values is 0 only if it is exactly.
 template <class D, int V, class Residual>

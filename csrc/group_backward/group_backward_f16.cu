@@ -3,12 +3,12 @@
 
 cudaError_t normswap::group_backward_f16(const GroupBackward& n, const GroupBackwardPlan& plan, bool overlap,
                                           cudaStream_t stream) {
-  if (n.grad_dtype == DType::f32) return group_backward_of<__half, float>(n, plan, overlap, stream);
-  return group_backward_of<__half, __half>(n, plan, overlap, stream);
+  if (n.grad_dtype == DType::f32) return group_backward_of<Half, float>(n, plan, overlap, stream);
+  return group_backward_of<Half, Half>(n, plan, overlap, stream);
 }
 
 cudaError_t normswap::group_columns_f16(const GroupBackward& n, const GroupColumnsPlan& plan, bool overlap,
                                           cudaStream_t stream) {
-  if (n.grad_dtype == DType::f32) return group_columns_of<__half, float>(n, plan, overlap, stream);
-  return group_columns_of<__half, __half>(n, plan, overlap, stream);
+  if (n.grad_dtype == DType::f32) return group_columns_of<Half, float>(n, plan, overlap, stream);
+  return group_columns_of<Half, Half>(n, plan, overlap, stream);
 }

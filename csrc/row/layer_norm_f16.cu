@@ -1,5 +1,5 @@
 #include "row/row_norm.cuh"
 
 cudaError_t normswap::layer_norm_f16(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
-  return launch<LayerNormPolicy, __half>(n, plan, stream);
+  return launch<LayerNormPolicy, Half>(n, plan, stream);
 }

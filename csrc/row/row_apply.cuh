@@ -75,8 +75,8 @@ __device__ inline void store_narrow(void* p, const uint4& words, DType dtype) {
   float v[4];
   floats_of<float>(words, v);
   *static_cast<uint2*>(p) = dtype == DType::f16
-                                ? uint2{pair_bits<__half>(v[0], v[1]), pair_bits<__half>(v[2], v[3])}
-                                : uint2{pair_bits<__nv_bfloat16>(v[0], v[1]), pair_bits<__nv_bfloat16>(v[2], v[3])};
+                                ? uint2{pair_bits<Half>(v[0], v[1]), pair_bits<Half>(v[2], v[3])}
+                                : uint2{pair_bits<BFloat16>(v[0], v[1]), pair_bits<BFloat16>(v[2], v[3])};
 }
 
 // A chunk in shared memory that its row ends in, of which there is one among many: not worth long code.
@@ -270,7 +270,7 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, Row row
       store_tile_behind<T>(tile, args.n.behind, row * args.n.cols + begin, args.n.activation, make);
     } else {
       uint4 made[Tile::Slots];
-      const bool none = args.n.activation.code == Activation::none;
+      const bool none = args.n.activation.code == Activation::none, relus = args.n.activation.code == Activation::relu;
       if (!Tile::Ragged && !kRare<Tile> && few) {
         const auto plain = [&](int k) {
           Floats<V> w, b;
@@ -281,11 +281,12 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, Row row
         return tile.store(y, [&](int k) { return activated(Tile::Vector::of_raw(plain(k)), args.n.activation).raw(); });
       }
       if constexpr (!Tile::Ragged && kInTable<Where>) {
-        if (where.channels == where.some && none) {
+        if (where.channels == where.some && (none || relus)) {
           return tile.store(y, [&](int k) {
             Floats<V> w, b;
             affine.of_some(Tile::offset(k), w, b);
-            return normalised<Policy, Fast, T>(tile, k, values, w, b);
+            const uint4 norm = normalised<Policy, Fast, T>(tile, k, values, w, b);
+            return relus ? relu(Tile::Vector::of_raw(norm)).raw() : norm;
           });
         }
       }

@@ -34,8 +34,8 @@ struct ChannelWords {
 
  private:
   __device__ static float as_float(unsigned word, const RowArgs& a) {
-    if constexpr (std::is_same_v<T, __half>) {
-      const float half = __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
+    if constexpr (std::is_same_v<T, Half>) {
+      const float half = to_float(Half{static_cast<unsigned short>(word)});
       return are_wide(a) ? __uint_as_float(word) : half;
     } else {
       return __uint_as_float(are_wide(a) ? word : word << 16);

@@ -231,7 +231,8 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
   }
 }
 
-template <class Policy, class T, bool Ragged, bool Cluster>
+// A cluster a row, or a block that is alone: one kernel for both.
+template <class Policy, class T, bool Ragged>
 __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_block(const RowArgs args) {
   follow_predecessor();
   let_successor_start();
@@ -239,9 +240,9 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
   extern __shared__ __align__(16) char shared[];
   __shared__ Stat parts[kMaxChunks];
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int blocks = Cluster ? args.blocks_a_row : 1, rank = Cluster ? blockIdx.x % blocks : 0;
+  const int blocks = args.blocks_a_row, rank = blockIdx.x % blocks;
   const int64_t row = blockIdx.x / blocks;
-  if constexpr (Cluster) cluster_arrive();  // waited for below, once the loads are under way
+  cluster_arrive();  // waited for below, once the loads are under way
   const auto chunk = [&](int c) {
     return ChunkInShared<Policy, T, Ragged>{
         args, shared + c * args.chunk_bytes, ChunkPlace::of(args, int64_t{rank} * args.block_chunks + c)};
@@ -249,22 +250,13 @@ __global__ void __launch_bounds__(kWarpsBlock * 32, kBlocksAMultiprocessor) row_
   for (int c = warp; c < args.block_chunks; c += warps) chunk(c).stage(row);
   wait_for_copies();
   __syncwarp();
-  if constexpr (Cluster) cluster_wait();  // every block of the cluster runs: its shared memory is there
+  cluster_wait();  // every block of the cluster runs: its shared memory is there
   for (int c = warp; c < args.block_chunks; c += warps) {
     const Stat stat = chunk(c).statistic(row);
-    Stat* part = parts + rank * args.block_chunks + c;
-    if constexpr (Cluster) {
-      if (lane < blocks) store_in_block(part, lane, stat);
-    } else {
-      if (lane == 0) *part = stat;
-    }
+    if (lane < blocks) store_in_block(parts + rank * args.block_chunks + c, lane, stat);
   }
-  if constexpr (Cluster) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  cluster_arrive();
+  cluster_wait();
   const Stat stat = unite_chunks(parts, static_cast<int>(args.chunks), args.sizes);
   const RowValues values = Policy::template finish<T>(stat, args);
   if (rank == 0 && threadIdx.x == 0) save_values<Policy>(args, row, stat, values);
@@ -316,14 +308,14 @@ template <class Policy, class T, bool Ragged>
 cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
   if (plan.lanes == 8) return launch_slots<Policy, T, Ragged, 8, 0, 1>(args, plan, stream);
   if (plan.lanes == 16) return launch_slots<Policy, T, Ragged, 16, 0, 1>(args, plan, stream);
-  if constexpr (kOptions<Policy> && Ragged) {
+  if constexpr (Ragged && (kOptions<Policy> || kBehind<Policy>)) {
     return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T>>(args, plan, stream);
-  } else if constexpr (kOptions<Policy>) {
+  } else if constexpr (kOptions<Policy> || (Ragged && sizeof(T) == 4)) {
     return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T> / 2, kChunkSlots<T>>(args, plan, stream);
+  } else if constexpr (Ragged) {
+    return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 4>(args, plan, stream);
   } else if constexpr (sizeof(T) == 2) {
     return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 3, 4>(args, plan, stream);
-  } else if constexpr (Ragged) {
-    return launch_slots<Policy, T, Ragged, 32, 0, 4, 8>(args, plan, stream);
   } else {
     return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 4, 6, 8>(args, plan, stream);
   }
@@ -361,8 +353,7 @@ cudaError_t launch_blocks(const RowArgs& args, const RowPlan& plan, const Launch
       constexpr Held how = Ragged ? Held::in_block : Held::alone;  // not worth a kernel more
       return launch_block<row_held<Policy, T, Ragged, how, false, false>>(args, shape, stream);
     }
-    if (shape.cluster > 1) return launch_block<row_block<Policy, T, Ragged, true>>(args, shape, stream);
-    return launch_block<row_block<Policy, T, Ragged, false>>(args, shape, stream);
+    return launch_block<row_block<Policy, T, Ragged>>(args, shape, stream);
   }
 }
 

@@ -53,9 +53,7 @@ constexpr bool kAddsResidual = kOptions<Policy> || (Policy::affine == Affine::by
 template <class T>
 __device__ inline unsigned added(unsigned a, unsigned b) {
   if constexpr (sizeof(T) == 2) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    const Pair sum = __hadd2_rn(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
-    return *reinterpret_cast<const unsigned*>(&sum);
+    return added_pairs<T>(a, b);
   } else {
     return __float_as_uint(__fadd_rn(__uint_as_float(a), __uint_as_float(b)));
   }

@@ -178,7 +178,7 @@ constexpr int kWeights = Policy::affine != Affine::by_element ? 0 : Policy::has_
 
 // What stands for a vector's weights or biases where there are none.
 template <class W>
-constexpr unsigned kOne = std::is_same_v<W, float> ? 0x3f800000u : std::is_same_v<W, __half> ? 0x3c003c00u : 0x3f803f80u;
+constexpr unsigned kOne = std::is_same_v<W, float> ? 0x3f800000u : std::is_same_v<W, Half> ? 0x3c003c00u : 0x3f803f80u;
 template <class W>
 __device__ const uint4 kOnes[2] = {{kOne<W>, kOne<W>, kOne<W>, kOne<W>}, {kOne<W>, kOne<W>, kOne<W>, kOne<W>}};
 __device__ const uint4 kZeros[2] = {};
