@@ -33,9 +33,9 @@ OF_A_DTYPE = re.compile(r"_(bf16|f16|f32)(?=\.cu$)")
 """How the source of one dtype's kernels ends: those of a kind are compiled side by side, or as one that takes less."""
 FEW_CORES = 4
 """With fewer than so many all are at work to the end however the kernels are parted into units."""
-LONGEST = ("group_backward", "row", "row_backward", "dim", "convolution", "column")
-"""The folders of kernels in the order in which they are started, so that none is waited for last where there are many
-cores: what takes longest first."""
+LONGEST = ("group_backward", "dim", "column", "row_backward", "row", "convolution")
+"""The folders of kernels in the order in which they are started where there are many cores: what is started last must
+not take long."""
 
 TORCH_TARGET = "0x020a000000000000"
 """The stable ABI of torch 2.10: the library then loads on that version and on every later one."""

@@ -7,13 +7,15 @@ import io
 import pickle
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from tool_table import (
     IN_ORDER,
     ORIGINAL,
@@ -225,6 +227,28 @@ def averaged(device: str) -> Seen:
         average.update_parameters(one)
         averages.append(average)
     return compared(averages[1], averages[0], x)
+
+
+@row("a profiler that counts calls", "optimize, put counting functions into torch.nn.functional")
+def counted(device: str) -> Seen:
+    model, fast, x = pair(device)
+    names, counts = ("layer_norm", "group_norm", "linear", "silu"), list[list[str]]()
+    for one in (model, fast):
+        counts.append([])
+        with pytest.MonkeyPatch.context() as patch:
+            for name in names:
+                patch.setattr(F, name, counting(name, getattr(F, name), counts[-1]))
+            one(x)
+    assert counts[0] == counts[1] and {*counts[0]} == {*names}
+    return compared(fast, model, x)
+
+
+def counting(name: str, function: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    def call(*given: Any, **named: Any) -> Any:
+        calls.append(name)
+        return function(*given, **named)
+
+    return call
 
 
 @row("torch.nn.utils.prune", "optimize, prune", text="refused: pass inplace=True", verdict=IN_ORDER)
