@@ -99,7 +99,7 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
       gpu.clusters && (held_in_cluster || (staged && p.chunks <= kMaxCluster * most && p.chunks <= kMaxChunks));
   RowPlan team = p;
   const bool has_team = make_team(of, gpu, &team), has_all = team.blocks_a_row == row_groups(p);
-  const bool fits_team = staged && has_team && has_all && teams_take(ragged, weights);
+  const bool fits_team = staged && has_team && has_all;
   const bool fits_both = staged && has_team && !has_all && row_groups(p) <= 2 * team.blocks_a_row && itemsize == 4 && !ragged;
   const bool by_team = fits_team && is_busy(gpu, team.grid);
   // Clusters that stage rows in shared memory and all run at once: a lean team is faster.

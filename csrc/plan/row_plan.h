@@ -70,9 +70,6 @@ constexpr bool keeps_weights(Held how, int itemsize, int weights) {
   return how == Held::in_groups && itemsize == 2 && weights > 0;
 }
 
-// Whether a team takes such rows: not worth kernels are long ones that begin anywhere, each element with weights of its own.
-constexpr bool teams_take(bool ragged, int weights) { return !ragged || weights == 0; }
-
 constexpr int kWarpsBlock = 8;
 constexpr int kSliceBytes = 65536;
 constexpr int kBlocksAMultiprocessor = 3;

@@ -260,8 +260,8 @@ __global__ void __launch_bounds__((kWarpsTeam + (Apart ? kWarpsApart : 0)) * 32,
 
 template <class Policy, class T, bool Ragged>
 cudaError_t launch_team(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
-  if constexpr (kOptions<Policy> || !teams_take(Ragged, kWeights<Policy>)) {
-    return cudaErrorInvalidValue;  // no plan has such a team
+  if constexpr (kOptions<Policy>) {
+    return cudaErrorInvalidValue;  // see Rows::options
   } else {
     const int64_t bytes = row_workspace_bytes(plan, args.n.rows);
     const cudaError_t error = cudaMemsetAsync(args.n.workspace, 0, bytes, stream);

@@ -47,7 +47,10 @@ class Replaced:
             return False
         if torch.compiler.is_compiling():  # that traces what there is, or the formula of an op
             return True
-        return all(_FUNCTIONAL.get(name) is one for name, one in self.functional)
+        for name, one in self.functional:
+            if _FUNCTIONAL.get(name) is not one:
+                return False
+        return True
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """What the original's function is now, on these arguments."""
