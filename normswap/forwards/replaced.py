@@ -47,7 +47,7 @@ class Replaced:
             return False
         if torch.compiler.is_compiling():  # that traces what there is, or the formula of an op
             return True
-        for name, one in self.functional:
+        for name, one in self.functional:  # noqa: SIM110 - a generator takes longer
             if _FUNCTIONAL.get(name) is not one:
                 return False
         return True
