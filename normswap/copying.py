@@ -14,24 +14,22 @@ from torch.optim import Optimizer
 from normswap.plans import NormswapError
 
 
-def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy. Raises NormswapError where it cannot be made; warns of optimizers that hold the original's
-    parameters."""
+def copy_of(model: nn.Module, cure: str = "pass inplace=True") -> nn.Module:
+    """A deep copy. Raises NormswapError, with the ``cure``, where it cannot be made; warns of optimizers that hold the
+    original's parameters."""
     if getattr(model, "training", False) and (held := _optimizers_of(model)):
         warnings.warn(
             f"normswap returns a copy: an optimizer made before ({', '.join(held)}) still holds the parameters of the "
             "model given; make it from the copy, or pass inplace=True",
             stacklevel=3,
         )
-    check_copy_fits(model)
+    check_copy_fits(model, cure)
     with torch.inference_mode(False):  # else the copy could never be trained
         try:
             return copy.deepcopy(model)
         except Exception as error:  # whatever a module's own __deepcopy__ raises
             told = next(iter(str(error).splitlines()), "")
-            raise NormswapError(
-                f"model cannot be copied ({type(error).__name__}: {told}); pass inplace=True"
-            ) from error
+            raise NormswapError(f"model cannot be copied ({type(error).__name__}: {told}); {cure}") from error
 
 
 def _optimizers_of(model: nn.Module) -> list[str]:
@@ -43,15 +41,14 @@ def _optimizers_of(model: nn.Module) -> list[str]:
     return sorted({type(one).__name__ for one in held})
 
 
-def check_copy_fits(model: nn.Module) -> None:
-    """Raise NormswapError when a copy of the parameters and buffers of ``model`` is larger than what is free on one of
-    its GPUs, memory that PyTorch holds and does not use included."""
+def check_copy_fits(model: nn.Module, cure: str = "pass inplace=True") -> None:
+    """Raise NormswapError, with the ``cure``, when a copy of parameters and buffers of ``model`` is larger than what
+    is free on one of its GPUs, memory that PyTorch holds and does not use included."""
     for device, size in _sizes(model).items():
         free = free_bytes(device)
         if free is not None and size > free:
             raise NormswapError(
-                f"model is {_gigabytes(size)} on {device}, {_gigabytes(free)} free, so that a copy does not "
-                "fit: pass inplace=True"
+                f"model is {_gigabytes(size)} on {device}, {_gigabytes(free)} free, so that a copy does not fit: {cure}"
             )
 
 

@@ -140,7 +140,7 @@ def difference(
     found = []
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fold itself says what stays
-        exact = copy_of(model).double()
+        exact = copy_of(model, "its folds are compared on a copy: fold it without example inputs").double()
         for one in (exact, fold(exact)):
             with torch.random.fork_rng():
                 torch.manual_seed(0)

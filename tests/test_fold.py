@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import Every, Projection, randomised
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import normswap
 from normswap import modules
@@ -446,3 +447,14 @@ def test_a_linear_in_a_larger_forward_stays_before_a_norm_that_goes_by_its_batch
         folded = normswap.fold(model)
     torch.testing.assert_close(folded(x), model(x), rtol=1e-5, atol=1e-5)
     assert type(folded[0].bn) is nn.BatchNorm1d and type(folded[1]) is nn.Linear
+
+
+def test_a_model_that_cannot_be_copied_is_folded_in_place_without_inputs() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2)).eval()
+    prune.l1_unstructured(model[3], "weight", 0.5)
+    x = torch.randn(2, 3, 5, 5)
+    expected = model(x)
+    with pytest.raises(NormswapError, match=r"cannot be copied .*: fold it without example inputs"):
+        normswap.fold(model, x, inplace=True)
+    assert isinstance(model[1], nn.BatchNorm2d)
+    torch.testing.assert_close(normswap.fold(model, inplace=True)(x), expected)
