@@ -30,10 +30,13 @@ def detached_copy(
     made = {} if made is None else made
     made[id(module)] = copy = object.__new__(cls)
     own = dict(module.__dict__)
-    own.pop("_compiled_call_impl", None)  # it would call ``module``
+    for called in ("_call_impl", "_compiled_call_impl"):
+        own.pop(called, None)  # it would call ``module``
     for name, value in module.__dict__.items():
         if isinstance(value, OrderedDict) and "hooks" in name:
             own[name] = OrderedDict()
+        elif isinstance(value, Tensor):  # a weight or statistic that is not registered
+            own[name] = _converted(value.detach().clone(), dtype).requires_grad_(value.requires_grad)
     own["_parameters"] = {k: _parameter(p, dtype) for k, p in module._parameters.items()}
     own["_buffers"] = {
         k: None if b is None else _converted(b.detach().clone(), dtype) for k, b in module._buffers.items()

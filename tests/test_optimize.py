@@ -401,11 +401,23 @@ def test_an_error_of_the_model_about_gradients_is_told_once() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_norm_of_nested_tensors_is_put_back(layout: torch.layout) -> None:
+def test_a_norm_of_nested_tensors_is_left_to_the_original(layout: torch.layout) -> None:
     model = nn.Sequential(randomised(nn.LayerNorm(8))).eval()
     x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)], layout=layout)
-    with pytest.warns(UserWarning, match="its input is a nested tensor"):
-        swapped = normswap.optimize(model, x, on_empty="ignore")
+    swapped = normswap.optimize(model, x, min_speedup=None)
     for ours, theirs in zip(swapped(x).unbind(), model(x).unbind(), strict=True):
         assert torch.equal(ours, theirs)
-    assert not normswap.report(swapped).swapped
+    (row,) = normswap.report(swapped).rows
+    assert (row["status"], row["reason"]) == ("wiring", "the region's own statements run on these inputs")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_that_leaves_out_what_is_padded() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = randomised(nn.TransformerEncoder(layer, 2)).eval()
+    x, padded = torch.randn(3, 5, 16), torch.arange(5) >= torch.tensor([[3], [5], [4]])
+    with torch.no_grad():
+        swapped = normswap.optimize(model, (x,), {"src_key_padding_mask": padded}, min_speedup=None)
+        assert torch.equal(swapped(x, src_key_padding_mask=padded), model(x, src_key_padding_mask=padded))
+    rows = normswap.report(swapped).rows
+    assert len(rows) == 4 and {row["status"] for row in rows} == {"wiring"}

@@ -61,3 +61,31 @@ def test_a_swapped_norm_reads_what_python_reads(kind: str, also_registered: bool
     assert torch.equal(swapped(x), model(x))
     for name in ("running_mean", "running_var"):
         assert torch.equal(getattr(swapped[0], name, x), getattr(model[0], name, x))
+
+
+def convolved() -> Any:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+
+def multiplied() -> Any:
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU())
+
+
+HIDDEN = {0: ("weight", "bias"), 1: ("weight", "running_mean", "running_var", "num_batches_tracked")}
+
+
+@pytest.mark.parametrize(("child", "name"), [(child, name) for child, names in HIDDEN.items() for name in names])
+@pytest.mark.parametrize("training", (False, True))
+@pytest.mark.parametrize(("make", "shape"), ((convolved, (2, 3, 8, 8)), (multiplied, (16, 3))))
+def test_a_region_of_a_plain_attribute_is_proved(
+    make: Any, shape: tuple[int, ...], training: bool, child: int, name: str
+) -> None:
+    model, x = randomised(make()).train(training), torch.randn(shape)
+    value = getattr(model[child], name).detach().clone()
+    delattr(model[child], name)
+    setattr(model[child], name, value)
+    found = normswap.optimize(model, x, min_speedup=None)
+    rows = normswap.report(found).rows
+    assert rows and {row["status"] for row in rows} <= {"wiring", "refused"}
+    assert any(row["status"] == "wiring" and not row["reason"] for row in rows)
+    torch.testing.assert_close(found(x), model(x))

@@ -68,4 +68,5 @@ def is_bare(attributes: Mapping[str, Any]) -> bool:
         or attributes["_backward_hooks"]
         or attributes["_backward_pre_hooks"]
         or "forward" in attributes
+        or "_call_impl" in attributes
     )

@@ -123,7 +123,7 @@ bool is_bare(PyObject* own) {
     PyObject* hooks = found(own, name);
     if (hooks == nullptr || is_true(hooks)) return false;
   }
-  return found(own, names.forward) == nullptr;
+  return found(own, names.forward) == nullptr && found(own, names.call_impl) == nullptr;
 }
 
 bool any_global_hook() {

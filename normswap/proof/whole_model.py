@@ -113,8 +113,8 @@ def _jitter(seed: int) -> Callable[..., Any]:
     """A forward hook that moves each element by minus one, zero or one ulp."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if not (isinstance(output, Tensor) and output.is_floating_point()):
-            return output
+        if not isinstance(output, Tensor) or not output.is_floating_point() or output.is_nested:
+            return output  # a nested one is of the original's code
         generator = torch.Generator(output.device).manual_seed(seed)
         steps = torch.randint(-1, 2, output.shape, generator=generator, device=output.device, dtype=torch.int8)
         return output + output * steps * torch.finfo(output.dtype).eps

@@ -1,8 +1,9 @@
-"""A function of torch.nn.functional that somebody replaces after the swap, as a profiler does that counts operations:
-what calls it goes on calling it."""
+"""What somebody replaces after the swap: a function of torch.nn.functional, as a profiler does that counts operations,
+or the way that one module is called, as a quantizer does. What called it goes on calling it."""
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -70,4 +71,32 @@ def test_a_function_that_was_replaced_is_called(name: str, monkeypatch: pytest.M
             expected, count = model(x), len(calls)
             torch.testing.assert_close(ours(x), expected)
         assert len(calls) == 2 * count > 0
+        torch.testing.assert_close(ours(x), model(x))
+
+
+CHILDREN = tuple(Parts()._modules)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("registered", "way")
+@pytest.mark.parametrize("name", CHILDREN)
+def test_a_module_is_called_by_what_it_has_of_its_own(name: str) -> None:
+    model, x = randomised(Parts()).eval(), torch.randn(8, 6, 5, 5)
+    ours, calls = normswap.optimize(model, x, min_speedup=None), list[nn.Module]()
+    call: Any = nn.Module._call_impl
+
+    def doubled(self: nn.Module, *given: Any) -> Any:
+        calls.append(self)
+        return call(self, *given) * 2
+
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x))
+        for one in (ours, model):
+            one._modules[name].__dict__["_call_impl"] = types.MethodType(doubled, one._modules[name])
+        torch.testing.assert_close(ours(x), model(x))
+        assert 2 * sum(one is ours._modules[name] for one in calls) == len(calls) > 0
+        swapped_again = normswap.optimize(model, x, min_speedup=None)
+        torch.testing.assert_close(swapped_again(x), model(x))
+        for one in (ours, model):
+            del one._modules[name].__dict__["_call_impl"]
         torch.testing.assert_close(ours(x), model(x))
