@@ -33,9 +33,11 @@ OF_A_DTYPE = re.compile(r"_(bf16|f16|f32)(?=\.cu$)")
 """How the source of one dtype's kernels ends: those of a kind are compiled side by side, or as one that takes less."""
 FEW_CORES = 4
 """With fewer than so many all are at work to the end however the kernels are parted into units."""
-LONGEST = ("group_backward", "dim", "column", "row_backward", "row", "convolution")
-"""The folders of kernels in the order in which they are started where there are many cores: what is started last must
-not take long."""
+LONGEST = (
+    *("dim", "group_norm", "group_norm_behind", "layer_norm_backward", "row_options", "layer_norm", "rms_norm"),
+    *("batch_norm", "column", "group_columns", "group_backward", "convolve", "rms_norm_backward"),
+)
+"""The kinds and folders of kernels in the order in which they are started: what is started last must not take long."""
 
 TORCH_TARGET = "0x020a000000000000"
 """The stable ABI of torch 2.10: the library then loads on that version and on every later one."""
@@ -46,9 +48,9 @@ CXX_FLAGS = (
 )
 FULL_NAMES = {"90": "90a"}
 """What an architecture is called with all that it alone has: its products of warpgroups."""
-NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "--threads=0")
+NVCC_FLAGS = ("-std=c++17", "-O1", "-Xcompiler=-fPIC,-fvisibility=hidden", "--threads=0")
 COMPRESSED_SINCE = 12080
-"""The CUDA whose nvcc knows --compress-mode=size: a tenth of the bytes. The driver unpacks what it loads."""
+"""The CUDA whose nvcc knows --compress-mode=size: a tenth of the bytes, which the driver unpacks when it loads them."""
 DEPENDENCY_FLAGS = ("-MMD", "-MF", "$out.d")
 """Which headers a file includes, for ninja; they do not change what is compiled."""
 LINK_LIBRARIES = (
@@ -120,12 +122,13 @@ def digest(source_dir: Path, arch: Sequence[str], cuda: int, ptx: bool = False) 
 
 def nvcc_flags(arch: Sequence[str], cuda: int, ptx: bool) -> list[str]:
     """What the nvcc of CUDA ``cuda`` is called with for ``arch``, the newest also as PTX if ``ptx``."""
-    compress = "--compress-mode=size" if cuda >= COMPRESSED_SINCE else "-Xfatbin=-compress-all"
+    compressed = "--compress-mode=size" if cuda >= COMPRESSED_SINCE else "-Xfatbin=-compress-all"
     full = [FULL_NAMES.get(name, name) for name in arch]
     targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in full]
     if ptx:
         targets.append(f"-gencode=arch=compute_{arch[-1]},code=compute_{arch[-1]}")
-    return [*NVCC_FLAGS, compress, *targets]
+    # For one GPU, compiled where it is used, time counts and bytes do not.
+    return [*NVCC_FLAGS, *([compressed] if len(targets) > 1 else []), *targets]
 
 
 def find_toolkit() -> Toolkit:
@@ -347,17 +350,23 @@ def _units(source_dir: Path, folder: Path, apart: bool) -> dict[str, Path]:
             of_folder = f"{Path(name).parent.name or 'sources'}{path.suffix}"
             unit = of_folder if kind == name else name if apart else kind
             groups.setdefault(unit, []).append(name)
-    for unit, names in groups.items():
-        path, text = folder / unit, "".join(f'#include "{name}"\n' for name in names)
-        if len(names) > 1 and not (path.is_file() and path.read_text() == text):
+    together = {
+        unit: "".join(f'#include "{one}"\n' for one in names) for unit, names in groups.items() if len(names) > 1
+    }
+    for path in folder.rglob("*"):  # what other sources left there would be included first
+        if path.is_file() and path.relative_to(folder).as_posix() not in together:
+            path.unlink()
+    for unit, text in together.items():
+        path = folder / unit
+        if not (path.is_file() and path.read_text() == text):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
     def order(unit: str) -> tuple[bool, int]:
-        name = unit.partition("/")[0].partition(".")[0]
+        name = Path(OF_A_DTYPE.sub("", unit)).stem
         return unit.endswith(".cpp"), LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
-    paths = {unit: folder / unit if len(names) > 1 else source_dir / names[0] for unit, names in groups.items()}
+    paths = {unit: folder / unit if unit in together else source_dir / names[0] for unit, names in groups.items()}
     return {unit: paths[unit] for unit in sorted(paths, key=order)}
 
 

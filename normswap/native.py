@@ -3,7 +3,7 @@
 The library comes from the package (a wheel built where nvcc was), else from the user's cache, else it is compiled once
 for the GPUs of this machine. A library is taken only if it was compiled from exactly the sources that ship with this
 package, for these GPUs, with a CUDA runtime that the driver can serve. Where none can be had, PyTorch's own ops serve
-and one warning says why.
+and one warning says why. What only compiles does without PyTorch, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
@@ -170,11 +169,15 @@ def forbidden() -> bool:
 
 def _cuda_available() -> bool:
     """On ROCm too torch.cuda is available; our kernels are not for it."""
+    import torch
+
     return torch.version.cuda is not None and torch.cuda.is_available()
 
 
 def _open(path: Path) -> str:
     """Load the library into this process; why it cannot be, or ""."""
+    import torch
+
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
@@ -228,6 +231,8 @@ def local_arch() -> tuple[str, ...]:
     """The architectures of the GPUs of this machine, such as ("90",); none without CUDA."""
     if not _cuda_available():
         return ()
+    import torch
+
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     return tuple(f"{major}{minor}" for major, minor in sorted(capabilities))
 

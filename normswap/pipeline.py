@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from normswap import finding, native, nodes, swapping, timing, untouched
+from normswap import finding, native, nodes, nodes_library, swapping, timing, untouched
 from normswap.arguments import (
     Example,
     OnEmpty,
@@ -197,7 +197,7 @@ def disabled(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
 def _load(example: Example) -> None:
     """The kernels and, beside them, autograd's nodes: compiled where there are none and the model runs on CUDA."""
     compiling = any(device.type == "cuda" for device in example.devices)
-    with nodes.built_beside() if compiling and native.would_compile() else contextlib.nullcontext():
+    with nodes_library.built_beside() if compiling and native.would_compile() else contextlib.nullcontext():
         available = native.load(build=compiling).available
     if available:
         nodes.load(compiling=compiling)

@@ -31,7 +31,14 @@ KERNELS = {
         "group_backward*",
         "instance_norm*",
     ),
-    "column": ("group_norm.cpp", "column_*", "channel_*", "group_norm_channels_last*", "group_backward*"),
+    "column": (
+        "group_norm.cpp",
+        "column_*",
+        "channel_*",
+        "group_norm_channels_last*",
+        "group_backward*",
+        "group_columns*",
+    ),
     "dim": ("dim_*", "*_dim*"),
     "batch": ("*scale_batch_norm*", "affine*", "batch_*", "fold_*", "convol*", "depthwise*", "channel_*"),
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launch_stand_in import NO_OPTIONS, OF_NORMS, norms_by, told_with_options
-from test_nodes import compiled, needs_compiler, nodes_library
+from test_nodes import compiled, compiled_nodes, needs_compiler
 from torch import Tensor
 
 from normswap import nodes
@@ -118,13 +118,13 @@ def short_way(registered: None, request: pytest.FixtureRequest, monkeypatch: pyt
     _serve()
     yield
     norms_by(None)
-    nodes.call_at_once(nodes_library(), "cpu")
+    nodes.call_at_once(compiled_nodes(), "cpu")
     at_once.serve(None)
     torch.set_autocast_enabled("cuda", False)
 
 
 def _serve() -> None:
-    nodes.call_at_once(nodes_library(), "cpu", OF_NORMS)
+    nodes.call_at_once(compiled_nodes(), "cpu", OF_NORMS)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import cudnn_stand_in
 import pytest
 import torch
 from launch_stand_in import LAUNCHED, LAUNCHERS
-from test_nodes import nodes_library
+from test_nodes import compiled_nodes
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -44,10 +44,10 @@ def launched(cudnn: None, folded: None, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(cudnn_stand_in, "CALLED", LAUNCHED)
     monkeypatch.setattr(modules, "_made", WeakIdKeyDictionary())  # those of other tests know what cuDNN fuses
     monkeypatch.setattr(ops.convolution, "FUSED", (torch.float16, torch.bfloat16))
-    nodes.call_at_once(nodes_library(), "cpu", LAUNCHERS)
+    nodes.call_at_once(compiled_nodes(), "cpu", LAUNCHERS)
     LAUNCHED.clear()
     yield
-    nodes.call_at_once(nodes_library(), "cpu")
+    nodes.call_at_once(compiled_nodes(), "cpu")
     at_once.serve(None)
 
 

@@ -94,8 +94,9 @@ def test_only_with_ptx_the_newest_architecture_has_it() -> None:
     [(12040, "-Xfatbin=-compress-all"), (12080, "--compress-mode=size"), (13000, "--compress-mode=size")],
 )
 def test_device_code_is_compressed_as_nvcc_can(cuda: int, flag: str) -> None:
-    flags = builder.nvcc_flags(("90",), cuda, False)
-    assert [found for found in flags if "compress" in found] == [flag]
+    for arch, ptx, expected in ((("90",), False, []), (("90",), True, [flag]), (("80", "90"), False, [flag])):
+        flags = builder.nvcc_flags(arch, cuda, ptx)
+        assert [found for found in flags if "compress" in found] == expected
 
 
 # What is compiled again
@@ -179,6 +180,12 @@ def test_for_several_architectures_or_on_few_cores_the_dtypes_of_a_kind_are_one_
     (nested / "row/twice_f16.cu").write_text(kernel.replace("twice", "twice_f16") + "// changed")
     second = compiled(nested, together, ("80", "90"))
     assert {name for name in kinds if first[name] != second[name]} == {"twice.cu.o"}
+
+    for path in (nested / "row").glob("twice_*.cu"):
+        path.unlink()
+    (nested / "row/twice.cu").write_text(kernel)  # where a file that included the others was
+    (nested / "row/more.cu").write_text("__global__ void more(float* x) { *x = 1; }\n")
+    assert "row.cu.o" in compiled(nested, together, ("80", "90"))
 
 
 @needs_nvcc
@@ -285,5 +292,7 @@ def test_toolkit_without_its_runtime_is_told(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_what_is_started_first_is_there() -> None:
-    folders = {path.parent.name for path in builder.sources(Path(builder.__file__).parents[1] / "csrc")}
-    assert folders >= set(builder.LONGEST)
+    sources = builder.sources(Path(builder.__file__).parents[1] / "csrc")
+    kinds = {path.with_name(builder.OF_A_DTYPE.sub("", path.name)).stem for path in sources if path.suffix == ".cu"}
+    folders = {path.parent.name for path in sources}
+    assert kinds | folders >= set(builder.LONGEST)

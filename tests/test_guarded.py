@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_nodes import nodes_library
+from test_nodes import compiled_nodes
 from torch import Tensor, nn
 
 import normswap
@@ -24,7 +24,7 @@ X = torch.randn(4, 6)
 @pytest.fixture(scope="module", autouse=True)
 def in_cpp() -> Iterator[None]:
     """For tensors on a GPU, so that only the guards are asked here."""
-    nodes.call_at_once(nodes_library(), "cuda")
+    nodes.call_at_once(compiled_nodes(), "cuda")
     yield
     at_once.serve(None)
 
@@ -228,7 +228,7 @@ def test_a_condition_that_is_not_asked_may_be_gone(way: str) -> None:
             with pytest.raises(AttributeError, match="twice"):
                 one(X)
     finally:
-        nodes.call_at_once(nodes_library(), "cuda")
+        nodes.call_at_once(compiled_nodes(), "cuda")
 
 
 def test_a_trace_writes_down_the_original() -> None:
@@ -253,6 +253,6 @@ def test_without_cpp_python_asks() -> None:
     at_once.serve(None)
     assert not guard.serves() and guard.call is guard.without
     ours = model(X)
-    nodes.call_at_once(nodes_library(), "cuda")
+    nodes.call_at_once(compiled_nodes(), "cuda")
     assert guard.serves()
     torch.testing.assert_close(model(X), ours)

@@ -16,7 +16,7 @@ from launch_stand_in import OF_NORMS, Memory, View, norms_by
 from launched_checks import MODES, Own
 from models import randomised
 from rms_models import ByHand
-from test_nodes import nodes_library
+from test_nodes import compiled_nodes
 from torch import Tensor, nn
 
 import normswap
@@ -42,10 +42,10 @@ def served(registered: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         seen.clear()
     monkeypatch.setattr(dispatch, "_direct", {})
     norms_by(launch)
-    nodes.call_at_once(nodes_library(), "cpu", OF_NORMS)
+    nodes.call_at_once(compiled_nodes(), "cpu", OF_NORMS)
     yield
     norms_by(None)
-    nodes.call_at_once(nodes_library(), "cpu")
+    nodes.call_at_once(compiled_nodes(), "cpu")
     at_once.serve(None)
 
 
@@ -206,7 +206,7 @@ def test_an_error_is_raised(launcher: Callable[..., int], message: str) -> None:
     _, ours, x = swapped("layer_norm")
     function = _FUNCTION(launcher)
     address = ctypes.cast(function, ctypes.c_void_p).value or 0
-    nodes.call_at_once(nodes_library(), "cpu", (address, *OF_NORMS[1:]))
+    nodes.call_at_once(compiled_nodes(), "cpu", (address, *OF_NORMS[1:]))
     with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         ours(x)
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from normswap import builder, native, nodes, pipeline
+from normswap import builder, native, nodes, nodes_library, pipeline
 from normswap.environment import environment as environment_shown
 
 needs_nvcc = pytest.mark.usefixtures("nvcc")
@@ -236,7 +236,7 @@ def test_optimize_compiles_the_nodes_beside_the_kernels(fresh: Path, monkeypatch
         return put_library(fresh / "lib", fresh / "csrc")
 
     monkeypatch.setattr(native, "build", kernels)
-    monkeypatch.setattr(nodes, "build", lambda out=None, **_: both.wait(10.0))
+    monkeypatch.setattr(nodes_library, "build", lambda out=None, **_: both.wait(10.0))
     monkeypatch.setattr(nodes, "load", lambda compiling: loaded.append(compiling))
     monkeypatch.setattr(builder, "find_toolkit", lambda: builder.Toolkit(Path("nvcc"), Path(), Path(), 13000))
     pipeline._load(_example("cuda"))
@@ -245,7 +245,7 @@ def test_optimize_compiles_the_nodes_beside_the_kernels(fresh: Path, monkeypatch
 
 def test_nothing_is_compiled_for_a_model_on_the_cpu(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch)
-    for one in (native, nodes):
+    for one in (native, nodes_library):
         monkeypatch.setattr(one, "build", lambda *_, **__: pytest.fail("compiled"))
     with pytest.warns(UserWarning, match="not compiled yet"):
         pipeline._load(_example("cpu"))
@@ -448,7 +448,7 @@ def test_who_has_no_home_has_no_cache(fresh: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(native, "user_cache_path", homeless)
     with pytest.warns(UserWarning, match=r"could not determine the home directory\); set HOME or XDG_CACHE_HOME"):
         assert not native.load(build=True).available
-    assert nodes.find() is None
+    assert nodes_library.find() is None
     assert environment_shown()["cache"].endswith("set HOME or XDG_CACHE_HOME")
     put_library(fresh / "lib", fresh / "csrc")
     native._status = None

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normswap
-from normswap import builder, native, nodes
+from normswap import builder, native, nodes, nodes_library
 from normswap.activation import Activation
 from normswap.arguments import Example
 from normswap.builder import BuildError
@@ -69,9 +69,9 @@ def declare() -> torch.library.Library:
 
 
 @functools.cache
-def nodes_library() -> Path:
+def compiled_nodes() -> Path:
     """The library that a user has, else one of our own."""
-    return nodes.find() or nodes.build(Path(tempfile.mkdtemp(prefix="nodes-")))
+    return nodes_library.find() or nodes_library.build(Path(tempfile.mkdtemp(prefix="nodes-")))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def compiled() -> Iterator[torch.library.Library]:
         declare()
     nodes.register_formula()
     if nodes.status().startswith("none"):
-        torch.ops.load_library(str(nodes_library()))
+        torch.ops.load_library(str(compiled_nodes()))
     implemented = torch.library.Library("normswap", "IMPL")
     yield implemented
     implemented._destroy()
@@ -151,10 +151,10 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     LAUNCHED.clear()
     if request.param == "launched":
         norms_by(launch)
-        nodes.call_at_once(nodes_library(), "cpu", OF_NORMS)
+        nodes.call_at_once(compiled_nodes(), "cpu", OF_NORMS)
     yield request.param
     norms_by(None)
-    nodes.call_at_once(nodes_library(), "cpu")
+    nodes.call_at_once(compiled_nodes(), "cpu")
     at_once.serve(None)
 
 
@@ -386,12 +386,16 @@ def forged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> Path:
     """Other sources."""
     source = tmp_path / "nodes.cpp"
     source.write_text(text)
-    monkeypatch.setattr(nodes, "SOURCE", source)
+    monkeypatch.setattr(nodes_library, "SOURCE", source)
     return source
 
 
 def test_a_name_says_torch_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder, name, original = nodes.SOURCE.parent, builder.nodes_name(nodes.SOURCE), nodes.SOURCE.read_text()
+    folder, name, original = (
+        nodes_library.SOURCE.parent,
+        builder.nodes_name(nodes_library.SOURCE),
+        nodes_library.SOURCE.read_text(),
+    )
     copied, header = tmp_path / "normswap/nodes", "csrc/abi/calls.h"
     shutil.copytree(folder, copied)
     (tmp_path / header).parent.mkdir(parents=True)
@@ -421,7 +425,7 @@ def test_what_does_not_compile_says_why_and_leaves_nothing(
     """It is not tried again in the same process."""
     forged(monkeypatch, tmp_path, "int main() { return undeclared; }\n")
     with pytest.raises(BuildError, match="undeclared"):
-        nodes.build(tmp_path / "out")
+        nodes_library.build(tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
     nodes.load(compiling=True)
     assert "undeclared" in nodes.status() and "undeclared" in capsys.readouterr().err
@@ -432,10 +436,10 @@ def test_what_does_not_compile_says_why_and_leaves_nothing(
 
 def test_one_in_the_cache_is_taken(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled"))
-    assert nodes.find() is None
+    assert nodes_library.find() is None
     elsewhere.mkdir()
-    (elsewhere / builder.nodes_name(nodes.SOURCE)).write_text("")
-    assert nodes.build() == nodes.find() == elsewhere / builder.nodes_name(nodes.SOURCE)
+    (elsewhere / builder.nodes_name(nodes_library.SOURCE)).write_text("")
+    assert nodes_library.build() == nodes_library.find() == elsewhere / builder.nodes_name(nodes_library.SOURCE)
 
 
 @pytest.mark.parametrize("there", (False, True))
@@ -446,7 +450,7 @@ def test_without_one_that_loads_the_functions_serve(
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled"))
     if there:
         elsewhere.mkdir()
-        (elsewhere / builder.nodes_name(nodes.SOURCE)).write_text("no library")
+        (elsewhere / builder.nodes_name(nodes_library.SOURCE)).write_text("no library")
     nodes.load()
     monkeypatch.setenv("NORMSWAP_BUILD", "never")
     nodes.load(compiling=True)

@@ -12,11 +12,10 @@ constexpr const char* kOp = "batch_norm";
 
 using Launch = cudaError_t(const BatchNormTrain&, const BatchNormPlan&, bool, cudaStream_t);
 
-int32_t launched(const BatchNormTrain& n, const BatchNormPlan& plan, int32_t device, Launch* f32, Launch* f16, Launch* bf16) {
+int32_t launched(const BatchNormTrain& n, const BatchNormPlan& plan, int32_t device, Launch* launch) {
   cudaStream_t stream{};
   if (!set_stream(device, stream)) return kDeclined;
-  const auto run = n.dtype == DType::f32 ? f32 : n.dtype == DType::f16 ? f16 : bf16;
-  return told(run(n, plan, gpu_of(device).overlap, stream));
+  return told(launch(n, plan, gpu_of(device).overlap, stream));
 }
 
 // One value a channel, or absent, of any dtype that is served.
@@ -200,7 +199,7 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_batch_norm_train(const normswap::Bat
   }
   n.coefficients = reinterpret_cast<ChannelCoefficients*>(coefficients);
   n.workspace = static_cast<float*>(workspace);
-  return launched(n, plan, device, batch_norm_forward_f32, batch_norm_forward_f16, batch_norm_forward_bf16);
+  return launched(n, plan, device, batch_norm_train_forward);
 }
 
 extern "C" NORMSWAP_EXPORT int32_t normswap_batch_norm_backward(const normswap::BatchNormBackwardCall* call,
@@ -226,7 +225,7 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_batch_norm_backward(const normswap::
   void* workspace = nullptr;
   if (!all || !set_workspace(*memory, 4 * batch_norm_workspace(plan, n.sizes), workspace)) return kDeclined;
   n.workspace = static_cast<float*>(workspace);
-  return launched(n, plan, device, batch_norm_backward_f32, batch_norm_backward_f16, batch_norm_backward_bf16);
+  return launched(n, plan, device, batch_norm_train_backward);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {

@@ -41,12 +41,8 @@ struct BatchNormTrain {
   DType dtype;
 };
 
-cudaError_t batch_norm_forward_f32(const BatchNormTrain&, const BatchNormPlan&, bool overlap, cudaStream_t);
-cudaError_t batch_norm_forward_f16(const BatchNormTrain&, const BatchNormPlan&, bool overlap, cudaStream_t);
-cudaError_t batch_norm_forward_bf16(const BatchNormTrain&, const BatchNormPlan&, bool overlap, cudaStream_t);
-cudaError_t batch_norm_backward_f32(const BatchNormTrain&, const BatchNormPlan&, bool overlap, cudaStream_t);
-cudaError_t batch_norm_backward_f16(const BatchNormTrain&, const BatchNormPlan&, bool overlap, cudaStream_t);
-cudaError_t batch_norm_backward_bf16(const BatchNormTrain&, const BatchNormPlan&, bool overlap, cudaStream_t);
+cudaError_t batch_norm_train_forward(const BatchNormTrain&, const BatchNormPlan&, bool overlap, cudaStream_t);
+cudaError_t batch_norm_train_backward(const BatchNormTrain&, const BatchNormPlan&, bool overlap, cudaStream_t);
 
 // Between the passes over the tensor: a channel's coefficients from its pieces' moments, or from the running statistics;
 // the gradients of weight and bias from its pieces' sums. `overlap` with the kernel before.

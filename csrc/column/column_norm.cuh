@@ -267,18 +267,18 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
                    [&](const Pack<float, 4>& sum) { return activated(sum, args.n.activation); });
       }
     }
-    return;
-  }
-  for (;;) {
+  } else {
+    for (;;) {
 #pragma unroll
-    for (int i = 0; i < at_once; ++i) {
-      packs[i].forget();
-      if (i < left) affine.apply(args, packs[i], y + i * args.step);
+      for (int i = 0; i < at_once; ++i) {
+        packs[i].forget();
+        if (i < left) affine.apply(args, packs[i], y + i * args.step);
+      }
+      left -= at_once;
+      if (left <= 0) return;
+      y += at_once * args.step;
+      load_some();
     }
-    left -= at_once;
-    if (left <= 0) return;
-    y += at_once * args.step;
-    load_some();
   }
 }
 

@@ -16,11 +16,12 @@ struct Rows {
 };
 
 // How a block, or a cluster of blocks, holds rows of so many chunks.
-inline Held held_by(Regime regime, int64_t chunks, int itemsize) {
+inline Held held_by(Regime regime, int64_t chunks, const Rows& of) {
   if (regime != Regime::block) {
+    if (of.ragged && of.options) return Held::no;  // rare, and not worth kernels more
     return chunks <= kMaxInCluster ? Held::in_cluster : chunks <= kMaxHeld ? Held::in_groups : Held::no;
   }
-  const int most = itemsize == 2 ? kWarpsHeld<Held::in_block, 2> : kWarpsHeld<Held::in_block, 4>;
+  const int most = of.itemsize == 2 ? kWarpsHeld<Held::in_block, 2> : kWarpsHeld<Held::in_block, 4>;
   return chunks <= most ? Held::in_block : Held::no;
 }
 
@@ -91,8 +92,8 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
   const int bytes = chunk_bytes(p.chunk_len, itemsize);
   const int most = (gpu.shared - kStatisticsBytes) / bytes;  // chunks that fit in a block's shared memory
   const int by_choice = kSliceBytes / (kChunk * itemsize);
-  const bool held = held_by(Regime::block, p.chunks, itemsize) != Held::no;
-  const bool held_in_cluster = held_by(Regime::cluster, p.chunks, itemsize) != Held::no;
+  const bool held = held_by(Regime::block, p.chunks, of) != Held::no;
+  const bool held_in_cluster = held_by(Regime::cluster, p.chunks, of) != Held::no;
   const bool staged = !options;  // rows may lie in shared memory
   const bool fits_block = held || (staged && p.chunks <= most && p.chunks <= kMaxChunks);
   const bool fits_cluster =
@@ -134,7 +135,7 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
       break;
     case Regime::block:
     case Regime::cluster:
-      p.held = held_by(r, p.chunks, itemsize);
+      p.held = held_by(r, p.chunks, of);
       if (p.held == Held::in_block && rows <= gpu.multiprocessors && !options) p.held = Held::alone;
       p.blocks_a_row = r == Regime::block          ? 1
                        : p.held == Held::in_groups ? static_cast<int>(ceil_div(p.chunks, kGroup))

@@ -27,7 +27,7 @@ constexpr int kSmallBlocks = (kOptions<Policy> ? 16 : kWarpsWanted<Tile>) / kWar
 
 // Rows a lane works on at once in row_small: what is the same for all is then done once.
 template <class Tile>
-constexpr int kRowsAtOnce = Tile::Slots == 1 ? kRowsSubwarp : 1;
+constexpr int kRowsAtOnce = Tile::Slots > 1 ? 1 : Tile::Ragged && Tile::Lanes > 8 ? kRowsSubwarp / 2 : kRowsSubwarp;
 
 // Vectors of a lane whose affine parameters it loads at once in row_small: those of 16-bit rows come from the L1, once the
 // statistics are known, since more warps are worth more than parameters ahead.
@@ -314,6 +314,8 @@ cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, c
     return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T> / 2, kChunkSlots<T>>(args, plan, stream);
   } else if constexpr (Ragged) {
     return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 4>(args, plan, stream);
+  } else if constexpr (Policy::affine != Affine::by_element) {  // few rows are so short
+    return launch_slots<Policy, T, Ragged, 32, 0, 1, kChunkSlots<T> / 2, kChunkSlots<T>>(args, plan, stream);
   } else if constexpr (sizeof(T) == 2) {
     return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 3, 4>(args, plan, stream);
   } else {
@@ -321,9 +323,13 @@ cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, c
   }
 }
 
+// Whether rows of whole chunks alone are worth kernels of their own.
+template <class Policy, class T, bool Ragged>
+constexpr bool kWhole = !Ragged && (Policy::affine == Affine::by_element || (Policy::affine == Affine::by_channel && sizeof(T) == 4));
+
 template <class Policy, class T, bool Ragged, Held How>
 cudaError_t launch_held(const RowArgs& args, const LaunchShape& shape, cudaStream_t stream) {
-  if constexpr (!Ragged && !kOptions<Policy>) {
+  if constexpr (kWhole<Policy, T, Ragged>) {
     const bool whole = args.n.cols == int64_t{kChunk} * args.block_chunks * args.blocks_a_row;
     if (whole && !has_wide_weights<T>(args) && args.n.out_dtype == args.n.dtype) {
       if constexpr (keeps_weights(How, sizeof(T), kWeights<Policy>)) {
@@ -340,11 +346,10 @@ cudaError_t launch_held(const RowArgs& args, const LaunchShape& shape, cudaStrea
 
 template <class Policy, class T, bool Ragged>
 cudaError_t launch_blocks(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
-  switch (plan.held) {
-    case Held::in_block: return launch_held<Policy, T, Ragged, Held::in_block>(args, shape, stream);
-    case Held::in_cluster: return launch_held<Policy, T, Ragged, Held::in_cluster>(args, shape, stream);
-    case Held::in_groups: return launch_held<Policy, T, Ragged, Held::in_groups>(args, shape, stream);
-    default: break;
+  if (plan.held == Held::in_block) return launch_held<Policy, T, Ragged, Held::in_block>(args, shape, stream);
+  if constexpr (!(Ragged && kOptions<Policy>)) {  // see held_by
+    if (plan.held == Held::in_cluster) return launch_held<Policy, T, Ragged, Held::in_cluster>(args, shape, stream);
+    if (plan.held == Held::in_groups) return launch_held<Policy, T, Ragged, Held::in_groups>(args, shape, stream);
   }
   if constexpr (kOptions<Policy>) {
     return cudaErrorInvalidValue;  // see Rows::options

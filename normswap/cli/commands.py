@@ -255,13 +255,13 @@ def env(as_json: bool) -> None:
 )
 def build(arch: str | None, out: Path | None) -> None:
     """Compile the kernels, and autograd's nodes for this torch, before their first use."""
-    from normswap import builder, native, nodes
+    from normswap import builder, native, nodes_library
 
     try:
         architectures = None if arch is None else builder.check_arch([a.strip() for a in arch.split(",")])
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
-    with nodes.built_beside(out, say) as made:
+    with nodes_library.built_beside(out, say) as made:
         result(native.build(architectures, out, progress=say))
     result(made.result())
 

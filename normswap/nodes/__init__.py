@@ -9,18 +9,15 @@ import ctypes
 import functools
 import importlib.machinery
 import importlib.util
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 
-from normswap import builder, native
+from normswap import native, nodes_library
 from normswap.ops import at_once, dispatch, recorded
 
-SOURCE = Path(__file__).with_name("nodes.cpp")
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 """Whose native ops record gradients by themselves once the library is loaded."""
 LAUNCHERS = (
@@ -34,37 +31,6 @@ _compiled_in_vain = False
 _reason = "the kernels are not loaded"
 
 
-def _cache() -> Path:
-    return native.cache_dir() / "nodes"
-
-
-def find() -> Path | None:
-    """The library for this torch where it was compiled: in the package or in the cache."""
-    name, folders = builder.nodes_name(SOURCE), [native.PACKAGE / "lib"]
-    with contextlib.suppress(builder.BuildError):  # of one who has no cache
-        folders.append(_cache())
-    return next((path for folder in folders if (path := folder / name).is_file()), None)
-
-
-def build(out: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
-    """Compile the library into ``out``, the user's cache if None, where one compiled before is taken as it is.
-
-    Raises BuildError with the compiler's own text, or naming what is missing.
-    """
-    with native.one_process(_cache() / "nodes.lock"):
-        if out is None and (found := find()) is not None:
-            return found
-        (progress or native.say)(f"compiling autograd's nodes for torch {torch.__version__} ...")
-        return builder.compile_nodes(SOURCE, out or _cache())
-
-
-@contextlib.contextmanager
-def built_beside(out: Path | None = None, progress: Callable[[str], None] | None = None) -> Iterator[Future[Path]]:
-    """While the block compiles the kernels, ``build`` in a thread, which is done after the block."""
-    with ThreadPoolExecutor(1) as beside:
-        yield beside.submit(build, out, progress=progress)
-
-
 def load(*, compiling: bool = False) -> None:
     """Use the library; to be called when the kernels are loaded. With ``compiling`` it is made where there is none, but
     not again after a failure in the same process, nor where NORMSWAP_BUILD=never forbids it. Where it cannot be had one
@@ -74,10 +40,10 @@ def load(*, compiling: bool = False) -> None:
         return
     _reason = "not compiled yet; normswap.optimize does it for a model on CUDA, and so does `normswap build`"
     try:
-        path = find()
+        path = nodes_library.find()
         if path is None and compiling and not (_compiled_in_vain or native.forbidden()):
             _compiled_in_vain = True
-            path = build()
+            path = nodes_library.build()
         if path is not None:
             register_formula()
             torch.ops.load_library(str(path))
