@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 import normswap.modules
-from normswap import native, nodes
+from normswap import native, nodes_library
 from normswap.checkpoint import CheckpointError, build_model, load_model, same_tensors
 from normswap.cli import main
 from normswap.cli.inputs import make_inputs
@@ -347,7 +347,7 @@ def test_build_shows_the_compilers_own_words(monkeypatch: pytest.MonkeyPatch) ->
         raise native.BuildError("nvcc failed\nlayer_norm.cu(3): error: identifier is undefined")
 
     monkeypatch.setattr(native, "build", failing)
-    monkeypatch.setattr(nodes, "build", lambda out=None, **_: Path("nodes.so"))
+    monkeypatch.setattr(nodes_library, "build", lambda out=None, **_: Path("nodes.so"))
     result = run("build", "--arch", "80, 90", "--out", "here")
     assert result.exit_code == ENVIRONMENT and result.stdout == ""
     assert "layer_norm.cu(3): error: identifier is undefined" in result.stderr and "Traceback" not in result.stderr
