@@ -494,3 +494,9 @@ def test_environment_shows_the_library(fresh: Path, cache: Path) -> None:
 def test_a_file_that_is_no_library_is_a_reason_not_a_crash(tmp_path: Path) -> None:
     (tmp_path / builder.LIBRARY).write_bytes(b"no library")
     assert "it cannot be loaded" in native._open(tmp_path / builder.LIBRARY)
+
+
+def test_what_only_compiles_does_without_pytorch() -> None:
+    code = "import sys; import normswap.native, normswap.nodes_library; sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", f"import sys; sys.argv[0] = 'normswap'; {code}"]
+    assert subprocess.run(command, timeout=100).returncode == 0

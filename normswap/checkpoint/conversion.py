@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import normswap
 from normswap import native
 from normswap.checkpoint import models
-from normswap.checkpoint.errors import check, failing, listed
+from normswap.checkpoint.errors import check, failing
 from normswap.checkpoint.models import HERE, PICKLED, factory_for, open_model
 from normswap.checkpoint.reading import CONFIG, SETTINGS, Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import SUFFIXES
-from normswap.checkpoint.writing import Manifest, Target, as_folder, check_new, manifest_of, place, write
+from normswap.checkpoint.writing import Manifest, Target, as_folder, check_holds, check_new, manifest_of, place, write
 from normswap.folding import LIMIT, difference
 from normswap.folding import fold as fold_model
 from normswap.pipeline import report
@@ -164,9 +164,8 @@ def _check_target(found: Checkpoint, target: Target, factory: str, fold: bool) -
     lost = lost or (target.anew and factory == PICKLED)
     cure = "pass a factory (--model)" if fold else "name a folder, or pass a factory (--model)"
     check(not lost, f"{main}: would be without the model, which lies beside, or in, {source}; {cure}")
-    besides = f"cannot hold what {source} has besides tensors: {listed(found.others)}"
-    fits = fold or not target.anew or not found.others
-    check(fits, f"{main}: {besides}; name a file that ends in {source.suffix}")
+    if target.anew and not fold:
+        check_holds(main, found)
 
 
 def _manifest(

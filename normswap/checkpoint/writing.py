@@ -192,6 +192,12 @@ def check_new(path: Path, force: bool, taken: Iterable[Path] = ()) -> None:
     check(force or not os.path.lexists(path), f"{path}: exists already; pass force (--force) to replace it")
 
 
+def check_holds(out: Path, found: Checkpoint) -> None:
+    """Raises CheckpointError where ``found`` has more than tensors, which ``out``, of another format, cannot hold."""
+    besides = f"cannot hold what {found.main} has besides tensors: {listed(found.others)}"
+    check(not found.others, f"{out}: {besides}; name a file that ends in {found.main.suffix}")
+
+
 @contextmanager
 def as_folder(
     source: Path, found: Checkpoint, out: Path | None, own: Callable[[Path], object] | None = None
@@ -200,6 +206,7 @@ def as_folder(
     model's save_pretrained, writes there, or torch.distributed.checkpoint where ``out`` is to be one of its folders."""
     fill = own
     if own is None and out is not None and out.suffix == DISTRIBUTED and found.main.name != METADATA:
+        check_holds(out, found)
         distributed = importlib.import_module("normswap.checkpoint.distributed")  # not every build of PyTorch has it
         fill = partial(distributed.write_distributed, state=found.state)
     if fill is None or out is None:
