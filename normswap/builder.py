@@ -127,7 +127,7 @@ def nvcc_flags(arch: Sequence[str], cuda: int, ptx: bool) -> list[str]:
     targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in full]
     if ptx:
         targets.append(f"-gencode=arch=compute_{arch[-1]},code=compute_{arch[-1]}")
-    # For one GPU, compiled where it is used, time counts and bytes do not.
+    # A library for one GPU is mostly compiled where it is used: there time counts, and bytes do not.
     return [*NVCC_FLAGS, *([compressed] if len(targets) > 1 else []), *targets]
 
 
@@ -218,6 +218,12 @@ def torch_folder() -> Path:
     if not (folder / "include/torch/csrc/stable/library.h").is_file():
         raise BuildError(f"the torch in {folder} has no stable-ABI headers; install torch >= 2.10")
     return folder
+
+
+def torch_version() -> str:
+    """Of the installed torch, as it says itself. Raises BuildError if it is absent or too old."""
+    found = re.search(r"__version__ = '(.+)'", (torch_folder() / "version.py").read_text())
+    return found[1] if found else "unknown"
 
 
 def compile_library(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 
 from normswap import builder, native
@@ -33,7 +32,7 @@ def build(out: Path | None = None, progress: Callable[[str], None] | None = None
     with native.one_process(_cache() / "nodes.lock"):
         if out is None and (found := find()) is not None:
             return found
-        (progress or native.say)(f"compiling autograd's nodes for torch {metadata.version('torch')} ...")
+        (progress or native.say)(f"compiling autograd's nodes for torch {builder.torch_version()} ...")
         return builder.compile_nodes(SOURCE, out or _cache())
 
 

@@ -25,8 +25,9 @@ def detached_copy(
     made: dict[int, nn.Module] | None = None,
 ) -> nn.Module:
     """``module`` as a ``cls``, without hooks: parameters detached (sharing storage unless ``dtype`` converts them),
-    buffers cloned, children copied alike. What it computes, accumulates and updates stays in the copy. ``made``: the
-    copies by the ids of what is copied already, as a child may hold its parent."""
+    buffers and tensors that are plain attributes cloned, children copied alike. What it computes, accumulates and
+    updates stays in the copy. ``made``: the copies by the ids of what is copied already, as a child may hold its
+    parent."""
     made = {} if made is None else made
     made[id(module)] = copy = object.__new__(cls)
     own = dict(module.__dict__)
@@ -36,7 +37,8 @@ def detached_copy(
         if isinstance(value, OrderedDict) and "hooks" in name:
             own[name] = OrderedDict()
         elif isinstance(value, Tensor):  # a weight or statistic that is not registered
-            own[name] = _converted(value.detach().clone(), dtype).requires_grad_(value.requires_grad)
+            copied = _converted(value.detach().clone(), dtype).requires_grad_(value.requires_grad)
+            own[name] = nn.Parameter(copied, value.requires_grad) if isinstance(value, nn.Parameter) else copied
     own["_parameters"] = {k: _parameter(p, dtype) for k, p in module._parameters.items()}
     own["_buffers"] = {
         k: None if b is None else _converted(b.detach().clone(), dtype) for k, b in module._buffers.items()

@@ -150,6 +150,17 @@ def test_shards_into_one_file(folder: Path, suffix: str) -> None:
     assert same_tensors(load_model("out.safetensors", trust_factory=True).state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("out", ["out.safetensors", "out.pt", "out.dcp"])
+def test_what_a_shard_has_besides_tensors_is_not_dropped(folder: Path, out: str) -> None:
+    write_shards(folder / "in", built("net").state_dict(), ".bin", 2)
+    shard = sorted((folder / "in").glob("*.bin"))[1]
+    torch.save({**torch.load(shard), "epoch": 3}, shard)
+    with pytest.raises(CheckpointError, match=rf"{out}: cannot hold .* besides tensors: epoch \(int\); name a folder"):
+        converted("in", out, "zoo:net")
+    converted("in", "out", "zoo:net")
+    assert (folder / "out" / shard.name).read_bytes() == shard.read_bytes()
+
+
 def test_in_place_adds_only_the_manifest(folder: Path) -> None:
     model = built("net")
     write_shards(folder / "in", model.state_dict(), ".safetensors", 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 import signal
@@ -500,3 +501,11 @@ def test_what_only_compiles_does_without_pytorch() -> None:
     code = "import sys; import normswap.native, normswap.nodes_library; sys.exit('torch' in sys.modules)"
     command = [sys.executable, "-c", f"import sys; sys.argv[0] = 'normswap'; {code}"]
     assert subprocess.run(command, timeout=100).returncode == 0
+
+
+def test_the_nodes_need_no_metadata_of_pytorch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", lambda name: pytest.fail(f"asked for {name}"))
+    monkeypatch.setattr(builder, "compile_nodes", lambda source, out: out / "made")
+    told = list[str]()
+    assert nodes_library.build(progress=told.append) == cache / "nodes" / "made"
+    assert told == [f"compiling autograd's nodes for torch {torch.__version__} ..."]

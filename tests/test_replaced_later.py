@@ -100,3 +100,11 @@ def test_a_module_is_called_by_what_it_has_of_its_own(name: str) -> None:
         for one in (ours, model):
             del one._modules[name].__dict__["_call_impl"]
         torch.testing.assert_close(ours(x), model(x))
+
+
+def test_a_weight_that_such_a_way_reads_is_not_folded() -> None:
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    assert normswap.fold(randomised(model).eval())[1].__class__ is nn.Identity
+    model[2].__dict__["_call_impl"] = lambda x: torch.relu(x) + model[0].weight.sum()
+    with pytest.raises(normswap.NormswapError, match="no module of this model is"):
+        normswap.fold(model, inplace=True)

@@ -211,6 +211,7 @@ def test_rows_with_options_lie_in_registers_or_are_split() -> None:
             assert [with_options[key] for key in same] == [plain[key] for key in same]
             regime, held = with_options["regime"], with_options["held"]
             assert regime in (1, 2, 5) or (regime in (3, 4) and held in (2, 3, 4)), cols
+            assert not ragged or regime != 4, cols
             assert regime not in (3, 4) or with_options["warps"] == with_options["block_chunks"]
             for refused in (6, 7):
                 forced = launch_plans.row_plan(rows, cols, itemsize, ragged=ragged, options=True, regime=refused, **gpu)

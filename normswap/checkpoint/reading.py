@@ -108,15 +108,17 @@ def _open_shards(index: Path, allow_pickle: bool) -> Checkpoint:
     check(len({Path(shard).suffix for shard in shards}) == 1, f"{index}: its shards are files of several formats")
     state: dict[str, Any] = {}
     metadata: dict[str, str] = {}
+    others: tuple[str, ...] = ()
     files = tuple(index.parent / shard for shard in shards)
     for file in files:
         loaded, text = load_file(file, allow_pickle=allow_pickle)
-        found = select(file, loaded, TOP).state
+        there = select(file, loaded, TOP)
+        found, others = there.state, (*others, *there.others)
         wrong = sorted({name for name, shard in placed.items() if shard == file.name} ^ found.keys())
         check(not wrong, f"{file}: lacks, or holds and the index does not place there, {listed(wrong)}")
         state.update(found)
         metadata.update(text)
-    return Checkpoint(index, files, OrderedDict((name, state[name]) for name in placed), metadata)
+    return Checkpoint(index, files, OrderedDict((name, state[name]) for name in placed), metadata, others=others)
 
 
 def select(path: Path, loaded: Any, key: str | None = None) -> Checkpoint:

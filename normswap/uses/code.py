@@ -71,6 +71,7 @@ class Code:
         for module in self.modules.values():
             self.reach(module, "forward")
             self.reach(module, "__call__")
+            self.reach(module, "_call_impl")
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 self._hooked(module, hook)
         while self.waiting:
