@@ -109,7 +109,8 @@ constexpr int kWarpsApply = 8;
 template <int Lanes>
 constexpr int kWarpsSmall = Lanes == 32 ? 2 : 8;
 
-// subwarp: rows a lane works on at once.
+// subwarp, and warp where a lane has one vector of a row: rows that it works on at once; half as many where they begin
+// anywhere and more than eight lanes share one.
 constexpr int kRowsSubwarp = 4;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -195,11 +195,9 @@ def check_new(path: Path, force: bool, taken: Iterable[Path] = ()) -> None:
 def check_holds(out: Path, found: Checkpoint) -> None:
     """Raises CheckpointError where ``found`` has more than tensors, which ``out``, of another format, cannot hold."""
     besides = f"cannot hold what {found.main} has besides tensors: {listed(found.others)}"
-    is_file = found.main.suffix in PICKLE_SUFFIXES
-    check(
-        not found.others,
-        f"{out}: {besides}; name a {f'file that ends in {found.main.suffix}' if is_file else 'folder'}",
-    )
+    suffix = found.main.suffix
+    cure = f"name a file that ends in {suffix}" if suffix in PICKLE_SUFFIXES else "name a folder"
+    check(not found.others, f"{out}: {besides}; {cure}")
 
 
 @contextmanager
