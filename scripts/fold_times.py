@@ -82,6 +82,7 @@ def compared(model: nn.Module, x: Tensor, rounds: int, clock: Machine) -> str:
         last, given = copy.deepcopy(folded).to(memory_format=LAST), x.contiguous(memory_format=LAST)
         calls = [lambda: model(x), lambda: folded(x), *([lambda: last(given)] if given is not x else [])]
         before, after, *more = medians_us(calls, clock, rounds)
+    with torch.no_grad():  # the profiler has warnings of its own
         share = share_of_norms(model, x)
     laid_out = "".join(f" ({before / us:.2f}x as channels_last)" for us in more)
     return (

@@ -103,14 +103,12 @@ def group_backward_plan(
     *,
     clusters: bool,
     channels_last: bool = False,
-    kept_itemsize: int = 0,
     shared: int = 101376,
     multiprocessors: int = 128,
     regime: int = 0,
 ) -> dict[str, int] | None:
     """How the backward of a group norm cuts its groups, or its strips of whole groups in ``channels_last``, and who
-    works on them; ``itemsize`` and ``grad_itemsize`` are the bytes of an element of the input and of the gradient,
-    ``kept_itemsize`` those that blocks keep of it behind an activation (in ``channels_last``; 0: as many).
+    works on them; ``itemsize`` and ``grad_itemsize`` are the bytes of an element of the input and of the gradient.
 
     ``held`` of the result, or ``held_bytes`` of both of a block's piece in ``channels_last``: blocks, or clusters of
     them, keep both on chip; 0: they read them twice. ``regime`` 0 chooses; 3 block, 4 cluster (neither in
@@ -128,7 +126,7 @@ def group_backward_plan(
     )
     name, names = ("group_columns_plan", columns) if channels_last else ("group_backward_plan", contiguous)
     sizes, gpu = (batch, channels, spatial, num_groups), (clusters, shared, multiprocessors)
-    return _plan(name, sizes, (itemsize, grad_itemsize, kept_itemsize or grad_itemsize, *gpu, regime), names)
+    return _plan(name, sizes, (itemsize, grad_itemsize, *gpu, regime), names)
 
 
 def batch_norm_plan(samples: int, channels: int, inner: int, itemsize: int) -> dict[str, int] | None:

@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "plan/column_plan.h"
-#include "plan/group_backward_plan.h"
-#include "plan/row_plan.h"
-
 namespace normswap {
+
+// How their work is cut: plan/.
+struct RowPlan;
+struct ColumnPlan;
 
 enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
 
@@ -130,31 +130,6 @@ struct ChannelNorm {
 
 cudaError_t affine(const ChannelNorm&, cudaStream_t);  // apply with the running statistics
 cudaError_t group_norm_channels_last(const ChannelNorm&, const ColumnPlan&, cudaStream_t);  // statistics, apply
-
-// The backward of group_norm, of contiguous tensors or (batch, spatial, channels) memory (channels last); all start at
-// multiples of 16 bytes. dy, residual and dresidual have one dtype, x's or float32. What is null is not wanted.
-struct GroupBackward {
-  const void* x;
-  const void* dy;
-  const void* residual;  // what was added behind the norm; needed where an activation follows
-  void* dx;
-  void* dresidual;
-  ChannelVector weight, bias, dweight, dbias;
-  const float* mean;  // (batch, num_groups)
-  const float* rstd;
-  void* workspace;
-  GroupSizes sizes;
-  ActivationArgs activation;
-  DType dtype, grad_dtype;
-};
-
-// Contiguous tensors whose dtype is float32, float16, bfloat16.
-cudaError_t group_backward_f32(const GroupBackward&, const GroupBackwardPlan&, bool overlap, cudaStream_t);
-cudaError_t group_backward_f16(const GroupBackward&, const GroupBackwardPlan&, bool overlap, cudaStream_t);
-cudaError_t group_backward_bf16(const GroupBackward&, const GroupBackwardPlan&, bool overlap, cudaStream_t);
-cudaError_t group_columns_f32(const GroupBackward&, const GroupColumnsPlan&, bool overlap, cudaStream_t);
-cudaError_t group_columns_f16(const GroupBackward&, const GroupColumnsPlan&, bool overlap, cudaStream_t);
-cudaError_t group_columns_bf16(const GroupBackward&, const GroupColumnsPlan&, bool overlap, cudaStream_t);
 
 // out_weight[c, :] = a_c weight[c, :], out_bias[c] = a_c linear_bias[c] + bias[c] - (a_c / scale_c) running_mean[c]
 struct FoldLinear {

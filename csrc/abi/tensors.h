@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "abi/kernels.h"
+#include "plan/plan.h"
 
 // Only libtorch_cuda.so has these. Weak, so that a CPU-only torch loads the library too.
 extern "C" {

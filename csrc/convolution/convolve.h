@@ -2,7 +2,7 @@
 #pragma once
 
 #include "abi/kernels.h"
-#include "plan/row_plan.h"
+#include "plan/plan.h"
 
 namespace normswap {
 

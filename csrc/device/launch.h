@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "abi/shared_memory.h"
-#include "plan/row_plan.h"
+#include "plan/plan.h"
 
 namespace normswap {
 namespace {

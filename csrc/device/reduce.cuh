@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "device/vec.cuh"
+#include "plan/plan.h"
 
 namespace normswap {
 namespace {

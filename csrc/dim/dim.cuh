@@ -4,6 +4,7 @@
 #pragma once
 
 #include "device/vec.cuh"
+#include "plan/plan.h"
 
 namespace normswap {
 namespace {

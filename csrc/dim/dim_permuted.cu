@@ -3,6 +3,8 @@
 // of one, then take one position after the other. The order of a sum is a function of n and the dtype alone.
 #include "dim/dim_permuted.h"
 
+#include <algorithm>
+
 #include "device/launch.h"
 #include "device/reduce.cuh"
 
@@ -12,7 +14,6 @@ namespace {
 constexpr int kPositions = 32;  // of a block: fewer where there would be fewer blocks than enough
 constexpr int kFewPositions = 16;
 constexpr int64_t kEnoughBlocks = 256;
-constexpr int kLoadsAhead = 4;  // vectors of a channel under way at once
 
 template <class T>
 constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
@@ -53,21 +54,26 @@ struct Strip {
   }
 };
 
+// Strips a lane has under way at once: of 64 bytes at most.
+template <class T, int V>
+constexpr int kStripsAhead = std::min(4, 64 / static_cast<int>(sizeof(Strip<T, V>)));
+
 // Turns the block's positions over, from `first` on. A warp has all of them for some words at a time.
 template <class T, int V>
 __device__ inline void turn_over(const DimNorm& n, const T* x, int64_t first, const Tiling& tiling, unsigned* tile) {
   const int across = tiling.positions / V, position = threadIdx.x % across * V;
   if (first + position >= n.inner) return;
+  constexpr int Ahead = kStripsAhead<T, V>;
   const int stride = stride_of(tiling.words), step = blockDim.x / across;
-  for (int begin = threadIdx.x / across; begin < tiling.words; begin += kLoadsAhead * step) {
-    Strip<T, V> strips[kLoadsAhead];
+  for (int begin = threadIdx.x / across; begin < tiling.words; begin += Ahead * step) {
+    Strip<T, V> strips[Ahead];
 #pragma unroll
-    for (int i = 0; i < kLoadsAhead; ++i) {
+    for (int i = 0; i < Ahead; ++i) {
       const int word = begin + i * step;
       if (word < tiling.words) strips[i].load(x + word * kPerWord<T> * n.inner + first + position, n.inner);
     }
 #pragma unroll
-    for (int i = 0; i < kLoadsAhead; ++i) {
+    for (int i = 0; i < Ahead; ++i) {
       const int word = begin + i * step;
 #pragma unroll
       for (int j = 0; j < V; ++j) {

@@ -12,7 +12,7 @@
 #include "device/copy.cuh"
 #include "device/launch.h"
 #include "device/reduce.cuh"
-#include "plan/group_backward_plan.h"
+#include "group_backward/group_backward.h"
 
 namespace normswap {
 namespace {
@@ -41,15 +41,23 @@ struct Raw {
       for (int j = 0; j < V / words; ++j) out[i * (V / words) + j] = some[j];
     }
   }
-  template <bool Last = false>
-  __device__ static void store(T* p, const float (&values)[V]) {
+  __device__ static Raw of(const float (&values)[V]) {
+    Raw raw;
 #pragma unroll
     for (int i = 0; i < words; ++i) {
       float some[V / words];
 #pragma unroll
       for (int j = 0; j < V / words; ++j) some[j] = values[i * (V / words) + j];
+      raw.v[i] = words_of<T>(some);
+    }
+    return raw;
+  }
+  template <bool Last = false>
+  __device__ void store(T* p) const {
+#pragma unroll
+    for (int i = 0; i < words; ++i) {
       uint4* to = reinterpret_cast<uint4*>(p) + i;
-      Last ? __stcs(to, words_of<T>(some)) : store_words(to, words_of<T>(some));
+      Last ? __stcs(to, v[i]) : store_words(to, v[i]);
     }
   }
 };
@@ -65,9 +73,10 @@ struct Raw<T, V, false> {
 #pragma unroll
     for (int j = 0; j < V; ++j) out[j] = to_float(pack.v[j]);
   }
+  __device__ static Raw of(const float (&values)[V]) { return {Pack<T, V>::of(values)}; }
   template <bool Last = false>
-  __device__ static void store(T* p, const float (&values)[V]) {
-    Pack<T, V>::of(values).store(p);
+  __device__ void store(T* p) const {
+    pack.store(p);
   }
 };
 
@@ -133,7 +142,7 @@ __device__ inline void through_relu(const GroupBackward& n, Residual residual, f
   for (int j = 0; j < V; ++j) g[j] = z[j] <= most ? 0.f : g[j];
 }
 
-// g of a vector: dy at first. `d`: x - mean. residual(): the vector of it, asked for where there is one. D: dtype of y and
+// g of a vector, rounded to D: dy at first. `d`: x - mean. residual(): the vector of it, asked for where there is one. D: dtype of y and
 // dy.
 template <class D, Behind B = Behind::any, int V, class Residual>
 __device__ inline void through_activation(const GroupBackward& n, Residual residual, const float (&d)[V],
@@ -152,6 +161,7 @@ __device__ inline void through_activation(const GroupBackward& n, Residual resid
     round_each<D>(z);
   }
   times_slope<D>(n.activation, z, g);
+  round_each<D>(g);
 }
 
 // What a group's elements need of its sums.

@@ -73,11 +73,11 @@ __device__ inline void piece_gradients(const ColumnsArgs& a, const ColumnsShared
   vectors.values_of(shared.constant, constant);
   vectors.template for_each<true>([&](const float (&x)[V], float (&g)[V], const typename Vectors::Residual& residual, int64_t at) {
     if constexpr (!Vectors::Keeps) slopes.apply(a.n, residual, x, g);
-    if (a.n.dresidual != nullptr) Raw<D, V>::template store<true>(static_cast<D*>(a.n.dresidual) + at, g);
+    if (a.n.dresidual != nullptr) Raw<D, V>::of(g).template store<true>(static_cast<D*>(a.n.dresidual) + at);
     if (a.n.dx == nullptr) return;
 #pragma unroll
     for (int j = 0; j < V; ++j) g[j] = GroupValues{of_x[j], constant[j]}.gradient(g[j], x[j], slopes.gain[j]);
-    Raw<T, V>::template store<true>(static_cast<T*>(a.n.dx) + at, g);
+    Raw<T, V>::of(g).template store<true>(static_cast<T*>(a.n.dx) + at);
   });
 }
 

@@ -16,8 +16,7 @@ struct HeldColumns : ColumnPlace<V> {
   using Place = ColumnPlace<V>;
   using Residual = ResidualHere<D, V>;
   using Place::a, Place::at, Place::left, Place::step;
-  using Kept = std::conditional_t<B == Behind::any, float, D>;  // g: dy or 0 behind a ReLU
-  static constexpr int OfX = Raw<T, V>::words, OfDy = Raw<D, V>::words, Words = OfX + Raw<Kept, V>::words;
+  static constexpr int OfX = Raw<T, V>::words, OfDy = Raw<D, V>::words, Words = OfX + OfDy;
   static constexpr int Each = 4, Batches = kRowsHeld / Each;  // work on the first starts while others are on their way
   uint4* const memory;
   const int threads;
@@ -55,11 +54,7 @@ struct HeldColumns : ColumnPlace<V> {
         if (k >= left) break;
         float values[V], g[V];
         take<Raw<T, V>>(0).floats(values);
-        if constexpr (Last) {
-          take<Raw<Kept, V>>(OfX).floats(g);
-        } else {
-          take<Raw<D, V>>(OfX).floats(g);
-        }
+        take<Raw<D, V>>(OfX).floats(g);
         const Raw<D, V> more = residual[B == Behind::nothing ? 0 : k];
         if (!Last && k + Each < left) load_residual(k, at + Each * step);
         with(values, g, Residual{more}, at);
@@ -71,14 +66,9 @@ struct HeldColumns : ColumnPlace<V> {
   }
   // g in the place of dy, of the vector that for_each is at.
   __device__ void keep(const float (&g)[V]) {
-    constexpr int each = 16 / sizeof(Kept);
+    const auto raw = Raw<D, V>::of(g);
 #pragma unroll
-    for (int w = 0; w < Words - OfX; ++w) {
-      float some[each];
-#pragma unroll
-      for (int j = 0; j < each; ++j) some[j] = g[w * each + j];
-      next[(OfX + w) * threads] = words_of<Kept>(some);
-    }
+    for (int w = 0; w < OfDy; ++w) next[(OfX + w) * threads] = raw.v[w];
   }
   static constexpr bool Keeps = true;
 

@@ -37,6 +37,7 @@ struct LoadedVectors {
 template <class T, class D, int V_, bool Last>
 struct FromLoaded {
   static constexpr int V = V_, Each = LoadedVectors<T, D, V>::Each;
+  static constexpr bool Keeps = false;
   LoadedVectors<T, D, V>& of;
   __device__ void take(int k, int step, bool more, float (&to_x)[V], float (&to_dy)[V]) {
     of.xs[k].floats(to_x);

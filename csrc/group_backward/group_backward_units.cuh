@@ -92,6 +92,7 @@ __device__ inline float2 unit_sums(const LinesArgs& a, const Unit& unit, const L
   float sum = 0.f, product = 0.f;
   unit.for_each(a, at, source, [&](const float (&x)[V], float (&g)[V], int64_t from) {
     through_activation<D>(a, line, from, x, g);
+    if constexpr (Source::Keeps) source.keep(g);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       sum = __fadd_rn(sum, g[j]);
@@ -107,12 +108,12 @@ __device__ inline void store_gradients(const LinesArgs& a, const Unit& unit, con
                                        const GroupValues& group, int64_t at, Source& source) {
   constexpr int V = Source::V;
   unit.for_each(a, at, source, [&](const float (&x)[V], float (&g)[V], int64_t to) {
-    through_activation<D>(a, line, to, x, g);
-    if (a.n.dresidual != nullptr) Raw<D, V>::template store<Last>(static_cast<D*>(a.n.dresidual) + to, g);
+    if constexpr (!Source::Keeps) through_activation<D>(a, line, to, x, g);
+    if (a.n.dresidual != nullptr) Raw<D, V>::of(g).template store<Last>(static_cast<D*>(a.n.dresidual) + to);
     if (a.n.dx == nullptr) return;
 #pragma unroll
     for (int j = 0; j < V; ++j) g[j] = group.gradient(g[j], x[j], line.gain);
-    Raw<T, V>::template store<Last>(static_cast<T*>(a.n.dx) + to, g);
+    Raw<T, V>::of(g).template store<Last>(static_cast<T*>(a.n.dx) + to);
   });
 }
 

@@ -8,7 +8,7 @@
 // all of this.
 #pragma once
 
-#include "plan/row_plan.h"
+#include "plan/plan.h"
 
 namespace normswap {
 

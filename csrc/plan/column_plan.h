@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "plan/row_plan.h"
+#include "plan/plan.h"
 
 namespace normswap {
 

@@ -12,14 +12,13 @@
 // piece, one after the other; or a block has a piece, a cluster a slab.
 #pragma once
 
-#include "plan/row_plan.h"
+#include "plan/plan.h"
 
 namespace normswap {
 
 struct GroupSizes {
   int64_t batch, channels, spatial, num_groups;
   int itemsize, grad_itemsize;  // of x, of dy
-  int kept_itemsize;            // channels last: of dy behind the activation, as blocks keep it
 };
 
 struct GroupBackwardPlan {

@@ -9,7 +9,7 @@
 // and whether x and dy are read once, or twice.
 #pragma once
 
-#include "plan/row_plan.h"
+#include "plan/plan.h"
 
 namespace normswap {
 

@@ -7,11 +7,9 @@
 // neither the other rows, nor its address, nor the GPU.
 #pragma once
 
-#include <cstdint>
+#include "plan/plan.h"
 
 namespace normswap {
-
-enum class Regime : int { automatic = 0, subwarp = 1, warp = 2, block = 3, cluster = 4, split = 5, team = 6, both = 7 };
 
 // Who shares a row that is held in registers, a chunk a warp: the warps of a block, where rows are so few that it has a
 // multiprocessor alone, or not; of a cluster, its blocks so small that several on a multiprocessor take turns at waiting;
@@ -44,19 +42,6 @@ struct RowPlan {
   int shared;        // bytes of dynamic shared memory a block; of a row in registers: where its weights are kept
   bool overlap;      // see LaunchShape; not of team
 };
-
-// What a plan needs to know of the GPU.
-struct Gpu {
-  bool clusters;  // of eight blocks
-  bool overlap;   // programmatic dependent launch, also in graphs
-  int shared;     // bytes of shared memory a block can have
-  int multiprocessors;
-  bool cooperative;  // launches can be
-};
-
-constexpr int kChunk = 1024;    // elements of a full chunk: 32 a lane
-constexpr int kGroup = 16;      // chunks whose statistics are united first
-constexpr int kMaxCluster = 8;  // the largest portable cluster
 
 // block, cluster: chunks of a row that a cluster of small blocks holds, of one that any can; of one in shared memory, warps
 // of a block at most, and what it holds by choice, so that as many fit in a multiprocessor.
@@ -107,21 +92,16 @@ constexpr int kWarpsApply = 8;
 // subwarp, warp: warps of a block. A row a warp: few, so that no block waits for many; many rows a warp: more, since blocks
 // start at a limited rate.
 template <int Lanes>
-constexpr int kWarpsSmall = Lanes == 32 ? 2 : 8;
+constexpr int kWarpsSmall = Lanes == 32 ? 4 : 8;
 
 // subwarp, and warp where a lane has one vector of a row: rows that it works on at once; half as many where they begin
 // anywhere and more than eight lanes share one.
 constexpr int kRowsSubwarp = 4;
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // A chunk in shared memory: at most 15 bytes of what precedes it come along.
 inline int chunk_bytes(int chunk_len, int itemsize) {
   return static_cast<int>(ceil_div(static_cast<int64_t>(chunk_len) * itemsize, 16)) * 16 + 16;
 }
-
-// Room for the statistics, and what else warps know, besides.
-constexpr int kStatisticsBytes = 8192;
 
 inline int64_t row_groups(const RowPlan& plan) { return ceil_div(plan.chunks, kGroup); }
 

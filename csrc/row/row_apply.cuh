@@ -281,11 +281,13 @@ __device__ inline void store_tile(const Tile& tile, const RowArgs& args, Row row
         return tile.store(y, [&](int k) { return activated(Tile::Vector::of_raw(plain(k)), args.n.activation).raw(); });
       }
       if constexpr (!Tile::Ragged && kInTable<Where>) {
-        if (where.channels == where.some && (none || relus)) {
+        const bool silus = sizeof(T) == 2 && args.n.activation.code == Activation::silu;
+        if (where.channels == where.some && (none || relus || silus)) {
           return tile.store(y, [&](int k) {
             Floats<V> w, b;
             affine.of_some(Tile::offset(k), w, b);
             const uint4 norm = normalised<Policy, Fast, T>(tile, k, values, w, b);
+            if (silus) return each_rounded(Tile::Vector::of_raw(norm), silu<T>).raw();
             return relus ? relu(Tile::Vector::of_raw(norm)).raw() : norm;
           });
         }

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
   constexpr int Rows = kRowsAtOnce<RowTile>, Lanes = RowTile::Lanes, groups = kWarpsSmall<Lanes> * 32 / Lanes;
   const T* x = static_cast<const T*>(args.n.x);
   const T* end = x + args.n.rows * args.n.cols;
-  using Row = std::conditional_t<Lanes == 32, unsigned, int64_t>;  // of a grid that has less than 2^31 blocks, of two warps
+  using Row = std::conditional_t<Lanes == 32, unsigned, int64_t>;  // of 256 bytes or more: fewer than 2^32
   const Row first = static_cast<Row>(blockIdx.x) * (Rows * groups) + threadIdx.x / Lanes;
   if (Lanes == 32 && first >= args.n.rows) return;
   Row rows[Rows];

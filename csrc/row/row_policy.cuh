@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/behind.cuh"
+#include "plan/row_plan.h"
 #include "row/row_tile.cuh"
 
 namespace normswap {

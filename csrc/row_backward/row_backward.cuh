@@ -148,7 +148,8 @@ struct BackwardWarp {
     for (int first = 0; first < Slots; first += Group) {
       if (!mine.any_inside(first)) continue;
       float x[Group][V], dy[Group][V];
-      load(from, mine, first, values, x, dy);
+      load(from, mine, first, x, dy);
+      if constexpr (With) derive(from, mine, first, values, x, dy);
 #pragma unroll
       for (int i = 0; i < Group; ++i) {
         const int k = first + i;
@@ -179,7 +180,10 @@ struct BackwardWarp {
     for (int first = 0; first < Slots; first += Group) {
       if (!mine.any_inside(first)) continue;
       float x[Group][V], dy[Group][V];
-      load(from, mine, first, values, x, dy);
+      load(from, mine, first, x, dy);
+      if constexpr (With) {
+        if (args.pass == Pass::gradient) derive(from, mine, first, values, x, dy);
+      }
 #pragma unroll
       for (int i = 0; i < Group; ++i) {
         const int k = first + i;
@@ -190,7 +194,7 @@ struct BackwardWarp {
         if (!mine.inside(k)) continue;
         constexpr int apart = Tile::Lanes * V;
         if constexpr (With) add_sum_grad(at + k * apart, out);
-        store(out_at + k * apart, out);
+        store_values(out_at + k * apart, out);
       }
     }
   }
@@ -218,13 +222,6 @@ struct BackwardWarp {
     if constexpr (Policy::has_weight) return __fmul_rn(dy, w[k][j]);
     return dy;
   }
-  __device__ static void store(X* to, const float (&out)[V]) {
-    if constexpr (V == 1) {
-      *to = from_float<X>(out[0]);
-    } else {
-      store_words(to, words_of<X>(out));
-    }
-  }
   __device__ void add_sum_grad(int64_t at, float (&out)[V]) const {
     if (args.n.sum_grad == nullptr) return;
     float more[V];
@@ -233,28 +230,28 @@ struct BackwardWarp {
     for (int j = 0; j < V; ++j) out[j] = __fadd_rn(out[j], more[j]);
   }
 
-  // Vectors of x and of the gradient of the norm's output.
-  __device__ void load(const Slot& from, const Tile& mine, int first, const Row& values, float (&x)[Group][V],
-                       float (&dy)[Group][V]) const {
+  __device__ static void load(const Slot& from, const Tile& mine, int first, float (&x)[Group][V], float (&dy)[Group][V]) {
 #pragma unroll
     for (int i = 0; i < Group; ++i) from.load(mine, first + i, x[i], dy[i]);
-    if constexpr (With) {
-      if (args.n.activation.code == Activation::none) return;
-#pragma unroll
-      for (int i = 0; i < Group; ++i) derive(mine, first + i, values, x[i], dy[i]);
-    }
   }
-  // dy by way of the activation; 0 stays so.
-  __device__ void derive(const Tile& mine, int k, const Row& values, const float (&x)[V], float (&dy)[V]) const {
-    float b[V], z[V];
-    column_values(args.n.bias, begin, mine, k, 0.f, b);
+  // dy by way of the activation, rounded as the gradient of the norm's output is; kept for whoever takes these rows once more.
+  __device__ void derive(const Slot& from, const Tile& mine, int first, const Row& values, const float (&x)[Group][V],
+                         float (&dy)[Group][V]) const {
+    if (args.n.activation.code == Activation::none) return;
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      z[j] = rounded<G>(Policy::template output<X>(Policy::normalised(x[j], values), w[k][j], b[j], args.n));
+    for (int i = 0; i < Group; ++i) {
+      const int k = first + i;
+      float b[V], z[V];
+      column_values(args.n.bias, begin, mine, k, 0.f, b);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        z[j] = rounded<G>(Policy::template output<X>(Policy::normalised(x[i][j], values), w[k][j], b[j], args.n));
+      }
+      times_slope<G>(args.n.activation, z, dy[i]);
+#pragma unroll
+      for (int j = 0; j < V; ++j) dy[i][j] = mine.inside(k) ? rounded<G>(dy[i][j]) : 0.f;
+      if (args.pass == Pass::both) from.keep(mine, k, dy[i]);
     }
-    times_slope<G>(args.n.activation, z, dy);
-#pragma unroll
-    for (int j = 0; j < V; ++j) dy[j] = mine.inside(k) ? dy[j] : 0.f;
   }
 };
 

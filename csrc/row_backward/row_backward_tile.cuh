@@ -66,6 +66,23 @@ __device__ inline void load_values(const T* p, bool there, float (&out)[V]) {
   }
 }
 
+// And stores them so, rounded.
+template <class T, int V>
+__device__ inline void store_values(T* p, const float (&values)[V]) {
+  if constexpr (V == 1) {
+    *p = from_float<T>(values[0]);
+  } else {
+    constexpr int per = 16 / static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int i = 0; i < V; i += per) {
+      float some[per];
+#pragma unroll
+      for (int j = 0; j < per; ++j) some[j] = values[i + j];
+      *reinterpret_cast<uint4*>(p + i) = words_of<T>(some);
+    }
+  }
+}
+
 // Starts copying the whole vectors of a warp's rows.
 template <class T, class Tile>
 __device__ inline void stage_vectors(char* memory, const T* from, int elements) {
@@ -129,7 +146,7 @@ struct BackwardSlot {
   using X = typename Tile::X;
   static constexpr int V = Tile::V;
   const BackwardArgs& args;
-  const char* memory;
+  char* memory;
   unsigned first;
 
   // Of this lane's row: mean, rstd and, in the second pass, the two sums.
@@ -139,17 +156,23 @@ struct BackwardSlot {
 
   // A lane's k-th vector of x and of dy, zeros past the end of the row.
   __device__ void load(const Tile& tile, int k, float (&x)[V], float (&dy)[V]) const {
-    const int cols = static_cast<int>(args.n.cols);
-    const int at = (Tile::Rows > 1 ? Tile::sub_row() * cols : 0) + tile.offset(k);
+    const int at = place(tile, k);
     load_values(begin_of<X>(memory) + at, tile.inside(k), x);
     load_values(begin_of<G>(memory + args.p.x_bytes) + at, tile.inside(k), dy);
   }
+  // The lane finds this in place of what was copied from dy.
+  __device__ void keep(const Tile& tile, int k, const float (&dy)[V]) const {
+    if (tile.inside(k)) store_values(begin_of<G>(memory + args.p.x_bytes) + place(tile, k), dy);
+  }
 
  private:
+  __device__ int place(const Tile& tile, int k) const {
+    return (Tile::Rows > 1 ? Tile::sub_row() * static_cast<int>(args.n.cols) : 0) + tile.offset(k);
+  }
   template <class T>
-  __device__ const T* begin_of(const char* staged) const {
+  __device__ T* begin_of(char* staged) const {
     constexpr int per = 16 / static_cast<int>(sizeof(T));
-    return reinterpret_cast<const T*>(staged) + (V == 1 ? first % per : 0);
+    return reinterpret_cast<T*>(staged) + (V == 1 ? first % per : 0);
   }
 };
 
