@@ -48,21 +48,24 @@ def row_backward_plan(
     grad_itemsize: int,
     *,
     lean: bool = False,
+    options: bool = False,
+    slopes: bool = False,
     clusters: bool,
     shared: int = 101376,
     passes: int = 0,
 ) -> dict[str, int] | None:
     """How the backward of the row norms cuts rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
 
-    ``grad_itemsize`` is that of dy's elements; ``lean``: of a norm without a bias; ``clusters`` and ``shared`` are as
-    in ``row_plan``. ``passes`` 0 chooses; 1 and 2 force one pass over x and dy, or two, and None is returned where such
+    ``grad_itemsize`` is that of dy's elements; ``lean``: of a norm without a bias; ``options``: with an activation
+    or a gradient of the sum, ``slopes``: with one whose derivative is not 0 or 1 everywhere; ``clusters`` and
+    ``shared`` are as in ``row_plan``. ``passes`` 0 chooses; 1 and 2 force one pass over x and dy, or two, and None is returned where such
     rows cannot be done so. Needs the library, but no GPU. Raises BuildError without the library.
     """
     names = (
         *("lanes", "chunk_len", "chunks", "blocks_a_row", "block_chunks", "teams", "warps", "rows_a_piece"),
-        *("pieces", "one_pass", "slots", "lag", "slot_bytes", "shared", "grid"),
+        *("pieces", "one_pass", "slots", "lag", "keeps", "dy_itemsize", "slot_bytes", "shared", "grid"),
     )
-    numbers = (itemsize, grad_itemsize, lean, clusters, shared, passes)
+    numbers = (itemsize, grad_itemsize, lean, options, slopes, clusters, shared, passes)
     return _plan("row_backward_plan", (rows, cols), numbers, names)
 
 
@@ -103,12 +106,14 @@ def group_backward_plan(
     *,
     clusters: bool,
     channels_last: bool = False,
+    kept_itemsize: int = 0,
     shared: int = 101376,
     multiprocessors: int = 128,
     regime: int = 0,
 ) -> dict[str, int] | None:
     """How the backward of a group norm cuts its groups, or its strips of whole groups in ``channels_last``, and who
-    works on them; ``itemsize`` and ``grad_itemsize`` are the bytes of an element of the input and of the gradient.
+    works on them; ``itemsize`` and ``grad_itemsize`` are the bytes of an element of the input and of the gradient,
+    ``kept_itemsize`` those that blocks keep of it behind an activation (in ``channels_last``; 0: as many).
 
     ``held`` of the result, or ``held_bytes`` of both of a block's piece in ``channels_last``: blocks, or clusters of
     them, keep both on chip; 0: they read them twice. ``regime`` 0 chooses; 3 block, 4 cluster (neither in
@@ -126,7 +131,7 @@ def group_backward_plan(
     )
     name, names = ("group_columns_plan", columns) if channels_last else ("group_backward_plan", contiguous)
     sizes, gpu = (batch, channels, spatial, num_groups), (clusters, shared, multiprocessors)
-    return _plan(name, sizes, (itemsize, grad_itemsize, *gpu, regime), names)
+    return _plan(name, sizes, (itemsize, grad_itemsize, kept_itemsize or grad_itemsize, *gpu, regime), names)
 
 
 def batch_norm_plan(samples: int, channels: int, inner: int, itemsize: int) -> dict[str, int] | None:

@@ -261,6 +261,7 @@ def test_a_group_that_no_block_holds_is_held_by_a_cluster() -> None:
 
 
 COLUMNS = [*SIZES, *((16, 320, n, 32) for n in (256, 1024, 4096)), (64, 64, 12544, 32), (2, 4100, 25, 1), (3, 24, 5, 2)]
+KEPT = ((4, 4, 4), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # bytes of an element of x, of dy, and of dy behind an activation
 CUT = (
     "threads",
     "vec",
@@ -279,8 +280,9 @@ CUT = (
 
 def test_plans_of_columns_cover_every_element_once_and_fit() -> None:
     ways = set()
-    for sizes, gpu, (item, grad), regime in itertools.product(COLUMNS, GPUS, ((4, 4), (2, 2), (2, 4)), (0, 5)):
-        p = launch_plans.group_backward_plan(*sizes, item, grad, regime=regime, channels_last=True, **gpu)
+    for sizes, gpu, (item, grad, kept), regime in itertools.product(COLUMNS, GPUS, KEPT, (0, 5)):
+        of = {"regime": regime, "channels_last": True, "kept_itemsize": kept, **gpu}
+        p = launch_plans.group_backward_plan(*sizes, item, grad, **of)
         batch, channels, spatial, groups = sizes
         if p is None:
             assert channels // groups > 256
@@ -302,7 +304,7 @@ def test_plans_of_columns_cover_every_element_once_and_fit() -> None:
             assert regime == 0 and p["pieces"] <= (4 if gpu["clusters"] else 1) and p["thread_rows"] <= 16
             at_once = (gpu["shared"] + 1024) // (p["shared"] + 1024) * gpu["multiprocessors"]
             assert p["blocks"] == items if p["pieces"] > 1 else p["blocks"] <= min(items, at_once)
-            assert p["held_bytes"] == p["threads"] * p["thread_rows"] * p["vec"] * (item + grad)
+            assert p["held_bytes"] == p["threads"] * p["thread_rows"] * p["vec"] * (item + kept)
         else:
             pieces = p["slabs"] * p["pieces"]
             assert p["pieces"] <= p["lag"] <= pieces and p["blocks"] == 2 * gpu["multiprocessors"]

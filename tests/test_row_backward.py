@@ -101,6 +101,37 @@ def test_a_row_that_a_cluster_holds_is_read_once() -> None:
     assert launch_plans.row_backward_plan(64, 1024, 4, 4, passes=2, **GPUS[0]) is None
 
 
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("itemsizes", [(4, 4), (2, 2), (2, 4)])
+@pytest.mark.parametrize("slopes", [False, True])
+def test_what_an_activation_makes_of_dy_is_kept_where_its_dtype_or_a_vector_holds_it(
+    itemsizes: tuple[int, int], slopes: bool
+) -> None:
+    """In dy's place: of its dtype where the derivative is 0 or 1 or dy float32, in float32 where rows begin at
+    vectors. How the sums are added does not depend on it, nor which rows are on their way at once on an H100."""
+    cut = ("lanes", "chunk_len", "chunks", "rows_a_piece", "pieces", "one_pass", "blocks_a_row", "teams")
+    seen = set()
+    for cols in COLUMNS:
+        for gpu, passes in ((GPUS[0], 0), (GPUS[1], 0), (GPUS[0], 2)):
+            plans = [
+                launch_plans.row_backward_plan(1576, cols, *itemsizes, options=True, slopes=s, passes=passes, **gpu)
+                for s in (slopes, False)
+            ]
+            if plans[0] is None:
+                assert plans[1] is None and passes == 2 and cols <= 1024
+                continue
+            p, other = plans[0], plans[1]
+            assert other is not None and all(p[key] == other[key] for key in cut)
+            held = not slopes or itemsizes[1] == 4 or cols % 8 == 0
+            assert p["keeps"] == (p["one_pass"] and held)
+            assert p["dy_itemsize"] == (4 if p["keeps"] and slopes else itemsizes[1])
+            assert p["slot_bytes"] >= p["chunk_len"] * (itemsizes[0] + p["dy_itemsize"]) + 64 + 64
+            assert p["shared"] >= p["slots"] * p["warps"] * p["slot_bytes"] and p["shared"] + 4096 <= gpu["shared"]
+            assert gpu is not GPUS[0] or not p["one_pass"] or p["slots"] == other["slots"]
+            seen.add((p["keeps"], p["dy_itemsize"]))
+    assert seen == ({(0, itemsizes[1]), (1, 4)} if slopes else {(0, itemsizes[1]), (1, itemsizes[1])})
+
+
 # --- the formulas ----------------------------------------------------------------------------------------------------
 
 

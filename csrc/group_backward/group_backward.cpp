@@ -48,7 +48,8 @@ int32_t launched(const GroupBackward& n, bool channels_last, Regime regime, Memo
 // The sizes; false where the kernels do not count so far.
 bool set_sizes(GroupBackward& n, int64_t batch, int64_t channels, int64_t count, int64_t num_groups) {
   const int itemsizes[] = {static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype))};
-  n.sizes = {batch, channels, count / (batch * channels), num_groups, itemsizes[0], itemsizes[1]};
+  const bool as_dy = n.activation.code == Activation::none || n.activation.code == Activation::relu;
+  n.sizes = {batch, channels, count / (batch * channels), num_groups, itemsizes[0], itemsizes[1], as_dy ? itemsizes[1] : 4};
   return n.sizes.spatial < (int64_t{1} << 31) && channels < (int64_t{1} << 31);
 }
 
@@ -240,10 +241,10 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 // line_pieces, group_pieces, groups, block_pieces, cluster, block_lines, block_elements, threads, shared, lag, grid,
 // workspace bytes) into out. Returns 0 when it cannot be done in that regime.
 extern "C" __attribute__((visibility("default"))) int normswap_group_backward_plan(
-    int64_t batch, int64_t channels, int64_t spatial, int64_t num_groups, int itemsize, int grad_itemsize,
+    int64_t batch, int64_t channels, int64_t spatial, int64_t num_groups, int itemsize, int grad_itemsize, int kept_itemsize,
     int clusters, int shared, int multiprocessors, int regime, int64_t* out) {
   const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, multiprocessors, multiprocessors > 0};
-  const normswap::GroupSizes s{batch, channels, spatial, num_groups, itemsize, grad_itemsize};
+  const normswap::GroupSizes s{batch, channels, spatial, num_groups, itemsize, grad_itemsize, kept_itemsize};
   normswap::GroupBackwardPlan p;
   if (!normswap::make_group_backward_plan(s, gpu, static_cast<normswap::Regime>(regime), &p)) return 0;
   const int64_t values[] = {p.held,         p.vec,    p.lanes,       p.each,           p.units,   p.piece_lines, p.piece_units,
@@ -257,10 +258,10 @@ extern "C" __attribute__((visibility("default"))) int normswap_group_backward_pl
 // The same of a channels_last one: (vec, width, lanes, side, half_rows, sum_rows, thread_rows, piece_rows, strips, slabs,
 // pieces, bunches, held_bytes, lag, shared, blocks, workspace bytes, threads).
 extern "C" __attribute__((visibility("default"))) int normswap_group_columns_plan(
-    int64_t batch, int64_t channels, int64_t spatial, int64_t num_groups, int itemsize, int grad_itemsize,
+    int64_t batch, int64_t channels, int64_t spatial, int64_t num_groups, int itemsize, int grad_itemsize, int kept_itemsize,
     int clusters, int shared, int multiprocessors, int regime, int64_t* out) {
   const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, multiprocessors, multiprocessors > 0};
-  const normswap::GroupSizes s{batch, channels, spatial, num_groups, itemsize, grad_itemsize};
+  const normswap::GroupSizes s{batch, channels, spatial, num_groups, itemsize, grad_itemsize, kept_itemsize};
   normswap::GroupColumnsPlan p;
   if (!normswap::make_group_columns_plan(s, gpu, static_cast<normswap::Regime>(regime), &p)) return 0;
   const int64_t values[] = {p.vec,     p.width,   p.lanes,      p.side, p.half_rows, p.sum_rows, p.thread_rows, p.piece_rows,

@@ -142,7 +142,7 @@ __device__ inline void through_relu(const GroupBackward& n, Residual residual, f
   for (int j = 0; j < V; ++j) g[j] = z[j] <= most ? 0.f : g[j];
 }
 
-// g of a vector, rounded to D: dy at first. `d`: x - mean. residual(): the vector of it, asked for where there is one. D: dtype of y and
+// g of a vector: dy at first. `d`: x - mean. residual(): the vector of it, asked for where there is one. D: dtype of y and
 // dy.
 template <class D, Behind B = Behind::any, int V, class Residual>
 __device__ inline void through_activation(const GroupBackward& n, Residual residual, const float (&d)[V],
@@ -161,7 +161,6 @@ __device__ inline void through_activation(const GroupBackward& n, Residual resid
     round_each<D>(z);
   }
   times_slope<D>(n.activation, z, g);
-  round_each<D>(g);
 }
 
 // What a group's elements need of its sums.

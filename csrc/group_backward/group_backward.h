@@ -2,6 +2,7 @@
 #pragma once
 
 #include "abi/kernels.h"
+#include "device/slope.h"
 #include "plan/group_backward_plan.h"
 
 namespace normswap {

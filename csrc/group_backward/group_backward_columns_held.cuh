@@ -16,7 +16,8 @@ struct HeldColumns : ColumnPlace<V> {
   using Place = ColumnPlace<V>;
   using Residual = ResidualHere<D, V>;
   using Place::a, Place::at, Place::left, Place::step;
-  static constexpr int OfX = Raw<T, V>::words, OfDy = Raw<D, V>::words, Words = OfX + OfDy;
+  using Kept = std::conditional_t<B == Behind::any, float, D>;  // g: dy or 0 behind a ReLU
+  static constexpr int OfX = Raw<T, V>::words, OfDy = Raw<D, V>::words, Words = OfX + Raw<Kept, V>::words;
   static constexpr int Each = 4, Batches = kRowsHeld / Each;  // work on the first starts while others are on their way
   uint4* const memory;
   const int threads;
@@ -54,7 +55,11 @@ struct HeldColumns : ColumnPlace<V> {
         if (k >= left) break;
         float values[V], g[V];
         take<Raw<T, V>>(0).floats(values);
-        take<Raw<D, V>>(OfX).floats(g);
+        if constexpr (Last) {
+          take<Raw<Kept, V>>(OfX).floats(g);
+        } else {
+          take<Raw<D, V>>(OfX).floats(g);
+        }
         const Raw<D, V> more = residual[B == Behind::nothing ? 0 : k];
         if (!Last && k + Each < left) load_residual(k, at + Each * step);
         with(values, g, Residual{more}, at);
@@ -66,9 +71,9 @@ struct HeldColumns : ColumnPlace<V> {
   }
   // g in the place of dy, of the vector that for_each is at.
   __device__ void keep(const float (&g)[V]) {
-    const auto raw = Raw<D, V>::of(g);
+    const auto raw = Raw<Kept, V>::of(g);
 #pragma unroll
-    for (int w = 0; w < OfDy; ++w) next[(OfX + w) * threads] = raw.v[w];
+    for (int w = 0; w < Words - OfX; ++w) next[(OfX + w) * threads] = raw.v[w];
   }
   static constexpr bool Keeps = true;
 

@@ -11,10 +11,9 @@ namespace {
 template <class T, class D, int V_>
 struct StagedVectors {
   static constexpr int V = V_, Each = kVectorsAtOnce<V, sizeof(T) == sizeof(D)>;
-  static constexpr bool Keeps = true;  // g, between the sums and the gradients
   const T* x;
   D* dy;
-  bool behind;        // an activation is there
+  bool keeps;         // g, between the sums and the gradients
   D* last = nullptr;  // where the vector of dy was
   __device__ void take(int, int step, bool, float (&to_x)[V], float (&to_dy)[V]) {
     Raw<T, V>::load(x).floats(to_x);
@@ -25,7 +24,7 @@ struct StagedVectors {
   }
   // g in the place of dy, of the vector that was taken last.
   __device__ void keep(const float (&g)[V]) const {
-    if (behind) *reinterpret_cast<Raw<D, V>*>(last) = Raw<D, V>::of(g);
+    if (keeps) *reinterpret_cast<Raw<D, V>*>(last) = Raw<D, V>::of(g);
   }
 };
 
@@ -101,7 +100,6 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
   const int size = args.piece_size(), units = pieces * size;
   // with(unit, its number, the line's values, its group of the block's, its vectors, where the first lies): the warp calls.
   // Runs without a unit have the block's first, of no vectors. No quotient for each: many units are short.
-  const bool behind = args.n.activation.code != Activation::none;
   const int first_in_group = first_piece % args.group_pieces, first_of = first_piece / args.group_pieces;
   const int run_pieces = runs / size, run_units = runs - run_pieces * size;
   const auto for_each_unit = [&](auto with) {
@@ -113,7 +111,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
       const Unit unit = Unit::of(args, of, there ? index : 0, there);
       const int line = (there ? group : first_of) * args.group_lines + unit.line;
       const int64_t at = static_cast<int64_t>(line) * args.n.sizes.spatial + static_cast<int64_t>(unit.first) * V;
-      StagedVectors<T, D, V> vectors{shared.x + (at - skipped), shared.dy + (at - skipped), behind};
+      StagedVectors<T, D, V> vectors{shared.x + (at - skipped), shared.dy + (at - skipped), args.keeps};
       with(unit, some + run, shared.lines[line - first.line], there ? group : first_of, vectors, base + at);
       index += run_units;
       const int more = run_pieces + (index >= size ? 1 : 0);

@@ -37,7 +37,7 @@ struct LoadedVectors {
 template <class T, class D, int V_, bool Last>
 struct FromLoaded {
   static constexpr int V = V_, Each = LoadedVectors<T, D, V>::Each;
-  static constexpr bool Keeps = false;
+  static constexpr bool keeps = false;
   LoadedVectors<T, D, V>& of;
   __device__ void take(int k, int step, bool more, float (&to_x)[V], float (&to_dy)[V]) {
     of.xs[k].floats(to_x);
@@ -46,6 +46,7 @@ struct FromLoaded {
     of.x += step;
     of.dy += step;
   }
+  __device__ void keep(const float (&)[V]) const {}
 };
 
 template <class T, class D, int V>
@@ -149,6 +150,7 @@ inline LinesArgs lines_args(const GroupBackward& n, const GroupBackwardPlan& p) 
   a.block_elements = p.block_elements;
   a.lag = static_cast<int>(p.lag);
   a.gradients = n.dx != nullptr || n.dresidual != nullptr;
+  a.keeps = n.grad_dtype == DType::f32 ? n.activation.code != Activation::none : passes_or_stops(n.activation.code);
   a.tickets = static_cast<int>(p.groups * p.group_pieces * (a.gradients ? 2 : 1));
   a.reciprocal = 1.f / static_cast<float>(s.spatial * a.group_lines);
   char* room = static_cast<char*>(n.workspace);

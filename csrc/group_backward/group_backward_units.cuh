@@ -15,6 +15,7 @@ struct LinesArgs {
   int64_t block_elements;
   int lag, tickets;
   bool gradients;  // of x or the residual; else those of weight and bias alone
+  bool keeps;      // held: of dy behind the activation, in its place, what is of its dtype
   float reciprocal;  // of the elements of a group
   float2* line_sums;   // (batch, channels, line_pieces); null: not wanted
   // passing
@@ -92,7 +93,7 @@ __device__ inline float2 unit_sums(const LinesArgs& a, const Unit& unit, const L
   float sum = 0.f, product = 0.f;
   unit.for_each(a, at, source, [&](const float (&x)[V], float (&g)[V], int64_t from) {
     through_activation<D>(a, line, from, x, g);
-    if constexpr (Source::Keeps) source.keep(g);
+    source.keep(g);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       sum = __fadd_rn(sum, g[j]);
@@ -108,7 +109,7 @@ __device__ inline void store_gradients(const LinesArgs& a, const Unit& unit, con
                                        const GroupValues& group, int64_t at, Source& source) {
   constexpr int V = Source::V;
   unit.for_each(a, at, source, [&](const float (&x)[V], float (&g)[V], int64_t to) {
-    if constexpr (!Source::Keeps) through_activation<D>(a, line, to, x, g);
+    if (!source.keeps) through_activation<D>(a, line, to, x, g);
     if (a.n.dresidual != nullptr) Raw<D, V>::of(g).template store<Last>(static_cast<D*>(a.n.dresidual) + to);
     if (a.n.dx == nullptr) return;
 #pragma unroll

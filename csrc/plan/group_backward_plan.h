@@ -19,6 +19,7 @@ namespace normswap {
 struct GroupSizes {
   int64_t batch, channels, spatial, num_groups;
   int itemsize, grad_itemsize;  // of x, of dy
+  int kept_itemsize;            // channels last: of dy behind the activation, as blocks keep it
 };
 
 struct GroupBackwardPlan {

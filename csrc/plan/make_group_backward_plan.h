@@ -182,7 +182,7 @@ inline int64_t columns_rest(const GroupColumnsPlan& p, int64_t pieces) {
 
 // At most so many pieces, each of which a block holds. Returns false where there would be more.
 inline bool hold_columns(const GroupSizes& s, int64_t pieces, GroupColumnsPlan* p) {
-  const int64_t row = int64_t{p->threads} * p->vec * (s.itemsize + s.grad_itemsize);  // one of each thread
+  const int64_t row = int64_t{p->threads} * p->vec * (s.itemsize + s.kept_itemsize);  // one of each thread
   const int64_t rows = ceil_div(s.spatial, p->side), rest = columns_rest(*p, pieces), room = p->threads * kThreadBytes;
   const int64_t fit = rest < room ? (room - rest) / row : 0;
   const int64_t most = fit < kRowsHeld ? fit : kRowsHeld;

@@ -36,6 +36,7 @@ struct BackwardRows {
   int itemsize, grad_itemsize;  // of x, dy
   bool with;                    // an activation, or a gradient of the sum
   bool lean;                    // no bias
+  bool slopes;                  // an activation, whose derivative is not 0 or 1 everywhere
 };
 
 // Whether dy of 16 bits is taken with x of 32: of layer_norm alone, where rows of both are at multiples of 16 bytes.
@@ -56,6 +57,8 @@ struct BackwardPlan {
   bool one_pass;
   int slots;  // rows that a warp has on chip
   int lag;    // turns between a row's sums and its gradient, while the sums are under way
+  bool keeps;       // for the gradient, what behind an activation comes of dy
+  int dy_itemsize;  // bytes of an element where that lies, in the place of dy
   int x_bytes, slot_bytes, shared;
   int64_t grid;
   bool overlap;  // see LaunchShape
@@ -91,14 +94,15 @@ inline void partition(const BackwardRows& of, BackwardPlan* p) {
 
 // What a warp's rows of one turn take in shared memory: x, dy, and four floats a row.
 inline void size_slot(const BackwardRows& of, BackwardPlan* p) {
+  p->dy_itemsize = p->keeps && of.slopes ? 4 : of.grad_itemsize;
   const int64_t elements = static_cast<int64_t>(p->chunk_len) * (32 / p->lanes);
   const auto room = [](int64_t bytes) { return static_cast<int>(ceil_div(bytes, 16) * 16 + 32); };
   p->x_bytes = room(elements * of.itemsize);
-  p->slot_bytes = p->x_bytes + room(elements * of.grad_itemsize) + 64;
+  p->slot_bytes = p->x_bytes + room(elements * p->dy_itemsize) + 64;
 }
 
 inline void make_two_passes(BackwardPlan* p) {
-  p->one_pass = false;
+  p->one_pass = p->keeps = false;
   p->teams = 1;
   p->block_chunks = p->warps = kWarpsTwoPasses;
   p->blocks_a_row = static_cast<int>(ceil_div(p->chunks, kWarpsTwoPasses));
@@ -117,6 +121,8 @@ inline bool make_backward_plan(const BackwardRows& of, const Gpu& gpu, int passe
   p.overlap = gpu.overlap;
   p.with = of.with;
   partition(of, &p);
+  // In float32 where dy's 16 bits do not hold it, if rows begin at vectors.
+  p.keeps = of.with && (!of.slopes || of.grad_itemsize == 4 || of.cols * of.grad_itemsize % 16 == 0);
   size_slot(of, &p);
   p.warps = p.teams * p.block_chunks;
   const int room = gpu.shared - kExchangeBytes;
@@ -124,7 +130,10 @@ inline bool make_backward_plan(const BackwardRows& of, const Gpu& gpu, int passe
   const bool fits = p.warps * p.slot_bytes <= room && column_bytes(p) <= room;
   const bool possible = p.one_pass && alone && fits;
   if (passes == 1 ? !possible : passes == 2 && p.chunks == 1) return false;
-  if (!possible || passes == 2) make_two_passes(&p);
+  if (!possible || passes == 2) {
+    make_two_passes(&p);
+    size_slot(of, &p);
+  }
   const int most = (p.one_pass ? room : gpu.shared / kBlocksTwoPasses - kExchangeBytes) / (p.warps * p.slot_bytes);
   p.slots = most < 1 ? 1 : most < kMaxSlotsBackward ? most : kMaxSlotsBackward;
   p.lag = p.one_pass && p.chunks > 1 && p.slots > 2 ? 1 : 0;

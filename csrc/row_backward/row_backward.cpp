@@ -30,7 +30,8 @@ const Launches& launches_of(NormKind kind) { return kind == NormKind::layer ? kL
 // `lean`: without a bias.
 BackwardRows rows_of(const RowBackward& n, bool lean) {
   const bool with = n.activation.code != Activation::none || n.sum_grad != nullptr;
-  return {n.rows, n.cols, static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype)), with, lean};
+  const bool slopes = n.activation.code != Activation::none && !passes_or_stops(n.activation.code);
+  return {n.rows, n.cols, static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype)), with, lean, slopes};
 }
 
 bool takes_grad(const RowBackward& n, const BackwardRows& of) {
@@ -226,17 +227,18 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 }
 
 // The plan, for tests that have no GPU, of the GPU described: (lanes, chunk_len, chunks, blocks_a_row, block_chunks, teams,
-// warps, rows_a_piece, pieces, one_pass, slots, lag, slot_bytes, shared, grid) into out. Returns 0 where there is none.
-extern "C" __attribute__((visibility("default"))) int normswap_row_backward_plan(int64_t rows, int64_t cols, int itemsize,
-                                                                                 int grad_itemsize, int lean,
-                                                                                 int clusters, int shared, int passes,
-                                                                                 int64_t* out) {
+// warps, rows_a_piece, pieces, one_pass, slots, lag, keeps, dy_itemsize, slot_bytes, shared, grid) into out. Returns 0 where
+// there is none.
+extern "C" __attribute__((visibility("default"))) int normswap_row_backward_plan(
+    int64_t rows, int64_t cols, int itemsize, int grad_itemsize, int lean, int with, int slopes, int clusters, int shared,
+    int passes, int64_t* out) {
   const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, 132, true};
+  const normswap::BackwardRows of{rows, cols, itemsize, grad_itemsize, with != 0, lean != 0, slopes != 0};
   normswap::BackwardPlan p;
-  if (!normswap::make_backward_plan({rows, cols, itemsize, grad_itemsize, false, lean != 0}, gpu, passes, &p)) return 0;
-  const int64_t values[] = {p.lanes,  p.chunk_len,    p.chunks,  p.blocks_a_row, p.block_chunks,
-                            p.teams,  p.warps,        p.rows_a_piece, p.pieces,  p.one_pass,
-                            p.slots,  p.lag,          p.slot_bytes,   p.shared,  p.grid};
+  if (!normswap::make_backward_plan(of, gpu, passes, &p)) return 0;
+  const int64_t values[] = {p.lanes, p.chunk_len, p.chunks, p.blocks_a_row, p.block_chunks, p.teams,
+                            p.warps, p.rows_a_piece, p.pieces, p.one_pass, p.slots, p.lag,
+                            p.keeps, p.dy_itemsize, p.slot_bytes, p.shared, p.grid};
   for (const int64_t value : values) *out++ = value;
   return 1;
 }

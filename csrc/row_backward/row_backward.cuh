@@ -104,7 +104,7 @@ __device__ inline void column_values(const ChannelVector& vector, int64_t begin,
 template <class Policy, class G, class Tile, bool With>
 struct BackwardWarp {
   using X = typename Tile::X;
-  using Slot = BackwardSlot<G, Tile>;
+  using Slot = BackwardSlot<G, Tile, With>;
   using Row = typename Policy::Row;
   static constexpr int V = Tile::V, Slots = Tile::Slots, Group = Tile::Group;
   static constexpr int Weighted = Policy::has_weight ? Slots : 1, Biased = Policy::has_bias ? Slots : 1;
@@ -148,8 +148,11 @@ struct BackwardWarp {
     for (int first = 0; first < Slots; first += Group) {
       if (!mine.any_inside(first)) continue;
       float x[Group][V], dy[Group][V];
-      load(from, mine, first, x, dy);
-      if constexpr (With) derive(from, mine, first, values, x, dy);
+      load(from, mine, first, false, x, dy);
+      if (With && has_activation()) {
+        derive(mine, first, values, x, dy);
+        if (args.p.keeps) keep(from, mine, first, dy);
+      }
 #pragma unroll
       for (int i = 0; i < Group; ++i) {
         const int k = first + i;
@@ -176,14 +179,13 @@ struct BackwardWarp {
     const Row values = row_of(from, mine);
     const Coefficients c = Policy::finish(total.x, total.y, args.by_cols, values);
     X* const out_at = static_cast<X*>(args.n.dx) + at;
+    const bool kept = With && args.p.keeps;
 #pragma unroll
     for (int first = 0; first < Slots; first += Group) {
       if (!mine.any_inside(first)) continue;
       float x[Group][V], dy[Group][V];
-      load(from, mine, first, x, dy);
-      if constexpr (With) {
-        if (args.pass == Pass::gradient) derive(from, mine, first, values, x, dy);
-      }
+      load(from, mine, first, kept, x, dy);
+      if (With && !kept && has_activation()) derive(mine, first, values, x, dy);
 #pragma unroll
       for (int i = 0; i < Group; ++i) {
         const int k = first + i;
@@ -230,28 +232,35 @@ struct BackwardWarp {
     for (int j = 0; j < V; ++j) out[j] = __fadd_rn(out[j], more[j]);
   }
 
-  __device__ static void load(const Slot& from, const Tile& mine, int first, float (&x)[Group][V], float (&dy)[Group][V]) {
+  __device__ static void load(const Slot& from, const Tile& mine, int first, bool kept, float (&x)[Group][V],
+                              float (&dy)[Group][V]) {
 #pragma unroll
-    for (int i = 0; i < Group; ++i) from.load(mine, first + i, x[i], dy[i]);
+    for (int i = 0; i < Group; ++i) from.load(mine, first + i, kept, x[i], dy[i]);
   }
-  // dy by way of the activation, rounded as the gradient of the norm's output is; kept for whoever takes these rows once more.
-  __device__ void derive(const Slot& from, const Tile& mine, int first, const Row& values, const float (&x)[Group][V],
+  __device__ bool has_activation() const { return args.n.activation.code != Activation::none; }
+  // dy by way of the activation; 0 stays so.
+  __device__ void derive(const Tile& mine, int first, const Row& values, const float (&x)[Group][V],
                          float (&dy)[Group][V]) const {
-    if (args.n.activation.code == Activation::none) return;
+    if constexpr (With) {
 #pragma unroll
-    for (int i = 0; i < Group; ++i) {
-      const int k = first + i;
-      float b[V], z[V];
-      column_values(args.n.bias, begin, mine, k, 0.f, b);
+      for (int i = 0; i < Group; ++i) {
+        const int k = first + i;
+        float b[V], z[V];
+        column_values(args.n.bias, begin, mine, k, 0.f, b);
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        z[j] = rounded<G>(Policy::template output<X>(Policy::normalised(x[i][j], values), w[k][j], b[j], args.n));
+        for (int j = 0; j < V; ++j) {
+          z[j] = rounded<G>(Policy::template output<X>(Policy::normalised(x[i][j], values), w[k][j], b[j], args.n));
+        }
+        times_slope<G>(args.n.activation, z, dy[i]);
+#pragma unroll
+        for (int j = 0; j < V; ++j) dy[i][j] = mine.inside(k) ? dy[i][j] : 0.f;
       }
-      times_slope<G>(args.n.activation, z, dy[i]);
-#pragma unroll
-      for (int j = 0; j < V; ++j) dy[i][j] = mine.inside(k) ? rounded<G>(dy[i][j]) : 0.f;
-      if (args.pass == Pass::both) from.keep(mine, k, dy[i]);
     }
+  }
+  // For the gradient of these rows.
+  __device__ static void keep(const Slot& from, const Tile& mine, int first, const float (&dy)[Group][V]) {
+#pragma unroll
+    for (int i = 0; i < Group; ++i) from.keep(mine, first + i, dy[i]);
   }
 };
 
@@ -310,7 +319,7 @@ __global__ void __launch_bounds__(kMostWarps<Policy, Tile, With> * 32, 1) row_ba
   __syncthreads();
   follow_predecessor();
   let_successor_start();
-  using Slot = BackwardSlot<G, Tile>;
+  using Slot = BackwardSlot<G, Tile, With>;
   BackwardWarp<Policy, G, Tile, With> mine{args, chunk * int64_t{kChunk}};
   const int64_t left_of_row = max(int64_t{0}, args.n.cols - mine.begin);
   mine.tile.len = mine.tile.extent =
@@ -323,7 +332,7 @@ __global__ void __launch_bounds__(kMostWarps<Policy, Tile, With> * 32, 1) row_ba
   const int ring = p.slots * p.slot_bytes;
   char* const memory = shared + warp * ring;
   const auto next = [&](int slot) { return slot + p.slot_bytes == ring ? 0 : slot + p.slot_bytes; };
-  BackwardStage<G, Tile> stage(args, row, mine.begin, step);
+  BackwardStage<G, Tile, With> stage(args, row, mine.begin, step);
   if (left > 0) {
     for (int slot = 0; slot < ring; slot += p.slot_bytes, left_staged -= step) {
       stage.next(args, memory + slot, left_staged, mine.tile.len);

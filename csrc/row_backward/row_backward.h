@@ -2,6 +2,7 @@
 #pragma once
 
 #include "abi/kernels.h"
+#include "device/slope.h"
 #include "plan/row_backward_plan.h"
 
 namespace normswap {

@@ -83,21 +83,21 @@ __device__ inline void store_values(T* p, const float (&values)[V]) {
   }
 }
 
-// Starts copying the whole vectors of a warp's rows.
+// Starts copying the whole vectors of a warp's rows, to where they would lie if an element had `itemsize` bytes.
 template <class T, class Tile>
-__device__ inline void stage_vectors(char* memory, const T* from, int elements) {
+__device__ inline void stage_vectors(char* memory, const T* from, int elements, int itemsize = sizeof(T)) {
   constexpr int each = 16 / static_cast<int>(sizeof(T)), most = kChunk / 32 / each;
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int i = 0; i < most; ++i) {
     const int at = (i * 32 + lane) * each;
-    if (Tile::Full || at < elements) copy_async(memory + at * static_cast<int>(sizeof(T)), from + at);
+    if (Tile::Full || at < elements) copy_async(memory + at * itemsize, from + at);
   }
 }
 
 // What is copied ahead for a warp's turns, from `row` on, `step` rows at a time. Lane l copies, for row l % Rows of a turn,
 // its mean, its rstd or, in the second pass, one of its two sums.
-template <class G, class Tile>
+template <class G, class Tile, bool With>
 struct BackwardStage {
   using X = typename Tile::X;
   const X* x;
@@ -129,7 +129,7 @@ struct BackwardStage {
         stage_chunk<G, true>(memory + args.p.x_bytes, dy, count, static_cast<const G*>(args.n.dy) + all);
       } else {
         stage_vectors<X, Tile>(memory, x, count);
-        stage_vectors<G, Tile>(memory + args.p.x_bytes, dy, count);
+        stage_vectors<G, Tile>(memory + args.p.x_bytes, dy, count, With ? args.p.dy_itemsize : sizeof(G));
       }
       if (values && static_cast<int>(threadIdx.x) % 32 % Tile::Rows < left) copy_async_word(memory + value_at, value);
       x += elements;
@@ -141,7 +141,7 @@ struct BackwardStage {
 };
 
 // The rows of a warp's turn. `first`: the element of the tensors that the copies begin with, but for multiples of 2^32.
-template <class G, class Tile>
+template <class G, class Tile, bool With>
 struct BackwardSlot {
   using X = typename Tile::X;
   static constexpr int V = Tile::V;
@@ -154,18 +154,34 @@ struct BackwardSlot {
     return reinterpret_cast<const float*>(memory + args.p.slot_bytes - 64) + Tile::sub_row() * 4;
   }
 
-  // A lane's k-th vector of x and of dy, zeros past the end of the row.
-  __device__ void load(const Tile& tile, int k, float (&x)[V], float (&dy)[V]) const {
+  // A lane's k-th vector of x and of dy, or what was kept in its place; zeros past the end of the row.
+  __device__ void load(const Tile& tile, int k, bool kept, float (&x)[V], float (&dy)[V]) const {
     const int at = place(tile, k);
     load_values(begin_of<X>(memory) + at, tile.inside(k), x);
-    load_values(begin_of<G>(memory + args.p.x_bytes) + at, tile.inside(k), dy);
+    if (kept && is_wide()) {
+      load_values(reinterpret_cast<const float*>(dy_at(at)), tile.inside(k), dy);
+    } else {
+      load_values(dy_at(at), tile.inside(k), dy);
+    }
   }
-  // The lane finds this in place of what was copied from dy.
+  // What behind an activation comes of dy, in its dtype or in float32.
   __device__ void keep(const Tile& tile, int k, const float (&dy)[V]) const {
-    if (tile.inside(k)) store_values(begin_of<G>(memory + args.p.x_bytes) + place(tile, k), dy);
+    if (!tile.inside(k)) return;
+    G* const to = dy_at(place(tile, k));
+    if (is_wide()) {
+      store_values(reinterpret_cast<float*>(to), dy);
+    } else {
+      store_values(to, dy);
+    }
   }
 
  private:
+  static constexpr bool MayBeWide = With && V > 1 && sizeof(G) == 2;
+  __device__ bool is_wide() const { return MayBeWide && args.p.dy_itemsize == 4; }
+  __device__ G* dy_at(int at) const {
+    if constexpr (MayBeWide) return reinterpret_cast<G*>(memory + args.p.x_bytes + at * args.p.dy_itemsize);
+    return begin_of<G>(memory + args.p.x_bytes) + at;
+  }
   __device__ int place(const Tile& tile, int k) const {
     return (Tile::Rows > 1 ? Tile::sub_row() * static_cast<int>(args.n.cols) : 0) + tile.offset(k);
   }
