@@ -28,21 +28,27 @@ KERNELS = {
         "frobenius_norm*",
         "group_norm*",
         "group_norm.cpp",
-        "group_backward*",
         "instance_norm*",
+    ),
+    "row_backward": (
+        "row_backward*",
+        "layer_norm_backward*",
+        "rms_norm_backward*",
+        "l1_norm_backward*",
+        "column_sums*",
     ),
     "column": (
         "group_norm.cpp",
         "column_*",
         "channel_*",
         "group_norm_channels_last*",
-        "group_backward*",
-        "group_columns*",
     ),
+    "group_backward": ("group_backward*", "group_columns*"),
     "dim": ("dim_*", "*_dim*"),
     "batch": ("*scale_batch_norm*", "affine*", "batch_*", "fold_*", "convol*", "depthwise*", "channel_*"),
 }
 """The translation units of each engine, where the longest pattern that fits a name decides."""
+BACKWARD = ("row_backward", "group_backward")
 PYTHON, LINEAR, CONVOLUTION = "python", "linear", "convolution"
 OPS = (
     "nodes/*.cpp",
@@ -75,8 +81,8 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _LITERAL_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 
 OF_TESTS = {
-    "test_row_norm.py": ("row", PYTHON),
-    "test_row_norm_gradients.py": ("row", PYTHON),
+    "test_row_norm.py": ("row", "row_backward", PYTHON),
+    "test_row_norm_gradients.py": ("row", "row_backward", PYTHON),
     "test_row_regimes.py": ("row", PYTHON),
     "test_dim_norm.py": ("dim", PYTHON),
     "test_batch_norm.py": ("batch", PYTHON, CONVOLUTION),
@@ -84,39 +90,47 @@ OF_TESTS = {
     "test_batch_norm_train.py": ("batch", PYTHON, CONVOLUTION),
     "test_case_batch_norm.py": ("batch", PYTHON, CONVOLUTION),
     "test_linear_bias.py": ("batch", PYTHON, LINEAR),
-    "test_group_norm.py": ("row", "column", PYTHON, CONVOLUTION),
-    "test_activations.py": ("row", "column", PYTHON, CONVOLUTION),
-    "test_instance_norm.py": ("row", "column", PYTHON, CONVOLUTION),
-    "test_rms_by_hand.py": ("row", "dim", PYTHON),
-    "test_row_backward.py": ("row", PYTHON),
-    "test_narrow_rows.py": ("row", PYTHON),
-    "test_group_backward.py": ("row", "column", PYTHON, CONVOLUTION),
-    "test_train_casts.py": ("row", "column", PYTHON, CONVOLUTION),
+    "test_group_norm.py": ("row", "column", "group_backward", PYTHON, CONVOLUTION),
+    "test_activations.py": ("row", "column", *BACKWARD, PYTHON, CONVOLUTION),
+    "test_instance_norm.py": ("row", "column", "group_backward", PYTHON, CONVOLUTION),
+    "test_rms_by_hand.py": ("row", "row_backward", "dim", PYTHON),
+    "test_row_backward.py": ("row", "row_backward", PYTHON),
+    "test_narrow_rows.py": ("row", "row_backward", PYTHON),
+    "test_group_backward.py": ("row", "column", "group_backward", PYTHON, CONVOLUTION),
+    "test_train_casts.py": ("row", "column", *BACKWARD, PYTHON, CONVOLUTION),
     "test_convolution.py": ("batch", PYTHON, CONVOLUTION),
     "test_launched.py": ("batch", PYTHON, CONVOLUTION),
-    "test_launched_norms.py": ("row", "column", PYTHON, CONVOLUTION),
+    "test_launched_norms.py": ("row", "column", *BACKWARD, PYTHON, CONVOLUTION),
 }
 """What files of tests/gpu depend on; those that are not named here, on everything."""
 
 
-def of_row(kind: str, *, channels_last: bool = False, over_channels: bool = False) -> tuple[str, ...]:
+def of_row(
+    kind: str, *, channels_last: bool = False, over_channels: bool = False, backward: bool = False
+) -> tuple[str, ...]:
     """The engines of a benchmarked row or a setting of the accuracy sweep."""
     if over_channels:
         return ("dim",)
-    if channels_last and kind in ("group_norm", "instance_norm"):
-        return ("column",)
-    return owners(kind)
+    of_groups = kind in ("group_norm", "instance_norm")
+    forward = ("column",) if channels_last and of_groups else owners(kind)
+    if not backward or "batch" in forward:
+        return forward
+    return *forward, "group_backward" if of_groups else "row_backward"
 
 
 OF_IMAGES = ("resnet", "densenet", "regnety", "efficientnet", "mobilenet")
 """How models are called whose norms are GroupNorms and BatchNorms alone."""
 OF_ROWS = ("convnext", "vit", "swin", "mixer", "bert", "llama", "dit")
 """And those that have none of them."""
+STEP = " step"
+"""What the names of those end in that are trained."""
 
 
 def of_model(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The engines of a whole model."""
     without = {LINEAR}
+    if not row["model"].endswith(STEP):
+        without.update(BACKWARD)
     if row["model"].startswith(OF_IMAGES):
         without.add("dim")
     if row["model"].startswith(OF_ROWS):

@@ -56,10 +56,10 @@ def row_backward_plan(
 ) -> dict[str, int] | None:
     """How the backward of the row norms cuts rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
 
-    ``grad_itemsize`` is that of dy's elements; ``lean``: of a norm without a bias; ``options``: with an activation
-    or a gradient of the sum, ``slopes``: with one whose derivative is not 0 or 1 everywhere; ``clusters`` and
-    ``shared`` are as in ``row_plan``. ``passes`` 0 chooses; 1 and 2 force one pass over x and dy, or two, and None is returned where such
-    rows cannot be done so. Needs the library, but no GPU. Raises BuildError without the library.
+    ``grad_itemsize`` is that of dy's elements; ``lean``: of a norm without a bias; ``options``: with an activation or
+    a gradient of the sum, ``slopes``: with one whose derivative is not 0 or 1 everywhere; ``clusters`` and ``shared``
+    are as in ``row_plan``. ``passes`` 0 chooses; 1 and 2 force one pass over x and dy, or two, and None is returned
+    where such rows cannot be done so. Needs the library, but no GPU. Raises BuildError without the library.
     """
     names = (
         *("lanes", "chunk_len", "chunks", "blocks_a_row", "block_chunks", "teams", "warps", "rows_a_piece"),

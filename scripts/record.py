@@ -72,7 +72,10 @@ def engines_of_row(row: Row) -> tuple[str, ...]:
     """Of a benchmarked row."""
     words = row["workload"].split()
     return engines.of_row(
-        words[0], channels_last="channels_last" in row["what"], over_channels="over channels" in row["workload"]
+        words[0],
+        channels_last="channels_last" in row["what"],
+        over_channels="over channels" in row["workload"],
+        backward="backward" in row["mode"],
     )
 
 

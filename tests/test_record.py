@@ -141,16 +141,23 @@ def test_a_whole_model_depends_on_what_its_norms_come_by() -> None:
     assert without["linear"] == {*models} and not without["python"] | without["row"] | without["batch"]
     assert {"resnet50_gn", "resnet50 step", "densenet121 channels_last"} <= without["dim"]
     assert {"vit_base, batch 32", "llama step", "convnext_base"} <= without["convolution"]
+    assert {"vit_base step", "resnet50_gn step"}.isdisjoint(without["row_backward"] | without["group_backward"])
+    assert {"vit_base", "resnet50_gn"} <= without["row_backward"] & without["group_backward"]
     assert not without["dim"] & without["convolution"] and "sd-unet-like" not in without["dim"] | without["convolution"]
 
 
 def test_every_row_of_the_benchmark_has_engines() -> None:
-    rows = [{"workload": w.name, "what": w.what} for w in benchmark.all_workloads()]
-    found = {(row["workload"], "channels_last" in row["what"]): records.engines_of_row(row) for row in rows}
-    assert found["layer_norm", False] == ("row",) and found["layer_norm over channels", False] == ("dim",)
-    assert found["group_norm + silu", True] == ("column",) and found["group_norm", False] == ("row",)
-    assert found["linear_scale_batch_norm", False] == ("batch",)
-    assert all(len(of) == 1 for of in found.values())
+    rows = [{"workload": w.name, "what": w.what, "mode": w.mode} for w in benchmark.all_workloads()]
+    found = {(r["workload"], "channels_last" in r["what"], r["mode"]): records.engines_of_row(r) for r in rows}
+    assert found["layer_norm", False, "eval"] == ("row",) and found["layer_norm over channels", False, "eval"] == (
+        "dim",
+    )
+    assert found["group_norm + silu", True, "eval"] == ("column",) and found["group_norm", False, "eval"] == ("row",)
+    assert found["layer_norm", False, "forward + backward"] == ("row", "row_backward")
+    assert found["group_norm", True, "forward + backward"] == ("column", "group_backward")
+    assert found["linear_scale_batch_norm", False, "forward + backward"] == ("batch",)
+    assert {mode for _, _, mode in found if "backward" not in mode} == {"eval", "train"}
+    assert all(len(of) == 1 for (_, _, mode), of in found.items() if "backward" not in mode)
 
 
 MADE = {"device": "GPU A", "torch": "2.13", "cuda": "13.0", "driver": 13000, "date": "2026-01-01", "peers": {}}
