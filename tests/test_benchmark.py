@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import accuracy
 import benchmark
 import gpu_check
 import host_cost
+import profile_kernels
 import pytest
 import readme_tables
 import torch
@@ -266,3 +269,22 @@ def test_the_steps_targets_are_told_from_the_record() -> None:
         "resnet50_gn step 20.00 ms (20: **missed**); llama step 0.50 of eager (0.77: met, 2.00 of torch.compile's)."
     )
     assert readme_tables.steps_line({"models": []}) == readme_tables.NOT_YET
+
+
+def test_what_ncu_prints_becomes_a_row_a_kernel() -> None:
+    ranges = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+    within = '698  "<default domain>:layer_norm 8x64 float16, channels_last:none:none:none:none:none:none" '
+    names = ("Kernel Name", ranges, *profile_kernels.METRICS)
+    kernel = "void unnamed>::row_small<unnamed>::LayerNormPolicy, Half, unnamed>::Tile<Half, 32, 1>>(unnamed>::RowArgs)"
+    numbers = dict.fromkeys(profile_kernels.METRICS, "0.5") | {profile_kernels.TIME: "17,760"}
+    numbers |= {profile_kernels.ISSUED: "0.68", profile_kernels.MEMORY: "36.12", profile_kernels.L2: "63.69"}
+    numbers |= {profile_kernels.INSTRUCTIONS: "7,789,824"}
+    numbers |= {profile_kernels.STALL.format("barrier"): "1.42", profile_kernels.STALL.format("wait"): "1.06"}
+    printed = io.StringIO()
+    lines = csv.DictWriter(printed, names, quoting=csv.QUOTE_ALL)
+    lines.writeheader()
+    lines.writerow(dict.fromkeys(names, "") | {profile_kernels.TIME: "ns"})
+    lines.writerow({"Kernel Name": kernel, ranges: within, **numbers})
+    (row,) = profile_kernels.rows_of(f"==PROF== Connected to process 698\n{printed.getvalue()}==PROF== Disconnected\n")
+    assert row[:7] == ("layer_norm 8x64 float16, channels_last", "`row_small`", "17.8", "68%", "36%", "64%", "7.8")
+    assert row[7].startswith("barriers 1.4, the instruction before 1.1, ")
