@@ -110,7 +110,7 @@ def of_row(
 ) -> tuple[str, ...]:
     """The engines of a benchmarked row or a setting of the accuracy sweep."""
     if over_channels:
-        return ("dim",)
+        return ("dim", "row_backward") if backward and kind == "layer_norm" else ("dim",)
     of_groups = kind in ("group_norm", "instance_norm")
     forward = ("column",) if channels_last and of_groups else owners(kind)
     if not backward or "batch" in forward:
@@ -122,14 +122,12 @@ OF_IMAGES = ("resnet", "densenet", "regnety", "efficientnet", "mobilenet")
 """How models are called whose norms are GroupNorms and BatchNorms alone."""
 OF_ROWS = ("convnext", "vit", "swin", "mixer", "bert", "llama", "dit")
 """And those that have none of them."""
-STEP = " step"
-"""What the names of those end in that are trained."""
 
 
 def of_model(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The engines of a whole model."""
     without = {LINEAR}
-    if not row["model"].endswith(STEP):
+    if not row["training"]:
         without.update(BACKWARD)
     if row["model"].startswith(OF_IMAGES):
         without.add("dim")
