@@ -15,7 +15,7 @@ struct LinesArgs {
   int64_t block_elements;
   int lag, tickets;
   bool gradients;  // of x or the residual; else those of weight and bias alone
-  bool keeps;      // held: of dy behind the activation, in its place, what is of its dtype
+  bool keeps;      // held: what the activation makes of dy is of its dtype, and takes its place until the gradients are made
   float reciprocal;  // of the elements of a group
   float2* line_sums;   // (batch, channels, line_pieces); null: not wanted
   // passing

@@ -57,8 +57,8 @@ struct BackwardPlan {
   bool one_pass;
   int slots;  // rows that a warp has on chip
   int lag;    // turns between a row's sums and its gradient, while the sums are under way
-  bool keeps;       // for the gradient, what behind an activation comes of dy
-  int dy_itemsize;  // bytes of an element where that lies, in the place of dy
+  bool keeps;       // of an activation, if there is one: what comes of dy takes its place until the gradient is made
+  int dy_itemsize;  // bytes from one element of dy to the next, on chip: the room that this needs
   int x_bytes, slot_bytes, shared;
   int64_t grid;
   bool overlap;  // see LaunchShape
