@@ -35,8 +35,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MEANS = (0.0, 100.0, 1000.0)
 REGIMES = {"subwarp": 1, "warp": 2, "block": 3, "cluster": 4, "split": 5, "team": 6, "both": 7}
 LENGTHS = {  # of rows, for each regime
-    "subwarp": (7, 64, 127),
-    "warp": (130, 769, 1001),
+    "subwarp": (7, 64, 127, 192),
+    "warp": (130, 769, 1001, 1280),
     "block": (2050, 8192, 16383),
     "cluster": (2050, 20_000, 32_768, 65_535, 100_001),
     "split": (2050, 65_535, 262_146),
@@ -44,7 +44,7 @@ LENGTHS = {  # of rows, for each regime
     "both": (2_500_004,),
 }
 SHORT_LENGTHS = {
-    **{"subwarp": (7, 64), "warp": (130, 1001), "block": (2050,), "cluster": (20_480, 40_001, 81_920)},
+    **{"subwarp": (7, 64, 192), "warp": (130, 1001, 1280), "block": (2050,), "cluster": (20_480, 40_001, 81_920)},
     **{"split": (2050,), "team": (33_000, 140_000), "both": (2_170_000,)},
 }
 ROWS = 5
@@ -98,8 +98,8 @@ def settings(
         for regime, columns in itertools.chain.from_iterable(
             ((regime, n) for n in of) for regime, of in lengths.items()
         ):
-            if can_be_done(columns, dtype, regime, shifted):
-                for kind, make, shape in _row_kinds(columns):
+            for kind, weights, make, shape in _row_kinds(columns):
+                if can_be_done(columns, dtype, regime, shifted, weights):
                     yield Setting(kind, regime, make, shape, dtype, mean, shifted)
         for kind, path, make, shape in PATHS:
             if make is ChannelRMSNorm and dtype is not torch.float32:
@@ -107,13 +107,14 @@ def settings(
             yield Setting(kind, path, make, shape, dtype, mean, shifted)
 
 
-def _row_kinds(columns: int) -> tuple[tuple[str, Callable[[], nn.Module], tuple[int, ...]], ...]:
+def _row_kinds(columns: int) -> tuple[tuple[str, int, Callable[[], nn.Module], tuple[int, ...]], ...]:
+    """Kind, weights that an element has of its own, module, shape."""
     wide = 2 - columns % 2  # channels of a group, of which each sample has four
     return (
-        ("layer_norm", lambda: nn.LayerNorm(columns), (ROWS, columns)),
-        ("rms_norm", lambda: nn.RMSNorm(columns, eps=1e-6), (ROWS, columns)),
-        ("l1_norm", L1Norm, (ROWS, columns)),
-        ("group_norm", lambda: nn.GroupNorm(4, 4 * wide), (2, 4 * wide, columns // wide)),
+        ("layer_norm", 2, lambda: nn.LayerNorm(columns), (ROWS, columns)),
+        ("rms_norm", 1, lambda: nn.RMSNorm(columns, eps=1e-6), (ROWS, columns)),
+        ("l1_norm", 0, L1Norm, (ROWS, columns)),
+        ("group_norm", 0, lambda: nn.GroupNorm(4, 4 * wide), (2, 4 * wide, columns // wide)),
     )
 
 
@@ -127,13 +128,11 @@ def gpu_of_plans() -> dict[str, int]:
     }
 
 
-def can_be_done(columns: int, dtype: torch.dtype, regime: str, shifted: bool) -> bool:
-    """Whether rows of so many columns can be done in the regime on this GPU."""
+def can_be_done(columns: int, dtype: torch.dtype, regime: str, shifted: bool, weights: int) -> bool:
+    """Whether rows of so many columns, with so many weights an element, can be done in the regime on this GPU."""
     ragged = shifted or columns * dtype.itemsize % 16 > 0
-    wanted = REGIMES[regime]
-    return (
-        launch_plans.row_plan(ROWS, columns, dtype.itemsize, ragged=ragged, regime=wanted, **gpu_of_plans()) is not None
-    )
+    of = {"weights": weights, "ragged": ragged, "regime": REGIMES[regime]}
+    return launch_plans.row_plan(ROWS, columns, dtype.itemsize, **of, **gpu_of_plans()) is not None
 
 
 def forced(kind: str, module: Any, x: Tensor, regime: int) -> Tensor:

@@ -18,6 +18,7 @@ def row_plan(
     weights: int = 0,
     ragged: bool = False,
     options: bool = False,
+    adds: bool = False,
     shared: int = 101376,
     multiprocessors: int = 0,
     regime: int = 0,
@@ -27,7 +28,7 @@ def row_plan(
     On a GPU with ``clusters`` of eight blocks, ``shared`` bytes of shared memory for a block and so many
     ``multiprocessors`` (0: it has no cooperative launches). ``weights`` is how many an element may have of its own
     (layer_norm 2, rms_norm 1), ``ragged`` whether rows begin or end elsewhere than at multiples of 16 bytes,
-    ``options`` whether the norm has any, or is l2_norm.
+    ``options`` whether the norm has any, or is l2_norm, and ``adds`` whether a residual is the only one.
     ``regime`` 0 chooses; 1 subwarp, 2 warp, 3 block, 4 cluster, 5 split, 6 team, 7 both (team and split) force one, and
     None is returned where such rows cannot be done in it. ``held`` of the result says who has the row in registers: 0
     nobody, 1 a block alone on a multiprocessor, 2 a block, 3 a cluster, 4 a cluster of large blocks, which takes row
@@ -38,7 +39,7 @@ def row_plan(
         *("held", "block_chunks", "blocks_a_row", "slots", "grid", "shared"),
     )
     gpu = (clusters, shared, multiprocessors)
-    return _plan("row_plan", (rows, cols), (itemsize, weights, ragged, options, *gpu, regime), names)
+    return _plan("row_plan", (rows, cols), (itemsize, weights, ragged, options, adds, *gpu, regime), names)
 
 
 def row_backward_plan(
@@ -63,7 +64,7 @@ def row_backward_plan(
     """
     names = (
         *("lanes", "chunk_len", "chunks", "blocks_a_row", "block_chunks", "teams", "warps", "rows_a_piece"),
-        *("pieces", "one_pass", "slots", "lag", "keeps", "dy_itemsize", "slot_bytes", "shared", "grid"),
+        *("pieces", "one_pass", "slots", "lag", "keeps", "wide", "slot_bytes", "shared", "grid"),
     )
     numbers = (itemsize, grad_itemsize, lean, options, slopes, clusters, shared, passes)
     return _plan("row_backward_plan", (rows, cols), numbers, names)

@@ -155,7 +155,8 @@ GPUS: tuple[dict[str, Any], ...] = (
 @pytest.mark.usefixtures("library")
 def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
     seen = set()
-    for cols in (*range(1, 300), *(2**k + d for k in range(8, 23) for d in (-1, 0, 1, 2)), 65535, 3 * 10**8):
+    lengths = (*range(1, 300), *(2**k + d for k in range(8, 23) for d in (-1, 0, 1, 2)), 1280, 1536, 65535, 3 * 10**8)
+    for cols in lengths:
         for rows in (1, 7, 100_000):
             for itemsize in (2, 4):
                 if rows * cols * itemsize > 80e9:
@@ -207,8 +208,47 @@ def test_row_plans_cover_the_row_and_fit_the_gpu() -> None:
                         slots = max(1, p["slots"])  # rows of which a team holds slices
                         assert shared >= slots * p["block_chunks"] * (p["chunk_len"] * itemsize + 15)
                     else:
-                        assert at_once >= rows * p["chunks"]
+                        assert at_once >= rows * (1 if p["regime"] == 2 else p["chunks"])
     assert seen == set(range(1, 8))
+
+
+@pytest.mark.usefixtures("library")
+def test_few_lanes_share_a_short_row_of_16_bits() -> None:
+    """Of whole vectors, where elements have weights or there are options; also of misaligned rows."""
+    for cols, itemsize, more in itertools.product(
+        range(4, 1025, 4), (2, 4), ({}, {"weights": 1}, {"weights": 2}, {"options": True})
+    ):
+        several = itemsize == 2 and cols % 8 == 0 and bool(more)
+        vectors = -(-cols * itemsize // 16)
+        lanes = (8 if vectors <= 32 else 32) if several else 8 if vectors <= 8 else 16 if vectors <= 16 else 32
+        for ragged in (False, True):
+            plan = launch_plans.row_plan(4001, cols, itemsize, ragged=ragged, **more, **GPUS[0])
+            assert plan is not None and plan["lanes"] == lanes, (cols, itemsize, more)
+            assert plan["regime"] == (1 if lanes < 32 else 2)
+
+
+@pytest.mark.usefixtures("library")
+def test_a_warp_has_a_chunk_and_no_more_than_half_of_one() -> None:
+    """Of elements with weights of their own, in rows that begin at vectors and are enough for a block each."""
+    gpu = GPUS[0]
+    few, enough = 4 * gpu["multiprocessors"], 4 * gpu["multiprocessors"] + 1
+    for cols, itemsize, weights in itertools.product((1032, 1280, 1536, 1544, 2048), (2, 4), (0, 1, 2)):
+        of = {"weights": weights, **gpu}
+        fits = cols <= 1536 and weights > 0
+        for more, regime in (
+            ({}, 2),
+            ({"options": True, "adds": True}, 2),
+            ({"ragged": True}, 3),
+            ({"options": True}, 3),
+        ):
+            plan = launch_plans.row_plan(enough, cols, itemsize, **of, **more)
+            adds = cols <= 1536 and "adds" in more  # a residual before a norm that has weights of its own
+            assert plan is not None and plan["chunks"] == plan["block_chunks"] == 2
+            assert plan["regime"] == (regime if fits or adds else 3), (cols, more)
+            plan = launch_plans.row_plan(few, cols, itemsize, **of, **more)
+            assert plan is not None and plan["regime"] == 3
+            forced = launch_plans.row_plan(few, cols, itemsize, regime=2, **of, **more)
+            assert (forced is not None) == (regime == 2 and (fits or adds))
 
 
 @pytest.mark.usefixtures("library")
@@ -266,7 +306,8 @@ def test_a_team_has_the_first_part_of_rows_that_it_cannot_hold() -> None:
 def test_chains_on_the_gpu_run_in_the_regimes_of_their_names() -> None:
     """What tests/gpu/test_overlap.py runs on an H100."""
     expected = {  # of the layers, with who holds a row in registers
-        **{"small": {(2, 0)}, "tiny": {(1, 0)}, "many tiny": {(1, 0)}, "odd": {(2, 0)}, "held": {(3, 2)}},
+        **{"small": {(2, 0)}, "tiny": {(1, 0)}, "many tiny": {(1, 0)}, "short": {(1, 0)}, "pair": {(2, 0)}},
+        **{"odd": {(2, 0)}, "held": {(3, 2)}},
         **{"cluster of two": {(4, 3)}, "cluster": {(4, 3)}, "clusters in turn": {(4, 3)}},
         **{"cluster of groups": {(4, 4)}, "shared memory": {(4, 0)}, "split": {(5, 0)}},
         **{"groups": {(4, 3), (4, 4)}, "groups, team": {(6, 0)}, "team": {(6, 0)}, "team, split": {(7, 0)}},
@@ -288,17 +329,27 @@ def test_chains_on_the_gpu_run_in_the_regimes_of_their_names() -> None:
 
 @pytest.mark.usefixtures("library")
 def test_the_reduction_tree_depends_on_row_length_and_dtype_alone() -> None:
+    """And, of 16-bit rows of up to 256 elements, on whether elements have weights of their own or there are options."""
     tree = ("vec", "lanes", "chunk_len", "chunks")
-    for cols in (5, 64, 129, 1000, 1001, 5000, 65535, 262144, 4_194_304):
-        for itemsize in (2, 4):
-            plans = [
-                launch_plans.row_plan(rows, cols, itemsize, weights=weights, ragged=ragged, regime=regime, **gpu)
-                for weights, ragged in ((0, False), (0, True), (1, False), (2, True), (2, False))
-                for rows in (1, 16, 5000)
-                for gpu in GPUS
-                for regime in range(8)
-            ]
-            assert len({tuple(p[key] for key in tree) for p in plans if p is not None}) == 1
+    kinds: tuple[tuple[dict[str, int], ...], ...] = (
+        ({"weights": 0},),
+        ({"weights": 1}, {"weights": 2}, {"options": 1}, {"options": 1, "adds": 1}),
+    )
+    for cols, itemsize in itertools.product(
+        (5, 64, 96, 128, 129, 192, 256, 264, 512, 1000, 1001, 1280, 5000, 65535, 262144, 4_194_304), (2, 4)
+    ):
+        trees = [
+            {
+                tuple(p[key] for key in tree)
+                for of, ragged, rows, gpu, regime in itertools.product(
+                    kind, (False, True), (1, 16, 5000), GPUS, range(8)
+                )
+                if (p := launch_plans.row_plan(rows, cols, itemsize, ragged=ragged, regime=regime, **of, **gpu))
+            }
+            for kind in kinds
+        ]
+        assert [len(one) for one in trees] == [1, 1], cols
+        assert trees[0] == trees[1] or (itemsize == 2 and 64 < cols <= 256), cols
 
 
 COLUMN_GPUS: tuple[dict[str, Any], ...] = (

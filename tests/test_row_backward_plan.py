@@ -96,11 +96,14 @@ def test_what_an_activation_makes_of_dy_is_kept_where_its_dtype_or_a_vector_hold
     itemsizes: tuple[int, int], slopes: bool
 ) -> None:
     """In dy's place: of its dtype where the derivative is 0 or 1 or dy float32, in float32 where rows begin at
-    vectors. How the sums are added does not depend on it, nor which rows are on their way at once on an H100."""
-    cut = ("lanes", "chunk_len", "chunks", "rows_a_piece", "pieces", "one_pass", "blocks_a_row", "teams")
+    vectors and no fewer are on their way at once. How the sums are added does not depend on it."""
+    cut = (
+        *("lanes", "chunk_len", "chunks", "rows_a_piece", "pieces"),
+        *("one_pass", "blocks_a_row", "teams", "slots", "lag"),
+    )
     seen = set()
     for cols in COLUMNS:
-        for gpu, passes in ((GPUS[0], 0), (GPUS[1], 0), (GPUS[0], 2)):
+        for gpu, passes in (*((gpu, 0) for gpu in GPUS), (GPUS[0], 2)):
             plans = [
                 launch_plans.row_backward_plan(1576, cols, *itemsizes, options=True, slopes=s, passes=passes, **gpu)
                 for s in (slopes, False)
@@ -110,11 +113,14 @@ def test_what_an_activation_makes_of_dy_is_kept_where_its_dtype_or_a_vector_hold
                 continue
             p, other = plans[0], plans[1]
             assert other is not None and all(p[key] == other[key] for key in cut)
-            held = not slopes or itemsizes[1] == 4 or cols % 8 == 0
-            assert p["keeps"] == (p["one_pass"] and held)
-            assert p["dy_itemsize"] == (4 if p["keeps"] and slopes else itemsizes[1])
-            assert p["slot_bytes"] >= p["chunk_len"] * (itemsizes[0] + p["dy_itemsize"]) + 64 + 64
+            in_dtype = not slopes or itemsizes[1] == 4
+            assert p["wide"] <= p["keeps"] <= p["one_pass"] and p["keeps"] >= (p["one_pass"] and in_dtype)
+            assert not p["wide"] or (not in_dtype and cols % 8 == 0)
+            assert p["keeps"] == p["wide"] or in_dtype
+            if gpu is GPUS[0] and passes == 0 and p["one_pass"]:
+                assert p["keeps"] == (in_dtype or cols % 8 == 0)
+            of_dy = 4 if p["wide"] else itemsizes[1]
+            assert p["slot_bytes"] >= p["chunk_len"] * (itemsizes[0] + of_dy) + 64 + 64
             assert p["shared"] >= p["slots"] * p["warps"] * p["slot_bytes"] and p["shared"] + 4096 <= gpu["shared"]
-            assert gpu is not GPUS[0] or not p["one_pass"] or p["slots"] == other["slots"]
-            seen.add((p["keeps"], p["dy_itemsize"]))
-    assert seen == ({(0, itemsizes[1]), (1, 4)} if slopes else {(0, itemsizes[1]), (1, itemsizes[1])})
+            seen.add((p["keeps"], p["wide"]))
+    assert seen == ({(0, 0), (1, 1)} if slopes and itemsizes[1] == 2 else {(0, 0), (1, 0)})

@@ -206,7 +206,7 @@ def test_rows_with_options_lie_in_registers_or_are_split() -> None:
             continue
         for gpu, ragged in itertools.product(GPUS, (False, True)):
             with_options = launch_plans.row_plan(rows, cols, itemsize, ragged=ragged, options=True, **gpu)
-            plain = launch_plans.row_plan(rows, cols, itemsize, ragged=ragged, **gpu)
+            plain = launch_plans.row_plan(rows, cols, itemsize, ragged=ragged, weights=1, **gpu)
             assert with_options is not None and plain is not None
             assert [with_options[key] for key in same] == [plain[key] for key in same]
             regime, held = with_options["regime"], with_options["held"]

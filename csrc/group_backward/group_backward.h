@@ -2,7 +2,6 @@
 #pragma once
 
 #include "abi/kernels.h"
-#include "device/slope.h"
 #include "plan/group_backward_plan.h"
 
 namespace normswap {

@@ -7,13 +7,13 @@
 namespace normswap {
 namespace {
 
-// Vectors of a unit that lie in shared memory.
-template <class T, class D, int V_>
+// Vectors of a unit that lie in shared memory. Keeps_: see group_held.
+template <class T, class D, int V_, bool Keeps_>
 struct StagedVectors {
   static constexpr int V = V_, Each = kVectorsAtOnce<V, sizeof(T) == sizeof(D)>;
+  static constexpr bool Keeps = Keeps_;
   const T* x;
   D* dy;
-  bool keeps;         // g, between the sums and the gradients
   D* last = nullptr;  // where the vector of dy was
   __device__ void take(int, int step, bool, float (&to_x)[V], float (&to_dy)[V]) {
     Raw<T, V>::load(x).floats(to_x);
@@ -24,7 +24,7 @@ struct StagedVectors {
   }
   // g in the place of dy, of the vector that was taken last.
   __device__ void keep(const float (&g)[V]) const {
-    if (keeps) *reinterpret_cast<Raw<D, V>*>(last) = Raw<D, V>::of(g);
+    *reinterpret_cast<Raw<D, V>*>(last) = Raw<D, V>::of(g);
   }
 };
 
@@ -62,7 +62,8 @@ __device__ inline void stage_elements(T* to, const T* from, int64_t count) {
   for (int64_t i = static_cast<int64_t>(vectors) * per + threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
 }
 
-template <class T, class D, int V>
+// Keeps: what an activation makes of dy is of its dtype, and takes its place between the sums and the gradients.
+template <class T, class D, int V, bool Keeps>
 __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs args) {
   extern __shared__ __align__(16) char memory[];
   const HeldShared<T, D> shared(args, memory);
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
       const Unit unit = Unit::of(args, of, there ? index : 0, there);
       const int line = (there ? group : first_of) * args.group_lines + unit.line;
       const int64_t at = static_cast<int64_t>(line) * args.n.sizes.spatial + static_cast<int64_t>(unit.first) * V;
-      StagedVectors<T, D, V> vectors{shared.x + (at - skipped), shared.dy + (at - skipped), args.keeps};
+      StagedVectors<T, D, V, Keeps> vectors{shared.x + (at - skipped), shared.dy + (at - skipped)};
       with(unit, some + run, shared.lines[line - first.line], there ? group : first_of, vectors, base + at);
       index += run_units;
       const int more = run_pieces + (index >= size ? 1 : 0);

@@ -3,6 +3,7 @@
 //   group_passing  passing: blocks take pieces, for the sums of a group and later for its gradients
 #pragma once
 
+#include "device/slope.h"
 #include "group_backward/group_backward_held.cuh"
 
 namespace normswap {
@@ -37,7 +38,7 @@ struct LoadedVectors {
 template <class T, class D, int V_, bool Last>
 struct FromLoaded {
   static constexpr int V = V_, Each = LoadedVectors<T, D, V>::Each;
-  static constexpr bool keeps = false;
+  static constexpr bool Keeps = false;
   LoadedVectors<T, D, V>& of;
   __device__ void take(int k, int step, bool more, float (&to_x)[V], float (&to_dy)[V]) {
     of.xs[k].floats(to_x);
@@ -46,7 +47,6 @@ struct FromLoaded {
     of.x += step;
     of.dy += step;
   }
-  __device__ void keep(const float (&)[V]) const {}
 };
 
 template <class T, class D, int V>
@@ -150,7 +150,6 @@ inline LinesArgs lines_args(const GroupBackward& n, const GroupBackwardPlan& p) 
   a.block_elements = p.block_elements;
   a.lag = static_cast<int>(p.lag);
   a.gradients = n.dx != nullptr || n.dresidual != nullptr;
-  a.keeps = n.grad_dtype == DType::f32 ? n.activation.code != Activation::none : passes_or_stops(n.activation.code);
   a.tickets = static_cast<int>(p.groups * p.group_pieces * (a.gradients ? 2 : 1));
   a.reciprocal = 1.f / static_cast<float>(s.spatial * a.group_lines);
   char* room = static_cast<char*>(n.workspace);
@@ -170,7 +169,10 @@ template <class T, class D, int V>
 cudaError_t launch_lines(const LinesArgs& a, const GroupBackwardPlan& p, bool overlap, cudaStream_t stream) {
   if (p.held) {
     const LaunchShape shape{grid_of(p.grid), p.threads, p.shared, p.cluster, overlap};
-    return launch_block<group_held<T, D, V>>(a, shape, stream);
+    const Activation behind = a.n.activation.code;
+    const bool fits = passes_or_stops(behind) || (sizeof(D) == 4 && behind != Activation::none);
+    if (fits && a.gradients) return launch_block<group_held<T, D, V, true>>(a, shape, stream);
+    return launch_block<group_held<T, D, V, false>>(a, shape, stream);
   }
   const cudaError_t error = cudaMemsetAsync(a.ticket, 0, (1 + 2 * p.groups) * sizeof(unsigned), stream);
   if (error != cudaSuccess) return error;

@@ -15,7 +15,6 @@ struct LinesArgs {
   int64_t block_elements;
   int lag, tickets;
   bool gradients;  // of x or the residual; else those of weight and bias alone
-  bool keeps;      // held: what the activation makes of dy is of its dtype, and takes its place until the gradients are made
   float reciprocal;  // of the elements of a group
   float2* line_sums;   // (batch, channels, line_pieces); null: not wanted
   // passing
@@ -93,7 +92,7 @@ __device__ inline float2 unit_sums(const LinesArgs& a, const Unit& unit, const L
   float sum = 0.f, product = 0.f;
   unit.for_each(a, at, source, [&](const float (&x)[V], float (&g)[V], int64_t from) {
     through_activation<D>(a, line, from, x, g);
-    source.keep(g);
+    if constexpr (Source::Keeps) source.keep(g);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       sum = __fadd_rn(sum, g[j]);
@@ -109,7 +108,7 @@ __device__ inline void store_gradients(const LinesArgs& a, const Unit& unit, con
                                        const GroupValues& group, int64_t at, Source& source) {
   constexpr int V = Source::V;
   unit.for_each(a, at, source, [&](const float (&x)[V], float (&g)[V], int64_t to) {
-    if (!source.keeps) through_activation<D>(a, line, to, x, g);
+    if constexpr (!Source::Keeps) through_activation<D>(a, line, to, x, g);
     if (a.n.dresidual != nullptr) Raw<D, V>::of(g).template store<Last>(static_cast<D*>(a.n.dresidual) + to);
     if (a.n.dx == nullptr) return;
 #pragma unroll

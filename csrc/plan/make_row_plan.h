@@ -13,6 +13,7 @@ struct Rows {
   bool ragged;  // they begin or end elsewhere than at multiples of 16 bytes
   // norm_with_options: rows that no registers hold are split, and none has a multiprocessor alone.
   bool options;
+  bool adds;  // with options: only a residual, before a norm that else stands alone
 };
 
 // How a block, or a cluster of blocks, holds rows of so many chunks.
@@ -77,14 +78,30 @@ inline bool make_team(const Rows& of, const Gpu& gpu, RowPlan* p) {
   return groups > 1 && groups <= kMaxGroups;
 }
 
+// Lanes that share a chunk. Few take fewer steps to unite what they have: of 16-bit rows of whole vectors, whose elements have
+// weights, or options, eight have up to kVectorsShort vectors each; of others eight or sixteen have one.
+inline int chunk_lanes(const Rows& of) {
+  const int vec = 16 / of.itemsize;
+  const bool several = of.itemsize == 2 && of.cols % vec == 0 && (of.weights > 0 || of.options);
+  if (several) return of.cols <= 8 * kVectorsShort * vec ? 8 : 32;
+  return of.cols <= 8 * vec ? 8 : of.cols <= 16 * vec ? 16 : 32;
+}
+
+// Whether a warp can have a row: of a chunk or, with weights of its elements, of up to half a chunk more, where a second warp
+// would have little to do.
+inline bool fits_warp(const Rows& of) {
+  const bool by_element = of.options ? of.adds : of.weights > 0;
+  return of.cols <= (by_element && !of.ragged ? kChunk / 2 * 3 : kChunk);
+}
+
 // The plan for rows of at least one element; `regime` other than automatic asks for that one. Returns false when the rows
 // cannot be done in the regime asked for.
 inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan* plan) {
-  const auto [rows, cols, itemsize, weights, ragged, options] = of;
+  const auto [rows, cols, itemsize, weights, ragged, options, adds] = of;
   RowPlan p{};
   p.overlap = gpu.overlap;
   p.vec = 16 / itemsize;
-  p.lanes = cols <= 8 * p.vec ? 8 : cols <= 16 * p.vec ? 16 : 32;  // a vector a lane, where the row is that short
+  p.lanes = chunk_lanes(of);
   const bool tiny = p.lanes < 32;
   p.chunk_len = static_cast<int>(cols < kChunk ? cols : kChunk);
   p.chunks = ceil_div(cols, p.chunk_len);
@@ -106,10 +123,11 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
   // Clusters that stage rows in shared memory and all run at once: a lean team is faster.
   const bool few = rows * kMaxCluster <= int64_t{kBlocksAMultiprocessor} * gpu.multiprocessors;
   const bool by_cluster = held_in_cluster || (p.chunks <= by_choice * kMaxCluster && !(few && by_team && is_lean(of)));
+  const bool many = rows > int64_t{kWarpsSmall<32>} * gpu.multiprocessors;  // a block of row_pair for each, and more
   Regime r = regime;
   if (r == Regime::automatic) {
     r = tiny                                                                      ? Regime::subwarp
-        : p.chunks == 1                                                           ? Regime::warp
+        : fits_warp(of) && (p.chunks == 1 || many)                                ? Regime::warp
         : held                                                                    ? Regime::block
         : fits_cluster && by_cluster                                              ? Regime::cluster
         : fits_block && p.chunks <= by_choice                                     ? Regime::block
@@ -118,7 +136,7 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
                                                                                   : Regime::split;
   }
   const bool possible = tiny                   ? r == Regime::subwarp
-                        : r == Regime::warp    ? p.chunks == 1
+                        : r == Regime::warp    ? fits_warp(of)
                         : r == Regime::block   ? fits_block
                         : r == Regime::cluster ? fits_cluster
                         : r == Regime::team    ? fits_team
@@ -132,6 +150,7 @@ inline bool make_row_plan(const Rows& of, const Gpu& gpu, Regime regime, RowPlan
     case Regime::warp:
       p.warps = p.lanes == 32 ? kWarpsSmall<32> : kWarpsSmall<8>;
       p.grid = ceil_div(rows, p.warps * (32 / p.lanes));
+      p.block_chunks = static_cast<int>(p.chunks);
       break;
     case Regime::block:
     case Regime::cluster:

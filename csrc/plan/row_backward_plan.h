@@ -57,8 +57,8 @@ struct BackwardPlan {
   bool one_pass;
   int slots;  // rows that a warp has on chip
   int lag;    // turns between a row's sums and its gradient, while the sums are under way
-  bool keeps;       // of an activation, if there is one: what comes of dy takes its place until the gradient is made
-  int dy_itemsize;  // bytes from one element of dy to the next, on chip: the room that this needs
+  bool keeps;  // of an activation, if there is one: what comes of dy takes its place until the gradient is made
+  bool wide;   // in float32: dy is of 16 bits, its rows begin at vectors, and as many of them are on chip as without
   int x_bytes, slot_bytes, shared;
   int64_t grid;
   bool overlap;  // see LaunchShape
@@ -94,15 +94,14 @@ inline void partition(const BackwardRows& of, BackwardPlan* p) {
 
 // What a warp's rows of one turn take in shared memory: x, dy, and four floats a row.
 inline void size_slot(const BackwardRows& of, BackwardPlan* p) {
-  p->dy_itemsize = p->keeps && of.slopes ? 4 : of.grad_itemsize;
   const int64_t elements = static_cast<int64_t>(p->chunk_len) * (32 / p->lanes);
   const auto room = [](int64_t bytes) { return static_cast<int>(ceil_div(bytes, 16) * 16 + 32); };
   p->x_bytes = room(elements * of.itemsize);
-  p->slot_bytes = p->x_bytes + room(elements * p->dy_itemsize) + 64;
+  p->slot_bytes = p->x_bytes + room(elements * (p->wide ? static_cast<int>(sizeof(float)) : of.grad_itemsize)) + 64;
 }
 
 inline void make_two_passes(BackwardPlan* p) {
-  p->one_pass = p->keeps = false;
+  p->one_pass = p->keeps = p->wide = false;
   p->teams = 1;
   p->block_chunks = p->warps = kWarpsTwoPasses;
   p->blocks_a_row = static_cast<int>(ceil_div(p->chunks, kWarpsTwoPasses));
@@ -114,6 +113,12 @@ inline int column_bytes(const BackwardPlan& p) {
   return p.warps * elements * static_cast<int>(sizeof(float));
 }
 
+// Rows of each warp that so much shared memory has room for: one at least.
+inline int slots_within(int bytes, const BackwardPlan& p) {
+  const int most = bytes / (p.warps * p.slot_bytes);
+  return most < 1 ? 1 : most < kMaxSlotsBackward ? most : kMaxSlotsBackward;
+}
+
 // The plan for at least one row of at least one element; `passes`: 0, or 1 or 2 to force them. Returns false where there
 // are too many blocks, or the rows cannot be done in so many passes.
 inline bool make_backward_plan(const BackwardRows& of, const Gpu& gpu, int passes, BackwardPlan* plan) {
@@ -121,8 +126,7 @@ inline bool make_backward_plan(const BackwardRows& of, const Gpu& gpu, int passe
   p.overlap = gpu.overlap;
   p.with = of.with;
   partition(of, &p);
-  // In float32 where dy's 16 bits do not hold it, if rows begin at vectors.
-  p.keeps = of.with && (!of.slopes || of.grad_itemsize == 4 || of.cols * of.grad_itemsize % 16 == 0);
+  p.keeps = of.with && (!of.slopes || of.grad_itemsize == 4);
   size_slot(of, &p);
   p.warps = p.teams * p.block_chunks;
   const int room = gpu.shared - kExchangeBytes;
@@ -130,12 +134,15 @@ inline bool make_backward_plan(const BackwardRows& of, const Gpu& gpu, int passe
   const bool fits = p.warps * p.slot_bytes <= room && column_bytes(p) <= room;
   const bool possible = p.one_pass && alone && fits;
   if (passes == 1 ? !possible : passes == 2 && p.chunks == 1) return false;
-  if (!possible || passes == 2) {
-    make_two_passes(&p);
-    size_slot(of, &p);
+  if (!possible || passes == 2) make_two_passes(&p);
+  const int budget = p.one_pass ? room : gpu.shared / kBlocksTwoPasses - kExchangeBytes;
+  p.slots = slots_within(budget, p);
+  if (p.one_pass && of.with && !p.keeps && of.cols * of.grad_itemsize % 16 == 0) {
+    BackwardPlan wide = p;
+    wide.keeps = wide.wide = true;
+    size_slot(of, &wide);
+    if (wide.warps * wide.slot_bytes <= budget && slots_within(budget, wide) == p.slots) p = wide;
   }
-  const int most = (p.one_pass ? room : gpu.shared / kBlocksTwoPasses - kExchangeBytes) / (p.warps * p.slot_bytes);
-  p.slots = most < 1 ? 1 : most < kMaxSlotsBackward ? most : kMaxSlotsBackward;
   p.lag = p.one_pass && p.chunks > 1 && p.slots > 2 ? 1 : 0;
   const int slots = p.slots * p.warps * p.slot_bytes, columns = column_bytes(p);
   p.shared = slots > columns ? slots : columns;

@@ -1,10 +1,10 @@
 // How a row is cut and who works on it; make_row_plan.h decides.
 //
-// The reduction tree is a function of the row length and the element size alone. A row of N elements is cut into
-// `chunks` pieces of `chunk_len` (the last may be shorter); a chunk belongs to `lanes` lanes of one warp, lane l taking
-// the 16-byte vectors l, l + lanes, ... counted from the row's start, wherever in memory that is; chunk statistics merge
-// in a binary tree by chunk index. The regime says only which threads do the work, so that the bits of a row depend on
-// neither the other rows, nor its address, nor the GPU.
+// The reduction tree is a function of the row length, the element size and, of short rows, the kind alone (chunk_lanes). A row
+// of N elements is cut into `chunks` pieces of `chunk_len` (the last may be shorter); a chunk belongs to `lanes` lanes of one
+// warp, lane l taking the 16-byte vectors l, l + lanes, ... counted from the row's start, wherever in memory that is; chunk
+// statistics merge in a binary tree by chunk index. The regime says only which threads do the work, so that the bits of a row
+// depend on neither the other rows, nor its address, nor the GPU.
 #pragma once
 
 #include "plan/plan.h"
@@ -88,6 +88,9 @@ constexpr int kWarpsSplit = kGroup;
 constexpr int kPiece = 512;
 constexpr int kRowsSplit = 2;
 constexpr int kWarpsApply = 8;
+
+// subwarp: vectors of a lane at most; see chunk_lanes.
+constexpr int kVectorsShort = 4;
 
 // subwarp, warp: warps of a block. A row a warp: few, so that no block waits for many; many rows a warp: more, since blocks
 // start at a limited rate.

@@ -8,6 +8,7 @@
 #include "abi/tensors.h"
 #include "abi/views.h"
 #include "plan/make_row_plan.h"
+#include "row/only_adds.h"
 
 namespace normswap {
 
@@ -26,7 +27,7 @@ constexpr RowLaunches kNormWithOptions{norm_with_options_f32, norm_with_options_
 inline int32_t launched(const RowLaunches& launches, int weights, RowNorm n, Memory& memory, int32_t device, Regime regime,
                         bool options = false) {
   const int bytes = static_cast<int>(itemsize(n.dtype));
-  const Rows rows{n.rows, n.cols, bytes, weights, is_ragged(n, bytes), options};
+  const Rows rows{n.rows, n.cols, bytes, weights, is_ragged(n, bytes), options, options && only_adds(n)};
   const Gpu gpu = gpu_of(device);
   cudaStream_t stream{};
   cudaError_t error = cudaErrorUnknown;

@@ -268,10 +268,10 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 // The launch plan, for tests that have no GPU, of the GPU described: (regime, vec, lanes, chunk_len, chunks, warps, held,
 // block_chunks, blocks_a_row, slots, grid, shared) into out. Returns 0 when the row cannot be done in that regime.
 extern "C" __attribute__((visibility("default"))) int normswap_row_plan(
-    int64_t rows, int64_t cols, int itemsize, int weights, int ragged, int options, int clusters, int shared,
+    int64_t rows, int64_t cols, int itemsize, int weights, int ragged, int options, int adds, int clusters, int shared,
     int multiprocessors, int regime, int64_t* out) {
   const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, multiprocessors, multiprocessors > 0};
-  const normswap::Rows of{rows, cols, itemsize, weights, ragged != 0, options != 0};
+  const normswap::Rows of{rows, cols, itemsize, weights, ragged != 0, options != 0, adds != 0};
   normswap::RowPlan p;
   if (!normswap::make_row_plan(of, gpu, static_cast<normswap::Regime>(regime), &p)) return 0;
   const int64_t values[] = {static_cast<int64_t>(p.regime), p.vec, p.lanes, p.chunk_len, p.chunks, p.warps,

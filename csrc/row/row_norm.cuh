@@ -1,6 +1,7 @@
 // The row engine: LayerNorm, RMSNorm, L1 norm and GroupNorm (contiguous) are this file and a policy (row_policy.cuh).
 // row_plan.h says how rows are cut; the kernels are the regimes:
 //   row_small    subwarp, warp: a row is one chunk, in registers; several rows a block
+//   row_pair     warp: a row is a chunk and a part of one, in registers
 //   row_held     block, cluster: a chunk a warp, in registers
 //   row_block    the same for longer rows, or where there are no clusters: the chunks of a row lie in shared memory
 // and in row_wide.cuh
@@ -13,6 +14,7 @@
 
 #include "device/cluster.cuh"
 #include "device/launch.h"
+#include "row/only_adds.h"
 #include "row/row_wide.cuh"
 
 namespace normswap {
@@ -27,7 +29,9 @@ constexpr int kSmallBlocks = (kOptions<Policy> ? 16 : kWarpsWanted<Tile>) / kWar
 
 // Rows a lane works on at once in row_small: what is the same for all is then done once.
 template <class Tile>
-constexpr int kRowsAtOnce = Tile::Slots > 1 ? 1 : Tile::Ragged && Tile::Lanes > 8 ? kRowsSubwarp / 2 : kRowsSubwarp;
+constexpr int kRowsAtOnce = Tile::Slots > 1                   ? (Tile::Slots == 2 && Tile::Lanes == 8 ? 2 : 1)
+                            : Tile::Ragged && Tile::Lanes > 8 ? kRowsSubwarp / 2
+                                                              : kRowsSubwarp;
 
 // Vectors of a lane whose affine parameters it loads at once in row_small: those of 16-bit rows come from the L1, once the
 // statistics are known, since more warps are worth more than parameters ahead.
@@ -42,6 +46,7 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
   follow_predecessor();
   let_successor_start();
   constexpr int Rows = kRowsAtOnce<RowTile>, Lanes = RowTile::Lanes, groups = kWarpsSmall<Lanes> * 32 / Lanes;
+  static_assert(RowTile::Whole == 0 || (Lanes == 32 && Rows == 1));  // a row that is not there has no vectors
   const T* x = static_cast<const T*>(args.n.x);
   const T* end = x + args.n.rows * args.n.cols;
   using Row = std::conditional_t<Lanes == 32, unsigned, int64_t>;  // of 256 bytes or more: fewer than 2^32
@@ -79,6 +84,45 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
     if (tiles[r].len > 0 && RowTile::lane() == 0) save_values<Policy>(args, rows[r], stats[r], values[r]);
   }
   apply_tiles<Policy, T>(tiles, args, rows, 0, values, affine);
+}
+
+// A row of two chunks whose statistics a lane holds: what unite_group makes of them.
+template <class Stat>
+__device__ inline Stat unite_two(const Stat& first, const Stat& second, const RowSizes& sizes) {
+  const Stat s[4] = {first, second, Stat{}, Stat{}};
+  return with_nothing(unite<1, 1>(s, sizes.row.value));
+}
+
+// Rest: a tile for what is left of the row behind the first chunk. A row's bits are those that two warps of row_held give it.
+template <class Policy, class T, class Rest>
+__global__ void __launch_bounds__(kWarpsSmall<32> * 32, (sizeof(T) == 2 ? 24 : 16) / kWarpsSmall<32>)
+    row_pair(const RowArgs args) {
+  follow_predecessor();
+  let_successor_start();
+  using First = Tile<T, 32, kChunkSlots<T>, false, kChunkSlots<T>>;
+  const unsigned rows[1] = {blockIdx.x * kWarpsSmall<32> + threadIdx.x / 32};
+  if (rows[0] >= args.n.rows) return;
+  const T* x = static_cast<const T*>(args.n.x) + static_cast<int64_t>(rows[0]) * args.n.cols;
+  const T* end = static_cast<const T*>(args.n.x) + args.n.rows * args.n.cols;
+  First first[1];
+  Rest rest[1];
+  first[0].load(x, kChunk, end);
+  rest[0].load(x + kChunk, static_cast<int>(args.n.cols) - kChunk, end);
+  if constexpr (kAddsResidual<Policy, Rest>) {
+    add_residual<T>(first, args, rows, 0);
+    add_residual<T>(rest, args, rows, kChunk);
+  }
+  typename Policy::Stat of_first[1], of_rest[1];
+  Policy::statistics(first, args.sizes.chunk, args, of_first);
+  Policy::statistics(rest, args.sizes.last_chunk, args, of_rest);
+  const auto stat = unite_two(of_first[0], of_rest[0], args.sizes);
+  const RowValues values[1] = {Policy::template finish<T>(stat, args)};
+  if (threadIdx.x % 32 == 0) save_values<Policy>(args, rows[0], stat, values[0]);
+  AffineAhead<Policy, T, First, kAffineSmall<Policy, First>> of_elements;
+  apply_tiles<Policy, T>(first, args, rows, 0, values, of_elements);
+  AffineAhead<Policy, T, Rest, kAffineSmall<Policy, Rest>> of_others;
+  of_others.load_ahead(args, kChunk, rest[0]);
+  apply_tiles<Policy, T>(rest, args, rows, kChunk, values, of_others);
 }
 
 // row_held: registers for affine parameters that are loaded before the statistics are known. in_block they come from the
@@ -292,8 +336,8 @@ inline Quotient quotient_by(int64_t divisor) {
   return {divisor, d == 1 ? most : most / d + (most % d == d - 1 ? 1 : 0)};
 }
 
-// A row of few vectors wants a kernel of few registers: the smallest of the numbers of slots built that holds it. More
-// than Before are needed.
+// A row of few vectors wants a kernel of few registers: the smallest of the numbers of slots built that holds it. A row that
+// is there needs more than Before.
 template <class Policy, class T, bool Ragged, int Lanes, int Before, int Slots, int... More>
 cudaError_t launch_slots(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
   if constexpr (sizeof...(More) > 0) {
@@ -301,25 +345,38 @@ cudaError_t launch_slots(const RowArgs& args, const RowPlan& plan, cudaStream_t 
       return launch_slots<Policy, T, Ragged, Lanes, Slots, More...>(args, plan, stream);
     }
   }
-  return launch_small<Policy, T, Tile<T, Lanes, Slots, Ragged, Before>>(args, plan, stream);
+  constexpr int whole = Lanes == 32 ? Before : 0;  // fewer lanes may have a row that is not there
+  return launch_small<Policy, T, Tile<T, Lanes, Slots, Ragged, whole>>(args, plan, stream);
 }
+
+// Whether a lane of eight may have several vectors, and no sixteen lanes share a row of whole vectors: see chunk_lanes.
+template <class Policy, class T>
+constexpr bool kSeveral = sizeof(T) == 2 && (Policy::affine == Affine::by_element || kOptions<Policy>);
 
 template <class Policy, class T, bool Ragged>
 cudaError_t launch_rows_of_one_chunk(const RowArgs& args, const RowPlan& plan, cudaStream_t stream) {
-  if (plan.lanes == 8) return launch_slots<Policy, T, Ragged, 8, 0, 1>(args, plan, stream);
-  if (plan.lanes == 16) return launch_slots<Policy, T, Ragged, 16, 0, 1>(args, plan, stream);
-  if constexpr (Ragged && (kOptions<Policy> || kBehind<Policy>)) {
-    return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T>>(args, plan, stream);
-  } else if constexpr (kOptions<Policy> || (Ragged && sizeof(T) == 4)) {
-    return launch_slots<Policy, T, Ragged, 32, 0, kChunkSlots<T> / 2, kChunkSlots<T>>(args, plan, stream);
-  } else if constexpr (Ragged) {
-    return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 4>(args, plan, stream);
-  } else if constexpr (Policy::affine != Affine::by_element) {  // few rows are so short
-    return launch_slots<Policy, T, Ragged, 32, 0, 1, kChunkSlots<T> / 2, kChunkSlots<T>>(args, plan, stream);
-  } else if constexpr (sizeof(T) == 2) {
-    return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 3, 4>(args, plan, stream);
+  constexpr bool several = kSeveral<Policy, T>;
+  constexpr int most = several ? kVectorsShort : 1, all = kChunkSlots<T>;
+  if constexpr (several && !Ragged && kOptions<Policy>) {
+    if (plan.lanes == 8) return launch_slots<Policy, T, Ragged, 8, 0, 1, most>(args, plan, stream);
+    return launch_slots<Policy, T, Ragged, 32, 1, all / 2, all>(args, plan, stream);
+  } else if constexpr (several && !Ragged) {
+    if (plan.lanes == 8) return launch_slots<Policy, T, Ragged, 8, 0, 1, 2, 3, most>(args, plan, stream);
+    return launch_slots<Policy, T, Ragged, 32, 1, 2, 3, all>(args, plan, stream);
   } else {
-    return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 4, 6, 8>(args, plan, stream);
+    if (plan.lanes == 8) return launch_slots<Policy, T, Ragged, 8, 0, 1, most>(args, plan, stream);
+    if (plan.lanes == 16) return launch_slots<Policy, T, Ragged, 16, 0, 1>(args, plan, stream);
+    if constexpr (Ragged && (kOptions<Policy> || kBehind<Policy>)) {
+      return launch_slots<Policy, T, Ragged, 32, 0, all>(args, plan, stream);
+    } else if constexpr (kOptions<Policy> || (Ragged && sizeof(T) == 4)) {
+      return launch_slots<Policy, T, Ragged, 32, 0, all / 2, all>(args, plan, stream);
+    } else if constexpr (Ragged) {
+      return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 4>(args, plan, stream);
+    } else if constexpr (Policy::affine != Affine::by_element) {  // few rows are so short
+      return launch_slots<Policy, T, Ragged, 32, 0, 1, all / 2, all>(args, plan, stream);
+    } else {
+      return launch_slots<Policy, T, Ragged, 32, 0, 1, 2, 4, 6, 8>(args, plan, stream);
+    }
   }
 }
 
@@ -362,6 +419,24 @@ cudaError_t launch_blocks(const RowArgs& args, const RowPlan& plan, const Launch
   }
 }
 
+// Rows of a chunk and no more than half of one: see fits_warp.
+template <class Policy, class T, bool Ragged>
+cudaError_t launch_pairs(const RowArgs& args, const RowPlan& plan, const LaunchShape& shape, cudaStream_t stream) {
+  if constexpr (Ragged || Policy::affine != Affine::by_element) {
+    return cudaErrorInvalidValue;
+  } else {
+    constexpr int most = kChunkSlots<T> / 2;  // vectors of a lane
+    if (has_wide_weights<T>(args) || args.n.out_dtype != args.n.dtype) {  // see kAllThere
+      const LaunchShape block{grid_of(args.n.rows), 2 * 32, 0, 1, plan.overlap};
+      return launch_held<Policy, T, false, Held::in_block>(args, block, stream);
+    }
+    if (args.n.cols - kChunk > most / 2 * 32 * plan.vec) {
+      return launch_block<row_pair<Policy, T, Tile<T, 32, most, false, most / 2>>>(args, shape, stream);
+    }
+    return launch_block<row_pair<Policy, T, Tile<T, 32, most / 2, false>>>(args, shape, stream);
+  }
+}
+
 template <class Policy, class T, bool Ragged>
 cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
   const RowArgs args{n,
@@ -386,7 +461,10 @@ cudaError_t launch_rows(const RowNorm& n, const RowPlan& plan, cudaStream_t stre
   cudaError_t error = cudaSuccess;
   switch (plan.regime) {
     case Regime::subwarp:
-    case Regime::warp: error = launch_rows_of_one_chunk<Policy, T, Ragged>(args, plan, stream); break;
+    case Regime::warp:
+      error = plan.chunks == 1 ? launch_rows_of_one_chunk<Policy, T, Ragged>(args, plan, stream)
+                               : launch_pairs<Policy, T, Ragged>(args, plan, shape, stream);
+      break;
     case Regime::block:
     case Regime::cluster: error = launch_blocks<Policy, T, Ragged>(args, plan, shape, stream); break;
     case Regime::team: error = launch_team<Policy, T, Ragged>(args, plan, shape, stream); break;
@@ -401,19 +479,11 @@ cudaError_t launch(const RowNorm& n, const RowPlan& plan, cudaStream_t stream) {
   return launch_rows<Policy, T, false>(n, plan, stream);
 }
 
-// Whether the norm is one that may stand alone, but for a residual, and its kernels can add that: see kAddsResidual. Without
-// weights and biases they have +0 where the norm behind the residual has -0.
-inline bool only_adds(const RowNorm& n, const RowPlan& plan, int itemsize) {
-  const RowOptions& o = n.options;
-  const bool norm = n.kind == NormKind::rms || (n.kind == NormKind::layer && (n.weight != nullptr || n.bias != nullptr));
-  const bool nothing_behind = o.scale == nullptr && o.activation.code == Activation::none && n.out_dtype == n.dtype;
-  return norm && nothing_behind && plan.regime != Regime::split && !is_ragged(n, itemsize);
-}
-
 // `layer`, `rms`: of the norms that stand alone.
 template <class T>
 cudaError_t launch_with_options(const RowNorm& n, const RowPlan& plan, cudaStream_t stream, RowLaunch layer, RowLaunch rms) {
-  if (only_adds(n, plan, sizeof(T))) return (n.kind == NormKind::rms ? rms : layer)(n, plan, stream);
+  const bool adds = only_adds(n) && plan.regime != Regime::split && !is_ragged(n, sizeof(T));
+  if (adds) return (n.kind == NormKind::rms ? rms : layer)(n, plan, stream);
   return launch<OptionsPolicy, T>(n, plan, stream);
 }
 

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "abi/views.h"
+#include "device/slope.h"
 
 namespace normswap {
 namespace {
@@ -227,7 +228,7 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 }
 
 // The plan, for tests that have no GPU, of the GPU described: (lanes, chunk_len, chunks, blocks_a_row, block_chunks, teams,
-// warps, rows_a_piece, pieces, one_pass, slots, lag, keeps, dy_itemsize, slot_bytes, shared, grid) into out. Returns 0 where
+// warps, rows_a_piece, pieces, one_pass, slots, lag, keeps, wide, slot_bytes, shared, grid) into out. Returns 0 where
 // there is none.
 extern "C" __attribute__((visibility("default"))) int normswap_row_backward_plan(
     int64_t rows, int64_t cols, int itemsize, int grad_itemsize, int lean, int with, int slopes, int clusters, int shared,
@@ -238,7 +239,7 @@ extern "C" __attribute__((visibility("default"))) int normswap_row_backward_plan
   if (!normswap::make_backward_plan(of, gpu, passes, &p)) return 0;
   const int64_t values[] = {p.lanes, p.chunk_len, p.chunks, p.blocks_a_row, p.block_chunks, p.teams,
                             p.warps, p.rows_a_piece, p.pieces, p.one_pass, p.slots, p.lag,
-                            p.keeps, p.dy_itemsize, p.slot_bytes, p.shared, p.grid};
+                            p.keeps, p.wide, p.slot_bytes, p.shared, p.grid};
   for (const int64_t value : values) *out++ = value;
   return 1;
 }

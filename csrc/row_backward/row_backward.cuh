@@ -100,11 +100,10 @@ __device__ inline void column_values(const ChannelVector& vector, int64_t begin,
   }
 }
 
-// With: an activation may follow the norm, and a gradient of the sum in front of it.
-template <class Policy, class G, class Tile, bool With>
+template <class Policy, class G, class Tile, Around A>
 struct BackwardWarp {
   using X = typename Tile::X;
-  using Slot = BackwardSlot<G, Tile, With>;
+  using Slot = BackwardSlot<G, Tile, A>;
   using Row = typename Policy::Row;
   static constexpr int V = Tile::V, Slots = Tile::Slots, Group = Tile::Group;
   static constexpr int Weighted = Policy::has_weight ? Slots : 1, Biased = Policy::has_bias ? Slots : 1;
@@ -149,9 +148,11 @@ struct BackwardWarp {
       if (!mine.any_inside(first)) continue;
       float x[Group][V], dy[Group][V];
       load(from, mine, first, false, x, dy);
-      if (With && has_activation()) {
-        derive(mine, first, values, x, dy);
-        if (args.p.keeps) keep(from, mine, first, dy);
+      if constexpr (A != Around::nothing) {
+        if (has_activation()) {
+          derive(mine, first, values, x, dy);
+          if (keeps()) keep(from, mine, first, dy);
+        }
       }
 #pragma unroll
       for (int i = 0; i < Group; ++i) {
@@ -179,13 +180,14 @@ struct BackwardWarp {
     const Row values = row_of(from, mine);
     const Coefficients c = Policy::finish(total.x, total.y, args.by_cols, values);
     X* const out_at = static_cast<X*>(args.n.dx) + at;
-    const bool kept = With && args.p.keeps;
 #pragma unroll
     for (int first = 0; first < Slots; first += Group) {
       if (!mine.any_inside(first)) continue;
       float x[Group][V], dy[Group][V];
-      load(from, mine, first, kept, x, dy);
-      if (With && !kept && has_activation()) derive(mine, first, values, x, dy);
+      load(from, mine, first, keeps(), x, dy);
+      if constexpr (A == Around::options) {
+        if (!keeps() && has_activation()) derive(mine, first, values, x, dy);
+      }
 #pragma unroll
       for (int i = 0; i < Group; ++i) {
         const int k = first + i;
@@ -195,8 +197,8 @@ struct BackwardWarp {
         for (int j = 0; j < V; ++j) out[j] = Policy::gradient(x[i][j], weighted(dy[i][j], k, j), values, c);
         if (!mine.inside(k)) continue;
         constexpr int apart = Tile::Lanes * V;
-        if constexpr (With) add_sum_grad(at + k * apart, out);
-        store_values(out_at + k * apart, out);
+        if constexpr (A != Around::nothing) add_sum_grad(at + k * apart, out);
+        store(out_at + k * apart, out);
       }
     }
   }
@@ -224,6 +226,13 @@ struct BackwardWarp {
     if constexpr (Policy::has_weight) return __fmul_rn(dy, w[k][j]);
     return dy;
   }
+  __device__ static void store(X* to, const float (&out)[V]) {
+    if constexpr (V == 1) {
+      *to = from_float<X>(out[0]);
+    } else {
+      store_words(to, words_of<X>(out));
+    }
+  }
   __device__ void add_sum_grad(int64_t at, float (&out)[V]) const {
     if (args.n.sum_grad == nullptr) return;
     float more[V];
@@ -238,23 +247,22 @@ struct BackwardWarp {
     for (int i = 0; i < Group; ++i) from.load(mine, first + i, kept, x[i], dy[i]);
   }
   __device__ bool has_activation() const { return args.n.activation.code != Activation::none; }
+  __device__ bool keeps() const { return A == Around::wide || (A == Around::options && args.p.keeps); }
   // dy by way of the activation; 0 stays so.
   __device__ void derive(const Tile& mine, int first, const Row& values, const float (&x)[Group][V],
                          float (&dy)[Group][V]) const {
-    if constexpr (With) {
 #pragma unroll
-      for (int i = 0; i < Group; ++i) {
-        const int k = first + i;
-        float b[V], z[V];
-        column_values(args.n.bias, begin, mine, k, 0.f, b);
+    for (int i = 0; i < Group; ++i) {
+      const int k = first + i;
+      float b[V], z[V];
+      column_values(args.n.bias, begin, mine, k, 0.f, b);
 #pragma unroll
-        for (int j = 0; j < V; ++j) {
-          z[j] = rounded<G>(Policy::template output<X>(Policy::normalised(x[i][j], values), w[k][j], b[j], args.n));
-        }
-        times_slope<G>(args.n.activation, z, dy[i]);
-#pragma unroll
-        for (int j = 0; j < V; ++j) dy[i][j] = mine.inside(k) ? dy[i][j] : 0.f;
+      for (int j = 0; j < V; ++j) {
+        z[j] = rounded<G>(Policy::template output<X>(Policy::normalised(x[i][j], values), w[k][j], b[j], args.n));
       }
+      times_slope<G>(args.n.activation, z, dy[i]);
+#pragma unroll
+      for (int j = 0; j < V; ++j) dy[i][j] = mine.inside(k) ? dy[i][j] : 0.f;
     }
   }
   // For the gradient of these rows.
@@ -300,11 +308,11 @@ __device__ inline void store_column_sums(const BackwardArgs& args, const Tile& t
 // --- kernels ---------------------------------------------------------------------------------------------------------
 
 // See kWarpsBackwardLean.
-template <class Policy, class Tile, bool With>
-constexpr int kMostWarps = !Policy::has_bias && !With && sizeof(typename Tile::X) == 2 ? kWarpsBackwardLean : kMaxWarpsBackward;
+template <class Policy, class Tile, Around A>
+constexpr int kMostWarps = !Policy::has_bias && A == Around::nothing && sizeof(typename Tile::X) == 2 ? kWarpsBackwardLean : kMaxWarpsBackward;
 
-template <class Policy, class G, class Tile, bool With>
-__global__ void __launch_bounds__(kMostWarps<Policy, Tile, With> * 32, 1) row_backward(const BackwardArgs args) {
+template <class Policy, class G, class Tile, Around A>
+__global__ void __launch_bounds__(kMostWarps<Policy, Tile, A> * 32, 1) row_backward(const BackwardArgs args) {
   extern __shared__ __align__(16) char shared[];
   __shared__ SumsExchange::Shared exchanged;
   const BackwardPlan& p = args.p;
@@ -319,8 +327,8 @@ __global__ void __launch_bounds__(kMostWarps<Policy, Tile, With> * 32, 1) row_ba
   __syncthreads();
   follow_predecessor();
   let_successor_start();
-  using Slot = BackwardSlot<G, Tile, With>;
-  BackwardWarp<Policy, G, Tile, With> mine{args, chunk * int64_t{kChunk}};
+  using Slot = BackwardSlot<G, Tile, A>;
+  BackwardWarp<Policy, G, Tile, A> mine{args, chunk * int64_t{kChunk}};
   const int64_t left_of_row = max(int64_t{0}, args.n.cols - mine.begin);
   mine.tile.len = mine.tile.extent =
       Tile::Full ? kChunk : static_cast<int>(min(left_of_row, static_cast<int64_t>(p.chunk_len)));
@@ -332,7 +340,7 @@ __global__ void __launch_bounds__(kMostWarps<Policy, Tile, With> * 32, 1) row_ba
   const int ring = p.slots * p.slot_bytes;
   char* const memory = shared + warp * ring;
   const auto next = [&](int slot) { return slot + p.slot_bytes == ring ? 0 : slot + p.slot_bytes; };
-  BackwardStage<G, Tile, With> stage(args, row, mine.begin, step);
+  BackwardStage<G, Tile> stage(args, row, mine.begin, step);
   if (left > 0) {
     for (int slot = 0; slot < ring; slot += p.slot_bytes, left_staged -= step) {
       stage.next(args, memory + slot, left_staged, mine.tile.len);
@@ -414,9 +422,9 @@ cudaError_t launch_passes(const BackwardArgs& args, cudaStream_t stream) {
   return error == cudaSuccess ? launch_backward<kernel>(args, Pass::gradient, stream) : error;
 }
 
-template <class Policy, class G, class Tile, bool With = false>
+template <class Policy, class G, class Tile, Around A = Around::nothing>
 cudaError_t launch_tile(const BackwardArgs& args, cudaStream_t stream) {
-  return launch_passes<row_backward<Policy, G, Tile, With>>(args, stream);
+  return launch_passes<row_backward<Policy, G, Tile, A>>(args, stream);
 }
 
 // See takes_narrow_grad.
@@ -426,7 +434,11 @@ constexpr bool kNarrow = sizeof(G) < sizeof(X);
 template <class Policy, class X, class G, int V>
 cudaError_t launch_vectors(const BackwardArgs& args, cudaStream_t stream) {
   if constexpr (Policy::has_weight && !kNarrow<X, G>) {
-    if (args.p.with) return launch_tile<Policy, G, BackwardTile<X, 32, V, false>, true>(args, stream);
+    using Any = BackwardTile<X, 32, V, false>;
+    if constexpr (sizeof(G) == 2 && V > 1) {
+      if (args.p.wide) return launch_tile<Policy, G, Any, Around::wide>(args, stream);
+    }
+    if (args.p.with) return launch_tile<Policy, G, Any, Around::options>(args, stream);
   }
   if (args.p.lanes == 8) return launch_tile<Policy, G, BackwardTile<X, 8, V, false>>(args, stream);
   if constexpr (V > 1) {
@@ -442,7 +454,8 @@ cudaError_t launch_row_backward(const RowBackward& n, const BackwardPlan& p, cud
   float2* sums = reinterpret_cast<float2*>(n.sums);
   const float offset = n.weight.data == nullptr ? 0.f : static_cast<float>(n.weight_offset);
   const float by_cols = 1.f / static_cast<float>(n.cols);
-  const BackwardArgs args{n, p, Pass::both, by_cols, offset, tree_lanes, sums, sums + n.rows * p.chunks};
+  BackwardArgs args{n, p, Pass::both, by_cols, offset, tree_lanes, sums, sums + n.rows * p.chunks};
+  if (n.dx == nullptr) args.p.keeps = args.p.wide = false;  // no gradient is made of it
   constexpr int per = 16 / static_cast<int>(sizeof(X));
   cudaError_t error = cudaSuccess;
   if (kNarrow<X, G> || n.cols % per == 0) {

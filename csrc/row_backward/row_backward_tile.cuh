@@ -9,6 +9,10 @@ namespace {
 
 enum class Pass { both, sums, gradient };
 
+// What is around the norm, where it takes kernels of its own. options: an activation behind it, or a gradient of the sum in
+// front of it; wide: an activation, of which what comes of dy, of 16 bits, is kept in float32.
+enum class Around { nothing, options, wide };
+
 struct BackwardArgs {
   RowBackward n;
   BackwardPlan p;
@@ -66,38 +70,21 @@ __device__ inline void load_values(const T* p, bool there, float (&out)[V]) {
   }
 }
 
-// And stores them so, rounded.
-template <class T, int V>
-__device__ inline void store_values(T* p, const float (&values)[V]) {
-  if constexpr (V == 1) {
-    *p = from_float<T>(values[0]);
-  } else {
-    constexpr int per = 16 / static_cast<int>(sizeof(T));
-#pragma unroll
-    for (int i = 0; i < V; i += per) {
-      float some[per];
-#pragma unroll
-      for (int j = 0; j < per; ++j) some[j] = values[i + j];
-      *reinterpret_cast<uint4*>(p + i) = words_of<T>(some);
-    }
-  }
-}
-
-// Starts copying the whole vectors of a warp's rows, to where they would lie if an element had `itemsize` bytes.
+// Starts copying the whole vectors of a warp's rows.
 template <class T, class Tile>
-__device__ inline void stage_vectors(char* memory, const T* from, int elements, int itemsize = sizeof(T)) {
+__device__ inline void stage_vectors(char* memory, const T* from, int elements) {
   constexpr int each = 16 / static_cast<int>(sizeof(T)), most = kChunk / 32 / each;
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int i = 0; i < most; ++i) {
     const int at = (i * 32 + lane) * each;
-    if (Tile::Full || at < elements) copy_async(memory + at * itemsize, from + at);
+    if (Tile::Full || at < elements) copy_async(memory + at * static_cast<int>(sizeof(T)), from + at);
   }
 }
 
 // What is copied ahead for a warp's turns, from `row` on, `step` rows at a time. Lane l copies, for row l % Rows of a turn,
 // its mean, its rstd or, in the second pass, one of its two sums.
-template <class G, class Tile, bool With>
+template <class G, class Tile>
 struct BackwardStage {
   using X = typename Tile::X;
   const X* x;
@@ -129,7 +116,7 @@ struct BackwardStage {
         stage_chunk<G, true>(memory + args.p.x_bytes, dy, count, static_cast<const G*>(args.n.dy) + all);
       } else {
         stage_vectors<X, Tile>(memory, x, count);
-        stage_vectors<G, Tile>(memory + args.p.x_bytes, dy, count, With ? args.p.dy_itemsize : sizeof(G));
+        stage_vectors<G, Tile>(memory + args.p.x_bytes, dy, count);
       }
       if (values && static_cast<int>(threadIdx.x) % 32 % Tile::Rows < left) copy_async_word(memory + value_at, value);
       x += elements;
@@ -141,7 +128,7 @@ struct BackwardStage {
 };
 
 // The rows of a warp's turn. `first`: the element of the tensors that the copies begin with, but for multiples of 2^32.
-template <class G, class Tile, bool With>
+template <class G, class Tile, Around A>
 struct BackwardSlot {
   using X = typename Tile::X;
   static constexpr int V = Tile::V;
@@ -154,33 +141,46 @@ struct BackwardSlot {
     return reinterpret_cast<const float*>(memory + args.p.slot_bytes - 64) + Tile::sub_row() * 4;
   }
 
-  // A lane's k-th vector of x and of dy, or what was kept in its place; zeros past the end of the row.
+  // A lane's k-th vector of x and of dy, or what was kept of that; zeros past the end of the row.
   __device__ void load(const Tile& tile, int k, bool kept, float (&x)[V], float (&dy)[V]) const {
     const int at = place(tile, k);
     load_values(begin_of<X>(memory) + at, tile.inside(k), x);
-    if (kept && is_wide()) {
-      load_values(reinterpret_cast<const float*>(dy_at(at)), tile.inside(k), dy);
+    G* const from = begin_of<G>(memory + args.p.x_bytes) + at;
+    if (A == Around::wide && kept) {
+      load_wide(from, tile.inside(k), dy);
     } else {
-      load_values(dy_at(at), tile.inside(k), dy);
+      load_values(from, tile.inside(k), dy);
     }
   }
-  // What behind an activation comes of dy, in its dtype or in float32.
+  // In the place of a vector of dy what behind the activation comes of it.
   __device__ void keep(const Tile& tile, int k, const float (&dy)[V]) const {
     if (!tile.inside(k)) return;
-    G* const to = dy_at(place(tile, k));
-    if (is_wide()) {
-      store_values(reinterpret_cast<float*>(to), dy);
+    G* const to = begin_of<G>(memory + args.p.x_bytes) + place(tile, k);
+    if constexpr (A == Around::wide) {
+      *reinterpret_cast<float4*>(to) = {dy[0], dy[1], dy[2], dy[3]};
+      *reinterpret_cast<float4*>(to + args.p.chunk_len) = {dy[4], dy[5], dy[6], dy[7]};
+    } else if constexpr (V == 1) {
+      *to = from_float<G>(dy[0]);
     } else {
-      store_values(to, dy);
+      constexpr int per = 16 / static_cast<int>(sizeof(G));
+#pragma unroll
+      for (int i = 0; i < V; i += per) {
+        float some[per];
+#pragma unroll
+        for (int j = 0; j < per; ++j) some[j] = dy[i + j];
+        *reinterpret_cast<uint4*>(to + i) = words_of<G>(some);
+      }
     }
   }
 
  private:
-  static constexpr bool MayBeWide = With && V > 1 && sizeof(G) == 2;
-  __device__ bool is_wide() const { return MayBeWide && args.p.dy_itemsize == 4; }
-  __device__ G* dy_at(int at) const {
-    if constexpr (MayBeWide) return reinterpret_cast<G*>(memory + args.p.x_bytes + at * args.p.dy_itemsize);
-    return begin_of<G>(memory + args.p.x_bytes) + at;
+  // A vector's first four floats have the place of its eight elements, the others that of elements a chunk further.
+  __device__ void load_wide(const G* from, bool there, float (&out)[V]) const {
+    const float4 nothing{}, first = there ? *reinterpret_cast<const float4*>(from) : nothing;
+    const float4 second = there ? *reinterpret_cast<const float4*>(from + args.p.chunk_len) : nothing;
+    const float all[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+    for (int j = 0; j < V; ++j) out[j] = all[j];
   }
   __device__ int place(const Tile& tile, int k) const {
     return (Tile::Rows > 1 ? Tile::sub_row() * static_cast<int>(args.n.cols) : 0) + tile.offset(k);

@@ -12,7 +12,10 @@ from torch import Tensor
 from normswap import ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LENGTHS = (1, 2, 7, 31, 32, 33, 64, 65, 127, 128, 130, 255, 256, 258, 769, 1000, 1001, 1023, 1025, 2047, 2050, 4096)
+LENGTHS = (
+    *(1, 2, 7, 31, 32, 33, 64, 65, 127, 128, 130, 255, 256, 258, 769, 1000, 1001, 1023, 1025),
+    *(1032, 1280, 1536, 1544, 2047, 2050, 4096),
+)
 LONG = (4097, 8192, 16383, 16386, 20480, 32768, 65535, 65536, 81920, 100001, 131073, 262144, 262146)
 WEIGHTS = {"layer_norm": 2, "rms_norm": 1, "l1_norm": 0}
 """That an element may have of its own."""

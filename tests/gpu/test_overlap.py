@@ -28,6 +28,8 @@ CHAINS: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], nn.Module]]] 
     "small": ((4096, 768), torch.float16, lambda: nn.Sequential(nn.LayerNorm(768), nn.RMSNorm(768, eps=1e-5))),
     "tiny": ((9000, 64), torch.float32, lambda: nn.Sequential(nn.LayerNorm(64), L1Norm())),
     "many tiny": ((60_000, 64), torch.float32, lambda: nn.Sequential(nn.LayerNorm(64), nn.RMSNorm(64, eps=1e-5))),
+    "short": ((60_000, 192), torch.float16, lambda: nn.Sequential(nn.LayerNorm(192), nn.RMSNorm(192, eps=1e-5))),
+    "pair": ((3000, 1280), torch.bfloat16, lambda: nn.Sequential(nn.LayerNorm(1280), nn.RMSNorm(1280, eps=1e-5))),
     "odd": ((1000, 1001), torch.bfloat16, lambda: nn.Sequential(nn.LayerNorm(1001), nn.RMSNorm(1001, eps=1e-5))),
     "held": ((700, 8192), torch.bfloat16, lambda: nn.Sequential(nn.LayerNorm(8192), nn.RMSNorm(8192, eps=1e-5))),
     "cluster of two": ((300, 16384), torch.float32, lambda: nn.Sequential(nn.LayerNorm(16384), L1Norm())),

@@ -17,7 +17,10 @@ from normswap.activation import NONE, Activation
 from normswap.ops import dispatch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LENGTHS = (1, 2, 7, 31, 33, 64, 65, 128, 130, 255, 258, 769, 1000, 1001, 1024, 1025, 2050, 4096, 4097, 8192)
+LENGTHS = (
+    *(1, 2, 7, 31, 33, 64, 65, 96, 128, 130, 192, 255, 256, 258, 512, 769),
+    *(1000, 1001, 1024, 1025, 1280, 1536, 2050, 4096, 4097, 8192),
+)
 VECTORS = (
     8,
     24,
@@ -110,11 +113,15 @@ def test_residual_and_adaptive_against_float64(kind: str, dtype: torch.dtype, me
 @by_dtype
 def test_a_residual_gives_the_bits_of_the_norm_of_the_sum(kind: str, dtype: torch.dtype) -> None:
     """The statistics are those of the rounded sum, by the same tree in every regime."""
+    many = 4 * torch.cuda.get_device_properties(0).multi_processor_count + 5
     for cols in (*LENGTHS, *LONG):
-        x, residual = tensor((5, cols), dtype, 2.0), tensor((5, cols), dtype, seed=4)
-        weight, bias = affine(cols, dtype)
-        out, total = call(kind, x, weight, bias, residual=residual)
-        assert same_bits(out, call(kind, total, weight, bias)), cols
+        for rows, of_parameters in (
+            ((5, dtype), (many, dtype), (many, torch.float32)) if 1024 < cols < 2048 else ((5, dtype),)
+        ):
+            x, residual = tensor((rows, cols), dtype, 2.0), tensor((rows, cols), dtype, seed=4)
+            weight, bias = affine(cols, of_parameters)
+            out, total = call(kind, x, weight, bias, residual=residual)
+            assert same_bits(total, x + residual) and same_bits(out, call(kind, total, weight, bias)), (rows, cols)
 
 
 def with_statistics(

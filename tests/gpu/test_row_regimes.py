@@ -22,11 +22,30 @@ def test_every_regime_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None
         automatic = forced(kind, x, weight, bias, 0)
         for regime in (2, 3, 4, 5, 6):  # 7 is for longer rows, below
             gpu = gpu_of_plans()
-            if launch_plans.row_plan(4, cols, x.element_size(), weights=WEIGHTS[kind], regime=regime, **gpu) is None:
+            of = {"weights": WEIGHTS[kind], "ragged": cols * x.element_size() % 16 > 0, "regime": regime}
+            if launch_plans.row_plan(4, cols, x.element_size(), **of, **gpu) is None:
                 continue
             assert same_bits(automatic, forced(kind, x, weight, bias, regime)), (cols, regime)
             compared += 1
     assert compared > 20
+
+
+@pytest.mark.parametrize("kind", ("layer_norm", "rms_norm"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_chunk_and_a_part_of_one(kind: str, dtype: torch.dtype) -> None:
+    """A warp each, where there are many, with parameters of their dtype or in float32: the bits of a block each."""
+    for cols in (1032, 1152, 1280, 1288, 1536):
+        rows = 4 * gpu_of_plans()["multiprocessors"] + 5
+        x, (weight, bias) = values(rows, cols, dtype, 3.0), affine(cols, dtype)
+        x[3], x[4, 5], x[5, -1] = 7.0, float("nan"), float("inf")
+        plan = launch_plans.row_plan(rows, cols, x.element_size(), weights=WEIGHTS[kind], **gpu_of_plans())
+        assert plan is not None and plan["regime"] == 2 and plan["chunks"] == 2
+        for parameters in ((weight, bias), (weight.float(), bias.float())):
+            first = forced(kind, x, *parameters, 0)
+            assert same_bits(first, forced(kind, x, *parameters, 3)), cols
+            assert all(
+                same_bits(first[i : i + 1], forced(kind, x[i : i + 1], *parameters, 0)) for i in (0, 3, 4, 5, rows - 1)
+            )
 
 
 @pytest.mark.parametrize("kind", tuple(WEIGHTS))
@@ -82,7 +101,7 @@ def test_a_team_has_the_first_part_of_rows_that_it_cannot_hold(kind: str) -> Non
 @pytest.mark.parametrize("kind", tuple(WEIGHTS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_batch_or_the_run(kind: str, dtype: torch.dtype) -> None:
-    for cols in (7, 64, 130, 769, 1001, 4096, 20_480, 65_535, 81_920, 300_001):
+    for cols in (7, 64, 96, 130, 192, 256, 512, 769, 1001, 1280, 4096, 20_480, 65_535, 81_920, 300_001):
         x = values(6, cols, dtype, 3.0)
         x[0, :3] = torch.tensor([2e-38, -1e-37, 3e-39])  # quotients of few bits
         x[1] = 0.0

@@ -6,10 +6,12 @@ what lies behind such a product is run on random numbers.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from accuracy import REGIMES, SHORT_LENGTHS, Setting, compared, settings, shares
-from test_row_backward import KINDS, assert_right, drawn, exact, native
+from test_row_backward import KINDS, assert_right, behind, drawn, exact, native
 from torch import Tensor, nn
 
 import normswap
@@ -76,6 +78,46 @@ def test_backward_of_rows(kind: str, dtype: torch.dtype) -> None:
     ):
         x, dy, w = (drawn(rows, cols, dtype, mean) for rows, mean in ((33, 1.0), (33, 0.0), (1, 0.5)))
         assert_right(kind, native(kind, x, w[0], dy, passes), exact(kind, x, w[0], dy), (cols, passes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ("relu", "silu"))
+def test_backward_of_activations(name: str, dtype: torch.dtype) -> None:
+    """What they make of the gradient, kept on chip or made twice."""
+    for kind, (cols, passes) in itertools.product(
+        ("layer_norm", "rms_norm"), ((96, 0), (1001, 0), (4096, 0), (4097, 0), (20_480, 0), (20_480, 2))
+    ):
+        x, dy, (w, b) = drawn(33, cols, dtype, 1.0), drawn(33, cols, dtype, 0.0), drawn(2, cols, dtype, 0.5)
+        first, again = (behind(kind, name, x, w, b, dy, passes) for _ in range(2))
+        assert all(map(torch.equal, first, again)), (kind, cols, passes)
+    for shape, layout in itertools.product(
+        ((2, 64, 7, 7), (2, 64, 28, 28)), (torch.contiguous_format, torch.channels_last)
+    ):
+        x, dy = (torch.randn(shape, device="cuda").to(dtype, memory_format=layout) for _ in range(2))
+        leaves = [t.requires_grad_() for t in (x, *torch.rand(2, 64, device="cuda").to(dtype))]
+        ours = torch.autograd.grad(
+            ops.group_norm(leaves[0], 8, *leaves[1:], 1e-5, activation=Activation(name)), leaves, dy
+        )
+        z = nn.functional.group_norm(leaves[0].float(), 8, *(t.float() for t in leaves[1:]))
+        theirs = torch.autograd.grad(Activation(name)(z), leaves, dy.float())
+        for one, other in zip(ours, theirs, strict=True):
+            assert float((one - other).norm() / other.norm()) < 0.05, (shape, layout)
+
+
+def test_rows_that_few_lanes_share_or_one_warp_has() -> None:
+    """In 16 bits; the last block has fewer rows than it could, and the tensors end with the last one."""
+    many = torch.cuda.get_device_properties(0).multi_processor_count * 4 + 1
+    for cols, rows in (*((c, 5) for c in (96, 136, 192, 256, 264, 512)), *((c, many) for c in (1032, 1288, 1536))):
+        w = drawn(2, cols, torch.bfloat16, 0.5)
+        for x in (
+            drawn(rows, cols, torch.bfloat16, 1.0),
+            drawn(1, rows * cols + 1, torch.bfloat16, 1.0)[0, 1:].view(rows, cols),
+        ):
+            for name, residual in itertools.product(("none", "silu"), (None, x)):
+                out = ops.layer_norm(x, (cols,), *w, 1e-5, activation=Activation(name), residual=residual)
+                out, total = out if residual is not None else (out, x)
+                exact_norm = Activation(name)(nn.functional.layer_norm(total.double(), (cols,), *w.double(), 1e-5))
+                assert float((out.double() - exact_norm).abs().max()) < 0.05, (cols, rows, name)
 
 
 @pytest.mark.parametrize("low", (torch.bfloat16, torch.float16), ids=str)
