@@ -26,16 +26,27 @@ __device__ __noinline__ Floats<V> through_slopes(ActivationArgs a, Floats<V> z, 
   return g;
 }
 
+// What dy comes through, where it takes kernels of its own: nothing; a ReLU behind the norm alone, or an activation whose signs
+// were kept; any, asked for each vector, and all of frozen statistics.
+enum class Through { nothing, relu, signs, any };
+
+inline Through through_of(const BatchNormTrain& n) {
+  if (n.frozen) return Through::any;
+  if (n.activation.code == Activation::none) return Through::nothing;
+  if (n.signs != nullptr) return Through::signs;
+  return n.activation.code == Activation::relu && n.residual == nullptr ? Through::relu : Through::any;
+}
+
 // x and dy of a thread's vectors, on their way. Last: see Words.
-template <class T, int V, bool Last>
+template <class T, int V, bool Even, Through By, bool Last>
 struct Incoming {
   static constexpr int many = kPairsAtOnce;
-  const Vectors<V>& vectors;
+  const Vectors<V, Even>& vectors;
   const BatchNormTrain& n;
   Words<T, V> x[many], dy[many];
   unsigned char signs[many];
 
-  __device__ explicit Incoming(const Vectors<V>& of) : vectors(of), n(of.a.n) {
+  __device__ explicit Incoming(const Vectors<V, Even>& of) : vectors(of), n(of.a.n) {
 #pragma unroll
     for (int k = 0; k < many; ++k) load(k, vectors.first + k * vectors.a.side);
   }
@@ -46,7 +57,9 @@ struct Incoming {
     const int64_t at = vectors.at(row);
     x[k].template load_where<Last>(there, n.x, at);
     dy[k].template load_where<Last>(there, n.dy, at);
-    if (n.signs != nullptr && there) signs[k] = n.signs[at / static_cast<int>(sizeof(x[k]))];
+    if (By == Through::signs || (By == Through::any && n.signs != nullptr)) {
+      if (there) signs[k] = n.signs[at / static_cast<int>(sizeof(x[k]))];
+    }
   }
   // Calls with(k, row, x - mean, g) for every vector.
   template <class With>
@@ -64,16 +77,28 @@ struct Incoming {
     dy[k].floats(g);
 #pragma unroll
     for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], of.mean[j]);
-    if (n.activation.code == Activation::none) return;
-    if (n.signs != nullptr) {
+    if constexpr (By == Through::signs) {
+      by_signs(k, g);
+    } else if constexpr (By != Through::nothing) {
+      by_slopes(of, k, row, d, g);
+    }
+  }
+
+ private:
+  __device__ void by_signs(int k, float (&g)[V]) const {
 #pragma unroll
-      for (int j = 0; j < V; ++j) g[j] = signs[k] >> j & 1 ? g[j] : 0.f;
-      return;
+    for (int j = 0; j < V; ++j) g[j] = signs[k] >> j & 1 ? g[j] : 0.f;
+  }
+  // By what went into the activation.
+  __device__ void by_slopes(const ColumnCoefficients<V>& of, int k, int row, const float (&d)[V], float (&g)[V]) const {
+    if constexpr (By == Through::any) {
+      if (n.activation.code == Activation::none) return;
+      if (n.signs != nullptr) return by_signs(k, g);
     }
     float z[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) z[j] = fmaf(d[j], of.gain[j], of.bias[j]);
-    if (n.residual != nullptr) {
+    if (By == Through::any && n.residual != nullptr) {
       Words<T, V> residual{};
       residual.template load_where<false>(row < vectors.end, n.residual, vectors.at(row));
       float added[V];
@@ -81,23 +106,23 @@ struct Incoming {
 #pragma unroll
       for (int j = 0; j < V; ++j) z[j] = __fadd_rn(rounded<T>(z[j]), added[j]);
     }
-    if (n.activation.code == Activation::relu) {
+    if (By == Through::relu || n.activation.code == Activation::relu) {
 #pragma unroll
       for (int j = 0; j < V; ++j) g[j] = lets_through<T>(z[j]) ? g[j] : 0.f;
-      return;
+    } else if constexpr (By == Through::any) {
+      Floats<V> of_z, of_g;
+#pragma unroll
+      for (int j = 0; j < V; ++j) of_z.v[j] = rounded<T>(z[j]), of_g.v[j] = g[j];
+      of_g = through_slopes<T>(n.activation, of_z, of_g);
+#pragma unroll
+      for (int j = 0; j < V; ++j) g[j] = row < vectors.end ? of_g.v[j] : 0.f;  // NaN where z, of no row, overflows
     }
-    Floats<V> of_z, of_g;
-#pragma unroll
-    for (int j = 0; j < V; ++j) of_z.v[j] = rounded<T>(z[j]), of_g.v[j] = g[j];
-    of_g = through_slopes<T>(n.activation, of_z, of_g);
-#pragma unroll
-    for (int j = 0; j < V; ++j) g[j] = row < vectors.end ? of_g.v[j] : 0.f;  // NaN where z, of no row, overflows
   }
 };
 
 // The gradients of a row's vector, if it is there.
-template <class T, int V>
-__device__ inline void store_gradients(const Vectors<V>& vectors, int row, const float (&g)[V], const float (&dx)[V]) {
+template <class T, int V, bool Even>
+__device__ inline void store_gradients(const Vectors<V, Even>& vectors, int row, const float (&g)[V], const float (&dx)[V]) {
   if (row >= vectors.end) return;
   const BatchNormTrain& n = vectors.a.n;
   const int64_t at = vectors.at(row);
@@ -105,12 +130,12 @@ __device__ inline void store_gradients(const Vectors<V>& vectors, int row, const
   if (n.dx != nullptr) store(n.dx, at, Pack<T, V>::of(dx));
 }
 
-template <class T, int V>
+template <class T, int V, bool Even, Through By>
 __global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_sums(const BatchNormArgs args) {
   __shared__ Handed<V> handed;
   __shared__ float4 room[kMostOfStrip];
-  const Vectors<V> vectors(args, blockIdx.x);
-  Incoming<T, V, false> incoming(vectors);
+  const Vectors<V, Even> vectors(args, blockIdx.x);
+  Incoming<T, V, Even, By, false> incoming(vectors);
   const ColumnCoefficients<V> of(vectors, room);
   float sums[V] = {}, products[V] = {};
   incoming.for_each(of, [&](int, int row, float (&d)[V], const float (&g)[V]) {
@@ -119,10 +144,12 @@ __global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_sums(
       sums[j] = __fadd_rn(sums[j], g[j]);
       products[j] = fmaf(g[j], d[j], products[j]);
     }
-    if (!args.n.frozen) return;
+    if constexpr (By == Through::any) {
+      if (!args.n.frozen) return;
 #pragma unroll
-    for (int j = 0; j < V; ++j) d[j] = __fmul_rn(g[j], of.gain[j]);
-    store_gradients<T>(vectors, row, g, d);
+      for (int j = 0; j < V; ++j) d[j] = __fmul_rn(g[j], of.gain[j]);
+      store_gradients<T>(vectors, row, g, d);
+    }
   });
   let_successor_start();
   float2 columns[V];
@@ -142,7 +169,7 @@ __global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_sums(
 template <int V>
 struct ColumnGradients {
   float a[V], b[V];
-  __device__ ColumnGradients(const Vectors<V>& vectors, float2 (&room)[kMostOfStrip]) {
+  __device__ ColumnGradients(const PieceVectors<V>& vectors, float2 (&room)[kMostOfStrip]) {
     const float2* finished = vectors.a.sums() + vectors.a.n.sizes.channels * vectors.a.p.pieces;
     const auto get = [&](int64_t channel) { return __ldcg(finished + channel); };
     vectors.each_column(room, get, [&](int j, const float2& pair) {
@@ -156,12 +183,12 @@ struct ColumnGradients {
   }
 };
 
-template <class T, int V>
+template <class T, int V, bool Even, Through By>
 __global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_gradients(const BatchNormArgs args) {
   __shared__ float4 room[kMostOfStrip];
   __shared__ float2 room_of_pairs[kMostOfStrip];
-  const Vectors<V> vectors(args, gridDim.x - 1 - blockIdx.x);
-  Incoming<T, V, true> incoming(vectors);
+  const Vectors<V, Even> vectors(args, gridDim.x - 1 - blockIdx.x);
+  Incoming<T, V, Even, By, true> incoming(vectors);
   const ColumnCoefficients<V> of(vectors, room);
   follow_predecessor();
   const ColumnGradients<V> gradients(vectors, room_of_pairs);
@@ -171,22 +198,33 @@ __global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_gradi
   });
 }
 
-template <class T, int V>
+template <class T, int V, bool Even, Through By>
 cudaError_t run_backward(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
-  cudaError_t error = launch_pass<batch_sums<T, V>>(a, false, stream);
+  cudaError_t error = launch_pass<batch_sums<T, V, Even, By>>(a, false, stream);
   const bool follows = !a.n.frozen && (a.n.dx != nullptr || a.n.dresidual != nullptr);
   const ChannelVector* vectors[] = {&a.n.dweight, &a.n.dbias, &a.n.dscale, &a.n.dinput_bias};
   const auto asked = [](const ChannelVector* v) { return v->data != nullptr; };
   if (error == cudaSuccess && (follows || std::any_of(std::begin(vectors), std::end(vectors), asked))) {
     error = finish_batch_norm_backward(a.n, a.p, overlap, stream);
   }
-  return error == cudaSuccess && follows ? launch_pass<batch_gradients<T, V>>(a, overlap, stream) : error;
+  return error == cudaSuccess && follows ? launch_pass<batch_gradients<T, V, Even, By>>(a, overlap, stream) : error;
+}
+
+template <class T, bool Even>
+cudaError_t run_through(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
+  switch (through_of(a.n)) {
+    case Through::nothing: return run_backward<T, kBatchNormVec, Even, Through::nothing>(a, overlap, stream);
+    case Through::relu: return run_backward<T, kBatchNormVec, Even, Through::relu>(a, overlap, stream);
+    case Through::signs: return run_backward<T, kBatchNormVec, Even, Through::signs>(a, overlap, stream);
+    default: return run_backward<T, kBatchNormVec, Even, Through::any>(a, overlap, stream);
+  }
 }
 
 template <class T>
 cudaError_t batch_norm_backward_of(const BatchNormTrain& n, const BatchNormPlan& plan, bool overlap, cudaStream_t stream) {
   const BatchNormArgs args(n, plan);
-  return plan.vec == 1 ? run_backward<T, 1>(args, overlap, stream) : run_backward<T, kBatchNormVec>(args, overlap, stream);
+  if (plan.vec == 1) return run_backward<T, 1, false, Through::any>(args, overlap, stream);
+  return args.row_bytes > 0 ? run_through<T, true>(args, overlap, stream) : run_through<T, false>(args, overlap, stream);
 }
 
 }  // namespace

@@ -65,10 +65,10 @@ __device__ inline float2 unite_columns(const float2 (&columns)[V], float count) 
   return {__fadd_rn(pivot, shift), tree(v)};
 }
 
-template <class T, int V>
+template <class T, int V, bool Even>
 __global__ void __launch_bounds__(kBatchNormThreads, 4) batch_moments(const BatchNormArgs args) {
   __shared__ Handed<V> handed;
-  const Vectors<V> vectors(args, blockIdx.x);
+  const Vectors<V, Even> vectors(args, blockIdx.x);
   constexpr int many = kAtOnce<T>;
   Words<T, V> x[many]{};
   const auto load = [&](int k, int row) {
@@ -106,13 +106,14 @@ __global__ void __launch_bounds__(kBatchNormThreads, 4) batch_moments(const Batc
       });
 }
 
-// The vector at `at`, if it is there, finished: the residual is added, the activation follows, a ReLU's signs are kept.
-template <class T, int V>
+// The vector at `at`, if it is there, finished: the residual is added, the activation follows, of a ReLU behind a residual the
+// signs are kept.
+template <bool Adds, class T, int V>
 __device__ inline void store_output(const BatchNormArgs& a, bool there, int64_t at, const float (&norm)[V],
                                     const Words<T, V>& residual) {
   Pack<T, V> y = Pack<T, V>::of(norm);
-  float z[V];
-  if (a.n.residual != nullptr) {
+  [[maybe_unused]] float z[V];
+  if constexpr (Adds) {
     float added[V];
     Words<T, V>{y.raw()}.floats(z);
     residual.floats(added);
@@ -121,11 +122,13 @@ __device__ inline void store_output(const BatchNormArgs& a, bool there, int64_t 
     y = Pack<T, V>::of(z);
   }
   if (a.n.activation.code == Activation::relu) {
-    if (a.n.signs != nullptr) {
-      unsigned signs = 0;
+    if constexpr (Adds) {
+      if (a.n.signs != nullptr) {
+        unsigned signs = 0;
 #pragma unroll
-      for (int j = 0; j < V; ++j) signs |= static_cast<unsigned>(lets_through<T>(z[j])) << j;
-      if (there) a.n.signs[at / static_cast<int>(sizeof(y))] = static_cast<unsigned char>(signs);
+        for (int j = 0; j < V; ++j) signs |= static_cast<unsigned>(lets_through<T>(z[j])) << j;
+        if (there) a.n.signs[at / static_cast<int>(sizeof(y))] = static_cast<unsigned char>(signs);
+      }
     }
     y = relu(y);
   } else if (a.n.activation.code != Activation::none) {
@@ -134,19 +137,20 @@ __device__ inline void store_output(const BatchNormArgs& a, bool there, int64_t 
   if (there) store(a.n.y, at, y);
 }
 
-template <class T, int V>
-__global__ void __launch_bounds__(kBatchNormThreads, 3) batch_apply(const BatchNormArgs args) {
+// Adds: a residual.
+template <class T, int V, bool Even, bool Adds>
+__global__ void __launch_bounds__(kBatchNormThreads, Adds ? 3 : 4) batch_apply(const BatchNormArgs args) {
   __shared__ float4 room[kMostOfStrip];
-  const Vectors<V> vectors(args, gridDim.x - 1 - blockIdx.x);
+  const Vectors<V, Even> vectors(args, gridDim.x - 1 - blockIdx.x);
   constexpr int many = kAtOnce<T>;
-  Words<T, V> x[many]{}, residual[many]{};
+  Words<T, V> x[many]{}, residual[Adds ? many : 1]{};
   const auto load_some = [&](int r) {
 #pragma unroll
     for (int k = 0; k < many; ++k) {
       const bool there = r + k * args.side < vectors.end;
       const int64_t at = vectors.at(r + k * args.side);
       x[k].template load_where<true>(there, args.n.x, at);
-      residual[k].template load_where<true>(there && args.n.residual != nullptr, args.n.residual, at);
+      if constexpr (Adds) residual[k].template load_where<true>(there, args.n.residual, at);
     }
   };
   load_some(vectors.first);
@@ -160,26 +164,30 @@ __global__ void __launch_bounds__(kBatchNormThreads, 3) batch_apply(const BatchN
       x[k].floats(z);
 #pragma unroll
       for (int j = 0; j < V; ++j) z[j] = fmaf(__fsub_rn(z[j], of.mean[j]), of.gain[j], of.bias[j]);
-      store_output(args, r + k * args.side < vectors.end, vectors.at(r + k * args.side), z, residual[k]);
+      store_output<Adds>(args, r + k * args.side < vectors.end, vectors.at(r + k * args.side), z, residual[Adds ? k : 0]);
     }
     r += many * args.side;
     if (r < vectors.end) load_some(r);
   }
 }
 
-template <class T, int V>
+template <class T, int V, bool Even>
 cudaError_t run_forward(const BatchNormArgs& a, bool overlap, cudaStream_t stream) {
   if (!a.n.frozen) {
-    if (const cudaError_t error = launch_pass<batch_moments<T, V>>(a, false, stream); error != cudaSuccess) return error;
+    if (const cudaError_t error = launch_pass<batch_moments<T, V, Even>>(a, false, stream); error != cudaSuccess) return error;
   }
   const cudaError_t error = finish_batch_norm(a.n, a.p, overlap && !a.n.frozen, stream);
-  return error == cudaSuccess ? launch_pass<batch_apply<T, V>>(a, overlap, stream) : error;
+  if (error != cudaSuccess) return error;
+  if (a.n.residual != nullptr) return launch_pass<batch_apply<T, V, Even, true>>(a, overlap, stream);
+  return launch_pass<batch_apply<T, V, Even, false>>(a, overlap, stream);
 }
 
 template <class T>
 cudaError_t batch_norm_forward_of(const BatchNormTrain& n, const BatchNormPlan& plan, bool overlap, cudaStream_t stream) {
   const BatchNormArgs args(n, plan);
-  return plan.vec == 1 ? run_forward<T, 1>(args, overlap, stream) : run_forward<T, kBatchNormVec>(args, overlap, stream);
+  if (plan.vec == 1) return run_forward<T, 1, false>(args, overlap, stream);
+  if (args.row_bytes > 0) return run_forward<T, kBatchNormVec, true>(args, overlap, stream);
+  return run_forward<T, kBatchNormVec, false>(args, overlap, stream);
 }
 
 }  // namespace

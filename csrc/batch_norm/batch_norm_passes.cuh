@@ -9,6 +9,7 @@ namespace normswap {
 namespace {
 
 constexpr int kFewPieces = 128;  // which a warp unites alone
+constexpr int kEntriesHeld = 8;   // statistics of a channel that a lane keeps in registers while it unites them
 
 struct BatchNormArgs {
   BatchNormTrain n;
@@ -16,6 +17,7 @@ struct BatchNormArgs {
   Divider by_strips, by_lanes, by_line, by_inner, by_across;
   int64_t strip_bytes;        // from strip to strip
   unsigned vector_bytes, sample_bytes;  // from row to row of a sample; what comes to it from sample to sample
+  unsigned row_bytes;                   // from row to row, where it is always as far; else 0
   int side, rows, piece_rows;
   int finish_warps;  // that unite the pieces of a channel
   float elements;    // of a channel
@@ -29,6 +31,8 @@ struct BatchNormArgs {
         sample_bytes((norm.sizes.channels * norm.sizes.inner - plan.line * plan.vec) * norm.sizes.itemsize),
         side(plan.side), rows(static_cast<int>(plan.rows)), piece_rows(static_cast<int>(plan.piece_rows)),
         finish_warps(plan.pieces > kFewPieces ? kBatchNormThreads / 32 : 1) {
+    const int64_t sample = norm.sizes.channels * norm.sizes.inner * norm.sizes.itemsize;
+    row_bytes = plan.line == 1 && sample < (int64_t{1} << 32) ? static_cast<unsigned>(sample) : 0;
     unbiased = static_cast<double>(norm.sizes.samples) * static_cast<double>(norm.sizes.inner) - 1;
     elements = static_cast<float>(unbiased + 1);
   }
@@ -39,11 +43,11 @@ struct BatchNormArgs {
 
 // A block's piece, and in it the thread's vectors: in rows first, first + side, ... before `end`.
 template <int V>
-struct Vectors {
+struct PieceVectors {
   const BatchNormArgs& a;
   int strip, piece, lane, first, end;
   int64_t base;  // of its vector in row 0, in bytes
-  __device__ Vectors(const BatchNormArgs& args, unsigned item) : a(args) {
+  __device__ PieceVectors(const BatchNormArgs& args, unsigned item) : a(args) {
     piece = a.by_strips.quotient(static_cast<int>(item));
     strip = static_cast<int>(item) - piece * static_cast<int>(a.p.strips);
     const int row = a.by_lanes.quotient(thread()), begin = piece * a.piece_rows;
@@ -56,11 +60,6 @@ struct Vectors {
   __device__ int channels() const { return strip == a.p.strips - 1 ? a.p.last_group : a.p.group; }
   __device__ int64_t first_channel() const { return static_cast<int64_t>(strip) * a.p.group; }
   __device__ int count() const { return first < end ? (end - first + a.side - 1) / a.side : 0; }
-  // Where the vector of row r lies, in bytes.
-  __device__ int64_t at(int r) const {
-    const uint64_t samples = static_cast<uint64_t>(static_cast<unsigned>(a.by_line.quotient(r))) * a.sample_bytes;
-    return base + static_cast<int64_t>(samples + static_cast<uint64_t>(static_cast<unsigned>(r)) * a.vector_bytes);
-  }
   // Calls with(k, row) for the vectors in turn, and load(k, row) for those `Many` rows later, of which the first are loaded
   // already. A row that is not there is `end` or more.
   template <int Many, class Load, class With>
@@ -98,11 +97,25 @@ struct Vectors {
   }
 };
 
+// And where they lie. Even: rows are equally far from each other.
+template <int V, bool Even>
+struct Vectors : PieceVectors<V> {
+  using PieceVectors<V>::PieceVectors;
+  // The vector of row r, in bytes.
+  __device__ int64_t at(int r) const {
+    const BatchNormArgs& a = this->a;
+    const uint64_t row = static_cast<unsigned>(r);
+    if constexpr (Even) return this->base + static_cast<int64_t>(row * a.row_bytes);
+    const uint64_t samples = static_cast<uint64_t>(static_cast<unsigned>(a.by_line.quotient(r))) * a.sample_bytes;
+    return this->base + static_cast<int64_t>(samples + row * a.vector_bytes);
+  }
+};
+
 // What the V columns of a thread have: see ChannelCoefficients.
 template <int V>
 struct ColumnCoefficients {
   float mean[V], gain[V], bias[V];
-  __device__ ColumnCoefficients(const Vectors<V>& vectors, float4 (&room)[kMostOfStrip]) {
+  __device__ ColumnCoefficients(const PieceVectors<V>& vectors, float4 (&room)[kMostOfStrip]) {
     const float4* from = reinterpret_cast<const float4*>(vectors.a.n.coefficients);
     const auto get = [&](int64_t channel) { return __ldcg(from + channel); };
     vectors.each_column(room, get, [&](int j, const float4& of) {
@@ -184,7 +197,7 @@ struct Handed {
 
   // The V pairs of columns that are one channel are united by unite(pairs).
   template <class Unite>
-  __device__ void put(const Vectors<V>& of, const float2 (&pairs_of)[V], int count, Unite unite) {
+  __device__ void put(const PieceVectors<V>& of, const float2 (&pairs_of)[V], int count, Unite unite) {
     const bool apart = of.a.p.values > 1;
     counts[thread()] = static_cast<float>(apart ? count : count * V);
     if (apart) {
@@ -197,22 +210,33 @@ struct Handed {
   // Calls unite(visit) for every channel of the strip by a run of lanes, where visit(with) calls with(count, pair) for
   // those of the calling lane; then publish(channel of the strip, what it gave) by the first of them. The block calls.
   template <class Unite, class Publish>
-  __device__ void for_each_channel(const Vectors<V>& of, Unite unite, Publish publish) const {
+  __device__ void for_each_channel(const PieceVectors<V>& of, Unite unite, Publish publish) const {
     const BatchNormArgs& a = of.a;
     const int run = 1 << a.p.log_run, channels = of.channels(), lane = thread() & (run - 1);
     constexpr int log_vec = V == 4 ? 2 : 0;
     const int entries = a.p.across * a.side, log_values = a.p.values > 1 ? log_vec : 0;
+    const bool few = a.p.across == 1 && a.side <= kEntriesHeld * run;
     for (int first = 0; first < channels; first += static_cast<int>(blockDim.x) >> a.p.log_run) {
       if (first + ((thread() & ~31) >> a.p.log_run) >= channels) break;  // the warp has none
       const int channel = first + (thread() >> a.p.log_run), from = min(channel, channels - 1) * a.p.across;
+      // The few of a lane are read once.
+      float held_counts[kEntriesHeld];
+      float2 held_pairs[kEntriesHeld];
+      if (few) {
+        const float* count = counts + (from >> log_values) + lane * a.p.lanes;
+        const float2* pair = pairs + from + ((lane * a.p.lanes) << log_values);
+        const int counts_step = run * a.p.lanes, pairs_step = counts_step << log_values;
+#pragma unroll
+        for (int k = 0; k < kEntriesHeld; ++k, count += counts_step, pair += pairs_step) {
+          if (lane + k * run < a.side) held_counts[k] = *count, held_pairs[k] = *pair;
+        }
+      }
       const auto visit = [&](auto with) {
-        if (a.p.across == 1) {
-          const float* count = counts + (from >> log_values);
-          const float2* pair = pairs + from;
-          const int counts_step = run * a.p.lanes, pairs_step = counts_step << log_values;
-          count += lane * a.p.lanes, pair += (lane * a.p.lanes) << log_values;
-#pragma unroll 4
-          for (int row = lane; row < a.side; row += run, count += counts_step, pair += pairs_step) with(*count, *pair);
+        if (few) {
+#pragma unroll
+          for (int k = 0; k < kEntriesHeld; ++k) {
+            if (lane + k * run < a.side) with(held_counts[k], held_pairs[k]);
+          }
           return;
         }
         for (int i = lane; i < entries; i += run) {

@@ -5,6 +5,7 @@
 #include "device/behind.cuh"
 #include "device/cluster.cuh"
 #include "device/copy.cuh"
+#include "device/divider.cuh"
 #include "device/reduce.cuh"
 #include "plan/column_plan.h"
 
@@ -13,19 +14,6 @@ namespace {
 
 // Whose statistics: running ones (BatchNorm in eval), or of groups (GroupNorm).
 enum class Source { running, group };
-
-// Quotients of numbers below 2^31 by one known on the host.
-struct Divider {
-  unsigned factor;
-  int shift;
-  static Divider by(int64_t n) {
-    const int shift = 31 + log_of(power_of_two_from(n));
-    return {static_cast<unsigned>(((uint64_t{1} << shift) + n - 1) / n), shift};
-  }
-  __device__ int quotient(int n) const {
-    return static_cast<int>(static_cast<uint64_t>(static_cast<unsigned>(n)) * factor >> shift);
-  }
-};
 
 // How many of the values of a part one thread holds, and what its mean is divided by.
 struct Share {

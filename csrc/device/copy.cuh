@@ -1,18 +1,19 @@
 // Copies from global to shared memory that arrive later.
 #pragma once
 
+#include "device/barrier.cuh"
+
 namespace normswap {
 namespace {
 
 // 16 bytes, which arrive later.
-__device__ inline void copy_async(void* shared, const void* global) {
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+__device__ inline void copy_async(unsigned to, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
+__device__ inline void copy_async(void* shared, const void* global) { copy_async(shared_address(shared), global); }
 
 // The same of 4 bytes.
-__device__ inline void copy_async_word(void* shared, const void* global) {
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+__device__ inline void copy_async_word(unsigned to, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
 }
 

@@ -4,6 +4,9 @@
 
 #include <type_traits>
 
+// Of libdevice. What asm makes the compiler makes anew wherever it is asked for; this once.
+extern "C" __device__ float __nv_half2float(unsigned short bits);
+
 namespace normswap {
 
 struct Half {
@@ -15,9 +18,7 @@ struct BFloat16 {
 
 __device__ inline float to_float(float v) { return v; }
 __device__ inline float to_float(Half v) {
-  float wide;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(v.bits));
-  return wide;
+  return __nv_half2float(v.bits);
 }
 __device__ inline float to_float(BFloat16 v) { return __uint_as_float(static_cast<unsigned>(v.bits) << 16); }
 

@@ -39,7 +39,7 @@ __device__ inline void in_turn(const Tile& tile, uint4 (&words)[Tile::Slots], Ma
   });
 }
 
-// with(tile, row, values) for each of several rows, which are equally far from each other.
+// with(tile, row, values) for each of several rows, which are equally far from each other, but for some that are the last one.
 template <class Tile, class Row, int Rows, class Values, class With>
 __device__ inline void each_row(const Tile (&tiles)[Rows], const Row (&rows)[Rows], const Values (&values)[Rows],
                                 With with) {
@@ -50,9 +50,11 @@ __device__ inline void each_row(const Tile (&tiles)[Rows], const Row (&rows)[Row
     tile[r] = tiles[r];
     value[r] = values[r];
   }
+  const Row apart = rows[Rows > 1 ? 1 : 0] - rows[0], last = rows[Rows - 1];
 #pragma unroll 1
   for (int r = 0; r < Rows; ++r) {
-    with(tile[0], rows[0] + r * (rows[Rows > 1 ? 1 : 0] - rows[0]), value[0]);
+    const Row row = rows[0] + r * apart;
+    with(tile[0], row < last ? row : last, value[0]);
 #pragma unroll
     for (int i = 0; i + 1 < Rows; ++i) {
       tile[i] = tile[i + 1];

@@ -242,6 +242,17 @@ __device__ inline float channel_value(const ChannelVector& vector, int64_t i, fl
   }
 }
 
+// The same by loads that no branch keeps apart, of what nothing writes while the kernel runs.
+__device__ inline float loaded_parameter(const ChannelVector& vector, int64_t i, float absent) {
+  const bool there = vector.data != nullptr, whole = vector.dtype == DType::f32;
+  unsigned word = 0;
+  load_if(there && whole, word, static_cast<const float*>(vector.data) + i);
+  load_half_if(there && !whole, word, static_cast<const unsigned short*>(vector.data) + i);
+  const float half = to_float(Half{static_cast<unsigned short>(word)});
+  const float value = __uint_as_float(whole ? word : word << 16);
+  return !there ? absent : vector.dtype == DType::f16 ? half : value;
+}
+
 // Elements i, ..., i + V - 1, or `absent` ones; the dtype is asked once, so that the loads overlap.
 template <class W, int V>
 __device__ inline void channel_values_of(const void* data, int64_t i, float (&out)[V]) {
@@ -284,6 +295,11 @@ struct Divisor {
     if (!AllFast && !fast()) return __fdiv_rn(x, value);
     const float quotient = __fmul_rn(x, reciprocal);
     return fmaf(fmaf(-value, quotient, x), reciprocal, quotient);
+  }
+  // Of squares or magnitudes; an infinite sum of them stays so, where the correction of the quotient would make NaN of it.
+  __device__ float mean_of(float sum) const {
+    const float quotient = divide<true>(sum);
+    return sum < INFINITY ? quotient : sum;
   }
 };
 

@@ -170,7 +170,8 @@ struct RMS {
   using Factor = Multiplier;
   __device__ static float term(float x, float into) { return fmaf(x, x, into); }
   __device__ static float statistic(float sum, const DimNorm& n) {
-    return rsqrtf(__fadd_rn(__fdiv_rn(sum, static_cast<float>(n.n)), static_cast<float>(n.eps)));
+    const float mean = Divisor::of(static_cast<float>(n.n)).mean_of(sum);
+    return rsqrtf(__fadd_rn(mean, static_cast<float>(n.eps)));
   }
   // What elements are multiplied with.
   template <class T>

@@ -35,7 +35,7 @@ __device__ inline void block_sums(const Place<T, V>& place, Pack<T, V> (&packs)[
     partial_sums(place, packs, of.mean, [](float x, float into, int) { return __fadd_rn(into, x); });
     rows_sum(of.mean, shared, place.lanes, place.rows);
 #pragma unroll
-    for (int j = 0; j < V; ++j) of.mean[j] = __fdiv_rn(of.mean[j], static_cast<float>(length));
+    for (int j = 0; j < V; ++j) of.mean[j] = Divisor::of(static_cast<float>(length)).divide<true>(of.mean[j]);
     partial_sums(place, packs, of.sum, [&](float x, float into, int j) {
       const float d = __fsub_rn(x, of.mean[j]);
       return fmaf(d, d, into);
@@ -44,17 +44,6 @@ __device__ inline void block_sums(const Place<T, V>& place, Pack<T, V> (&packs)[
     partial_sums(place, packs, of.sum, [](float x, float into, int) { return Policy::term(x, into); });
   }
   rows_sum(of.sum, shared, place.lanes, place.rows);
-}
-
-// Element i of a vector, whatever its dtype: by loads that no branch keeps apart.
-__device__ inline float loaded_parameter(const ChannelVector& vector, int64_t i, float absent) {
-  const bool there = vector.data != nullptr, whole = vector.dtype == DType::f32;
-  unsigned word = 0;
-  load_if(there && whole, word, static_cast<const float*>(vector.data) + i);
-  load_half_if(there && !whole, word, static_cast<const unsigned short*>(vector.data) + i);
-  const float half = to_float(Half{static_cast<unsigned short>(word)});
-  const float value = __uint_as_float(whole ? word : word << 16);
-  return !there ? absent : vector.dtype == DType::f16 ? half : value;
 }
 
 // LayerNorm's weight and bias of a thread's indices, loaded with x.

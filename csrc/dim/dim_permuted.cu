@@ -28,6 +28,12 @@ struct Parameter {
   float weight, bias;
 };
 
+// Those of the channels of a word.
+template <class T>
+struct alignas(8 * kPerWord<T>) WordParameters {
+  Parameter of[kPerWord<T>];
+};
+
 // How a block is cut.
 struct Tiling {
   int words, positions, vec;  // of a position; of a block; positions of a load
@@ -95,50 +101,66 @@ __device__ inline void each_of(unsigned word, With with) {
   }
 }
 
-// Of a position, of which each of Lanes lanes has every Lanes-th word; they all hold the mean and rstd.
-template <class T, int Lanes>
-__device__ inline float2 mean_and_rstd(const unsigned* row, int words, const DimNorm& n) {
-  const int lane = threadIdx.x % Lanes;
-  const float size = static_cast<float>(n.n);
-  float sum[1] = {};
-#pragma unroll 4
-  for (int i = lane; i < words; i += Lanes) {
-    each_of<T>(row[i], [&](float x, int) { sum[0] = __fadd_rn(sum[0], x); });
-  }
-  lanes_sum<Lanes>(sum);
-  const float mean = __fdiv_rn(sum[0], size);
-  sum[0] = 0.f;
-#pragma unroll 4
-  for (int i = lane; i < words; i += Lanes) {
-    each_of<T>(row[i], [&](float x, int) {
-      const float d = __fsub_rn(x, mean);
-      sum[0] = fmaf(d, d, sum[0]);
-    });
-  }
-  lanes_sum<Lanes>(sum);
-  return {mean, rsqrtf(__fadd_rn(__fdiv_rn(sum[0], size), static_cast<float>(n.eps)))};
-}
+// A position, of which each of Lanes lanes has every Lanes-th word: in registers, if these are Held for each; 0: however many.
+template <class T, int Lanes, int Held>
+struct Position {
+  const unsigned* row;
+  int words;
+  unsigned held[Held > 0 ? Held : 1];
 
-template <class T, int Lanes>
-__device__ inline void store_position(const unsigned* row, int words, float2 values, const Parameter* parameters,
-                                      unsigned* y) {
-  constexpr int per = kPerWord<T>;
-#pragma unroll 4
-  for (int i = threadIdx.x % Lanes; i < words; i += Lanes) {
-    float out[per];
-    each_of<T>(row[i], [&](float x, int j) {
-      const Parameter p = parameters[i * per + j];
-      out[j] = fmaf(__fmul_rn(__fsub_rn(x, values.x), values.y), p.weight, p.bias);
-    });
-    if constexpr (per == 1) {
-      y[i] = __float_as_uint(out[0]);
+  __device__ Position(const unsigned* of, int count) : row(of), words(count) {
+#pragma unroll
+    for (int k = 0; k < Held; ++k) held[k] = row[lane() + k * Lanes];
+  }
+  __device__ static int lane() { return threadIdx.x % Lanes; }
+  // Calls with(index, word) for those of the lane.
+  template <class With>
+  __device__ void each(With with) const {
+    if constexpr (Held > 0) {
+#pragma unroll
+      for (int k = 0; k < Held; ++k) with(lane() + k * Lanes, held[k]);
     } else {
-      y[i] = pair_bits<T>(out[0], out[1]);
+#pragma unroll 4
+      for (int i = lane(); i < words; i += Lanes) with(i, row[i]);
     }
   }
-}
+  // All of its lanes hold them.
+  __device__ float2 mean_and_rstd(const DimNorm& n) const {
+    const Divisor size = Divisor::of(static_cast<float>(n.n));
+    float sum[1] = {};
+    each([&](int, unsigned word) {
+      each_of<T>(word, [&](float x, int) { sum[0] = __fadd_rn(sum[0], x); });
+    });
+    lanes_sum<Lanes>(sum);
+    const float mean = size.divide<true>(sum[0]);
+    sum[0] = 0.f;
+    each([&](int, unsigned word) {
+      each_of<T>(word, [&](float x, int) {
+        const float d = __fsub_rn(x, mean);
+        sum[0] = fmaf(d, d, sum[0]);
+      });
+    });
+    lanes_sum<Lanes>(sum);
+    return {mean, rsqrtf(__fadd_rn(size.mean_of(sum[0]), static_cast<float>(n.eps)))};
+  }
+  __device__ void store(float2 values, const Parameter* parameters, unsigned* y) const {
+    constexpr int per = kPerWord<T>;
+    each([&](int i, unsigned word) {
+      const WordParameters<T> p = reinterpret_cast<const WordParameters<T>*>(parameters)[i];
+      float out[per];
+      each_of<T>(word, [&](float x, int j) {
+        out[j] = fmaf(__fmul_rn(__fsub_rn(x, values.x), values.y), p.of[j].weight, p.of[j].bias);
+      });
+      if constexpr (per == 1) {
+        y[i] = __float_as_uint(out[0]);
+      } else {
+        y[i] = pair_bits<T>(out[0], out[1]);
+      }
+    });
+  }
+};
 
-template <class T, int Lanes>
+template <class T, int Lanes, int Held>
 __global__ void __launch_bounds__(256) permuted_layer_norm(const DimNorm n, const Tiling tiling) {
   extern __shared__ __align__(16) char memory[];
   Parameter* parameters = reinterpret_cast<Parameter*>(memory);
@@ -155,22 +177,22 @@ __global__ void __launch_bounds__(256) permuted_layer_norm(const DimNorm n, cons
     turn_over<T, 1>(n, x, first, tiling, tile);
   }
   for (int i = threadIdx.x; i < n.n; i += blockDim.x) {
-    parameters[i] = {channel_value(n.weight, i, 1.f), channel_value(n.bias, i, 0.f)};
+    parameters[i] = {loaded_parameter(n.weight, i, 1.f), loaded_parameter(n.bias, i, 0.f)};
   }
   __syncthreads();
   const int there = static_cast<int>(min(n.inner - first, static_cast<int64_t>(tiling.positions)));
   const int apart = tiling.positions * Lanes / 32;  // those of a warp: in banks that follow each other
   for (int nth = threadIdx.x / 32; nth < apart; nth += blockDim.x / 32) {
-    const int position = threadIdx.x % 32 / Lanes * apart + nth;
-    const unsigned* row = tile + min(position, there - 1) * stride_of(tiling.words);
-    const float2 values = mean_and_rstd<T, Lanes>(row, tiling.words, n);
-    if (position >= there) continue;
-    const int64_t at = outer * n.inner + first + position;
-    if (threadIdx.x % Lanes == 0) {
+    const int index = threadIdx.x % 32 / Lanes * apart + nth;
+    const Position<T, Lanes, Held> position(tile + min(index, there - 1) * stride_of(tiling.words), tiling.words);
+    const float2 values = position.mean_and_rstd(n);
+    if (index >= there) continue;
+    const int64_t at = outer * n.inner + first + index;
+    if (position.lane() == 0) {
       if (n.mean != nullptr) n.mean[at] = values.x;
       if (n.statistic != nullptr) n.statistic[at] = values.y;
     }
-    store_position<T, Lanes>(row, tiling.words, values, parameters, static_cast<unsigned*>(n.y) + at * tiling.words);
+    position.store(values, parameters, static_cast<unsigned*>(n.y) + at * tiling.words);
   }
 }
 
@@ -183,13 +205,27 @@ Tiling tiling_of(const DimNorm& n) {
   return {static_cast<int>(n.n) / kPerWord<T>, fewer ? kFewPositions : kPositions, vec};
 }
 
-template <class T, int Lanes>
-cudaError_t launch_lanes(const DimNorm& n, const Tiling& tiling, cudaStream_t stream) {
+template <class T, int Lanes, int Held>
+cudaError_t launch_held(const DimNorm& n, const Tiling& tiling, cudaStream_t stream) {
   const dim3 grid = grid_of(n.outer * ceil_div(n.inner, tiling.positions));
   const int bytes = static_cast<int>(layer_norm_permuted_bytes(n));
-  if (const cudaError_t error = allow_shared<permuted_layer_norm<T, Lanes>>(bytes); error != cudaSuccess) return error;
-  permuted_layer_norm<T, Lanes><<<grid, Lanes == 8 ? 128 : 256, bytes, stream>>>(n, tiling);
+  constexpr auto kernel = permuted_layer_norm<T, Lanes, Held>;
+  if (const cudaError_t error = allow_shared<kernel>(bytes); error != cudaSuccess) return error;
+  kernel<<<grid, Lanes == 8 ? 128 : 256, bytes, stream>>>(n, tiling);
   return cudaGetLastError();
+}
+
+// Of 16 bits the numbers of channels that networks have are worth kernels: 96, 192 and 384, 128, 256 and 512, and 768.
+template <class T, int Lanes>
+cudaError_t launch_lanes(const DimNorm& n, const Tiling& tiling, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2) {
+    if (tiling.words == 6 * Lanes) return launch_held<T, Lanes, 6>(n, tiling, stream);
+    if (tiling.words == 8 * Lanes) return launch_held<T, Lanes, 8>(n, tiling, stream);
+    if constexpr (Lanes == 32) {
+      if (tiling.words == 12 * Lanes) return launch_held<T, Lanes, 12>(n, tiling, stream);
+    }
+  }
+  return launch_held<T, Lanes, 0>(n, tiling, stream);
 }
 
 template <class T>

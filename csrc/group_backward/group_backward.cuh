@@ -10,6 +10,7 @@
 #include "device/activation.cuh"
 #include "device/cluster.cuh"
 #include "device/copy.cuh"
+#include "device/divider.cuh"
 #include "device/launch.h"
 #include "device/reduce.cuh"
 #include "group_backward/group_backward.h"
@@ -79,6 +80,14 @@ struct Raw<T, V, false> {
     pack.store(p);
   }
 };
+
+// The elements of words where the next ones are loaded to: made once, so that these words need not stay.
+template <class Words, int V>
+__device__ inline void take_floats(const Words& words, float (&out)[V]) {
+  words.floats(out);
+#pragma unroll
+  for (int j = 0; j < V; ++j) asm volatile("" : "+f"(out[j]));
+}
 
 // What the elements of a channel of a sample have in common.
 struct LineValues {
@@ -284,7 +293,7 @@ __global__ void __launch_bounds__(kColumnsAtOnce * kRowsAtOnceOfSums) sum_lines(
   if (channel < a.channels) {
 #pragma unroll 4
     for (int64_t i = row; i < a.batch * a.pieces; i += kRowsAtOnceOfSums) {
-      const int64_t sample = i / a.pieces;
+      const int64_t sample = a.pieces == 1 ? i : i / a.pieces;
       sums = plus(sums, a.sums[(sample * a.channels + channel) * a.pieces + (i - sample * a.pieces)]);
     }
   }

@@ -127,7 +127,7 @@ __device__ inline void finish_slab(const ColumnsArgs& a, const SlabPiece& of, co
   if (!a.gradients) return;
   // A run of lanes for a group, as many side by side as there are.
   const int lane = static_cast<int>(threadIdx.x) & (a.run - 1), side = static_cast<int>(blockDim.x) / a.run;
-  const int groups = of.width / a.group_width, warp = static_cast<int>(threadIdx.x) / 32 * 32 / a.run;
+  const int groups = a.by_group_width.quotient(of.width), warp = static_cast<int>(threadIdx.x) / 32 * 32 / a.run;
   for (int some = 0; some + warp < groups; some += side) {
     const int group = some + static_cast<int>(threadIdx.x) / a.run, first = min(group, groups - 1) * a.group_width;
     float2 sums{0.f, 0.f};

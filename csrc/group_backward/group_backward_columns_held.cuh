@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(kSlabThreads, kSlabBlocks) group_columns_held(
   HeldColumns<T, D, V, B> vectors(args, memory + args.p.shared - args.p.held_bytes);
   const int items = args.slabs * args.pieces, step = static_cast<int>(gridDim.x);
   const auto piece_of = [&](int item) {
-    return SlabPiece(args, Turn{false, item / args.pieces, item % args.pieces});
+    const int slab = args.by_pieces.quotient(item);
+    return SlabPiece(args, Turn{false, slab, item - slab * args.pieces});
   };
   int item = static_cast<int>(blockIdx.x);
   follow_predecessor();
@@ -191,6 +192,9 @@ inline ColumnsArgs columns_args(const GroupBackward& n, const GroupColumnsPlan& 
   a.pieces = static_cast<int>(p.pieces);
   a.bunches = static_cast<int>(p.bunches);
   a.slabs = static_cast<int>(p.slabs);
+  a.by_pieces = Divider::by(a.pieces);
+  a.by_strips = Divider::by(p.strips);
+  a.by_group_width = Divider::by(a.group_width);
   a.lag = static_cast<int>(p.lag);
   a.gradients = n.dx != nullptr || n.dresidual != nullptr;
   a.tickets = a.slabs * a.pieces * (a.gradients && a.pieces > 1 ? 2 : 1);

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
   extern __shared__ __align__(16) char memory[];
   const HeldShared<T, D> shared(args, memory);
   const int cluster = args.cluster, rank = cluster > 1 ? static_cast<int>(blockIdx.x) % cluster : 0;
-  const int span = cluster > 1 ? 1 : args.block_pieces / args.group_pieces;  // groups
+  const int span = cluster > 1 ? 1 : args.by_group_pieces.quotient(args.block_pieces);  // groups
   const int64_t first_group = static_cast<int64_t>(blockIdx.x / cluster) * span;
   const int groups = static_cast<int>(min(static_cast<int64_t>(span), args.groups - first_group));
   const int first_piece = rank * args.block_pieces;
@@ -91,9 +91,10 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
   stage_elements(shared.dy, dy + skipped, end - skipped);
   const int lines = min(args.block_lines, groups * args.group_lines - first.line);
   for (int i = threadIdx.x; i < lines; i += blockDim.x) {
-    const int group = (first.line + i) / args.group_lines;
-    const int64_t line = first_group * args.group_lines + first.line + i;
-    shared.lines[i] = line_values(args.n, first_group + group, line % args.channels);
+    const int of_block = args.by_group_lines.quotient(first.line + i), group = static_cast<int>(first_group) + of_block;
+    const int groups_before = args.by_num_groups.quotient(group) * static_cast<int>(args.n.sizes.num_groups);
+    const int channel = (group - groups_before - of_block) * args.group_lines + first.line + i;
+    shared.lines[i] = line_values(args.n, group, channel);
   }
   wait_for_copies();
   __syncthreads();
@@ -101,19 +102,18 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
   const int size = args.piece_size(), units = pieces * size;
   // with(unit, its number, the line's values, its group of the block's, its vectors, where the first lies): the warp calls.
   // Runs without a unit have the block's first, of no vectors. No quotient for each: many units are short.
-  const int first_in_group = first_piece % args.group_pieces, first_of = first_piece / args.group_pieces;
   const int run_pieces = runs / size, run_units = runs - run_pieces * size;
   const auto for_each_unit = [&](auto with) {
-    int piece = run / size, index = run - piece * size, group = first_of, in_group = first_in_group + piece;
+    int piece = run / size, index = run - piece * size, group = 0, in_group = first_piece + piece;
     for (int some = 0; some < units; some += runs) {
       for (; in_group >= args.group_pieces; in_group -= args.group_pieces) ++group;
       const bool there = some + run < units;
-      const PieceOfLines of = PieceOfLines::of(args, there ? in_group : first_in_group);
+      const PieceOfLines of = PieceOfLines::of(args, there ? in_group : first_piece);
       const Unit unit = Unit::of(args, of, there ? index : 0, there);
-      const int line = (there ? group : first_of) * args.group_lines + unit.line;
+      const int line = (there ? group : 0) * args.group_lines + unit.line;
       const int64_t at = static_cast<int64_t>(line) * args.n.sizes.spatial + static_cast<int64_t>(unit.first) * V;
       StagedVectors<T, D, V, Keeps> vectors{shared.x + (at - skipped), shared.dy + (at - skipped)};
-      with(unit, some + run, shared.lines[line - first.line], there ? group : first_of, vectors, base + at);
+      with(unit, some + run, shared.lines[line - first.line], there ? group : 0, vectors, base + at);
       index += run_units;
       const int more = run_pieces + (index >= size ? 1 : 0);
       index -= index >= size ? size : 0;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2) group_held(const LinesArgs ar
     if (cluster > 1) cluster_wait();  // every block of the cluster runs
   }
   for (int piece = warp; piece < pieces; piece += warps) {
-    const int group = (first_piece + piece) / args.group_pieces, number = first_piece + piece - group * args.group_pieces;
+    const int group = args.by_group_pieces.quotient(first_piece + piece), number = first_piece + piece - group * args.group_pieces;
     const float2 sums = unite_units(args, first_group + group, number, PieceOfLines::of(args, number),
                                     shared.units + piece * size, [&](int line) {
                                       return shared.lines[group * args.group_lines + line - first.line];

@@ -41,8 +41,8 @@ struct FromLoaded {
   static constexpr bool Keeps = false;
   LoadedVectors<T, D, V>& of;
   __device__ void take(int k, int step, bool more, float (&to_x)[V], float (&to_dy)[V]) {
-    of.xs[k].floats(to_x);
-    of.dys[k].floats(to_dy);
+    take_floats(of.xs[k], to_x);
+    take_floats(of.dys[k], to_dy);
     if (more) of.template load<Last>(k, Each * step);
     of.x += step;
     of.dy += step;
@@ -144,6 +144,9 @@ inline LinesArgs lines_args(const GroupBackward& n, const GroupBackwardPlan& p) 
   a.group_lines = static_cast<int>(s.channels / s.num_groups);
   a.groups = static_cast<int>(p.groups);
   a.channels = static_cast<int>(s.channels);
+  a.by_num_groups = Divider::by(s.num_groups);
+  a.by_group_pieces = Divider::by(a.group_pieces);
+  a.by_group_lines = Divider::by(a.group_lines);
   a.block_pieces = p.block_pieces;
   a.block_lines = p.block_lines;
   a.cluster = p.cluster;

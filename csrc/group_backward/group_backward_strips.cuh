@@ -9,6 +9,7 @@ namespace {
 struct ColumnsArgs {
   GroupBackward n;
   GroupColumnsPlan p;
+  Divider by_pieces, by_strips, by_group_width;
   int run;  // lanes that unite the channels of a group
   int group_width, pieces, bunches, slabs, lag, tickets;
   bool gradients;      // of x or the residual; else those of weight and bias alone
@@ -28,13 +29,13 @@ struct SlabPiece {
   int slab, piece, channel, width;  // its first channel, and how many
   int64_t sample;
   __device__ SlabPiece(const ColumnsArgs& a, const Turn& turn) : slab(turn.set), piece(turn.piece) {
-    const int strips = static_cast<int>(a.p.strips), row = slab / strips;
+    const int row = a.by_strips.quotient(slab);
     sample = row;
-    channel = (slab - row * strips) * a.p.width;
+    channel = (slab - row * static_cast<int>(a.p.strips)) * a.p.width;
     width = min(a.p.width, static_cast<int>(a.n.sizes.channels) - channel);
   }
   __device__ int64_t group(const ColumnsArgs& a, int c) const {
-    return sample * a.n.sizes.num_groups + (channel + c) / a.group_width;
+    return sample * a.n.sizes.num_groups + a.by_group_width.quotient(channel + c);
   }
 };
 
@@ -125,8 +126,8 @@ struct ColumnVectors : ColumnPlace<V> {
       for (int k = 0; k < Each; ++k) {
         if (k >= left) break;
         float values[V], g[V];
-        x[k].floats(values);
-        dy[k].floats(g);
+        take_floats(x[k], values);
+        take_floats(dy[k], g);
         if (k + Each < left) load<Last>(k, at + Each * step);
         with(values, g, Residual{a.n.residual, at}, at);
         at += step;

@@ -13,6 +13,7 @@ struct LinesArgs {
   int groups, channels;
   int block_pieces, block_lines, cluster;
   int64_t block_elements;
+  Divider by_num_groups, by_group_pieces, by_group_lines;
   int lag, tickets;
   bool gradients;  // of x or the residual; else those of weight and bias alone
   float reciprocal;  // of the elements of a group

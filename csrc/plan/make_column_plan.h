@@ -16,7 +16,8 @@ constexpr int kInboxBytes = 16;         // of shared memory, besides (block, clu
 struct BlockSize {
   int threads, slots;
 };
-constexpr BlockSize kWideBlock{kColumnThreads, 8}, kDeepBlock{256, 16};
+constexpr BlockSize kWideBlock{kColumnThreads, 8}, kDeepBlock{256, 16}, kSmallBlock{128, 16};
+constexpr int64_t kFewRows = 64;  // for small blocks
 
 inline int common_divisor(int64_t a, int64_t b) { return static_cast<int>(b == 0 ? a : common_divisor(b, a % b)); }
 
@@ -86,13 +87,12 @@ inline bool cut_wide(int64_t rows, int64_t channels, int64_t num_groups, int ite
   return true;
 }
 
-// Small blocks, few a slab: that a block starts and that a cluster waits for its blocks takes longer than what
-// a block of few vectors does. Returns false where slabs are too long for a cluster.
-inline bool cut_deep(int64_t rows, int64_t channels, int64_t num_groups, int itemsize, ColumnPlan* p) {
+// Few blocks a slab. Returns false where slabs are too long for a cluster.
+inline bool cut_deep_by(BlockSize block, int64_t rows, int64_t channels, int64_t num_groups, int itemsize, ColumnPlan* p) {
   ColumnPlan wide{};
-  constexpr int threads = kDeepBlock.threads, most = kDeepBlock.slots;
-  if (!cut_columns(rows, channels, num_groups, itemsize, kColumnStripBytes, threads, &wide)) return false;
-  if (!cut_columns(rows, channels, num_groups, itemsize, kColumnStripBytes / 2, threads, p)) return false;
+  const int most = block.slots;
+  if (!cut_columns(rows, channels, num_groups, itemsize, kColumnStripBytes, block.threads, &wide)) return false;
+  if (!cut_columns(rows, channels, num_groups, itemsize, kColumnStripBytes / 2, block.threads, p)) return false;
   const int64_t deep = depth(rows, *p), wide_deep = depth(rows, wide);
   // Wide strips in one piece, unless those of a sample are few and narrow ones are not too small.
   if (wide_deep <= most && (wide.strips >= kMaxCluster || deep < most / 4)) {
@@ -103,6 +103,18 @@ inline bool cut_deep(int64_t rows, int64_t channels, int64_t num_groups, int ite
   const int64_t pieces = deep <= most / 2 ? 1 : deep <= 2 * most ? 2 : kMaxCluster;
   cut_rows(rows, ceil_div(deep, pieces), p);
   return p->slots <= most;
+}
+
+// Small blocks: that a block starts and that a cluster waits for its blocks takes longer than what a block of few vectors
+// does. Smaller ones where so fewer of a few rows' threads have nothing to do, large ones where a sample has few.
+inline bool cut_deep(int64_t rows, int64_t channels, int64_t num_groups, int itemsize, ColumnPlan* p) {
+  if (!cut_deep_by(kDeepBlock, rows, channels, num_groups, itemsize, p)) return false;
+  const bool few = p->pieces > 1 && p->strips * p->pieces < kMaxCluster;
+  if (rows > kFewRows && !few) return true;
+  ColumnPlan other{};
+  const bool fits = cut_deep_by(few ? kWideBlock : kSmallBlock, rows, channels, num_groups, itemsize, &other);
+  if (fits && (few || other.piece_rows < p->piece_rows)) *p = other;
+  return true;
 }
 
 // A group that is a channel: BatchNorm's, whose batch is all there is.

@@ -8,8 +8,11 @@ namespace normswap {
 
 constexpr int kUnitsAPiece = 8;          // of a long line; twice that where no cluster holds a group
 constexpr int kEach = 8;                 // vectors that a lane has of a unit, at most; the same
-constexpr int kFewLanes = 8;             // that share a unit, at least, if there are so many vectors
-constexpr int64_t kSpanBytes = 16384;    // held: of x and dy that a block has at least, if there is so much
+constexpr int kFewLanes = 4;             // that share a unit, at least, if there are so many vectors
+constexpr int64_t kSpanBytes = 12800;    // held: of x and dy that a block has at least, if there is so much
+constexpr int kFewThreads = 128;         // held: that a block has at least, if each has a unit; twice that of few blocks
+constexpr int kFewBlocks = 2;            // held, on a multiprocessor: rather than several groups for a block
+constexpr int kManyBlocks = 8;           // held, on a multiprocessor
 constexpr int64_t kHeldBytes = 114688;   // held: that it has by choice, so that two blocks fit in a multiprocessor
 
 inline int64_t next_power_of_two(int64_t n) {
@@ -38,7 +41,7 @@ inline GroupBackwardPlan cut_groups(const GroupSizes& s) {
   const int full = 16 / s.itemsize;
   const int64_t lines = s.channels / s.num_groups;
   p.vec = s.spatial % full == 0 ? full : s.spatial % 4 == 0 ? 4 : 1;
-  // As few lanes as have a line at once, and not fewer than read shared memory without conflicts: the others have other lines.
+  // As few lanes as have a line at once: the others have other lines.
   const int64_t vectors = s.spatial / p.vec, fewest = next_power_of_two(vectors < kFewLanes ? vectors : kFewLanes);
   const int64_t wanted = next_power_of_two(ceil_div(vectors, kEach)), lanes = wanted > fewest ? wanted : fewest;
   p.lanes = static_cast<int>(lanes < 32 ? lanes : 32);
@@ -61,7 +64,9 @@ inline GroupBackwardPlan cut_groups(const GroupSizes& s) {
   return p;
 }
 
-inline int passing_blocks(const Gpu& gpu) { return kPassingBlocks * (gpu.multiprocessors > 0 ? gpu.multiprocessors : 128); }
+inline int multiprocessors_of(const Gpu& gpu) { return gpu.multiprocessors > 0 ? gpu.multiprocessors : 128; }
+
+inline int passing_blocks(const Gpu& gpu) { return kPassingBlocks * multiprocessors_of(gpu); }
 
 // Passing: pieces by which gradients follow sums, of `sets` of so many, with so many of other sets between: so that few
 // wait; but no more, so that x and dy still lie in the L2.
@@ -71,10 +76,11 @@ inline int64_t lag_of(int64_t sets, int64_t pieces, int64_t between) {
 }
 
 // Whole groups for a block; false where a group is more than `bytes`.
-inline bool hold_in_block(const GroupSizes& s, int64_t bytes, GroupBackwardPlan* p) {
+inline bool hold_in_block(const GroupSizes& s, const Gpu& gpu, int64_t bytes, GroupBackwardPlan* p) {
   const int64_t lines = s.channels / s.num_groups, elements = lines * s.spatial;
   const int64_t wanted = kSpanBytes / (elements * (s.itemsize + s.grad_itemsize));
-  int64_t span = wanted < 1 ? 1 : wanted < p->groups ? wanted : p->groups;
+  const int64_t most = p->groups / (kFewBlocks * multiprocessors_of(gpu)), possible = wanted < most ? wanted : most;
+  int64_t span = possible < 1 ? 1 : possible;
   for (;; span /= 2) {
     p->cluster = 1;
     p->block_pieces = static_cast<int>(span * p->group_pieces);
@@ -112,13 +118,18 @@ inline bool make_group_backward_plan(const GroupSizes& s, const Gpu& gpu, Regime
   GroupBackwardPlan p = cut_groups(s);
   const int64_t by_choice = kHeldBytes < gpu.shared ? kHeldBytes : gpu.shared;
   const bool any = regime == Regime::automatic;
-  p.held = (any && hold_in_block(s, by_choice, &p)) || (any && hold_in_cluster(s, gpu, by_choice, &p)) ||
-           (regime == Regime::block && hold_in_block(s, gpu.shared, &p)) ||
+  p.held = (any && hold_in_block(s, gpu, by_choice, &p)) || (any && hold_in_cluster(s, gpu, by_choice, &p)) ||
+           (regime == Regime::block && hold_in_block(s, gpu, gpu.shared, &p)) ||
            (regime == Regime::cluster && hold_in_cluster(s, gpu, gpu.shared, &p));
   if (p.held) {
-    // Few threads where little memory lets many blocks run at once: each waits for its loads, barriers and stores.
+    // Few threads where little memory lets many blocks run at once, since each waits for its loads, barriers and stores; but
+    // enough that they do not take many units one after the other.
     p.shared = static_cast<int>(held_bytes(p, s));
-    const int64_t threads = next_power_of_two(ceil_div(int64_t{2} * kHeldThreads * p.shared, gpu.shared));
+    const int64_t by_memory = ceil_div(int64_t{2} * kHeldThreads * p.shared, gpu.shared);
+    const int64_t all = int64_t{p.block_pieces} * p.piece_lines * p.piece_units * p.lanes;
+    const int few = p.grid > int64_t{kManyBlocks} * multiprocessors_of(gpu) ? kFewThreads : 2 * kFewThreads;
+    const int64_t at_once = all < few ? all : few;
+    const int64_t threads = next_power_of_two(by_memory > at_once ? by_memory : at_once);
     p.threads = static_cast<int>(threads < 64 ? 64 : threads < kHeldThreads ? threads : kHeldThreads);
   } else {
     if (!any && regime != Regime::split) return false;
@@ -138,9 +149,8 @@ inline int64_t group_backward_workspace(const GroupBackwardPlan& p, const GroupS
 }
 
 constexpr int kRowsAThread = 32;
-constexpr int64_t kStripBytes = 128, kStripHeld = 64;  // of a row of x, by choice; held by clusters
+constexpr int64_t kStripBytes = 128;    // of a row of x, by choice
 constexpr int kThreadBytes = 448;       // held: of shared memory, a thread
-constexpr int kMaxPiecesHeld = 4;       // of a slab: larger clusters wait for each other for longer
 constexpr int64_t kSystemBytes = 1024;  // of a multiprocessor's shared memory, a block
 constexpr int kSlabPiecesBetween = 2;   // for each block that runs (see lag_of)
 
@@ -193,7 +203,8 @@ inline bool hold_columns(const GroupSizes& s, int64_t pieces, GroupColumnsPlan* 
   return true;
 }
 
-// A slab for a block, as wide as a small one holds; or for a large one or a cluster. Returns false where none holds one.
+// A slab for a block, as wide as a small one holds; or for a cluster of large ones, the fewer the better: they wait for each
+// other. Returns false where none holds one.
 inline bool hold_strips(const GroupSizes& s, GroupColumnsPlan* plan) {
   bool held = false;
   GroupColumnsPlan p;
@@ -203,13 +214,16 @@ inline bool hold_strips(const GroupSizes& s, GroupColumnsPlan* plan) {
     *plan = p;
     held = true;
   }
-  return held || (cut_strips(s, kStripHeld, kSlabThreads, plan) && hold_columns(s, kMaxPiecesHeld, plan));
+  const auto in_pieces = [&](int64_t strip, int most) {
+    return cut_strips(s, strip, kSlabThreads, plan) && hold_columns(s, most, plan);
+  };
+  return held || in_pieces(kStripBytes, 2) || in_pieces(kStripBytes / 2, 4) || in_pieces(kStripBytes / 4, 4);
 }
 
 // Blocks of so much shared memory that run at once.
 inline int64_t held_blocks(const GroupColumnsPlan& p, const Gpu& gpu) {
   const int64_t fit = (gpu.shared + kSystemBytes) / (p.shared + kSystemBytes), most = kSlabBlocks * kSlabThreads / p.threads;
-  return (fit < most ? fit : most) * (gpu.multiprocessors > 0 ? gpu.multiprocessors : 128);
+  return (fit < most ? fit : most) * multiprocessors_of(gpu);
 }
 
 // `regime`: split asks for passing. Returns false where a group is too wide for a block.

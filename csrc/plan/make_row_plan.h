@@ -78,11 +78,11 @@ inline bool make_team(const Rows& of, const Gpu& gpu, RowPlan* p) {
   return groups > 1 && groups <= kMaxGroups;
 }
 
-// Lanes that share a chunk. Few take fewer steps to unite what they have: of 16-bit rows of whole vectors, whose elements have
+// Lanes that share a chunk. Few take fewer steps to unite what they have: of rows of whole vectors, whose elements have
 // weights, or options, eight have up to kVectorsShort vectors each; of others eight or sixteen have one.
 inline int chunk_lanes(const Rows& of) {
   const int vec = 16 / of.itemsize;
-  const bool several = of.itemsize == 2 && of.cols % vec == 0 && (of.weights > 0 || of.options);
+  const bool several = of.cols % vec == 0 && (of.weights > 0 || of.options);
   if (several) return of.cols <= 8 * kVectorsShort * vec ? 8 : 32;
   return of.cols <= 8 * vec ? 8 : of.cols <= 16 * vec ? 16 : 32;
 }

@@ -50,8 +50,8 @@ __device__ inline void load_parameters(const void* data, const uint4* absent, in
 // The weights and biases, of W.
 template <class Policy, class W, bool Ragged, int V>
 __device__ inline void values_at(const RowArgs& args, int64_t at, int count, Floats<V>& w, Floats<V>& b) {
-  load_parameters<W, Ragged>(args.n.weight, kOnes<W>, at, count, w);
-  if constexpr (Policy::has_bias) load_parameters<W, Ragged>(args.n.bias, kZeros, at, count, b);
+  load_parameters<W, Ragged>(args.n.weight, kOnes<W>.vectors, at, count, w);
+  if constexpr (Policy::has_bias) load_parameters<W, Ragged>(args.n.bias, kZeros.vectors, at, count, b);
 #pragma unroll
   for (int j = 0; j < V; ++j) w.v[j] = Policy::factor(w.v[j], args);
 }

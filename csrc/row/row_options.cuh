@@ -141,8 +141,8 @@ struct TwoVectors {
  private:
   template <class W, bool Ragged, bool Anywhere, int V>
   __device__ void load_as(int count, bool minus, float (&a)[V], float (&b)[V]) const {
-    const W* one = first != nullptr ? static_cast<const W*>(first) + at : reinterpret_cast<const W*>(kOnes<W>);
-    const uint4* absent = minus ? kMinusZeros<W> : kZeros;
+    const W* one = first != nullptr ? static_cast<const W*>(first) + at : reinterpret_cast<const W*>(kOnes<W>.vectors);
+    const uint4* absent = minus ? kMinusZeros<W> : kZeros.vectors;
     const W* other = second != nullptr ? static_cast<const W*>(second) + at : reinterpret_cast<const W*>(absent);
     if constexpr (Ragged) {
       load_some<Anywhere>(one, count, a);

@@ -42,10 +42,12 @@ struct RowArgs {
   Quotient by_rows, by_num_groups, by_spatial, by_sets;  // the last: split, both: of kRowsSplit rows
   Quotient by_sample;                                    // options
   Quotient by_blocks;                                    // that share a row
+  bool saves;                                            // a statistic of each row
 };
 
-// A tile of so many elements must not keep them as floats.
-constexpr int kHeldFloats = 32;
+// Elements that tiles may keep as floats: of 16 bits, where some vectors are surely there, more, since less is asked.
+template <class Tile>
+constexpr int kHeldFloats = Tile::V == 8 && Tile::Whole > 0 ? 32 : 24;
 
 // sums[r] = sum of term(x - means[r], sum so far) over the chunk in tiles[r] (of x, unless Centred); every lane of the
 // chunk holds them.
@@ -54,7 +56,7 @@ __device__ inline void chunk_sums(Tile (&tiles)[Rows], const float (&means)[Rows
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
     sums[r] = tiles[r].template partial_sum<Centred>(means[r], term);
-    if (Rows * Tile::Slots * Tile::V >= kHeldFloats) tiles[r].forget();
+    if (Rows * Tile::Slots * Tile::V > kHeldFloats<Tile>) tiles[r].forget();
   }
   lanes_sum<Tile::Lanes>(sums);
 }
@@ -67,11 +69,8 @@ __device__ inline void plain_sums(Tile (&tiles)[Rows], Sum (&out)[Rows], Term te
   for (int r = 0; r < Rows; ++r) out[r] = {sums[r]};
 }
 
-// 1 / sqrt(sum / cols + eps). An infinite sum stays so; the correction of its quotient would make NaN of it.
-__device__ inline float inverse_root(float sum, const RowArgs& a) {
-  const float quotient = a.sizes.row.divide<true>(sum), mean = sum < INFINITY ? quotient : sum;
-  return rsqrtf(__fadd_rn(mean, a.eps));
-}
+// 1 / sqrt(sum / cols + eps).
+__device__ inline float inverse_root(float sum, const RowArgs& a) { return rsqrtf(__fadd_rn(a.sizes.row.mean_of(sum), a.eps)); }
 
 // y = (x - mean) rstd w + b, rstd = 1 / sqrt(var + eps), biased variance by two passes over the chunk on chip.
 struct Centred {
@@ -88,7 +87,9 @@ struct Centred {
     for (int r = 0; r < Rows; ++r) mean[r] = size.divide<true>(mean[r]);
     chunk_sums<true>(tiles, mean, m2, [](float d, float into) { return fmaf(d, d, into); });
 #pragma unroll
-    for (int r = 0; r < Rows; ++r) out[r] = tiles[r].len > 0 ? Stat{mean[r], m2[r], size.value} : Stat{};
+    for (int r = 0; r < Rows; ++r) {
+      out[r] = Tile::Whole > 0 || tiles[r].len > 0 ? Stat{mean[r], m2[r], size.value} : Stat{};
+    }
   }
   template <class T>
   __device__ static RowValues finish(const Stat& s, const RowArgs& a) {
@@ -177,12 +178,19 @@ constexpr int kWeights = Policy::affine != Affine::by_element ? 0 : Policy::has_
 
 // --- affine parameters -------------------------------------------------------------------------------------------
 
-// What stands for a vector's weights or biases where there are none.
+// What stands for a chunk's weights or biases where there are none: as long, so that they are found alike.
+template <class W>
+struct ChunkOf {
+  uint4 vectors[kChunk * sizeof(W) / 16];
+  constexpr explicit ChunkOf(unsigned word) : vectors{} {
+    for (uint4& vector : vectors) vector.x = vector.y = vector.z = vector.w = word;
+  }
+};
 template <class W>
 constexpr unsigned kOne = std::is_same_v<W, float> ? 0x3f800000u : std::is_same_v<W, Half> ? 0x3c003c00u : 0x3f803f80u;
 template <class W>
-__device__ const uint4 kOnes[2] = {{kOne<W>, kOne<W>, kOne<W>, kOne<W>}, {kOne<W>, kOne<W>, kOne<W>, kOne<W>}};
-__device__ const uint4 kZeros[2] = {};
+__device__ const ChunkOf<W> kOnes{kOne<W>};
+__device__ const ChunkOf<float> kZeros{0u};
 
 // V values in their own dtype, as words (see Tile); float ones of 16-bit rows take two accesses.
 template <class W, int V>
@@ -245,8 +253,8 @@ struct AffineByElement {
   template <class Tile>
   __device__ void load(const RowArgs& args, int64_t begin, const Tile& tile, int first, int from = 0, int to = Count) {
     if (kMayBeWide<T, Tile> && has_wide_weights<T>(args)) return;
-    load_whole(weight, args.n.weight, kOnes<T>, begin, tile, first, from, to);
-    if constexpr (Policy::has_bias) load_whole(bias, args.n.bias, kZeros, begin, tile, first, from, to);
+    load_whole(weight, args.n.weight, kOnes<T>.vectors, begin, tile, first, from, to);
+    if constexpr (Policy::has_bias) load_whole(bias, args.n.bias, kZeros.vectors, begin, tile, first, from, to);
     if constexpr (Tile::Ragged) {
 #pragma unroll
       for (int i = from; i < to; ++i) {
@@ -254,8 +262,8 @@ struct AffineByElement {
         if (k >= Tile::Slots || !tile.inside(k) || !is_cut(tile, k)) continue;
         const int64_t at = begin + Tile::offset(k);
         const int left = tile.len - Tile::offset(k);
-        weight[i].load_some(at_or(args.n.weight, at, kOnes<T>), left);
-        if constexpr (Policy::has_bias) bias[i].load_some(at_or(args.n.bias, at, kZeros), left);
+        weight[i].load_some(at_or(args.n.weight, at, kOnes<T>.vectors), left);
+        if constexpr (Policy::has_bias) bias[i].load_some(at_or(args.n.bias, at, kZeros.vectors), left);
       }
     }
   }
@@ -285,12 +293,11 @@ struct AffineByElement {
   template <class Tile>
   __device__ static void load_whole(Parameters<T, V> (&into)[Count], const void* data, const uint4* absent, int64_t begin,
                                     const Tile& tile, int first, int from, int to) {
-    const T* mine = at_or(data, begin + Tile::offset(0), absent);
-    const int step = data != nullptr ? Tile::Lanes * V : 0;
+    const T* mine = at_or(data, begin, absent) + Tile::offset(0);
 #pragma unroll
     for (int i = from; i < to; ++i) {
       const int k = first + i;
-      if (k < Tile::Slots) into[i].load_if(tile.inside(k) && !is_cut(tile, k), mine + k * step);
+      if (k < Tile::Slots) into[i].load_if(tile.inside(k) && !is_cut(tile, k), mine + k * Tile::Lanes * V);
     }
   }
 };
@@ -305,8 +312,8 @@ struct AffineKept : AffineByElement<Policy, T, Tile::V, 1> {
   __device__ void keep(const RowArgs& args, int64_t begin, const Tile& tile, uint4* shared) {
     mine = shared + threadIdx.x / 32 * (Tile::Slots * weights * 32) + threadIdx.x % 32;
     if (kMayBeWide<T, Tile> && has_wide_weights<T>(args)) return;
-    copy(args.n.weight, kOnes<T>, begin, tile, mine);
-    if constexpr (Policy::has_bias) copy(args.n.bias, kZeros, begin, tile, mine + 32);
+    copy(args.n.weight, kOnes<T>.vectors, begin, tile, mine);
+    if constexpr (Policy::has_bias) copy(args.n.bias, kZeros.vectors, begin, tile, mine + 32);
   }
   __device__ void load(const RowArgs&, int64_t, const Tile&, int k) {
     this->weight[0].words[0] = mine[k * weights * 32];
@@ -315,11 +322,10 @@ struct AffineKept : AffineByElement<Policy, T, Tile::V, 1> {
 
  private:
   __device__ static void copy(const void* data, const uint4* absent, int64_t begin, const Tile& tile, uint4* to) {
-    const T* from = data != nullptr ? static_cast<const T*>(data) + begin + Tile::offset(0) : reinterpret_cast<const T*>(absent);
-    const int step = data != nullptr ? Tile::Lanes * Tile::V : 0;
+    const T* from = (data != nullptr ? static_cast<const T*>(data) + begin : reinterpret_cast<const T*>(absent)) + Tile::offset(0);
 #pragma unroll
     for (int k = 0; k < Tile::Slots; ++k) {
-      if (tile.inside(k)) copy_async(to + k * weights * 32, from + k * step);
+      if (tile.inside(k)) copy_async(to + k * weights * 32, from + k * Tile::Lanes * Tile::V);
     }
   }
 };

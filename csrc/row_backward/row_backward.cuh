@@ -340,10 +340,10 @@ __global__ void __launch_bounds__(kMostWarps<Policy, Tile, A> * 32, 1) row_backw
   const int ring = p.slots * p.slot_bytes;
   char* const memory = shared + warp * ring;
   const auto next = [&](int slot) { return slot + p.slot_bytes == ring ? 0 : slot + p.slot_bytes; };
-  BackwardStage<G, Tile> stage(args, row, mine.begin, step);
+  BackwardStage<G, Tile> stage(args, memory, row, mine.begin, step);
   if (left > 0) {
     for (int slot = 0; slot < ring; slot += p.slot_bytes, left_staged -= step) {
-      stage.next(args, memory + slot, left_staged, mine.tile.len);
+      stage.next(args, slot, left_staged, mine.tile.len);
     }
   }
   mine.load_weights();
@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(kMostWarps<Policy, Tile, A> * 32, 1) row_backw
       mine.at += static_cast<int64_t>(step) * args.n.cols;
     }
     __syncwarp();
-    stage.next(args, memory + out, left_staged, mine.tile.len);
+    stage.next(args, out, left_staged, mine.tile.len);
     left_staged -= step;
     left_done -= step;
     first_done += apart;

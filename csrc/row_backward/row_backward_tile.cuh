@@ -70,15 +70,16 @@ __device__ inline void load_values(const T* p, bool there, float (&out)[V]) {
   }
 }
 
-// Starts copying the whole vectors of a warp's rows.
+// Starts copying the whole vectors of a warp's rows to an address of shared memory.
 template <class T, class Tile>
-__device__ inline void stage_vectors(char* memory, const T* from, int elements) {
+__device__ inline void stage_vectors(unsigned to, const T* from, int elements) {
   constexpr int each = 16 / static_cast<int>(sizeof(T)), most = kChunk / 32 / each;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, left = elements - lane * each;
+  to += lane * 16;
+  from += lane * each;
 #pragma unroll
   for (int i = 0; i < most; ++i) {
-    const int at = (i * 32 + lane) * each;
-    if (Tile::Full || at < elements) copy_async(memory + at * static_cast<int>(sizeof(T)), from + at);
+    if (Tile::Full || i * 32 * each < left) copy_async(to + i * 32 * 16, from + i * 32 * each);
   }
 }
 
@@ -87,6 +88,8 @@ __device__ inline void stage_vectors(char* memory, const T* from, int elements) 
 template <class G, class Tile>
 struct BackwardStage {
   using X = typename Tile::X;
+  char* memory;      // of the warp
+  unsigned address;  // the same: worked out anew for each copy it would take three instructions
   const X* x;
   const G* dy;
   const float* value;
@@ -94,8 +97,8 @@ struct BackwardStage {
   int value_step, value_at;
   bool values;
 
-  __device__ BackwardStage(const BackwardArgs& args, int64_t row, int64_t begin, int step)
-      : x(static_cast<const X*>(args.n.x) + row * args.n.cols + begin),
+  __device__ BackwardStage(const BackwardArgs& args, char* memory_, int64_t row, int64_t begin, int step)
+      : memory(memory_), address(shared_address(memory_)), x(static_cast<const X*>(args.n.x) + row * args.n.cols + begin),
         dy(static_cast<const G*>(args.n.dy) + row * args.n.cols + begin), elements(step * args.n.cols) {
     const int lane = static_cast<int>(threadIdx.x) % 32, which = lane / Tile::Rows;
     const float* totals = args.pass == Pass::gradient ? reinterpret_cast<const float*>(args.totals) : nullptr;
@@ -105,20 +108,21 @@ struct BackwardStage {
     value = of + (row + lane % Tile::Rows) * each + (which == 3);
     value_step = step * each;
     value_at = args.p.slot_bytes - 64 + (lane % Tile::Rows * 4 + which) * static_cast<int>(sizeof(float));
+    asm volatile("" : "+r"(address));
   }
-  // Of the next turn, `left` rows before the end of the piece, of `len` elements each in the chunk.
-  __device__ void next(const BackwardArgs& args, char* memory, int left, int len) {
+  // Of the next turn to `slot`, `left` rows before the end of the piece, of `len` elements each in the chunk.
+  __device__ void next(const BackwardArgs& args, int slot, int left, int len) {
     if (left > 0) {
       const int count = Tile::Rows == 1 ? len : min(Tile::Rows, left) * static_cast<int>(args.n.cols);
       if constexpr (Tile::V == 1) {
         const int64_t all = args.n.rows * args.n.cols;
-        stage_chunk<X, true>(memory, x, count, static_cast<const X*>(args.n.x) + all);
-        stage_chunk<G, true>(memory + args.p.x_bytes, dy, count, static_cast<const G*>(args.n.dy) + all);
+        stage_chunk<X, true>(memory + slot, x, count, static_cast<const X*>(args.n.x) + all);
+        stage_chunk<G, true>(memory + slot + args.p.x_bytes, dy, count, static_cast<const G*>(args.n.dy) + all);
       } else {
-        stage_vectors<X, Tile>(memory, x, count);
-        stage_vectors<G, Tile>(memory + args.p.x_bytes, dy, count);
+        stage_vectors<X, Tile>(address + slot, x, count);
+        stage_vectors<G, Tile>(address + slot + args.p.x_bytes, dy, count);
       }
-      if (values && static_cast<int>(threadIdx.x) % 32 % Tile::Rows < left) copy_async_word(memory + value_at, value);
+      if (values && static_cast<int>(threadIdx.x) % 32 % Tile::Rows < left) copy_async_word(address + slot + value_at, value);
       x += elements;
       dy += elements;
       value += value_step;

@@ -80,6 +80,8 @@ def direct(name: str, *tensors: Tensor | None, autocast: bool = False) -> Callab
     for tensor in tensors:
         if tensor is not None and not (type(tensor) in PLAIN and tensor.is_cuda):
             return None
+    if not _direct and not _library_ready():
+        return None
     if name in _ALSO_AUTOGRAD and any(tensor is not None and tensor.is_neg() for tensor in tensors):
         return None  # its kernel comes before that is looked at
     if not autocast and any_autocast() and torch.is_autocast_enabled("cuda"):

@@ -89,8 +89,6 @@ def _recorded(
     other inputs than rows of columns too."""
     mean, var, weight, bias, input_bias = vectors
     op = direct("batch_norm", input, scale, *vectors, batches, residual)
-    if op is None and native_serves(input):  # loaded by that
-        op = direct("batch_norm", input, scale, *vectors, batches, residual)
     _, _, eps, *_ = settings
     if op is None or input.dtype not in DTYPES or not eps > 0 or not _are_columns(input, scale, vectors):
         return None

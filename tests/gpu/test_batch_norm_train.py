@@ -116,6 +116,29 @@ def test_within_pytorchs_error(shape: tuple[int, ...], dtype: torch.dtype, last:
 
 @by_dtype
 @by_layout
+@pytest.mark.parametrize("behind", ("nothing", "relu", "relu and residual", "silu"))
+def test_gradients_asked_for_alone_have_the_same_bits(behind: str, dtype: torch.dtype, last: bool) -> None:
+    """Of the parameters without the input's, and the other way round."""
+    torch.manual_seed(0)
+    act = {"nothing": NONE, "silu": Activation("silu")}.get(behind, RELU)
+    for shape in ((4, 64, 9, 7), (3, 48, 14, 14)):
+        x, residual, dy = (laid_out(drawn(shape, dtype), last) for _ in range(3))
+        weight, bias = (drawn((shape[1],), dtype, m) for m in (1.0, 0.0))
+        found = []
+        for of_input, of_parameters in ((True, True), (True, False), (False, True)):
+            image, added = (t.clone().requires_grad_(of_input) for t in (x, residual))
+            w, b = (t.clone().requires_grad_(of_parameters) for t in (weight, bias))
+            more = added if "residual" in behind else None
+            y = ours(image, None, None, w, b, more, act)
+            of = [t for t in (image, w, b, more) if t is not None and t.requires_grad]
+            found.append(list(torch.autograd.grad(y, of, dy)))
+        both, inputs, parameters = found
+        assert all(map(same_bits, [both[0], *both[3:]], inputs)), shape
+        assert all(map(same_bits, both[1:3], parameters)), shape
+
+
+@by_dtype
+@by_layout
 @pytest.mark.parametrize("shape", RESNET50, ids=str)
 def test_resnets_with_relu_and_residual(shape: tuple[int, ...], dtype: torch.dtype, last: bool) -> None:
     torch.manual_seed(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -98,3 +100,18 @@ def test_no_memory_is_pytorchs_error() -> None:
             ops.layer_norm(x, (24,))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["ops.batch_norm(x, v, v.clone(), v, v, True)", "ops.batch_norm_eval(x, v, v.clone())", "ops.layer_norm(x, (24,))"],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_first_call_of_a_process_loads_the_library(call: str, grad: bool) -> None:
+    code = (
+        "import torch; from normswap import native, ops; "
+        f"v = torch.ones(24, device='cuda'); x = torch.randn(6, 24, device='cuda', requires_grad={grad}); "
+        f"assert not native.available(); {call}; assert native.available()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from normswap import ops
 
 SHAPES = (
     *((2, 96, 20, 16), (3, 98, 5, 7), (1, 768, 7, 7), (2, 1024, 3, 4), (5, 2, 1, 9), (2, 384, 14, 14)),
-    *((1, 64, 33, 1), (4, 192, 2, 2), (2, 1500, 3, 3)),
+    *((1, 64, 33, 1), (4, 192, 2, 2), (2, 1500, 3, 3), (2, 128, 9, 5), (3, 256, 7, 7), (1, 512, 4, 4)),
     *((150, 34, 8, 7), (140, 40, 6, 6), (260, 70, 5, 5)),  # more positions a block
 )
 by_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -67,7 +67,8 @@ def test_other_layouts(dtype: torch.dtype) -> None:
 
 @by_dtype
 def test_a_position_does_not_depend_on_the_batch_or_the_run(dtype: torch.dtype) -> None:
-    for shape in ((6, 96, 8, 8), (6, 700, 5, 5), (150, 34, 8, 7), (260, 70, 5, 5)):
+    lanes = ((6, 96, 8, 8), (6, 128, 7, 7), (6, 192, 5, 5), (6, 512, 4, 6), (6, 768, 7, 7))  # have words in registers
+    for shape in (*lanes, (6, 700, 5, 5), (150, 34, 8, 7), (260, 70, 5, 5)):
         x, weight, bias = permuted(shape, dtype, 1.0)
         size = x.shape[-1:]
         out = ops.layer_norm(x, size, weight, bias)
@@ -81,12 +82,13 @@ def test_a_position_does_not_depend_on_the_batch_or_the_run(dtype: torch.dtype) 
 
 
 @by_dtype
-def test_gradients(dtype: torch.dtype) -> None:
-    x, weight, bias = permuted((2, 96, 6, 5), dtype, 1.0)
-    dy = tensor((2, 6, 5, 96), dtype, seed=5)
-    ours = gradients(lambda x, w, b: ops.layer_norm(x, (96,), w, b), (x, weight, bias), dy)
+@pytest.mark.parametrize("n", (96, 100, 256, 768))
+def test_gradients(n: int, dtype: torch.dtype) -> None:
+    x, weight, bias = permuted((2, n, 6, 5), dtype, 1.0)
+    dy = tensor((2, 6, 5, n), dtype, seed=5)
+    ours = gradients(lambda x, w, b: ops.layer_norm(x, (n,), w, b), (x, weight, bias), dy)
     exact = [t.double() for t in (x, weight, bias)]
-    expected = gradients(lambda x, w, b: F.layer_norm(x, (96,), w, b), exact, dy.double())
+    expected = gradients(lambda x, w, b: F.layer_norm(x, (n,), w, b), exact, dy.double())
     x64, dy64 = exact[0], dy.double()
     rstd = (x64.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
     xhat, g = rstd * (x64.abs() + x64.square().mean(-1, keepdim=True).sqrt()), (dy64 * exact[1]).abs()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import launch_plans
 import pytest
 import torch
 from limits import gpu_of_plans, same_bits
 from row_checks import DTYPES, LENGTHS, LONG, WEIGHTS, affine, forced, values
+from torch import Tensor
+
+from normswap.activation import Activation
 
 CLUSTER = 4
 """A regime (row_plan.h)."""
@@ -113,3 +118,53 @@ def test_a_row_does_not_depend_on_the_batch_or_the_run(kind: str, dtype: torch.d
         for i in range(len(x)):
             alone = torch.empty(cols + 1, device="cuda", dtype=dtype)[1:].copy_(x[i]).reshape(1, cols)
             assert same_bits(whole[i : i + 1], forced(kind, alone, weight, bias, 0)), cols
+
+
+ROWS = (1, 2, 5, 33, 35, 133)
+
+
+def behind(rows: int, cols: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for a result, and what follows it."""
+    room = torch.full((rows * cols + 4096,), 7.0, device="cuda", dtype=dtype)
+    return room[: rows * cols].view(rows, cols), room[rows * cols :]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ("none", "silu"))
+def test_nothing_is_written_behind_the_last_row(name: str, dtype: torch.dtype) -> None:
+    """Of short rows a block has several, the last one fewer than it could. And each has the bits that it has alone."""
+    code = Activation(name).code
+    for rows, cols in itertools.product(ROWS, (7, 8, 16, 24, 32, 48, 64, 96, 128, 136, 192, 256, 264)):
+        x, (weight, bias) = values(rows, cols, dtype, 1.0), affine(cols, dtype)
+        x[rows // 2] = 0.0
+        for kind in ("layer_norm", "rms_norm", "l1_norm"):
+            if kind == "l1_norm" and name != "none":
+                continue
+            outs = []
+            for given in (x, x[-1:]):
+                out, rest = behind(len(given), cols, dtype)
+                of_rows = [torch.full((len(given),), 7.0, device="cuda") for _ in range(2)]
+                options = (None, None, None, code, 0.0, 0.0)
+                if kind == "layer_norm":
+                    torch.ops.normswap.layer_norm(given, 1, weight, bias, 1e-5, *options, out, None, *of_rows, 0)
+                elif kind == "rms_norm":
+                    torch.ops.normswap.rms_norm(given, 1, weight, 1e-5, 0.0, False, *options, out, None, of_rows[1], 0)
+                else:
+                    torch.ops.normswap.l1_norm(given, cols, 0.0, 0.0, out, None, 0)
+                assert bool((rest == 7.0).all()), (kind, rows, cols)
+                outs.append((out, *of_rows))
+            assert all(same_bits(all_of[-1:], alone) for all_of, alone in zip(*outs, strict=True)), (kind, rows, cols)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ("none", "silu"))
+def test_nothing_is_written_behind_the_last_group(name: str, dtype: torch.dtype) -> None:
+    for groups, cols in itertools.product(ROWS, (7, 16, 32, 64, 96, 128, 256)):
+        x = values(groups, cols, dtype, 1.0).view(1, groups, cols)
+        weight, bias = affine(groups, dtype)
+        room, rest = behind(groups, cols, dtype)
+        out = room.view(x.shape)
+        torch.ops.normswap.group_norm(
+            x, weight, bias, groups, 1e-5, False, Activation(name).code, 0.0, 0.0, None, out, None, None, 0
+        )
+        assert bool((rest == 7.0).all()) and bool((out[0, -1] != 7.0).any()), (groups, cols)

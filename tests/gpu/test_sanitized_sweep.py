@@ -104,15 +104,14 @@ def test_backward_of_activations(name: str, dtype: torch.dtype) -> None:
             assert float((one - other).norm() / other.norm()) < 0.05, (shape, layout)
 
 
-def test_rows_that_few_lanes_share_or_one_warp_has() -> None:
-    """In 16 bits; the last block has fewer rows than it could, and the tensors end with the last one."""
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_rows_that_few_lanes_share_or_one_warp_has(dtype: torch.dtype) -> None:
+    """The last block has fewer rows than it could, and the tensors end with the last one."""
     many = torch.cuda.get_device_properties(0).multi_processor_count * 4 + 1
-    for cols, rows in (*((c, 5) for c in (96, 136, 192, 256, 264, 512)), *((c, many) for c in (1032, 1288, 1536))):
-        w = drawn(2, cols, torch.bfloat16, 0.5)
-        for x in (
-            drawn(rows, cols, torch.bfloat16, 1.0),
-            drawn(1, rows * cols + 1, torch.bfloat16, 1.0)[0, 1:].view(rows, cols),
-        ):
+    short = (48, 96, 128, 136, 192, 256, 264, 512)
+    for cols, rows in (*((c, r) for c in short for r in (1, 5, 133)), *((c, many) for c in (1032, 1288, 1536))):
+        w = drawn(2, cols, dtype, 0.5)
+        for x in (drawn(rows, cols, dtype, 1.0), drawn(1, rows * cols + 1, dtype, 1.0)[0, 1:].view(rows, cols)):
             for name, residual in itertools.product(("none", "silu"), (None, x)):
                 out = ops.layer_norm(x, (cols,), *w, 1e-5, activation=Activation(name), residual=residual)
                 out, total = out if residual is not None else (out, x)
