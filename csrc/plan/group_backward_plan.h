@@ -8,7 +8,8 @@
 //   passing blocks take pieces one after the other, for their sums and later, when those of the group are known and while
 //           x and dy still lie in the L2, for the gradients
 //
-// Channels last. A slab is a strip of whole groups of a sample, a piece so many of its rows. Held: a block has slabs of one
+// Channels last. A slab is a strip of whole groups of a sample, a piece so many of its rows; the tree also depends on whether
+// there is an activation, whose gradient may take more room than dy. Held: a block has slabs of one
 // piece, one after the other; or a block has a piece, a cluster a slab.
 #pragma once
 

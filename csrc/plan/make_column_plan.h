@@ -11,8 +11,8 @@ constexpr int kColumnStripBytes = 256;       // of a row
 constexpr int kApplyStripBytes = 512;   // of a row, where nothing but the width matters
 constexpr int kInboxBytes = 16;         // of shared memory, besides (block, cluster)
 
-// How many threads a block has, at most, and vectors a thread: few of many are three blocks of a multiprocessor, of which
-// one loads while another stores.
+// How many threads a block has, at most, and vectors a thread. Of few threads with many vectors a multiprocessor has three
+// blocks, of which one loads while another stores.
 struct BlockSize {
   int threads, slots;
 };
@@ -106,7 +106,7 @@ inline bool cut_deep_by(BlockSize block, int64_t rows, int64_t channels, int64_t
 }
 
 // Small blocks: that a block starts and that a cluster waits for its blocks takes longer than what a block of few vectors
-// does. Smaller ones where so fewer of a few rows' threads have nothing to do, large ones where a sample has few.
+// does. Smaller ones where so fewer threads have nothing to do, of few rows; large ones where a sample has few blocks.
 inline bool cut_deep(int64_t rows, int64_t channels, int64_t num_groups, int itemsize, ColumnPlan* p) {
   if (!cut_deep_by(kDeepBlock, rows, channels, num_groups, itemsize, p)) return false;
   const bool few = p->pieces > 1 && p->strips * p->pieces < kMaxCluster;

@@ -9,7 +9,7 @@ namespace normswap {
 constexpr int kUnitsAPiece = 8;          // of a long line; twice that where no cluster holds a group
 constexpr int kEach = 8;                 // vectors that a lane has of a unit, at most; the same
 constexpr int kFewLanes = 4;             // that share a unit, at least, if there are so many vectors
-constexpr int64_t kSpanBytes = 12800;    // held: of x and dy that a block has at least, if there is so much
+constexpr int64_t kSpanBytes = 12800;    // held: of x and dy, up to which a block has several groups
 constexpr int kFewThreads = 128;         // held: that a block has at least, if each has a unit; twice that of few blocks
 constexpr int kFewBlocks = 2;            // held, on a multiprocessor: rather than several groups for a block
 constexpr int kManyBlocks = 8;           // held, on a multiprocessor

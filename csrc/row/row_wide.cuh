@@ -1,4 +1,7 @@
-// The kernels that work on row after row, and those for rows that no blocks hold.
+// The row engine's kernels that work on row after row, and those for rows that no blocks hold:
+//   row_team     team: blocks that run at once hold row after row and tell each other their statistics
+//   row_partial, row_team, row_apply     both: a team has the first part of each row, the rest is read twice
+//   row_partial, row_merge, row_apply    split: for rows and GPUs none of these serves; the input is read twice
 #pragma once
 
 #include "device/barrier.cuh"

@@ -71,10 +71,10 @@ def native_op(name: str) -> Callable[..., Any]:
 
 def direct(name: str, *tensors: Tensor | None, autocast: bool = False) -> Callable[..., Any] | None:
     """What does all of a call of ``name`` in one step - the native op, or where a gradient is to be recorded the
-    autograd Function around it - or None when the call must go the general way: the library is not loaded, a tensor is
-    no plain one on a GPU, or autocast, a functorch transform, forward-mode AD, torch.jit.trace or torch.compile have a
-    say in it. What is returned answers None, for each of its results, where it declines. ``autocast``: the
-    caller sees to that."""
+    autograd Function around it - or None when the call must go the general way: the library, which the first call
+    loads, is not there, a tensor is no plain one on a GPU, or autocast, a functorch transform, forward-mode AD,
+    torch.jit.trace or torch.compile have a say in it. What is returned answers None, for each of its results, where it
+    declines. ``autocast``: the caller sees to that."""
     if _compiling():
         return None
     for tensor in tensors:
