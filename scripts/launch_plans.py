@@ -135,17 +135,28 @@ def group_backward_plan(
     return _plan(name, sizes, (itemsize, grad_itemsize, kept_itemsize or grad_itemsize, *gpu, regime), names)
 
 
-def batch_norm_plan(samples: int, channels: int, inner: int, itemsize: int) -> dict[str, int] | None:
+def batch_norm_plan(
+    samples: int,
+    channels: int,
+    inner: int,
+    itemsize: int,
+    *,
+    tensors: int = 0,
+    clusters: bool = True,
+    shared: int = 232448,
+) -> dict[str, int] | None:
     """How the kernels of BatchNorm in training cut ``samples`` rows of ``channels`` times ``inner`` columns (1 in
     channels_last memory) of elements of ``itemsize`` bytes; None where they cannot.
 
-    Needs the library, but no GPU. Raises BuildError without the library.
+    ``tensors`` are read twice: 1 in the forward, 2 in the backward, 0 by frozen statistics. If blocks, or clusters of
+    them, keep strips of these on chip, ``held`` of the result are the bytes of a block's piece, else 0. Needs the
+    library, but no GPU. Raises BuildError without the library.
     """
     names = (
         *("vec", "lanes", "side", "threads", "values", "width", "last_width", "group", "last_group", "across"),
-        *("log_run", "line", "strips", "rows", "piece_rows", "pieces", "items", "workspace"),
+        *("log_run", "line", "strips", "rows", "piece_rows", "pieces", "items", "held", "workspace"),
     )
-    return _plan("batch_norm_plan", (samples, channels, inner), (itemsize,), names)
+    return _plan("batch_norm_plan", (samples, channels, inner), (itemsize, tensors, clusters, shared), names)
 
 
 def _plan(name: str, sizes: Sequence[int], numbers: Sequence[int], names: Sequence[str]) -> dict[str, int] | None:

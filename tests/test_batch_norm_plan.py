@@ -7,6 +7,7 @@ import pytest
 import torch
 
 THREADS, PIECES = 256, 396
+CLUSTER, CHANNELS, HELD, BESIDE, ROWS, AT_ONCE = 8, 16, 101 * 1024, 12 * 1024, 4096, 264
 SMALL = (
     *(
         (1, 4, 1),
@@ -28,11 +29,14 @@ LARGE = (
 )
 
 
+@pytest.mark.parametrize("tensors", (0, 1, 2))
 @pytest.mark.parametrize("itemsize", (2, 4))
 @pytest.mark.parametrize("sizes", SMALL, ids=str)
-def test_every_element_is_some_threads_and_every_channel_is_united(sizes: tuple[int, int, int], itemsize: int) -> None:
+def test_every_element_is_some_threads_and_every_channel_is_united(
+    sizes: tuple[int, int, int], itemsize: int, tensors: int
+) -> None:
     samples, channels, inner = sizes
-    p = launch_plans.batch_norm_plan(*sizes, itemsize)
+    p = launch_plans.batch_norm_plan(*sizes, itemsize, tensors=tensors)
     assert p is not None
     vec, lanes, line = p["vec"], p["lanes"], p["line"]
     columns = channels * inner
@@ -75,6 +79,7 @@ def test_blocks_are_of_a_size_and_number_that_can_be_launched(sizes: tuple[int, 
     assert p["lanes"] * p["side"] <= p["threads"] <= THREADS and p["threads"] % 32 == 0
     assert p["line"] == 1 or (p["lanes"], p["side"], p["strips"]) == (1, THREADS, channels)
     assert p["piece_rows"] % p["side"] == 0 and p["piece_rows"] >= 8 * p["side"]
+    assert p["held"] == 0
     assert p["group"] << p["log_run"] <= p["threads"] or p["log_run"] == 0
     assert p["values"] in (1, p["vec"]) and (p["values"] > 1 or inner % p["vec"] == 0 or p["vec"] == 1)
     assert p["width"] == p["lanes"] * p["vec"] and 0 < p["last_width"] <= p["width"]
@@ -82,6 +87,52 @@ def test_blocks_are_of_a_size_and_number_that_can_be_launched(sizes: tuple[int, 
     assert p["workspace"] * 4 < 64e6 and p["items"] <= max(PIECES, p["strips"])  # all at once on an H100
     if samples * channels * inner > 2**24:
         assert p["items"] > PIECES / 2
+
+
+@pytest.mark.parametrize("shared", (49152, 101376, 166912, 232448))
+@pytest.mark.parametrize("clusters", (False, True))
+@pytest.mark.parametrize("tensors", (1, 2))
+@pytest.mark.parametrize("itemsize", (2, 4))
+@pytest.mark.parametrize("sizes", (*SMALL, *LARGE), ids=str)
+def test_a_block_holds_its_piece(
+    sizes: tuple[int, int, int], itemsize: int, tensors: int, clusters: bool, shared: int
+) -> None:
+    samples, _, inner = sizes
+    p = launch_plans.batch_norm_plan(*sizes, itemsize, tensors=tensors, clusters=clusters, shared=shared)
+    assert p is not None
+    if p["held"] == 0:  # nothing of it is otherwise than where nothing may be held
+        assert p == launch_plans.batch_norm_plan(*sizes, itemsize)
+        return
+    of_thread = p["piece_rows"] // p["side"]
+    assert p["held"] == of_thread * p["threads"] * p["vec"] * itemsize * tensors <= min(HELD, shared - BESIDE)
+    assert inner > 1 or (samples <= ROWS and p["items"] <= AT_ONCE)
+    assert p["vec"] == 4 and p["group"] <= CHANNELS and p["workspace"] == 0
+    assert p["pieces"] <= (CLUSTER if clusters else 1) and p["threads"] >= CHANNELS * CLUSTER
+    assert p["items"] == p["strips"] * p["pieces"] and (p["pieces"] - 1) * p["piece_rows"] < p["rows"]
+
+
+HELD_BY = {  # (samples, channels, inner), itemsize, tensors: columns of a strip, its pieces; None: read twice
+    ((64 * 49, 2048, 1), 2, 1): (16, 2),
+    ((64 * 49, 2048, 1), 2, 2): None,
+    ((64 * 49, 512, 1), 2, 2): (16, 7),
+    ((64 * 196, 256, 1), 2, 1): None,
+    ((64, 64, 112 * 112), 4, 1): None,
+    ((64, 256, 56 * 56), 4, 1): (4, 8),
+    ((64, 256, 56 * 56), 4, 2): None,
+    ((64, 512, 28 * 28), 4, 2): (4, 5),
+    ((64, 1024, 14 * 14), 4, 1): (4, 1),
+    ((64, 2048, 7 * 7), 4, 2): (196, 2),
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), HELD_BY.items(), ids=str)
+def test_clusters_hold_what_they_can(
+    case: tuple[tuple[int, int, int], int, int], expected: tuple[int, int] | None
+) -> None:
+    sizes, itemsize, tensors = case
+    p = launch_plans.batch_norm_plan(*sizes, itemsize, tensors=tensors)
+    assert p is not None
+    assert ((p["width"], p["pieces"]) if p["held"] else None) == expected
 
 
 def test_what_is_too_large_is_not_cut() -> None:

@@ -415,6 +415,32 @@ def test_the_reduction_tree_of_columns_depends_on_neither_batch_nor_gpu() -> Non
 
 
 @pytest.mark.usefixtures("library")
+def test_columns_that_no_cluster_holds_are_read_by_three_blocks_a_multiprocessor() -> None:
+    """Of 256 threads; of 512, and two, where a group is too wide for so few."""
+    gpu = COLUMN_GPUS[0]
+    for rows, channels, groups, itemsize, threads, slots in (
+        *((12_544, 64, 32, 2, 256, 16), (262_144, 128, 32, 2, 256, 16), (262_144, 128, 32, 4, 256, 16)),
+        *((12_544, 64, 64, 2, 256, 14), (1000, 2048, 1, 2, 256, 16), (1000, 4096, 1, 2, 512, 8)),
+    ):
+        p = launch_plans.column_plan(64, rows, channels, groups, itemsize, **gpu)
+        blocks = 3 if threads == 256 else 2
+        assert p is not None and (p["regime"], p["slots"]) == (5, slots), (rows, channels, groups)
+        assert p["piece_rows"] // slots * p["lanes"] == threads
+        assert p["grid"] == blocks * gpu["multiprocessors"] and blocks * (p["shared"] + 1024) <= gpu["shared"] + 1024
+
+
+@pytest.mark.usefixtures("library")
+def test_few_rows_have_small_blocks_where_these_are_no_more_pieces() -> None:
+    for rows, channels, groups, itemsize, threads, pieces in (
+        *((49, 2048, 32, 2, 128, 1), (9, 512, 1, 2, 128, 1), (32, 1024, 2, 2, 256, 1), (64, 256, 1, 2, 256, 1)),
+        *((49, 2048, 8, 4, 256, 1), (32, 512, 2, 4, 256, 1), (9, 1024, 2, 4, 256, 1)),
+    ):
+        p = launch_plans.column_plan(64, rows, channels, groups, itemsize, **COLUMN_GPUS[0])
+        assert p is not None and p["piece_rows"] // p["slots"] * p["lanes"] == threads, (rows, channels, groups)
+        assert p["pieces"] == pieces
+
+
+@pytest.mark.usefixtures("library")
 def test_groups_too_wide_for_a_block_have_no_plan() -> None:
     assert launch_plans.column_plan(1, 9, 4096, 1, 2, **COLUMN_GPUS[0]) is not None
     assert launch_plans.column_plan(1, 9, 8192, 1, 2, **COLUMN_GPUS[0]) is None

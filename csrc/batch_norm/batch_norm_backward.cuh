@@ -37,63 +37,39 @@ inline Through through_of(const BatchNormTrain& n) {
   return n.activation.code == Activation::relu && n.residual == nullptr ? Through::relu : Through::any;
 }
 
-// x and dy of a thread's vectors, on their way. Last: see Words.
-template <class T, int V, bool Even, Through By, bool Last>
-struct Incoming {
-  static constexpr int many = kPairsAtOnce;
+// What a vector of x, and of dy, says: x - mean and g.
+template <class T, int V, bool Even, Through By>
+struct Slopes {
   const Vectors<V, Even>& vectors;
   const BatchNormTrain& n;
-  Words<T, V> x[many], dy[many];
-  unsigned char signs[many];
 
-  __device__ explicit Incoming(const Vectors<V, Even>& of) : vectors(of), n(of.a.n) {
-#pragma unroll
-    for (int k = 0; k < many; ++k) load(k, vectors.first + k * vectors.a.side);
-  }
-  // Zeros where there is none: they add nothing.
-  __device__ void load(int k, int row) {
-    x[k] = dy[k] = {};
-    const bool there = row < vectors.end;
-    const int64_t at = vectors.at(row);
-    x[k].template load_where<Last>(there, n.x, at);
-    dy[k].template load_where<Last>(there, n.dy, at);
-    if (By == Through::signs || (By == Through::any && n.signs != nullptr)) {
-      if (there) signs[k] = n.signs[at / static_cast<int>(sizeof(x[k]))];
-    }
-  }
-  // Calls with(k, row, x - mean, g) for every vector.
-  template <class With>
-  __device__ void for_each(const ColumnCoefficients<V>& of, With with) {
-    vectors.template for_each<many>([&](int k, int row) { load(k, row); },
-                                    [&](int k, int row) {
-                                      float d[V], g[V];
-                                      values(of, k, row, d, g);
-                                      with(k, row, d, g);
-                                    });
-  }
-
-  __device__ void values(const ColumnCoefficients<V>& of, int k, int row, float (&d)[V], float (&g)[V]) const {
-    x[k].floats(d);
-    dy[k].floats(g);
+  __device__ explicit Slopes(const Vectors<V, Even>& of) : vectors(of), n(of.a.n) {}
+  __device__ bool are_kept() const { return By == Through::signs || (By == Through::any && n.signs != nullptr); }
+  // `signs` of the vector, if they are kept.
+  __device__ void values(const ColumnCoefficients<V>& of, int row, const Words<T, V>& x, const Words<T, V>& dy, unsigned signs,
+                         float (&d)[V], float (&g)[V]) const {
+    x.floats(d);
+    dy.floats(g);
 #pragma unroll
     for (int j = 0; j < V; ++j) d[j] = __fsub_rn(d[j], of.mean[j]);
     if constexpr (By == Through::signs) {
-      by_signs(k, g);
+      by_signs(signs, g);
     } else if constexpr (By != Through::nothing) {
-      by_slopes(of, k, row, d, g);
+      by_slopes(of, row, signs, d, g);
     }
   }
 
  private:
-  __device__ void by_signs(int k, float (&g)[V]) const {
+  __device__ void by_signs(unsigned signs, float (&g)[V]) const {
 #pragma unroll
-    for (int j = 0; j < V; ++j) g[j] = signs[k] >> j & 1 ? g[j] : 0.f;
+    for (int j = 0; j < V; ++j) g[j] = signs >> j & 1 ? g[j] : 0.f;
   }
   // By what went into the activation.
-  __device__ void by_slopes(const ColumnCoefficients<V>& of, int k, int row, const float (&d)[V], float (&g)[V]) const {
+  __device__ void by_slopes(const ColumnCoefficients<V>& of, int row, unsigned signs, const float (&d)[V],
+                            float (&g)[V]) const {
     if constexpr (By == Through::any) {
       if (n.activation.code == Activation::none) return;
-      if (n.signs != nullptr) return by_signs(k, g);
+      if (n.signs != nullptr) return by_signs(signs, g);
     }
     float z[V];
 #pragma unroll
@@ -117,6 +93,42 @@ struct Incoming {
 #pragma unroll
       for (int j = 0; j < V; ++j) g[j] = row < vectors.end ? of_g.v[j] : 0.f;  // NaN where z, of no row, overflows
     }
+  }
+};
+
+// x and dy of a thread's vectors, on their way. Last: see Words.
+template <class T, int V, bool Even, Through By, bool Last>
+struct Incoming {
+  static constexpr int many = kPairsAtOnce;
+  const Vectors<V, Even>& vectors;
+  const Slopes<T, V, Even, By> slopes;
+  Words<T, V> x[many], dy[many];
+  unsigned char signs[many];
+
+  __device__ explicit Incoming(const Vectors<V, Even>& of) : vectors(of), slopes(of) {
+#pragma unroll
+    for (int k = 0; k < many; ++k) load(k, vectors.first + k * vectors.a.side);
+  }
+  // Zeros where there is none: they add nothing.
+  __device__ void load(int k, int row) {
+    x[k] = dy[k] = {};
+    const bool there = row < vectors.end;
+    const int64_t at = vectors.at(row);
+    x[k].template load_where<Last>(there, slopes.n.x, at);
+    dy[k].template load_where<Last>(there, slopes.n.dy, at);
+    if (slopes.are_kept()) {
+      if (there) signs[k] = slopes.n.signs[at / static_cast<int>(sizeof(x[k]))];
+    }
+  }
+  // Calls with(k, row, x - mean, g) for every vector.
+  template <class With>
+  __device__ void for_each(const ColumnCoefficients<V>& of, With with) {
+    vectors.template for_each<many>([&](int k, int row) { load(k, row); },
+                                    [&](int k, int row) {
+                                      float d[V], g[V];
+                                      slopes.values(of, row, x[k], dy[k], signs[k], d, g);
+                                      with(k, row, d, g);
+                                    });
   }
 };
 
@@ -169,17 +181,25 @@ __global__ void __launch_bounds__(kBatchNormThreads, kPairBlocks<T>) batch_sums(
 template <int V>
 struct ColumnGradients {
   float a[V], b[V];
+  // From memory, by way of `room`; the block calls.
   __device__ ColumnGradients(const PieceVectors<V>& vectors, float2 (&room)[kMostOfStrip]) {
     const float2* finished = vectors.a.sums() + vectors.a.n.sizes.channels * vectors.a.p.pieces;
     const auto get = [&](int64_t channel) { return __ldcg(finished + channel); };
-    vectors.each_column(room, get, [&](int j, const float2& pair) {
-      a[j] = pair.x;
-      b[j] = pair.y;
-    });
+    vectors.each_column(room, get, [&](int j, const float2& pair) { set(j, pair); });
+  }
+  // From those of the strip's channels.
+  __device__ ColumnGradients(const PieceVectors<V>& vectors, const float2* channels) {
+    vectors.each_column(channels, [&](int j, const float2& pair) { set(j, pair); });
   }
   __device__ void of(const ColumnCoefficients<V>& c, const float (&g)[V], float (&d)[V]) const {
 #pragma unroll
     for (int j = 0; j < V; ++j) d[j] = fmaf(g[j], c.gain[j], -fmaf(d[j], b[j], a[j]));
+  }
+
+ private:
+  __device__ void set(int j, const float2& pair) {
+    a[j] = pair.x;
+    b[j] = pair.y;
   }
 };
 

@@ -77,7 +77,7 @@ struct PieceVectors {
   // Calls of(j, get(channel)) for the V columns, where get reads from memory what a channel has: once a block where columns
   // are channels, by way of `room`. The block calls.
   template <class One, class Get, class Of>
-  __device__ void each_column(One (&room)[kMostOfStrip], Get get, Of of) const {
+  __device__ void each_column(One* room, Get get, Of of) const {
     const int last = channels() - 1;
     if (a.n.sizes.inner == 1) {
       for (int i = thread(); i <= last; i += static_cast<int>(blockDim.x)) room[i] = get(first_channel() + i);
@@ -94,6 +94,12 @@ struct PieceVectors {
       }
       of(j, one);
     }
+  }
+  // Calls of(j, what the strip's channels have of that of column j).
+  template <class One, class Of>
+  __device__ void each_column(const One* of_channels, Of of) const {
+#pragma unroll
+    for (int j = 0; j < V; ++j) of(j, of_channels[min(a.by_inner.quotient(lane * V + j), channels() - 1)]);
   }
 };
 
@@ -115,14 +121,22 @@ struct Vectors : PieceVectors<V> {
 template <int V>
 struct ColumnCoefficients {
   float mean[V], gain[V], bias[V];
-  __device__ ColumnCoefficients(const PieceVectors<V>& vectors, float4 (&room)[kMostOfStrip]) {
+  // From memory, by way of `room`; the block calls.
+  __device__ ColumnCoefficients(const PieceVectors<V>& vectors, float4* room) {
     const float4* from = reinterpret_cast<const float4*>(vectors.a.n.coefficients);
     const auto get = [&](int64_t channel) { return __ldcg(from + channel); };
-    vectors.each_column(room, get, [&](int j, const float4& of) {
-      mean[j] = of.x;
-      gain[j] = of.y;
-      bias[j] = of.z;
-    });
+    vectors.each_column(room, get, [&](int j, const float4& of) { set(j, of.x, of.y, of.z); });
+  }
+  // From those of the strip's channels.
+  __device__ ColumnCoefficients(const PieceVectors<V>& vectors, const ChannelCoefficients* channels) {
+    vectors.each_column(channels, [&](int j, const ChannelCoefficients& of) { set(j, of.mean, of.gain, of.bias); });
+  }
+
+ private:
+  __device__ void set(int j, float of_mean, float of_gain, float of_bias) {
+    mean[j] = of_mean;
+    gain[j] = of_gain;
+    bias[j] = of_bias;
   }
 };
 

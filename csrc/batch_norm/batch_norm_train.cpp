@@ -50,14 +50,15 @@ int64_t inner_of(const View& t) {
   return is_contiguous(t) ? numel(t) / (t.sizes[0] * t.sizes[1]) : is_channels_last(t) ? 1 : 0;
 }
 
-// Sizes, and the plan for them; false where there is none.
-bool set_sizes(const View& input, BatchNormTrain& n, BatchNormPlan& plan) {
+// Sizes, and the plan for them, where so many tensors are read twice; false where there is none.
+bool set_sizes(const View& input, int tensors, int32_t device, BatchNormTrain& n, BatchNormPlan& plan) {
   const int64_t count = numel(input), inner = input.dims < 2 || count == 0 ? 0 : inner_of(input);
   if (input.dtype < 0 || inner == 0 || !starts_at_vector(input)) return false;
   const int64_t channels = input.sizes[1];
   n.dtype = static_cast<DType>(input.dtype);
   n.sizes = {count / (channels * inner), channels, inner, static_cast<int>(itemsize(n.dtype))};
-  return make_batch_norm_plan(n.sizes, &plan);
+  const Gpu gpu = gpu_of(device);
+  return make_batch_norm_plan(n.sizes, {tensors, gpu.clusters, gpu.shared}, &plan);
 }
 
 template <class Call>
@@ -75,10 +76,10 @@ void set_common(const Call& call, BatchNormTrain& n) {
 }
 
 // What the kernels are given but for what they write; false where they do not take it.
-bool set_batch_norm(const BatchNormTrainCall& call, BatchNormTrain& n, BatchNormPlan& plan) {
+bool set_batch_norm(const BatchNormTrainCall& call, int32_t device, BatchNormTrain& n, BatchNormPlan& plan) {
   const View& input = call.input;
   const bool has_statistics = !is_absent(call.running_mean) && !is_absent(call.running_var);
-  if (!set_sizes(input, n, plan) || !is_activation(call.activation)) return false;
+  if (!set_sizes(input, call.training ? 1 : 0, device, n, plan) || !is_activation(call.activation)) return false;
   if (!are_channels_of(input, {&call.running_mean, &call.running_var, &call.weight, &call.bias})) return false;
   if (call.training ? n.sizes.samples * n.sizes.inner < 2 : !has_statistics || !is_absent(call.input_bias)) return false;
   if (!is_of_input(call.scale, input, true) || !is_of_input(call.input_bias, input, false)) return false;
@@ -91,9 +92,10 @@ bool set_batch_norm(const BatchNormTrainCall& call, BatchNormTrain& n, BatchNorm
   return true;
 }
 
-bool set_batch_norm_backward(const BatchNormBackwardCall& call, BatchNormTrain& n, BatchNormPlan& plan) {
+bool set_batch_norm_backward(const BatchNormBackwardCall& call, int32_t device, BatchNormTrain& n, BatchNormPlan& plan) {
   const View& input = call.input;
-  if (!set_sizes(input, n, plan) || is_absent(call.grad) || !is_alike(call.grad, input)) return false;
+  if (!set_sizes(input, call.training ? 2 : 0, device, n, plan)) return false;
+  if (is_absent(call.grad) || !is_alike(call.grad, input)) return false;
   if (!is_alike(call.residual, input) || !is_activation(call.activation)) return false;
   if (!are_channels_of(input, {&call.running_mean, &call.running_var, &call.weight, &call.bias})) return false;
   if (!is_of_input(call.scale, input, true) || !is_of_input(call.input_bias, input, false)) return false;
@@ -186,7 +188,7 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_batch_norm_train(const normswap::Bat
   using namespace normswap;
   BatchNormTrain n{};
   BatchNormPlan plan;
-  if (!set_batch_norm(*call, n, plan)) return kDeclined;
+  if (!set_batch_norm(*call, device, n, plan)) return kDeclined;
   const View& input = call->input;
   n.y = room_like(*memory, Memory::kOut, input, input.dtype);
   float* coefficients = room_for_floats(*memory, Memory::kStatistics, 4 * n.sizes.channels);
@@ -207,7 +209,7 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_batch_norm_backward(const normswap::
   using namespace normswap;
   BatchNormTrain n{};
   BatchNormPlan plan;
-  if (!set_batch_norm_backward(*call, n, plan)) return kDeclined;
+  if (!set_batch_norm_backward(*call, device, n, plan)) return kDeclined;
   const int64_t each = 1;
   const View floats{nullptr, &n.sizes.channels, &each, 1, static_cast<int32_t>(DType::f32)};
   const auto set_vector = [&](int32_t wanted, Memory::Part part, const View& like, ChannelVector& vector) {
@@ -235,15 +237,15 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 }
 
 // The plan, for tests that have no GPU: (vec, lanes, side, threads, values, width, last_width, group, last_group, across,
-// log_run, line, strips, rows, piece_rows, pieces, items, floats of workspace) into out. Returns 0 where there is none.
+// log_run, line, strips, rows, piece_rows, pieces, items, held, floats of workspace) into out. Returns 0 where there is none.
 extern "C" __attribute__((visibility("default"))) int normswap_batch_norm_plan(int64_t samples, int64_t channels,
-                                                                               int64_t inner, int itemsize,
-                                                                               int64_t* out) {
+                                                                               int64_t inner, int itemsize, int tensors,
+                                                                               int clusters, int shared, int64_t* out) {
   const normswap::BatchNormSizes s{samples, channels, inner, itemsize};
   normswap::BatchNormPlan p;
-  if (!normswap::make_batch_norm_plan(s, &p)) return 0;
-  const int64_t values[] = {p.vec,    p.lanes,   p.side,  p.threads, p.values,     p.width,  p.last_width, p.group, p.last_group,
-                            p.across, p.log_run, p.line, p.strips,  p.rows,       p.piece_rows, p.pieces,  p.items,
+  if (!normswap::make_batch_norm_plan(s, {tensors, clusters != 0, shared}, &p)) return 0;
+  const int64_t values[] = {p.vec,    p.lanes,   p.side, p.threads, p.values, p.width,      p.last_width, p.group, p.last_group,
+                            p.across, p.log_run, p.line, p.strips,  p.rows,   p.piece_rows, p.pieces,     p.items, p.held,
                             normswap::batch_norm_workspace(p, s)};
   for (const int64_t value : values) *out++ = value;
   return 1;

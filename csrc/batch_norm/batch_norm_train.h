@@ -44,6 +44,10 @@ struct BatchNormTrain {
 cudaError_t batch_norm_train_forward(const BatchNormTrain&, const BatchNormPlan&, bool overlap, cudaStream_t);
 cudaError_t batch_norm_train_backward(const BatchNormTrain&, const BatchNormPlan&, bool overlap, cudaStream_t);
 
+// The same of plans whose strips are held.
+cudaError_t batch_norm_held_forward(const BatchNormTrain&, const BatchNormPlan&, cudaStream_t);
+cudaError_t batch_norm_held_backward(const BatchNormTrain&, const BatchNormPlan&, cudaStream_t);
+
 // Between the passes over the tensor: a channel's coefficients from its pieces' moments, or from the running statistics;
 // the gradients of weight and bias from its pieces' sums. `overlap` with the kernel before.
 cudaError_t finish_batch_norm(const BatchNormTrain&, const BatchNormPlan&, bool overlap, cudaStream_t);

@@ -7,7 +7,7 @@ namespace {
 template <class T>
 cudaError_t affine_of(const ChannelNorm& n, cudaStream_t stream) {
   ColumnPlan plan;
-  if (!make_apply_plan(n.rows, n.channels, sizeof(T), &plan)) return cudaErrorInvalidConfiguration;
+  if (!make_apply_plan(n.batch, n.rows, n.channels, sizeof(T), kWideBlock, &plan)) return cudaErrorInvalidConfiguration;
   const ColumnArgs args(n, plan);
   if (plan.vec > 1) return launch_apply<T, 16 / static_cast<int>(sizeof(T)), Source::running>(args, false, stream);
   return launch_apply<T, 1, Source::running>(args, false, stream);

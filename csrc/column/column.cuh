@@ -51,7 +51,7 @@ struct ColumnArgs {
   int group_width;
   float all_reciprocal;  // of the values of a group
   float2* parts;   // (slab, group of the strip, piece): mean and sum of squared differences from it
-  float2* finals;  // (slab, group of the strip): mean, rstd
+  float2* finals;  // (batch entry, group): mean, rstd
   ColumnPlan p;
   ChannelNorm n;
 
@@ -182,7 +182,7 @@ struct Parameters {
       arrays[i] = channel_value(from, channel, absent);
     }
   }
-  // value(channel of the strip, its group): mean and rstd. A barrier must follow.
+  // value_of(channel of the strip): mean and rstd of its group. A barrier must follow.
   template <class Value>
   __device__ void set(const ColumnArgs& a, int strip, Value value_of) const {
     for (int c = thread(); c < a.width_of(strip); c += a.threads) {
@@ -190,7 +190,7 @@ struct Parameters {
       if constexpr (From == Source::running) {
         gain()[c] = weight * rsqrtf(var()[c] + static_cast<float>(a.n.eps));
       } else {
-        const float2 value = value_of(c, a.by_group_width.quotient(c));
+        const float2 value = value_of(c);
         gain()[c] = __fmul_rn(weight, value.y);
         mean()[c] = value.x;
       }

@@ -7,6 +7,7 @@
 
 #include "column/column_statistics.cuh"
 #include "device/launch.h"
+#include "plan/make_column_plan.h"
 
 namespace normswap {
 namespace {
@@ -171,7 +172,8 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_block(co
   } else {
     __syncthreads();
   }
-  parameters.set(args, at.strip, [&](int channel, int group) {
+  parameters.set(args, at.strip, [&](int channel) {
+    const int group = args.by_group_width.quotient(channel);
     const bool save = at.piece == 0 && channel == group * args.group_width;
     const int64_t index = at.first_group(args) + group;
     return finish(args, index, unite_few(args, parts + group * pieces), save);
@@ -223,12 +225,18 @@ __global__ void __launch_bounds__(kFinishThreads) column_finish(const ColumnArgs
   const int64_t index = at.first_group(args) + group, from = at.slab(args) * args.p.groups + group;
   follow_predecessor();
   const float2 united = unite_pieces(args, args.parts + from * args.pieces);
-  if (lane == 0 && mine < groups) args.finals[from] = finish(args, index, united, true);
+  if (lane == 0 && mine < groups) args.finals[index] = finish(args, index, united, true);
 }
 
-// Wide: see ColumnArgs::wide.
+// Threads of a block that stores, and such blocks on a multiprocessor.
+template <Source From>
+constexpr int kApplyThreads = From == Source::group ? kSplitThreads : kColumnThreads;
+template <Source From>
+constexpr int kApplyBlocks = From == Source::group ? kSplitBlocks : kColumnBlocks;
+
+// A strip is any channels, not of whole groups. Wide: see ColumnArgs::wide.
 template <class T, int V, Source From, bool Wide>
-__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(const ColumnArgs args) {
+__global__ void __launch_bounds__(kApplyThreads<From>, kApplyBlocks<From>) column_apply(const ColumnArgs args) {
   extern __shared__ __align__(16) char shared[];
   const Parameters<From> parameters(args, shared);
   const Column<V> column(args);
@@ -250,8 +258,9 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
   parameters.fetch(args, at.strip);
   __syncthreads();
   follow_predecessor();
-  const float2* values = args.finals + at.slab(args) * args.p.groups;
-  parameters.set(args, at.strip, [&](int, int group) { return __ldcg(values + group); });
+  const float2* values = args.finals + at.batch * args.n.num_groups;
+  const int first = at.strip * args.width;
+  parameters.set(args, at.strip, [&](int channel) { return __ldcg(values + args.by_group_width.quotient(first + channel)); });
   __syncthreads();
   if (left <= 0) return;
   const ChannelAffine<T, V, From> affine(parameters, column.channel);
@@ -284,7 +293,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks) column_apply(co
 
 // --- launch ------------------------------------------------------------------------------------------------------
 
-// The statistics, where there are any, are on their way.
+// The statistics, where there are any, are on their way to `finals`.
 template <class T, int V, Source From>
 cudaError_t launch_apply(const ColumnArgs& a, bool overlap, cudaStream_t stream) {
   const int shared = parameter_bytes(a.p, Parameters<From>::kArrays);
@@ -303,7 +312,11 @@ cudaError_t launch_split(const ColumnArgs& a, cudaStream_t stream) {
   const dim3 slabs(static_cast<unsigned>(a.p.items / a.p.pieces), static_cast<unsigned>(runs));
   error = launch_block<column_finish>(a, {slabs, kFinishThreads, 0, 1, a.p.overlap}, stream);
   if (error != cudaSuccess) return error;
-  return launch_apply<T, V, From>(a, a.p.overlap, stream);
+  ColumnPlan plan;
+  if (!make_apply_plan(a.n.batch, a.n.rows, a.n.channels, sizeof(T), kSplitBlock, &plan)) return cudaErrorInvalidConfiguration;
+  ColumnArgs apply(a.n, plan);
+  apply.finals = a.finals;
+  return launch_apply<T, V, From>(apply, a.p.overlap, stream);
 }
 
 template <class T, int V, Source From>

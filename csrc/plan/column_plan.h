@@ -37,6 +37,8 @@ struct ColumnPlan {
 
 constexpr int kColumnThreads = 512;   // of a block, at most
 constexpr int kColumnBlocks = 2;      // on a multiprocessor
+constexpr int kSplitThreads = 256;    // of a block that reads what no cluster holds, and of all that store it (split)
+constexpr int kSplitBlocks = 3;       // on a multiprocessor
 constexpr int kColumnSlots = 8;       // vectors that a thread loads at once, at most
 
 inline int64_t power_of_two_from(int64_t n) {

@@ -10,6 +10,8 @@ namespace normswap {
 constexpr int kColumnStripBytes = 256;       // of a row
 constexpr int kApplyStripBytes = 512;   // of a row, where nothing but the width matters
 constexpr int kInboxBytes = 16;         // of shared memory, besides (block, cluster)
+constexpr int kReservedBytes = 1024;    // of shared memory, besides, which a multiprocessor needs for a block
+constexpr int kSplitBytes = 228 * 1024 / kSplitBlocks - kReservedBytes;  // of a block's that an H100 has room for
 
 // How many threads a block has, at most, and vectors a thread. Of few threads with many vectors a multiprocessor has three
 // blocks, of which one loads while another stores.
@@ -17,6 +19,7 @@ struct BlockSize {
   int threads, slots;
 };
 constexpr BlockSize kWideBlock{kColumnThreads, 8}, kDeepBlock{256, 16}, kSmallBlock{128, 16};
+constexpr BlockSize kSplitBlock{kSplitThreads, 16};
 constexpr int64_t kFewRows = 64;  // for small blocks
 
 inline int common_divisor(int64_t a, int64_t b) { return static_cast<int>(b == 0 ? a : common_divisor(b, a % b)); }
@@ -70,20 +73,41 @@ inline void cut_rows(int64_t rows, int64_t slots, ColumnPlan* p) {
 // Vectors that a thread would hold of a slab in one piece.
 inline int64_t depth(int64_t rows, const ColumnPlan& p) { return ceil_div(rows, int64_t{1} << p.log_side); }
 
-inline void cut_rows_wide(int64_t rows, ColumnPlan* p) {
+inline void cut_rows_wide(int64_t rows, int most, ColumnPlan* p) {
   int64_t slots = 1;
-  while (slots < kWideBlock.slots && ceil_div(depth(rows, *p), slots) > kMaxCluster) slots *= 2;
+  while (slots < most && ceil_div(depth(rows, *p), slots) > kMaxCluster) slots *= 2;
   cut_rows(rows, slots, p);
+}
+
+// Statistics that the threads of a block hand on.
+inline int block_sums(const ColumnPlan& p) { return sums_of_row(p) << p.log_side; }
+
+// Bytes of shared memory: a piece and those statistics (split).
+inline int64_t column_shared(const ColumnPlan& p, int itemsize) {
+  return static_cast<int64_t>(p.slots) * p.threads * p.vec * itemsize + block_sums(p) * 8;
+}
+
+// Slabs that no cluster holds. What a piece takes besides its vectors is much: as many of these as leave room for the blocks
+// of a multiprocessor.
+inline bool cut_split(int64_t rows, int64_t channels, int64_t num_groups, int itemsize, ColumnPlan* p) {
+  const auto [threads, most] = kSplitBlock;
+  if (!cut_columns(rows, channels, num_groups, itemsize, kColumnStripBytes, threads, p)) return false;
+  cut_rows_wide(rows, most, p);
+  while (p->slots > 1 && column_shared(*p, itemsize) > kSplitBytes) cut_rows(rows, p->slots - 1, p);
+  return true;
 }
 
 // Large blocks, as many a slab as a cluster has where it can. The wider the strips the faster the memory (64 bytes: 62% of
 // the rate of a copy, 128: 90%, 256: 95%), but a slab that fits a cluster is read only once.
 inline bool cut_wide(int64_t rows, int64_t channels, int64_t num_groups, int itemsize, ColumnPlan* p) {
+  const auto [threads, most] = kWideBlock;
   for (const int64_t bytes : {kColumnStripBytes, kColumnStripBytes / 2, kColumnStripBytes / 4, kColumnStripBytes}) {
-    if (!cut_columns(rows, channels, num_groups, itemsize, bytes, kWideBlock.threads, p)) return false;
-    cut_rows_wide(rows, p);
+    if (!cut_columns(rows, channels, num_groups, itemsize, bytes, threads, p)) return false;
+    cut_rows_wide(rows, most, p);
     if (p->pieces <= kMaxCluster) return true;
   }
+  ColumnPlan split{};
+  if (cut_split(rows, channels, num_groups, itemsize, &split)) *p = split;
   return true;
 }
 
@@ -106,14 +130,15 @@ inline bool cut_deep_by(BlockSize block, int64_t rows, int64_t channels, int64_t
 }
 
 // Small blocks: that a block starts and that a cluster waits for its blocks takes longer than what a block of few vectors
-// does. Smaller ones where so fewer threads have nothing to do, of few rows; large ones where a sample has few blocks.
+// does. Smaller ones where so fewer threads have nothing to do, of few rows, and pieces are no more; large ones where a
+// sample has few blocks.
 inline bool cut_deep(int64_t rows, int64_t channels, int64_t num_groups, int itemsize, ColumnPlan* p) {
   if (!cut_deep_by(kDeepBlock, rows, channels, num_groups, itemsize, p)) return false;
   const bool few = p->pieces > 1 && p->strips * p->pieces < kMaxCluster;
   if (rows > kFewRows && !few) return true;
   ColumnPlan other{};
   const bool fits = cut_deep_by(few ? kWideBlock : kSmallBlock, rows, channels, num_groups, itemsize, &other);
-  if (fits && (few || other.piece_rows < p->piece_rows)) *p = other;
+  if (fits && (few || (other.piece_rows < p->piece_rows && other.pieces <= p->pieces))) *p = other;
   return true;
 }
 
@@ -123,21 +148,20 @@ inline bool cut_for_statistics(int64_t rows, int64_t channels, int64_t num_group
   return cut_wide(rows, channels, num_groups, itemsize, p);
 }
 
-// Statistics that the threads of a block hand on.
-inline int block_sums(const ColumnPlan& p) { return sums_of_row(p) << p.log_side; }
-
-// Bytes of shared memory: a piece and those statistics (split).
-inline int64_t column_shared(const ColumnPlan& p, int itemsize) {
-  return static_cast<int64_t>(p.slots) * p.threads * p.vec * itemsize + block_sums(p) * 8;
-}
-
 // Also three parameters a channel and what blocks exchange a group (block, cluster).
 inline int64_t resident_shared(const ColumnPlan& p, int itemsize) {
   return column_shared(p, itemsize) + parameter_bytes(p, 3) + p.groups * p.pieces * 8;
 }
 
-// The plan for statistics and apply; `regime` other than automatic asks for that one. Returns false when such columns
-// cannot be done in it, or at all.
+// Blocks of the statistics that a multiprocessor has at once (split).
+inline int64_t split_blocks(const ColumnPlan& p, int64_t shared, const Gpu& gpu) {
+  const int64_t fit = (gpu.shared + kReservedBytes) / (shared + kReservedBytes);
+  const int64_t most = p.threads > kSplitThreads ? kColumnBlocks : kSplitBlocks;
+  return fit < most ? fit : most;
+}
+
+// The plan for the statistics and, unless split, what comes of them; `regime` other than automatic asks for that one. Returns
+// false when such columns cannot be done in it, or at all.
 inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int64_t num_groups, int itemsize,
                              const Gpu& gpu, Regime regime, ColumnPlan* plan) {
   ColumnPlan p{};
@@ -153,7 +177,7 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
              : fits_cluster              ? Regime::cluster
                                          : Regime::split;
   p.shared = static_cast<int>(p.regime == Regime::split ? passing : resident);
-  const int64_t at_most = p.regime == Regime::split ? gpu.multiprocessors * static_cast<int64_t>(kColumnBlocks) : p.items;
+  const int64_t at_most = p.regime == Regime::split ? gpu.multiprocessors * split_blocks(p, passing, gpu) : p.items;
   p.grid = p.items < at_most ? p.items : at_most;
   p.overlap = gpu.overlap;
   const bool possible = p.regime == Regime::block     ? fits_block
@@ -163,12 +187,12 @@ inline bool make_column_plan(int64_t batch, int64_t rows, int64_t channels, int6
   return possible && p.items <= 0x7fffffff;
 }
 
-// The plan for apply alone, with statistics known before.
-inline bool make_apply_plan(int64_t rows, int64_t channels, int itemsize, ColumnPlan* plan) {
+// The plan for apply alone, with statistics known before: strips are of any channels.
+inline bool make_apply_plan(int64_t batch, int64_t rows, int64_t channels, int itemsize, BlockSize block, ColumnPlan* plan) {
   ColumnPlan p{};
-  if (!cut_columns(rows, channels, channels, itemsize, kApplyStripBytes, kWideBlock.threads, &p)) return false;
-  cut_rows_wide(rows, &p);
-  p.items = p.grid = p.strips * p.pieces;
+  if (!cut_columns(rows, channels, channels, itemsize, kApplyStripBytes, block.threads, &p)) return false;
+  cut_rows_wide(rows, block.slots, &p);
+  p.items = p.grid = batch * p.strips * p.pieces;
   *plan = p;
   return p.items <= 0x7fffffff;
 }

@@ -302,6 +302,51 @@ def test_activation_is_that_of_pytorch_on_our_output(dtype: torch.dtype, activat
             assert int(ulps_apart(outs[1], expected).max()) <= 1, (shape, groups, layout)
 
 
+TEAM, SPLIT = 6, 5
+"""Regimes (row_plan.h)."""
+TEAM_SHAPES = (  # input, groups: of whole blocks, with channels longer than a chunk, as long and shorter; and not
+    ((4, 64, 512, 512), 32),
+    ((64, 3, 224, 224), 1),
+    ((20, 512, 32, 32), 1),
+    ((20, 2048, 16, 16), 1),
+    ((32, 16_384, 3, 3), 1),
+    ((16, 1024, 57, 32), 8),
+)
+
+
+def contiguous_in(
+    regime: int, x: Tensor, groups: int, weight: Tensor, bias: Tensor, activation: int = 0
+) -> list[Tensor]:
+    """The output, mean and rstd."""
+    out = torch.full_like(x, 77.0)
+    mean, rstd = (torch.full((x.shape[0], groups), 77.0, device=DEVICE) for _ in range(2))
+    after = (activation, *BOUNDS, None)
+    torch.ops.normswap.group_norm(x, weight, bias, groups, 1e-5, False, *after, out, mean, rstd, regime)
+    return [out, mean, rstd]
+
+
+@pytest.mark.parametrize(("shape", "groups"), TEAM_SHAPES, ids=str)
+@pytest.mark.case("non-finite-rows")
+def test_float32_groups_of_many_blocks(shape: tuple[int, ...], groups: int) -> None:
+    """Held by a team: the bits of the kernels that read the input twice, in every run; and what is behind the norm."""
+    x = tensor(shape, torch.float32, 3.0)
+    weight, bias = tensor(shape[1:2], torch.float32, 0.5), tensor(shape[1:2], torch.float32, seed=1)
+    rows, cols = shape[0] * groups, x[0].numel() // groups
+    if launch_plans.row_plan(rows, cols, 4, regime=TEAM, **gpu_of_plans()) is None:
+        pytest.skip("a multiprocessor here has no room for slices of two rows")
+    ours = contiguous_in(TEAM, x, groups, weight, bias)[0]
+    check_group_norm(x, groups, weight, bias, ours)
+    assert same_bits(ours[-1:], ops.group_norm(x[-1:], groups, weight, bias))
+    for activation in (1, 2, 3):
+        after = contiguous_in(TEAM, x, groups, weight, bias, activation)[0]
+        assert int(ulps_apart(after, ACTIVATIONS[activation](ours)).max()) <= 1, activation
+    x[0, 0, 0, 0], x[-1, -1, -1, -1] = float("nan"), float("inf")
+    expected = contiguous_in(SPLIT, x, groups, weight, bias)
+    for _ in range(20):
+        found = contiguous_in(TEAM, x, groups, weight, bias)
+        assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.case("empty-batch", "non-finite-rows", "constant-rows")
 def test_group_norm_without_affine_empty_and_special() -> None:
     x = tensor((4, 6, 5, 5), torch.float32)

@@ -145,8 +145,12 @@ def test_narrow_rows(low: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("training", (True, False), ids=("training", "frozen"))
 def test_batch_norm_with_its_backward(dtype: torch.dtype, training: bool) -> None:
-    """Channels that are columns, part of a vector, lines and wider than a block; more pieces than a warp unites."""
-    for shape in ((70, 24), (5, 33, 9), (3, 2, 4097), (2, 3, 2112), (3, 16, 7, 7), (40_000, 8)):
+    """Channels that are columns, part of a vector, lines and wider than a block; more pieces than a warp unites; held
+    by a block, by a cluster and not."""
+    for shape in (
+        *((70, 24), (900, 40), (40_000, 8), (5, 33, 9), (3, 16, 7, 7), (3, 2, 4097), (2, 3, 2112), (7, 2, 4096)),
+        (2, 2, 420_000),
+    ):
         x, residual = (torch.randn(shape, device="cuda").to(dtype).requires_grad_() for _ in range(2))
         weight, bias, mean, var = torch.rand(4, shape[1], device="cuda").unbind()
         stats, same = [mean.clone(), var + 0.5], [mean.clone(), var + 0.5]
