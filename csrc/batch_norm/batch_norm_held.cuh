@@ -9,7 +9,7 @@
 namespace normswap {
 namespace {
 
-constexpr int kHeldBlocks = 3;   // of a multiprocessor, by the registers of a thread
+constexpr int kHeldBlocks = 3;   // of a multiprocessor, as far as registers go; with a residual one less
 constexpr int kHeldBatches = 4;  // of a thread's vectors, which arrive one after the other ...
 constexpr int kTaken = 8;        // ... each so many, or some times as many
 

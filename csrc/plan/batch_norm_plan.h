@@ -4,9 +4,9 @@
 // The tensor is `samples` rows of channels * inner columns; `inner` neighbouring columns are a channel (inner is 1 in
 // channels_last memory). A strip is some whole channels, `lanes` threads side by side on a row of it, a vector each; a
 // channel of many columns is a strip alone, whose rows are a vector each, `line` of them in a sample. A piece is so many rows
-// of a strip: its statistics, then those of a channel's pieces, unite in a fixed order. Where the blocks of a cluster can have
-// a whole strip in shared memory they do, a piece each, and the tensors are read once; strips are narrower then. The shape,
-// the element size and what a block of the GPU can hold decide all of this.
+// of a strip: its statistics, then those of a channel's pieces, unite in a fixed order. Where a block, or the blocks of a
+// cluster, can have a whole strip in shared memory, a piece each, they may hold it, so that x and dy are read once; strips are
+// narrower then. The shape, the element size and what a block of the GPU can hold decide all of this.
 #pragma once
 
 #include "plan/plan.h"
@@ -56,8 +56,8 @@ constexpr int kHeldTold = 12 * 1024;       // bytes for what such blocks and the
 constexpr int64_t kHeldChannels = 16;      // of a strip that is held, at most
 constexpr int64_t kLeastHeld = 4;          // rows of a thread
 constexpr int64_t kHeldAtOnce = 264;       // blocks: two on each of 132 multiprocessors
-// The memory has strips of channels_last in many narrow parts, which is slow. At most so many rows of these are held, by so
-// many bytes of a block, of both tensors in the backward twice, where all blocks run at once.
+// The memory has strips of channels_last in many narrow parts, which is slow. They are held if they have at most so many rows,
+// a block at most so many bytes of them, or half as many in the backward, and all blocks run at once.
 constexpr int64_t kHeldRows = 4096, kHeldNarrow = 128 * 1024;
 
 inline int64_t divisor_of_both(int64_t a, int64_t b) { return b == 0 ? a : divisor_of_both(b, a % b); }
