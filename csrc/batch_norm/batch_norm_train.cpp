@@ -50,15 +50,20 @@ int64_t inner_of(const View& t) {
   return is_contiguous(t) ? numel(t) / (t.sizes[0] * t.sizes[1]) : is_channels_last(t) ? 1 : 0;
 }
 
-// Sizes, and the plan for them, where so many tensors are read twice; false where there is none.
-bool set_sizes(const View& input, int tensors, int32_t device, BatchNormTrain& n, BatchNormPlan& plan) {
+// False where the kernels do not take such an input.
+bool set_sizes(const View& input, BatchNormTrain& n) {
   const int64_t count = numel(input), inner = input.dims < 2 || count == 0 ? 0 : inner_of(input);
   if (input.dtype < 0 || inner == 0 || !starts_at_vector(input)) return false;
   const int64_t channels = input.sizes[1];
   n.dtype = static_cast<DType>(input.dtype);
   n.sizes = {count / (channels * inner), channels, inner, static_cast<int>(itemsize(n.dtype))};
+  return true;
+}
+
+// Where so many tensors are read twice, but by frozen statistics; false where there are too many rows or columns.
+bool set_plan(const BatchNormTrain& n, int tensors, int32_t device, BatchNormPlan& plan) {
   const Gpu gpu = gpu_of(device);
-  return make_batch_norm_plan(n.sizes, {tensors, gpu.clusters, gpu.shared}, &plan);
+  return make_batch_norm_plan(n.sizes, {n.frozen ? 0 : tensors, gpu.clusters, gpu.shared}, &plan);
 }
 
 template <class Call>
@@ -76,10 +81,10 @@ void set_common(const Call& call, BatchNormTrain& n) {
 }
 
 // What the kernels are given but for what they write; false where they do not take it.
-bool set_batch_norm(const BatchNormTrainCall& call, int32_t device, BatchNormTrain& n, BatchNormPlan& plan) {
+bool set_batch_norm(const BatchNormTrainCall& call, BatchNormTrain& n) {
   const View& input = call.input;
   const bool has_statistics = !is_absent(call.running_mean) && !is_absent(call.running_var);
-  if (!set_sizes(input, call.training ? 1 : 0, device, n, plan) || !is_activation(call.activation)) return false;
+  if (!set_sizes(input, n) || !is_activation(call.activation)) return false;
   if (!are_channels_of(input, {&call.running_mean, &call.running_var, &call.weight, &call.bias})) return false;
   if (call.training ? n.sizes.samples * n.sizes.inner < 2 : !has_statistics || !is_absent(call.input_bias)) return false;
   if (!is_of_input(call.scale, input, true) || !is_of_input(call.input_bias, input, false)) return false;
@@ -92,10 +97,9 @@ bool set_batch_norm(const BatchNormTrainCall& call, int32_t device, BatchNormTra
   return true;
 }
 
-bool set_batch_norm_backward(const BatchNormBackwardCall& call, int32_t device, BatchNormTrain& n, BatchNormPlan& plan) {
+bool set_batch_norm_backward(const BatchNormBackwardCall& call, BatchNormTrain& n) {
   const View& input = call.input;
-  if (!set_sizes(input, call.training ? 2 : 0, device, n, plan)) return false;
-  if (is_absent(call.grad) || !is_alike(call.grad, input)) return false;
+  if (!set_sizes(input, n) || is_absent(call.grad) || !is_alike(call.grad, input)) return false;
   if (!is_alike(call.residual, input) || !is_activation(call.activation)) return false;
   if (!are_channels_of(input, {&call.running_mean, &call.running_var, &call.weight, &call.bias})) return false;
   if (!is_of_input(call.scale, input, true) || !is_of_input(call.input_bias, input, false)) return false;
@@ -188,7 +192,7 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_batch_norm_train(const normswap::Bat
   using namespace normswap;
   BatchNormTrain n{};
   BatchNormPlan plan;
-  if (!set_batch_norm(*call, device, n, plan)) return kDeclined;
+  if (!set_batch_norm(*call, n) || !set_plan(n, 1, device, plan)) return kDeclined;
   const View& input = call->input;
   n.y = room_like(*memory, Memory::kOut, input, input.dtype);
   float* coefficients = room_for_floats(*memory, Memory::kStatistics, 4 * n.sizes.channels);
@@ -209,7 +213,7 @@ extern "C" NORMSWAP_EXPORT int32_t normswap_batch_norm_backward(const normswap::
   using namespace normswap;
   BatchNormTrain n{};
   BatchNormPlan plan;
-  if (!set_batch_norm_backward(*call, device, n, plan)) return kDeclined;
+  if (!set_batch_norm_backward(*call, n) || !set_plan(n, 2, device, plan)) return kDeclined;
   const int64_t each = 1;
   const View floats{nullptr, &n.sizes.channels, &each, 1, static_cast<int32_t>(DType::f32)};
   const auto set_vector = [&](int32_t wanted, Memory::Part part, const View& like, ChannelVector& vector) {
