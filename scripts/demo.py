@@ -144,7 +144,8 @@ def speed() -> None:
     headline = [row for row in known["benchmark"] if "headline" in row["tags"]]
     rows, below = readme_tables.said_once(readme_tables.noted(known, headline, record.engines_of_row))
     print(readme_tables.measured_on(known, rows))
-    print(benchmark.table([{**row, "workload": row["workload"] + row.get("mark", "")} for row in rows]) + below)
+    starred = [{**row, "workload": ("* " if row.get("mark") else "") + row["workload"]} for row in rows]
+    print(benchmark.table(starred) + below.replace(r"\*", "*"))
     print("\nWhole models stand in README.md, every row in docs/benchmark.md.")
 
 
