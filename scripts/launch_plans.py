@@ -51,22 +51,23 @@ def row_backward_plan(
     lean: bool = False,
     options: bool = False,
     slopes: bool = False,
+    sums: bool = False,
     clusters: bool,
     shared: int = 101376,
     passes: int = 0,
 ) -> dict[str, int] | None:
     """How the backward of the row norms cuts rows of ``cols`` elements of ``itemsize`` bytes, and who works on them.
 
-    ``grad_itemsize`` is that of dy's elements; ``lean``: of a norm without a bias; ``options``: with an activation or
-    a gradient of the sum, ``slopes``: with one whose derivative is not 0 or 1 everywhere; ``clusters`` and ``shared``
-    are as in ``row_plan``. ``passes`` 0 chooses; 1 and 2 force one pass over x and dy, or two, and None is returned
+    ``grad_itemsize`` is that of dy's elements; ``lean``: of a norm without a bias; ``options``: with an activation, a
+    gradient of the sum or one of the residual apart, ``slopes``: with an activation whose derivative is not 0 or 1
+    everywhere, ``sums``: with a gradient of the sum; ``clusters`` and ``shared`` are as in ``row_plan``. ``passes`` 0 chooses; 1 and 2 force one pass over x and dy, or two, and None is returned
     where such rows cannot be done so. Needs the library, but no GPU. Raises BuildError without the library.
     """
     names = (
         *("lanes", "chunk_len", "chunks", "blocks_a_row", "block_chunks", "teams", "warps", "rows_a_piece"),
         *("pieces", "one_pass", "slots", "lag", "keeps", "wide", "slot_bytes", "shared", "grid"),
     )
-    numbers = (itemsize, grad_itemsize, lean, options, slopes, clusters, shared, passes)
+    numbers = (itemsize, grad_itemsize, lean, options, slopes, sums, clusters, shared, passes)
     return _plan("row_backward_plan", (rows, cols), numbers, names)
 
 

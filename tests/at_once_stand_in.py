@@ -15,6 +15,7 @@ from torch import Tensor
 from normswap import nodes
 from normswap.activation import CODES, Activation
 from normswap.ops import at_once, dispatch
+from normswap.ops.rows import can_add
 
 __all__ = ["CALLED", "DECLINED", "called", "calls", "compiled", "needs_compiler", "registered", "short_way"]
 
@@ -86,7 +87,7 @@ def called(name: str, *given: Any) -> Any:
     CALLED.append(told_with_options(name, given))
     x, place = given[0], {"layer_norm": 5, "rms_norm": 6, "group_norm": -2, "batch_norm": 9}[name]
     residual = given[place] if place < len(given) else None
-    alike = residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype)
+    alike = residual is None or (residual.shape == x.shape and can_add(x, residual))
     if CALLED[-1] in DECLINED or not alike or not x.is_contiguous():
         return None if name in ("group_norm", "batch_norm") else (None, None)
     return _OPS[name](*given)

@@ -35,6 +35,19 @@ class Attention(nn.Module):
         return self.proj(x)
 
 
+class Gated(Attention):
+    """As timm's later ones: an optional part is None, unless it is there."""
+
+    def __init__(self, gate: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        gate = self.gate(x).sigmoid() if self.gate is not None else None
+        x = self.proj(self.qkv(x).chunk(3, -1)[0])
+        return x if gate is None else x * gate
+
+
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +108,7 @@ class Parts(nn.Module):
         )
         self.silu, self.up = nn.SiLU(), nn.ConvTranspose2d(8, 8, 2, stride=2)
         self.precise, self.later, self.by_hand = Precise(), PreciseLater(), PreciseByHand()
+        self.plain, self.active = Gated(), Gated(nn.Tanh())
 
 
 def linear(self: Any, x: Tensor) -> Tensor:
@@ -104,6 +118,14 @@ def linear(self: Any, x: Tensor) -> Tensor:
 def block(self: Any, x: Tensor) -> Tensor:
     x = x + self.attn(self.norm(x))
     return x + self.mlp(self.norm2(x))
+
+
+def without_gate(self: Any, x: Tensor) -> Tensor:
+    return self.plain(self.norm(x))
+
+
+def with_another_gate(self: Any, x: Tensor) -> Tensor:
+    return self.active(self.norm(x))
 
 
 def bottleneck(self: Any, x: Tensor) -> Tensor:
@@ -163,6 +185,8 @@ ROWS, IMAGES = (2, 3, 8), (2, 8, 5, 3)
 FEEDING: dict[str, tuple[Forward, tuple[int, ...], list[tuple[str, ...]]]] = {
     "linear": (linear, ROWS, [("lin",)]),
     "block": (block, ROWS, [("attn",), ("mlp",)]),
+    "without_gate": (without_gate, ROWS, [("plain",)]),
+    "with_another_gate": (with_another_gate, ROWS, []),
     "bottleneck": (bottleneck, IMAGES, [("aa", "conv2"), ()]),
     "smooth": (smooth, IMAGES, [("conv",)]),
     "upwards": (upwards, IMAGES, [("up",)]),

@@ -128,7 +128,7 @@ class RowBackwardCall(ctypes.Structure):
         *((name, View) for name in ("grad", "input", "weight", "bias", "statistics", "sum_grad")),
         *(("cols", c_int64), ("weight_offset", c_double), ("kind", c_int32), ("cast_before_weight", c_int32)),
         *(("activation", c_int32), ("low", c_float), ("high", c_float)),
-        *((name, c_int32) for name in ("of_input", "of_weight", "of_bias")),
+        *((name, c_int32) for name in ("of_input", "of_weight", "of_bias", "residual_dtype")),
     )
 
     def call(self) -> tuple[str, tuple[Any, ...]]:
@@ -288,6 +288,8 @@ def _launch_norm(structure: Any) -> Any:
         for part, one in zip(call.contents.parts(), made, strict=False):
             if one is not None:
                 fill(memory, part, one)
+        if apart := getattr(call.contents, "residual_dtype", 0):
+            fill(memory, SUM, made[0].to(DTYPES[apart]))
         return 0
 
     return _function(structure)(launch)

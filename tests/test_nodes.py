@@ -198,6 +198,31 @@ def test_a_row_is_launched_both_ways(stand_ins: StandIns, way: str) -> None:
     assert stand_ins.called == expected and (expected if way == "launched" else []) == LAUNCHED
 
 
+@pytest.mark.parametrize("asked", (1, 2, 3))
+@pytest.mark.parametrize("name", ("layer_norm", "rms_norm"))
+@pytest.mark.parametrize("low", (torch.float16, torch.bfloat16))
+def test_a_residual_of_16_bits_has_a_gradient_of_its_own(
+    low: torch.dtype, name: str, asked: int, stand_ins: StandIns, way: str
+) -> None:
+    weight = torch.randn(8, requires_grad=True)
+    x = torch.randn(3, 8, requires_grad=bool(asked & 1))
+    residual = torch.randn(3, 8, dtype=low, requires_grad=bool(asked & 2))
+    options = residual, None, None, 0, 0.0, 0.0
+    of_rows = (x, 1, weight, None, 1e-5) if name == "layer_norm" else (x, 1, weight, 1e-5, 0.0, False)
+    found = []
+    for ours in (True, False):
+        if ours:
+            out, total = getattr(torch.ops.normswap, f"{name}_or_none").default(*of_rows, *options)
+        else:
+            total = x + residual
+            out = getattr(F, name)(total, (8,), weight, eps=1e-5)
+        wanted = [t for t in (x, residual, weight) if t.requires_grad]
+        found.append(torch.autograd.grad((out.sin() + total.square()).sum(), wanted))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(LAUNCHED) == (2 if way == "launched" else 0)
+
+
 class Told(TorchDispatchMode):
     """A mode that is told of every op."""
 

@@ -157,12 +157,37 @@ def test_a_swapped_norm_is_read_too() -> None:
     assert CALLED == ["layer_norm_with_options"]
 
 
-@pytest.mark.parametrize("dtypes", ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)))
-def test_a_sum_of_two_dtypes_is_pytorch_s(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    model = randomised(Before(nn.LayerNorm(WIDTH)))
+@pytest.mark.parametrize("gradients", (False, True))
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtypes", ((torch.float16, torch.float32), (torch.float32, torch.bfloat16)))
+def test_sixteen_bits_are_added_to_float32_at_once(
+    dtypes: tuple[torch.dtype, torch.dtype], norm: str, gradients: bool
+) -> None:
+    model = randomised(Before(NORMS[norm]()))
     ours, x, r = swapped(model), drawn(dtypes[0]), drawn(dtypes[1])
+    with torch.set_grad_enabled(gradients):
+        torch.testing.assert_close(ours(x, r), model(x, r))
+    assert [f"{norm.partition(' ')[0]}_with_options"] == CALLED
+
+
+@pytest.mark.parametrize("change", ("both of 16 bits", "another shape", "not dense", "a number"))
+def test_a_sum_of_other_dtypes_is_pytorch_s(change: str) -> None:
+    model = randomised(Before(nn.LayerNorm(WIDTH)))
+    x, r = drawn(torch.bfloat16), drawn()
+    if change == "both of 16 bits":
+        r = r.half()
+    elif change == "another shape":
+        r = r[:1]
+    elif change == "not dense":
+        r = torch.randn(2, WIDTH, 3).transpose(1, 2)
+    else:
+        x, r = x.float(), torch.tensor(0.5, dtype=torch.bfloat16)
+    ours = swapped(model)
+    total = x + r
     torch.testing.assert_close(ours(x, r), model(x, r))
     assert CALLED == ["layer_norm"]
+    with torch.no_grad():
+        assert ours.norm(total).stride() == model.norm(total).stride()
 
 
 def test_under_autocast_sixteen_bits_give_float32(calls: Calls) -> None:

@@ -81,6 +81,23 @@ def test_sums_of_a_gradient_of_16_bits_are_in_the_order_of_float32_s() -> None:
 
 
 @pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("itemsizes", ITEMSIZES)
+def test_a_gradient_of_the_sum_has_room_and_changes_no_order(itemsizes: tuple[int, int]) -> None:
+    keys = ("lanes", "chunk_len", "chunks", "rows_a_piece", "pieces")
+    for cols in COLUMNS:
+        for gpu in GPUS:
+            plans = [
+                launch_plans.row_backward_plan(1576, cols, *itemsizes, options=True, sums=sums, **gpu)
+                for sums in (False, True)
+            ]
+            without, p = plans
+            assert without is not None and p is not None
+            assert [p[key] for key in keys] == [without[key] for key in keys]
+            assert p["slot_bytes"] >= without["slot_bytes"] + p["chunk_len"] * itemsizes[0]
+            assert p["shared"] >= p["slots"] * p["warps"] * p["slot_bytes"] and p["shared"] + 4096 <= gpu["shared"]
+
+
+@pytest.mark.usefixtures("library")
 def test_a_row_that_a_cluster_holds_is_read_once() -> None:
     for cols, itemsizes in ((98_304, (2, 2)), (98_304, (4, 4)), (98_304, (2, 4)), (65_535, (4, 4))):
         p = launch_plans.row_backward_plan(64, cols, *itemsizes, **GPUS[0])

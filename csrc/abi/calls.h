@@ -69,7 +69,8 @@ struct BatchNormCall {
 
 // The backward of layer_norm and rms_norm: see RowBackward. All that lies over rows is contiguous. Statistics are those of
 // the forward, layer_norm's means before its rstds. The gradients wanted: of the input, laid out as it, and of weight and
-// bias.
+// bias. That of a residual of 16 bits beside an input of float32 is in the place of a sum, if the kernels make it; else it is
+// the input's.
 struct RowBackwardCall {
   View grad, input, weight, bias, statistics, sum_grad;
   int64_t cols;
@@ -78,6 +79,7 @@ struct RowBackwardCall {
   int32_t cast_before_weight, activation;
   float low, high;
   int32_t of_input, of_weight, of_bias;
+  int32_t residual_dtype;  // of such a residual, if its gradient is wanted; else 0
 };
 
 // The backward of group_norm: see GroupBackward. Grad and residual are laid out as the input; that of the residual is a sum.

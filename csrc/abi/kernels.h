@@ -50,6 +50,7 @@ enum class NormKind : int { layer = 0, rms = 1, l2 = 2 };
 struct RowOptions {
   const void* residual;  // like x, and added to it: their sum as rounded to x's dtype is what is normalised ...
   void* sum;             // ... and stored
+  DType residual_dtype;  // x's; unless ragged also 16 bits beside float32
   // y = norm * (1 + scale) + shift: one value an element of the row for every rows_per_sample rows, `sample_stride`
   // elements from one sample's to the next.
   const void* scale;
@@ -78,7 +79,8 @@ struct RowNorm {
   int64_t num_groups, channels_per_group, spatial;  // group_norm: row = (sample, group), cols = channels * spatial
   ActivationArgs activation;  // group_norm
   GroupOptions behind;        // group_norm
-  // out_dtype, of y: x's; unless ragged also float32 of 16 bits (norm_with_options), 16 bits of float32 (layer_norm).
+  // out_dtype, of y: x's; unless ragged also float32 of 16 bits (norm_with_options), 16 bits of float32 (layer_norm, which may
+  // have a residual: see only_adds).
   DType dtype, weight_dtype, out_dtype;
   NormKind kind;       // norm_with_options
   RowOptions options;  // norm_with_options

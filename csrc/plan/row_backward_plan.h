@@ -28,21 +28,21 @@ constexpr int kExchangeBytes = 4096;  // of shared memory, for these
 constexpr int kWarpsTwoPasses = 4;
 constexpr int kBlocksTwoPasses = 3;
 
-// Rows of at most so many elements: eight lanes a row, four rows a warp; but with an activation or a gradient of the sum.
+// Rows of at most so many elements: eight lanes a row, four rows a warp; but `with` something around them.
 constexpr int kMaxEightLanes = 256;
 
 struct BackwardRows {
   int64_t rows, cols;
   int itemsize, grad_itemsize;  // of x, dy
-  bool with;                    // an activation, or a gradient of the sum
+  bool with;                    // an activation, a gradient of the sum, or one of the residual apart
   bool lean;                    // no bias
   bool slopes;                  // an activation, whose derivative is not 0 or 1 everywhere
+  bool sums;                    // a gradient of the sum
 };
 
-// Whether dy of 16 bits is taken with x of 32: of layer_norm alone, where rows of both are at multiples of 16 bytes.
-inline bool takes_narrow_grad(const BackwardRows& of) {
-  return !of.lean && !of.with && of.cols * of.grad_itemsize % 16 == 0;
-}
+// Whether dy of 16 bits is taken with x of 32: of layer_norm, without an activation, where rows of both are at multiples of
+// 16 bytes.
+inline bool takes_narrow_grad(const BackwardRows& of) { return !of.lean && of.cols * of.grad_itemsize % 16 == 0; }
 
 struct BackwardPlan {
   bool with;
@@ -59,7 +59,7 @@ struct BackwardPlan {
   int lag;    // turns between a row's sums and its gradient, while the sums are under way
   bool keeps;  // of an activation, if there is one: what comes of dy takes its place until the gradient is made
   bool wide;   // in float32: dy is of 16 bits, its rows begin at vectors, and as many of them are on chip as without
-  int x_bytes, slot_bytes, shared;
+  int x_bytes, sum_bytes, slot_bytes, shared;  // sum_bytes: for a gradient of the sum
   int64_t grid;
   bool overlap;  // see LaunchShape
 };
@@ -92,12 +92,14 @@ inline void partition(const BackwardRows& of, BackwardPlan* p) {
   p->pieces = ceil_div(of.rows, p->rows_a_piece);
 }
 
-// What a warp's rows of one turn take in shared memory: x, dy, and four floats a row.
+// What a warp's rows of one turn take in shared memory: x, dy, a gradient of the sum, and four floats a row.
 inline void size_slot(const BackwardRows& of, BackwardPlan* p) {
   const int64_t elements = static_cast<int64_t>(p->chunk_len) * (32 / p->lanes);
   const auto room = [](int64_t bytes) { return static_cast<int>(ceil_div(bytes, 16) * 16 + 32); };
   p->x_bytes = room(elements * of.itemsize);
-  p->slot_bytes = p->x_bytes + room(elements * (p->wide ? static_cast<int>(sizeof(float)) : of.grad_itemsize)) + 64;
+  p->sum_bytes = of.sums ? p->x_bytes : 0;
+  const int of_grad = p->wide ? static_cast<int>(sizeof(float)) : of.grad_itemsize;
+  p->slot_bytes = p->x_bytes + room(elements * of_grad) + p->sum_bytes + 64;
 }
 
 inline void make_two_passes(BackwardPlan* p) {

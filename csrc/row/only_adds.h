@@ -10,7 +10,7 @@ namespace normswap {
 inline bool only_adds(const RowNorm& n) {
   const RowOptions& o = n.options;
   const bool norm = n.kind == NormKind::rms || (n.kind == NormKind::layer && (n.weight != nullptr || n.bias != nullptr));
-  return norm && o.scale == nullptr && o.activation.code == Activation::none && n.out_dtype == n.dtype;
+  return norm && o.scale == nullptr && o.activation.code == Activation::none && (n.out_dtype == n.dtype || n.dtype == DType::f32);
 }
 
 }  // namespace normswap

@@ -37,6 +37,8 @@ inline int32_t launched(const RowLaunches& launches, int weights, RowNorm n, Mem
     if (!make_row_plan(rows, gpu, one, &plan) || !set_workspace(memory, row_workspace_bytes(plan, n.rows), n.workspace)) {
       return one == regime ? kDeclined : error;
     }
+    // With options rows that are split have other kernels, which do not store 16 bits of float32.
+    if (options && plan.regime == Regime::split && itemsize(n.out_dtype) < bytes) return kDeclined;
     error = launches.of(n.dtype)(n, plan, stream);
     told(error);
     if (regime != Regime::automatic || !cannot_be_resident(error)) break;

@@ -28,8 +28,11 @@ bool is_per_sample(const View& t, const View& input, int64_t dims) {
 bool set_options(const RowNormCall& call, RowNorm& n) {
   RowOptions& o = n.options;
   const View &input = call.input, &residual = call.residual, &scale = call.scale, &shift = call.shift;
+  o.residual_dtype = n.dtype;
   if (!is_absent(residual)) {
-    if (!same_sizes(residual, input) || residual.dtype != input.dtype || !is_contiguous(residual)) return false;
+    const bool alike = residual.dtype == input.dtype || (residual.dtype > 0 && n.dtype == DType::f32);
+    if (!alike || !same_sizes(residual, input) || !is_contiguous(residual)) return false;
+    o.residual_dtype = static_cast<DType>(residual.dtype);
   }
   if (is_absent(scale) != is_absent(shift) || !is_activation(call.activation)) return false;
   if (!is_absent(scale)) {
@@ -47,15 +50,19 @@ bool set_options(const RowNormCall& call, RowNorm& n) {
   return true;
 }
 
-// Whether kernels store the output so: as the input, as float32 of 16 bits, as 16 bits of the float32 layer_norm alone; the
-// last two of rows that begin and end, and all that belongs to them, at multiples of 16 bytes.
+// Whether nothing stands before or behind the norm.
+bool is_alone(const RowNorm& n) {
+  const RowOptions& o = n.options;
+  return o.residual == nullptr && o.scale == nullptr && o.activation.code == Activation::none;
+}
+
+// Whether kernels store the output so: as the input, as float32 of 16 bits, as 16 bits of the float32 layer_norm alone or
+// behind a residual; the last two of rows that begin and end, and all that belongs to them, at multiples of 16 bytes.
 bool set_out_dtype(const RowNormCall& call, RowNorm& n) {
   if (call.dtype < 0) return false;
   n.out_dtype = static_cast<DType>(call.dtype);
   if (n.out_dtype == n.dtype) return true;
-  const RowOptions& o = n.options;
-  const bool alone = o.residual == nullptr && o.scale == nullptr && o.activation.code == Activation::none;
-  const bool narrow = n.dtype == DType::f32 && alone && call.kind == static_cast<int32_t>(NormKind::layer);
+  const bool narrow = n.dtype == DType::f32 && n.kind == NormKind::layer && (is_alone(n) || only_adds(n));
   return (n.out_dtype == DType::f32 || narrow) && n.cols * 2 % 16 == 0 && !is_ragged(n, static_cast<int>(itemsize(n.dtype)));
 }
 
@@ -72,15 +79,14 @@ bool set_row_norm(const RowNormCall& call, RowNorm& n) {
   const bool rms = n.kind == NormKind::rms;
   n.weight_offset = !rms ? -0.0 : is_absent(call.weight) ? 0.0 : call.weight_offset;  // -0 + w is w, -0 too
   n.cast_before_weight = call.cast_before_weight;
-  return set_parameters(n, input, input.dims - call.dims, call.dims, call.weight, call.bias) && set_options(call, n) &&
-         set_out_dtype(call, n);
+  if (!set_parameters(n, input, input.dims - call.dims, call.dims, call.weight, call.bias) || !set_options(call, n)) return false;
+  const bool mixed = n.options.residual_dtype != n.dtype;
+  return !(mixed && is_ragged(n, static_cast<int>(itemsize(n.dtype)))) && set_out_dtype(call, n);
 }
 
 // With all that it is given, and writes.
 int32_t launched(const RowNorm& n, Memory& memory, int32_t device, Regime regime) {
-  const RowOptions& o = n.options;
-  const bool alone = o.residual == nullptr && o.scale == nullptr && o.activation.code == Activation::none;
-  if (alone && itemsize(n.out_dtype) <= itemsize(n.dtype)) {
+  if (is_alone(n) && itemsize(n.out_dtype) <= itemsize(n.dtype)) {
     const bool layer = n.kind == NormKind::layer;
     return launched(layer ? kLayerNorm : kRmsNorm, layer ? 2 : 1, n, memory, device, regime);
   }
@@ -112,7 +118,8 @@ void fill(const char* op, const RowNormCall& call, const Tensor& input, std::ini
   RowNorm n{};
   STD_TORCH_CHECK(all_beside(input, others), op, ": all tensors must be on the input's device, cuda:",
                   input.get_device_index());
-  STD_TORCH_CHECK(set_row_norm(call, n), op,
+  const bool alike = is_absent(call.residual) || call.residual.dtype == call.input.dtype;
+  STD_TORCH_CHECK(alike && set_row_norm(call, n), op,
                   ": input and residual must be contiguous and alike, weight and bias must have the normalized dims, scale "
                   "and shift, both or neither and of one layout, too, the input's first size or 1, and 1 elsewhere; all but "
                   "residual of the input's dtype or float32");

@@ -63,6 +63,29 @@ __device__ inline uint4 added(const uint4& a, const uint4& b) {
   return {added<T>(a.x, b.x), added<T>(a.y, b.y), added<T>(a.z, b.z), added<T>(a.w, b.w)};
 }
 
+// Four values of 16 bits, two in each of the first two words, as float32.
+__device__ inline uint4 widened(const uint4& halves, DType dtype) {
+  float values[8];
+  if (dtype == DType::f16) {
+    floats_of<Half>(halves, values);
+  } else {
+    floats_of<BFloat16>(halves, values);
+  }
+  return words_of<float>({values[0], values[1], values[2], values[3]});
+}
+
+// A lane's vectors of a chunk of 16 bits, which begins at a multiple of 8 bytes, beside a tile of float32: for `widened`.
+template <class Tile>
+__device__ inline void load_halves(Tile& tile, const uint16_t* chunk, int length) {
+  tile.len = length;
+#pragma unroll
+  for (int k = 0; k < Tile::Slots; ++k) {
+    uint2 halves{};
+    if (tile.inside(k)) halves = __ldg(reinterpret_cast<const uint2*>(chunk + Tile::offset(k)));
+    tile.words[k] = {halves.x, halves.y, 0u, 0u};
+  }
+}
+
 // Settles tiles of the chunk from `begin` on of several rows; where there is a residual adds it and stores the sums. All
 // lanes of the warp must call.
 template <class T, class Tile, class Row, int Rows>
@@ -74,14 +97,25 @@ __device__ inline void add_residual(Tile (&tiles)[Rows], const RowArgs& args, co
   const T* residual = static_cast<const T*>(options.residual);
   const T* end = residual + args.n.rows * args.n.cols;
   T* sum = static_cast<T*>(options.sum) + begin;
+  const bool mixed = sizeof(T) == 4 && !Tile::Ragged && options.residual_dtype != DType::f32;
   Tile others[Rows];
 #pragma unroll
-  for (int r = 0; r < Rows; ++r) others[r].load(residual + rows[r] * args.n.cols + begin, tiles[r].len, end);
+  for (int r = 0; r < Rows; ++r) {
+    const int64_t at = rows[r] * args.n.cols + begin;
+    if (mixed) {
+      load_halves(others[r], static_cast<const uint16_t*>(options.residual) + at, tiles[r].len);
+    } else {
+      others[r].load(residual + at, tiles[r].len, end);
+    }
+  }
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
     others[r].settle();
 #pragma unroll
-    for (int k = 0; k < Tile::Slots; ++k) tiles[r].words[k] = added<T>(tiles[r].words[k], others[r].words[k]);
+    for (int k = 0; k < Tile::Slots; ++k) {
+      const uint4& other = others[r].words[k];
+      tiles[r].words[k] = added<T>(tiles[r].words[k], mixed ? widened(other, options.residual_dtype) : other);
+    }
     tiles[r].store(sum + rows[r] * args.n.cols, [&](int k) { return tiles[r].words[k]; });
   }
 }

@@ -28,15 +28,19 @@ constexpr Launches kL1Norm{l1_norm_backward, l1_norm_backward, l1_norm_backward}
 
 const Launches& launches_of(NormKind kind) { return kind == NormKind::layer ? kLayerNorm : kRmsNorm; }
 
+// Whether the residual has a gradient of its own.
+bool has_apart(const RowBackward& n) { return n.residual_dtype != DType::f32; }
+
 // `lean`: without a bias.
 BackwardRows rows_of(const RowBackward& n, bool lean) {
-  const bool with = n.activation.code != Activation::none || n.sum_grad != nullptr;
-  const bool slopes = n.activation.code != Activation::none && !passes_or_stops(n.activation.code);
-  return {n.rows, n.cols, static_cast<int>(itemsize(n.dtype)), static_cast<int>(itemsize(n.grad_dtype)), with, lean, slopes};
+  const bool active = n.activation.code != Activation::none;
+  const bool slopes = active && !passes_or_stops(n.activation.code), sums = n.sum_grad != nullptr;
+  const int of_x = static_cast<int>(itemsize(n.dtype)), of_dy = static_cast<int>(itemsize(n.grad_dtype));
+  return {n.rows, n.cols, of_x, of_dy, active || sums || has_apart(n), lean, slopes, sums};
 }
 
 bool takes_grad(const RowBackward& n, const BackwardRows& of) {
-  const bool narrow = of.grad_itemsize < of.itemsize;
+  const bool narrow = of.grad_itemsize < of.itemsize && n.activation.code == Activation::none;
   return n.grad_dtype == n.dtype || n.grad_dtype == DType::f32 || (narrow && takes_narrow_grad(of));
 }
 
@@ -50,7 +54,10 @@ int32_t launched(const Launches& launches, RowBackward n, const BackwardRows& of
                  const View& weight, const View& bias, Wanted wanted, Memory& memory, int32_t device) {
   cudaStream_t stream{};
   void *dweight = nullptr, *dbias = nullptr;
+  View apart = input;
+  apart.dtype = static_cast<int32_t>(n.residual_dtype);
   if (!set_stream(device, stream) || !set_room(memory, wanted.input, Memory::kOut, input, n.dx) ||
+      !set_room(memory, has_apart(n), Memory::kSum, apart, n.dresidual) ||
       !set_room(memory, wanted.weight, Memory::kWeight, weight, dweight) ||
       !set_room(memory, wanted.bias, Memory::kBias, bias, dbias)) {
     return kDeclined;
@@ -100,6 +107,8 @@ bool set_row_backward(const RowBackwardCall& call, RowBackward& n) {
   n.activation = {static_cast<Activation>(call.activation), call.low, call.high};
   n.dtype = static_cast<DType>(input.dtype);
   n.grad_dtype = static_cast<DType>(grad.dtype);
+  const bool apart = n.dtype == DType::f32 && call.of_input && n.cols * static_cast<int64_t>(sizeof(float)) % 16 == 0;
+  n.residual_dtype = apart ? static_cast<DType>(call.residual_dtype) : DType::f32;
   return true;
 }
 
@@ -231,10 +240,10 @@ STABLE_TORCH_LIBRARY_IMPL(normswap, CUDA, m) {
 // warps, rows_a_piece, pieces, one_pass, slots, lag, keeps, wide, slot_bytes, shared, grid) into out. Returns 0 where
 // there is none.
 extern "C" __attribute__((visibility("default"))) int normswap_row_backward_plan(
-    int64_t rows, int64_t cols, int itemsize, int grad_itemsize, int lean, int with, int slopes, int clusters, int shared,
-    int passes, int64_t* out) {
+    int64_t rows, int64_t cols, int itemsize, int grad_itemsize, int lean, int with, int slopes, int sums, int clusters,
+    int shared, int passes, int64_t* out) {
   const normswap::Gpu gpu{clusters != 0, clusters != 0, shared, 132, true};
-  const normswap::BackwardRows of{rows, cols, itemsize, grad_itemsize, with != 0, lean != 0, slopes != 0};
+  const normswap::BackwardRows of{rows, cols, itemsize, grad_itemsize, with != 0, lean != 0, slopes != 0, sums != 0};
   normswap::BackwardPlan p;
   if (!normswap::make_backward_plan(of, gpu, passes, &p)) return 0;
   const int64_t values[] = {p.lanes, p.chunk_len, p.chunks, p.blocks_a_row, p.block_chunks, p.teams,

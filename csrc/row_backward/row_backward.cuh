@@ -148,7 +148,7 @@ struct BackwardWarp {
       if (!mine.any_inside(first)) continue;
       float x[Group][V], dy[Group][V];
       load(from, mine, first, false, x, dy);
-      if constexpr (A != Around::nothing) {
+      if constexpr (kMayBeActive<A>) {
         if (has_activation()) {
           derive(mine, first, values, x, dy);
           if (keeps()) keep(from, mine, first, dy);
@@ -197,8 +197,9 @@ struct BackwardWarp {
         for (int j = 0; j < V; ++j) out[j] = Policy::gradient(x[i][j], weighted(dy[i][j], k, j), values, c);
         if (!mine.inside(k)) continue;
         constexpr int apart = Tile::Lanes * V;
-        if constexpr (A != Around::nothing) add_sum_grad(at + k * apart, out);
+        if constexpr (A != Around::nothing) add_sum_grad(from, mine, k, out);
         store(out_at + k * apart, out);
+        if constexpr (A != Around::nothing && sizeof(X) == 4 && V == 4) store_apart(at + k * apart, out);
       }
     }
   }
@@ -233,10 +234,17 @@ struct BackwardWarp {
       store_words(to, words_of<X>(out));
     }
   }
-  __device__ void add_sum_grad(int64_t at, float (&out)[V]) const {
+  // That of the residual.
+  __device__ void store_apart(int64_t at, const float (&out)[V]) const {
+    if (args.n.dresidual == nullptr) return;
+    const float values[8] = {out[0], out[1], out[2], out[3]};
+    const uint4 words = args.n.residual_dtype == DType::f16 ? words_of<Half>(values) : words_of<BFloat16>(values);
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(args.n.dresidual) + at) = {words.x, words.y};
+  }
+  __device__ void add_sum_grad(const Slot& from, const Tile& mine, int k, float (&out)[V]) const {
     if (args.n.sum_grad == nullptr) return;
     float more[V];
-    load_values(static_cast<const X*>(args.n.sum_grad) + at, true, more);
+    from.load_sum(mine, k, more);
 #pragma unroll
     for (int j = 0; j < V; ++j) out[j] = __fadd_rn(out[j], more[j]);
   }
@@ -340,7 +348,7 @@ __global__ void __launch_bounds__(kMostWarps<Policy, Tile, A> * 32, 1) row_backw
   const int ring = p.slots * p.slot_bytes;
   char* const memory = shared + warp * ring;
   const auto next = [&](int slot) { return slot + p.slot_bytes == ring ? 0 : slot + p.slot_bytes; };
-  BackwardStage<G, Tile> stage(args, memory, row, mine.begin, step);
+  BackwardStage<G, Tile, A> stage(args, memory, row, mine.begin, step);
   if (left > 0) {
     for (int slot = 0; slot < ring; slot += p.slot_bytes, left_staged -= step) {
       stage.next(args, slot, left_staged, mine.tile.len);
@@ -433,12 +441,18 @@ constexpr bool kNarrow = sizeof(G) < sizeof(X);
 
 template <class Policy, class X, class G, int V>
 cudaError_t launch_vectors(const BackwardArgs& args, cudaStream_t stream) {
-  if constexpr (Policy::has_weight && !kNarrow<X, G>) {
+  if constexpr (Policy::has_weight) {
     using Any = BackwardTile<X, 32, V, false>;
-    if constexpr (sizeof(G) == 2 && V > 1) {
+    if constexpr (sizeof(G) == 2 && V > 1 && !kNarrow<X, G>) {
       if (args.p.wide) return launch_tile<Policy, G, Any, Around::wide>(args, stream);
     }
-    if (args.p.with) return launch_tile<Policy, G, Any, Around::options>(args, stream);
+    if constexpr (V > 1) {
+      const bool passes = args.n.activation.code == Activation::none;
+      if (args.p.with && passes) return launch_tile<Policy, G, Any, Around::sums>(args, stream);
+    }
+    if constexpr (!kNarrow<X, G>) {
+      if (args.p.with) return launch_tile<Policy, G, Any, Around::options>(args, stream);
+    }
   }
   if (args.p.lanes == 8) return launch_tile<Policy, G, BackwardTile<X, 8, V, false>>(args, stream);
   if constexpr (V > 1) {

@@ -16,6 +16,8 @@ struct RowBackward {
   const float* mean;         // (rows) as the forward saved it: layer_norm's mean, l1_norm's mean |x|
   const float* rstd;         // (rows), not of l1_norm
   void* dx;                  // optional, x's dtype
+  void* dresidual;           // optional, where dx of float32 is, in rows of whole vectors: dx rounded to 16 bits
+  DType residual_dtype;      // of that
   ChannelVector dweight;     // (cols), optional
   ChannelVector dbias;       // (cols), optional
   float* partials;           // backward_partials floats, if dweight or dbias are asked for

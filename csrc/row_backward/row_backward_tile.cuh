@@ -9,9 +9,12 @@ namespace {
 
 enum class Pass { both, sums, gradient };
 
-// What is around the norm, where it takes kernels of its own. options: an activation behind it, or a gradient of the sum in
-// front of it; wide: an activation, of which what comes of dy, of 16 bits, is kept in float32.
-enum class Around { nothing, options, wide };
+// What is around the norm, where it takes kernels of its own. sums, of whole vectors: a gradient of the sum in front of it, or
+// one of 16 bits of the residual; options: these or an activation behind it; wide: an activation, of which what comes of dy, of 16 bits, is kept in float32.
+enum class Around { nothing, sums, options, wide };
+
+template <Around A>
+constexpr bool kMayBeActive = A == Around::options || A == Around::wide;
 
 struct BackwardArgs {
   RowBackward n;
@@ -43,6 +46,9 @@ struct BackwardTile {
   // Whether any lane's is: the same for all lanes.
   __device__ bool any_inside(int k) const { return Full || k * Lanes * V < extent; }
 };
+
+// Where the gradient of the sum lies in a slot.
+__device__ inline int sum_at(const BackwardPlan& p) { return p.slot_bytes - 64 - p.sum_bytes; }
 
 // V values from `p` on, which is a multiple of V values from a boundary of 16 bytes.
 template <class T, int V>
@@ -85,13 +91,14 @@ __device__ inline void stage_vectors(unsigned to, const T* from, int elements) {
 
 // What is copied ahead for a warp's turns, from `row` on, `step` rows at a time. Lane l copies, for row l % Rows of a turn,
 // its mean, its rstd or, in the second pass, one of its two sums.
-template <class G, class Tile>
+template <class G, class Tile, Around A>
 struct BackwardStage {
   using X = typename Tile::X;
   char* memory;      // of the warp
   unsigned address;  // the same: worked out anew for each copy it would take three instructions
   const X* x;
   const G* dy;
+  const X* sum;  // the gradient of the sum, null where there is none, or none is asked for
   const float* value;
   int64_t elements;  // from turn to turn
   int value_step, value_at;
@@ -99,7 +106,10 @@ struct BackwardStage {
 
   __device__ BackwardStage(const BackwardArgs& args, char* memory_, int64_t row, int64_t begin, int step)
       : memory(memory_), address(shared_address(memory_)), x(static_cast<const X*>(args.n.x) + row * args.n.cols + begin),
-        dy(static_cast<const G*>(args.n.dy) + row * args.n.cols + begin), elements(step * args.n.cols) {
+        dy(static_cast<const G*>(args.n.dy) + row * args.n.cols + begin), sum(nullptr), elements(step * args.n.cols) {
+    if (A != Around::nothing && args.n.sum_grad != nullptr && args.pass != Pass::sums) {
+      sum = static_cast<const X*>(args.n.sum_grad) + row * args.n.cols + begin;
+    }
     const int lane = static_cast<int>(threadIdx.x) % 32, which = lane / Tile::Rows;
     const float* totals = args.pass == Pass::gradient ? reinterpret_cast<const float*>(args.totals) : nullptr;
     const float* of = which == 0 ? args.n.mean : which == 1 ? args.n.rstd : which < 4 ? totals : nullptr;
@@ -118,13 +128,18 @@ struct BackwardStage {
         const int64_t all = args.n.rows * args.n.cols;
         stage_chunk<X, true>(memory + slot, x, count, static_cast<const X*>(args.n.x) + all);
         stage_chunk<G, true>(memory + slot + args.p.x_bytes, dy, count, static_cast<const G*>(args.n.dy) + all);
+        if (A != Around::nothing && sum != nullptr) {
+          stage_chunk<X, true>(memory + slot + sum_at(args.p), sum, count, static_cast<const X*>(args.n.sum_grad) + all);
+        }
       } else {
         stage_vectors<X, Tile>(address + slot, x, count);
         stage_vectors<G, Tile>(address + slot + args.p.x_bytes, dy, count);
+        if (A != Around::nothing && sum != nullptr) stage_vectors<X, Tile>(address + slot + sum_at(args.p), sum, count);
       }
       if (values && static_cast<int>(threadIdx.x) % 32 % Tile::Rows < left) copy_async_word(address + slot + value_at, value);
       x += elements;
       dy += elements;
+      if (A != Around::nothing && sum != nullptr) sum += elements;
       value += value_step;
     }
     end_batch();
@@ -155,6 +170,10 @@ struct BackwardSlot {
     } else {
       load_values(from, tile.inside(k), dy);
     }
+  }
+  // And of the gradient of the sum.
+  __device__ void load_sum(const Tile& tile, int k, float (&out)[V]) const {
+    load_values(begin_of<X>(memory + sum_at(args.p)) + place(tile, k), tile.inside(k), out);
   }
   // In the place of a vector of dy what behind the activation comes of it.
   __device__ void keep(const Tile& tile, int k, const float (&dy)[V]) const {

@@ -77,7 +77,7 @@ variable_list of_channels(Kind kind, const variable_list& grads, const variable_
   return made;
 }
 
-std::vector<double> list_of(const Numbers& numbers) { return {numbers.begin(), numbers.end()}; }
+std::vector<double> list_of(const Numbers& numbers, int count = kNumbers) { return {numbers.begin(), numbers.begin() + count}; }
 
 c10::List<std::optional<Tensor>> list_of(const variable_list& tensors) {
   c10::List<std::optional<Tensor>> list;
@@ -90,7 +90,7 @@ c10::List<std::optional<Tensor>> list_of(const variable_list& tensors) {
 variable_list by_formula(Kind kind, const variable_list& grads, const variable_list& saved, const Numbers& n,
                          const Wanted& wanted) {
   static const OperatorHandle formula = native("norm_formula");
-  Stack stack{std::string(kKinds[kind]), list_of(grads), list_of(saved), list_of(n), std::vector<bool>(wanted.begin(), wanted.end())};
+  Stack stack{std::string(kKinds[kind]), list_of(grads), list_of(saved), list_of(n, kGiven), std::vector<bool>(wanted.begin(), wanted.end())};
   formula.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   variable_list found;
   for (const IValue& one : stack) found.push_back(tensor(one));
@@ -137,7 +137,7 @@ struct Recorded final : Node {
 
   // What a call is given.
   void take(c10::ArrayRef<IValue> given) {
-    for (int i = 0; i < kNumbers; ++i) {
+    for (int i = 0; i < kGiven; ++i) {
       if (norm.numbers[i] >= 0) numbers[i] = number_of(given[norm.numbers[i]]);
     }
     torch::autograd::edge_list edges(kLearning);
@@ -148,6 +148,10 @@ struct Recorded final : Node {
       const Tensor& t = given[place].toTensor();
       if (slot < kLearning) edges[slot] = torch::autograd::impl::gradient_edge(t);
       if (needs(slot, given)) save(slot, t);
+    }
+    if (is_of_rows(norm.kind) && given_at(given, kResidual)) {
+      const auto dtype_at = [&](int slot) { return given[norm.tensors[slot]].toTensor().scalar_type(); };
+      if (dtype_at(kInput) == at::kFloat) numbers[kApart] = code_of(dtype_at(kResidual));
     }
     if (given_at(given, kInputBias)) input_bias = given[norm.tensors[kInputBias]].toTensor();
     set_next_edges(std::move(edges));

@@ -177,6 +177,13 @@ bool set_number(PyObject* given, double& number) {
   return number != -1.0 || !PyErr_Occurred() || (PyErr_Clear(), false);  // one that C++ holds
 }
 
+// Whether the kernels add what is before the norm, as far as dtypes go: the input's, or 16 bits to float32.
+bool can_add(const Given& g) {
+  if (!g.before.defined()) return true;
+  const auto dtype = g.before.scalar_type(), to = g.x.scalar_type();
+  return dtype == to || (to == at::kFloat && code_of(dtype) > 0);
+}
+
 // Of an RMSNorm by hand: whether the kernels do the same with such tensors, along the last dim.
 bool set_by_hand(const Norm& norm, PyObject* offset, PyObject* eps, Given& g) {
   const auto is = [](PyObject* dtype, const Tensor& t) {
@@ -189,8 +196,7 @@ bool set_by_hand(const Norm& norm, PyObject* offset, PyObject* eps, Given& g) {
     known = is(PyTuple_GET_ITEM(pair, 0), g.x) && is(PyTuple_GET_ITEM(pair, 1), g.weight);
   }
   const bool dense = g.x.is_contiguous() && (!g.before.defined() || g.before.is_contiguous());
-  const bool alike = !g.before.defined() || g.before.scalar_type() == g.x.scalar_type();
-  if (!known || !dense || !alike || g.x.dim() == 0) return false;
+  if (!known || !dense || !can_add(g) || g.x.dim() == 0) return false;
   if (g.weight.defined() && (g.weight.dim() != 1 || g.weight.size(0) != g.x.size(-1))) return false;
   g.size = 1;
   g.rounds = norm.rounds && g.x.scalar_type() != at::kFloat;
@@ -242,6 +248,9 @@ bool unpack(const Norm& norm, PyObject* packed, Packed& p, Given& g) {
   }
   if (position >= 0 && before == Py_None) return false;
   if (!take(p.x, g.x) || !take(before, g.before) || !g.x.defined()) return false;
+  if (g.before.defined() && g.before.scalar_type() == at::kFloat && code_of(g.x.scalar_type()) > 0) {
+    if (g.x.is_contiguous() && g.before.is_contiguous()) std::swap(g.x, g.before);  // the sum is the same
+  }
   for (const Tensor* t : {&g.scale, &g.shift}) {
     if (t->defined() && t->scalar_type() != g.x.scalar_type()) return false;
   }
@@ -259,8 +268,8 @@ struct Cast {
 
 // Whether the kernels store 16 bits of this LayerNorm of float32.
 bool is_rounded_at_once(const Given& g) {
-  const bool alone = !g.before.defined() && !g.scale.defined() && g.activation.code == 0;
-  if (!alone || !g.x.is_contiguous() || g.size > g.x.dim()) return false;
+  const bool bare = !g.scale.defined() && g.activation.code == 0, scaled = g.weight.defined() || g.bias.defined();
+  if (!bare || (g.before.defined() && !scaled) || !g.x.is_contiguous() || g.size > g.x.dim()) return false;
   return c10::multiply_integers(g.x.sizes().slice(g.x.dim() - g.size)) % 8 == 0;
 }
 
@@ -286,8 +295,9 @@ Cast under_autocast(const Norm& norm, PyObject* children, PyObject* x, Given& g)
 Tensor settled(Kind kind, Given& g) {
   if (!is_of_rows(kind)) return {};
   const bool dense = g.x.is_contiguous() && (!g.before.defined() || g.before.is_contiguous());
-  const bool mixed = g.before.defined() && g.before.scalar_type() != g.x.scalar_type();
-  if (!mixed && (dense || at::GradMode::is_enabled())) return {};
+  const bool alike = !g.before.defined() || g.before.scalar_type() == g.x.scalar_type();
+  const bool added = alike || (dense && can_add(g) && g.before.sizes() == g.x.sizes());
+  if (added && (dense || at::GradMode::is_enabled())) return {};
   const Released released;
   Tensor total;
   if (g.before.defined()) total = g.x = g.x + std::exchange(g.before, Tensor());

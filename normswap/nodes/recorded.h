@@ -28,7 +28,8 @@ enum Slot {
 constexpr const char* kTensors[] = {"input", "weight",     "bias",         "residual",   "scale",
                                     "shift", "input_bias", "running_mean", "running_var"};
 
-enum Number { kSize, kEps, kOffset, kCast, kTraining, kActivation, kLow, kHigh, kNumbers };
+// kApart: the kernels' number of the dtype of a residual of 16 bits before a norm of float32; else 0.
+enum Number { kSize, kEps, kOffset, kCast, kTraining, kActivation, kLow, kHigh, kGiven, kApart = kGiven, kNumbers };
 constexpr const char* kScalars[] = {"dims", "eps", "weight_offset", "cast_before_weight", "training", "activation"};
 
 constexpr double kRelu = 1;  // as the kernels number activations, 0 is none
@@ -61,7 +62,7 @@ struct Norm {
   OperatorHandle recorded;
   size_t arguments, outputs, kept;
   std::array<int, kKept> tensors;
-  std::array<int, kNumbers> numbers = {-1, -1, -1, -1, -1, -1, -1, -1};
+  std::array<int, kGiven> numbers = {-1, -1, -1, -1, -1, -1, -1, -1};
   int dtype, wide;        // of the output
   int batches, momentum;  // of a BatchNorm
 };

@@ -85,10 +85,10 @@ Tensors backward_launched(Kind kind, const Tensor& grad, const Tensor& sum_grad,
   const bool of_summands = wanted[kInput] || wanted[kResidual];
   const normswap::RowBackwardCall call{dy, x, w, b, statistics, view_of(sum_grad), columns_of(input, n), n[kOffset],
                                        kind == kRmsNorm, n[kCast] != 0, activation_of(n), low_of(n), high_of(n), of_summands,
-                                       wanted[kWeight], wanted[kBias]};
+                                       wanted[kWeight], wanted[kBias], wanted[kResidual] ? static_cast<int32_t>(n[kApart]) : 0};
   const char* name = kind == kRmsNorm ? "normswap::rms_norm_backward" : "normswap::layer_norm_backward";
   if (!launched(name, launchers().row_backward, call, memory)) return {};
-  return {of_input, of_weight, of_bias, of_input, Tensor(), Tensor(), Tensor()};
+  return {of_input, of_weight, of_bias, of_sum.defined() ? of_sum : of_input, Tensor(), Tensor(), Tensor()};
 }
 
 }  // namespace

@@ -46,10 +46,10 @@ def layer_norm(
     float32. Statistics are float32 or better and two-pass. Returns a contiguous tensor of the input's shape and dtype
     (float32 under autocast), or that rounded to ``dtype``. Raises what PyTorch's op raises.
 
-    With a ``residual``, like the input, ``input + residual`` as rounded to its dtype is normalised, and returned too:
-    (output, sum). With ``scale`` and ``shift`` the norm becomes ``norm * (1 + scale) + shift``, rounded once; they have
-    the input's rank, dtype or float32, its first size or 1, and 1 for every other dim that is not normalised. The
-    ``activation`` comes last. ValueError is raised where these do not fit.
+    With a ``residual``, like the input or of 16 bits beside float32, ``input + residual`` as rounded to the input's
+    dtype is normalised, and returned too: (output, sum). With ``scale`` and ``shift`` the norm becomes ``norm * (1 +
+    scale) + shift``, rounded once; they have the input's rank, dtype or float32, its first size or 1, and 1 for every
+    other dim that is not normalised. The ``activation`` comes last. ValueError is raised where these do not fit.
     """
     plain = residual is None and scale is None and shift is None and activation.name == "none"
     if plain and dtype is None:
@@ -65,7 +65,7 @@ def layer_norm(
         return _generally(input, normalized_shape, weight, bias, eps)
     options = Options(residual, scale, shift, activation)
     if dtype is not None:
-        return _layer_norm_as(dtype, input, normalized_shape, weight, bias, eps, options, plain)
+        return _layer_norm_as(dtype, input, normalized_shape, weight, bias, eps, options)
     return _generally(input, normalized_shape, weight, bias, eps, options)
 
 
@@ -77,14 +77,13 @@ def _layer_norm_as(
     bias: Tensor | None,
     eps: float,
     options: Options,
-    plain: bool,
 ) -> Any:
     """The result rounded to ``dtype``, at once where the input is float32, or has that and autocast would make it
     float32."""
     found = None
     if input.dtype is dtype and options.activation.name in ROUNDED_FIRST:
         found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options)
-    elif input.dtype is torch.float32 and plain and input.is_contiguous():
+    elif input.dtype is torch.float32 and options.only_add() and input.is_contiguous():
         found = layer_norm_directly(input, normalized_shape, weight, bias, eps, options, dtype)
     if found is None:
         found = layer_norm(input, normalized_shape, weight, bias, eps, **options.keywords())

@@ -31,6 +31,10 @@ class Options(NamedTuple):
     shift: Tensor | None = None
     activation: Activation = NONE
 
+    def only_add(self) -> bool:
+        """True with nothing but a residual, or without."""
+        return self.scale is None and self.shift is None and self.activation.name == "none"
+
     def arguments(self) -> tuple[Any, ...]:
         """For the native ops."""
         return *self[:3], self.activation.code, self.activation.low, self.activation.high
@@ -45,10 +49,11 @@ class Options(NamedTuple):
             names = ", ".join(map(repr, CODES))
             raise ValueError(f"{op}: activation must be one of {names}, got {self.activation.name!r}")
         r = self.residual
-        if r is not None and (r.shape, r.dtype, r.device) != (input.shape, input.dtype, input.device):
+        if r is not None and not (r.shape == input.shape and r.device == input.device and can_add(input, r)):
             raise ValueError(
-                f"{op}: residual must have the input's shape, dtype and device, {tuple(input.shape)}, {input.dtype} "
-                f"and {input.device}; got {tuple(r.shape)}, {r.dtype} and {r.device}"
+                f"{op}: residual must have the input's shape, dtype (or 16 bits beside float32) and device, "
+                f"{tuple(input.shape)}, {input.dtype} and {input.device}; "
+                f"got {tuple(r.shape)}, {r.dtype} and {r.device}"
             )
         if (self.scale is None) != (self.shift is None):
             raise ValueError(f"{op}: scale and shift must be given both or neither")
@@ -89,11 +94,19 @@ def _is_per_sample(t: Tensor, input: Tensor, dims: int) -> bool:
     )
 
 
+def can_add(input: Tensor, residual: Tensor) -> bool:
+    """True where kernels add the residual, as far as dtypes go: the input's, or 16 bits to float32."""
+    dtype = residual.dtype
+    return dtype is input.dtype or (input.dtype is torch.float32 and dtype in (torch.float16, torch.bfloat16))
+
+
 def summed(input: Tensor, residual: Tensor | None, always: bool = False) -> Tensor | None:
-    """The sum, laid out as PyTorch does it, where kernels do not take a tensor's layout or ``always``; else None."""
-    if residual is None or (not always and input.is_contiguous() and residual.is_contiguous()):
+    """The sum, laid out as PyTorch does it, where kernels do not take a tensor's layout, or dtypes that differ in rows
+    like these, or ``always``; else None."""
+    if residual is None:
         return None
-    return input + residual
+    plain = residual.dtype is input.dtype and input.is_contiguous() and residual.is_contiguous()
+    return None if plain and not always else input + residual
 
 
 def with_sum(out: Tensor, total: Tensor | None) -> Any:

@@ -29,8 +29,14 @@ def only_multiplies(child: Any) -> bool:
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, types.FunctionType) or not calls_forward(cls) or not is_unhooked(child):
         return False
-    names = _fed(forward)
-    return bool(names) and all(_is_lowered(child, name) for name in names)
+    there = [name for name in _fed(forward) if not _is_none(child, name)]
+    return bool(there) and all(_is_lowered(child, name) for name in there)
+
+
+def _is_none(module: nn.Module, name: str) -> bool:
+    """Whether ``module.name`` is None, which nothing calls: an optional part that is left out."""
+    own: Any = vars(module).get(name, module._modules.get(name, module))
+    return own is None and not hasattr(type(module), name)
 
 
 def _is_lowered(module: nn.Module, name: str) -> bool:

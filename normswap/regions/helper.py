@@ -19,6 +19,7 @@ from normswap.kinds import KINDS, NORMS
 from normswap.ops.at_once import NAMES, AtOnce, Norm
 from normswap.ops.dispatch import PLAIN, lowered_to
 from normswap.ops.recorded import laid_out_as
+from normswap.ops.rows import can_add
 from normswap.plans import Match
 from normswap.regions.activations import activation_of, is_of, numbers_of
 from normswap.regions.children import child_at, hands_on
@@ -118,7 +119,10 @@ class Fused:
         if activation is None:
             return None
         total = None
-        if before is not None and (before.dtype is not x.dtype or before.shape != x.shape):  # it broadcasts, say
+        if before is not None and not can_add(x, before) and can_add(before, x):
+            both = x.is_contiguous() and before.is_contiguous()
+            x, before = (before, x) if both else (x, before)  # the sum is the same
+        if before is not None and (before.shape != x.shape or not can_add(x, before)):  # it broadcasts, say
             if before.dtype is x.dtype and self.shared and torch.is_grad_enabled():  # the op adds its gradients
                 x, before = torch.broadcast_tensors(x, before)
             else:

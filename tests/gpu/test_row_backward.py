@@ -179,6 +179,31 @@ def test_activations_and_the_gradient_of_a_sum(dtype: torch.dtype, cols: int) ->
             assert error < (3e-3 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps), (name, float(error))
 
 
+@pytest.mark.parametrize("kind", ("layer_norm", "rms_norm"))
+@pytest.mark.parametrize("low", DTYPES[1:])
+@pytest.mark.case("autocast", "long-row", "ragged-rows")
+def test_a_residual_of_16_bits_has_a_gradient_of_its_own(kind: str, low: torch.dtype) -> None:
+    for cols in (8, 96, 100, 256, 264, 768, 1001, 1004, 1280, 4096, 8192, 16_384, 65_536, 262_144):
+        rows = 37 if cols < 10_000 else 3
+        x, more = drawn(rows, cols, torch.float32, 0.5), drawn(rows, cols, torch.float32, 0.0, seed=2)
+        residual = drawn(rows, cols, low, 0.0, seed=3)
+        affine = [drawn(1, cols, torch.float32, 1.0, seed=4).view(cols) for _ in range(2 - (kind == "rms_norm"))]
+        for to in ({}, {"dtype": low}) if kind == "layer_norm" else ({},):
+            found = []
+            for apart in (True, False):  # of 16 bits, and of float32 with the cast before the sum
+                leaves = [t.detach().clone().requires_grad_() for t in (x, residual, *affine)]
+                other = leaves[1] if apart else leaves[1].float()
+                out, total = getattr(ops, kind)(leaves[0], (cols,), *leaves[2:], 1e-5, residual=other, **to)
+                dy = drawn(rows, cols, out.dtype, 0.0, seed=5)
+                found.append(torch.autograd.grad((out, total), leaves, (dy, more), retain_graph=True))
+                if apart:
+                    dx, *others = torch.autograd.grad(out, leaves, dy, retain_graph=True)
+                    alone = torch.autograd.grad(out, leaves[1:], dy)
+                    assert same_bits(others[0], dx.to(low)), (cols, to)
+                    assert all(map(same_bits, alone, others)), (cols, to)
+            assert all(map(same_bits, *found)), (cols, to)
+
+
 def behind(kind: str, name: str, x: Tensor, w: Tensor, b: Tensor, dy: Tensor, passes: int) -> list[Tensor]:
     """The gradients of a norm with an activation and a gradient of the sum in front of it."""
     act, of, cols = Activation(name, *BOUNDS.get(name, (0.0, 0.0))), statistics(kind, x), x.shape[-1]

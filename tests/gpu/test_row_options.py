@@ -3,6 +3,7 @@ and layout against float64, and the bits of what stands alone."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import launch_plans
@@ -122,6 +123,37 @@ def test_a_residual_gives_the_bits_of_the_norm_of_the_sum(kind: str, dtype: torc
             weight, bias = affine(cols, of_parameters)
             out, total = call(kind, x, weight, bias, residual=residual)
             assert same_bits(total, x + residual) and same_bits(out, call(kind, total, weight, bias)), (rows, cols)
+
+
+@by_kind
+@pytest.mark.parametrize("low", DTYPES[1:])
+def test_a_residual_of_16_bits_gives_the_bits_of_the_norm_of_the_sum(kind: str, low: torch.dtype) -> None:
+    for cols in (*LENGTHS, *VECTORS, *LONG):
+        x, residual = tensor((5, cols), torch.float32, 2.0), tensor((5, cols), low, seed=4)
+        weight, bias = affine(cols, torch.float32)
+        adapts = adaptive(5, cols, torch.float32) if cols < 10_000 else {}
+        for given in ((weight, bias), (weight, None), (None, None)):
+            out, total = call(kind, x, *given, residual=residual)
+            assert same_bits(total, x + residual) and same_bits(out, call(kind, total, *given)), cols
+            if kind == "layer_norm":
+                lowered, total = call(kind, x, *given, residual=residual, dtype=low)
+                assert same_bits(total, x + residual) and same_bits(lowered, out.to(low)), cols
+        rows = x.view(5, 1, cols), residual.view(5, 1, cols)
+        if adapts:
+            out, total = call(kind, rows[0], weight, bias, residual=rows[1], **adapts)
+            assert same_bits(out, call(kind, total, weight, bias, **adapts)), cols
+
+
+@by_kind
+@pytest.mark.parametrize("low", DTYPES[1:])
+def test_a_residual_of_16_bits_is_added_by_one_kernel(kind: str, low: torch.dtype) -> None:
+    for cols in (96, 768, 1280, 4096, 8192):
+        x, residual = tensor((300, cols), torch.float32), tensor((300, cols), low, seed=4)
+        weight, bias = affine(cols, torch.float32)
+        for to in ({}, {"dtype": low}) if kind == "layer_norm" else ({},):
+            names = kernels(partial(call, kind, x, weight, bias, residual=residual, **to))
+            ours = ["normswap" in name for name in names if "::" in name]  # the others are calls of the host
+            assert ours == [True], (cols, names)
 
 
 def with_statistics(
@@ -324,7 +356,8 @@ def test_one_native_op_does_all_of_a_call_without_gradients() -> None:
     nothing = (0, 0.0, 0.0, None)
     scale, shift = adapts["scale"], adapts["shift"]
     assert op(x, 1, w, w, 1e-5, x, scale, shift, *nothing)[0] is not None
-    for residual in (x.half(), x[:1], x.cpu(), x.mT.contiguous().mT):
+    assert op(x, 1, w, w, 1e-5, x.half(), None, None, *nothing)[0] is not None
+    for residual in (x.double(), x[:1], x.cpu(), x.mT.contiguous().mT, x.half()[:1], x.half().mT.contiguous().mT):
         assert op(x, 1, w, w, 1e-5, residual, None, None, *nothing) == (None, None)
     for pair in ((scale, None), (scale[:, 0], shift), (scale[:2], shift), (scale, shift[:1]), (scale.half(), shift),
                  (scale.double(), shift.double()), (scale[..., :1], shift), (scale.contiguous(), shift)):  # fmt: skip

@@ -83,6 +83,19 @@ def test_models_are_proved_and_compute_the_same(name: str, low: torch.dtype) -> 
             assert_close(fast(x), model(x))
 
 
+@by_low
+def test_the_norm_adds_16_bits_to_float32(low: torch.dtype) -> None:
+    model, x = made("block", DEVICE)
+    with torch.autocast(DEVICE, low):
+        fast = normswap.optimize(model, x, min_speedup=None)
+        sums = []
+        for one in (model, fast):
+            with profile(activities=[ProfilerActivity.CPU]) as profiled:
+                one(x)
+            sums.append(sum(event.name == "aten::add" for event in profiled.events()))
+    assert sums == [2, 1]
+
+
 def test_nothing_is_cast_between_a_norm_and_its_convolution() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
