@@ -60,8 +60,9 @@ def row_backward_plan(
 
     ``grad_itemsize`` is that of dy's elements; ``lean``: of a norm without a bias; ``options``: with an activation, a
     gradient of the sum or one of the residual apart, ``slopes``: with an activation whose derivative is not 0 or 1
-    everywhere, ``sums``: with a gradient of the sum; ``clusters`` and ``shared`` are as in ``row_plan``. ``passes`` 0 chooses; 1 and 2 force one pass over x and dy, or two, and None is returned
-    where such rows cannot be done so. Needs the library, but no GPU. Raises BuildError without the library.
+    everywhere, ``sums``: with a gradient of the sum; ``clusters`` and ``shared`` are as in ``row_plan``. ``passes`` 0
+    chooses; 1 and 2 force one pass over x and dy, or two, and None is returned where such rows cannot be done so. Needs
+    the library, but no GPU. Raises BuildError without the library.
     """
     names = (
         *("lanes", "chunk_len", "chunks", "blocks_a_row", "block_chunks", "teams", "warps", "rows_a_piece"),

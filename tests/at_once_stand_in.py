@@ -87,8 +87,11 @@ def called(name: str, *given: Any) -> Any:
     CALLED.append(told_with_options(name, given))
     x, place = given[0], {"layer_norm": 5, "rms_norm": 6, "group_norm": -2, "batch_norm": 9}[name]
     residual = given[place] if place < len(given) else None
-    alike = residual is None or (residual.shape == x.shape and can_add(x, residual))
-    if CALLED[-1] in DECLINED or not alike or not x.is_contiguous():
+    dtype = torch.float32 if name == "group_norm" and given[-1] else x.dtype
+    taken = residual is None or residual.shape == x.shape
+    if residual is not None:
+        taken &= can_add(x, residual) if name.startswith(("layer", "rms")) else residual.dtype is dtype
+    if CALLED[-1] in DECLINED or not taken or not x.is_contiguous():
         return None if name in ("group_norm", "batch_norm") else (None, None)
     return _OPS[name](*given)
 

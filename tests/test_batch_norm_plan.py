@@ -97,7 +97,6 @@ def test_blocks_are_of_a_size_and_number_that_can_be_launched(sizes: tuple[int, 
 def test_a_block_holds_its_piece(
     sizes: tuple[int, int, int], itemsize: int, tensors: int, clusters: bool, shared: int
 ) -> None:
-    samples, _, inner = sizes
     p = launch_plans.batch_norm_plan(*sizes, itemsize, tensors=tensors, clusters=clusters, shared=shared)
     assert p is not None
     if p["held"] == 0:  # nothing of it is otherwise than where nothing may be held
@@ -105,7 +104,8 @@ def test_a_block_holds_its_piece(
         return
     of_thread = p["piece_rows"] // p["side"]
     assert p["held"] == of_thread * p["threads"] * p["vec"] * itemsize * tensors <= min(HELD, shared - BESIDE)
-    assert inner > 1 or (samples <= ROWS and p["items"] <= AT_ONCE)
+    wide = p["line"] > 1 or p["width"] * itemsize >= 128
+    assert wide or (p["rows"] <= ROWS and p["items"] <= AT_ONCE)
     assert p["vec"] == 4 and p["group"] <= CHANNELS and p["workspace"] == 0
     assert p["pieces"] <= (CLUSTER if clusters else 1) and p["threads"] >= CHANNELS * CLUSTER
     assert p["items"] == p["strips"] * p["pieces"] and (p["pieces"] - 1) * p["piece_rows"] < p["rows"]
@@ -122,6 +122,9 @@ HELD_BY = {  # (samples, channels, inner), itemsize, tensors: columns of a strip
     ((64, 512, 28 * 28), 4, 2): (4, 5),
     ((64, 1024, 14 * 14), 4, 1): (4, 1),
     ((64, 2048, 7 * 7), 4, 2): (196, 2),
+    ((64, 2048, 7 * 7), 2, 2): (196, 1),
+    ((16384, 1024, 2), 4, 1): None,
+    ((1000, 64, 4), 4, 1): (16, 4),
 }
 
 

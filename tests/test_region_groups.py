@@ -3,6 +3,7 @@ computes, and all that makes it leave the region to the long way."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -99,10 +100,6 @@ def _on(model: Any) -> None:
     model.drop.train()
 
 
-def _autocast(model: Any) -> None:
-    torch.set_autocast_enabled("cuda", True)
-
-
 CHANGES: dict[str, tuple[type[Children], Callable[[Any], None]]] = {
     "a hook": (Children, _hooked("norm")),
     "a hook on the activation": (Residual, _hooked("act")),
@@ -111,7 +108,6 @@ CHANGES: dict[str, tuple[type[Children], Callable[[Any], None]]] = {
     "a subclass": (Residual, _subclass),
     "another activation": (Called, _another_activation),
     "a dropout that is on": (Children, _on),
-    "autocast": (Residual, _autocast),
 }
 
 
@@ -122,6 +118,25 @@ def test_what_has_changed_is_left_to_the_long_way(name: str, calls: Calls) -> No
     assert again() is not None
     change(model)
     assert again() is None
+
+
+@pytest.mark.parametrize("gradients", (False, True))
+@pytest.mark.parametrize("dtypes", itertools.product((torch.float32, torch.bfloat16), repeat=2), ids=str)
+def test_a_residual_of_float32_is_added_under_autocast(
+    dtypes: tuple[torch.dtype, torch.dtype], gradients: bool, calls: Calls
+) -> None:
+    model = randomised(Residual()).eval()
+    ours: Any = normswap.apply(model, normswap.plan(model, include=""))
+    x, r = (drawn().to(dtype) for dtype in dtypes)
+    ours(x.float(), r.float())
+    ((one, *_),) = calls
+    torch.set_autocast_enabled("cuda", True)
+    with torch.set_grad_enabled(gradients):
+        out = one(ours, (x, r))
+    if dtypes[1] is torch.bfloat16:
+        assert out is None
+    else:
+        torch.testing.assert_close(out, model(x.float(), r))
 
 
 @pytest.mark.parametrize(("form", "function"), ((Called, "group_norm"), (Literal, "silu")))

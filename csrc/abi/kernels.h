@@ -50,7 +50,7 @@ enum class NormKind : int { layer = 0, rms = 1, l2 = 2 };
 struct RowOptions {
   const void* residual;  // like x, and added to it: their sum as rounded to x's dtype is what is normalised ...
   void* sum;             // ... and stored
-  DType residual_dtype;  // x's; unless ragged also 16 bits beside float32
+  DType residual_dtype;  // x's; unless ragged also 16 bits beside float32, where one block has a row
   // y = norm * (1 + scale) + shift: one value an element of the row for every rows_per_sample rows, `sample_stride`
   // elements from one sample's to the next.
   const void* scale;

@@ -49,12 +49,12 @@ struct HeldVectors {
         const int64_t from = vectors.at(row(i)) - before * kBytes;
 #pragma unroll
         for (int t = 0; t < Tensors; ++t) {
-          const Vector* to = &at(i, t) - before;
+          const unsigned to = shared_address(&at(i, t) - before);
           const char* x = static_cast<const char*>(tensors[t]) + from;
           if (kBytes == 16 || pairs) {
-            copy_async(const_cast<Vector*>(to), x);
+            copy_async(to, x);
           } else {
-            asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(x) : "memory");
+            copy_async_pair(to, x);
           }
         }
       }
@@ -71,20 +71,9 @@ struct HeldVectors {
   __device__ void for_each_batch(With with) const {
 #pragma unroll
     for (int b = 0; b < kHeldBatches; ++b) {
-      wait(b);
+      wait_for_all_but<kHeldBatches - 1>(kHeldBatches - 1 - b);
       __syncwarp();
       with(b * batch, min(count, (b + 1) * batch));
-    }
-  }
-
- private:
-  __device__ static void wait(int b) {
-    static_assert(kHeldBatches == 4);
-    switch (b) {
-      case 0: return wait_for_all_but<3>();
-      case 1: return wait_for_all_but<2>();
-      case 2: return wait_for_all_but<1>();
-      default: return wait_for_all_but<0>();
     }
   }
 };

@@ -34,21 +34,11 @@ __device__ inline void load_async(const ColumnArgs& a, const Piece& piece, Pack<
   }
 }
 
-// This thread's copies of the batch have arrived. Where the loop over batches is unrolled, no branches.
-__device__ inline void wait_for_batch(int batch) {
-  switch (kBatches - 1 - batch) {
-    case 3: return wait_for_all_but<3>();
-    case 2: return wait_for_all_but<2>();
-    case 1: return wait_for_all_but<1>();
-    default: return wait_for_copies();
-  }
-}
-
 // Statistics of the piece that is on its way to `stage`, into the block's rows of them.
 template <class T, int V>
 __device__ inline void hand_on_piece(const ColumnArgs& a, const Column<V>& at, int count, const Sizes& sizes,
                                      const Pack<T, V>* stage, float2* sums) {
-  const auto wait = [](int batch) { wait_for_batch(batch); };
+  const auto wait = [](int batch) { wait_for_all_but<kBatches - 1>(kBatches - 1 - batch); };
   const auto vector = [&](int i) { return stage[i * a.threads]; };
   with_parts<V>(a, [&](auto n) { hand_on<decltype(n)::value>(a, at, count, sizes, wait, vector, sums); });
 }

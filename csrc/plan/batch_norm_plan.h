@@ -56,8 +56,8 @@ constexpr int kHeldTold = 12 * 1024;       // bytes for what such blocks and the
 constexpr int64_t kHeldChannels = 16;      // of a strip that is held, at most
 constexpr int64_t kLeastHeld = 4;          // rows of a thread
 constexpr int64_t kHeldAtOnce = 264;       // blocks: two on each of 132 multiprocessors
-// The memory has strips of channels_last in many narrow parts, which is slow. They are held if they have at most so many rows,
-// a block at most so many bytes of them, or half as many in the backward, and all blocks run at once.
+// The memory has strips of narrow rows in many parts, which is slow. They are held if they have at most so many rows, a block
+// at most so many bytes of them, or half as many in the backward, and all blocks run at once.
 constexpr int64_t kHeldRows = 4096, kHeldNarrow = 128 * 1024;
 
 inline int64_t divisor_of_both(int64_t a, int64_t b) { return b == 0 ? a : divisor_of_both(b, a % b); }
@@ -121,8 +121,8 @@ inline bool hold_strips(const BatchNormSizes& s, const BatchNormHolding& by, Bat
   cut_rows(of_thread > kLeastHeld ? of_thread : all < kLeastHeld ? all : kLeastHeld, p);
   p->held = static_cast<int>(p->piece_rows / p->side * row);
   p->pairs = p->line > 1 ? p->line % 2 == 0 : s.inner == 1 && p->lanes % 2 == 0 && s.channels % (2 * p->vec) == 0;
-  const bool narrow = p->rows <= kHeldRows && p->held * by.tensors <= kHeldNarrow && p->items <= kHeldAtOnce;
-  return s.inner > 1 || narrow;
+  const bool few = p->rows <= kHeldRows && p->held * by.tensors <= kHeldNarrow && p->items <= kHeldAtOnce;
+  return p->line > 1 || p->width * s.itemsize >= kLineOf || few;
 }
 
 // Returns false where there are too many rows or columns.

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kWarpsHeld<How, sizeof(T)> * 32, kBlocksHeldOf
     load(tiles[0], rows[0]);
     for (int turn = 0;; ++turn) {
       // Before the parameters: there are no registers for both.
-      if constexpr (adds) add_residual<T>(tiles, args, rows, begin);
+      if constexpr (adds) add_residual<T, How == Held::in_block>(tiles, args, rows, begin);
       if constexpr (InTurns) {
         if (turn == 0) affine.keep(args, begin, tiles[0], kept);
       } else if constexpr (Ahead > 0) {

@@ -39,6 +39,7 @@ inline int32_t launched(const RowLaunches& launches, int weights, RowNorm n, Mem
     }
     // With options rows that are split have other kernels, which do not store 16 bits of float32.
     if (options && plan.regime == Regime::split && itemsize(n.out_dtype) < bytes) return kDeclined;
+    if (n.options.residual != nullptr && n.options.residual_dtype != n.dtype && !adds_mixed(plan.regime)) return kDeclined;
     error = launches.of(n.dtype)(n, plan, stream);
     told(error);
     if (regime != Regime::automatic || !cannot_be_resident(error)) break;

@@ -86,9 +86,9 @@ __device__ inline void load_halves(Tile& tile, const uint16_t* chunk, int length
   }
 }
 
-// Settles tiles of the chunk from `begin` on of several rows; where there is a residual adds it and stores the sums. All
-// lanes of the warp must call.
-template <class T, class Tile, class Row, int Rows>
+// Settles tiles of the chunk from `begin` on of several rows; where there is a residual adds it and stores the sums. Mixed: it
+// may be of 16 bits beside float32 (adds_mixed). All lanes of the warp must call.
+template <class T, bool Mixed, class Tile, class Row, int Rows>
 __device__ inline void add_residual(Tile (&tiles)[Rows], const RowArgs& args, const Row (&rows)[Rows], int64_t begin) {
 #pragma unroll
   for (Tile& tile : tiles) tile.settle();
@@ -97,7 +97,7 @@ __device__ inline void add_residual(Tile (&tiles)[Rows], const RowArgs& args, co
   const T* residual = static_cast<const T*>(options.residual);
   const T* end = residual + args.n.rows * args.n.cols;
   T* sum = static_cast<T*>(options.sum) + begin;
-  const bool mixed = sizeof(T) == 4 && !Tile::Ragged && options.residual_dtype != DType::f32;
+  const bool mixed = Mixed && sizeof(T) == 4 && !Tile::Ragged && options.residual_dtype != DType::f32;
   Tile others[Rows];
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {

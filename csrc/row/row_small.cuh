@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kWarpsSmall<RowTile::Lanes> * 32, kSmallBlocks
     tiles[r].load(x + rows[r] * args.n.cols, static_cast<int>(args.n.cols), end);
   }
   constexpr bool adds = kAddsResidual<Policy, RowTile>;
-  if constexpr (adds) add_residual<T>(tiles, args, rows, 0);
+  if constexpr (adds) add_residual<T, true>(tiles, args, rows, 0);
   constexpr bool in_table = Policy::affine == Affine::by_channel && Lanes == 32 && Rows == 1;
   __shared__ AffineTables<Policy, in_table ? kWarpsSmall<Lanes> : 1> tables;
   using Affine = AffineAhead<Policy, T, RowTile, kAffineSmall<Policy, RowTile>>;
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(kWarpsSmall<32> * 32, (sizeof(T) == 2 ? 24 : 1
   first[0].load(x, kChunk, end);
   rest[0].load(x + kChunk, static_cast<int>(args.n.cols) - kChunk, end);
   if constexpr (kAddsResidual<Policy, Rest>) {
-    add_residual<T>(first, args, rows, 0);
-    add_residual<T>(rest, args, rows, kChunk);
+    add_residual<T, true>(first, args, rows, 0);
+    add_residual<T, true>(rest, args, rows, kChunk);
   }
   typename Policy::Stat of_first[1], of_rest[1];
   Policy::statistics(first, args.sizes.chunk, args, of_first);

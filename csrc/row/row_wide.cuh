@@ -33,20 +33,6 @@ __device__ inline RowValues* split_values(const RowArgs& args) {
 // of each, so that its weights stay in registers. A block holds its slices of args.slots rows: while one is normalised the
 // statistics of the next are on their way and those after it are being loaded.
 
-// Waits until at most the `newest` last batches have not arrived.
-__device__ inline void wait_for_batches_before(int newest) {
-  static_assert(kMaxSlots == 6);
-  switch (newest) {
-    case 5: wait_for_all_but<5>(); break;
-    case 4: wait_for_all_but<4>(); break;
-    case 3: wait_for_all_but<3>(); break;
-    case 2: wait_for_all_but<2>(); break;
-    case 1: wait_for_all_but<1>(); break;
-    default: wait_for_all_but<0>();
-  }
-  __syncwarp();
-}
-
 // The index of this thread's warp, asked for anew: a register less that lives long. What a kernel of so much shared memory
 // spills has no L1 to stay in, and comes back from the L2.
 __device__ inline int warp_now() {
@@ -229,7 +215,8 @@ __global__ void __launch_bounds__((kWarpsTeam + (Apart ? kWarpsApart : 0)) * 32,
     const int64_t row = row_of(turn), before = row_of(turn - lag), later = row_of(turn - lag + args.slots);
     const bool more = row < args.n.rows;
     if (more) {
-      wait_for_batches_before(args.slots - 1 - min(turn, lag));
+      wait_for_all_but<kMaxSlots - 1>(args.slots - 1 - min(turn, lag));
+      __syncwarp();
       exchange.hand_on(turn, in_slot(slot).statistic(row));
     }
     if constexpr (!Apart) {  // a warp for each; together, since what waits is then not in the way of what is waited for
@@ -314,7 +301,7 @@ __global__ void __launch_bounds__(kWarpsSplit * 32, kOptions<Policy> && sizeof(T
   [[maybe_unused]] const int64_t rows[1] = {row};
   load_piece<T>(tile[0], args, row, begin, args.chunk_len);
   if constexpr (kOptions<Policy>) {
-    add_residual<T>(tile, args, rows, begin);
+    add_residual<T, false>(tile, args, rows, begin);
   } else {
     tile[0].settle();
   }

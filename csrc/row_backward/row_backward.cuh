@@ -127,15 +127,6 @@ struct BackwardWarp {
       }
     }
   }
-  __device__ void wait_for_copies(int newest) const {
-    switch (newest) {
-      case 3: wait_for_all_but<3>(); break;
-      case 2: wait_for_all_but<2>(); break;
-      case 1: wait_for_all_but<1>(); break;
-      default: wait_for_all_but<0>();
-    }
-    __syncwarp();
-  }
 
   // The sums of a turn's rows over the chunk, `left` rows before the end of the piece; every lane of a row holds them. Adds
   // to those of the columns.
@@ -362,7 +353,8 @@ __global__ void __launch_bounds__(kMostWarps<Policy, Tile, A> * 32, 1) row_backw
   for (int turn = 0; left_done > 0; ++turn) {
     float2 total{};
     if (left > 0) {
-      mine.wait_for_copies(p.slots - 1 - lag);
+      wait_for_all_but<kMaxSlotsBackward - 1>(p.slots - 1 - lag);
+      __syncwarp();
       if (args.pass != Pass::gradient) total = mine.sums(Slot{args, memory + in, first}, left);
       if (exchanges) exchange.send(turn, total);
       if (args.pass == Pass::sums && threadIdx.x % 32 == 0) {

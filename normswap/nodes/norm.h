@@ -285,8 +285,9 @@ Cast under_autocast(const Norm& norm, PyObject* children, PyObject* x, Given& g)
   if (dtype != at::kFloat && !cast.lowered) g.dtype = at::kFloat;
   if (dtype == at::kFloat && cast.lowered && norm.kind == kLayerNorm && is_rounded_at_once(g)) g.dtype = cast.lowered;
   const bool rounded_first = !g.scale.defined() && kRoundedFirst[g.activation.code];
-  cast.served = !g.behind.defined() &&
-                (!cast.lowered || dtype == at::kFloat || (dtype == cast.lowered && rounded_first));
+  const bool wide = dtype == at::kFloat || !cast.lowered;  // the result, before any cast
+  const bool added = !g.behind.defined() || (wide && g.behind.scalar_type() == at::kFloat);
+  cast.served = added && (wide || (dtype == cast.lowered && rounded_first));
   return cast;
 }
 

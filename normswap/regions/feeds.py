@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from normswap.attributes import Rejection, is_hidden
+from normswap.attributes import Rejection
 from normswap.forwards.plain import CONVOLUTIONS, calls_forward, is_plain, is_unhooked
 from normswap.forwards.replaced import once_a_code
 from normswap.installed import called_class
@@ -29,19 +29,11 @@ def only_multiplies(child: Any) -> bool:
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, types.FunctionType) or not calls_forward(cls) or not is_unhooked(child):
         return False
-    there = [name for name in _fed(forward) if not _is_none(child, name)]
-    return bool(there) and all(_is_lowered(child, name) for name in there)
-
-
-def _is_none(module: nn.Module, name: str) -> bool:
-    """Whether ``module.name`` is None, which nothing calls: an optional part that is left out."""
-    own: Any = vars(module).get(name, module._modules.get(name, module))
-    return own is None and not hasattr(type(module), name)
-
-
-def _is_lowered(module: nn.Module, name: str) -> bool:
-    child: Any = module._modules.get(name)
-    return type(child) in _LOWERED and not is_hidden(module, name) and is_plain(child, type(child))
+    fed, own = _fed(forward), vars(child)
+    if any(own.get(name) is not None or hasattr(cls, name) for name in fed):  # it hides the child
+        return False
+    parts: list[Any] = [part for part in map(child._modules.get, fed) if part is not None]  # nobody calls None
+    return bool(parts) and all(type(part) in _LOWERED and is_plain(part, type(part)) for part in parts)
 
 
 @once_a_code
