@@ -1,6 +1,6 @@
 """Time the kernels: eager, torch.compile, Liger and quack where installed, and normswap, interleaved in one run.
 
-    python scripts/benchmark.py [PATTERN ...] [--eager] [--host] [--shrink N] [--json FILE]
+    python scripts/benchmark.py [PATTERN ...] [--eager | --compile-only] [--host] [--shrink N] [--json FILE]
 
 First every swap is proved on the input that is timed, and what others make of it is compared with eager's. Prints
 milliseconds of the device (medians; the L2 is flushed or the inputs rotate through more memory than it holds; by
@@ -13,6 +13,7 @@ network's name) or a glob over what a row is called.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import warnings
@@ -22,6 +23,7 @@ from typing import Any
 
 import host_cost
 import torch
+from ahead import compile_ahead
 from device_time import copy_rate, interleaved, replayed
 from networks import backward_workloads, batch_norm_workloads, network_workloads
 from peers import Offer, peers, versions
@@ -41,6 +43,9 @@ SLOWER = 1.02
 LAYOUTS = 1.25
 """What channels_last may cost beside NCHW."""
 
+AHEAD, AHEAD_BYTES = 8, 2**31
+"""How many processes compile ahead, and what a row may move that they take."""
+
 Function = Callable[[Tensor], Any]
 
 
@@ -51,8 +56,9 @@ def close(one: Tensor, other: Tensor) -> bool:
     return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in pieces)
 
 
-def measure(workload: Workload, rate: float, compiling: bool = True) -> dict[str, Any]:
-    """One row: prove ours, compare the peers with eager, then time all of them, torch.compile if ``compiling``."""
+@contextlib.contextmanager
+def made(workload: Workload) -> Iterator[tuple[nn.Module, Tensor]]:
+    """The model and its input, in the mode in which they are timed."""
     torch._dynamo.reset()
     torch.set_float32_matmul_precision(workload.precision)
     model = randomised(workload.make()).cuda().to(workload.weights_dtype).train(workload.training)
@@ -62,13 +68,26 @@ def measure(workload: Workload, rate: float, compiling: bool = True) -> dict[str
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=workload.autocast)
     with warnings.catch_warnings(), torch.set_grad_enabled(workload.backward), autocast:
         warnings.simplefilter("ignore", UserWarning)
+        yield model, x
+    torch.set_float32_matmul_precision("highest")
+
+
+def compile_once(workload: Workload) -> None:
+    """Compile a row's model, which leaves the code in Inductor's cache on the disk."""
+    with made(workload) as (model, x):
+        compiled: Any = torch.compile(model)
+        (with_backward(compiled, x) if workload.backward else compiled)(x)
+
+
+def measure(workload: Workload, rate: float, compiling: bool = True) -> dict[str, Any]:
+    """One row: prove ours, compare the peers with eager, then time all of them, torch.compile if ``compiling``."""
+    with made(workload) as (model, x):
         swapped, proof = proved(model, x, workload.backward)
         others, cannot = compared({} if workload.backward else peers(workload), model, x)
         torch.cuda.empty_cache()
         compiled = {"torch.compile": torch.compile(model)} if compiling else {}
         functions = {"eager": model, **compiled, "normswap": swapped, **others}
         times = timed(workload, functions, model, x)
-    torch.set_float32_matmul_precision("highest")
     floor = times["linear alone"] if workload.of_linear else workload.floor_bytes / rate
     row = {
         "workload": workload.name,
@@ -170,8 +189,14 @@ def chosen(patterns: Sequence[str], shrink: int = 1) -> list[Workload]:
     return [one for one in found if not patterns or any(one.fits(pattern) for pattern in patterns)]
 
 
-def measured(these: Iterable[Workload], rate: float, compiling: bool = True) -> Iterator[dict[str, Any]]:
-    """The rows of these workloads, as they end."""
+def measured(
+    these: Sequence[Workload], rate: float, compiling: bool = True, ahead: bool = True
+) -> Iterator[dict[str, Any]]:
+    """The rows of these workloads, as they end. ``ahead``: of more than a few the code of torch.compile is made first,
+    but of those that would not find memory side by side."""
+    small = [one.called for one in these if one.floor_bytes <= AHEAD_BYTES]
+    if compiling and ahead and len(small) > AHEAD:
+        compile_ahead("benchmark.py", [small[first::AHEAD] for first in range(AHEAD)], AHEAD)
     for workload in these:
         yield measure(workload, rate, compiling)
         torch.cuda.empty_cache()
@@ -303,16 +328,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="rows whose tag or name this is; default: all")
     parser.add_argument("--eager", action="store_true", help="without torch.compile, which is slow to compile")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="fill Inductor's cache for the rows called exactly so, no more"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--shrink", type=int, default=1, help="divide the batch by this, to fit smaller GPUs")
     parser.add_argument("--host", action="store_true", help="also the host's time for a call of small modules")
     arguments = parser.parse_args()
+    if arguments.compile_only:
+        for one in all_workloads():
+            if one.called in arguments.patterns:
+                compile_once(one)
+                torch.cuda.empty_cache()
+        return
     status = native.load(build=True)
     if not status.available:
         raise SystemExit(f"the benchmark needs a CUDA device and the library: {status.reason}")
     nodes.load(compiling=True)
     these, rate = chosen(arguments.patterns, arguments.shrink), copy_rate()
-    rows, on = list(measured(these, rate, not arguments.eager)), machine(rate)
+    rows = list(measured(these, rate, not arguments.eager, ahead=arguments.shrink == 1))
+    on = machine(rate)
     host = host_cost.on_the_gpu() if arguments.host else []
     print(where(on))
     print(table(rows, host))

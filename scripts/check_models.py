@@ -9,18 +9,15 @@ are. Weights are random: no checkpoint is downloaded.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import copy
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import children
 import torch
+from ahead import compile_ahead
 from model_rows import ROWS, STEPS, Row
 from tabulate import tabulate
 from torch import nn
@@ -114,16 +111,6 @@ def compile_once(name: str) -> None:
     torch.cuda.synchronize()
 
 
-def compile_ahead(names: Sequence[str]) -> None:
-    """Compile the models of these rows, several at once, each in a process of its own. What one could not compile is
-    compiled again, and told, where it is timed."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--compile-only"]
-    with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-        for name, done in zip(names, pool.map(lambda name: children.run([*command, name]), names), strict=True):
-            if done.returncode != 0:
-                print(f"not compiled ahead: {name}: {done.stderr[-1000:]}", flush=True)
-
-
 def check(row: Row, compiling: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model, inputs = row.made()
@@ -174,7 +161,7 @@ def check_all(names: Sequence[str] = (), compiling: bool = True, ahead: bool = T
         raise SystemExit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in EVERY)}")
     rows = [row for row in EVERY if not names or row.name in names]
     if compiling and ahead:
-        compile_ahead([row.name for row in rows])
+        compile_ahead("check_models.py", [[row.name] for row in rows], COMPILED_AT_ONCE)
     for row in rows:
         yield check(row, compiling)
         torch.cuda.empty_cache()

@@ -132,7 +132,7 @@ def of_model(row: Mapping[str, Any]) -> tuple[str, ...]:
     if row["model"].startswith(OF_IMAGES):
         without.add("dim")
     if row["model"].startswith(OF_ROWS):
-        without.add(CONVOLUTION)
+        without.update((CONVOLUTION, "batch", "column", "group_backward"))
     return tuple(engine for engine in ENGINES if engine not in without)
 
 

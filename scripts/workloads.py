@@ -184,10 +184,14 @@ class Workload:
         """Whether the floor is the Linear's own time in the same run."""
         return self.name == "linear_scale_batch_norm"
 
+    @property
+    def called(self) -> str:
+        """What its row is called."""
+        return f"{self.name} {'x'.join(map(str, self.shape))} {self.what} {self.mode}"
+
     def fits(self, pattern: str) -> bool:
         """Whether it is meant by one of its tags, or by a glob over what its row is called."""
-        called = f"{self.name} {'x'.join(map(str, self.shape))} {self.what} {self.mode}"
-        return pattern in self.tags or fnmatchcase(called, pattern) or fnmatchcase(called, f"*{pattern}*")
+        return pattern in self.tags or fnmatchcase(self.called, pattern) or fnmatchcase(self.called, f"*{pattern}*")
 
 
 HEADLINE, COMMON = frozenset({"headline"}), frozenset({"common"})

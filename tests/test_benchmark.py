@@ -120,6 +120,20 @@ def test_floors_count_every_pass() -> None:
     assert [w.passes for w in rows.values()] == [3, 8, 3, 8, 4.0625, 10.125]
 
 
+def test_rows_are_compiled_ahead_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[Sequence[str]] = []
+    monkeypatch.setattr(benchmark, "compile_ahead", lambda script, given, at_once: shares.extend(given))
+    monkeypatch.setattr(benchmark, "measure", lambda one, rate, compiling: {"workload": one.name})
+    these = benchmark.chosen([])
+    assert len(list(benchmark.measured(these, 1.0))) == len(these)
+    names = [name for share in shares for name in share]
+    assert len(shares) == benchmark.AHEAD and len(set(names)) == len(names)
+    assert set(names) == {one.called for one in these if one.floor_bytes <= benchmark.AHEAD_BYTES}
+    shares.clear()
+    for given, options in ((these[:3], {}), (these, {"ahead": False}), (these, {"compiling": False})):
+        assert len(list(benchmark.measured(given, 1.0, **options))) == len(given) and not shares
+
+
 def test_rows_are_chosen_by_tag_and_by_name() -> None:
     called = [(w.name, w.shape, w.what, w.mode) for w in benchmark.all_workloads()]
     assert len(set(called)) == len(called)  # what the record knows a row by
