@@ -68,8 +68,10 @@ def made(workload: Workload) -> Iterator[tuple[nn.Module, Tensor]]:
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=workload.autocast)
     with warnings.catch_warnings(), torch.set_grad_enabled(workload.backward), autocast:
         warnings.simplefilter("ignore", UserWarning)
-        yield model, x
-    torch.set_float32_matmul_precision("highest")
+        try:
+            yield model, x
+        finally:
+            torch.set_float32_matmul_precision("highest")
 
 
 def compile_once(workload: Workload) -> None:
@@ -190,7 +192,7 @@ def chosen(patterns: Sequence[str], shrink: int = 1) -> list[Workload]:
 
 
 def measured(
-    these: Sequence[Workload], rate: float, compiling: bool = True, ahead: bool = True
+    these: Sequence[Workload], rate: float, compiling: bool = True, ahead: bool = False
 ) -> Iterator[dict[str, Any]]:
     """The rows of these workloads, as they end. ``ahead``: of more than a few the code of torch.compile is made first,
     but of those that would not find memory side by side."""

@@ -154,7 +154,7 @@ class Checking:
         self._made |= {"peers": benchmark.versions(), "copy_GB_per_s": rate / 1e6}
         order = [(w.name, w.shape, w.what, w.mode) for w in benchmark.all_workloads()]
         rows = []
-        for row in benchmark.measured([] if patterns == ["host"] else these, rate, compiling):
+        for row in benchmark.measured([] if patterns == ["host"] else these, rate, compiling, ahead=True):
             rows.append(row)
             self.add("benchmark", [row], records.key_of_row, order)
             print(*benchmark.cells(row, benchmark.columns([row])), sep="  ", flush=True)

@@ -48,6 +48,16 @@ class Gated(Attention):
         return x if gate is None else x * gate
 
 
+class Elsewhere(Attention):
+    """What is not among its children it looks up itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.tanh if name == "gate" else super().__getattr__(name)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.proj(self.qkv(x).chunk(3, -1)[0]) * self.gate(x)
+
+
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +118,7 @@ class Parts(nn.Module):
         )
         self.silu, self.up = nn.SiLU(), nn.ConvTranspose2d(8, 8, 2, stride=2)
         self.precise, self.later, self.by_hand = Precise(), PreciseLater(), PreciseByHand()
-        self.plain, self.active = Gated(), Gated(nn.Tanh())
+        self.plain, self.active, self.elsewhere = Gated(), Gated(nn.Tanh()), Elsewhere()
 
 
 def linear(self: Any, x: Tensor) -> Tensor:
@@ -126,6 +136,10 @@ def without_gate(self: Any, x: Tensor) -> Tensor:
 
 def with_another_gate(self: Any, x: Tensor) -> Tensor:
     return self.active(self.norm(x))
+
+
+def with_a_gate_elsewhere(self: Any, x: Tensor) -> Tensor:
+    return self.elsewhere(self.norm(x))
 
 
 def bottleneck(self: Any, x: Tensor) -> Tensor:
@@ -187,6 +201,7 @@ FEEDING: dict[str, tuple[Forward, tuple[int, ...], list[tuple[str, ...]]]] = {
     "block": (block, ROWS, [("attn",), ("mlp",)]),
     "without_gate": (without_gate, ROWS, [("plain",)]),
     "with_another_gate": (with_another_gate, ROWS, []),
+    "with_a_gate_elsewhere": (with_a_gate_elsewhere, ROWS, []),
     "bottleneck": (bottleneck, IMAGES, [("aa", "conv2"), ()]),
     "smooth": (smooth, IMAGES, [("conv",)]),
     "upwards": (upwards, IMAGES, [("up",)]),

@@ -125,12 +125,12 @@ def test_rows_are_compiled_ahead_side_by_side(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(benchmark, "compile_ahead", lambda script, given, at_once: shares.extend(given))
     monkeypatch.setattr(benchmark, "measure", lambda one, rate, compiling: {"workload": one.name})
     these = benchmark.chosen([])
-    assert len(list(benchmark.measured(these, 1.0))) == len(these)
+    assert len(list(benchmark.measured(these, 1.0, ahead=True))) == len(these)
     names = [name for share in shares for name in share]
     assert len(shares) == benchmark.AHEAD and len(set(names)) == len(names)
     assert set(names) == {one.called for one in these if one.floor_bytes <= benchmark.AHEAD_BYTES}
     shares.clear()
-    for given, options in ((these[:3], {}), (these, {"ahead": False}), (these, {"compiling": False})):
+    for given, options in ((these[:3], {"ahead": True}), (these, {}), (these, {"ahead": True, "compiling": False})):
         assert len(list(benchmark.measured(given, 1.0, **options))) == len(given) and not shares
 
 

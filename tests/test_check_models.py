@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +22,15 @@ def test_what_is_compiled_is_compiled_ahead_in_other_processes(
     forgotten."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     (tmp_path / "ab").mkdir()
-    for name in ("kernel.py", "kernel.best_config"):
+    for name in ("kernel.py", "earlier.best_config"):
         (tmp_path / "ab" / name).touch()
+    os.utime(tmp_path / "ab" / "earlier.best_config", (1.0, 1.0))
     events: list[str] = []
 
     def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
         assert command[-2] == "--compile-only"
         events.append(f"compiled {command[-1]}")
+        (tmp_path / "ab" / "kernel.best_config").touch()
         return subprocess.CompletedProcess(command, int(command[-1] == "bert-base"), "", "no room")
 
     def check(row: Any, compiling: bool) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def test_what_is_compiled_is_compiled_ahead_in_other_processes(
     monkeypatch.setattr(check_models, "check", check)
     names = ["bert-base", "llama step"]
     assert [row["compiled"] for row in check_models.check_all(names)] == [True, True]
-    assert [path.name for path in (tmp_path / "ab").iterdir()] == ["kernel.py"]
+    assert {path.name for path in (tmp_path / "ab").iterdir()} == {"kernel.py", "earlier.best_config"}
     assert sorted(events[:2]) == ["compiled bert-base", "compiled llama step"]
     assert events[2:] == ["timed bert-base", "timed llama step"]
     assert capsys.readouterr().out == "not compiled ahead: bert-base: no room\n"

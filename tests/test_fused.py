@@ -324,7 +324,12 @@ def test_a_norm_by_hand_is_read_by_what_it_holds(monkeypatch: pytest.MonkeyPatch
     assert read(norm, x) is None
 
 
-ADDED = [("sum", True, "y", True), ("sum", True, "y[:1]", True), ("sum", True, "y.bfloat16()", False)]
+ADDED = [
+    ("sum", True, "y", True),
+    ("sum", True, "y[:1]", True),
+    ("sum", True, "y.bfloat16()", True),
+    ("sum", True, "y.double()", False),
+]
 ADDED += [("sum", False, "y[:1]", False), ("once", True, "y[:1]", False), ("once", False, "y", True)]
 
 

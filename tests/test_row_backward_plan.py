@@ -83,7 +83,7 @@ def test_sums_of_a_gradient_of_16_bits_are_in_the_order_of_float32_s() -> None:
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("itemsizes", ITEMSIZES)
 def test_a_gradient_of_the_sum_has_room_and_changes_no_order(itemsizes: tuple[int, int]) -> None:
-    keys = ("lanes", "chunk_len", "chunks", "rows_a_piece", "pieces")
+    keys = ("lanes", "chunk_len", "chunks", "rows_a_piece", "pieces", "one_pass", "teams", "warps")
     for cols in COLUMNS:
         for gpu in GPUS:
             plans = [
@@ -93,7 +93,9 @@ def test_a_gradient_of_the_sum_has_room_and_changes_no_order(itemsizes: tuple[in
             without, p = plans
             assert without is not None and p is not None
             assert [p[key] for key in keys] == [without[key] for key in keys]
-            assert p["slot_bytes"] >= without["slot_bytes"] + p["chunk_len"] * itemsizes[0]
+            copied = p["slot_bytes"] >= without["slot_bytes"] + p["chunk_len"] * itemsizes[0]
+            assert p["slots"] > 1 if copied else p == without  # else it is read where it is added
+            assert copied or gpu is not GPUS[0] or not p["one_pass"]
             assert p["shared"] >= p["slots"] * p["warps"] * p["slot_bytes"] and p["shared"] + 4096 <= gpu["shared"]
 
 

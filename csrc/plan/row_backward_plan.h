@@ -59,7 +59,8 @@ struct BackwardPlan {
   int lag;    // turns between a row's sums and its gradient, while the sums are under way
   bool keeps;  // of an activation, if there is one: what comes of dy takes its place until the gradient is made
   bool wide;   // in float32: dy is of 16 bits, its rows begin at vectors, and as many of them are on chip as without
-  int x_bytes, sum_bytes, slot_bytes, shared;  // sum_bytes: for a gradient of the sum
+  int x_bytes, slot_bytes, shared;
+  int sum_bytes;  // of a slot, for a gradient of the sum; 0: it is read where it is added
   int64_t grid;
   bool overlap;  // see LaunchShape
 };
@@ -92,12 +93,13 @@ inline void partition(const BackwardRows& of, BackwardPlan* p) {
   p->pieces = ceil_div(of.rows, p->rows_a_piece);
 }
 
-// What a warp's rows of one turn take in shared memory: x, dy, a gradient of the sum, and four floats a row.
-inline void size_slot(const BackwardRows& of, BackwardPlan* p) {
+// What a warp's rows of one turn take in shared memory: x, dy, four floats a row and, if it is to be there (`sums`), a gradient
+// of the sum.
+inline void size_slot(const BackwardRows& of, bool sums, BackwardPlan* p) {
   const int64_t elements = static_cast<int64_t>(p->chunk_len) * (32 / p->lanes);
   const auto room = [](int64_t bytes) { return static_cast<int>(ceil_div(bytes, 16) * 16 + 32); };
   p->x_bytes = room(elements * of.itemsize);
-  p->sum_bytes = of.sums ? p->x_bytes : 0;
+  p->sum_bytes = sums ? p->x_bytes : 0;
   const int of_grad = p->wide ? static_cast<int>(sizeof(float)) : of.grad_itemsize;
   p->slot_bytes = p->x_bytes + room(elements * of_grad) + p->sum_bytes + 64;
 }
@@ -121,6 +123,13 @@ inline int slots_within(int bytes, const BackwardPlan& p) {
   return most < 1 ? 1 : most < kMaxSlotsBackward ? most : kMaxSlotsBackward;
 }
 
+// Slots with a gradient of the sum, unless then only one row of each warp has room: how often x and dy are read, and in which
+// order sums are added, is as without it.
+inline void size_slots(const BackwardRows& of, int bytes, BackwardPlan* p) {
+  size_slot(of, of.sums, p);
+  if (of.sums && slots_within(bytes, *p) < 2) size_slot(of, false, p);
+}
+
 // The plan for at least one row of at least one element; `passes`: 0, or 1 or 2 to force them. Returns false where there
 // are too many blocks, or the rows cannot be done in so many passes.
 inline bool make_backward_plan(const BackwardRows& of, const Gpu& gpu, int passes, BackwardPlan* plan) {
@@ -129,20 +138,21 @@ inline bool make_backward_plan(const BackwardRows& of, const Gpu& gpu, int passe
   p.with = of.with;
   partition(of, &p);
   p.keeps = of.with && (!of.slopes || of.grad_itemsize == 4);
-  size_slot(of, &p);
   p.warps = p.teams * p.block_chunks;
   const int room = gpu.shared - kExchangeBytes;
+  if (p.one_pass) size_slots(of, room, &p);
   const bool alone = p.blocks_a_row == 1 || gpu.clusters;
   const bool fits = p.warps * p.slot_bytes <= room && column_bytes(p) <= room;
   const bool possible = p.one_pass && alone && fits;
   if (passes == 1 ? !possible : passes == 2 && p.chunks == 1) return false;
   if (!possible || passes == 2) make_two_passes(&p);
   const int budget = p.one_pass ? room : gpu.shared / kBlocksTwoPasses - kExchangeBytes;
+  if (!p.one_pass) size_slots(of, budget, &p);
   p.slots = slots_within(budget, p);
   if (p.one_pass && of.with && !p.keeps && of.cols * of.grad_itemsize % 16 == 0) {
     BackwardPlan wide = p;
     wide.keeps = wide.wide = true;
-    size_slot(of, &wide);
+    size_slot(of, p.sum_bytes > 0, &wide);
     if (wide.warps * wide.slot_bytes <= budget && slots_within(budget, wide) == p.slots) p = wide;
   }
   p.lag = p.one_pass && p.chunks > 1 && p.slots > 2 ? 1 : 0;

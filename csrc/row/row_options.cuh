@@ -74,15 +74,21 @@ __device__ inline uint4 widened(const uint4& halves, DType dtype) {
   return words_of<float>({values[0], values[1], values[2], values[3]});
 }
 
+// As load_if, of 8 bytes.
+__device__ inline void load_pair_if(bool there, uint4& words, const void* p) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %3, 0;\n\t@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n\t}"
+               : "+r"(words.x), "+r"(words.y)
+               : "l"(p), "r"(static_cast<int>(there)));
+}
+
 // A lane's vectors of a chunk of 16 bits, which begins at a multiple of 8 bytes, beside a tile of float32: for `widened`.
 template <class Tile>
 __device__ inline void load_halves(Tile& tile, const uint16_t* chunk, int length) {
   tile.len = length;
 #pragma unroll
   for (int k = 0; k < Tile::Slots; ++k) {
-    uint2 halves{};
-    if (tile.inside(k)) halves = __ldg(reinterpret_cast<const uint2*>(chunk + Tile::offset(k)));
-    tile.words[k] = {halves.x, halves.y, 0u, 0u};
+    tile.words[k] = {};
+    load_pair_if(tile.inside(k), tile.words[k], chunk + Tile::offset(k));
   }
 }
 

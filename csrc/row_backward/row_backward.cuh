@@ -188,7 +188,7 @@ struct BackwardWarp {
         for (int j = 0; j < V; ++j) out[j] = Policy::gradient(x[i][j], weighted(dy[i][j], k, j), values, c);
         if (!mine.inside(k)) continue;
         constexpr int apart = Tile::Lanes * V;
-        if constexpr (A != Around::nothing) add_sum_grad(from, mine, k, out);
+        if constexpr (A != Around::nothing) add_sum_grad(from, mine, k, at + k * apart, out);
         store(out_at + k * apart, out);
         if constexpr (A != Around::nothing && sizeof(X) == 4 && V == 4) store_apart(at + k * apart, out);
       }
@@ -232,10 +232,14 @@ struct BackwardWarp {
     const uint4 words = args.n.residual_dtype == DType::f16 ? words_of<Half>(values) : words_of<BFloat16>(values);
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(args.n.dresidual) + at) = {words.x, words.y};
   }
-  __device__ void add_sum_grad(const Slot& from, const Tile& mine, int k, float (&out)[V]) const {
+  __device__ void add_sum_grad(const Slot& from, const Tile& mine, int k, int64_t at, float (&out)[V]) const {
     if (args.n.sum_grad == nullptr) return;
     float more[V];
-    from.load_sum(mine, k, more);
+    if (args.p.sum_bytes > 0) {
+      from.load_sum(mine, k, more);
+    } else {
+      load_values(static_cast<const X*>(args.n.sum_grad) + at, true, more);
+    }
 #pragma unroll
     for (int j = 0; j < V; ++j) out[j] = __fadd_rn(out[j], more[j]);
   }

@@ -1,4 +1,5 @@
-// What a warp has of x and dy, of the rows of one turn: in shared memory, where copies arrive ahead of their turn.
+// What a warp has of x, dy and a gradient of the sum, of the rows of one turn: in shared memory, where copies arrive ahead of
+// their turn.
 #pragma once
 
 #include "row/row_tile.cuh"
@@ -10,7 +11,8 @@ namespace {
 enum class Pass { both, sums, gradient };
 
 // What is around the norm, where it takes kernels of its own. sums, of whole vectors: a gradient of the sum in front of it, or
-// one of 16 bits of the residual; options: these or an activation behind it; wide: an activation, of which what comes of dy, of 16 bits, is kept in float32.
+// one of 16 bits of the residual; options: these or an activation behind it; wide: an activation, of which what comes of dy,
+// of 16 bits, is kept in float32.
 enum class Around { nothing, sums, options, wide };
 
 template <Around A>
@@ -98,7 +100,7 @@ struct BackwardStage {
   unsigned address;  // the same: worked out anew for each copy it would take three instructions
   const X* x;
   const G* dy;
-  const X* sum;  // the gradient of the sum, null where there is none, or none is asked for
+  const X* sum;  // the gradient of the sum, null where none is to be copied
   const float* value;
   int64_t elements;  // from turn to turn
   int value_step, value_at;
@@ -107,7 +109,7 @@ struct BackwardStage {
   __device__ BackwardStage(const BackwardArgs& args, char* memory_, int64_t row, int64_t begin, int step)
       : memory(memory_), address(shared_address(memory_)), x(static_cast<const X*>(args.n.x) + row * args.n.cols + begin),
         dy(static_cast<const G*>(args.n.dy) + row * args.n.cols + begin), sum(nullptr), elements(step * args.n.cols) {
-    if (A != Around::nothing && args.n.sum_grad != nullptr && args.pass != Pass::sums) {
+    if (A != Around::nothing && args.p.sum_bytes > 0 && args.pass != Pass::sums) {
       sum = static_cast<const X*>(args.n.sum_grad) + row * args.n.cols + begin;
     }
     const int lane = static_cast<int>(threadIdx.x) % 32, which = lane / Tile::Rows;

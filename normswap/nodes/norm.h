@@ -184,6 +184,13 @@ bool can_add(const Given& g) {
   return dtype == to || (to == at::kFloat && code_of(dtype) > 0);
 }
 
+// Whether rows of float32 begin at vectors and are short enough for one block: see adds_mixed of the kernels.
+bool fits_block(const Given& g) {
+  if (g.size > g.x.dim()) return false;
+  const int64_t cols = c10::multiply_integers(g.x.sizes().slice(g.x.dim() - g.size));
+  return cols % 4 == 0 && cols <= 8192;
+}
+
 // Of an RMSNorm by hand: whether the kernels do the same with such tensors, along the last dim.
 bool set_by_hand(const Norm& norm, PyObject* offset, PyObject* eps, Given& g) {
   const auto is = [](PyObject* dtype, const Tensor& t) {
@@ -297,7 +304,7 @@ Tensor settled(Kind kind, Given& g) {
   if (!is_of_rows(kind)) return {};
   const bool dense = g.x.is_contiguous() && (!g.before.defined() || g.before.is_contiguous());
   const bool alike = !g.before.defined() || g.before.scalar_type() == g.x.scalar_type();
-  const bool added = alike || (dense && can_add(g) && g.before.sizes() == g.x.sizes());
+  const bool added = alike || (dense && can_add(g) && g.before.sizes() == g.x.sizes() && fits_block(g));
   if (added && (dense || at::GradMode::is_enabled())) return {};
   const Released released;
   Tensor total;

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from normswap.attributes import Rejection
+from normswap.attributes import Rejection, own_getattr
 from normswap.forwards.plain import CONVOLUTIONS, calls_forward, is_plain, is_unhooked
 from normswap.forwards.replaced import once_a_code
 from normswap.installed import called_class
@@ -29,11 +29,18 @@ def only_multiplies(child: Any) -> bool:
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, types.FunctionType) or not calls_forward(cls) or not is_unhooked(child):
         return False
-    fed, own = _fed(forward), vars(child)
-    if any(own.get(name) is not None or hasattr(cls, name) for name in fed):  # it hides the child
+    if own_getattr(child) is not None:
         return False
-    parts: list[Any] = [part for part in map(child._modules.get, fed) if part is not None]  # nobody calls None
-    return bool(parts) and all(type(part) in _LOWERED and is_plain(part, type(part)) for part in parts)
+    parts = [_part(child, name) for name in _fed(forward)]
+    there = [part for part in parts if part is not None]  # nobody calls None: an optional part that is left out
+    return bool(there) and all(type(part) in _LOWERED and is_plain(part, type(part)) for part in there)
+
+
+def _part(module: nn.Module, name: str) -> Any:
+    """``module.name``, a child or None; the module itself for anything else."""
+    found: Any = vars(module).get(name, module._modules.get(name, module))
+    hidden = hasattr(type(module), name) or (found is not None and name in vars(module))
+    return module if hidden else found
 
 
 @once_a_code
