@@ -95,7 +95,8 @@ def test_a_gradient_of_the_sum_has_room_and_changes_no_order(itemsizes: tuple[in
             assert [p[key] for key in keys] == [without[key] for key in keys]
             copied = p["slot_bytes"] >= without["slot_bytes"] + p["chunk_len"] * itemsizes[0]
             assert p["slots"] > 1 if copied else p == without  # else it is read where it is added
-            assert copied or gpu is not GPUS[0] or not p["one_pass"]
+            if gpu is GPUS[0] and p["one_pass"]:
+                assert copied
             assert p["shared"] >= p["slots"] * p["warps"] * p["slot_bytes"] and p["shared"] + 4096 <= gpu["shared"]
 
 

@@ -144,13 +144,13 @@ __global__ void __launch_bounds__(kBatchNormThreads, kHeldBlocks) batch_held_gra
 }
 
 template <class T, bool Even>
-cudaError_t forward_even(const BatchNormArgs& a, cudaStream_t stream) {
+cudaError_t forward(const BatchNormArgs& a, cudaStream_t stream) {
   if (a.n.residual != nullptr) return launch_held<batch_held<T, Even, true>, ForwardShared>(a, stream);
   return launch_held<batch_held<T, Even, false>, ForwardShared>(a, stream);
 }
 
 template <class T, bool Even>
-cudaError_t backward_even(const BatchNormArgs& a, cudaStream_t stream) {
+cudaError_t backward(const BatchNormArgs& a, cudaStream_t stream) {
   switch (through_of(a.n)) {
     case Through::nothing: return launch_held<batch_held_gradients<T, Even, Through::nothing>, BackwardShared>(a, stream);
     case Through::relu: return launch_held<batch_held_gradients<T, Even, Through::relu>, BackwardShared>(a, stream);
@@ -159,34 +159,29 @@ cudaError_t backward_even(const BatchNormArgs& a, cudaStream_t stream) {
   }
 }
 
-template <class T>
-cudaError_t forward_of(const BatchNormArgs& a, cudaStream_t stream) {
-  return a.row_bytes > 0 ? forward_even<T, true>(a, stream) : forward_even<T, false>(a, stream);
-}
-
-template <class T>
-cudaError_t backward_of(const BatchNormArgs& a, cudaStream_t stream) {
-  return a.row_bytes > 0 ? backward_even<T, true>(a, stream) : backward_even<T, false>(a, stream);
+// Calls launch with a value of x's dtype and whether its rows are equally far apart.
+template <class Launch>
+cudaError_t by_dtype(const BatchNormArgs& args, Launch launch) {
+  const auto evenly = [&](auto value) {
+    return args.row_bytes > 0 ? launch(value, std::true_type{}) : launch(value, std::false_type{});
+  };
+  switch (args.n.dtype) {
+    case DType::f32: return evenly(float{});
+    case DType::f16: return evenly(Half{});
+    default: return evenly(BFloat16{});
+  }
 }
 
 }  // namespace
 
 cudaError_t batch_norm_held_forward(const BatchNormTrain& n, const BatchNormPlan& plan, cudaStream_t stream) {
   const BatchNormArgs args(n, plan);
-  switch (n.dtype) {
-    case DType::f32: return forward_of<float>(args, stream);
-    case DType::f16: return forward_of<Half>(args, stream);
-    default: return forward_of<BFloat16>(args, stream);
-  }
+  return by_dtype(args, [&](auto value, auto even) { return forward<decltype(value), even.value>(args, stream); });
 }
 
 cudaError_t batch_norm_held_backward(const BatchNormTrain& n, const BatchNormPlan& plan, cudaStream_t stream) {
   const BatchNormArgs args(n, plan);
-  switch (n.dtype) {
-    case DType::f32: return backward_of<float>(args, stream);
-    case DType::f16: return backward_of<Half>(args, stream);
-    default: return backward_of<BFloat16>(args, stream);
-  }
+  return by_dtype(args, [&](auto value, auto even) { return backward<decltype(value), even.value>(args, stream); });
 }
 
 }  // namespace normswap

@@ -298,8 +298,8 @@ Cast under_autocast(const Norm& norm, PyObject* children, PyObject* x, Given& g)
   return cast;
 }
 
-// Rows that the kernels take, where the sum is of another dtype or not dense: with gradients, which are to be added before
-// they are rounded, Python has a way. Gives the sum where it is made here.
+// Rows that the kernels take, where they do not add what is before the norm, for its dtype or size, or it is not dense: with
+// gradients, which are to be added before they are rounded, Python has a way. Gives the sum where it is made here.
 Tensor settled(Kind kind, Given& g) {
   if (!is_of_rows(kind)) return {};
   const bool dense = g.x.is_contiguous() && (!g.before.defined() || g.before.is_contiguous());
