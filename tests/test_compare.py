@@ -160,7 +160,7 @@ def test_biased_running_variance_fails(rows: int, plant: Callable[[Any], None]) 
         return out
 
     match, site, x = Match("batch_norm"), randomised(nn.BatchNorm1d(16)).train(), torch.randn(rows, 16)
-    assert compared(match, site, x, False).eager <= 1.0
+    assert not compared(match, site, x, False).problem
     plant(biased)
     assert compared(match, site, x, False).problem.startswith("buffer running_var: error is")
 

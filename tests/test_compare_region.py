@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from normswap.kinds import NORMS
-from normswap.proof import compare, pieces, size
+from normswap.proof import compare, comparison, pieces, size
 from normswap.proof.compare import compare_region
 from normswap.proof.comparison import Comparison
 from normswap.regions.helper import Fused
@@ -102,6 +102,22 @@ def test_what_is_wrong_is_told_of(what: str, fault: str, of: Callable[[str], Mad
 def test_a_sum_and_what_is_made_of_it_are_both_looked_at(of: Callable[[str], Made]) -> None:
     for name, change in (("sum", lambda out: (out[0] + 1e-3, out[1])), ("output", lambda out: (out[0], out[1] + 1e-3))):
         assert compared(of("sum"), change).problem.startswith(name)
+
+
+@pytest.mark.parametrize("what", ("relu6", "residual"))
+def test_what_an_activation_writes_to_has_the_same_limits(
+    what: str, of: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm's result that is zero, as in place of it ReLU leaves it, would be at ReLU's kink."""
+    limits: list[Any] = []
+    monkeypatch.setattr(comparison, "verdict", lambda *given: limits.append(given[4:]) or Comparison())
+    for name in (what, f"{what}, in place"):
+        torch.manual_seed(0)
+        compared(of(name), gradients=True)
+    half = len(limits) // 2
+    assert half > 3
+    for one, in_place in zip(limits[:half], limits[half:], strict=True):
+        torch.testing.assert_close(in_place, one, rtol=0.0, atol=0.0)
 
 
 def test_what_ours_does_not_take_is_declined(of: Callable[[str], Made]) -> None:

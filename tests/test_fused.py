@@ -39,6 +39,7 @@ class Written({base}):
 OF_ROWS = {
     "alone": "return F.gelu(self.norm(x))",
     "relu6": "return F.relu6(self.norm(x))",
+    "relu6, in place": "return F.relu6(self.norm(x), inplace=True)",
     "tanh": "return F.gelu(self.norm(x), approximate='tanh')",
     "dropout": "return self.act(self.drop(self.norm(x)))",
     "sum": "s = x + y|return s + self.act(self.norm(s))",
@@ -51,6 +52,7 @@ OF_ROWS = {
 }
 OF_IMAGES = {
     "residual": "return F.leaky_relu(self.gn(x) + y, 0.3)",
+    "residual, in place": "return F.leaky_relu(self.gn(x) + y, 0.3, inplace=True)",
     "statistics": "return F.relu(F.batch_norm(x, self.bn.running_mean, self.bn.running_var, self.weight, self.bias))",
     "batch": "return F.relu(F.batch_norm(x, None, None, self.weight, training=self.bn.track_running_stats))",
     "permuted": "return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)",

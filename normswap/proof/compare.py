@@ -292,10 +292,10 @@ class _Case:
         def each(step: int, value: Tensor) -> Tensor:
             does, follows = steps[step].does, steps[step + 1].does if step + 1 < len(steps) else ""
             values[does] = value.detach()
-            if self.region.convolution or dtypes[step] not in SIXTEEN_BITS:  # nothing is rounded on the way
-                return value
             rounds = does == "sum" or follows in ("residual", "times", "activation")
-            return Rounded.apply(value, dtypes[step]) if rounds else value
+            if rounds and dtypes[step] in SIXTEEN_BITS and not self.region.convolution:
+                return Rounded.apply(value, dtypes[step])
+            return value.clone() if follows else value  # the next step may write to it
 
         def widened(holder: Any, packed: Any) -> Any:
             with self._as_in_the_original(packed, x.dtype):
