@@ -157,7 +157,7 @@ def test_what_was_seen_before(monkeypatch: pytest.MonkeyPatch) -> None:
         return slices.pop()
 
     x, norm = torch.zeros(2, 3), nn.LayerNorm(3)
-    assert compared(x, norm) is None and compared(x + 1, nn.LayerNorm(3, eps=1.0)) == 2
+    assert compared(x, norm) is None and compared(x + 1, nn.LayerNorm(3, eps=1.0)) == 1
     for other in (x.double(), x.t(), x[:1], torch.zeros(3, 2).t(), x.to("meta")):
         assert compared(other, norm) is None
     assert compared(x, type("Own", (nn.LayerNorm,), {})(3)) is None and len(told) == 8

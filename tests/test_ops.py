@@ -45,7 +45,8 @@ def test_rms_norm_adds_the_offset_in_float32_and_rounds_where_told(dtype: torch.
     assert torch.equal(ops.rms_norm(x, (33,), w, 1e-6, cast_before_weight=True), llama)
     ours = ops.rms_norm(x, (33,), w, 1e-6, weight_offset=1.0)
     assert ours.dtype == dtype
-    torch.testing.assert_close(ours, gemma, rtol=torch.finfo(dtype).eps, atol=1e-7)
+    roundings = 4 if dtype is torch.float32 else 1  # mean, rsqrt and two products, where the result is no narrower
+    torch.testing.assert_close(ours, gemma, rtol=roundings * torch.finfo(dtype).eps, atol=1e-7)
     if dtype is not torch.float32:  # the cast orders are told apart
         assert not torch.equal(llama, (wide * w.double()).to(dtype))
         assert not torch.equal(gemma, (wide * (1 + w).double()).to(dtype))

@@ -127,7 +127,7 @@ def _shares(
     """Both shares, in one wait for the device; not a number or infinite where one of the tensors is."""
     limit = limit_of(reference, ours.dtype, magnitude, c, extra)
     reference = reference.expand(ours.shape)
-    worst = [(tensor - reference).abs_().div_(limit).amax() for tensor in (ours, eager)]
+    worst = [torch.linalg.vector_norm((tensor - reference).div_(limit), math.inf) for tensor in (ours, eager)]
     found: list[float] = torch.stack(worst).tolist()
     return found
 
