@@ -53,12 +53,27 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 def called_class(module: nn.Module) -> type[nn.Module] | None:
     """``original_class``, where calling ``module`` runs its forward or the one that was installed for it; None where a
-    class that was put over that has another forward, or is called in its own way."""
+    class that was put over that has another forward, is called in its own way, or hides what is registered."""
     cls, installed = type(module), installed_class(module)
-    if installed in (None, cls):
+    if installed is None or installed is cls:
         return original_class(module)
-    same = cls.forward is installed.forward and cls.__call__ is installed.__call__  # type: ignore[union-attr]
-    return original_class(module) if same else None
+    same = cls.forward is installed.forward and cls.__call__ is installed.__call__
+    return original_class(module) if same and not hides(module, installed) else None
+
+
+def hides(module: Any, installed: type[nn.Module]) -> bool:
+    """Whether a class that was put over ``installed`` gives a registered parameter or buffer of ``module`` in another
+    way."""
+    for cls in type(module).__mro__:
+        if cls is installed:
+            return False
+        own = vars(cls).keys()
+        if not (own.isdisjoint(_ASKED) and own.isdisjoint(module._parameters) and own.isdisjoint(module._buffers)):
+            return True
+    return False
+
+
+_ASKED = ("__getattr__", "__getattribute__")
 
 
 def how_called(cls: Any) -> tuple[Any, Any]:

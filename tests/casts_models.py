@@ -100,6 +100,42 @@ class PreciseByHand(Mlp):
         return self.fc2(x)
 
 
+class PreciseInMethods(Mlp):
+    def is_on(self) -> bool:
+        return torch.is_autocast_enabled("cpu")
+
+    def narrow(self, on: bool) -> None:
+        torch.set_autocast_enabled("cpu", on)
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = self.is_on()
+        self.narrow(False)
+        x = self.fc1(x)
+        self.narrow(known)
+        return self.fc2(x)
+
+
+class PreciseInTurn(Mlp):
+    def added(self, products: Any) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return sum(products)  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.added(self.fc1(x) for _ in range(2))
+
+
+class PreciseAfterwards(Mlp):
+    def forward(self, x: Tensor) -> Any:
+        yield self.fc1(x)
+
+
+class MadeLate(Gated):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.gate is None:
+            self.gate = torch.tanh
+        return self.proj(self.qkv(x).chunk(3, -1)[0]) * self.gate(x)
+
+
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -119,6 +155,11 @@ class Parts(nn.Module):
         self.silu, self.up = nn.SiLU(), nn.ConvTranspose2d(8, 8, 2, stride=2)
         self.precise, self.later, self.by_hand = Precise(), PreciseLater(), PreciseByHand()
         self.plain, self.active, self.elsewhere = Gated(), Gated(nn.Tanh()), Elsewhere()
+        self.in_methods, self.in_turn, self.afterwards = PreciseInMethods(), PreciseInTurn(), PreciseAfterwards()
+        self.made_late = MadeLate()
+
+    def narrow(self, on: bool) -> None:
+        torch.set_autocast_enabled("cpu", on)
 
 
 def linear(self: Any, x: Tensor) -> Tensor:
@@ -190,6 +231,57 @@ def precise_by_hand(self: Any, x: Tensor) -> Tensor:
     return self.by_hand(self.norm(x))
 
 
+def precise_in_methods(self: Any, x: Tensor) -> Tensor:
+    return self.in_methods(self.norm(x))
+
+
+def precise_in_turn(self: Any, x: Tensor) -> Tensor:
+    return self.in_turn(self.norm(x))
+
+
+def precise_afterwards(self: Any, x: Tensor) -> Tensor:
+    products = self.afterwards(self.norm(x))
+    with torch.autocast("cpu", enabled=False):
+        return next(products)
+
+
+def with_a_gate_made_late(self: Any, x: Tensor) -> Tensor:
+    self.made_late.gate = None
+    return self.made_late(self.norm(x))
+
+
+def precise_between(self: Any, x: Tensor) -> Tensor:
+    known = torch.is_autocast_enabled("cpu")
+    n = self.norm(x)
+    torch.set_autocast_enabled("cpu", False)
+    n = self.lin(n)
+    torch.set_autocast_enabled("cpu", known)
+    return n
+
+
+def precise_by_a_method(self: Any, x: Tensor) -> Tensor:
+    known = torch.is_autocast_enabled("cpu")
+    n = self.norm(x)
+    self.narrow(False)
+    n = self.lin(n)
+    self.narrow(known)
+    return n
+
+
+def hooked_between(self: Any, x: Tensor) -> Tensor:
+    n = self.norm(x)
+    handle = self.lin.register_forward_pre_hook(lambda module, args: (args[0].float().sin(),))
+    n = self.lin(n)
+    handle.remove()
+    return n
+
+
+def beside_others(self: Any, x: Tensor) -> Tensor:
+    n = self.norm(x)
+    m = self.norm2(x)
+    return self.lin(n) + m
+
+
 def returned(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     n = self.norm(x)
     return n, self.lin(n)
@@ -212,6 +304,14 @@ FEEDING: dict[str, tuple[Forward, tuple[int, ...], list[tuple[str, ...]]]] = {
     "precise": (precise, ROWS, []),
     "precise_later": (precise_later, ROWS, []),
     "precise_by_hand": (precise_by_hand, ROWS, []),
+    "precise_in_methods": (precise_in_methods, ROWS, []),
+    "precise_in_turn": (precise_in_turn, ROWS, []),
+    "precise_afterwards": (precise_afterwards, ROWS, []),
+    "with_a_gate_made_late": (with_a_gate_made_late, ROWS, []),
+    "precise_between": (precise_between, ROWS, []),
+    "precise_by_a_method": (precise_by_a_method, ROWS, []),
+    "hooked_between": (hooked_between, ROWS, []),
+    "beside_others": (beside_others, ROWS, [("lin",)]),
 }
 
 

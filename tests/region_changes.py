@@ -55,8 +55,16 @@ class Doubled(nn.Module):
         return 2 * x
 
 
+def sum_of_two_dtypes(self, x, y):
+    return F.gelu(self.norm(x.bfloat16() + y))
+
+
 def parametrized(model: Any) -> None:
     parametrize.register_parametrization(model.norm, "weight", Doubled())
+
+
+def without_bias(self: Any, name: str) -> Any:
+    return None if name == "bias" else nn.Module.__getattr__(self, name)
 
 
 def without_weights(model: Any) -> None:
@@ -105,6 +113,11 @@ CHANGED: dict[str, Case] = {
     "another_weight_later": Case(one_weight_in_a_branch, ("layer_norm + silu",), later=put("flag", lambda: False)),
     "class_over_a_norm": Case(f_relu, _ACT, later=overlaid("norm")),
     "forward_over_a_norm": Case(f_relu, _ACT, later=overlaid("norm", forward=lambda self, x: x * 3)),
+    "two_dtypes_of_other_shapes": Case(sum_of_two_dtypes, ("sum + norm + gelu",), ((2, 3, CHANNELS), (4, 3, CHANNELS))),
+    "weight_over_a_norm": Case(
+        f_relu, _ACT, later=overlaid("norm", weight=property(lambda self: torch.ones(CHANNELS)))
+    ),
+    "getattr_over_a_norm": Case(f_relu, _ACT, later=overlaid("norm", __getattr__=without_bias)),
     "call_over_a_norm": Case(f_relu, _ACT, later=overlaid("norm", __call__=lambda self, x: x * 3)),
     "weight_replaced": Case(f_layer_norm, ("layer_norm",), later=put("bias", lambda: None)),
     "double": Case(f_relu, _ACT, later=lambda model: model.double()),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from linear_region_models import BATCH
 from test_compare import Scaled
 from test_fused import BODIES, Made
 from torch import Tensor, nn
@@ -118,6 +119,87 @@ def test_what_an_activation_writes_to_has_the_same_limits(
     assert half > 3
     for one, in_place in zip(limits[:half], limits[half:], strict=True):
         torch.testing.assert_close(in_place, one, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("what", ("alone", "residual", "linear"))
+def test_what_a_slope_may_be_off_is_counted_once(
+    what: str, dtype: torch.dtype, of: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a tie or a kink leaves open which slope it is, and not once more in roundings of 16 bits: a limit is a few
+    times what is steepest."""
+    monkeypatch.setattr(size.Size, "_rounded", lambda self, value, error, does: (value, torch.full_like(error, 9.0)))
+    made, limits = of(what), list[Tensor]()
+    made.module.to(dtype)
+    made.packed = compare._mapped(made.compiled.region, lambda v: v.to(dtype) if torch.is_tensor(v) else v, made.packed)
+
+    def noted(what: str, ours: Tensor, eager: Tensor, wide: Tensor, size: Tensor, c: float, extra: Any) -> Comparison:
+        if what == "gradient of behind" or what.endswith("bias"):
+            limits.append(comparison.limit_of(wide, ours.dtype, size, c, extra))
+        return Comparison()
+
+    monkeypatch.setattr(comparison, "verdict", noted)
+    compared(made, gradients=True)
+    assert limits and max(float(limit.max()) for limit in limits) < 100 * BATCH
+
+
+class Mixed(torch.autograd.Function):
+    """Two tensors, each with the other's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return one.view_as(one), other.view_as(other)
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, other: Tensor) -> Any:  # type: ignore[override]
+        return other, one
+
+
+def test_gradients_of_a_sum_and_of_what_is_made_of_it_are_told_apart(of: Callable[[str], Made]) -> None:
+    found = compared(of("sum"), lambda out: Mixed.apply(*out), gradients=True)
+    assert found.problem.startswith("gradient")
+
+
+@pytest.mark.parametrize("lies", ("apart", "unaligned", "spread"))
+def test_with_gradients_too_an_input_lies_as_it_does(lies: str, of: Callable[[str], Made]) -> None:
+    made, values = of("alone"), torch.randn(2, 3, 17)
+    x = {"apart": values[..., :8], "unaligned": values.flatten()[1:49].view(2, 3, 8), "spread": values[:1, :, :8]}[lies]
+    made.packed = x = x.expand(2, 3, 8)
+    seen: list[Tensor] = []
+
+    class Seeing(Fused):
+        def __call__(self, children: Any, packed: Any) -> Any:
+            seen.append(self.unpack(packed)[0])
+            return super().__call__(children, packed)
+
+    found = compare_region(made.compiled, Seeing(made.compiled), made.module, x, gradients=True)
+    assert not found.problem and [one.requires_grad for one in seen] == [False, True]
+    assert {(one.stride(), one.data_ptr()) for one in seen} == {(x.stride(), x.data_ptr())}
+
+
+@pytest.mark.parametrize(("what", "given"), (("alone", "input"), ("alone", "weight"), ("whole", "input")))
+def test_what_writes_to_what_it_is_given_is_told_of(what: str, given: str, of: Callable[[str], Made]) -> None:
+    """The norm of a norm is that norm."""
+
+    class Writing(Fused):
+        def __call__(self, children: Any, packed: Any) -> Any:
+            out = super().__call__(children, packed)
+            with torch.no_grad():
+                (self.unpack(packed)[0] if given == "input" else next(children["norm"].parameters())).mul_(2)
+            return out
+
+    made = of(what)
+    packed = made.compiled.inner(made.packed)
+    found = compare_region(made.compiled, Writing(made.compiled), made.module, packed, gradients=False)
+    assert found.problem == "writes to what it is given"
+
+
+@pytest.mark.parametrize(("factor", "right"), ((1.0, True), (1.01, False)))
+def test_what_declines_with_gradients_is_compared_without(
+    factor: float, right: bool, of: Callable[[str], Made]
+) -> None:
+    found = compared(of("alone"), lambda out: None if out.requires_grad else out * factor, gradients=True)
+    assert bool(found.problem) != right and not found.declined and not found.gradients
 
 
 def test_what_ours_does_not_take_is_declined(of: Callable[[str], Made]) -> None:

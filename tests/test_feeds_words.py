@@ -72,6 +72,18 @@ BODIES: dict[str, str] = {
     "return (z := self.fc(x))": "fc",
     "return self.fc(x) + len(locals())": "",
     "h = torch.is_autocast_enabled()|return self.fc(x)": "",
+    "return sum(self.fc(x) for z in y)": "",
+    "return sum([self.fc(x) for z in y])": "fc",
+    "yield self.fc(x)": "",
+    "self.fc = y|return self.fc(x)": "",
+    "self.fc.bias = y|return self.fc(x)": "",
+    "del self.gate|return self.fc(x)": "",
+    "h = self.fc(x)|self.seen = h|return h": "fc",
+    "h = self.fc(x)|self.seen = h|return self.fc2(x)": "",
+    "self.fc.to(y)|return self.fc(x)": "",
+    "same(self)|return self.fc(x)": "",
+    "h = self.fc(x)|return same(self)": "fc",
+    "for z in y:|    h = self.fc(x)|    self.seen = h|return h": "",
 }
 
 
@@ -85,6 +97,24 @@ def read(body: str, folder: Path, head: str = "def forward(self, x, y=None):") -
 @pytest.mark.parametrize("body", BODIES)
 def test_what_the_argument_is_handed_to(body: str, tmp_path: Path) -> None:
     assert feeds._fed(read(body, tmp_path)) == {*BODIES[body].split()}
+
+
+BEFORE: dict[str, str] = {
+    "self.first()|return self.fc(x)": "first",
+    "h = self.fc(x)|return self.then(h)": "",
+    "return self.then(self.fc(x))": "",
+    "return self.then(self.fc(x), self.fc2(x))": "fc fc2",
+    "return self.fc(x) + self.then(y)": "fc then",
+    "h = self.fc(x)|h = self.then(h)|return self.fc2(x)": "then fc2",
+    "return [self.then(self.fc(x)) for z in y]": "then fc",
+    "h = self.then(self.fc(x))|return self.fc2(x)": "then fc2",
+}
+
+
+@pytest.mark.parametrize("body", BEFORE)
+def test_what_may_be_called_before(body: str, tmp_path: Path) -> None:
+    _, before = feeds._read(read(body, tmp_path))
+    assert before - {"fc", "fc2"} == {*BEFORE[body].split()} - {"fc", "fc2"}
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,26 @@ class Doubled(nn.Linear):
         return super().forward(x) * 2
 
 
+class Watched(Tensor):
+    """Weights that see the input of a product before autocast does, as torchao's do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def watched(module: Any) -> None:
+    module.attn.qkv._parameters["weight"] = module.attn.qkv.weight.detach().as_subclass(Watched)
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a hook on what reads it": lambda m: m.attn.register_forward_pre_hook(lambda module, args: None),
     "a hook on its Linear": lambda m: m.attn.qkv.register_forward_pre_hook(lambda module, args: None),
     "another Linear": lambda m: setattr(m.attn, "qkv", Doubled(8, 24)),
     "a forward of its own": lambda m: setattr(m.attn, "forward", lambda x: x.float()),
     "another child": lambda m: setattr(m, "attn", Skip()),
+    "weights of another class": watched,
 }
 
 

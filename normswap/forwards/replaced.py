@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
+from normswap.installed import hides
 from normswap.ops.at_once import NAMES, AtOnce, Norm
 
 _Read = TypeVar("_Read")
@@ -38,7 +39,14 @@ class Replaced:
 
     def is_on(self, module: object) -> bool:
         """True while ``module`` is swapped by ``installed``, and what was replaced is the same."""
-        return self.is_unchanged() and isinstance(module, self.installed)
+        return self.is_unchanged() and self.is_of(module)
+
+    def is_of(self, module: Any) -> bool:
+        """True where ``module`` has the class ``installed``, perhaps under another that hides nothing of it."""
+        installed = self.installed
+        if type(module) is installed or not isinstance(module, installed):
+            return isinstance(module, installed)
+        return installed is object or torch.compiler.is_compiling() or not hides(module, installed)
 
     def is_unchanged(self) -> bool:
         """True while the original's function, its code and what that calls are those that were replaced."""
@@ -135,6 +143,6 @@ def at_once_as(replaced: Replaced, kind: str, *names: Any, unless: str | None = 
     """What computes, in one step of C++, a module that ``replaced.installed`` swaps: a norm of this ``kind`` with its
     groups or normalized_shape, weight, bias and eps in the attributes of these ``names``, those of torch.nn if none;
     not where the attribute ``unless`` is true."""
-    stands = lambda module: replaced.known if isinstance(module, replaced.installed) else None  # noqa: E731
+    stands = lambda module: replaced.known if replaced.is_of(module) else None  # noqa: E731
     plain = replaced.original.__getattribute__ is object.__getattribute__
     return AtOnce(Norm(kind, stands, unless, names or NAMES[kind]) if plain else None)

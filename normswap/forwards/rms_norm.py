@@ -27,7 +27,7 @@ def by_hand_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forwa
     """The forward to install for a match with these attributes."""
     site = _Site(replaced, attributes)
     fields, stood_for = in_one_step(attributes), site.stood_for(None)
-    stands = lambda module: stood_for if isinstance(module, replaced.installed) else None  # noqa: E731
+    stands = lambda module: stood_for if replaced.is_of(module) else None  # noqa: E731
     at_once = AtOnce(None if fields is None else Norm("rms_norm", stands, **fields))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:

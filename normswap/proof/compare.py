@@ -7,6 +7,7 @@ a sum before the norm, and what a residual or an activation is applied to.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,7 @@ from normswap.criterion import (
 )
 from normswap.in_float64 import Lifted, Rounded, lift
 from normswap.kinds import KINDS, NORMS, Kind, Norm, kind_of
+from normswap.ops.dispatch import PLAIN
 from normswap.plans import REGION, Match
 from normswap.proof import pieces
 from normswap.proof.comparison import Checks, Comparison, Cotangent, KernelWitness, worst_of
@@ -90,7 +92,8 @@ def compare_region(
         try:
             whole = _Case(compiled, fused, owner, packed, captured).ours(False) if parts.are_parts else None
             for piece in parts.pieces:
-                case = _Case(compiled, fused, piece.owner, _mapped(compiled.region, piece.cut, packed), captured)
+                part = _mapped(compiled.region, piece.cut, packed)
+                case = _Case(compiled, fused, piece.owner, part, captured, len(parts.pieces) > 1)
                 found.append(case.compared(gradients, None if whole is None else whole.part(piece)))
                 if found[-1].problem:
                     break
@@ -152,14 +155,22 @@ class _Case:
     """One comparison. The owner is replaced by a module that holds the region's children alone."""
 
     def __init__(
-        self, compiled: Compiled, fused: Fused | Swapped, owner: nn.Module, packed: Any, captured: bool
+        self,
+        compiled: Compiled,
+        fused: Fused | Swapped,
+        owner: nn.Module,
+        packed: Any,
+        captured: bool,
+        is_cut: bool = False,
     ) -> None:
+        """``is_cut``: whether ``packed`` is a part of what the model has there."""
         self.compiled, self.fused, self.packed, self.captured = compiled, fused, packed, captured
+        self.is_cut = is_cut
         self.region, self.owner = compiled.region, owner
         self.x: Tensor = compiled.unpack(packed)[0]
         self.by_itself = isinstance(fused, Swapped)
         self.dtypes: list[torch.dtype] = []
-        self.cotangents = [Cotangent(), Cotangent()]
+        self.cotangents = [Cotangent(), Cotangent(1)]
         self.checks = Checks(*constants(self.region))
 
     def compared(self, gradients: bool, known: _Run | None = None) -> Comparison:
@@ -167,7 +178,14 @@ class _Case:
         gradients = gradients and not self._infers()
         eager = self._run(self._eager, holder_of(self.region, self.owner), self.packed, gradients)
         # What runs without gradients may be another path than what runs with them: both are compared.
-        runs = [self.ours(False) if known is None else known, *([self.ours(True)] if gradients else [])]
+        runs = [self.ours(False) if known is None else known]
+        if gradients:
+            try:
+                runs.append(self.ours(True))
+            except _NoResult as no:
+                if not no.comparison.declined:
+                    raise
+                gradients = False  # they are those of the region's own statements
         ran = any(run.by_kernel for run in runs)
         self.matmul_unit = matmul_unit(self.x) if self.region.linear else 0.0
         expected, size = self._referee(gradients)
@@ -182,16 +200,21 @@ class _Case:
 
     def ours(self, gradients: bool) -> _Run:
         """What ours makes of it. Raises _NoResult where it raises, or leaves it to the region's own statements."""
-        witness = KernelWitness()
+        witness, holder = KernelWitness(), holder_of(self.region, self.owner)
+        given = [*tree_leaves(self.packed), *holder.parameters()]
+        before = _checksums(given)
         try:
             # On a CPU no kernel of ours runs, and a dispatch mode would load torch._dynamo: a second.
             with witness if self.x.is_cuda else contextlib.nullcontext():
-                run = self._run(self._fused, holder_of(self.region, self.owner), self.packed, gradients)
+                run = self._run(self._fused, holder, self.packed, gradients)
         except _NoResult:
             raise
         except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
             problem = f"raises {type(error).__name__}: {error}"
             raise _NoResult(Comparison(kernel_ran=False, problem=problem, **_where(self.x))) from error
+        if not torch.equal(_checksums(given), before):  # with what was written all else would be compared
+            problem = "writes to what it is given"
+            raise _NoResult(Comparison(kernel_ran=False, problem=problem, **_where(self.x)))
         return replace(run, by_kernel=witness.ran)
 
     def _infers(self) -> bool:
@@ -254,7 +277,10 @@ class _Case:
         def leaf(value: Any) -> Any:
             if not (isinstance(value, Tensor) and value.is_floating_point()) or id(value) in buffers:
                 return value
-            made = leaves[roles[id(value)]] = value.detach().clone().requires_grad_()
+            # As it lies in the model, which ours may go by; what is cut out of that lies otherwise, or as no leaf can.
+            same = value.detach()
+            same = same.clone() if self.is_cut or same.is_inference() else same
+            made = leaves[roles[id(value)]] = same.requires_grad_()
             return made
 
         packed = _mapped(self.region, leaf, packed)
@@ -366,17 +392,35 @@ class _Case:
         if not self.checks.reach_the_same(mine, theirs):
             return
         cotangents = [c.drawn.double() for c in self.cotangents if c.drawn is not None]
-        with torch.no_grad():
-            terms = {self._called(name): sums for name, sums in size.gradients(cotangents).items()}
+
+        @functools.cache
+        def terms(bends: bool) -> dict[str, Tensor]:
+            with torch.no_grad():
+                return {self._called(name): sums for name, sums in size.gradients(cotangents, bends).items()}
+
+        def magnitude_of(name: str, bends: bool) -> Tensor:
+            found = terms(bends).get(name)
+            return wide[name].abs() if found is None else found.expand(mine[name].shape)
+
         c = self.checks.c_gradient
         for name, gradient in mine.items():
-            magnitude = terms[name].expand(gradient.shape) if name in terms else wide[name].abs()
+            magnitude = magnitude_of(name, bends=True)
             by_kernel = ours.by_kernel and not size.broadcasts(name)
             # Operands of the backward matmuls round too.
             extra = rounds_further(wide[name], c * FLOAT32_ROUNDING * magnitude, gradient.dtype)
             if more := own_rounding(gradient.dtype, by_kernel) + c * self.matmul_unit:
-                extra = extra + more * magnitude
+                extra = extra + more * magnitude_of(name, bends=False)
             self.checks.add(f"gradient of {name}", gradient, theirs[name], wide[name], magnitude, extra, c)
+
+
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksums(values: list[Any]) -> Tensor:
+    """One of the bits of each dense tensor of numbers, on the device of the first."""
+    dense = [v.detach() for v in values if type(v) in PLAIN and v.is_floating_point() and v.layout is torch.strided]
+    sums = [tensor.view(_OF_SIZE[tensor.element_size()]).sum() for tensor in dense]
+    return torch.stack([one.to(sums[0].device) for one in sums]) if sums else torch.zeros(0)
 
 
 def _float64(value: Any) -> Any:

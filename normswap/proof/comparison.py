@@ -71,14 +71,16 @@ class KernelWitness(TorchDispatchMode):
 
 
 class Cotangent:
-    """One random cotangent for every run of a comparison, whatever the dtype of its output; the same every time."""
+    """One random cotangent for every run of a comparison, whatever the dtype of its output; the same every time.
+    ``which``: of another output, another one, so that each gradient is known by what it is made of."""
 
-    def __init__(self) -> None:
+    def __init__(self, which: int = 0) -> None:
+        self.which = which
         self.drawn: Tensor | None = None
 
     def __call__(self, output: Tensor) -> Tensor:
         if self.drawn is None:
-            generator = torch.Generator(output.device).manual_seed(_SEED)
+            generator = torch.Generator(output.device).manual_seed(_SEED + self.which)
             self.drawn = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
         return self.drawn.to(output.dtype)
 

@@ -60,7 +60,7 @@ class Size:
             size = size + (error + half_ulp(values["norm"], dtypes[0])) / self.unit
         if self.adapts:
             size = size * (1 + self.scale.abs()) + 2 * values["norm"].abs() * (1 + self.scale.abs()) + self.shift.abs()
-        self.output, self.slope = self._through(size, values)
+        self.output, self.slope, self.bend = self._through(size, values)
 
     def _rows(self, holder: Any, x: Tensor, arguments: Any, dtype: torch.dtype, unit: float) -> Magnitudes:
         region = self.region
@@ -79,17 +79,18 @@ class Size:
     def _back(self, tensor: Tensor) -> Tensor:
         return tensor.permute(0, 3, 1, 2) if self.region.has("permute") else tensor
 
-    def _through(self, size: Tensor, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float]:
-        """What the error of the norm becomes behind a residual and an activation, and how steep that is."""
+    def _through(self, size: Tensor, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float, Tensor | float]:
+        """What the error of the norm becomes behind a residual and an activation, how steep that is, and what another
+        value of the norm makes of that, in roundings of float32."""
         region, unit = self.region, self.unit
         does = [step.does for step in region.steps if step.does in ("norm", "residual", "shift", "activation")]
         does += ["activation"] if region.ends_inside else []
         if region.has("times"):
             value, error = self._rounded(values["norm"], unit * size, "norm")
             factor = abs(self.shift)
-            return (error / unit + value.abs()) * factor, factor
+            return (error / unit + value.abs()) * factor, factor, 0.0
         if does[-1] in ("norm", "shift"):
-            return size, 1.0
+            return size, 1.0, 0.0
         last = "shift" if "shift" in does else "norm"
         value, error = self._rounded(values[last], unit * size, last)
         if "residual" in does:
@@ -98,18 +99,18 @@ class Size:
             if region.convolution:
                 error = error + half_ulp(value, self.dtypes["residual"])
             if does[-1] == "residual":
-                return error / unit + value.abs(), 1.0
+                return error / unit + value.abs(), 1.0, 0.0
             value, error = self._rounded(value, error, "residual")
         slope = derivative(self._activation, value)
         steepest, bend = slope.abs(), torch.zeros_like(slope)
         for side in (derivative(self._activation, value + error), derivative(self._activation, value - error)):
             steepest, bend = torch.maximum(steepest, side.abs()), torch.maximum(bend, (side - slope).abs_())
         del slope, side
-        moved, reach = error * steepest, bend.div_(unit).add_(steepest).add_(1.0)
-        del error, steepest
+        moved = error * steepest
+        del error
         result = self._activation(value.clone()).abs()
         moved += rounds_further(result, moved, self.dtypes["norm" if region.ends_inside else "activation"])
-        return moved.div_(unit).add_(value.abs()).add_(result), reach
+        return moved.div_(unit).add_(value.abs()).add_(result), steepest.add_(1.0), bend.div_(unit)
 
     def _rounded(self, value: Tensor, error: Tensor, does: str) -> tuple[Tensor, Tensor]:
         return (value, error) if self.region.convolution else _moved(value, error, self.dtypes[does])
@@ -118,10 +119,11 @@ class Size:
         """Whether the gradient of a role is a sum, which PyTorch computes, of gradients that are rounded before it."""
         return role in self.shapes and self.shapes[role] != self.shape
 
-    def gradients(self, cotangents: list[Tensor]) -> dict[str, Tensor]:
-        """Sums of |terms| by role ("input", "before", ...) and by the names of parameters."""
+    def gradients(self, cotangents: list[Tensor], bends: bool = True) -> dict[str, Tensor]:
+        """Sums of |terms| by role ("input", "before", ...) and by the names of parameters. ``bends``: with what is in
+        roundings of float32 whatever else rounds."""
         dy, of_sum = cotangents[-1].abs(), cotangents[0].abs() if self.region.shared else 0.0
-        behind = dy * self.slope
+        behind = dy * (self.slope + self.bend if bends else self.slope)
         found: dict[str, Tensor] = {"behind": behind}
         inner = behind
         if self.region.has("times") and isinstance(self.shift, Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -126,18 +126,20 @@ def grow_behind(module: nn.Module, found: Growing, taken: set[int]) -> None:
         found.steps.pop(), found.passes.pop()
 
 
-def fed_by(module: nn.Module, found: Growing) -> tuple[str, ...]:
+def fed_by(module: nn.Module, found: Growing, alone: Callable[[Sequence[Op]], bool]) -> tuple[str, ...]:
     """The children that the result goes through to one that autocast makes read it in 16 bits; none outside autocast,
-    and where anything else may read it."""
+    and where anything else may read it, or change what these do meanwhile. ``alone(ops)``: nothing is done between
+    them that could."""
     names: list[str] = []
-    value = found.last
+    value, readers = found.last, [found.last]
     if found.kind not in FEEDING or not any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
         return ()
     while (user := only_user(value)) is not None and user.args[:1] == (value,):
         names.append(child_called(user))
+        readers.append(user)
         if not passing(module, user):
             child = child_of(module, user)
-            return tuple(names) if child is not None and only_multiplies(child) else ()
+            return tuple(names) if child is not None and only_multiplies(child) and alone(readers) else ()
         value = user
     return ()
 

@@ -120,7 +120,7 @@ class Fused:
             return None
         total = None
         if before is not None and not can_add(x, before) and can_add(before, x):
-            both = x.is_contiguous() and before.is_contiguous()
+            both = x.shape == before.shape and x.is_contiguous() and before.is_contiguous()
             x, before = (before, x) if both else (x, before)  # the sum is the same
         if before is not None and (before.shape != x.shape or not can_add(x, before)):  # it broadcasts, say
             if before.dtype is x.dtype and self.shared and torch.is_grad_enabled():  # the op adds its gradients

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from normswap.forwards.plain import CONVOLUTIONS
 from normswap.kinds import NORMS
-from normswap.regions.flow import Attribute, Constant, Flow, Leaf, Op, Value
+from normswap.regions.flow import Attribute, Constant, Flow, Leaf, Op, Value, is_torchs
 from normswap.regions.spec import qualified
 from normswap.regions.spelling import PURE
 
@@ -57,6 +57,17 @@ def beside_of(
     if any(isinstance(target, ast.Name) and target.id in flow.captured for target in targets):
         return None
     return {name: tuple(sorted({qualified(type(m)) for m in child.modules()})) for name, child in called.items()}
+
+
+def only_computes_between(flow: Flow, ops: Sequence[Op], child_of: _ChildOf) -> bool:
+    """Whether nothing between ``ops`` may change what the last of them calls, or autocast: it is pure, a child's call,
+    or a function of torch."""
+    first, last = ops[0].order, ops[-1].order
+    between = [op for op in flow.ops if first < op.order < last]
+    return not flow.opaque_between(first, last) and all(
+        _is_pure(op) or child_of(op) is not None or (is_torchs(op.target) and "autocast" not in op.target.__name__)
+        for op in between
+    )
 
 
 def _called(ops: Sequence[Op], child_of: _ChildOf) -> dict[str, nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,7 +27,7 @@ from normswap.regions.growing import (
     with_sum,
 )
 from normswap.regions.linear import with_linear
-from normswap.regions.moving import beside_of
+from normswap.regions.moving import beside_of, only_computes_between
 from normswap.regions.spec import Node, Region, Step, qualified
 from normswap.regions.spelling import SPELLED, one_dim
 from normswap.regions.syntax import place_of, slots
@@ -51,13 +51,17 @@ def regions_of(module: nn.Module, flow: Flow, norm_of: Any, baked: bool = False)
         found.beside = beside or {}
         return beside is not None
 
+    def undisturbed(ops: Sequence[Op]) -> bool:
+        return only_computes_between(flow, ops, lambda op: child_of(module, op))
+
     yield from _expressions(flow, stands, taken)
     for op in flow.ops:
         found = None if id(op) in taken else _core(module, op, norm_of, baked)
         if found is None:
             continue
         grow_behind(module, found, taken)
-        found.feeds = () if in_a_row else fed_by(module, found)
+        if not in_a_row:
+            found.feeds = fed_by(module, found, undisturbed)
         for one in (*_with_what_stands_before(module, found, taken, baked), found):
             # A child is a site itself, and PyTorch's op by running statistics as fast.
             left = one.type or (one.kind == "batch_norm" and not _may_train(module, one))
