@@ -144,6 +144,15 @@ class RoundedStatistics(torch.utils._python_dispatch.TorchDispatchMode):
 # --- what magnitudes of several kinds are made of --------------------------------------------------------------------
 
 
+def input_gradient(g: Tensor, xhat: Tensor, size: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    """Terms of g - mean(g) - xhat mean(g xhat), all of them not negative, and what errors of xhat do to them, of the
+    order of ``size``: through each xhat, and through rstd in front of all."""
+    xhat = torch.add(xhat, size, alpha=4 * FLOAT32_ROUNDING)  # as it may be: what is zero is multiplied by errors too
+    of_xhat = mean(g * xhat)
+    moved = (size * of_xhat).add_(xhat * mean(g * size))
+    return (xhat * of_xhat).add_(g).add_(mean(g)).mul_(1 + mean(xhat * size)).add_(moved)
+
+
 class Rows:
     """Rows of ``flat`` (*, N) with weight and bias that broadcast to it: the last dims of ``x``, or with ``groups``
     those of the dim ``channel``, which has a weight each. Their mean is taken from them where they are ``centred``."""
@@ -183,6 +192,10 @@ class Rows:
         through = (self.xhat * (g * self.xhat).mean(-1, keepdim=True)).add_(g)
         if self.centred:
             through.add_(g.mean(-1, keepdim=True))
+            xhat = (self.flat - self.flat.mean(-1, keepdim=True)).abs_().mul_(self.rstd)
+            first = input_gradient(g, xhat, self.xhat, lambda values: values.mean(-1, keepdim=True))
+            through = torch.minimum(through, first)  # which tells more where the mean is large
+            del xhat, first
         found = {"input": through.mul_(self.rstd).reshape(self.shape)}
         del g
         for name, parameter, terms in (("weight", self.weight, dy * self._shaped(self.xhat)), ("bias", self.bias, dy)):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import at_once_stand_in
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from at_once_stand_in import CALLED, DECLINED, calls, compiled, needs_compiler, 
 from casts_models import made
 from models import Flagged, randomised
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import normswap
 from normswap import ops
@@ -57,6 +59,28 @@ def test_one_op_computes_a_module(name: str, gradients: bool, monkeypatch: pytes
     with torch.set_grad_enabled(gradients):
         torch.testing.assert_close(ours(x), model(x))
     assert [name.partition(" ")[0]] == CALLED
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = x + 2 * x
+        return s + F.relu(self.norm(s))
+
+
+@pytest.mark.parametrize("make", (lambda: nn.LayerNorm(8), Summed))
+def test_the_proof_runs_it(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with the short way alone is put back."""
+    model, x = randomised(make()).requires_grad_(False), torch.randn(4, 8)
+    right = at_once_stand_in._OPS["layer_norm"]
+    wrong = lambda *given: tree_map_only(Tensor, lambda out: out * 1.001, right(*given))  # noqa: E731
+    monkeypatch.setitem(at_once_stand_in._OPS, "layer_norm", wrong)
+    with pytest.warns(UserWarning, match=r"do not match the original and were put back: .*: error is"):
+        assert not normswap.report(normswap.optimize(model, x)).swapped
+    assert CALLED
 
 
 @pytest.mark.parametrize("name", MODULES)

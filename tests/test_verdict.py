@@ -36,6 +36,7 @@ def of(*changes: float) -> Tensor:
         (of(INF), ONES, ONES, 0.0, "Inf in 1", ""),
         (ONES, of(INF), ONES, 0.0, "", "not finite in 1"),
         (of(NAN), of(NAN), of(NAN), 0.0, "", ""),
+        (ONES * NAN, ONES * NAN, ONES * NAN, 0.0, "", "nowhere finite"),
         (of(NAN, 1 + 4 * ULP), of(NAN, 1 + 4 * ULP), of(NAN), 0.0, "", "own error is 4 times"),
         (ONES[:0], ONES[:0], ONES[:0], 0.0, "", ""),
     ],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import Activation
-from normswap.criterion import Magnitudes
+from normswap.criterion import Magnitudes, input_gradient
 from normswap.forwards.batch_norm import RANKS, batch_norm, make_forward, ranks_of
 from normswap.kinds.norm import Norm, is_alike
 from normswap.ops.dispatch import needs_grad
@@ -52,10 +52,15 @@ def magnitudes(site: Any, x: Tensor) -> Magnitudes:
     rstd = column((var + site.eps).rsqrt())
     xhat, weight = rstd * (x.abs() + size), affine(site.weight, 1.0)
 
+    def along(values: Tensor) -> Tensor:
+        return values.mean(kept, keepdim=True)
+
     def gradients(dy: Tensor) -> dict[str, Tensor]:
         dy = dy.abs()
-        g = dy * weight
-        through = g + xhat * (g * xhat).mean(kept, keepdim=True) + g.mean(kept, keepdim=True) if batch else g
+        through = g = dy * weight
+        if batch:
+            first = input_gradient(g, rstd * (x - column(mean)).abs(), xhat, along)
+            through = torch.minimum(g + xhat * along(g * xhat) + along(g), first)  # which tells more of large means
         found = {"input": rstd * through}
         if site.weight is not None:
             found |= {"weight": (dy * xhat).sum(kept), "bias": dy.sum(kept)}

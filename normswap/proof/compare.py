@@ -27,6 +27,7 @@ from normswap.criterion import (
 )
 from normswap.in_float64 import Lifted, Rounded, lift
 from normswap.kinds import KINDS, NORMS, Kind, Norm, kind_of
+from normswap.ops.at_once import AtOnce
 from normswap.ops.dispatch import PLAIN
 from normswap.plans import REGION, Match
 from normswap.proof import pieces
@@ -52,7 +53,7 @@ def swapped_op(compiled: Compiled, original: type[nn.Module], match: Match) -> F
 class Swapped:
     """A whole module in the class ``cls`` that is installed for it, as the op of a region."""
 
-    expression = None
+    expression, at_once = None, AtOnce(None)  # the module asks that itself
 
     def __init__(self, cls: type[nn.Module]) -> None:
         self.cls = cls
@@ -143,6 +144,11 @@ class _Run:
         forms = [[(t.dtype, t.device, t.shape) for t in run.outputs] for run in (self, other)]
         return forms[0] == forms[1] and all(map(torch.equal, self.outputs, other.outputs))
 
+    def learns_what(self, other: _Run) -> bool:
+        """The same of its gradients."""
+        forms = [{n: (t.dtype, t.shape) for n, t in run.gradients.items()} for run in (self, other)]
+        return forms[0] == forms[1] and all(torch.equal(t, other.gradients[n]) for n, t in self.gradients.items())
+
 
 class _NoResult(Exception):
     """Ours gave none, and what there is to say of that."""
@@ -178,35 +184,45 @@ class _Case:
         gradients = gradients and not self._infers()
         eager = self._run(self._eager, holder_of(self.region, self.owner), self.packed, gradients)
         # What runs without gradients may be another path than what runs with them: both are compared.
-        runs = [self.ours(False) if known is None else known]
-        if gradients:
-            try:
-                runs.append(self.ours(True))
-            except _NoResult as no:
-                if not no.comparison.declined:
-                    raise
-                gradients = False  # they are those of the region's own statements
+        plain, learning = self._runs(False, known), self._runs(True) if gradients else []
+        runs = [*plain, *learning]
         ran = any(run.by_kernel for run in runs)
         self.matmul_unit = matmul_unit(self.x) if self.region.linear else 0.0
-        expected, size = self._referee(gradients)
-        for run in runs[:1] if runs[0].gives_what(runs[-1]) else runs:
-            self._check_outputs(run, eager, expected, size)
-        for run in runs:
+        expected, size = self._referee(bool(learning))
+        for index, run in enumerate(runs):
+            if not any(run.gives_what(other) for other in runs[:index]):
+                self._check_outputs(run, eager, expected, size)
             self._check_buffers(run, eager, expected, size)
-        if gradients:
-            self._check_gradients(runs[-1], eager, expected, size)
+        for index, run in enumerate(learning):
+            if not any(run.learns_what(other) for other in learning[:index]):
+                self._check_gradients(run, eager, expected, size)
         finite = any(bool(output.isfinite().any()) for output in eager.outputs)
-        return replace(self.checks.found, kernel_ran=ran, gradients=gradients, finite=finite, **_where(self.x))
+        return replace(self.checks.found, kernel_ran=ran, gradients=bool(learning), finite=finite, **_where(self.x))
 
-    def ours(self, gradients: bool) -> _Run:
+    def _runs(self, gradients: bool, known: _Run | None = None) -> list[_Run]:
+        """What ours makes of it, shown to a witness, and as the model runs it: in one step of C++ where that is loaded,
+        which a witness keeps off. ``known``: the first of them. None where ours leaves gradients to the region's own
+        statements."""
+        found: list[_Run] = [] if known is None else [known]
+        ways = (True, False) if self.x.is_cuda or self.fused.at_once.serves() else (True,)
+        for witnessed in ways[len(found) :]:
+            try:
+                found.append(self.ours(gradients, witnessed))
+            except _NoResult as no:
+                if no.comparison.declined and (found or gradients):
+                    break
+                raise
+        return [replace(run, by_kernel=found[0].by_kernel) for run in found]
+
+    def ours(self, gradients: bool, witnessed: bool = True) -> _Run:
         """What ours makes of it. Raises _NoResult where it raises, or leaves it to the region's own statements."""
         witness, holder = KernelWitness(), holder_of(self.region, self.owner)
         given = [*tree_leaves(self.packed), *holder.parameters()]
         before = _checksums(given)
         try:
             # On a CPU no kernel of ours runs, and a dispatch mode would load torch._dynamo: a second.
-            with witness if self.x.is_cuda else contextlib.nullcontext():
-                run = self._run(self._fused, holder, self.packed, gradients)
+            with witness if witnessed and self.x.is_cuda else contextlib.nullcontext():
+                run = self._run(self._fused if witnessed else self._at_once, holder, self.packed, gradients)
         except _NoResult:
             raise
         except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
@@ -242,6 +258,12 @@ class _Case:
         if out is None:
             raise _NoResult(declined(self.x))
         return out
+
+    def _at_once(self, holder: Any, packed: Any) -> Any:
+        out = self.fused.at_once.call(holder, packed)
+        if out is None and not self.x.is_cuda:  # where there is no witness either: that ran
+            raise _NoResult(declined(self.x))
+        return self._fused(holder, packed) if out is None else out
 
     def _lowered(self, holder: Any, packed: Any, out: Any) -> Any:
         """A result of the region's own statements as whoever reads it has it."""

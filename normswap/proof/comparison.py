@@ -112,6 +112,8 @@ def verdict(
     note, problem = _told(what, theirs), ""
     if wrong := int(excused(eager, reference).sum()):
         note = f"{what}: PyTorch's is not finite in {wrong} elements that float64 has finite"
+    elif eager.numel() and not eager.isfinite().any():
+        note = f"{what}: PyTorch's is nowhere finite on these inputs, so that nothing was compared"
     if differs := mask_mismatch(ours, eager, reference):
         problem = f"{what}: {differs}"
     elif share > 1.0:

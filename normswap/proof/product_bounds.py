@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normswap.criterion import FLOAT32_ROUNDING, Magnitudes, half_ulp
+from normswap.criterion import FLOAT32_ROUNDING, Magnitudes, half_ulp, input_gradient
 from normswap.regions.spec import Region
 
 C_LINEAR = 8.0
@@ -66,7 +66,7 @@ class LinearMagnitudes:
 
     def gradients(self, dy: Tensor) -> dict[str, Tensor]:
         dy = dy.abs()
-        du = self._input_gradient(dy)
+        du = input_gradient(dy, self.uhat, self.size, lambda values: values.mean(0)) if self.batch else dy
         of_scale = (self.gamma * self.rstd * du * self.sums).sum(0)
         dz = self.gamma * self.gain * du
         del du
@@ -79,15 +79,6 @@ class LinearMagnitudes:
             f"{bn}.bias": dy.sum(0),
             scale: (of_scale if self.scale.numel() > 1 else of_scale.sum()).reshape(self.scale.shape),
         }
-
-    def _input_gradient(self, dy: Tensor) -> Tensor:
-        """Terms of dy - mean(dy) - uhat mean(dy uhat), and what an error of uhat does to them: through each uhat, and
-        through rstd in front of all."""
-        if not self.batch:
-            return dy
-        terms = dy + dy.mean(0) + self.uhat * (dy * self.uhat).mean(0)
-        moved = self.size * (dy * self.uhat).mean(0) + self.uhat * (dy * self.size).mean(0)
-        return terms * (1 + (self.uhat * self.size).mean(0)) + moved
 
     def _buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Magnitudes of the running statistics after a call in training, and what a coarse matmul adds to them."""

@@ -40,12 +40,7 @@ _Reader: TypeAlias = Callable[[Any, Tensor], _Arguments]
 def make_helper(compiled: Compiled) -> Helper:
     """``helper(self, packed)`` for the rewritten forward."""
     fused, snippet, compiling = Fused(compiled), compiled.snippet, torch.compiler.is_compiling
-    inner_of = compiled.inner if compiled.views else None
-    at_once = AtOnce(None)
-    if fused.convolved is not None:
-        at_once = at_once_of_convolution(compiled)
-    elif fused.known:
-        at_once = at_once_of(compiled, fused.dtype)
+    inner_of, at_once = compiled.inner if compiled.views else None, fused.at_once
     children, in_one_step = children_of(compiled.region), at_once.norm is not None
     seen = compiled.region.seen  # then its gradient must be all there is, and the op's two results have each its own
 
@@ -75,7 +70,7 @@ def make_helper(compiled: Compiled) -> Helper:
 
 class Fused:
     """The op of a region: None where it declines. It runs on every call: what the op itself asks of its tensors, and
-    declines, is not asked here first."""
+    declines, is not asked here first. ``at_once``: what calls it in one step, of (owner, packed), if anything does."""
 
     def __init__(self, compiled: Compiled) -> None:
         region = compiled.region
@@ -98,6 +93,11 @@ class Fused:
         self.projected = None
         if region.linear and self.known:
             self.projected = Projected(compiled, _is_batch_norm_1d, self._of_linear)
+        self.at_once = AtOnce(None)
+        if self.convolved is not None:
+            self.at_once = at_once_of_convolution(compiled)
+        elif self.known:
+            self.at_once = at_once_of(compiled, self.dtype)
 
     def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
         if self.projected is not None:
