@@ -100,8 +100,8 @@ EVERY: dict[str, Made] = {
     **{f"{name}, fed on": lambda name=name: casts_models.made(name) for name in casts_models.FEEDING},
     **{name: _made(make, shape) for name, (make, shape) in MODELS.items()},
 }
-UNTRACED = ("precise_by_hand, fed on", "block, fed on", "OfChannelsWeighted")
-"""Dynamo does not trace the first; the others index, for which PyTorch asks for the device."""
+UNTRACED = ("precise_by_hand, fed on", "hooked_between, fed on", "block, fed on", "OfChannelsWeighted")
+"""Dynamo does not trace the first two; the others index, for which PyTorch asks for the device."""
 CASES = {name: made for name, made in EVERY.items() if name not in UNTRACED}
 IN_EVAL = ("linear_scale_batch_norm", "convolution, BatchNorm, shortcut", "Linear, BatchNorm, ReLU")
 """In train mode their BatchNorm asks for the device."""
