@@ -187,8 +187,12 @@ class _Case:
         """``known``: what ours makes of it without gradients, where that was run."""
         gradients = gradients and not self._infers()
         eager = self._run(self._eager, holder_of(self.region, self.owner), self.packed, gradients)
+        given = [*tree_leaves(self.packed), *eager.holder.parameters()]
+        before = _checksums(given)
         # What runs without gradients may be another path than what runs with them: both are compared.
         plain, learning = self._runs(False, known), self._runs(True) if gradients else []
+        if not torch.equal(_checksums(given), before):  # with what was written all else would be compared
+            self.checks.fail("writes to what it is given")
         runs = [*plain, *learning]
         ran = any(run.by_kernel for run in runs)
         self.matmul_unit = matmul_unit(self.x) if self.region.linear else 0.0
@@ -225,8 +229,6 @@ class _Case:
     def ours(self, gradients: bool, witnessed: bool = True) -> _Run:
         """What ours makes of it. Raises _NoResult where it raises, or leaves it to the region's own statements."""
         witness, holder = KernelWitness(), holder_of(self.region, self.owner)
-        given = [*tree_leaves(self.packed), *holder.parameters()]
-        before = _checksums(given)
         try:
             # On a CPU no kernel of ours runs, and a dispatch mode would load torch._dynamo: a second.
             with witness if witnessed and self.x.is_cuda else contextlib.nullcontext():
@@ -236,9 +238,6 @@ class _Case:
         except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
             problem = f"raises {type(error).__name__}: {error}"
             raise _NoResult(Comparison(kernel_ran=False, problem=problem, **_where(self.x))) from error
-        if not torch.equal(_checksums(given), before):  # with what was written all else would be compared
-            problem = "writes to what it is given"
-            raise _NoResult(Comparison(kernel_ran=False, problem=problem, **_where(self.x)))
         return replace(run, by_kernel=witness.ran)
 
     def _infers(self) -> bool:
