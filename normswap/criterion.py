@@ -73,11 +73,11 @@ def error_share(ours: Tensor, reference: Tensor, magnitude: Tensor, c: float, ex
     without a limit (a NaN in it) is infinitely too large.
     """
     given = (ours, reference, magnitude, torch.as_tensor(extra, dtype=torch.float64, device=ours.device))
-    pieces = zip(*(_split(tensor.expand(ours.shape)) for tensor in given), strict=True)
+    pieces = zip(*(small_parts(tensor.expand(ours.shape)) for tensor in given), strict=True)
     return max((_share(o, r, m, e, c) for o, r, m, e in pieces), default=0.0)
 
 
-def _split(tensor: Tensor) -> tuple[Tensor, ...]:
+def small_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """Views of ``tensor`` small enough to compute with, along its largest dim; none of an empty one."""
     if tensor.numel() == 0:
         return ()
@@ -148,9 +148,9 @@ def input_gradient(g: Tensor, xhat: Tensor, size: Tensor, mean: Callable[[Tensor
     """Terms of g - mean(g) - xhat mean(g xhat), all of them not negative, and what errors of xhat do to them, of the
     order of ``size``: through each xhat, and through rstd in front of all."""
     xhat = torch.add(xhat, size, alpha=4 * FLOAT32_ROUNDING)  # as it may be: what is zero is multiplied by errors too
-    of_xhat = mean(g * xhat)
-    moved = (size * of_xhat).add_(xhat * mean(g * size))
-    return (xhat * of_xhat).add_(g).add_(mean(g)).mul_(1 + mean(xhat * size)).add_(moved)
+    of_xhat, of_rstd = mean(g * xhat), 1 + mean(xhat * size)
+    moved = (xhat * mean(g * size)).addcmul_(size, of_xhat)
+    return xhat.mul_(of_xhat).add_(g).add_(mean(g)).mul_(of_rstd).add_(moved)
 
 
 class Rows:

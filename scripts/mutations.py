@@ -37,8 +37,8 @@ regions/growing.py: used twice is only what has a name, and a flow gives one to 
     isinstance(statement, ast.Assign) and statement.value is op.node
     (isinstance(statement, ast.Assign))
 proof/compare.py: a CPU has no kernel to witness
-    witnessed and self.x.is_cuda
-    (witnessed)
+    witness and self.x.is_cuda
+    (witness)
 regions/inline.py: a copy is read then, more slowly
     not any(isinstance(one, types.FunctionType) and _line_of(one) is not None for one in functions)
     (False)

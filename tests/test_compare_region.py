@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from linear_region_models import BATCH
 from test_compare import Scaled
 from test_fused import BODIES, Made
@@ -41,8 +42,10 @@ def of(tmp_path: Path) -> Callable[[str], Made]:
     return lambda what: Made(what, tmp_path)
 
 
-def compared(made: Made, change: Any = None, gradients: bool = False, **more: Any) -> Comparison:
+def compared(made: Made, change: Any = None, gradients: bool = False, at_once: Any = None, **more: Any) -> Comparison:
     fused = Spoiled(made.compiled)
+    if at_once is not None:
+        fused.at_once = SimpleNamespace(serves=lambda: True, call=at_once)  # type: ignore[assignment]
     if change is not None:
         fused.change = change
     made.module.requires_grad_(True)
@@ -103,6 +106,31 @@ def test_what_is_wrong_is_told_of(what: str, fault: str, of: Callable[[str], Mad
 def test_a_sum_and_what_is_made_of_it_are_both_looked_at(of: Callable[[str], Made]) -> None:
     for name, change in (("sum", lambda out: (out[0] + 1e-3, out[1])), ("output", lambda out: (out[0], out[1] + 1e-3))):
         assert compared(of("sum"), change).problem.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"), [(torch.clone, ""), (lambda out: out * 1.001, "output: "), (Scaled.apply, "gradient of ")]
+)
+def test_what_the_model_runs_is_compared_too(change: Any, word: str, of: Callable[[str], Made]) -> None:
+    found = compared(of("alone"), gradients=True, at_once=lambda owner, x: change(F.gelu(owner.norm(x))))
+    assert found.problem.startswith(word) and bool(found.problem) == bool(word)
+    assert not compared(of("alone"), gradients=True, at_once=lambda *_: None).problem  # it declines
+
+
+@pytest.mark.parametrize("slices", (1, 2))
+def test_with_gradients_a_slice_is_a_copy(
+    slices: int, of: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, seen = of("alone"), list[bool]()
+    made.packed = torch.randn(4, 64, 8)
+    monkeypatch.setattr(pieces, "SLICE_ELEMENTS", 64)
+
+    def once(owner: Any, x: Tensor) -> Tensor:
+        seen.append(x.is_contiguous())
+        return F.gelu(owner.norm(x))
+
+    assert not compared(made, gradients=True, at_once=once, slices=slices).problem
+    assert seen == [False, True] * slices  # contiguous, as the whole
 
 
 @pytest.mark.parametrize("what", ("relu6", "residual"))

@@ -24,6 +24,7 @@ from normswap.criterion import (
     matmul_unit,
     own_rounding,
     rounds_further,
+    small_parts,
 )
 from normswap.in_float64 import Lifted, Rounded, lift
 from normswap.kinds import KINDS, NORMS, Kind, Norm, kind_of
@@ -94,7 +95,8 @@ def compare_region(
             whole = _Case(compiled, fused, owner, packed, captured).ours(False) if parts.are_parts else None
             for piece in parts.pieces:
                 part = _mapped(compiled.region, piece.cut, packed)
-                case = _Case(compiled, fused, piece.owner, part, captured, len(parts.pieces) > 1)
+                is_cut = parts.coverage < 1.0 or len(parts.pieces) > 1
+                case = _Case(compiled, fused, piece.owner, part, captured, is_cut)
                 found.append(case.compared(gradients, None if whole is None else whole.part(piece)))
                 if found[-1].problem:
                     break
@@ -228,17 +230,17 @@ class _Case:
 
     def ours(self, gradients: bool, witnessed: bool = True) -> _Run:
         """What ours makes of it. Raises _NoResult where it raises, or leaves it to the region's own statements."""
-        witness, holder = KernelWitness(), holder_of(self.region, self.owner)
+        witness, function = (KernelWitness(), self._fused) if witnessed else (None, self._at_once)
         try:
             # On a CPU no kernel of ours runs, and a dispatch mode would load torch._dynamo: a second.
-            with witness if witnessed and self.x.is_cuda else contextlib.nullcontext():
-                run = self._run(self._fused if witnessed else self._at_once, holder, self.packed, gradients)
+            with witness if witness and self.x.is_cuda else contextlib.nullcontext():
+                run = self._run(function, holder_of(self.region, self.owner), self.packed, gradients)
         except _NoResult:
             raise
         except Exception as error:  # whatever ours raises where PyTorch does not is a mismatch like any other
             problem = f"raises {type(error).__name__}: {error}"
             raise _NoResult(Comparison(kernel_ran=False, problem=problem, **_where(self.x))) from error
-        return replace(run, by_kernel=witness.ran)
+        return replace(run, by_kernel=witness is not None and witness.ran)
 
     def _infers(self) -> bool:
         """Whether the region's own statements run where a gradient is recorded."""
@@ -446,9 +448,11 @@ _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _checksums(values: list[Any]) -> Tensor:
-    """One of the bits of each dense tensor of numbers, on the device of the first."""
-    dense = [v.detach() for v in values if type(v) in PLAIN and v.is_floating_point() and v.layout is torch.strided]
-    sums = [tensor.view(_OF_SIZE[tensor.element_size()]).sum() for tensor in dense]
+    """Those of the bits of dense tensors of numbers, on the device of the first; an exchange of elements they do not
+    tell."""
+    plain = [v.detach() for v in values if type(v) in PLAIN and v.is_floating_point() and not v.is_nested]
+    dense = [v.resolve_neg() for v in plain if v.layout is torch.strided]
+    sums = [part.sum() for v in dense for part in small_parts(v.view(_OF_SIZE[v.element_size()]))]
     return torch.stack([one.to(sums[0].device) for one in sums]) if sums else torch.zeros(0)
 
 

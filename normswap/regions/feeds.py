@@ -4,6 +4,7 @@ rounded at once."""
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import types
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def only_multiplies(child: Any) -> bool:
     if own_getattr(child) is not None:
         return False
     fed, before = _read(forward)
-    if any(hasattr(cls, name) for name in before):  # a method may put anything in their places
+    if any(not name or hasattr(cls, name) for name in before):  # which may put anything in their places
         return False
     parts = [_part(child, name) for name in fed]
     there = [part for part in parts if part is not None]  # nobody calls None: an optional part that is left out
@@ -83,8 +84,9 @@ class _ElsewhereError(Exception):
 
 class _Uses:
     """The uses of an argument until its name holds something else. ``known``: by a name's node, the child that is
-    called with it, "" where its form is asked for. ``before``: what of self may be called before the last of them;
-    ``called`` so far; ``touched``: self may have been changed in another way."""
+    called with it, "" where its form is asked for. ``before``: what of self may be called before the last of them,
+    "" if a function may be that is not Python's; ``called`` so far; ``touched``: self may have been changed in another
+    way."""
 
     def __init__(self, tree: ast.FunctionDef, owner: str, argument: str) -> None:
         self.argument, self.children, self.known = argument, set[str](), dict[int, str]()
@@ -146,7 +148,7 @@ class _Uses:
     def _note_changes(self, nodes: Sequence[ast.AST], ordered: bool) -> None:
         """Take in what may change self. Raises _ElsewhereError where a child is called with the argument behind it."""
         parts = [part for one in nodes for part in ast.walk(one)]
-        uses = {id(part) for part in parts if self.known.get(id(part))}
+        uses = {id(part) for part in parts if self._is_it(part) and self.known.get(id(part))}
         ordered = ordered and not any(isinstance(part, ast.comprehension) for part in parts)
         read, later = set[int](), set[str]()
         for part in parts:
@@ -155,6 +157,9 @@ class _Uses:
                     read.add(id(name))
                     behind = ordered and uses <= {id(one) for one in ast.walk(part)}
                     (later if behind else self.called).add(called)
+                case ast.Call(func=ast.Name(id=called)) if called not in vars(builtins):
+                    behind = ordered and uses <= {id(one) for one in ast.walk(part)}
+                    (later if behind else self.called).add("")
                 case ast.Call(func=ast.Attribute(value=ast.Attribute() as held)) if self._is_owner(root_of(held)):
                     self.touched = True
                 case ast.Attribute(value=ast.Name(id=self.owner) as name, ctx=ast.Load()):
