@@ -153,6 +153,13 @@ def input_gradient(g: Tensor, xhat: Tensor, size: Tensor, mean: Callable[[Tensor
     return xhat.mul_(of_xhat).add_(g).add_(mean(g)).mul_(of_rstd).add_(moved)
 
 
+def centred_gradient(g: Tensor, xhat: Tensor, size: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same where every xhat is off by no more than float32's roundings of its ``size``: no more than its terms with
+    that in place of xhat, which far from zero, where an error is multiplied by an error so, is much more."""
+    whole = (size * mean(g * size)).add_(g).add_(mean(g))
+    return torch.minimum(whole, input_gradient(g, xhat, size, mean))
+
+
 class Rows:
     """Rows of ``flat`` (*, N) with weight and bias that broadcast to it: the last dims of ``x``, or with ``groups``
     those of the dim ``channel``, which has a weight each. Their mean is taken from them where they are ``centred``."""
@@ -189,13 +196,12 @@ class Rows:
     def gradients(self, dy: Tensor) -> dict[str, Tensor]:
         dy = dy.abs() if self.group else dy.abs().reshape(self.flat.shape)
         g = (dy * self._affine(self.weight, 1.0)).reshape(self.flat.shape)
-        through = (self.xhat * (g * self.xhat).mean(-1, keepdim=True)).add_(g)
         if self.centred:
-            through.add_(g.mean(-1, keepdim=True))
             xhat = (self.flat - self.flat.mean(-1, keepdim=True)).abs_().mul_(self.rstd)
-            first = input_gradient(g, xhat, self.xhat, lambda values: values.mean(-1, keepdim=True))
-            through = torch.minimum(through, first)  # which tells more where the mean is large
-            del xhat, first
+            through = centred_gradient(g, xhat, self.xhat, lambda values: values.mean(-1, keepdim=True))
+            del xhat
+        else:
+            through = (self.xhat * (g * self.xhat).mean(-1, keepdim=True)).add_(g)
         found = {"input": through.mul_(self.rstd).reshape(self.shape)}
         del g
         for name, parameter, terms in (("weight", self.weight, dy * self._shaped(self.xhat)), ("bias", self.bias, dy)):

@@ -13,7 +13,7 @@ from models import randomised
 from torch import Tensor, nn
 
 from normswap.plans import READ, Match, Site, Swap
-from normswap.proof import compare, pieces, prove
+from normswap.proof import compare, pieces, prove, runs
 from normswap.proof.comparison import Comparison, Cotangent, KernelWitness
 from normswap.proof.pieces import Pieces, _has_groups, _independent_dims, pieces_of, spread
 from normswap.regions.sequential import by_itself
@@ -108,7 +108,7 @@ def test_the_eps_of_the_referee() -> None:
     ):
         match = Match("layer_norm" if isinstance(norm, nn.LayerNorm) else "rms_norm")
         compiled, owner = by_itself(norm, match)
-        case = compare._Case(compiled, compare.Swapped(type(norm)), owner, given, True)
+        case = compare._Case(compiled, runs.Swapped(type(norm)), owner, given, True)
         assert case._wide_holder(given.dtype).norm.eps == expected
 
 
@@ -223,7 +223,7 @@ def test_slices_are_compared(slices: int | None, monkeypatch: pytest.MonkeyPatch
     x = torch.randn(32, 8)
     norm = randomised(nn.LayerNorm(8))
     compiled, owner = by_itself(norm, Match("layer_norm"))
-    op = compare.swapped_op(compiled, type(norm), Match("layer_norm"))
+    op = runs.swapped_op(compiled, type(norm), Match("layer_norm"))
     found = compare.compare_region(compiled, op, owner, x, True, slices=slices)
     assert found.coverage == (0.125 if slices else 0.25) and not found.problem and found.gradients
 
@@ -244,21 +244,21 @@ def test_a_gradient_that_is_missing_is_told_by_its_name(monkeypatch: pytest.Monk
         def forward(self, x: Tensor) -> Tensor:
             return torch.nn.functional.layer_norm(x, (4,), self.weight.detach(), self.bias, self.eps)
 
-    monkeypatch.setattr(compare.modules, "swapped_class", lambda *_: Wrong)
+    monkeypatch.setattr(runs.modules, "swapped_class", lambda *_: Wrong)
     x = torch.randn(3, 4)
     found = compared(Match("layer_norm"), randomised(nn.LayerNorm(4)), x, True)
     assert found.problem == "gradients reach other tensors than PyTorch's: weight"
     assert not compared(Match("layer_norm"), randomised(nn.LayerNorm(4)), x, False).problem
-    monkeypatch.setattr(compare.modules, "swapped_class", lambda *_: wrong(True))
+    monkeypatch.setattr(runs.modules, "swapped_class", lambda *_: wrong(True))
     found = compared(Match("batch_norm"), randomised(nn.BatchNorm1d(4)), x, False)
     assert found.problem == "buffer num_batches_tracked differs from PyTorch's"
-    monkeypatch.setattr(compare.modules, "swapped_class", lambda *_: wrong(False))
+    monkeypatch.setattr(runs.modules, "swapped_class", lambda *_: wrong(False))
     assert not compared(Match("batch_norm"), randomised(nn.BatchNorm1d(4)), x, False).problem
 
 
 def test_a_parameter_called_input_does_not_hide_the_input() -> None:
     compiled, owner = by_itself(nn.LayerNorm(4), Match("layer_norm"))
-    case = compare._Case(compiled, compare.Swapped(nn.LayerNorm), owner, torch.zeros(2, 4), True)
+    case = compare._Case(compiled, runs.Swapped(nn.LayerNorm), owner, torch.zeros(2, 4), True)
     assert [case._called(name) for name in ("input", "norm.input", "norm.weight")] == ["input", "norm.input", "weight"]
     holder = nn.Module()
     holder.register_buffer("count", torch.ones(2))

@@ -19,7 +19,7 @@ from test_region_words import written
 from torch import Tensor
 
 import normswap
-from normswap.proof import compare, prove
+from normswap.proof import compare, prove, runs
 from normswap.proof.comparison import Checks, Comparison
 
 RECORD = Path(__file__).parent / "golden/limits.json"
@@ -91,7 +91,7 @@ def limits_of(cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype, traini
         return self.drawn.to(output.dtype)
 
     def of_regions(compiled: Any, op: Any, *args: Any, **kwargs: Any) -> Comparison:
-        if isinstance(op, compare.Swapped):
+        if isinstance(op, runs.Swapped):
             return Comparison(kernel_ran=False)
         return compare.compare_region(compiled, op, *args, **kwargs)
 

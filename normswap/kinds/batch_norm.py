@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normswap import ops
 from normswap.activation import Activation
-from normswap.criterion import Magnitudes, input_gradient
+from normswap.criterion import Magnitudes, centred_gradient
 from normswap.forwards.batch_norm import RANKS, batch_norm, make_forward, ranks_of
 from normswap.kinds.norm import Norm, is_alike
 from normswap.ops.dispatch import needs_grad
@@ -57,10 +57,8 @@ def magnitudes(site: Any, x: Tensor) -> Magnitudes:
 
     def gradients(dy: Tensor) -> dict[str, Tensor]:
         dy = dy.abs()
-        through = g = dy * weight
-        if batch:
-            first = input_gradient(g, rstd * (x - column(mean)).abs(), xhat, along)
-            through = torch.minimum(g + xhat * along(g * xhat) + along(g), first)  # which tells more of large means
+        g = dy * weight
+        through = centred_gradient(g, rstd * (x - column(mean)).abs(), xhat, along) if batch else g
         found = {"input": rstd * through}
         if site.weight is not None:
             found |= {"weight": (dy * xhat).sum(kept), "bias": dy.sum(kept)}

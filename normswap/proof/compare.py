@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from normswap import modules
 from normswap.criterion import (
     FLOAT32_ROUNDING,
     SIXTEEN_BITS,
@@ -24,17 +23,14 @@ from normswap.criterion import (
     matmul_unit,
     own_rounding,
     rounds_further,
-    small_parts,
 )
 from normswap.in_float64 import Lifted, Rounded, lift
 from normswap.kinds import KINDS, NORMS, Kind, Norm, kind_of
-from normswap.ops.at_once import AtOnce
-from normswap.ops.dispatch import PLAIN
-from normswap.plans import REGION, Match
 from normswap.proof import pieces
 from normswap.proof.comparison import Checks, Comparison, Cotangent, KernelWitness, worst_of
-from normswap.proof.pieces import Piece, pieces_of
+from normswap.proof.pieces import pieces_of
 from normswap.proof.product_bounds import MOST, takes_tf32, times_pytorchs
+from normswap.proof.runs import Run, Swapped, checksums
 from normswap.proof.size import Size, constants
 from normswap.regions.helper import Fused
 from normswap.regions.listening import holder_of
@@ -42,30 +38,6 @@ from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, parameters_of
 
 _ROLES = ("input", "before", "behind", "scale", "shift")
-
-
-def swapped_op(compiled: Compiled, original: type[nn.Module], match: Match) -> Fused | Swapped:
-    """What computes a region of a module of the class ``original`` once it is swapped for ``match``."""
-    if match.kind == REGION:
-        return Fused(compiled)
-    return Swapped(modules.swapped_class(match.kind, original, match.attributes))
-
-
-class Swapped:
-    """A whole module in the class ``cls`` that is installed for it, as the op of a region."""
-
-    expression, at_once = None, AtOnce(None)  # the module asks that itself
-
-    def __init__(self, cls: type[nn.Module]) -> None:
-        self.cls = cls
-
-    def __call__(self, children: Mapping[str, Any], packed: Any) -> Any:
-        (module,) = children.values()
-        object.__setattr__(module, "__class__", self.cls)
-        return module(packed)
-
-    def dtype(self, children: Mapping[str, Any], x: Tensor) -> None:
-        """Nothing is known of who reads the result."""
 
 
 def compare_region(
@@ -127,35 +99,6 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One execution of a copy of a region: the module that it ran in, its outputs, gradients by name, and whether a
-    kernel of ours ran."""
-
-    holder: nn.Module
-    outputs: list[Tensor]
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    by_kernel: bool = False
-
-    def part(self, piece: Piece) -> _Run:
-        """What of the outputs belongs to a piece of the input."""
-        return replace(self, outputs=[piece.cut(output) for output in self.outputs])
-
-    def gives_what(self, other: _Run) -> bool:
-        """Whether its outputs are those of the ``other``, bit for bit, and none has a NaN."""
-        return _are_alike(dict(enumerate(self.outputs)), dict(enumerate(other.outputs)))
-
-    def does_what(self, other: _Run) -> bool:
-        """The same of its outputs, gradients and buffers."""
-        buffers = [dict(run.holder.named_buffers()) for run in (self, other)]
-        return self.gives_what(other) and _are_alike(self.gradients, other.gradients) and _are_alike(*buffers)
-
-
-def _are_alike(some: Mapping[Any, Tensor], others: Mapping[Any, Tensor]) -> bool:
-    forms = [{name: (t.dtype, t.device, t.shape) for name, t in tensors.items()} for tensors in (some, others)]
-    return forms[0] == forms[1] and all(torch.equal(tensor, others[name]) for name, tensor in some.items())
-
-
 class _NoResult(Exception):
     """Ours gave none, and what there is to say of that."""
 
@@ -185,15 +128,15 @@ class _Case:
         self.cotangents = [Cotangent(), Cotangent(1)]
         self.checks = Checks(*constants(self.region))
 
-    def compared(self, gradients: bool, known: _Run | None = None) -> Comparison:
+    def compared(self, gradients: bool, known: Run | None = None) -> Comparison:
         """``known``: what ours makes of it without gradients, where that was run."""
         gradients = gradients and not self._infers()
         eager = self._run(self._eager, holder_of(self.region, self.owner), self.packed, gradients)
         given = [*tree_leaves(self.packed), *eager.holder.parameters()]
-        before = _checksums(given)
+        before = checksums(given)
         # What runs without gradients may be another path than what runs with them: both are compared.
         plain, learning = self._runs(False, known), self._runs(True) if gradients else []
-        if not torch.equal(_checksums(given), before):  # with what was written all else would be compared
+        if not torch.equal(checksums(given), before):  # with what was written all else would be compared
             self.checks.fail("writes to what it is given")
         runs = [*plain, *learning]
         ran = any(run.by_kernel for run in runs)
@@ -208,7 +151,7 @@ class _Case:
         finite = any(bool(output.isfinite().any()) for output in eager.outputs)
         return replace(self.checks.found, kernel_ran=ran, gradients=bool(learning), finite=finite, **_where(self.x))
 
-    def _runs(self, gradients: bool, known: _Run | None = None) -> list[_Run]:
+    def _runs(self, gradients: bool, known: Run | None = None) -> list[Run]:
         """What ours makes of it, or is ``known`` to make, where a witness sees whether a kernel runs; and as the model
         runs it, in one step of C++ where that is loaded, which a witness keeps off: if that is not the same. None where
         ours leaves gradients to the region's own statements."""
@@ -228,7 +171,7 @@ class _Case:
             raise
         return [first] if other.does_what(first) else [first, replace(other, by_kernel=first.by_kernel)]
 
-    def ours(self, gradients: bool, witnessed: bool = True) -> _Run:
+    def ours(self, gradients: bool, witnessed: bool = True) -> Run:
         """What ours makes of it. Raises _NoResult where it raises, or leaves it to the region's own statements."""
         witness, function = (KernelWitness(), self._fused) if witnessed else (None, self._at_once)
         try:
@@ -281,13 +224,13 @@ class _Case:
             return out
         return (out[0], out[1].to(dtype)) if self.region.shared else out.to(dtype)
 
-    def _run(self, function: Callable[[Any, Any], Any], holder: Any, packed: Any, gradients: bool) -> _Run:
+    def _run(self, function: Callable[[Any, Any], Any], holder: Any, packed: Any, gradients: bool) -> Run:
         """The gradients are those of the inputs and of the children's parameters. What of the inputs is updated are
         copies, buffers of the ``holder`` then."""
         packed = self._with_buffers(holder, packed)
         if not gradients:
             with torch.no_grad():
-                return _Run(holder, [t.detach() for t in tree_leaves(function(holder, packed))])
+                return Run(holder, [t.detach() for t in tree_leaves(function(holder, packed))])
         with torch.enable_grad():
             wanted, packed = self._leaves(holder, packed)
             outputs = tree_leaves(function(holder, packed))
@@ -295,7 +238,7 @@ class _Case:
             given = [c(o) for c, o in zip(self.cotangents, outputs, strict=False)]
             found = torch.autograd.grad(outputs, [*wanted.values()], given, allow_unused=True)
         kept = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
-        return _Run(holder, [t.detach() for t in outputs], kept)
+        return Run(holder, [t.detach() for t in outputs], kept)
 
     def _leaves(self, holder: nn.Module, packed: Any) -> tuple[dict[str, Tensor], Any]:
         """What the region is given, as leaves of their own, by their roles; buffers of the ``holder`` are none."""
@@ -336,7 +279,7 @@ class _Case:
 
         return _mapped(self.region, kept, packed)
 
-    def _referee(self, gradients: bool) -> tuple[_Run, Size]:
+    def _referee(self, gradients: bool) -> tuple[Run, Size]:
         """The statements in float64, outside autocast, and the magnitudes of what they give, of what autocast makes of
         the input of a convolution."""
         packed, x = self.packed, self.x
@@ -400,14 +343,14 @@ class _Case:
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
-    def _check_outputs(self, ours: _Run, eager: _Run, expected: _Run, size: Size) -> None:
+    def _check_outputs(self, ours: Run, eager: Run, expected: Run, size: Size) -> None:
         names = ("sum", "output") if self.region.shared else ("output",)
         if self.checks.are_alike(ours.outputs, eager.outputs):
             outputs = zip(names, ours.outputs, eager.outputs, expected.outputs, strict=True)
             for name, mine, theirs, wide in outputs:
                 self._check_output(name, mine, theirs, wide, size)
 
-    def _check_buffers(self, ours: _Run, eager: _Run, expected: _Run, size: Size) -> None:
+    def _check_buffers(self, ours: Run, eager: Run, expected: Run, size: Size) -> None:
         buffers = [{self._called(n): b for n, b in run.holder.named_buffers()} for run in (ours, eager, expected)]
         prefix = "" if self.by_itself else f"{self.region.norm}."
         self.checks.add_buffers(buffers[0], buffers[1], buffers[2], size.rows, ours.by_kernel, prefix)
@@ -418,7 +361,7 @@ class _Case:
         if times > MOST and (ours.dtype in SIXTEEN_BITS or takes_tf32(ours)):
             self.checks.fail(f"{name}: error is {times:.3g} times PyTorch's own")
 
-    def _check_gradients(self, ours: _Run, eager: _Run, expected: _Run, size: Size) -> None:
+    def _check_gradients(self, ours: Run, eager: Run, expected: Run, size: Size) -> None:
         mine, theirs, wide = ours.gradients, eager.gradients, expected.gradients
         if not self.checks.reach_the_same(mine, theirs):
             return
@@ -442,18 +385,6 @@ class _Case:
             if more := own_rounding(gradient.dtype, by_kernel) + c * self.matmul_unit:
                 extra = extra + more * magnitude_of(name, bends=False)
             self.checks.add(f"gradient of {name}", gradient, theirs[name], wide[name], magnitude, extra, c)
-
-
-_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _checksums(values: list[Any]) -> Tensor:
-    """Those of the bits of dense tensors of numbers, on the device of the first; an exchange of elements they do not
-    tell."""
-    plain = [v.detach() for v in values if type(v) in PLAIN and v.is_floating_point() and not v.is_nested]
-    dense = [v.resolve_neg() for v in plain if v.layout is torch.strided]
-    sums = [part.sum() for v in dense for part in small_parts(v.view(_OF_SIZE[v.element_size()]))]
-    return torch.stack([one.to(sums[0].device) for one in sums]) if sums else torch.zeros(0)
 
 
 def _float64(value: Any) -> Any:

@@ -19,9 +19,10 @@ from normswap.arguments import Example, uncompiled
 from normswap.installed import class_before
 from normswap.plans import REGION, Match, Swap
 from normswap.progress import progress
-from normswap.proof.compare import compare_region, declined, swapped_op
+from normswap.proof.compare import compare_region, declined
 from normswap.proof.comparison import Comparison, worst_of
 from normswap.proof.made_up import made_up
+from normswap.proof.runs import swapped_op
 from normswap.regions.listening import Listener, listening
 from normswap.regions.rewrite import Compiled
 from normswap.regions.spec import Region, children_of, qualified

@@ -151,15 +151,18 @@ class _Uses:
         uses = {id(part) for part in parts if self._is_it(part) and self.known.get(id(part))}
         ordered = ordered and not any(isinstance(part, ast.comprehension) for part in parts)
         read, later = set[int](), set[str]()
+
+        def note(call: ast.Call, name: str) -> None:
+            behind = ordered and uses <= {id(one) for one in ast.walk(call)}
+            (later if behind else self.called).add(name)
+
         for part in parts:
             match part:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id=self.owner) as name, attr=called)):
                     read.add(id(name))
-                    behind = ordered and uses <= {id(one) for one in ast.walk(part)}
-                    (later if behind else self.called).add(called)
+                    note(part, called)
                 case ast.Call(func=ast.Name(id=called)) if called not in vars(builtins):
-                    behind = ordered and uses <= {id(one) for one in ast.walk(part)}
-                    (later if behind else self.called).add("")
+                    note(part, "")
                 case ast.Call(func=ast.Attribute(value=ast.Attribute() as held)) if self._is_owner(root_of(held)):
                     self.touched = True
                 case ast.Attribute(value=ast.Name(id=self.owner) as name, ctx=ast.Load()):

@@ -126,10 +126,10 @@ def grow_behind(module: nn.Module, found: Growing, taken: set[int]) -> None:
         found.steps.pop(), found.passes.pop()
 
 
-def fed_by(module: nn.Module, found: Growing, alone: Callable[[Sequence[Op]], bool]) -> tuple[str, ...]:
+def fed_by(module: nn.Module, found: Growing, undisturbed: Callable[[Sequence[Op]], bool]) -> tuple[str, ...]:
     """The children that the result goes through to one that autocast makes read it in 16 bits; none outside autocast,
-    and where anything else may read it, or change what these do meanwhile. ``alone(ops)``: nothing is done between
-    them that could."""
+    and where anything else may read it, or change what these do meanwhile. ``undisturbed(ops)``: nothing is done
+    between them that could."""
     names: list[str] = []
     value, readers = found.last, [found.last]
     if found.kind not in FEEDING or not any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
@@ -139,7 +139,7 @@ def fed_by(module: nn.Module, found: Growing, alone: Callable[[Sequence[Op]], bo
         readers.append(user)
         if not passing(module, user):
             child = child_of(module, user)
-            return tuple(names) if child is not None and only_multiplies(child) and alone(readers) else ()
+            return tuple(names) if child is not None and only_multiplies(child) and undisturbed(readers) else ()
         value = user
     return ()
 
