@@ -88,7 +88,10 @@ def called(name: str, *given: Any) -> Any:
     x, place = given[0], {"layer_norm": 5, "rms_norm": 6, "group_norm": -2, "batch_norm": 9}[name]
     residual = given[place] if place < len(given) else None
     dtype = torch.float32 if name == "group_norm" and given[-1] else x.dtype
-    taken = residual is None or residual.shape == x.shape
+    taken = x.dtype in dispatch.DTYPES and (residual is None or residual.shape == x.shape)
+    if name.startswith(("layer", "rms")):
+        affine = [w for w in given[2 : 3 + (name == "layer_norm")] if w is not None]
+        taken &= all(w.shape == x.shape[-given[1] :] and w.dtype in (x.dtype, torch.float32) for w in affine)
     if residual is not None:
         taken &= can_add(x, residual) if name.startswith(("layer", "rms")) else residual.dtype is dtype
     if CALLED[-1] in DECLINED or not taken or not x.is_contiguous():

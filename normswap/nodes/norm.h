@@ -256,7 +256,8 @@ bool unpack(const Norm& norm, PyObject* packed, Packed& p, Given& g) {
   if (position >= 0 && before == Py_None) return false;
   if (!take(p.x, g.x) || !take(before, g.before) || !g.x.defined()) return false;
   if (g.before.defined() && g.before.scalar_type() == at::kFloat && code_of(g.x.scalar_type()) > 0) {
-    if (g.x.is_contiguous() && g.before.is_contiguous()) std::swap(g.x, g.before);  // the sum is the same
+    const bool both = g.x.is_contiguous() && g.before.is_contiguous();
+    if (both && g.x.sizes() == g.before.sizes()) std::swap(g.x, g.before);  // the sum is the same
   }
   for (const Tensor* t : {&g.scale, &g.shift}) {
     if (t->defined() && t->scalar_type() != g.x.scalar_type()) return false;
