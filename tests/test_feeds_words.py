@@ -97,7 +97,7 @@ def read(body: str, folder: Path, head: str = "def forward(self, x, y=None):") -
 
 @pytest.mark.parametrize("body", BODIES)
 def test_what_the_argument_is_handed_to(body: str, tmp_path: Path) -> None:
-    assert feeds._fed(read(body, tmp_path)) == {*BODIES[body].split()}
+    assert feeds._read(read(body, tmp_path))[0] == {*BODIES[body].split()}
 
 
 BEFORE: dict[str, str] = {
@@ -133,7 +133,7 @@ def test_what_may_be_called_before(body: str, tmp_path: Path) -> None:
     ],
 )
 def test_other_signatures(head: str, fed: str, tmp_path: Path) -> None:
-    assert feeds._fed(read("return self.fc(x)", tmp_path, head)) == {*fed.split()}
+    assert feeds._read(read("return self.fc(x)", tmp_path, head))[0] == {*fed.split()}
 
 
 class Feeding(nn.Module):

@@ -42,11 +42,14 @@ def scale_batch_norm(
     vectors = (running_mean, running_var, weight, bias, input_bias)
     learns = needs_grad(input, scale, weight, bias, residual)
     ends = activation.name != "none" or residual is not None
-    if training or learns or ends:
+    if training or learns or ends:  # by BatchNorm's own kernels, which would take other inputs than rows of columns too
         settings = training, momentum, eps, residual, activation.code, activation.low, activation.high
-        found = _recorded(input, scale, vectors, num_batches_tracked, residual, settings)
-        if found is not None:
-            return found
+        op = direct("batch_norm", input, scale, *vectors, num_batches_tracked, residual)
+        if op is not None and input.dtype in DTYPES and eps > 0 and _are_columns(input, scale, vectors):
+            running, affine = (running_mean, running_var, num_batches_tracked), (weight, bias)
+            out: Tensor | None = op(input.contiguous(), *running, *affine, *settings, dense(scale), dense(input_bias))
+            if out is not None:
+                return out
     if training and num_batches_tracked is not None:
         num_batches_tracked.add_(1)
     if not (
@@ -75,24 +78,6 @@ def scale_batch_norm(
 
 _Vectors: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]"
 """Running mean and variance, weight, bias, and the input's bias."""
-
-
-def _recorded(
-    input: Tensor,
-    scale: Tensor | None,
-    vectors: _Vectors,
-    batches: Tensor | None,
-    residual: Tensor | None,
-    settings: tuple[Any, ...],
-) -> Tensor | None:
-    """In training, with gradients, or with something behind it, where BatchNorm's own kernels serve; these would take
-    other inputs than rows of columns too."""
-    mean, var, weight, bias, input_bias = vectors
-    op = direct("batch_norm", input, scale, *vectors, batches, residual)
-    _, _, eps, *_ = settings
-    if op is None or input.dtype not in DTYPES or not eps > 0 or not _are_columns(input, scale, vectors):
-        return None
-    return op(input.contiguous(), mean, var, batches, weight, bias, *settings, dense(scale), dense(input_bias))
 
 
 def _are_columns(input: Tensor, scale: Tensor | None, vectors: _Vectors) -> bool:

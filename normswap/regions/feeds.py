@@ -57,14 +57,10 @@ def _part(module: nn.Module, name: str) -> Any:
     return module if hidden else found
 
 
-def _fed(forward: types.FunctionType) -> frozenset[str]:
-    """The children that a forward hands its first argument to; none where it does anything else with it."""
-    return _read(forward)[0]
-
-
 @once_a_code
 def _read(forward: types.FunctionType) -> tuple[frozenset[str], frozenset[str]]:
-    """The same, and what else of self it may call before."""
+    """The children that a forward hands its first argument to, none where it does anything else with it, and what else
+    of self it may call before."""
     tree, code, nothing = definition(forward), forward.__code__, (frozenset[str](), frozenset[str]())
     if code.co_flags & _LATER or any("autocast" in name for name in code.co_names):
         return nothing

@@ -59,16 +59,14 @@ def convolution_in(name: str, child: nn.Module | None, used_once: bool = True, b
     if not is_convolution(child):
         return "", ""
     reason = why_apart(child, used_once, padded=baked)
-    if not all(is_bare(one.__dict__) and goes_in_order(type(one)) for one in around):
+    if not all(
+        is_bare(one.__dict__) and calls_forward(type(one)) and type(one).__iter__ is nn.Sequential.__iter__
+        for one in around
+    ):
         reason = "is in an nn.Sequential that carries hooks, or goes through its children in its own way"
     elif around and not baked:
         reason = reason or "is called inside an nn.Sequential"
     return ("", f"{name} {reason}") if reason else (name, "")
-
-
-def goes_in_order(cls: Any) -> bool:
-    """Whether an nn.Sequential of the class ``cls`` calls its children one after the other, and no more."""
-    return calls_forward(cls) and cls.__iter__ is nn.Sequential.__iter__
 
 
 def foldings_of(region: Region, owner: nn.Module) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from normswap.attributes import is_hidden
-from normswap.forwards.plain import DROPOUTS
 from normswap.kinds import NORMS
+from normswap.ops.at_once import PASSING
 from normswap.regions.activations import LITERAL, called_activation, sigmoid_times
 from normswap.regions.feeds import only_multiplies
 from normswap.regions.flow import Attribute, Constant, Leaf, Op, Value, is_literal
@@ -24,7 +24,6 @@ ROWS = tuple(norm.name for norm in NORMS.values() if norm.rows)
 CHANNELS = tuple(norm.name for norm in NORMS.values() if not norm.rows)
 FEEDING = tuple(norm.name for norm in NORMS.values() if norm.widens)
 """Kinds that autocast runs in float32."""
-PASSING = (nn.Identity, *DROPOUTS)
 
 
 @dataclass

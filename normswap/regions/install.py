@@ -38,25 +38,16 @@ def method_of(attributes: Mapping[str, Any]) -> str:
     return str(attributes.get("method", "forward"))
 
 
-def make_forward(replaced: Replaced, attributes: Mapping[str, Any]) -> _Forward | Guarded:
-    """The forward of the class made for a match with regions."""
-    return _with_helpers(replaced, attributes, make_helper, installed=True)
-
-
-def with_helpers(
-    replaced: Replaced, attributes: Mapping[str, Any], helper_of: Callable[[Compiled], Helper]
-) -> _Forward:
-    """The forward of a subclass of the original, with a helper for each region."""
-    made = _with_helpers(replaced, attributes, helper_of, installed=False)
-    return made.otherwise if isinstance(made, Guarded) else made
-
-
-def _with_helpers(
-    replaced: Replaced, attributes: Mapping[str, Any], helper_of: Callable[[Compiled], Helper], installed: bool
+def make_forward(
+    replaced: Replaced,
+    attributes: Mapping[str, Any],
+    helper_of: Callable[[Compiled], Helper] = make_helper,
+    installed: bool = True,
 ) -> _Forward | Guarded:
-    """The original's own runs where another was put on the class since, where its source is not what was read (a pickle
-    outlives a version of a library), where it would branch in another way than it did, and, once ``installed``, where a
-    child that is called in the middle of a region may do more than compute."""
+    """The forward of the class made for a match with regions, or of another subclass of the original: with a helper for
+    each region. The original's own runs where another was put on the class since, where its source is not what was read
+    (a pickle outlives a version of a library), where it would branch in another way than it did, and, once
+    ``installed``, where a child that is called in the middle of a region may do more than compute."""
     base_forward = replaced.function
     inner: Any = undecorated(base_forward)
     known, functions = getattr(inner, "__globals__", {}), _functions_of(base_forward, attributes)

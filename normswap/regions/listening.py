@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from normswap.forwards.replaced import Replaced
+from normswap.ops.at_once import Guarded
 from normswap.plans import REGION, Match
-from normswap.regions.install import compiled_of, method_of, with_helpers
+from normswap.regions.install import compiled_of, make_forward, method_of
 from normswap.regions.rewrite import Compiled, Helper
 from normswap.regions.sequential import by_itself
 from normswap.regions.spec import Region, children_of
@@ -42,7 +43,8 @@ class Listener:
             return self.module.register_forward_pre_hook(self._called, with_kwargs=True).remove
         name = method_of(self.match.attributes)
         replaced = Replaced(self.original, name, whole=False)
-        method = functools.wraps(replaced.function)(with_helpers(replaced, self.match.attributes, self._helper))
+        made = make_forward(replaced, self.match.attributes, self._helper, installed=False)
+        method = functools.wraps(replaced.function)(made.otherwise if isinstance(made, Guarded) else made)
         self.module.__dict__[name] = types.MethodType(method, self.module)
         return lambda: self.module.__dict__.pop(name, None)
 

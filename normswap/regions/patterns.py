@@ -11,12 +11,12 @@ from torch import nn
 
 from normswap.forwards.plain import calls_forward
 from normswap.kinds import NORMS
+from normswap.ops.at_once import PASSING
 from normswap.regions.activations import CHILDREN
 from normswap.regions.flow import Constant, Flow, Op
 from normswap.regions.formula import FORMULAS, Formula, Found, same
 from normswap.regions.growing import (
     CHANNELS,
-    PASSING,
     ROWS,
     Growing,
     child_called,
