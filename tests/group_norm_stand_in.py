@@ -107,7 +107,10 @@ def group_norm_backward(
     d = input.float().reshape(shape) - mean[..., None, None]
     gain = rstd[..., None] * (1.0 if weight is None else weight.float().reshape(shape[1:3]))
     z = d * gain[..., None] + (0.0 if bias is None else bias.float().reshape(*shape[1:3], 1))
-    z = z.to(grad.dtype) if residual is None else (z.to(grad.dtype) + residual.reshape(shape))
+    if residual is None or NAMES[activation] != "relu":
+        z = z.to(grad.dtype) if residual is None else (z.to(grad.dtype) + residual.reshape(shape))
+    else:
+        z = residual.reshape(shape)  # what came out
     g = slope_times(Activation(NAMES[activation], low, high), z.float(), grad.float().reshape(shape))
     scaled = g * gain[..., None]
     a, b = scaled.mean((2, 3), keepdim=True), (scaled * d).mean((2, 3), keepdim=True) * rstd[..., None, None] ** 2

@@ -225,6 +225,40 @@ def test_another_layout_is_left_to_the_long_way(name: str, calls: list[Any]) -> 
     assert one(*(other if isinstance(value, Tensor) else value for value in given)) is None
 
 
+@pytest.mark.parametrize("what", ("a flag that is neither", "a size and an eps that are no numbers"))
+def test_what_python_raises_comes_out(what: str) -> None:
+    flagged = what.startswith("a flag")
+    model, x = randomised(Flagged(8) if flagged else nn.LayerNorm(8)), torch.randn(2, 8)
+    ours, errors = normswap.apply(model, normswap.plan(model)), []
+    for one in (model, ours):
+        one.__dict__.update({"fast": torch.zeros(2)} if flagged else {"normalized_shape": (8.0,), "eps": x})
+        with pytest.raises((RuntimeError, TypeError)) as error:
+            one(x)
+        errors.append((error.type, str(error.value)))
+    assert errors[0] == errors[1]
+
+
+class Summing(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return F.relu(self.norm(x + residual))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_the_size_of_a_sum_is_asked(dtype: torch.dtype) -> None:
+    """Which may be another than that of what is added."""
+    model = Summing(nn.LayerNorm((1, 8), elementwise_affine=False))
+    ours, x = normswap.apply(model, normswap.plan(model)), torch.randn(2, 8, 1).transpose(1, 2).to(dtype)
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            for one in (model, ours):
+                with pytest.raises(RuntimeError, match=r"expected input with shape \[\*, 1, 8\]"):
+                    one(x, torch.randn(2, 3, 8))
+
+
 WRONG: dict[str, tuple[str, Any]] = {
     "an integer that C++ does not hold": ("num_groups", 2**70),
     "no integer": ("num_groups", True),

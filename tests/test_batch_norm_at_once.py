@@ -53,6 +53,9 @@ ENDING_LATER: dict[str, Callable[[Any], object]] = {
     "no statistics": registered_as("running_mean", "_buffers", None),
     "statistics of another class": lambda m: m._buffers.update(running_mean=m.running_mean.as_subclass(Own)),
     "of float64": lambda m: m.double(),
+    "a weight that a class over it has": lambda m: setattr(
+        m, "__class__", type("Over", (type(m),), {"weight": property(lambda self: 3 * self._parameters["weight"])})
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import batch_norm_stand_in
 import group_norm_stand_in
 import launch_plans
 import pytest
@@ -59,7 +60,7 @@ def test_gradients_are_pytorch_s(
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ("none", "silu"))
+@pytest.mark.parametrize("name", ("none", "relu", "silu"))
 @pytest.mark.parametrize("declines", (False, True))
 def test_a_recorded_call_without_more_gives_every_gradient(
     name: str, declines: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
@@ -121,6 +122,38 @@ def test_a_residual_without_an_activation_is_neither_kept_nor_computed(calls: li
     dy = torch.randn(SHAPE)
     out.backward(dy)
     assert residual.grad is not None and torch.equal(residual.grad, dy)
+
+
+@pytest.mark.parametrize("op", ("group_norm", "batch_norm"))
+def test_nothing_is_kept_where_the_residual_alone_learns(
+    op: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls += batch_norm_stand_in.install(monkeypatch) if op == "batch_norm" else []
+    kept: list[Tensor] = []
+    x, weight, bias, residual = (
+        t.requires_grad_(learns) for t, learns in zip(leaves(), (False, False, False, True), strict=True)
+    )
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        if op == "group_norm":
+            out = ops.group_norm(x, GROUPS, weight, bias, residual=residual)
+        else:
+            out = ops.batch_norm(x, None, None, weight, bias, True, residual=residual)
+    dy = torch.randn(SHAPE)
+    x.add_(1.0)
+    assert not kept and torch.equal(*torch.autograd.grad(out, residual, dy), dy)
+
+
+@pytest.mark.parametrize("create", (False, True))
+def test_of_a_relu_behind_a_residual_what_it_gave_is_kept(create: bool, calls: list[str]) -> None:
+    x, weight, bias, _ = given = leaves()
+    residual, dy = torch.randn(SHAPE), torch.randn(SHAPE)
+    out = ops.group_norm(x, GROUPS, weight, bias, activation=Activation("relu"), residual=residual)
+    expected = F.relu(F.group_norm(x, GROUPS, weight, bias) + residual)
+    residual.add_(1.0)
+    pairs = (torch.autograd.grad(y, given[:3], dy, create_graph=create) for y in (out, expected))
+    for ours, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert calls
 
 
 @by_layout

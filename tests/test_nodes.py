@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normswap import native, nodes, nodes_library
-from normswap.activation import Activation
+from normswap.activation import CODES, Activation
 from normswap.ops import at_once, dispatch
 
 __all__ = [
@@ -153,9 +153,9 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     at_once.serve(None)
 
 
-@pytest.mark.parametrize("name", ("none", "silu"))
+@pytest.mark.parametrize("name", ("none", "relu", "silu"))
 @pytest.mark.parametrize("declines", (False, True))
-@pytest.mark.parametrize("asked", (1, 6, 9, 15))
+@pytest.mark.parametrize("asked", (1, 6, 8, 9, 15))
 def test_every_gradient_of_group_norm(
     name: str, declines: bool, asked: int, way: str, compiled: torch.library.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +172,11 @@ def test_every_gradient_of_group_norm(
     activation = Activation(name)
     op, dy = torch.ops.normswap.group_norm_or_none.default, torch.randn(2, 8, 3, 3)
     for b in (bias, None):
-        out = op(x, 4, weight, b, 1e-5, activation.code, 0.0, 0.0, residual, False)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            out = op(x, 4, weight, b, 1e-5, activation.code, 0.0, 0.0, residual, False)
+        keeps = {"none": asked != 8, "relu": True, "silu": True}[name]
+        assert bool(kept) is keeps and any(t.data_ptr() == residual.data_ptr() for t in kept) is (name == "silu")
         expected = activation(F.group_norm(x, 4, weight, b) + residual)
         wanted = [t for t in (x, weight, b, residual) if t is not None and t.requires_grad]
         for create in (False, True):
@@ -181,8 +185,40 @@ def test_every_gradient_of_group_norm(
             )
             for ours, theirs in zip(*pairs, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    expected_calls = ["group_norm_recorded", "group_norm_backward_or_none"] * 2
+    expected_calls = ["group_norm_recorded", *(["group_norm_backward_or_none"] if keeps else [])] * 2
     assert (expected_calls if way == "launched" else []) == LAUNCHED
+
+
+def packed(t: Tensor) -> Tensor:
+    """As ``torch.autograd.graph.save_on_cpu(pin_memory=True)`` does it: its layout is lost."""
+    return torch.empty(t.size(), dtype=t.dtype).copy_(t)
+
+
+@pytest.mark.parametrize("recording", ("nodes", "Functions"))
+@pytest.mark.parametrize("create", (False, True))
+def test_signs_are_those_of_the_layout_that_the_input_had(
+    create: bool, recording: str, compiled: torch.library.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    implemented = _implemented(compiled)
+    implemented["batch_norm_recorded"] = batch_norm_stand_in.batch_norm_recorded
+    implemented["batch_norm_backward"] = batch_norm_stand_in.batch_norm_backward
+    if recording == "Functions":
+        batch_norm_stand_in.install(monkeypatch)
+    op = {"nodes": torch.ops.normswap.batch_norm_or_none.default, "Functions": dispatch._recording["batch_norm"]}
+    x, residual, dy = (torch.randn(4, 8, 6, 6).to(memory_format=torch.channels_last) for _ in range(3))
+    given, found = [x, residual, *torch.randn(2, 8)], []
+    given = [t.detach().requires_grad_() for t in given]
+    x, residual, weight, bias = given
+    for ours in (True, False):
+        with torch.autograd.graph.saved_tensors_hooks(packed, lambda t: t):
+            if ours:
+                numbers = True, 0.1, 1e-5, residual, CODES["relu"], 0.0, 0.0
+                out = op[recording](x, None, None, None, weight, bias, *numbers)
+            else:
+                out = F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5) + residual)
+        found.append(torch.autograd.grad(out, given, dy, create_graph=create))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_a_row_is_launched_both_ways(stand_ins: StandIns, way: str) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from convolution_models import drawn
 from norm_act_models import LOOK_ALIKES, Alone, NormAct, Short
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 import normswap
 from normswap import native
@@ -113,6 +114,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "a dropout of its own": (lambda n: n.__dict__.update(drop=torch.neg), 0),
     "training": (lambda n: n.train(), 0),
     "no statistics": (lambda n: n._buffers.update(running_mean=None, running_var=None), 0),
+    "a weight that is computed": (lambda n: parametrize.register_parametrization(n, "weight", nn.Softplus()), 1),
+    "a weight that is pruned": (lambda n: prune.l1_unstructured(n, "weight", 3), 1),
+    "a weight that is no parameter": (lambda n: n.__dict__.update(weight=n._parameters.pop("weight").detach() * 3), 1),
+    "a mean before the registered one": (lambda n: n.__dict__.update(running_mean=torch.ones(6)), 1),
 }
 
 

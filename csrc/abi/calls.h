@@ -82,7 +82,8 @@ struct RowBackwardCall {
   int32_t residual_dtype;  // of such a residual, if its gradient is wanted; else 0
 };
 
-// The backward of group_norm: see GroupBackward. Grad and residual are laid out as the input; that of the residual is a sum.
+// The backward of group_norm: see GroupBackward. Grad and residual, or in its place what a ReLU behind it gave, are laid out as
+// the input; the gradient of the residual is a sum.
 struct GroupBackwardCall {
   View grad, input, weight, bias, residual, statistics;
   int64_t num_groups;

@@ -135,16 +135,12 @@ __device__ inline void round_each(float (&v)[V]) {
 template <class D>
 constexpr float kRoundsToZero = std::is_same_v<D, Half> ? 0x1p-25f : sizeof(D) == 2 ? 0x1p-134f : 0.f;
 
-// As through_activation, of z before it is rounded: a sum of rounded values is 0 only if it is exactly.
+// As through_activation, of z before it is rounded, or of what came out.
 template <class D, int V, class Residual>
 __device__ inline void through_relu(const GroupBackward& n, Residual residual, float (&z)[V], float (&g)[V]) {
   float most = kRoundsToZero<D>;
   if (n.residual != nullptr) {
-    float r[V];
-    residual().floats(r);
-    round_each<D>(z);
-#pragma unroll
-    for (int j = 0; j < V; ++j) z[j] = __fadd_rn(z[j], r[j]);
+    residual().floats(z);
     most = 0.f;
   }
 #pragma unroll

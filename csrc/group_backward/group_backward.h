@@ -11,7 +11,7 @@ namespace normswap {
 struct GroupBackward {
   const void* x;
   const void* dy;
-  const void* residual;  // what was added behind the norm; needed where an activation follows
+  const void* residual;  // what was added behind the norm, needed where an activation follows; before a ReLU y is
   void* dx;
   void* dresidual;
   ChannelVector weight, bias, dweight, dbias;

@@ -49,9 +49,12 @@ bool is_as_read(const Guarded& f, PyObject* module) {
   if (at::tracer::impl::is_dispatch_enabled()) return false;
   const Owned original = made(PyObject_GetAttr(f[kReplaced], names.known));
   if (!is_as_known(original)) return false;
-  const int installed = PyObject_IsInstance(module, made(PyObject_GetAttr(f[kReplaced], names.installed)));
-  if (installed < 0) throw PythonError();
-  if (installed == 0 || !is_torchs(Py_TYPE(module), f[kTorchs]) || !is_function_as_read(f[kOwn])) return false;
+  const Owned installed = made(PyObject_GetAttr(f[kReplaced], names.installed));
+  if (installed != reinterpret_cast<PyObject*>(Py_TYPE(module)) &&  // one put over it may hide what it has
+      !is_true(made(PyObject_CallMethodOneArg(f[kReplaced], names.is_of, module)))) {
+    return false;
+  }
+  if (!is_torchs(Py_TYPE(module), f[kTorchs]) || !is_function_as_read(f[kOwn])) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(f[kConditions]); ++i) {
     PyObject* condition = PyTuple_GET_ITEM(f[kConditions], i);
     const Owned answer(PyObject_CallOneArg(PyTuple_GET_ITEM(condition, 0), module));

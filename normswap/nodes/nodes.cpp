@@ -140,6 +140,7 @@ struct Recorded final : Node {
     for (int i = 0; i < kGiven; ++i) {
       if (norm.numbers[i] >= 0) numbers[i] = number_of(given[norm.numbers[i]]);
     }
+    passes = passes_on(given);
     torch::autograd::edge_list edges(kLearning);
     saved.reserve(kSlots);
     for (int slot = 0; slot < kKept; ++slot) {
@@ -153,7 +154,9 @@ struct Recorded final : Node {
       const auto dtype_at = [&](int slot) { return given[norm.tensors[slot]].toTensor().scalar_type(); };
       if (dtype_at(kInput) == at::kFloat) numbers[kApart] = code_of(dtype_at(kResidual));
     }
-    if (given_at(given, kInputBias)) input_bias = given[norm.tensors[kInputBias]].toTensor();
+    if (!passes && given_at(given, kInputBias)) input_bias = given[norm.tensors[kInputBias]].toTensor();
+    ends_in_relu = numbers[kActivation] == kRelu && given_at(given, kResidual);
+    if (norm.kind == kBatchNorm && ends_in_relu) strides = given[norm.tensors[kInput]].toTensor().strides().vec();
     set_next_edges(std::move(edges));
   }
 
@@ -166,7 +169,8 @@ struct Recorded final : Node {
       if (made[i].isTensor()) torch::autograd::set_history(made[i].toTensor(), self);
     }
     if (norm.outputs > 1 && made[1].isTensor()) saved.emplace_back(kInput, SavedVariable(made[1].toTensor(), true));
-    for (size_t i = 0; i < norm.kept; ++i) {
+    if (norm.kind == kGroupNorm && ends_in_relu) saved.emplace_back(kResidual, SavedVariable(made[0].toTensor(), true));
+    for (size_t i = 0; i < norm.kept && !passes; ++i) {
       if (made[norm.outputs + i].isTensor()) save(kKept + i, made[norm.outputs + i].toTensor());
     }
   }
@@ -191,6 +195,7 @@ struct Recorded final : Node {
       args.collect(one, true);
     }
     args.collect(input_bias);
+    args.collect(strides);
   }
 
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swapped) override {
@@ -236,15 +241,26 @@ struct Recorded final : Node {
     return norm.tensors[slot] >= 0 && given[norm.tensors[slot]].isTensor();
   }
 
-  // The sum takes the input's place; the signs that a ReLU keeps, or no activation, that of what was added. A bias says no
-  // more than the weight of what its gradient is like; on the value of the input's no gradient depends: it may change.
+  // Whether the gradient goes on as it comes, since nothing learns but what is added behind the norm.
+  bool passes_on(c10::ArrayRef<IValue> given) const {
+    if (is_of_rows(norm.kind) || numbers[kActivation] != 0) return false;
+    for (int slot = 0; slot < kLearning; ++slot) {
+      if (slot != kResidual && given_at(given, slot) && given[norm.tensors[slot]].toTensor().requires_grad()) return false;
+    }
+    return true;
+  }
+
+  // The sum takes the input's place; what a ReLU gave or the signs that it keeps, or no activation, that of what was added. A
+  // bias says no more than the weight of what its gradient is like; on the value of the input's no gradient depends: it may
+  // change.
   bool needs(int slot, c10::ArrayRef<IValue> given) const {
+    if (passes) return false;
     if (slot >= kLearning) return numbers[kTraining] == 0;
     if (slot == kInput) return norm.outputs == 1 || !given_at(given, kResidual);
     if (slot == kInputBias) return false;
     if (slot == kBias) return is_of_rows(norm.kind) || numbers[kActivation] != 0 || !given_at(given, kWeight);
     if (slot != kResidual) return true;
-    return norm.kind == kGroupNorm ? numbers[kActivation] != 0 : norm.kind == kBatchNorm && numbers[kActivation] > kRelu;
+    return !is_of_rows(norm.kind) && numbers[kActivation] > kRelu;
   }
 
   variable_list unpacked() {
@@ -252,6 +268,9 @@ struct Recorded final : Node {
     const NodePtr self = getptr();
     for (const auto& [slot, one] : saved) tensors[slot] = one.unpack(self);
     tensors[kInputBias] = input_bias;
+    if (Tensor& input = tensors[kInput]; !strides.empty() && input.strides() != strides) {
+      input = at::empty_strided(input.sizes(), strides, input.options()).copy_(input);
+    }
     return tensors;
   }
 
@@ -265,6 +284,9 @@ struct Recorded final : Node {
   std::vector<std::pair<int, SavedVariable>> saved;
   Tensor input_bias;
   Numbers numbers{};
+  bool passes = false;           // nothing is saved
+  bool ends_in_relu = false;     // behind a residual
+  std::vector<int64_t> strides;  // of the input, in whose memory signs lie: hooks may save it in another layout
 };
 
 template <class T>

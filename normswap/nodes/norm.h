@@ -117,7 +117,7 @@ Owned attributes_of(const Norm& norm, PyObject* module) {
   }
   if (norm[kUnless] != Py_None) {
     PyObject* flag = found(own, norm[kUnless]);
-    if (flag == nullptr || PyObject_IsTrue(flag) != 0) return {};
+    if (flag == nullptr || is_true(flag)) return {};
   }
   return norm.region && !is_bare(own) ? Owned() : std::move(own);
 }
@@ -221,6 +221,7 @@ bool set_arguments(const Norm& norm, PyObject* size, PyObject* weight, PyObject*
   } else {
     g.size = size == Py_None && g.weight.defined() ? g.weight.dim() : dims_of(size, g);
   }
+  if (PyErr_Occurred()) return PyErr_Clear(), false;  // no size, or one that C++ does not hold
   const bool whole = PyLong_Check(eps) && !PyBool_Check(eps);
   if (eps == Py_None && norm.kind == kRmsNorm) {
     g.eps = std::numeric_limits<float>::epsilon();
@@ -364,6 +365,9 @@ PyObject* called(const Norm& norm, PyObject* owner, PyObject* packed) {
     if (arguments[1] == nullptr || !take(arguments[1], g.weight) || !set_by_hand(norm, offset, arguments[3], g)) return none();
   } else if (!set_arguments(norm, arguments[0], arguments[1], arguments[2], arguments[3], g)) {
     return none();
+  }
+  if (is_of_rows(norm.kind) && g.before.defined() && !g.weight.defined() && g.before.sizes() != g.x.sizes()) {
+    return none();  // the sum is of other sizes, which are to be asked whether they fit
   }
   const Tensor total = settled(norm.kind, g);
   const Cast cast = under_autocast(norm, children, p.x, g);

@@ -79,6 +79,7 @@ struct Names {
   PyObject* iter = PyUnicode_InternFromString("__iter__");
   PyObject* known = PyUnicode_InternFromString("known");
   PyObject* installed = PyUnicode_InternFromString("installed");
+  PyObject* is_of = PyUnicode_InternFromString("is_of");
   PyObject* training = PyUnicode_InternFromString("training");
   PyObject* weight = PyUnicode_InternFromString("weight");
   PyObject* bias = PyUnicode_InternFromString("bias");

@@ -184,15 +184,20 @@ def _by_kernels(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequen
 
 
 def _by_formula(grads: Tensors, saved: Tensors, numbers: Numbers, wanted: Sequence[bool]) -> Tensors:
+    """In the place of a residual before a ReLU is what that gave."""
+    (grad, _), (input, weight, bias, residual, *_) = grads, saved
     groups, eps, *_, code, low, high = numbers
-    act = Activation.of(int(code), low, high)
+    act, passed = Activation.of(int(code), low, high), None
+    assert grad is not None
+    if act.name == "relu" and residual is not None:
+        grad = passed = torch.where(residual <= 0, 0.0, grad)
+        act, residual = NONE, None
 
     def formula(x: Tensor, w: Tensor | None, b: Tensor | None, r: Tensor | None) -> Tensor:
         return reference.group_norm(x, int(groups), w, b, eps, act, residual=r)
 
-    grad, _ = grads
-    assert grad is not None
-    return *reference_gradients(formula, saved[:4], grad), None, None, None
+    dx, dw, db, dr = reference_gradients(formula, (input, weight, bias, residual), grad)
+    return dx, dw, db, dr if passed is None else passed, None, None, None
 
 
 record(

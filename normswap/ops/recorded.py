@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from normswap.activation import CODES
 from normswap.ops.dispatch import by_kernels, native_op, needs_grad, recording, reference_gradients
 
 LEARNING = ("input", "weight", "bias", "residual", "scale", "shift", "input_bias")
@@ -99,6 +100,11 @@ def record(
         input, weight, bias, residual, scale, shift, input_bias, mean, var = tensors_of(given)
         ctx.numbers = numbers = numbers_of(given)
         training, activation = numbers[4:6]
+        ctx.strides, ctx.input_bias = None, None
+        wanted = wanted_of(ctx.needs_input_grad + unwanted[len(ctx.needs_input_grad) :])
+        if not norm.of_rows and not activation and True not in (*wanted[:3], *wanted[4:]):
+            ctx.save_for_backward(*(None,) * 11)  # the gradient goes on as it comes to what is added behind the norm
+            return made[0]
         if sums:
             total = made[1] if total is None else total
             input = input if total is None else total
@@ -109,10 +115,14 @@ def record(
         else:
             bias = bias if activation or weight is None else None  # the weight says what its gradient is like
             residual = _savable(residual) if activation and signs is None else None
+            if residual is not None and activation == CODES["relu"]:
+                residual = made[0]
         if scale is not None:
             scale, shift = _savable(scale), _savable(shift)
         if training:
             mean = var = None
+        if signs is not None:  # they lie in the input's memory, which hooks may save in another layout
+            ctx.strides = input.stride()
         ctx.save_for_backward(input, weight, bias, residual, scale, shift, None, mean, var, statistics, signs)
         ctx.input_bias = input_bias  # not saved: no gradient depends on its value, which may change before backward
         return (made[0], total) if sums else made[0]
@@ -121,6 +131,8 @@ def record(
         saved, needs, shift = ctx.saved_tensors, ctx.needs_input_grad, ctx.input_bias
         if shift is not None:
             saved = (*saved[:6], shift, *saved[7:])
+        if ctx.strides is not None and saved[0].stride() != ctx.strides:
+            saved = (saved[0].new_empty_strided(saved[0].shape, ctx.strides).copy_(saved[0]), *saved[1:])
         wanted = wanted_of(needs + unwanted[len(needs) :])
         return found_of((*gradients(name, grads, saved, ctx.numbers, wanted), None))[: len(needs)]
 

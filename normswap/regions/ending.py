@@ -32,7 +32,8 @@ from normswap.regions.straight import UNKNOWN, Straight, StraightReader, Way, st
 from normswap.source import global_named
 
 _STATISTICS = ("running_mean", "running_var")
-_READ = (*_STATISTICS, "weight", "bias", "eps")
+_HELD = (*_STATISTICS, "weight", "bias")
+_READ = (*_HELD, "eps")
 _TAKES, _BATCH_NORM = NORMS["batch_norm"].parameters, NORMS["batch_norm"].function
 
 
@@ -144,9 +145,12 @@ class Short:
             return None
         statistics, affine = own["_buffers"], own["_parameters"]
         mean, var = statistics.get("running_mean"), statistics.get("running_var")
-        weight, bias = affine.get("weight"), affine.get("bias")
         if mean is None or var is None or not isinstance(x, Tensor) or x.dim() not in self.ranks:
             return None
+        kept_elsewhere = "weight" not in affine or "bias" not in affine  # by a parametrization, say
+        if kept_elsewhere or not own.keys().isdisjoint(_HELD) or not own.get("eps", 0) > 0:
+            return None
+        weight, bias = affine["weight"], affine["bias"]
         op = direct("batch_norm_eval", x, mean, var, weight, bias, autocast=True)
         if op is None or x.dtype not in DTYPES:
             return None

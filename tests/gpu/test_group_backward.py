@@ -95,13 +95,14 @@ class Case:
         return y, mean, rstd
 
     def gradients(self, regime: int = 0, channels_last: bool = False) -> dict[str, Tensor]:
-        _, mean, rstd = self.forward(self.activation, channels_last)
+        y, mean, rstd = self.forward(self.activation, channels_last)
         dy, x, residual = (placed(t, channels_last) for t in (self.dy, self.x, self.residual))
         found = {"dx": torch.full_like(x, 77.0)}
         found |= {"dweight": torch.full_like(self.weight, 77.0), "dbias": torch.full_like(self.bias, 77.0)}
         if residual is not None:
             found["dresidual"] = torch.full_like(dy, 77.0)
-        kept = None if self.activation.name == "none" else residual
+        kept = {"none": None, "relu": y}.get(self.activation.name, residual)
+        kept = None if residual is None else kept
         after = (self.activation.code, self.activation.low, self.activation.high)
         torch.ops.normswap.group_norm_backward(
             *(dy, x, self.weight, self.bias, kept, mean, rstd, self.groups, channels_last, *after),
