@@ -141,8 +141,8 @@ def _parts_of_function(function: types.FunctionType, steps: list[_Step]) -> Iter
     if str(function.__module__).partition(".")[0] in (*_LIBRARIES, *_SHARED, "normswap"):
         return ()
     cells, own = function.__closure__ or (), vars(function)
-    before, attributes = [_in_cell(cell) for cell in cells], dict(own)
-    steps.append(partial(_restore_cells, cells, before))
+    before, attributes = [_in_slot(_CONTENT, cell) for cell in cells], dict(own)
+    steps += [partial(_restore_slots, cell, {_CONTENT: one}) for cell, one in zip(cells, before, strict=True)]
     steps.append(partial(_restore_attributes, own, attributes))
     named = (function.__globals__.get(name) for name in function.__code__.co_names)
     outer = [value for value in named if isinstance(value, (*_CONTAINERS, *_RESTORING))]
@@ -158,27 +158,14 @@ _PARTS: Mapping[type, Callable[[Any, list[_Step]], Iterable[Any]]] = {
 """What is called, by its class, and what gives what it holds."""
 
 
-def _in_cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
-
-
-def _restore_cells(cells: Sequence[types.CellType], before: Sequence[Any]) -> None:
-    for cell, one in zip(cells, before, strict=True):
-        if _in_cell(cell) is one:
-            continue
-        if one is _EMPTY:
-            del cell.cell_contents
-        else:
-            cell.cell_contents = one
+_CONTENT: Any = types.CellType.cell_contents
+"""What a cell holds is a slot of it."""
 
 
 def _in_slot(slot: Any, value: Any) -> Any:
     try:
         return slot.__get__(value)
-    except AttributeError:
+    except (AttributeError, ValueError):
         return _EMPTY
 
 

@@ -81,7 +81,7 @@ def undecorated(function: types.FunctionType) -> types.FunctionType:
     only call it, or read its name, as PyTorch's do: another may then stand there."""
     wrapped, code = function.__dict__.get("__wrapped__"), function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    held = [name for name, cell in cells if cell_holds(cell, wrapped)]
+    held = [name for name, cell in cells if content_of(cell) is wrapped]
     if not isinstance(wrapped, types.FunctionType) or len(held) != 1:
         return function
     torchs = str(function.__globals__.get("__name__")).startswith("torch.")
@@ -102,12 +102,12 @@ def _only_calls(code: types.CodeType, name: str) -> bool:
 _NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
 
 
-def cell_holds(cell: types.CellType, value: Any) -> bool:
-    """Whether ``value`` itself is in it; a cell may be empty."""
+def content_of(cell: types.CellType) -> Any:
+    """What a cell holds; None where that is nothing."""
     try:
-        return cell.cell_contents is value
+        return cell.cell_contents
     except ValueError:
-        return False
+        return None
 
 
 def definition(function: types.FunctionType, decorated: bool = False) -> ast.FunctionDef | Rejection:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -15,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from normswap import installed, modules
 from normswap.attributes import modules_in
+from normswap.held import ending_in
 from normswap.plans import NormswapError, Plan, PlanError, Site, Swap
 from normswap.regions.spec import qualified
 from normswap.untouched import all_or_none, set_classes
@@ -74,7 +76,7 @@ def disabled(model: _Module) -> Iterator[_Module]:
     """
     _before(dict(modules_in(model)))
     entered, changed = list[tuple[nn.Module, _Off]](), list[nn.Module]()
-    try:
+    with ending_in([partial(_leave, entered, changed)]):
         with _lock:
             for _, module in modules_in(model):
                 if (state := _state_of(module)) is not None:
@@ -83,12 +85,6 @@ def disabled(model: _Module) -> Iterator[_Module]:
                     state.blocks += 1
             set_classes((module, state.original) for module, state in entered if state.blocks == 1)
         yield model
-    finally:
-        try:
-            _leave(entered, changed)
-        except BaseException:  # an interrupt, say
-            _leave(entered, changed)
-            raise
     if changed:
         names = {id(module): name for name, module in modules_in(model)}
         raise _changed_since(names.get(id(changed[0]), "a module"), changed[0])

@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -143,11 +143,9 @@ def set_in(names: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterat
 def classes(modules: list[tuple[nn.Module, type[nn.Module]]]) -> Iterator[None]:
     """Give each module the class named beside it for the block."""
     before = [(module, type(module)) for module, _ in modules]
-    try:
+    with ending_in([partial(set_classes, before)]):
         set_classes(modules)
         yield
-    finally:
-        _put_back(before)
 
 
 @contextlib.contextmanager
@@ -157,17 +155,8 @@ def all_or_none(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _put_back([(module, cls) for module, cls in before if type(module) is not cls])
-        raise
-
-
-def _put_back(before: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
-    """``set_classes``, done again when an interrupt comes in between."""
-    try:
-        set_classes(before)
-    except BaseException:
-        set_classes(before)
-        raise
+        with ending_in([partial(set_classes, [(module, cls) for module, cls in before if type(module) is not cls])]):
+            raise
 
 
 def set_classes(modules: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:

@@ -33,7 +33,7 @@ from normswap.regions.syntax import (
     placed,
     slots,
 )
-from normswap.source import cell_holds, definition, is_global, undecorated
+from normswap.source import content_of, definition, is_global, undecorated
 
 Helper = Callable[[Any, Any], Any]
 
@@ -130,7 +130,7 @@ def _decorated(whole: types.FunctionType, inner: types.FunctionType, new: types.
         return new
     below = whole.__wrapped__  # type: ignore[attr-defined]
     around = types.CellType(_decorated(below, inner, new))
-    cells = tuple(around if cell_holds(cell, below) else cell for cell in whole.__closure__ or ())
+    cells = tuple(around if content_of(cell) is below else cell for cell in whole.__closure__ or ())
     made = types.FunctionType(whole.__code__, whole.__globals__, whole.__name__, whole.__defaults__, cells)
     made.__kwdefaults__ = whole.__kwdefaults__
     made.__dict__.update(whole.__dict__)

@@ -20,10 +20,10 @@ from normswap.held import held_by
 from normswap.installed import class_before
 from normswap.rules.expression_site import class_forward, names_in
 from normswap.rules.region import methods_of
-from normswap.source import is_what_runs, source_tree
+from normswap.source import content_of, is_what_runs, source_tree
 from normswap.untouched import classes
 from normswap.uses.reader import Reader
-from normswap.uses.syntax import as_the_first, content_of, reads
+from normswap.uses.syntax import as_the_first, reads
 from normswap.uses.values import DEEPEST, Many, Mapped, Value, is_torchs, key_of, modules_of, one_of
 
 

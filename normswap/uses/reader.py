@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from normswap.attributes import functions_in
 from normswap.rules.expression_site import called_name
-from normswap.source import global_named
-from normswap.uses.syntax import as_the_first, content_of, goes_to_the_first, is_super, parameter_of, spelled
+from normswap.source import content_of, global_named
+from normswap.uses.syntax import as_the_first, goes_to_the_first, is_super, parameter_of, spelled
 from normswap.uses.values import (
     DEEPEST,
     LISTS,
@@ -26,9 +26,11 @@ from normswap.uses.values import (
     is_torchs,
     key_of,
     modules_of,
-    named,
     one_of,
 )
+
+if TYPE_CHECKING:
+    from normswap.uses.code import Code
 
 _UNDER: dict[str, bool] = {"children": False, "named_children": True, "modules": False, "named_modules": True}
 _UNDER |= {"values": False, "items": True}
@@ -44,41 +46,13 @@ _CALLING = ("forward", "__call__")
 _Step = tuple[ast.AST, "Value"]
 
 
-class Told(Protocol):
-    """Who is told what a function does."""
-
-    def reach(self, module: nn.Module, name: str, above: bool = False) -> None:
-        """What stands under the name may run on the module; ``above``: what that hides too."""
-
-    def named_like(self, module: nn.Module, name: ast.expr) -> list[Value]:
-        """The same of a name that is computed; what it may give."""
-
-    def follow(self, module: nn.Module | None, function: types.FunctionType, parameter: str, value: Value) -> None:
-        """A function, or a method of that module, gets it for a parameter."""
-
-    def values(self, held: Any) -> list[Value]:
-        """What somebody keeps may be."""
-
-    def hand_on(self, *given: nn.Module | Value | None) -> None:
-        """What is given, modules and what may be some, gets to code that may do anything with it."""
-
-    def call(self, module: nn.Module, apart: bool) -> None:
-        """It is called; ``apart``: besides where its parent does it."""
-
-    def read_tensors(self, module: nn.Module) -> None:
-        """Its parent reads weights of it."""
-
-    def ask(self, module: nn.Module, cls: Any = None) -> None:
-        """It is asked whether it is one of those, or anything else."""
-
-
 class Reader:
     """Reads one function; the order of its statements is ignored. ``module``: the one whose method it is, None for
     another; ``counted``: calls of its children are looked for there by others; ``named``: what names stand for."""
 
     def __init__(
         self,
-        code: Told,
+        code: Code,
         module: Any,
         function: types.FunctionType,
         counted: bool,
@@ -419,4 +393,7 @@ def _at(module: nn.Module, index: Any) -> list[nn.Module]:
     children = children_of(module)
     if isinstance(index, int):
         return children[index : index + 1]
-    return named(module, [index]) if isinstance(index, str) else children
+    if not isinstance(index, str):
+        return children
+    child = module._modules.get(index)
+    return [] if child is None else [child]

@@ -8,7 +8,7 @@ import dis
 import functools
 import re
 import types
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from normswap.source import source_tree
 from normswap.uses.values import Many, Value
@@ -71,11 +71,3 @@ def reads(code: types.CodeType, name: str) -> bool:
 def goes_to_the_first(call: ast.Call) -> bool:
     """Whether it gives the first of what is gone through, or goes through it."""
     return isinstance(call.func, ast.Name) and call.func.id in ("iter", "next")
-
-
-def content_of(cell: types.CellType) -> Any:
-    """What a cell holds; None where that is nothing."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None

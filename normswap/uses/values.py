@@ -93,11 +93,6 @@ DEEPEST = 6
 """Of what a local variable may hold, as a list in a list."""
 
 
-def named(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """Its children of these names."""
-    return [child for name in names if (child := module._modules.get(name)) is not None]
-
-
 def is_torchs(module: str) -> bool:
     """Whether the classes and functions of a Python module of that name call what they hold as a whole: PyTorch's own
     and ours."""
