@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "untouched",
     },
     "finding": {"plans", "regions", "rules"},
-    "swapping": {"attributes", "plans", "installed", "modules", "regions", "untouched"},
+    "swapping": {"attributes", "held", "plans", "installed", "modules", "regions", "untouched"},
     "kinds": {"activation", "criterion", "forwards", "kinds", "norms", "ops", "plans"},
     "criterion": set(),
     "progress": set(),

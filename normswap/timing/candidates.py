@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from normswap import installed, modules
-from normswap.ops.dispatch import PLAIN, autocasts
 from normswap.plans import REGION, Match, Swap
 from normswap.proof.whole_model import tensors_in
 from normswap.regions.helper import make_helper
@@ -26,6 +25,7 @@ from normswap.timing.clock import NO_COST, Cost, Function
 from normswap.timing.model import Arrangement, Waiting
 from normswap.untouched import classes
 
+_PLAIN = (Tensor, nn.Parameter)
 DEVICE_NOISE, HOST_NOISE = 0.01, 0.05
 """The least by which times must differ, as a share: equal runs of equal code differ by less."""
 
@@ -131,14 +131,13 @@ class Call:
         inputs, structure = tree_flatten(given)
         tensors = [value for value in inputs if isinstance(value, Tensor)]
         floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel() > 0]
-        if not floats or any(type(tensor) not in PLAIN for tensor in tensors):
+        if not floats or any(type(tensor) not in _PLAIN for tensor in tensors):
             return None
         if any(not isinstance(value, Hashable) for value in inputs):
             return None
         device = floats[0].device
         forms = tuple(Form.of(value) if isinstance(value, Tensor) else value for value in inputs)
-        autocast = torch.get_autocast_dtype(device.type) if autocasts(floats[0]) else None
-        return cls(forms, structure, device, autocast)
+        return cls(forms, structure, device, _autocast(device.type))
 
     def made(self) -> tuple[Any, ...]:
         """Inputs of these forms."""
@@ -156,6 +155,13 @@ class Call:
             return call
         wanted = [t for t in (*leaves, *code.parameters) if isinstance(t, Tensor) and t.requires_grad]
         return with_backward(call, wanted)
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    """The dtype of the present autocast, if there is one."""
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def with_backward(call: Callable[[], Any], wanted: Sequence[Tensor]) -> Function:
