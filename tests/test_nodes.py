@@ -175,6 +175,9 @@ def test_every_gradient_of_group_norm(
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
             out = op(x, 4, weight, b, 1e-5, activation.code, 0.0, 0.0, residual, False)
+        if asked == 8 and name != "none":  # PyTorch's ops keep less
+            assert out is None
+            continue
         keeps = {"none": asked != 8, "relu": True, "silu": True}[name]
         assert bool(kept) is keeps and any(t.data_ptr() == residual.data_ptr() for t in kept) is (name == "silu")
         expected = activation(F.group_norm(x, 4, weight, b) + residual)
@@ -185,6 +188,8 @@ def test_every_gradient_of_group_norm(
             )
             for ours, theirs in zip(*pairs, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    if asked == 8 and name != "none":
+        return
     expected_calls = ["group_norm_recorded", *(["group_norm_backward_or_none"] if keeps else [])] * 2
     assert (expected_calls if way == "launched" else []) == LAUNCHED
 
@@ -332,6 +337,9 @@ def test_every_gradient_of_batch_norm(
         tensors, numbers = (x, mean.clone(), var.clone(), batches, weight, bias), (activation.code, 0.0, 0.0)
         op = torch.ops.normswap.batch_norm_or_none.default
         out = op(*tensors, training, 0.1, 1e-5, residual, *numbers)
+        if asked == 2 and name != "none":  # PyTorch's ops keep less
+            assert out is None
+            continue
         expected = activation(F.batch_norm(x, mean.clone(), var.clone(), weight, bias, training, 0.1, 1e-5) + residual)
         wanted = [t for t in (x, residual, weight, bias) if t.requires_grad]
         for create in (False, True):
@@ -340,7 +348,7 @@ def test_every_gradient_of_batch_norm(
             )
             for ours, theirs in zip(*pairs, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert int(batches) == (7 if training else 2)
+    assert int(batches) == (7 - (name != "none") if training else 2)
     assert {"batch_norm_recorded", "batch_norm_backward"} == {*LAUNCHED} if way == "launched" else LAUNCHED == []
 
 

@@ -130,6 +130,16 @@ variable_list gradients(Kind kind, const variable_list& grads, const variable_li
 
 // --- the node ---------------------------------------------------------------------------------------------------------
 
+// Whether nothing learns but what is added behind a norm of channels.
+bool residual_alone_learns(const Norm& norm, c10::ArrayRef<IValue> given) {
+  if (is_of_rows(norm.kind)) return false;
+  for (int slot = 0; slot < kLearning; ++slot) {
+    const int place = norm.tensors[slot];
+    if (slot != kResidual && place >= 0 && given[place].isTensor() && given[place].toTensor().requires_grad()) return false;
+  }
+  return true;
+}
+
 struct Recorded final : Node {
   explicit Recorded(const Norm& norm) : norm(norm) {}
 
@@ -140,7 +150,7 @@ struct Recorded final : Node {
     for (int i = 0; i < kGiven; ++i) {
       if (norm.numbers[i] >= 0) numbers[i] = number_of(given[norm.numbers[i]]);
     }
-    passes = passes_on(given);
+    passes = numbers[kActivation] == 0 && residual_alone_learns(norm, given);  // the gradient goes on as it comes
     torch::autograd::edge_list edges(kLearning);
     saved.reserve(kSlots);
     for (int slot = 0; slot < kKept; ++slot) {
@@ -241,14 +251,6 @@ struct Recorded final : Node {
     return norm.tensors[slot] >= 0 && given[norm.tensors[slot]].isTensor();
   }
 
-  // Whether the gradient goes on as it comes, since nothing learns but what is added behind the norm.
-  bool passes_on(c10::ArrayRef<IValue> given) const {
-    if (is_of_rows(norm.kind) || numbers[kActivation] != 0) return false;
-    for (int slot = 0; slot < kLearning; ++slot) {
-      if (slot != kResidual && given_at(given, slot) && given[norm.tensors[slot]].toTensor().requires_grad()) return false;
-    }
-    return true;
-  }
 
   // The sum takes the input's place; what a ReLU gave or the signs that it keeps, or no activation, that of what was added. A
   // bias says no more than the weight of what its gradient is like; on the value of the input's no gradient depends: it may
@@ -313,6 +315,10 @@ void record(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto below = keys & c10::after_autograd_keyset;
   const auto given = torch::jit::last(*stack, norm.arguments);
   if (!learns(norm, given)) return op.redispatchBoxed(below, stack);
+  if (number_of(given[norm.numbers[kActivation]]) != 0 && residual_alone_learns(norm, given)) {
+    torch::jit::drop(*stack, norm.arguments);  // PyTorch's ops keep the sum or the activation alone, no input of the norm
+    return (void)stack->insert(stack->end(), norm.outputs, IValue());
+  }
   const NodePtr node = owned<Recorded>(norm);
   Recorded& call = static_cast<Recorded&>(*node);
   call.take(given);

@@ -87,6 +87,10 @@ def record(
     _norms[name] = norm
 
     def forward(ctx: Any, *given: Any) -> Any:
+        wanted = wanted_of(ctx.needs_input_grad + unwanted[len(ctx.needs_input_grad) :])
+        passes = not norm.of_rows and True not in (*wanted[:3], *wanted[4:])  # to what is added behind the norm
+        if passes and numbers_of(given + absent[len(given) :])[5]:
+            return None  # PyTorch's ops keep the sum or the activation alone, no input of the norm
         native, total = native_op(op), None
         made = native(*given)
         if made[0] is None:
@@ -101,9 +105,8 @@ def record(
         ctx.numbers = numbers = numbers_of(given)
         training, activation = numbers[4:6]
         ctx.strides, ctx.input_bias = None, None
-        wanted = wanted_of(ctx.needs_input_grad + unwanted[len(ctx.needs_input_grad) :])
-        if not norm.of_rows and not activation and True not in (*wanted[:3], *wanted[4:]):
-            ctx.save_for_backward(*(None,) * 11)  # the gradient goes on as it comes to what is added behind the norm
+        if passes:
+            ctx.save_for_backward(*(None,) * 11)  # the gradient goes on as it comes
             return made[0]
         if sums:
             total = made[1] if total is None else total
