@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normswap import modules, reference, rules
+from normswap.arguments import check_arguments
 from normswap.attributes import Rejection
 from normswap.copying import copy_of
 from normswap.forwards import linear_scale_batch_norm as _lsb
@@ -54,20 +55,19 @@ def fold(
 
     The input of such a Linear must be (N, K), and nobody but the forward of the module that holds them may call its
     parts, or a convolution and its BatchNorm: BatchNorm1d takes (N, C, L) too and then normalises another axis, which a
-    Linear cannot.
+    Linear cannot. The input of such an nn.Conv1d or nn.ConvTranspose1d must be (N, C, L): what it gives of (C, L)
+    BatchNorm1d takes for (N, C).
 
     What the forward branches on and reads besides weights is taken as it is now. What code outside of the model, which
     it does not call, does with its modules is not seen. With example inputs, taken as ``optimize`` takes them, a copy
     of the model and what is made of that are compared on these in float64.
 
     A site that cannot be folded is left as it is, and a warning says why; one more names the BatchNorms behind which
-    no such site was found. Raises TypeError when ``model`` is no
-    nn.Module and NormswapError when it is in train mode or cannot be copied, when nothing can be folded, when outputs
-    differ by more than float64 rounds, and with ``inplace`` when the model itself is what folds; ``model`` is then as
-    it was.
+    no such site was found. Raises TypeError when ``model`` is no nn.Module or example inputs are of another kind, and
+    NormswapError when it is in train mode or cannot be copied, when nothing can be folded, when outputs differ by more
+    than float64 rounds, and with ``inplace`` when the model itself is what folds; ``model`` is then as it was.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fold: model must be a torch.nn.Module, got {type(model).__name__}")
+    check_arguments(model, example_inputs, example_kwargs, "rollback")
     if model.training:
         raise NormswapError("fold: the model is in train mode, where a BatchNorm goes by its batch; call .eval() first")
     if example_inputs is not None or example_kwargs is not None:
@@ -94,6 +94,16 @@ def fold(
             if inplace:
                 raise NormswapError("fold: the model itself is what folds, which cannot be done in place")
             return whole[id(target)]
+        gone = {id(pair.owner._modules[pair.norm]) for pair, _ in convolved}
+        gone |= {id(sequential._modules[name]) for sequential, children in within for name in children}
+        gone |= {id(part) for one in target.modules() if id(one) in whole for part in one.modules()}
+        if stay := _alone(target, gone | {id(one.norm) for one in left}):
+            some = ", ".join(stay[:3]) + (", ..." if len(stay) > 3 else "")
+            warnings.warn(
+                f"fold: {len(stay)} BatchNorms stay ({some}): no convolution or Linear was found that hands its output "
+                "to one of them alone",
+                stacklevel=2,
+            )
         for pair, convolution in convolved:
             _put_pair(pair, convolution)
         for sequential, children in within:
@@ -101,13 +111,6 @@ def fold(
         for parent in list(target.modules()):
             for name, child in parent._modules.items():
                 parent._modules[name] = whole.get(id(child), child)
-        if stay := _alone(target, {id(one.norm) for one in left}):
-            some = ", ".join(stay[:3]) + (", ..." if len(stay) > 3 else "")
-            warnings.warn(
-                f"fold: {len(stay)} BatchNorms stay ({some}): no convolution or Linear was found that hands its output "
-                "to one of them alone",
-                stacklevel=2,
-            )
     return target
 
 
@@ -133,8 +136,8 @@ LIMIT = 1e-9
 def difference(
     model: nn.Module, inputs: Tensor | tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None = None
 ) -> float:
-    """How far ``fold`` moves the outputs of a copy of ``model`` in float64 on these inputs, of the largest of them.
-    Raises what the model raises there, and what ``fold`` does."""
+    """How far ``fold`` moves the outputs of a copy of ``model`` in float64 on these inputs, of the largest of them that
+    is finite. Raises what the model raises there, what ``fold`` does, and NormswapError where none is."""
     given = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,), dict(kwargs or {})
     args, named = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, given)
     found = []
@@ -145,9 +148,15 @@ def difference(
             with torch.random.fork_rng():
                 torch.manual_seed(0)
                 leaves = tree_leaves(one(*args, **named))
-            found.append([leaf.ravel().double() for leaf in leaves if isinstance(leaf, Tensor)])
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta]
+            found.append([leaf.ravel().to(torch.complex128) for leaf in tensors])
+    if not any(leaf.isfinite().any() for leaf in found[0]):
+        gives = f"{type(model).__name__} gives no tensor with a finite number on these inputs"
+        raise NormswapError(f"fold: {gives}, and nothing can be compared; give others")
     whole, plain = map(torch.cat, found)
-    return float((whole - plain).abs().max() / (whole.abs().max() or 1.0))
+    same = (whole == plain) | (whole.isnan() & plain.isnan())
+    largest = whole.abs().nan_to_num(0.0, 0.0).max()
+    return float((whole - plain).abs().masked_fill(same, 0.0).max() / (largest or 1.0))
 
 
 def _folded_pairs(

@@ -78,6 +78,50 @@ def test_saved_and_opened(folder: Path, out: str) -> None:
     assert normswap.load_model(out, model=given) is given and torch.equal(given(X), fast(X))
 
 
+@pytest.mark.parametrize(
+    ("model", "given", "message"),
+    [
+        *(
+            (None, {"factory": name}, f"{name!r} is not written pkg.module")
+            for name in ("xx", "pickle:", "hf:", "a:b c")
+        ),
+        (
+            None,
+            {"factory": "zoo:net", "factory_kwargs": {"a": {1}}},
+            r"factory_kwargs: a=\{1\} is no JSON, .* give num",
+        ),
+        (nn.ReLU(), {}, "ReLU has no parameters or buffers, so there is nothing to save"),
+    ],
+)
+@pytest.mark.parametrize("out", ["out", "net.pt", "net.safetensors", "net.dcp"])
+def test_what_could_not_be_opened_is_not_saved(folder: Path, model: Any, given: Any, message: str, out: str) -> None:
+    before = snapshot(folder)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        normswap.save(model or built(), out, **given)
+    assert ".tmp" not in str(raised.value) and snapshot(folder) == before
+
+
+def test_arguments_that_are_no_json_are_refused_before_anything_is_read() -> None:
+    with pytest.raises(CheckpointError, match="factory_kwargs: layers=<object .* is no JSON, in which the manifest"):
+        convert("none.pt", "out", "zoo:Net", factory_kwargs={"depth": (1, 2), "layers": object()})
+
+
+@pytest.mark.parametrize("factory", ["timm:vit_tiny.in1k", "hf:some/folder", "./zoo.py:net", "hf:."])
+def test_every_way_to_write_a_factory_is_taken(folder: Path, factory: str) -> None:
+    normswap.save(built(), "out", factory=factory)
+
+
+def test_a_folder_that_cannot_be_filled_goes_by_its_own_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, storage_writer: Any, **__: object) -> None:
+        raise OSError(28, "No space left on device", f"{storage_writer.path}/__0_0.distcp")
+
+    monkeypatch.setattr(dcp, "save", full)
+    with pytest.raises(
+        CheckpointError, match=r"^net\.dcp: cannot be written .*No space left .*'net\.dcp/__0_0\.distcp'"
+    ):
+        normswap.save(built(), "net.dcp")
+
+
 KINDS = """
 from torch import nn
 from torch.nn import functional as F

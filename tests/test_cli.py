@@ -149,6 +149,14 @@ def test_a_bare_state_dict_needs_a_model(folder: Path) -> None:
             ["convert", "net.pt", "out", "--model", "zoo:net", "--input", "float32[2,5]"],
         ),
         (USAGE, "--arch", ["build", "--arch", "hopper"]),
+        *(
+            (
+                USAGE,
+                f"{one} is not a finite number",
+                ["convert", "net.pt", "out", "--model", "zoo:net", "--min-speedup", one],
+            )
+            for one in ("nan", "inf")
+        ),
         (
             EMPTY,
             "normswap: nothing was swapped",
@@ -290,6 +298,8 @@ def test_inputs_as_written() -> None:
         (["int64[2]:5..4"], "range is empty"),
         (["uint8[2]:0..256"], "uint8"),
         (["float32[9999999999,9999999999]"], "input 'float32"),
+        (["float32[99999999999999999999]"], "input 'float32"),
+        (["int64[2]:0..99999999999999999999"], "input 'int64.2.:0..99999999999999999999': Overflow"),
         (["x=float32[1]", "x=float32[1]"], "'x' is given twice"),
         (["x=two.safetensors"], "holds 2 tensors, which have names of their own"),
     ],

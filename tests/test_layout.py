@@ -85,6 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reports": {"plans"},
     "uses": {"attributes", "held", "installed", "rules", "source", "untouched", "uses"},
     "folding": {
+        "arguments",
         "uses",
         "copying",
         *("attributes", "plans", "reference", "installed", "modules", "forwards", "regions", "rules", "untouched"),
@@ -123,7 +124,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "checkpoint.errors": {"plans"},
     "checkpoint.files": set(),
-    "checkpoint.tensors": {"held", "checkpoint.errors"},
+    "checkpoint.arrays": set(),
+    "checkpoint.tensors": {"held", "checkpoint.arrays", "checkpoint.errors"},
     "checkpoint.distributed": {"checkpoint.errors", "checkpoint.tensors"},
     "checkpoint.reading": {"checkpoint.errors", "checkpoint.files", "checkpoint.tensors"},
     "checkpoint.models": {

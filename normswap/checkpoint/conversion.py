@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,17 @@ from normswap.checkpoint.errors import check, failing
 from normswap.checkpoint.models import HERE, PICKLED, factory_for, open_model
 from normswap.checkpoint.reading import CONFIG, SETTINGS, Checkpoint, open_checkpoint
 from normswap.checkpoint.tensors import SUFFIXES
-from normswap.checkpoint.writing import Manifest, Target, as_folder, check_holds, check_new, manifest_of, place, write
+from normswap.checkpoint.writing import (
+    Manifest,
+    Target,
+    as_folder,
+    check_holds,
+    check_new,
+    manifest_of,
+    place,
+    reachable,
+    write,
+)
 from normswap.folding import LIMIT, difference
 from normswap.folding import fold as fold_model
 from normswap.pipeline import report
@@ -73,7 +84,9 @@ def convert(
     chosen, a line each. Raises CheckpointError, MismatchError and NothingSwappedError. Nothing is written unless
     everything succeeded.
     """
-    path, target_path = Path(source), None if out is None else Path(out)
+    path = Path(source)
+    target_path, program, proof = (None if name is None else reachable(name) for name in (out, export, report_file))
+    _check_kwargs(factory_kwargs)
     found = open_checkpoint(path, key=key, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     for note in found.notes:
         say(note)
@@ -81,7 +94,6 @@ def convert(
     with as_folder(path, found, None if fold else target_path) as (path, held):
         target = place(path, held, target_path, force, anew=fold)
         _check_target(held, target, factory, fold)
-        program, proof = (None if name is None else Path(name) for name in (export, report_file))
         for extra in filter(None, (program, proof)):
             check_new(extra, force, _taken(Path(source), found, target))
         one = program is not None and proof is not None and program.resolve() == proof.resolve()
@@ -119,15 +131,26 @@ def save(
     be given the model. Of what torch.compile or data parallelism returns, the model inside is written. Raises
     TypeError when ``model`` is no nn.Module, and CheckpointError; nothing is written then.
     """
-    model, out = _inside(model), Path(path)
+    model, out = _inside(model), reachable(path)
     made = report(model)
+    _check_kwargs(factory_kwargs)
+    if factory is not None:
+        models.check_factory(factory)
     own = _own_saving(model) if factory is None and out.suffix not in SUFFIXES else None
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     held = Checkpoint(Path("model.safetensors"), (), OrderedDict(model.state_dict()))
+    check(held.tensors, f"{out}: {type(model).__name__} has no parameters or buffers, so there is nothing to save")
     with as_folder(out, held, out, own) as (source, found):
         target = place(source, found, out, force, anew=not found.files)
         factory = HERE if own is not None else models.settled(factory or "")
         write(found, target, _manifest(target, factory, factory_kwargs, made, where), {}, force)
+
+
+def _check_kwargs(kwargs: Mapping[str, Any] | None) -> None:
+    cure = "{}, in which the manifest keeps it ({}); give numbers, text, lists and dicts"
+    for name, value in dict(kwargs or {}).items():
+        with failing(f"factory_kwargs: {name}={value!r:.80} is no JSON", (TypeError, ValueError), form=cure):
+            json.dumps(value)
 
 
 def _inside(model: nn.Module) -> nn.Module:

@@ -41,18 +41,21 @@ def read_distributed(path: Path) -> dict[str, Any]:
         return unflatten_state_dict({name: flat[name] for name in paths}, paths)
 
 
-def write_distributed(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state`` into the new folder ``folder``. Raises CheckpointError, also for what DCP cannot hold."""
+def write_distributed(folder: Path, state: Mapping[str, Any], out: Path) -> None:
+    """Write ``state`` into the new folder ``folder``, which shall become ``out``. Raises CheckpointError, also for what
+    DCP cannot hold."""
     check_held("torch.distributed.checkpoint", state)
-    with _telling(f"{folder}: cannot be written"):
+    with _telling(f"{out}: cannot be written", str(folder), str(out)):
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
 @contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """``failing``, with the cause of what DCP raises, and without its warning of a process that is alone, as meant."""
+def _telling(what: str, folder: str = "", out: str = "") -> Iterator[None]:
+    """``failing``, with the cause of what DCP raises, ``out`` in the place of ``folder``, and without its warning of a
+    process that is alone, as meant."""
     cause = lambda error: one_line(next(iter(getattr(error, "failures", {}).values()), (error,))[0])  # noqa: E731
-    with failing(what, (Exception, dcp.CheckpointException), tell=cause), warnings.catch_warnings():
+    tell = lambda error: cause(error).replace(folder, out)  # noqa: E731
+    with failing(what, (Exception, dcp.CheckpointException), tell=tell), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 

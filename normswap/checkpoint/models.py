@@ -35,6 +35,8 @@ PICKLED = "pickle:"
 
 _SPEC = re.compile(r"(?P<module>\w+(\.\w+)*|[^:]*\.py):(?P<attribute>\w+(\.\w+)*)")
 
+_FORMS = "pkg.module:function, ./file.py:function, timm:NAME or hf:DIR"
+
 _OUTSIDE = (
     *("pretrained", "checkpoint", "cache_dir", "trust_remote", "code_revision", "revision", "local_files", "subfolder"),
     *("state_dict", "weights_only", "variant", "use_safetensors", "use_flashpack", "dduf", "gguf", "from_"),
@@ -109,10 +111,15 @@ def build_model(factory: str, kwargs: Mapping[str, Any] | None = None) -> nn.Mod
     return model
 
 
+def check_factory(factory: str) -> None:
+    """Raise CheckpointError where ``factory`` is not written as one."""
+    sound = _SPEC.fullmatch(factory) or (factory.startswith("hf:") and factory != "hf:")
+    check(sound, f"model factory {factory!r} is not written {_FORMS}")
+
+
 def call_function(spec: str, kwargs: Mapping[str, Any] | None = None, *, what: str = "function") -> Any:
     """Import and call "pkg.module:function". Raises CheckpointError as ``build_model`` does."""
-    forms = "pkg.module:function, ./file.py:function, timm:NAME or hf:DIR"
-    check(_SPEC.fullmatch(spec), f"{what} {spec!r} is not written {forms}")
+    check(_SPEC.fullmatch(spec), f"{what} {spec!r} is not written {_FORMS}")
     module, _, attribute = spec.rpartition(":")
     what = f"{what} {spec}"
     folder = str(Path(module).resolve().parent if module.endswith(".py") else Path.cwd())

@@ -26,6 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from normswap.checkpoint.arrays import MAKERS, plain
 from normswap.checkpoint.errors import CheckpointError, MissingError, check, counted, failing, listed, strict_json
 from normswap.held import strided
 
@@ -40,18 +41,13 @@ _FORMAT = "format"  # in the metadata: whose tensors they are, "pt"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: few large ones are faster compared
 _EXPANDED = 1 << 30  # bytes that an expanded tensor may stand for
 
-_MAKERS = [np._core.multiarray.scalar, np._core.multiarray._reconstruct]  # type: ignore[attr-defined]
 PATHS: dict[str, type[pathlib.PurePath]] = {
     f"{module}.{kind.__name__}": kind
     for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
     for module in ("pathlib", "pathlib._local")
 }
 """Of what a path is made when it is read, by the names that versions of Python write; the latter is 3.13's."""
-_HARMLESS = [
-    *(argparse.Namespace, codecs.encode, *((kind, name) for name, kind in PATHS.items())),
-    *(np.dtype, np.ndarray, *(type(np.dtype(kind)) for kind in np.typecodes["All"]), *_MAKERS),
-    *((make, f"numpy.core.multiarray.{make.__name__}") for make in _MAKERS),  # numpy before 2.0
-]
+_HARMLESS = [argparse.Namespace, codecs.encode, *((kind, name) for name, kind in PATHS.items()), *MAKERS]
 """What training scripts put beside the tensors, and what makes it when it is read: plain data."""
 
 
@@ -203,6 +199,10 @@ def _load_pickle(path: Path, allow_pickle: bool) -> tuple[Any, dict[str, str]]:
             asks = f"refused, it asks to run more than tensors need: {listed(names)}"
             cure = "pass allow_pickle (--allow-pickle) if you trust where it comes from"
             raise CheckpointError(f"{path}: {asks}; save model.state_dict() instead of the model, or {cure}") from error
+    if not allow_pickle:
+        asks = "{} ({}); pass allow_pickle (--allow-pickle) if you trust where it comes from"
+        with failing(f"{path}: an array beside its tensors cannot be read", form=asks):
+            loaded = plain(loaded, {})
     text = getattr(loaded, _FREE_TEXT, {})
     return loaded, {str(k): str(v) for k, v in text.items()} if isinstance(text, Mapping) else {}
 

@@ -150,6 +150,17 @@ def place(source: Path, found: Checkpoint, out: Path | None, force: bool, *, ane
         return target
 
 
+def reachable(path: str | Path) -> Path:
+    """``path``. Raises CheckpointError where it goes up from a folder that is not there: what is written would not be
+    found by that name."""
+    path = Path(path)
+    for end, part in enumerate(path.parts):
+        folder = Path(*path.parts[:end])
+        known = part != ".." or os.path.isdir(folder)
+        check(known, f"{path}: passes through {folder}, where no folder is; make it, or name a path without it")
+    return path
+
+
 def _placed(source: Path, found: Checkpoint, out: Path, anew: bool) -> Target:
     outside = not source.is_dir() or source.resolve() not in out.resolve().parents
     check(outside, f"{out}: lies inside {source}; choose a place outside it, or pass in_place (--in-place)")
@@ -210,7 +221,7 @@ def as_folder(
     if own is None and out is not None and out.suffix == DISTRIBUTED and found.main.name != METADATA:
         check_holds(out, found)
         distributed = importlib.import_module("normswap.checkpoint.distributed")  # not every build of PyTorch has it
-        fill = partial(distributed.write_distributed, state=found.state)
+        fill = partial(distributed.write_distributed, state=found.state, out=out)
     if fill is None or out is None:
         yield source, found
         return

@@ -134,6 +134,7 @@ def inspect(source: str, factory: str | None, kwargs: dict[str, Any], as_json: b
 @click.option(
     "--min-speedup",
     type=click.FloatRange(min=0, min_open=True),
+    callback=options.finite,
     default=1.0,
     show_default=True,
     help="On a GPU, keep a site only if it is so many times as fast.",

@@ -102,24 +102,24 @@ def _drawn(spec: str, match: re.Match[str], generator: torch.Generator) -> Tenso
     except ValueError as error:
         raise ValueError(f"input {spec!r}: the shape is not a list of sizes") from error
     try:
-        return _values(spec, match, shape, generator)
-    except RuntimeError as error:  # what torch raises for a size it cannot allocate or a range it cannot draw from
+        return _values(match, shape, generator)
+    except (ValueError, RuntimeError, TypeError) as error:  # for a size or a range that torch cannot take, too
         raise ValueError(f"input {spec!r}: {str(error).splitlines()[0]}") from error
 
 
-def _values(spec: str, match: re.Match[str], shape: list[int], generator: torch.Generator) -> Tensor:
+def _values(match: re.Match[str], shape: list[int], generator: torch.Generator) -> Tensor:
     dtype = match["dtype"]
     if dtype in _INTEGERS:
         if match["low"] is None:
-            raise ValueError(f"input {spec!r}: integers need a range, as in {dtype}[2,128]:0..30521")
+            raise ValueError(f"integers need a range, as in {dtype}[2,128]:0..30521")
         low, high = int(match["low"]), int(match["high"])
         if low > high:
-            raise ValueError(f"input {spec!r}: the range is empty")
+            raise ValueError("the range is empty")
         return torch.randint(low, high + 1, shape, generator=generator, dtype=_INTEGERS[dtype])
     if match["low"] is not None:
-        raise ValueError(f"input {spec!r}: only integers take a range")
+        raise ValueError("only integers take a range")
     if dtype == "bool":
         return torch.randint(0, 2, shape, generator=generator).bool()
     if dtype in _FLOATS:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(_FLOATS[dtype])
-    raise ValueError(f"input {spec!r}: dtype {dtype!r} is not one of {', '.join((*_FLOATS, *_INTEGERS, 'bool'))}")
+    raise ValueError(f"dtype {dtype!r} is not one of {', '.join((*_FLOATS, *_INTEGERS, 'bool'))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,6 +57,13 @@ def _inputs(_context: click.Context, _parameter: click.Parameter, specs: tuple[s
         return make_inputs(specs)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+def finite(_context: click.Context, _parameter: click.Parameter, number: float) -> float:
+    """The number, which click's ranges let be NaN."""
+    if not math.isfinite(number):
+        raise click.BadParameter(f"{number} is not a finite number")
+    return number
 
 
 def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
