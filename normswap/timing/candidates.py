@@ -294,11 +294,14 @@ def looks_of(region: Region, owner: nn.Module) -> tuple[Any, ...]:
     return region.kind, steps, constants, region.shared, str(region.activation), seen
 
 
+_SETTINGS = (bool, int, float, str, tuple, type(None))
+
+
 def looks(module: nn.Module) -> tuple[Any, ...]:
     """What tells modules apart whose calls may take different time: classes, plain attributes, mode, parameters."""
     found: list[Any] = []
     for one in module.modules():
-        plain = {k: v for k, v in one.__dict__.items() if isinstance(v, bool | int | float | str | tuple | None)}
+        plain = {k: v for k, v in one.__dict__.items() if isinstance(v, _SETTINGS)}
         own = {**one._parameters, **one._buffers}
         tensors = {k: None if t is None else (t.shape, t.stride(), t.dtype, t.requires_grad) for k, t in own.items()}
         found.append((type(one), repr(plain), repr(tensors)))
