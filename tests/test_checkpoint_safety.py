@@ -8,9 +8,10 @@ import os
 import sys
 import warnings
 from argparse import Namespace
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -174,17 +175,6 @@ def test_any_other_path_is_where_the_system_finds_it(folder: Path, place: str) -
     Path("link").symlink_to("there/in")
     place = place.format(folder.name)
     assert run("convert", "net.pt", place, *OPTIONS).exit_code == 0 and Path(place).is_file()
-
-
-def test_a_rename_is_finished_in_the_folder_of_its_manifest_alone(folder: Path) -> None:
-    for place in ("out/in", "elsewhere"):
-        Path(place).mkdir(parents=True)
-        Path(place, ".file.0123456789ab.tmp").write_text("new")
-    Path("out/link").symlink_to("../elsewhere")
-    Path("out/normswap.json").write_text(json.dumps({"token": "0123456789ab", "written": ["link/file", "in/file"]}))
-    files.settle(Path("out/normswap.json"))
-    assert [*Path("elsewhere").iterdir()] == [Path("elsewhere/.file.0123456789ab.tmp")]
-    assert [*Path("out/in").iterdir()] == [Path("out/in/file")]
 
 
 def test_two_files_in_one_folder_keep_their_manifests() -> None:
@@ -437,6 +427,43 @@ def test_an_array_in_several_places_is_one() -> None:
     assert one is two is three["a"] and four is five.b
     one += 1
     assert two.tolist() == [1, 2, 3]
+
+
+def test_numbers_of_numpy_wherever_something_holds_them() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.scale, weight.seen = np.float32(0.5), np.arange(3)  # type: ignore[attr-defined]
+    state = OrderedDict(w=weight, counts=Counter(a=np.int64(3)))
+    state._metadata = OrderedDict({"": {"version": np.int64(2)}})  # type: ignore[attr-defined]
+    torch.save(state, "values.pt")
+    found = load_file(Path("values.pt"))[0]
+    check_equal(vars(found["w"]), vars(weight))
+    check_equal(found._metadata, state._metadata)
+    check_equal(found["counts"], state["counts"])
+
+
+def test_what_is_shared_is_read_once() -> None:
+    nested: Any = (1,)
+    for _ in range(60):
+        nested = (nested, nested)
+    torch.save({"w": torch.ones(1), "nested": nested}, "values.pt")
+    found = load_file(Path("values.pt"))[0]["nested"]
+    assert found[0] is found[1]
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+@pytest.mark.parametrize(
+    "more", ([], [np.dtype, np.ndarray, type(np.dtype("f4")), np.arange(1).__reduce__()[0], Namespace])
+)
+def test_what_a_person_allows_stays_allowed(more: list[Any]) -> None:
+    torch.save({"w": torch.ones(1), "pair": Pair(np.float32(1), 2)}, "values.pt")
+    with torch.serialization.safe_globals([Pair, *more]):
+        before = torch.serialization.get_safe_globals()
+        check_equal(load_file(Path("values.pt"))[0]["pair"], Pair(np.float32(1), 2))
+        assert {*map(id, torch.serialization.get_safe_globals())} == {*map(id, before)}
 
 
 class Reduced:

@@ -88,7 +88,7 @@ def test_saved_and_opened(folder: Path, out: str) -> None:
         (
             None,
             {"factory": "zoo:net", "factory_kwargs": {"a": {1}}},
-            r"factory_kwargs: a=\{1\} is no JSON, .* give num",
+            r"factory_kwargs: a is no JSON, .* give num",
         ),
         (nn.ReLU(), {}, "ReLU has no parameters or buffers, so there is nothing to save"),
     ],
@@ -102,7 +102,7 @@ def test_what_could_not_be_opened_is_not_saved(folder: Path, model: Any, given: 
 
 
 def test_arguments_that_are_no_json_are_refused_before_anything_is_read() -> None:
-    with pytest.raises(CheckpointError, match="factory_kwargs: layers=<object .* is no JSON, in which the manifest"):
+    with pytest.raises(CheckpointError, match="factory_kwargs: layers is no JSON, in which the manifest"):
         convert("none.pt", "out", "zoo:Net", factory_kwargs={"depth": (1, 2), "layers": object()})
 
 

@@ -3,14 +3,15 @@ takes the fields of a dtype from the file, and with them addresses that it frees
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-_KNOWN = re.compile(r"b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SU]\d{1,9}|O8|[Mm]8(?:\[\d*(?:[YMWDhms]|[munpfa]s)\])?")
+_KNOWN = re.compile(
+    r"b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SU]\d{1,9}|O8|[Mm]8(?:\[(?:[1-9]\d*)?(?:[YMWDhms]|[munpfa]s)\])?"
+)
 """Numbers, text, objects and times."""
 
 
@@ -91,22 +92,31 @@ for _module in ("numpy._core.multiarray", "numpy.core.multiarray"):
 
 
 def plain(value: Any, done: dict[int, Any]) -> Any:
-    """What was read, with numpy's own arrays, in nested dicts, lists, tuples, sets and namespaces; ``done``: by id.
-    Raises ValueError, and what comes of damage."""
-    if isinstance(value, Dtype | Array | Scalar):
-        if id(value) not in done:
-            done[id(value)] = value.made(done)
+    """What was read, with numpy's own arrays wherever it holds one: in tuples, sets, lists, mappings and attributes of
+    objects; ``done``: by id. Raises ValueError, and what comes of damage."""
+    if id(value) in done:
         return done[id(value)]
-    if isinstance(value, tuple | set):
-        return type(value)(plain(one, done) for one in value)
-    if id(value) not in done and isinstance(value, list | Mapping | argparse.Namespace):
-        done[id(value)] = value
-        if isinstance(value, list):
-            value[:] = [plain(one, done) for one in value]
-        else:
-            held: Any = vars(value) if isinstance(value, argparse.Namespace) else value
-            items = list(held.items())
-            held.clear()
-            for key, one in items:
-                held[plain(key, done)] = plain(one, done)
+    if isinstance(value, Dtype | Array | Scalar):
+        done[id(value)] = made = value.made(done)
+        return made
+    if isinstance(value, tuple | set | frozenset):
+        found = [plain(one, done) for one in value]
+        same = all(one is other for one, other in zip(found, value, strict=True))
+        done[id(value)] = made = value if same else getattr(type(value), "_make", type(value))(found)
+        return made
+    done[id(value)] = value
+    if isinstance(value, list):
+        value[:] = [plain(one, done) for one in value]
+    elif isinstance(value, Mapping):
+        _replace(value, done)
+    if type(own := getattr(value, "__dict__", None)) is dict:
+        _replace(own, done)
     return value
+
+
+def _replace(held: Any, done: dict[int, Any]) -> None:
+    found = [(plain(key, done), plain(one, done)) for key, one in held.items()]
+    if any(key is not old or one is not held[old] for (key, one), old in zip(found, list(held), strict=True)):
+        held.clear()
+        for key, one in found:
+            held[key] = one

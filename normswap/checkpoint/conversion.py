@@ -149,7 +149,7 @@ def save(
 def _check_kwargs(kwargs: Mapping[str, Any] | None) -> None:
     cure = "{}, in which the manifest keeps it ({}); give numbers, text, lists and dicts"
     for name, value in dict(kwargs or {}).items():
-        with failing(f"factory_kwargs: {name}={value!r:.80} is no JSON", (TypeError, ValueError), form=cure):
+        with failing(f"factory_kwargs: {name} is no JSON", (TypeError, ValueError, RecursionError), form=cure):
             json.dumps(value)
 
 

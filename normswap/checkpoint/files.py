@@ -109,19 +109,17 @@ class replacing:
 
 
 def settle(manifest: Path) -> None:
-    """Finish the renames of the block that wrote ``manifest``, were it killed before its end, but for those in folders
-    to which a link leads out of its own. Raises OSError."""
+    """Finish the renames of the block that wrote ``manifest``, were it killed before its end. Raises OSError."""
     try:
         data = json.loads(manifest.read_bytes())
         token, names = data["token"], data["written"]
         sound = re.fullmatch("[0-9a-f]{12}", token) and all(map(is_inside, names))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
-    for path in map(manifest.parent.joinpath, names if sound else ()):
-        target = Path(os.path.realpath(path))
+    for name in names if sound else ():
+        target = Path(os.path.realpath(manifest.parent / name))
         hidden = target.with_name(f".{target.name}.{token}.tmp")
-        inside = Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(manifest.parent))
-        if inside and os.path.lexists(hidden):  # else it has its name; a read-only file system refuses to be asked
+        if os.path.lexists(hidden):  # else it has its name; a read-only file system refuses to be asked
             with suppress(FileNotFoundError, NotADirectoryError):  # another process was quicker
                 os.replace(hidden, target)
 

@@ -14,8 +14,8 @@ import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def _load_pickle(path: Path, allow_pickle: bool) -> tuple[Any, dict[str, str]]:
     mapped = start == b"PK\x03\x04"
     known = mapped or start[:1] == b"\x80"  # tar files of before 0.4 are left to PyTorch to convert
     check(known, f"{path}: {_FOREIGN} (neither a zip file nor a pickle)")
-    with failing(f"{path}: {_FOREIGN}"), warnings.catch_warnings(), torch.serialization.safe_globals(_HARMLESS):
+    with failing(f"{path}: {_FOREIGN}"), warnings.catch_warnings(), _harmless_allowed():
         warnings.filterwarnings("ignore", "Detected pickle protocol")
         sizes = _storage_sizes(path) if mapped else None
 
@@ -205,6 +205,25 @@ def _load_pickle(path: Path, allow_pickle: bool) -> tuple[Any, dict[str, str]]:
             loaded = plain(loaded, {})
     text = getattr(loaded, _FREE_TEXT, {})
     return loaded, {str(k): str(v) for k, v in text.items()} if isinstance(text, Mapping) else {}
+
+
+@contextmanager
+def _harmless_allowed() -> Iterator[None]:
+    """What a person allows torch.load besides stays allowed, but for what has one of these names."""
+    known = torch.serialization.get_safe_globals()
+    ours = {one[1] if isinstance(one, tuple) else _named(one) for one in _HARMLESS}
+    others: list[Any] = [one for one in known if (one[1] if isinstance(one, tuple) else _named(one)) not in ours]
+    try:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals([*others, *_HARMLESS])
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(known)
+
+
+def _named(one: Any) -> str:
+    return f"{one.__module__}.{getattr(one, '__qualname__', '')}".replace("numpy.core.", "numpy._core.")
 
 
 def _storage_sizes(path: Path) -> set[int]:

@@ -251,7 +251,6 @@ struct Recorded final : Node {
     return norm.tensors[slot] >= 0 && given[norm.tensors[slot]].isTensor();
   }
 
-
   // The sum takes the input's place; what a ReLU gave or the signs that it keeps, or no activation, that of what was added. A
   // bias says no more than the weight of what its gradient is like; on the value of the input's no gradient depends: it may
   // change.
