@@ -27,7 +27,7 @@ def check_model(model: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}{_how_to_make(model)}")
 
 
-def check_arguments(model: Any, inputs: Any, kwargs: Any, on_mismatch: str, **mode: str) -> None:
+def check_arguments(model: Any, inputs: Any, kwargs: Any, on_mismatch: str = "rollback", **mode: str) -> None:
     """Raise TypeError for example inputs and ValueError for choices of another kind: of ``mode`` by the name it has."""
     check_model(model)
     if isinstance(inputs, torch.Size):

@@ -67,7 +67,7 @@ def fold(
     NormswapError when it is in train mode or cannot be copied, when nothing can be folded, when outputs differ by more
     than float64 rounds, and with ``inplace`` when the model itself is what folds; ``model`` is then as it was.
     """
-    check_arguments(model, example_inputs, example_kwargs, "rollback")
+    check_arguments(model, example_inputs, example_kwargs)
     if model.training:
         raise NormswapError("fold: the model is in train mode, where a BatchNorm goes by its batch; call .eval() first")
     if example_inputs is not None or example_kwargs is not None:

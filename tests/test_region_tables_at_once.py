@@ -5,15 +5,10 @@ from __future__ import annotations
 
 import pytest
 from at_once_stand_in import compiled, needs_compiler, registered, short_way
-from region_changes import CHANGED
-from region_checks import Case, check
-from region_look_alikes import LOOK_ALIKES
-from region_models import FOUND
-from region_views import VIEWS
+from region_checks import check
+from region_tables import TABLE
 
 __all__ = ["compiled", "registered", "short_way"]
-
-TABLE: dict[str, Case] = {**FOUND, **LOOK_ALIKES, **CHANGED, **{f"view: {name}": case for name, case in VIEWS.items()}}
 
 
 @needs_compiler

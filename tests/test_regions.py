@@ -9,16 +9,13 @@ import torch
 import torch.nn.functional as F
 from linear_region_models import LinearParts
 from models import randomised
-from region_changes import CHANGED
 from region_checks import CHANNELS, Case, Parts, check, swap, written
-from region_look_alikes import LOOK_ALIKES
 from region_models import FOUND
+from region_tables import TABLE
 from region_views import VIEWS
 
 import normswap
 from normswap import ops
-
-TABLE: dict[str, Case] = {**FOUND, **LOOK_ALIKES, **CHANGED, **{f"view: {name}": case for name, case in VIEWS.items()}}
 
 
 @pytest.mark.case("region", "region-look-alikes", "region-changed-later")

@@ -211,8 +211,8 @@ def _load_pickle(path: Path, allow_pickle: bool) -> tuple[Any, dict[str, str]]:
 def _harmless_allowed() -> Iterator[None]:
     """What a person allows torch.load besides stays allowed, but for what has one of these names."""
     known = torch.serialization.get_safe_globals()
-    ours = {one[1] if isinstance(one, tuple) else _named(one) for one in _HARMLESS}
-    others: list[Any] = [one for one in known if (one[1] if isinstance(one, tuple) else _named(one)) not in ours]
+    ours = {*map(_name_of, _HARMLESS)}
+    others: list[Any] = [one for one in known if _name_of(one) not in ours]
     try:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals([*others, *_HARMLESS])
@@ -222,8 +222,9 @@ def _harmless_allowed() -> Iterator[None]:
         torch.serialization.add_safe_globals(known)
 
 
-def _named(one: Any) -> str:
-    return f"{one.__module__}.{getattr(one, '__qualname__', '')}".replace("numpy.core.", "numpy._core.")
+def _name_of(one: Any) -> str:
+    """The name in a pickle of what is allowed, as torch has it."""
+    return str(one[1]) if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}"
 
 
 def _storage_sizes(path: Path) -> set[int]:

@@ -9,15 +9,12 @@ import pytest
 import torch
 from models import randomised
 from norm_models import DTYPES
-from region_changes import CHANGED
-from region_checks import CHANNELS, Case, check, written
-from region_look_alikes import LOOK_ALIKES
+from region_checks import CHANNELS, check, written
 from region_models import FOUND, sum_by_function, sum_used_later
+from region_tables import TABLE
 from region_views import VIEWS, WINDOWS, window_block
 
 import normswap
-
-TABLE: dict[str, Case] = {**FOUND, **LOOK_ALIKES, **CHANGED, **{f"view: {name}": case for name, case in VIEWS.items()}}
 
 
 @pytest.fixture(autouse=True)
